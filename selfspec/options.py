@@ -256,6 +256,10 @@ FITTED = "ngram+exit"
 """What drafts where heads were fitted: prompt lookup costs nothing beside them."""
 
 
+MEDUSA_FITTED = f"{FITTED}:threshold=1e-09,anneal_strength=0,guesses=10"
+"""The same, of Medusa heads, which nothing calibrates: no head is too unsure for their tree."""
+
+
 _WEIGHTS = Range(
     lambda weights: len(weights) == 3 and min(weights) >= 0.0 and abs(sum(weights) - 1) < 1e-6,
     "of three weights, at least 0, that sum to 1",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from selfspec.decoding.drafters.heads import (
     TreeDrafter,
     WhilePaying,
 )
+from selfspec.decoding.drafters.medusa import MedusaGuesser
 from selfspec.decoding.drafters.ngram import NgramDrafter, SeenTextFirst
 from selfspec.decoding.drafters.rest import Datastore, RestGuesser
 from selfspec.decoding.drafters.successors import SuccessorGuesser, Successors
@@ -50,6 +51,7 @@ from selfspec.eval.scripted import (
 from selfspec.eval.verify import block_logits, hugging_face
 from selfspec.heads.attending import AttendingConfig, AttendingHeads, unfilled
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig, logit_lens
+from selfspec.heads.folder import MEDUSA
 from selfspec.heads.heads import ExitJudge
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv import Lease
@@ -68,7 +70,8 @@ EXITS = (2, 4, 5)
 DEEP_EXITS = (0, 3)
 TREES = (
     *("exits with siblings", "trees", "trees around seen text"),
-    *("successors", "rest", "attending trees", "attending trees around seen text"),
+    *("successors", "rest", "medusa trees"),
+    *("attending trees", "attending trees around seen text"),
 )
 
 FEW = ("oracle", "wrong", "random", "eager exits", "attending", "trees around seen text")
@@ -153,6 +156,26 @@ def deep_drafter(backbone: Backbone, tau: float, width: int = 5) -> ExitDrafter:
     """Chains of `deep_heads`."""
     judge = ExitJudge(backbone.num_layers, dict.fromkeys(DEEP_EXITS, tau))
     return ExitDrafter(deep_heads(backbone), judge, greedy(), DraftController(width))
+
+
+def medusa_heads(backbone: Backbone, count: int = 4) -> ExitHeads:
+    """`count` heads of random weights, each for a token further ahead."""
+    own = replace(deep_heads(backbone).config, exit_layers=(0,), head_type=MEDUSA, num_heads=count)
+    heads = ExitHeads(own, backbone.unembedding).eval().requires_grad_(False)
+    generator = torch.Generator().manual_seed(7)
+    for parameter in heads.parameters():
+        parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter), alpha=0.3)
+    return heads
+
+
+def medusa_drafter(
+    backbone: Backbone, most: int = 15, row: float = 0.0
+) -> TreeDrafter[DecodeState]:
+    """Trees of `medusa_heads`."""
+    judge = ExitJudge(backbone.num_layers, {0: 1e-9})
+    guesser = MedusaGuesser(medusa_heads(backbone), judge, greedy(), 10)
+    cost = DraftCost(rows=(row,))
+    return TreeDrafter(guesser, cost, DraftController(6), most=most, never_slower=False)
 
 
 def attending_heads(backbone: Backbone) -> AttendingHeads:
@@ -268,6 +291,7 @@ def drafters(backbone: Backbone, sequence: list[int]) -> dict[str, tuple[Drafter
         found["trees"] = (tree_drafter(backbone), (0,))
         found["successors"] = (successor_drafter(sequence, size), ())
         found["rest"] = (rest_drafter(sequence, size), ())
+        found["medusa trees"] = (medusa_drafter(backbone), (0,))
         found["attending trees"] = (tree_drafter(backbone, attends=True), ())
         found["attending trees around seen text"] = (tree_drafter(backbone, seen, attends=True), ())
         found["trees around seen text"] = (tree_drafter(backbone, seen), (0,))

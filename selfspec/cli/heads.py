@@ -105,7 +105,10 @@ def check(folder: Folder, *, model: Model = None) -> None:
         base.emit(f"failed: {problem}\n")
     if problems:
         raise typer.Exit(1)
-    kind = _eagle_words(read_config(found)) if attends(found) else ""
+    config = read_config(found)
+    kind = _eagle_words(config) if attends(found) else ""
+    if count := config.get("num_heads"):
+        kind = f" ({config['head_type']}, {count} heads, each a token further ahead)"
     base.emit(f"OK: {found.name}{kind} fit {speculator.label}\n")
 
 

@@ -26,7 +26,14 @@ from selfspec.cli.base import (
 )
 from selfspec.config import SpeculationOptions
 from selfspec.errors import CannotWrite, InvalidData, InvalidOption, SelfspecError
-from selfspec.heads.folder import CONFIG_FILE, EAGLE3, FILES_OF_A_FIT, is_heads_folder, read_config
+from selfspec.heads.folder import (
+    CONFIG_FILE,
+    EAGLE3,
+    FILES_OF_A_FIT,
+    MEDUSA,
+    is_heads_folder,
+    read_config,
+)
 from selfspec.hub import models as hub
 from selfspec.options import FITTED
 from selfspec.training.options import PRESETS, CacheOptions, DataOptions, FitOptions, plain
@@ -574,6 +581,9 @@ def fit(*, asked: Asked) -> None:
             + ("\n" if second is None else f"  second draft {second:.1%}\n")
         )
     base.emit(f"{asked['output']}: exit heads at {len(fitted.metrics['layers'])} layers\n")
+    if fitted.heads.looks_ahead:  # which nothing calibrates
+        base.say_next("bench", asked, "--heads", asked["output"], "--methods", "plain,medusa")
+        return
     # calibration takes text that the heads were not fitted to; where there is none, make some
     text = asked.get("validation", "held-out.jsonl")
     if "validation" not in asked:
@@ -637,7 +647,8 @@ def _job(asked: Asked, options: FitOptions, workplace: Path) -> Job:
         if asked.get("max_tokens"):
             train = train.limited(asked["max_tokens"])
         found = source.spec.layers
-        own = options.head_type == EAGLE3 or (options.head_type == "deep-fused" and 0 in found)
+        kind = options.head_type
+        own = kind in (EAGLE3, MEDUSA) or (kind == "deep-fused" and 0 in found)
         if options.exit_layers is None and not own:
             options = replace(options, exit_layers=found)
         _require_features(source.spec, fit.feature_spec(backbone, options, measured=False))
@@ -730,6 +741,11 @@ def _calibrate(asked: Asked, folder: Path, *, stored: bool) -> Calibration:
     from selfspec.training.features import CacheSource, FeatureSpec, whole
 
     heads = _heads_of(folder, model)
+    if heads.looks_ahead:
+        raise InvalidOption(
+            f"{folder} holds medusa heads, whose tree has no thresholds or layers to choose. Use "
+            "them as they are: selfspec bench"
+        )
     needed = FeatureSpec.read_by(heads)
     limit = asked.get("max_tokens")
     if "cache" in asked:

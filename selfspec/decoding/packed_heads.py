@@ -89,19 +89,21 @@ class PackedHead:
     def _operations(self, parts: Parts) -> Iterator[Operation]:
         """Operations from the hidden state, and `deep` where the head reads that, to features."""
         program, to = self._program, self._features
-        norm = norm_of(parts.norm, self._rows.in_features, self._rows.dtype)
-        if parts.direct is None and parts.inner is None:
-            yield program.norm(HIDDEN, to, norm)
-            return
-        yield program.norm(HIDDEN, HIDDEN, norm)
+        if not isinstance(parts.norm, nn.Identity):
+            norm = norm_of(parts.norm, self._rows.in_features, self._rows.dtype)
+            if parts.direct is None and parts.inner is None:
+                yield program.norm(HIDDEN, to, norm)
+                return
+            yield program.norm(HIDDEN, HIDDEN, norm)
         terms = 0.0  # 1: the target holds some
-        if parts.inner is not None and parts.outer is not None:
-            inner = _light(parts.inner.weight, parts.inner.bias)
-            opened = program.buffer("opened", inner.out_features)
+        if parts.inner is not None:
+            inner, outer = _light(parts.inner.weight, parts.inner.bias), parts.outer
+            opened = to if outer is None else program.buffer("opened", inner.out_features)
             yield program.product(HIDDEN, opened, inner)
             if parts.activated:
                 yield program.activate(opened, opened, Activation.SILU, gated=False)
-            yield program.product(opened, to, _light(parts.outer.weight, parts.outer.bias))
+            if outer is not None:
+                yield program.product(opened, to, _light(outer.weight, outer.bias))
             terms = 1.0
         if parts.direct is not None:
             direct = _light(parts.direct.weight, parts.direct.bias)

@@ -193,6 +193,17 @@ def _assistant_early_exit(speculator: Speculator) -> list[Setting]:
     return [{"assistant_early_exit": layer} for layer in layers]
 
 
+def _medusa(speculator: Speculator) -> list[Setting]:
+    """Medusa-1: its published tree in full, 63 drafts, and cut to the rows that pay."""
+    if not _heads(speculator).looks_ahead:
+        raise InvalidOption(
+            "medusa needs heads of its own. Fit them, and give them alone: selfspec fit "
+            "--head-type medusa"
+        )
+    full = exits(threshold=ALWAYS, anneal_strength=0, guesses=10, max_tokens=4, max_rows=64)
+    return [full, {**full, "never_slower": True}]
+
+
 class Method(NamedTuple):
     """One way to decode."""
 
@@ -263,6 +274,7 @@ METHODS = {
         "after Kangaroo: one exit, an unsure token ends a draft; our runtime, our heads",
         _one_exit,
     ),
+    "medusa": Method("Medusa-1 on our runtime, with heads of its kind (--heads)", _medusa),
     "cm-asd": Method(
         "speculation under CM-ASD's rule: drafts close to the model's best token stay",
         _only(**EXIT, acceptance="cm-asd"),

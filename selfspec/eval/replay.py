@@ -100,6 +100,7 @@ class _Guesser:
 
     layer = 0
     source = EXIT
+    once = False
 
     def __init__(self, record: Record, setting: Setting) -> None:
         self._record, self._setting = record, setting

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -56,6 +56,8 @@ class HeadsConfig:
     """Width of the head's inner layer; None is the head type's own choice."""
     draft_vocab_size: int | None = None
     """Tokens that heads can draft; None is all."""
+    num_heads: int | None = None
+    """Of a kind that looks ahead: how many tokens. None: one head at each exit layer."""
     temperatures: dict[str, float] = field(default_factory=dict)
     """Calibrated temperature per exit layer; 1 where missing."""
     defaults: dict[str, Any] = field(default_factory=dict)
@@ -72,6 +74,8 @@ class HeadsConfig:
         """Raise InvalidOption for exit layers that the model lacks or an unknown head type."""
         if self.head_type not in HEAD_TYPES:
             raise InvalidOption(f"head type {self.head_type!r} is none of {', '.join(HEAD_TYPES)}")
+        if HEAD_TYPES[self.head_type].looks_ahead == (self.num_heads is None):
+            raise InvalidOption(f"num_heads is {self.num_heads}, with head type {self.head_type}")
         check_exit_layers(self.exit_layers, possible_exit_layers(self.head_type, self.num_layers))
         if self.draft_vocab_size is not None and self.draft_vocab_size > self.vocab_size:
             raise InvalidOption(
@@ -92,7 +96,10 @@ class HeadsConfig:
 
     def record(self) -> dict[str, Any]:
         """Ready for `config.json`."""
-        return asdict(self)
+        values = asdict(self)
+        if self.num_heads is None:  # which earlier versions do not know
+            del values["num_heads"]
+        return values
 
     def write(self, folder: Path) -> None:
         """Replace `config.json`; the weights stay. Raises CannotWrite."""
@@ -128,8 +135,12 @@ class HeadsConfig:
 
 
 def possible_exit_layers(head_type: str, num_layers: int) -> range:
-    """1..L-1, and 0, the embedding, for heads that know more than the embedding."""
-    return range(0 if HEAD_TYPES[head_type].reads_deep else 1, num_layers)
+    """1..L-1, and 0, the embedding, for heads that know more than the embedding.
+
+    Heads that look ahead stand at 0 alone: no layer runs for their drafts.
+    """
+    kind = HEAD_TYPES[head_type]
+    return range(1) if kind.looks_ahead else range(0 if kind.reads_deep else 1, num_layers)
 
 
 def check_exit_layers(asked: Iterable[int], allowed: Iterable[int]) -> None:
@@ -184,16 +195,36 @@ class ExitHeads(nn.Module):
         head = HEAD_TYPES[config.head_type]
         draft_ids = _checked_draft_ids(draft_ids, config, unembedding)
         vocabulary = DraftVocabulary.of(unembedding, draft_ids)
+        names = [*map(str, config.exit_layers)]
+        names += [f"ahead_{number}" for number in range(2, (config.num_heads or 1) + 1)]
         self.by_layer = nn.ModuleDict(
-            {
-                str(layer): head(unembedding, vocabulary, config.inner_size)
-                for layer in config.exit_layers
-            }
+            {name: head(unembedding, vocabulary, config.inner_size) for name in names}
         )
+        """By exit layer; behind the first of those that look ahead, at 0, the others in order."""
 
     def __getitem__(self, layer: int) -> ExitHead:
-        """The head of exit layer `layer`, counted from 1."""
+        """The head of exit layer `layer`, counted from 1. Raises InvalidOption if none reads it."""
+        if self.looks_ahead:
+            raise InvalidOption(
+                f"medusa heads read the last layer, none of them reads exit layer {layer}. Give "
+                "heads of another type"
+            )
         return self.by_layer[str(layer)]  # type: ignore[return-value]  # a ModuleDict of ExitHeads
+
+    @property
+    def first(self) -> ExitHead:
+        """Any of them: all have the same draft vocabulary."""
+        return cast("ExitHead", next(iter(self.by_layer.values())))
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether there are several, each for a token further ahead."""
+        return self.config.num_heads is not None
+
+    def ahead(self, states: Tensor) -> Tensor:
+        """Features of all that look ahead: [n, d] -> [n * K, d], the K of a row side by side."""
+        found = [cast("ExitHead", head).features(states) for head in self.by_layer.values()]
+        return torch.stack(found, 1).flatten(0, 1)
 
     def layers_in_use(self, options: SpeculationOptions) -> tuple[int, ...]:
         """Exit layers that `options` ask for, up to D_max. Raises InvalidOption."""
@@ -202,12 +233,12 @@ class ExitHeads(nn.Module):
     @property
     def reads_deep(self) -> bool:
         """Whether the heads look at the output of layer L one position earlier."""
-        return HEAD_TYPES[self.config.head_type].reads_deep
+        return self.looks_ahead or self.feeds_itself
 
     @property
     def feeds_itself(self) -> bool:
         """Whether later drafts of a round read what the heads made of the token before."""
-        return self.reads_deep
+        return HEAD_TYPES[self.config.head_type].reads_deep
 
     def save(self, folder: Path, others: Mapping[str, bytes | str] | None = None) -> None:
         """Write `config.json`, `model.safetensors` and the files `others` by name.
@@ -232,11 +263,11 @@ class ExitHeads(nn.Module):
 
     def part(self, layer: int) -> nn.Module:
         """All that learns for the drafts of an exit layer."""
-        return self.by_layer[str(layer)]
+        return self.by_layer if self.looks_ahead else self.by_layer[str(layer)]
 
     def twin(self, unembedding: Unembedding) -> ExitHeads:
         """The same heads beside the same model in another dtype."""
-        found = ExitHeads(self.config, unembedding, self[self.config.exit_layers[0]].draft_ids)
+        found = ExitHeads(self.config, unembedding, self.first.draft_ids)
         found.load_state_dict(self.state_dict())
         return found.eval().requires_grad_(False)
 
@@ -301,8 +332,10 @@ def _read_tensors(path: Path, config: HeadsConfig) -> dict[str, Tensor]:
         raise FileNotFoundError(f"{path} is no file")
     tensors = load_file(path)
     numbers = sum(tensor.numel() for tensor in tensors.values())
-    if (config.inner_size or 0) * config.hidden_size > numbers:
-        raise InvalidHeads(f"inner_size is {config.inner_size}, the file holds {numbers} numbers")
+    for name, each in (("inner_size", 1), ("num_heads", config.hidden_size)):
+        if (getattr(config, name) or 0) * each * config.hidden_size > numbers:
+            found = getattr(config, name)
+            raise InvalidHeads(f"{name} is {found}, the file holds {numbers} numbers")
     for name, tensor in tensors.items():
         if name == _DRAFT_IDS:
             continue

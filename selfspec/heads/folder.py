@@ -46,14 +46,18 @@ _SIZES = {
     "vocab_size": (1, 1 << 24),
     "inner_size": (1, 1 << 24),
     "draft_vocab_size": (1, 1 << 24),
+    "num_heads": (1, 64),
 }
 _TEXTS = ("base_model", "base_fingerprint", "head_type", "base_revision", "weights")
-_MAY_BE_NONE = ("inner_size", "draft_vocab_size", "base_revision", "weights")
+_MAY_BE_NONE = ("inner_size", "draft_vocab_size", "num_heads", "base_revision", "weights")
 _REQUIRED = ("base_model", "base_fingerprint", "hidden_size", "num_layers", "vocab_size")
 
 EAGLE3 = "eagle3"
 """Head type of heads that attend, ours and those that others publish. Ours say what only selfspec
 reads under one more key of the config, METADATA."""
+
+MEDUSA = "medusa"
+"""Head type of several heads on the last layer, each for a token further ahead."""
 
 _EAGLE3_DEFAULTS = {"drafter": "ngram+exit:threshold=0.3,anneal_strength=0,max_tokens=5"}
 """Such heads bring no settings. Not measured: with 0.3 a third draft is right as often as not where

@@ -22,6 +22,7 @@ from accelerate.hooks import remove_hook_from_module
 from torch import Tensor, nn
 
 from selfspec.errors import InvalidOption
+from selfspec.heads.folder import MEDUSA
 from selfspec.model.parts import Unembedding
 from selfspec.model.weights import QuantisedWeight
 
@@ -51,6 +52,8 @@ class DraftVocabulary(NamedTuple):
 
 class Parts(NamedTuple):
     """What a head's features are made of: x + direct(x) + outer(silu(inner(x))), as far as given.
+
+    Without `outer` what `inner` gives is a term itself.
 
     x: the normed state, with `deep` beside it where the head reads that.
     """
@@ -84,6 +87,9 @@ class ExitHead(nn.Module, ABC):
 
     reads_deep: ClassVar[bool] = False
     """Whether `features` looks at `deep`, the normed output of layer L one position earlier."""
+    looks_ahead: ClassVar[bool] = False
+    """Whether there are several, each for a token further ahead; `hidden` is then the
+    normed output of layer L one position earlier."""
     has_inner: ClassVar[bool] = False
     """Whether there is an inner layer whose width can be chosen."""
     draft_ids: Tensor | None
@@ -130,9 +136,10 @@ class ExitHead(nn.Module, ABC):
         terms: list[Tensor] = [x] if keeps else []
         if direct is not None:
             terms.append(direct(x))
-        if inner is not None and outer is not None:
+        if inner is not None:
             opened = inner(x)
-            terms.append(outer(nn.functional.silu(opened) if activated else opened))
+            opened = nn.functional.silu(opened) if activated else opened
+            terms.append(opened if outer is None else outer(opened))
         return reduce(torch.add, terms)
 
     def unembed(self, features: Tensor) -> Tensor:
@@ -300,6 +307,25 @@ class DeepFusedHead(ExitHead):
         return Parts(self.norm, False, self.change.direct, self.change.inner, self.change.outer)
 
 
+class MedusaHead(ExitHead):
+    """One block, x + silu(W x + b), then the model's own frozen unembedding (Cai et al. 2024).
+
+    Medusa-1 gives each head an unembedding of its own, started from the model's; that of K heads
+    would be K copies to keep, to fit and to read in each round. Starts as the identity.
+    """
+
+    looks_ahead = True
+
+    def _build(self, unembedding: Unembedding, inner_size: int | None) -> None:  # noqa: ARG002  # the base's
+        size = unembedding.weight.shape[1]
+        self.inner = _zeros(size, size, unembedding)
+
+    @property
+    def parts(self) -> Parts:
+        """The state, which is normed already, and a map."""
+        return Parts(nn.Identity(), inner=self.inner)
+
+
 class _Mlp(nn.Module):
     """The weights of an affine map and a hidden layer side by side; they give zero at first."""
 
@@ -332,6 +358,7 @@ HEAD_TYPES: dict[str, type[ExitHead]] = {
     "mlp": MlpHead,
     "deep-fused": DeepFusedHead,
     "logit-lens": LogitLensHead,
+    MEDUSA: MedusaHead,
 }
 
 
@@ -438,10 +465,21 @@ def answer(
 ) -> Answer:
     """Ask `head` about [n, d]; `deep` as its `features` take it.
 
-    The likeliest `count` tokens of softmax(logits / temperature), and `signal` of these logits. One
-    device read; float32 is exact up to 2^24 token ids.
+    The likeliest `count` tokens of softmax(logits / temperature), and `signal` of these logits.
     """
     features = head.features(hidden, deep)
+    return said(head, features, temperature=temperature, count=count, signal=signal)
+
+
+def said(
+    head: ExitHead,
+    features: Tensor,
+    *,
+    temperature: float,
+    count: int,
+    signal: Signal | None = None,
+) -> Answer:
+    """As `answer`, from features [n, d]. One device read; float32 is exact up to 2^24 token ids."""
     logits = head.unembed(features)
     indices, chances = likeliest(logits, temperature, count)
     found = [head.to_target_ids(indices).float(), chances.float()]

@@ -30,11 +30,11 @@ from selfspec.heads.exit_heads import (
     check_exit_layers,
     possible_exit_layers,
 )
-from selfspec.heads.folder import EAGLE3
+from selfspec.heads.folder import EAGLE3, MEDUSA
 from selfspec.heads.heads import ExitHead
 from selfspec.hub.models import fast_products
 from selfspec.model.backbone import Backbone
-from selfspec.options import FITTED
+from selfspec.options import FITTED, MEDUSA_FITTED
 from selfspec.training import checkpoint
 from selfspec.training.checkpoint import record_of
 from selfspec.training.features import Features, FeatureSpec, Selection, launched
@@ -174,7 +174,7 @@ def feature_spec(backbone: Backbone, options: FitOptions, *, measured: bool) -> 
         layers = (0, *state_layers(backbone, options))
     return FeatureSpec(
         layers,
-        options.head_type == "deep-fused",
+        options.head_type in ("deep-fused", MEDUSA),
         top_k=1 if measured or options.ce_share == 1.0 else TOP_K,
         everywhere=attends or (not measured and options.answer_share != 1.0),
     )
@@ -194,6 +194,7 @@ def going_on(options: FitOptions, start: ExitHeads) -> FitOptions:
         head_type=config.head_type,
         inner_size=config.inner_size,
         draft_vocab_size=config.draft_vocab_size,
+        draft_steps=options.draft_steps or config.num_heads,
         state_layers=config.state_layers if isinstance(config, AttendingConfig) else None,
     )
 
@@ -226,7 +227,7 @@ def exit_layers(backbone: Backbone, options: FitOptions) -> tuple[int, ...]:
     """Those asked for, or the default ones. Raises InvalidOption where the model has no such."""
     layers, kind = options.exit_layers, options.head_type
     if layers is None:
-        from_embedding = kind in ("deep-fused", EAGLE3)
+        from_embedding = kind in ("deep-fused", EAGLE3, MEDUSA)
         layers = (0,) if from_embedding else default_exit_layers(backbone.num_layers)
     if kind == EAGLE3:
         check_exit_layers(layers, (0,))
@@ -404,12 +405,12 @@ class Trainer:
 
         Draft logits exist for some rows at a time: each piece goes back as far as the features.
         """
-        head = cast("ExitHead", self.heads.by_layer[str(layer)])
+        head = cast("ExitHead", self.heads.by_layer[str(layer)])  # all have the same rows
         floats = {layer: hidden.float() for layer, hidden in batch.hidden.items()}
         deep = None if batch.deep is None else batch.deep.float()
         batch = replace(batch, hidden=floats, deep=deep)
         with self._autocast(batch.following.device):
-            drafts = list(unrolled(self.heads, layer, batch, self._options.draft_steps))
+            drafts = list(unrolled(self.heads, layer, batch, self._options.ahead))
         weight, first, gradients = 1.0 / positions, 0.0, []
         for features, valid in drafts:
             leaf, losses = features.detach().requires_grad_(), []
@@ -422,7 +423,7 @@ class Trainer:
                 losses.append(loss.detach())
             gradients.append(leaf.grad)
             first = first or float(torch.stack(losses).sum()) / positions
-            weight *= self._options.step_decay
+            weight *= self._options.decay
         torch.autograd.backward([features for features, _ in drafts], gradients)
         return first
 
@@ -588,7 +589,7 @@ def _description(job: Job) -> dict[str, Any]:
 def _draft_ids(job: Job) -> Tensor | None:
     """Rising ids [V_draft], or None for all. Raises InvalidOption for more than the model has."""
     if job.start is not None:
-        return cast("ExitHead", next(iter(job.start.by_layer.values()))).draft_ids
+        return job.start.first.draft_ids
     size, vocab_size = job.options.draft_vocab_size, job.backbone.vocab_size
     if size is None:
         return None
@@ -602,7 +603,8 @@ def _draft_ids(job: Job) -> Tensor | None:
 def _config(job: Job, draft_ids: Tensor | None, record: dict[str, Any]) -> HeadsConfig:
     backbone, options = job.backbone, job.options
     if job.start is not None:
-        fresh: dict[str, Any] = {"temperatures": {}, "defaults": {"drafter": FITTED}}
+        drafter = MEDUSA_FITTED if job.start.looks_ahead else FITTED
+        fresh: dict[str, Any] = {"temperatures": {}, "defaults": {"drafter": drafter}}
         fresh |= {"training": record, "chat_template": job.chat_template}
         return replace(job.start.config, **fresh)
     common: dict[str, Any] = {
@@ -618,6 +620,8 @@ def _config(job: Job, draft_ids: Tensor | None, record: dict[str, Any]) -> Heads
         "defaults": {"drafter": FITTED},
         "training": record,
     }
+    if options.head_type == MEDUSA:
+        common |= {"num_heads": options.ahead, "defaults": {"drafter": MEDUSA_FITTED}}
     if options.head_type != EAGLE3:
         return HeadsConfig(inner_size=options.inner_size, **common)
     common["draft_vocab_size"] = backbone.vocab_size if draft_ids is None else len(draft_ids)

@@ -30,8 +30,8 @@ class Agreement:
     agreement: float
     """Share where the head's top token is the model's."""
     agreement_second: float | None = None
-    """The share for the second draft of a round, where it reads what the heads made of the first:
-    behind a right first draft."""
+    """The share for the second draft of a round behind a right first one, where it reads what the
+    heads made of that, or comes from a head of its own."""
 
 
 class Judged(NamedTuple):
@@ -49,14 +49,20 @@ def unrolled(
     """Features of the first, the second, ... draft at each position, and where there is one.
 
     [N, d] and [N] bool each. From the second on heads that read what the model made of the token
-    before read what they made of it themselves, as they will when they draft; other heads have the
-    first only.
+    before read what they made of it themselves, as they will when they draft; of those that look
+    ahead the next one reads a state one position earlier; other heads have the first only.
     """
     if isinstance(heads, AttendingHeads):
         yield from _attended(heads, batch, steps)
         return
-    head, hidden, deep = heads[layer], batch.hidden[layer], batch.deep
     valid = torch.ones_like(batch.continues)
+    if heads.looks_ahead and batch.deep is not None:
+        states = batch.deep
+        for _, ahead in zip(range(steps), heads.by_layer.values(), strict=False):
+            yield cast("ExitHead", ahead).features(states), valid
+            states, valid = states.roll(1, dims=0), batch.continues & valid.roll(1)
+        return
+    head, hidden, deep = heads[layer], batch.hidden[layer], batch.deep
     for _ in range(steps if head.reads_deep else 1):
         features = head.features(hidden, deep)
         yield features, valid
@@ -146,6 +152,6 @@ def agreements(heads: ExitHeads, batches: Iterable[Features]) -> dict[int, Agree
 
 def coverage(heads: ExitHeads, batches: Iterable[Features]) -> float:
     """Share of positions where the model's next token is one that heads can draft."""
-    ids = cast("ExitHead", next(iter(heads.by_layer.values()))).draft_ids
+    ids = heads.first.draft_ids
     tops = torch.cat([b.top_ids[b.answers, 0] for b in batches if b.top_ids is not None])
     return 1.0 if ids is None else torch.isin(tops, ids).float().mean().item()

@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 from selfspec.errors import InvalidOption
-from selfspec.heads.folder import EAGLE3
-from selfspec.options import SHARE, Probability, Range, Share, check_fields
+from selfspec.heads.folder import EAGLE3, MEDUSA
+from selfspec.options import SHARE, Probability, Range, check_fields
 
-FITTED_HEAD_TYPES = ("linear", "translator", "low-rank", "mlp", "deep-fused", EAGLE3)
+FITTED_HEAD_TYPES = ("linear", "translator", "low-rank", "mlp", "deep-fused", EAGLE3, MEDUSA)
 
 PRESETS: dict[str, dict[str, Any]] = {
     "specbound": {
@@ -144,14 +144,16 @@ class FitOptions:
     """Which heads are fitted, and how."""
 
     exit_layers: tuple[int, ...] | None = None
-    """Exit layers, counted from 1; 0 is the embedding, for deep-fused heads. None: those of the
-    cache, else the embedding for these, and five for others, evenly over the first two thirds."""
+    """Exit layers, counted from 1; 0 is the embedding, for deep-fused heads, and the only one of
+    eagle3 and medusa. None: those of the cache, else the embedding for these, and five for others,
+    evenly over the first two thirds."""
 
     head_type: Annotated[str, _HEAD_TYPE] = "deep-fused"
     """deep-fused (mlp that also reads the model's last state of the token before: no layer runs
     for a draft), linear (norm and an LM head of its own), translator (norm, an affine map, the
-    model's own unembedding), low-rank (the same, narrow), mlp, or eagle3 (a decoder layer that
-    attends to the whole text, with an LM head of its own; other runtimes read its files, too)."""
+    model's own unembedding), low-rank (the same, narrow), mlp, eagle3 (a decoder layer that
+    attends to the whole text, with an LM head of its own; other runtimes read its files, too), or
+    medusa (several, each from the model's last state to a token further ahead)."""
 
     state_layers: tuple[int, ...] | None = None
     """Layers whose states eagle3 heads read, rising, 1 to the model's last but one. None: 2, the
@@ -174,12 +176,14 @@ class FitOptions:
     rest is on what the model says within user turns and passages. 1 leaves these out. None: all
     positions count alike."""
 
-    draft_steps: Count = 2
-    """Tokens ahead that deep-fused and eagle3 heads learn, at least 1: from the second on they read
-    features of the head itself, as they will when they draft."""
+    draft_steps: Limit = None
+    """Tokens ahead that deep-fused, eagle3 and medusa heads learn, at least 1: from the second on
+    the former read features of the head itself, as they will when they draft; of medusa heads there
+    is one for each. None: 2, of medusa 3, as in its project's own command (its paper: 5)."""
 
-    step_decay: Share = 1.0
-    """What each further token ahead weighs of the one before, above 0, at most 1."""
+    step_decay: Annotated[float | None, SHARE] = None
+    """What each further token ahead weighs of the one before, above 0, at most 1. None: 1, of
+    medusa heads 0.8, as its paper has it."""
 
     epochs: Count = 2
     """Passes over the training text, at least 1."""
@@ -212,6 +216,16 @@ class FitOptions:
     def __post_init__(self) -> None:
         """Raise InvalidOption for values that no fit could make sense of."""
         check_fields(self)
+
+    @property
+    def ahead(self) -> int:
+        """`draft_steps`, as they are or the head type's own."""
+        return self.draft_steps or (3 if self.head_type == MEDUSA else 2)
+
+    @property
+    def decay(self) -> float:
+        """`step_decay`, likewise."""
+        return self.step_decay or (0.8 if self.head_type == MEDUSA else 1.0)
 
 
 def plain(options: Any) -> dict[str, Any]:

@@ -354,6 +354,33 @@ def test_heads_that_attend_are_fitted_calibrated_and_draft(
     assert texts[0]["stats"]["drafted_by_layer"]["0"] > 0
 
 
+def test_medusa_heads_are_fitted_checked_and_draft_and_nothing_calibrates_them(
+    workplace: Path, capsys: Capture
+) -> None:
+    shared = ["fit", *MODEL, "--head-type", "medusa", "--draft-vocab-size", "90", "--epochs", "8"]
+    assert main([*CACHE, "--exit-layers", "0,2"]) == 0
+    assert main([*shared, "--cache", "features", "--output", "a"]) == 0
+    assert nexts(capsys)[-1].startswith("selfspec bench --heads a --methods plain,medusa")
+    data = ["--data", "talks.jsonl", "--batch-tokens", "64", "--draft-steps", "5"]
+    assert main([*shared, *data, "--output", "b"]) == 0
+    numbers = [HeadsConfig.read(workplace / name).num_heads for name in "ab"]
+    assert numbers == [3, 5]
+    assert main(["heads", "check", "b", "--model", "model"]) == 0
+    assert (
+        "OK: b (medusa, 5 heads, each a token further ahead) fit model" in capsys.readouterr().out
+    )
+    assert main(["calibrate", *MODEL, "--heads", "a", "--cache", "features"]) == 2
+    assert "a holds medusa heads" in capsys.readouterr().err
+    asked = ["generate", *MODEL, "--max-new-tokens", "12", "--json", "a b"]
+    texts = []
+    drafted = ["--heads", "b", "--drafter", "exit", "--costs", "row=0.01"]
+    for drafts in (drafted, ["--no-speculate"]):
+        assert main([*asked, *drafts]) == 0
+        texts.append(json.loads(capsys.readouterr().out))
+    assert texts[0]["token_ids"] == texts[1]["token_ids"]
+    assert texts[0]["stats"]["drafted_by_layer"]["0"] > 0
+
+
 # --- datastore
 
 
@@ -362,15 +389,8 @@ def test_a_datastore_of_talks_and_texts_drafts_and_belongs_to_its_vocabulary(
 ) -> None:
     (workplace / "texts" / "in").mkdir(parents=True)
     (workplace / "texts" / "in" / "a.md").write_text("a b c " * 9)
-    command = [
-        "datastore",
-        "--model",
-        "model",
-        "--output",
-        "it.safetensors",
-        "--data",
-        "talks.jsonl",
-    ]
+    command = ["datastore", "--model", "model", "--output", "it.safetensors"]
+    command += ["--data", "talks.jsonl"]
     assert main([*command, "--texts", "texts"]) == 0
     assert capsys.readouterr().out == "it.safetensors: 13 texts, 297 tokens\n"
     assert main(command) == 2

@@ -29,8 +29,8 @@ def test_packed_heads_answer_the_same_up_to_eight_bits(
 
     def answers() -> list[Tensor]:
         with torch.no_grad():
-            features = [heads[2].features(hidden, deep) for deep in (hidden.flip(0), None)]
-            return [*features, heads[2].unembed(hidden)]
+            features = [heads.first.features(hidden, deep) for deep in (hidden.flip(0), None)]
+            return [*features, heads.first.unembed(hidden)]
 
     whole = answers()
     pack(heads)

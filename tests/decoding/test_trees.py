@@ -264,6 +264,7 @@ class Fan:
 
     layer = 0
     source = EXIT
+    once = False
 
     def __init__(self, best: Sequence[tuple[int, float]] = BEST) -> None:
         self.best = best
@@ -406,6 +407,7 @@ class Draws:
 
     layer = 0
     source = EXIT
+    once = False
 
     def __init__(self, table: Tensor, sampler: Sampler, count: int) -> None:
         self.table, self.sampler, self.count = table, sampler, count

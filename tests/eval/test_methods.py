@@ -24,6 +24,7 @@ from selfspec.eval.methods import (
     unchanged,
 )
 from selfspec.eval.methods import moved as moves
+from tests import ladder
 from tests.models import make_model, random_ids
 from tests.talks import make_tokenizer
 
@@ -80,13 +81,28 @@ LOSSY = ("cm-asd", "easd", "lenience")
 DRAWN = ("sampling", "sampled-speculation", "lenience")
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in (*LOSSY, *DRAWN)])
+OWN_TEXT_OR_HEADS = (*LOSSY, *DRAWN, "medusa")
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in OWN_TEXT_OR_HEADS])
 def test_every_setting_of_every_method_writes_the_tokens_of_plain_decoding(
     speculator: Speculator, plain: list[int], name: str
 ) -> None:
     for number, entry in enumerate(grid(speculator, name)):
         assert written(speculator, name, number).token_ids == plain
         assert not entry.own_text
+
+
+def test_medusa_needs_heads_of_its_own_and_verifies_all_of_its_tree_or_what_pays(
+    speculator: Speculator, plain: list[int]
+) -> None:
+    with pytest.raises(InvalidOption, match="--head-type medusa"):
+        candidates(speculator, ["medusa"])
+    own = wrap(speculator.model, heads=ladder.medusa_heads(speculator.backbone))
+    whole, cut = (written(own, "medusa", number) for number in range(2))
+    assert whole.token_ids == cut.token_ids == plain
+    widest = [max(len(one.draft_tokens) for one in found.rounds) for found in (whole, cut)]
+    assert widest[0] == 63 > widest[1] > 0
 
 
 # --- methods with a text of their own

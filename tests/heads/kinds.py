@@ -25,6 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "logit-lens": {"head_type": "logit-lens"},
     "logit-lens-draft": {"head_type": "logit-lens", "draft_vocab_size": 5},
 }
+MEDUSA_KIND: dict[str, Any] = {"head_type": "medusa", "exit_layers": (0,), "num_heads": 3}
 TRAINED = [kind for kind in KINDS if not kind.startswith("logit-lens")]
 
 
@@ -43,7 +44,7 @@ def make_config(**values: Any) -> HeadsConfig:
 
 
 def make_heads(kind: str, unembedding: Unembedding, **values: Any) -> ExitHeads:
-    config = make_config(**KINDS[kind] | values)
+    config = make_config(**KINDS.get(kind, MEDUSA_KIND) | values)
     return ExitHeads(config, unembedding, DRAFT_IDS if config.draft_vocab_size else None)
 
 

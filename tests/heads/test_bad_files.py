@@ -72,6 +72,7 @@ CONFIG_VALUES: list[tuple[str, Any]] = [
     *(("exit_layers", value) for value in ([], [0, 2], [2, 6], [4, 2], [2, 2])),
     *((name, MISSING) for name in ("base_model", "base_fingerprint", "hidden_size")),
     *((name, MISSING) for name in ("num_layers", "vocab_size", "exit_layers")),
+    *(("num_heads", value) for value in ("2", 0, -2, 2.0, 2, 10**9)),
     ("unknown", 1),
 ]
 
@@ -85,6 +86,16 @@ def test_a_heads_config_with_a_strange_value(
     path = heads / "config.json"
     values = json.loads(path.read_text()) | {name: value}
     path.write_text(json.dumps({key: v for key, v in values.items() if v is not MISSING}))
+    refused(heads, backbone)
+
+
+@pytest.mark.parametrize("number", [None, 0, 2, 4, 64, 65, "3"])
+def test_medusa_heads_of_another_number_than_their_file(
+    heads: Path, backbone: Backbone, number: object
+) -> None:
+    train(make_heads("medusa", backbone.unembedding)).save(heads)
+    path = heads / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_heads": number}))
     refused(heads, backbone)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from selfspec.errors import InvalidOption, SelfspecError
 from selfspec.heads.exit_heads import ExitHeads, check_exit_layers, logit_lens
-from selfspec.heads.folder import WEIGHTS_FILE
+from selfspec.heads.folder import MEDUSA, WEIGHTS_FILE
 from selfspec.heads.heads import HEAD_TYPES
 from selfspec.model.backbone import Backbone
 from selfspec.model.parts import Unembedding
@@ -262,8 +262,8 @@ def test_layers_that_may_be_exits() -> None:
 
 
 def test_head_types_are_what_the_format_names() -> None:
-    shallow = dict.fromkeys(["linear", "translator", "low-rank", "mlp", "logit-lens"], False)
+    shallow = ["linear", "translator", "low-rank", "mlp", "logit-lens", MEDUSA]
     assert {name: kind.reads_deep for name, kind in HEAD_TYPES.items()} == {
-        **shallow,
+        **dict.fromkeys(shallow, False),
         "deep-fused": True,
     }

@@ -100,7 +100,7 @@ def shares(result: Fitted) -> list[float]:
 
 
 @pytest.mark.parametrize("ce_share", [0.0, 1.0])
-@pytest.mark.parametrize("head_type", [*FITTED_HEAD_TYPES[:-1]])
+@pytest.mark.parametrize("head_type", [*FITTED_HEAD_TYPES[:-2]])
 def test_a_fit_lowers_the_loss_and_raises_agreement(
     backbone: Backbone, talks: list[Conversation], ce_share: float, head_type: str
 ) -> None:
@@ -126,6 +126,32 @@ def test_heads_on_the_embedding_learn_to_draft_without_any_layer(
     assert shares["agreement"] > 0.5
     one_step = fitted(backbone, talks, epochs=20, draft_steps=1, **options).metrics["layers"]["0"]
     assert shares["agreement_second"] > one_step["agreement_second"]
+
+
+def test_medusa_heads_learn_the_tokens_behind_the_next_one(
+    backbone: Backbone, talks: list[Conversation]
+) -> None:
+    options: dict[str, Any] = {"head_type": "medusa", "exit_layers": (0,), "learning_rate": 3e-2}
+    job = make_job(backbone, talks, epochs=20, **options)
+    found = fit(job)
+    assert found.heads.config.num_heads == 3
+    for batch in job.train.batches():
+        assert batch.deep is not None
+        drafts = list(unrolled(found.heads, 0, batch, 9))
+        for step, (features, valid) in enumerate(drafts):
+            head = found.heads.by_layer["0" if step == 0 else f"ahead_{step + 1}"]
+            for row in valid.nonzero()[:, 0].tolist():
+                assert bool(batch.continues[row - step + 1 : row + 1].all())
+            rows = valid.nonzero()[:, 0]
+            expected = cast("Any", head).features(batch.deep[rows - step])
+            torch.testing.assert_close(features[rows], expected)
+    best = found.metrics["layers"]["0"]
+    untaught = fitted(backbone, talks, epochs=20, step_decay=1e-9, **options).metrics["layers"]["0"]
+    assert best["agreement"] > 0.5
+    assert best["agreement_second"] > untaught["agreement_second"] + 0.1
+    options = {name: getattr(FitOptions(head_type="medusa"), name) for name in ("ahead", "decay")}
+    assert options == {"ahead": 3, "decay": 0.8}
+    assert (FitOptions().ahead, FitOptions().decay) == (2, 1.0)
 
 
 @pytest.mark.parametrize("layers", [(), (0, 2), (3, 2), (2, 2), (2, 6)])
@@ -180,7 +206,7 @@ def test_fitted_heads_that_attend_come_back_from_their_folder(family: str, tmp_p
     assert read_config(tmp_path / "killed")["defaults"] == {"drafter": "exit"}
 
 
-@pytest.mark.parametrize("head_type", ["translator", "deep-fused", "eagle3"])
+@pytest.mark.parametrize("head_type", ["translator", "deep-fused", "eagle3", "medusa"])
 def test_a_fit_goes_on_from_heads(
     backbone: Backbone, talks: list[Conversation], head_type: str
 ) -> None:

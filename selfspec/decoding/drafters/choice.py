@@ -20,6 +20,7 @@ from selfspec.decoding.drafters.heads import (
     TreeDrafter,
     WhilePaying,
 )
+from selfspec.decoding.drafters.medusa import MedusaGuesser
 from selfspec.decoding.drafters.ngram import GrammarDrafter, NgramDrafter, SeenTextFirst, StateT
 from selfspec.decoding.drafters.rest import Datastore, RestGuesser
 from selfspec.decoding.drafters.successors import SuccessorGuesser, Successors
@@ -131,6 +132,10 @@ def _guesser(
         return RestGuesser(sources.datastore, options.most_drafts, trees=trees)
     if options.uses("successors"):
         return SuccessorGuesser(sources.successors, options.successors.guesses if trees else 1)
+    if heads is not None and heads.looks_ahead and options.uses("exit"):
+        heads.layers_in_use(options)  # raises for those that it does not have
+        guesses = options.exit.guesses if trees else 1
+        return MedusaGuesser(heads, _judge(heads, options), sampler, guesses)
     if not trees or heads is None or heads.layers_in_use(options) != (0,):
         return None
     kind = AttendingGuesser if isinstance(heads, AttendingHeads) else HeadGuesser

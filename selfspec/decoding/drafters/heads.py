@@ -161,6 +161,9 @@ class Guesser(Protocol[State_contra]):
     source: str
     """Who proposes its tokens, as `stats` names them."""
 
+    once: bool
+    """Whether a round's first question answers all others, which cost nothing then."""
+
     def begin(self, state: State_contra) -> None:
         """A round begins: the next draft follows what `state` holds."""
 
@@ -204,11 +207,13 @@ class Tree:
         *,
         source: str = EXIT,
         paid: float = 0.0,
+        least: float = LEAST_SAID,
     ) -> None:
         """`trunk`: a chain with chances, for which steps were `paid` beside its rows.
 
-        `most`: draft tokens. Nothing goes behind `ends`.
+        `most`: draft tokens. Nothing goes behind `ends`. `least`: of a path that is asked.
         """
+        self._least = least
         self._said = {ROOT: 1.0}
         """By token: the head's own probability of its path, as far as it was asked."""
         self.draft = trunk
@@ -243,7 +248,7 @@ class Tree:
 
     def askable(self, index: int) -> bool:
         """Whether the head can say more there, and would mean it."""
-        return not self.closes(index) and self._said.get(index, 0.0) >= LEAST_SAID
+        return not self.closes(index) and self._said.get(index, 0.0) >= self._least
 
     def note(self, index: int, parent: int, said: float) -> None:
         """What the head gives a token behind its parent."""
@@ -326,7 +331,8 @@ class TreeDrafter(Generic[StateT]):
         self._asked = False
         if limit <= 0 or (self._paying is not None and self._paying.pauses()):
             return draft
-        tree = Tree(draft, self._cost, self._most, self._end_tokens, source=self._guesser.source)
+        source, least = self._guesser.source, 0.0 if self._guesser.once else LEAST_SAID
+        tree = Tree(draft, self._cost, self._most, self._end_tokens, source=source, least=least)
         yield from self._grow(tree, state, limit, watch)
         return tree.finished()
 
@@ -351,8 +357,9 @@ class TreeDrafter(Generic[StateT]):
             if not asked:
                 tree.draft.ended = "width" if tree.full else "unsure"
                 return
+            if not (self._asked and self._guesser.once):
+                tree.pay_head()
             self._asked = True
-            tree.pay_head()
             nodes = [node.at for node in asked]
             answers = yield from self._guesser.ask(tree.draft, nodes, watch)
             level = self._add(tree, asked, answers)
@@ -373,7 +380,8 @@ class TreeDrafter(Generic[StateT]):
         row = tree.next_row
         nodes = [tree.node(index) for index in level if tree.askable(index)]
         gains = [self._hope(node.free, row) for node in nodes]
-        if sum(gains) <= self._cost.asking * tree.rate:
+        paid = self._asked and self._guesser.once
+        if sum(gains) <= (0.0 if paid else self._cost.asking * tree.rate):
             return []
         return [node for node, gain in zip(nodes, gains, strict=True) if gain > 0.0]
 
@@ -463,6 +471,7 @@ class HeadGuesser:
 
     layer = 0
     source = EXIT
+    once = False
 
     def __init__(self, heads: ExitHeads, judge: ExitJudge, sampler: Sampler, count: int) -> None:
         self._heads = heads
@@ -523,10 +532,9 @@ class HeadGuesser:
             return Known([], [])
         if self._sampler.is_plain_greedy:
             return Known(tokens, chances)
-        tokens = [draft.proposed[at].token for at in draft.path(node)]
-        path = self._state.ids.new_tensor([tokens])
+        path = self._state.ids.new_tensor([[draft.proposed[at].token for at in draft.path(node)]])
         ids = torch.cat([self._state.ids, path], dim=1)
-        return processed(self._sampler, ids, self._head.to_target_logits(logits), self._count)
+        return processed(self._sampler, ids, self._head.to_target_logits(logits), len(tokens))
 
 
 def processed(sampler: Sampler, ids: Tensor, logits: Tensor, count: int) -> Guesses:

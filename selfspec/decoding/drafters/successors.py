@@ -95,6 +95,7 @@ class SuccessorGuesser:
 
     layer = 0
     source = SUCCESSORS
+    once = False
 
     def __init__(self, table: Successors, count: int) -> None:
         self._table, self._count = table, count
