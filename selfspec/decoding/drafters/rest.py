@@ -174,6 +174,7 @@ class RestGuesser:
 
     layer = 0
     source = REST
+    once = True
 
     def __init__(self, store: Datastore, most: int, *, trees: bool) -> None:
         """`most`: draft tokens of a round. Without `trees` only the likeliest for each place."""
