@@ -158,11 +158,8 @@ class Exit(Part, kind="exit"):
     path."""
 
     guesses: Annotated[int, between(1, 32, request=4)] = 1
-    """Tokens that a head may propose for one place, at least 1; more than one make a tree.
-
-    Each is proposed where its probability pays for its row (`costs`). Heads on the embedding, exit
-    layer 0, grow whole trees; beside a draft of deeper layers stand single tokens.
-    """
+    """Tokens that a head on the embedding, exit layer 0, may propose for one place, at least 1:
+    more than one make a tree. Each is proposed where its probability pays for its row."""
 
     max_rows: Annotated[int, between(1, 64, request=32)] = 16
     """Rows of a tree's verification at most, with the newest token's."""

@@ -29,7 +29,6 @@ from selfspec.decoding.drafters.draft_model import DraftCache, DraftModelDrafter
 from selfspec.decoding.drafters.heads import (
     ExitDrafter,
     HeadGuesser,
-    Siblings,
     TreeDrafter,
     WhilePaying,
 )
@@ -69,8 +68,7 @@ NEW_TOKENS = 20
 EXITS = (2, 4, 5)
 DEEP_EXITS = (0, 3)
 TREES = (
-    *("exits with siblings", "trees", "trees around seen text"),
-    *("successors", "rest", "medusa trees"),
+    *("trees", "trees around seen text", "successors", "rest", "medusa trees"),
     *("attending trees", "attending trees around seen text"),
 )
 
@@ -124,13 +122,11 @@ def greedy() -> Sampler:
     return Sampler(LogitsProcessorList())
 
 
-def exit_drafter(
-    backbone: Backbone, tau: float, width: int = 5, *, siblings: Siblings | None = None
-) -> ExitDrafter:
+def exit_drafter(backbone: Backbone, tau: float, width: int = 5) -> ExitDrafter:
     """Untrained heads at EXITS; a low tau drafts often and wrongly, which is what tests want."""
     heads = logit_lens(backbone.unembedding, backbone.num_layers, "tiny")
     judge = ExitJudge(backbone.num_layers, dict.fromkeys(EXITS, tau), anneal_strength=0.3)
-    return ExitDrafter(heads, judge, greedy(), DraftController(width), siblings=siblings)
+    return ExitDrafter(heads, judge, greedy(), DraftController(width))
 
 
 def deep_heads(backbone: Backbone) -> ExitHeads:
@@ -286,8 +282,6 @@ def drafters(backbone: Backbone, sequence: list[int]) -> dict[str, tuple[Drafter
     }
     if backbone.runs_trees:
         seen = NgramDrafter(DraftController(5), size=2)
-        siblings = Siblings(4, DraftCost(rows=(0.0,)), most=11)
-        found["exits with siblings"] = (exit_drafter(backbone, 0.05, siblings=siblings), EXITS)
         found["trees"] = (tree_drafter(backbone), (0,))
         found["successors"] = (successor_drafter(sequence, size), ())
         found["rest"] = (rest_drafter(sequence, size), ())

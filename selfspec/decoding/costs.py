@@ -220,8 +220,8 @@ class DraftCost:
         return 1.0 + rows + self.beside_rows(draft)
 
     def beside_rows(self, draft: Draft) -> float:
-        """How many of `steps` drafting itself took. Siblings run in verification alone."""
-        own = [one for one in draft.proposed[: draft.trunk] if one.source not in FREE]
+        """How many of `steps` drafting itself took."""
+        own = [one for one in draft.proposed if one.source not in FREE]
         layers = sum(self.token + one.layer / self.num_layers for one in own)
         return layers + self.asking * draft.heads
 

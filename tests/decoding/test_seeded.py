@@ -36,7 +36,6 @@ SEED, NEW_TOKENS = 11, 24
 METHODS: dict[str, dict[str, Any]] = {
     "exit": {"drafter": "exit:layers=3,threshold=0.01,max_tokens=3"},
     "exit of two layers": {"drafter": "exit:threshold=0.05,max_tokens=3"},
-    "siblings": {"drafter": "exit:layers=3,threshold=0.01,guesses=3,max_rows=6,max_tokens=2"},
     "trees": {"drafter": "exit:layers=0,threshold=0.01,guesses=3,max_rows=9,max_tokens=3"},
     "trees around seen text": {"drafter": "ngram+exit:layers=0,threshold=0.01,guesses=3"},
     "ngram": {"drafter": "ngram:size=2"},
@@ -190,7 +189,7 @@ def test_of_drafts_and_siblings_the_one_that_is_the_targets_own_draw_stays() -> 
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("method", ["exit", "siblings", "trees", "draft model"])
+@pytest.mark.parametrize("method", ["exit", "trees", "draft model"])
 def test_every_drafter_draws_at_the_place_of_its_token(speculator: Speculator, method: str) -> None:
     ids, mask = left_padded()
     options = speculator.options.updated(METHODS[method])

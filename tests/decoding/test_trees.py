@@ -18,7 +18,7 @@ from selfspec.decoding.controllers import DraftController
 from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.decode import StopRule, rounds
 from selfspec.decoding.drafters.base import Draft, Drafter, NoDrafter
-from selfspec.decoding.drafters.heads import Drawn, Guesses, Known, Siblings, TreeDrafter
+from selfspec.decoding.drafters.heads import Drawn, Guesses, Known, TreeDrafter
 from selfspec.decoding.drafters.ngram import NgramDrafter
 from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState
@@ -470,12 +470,7 @@ def test_sampling_from_a_tree_is_exact(
         assert chance == pytest.approx(laws.chance((0, *tokens), laws.TARGETS), abs=1e-6), tokens
 
 
-@pytest.mark.parametrize(
-    "drafter",
-    ["ngram+exit:layers=0,threshold=0.01", "exit:layers=3,threshold=0.01"],
-    ids=["trees", "siblings"],
-)
-def test_sampled_sequences_follow_the_model_s_law_with_trees(drafter: str) -> None:
+def test_sampled_sequences_follow_the_model_s_law_with_trees() -> None:
     model = make_model("llama", torch.float64, vocab_size=8)
     heads = ladder.deep_heads(Backbone(model, executor="generic"))
     ladder.check_sampling(
@@ -483,36 +478,10 @@ def test_sampled_sequences_follow_the_model_s_law_with_trees(drafter: str) -> No
         random_ids(5) % 8,
         draws=800,
         heads=heads,
-        drafter=f"{drafter},guesses=3,max_rows=5,max_tokens=2",
+        drafter="ngram+exit:layers=0,threshold=0.01,guesses=3,max_rows=5,max_tokens=2",
         costs="row=0,head=0",
         executor="generic",
     )
-
-
-@pytest.mark.parametrize(("row", "beside"), [(0.0, 3), (0.9, 0)])
-def test_deeper_layers_have_siblings_beside_their_chains_where_these_pay(
-    row: float, beside: int
-) -> None:
-    backbone = Backbone(make_model("llama", torch.float64), executor="generic")
-    cost = DraftCost(rows=(row,), num_layers=backbone.num_layers)
-    drafter = ladder.exit_drafter(
-        backbone, 0.01, width=2, siblings=Siblings(3, cost, most=2 + beside)
-    )
-    chain = ladder.exit_drafter(backbone, 0.01, width=2)
-    ids = random_ids(9)
-    found, plain = (
-        ladder.decode(backbone, ids, each, new_tokens=30, exit_layers=ladder.EXITS)
-        for each in (drafter, chain)
-    )
-    assert found.tokens == plain.tokens
-    full = [entry for entry in found.entries if len(entry.draft_tokens) == 2 + beside]
-    assert full
-    for entry in full:
-        assert entry.parents is None or set(entry.parents[2:]) <= {-1, 0}
-        # siblings run in verification alone: no pass of drafting has more rows for them
-        assert entry.passes[0][0] == 1
-    accepted = [sum(entry.accepted for entry in each.entries) for each in (found, plain)]
-    assert accepted[0] >= accepted[1]
 
 
 def test_a_decision_that_sees_the_drawn_token_would_be_found() -> None:

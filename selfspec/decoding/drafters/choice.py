@@ -16,7 +16,6 @@ from selfspec.decoding.drafters.heads import (
     ExitDrafter,
     Guesser,
     HeadGuesser,
-    Siblings,
     TreeDrafter,
     WhilePaying,
 )
@@ -181,11 +180,5 @@ def _chains(
         drafter = AttendingDrafter(heads, judge, sampler, controller, end_tokens, beliefs=beliefs)
         cost = replace(cost, head=0.0, token=share(heads.nbytes, backbone))
     else:
-        siblings = None
-        if sources.runs_trees(options):
-            paid = _to_pay(options, cost)
-            siblings = Siblings(options.exit.guesses, paid, options.most_drafts)
-        drafter = ExitDrafter(
-            heads, judge, sampler, controller, end_tokens, beliefs=beliefs, siblings=siblings
-        )
+        drafter = ExitDrafter(heads, judge, sampler, controller, end_tokens, beliefs=beliefs)
     return WhilePaying(drafter, cost) if options.never_slower else drafter

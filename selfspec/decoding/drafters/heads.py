@@ -206,12 +206,11 @@ class Tree:
         ends: Collection[int] = (),
         *,
         source: str = EXIT,
-        paid: float = 0.0,
         least: float = LEAST_SAID,
     ) -> None:
-        """`trunk`: a chain with chances, for which steps were `paid` beside its rows.
+        """`trunk`: a chain with chances. `most`: draft tokens. Nothing goes behind `ends`.
 
-        `most`: draft tokens. Nothing goes behind `ends`. `least`: of a path that is asked.
+        `least`: of a path that is asked.
         """
         self._least = least
         self._said = {ROOT: 1.0}
@@ -220,7 +219,7 @@ class Tree:
         self._cost, self._most, self._ends, self._source = cost, most, ends, source
         self._rows = tuple(islice(each_row(cost.row_costs), most))
         self._tokens = 1.0 + sum(one.chance for one in trunk.proposed)
-        self._steps = 1.0 + sum(self._rows[: len(trunk.proposed)]) + paid
+        self._steps = 1.0 + sum(self._rows[: len(trunk.proposed)])
 
     @property
     def rate(self) -> float:
@@ -557,16 +556,6 @@ def known_deep(heads: ExitHeads, state: DecodeState) -> Tensor | None:
 # --- rows run through the hidden cache and wait where they left -----------------------------------
 
 
-class Siblings(NamedTuple):
-    """Second guesses beside each token of a chain: rows that only verification runs."""
-
-    guesses: int
-    """Guesses for one place, the chain's included."""
-    cost: DraftCost
-    most: int
-    """Draft tokens of a round."""
-
-
 class _Exit(NamedTuple):
     """One draft token and where it left."""
 
@@ -576,16 +565,13 @@ class _Exit(NamedTuple):
     """What the controller wants to know; the judge's own where it wants nothing."""
     features: Tensor
     """The head's, [1, d]: what it believes layer L would give here."""
-    guesses: Guesses | None = None
-    """The token's own, and what else may stand there; None: nobody wants to know."""
 
 
 class ExitDrafter(PacedDrafter):
     """Drafts from exit heads on intermediate layers: SpecBound's BSCS, section 2.3.
 
     Each token runs segment by segment until the judge is sure; a token that is still unsure at the
-    last exit layer in use (D_max) ends the draft, and so does the W_max-th draft. Second guesses of
-    the layers where tokens left may join as siblings: no layer runs for these before verification.
+    last exit layer in use (D_max) ends the draft, and so does the W_max-th draft.
     """
 
     def __init__(
@@ -597,55 +583,29 @@ class ExitDrafter(PacedDrafter):
         end_tokens: Collection[int] = (),
         *,
         beliefs: bool = False,
-        siblings: Siblings | None = None,
     ) -> None:
-        """`end_tokens` close a sequence: nothing is drafted behind one. `beliefs` are kept.
-
-        With `siblings` the acceptance must be lossless, and the executor run trees.
-        """
+        """`end_tokens` close a sequence: nothing is drafted behind one. `beliefs` are kept."""
         super().__init__(controller, end_tokens, beliefs=beliefs)
         self._heads = heads
         self._judge = judge
         self._sampler = sampler.for_drafts()
-        self._siblings = siblings
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:
         """A path of up to min(limit, W_max) tokens; the rows that gave it wait where they left."""
         writer = DraftWriter(self, limit, source=EXIT)
         ids = state.ids
         deep = known_deep(self._heads, state)
-        exits: list[_Exit] = []
+        newest = state.committed(-1)
         while writer.room:
-            newest = [exits[-1].choice.token] if exits else state.committed(-1)
             state.hidden.push((yield Embed(backbone=state.backbone, ids=newest)))
             found = yield from self._first_exit(state, ids, deep, writer.draft, watch)
             if found is None:
                 writer.stop("depth")
                 break
             writer.add(found.choice, found.confidence, layer=found.layer)
-            exits.append(found)
-            deep = found.features
+            newest, deep = [found.choice.token], found.features
             ids = torch.cat([ids, ids.new_tensor([[found.choice.token]])], dim=1)
-        return self._with_siblings(writer.draft, exits)
-
-    def _with_siblings(self, draft: Draft, exits: list[_Exit]) -> Draft:
-        """The chain, with second guesses at its places as far as they pay their rows."""
-        if self._siblings is None or not exits:
-            return draft
-        _, cost, most = self._siblings
-        path, offers = 1.0, []
-        for at, found in enumerate(exits):
-            guesses = found.guesses or Known([], [])
-            offers += [
-                Offer(path * said, said, at - 1, rank, guesses, found.layer)
-                for rank, said in enumerate(guesses.chances)
-                if rank > 0
-            ]
-            path *= guesses.chances[0] if guesses.chances else 0.0
-            draft.proposed[at] = draft.proposed[at]._replace(chance=path)
-        tree = Tree(draft, cost, most, paid=cost.beside_rows(draft))
-        tree.take(offers)
-        return tree.finished()
+        return writer.draft
 
     def _first_exit(
         self, state: DecodeState, ids: Tensor, deep: Tensor | None, draft: Draft, watch: Stopwatch
@@ -668,7 +628,7 @@ class ExitDrafter(PacedDrafter):
                 hidden=hidden[-1:],  # the row being drafted
                 deep=deep,
                 temperature=self._judge.temperature(layer),
-                count=1 if self._siblings is None else self._siblings.guesses,
+                count=1,
                 # the judge computes the top probability anyway
                 signal=None if signal is top_probability else signal,
             )
@@ -679,21 +639,14 @@ class ExitDrafter(PacedDrafter):
         return None
 
     def _exit(self, head: ExitHead, said: Answer, layer: int, ids: Tensor) -> _Exit | None:
-        """The token that leaves; None: the judge is not sure, or nothing is left to draw."""
+        """The token that leaves; None: the judge is not sure."""
         (tokens,), (chances,) = said.tokens, said.chances
         if not self._judge.exits(chances[0], layer):
             return None
         confidence = said.signals[0] if said.signals else chances[0]
-        if self._siblings is None:
-            if self._sampler.is_plain_greedy and not self.beliefs:
-                choice = Choice(tokens[0])
-            else:
-                wide = head.to_target_logits(said.logits)
-                choice = self._sampler.choose(ids, wide, believe=self.beliefs)
-            return _Exit(layer, choice, confidence, said.features)
-        guesses: Guesses = Known(tokens, chances)
-        if not self._sampler.is_plain_greedy:
+        if self._sampler.is_plain_greedy and not self.beliefs:
+            choice = Choice(tokens[0])
+        else:
             wide = head.to_target_logits(said.logits)
-            guesses = processed(self._sampler, ids, wide, self._siblings.guesses)
-        best = guesses.choice(0)
-        return None if best is None else _Exit(layer, best, confidence, said.features, guesses)
+            choice = self._sampler.choose(ids, wide, believe=self.beliefs)
+        return _Exit(layer, choice, confidence, said.features)
