@@ -33,6 +33,7 @@ from selfspec.decoding.drafters.heads import (
     TreeDrafter,
     WhilePaying,
 )
+from selfspec.decoding.drafters.lookahead import LookaheadDrafter
 from selfspec.decoding.drafters.ngram import NgramDrafter, SeenTextFirst
 from selfspec.decoding.drafters.successors import SuccessorGuesser, Successors
 from selfspec.decoding.probe import PassShape
@@ -66,7 +67,7 @@ EXITS = (2, 4, 5)
 DEEP_EXITS = (0, 3)
 TREES = (
     *("exits with siblings", "trees", "trees around seen text"),
-    *("successors", "attending trees", "attending trees around seen text"),
+    *("successors", "lookahead", "attending trees", "attending trees around seen text"),
 )
 
 FEW = ("oracle", "wrong", "random", "eager exits", "attending", "trees around seen text")
@@ -257,6 +258,8 @@ def drafters(backbone: Backbone, sequence: list[int]) -> dict[str, tuple[Drafter
         found["exits with siblings"] = (exit_drafter(backbone, 0.05, siblings=siblings), EXITS)
         found["trees"] = (tree_drafter(backbone), (0,))
         found["successors"] = (successor_drafter(sequence, size), ())
+        lookahead = LookaheadDrafter(DraftController(2), level=3, window=2, guesses=2, most=7)
+        found["lookahead"] = (lookahead, ())
         found["attending trees"] = (tree_drafter(backbone, attends=True), ())
         found["attending trees around seen text"] = (tree_drafter(backbone, seen, attends=True), ())
         found["trees around seen text"] = (tree_drafter(backbone, seen), (0,))

@@ -19,7 +19,7 @@ from selfspec import pages
 from selfspec.api.givers import NAMES, Giver
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.costs import MeasuredCosts
-from selfspec.decoding.stats import DRAFT_MODEL, EXIT, GRAMMAR, MODEL, NGRAM, SUCCESSORS, Round
+from selfspec.decoding.stats import DRAFT_MODEL, EXIT, GRAMMAR, MODEL, Round
 from selfspec.eval import replay
 from selfspec.eval.record import Record, RecordInfo
 from selfspec.heads.heads import spread
@@ -43,13 +43,11 @@ _SCRIPTS = tuple(
 
 _LOOKS = {
     MODEL: "",
-    NGRAM: "seen",
-    SUCCESSORS: "seen",
     GRAMMAR: "grammar",
     DRAFT_MODEL: "second",
     EXIT: "left",
 }
-"""Class of a token, by who gave it."""
+"""Class of a token, by who gave it; of what was seen before: seen."""
 
 
 def render(
@@ -139,7 +137,7 @@ def page_data(
         "givers": [
             {
                 "words": giver.words,
-                "look": _LOOKS[giver.source],
+                "look": _LOOKS.get(giver.source, "seen"),
                 "layer": giver.layer if giver.source == EXIT else None,
                 "colour": giver.colour(info.num_layers),
             }
