@@ -25,6 +25,7 @@ from selfspec.options import (
     Exit,
     Fixed,
     Lenient,
+    Lookahead,
     Lossless,
     Ngram,
     Rest,
@@ -60,10 +61,11 @@ class SpeculationOptions:
     """Draft at all; without drafts it is plain decoding on the same runtime."""
 
     drafter: str = "exit"
-    """What proposes tokens: exit (heads), ngram (prompt lookup), successors, draft-model,
-    rest (a datastore), ngram+OTHER, none.
+    """What proposes tokens: exit (heads), ngram (prompt lookup), successors, lookahead,
+    rest (a datastore), draft-model, ngram+OTHER, none.
 
-    Successors are what verification found likely behind the same tokens before. Of two the one that
+    Successors are what verification found likely behind the same tokens before, lookahead what the
+    model says behind guessed tokens, which run beside each verification. Of two the one that
     promises more drafts; heads on the embedding, successors and rest draft around prompt lookup.
     """
 
@@ -91,6 +93,9 @@ class SpeculationOptions:
 
     rest: Rest = field(default_factory=Rest)
     """Settings of a datastore."""
+
+    lookahead: Lookahead = field(default_factory=Lookahead)
+    """Settings of lookahead."""
 
     easd: Easd = field(default_factory=Easd)
     """Where `easd` as text starts: heads may know its entropy threshold."""
@@ -139,7 +144,7 @@ class SpeculationOptions:
 
         Lossy rules, and controllers that look at each token's confidence, know of one.
         """
-        several = self.tree.guesses > 1 and self.uses(self.tree.kind)
+        several = self.uses("lookahead") or (self.tree.guesses > 1 and self.uses(self.tree.kind))
         return several and self.loss is None and not self.controller.reads_confidence
 
     @property
@@ -152,13 +157,14 @@ class SpeculationOptions:
     @property
     def most_drafts(self) -> int:
         """Tokens of a tree at most."""
-        most = self.tree.max_rows
+        most = (self.lookahead if self.uses("lookahead") else self.tree).max_rows
         return min(most, self.pinned_rows if self.pinned else most) - 1
 
     @property
     def widths(self) -> dict[str, int]:
-        """W_max of each drafter in use."""
-        return {part.kind: part.max_tokens for part in self._drafters() if self.uses(part.kind)}
+        """W_max of each drafter in use; lookahead fits what there is room for."""
+        bounded = (part for part in self._drafters() if not isinstance(part, Lookahead))
+        return {part.kind: part.max_tokens for part in bounded if self.uses(part.kind)}
 
     @property
     def loss(self) -> str | None:
@@ -188,7 +194,7 @@ class SpeculationOptions:
     def widest_pass(self) -> int:
         """Rows of the widest verification that these drafts lead to, 16 if that is more."""
         widths = [max(width, self.longest_draft(width)) for width in self.widths.values()]
-        if self.grows_trees:
+        if self.grows_trees or self.uses("lookahead"):
             widths.append(self.most_drafts)
         return 1 + min(max(widths, default=0), _WIDEST_PROBED - 1)
 
@@ -246,8 +252,9 @@ class SpeculationOptions:
         found = {name: value for name, value in kept.items() if value}
         return found | {k: v for k, v in self.described().items() if v != usual.get(k)}
 
-    def _drafters(self) -> tuple[Ngram, Exit, DraftModel, Successors, Rest]:
-        return self.ngram, self.exit, self.draft_model, self.successors, self.rest
+    def _drafters(self) -> tuple[Ngram, Exit, DraftModel, Successors, Rest, Lookahead]:
+        own = self.ngram, self.exit, self.draft_model
+        return *own, self.successors, self.rest, self.lookahead
 
 
 def _field(kind: str) -> str:
@@ -255,7 +262,7 @@ def _field(kind: str) -> str:
     return kind.replace("-", "_")
 
 
-_SETTINGS = ("exit", "ngram", "draft_model", "successors", "rest", "easd")
+_SETTINGS = ("exit", "ngram", "draft_model", "successors", "rest", "lookahead", "easd")
 """Fields that keep settings of one kind, whichever is in use."""
 
 OPTION_NAMES = tuple(

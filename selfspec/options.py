@@ -235,16 +235,43 @@ class Rest(Part, kind="rest"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Lookahead(Part, kind="lookahead"):
+    """n-grams that the model says behind guessed tokens, beside each verification.
+
+    A verification has (level - 1) (window + guesses) rows, 128 at most. Where it has room for
+    fewer, the window loses columns first, and then guesses; models that run no trees draft one
+    guess, from the text alone.
+    """
+
+    level: Annotated[int, between(2, 8, request=4)] = 3
+    """N, at least 2: tokens of an n-gram, the newest included.
+
+    The project's N, W, G are 5, 7, 7, which takes 56 rows: for a GPU. These defaults take 8.
+    """
+
+    window: Annotated[int, between(1, 16, request=4)] = 2
+    """W, at least 1: columns of guessed tokens."""
+
+    guesses: Annotated[int, between(1, 16, request=4)] = 2
+    """G, at least 1: n-grams that are drafted, and that are kept with the same first token."""
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of a verification at most, with the newest token's."""
+        return min((self.level - 1) * (self.window + self.guesses), 128)
+
+
+@dataclass(frozen=True, kw_only=True)
 class NoDrafts(Part, kind="none"):
     """Nothing is drafted."""
 
 
-DRAFTERS: dict[str, type[Exit | Ngram | DraftModel | Successors | Rest | NoDrafts]] = {
-    one.kind: one for one in (Exit, Ngram, DraftModel, Successors, Rest, NoDrafts)
+DRAFTERS: dict[str, type[Exit | Ngram | DraftModel | Successors | Rest | Lookahead | NoDrafts]] = {
+    one.kind: one for one in (Exit, Ngram, DraftModel, Successors, Rest, Lookahead, NoDrafts)
 }
 
 TOGETHER = (
-    *("exit", "ngram", "draft-model", "successors", "rest", "none"),
+    *("exit", "ngram", "draft-model", "successors", "rest", "lookahead", "none"),
     *("ngram+exit", "ngram+draft-model", "ngram+successors", "ngram+rest"),
 )
 """Drafters in use: alone, or prompt lookup in front of another."""

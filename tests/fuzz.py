@@ -332,6 +332,9 @@ def speculations(
             "max_tokens": draw(st.integers(1, most)),
             **draw(tuning(max_rows=st.integers(1, 16))),
         },
+        "lookahead": draw(
+            tuning(level=st.integers(2, 8), window=st.integers(1, 9), guesses=st.integers(1, 9))
+        ),
         "none": {},
     }
     bounds = {"longest": longest, "shortest": draw(st.integers(1, longest))}

@@ -32,6 +32,7 @@ from selfspec.decoding.drafters.heads import (
     TreeDrafter,
     WhilePaying,
 )
+from selfspec.decoding.drafters.lookahead import LookaheadDrafter
 from selfspec.decoding.drafters.medusa import MedusaGuesser
 from selfspec.decoding.drafters.ngram import NgramDrafter, SeenTextFirst
 from selfspec.decoding.drafters.rest import Datastore, RestGuesser
@@ -68,7 +69,7 @@ NEW_TOKENS = 20
 EXITS = (2, 4, 5)
 DEEP_EXITS = (0, 3)
 TREES = (
-    *("trees", "trees around seen text", "successors", "rest", "medusa trees"),
+    *("trees", "trees around seen text", "successors", "rest", "lookahead", "medusa trees"),
     *("attending trees", "attending trees around seen text"),
 )
 
@@ -286,6 +287,8 @@ def drafters(backbone: Backbone, sequence: list[int]) -> dict[str, tuple[Drafter
         found["successors"] = (successor_drafter(sequence, size), ())
         found["rest"] = (rest_drafter(sequence, size), ())
         found["medusa trees"] = (medusa_drafter(backbone), (0,))
+        lookahead = LookaheadDrafter(DraftController(2), level=3, window=2, guesses=2, most=7)
+        found["lookahead"] = (lookahead, ())
         found["attending trees"] = (tree_drafter(backbone, attends=True), ())
         found["attending trees around seen text"] = (tree_drafter(backbone, seen, attends=True), ())
         found["trees around seen text"] = (tree_drafter(backbone, seen), (0,))

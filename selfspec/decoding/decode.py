@@ -89,6 +89,7 @@ def written(
             watch.lap("prefill" if prefill else "verify")
             entry = commit(state, draft, target, rule, stop, prefill=prefill, entered=entered)
             if not prefill:
+                draft.target = target
                 drafter.learn(draft, entry.kept)
         watch.lap("bookkeeping")
         yield entry

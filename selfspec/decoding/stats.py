@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from selfspec.pages import palette
 
 EXIT, NGRAM, DRAFT_MODEL, GRAMMAR = "exit", "ngram", "draft-model", "grammar"
-SUCCESSORS, REST = "successors", "rest"
+SUCCESSORS, REST, LOOKAHEAD = "successors", "rest", "lookahead"
 
 MODEL = "model"
 """Who gave a token that no drafter gave: a verification did, or the prompt's pass."""
@@ -39,6 +39,7 @@ SOURCES = {
     NGRAM: Source("prompt lookup", palette.SEEN, "dotted", "n", free=True),
     SUCCESSORS: Source("successors seen before", palette.SEEN, "dotted", "s"),
     REST: Source("a datastore", palette.SEEN, "dotted", "r"),
+    LOOKAHEAD: Source("lookahead", palette.SEEN, "dotted", "l"),
     GRAMMAR: Source("the grammar", palette.GRAMMAR, "dashed", "g", free=True),
     DRAFT_MODEL: Source("a draft model", palette.SECOND, "double", "d"),
     EXIT: Source("exit heads"),

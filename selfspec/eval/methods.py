@@ -229,6 +229,14 @@ METHODS = {
     "rest": Method(
         "what follows the same tokens in a datastore (REST) on our runtime", _only(drafter="rest")
     ),
+    "lookahead": Method(
+        "lookahead decoding (Fu et al. 2024) on our runtime, N, W, G = 3, 2, 2",
+        _only(drafter="lookahead"),
+    ),
+    "lookahead-5-7-7": Method(
+        "lookahead decoding as its project has it: N, W, G = 5, 7, 7, and no pauses",
+        _only(drafter="lookahead:level=5,window=7,guesses=7", never_slower=False),
+    ),
     "ngram+exit": Method("prompt lookup, else speculation", _only(drafter="ngram+exit")),
     "default": Method("as `generate` drafts here by itself, tuned or not", _only()),
     "no-value-rule": Method(

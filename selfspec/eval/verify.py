@@ -161,7 +161,7 @@ def _invariance(subject: Subject) -> Rung:
     speculator, own = subject.speculator, subject.speculator.options
     if (mixing := speculator.backbone.mixing) is not None:
         return _skipped(f"drafts are refused: the rows of a pass change each other ({mixing})")
-    rows = max(own.pinned_rows, *(width + 1 for width in own.widths.values()))
+    rows = max([own.pinned_rows, *(width + 1 for width in own.widths.values())])
     options = replace(own, pinned=True, pinned_rows=rows)
     undrafted, bits, kinds = replace(options, speculate=False), Bits(), 0
     try:

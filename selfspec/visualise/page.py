@@ -47,7 +47,7 @@ _LOOKS = dict.fromkeys(SOURCES, "seen") | {
     DRAFT_MODEL: "second",
     EXIT: "left",
 }
-"""Class of a token, by who gave it."""
+"""Class of a token, by who gave it; of what was seen before: seen."""
 
 
 def render(
@@ -137,7 +137,7 @@ def page_data(
         "givers": [
             {
                 "words": giver.words,
-                "look": _LOOKS[giver.source],
+                "look": _LOOKS.get(giver.source, "seen"),
                 "layer": giver.layer if giver.source == EXIT else None,
                 "colour": giver.colour(info.num_layers),
             }

@@ -1,4 +1,4 @@
-"""Drafters: prompt lookup, a second model, successors; and what holds for all of them."""
+"""Drafters: prompt lookup, a second model, successors, lookahead; and what holds for all."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from selfspec.decoding.drafters import successors
 from selfspec.decoding.drafters.base import Draft, DraftsFrom
 from selfspec.decoding.drafters.draft_model import DraftCache, DraftModelDrafter, check_same_tokens
 from selfspec.decoding.drafters.heads import ROOT
+from selfspec.decoding.drafters.lookahead import LookaheadDrafter, NgramPool
 from selfspec.decoding.drafters.ngram import NgramDrafter, NgramIndex, SeenTextFirst
 from selfspec.decoding.drafters.successors import Remembering, SuccessorGuesser, Successors
 from selfspec.decoding.sampling import Sampler
@@ -32,7 +33,7 @@ from selfspec.heads.heads import top_probability
 from selfspec.hub import models as hub
 from selfspec.hub.models import ModelFiles
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv import Rows
+from selfspec.model.kv import Rows, ancestors
 from selfspec.options import CONTROLLERS, TOGETHER
 from tests import ladder
 from tests.models import make_model, needs_compiler, random_ids
@@ -246,8 +247,11 @@ def test_seen_text_has_to_promise_more_than_the_other_has_been_giving() -> None:
 # Through the facade
 
 
-def test_a_conversation_that_reuses_its_prefix_drafts_from_all_of_it(exact: Any) -> None:
-    speculator = wrap(exact, drafter="ngram:size=2", costs="row=0.0")
+@pytest.mark.parametrize("drafter", ["ngram:size=2", "lookahead"])
+def test_a_conversation_that_reuses_its_prefix_drafts_from_all_of_it(
+    exact: Any, drafter: str
+) -> None:
+    speculator = wrap(exact, drafter=drafter, costs="row=0.0")
     session = speculator.session()
     first = random_ids(9)
     answer = session.generate(first, max_new_tokens=8)
@@ -257,7 +261,7 @@ def test_a_conversation_that_reuses_its_prefix_drafts_from_all_of_it(exact: Any)
     again = session.generate(turn, max_new_tokens=20)
     assert again.stats.reused_tokens >= 14
     assert again.token_ids == plain.token_ids
-    assert again.stats.drafted_by_source["ngram"] > 0
+    assert again.stats.drafted_by_source[drafter.partition(":")[0]] > 0
     alone = speculator.generate(turn, max_new_tokens=20)
     assert alone.stats.drafted == again.stats.drafted
 
@@ -281,7 +285,7 @@ def test_no_drafter_under_any_controller_changes_a_token(
     assert set(found.stats.drafted_by_source) <= set(drafter.split("+"))
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "ngram+exit", "draft-model"])
+@pytest.mark.parametrize("drafter", ["ngram", "ngram+exit", "draft-model", "lookahead"])
 def test_no_drafter_changes_the_distribution_of_samples(drafter: str) -> None:
     sizes: dict[str, Any] = {"vocab_size": 4, "num_hidden_layers": 2}
     model, ids = make_model("llama", **sizes), random_ids(6, vocab_size=4)
@@ -602,3 +606,145 @@ def test_a_text_stays_what_it_is_and_is_drafted_when_it_comes_again(
 def test_sampled_sequences_have_the_distribution_of_the_model() -> None:
     model = make_model("llama", vocab_size=4, num_hidden_layers=2)
     ladder.check_sampling(model, random_ids(3, vocab_size=4), drafter="successors:max_tokens=2")
+
+
+# --- lookahead ------------------------------------------------------------------------------------
+
+
+def make_lookahead(
+    level: int, window: int, *end_tokens: int, most: int = 99, controller: Any = None
+) -> LookaheadDrafter:
+    controller = controller or DraftController(level - 1)
+    return LookaheadDrafter(
+        controller, end_tokens, level=level, window=window, guesses=2, most=most
+    )
+
+
+def verified(drafter: LookaheadDrafter, draft: Draft, said: Sequence[int]) -> None:
+    """The target says `said` behind the newest token and behind each of the draft."""
+    assert len(said) == len(draft.proposed) + 1
+    draft.target = Target(torch.empty(0), lambda: list(said))
+    drafter.learn(draft, [])
+
+
+def test_a_window_fills_and_moves_up_and_gives_an_ngram_of_each_column() -> None:
+    drafter, text = make_lookahead(3, 2), Text([7, 7])
+    draft = ask(drafter, text)  # two columns of one level: the newest token, and a drawn one
+    assert (draft.tokens, draft.parents) == ([7], [-1])
+    verified(drafter, draft, [20, 21])
+    text.tokens.append(20)
+    draft = ask(drafter, text)  # the first column is gone; 21 stands over the newest token
+    assert (draft.tokens, draft.parents) == ([21, 7, 7], [-1, -1, 1])
+    verified(drafter, draft, [0, 31, 0, 32])  # so 20 21 31 and 7 7 32 are n-grams
+    text.tokens.append(20)
+    draft = ask(drafter, text)  # the first of them, and the window, one level up
+    assert (draft.tokens, draft.parents) == ([21, 31, 31, 7, 32], [-1, 0, -1, -1, 3])
+    assert {(one.source, one.layer, one.probs) for one in draft.proposed} == {
+        ("lookahead", 0, None)
+    }
+    verified(drafter, draft, [0, 0, 0, 0, 0, 40])
+    text.tokens.append(7)
+    assert ask(drafter, text).tokens[:2] == [32, 40]
+
+
+@pytest.mark.parametrize(("level", "window"), [(5, 7), (3, 2), (4, 1), (2, 4)])
+def test_rows_of_the_window_see_what_the_papers_mask_lets_them_see(level: int, window: int) -> None:
+    drafter, text = make_lookahead(level, window), Text([*range(1000, 1100)])
+    new = iter(range(999))  # no two tokens are equal, so no two rows are one
+    for levels in (*range(1, level), level - 1):
+        draft = ask(drafter, text)
+        order = [(j, i) for i in range(window) for j in range(levels)]
+        rows = {place: row for row, place in enumerate(order)}
+        seen = ancestors([-1, *(one.parent + 1 for one in draft.proposed)], torch.device("cpu"))
+        for j, i in order:  # level 0 up to the column, and the column
+            wanted = {rows[0, at] for at in range(i + 1)} | {rows[at, i] for at in range(j + 1)}
+            assert set(seen[rows[j, i]].nonzero().flatten().tolist()) == wanted
+        verified(drafter, draft, [next(new) for _ in order])
+        text.tokens.append(next(new))
+
+
+@torch.inference_mode()
+def test_what_moves_up_is_what_the_model_says_behind_each_path(exact: Any) -> None:
+    drafter, heard = make_lookahead(4, 3), list[tuple[list[int], int]]()
+    move = drafter._move
+
+    def noted(said: list[int]) -> None:
+        first, *above = drafter._levels
+        for at, token in enumerate(said):
+            path = [*first[: at + 1], *(level[at] for level in above)]
+            heard.append(([*drafter._pool.text[:-1], *path], token))
+        move(said)
+
+    drafter._move = noted  # type: ignore[method-assign]  # a test listens in
+    ladder.decode(Backbone(exact, executor="generic"), random_ids(9), drafter)
+    assert len(heard) > 20
+    for path, token in heard:
+        assert int(exact(torch.tensor([path])).logits[0, -1].argmax()) == token
+
+
+def test_a_pool_keeps_the_newest_of_each_first_token() -> None:
+    pool = NgramPool(3, 2)
+    pool.read([1, 2, 3, 1, 4])
+    pool.read([5, 1])
+    assert pool.following(1) == [(4, 5), (2, 3)]
+    pool.add([1, 2, 3])
+    pool.add([1, 6, 6])
+    assert pool.following(1) == [(6, 6), (2, 3)]
+    assert (pool.following(5), pool.following(4)) == ([], [(5, 1)])
+
+
+def test_guesses_come_from_the_text_and_equal_rows_are_one() -> None:
+    drafter, text = make_lookahead(3, 0), Text([1, 2, 3, 1, 2, 4, 1])
+    draft = ask(drafter, text)
+    assert (draft.tokens, draft.parents) == ([2, 4, 3], [-1, 0, 0])
+    text.tokens += [5, 6, 1]
+    assert ask(drafter, text).tokens == [5, 6, 2, 4]
+    text.tokens.append(9)
+    assert (ask(drafter, text).tokens, ask(drafter, text).ended) == ([], "off")
+
+
+def test_nothing_goes_behind_an_end_token() -> None:
+    drafter, text, drafted = make_lookahead(4, 3, 9), Text([9, 8]), 0
+    for new in range(30, 70, 10):
+        draft = ask(drafter, text)
+        assert not any(draft.proposed[at].token == 9 for at in draft.parents if at >= 0)
+        drafted += draft.tokens.count(9)
+        verified(drafter, draft, [9, *range(new, new + len(draft.proposed))])
+        text.tokens.append(8)
+    assert drafted > 1
+
+
+@pytest.mark.parametrize("most", range(1, 16))
+def test_a_draft_has_no_more_rows_and_no_longer_paths_than_fit(most: int) -> None:
+    drafter, text, widest = make_lookahead(4, 3, most=most), Text([*range(50), *range(50)]), 0
+    for limit in (99, 99, 99, 99, 4, 2, 1, 0):
+        text.tokens.append(3)
+        draft = ask(drafter, text, limit)
+        assert len(draft.proposed) <= most
+        assert draft.depth <= limit
+        widest = max(widest, len(draft.proposed))
+        verified(drafter, draft, range(60, 61 + len(draft.proposed)))
+    assert widest == min(most, 14)  # three columns of three, less the newest; two n-grams
+
+
+def test_the_controller_sets_how_much_of_an_ngram_is_drafted_and_hears_of_it() -> None:
+    controller = Listening(2)
+    drafter = make_lookahead(4, 2, controller=controller)
+    draft = ask(drafter, Text([1, 2, 3, 4, 1]))
+    assert draft.tokens[:2] == [2, 3]
+    assert 4 not in draft.tokens[:-1]
+    drafter.learn(draft, [0])
+    assert controller.heard == [(2, 1)]
+
+
+@pytest.mark.parametrize(
+    "executor", ["generic", pytest.param("fused", marks=needs_compiler), "cuda-graph"]
+)
+def test_lookahead_drafts_on_every_executor_and_changes_no_token(executor: str) -> None:
+    speculator = wrap(make_model("llama"), executor=executor, never_slower=False)
+    many: dict[str, Any] = {"max_new_tokens": 48, "do_sample": False}
+    plain = speculator.generate(random_ids(9), speculate=False, **many).token_ids
+    for sizes in ("level=3", "level=5,window=7,guesses=7", "level=2,window=1,guesses=1"):
+        found = speculator.generate(random_ids(9), drafter=f"lookahead:{sizes}", **many)
+        assert found.token_ids == plain
+        assert found.stats.accepted > 0

@@ -50,6 +50,7 @@ BASE = SpeculationOptions(never_slower=False)
 PLAIN = SpeculationOptions(speculate=False)
 NGRAM = BASE.updated({"drafter": "ngram"})
 EXITS = BASE.updated({"drafter": "exit:layers=2,threshold=0.01,max_tokens=3,guesses=1"})
+LOOKAHEAD = BASE.updated({"drafter": "lookahead:level=4"})
 SECOND = BASE.updated({"drafter": "draft-model:max_tokens=2"})
 BOTH = BASE.updated({"drafter": "ngram+exit:layers=2/4,threshold=0.01,max_tokens=3,guesses=3"})
 
@@ -92,7 +93,7 @@ def test_texts_have_the_bits_that_they_have_alone(
 ) -> None:
     """Random arrivals and cancellations, every kind of draft, greedy and drawn, one prefix."""
     dice = random.Random(most)
-    wanted = requests(24, [PLAIN, NGRAM, EXITS, BOTH, SECOND])
+    wanted = requests(24, [PLAIN, NGRAM, EXITS, BOTH, SECOND, LOOKAHEAD])
     alone = [written(runtime, one) for one in wanted]
     engine = Engine(runtime, most=most, patience=patience)
     running: dict[Running, tuple[int, Recorder]] = {}

@@ -43,6 +43,7 @@ DRAFTS: list[dict[str, Any]] = [
     {"drafter": "ngram"},
     {"drafter": "ngram+exit:threshold=0.01"},
     {"drafter": "exit", "pinned": True},
+    {"drafter": "lookahead", "never_slower": False},
 ]
 
 

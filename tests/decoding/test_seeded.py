@@ -40,6 +40,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "trees around seen text": {"drafter": "ngram+exit:layers=0,threshold=0.01,guesses=3"},
     "ngram": {"drafter": "ngram:size=2"},
     "ngram, else exit": {"drafter": "ngram+exit:layers=3,threshold=0.01,max_tokens=3"},
+    "lookahead": {"drafter": "lookahead", "never_slower": False},
     "draft model": {"drafter": "draft-model:max_tokens=3"},
     "ngram, else draft model": {"drafter": "ngram+draft-model:max_tokens=3"},
     "confident exits": {"drafter": "exit:threshold=0.05", "controller": "threshold:threshold=0.1"},

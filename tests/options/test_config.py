@@ -257,9 +257,28 @@ def test_a_key_like_no_other_lists_all_known_ones() -> None:
     assert str(caught.value) == "unknown key 'zzz'. Known: alpha, beta"
 
 
+@pytest.mark.parametrize(
+    ("said", "drafts", "rows"),
+    [
+        ({}, 7, 8),
+        ({"pinned": True}, 7, 8),
+        ({"pinned": True, "pinned_rows": 4}, 3, 4),
+        ({"controller": "threshold"}, 7, 8),
+        ({"drafter": "lookahead:level=5,window=7,guesses=7"}, 55, 16),
+        ({"drafter": "lookahead:level=8,window=16,guesses=16"}, 127, 16),
+    ],
+)
+def test_a_lookahead_has_as_many_rows_as_its_sizes_make_and_as_fit(
+    said: dict[str, Any], drafts: int, rows: int
+) -> None:
+    options = SpeculationOptions().updated({"drafter": "lookahead", **said})
+    assert (options.most_drafts, options.widest_pass) == (drafts, rows)
+    assert options.grows_trees == ("controller" not in said)
+
+
 def test_every_speculation_option_can_be_given_per_call() -> None:
     assert set(GenerateOptions.__annotations__) >= set(OPTION_NAMES)
-    kept = {"exit", "ngram", "draft_model", "successors", "rest", "easd"}
+    kept = {"exit", "ngram", "draft_model", "successors", "rest", "lookahead", "easd"}
     fields = {field.name for field in dataclasses.fields(SpeculationOptions)}
     assert fields == {*OPTION_NAMES, *kept}
 

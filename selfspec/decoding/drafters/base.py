@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from selfspec.decoding.acceptance import DraftToken
+from selfspec.decoding.acceptance import DraftToken, Target
 from selfspec.decoding.controllers import DraftController
 from selfspec.decoding.sampling import Choice
 from selfspec.decoding.state import DecodeState, Pass
@@ -27,6 +27,8 @@ class Draft:
     heads: int = 0
     """How often exit heads were asked: for one token at one layer, or for a level of a tree."""
     ended: Ended = "off"
+    target: Target | None = None
+    """What verification held of it: of the newest token's row, and of each token's."""
 
     @classmethod
     def of(

@@ -19,6 +19,7 @@ from selfspec.decoding.drafters.heads import (
     TreeDrafter,
     WhilePaying,
 )
+from selfspec.decoding.drafters.lookahead import LookaheadDrafter
 from selfspec.decoding.drafters.medusa import MedusaGuesser
 from selfspec.decoding.drafters.ngram import GrammarDrafter, NgramDrafter, SeenTextFirst, StateT
 from selfspec.decoding.drafters.rest import Datastore, RestGuesser
@@ -159,10 +160,21 @@ def _chains(
     sampler: Sampler,
     end_tokens: Collection[int],
 ) -> Drafter:
-    """The drafter of a draft model or of heads, under the never-slower rule unless that is off."""
+    """Lookahead, a draft model or heads draft, under the never-slower rule unless that is off."""
     backbone, heads, cache = sources.backbone, sources.heads, sources.draft_model
     beliefs = options.acceptance.reads_beliefs
     drafter: Drafter
+    if options.uses("lookahead"):
+        wanted, trees = options.lookahead, sources.runs_trees(options)
+        drafter = LookaheadDrafter(
+            make_controller(options, wanted.level - 1),
+            end_tokens,
+            level=wanted.level,
+            window=wanted.window if trees else 0,
+            guesses=wanted.guesses if trees else 1,
+            most=options.most_drafts,
+        )
+        return WhilePaying(drafter, replace(cost, head=0.0)) if options.never_slower else drafter
     if options.uses("draft-model"):
         if cache is None:
             raise InvalidOption(
