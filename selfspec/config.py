@@ -61,12 +61,13 @@ class SpeculationOptions:
     """Draft at all; without drafts it is plain decoding on the same runtime."""
 
     drafter: str = "exit"
-    """What proposes tokens: exit (heads), ngram (prompt lookup), successors, lookahead,
-    rest (a datastore), draft-model, ngram+OTHER, none.
+    """What proposes tokens: exit (heads), ngram (prompt lookup), successors, lookahead, rest,
+    draft-model, ngram+OTHER, none.
 
     Successors are what verification found likely behind the same tokens before, lookahead what the
-    model says behind guessed tokens, which run beside each verification. Of two the one that
-    promises more drafts; heads on the embedding, successors and rest draft around prompt lookup.
+    model says behind guessed tokens, rest what follows the same ones in a datastore. Of two the one
+    that promises more drafts; heads on the embedding, successors and rest draft around prompt
+    lookup.
     """
 
     controller: Controller = field(default_factory=Fixed)

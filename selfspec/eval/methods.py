@@ -222,6 +222,7 @@ METHODS = {
         "SpecBound on our runtime, with the settings of the heads", _only(**EXIT)
     ),
     "ngram": Method("prompt lookup on our runtime", _only(drafter="ngram")),
+    "ngram+exit": Method("prompt lookup, else speculation", _only(drafter="ngram+exit")),
     "ngram+successors": Method(
         "prompt lookup, and successors of verified tokens (Token Recycling)",
         _only(drafter="ngram+successors"),
@@ -229,6 +230,7 @@ METHODS = {
     "rest": Method(
         "what follows the same tokens in a datastore (REST) on our runtime", _only(drafter="rest")
     ),
+    "ngram+rest": Method("prompt lookup, and a datastore (REST)", _only(drafter="ngram+rest")),
     "lookahead": Method(
         "lookahead decoding (Fu et al. 2024) on our runtime, N, W, G = 3, 2, 2",
         _only(drafter="lookahead"),
@@ -237,7 +239,6 @@ METHODS = {
         "lookahead decoding as its project has it: N, W, G = 5, 7, 7, and no pauses",
         _only(drafter="lookahead:level=5,window=7,guesses=7", never_slower=False),
     ),
-    "ngram+exit": Method("prompt lookup, else speculation", _only(drafter="ngram+exit")),
     "default": Method("as `generate` drafts here by itself, tuned or not", _only()),
     "no-value-rule": Method(
         "ngram+exit, but whatever the text has said before is proposed in full",

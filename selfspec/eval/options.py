@@ -38,7 +38,7 @@ class BenchOptions:
     """File of a suite that is not built in: Spec-Bench's question.jsonl."""
 
     limit: int | None = None
-    """Questions to report at most, spread evenly over the suite."""
+    """Questions to report at most, spread over the suite."""
 
     tune_on: str | None = None
     """Suite or file whose questions settle the settings of methods with a grid. Without it
