@@ -95,8 +95,9 @@ def test_a_correct_model_passes_every_rung(executor: str) -> None:
     assert ("shared" in seventh.found) == (executor == "fused")
 
 
-def test_a_model_without_heads_is_verified_with_scripted_drafts() -> None:
-    plain = wrap(make_model("llama"), executor="generic")
+@pytest.mark.parametrize("drafter", ["exit", "lookahead", "none"])
+def test_a_model_without_heads_is_verified_with_scripted_drafts(drafter: str) -> None:
+    plain = wrap(make_model("llama"), executor="generic", drafter=drafter)
     second = rung(2, subject_of(plain, 8))
     assert second.outcome == "passed"
     assert "4 kinds of drafts" in second.found
