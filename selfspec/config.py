@@ -27,6 +27,7 @@ from selfspec.options import (
     Lenient,
     Lossless,
     Ngram,
+    Skip,
     Successors,
     as_text,
     between,
@@ -60,10 +61,11 @@ class SpeculationOptions:
 
     drafter: str = "exit"
     """What proposes tokens: exit (heads), ngram (prompt lookup), successors, draft-model,
-    ngram+OTHER, none.
+    skip, ngram+OTHER, none.
 
-    Successors are what verification found likely behind the same tokens before. Of two the one that
-    promises more drafts; heads on the embedding, and successors, draft around prompt lookup.
+    Successors are what verification found likely behind the same tokens before; skip is the model
+    itself without some of its layers. Of two the one that promises more drafts; heads on the
+    embedding, and successors, draft around prompt lookup.
     """
 
     controller: Controller = field(default_factory=Fixed)
@@ -88,11 +90,14 @@ class SpeculationOptions:
     successors: Successors = field(default_factory=Successors)
     """Settings of successors."""
 
+    skip: Skip = field(default_factory=Skip)
+    """Settings of the model without some of its layers."""
+
     easd: Easd = field(default_factory=Easd)
     """Where `easd` as text starts: heads may know its entropy threshold."""
 
     never_slower: bool = True
-    """Pause exit heads or a draft model where what they gave lately is less than what they cost;
+    """Pause heads, a draft model or skip where what they gave lately is less than what they cost;
     try them again later.
 
     Prompt lookup costs nothing to draft and has its own rule.
@@ -240,8 +245,8 @@ class SpeculationOptions:
         found = {name: value for name, value in kept.items() if value}
         return found | {k: v for k, v in self.described().items() if v != usual.get(k)}
 
-    def _drafters(self) -> tuple[Ngram, Exit, DraftModel, Successors]:
-        return self.ngram, self.exit, self.draft_model, self.successors
+    def _drafters(self) -> tuple[Ngram, Exit, DraftModel, Successors, Skip]:
+        return self.ngram, self.exit, self.draft_model, self.successors, self.skip
 
 
 def _field(kind: str) -> str:
@@ -249,7 +254,7 @@ def _field(kind: str) -> str:
     return kind.replace("-", "_")
 
 
-_SETTINGS = ("exit", "ngram", "draft_model", "successors", "easd")
+_SETTINGS = ("exit", "ngram", "draft_model", "successors", "skip", "easd")
 """Fields that keep settings of one kind, whichever is in use."""
 
 OPTION_NAMES = tuple(

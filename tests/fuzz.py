@@ -325,6 +325,11 @@ def speculations(
             "max_tokens": draw(st.integers(1, most)),
             **draw(tuning(guesses=st.integers(1, 8), max_rows=st.integers(1, 16))),
         },
+        "skip": {
+            "threshold": draw(shares),
+            "max_tokens": draw(st.integers(1, most)),
+            **draw(tuning(skipped=st.sampled_from([(2,)]), target=st.sampled_from([None, 0.5]))),
+        },
         "none": {},
     }
     bounds = {"longest": longest, "shortest": draw(st.integers(1, longest))}

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from selfspec.pages import palette
 
 EXIT, NGRAM, DRAFT_MODEL, GRAMMAR = "exit", "ngram", "draft-model", "grammar"
-SUCCESSORS = "successors"
+SUCCESSORS, SKIP = "successors", "skip"
 
 MODEL = "model"
 """Who gave a token that no drafter gave: a verification did, or the prompt's pass."""
@@ -40,6 +40,7 @@ SOURCES = {
     SUCCESSORS: Source("successors seen before", palette.SEEN, "dotted", "s"),
     GRAMMAR: Source("the grammar", palette.GRAMMAR, "dashed", "g", free=True),
     DRAFT_MODEL: Source("a draft model", palette.SECOND, "double", "d"),
+    SKIP: Source("fewer of its layers", palette.SECOND, "double", "l"),
     EXIT: Source("exit heads"),
 }
 """All sources, in the order in which people are told of them."""

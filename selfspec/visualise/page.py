@@ -19,7 +19,16 @@ from selfspec import pages
 from selfspec.api.givers import NAMES, Giver
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.costs import MeasuredCosts
-from selfspec.decoding.stats import DRAFT_MODEL, EXIT, GRAMMAR, MODEL, NGRAM, SUCCESSORS, Round
+from selfspec.decoding.stats import (
+    DRAFT_MODEL,
+    EXIT,
+    GRAMMAR,
+    MODEL,
+    NGRAM,
+    SKIP,
+    SUCCESSORS,
+    Round,
+)
 from selfspec.eval import replay
 from selfspec.eval.record import Record, RecordInfo
 from selfspec.heads.heads import spread
@@ -47,6 +56,7 @@ _LOOKS = {
     SUCCESSORS: "seen",
     GRAMMAR: "grammar",
     DRAFT_MODEL: "second",
+    SKIP: "second",
     EXIT: "left",
 }
 """Class of a token, by who gave it."""
@@ -121,8 +131,8 @@ def page_data(
         }
         for place in trace.places
     ]
-    if any(DRAFT_MODEL in entry.sources for entry in trace.rounds):
-        costs = None  # they do not know what a draft model takes
+    if any({DRAFT_MODEL, SKIP} & {*entry.sources} for entry in trace.rounds):
+        costs = None  # they do not know what a draft by other layers takes
     told = _Rounds(info.num_layers, costs)
     decoded = told.add(trace.rounds, trace.draft_texts)
     return {

@@ -11,6 +11,7 @@ import torch
 
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.errors import HeadsNotFound, InvalidOption
+from selfspec.eval import methods
 from selfspec.eval.methods import (
     METHODS,
     NO_BOUND,
@@ -34,12 +35,14 @@ def speculator() -> Speculator:
 
     All in float64, so tokens must be equal.
     """
-    return wrap(
+    found = wrap(
         make_model("llama", torch.float64),
         heads="logit-lens",
         draft_model=make_model("llama", torch.float64, num_hidden_layers=2),
         drafter="exit:layers=2/4,threshold=0.04/0.06,max_tokens=3",
     )
+    found.options = found.options.updated({"skip": "skipped=3"})
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +199,18 @@ def test_a_draft_model_needs_no_heads_but_must_be_given(
     ]
     with pytest.raises(InvalidOption, match=r"needs a second model\. Give --draft-model"):
         candidates(bare, ["draft-model"])
+
+
+def test_self_sd_leaves_out_what_was_found_for_the_model(
+    speculator: Speculator, bare: Speculator
+) -> None:
+    assert grid(speculator, "self-sd")[0].setting["drafter"] == "skip:skipped=3"
+    with pytest.raises(InvalidOption, match="nobody has searched which layers self-sd should"):
+        candidates(bare, ["self-sd"])
+    known = copy.copy(bare)
+    known.label = next(iter(methods.SKIPPED))
+    with pytest.raises(InvalidOption, match="the model has 6 layers"):  # not those of 30
+        candidates(known, ["self-sd"])
 
 
 # --- ablations

@@ -33,6 +33,7 @@ from selfspec.options import (
     Lenient,
     Lossless,
     Ngram,
+    Skip,
     Threshold,
     ranges,
 )
@@ -48,6 +49,9 @@ BAD: list[tuple[type, str, list[Any]]] = [
     (Ngram, "size", [0]),
     (Ngram, "max_tokens", [0]),
     (DraftModel, "max_tokens", [0]),
+    (Skip, "skipped", [(1, 3), (), "2"]),
+    (Skip, "threshold", [1.5]),
+    (Skip, "target", [-0.1]),
     (Threshold, "threshold", [-0.1]),
     (GammaTune, "rate", [0.0]),
     (GammaTune, "step", [-1.0]),
@@ -162,8 +166,8 @@ def test_the_largest_value_costs_little(
     limit = ranges(kind)[name]
     most = int(limit.most or 0) if "int" in str(annotations_of(kind)[name]) else limit.most
     values: dict[str, Any] = {name: (0.0, 0.0, most) if limit.whole else most}
-    if name in ("layers", "max_depth"):
-        values = {name: (5,) if name == "layers" else 5}  # must be one that has a head
+    if name in ("layers", "max_depth", "skipped"):
+        values = {name: 5 if name == "max_depth" else (5,)}  # must be one that there is
     if name == "shortest":
         values["longest"] = most
     asked: Any = values
@@ -256,7 +260,7 @@ def test_a_key_like_no_other_lists_all_known_ones() -> None:
 
 def test_every_speculation_option_can_be_given_per_call() -> None:
     assert set(GenerateOptions.__annotations__) >= set(OPTION_NAMES)
-    kept = {"exit", "ngram", "draft_model", "successors", "easd"}
+    kept = {"exit", "ngram", "draft_model", "successors", "skip", "easd"}
     fields = {field.name for field in dataclasses.fields(SpeculationOptions)}
     assert fields == {*OPTION_NAMES, *kept}
 
