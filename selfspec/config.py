@@ -29,6 +29,7 @@ from selfspec.options import (
     Lossless,
     Ngram,
     Rest,
+    Skip,
     Successors,
     as_text,
     between,
@@ -61,13 +62,13 @@ class SpeculationOptions:
     """Draft at all; without drafts it is plain decoding on the same runtime."""
 
     drafter: str = "exit"
-    """What proposes tokens: exit (heads), ngram (prompt lookup), successors, lookahead, rest,
+    """What proposes tokens: exit (heads), ngram (prompt lookup), successors, lookahead, rest, skip,
     draft-model, ngram+OTHER, none.
 
     Successors are what verification found likely behind the same tokens before, lookahead what the
-    model says behind guessed tokens, rest what follows the same ones in a datastore. Of two the one
-    that promises more drafts; heads on the embedding, successors and rest draft around prompt
-    lookup.
+    model says behind guessed tokens, rest what follows the same ones in a datastore; skip is the
+    model without some of its layers. Of two the one that promises more drafts; heads on the
+    embedding, successors and rest draft around prompt lookup.
     """
 
     controller: Controller = field(default_factory=Fixed)
@@ -98,11 +99,14 @@ class SpeculationOptions:
     lookahead: Lookahead = field(default_factory=Lookahead)
     """Settings of lookahead."""
 
+    skip: Skip = field(default_factory=Skip)
+    """Settings of the model without some of its layers."""
+
     easd: Easd = field(default_factory=Easd)
     """Where `easd` as text starts: heads may know its entropy threshold."""
 
     never_slower: bool = True
-    """Pause exit heads or a draft model where what they gave lately is less than what they cost;
+    """Pause heads, a draft model or skip where what they gave lately is less than what they cost;
     try them again later.
 
     Prompt lookup costs nothing to draft and has its own rule.
@@ -253,9 +257,9 @@ class SpeculationOptions:
         found = {name: value for name, value in kept.items() if value}
         return found | {k: v for k, v in self.described().items() if v != usual.get(k)}
 
-    def _drafters(self) -> tuple[Ngram, Exit, DraftModel, Successors, Rest, Lookahead]:
+    def _drafters(self) -> tuple[Ngram, Exit, DraftModel, Successors, Rest, Lookahead, Skip]:
         own = self.ngram, self.exit, self.draft_model
-        return *own, self.successors, self.rest, self.lookahead
+        return *own, self.successors, self.rest, self.lookahead, self.skip
 
 
 def _field(kind: str) -> str:
@@ -263,7 +267,7 @@ def _field(kind: str) -> str:
     return kind.replace("-", "_")
 
 
-_SETTINGS = ("exit", "ngram", "draft_model", "successors", "rest", "lookahead", "easd")
+_SETTINGS = ("exit", "ngram", "draft_model", "successors", "rest", "lookahead", "skip", "easd")
 """Fields that keep settings of one kind, whichever is in use."""
 
 OPTION_NAMES = tuple(

@@ -262,17 +262,44 @@ class Lookahead(Part, kind="lookahead"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Skip(Part, kind="skip"):
+    """The model itself without some of its layers: Self-SD, SWIFT."""
+
+    skipped: Annotated[tuple[int, ...] | None, between(2, 4096)] = None
+    """Layers that drafts leave out, counted from 1; the first always runs. None: those that are
+    found best while texts are written."""
+
+    threshold: Probability = 0.8
+    """Top probability, in [0, 1], from which drafting goes on; where it starts."""
+
+    target: Annotated[float | None, PROBABILITY] = 0.9
+    """Share of drafts that should stay: the threshold moves towards it, 0.001 a round. None: it
+    stays as it is."""
+
+    max_tokens: Width = 8
+    """W_max, at least 1: drafts per round, or where a controller starts."""
+
+    def __post_init__(self) -> None:
+        """Keep layers as they rise, each once. Raises InvalidOption."""
+        super().__post_init__()
+        if self.skipped is not None:
+            object.__setattr__(self, "skipped", tuple(sorted(set(self.skipped))))
+
+
+@dataclass(frozen=True, kw_only=True)
 class NoDrafts(Part, kind="none"):
     """Nothing is drafted."""
 
 
-DRAFTERS: dict[str, type[Exit | Ngram | DraftModel | Successors | Rest | Lookahead | NoDrafts]] = {
-    one.kind: one for one in (Exit, Ngram, DraftModel, Successors, Rest, Lookahead, NoDrafts)
+DRAFTERS: dict[
+    str, type[Exit | Ngram | DraftModel | Successors | Rest | Lookahead | Skip | NoDrafts]
+] = {
+    one.kind: one for one in (Exit, Ngram, DraftModel, Successors, Rest, Lookahead, Skip, NoDrafts)
 }
 
 TOGETHER = (
-    *("exit", "ngram", "draft-model", "successors", "rest", "lookahead", "none"),
-    *("ngram+exit", "ngram+draft-model", "ngram+successors", "ngram+rest"),
+    *("exit", "ngram", "draft-model", "successors", "rest", "lookahead", "skip", "none"),
+    *("ngram+exit", "ngram+draft-model", "ngram+successors", "ngram+rest", "ngram+skip"),
 )
 """Drafters in use: alone, or prompt lookup in front of another."""
 

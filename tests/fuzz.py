@@ -335,6 +335,11 @@ def speculations(
         "lookahead": draw(
             tuning(level=st.integers(2, 8), window=st.integers(1, 9), guesses=st.integers(1, 9))
         ),
+        "skip": {
+            "threshold": draw(shares),
+            "max_tokens": draw(st.integers(1, most)),
+            **draw(tuning(skipped=st.sampled_from([(2,)]), target=st.sampled_from([None, 0.5]))),
+        },
         "none": {},
     }
     bounds = {"longest": longest, "shortest": draw(st.integers(1, longest))}

@@ -36,6 +36,7 @@ from selfspec.decoding.drafters.lookahead import LookaheadDrafter
 from selfspec.decoding.drafters.medusa import MedusaGuesser
 from selfspec.decoding.drafters.ngram import NgramDrafter, SeenTextFirst
 from selfspec.decoding.drafters.rest import Datastore, RestGuesser
+from selfspec.decoding.drafters.skip import LayerSearch, SkipDrafter
 from selfspec.decoding.drafters.successors import SuccessorGuesser, Successors
 from selfspec.decoding.probe import PassShape
 from selfspec.decoding.sampling import Sampler
@@ -55,6 +56,7 @@ from selfspec.heads.folder import MEDUSA
 from selfspec.heads.heads import ExitJudge
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv import Lease
+from selfspec.options import Skip
 from tests.models import VOCAB_SIZE, make_model
 from tests.talks import make_tokenizer
 
@@ -256,6 +258,13 @@ def second_model() -> DraftModelDrafter:
     return DraftModelDrafter(DraftCache(other), greedy(), DraftController(4))
 
 
+def fewer_layers(backbone: Backbone) -> SkipDrafter:
+    """The model itself without every other layer."""
+    options = Skip(skipped=(*range(2, backbone.num_layers, 2),), threshold=0.3)
+    layers = LayerSearch(backbone.num_layers)
+    return SkipDrafter(options, layers, greedy(), DraftController(4))
+
+
 def drafters(backbone: Backbone, sequence: list[int]) -> dict[str, tuple[Drafter, tuple[int, ...]]]:
     """Good, bad and random drafts, and real exits; with the exit layers each needs."""
     size = backbone.vocab_size
@@ -275,6 +284,7 @@ def drafters(backbone: Backbone, sequence: list[int]) -> dict[str, tuple[Drafter
         "choosy deep": (deep_drafter(backbone, 0.1), DEEP_EXITS),
         "attending": (attending_drafter(backbone, 0.001), ()),
         "choosy attending": (attending_drafter(backbone, 0.2, width=3), ()),
+        "fewer layers": (fewer_layers(backbone), ()),
         "seen text": (NgramDrafter(DraftController(5), size=2), ()),
         "seen text, else exits": (
             SeenTextFirst(NgramDrafter(DraftController(5), size=3), exit_drafter(backbone, 0.05)),

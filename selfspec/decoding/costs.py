@@ -17,6 +17,7 @@ from selfspec.decoding.stats import FREE, Round
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+    from torch import nn
 
     from selfspec.decoding.drafters.base import Draft
     from selfspec.model.backbone import Backbone
@@ -258,11 +259,17 @@ def token_cost(second: Backbone, model: Backbone) -> float:
     By the weights that a step reads, which is a little too much: two layers of SmolLM2-135M and its
     unembedding are 0.26 of it and took 0.17 (eval/results/papers/gammatune).
     """
-    ours, theirs = (
-        sum(weight.numel() * weight.element_size() for weight in backbone.model.parameters())
-        for backbone in (model, second)
-    )
-    return theirs / ours
+    return _bytes([second.model]) / _bytes([model.model])
+
+
+def token_cost_without(skipped: Sequence[int], model: Backbone) -> float:
+    """The same for the model itself without some layers, counted from 1."""
+    return 1.0 - _bytes([model.layers[layer - 1] for layer in skipped]) / _bytes([model.model])
+
+
+def _bytes(parts: Iterable[nn.Module]) -> int:
+    """Bytes of their weights."""
+    return sum(one.numel() * one.element_size() for part in parts for one in part.parameters())
 
 
 def share(nbytes: int, model: Backbone) -> float:

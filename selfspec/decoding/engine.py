@@ -27,12 +27,20 @@ from torch import Tensor
 
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import AcceptanceRule, Logprob, Noting, acceptance_rule, tied
-from selfspec.decoding.costs import DraftCost, Load, each_row, token_cost, whole_round
+from selfspec.decoding.costs import (
+    DraftCost,
+    Load,
+    each_row,
+    token_cost,
+    token_cost_without,
+    whole_round,
+)
 from selfspec.decoding.decode import StopRule, written
 from selfspec.decoding.drafters.base import Drafter
 from selfspec.decoding.drafters.choice import Sources, make_drafter
 from selfspec.decoding.drafters.draft_model import DraftCache
 from selfspec.decoding.drafters.rest import Datastore
+from selfspec.decoding.drafters.skip import LayerSearch
 from selfspec.decoding.drafters.successors import Remembering, Successors
 from selfspec.decoding.probe import PassShape, PinnedProbe, any_split
 from selfspec.decoding.sampling import Sampler
@@ -82,6 +90,7 @@ class Runtime:
         self.draft_model = draft_model
         self.datastore = datastore
         self.successors = Successors()
+        self.layers = LayerSearch(backbone.num_layers)
         self.probe = PinnedProbe(backbone)
         self._told = set[str]()
 
@@ -163,7 +172,13 @@ class Runtime:
         """What proposes tokens under `options`; nothing behind an end token."""
         cache = draft_cache or self.draft_cache()
         sources = Sources(
-            self.backbone, self.heads, cache, self.successors, self.datastore, load or Load()
+            backbone=self.backbone,
+            heads=self.heads,
+            draft_model=cache,
+            successors=self.successors,
+            datastore=self.datastore,
+            load=load or Load(),
+            layers=self.layers,
         )
         return make_drafter(options, sources, asked.sampler, asked.stop.end_tokens)
 
@@ -176,6 +191,9 @@ class Runtime:
     def draft_cost(self, options: SpeculationOptions) -> DraftCost:
         """What drafting costs a text that runs alone, as far as it is known."""
         cost = DraftCost.for_model(self.backbone).with_costs(options.costs)
+        if options.uses("skip"):
+            skipped = options.skip.skipped or self.layers.skipped
+            return replace(cost, token=token_cost_without(skipped, self.backbone))
         if self.draft_model is None or not options.uses("draft-model"):
             return cost
         return replace(cost, token=token_cost(self.draft_model, self.backbone))

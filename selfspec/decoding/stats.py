@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from selfspec.pages import palette
 
 EXIT, NGRAM, DRAFT_MODEL, GRAMMAR = "exit", "ngram", "draft-model", "grammar"
-SUCCESSORS, REST, LOOKAHEAD = "successors", "rest", "lookahead"
+SUCCESSORS, REST, LOOKAHEAD, SKIP = "successors", "rest", "lookahead", "skip"
 
 MODEL = "model"
 """Who gave a token that no drafter gave: a verification did, or the prompt's pass."""
@@ -42,6 +42,7 @@ SOURCES = {
     LOOKAHEAD: Source("lookahead", palette.SEEN, "dotted", "l"),
     GRAMMAR: Source("the grammar", palette.GRAMMAR, "dashed", "g", free=True),
     DRAFT_MODEL: Source("a draft model", palette.SECOND, "double", "d"),
+    SKIP: Source("fewer of its layers", palette.SECOND, "double", "f"),
     EXIT: Source("exit heads"),
 }
 """All sources, in the order in which people are told of them."""

@@ -204,6 +204,29 @@ def _medusa(speculator: Speculator) -> list[Setting]:
     return [full, {**full, "never_slower": True}]
 
 
+SKIPPED: dict[str, tuple[str, ...]] = {
+    "SmolLM2-135M": ("4", "4/5/6/13/14/26", "4/5/6/7/13/14/15/18/21/22/26/27")
+}
+"""By the model's name: layers that Self-SD may leave out, the best one, six and twelve that
+`eval.papers.self_sd` found; its command stands in eval/results/papers/self-sd."""
+
+
+def _self_sd(speculator: Speculator) -> list[Setting]:
+    """With the layers that the options leave out, or those found for the model.
+
+    Raises InvalidOption where nobody has searched.
+    """
+    own = speculator.options.skip.skipped
+    known = (sets for name, sets in SKIPPED.items() if name in speculator.label)
+    sets = next(known, ()) if own is None else (word(own),)
+    if not sets:
+        raise InvalidOption(
+            "nobody has searched which layers self-sd should leave out. Say it: "
+            "--drafter skip:skipped=LAYER/LAYER/.."
+        )
+    return [{"drafter": f"skip:skipped={one}", "never_slower": False} for one in sets]
+
+
 class Method(NamedTuple):
     """One way to decode."""
 
@@ -251,6 +274,13 @@ METHODS = {
     "draft-model": Method(
         "a second, smaller model (speculative decoding as it began) on our runtime",
         _only(drafter="draft-model", never_slower=False),
+    ),
+    "self-sd": Method(
+        "Self-SD: the model without layers that were found before drafts; on our runtime", _self_sd
+    ),
+    "swift": Method(
+        "after SWIFT: layers are searched for while it writes; chains in place of trees",
+        _only(drafter="skip:skipped=none,target=none,max_tokens=25", never_slower=False),
     ),
     "no-annealing": Method(
         "speculation without annealing: alpha = 0 (Figure 4 of SpecBound)", _no_annealing

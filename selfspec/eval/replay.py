@@ -208,9 +208,8 @@ def _drafter(
     """What proposes tokens, and the exit layers at which rows may wait; as `make_drafter`."""
     if not options.speculate or options.drafter == "none":
         return NoDrafter(), ()
-    if options.loss is not None or options.uses("draft-model") or options.uses("rest"):
-        words = "lossy rules, draft models and datastores write or say what was not recorded"
-        raise InvalidOption(words)
+    if options.loss is not None or any(map(options.uses, ("draft-model", "rest", "skip"))):
+        raise InvalidOption("lossy rules, other layers and datastores say what was not recorded")
     info = record.info
     cost = DraftCost(rows=info.row_costs, head=info.head_cost, num_layers=info.num_layers)
     cost = cost.with_costs(options.costs)

@@ -18,7 +18,7 @@ from selfspec import files
 from selfspec.api.givers import Giver
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.costs import MeasuredCosts
-from selfspec.decoding.stats import DRAFT_MODEL, SOURCES, GenerationStats, Round
+from selfspec.decoding.stats import DRAFT_MODEL, SKIP, SOURCES, GenerationStats, Round
 from selfspec.errors import InvalidData, InvalidOption
 from selfspec.hub.models import LOGIT_LENS
 from selfspec.typed import fits, require_types
@@ -303,9 +303,10 @@ class Gain(NamedTuple):
 
 
 def gain(trace: LayerTrace, costs: MeasuredCosts | None = None) -> Gain:
-    """Drafts of a draft model have no costs here, so there is no speed-up with them."""
+    """Drafts by other layers have no costs here, so there is no speed-up with them."""
     stats, times = trace.stats, None
-    if costs is not None and stats.rounds and DRAFT_MODEL not in stats.drafted_by_source:
+    other = {DRAFT_MODEL, SKIP} & {*trace.stats.drafted_by_source}
+    if costs is not None and stats.rounds and not other:
         plain = (stats.accepted + stats.bonus) * costs.plain_step()
         times = round(plain / costs.seconds_of(trace.rounds), 1)
     return Gain(stats.new_tokens, stats.accepted, stats.compression_rate, times)

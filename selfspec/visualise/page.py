@@ -19,7 +19,7 @@ from selfspec import pages
 from selfspec.api.givers import NAMES, Giver
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.costs import MeasuredCosts
-from selfspec.decoding.stats import DRAFT_MODEL, EXIT, GRAMMAR, MODEL, SOURCES, Round
+from selfspec.decoding.stats import DRAFT_MODEL, EXIT, GRAMMAR, MODEL, SKIP, SOURCES, Round
 from selfspec.eval import replay
 from selfspec.eval.record import Record, RecordInfo
 from selfspec.heads.heads import spread
@@ -45,6 +45,7 @@ _LOOKS = dict.fromkeys(SOURCES, "seen") | {
     MODEL: "",
     GRAMMAR: "grammar",
     DRAFT_MODEL: "second",
+    SKIP: "second",
     EXIT: "left",
 }
 """Class of a token, by who gave it; of what was seen before: seen."""
@@ -119,8 +120,8 @@ def page_data(
         }
         for place in trace.places
     ]
-    if any(DRAFT_MODEL in entry.sources for entry in trace.rounds):
-        costs = None  # they do not know what a draft model takes
+    if any({DRAFT_MODEL, SKIP} & {*entry.sources} for entry in trace.rounds):
+        costs = None  # they do not know what a draft by other layers takes
     told = _Rounds(info.num_layers, costs)
     decoded = told.add(trace.rounds, trace.draft_texts)
     return {

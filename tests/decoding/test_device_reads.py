@@ -176,6 +176,13 @@ def test_a_draft_model_reads_once_per_token(speculator: Speculator) -> None:
         assert counts == Counter(expected)
 
 
+def test_fewer_layers_are_read_once_per_token(speculator: Speculator) -> None:
+    drafter = "skip:skipped=3,threshold=0.2,max_tokens=4"
+    for entry, counts in rounds_of(speculator, drafter=drafter):
+        drafted = len(entry.draft_tokens)
+        assert counts == {"list": 1 + drafted, "upload": uploads(drafted)}
+
+
 def test_a_read_would_be_noticed() -> None:
     with waits() as counts:
         value = torch.rand(3)

@@ -1,4 +1,4 @@
-"""Drafters: prompt lookup, a second model, successors, lookahead; and what holds for all."""
+"""Drafters: lookup, a second model, fewer layers, successors, lookahead; what holds for all."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from selfspec.decoding.drafters.draft_model import DraftCache, DraftModelDrafter
 from selfspec.decoding.drafters.heads import ROOT
 from selfspec.decoding.drafters.lookahead import LookaheadDrafter, NgramPool
 from selfspec.decoding.drafters.ngram import NgramDrafter, NgramIndex, SeenTextFirst
+from selfspec.decoding.drafters.skip import WINDOW, Confidence, LayerSearch, SkipDrafter, again
 from selfspec.decoding.drafters.successors import Remembering, SuccessorGuesser, Successors
 from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState
@@ -34,7 +35,7 @@ from selfspec.hub import models as hub
 from selfspec.hub.models import ModelFiles
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv import Rows, ancestors
-from selfspec.options import CONTROLLERS, TOGETHER
+from selfspec.options import CONTROLLERS, TOGETHER, Skip
 from tests import ladder
 from tests.models import make_model, needs_compiler, random_ids
 from tests.talks import make_tokenizer
@@ -269,6 +270,9 @@ def test_a_conversation_that_reuses_its_prefix_drafts_from_all_of_it(
 # --- every drafter under every controller ---------------------------------------------------------
 
 
+SKIP_ONE = "skip:skipped=2,threshold=0.3,max_tokens=2"
+
+
 @pytest.mark.parametrize("controller", CONTROLLERS)
 @pytest.mark.parametrize("drafter", [name for name in TOGETHER if name != "none"])
 def test_no_drafter_under_any_controller_changes_a_token(
@@ -285,7 +289,7 @@ def test_no_drafter_under_any_controller_changes_a_token(
     assert set(found.stats.drafted_by_source) <= set(drafter.split("+"))
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "ngram+exit", "draft-model", "lookahead"])
+@pytest.mark.parametrize("drafter", ["ngram", "ngram+exit", "draft-model", "lookahead", SKIP_ONE])
 def test_no_drafter_changes_the_distribution_of_samples(drafter: str) -> None:
     sizes: dict[str, Any] = {"vocab_size": 4, "num_hidden_layers": 2}
     model, ids = make_model("llama", **sizes), random_ids(6, vocab_size=4)
@@ -517,6 +521,149 @@ def test_another_number_of_logits_is_refused_unless_padding_begins_behind_the_la
         tokenizer.add_tokens([f"word {number}" for number in range(70)])
     with pytest.raises(DraftModelMismatch, match="has 64 rows in its unembedding, the model 96"):
         wrap(make_model("llama"), tokenizer, draft_model=make_model("llama", vocab_size=64))
+
+
+# --- drafts from the model without some of its layers ---------------------------------------------
+
+
+def skipping(search: LayerSearch | None = None, width: int = 8, **options: Any) -> SkipDrafter:
+    layers = search or LayerSearch(6)
+    return SkipDrafter(Skip(**options), layers, make_sampler(), DraftController(width))
+
+
+def entered(backbone: Backbone, ids: Tensor) -> DecodeState:
+    """A text of which all ids but the newest are through all layers."""
+    state = DecodeState(backbone, ids)
+    state.hidden.push(backbone.embed(ids[0, :-1]))
+    alone(state.hidden.advance_all())
+    state.hidden.clear()
+    return state
+
+
+def lengths(state: DecodeState) -> set[int]:
+    return {state.lease.length(layer) for layer in range(state.backbone.num_layers)}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("skipped", [(2,), (5, 3), (2, 3, 6)])
+def test_drafts_are_what_a_model_without_these_layers_says(
+    target: Backbone, skipped: tuple[int, ...]
+) -> None:
+    """Where no text stands in front; there the keys and values are the whole model's."""
+    kept = [one for at, one in enumerate(make_model("llama").model.layers, 1) if at not in skipped]
+    cut = make_model("llama", num_hidden_layers=len(kept))
+    cut.load_state_dict(target.model.state_dict(), strict=False)
+    for at, layer in enumerate(kept):
+        cut.model.layers[at].load_state_dict(layer.state_dict())
+    state = DecodeState(target, torch.tensor([[7]]))
+    draft = alone(skipping(skipped=skipped, threshold=0.0).draft(state, 5, Stopwatch()))
+    assert draft.tokens == own_text(Backbone(cut, executor="generic"), state.ids, 5)
+    assert {one.source for one in draft.proposed} == {"skip"}
+    assert lengths(state) == {0}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("executor", ["generic", pytest.param("fused", marks=needs_compiler)])
+def test_a_window_tried_again_has_what_the_model_said_and_leaves_caches(executor: str) -> None:
+    backbone = Backbone(make_model("llama"), executor=executor)
+    ids = random_ids(9)
+    text = torch.cat([ids, torch.tensor([own_text(backbone, ids, 12)])], dim=1)
+    state, untouched = entered(backbone, text), entered(backbone, text)
+    assert alone(again(state, (), 12)).best == text[0, 9:].tolist()
+    assert alone(again(state, (2, 3, 4, 5), 12)).best != text[0, 9:].tolist()
+    assert lengths(state) == {20}
+    found, expected = (
+        alone(skipping(skipped=(3,)).draft(one, 8, Stopwatch())).tokens
+        for one in (state, untouched)
+    )
+    assert found == expected
+
+
+@torch.inference_mode()
+def test_an_unsure_token_ends_a_draft_and_a_dropped_draft_leaves_nothing(target: Backbone) -> None:
+    state = entered(target, random_ids(9, 1))  # sure by 0.72, 0.97, 0.94, 0.92, 0.47, 0.38, ..
+    drafts = [
+        alone(skipping(skipped=(3,), threshold=tau).draft(state, 20, Stopwatch()))
+        for tau in (0.0, 0.5, 1.0)
+    ]
+    ends = [(8, "width"), (5, "unsure"), (1, "unsure")]
+    assert [(len(one.tokens), one.ended) for one in drafts] == ends
+    assert drafts[1].tokens == drafts[0].tokens[:5]
+    with state.round():
+        works = skipping(skipped=(3,), threshold=0.0).draft(state, 20, Stopwatch())
+        work = next(works)
+        for _ in range(6):
+            work = works.send(work.done([work], [])[0])
+        assert lengths(state) == {8, 9, 10}
+        works.close()
+    assert lengths(state) == {8}
+
+
+def test_the_threshold_moves_as_self_sd_moves_it() -> None:
+    """Worked by hand: the rate goes 0.5, 0.75, 0.875, 0.9375, 0.96875, 0.484375."""
+    rule, fixed = Confidence(0.8, 0.9), Confidence(0.8, None)
+    whole, wide = Draft.of([1, 2], ended="unsure"), Draft.of([1, 2], ended="width")
+    seen = []
+    for draft, kept in ((whole, 2), (whole, 2), (whole, 2), (whole, 2), (wide, 2), (whole, 0)):
+        for one in (rule, fixed):
+            one.learn(draft, range(kept))
+        seen.append(rule.threshold)
+    assert seen == pytest.approx([0.801, 0.802, 0.803, 0.802, 0.802, 0.803])
+    rule.learn(Draft(), [])
+    assert (rule.threshold, fixed.threshold) == (pytest.approx(0.803), 0.8)
+
+
+@torch.inference_mode()
+def test_a_drafter_goes_by_its_moving_threshold(target: Backbone) -> None:
+    state = entered(target, random_ids(9, 1))
+    moving, still = (skipping(skipped=(3,), threshold=0.4, target=to) for to in (1.0, None))
+    found = []
+    for one in (moving, still):
+        draft = alone(one.draft(state, 20, Stopwatch()))
+        for _ in range(600):
+            one.learn(draft, [])
+        found.append((len(draft.tokens), len(alone(one.draft(state, 20, Stopwatch())).tokens)))
+    assert found == [(6, 1), (6, 6)]
+
+
+def test_a_search_keeps_the_best_set_and_ends() -> None:
+    search = LayerSearch(12)
+    assert search.skipped == (2, 4, 6, 8, 10)
+    one, other = search.drawn(), search.drawn()
+    assert one != other
+    assert all(len(drawn) == 4 and set(drawn) <= {*range(2, 12)} for drawn in (one, other))
+    search.learn(one, 0.5)
+    search.learn(other, 0.4)
+    assert search.skipped == one
+    for _ in range(299):
+        assert search.goes_on
+        search.learn(other, 0.5)
+    assert search.goes_on
+    search.learn(other, 0.5)
+    assert not search.goes_on  # 301 in a row were no better
+    found = LayerSearch(12)
+    found.learn(other, 0.96)
+    assert (found.skipped, found.goes_on) == (other, False)
+    assert not LayerSearch(2).goes_on
+
+
+@pytest.mark.parametrize("executor", ["generic", pytest.param("fused", marks=needs_compiler)])
+def test_layers_are_searched_for_while_a_text_is_written_and_it_stays(executor: str) -> None:
+    speculator = wrap(make_model("llama"), executor=executor, never_slower=False)
+    many: dict[str, Any] = {"max_new_tokens": WINDOW + 30, "do_sample": False}
+    plain = speculator.generate(random_ids(9), speculate=False, **many)
+    first = speculator.runtime.layers.skipped
+    for drafter in ("skip:skipped=3", "skip", "ngram+skip"):
+        found = speculator.generate(random_ids(9), drafter=drafter, **many)
+        assert found.token_ids == plain.token_ids
+        assert found.stats.accepted_by_source["skip"] > 0
+        searched = speculator.runtime.layers.skipped != first
+        assert searched == (drafter != "skip:skipped=3")
+
+
+def test_layers_that_a_model_lacks_are_refused(exact: Any) -> None:
+    with pytest.raises(InvalidOption, match="skip:skipped is 2/7, the model has 6 layers"):
+        wrap(exact, drafter="skip:skipped=2/7").generate(random_ids(5), max_new_tokens=2)
 
 
 # --- drafts from successors -----------------------------------------------------------------------

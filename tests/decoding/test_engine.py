@@ -52,6 +52,8 @@ NGRAM = BASE.updated({"drafter": "ngram"})
 EXITS = BASE.updated({"drafter": "exit:layers=2,threshold=0.01,max_tokens=3,guesses=1"})
 LOOKAHEAD = BASE.updated({"drafter": "lookahead:level=4"})
 SECOND = BASE.updated({"drafter": "draft-model:max_tokens=2"})
+SKIP = BASE.updated({"drafter": "skip:skipped=3,threshold=0,max_tokens=2"})
+SEARCH = BASE.updated({"drafter": "skip:threshold=0.1"})
 BOTH = BASE.updated({"drafter": "ngram+exit:layers=2/4,threshold=0.01,max_tokens=3,guesses=3"})
 
 
@@ -93,7 +95,7 @@ def test_texts_have_the_bits_that_they_have_alone(
 ) -> None:
     """Random arrivals and cancellations, every kind of draft, greedy and drawn, one prefix."""
     dice = random.Random(most)
-    wanted = requests(24, [PLAIN, NGRAM, EXITS, BOTH, SECOND, LOOKAHEAD])
+    wanted = requests(28, [PLAIN, NGRAM, EXITS, BOTH, SECOND, LOOKAHEAD, SKIP, SEARCH])
     alone = [written(runtime, one) for one in wanted]
     engine = Engine(runtime, most=most, patience=patience)
     running: dict[Running, tuple[int, Recorder]] = {}
@@ -124,7 +126,9 @@ def test_texts_have_the_bits_that_they_have_alone(
 
 
 @needs_compiler
-@pytest.mark.parametrize("options", [EXITS, SECOND], ids=["exits", "second model"])
+@pytest.mark.parametrize(
+    "options", [EXITS, SECOND, SKIP], ids=["exits", "second model", "fewer layers"]
+)
 def test_all_texts_of_a_round_draft_and_verify_together(
     runtime: Listening, options: SpeculationOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,6 +157,8 @@ def test_all_texts_of_a_round_draft_and_verify_together(
     if options is SECOND:
         assert [end for _, _, end in seen] == [2, 2, layers]
         assert not asked
+    elif options is SKIP:
+        assert seen == [(5, 0, 2), (5, 3, layers)] * 2 + [(5, 0, layers)]
     else:
         assert seen == [(5, 0, 2)] * 3 + [(5, 0, 2), (5, 2, layers)]
         assert asked == [5] * 3

@@ -43,6 +43,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "lookahead": {"drafter": "lookahead", "never_slower": False},
     "draft model": {"drafter": "draft-model:max_tokens=3"},
     "ngram, else draft model": {"drafter": "ngram+draft-model:max_tokens=3"},
+    "fewer layers": {"drafter": "skip:skipped=3/4,threshold=0.3,max_tokens=3"},
     "confident exits": {"drafter": "exit:threshold=0.05", "controller": "threshold:threshold=0.1"},
     "exit, pinned": {"drafter": "exit:layers=3,threshold=0.01", "pinned": True},
 }

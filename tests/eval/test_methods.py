@@ -12,6 +12,7 @@ import torch
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.decoding.drafters.rest import Datastore
 from selfspec.errors import HeadsNotFound, InvalidOption
+from selfspec.eval import methods
 from selfspec.eval.methods import (
     METHODS,
     NO_BOUND,
@@ -44,6 +45,7 @@ def speculator() -> Speculator:
         drafter="exit:layers=2/4,threshold=0.04/0.06,max_tokens=3",
     )
     found.runtime.datastore = Datastore.of(random_ids(20_000).tolist(), make_tokenizer())
+    found.options = found.options.updated({"skip": "skipped=3"})
     return found
 
 
@@ -219,6 +221,18 @@ def test_a_draft_model_needs_no_heads_but_must_be_given(
         candidates(bare, ["draft-model"])
     with pytest.raises(InvalidOption, match=r"needs a datastore\. Give --datastore"):
         candidates(bare, ["rest"])
+
+
+def test_self_sd_leaves_out_what_was_found_for_the_model(
+    speculator: Speculator, bare: Speculator
+) -> None:
+    assert grid(speculator, "self-sd")[0].setting["drafter"] == "skip:skipped=3"
+    with pytest.raises(InvalidOption, match="nobody has searched which layers self-sd should"):
+        candidates(bare, ["self-sd"])
+    known = copy.copy(bare)
+    known.label = next(iter(methods.SKIPPED))
+    with pytest.raises(InvalidOption, match="the model has 6 layers"):  # not those of 30
+        candidates(known, ["self-sd"])
 
 
 # --- ablations

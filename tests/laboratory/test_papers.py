@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ import pandas as pd
 import pytest
 import torch
 
-from eval.papers import gammatune, lossy
+from eval.papers import gammatune, lossy, self_sd
 from eval.papers.gammatune import Setting, gains
 from eval.papers.lossy import expected_number, final_number
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.errors import InvalidOption
+from selfspec.options import Skip
 from tests.models import make_model
 from tests.talks import make_tokenizer
 
@@ -144,3 +146,27 @@ def test_lenience_keeps_more_drafts_the_lower_it_is(asked: dict[str, Any]) -> No
     assert live["l = 0.1"]["acceptance_rate"] > live["lossless"]["acceptance_rate"]
     with pytest.raises(InvalidOption, match="hold no 1"):
         lossy.lenience(**asked, leniences="0.5")
+
+
+def test_rounds_end_behind_an_unsure_draft_and_go_on_behind_the_first_wrong_one() -> None:
+    right = [True, True, False, True, True, True, True]
+    assert self_sd.rounds(right, [0.9] * 7) == [(7, 2), (4, 4)]
+    assert self_sd.rounds(right, [0.9, 0.7, 0.9, 0.9, 0.9, 0.9, 0.9]) == [(2, 2), (4, 4)]
+    assert self_sd.rounds([True] * 12, [0.9] * 12) == [(8, 8), (3, 3)]
+
+
+def test_the_search_leaves_out_more_layers_while_it_notes_what_drafts_come_to(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(self_sd, "load", tiny)
+    del asked["draft_model"]
+    found = run(self_sd.main, asked, limit=2, ratio=0.5)
+    sizes = [one["skipped"] for one in found["sizes"]]
+    assert [len(one) for one in sizes] == [1, 2, 3]
+    assert all(set(one) < set(more) <= {2, 3, 4, 5, 6} for one, more in pairwise(sizes))
+    assert found["skipped"] == max(found["sizes"], key=lambda one: one["speed"])["skipped"]
+    costs = [one["cost"] for one in found["sizes"]]
+    assert 1.0 > costs[0] > costs[1] > costs[2] > 0.5
+    monkeypatch.setattr(self_sd, "RULE", Skip(threshold=0.0, max_tokens=1))
+    single = run(self_sd.main, asked, limit=2, ratio=0.2)
+    assert single["sizes"][0]["speed"] != found["sizes"][0]["speed"]

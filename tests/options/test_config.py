@@ -34,6 +34,7 @@ from selfspec.options import (
     Lenient,
     Lossless,
     Ngram,
+    Skip,
     Threshold,
     ranges,
 )
@@ -50,6 +51,9 @@ BAD: list[tuple[type, str, list[Any]]] = [
     (Ngram, "size", [0]),
     (Ngram, "max_tokens", [0]),
     (DraftModel, "max_tokens", [0]),
+    (Skip, "skipped", [(1, 3), (), "2"]),
+    (Skip, "threshold", [1.5]),
+    (Skip, "target", [-0.1]),
     (Threshold, "threshold", [-0.1]),
     (GammaTune, "rate", [0.0]),
     (GammaTune, "step", [-1.0]),
@@ -164,8 +168,8 @@ def test_the_largest_value_costs_little(
     limit = ranges(kind)[name]
     most = int(limit.most or 0) if "int" in str(annotations_of(kind)[name]) else limit.most
     values: dict[str, Any] = {name: (0.0, 0.0, most) if limit.whole else most}
-    if name in ("layers", "max_depth"):
-        values = {name: (5,) if name == "layers" else 5}  # must be one that has a head
+    if name in ("layers", "max_depth", "skipped"):
+        values = {name: 5 if name == "max_depth" else (5,)}  # must be one that there is
     if name == "shortest":
         values["longest"] = most
     asked: Any = values
@@ -278,7 +282,7 @@ def test_a_lookahead_has_as_many_rows_as_its_sizes_make_and_as_fit(
 
 def test_every_speculation_option_can_be_given_per_call() -> None:
     assert set(GenerateOptions.__annotations__) >= set(OPTION_NAMES)
-    kept = {"exit", "ngram", "draft_model", "successors", "rest", "lookahead", "easd"}
+    kept = {"exit", "ngram", "draft_model", "successors", "rest", "lookahead", "skip", "easd"}
     fields = {field.name for field in dataclasses.fields(SpeculationOptions)}
     assert fields == {*OPTION_NAMES, *kept}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.controllers import make_controller
-from selfspec.decoding.costs import DraftCost, Load, share, token_cost
+from selfspec.decoding.costs import DraftCost, Load, share, token_cost, token_cost_without
 from selfspec.decoding.drafters.attending import AttendingDrafter, AttendingGuesser
 from selfspec.decoding.drafters.base import Drafter, NoDrafter, Trunks
 from selfspec.decoding.drafters.draft_model import DraftCache, DraftModelDrafter
@@ -23,6 +23,7 @@ from selfspec.decoding.drafters.lookahead import LookaheadDrafter
 from selfspec.decoding.drafters.medusa import MedusaGuesser
 from selfspec.decoding.drafters.ngram import GrammarDrafter, NgramDrafter, SeenTextFirst, StateT
 from selfspec.decoding.drafters.rest import Datastore, RestGuesser
+from selfspec.decoding.drafters.skip import LayerSearch, SkipDrafter
 from selfspec.decoding.drafters.successors import SuccessorGuesser, Successors
 from selfspec.decoding.sampling import Sampler
 from selfspec.errors import HeadsNotFound, InvalidOption
@@ -30,6 +31,7 @@ from selfspec.heads.attending import AttendingHeads
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import ExitJudge, spread
 from selfspec.model.backbone import Backbone
+from selfspec.options import word
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class Sources:
     datastore: Datastore | None = None
     load: Load = field(default_factory=Load)
     """How many texts are being written."""
+    layers: LayerSearch | None = None
+    """Which layers of the model drafts leave out; None: nobody knows yet."""
 
     def runs_trees(self, options: SpeculationOptions) -> bool:
         """Whether heads may guess several tokens for a place, and the model can look at siblings.
@@ -160,7 +164,7 @@ def _chains(
     sampler: Sampler,
     end_tokens: Collection[int],
 ) -> Drafter:
-    """Lookahead, a draft model or heads draft, under the never-slower rule unless that is off."""
+    """A drafter that writes chains, or lookahead, under the never-slower rule unless that is off."""
     backbone, heads, cache = sources.backbone, sources.heads, sources.draft_model
     beliefs = options.acceptance.reads_beliefs
     drafter: Drafter
@@ -183,6 +187,20 @@ def _chains(
         controller = make_controller(options, options.draft_model.max_tokens)
         drafter = DraftModelDrafter(cache, sampler, controller, end_tokens, beliefs=beliefs)
         cost = replace(cost, head=0.0, token=token_cost(cache.backbone, backbone))
+        return WhilePaying(drafter, cost) if options.never_slower else drafter
+    if options.uses("skip"):
+        layers = sources.layers or LayerSearch(backbone.num_layers)
+        skipped = options.skip.skipped or layers.skipped
+        if max(skipped, default=0) > backbone.num_layers:
+            raise InvalidOption(
+                f"skip:skipped is {word(skipped)}, the model has {backbone.num_layers} layers. "
+                "Leave out those behind"
+            )
+        controller = make_controller(options, options.skip.max_tokens)
+        drafter = SkipDrafter(
+            options.skip, layers, sampler, controller, end_tokens, beliefs=beliefs
+        )
+        cost = replace(cost, head=0.0, token=token_cost_without(skipped, backbone))
         return WhilePaying(drafter, cost) if options.never_slower else drafter
     if heads is None:
         raise HeadsNotFound(f"drafter {options.drafter} needs exit heads. Give heads=... or ngram")

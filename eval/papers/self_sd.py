@@ -1,0 +1,141 @@
+r"""Self-SD's search: which layers the default model's drafts should leave out.
+
+    python -m eval.papers.self_sd --output eval/results/papers/self-sd
+
+The paper asks a Gaussian process for 1,000 sets of attention and MLP blocks, and takes the one that
+writes fastest by the clock. Here whole layers go, one after the other, each time the one without
+which drafts pay most: tokens per plain step of rounds as Self-SD makes them, at its first
+threshold, on the model's own greedy answers. All drafts of an answer are made in one pass behind
+the model's own keys and values of the prompt. Writes `summary.json` and `table.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, NamedTuple
+
+import torch
+import typer
+
+from eval import lab
+from eval.papers.shared import first_turns
+from selfspec.api.speculator import Speculator
+from selfspec.decoding.costs import DraftCost, token_cost_without
+from selfspec.decoding.drafters.base import Draft
+from selfspec.decoding.drafters.skip import again
+from selfspec.decoding.state import DecodeState
+from selfspec.decoding.stats import SKIP
+from selfspec.decoding.work import alone
+from selfspec.eval.results import SIX_TASKS
+from selfspec.eval.scripted import greedy_request
+from selfspec.model.kv import Lease
+from selfspec.options import Skip, word
+
+RULE = Skip()
+
+
+class Found(NamedTuple):
+    """A set of layers, and what drafts without them come to."""
+
+    speed: float
+    """Tokens per plain step."""
+    right: float
+    """Share of tokens that a draft says as the model does."""
+    cost: float
+    """What a draft token takes, in plain steps."""
+    skipped: tuple[int, ...]
+
+
+def main(
+    output: lab.Output,
+    dtype: lab.Dtype = None,
+    suite: lab.Suite = SIX_TASKS,
+    questions: lab.Questions = None,
+    limit: Annotated[int, typer.Option(help="Questions, spread over the suite.")] = 12,
+    new_tokens: lab.NewTokens = 32,
+    ratio: Annotated[float, typer.Option(help="Share of the layers that may go.")] = 0.45,
+) -> None:
+    """Search, write."""
+    speculator = load(dtype)
+    asked = [question.turns[0] for question in first_turns(suite, questions, limit)]
+    with torch.inference_mode():
+        answers = [written(speculator, turn, new_tokens) for turn in lab.each(asked, "answers")]
+        best = path(speculator, answers, int(ratio * speculator.backbone.num_layers))
+    rows = [[*(f"{one:.3f}" for one in found[:3]), word(found.skipped)] for found in best]
+    chosen = max(best)
+    summary = {
+        "questions": len(answers),
+        "tokens": sum(count for _, count in answers),
+        "sizes": [found._asdict() for found in best],
+        "skipped": chosen.skipped,
+    }
+    text = f"# Layers that Self-SD leaves out: {word(chosen.skipped)}\n\n    {lab.command()}\n\n"
+    text += lab.table(["tokens a step", "drafts right", "a draft's cost", "left out"], rows)
+    lab.finish(output, summary, text)
+
+
+def load(dtype: str | None) -> Speculator:
+    """The default model."""
+    return lab.loaded(heads="none", dtype=dtype)
+
+
+def written(speculator: Speculator, prompt: str, count: int) -> tuple[DecodeState, int]:
+    """A prompt with the model's answer, through all layers, and the answer's tokens."""
+    request = greedy_request(speculator, prompt, count)
+    asked, options = request.only(), replace(request.speculation, speculate=False)
+    lease = Lease(speculator.backbone.num_layers)  # pages of an engine's own go to other texts
+    running = speculator.engine().add(asked, options, lease=lease)
+    made = [token for entry in running for token in entry.tokens]
+    return running.state, len(made)
+
+
+def path(
+    speculator: Speculator, answers: Sequence[tuple[DecodeState, int]], most: int
+) -> list[Found]:
+    """The best set of each size, from one layer to `most`: one more than the last, found greedily.
+
+    The first layer stays, which takes positions in.
+    """
+    best = list[Found]()
+    for _ in lab.each(range(most), "sizes", "sizes"):
+        had = best[-1].skipped if best else ()
+        sets = (sorted((*had, one)) for one in range(2, speculator.backbone.num_layers + 1))
+        tried = [tuple(one) for one in sets if len({*one}) > len(had)]
+        best.append(max(worth(speculator, answers, skipped) for skipped in tried))
+    return best
+
+
+def worth(
+    speculator: Speculator, answers: Sequence[tuple[DecodeState, int]], skipped: tuple[int, ...]
+) -> Found:
+    """What drafts without these layers come to on all answers."""
+    backbone = speculator.backbone
+    cost = DraftCost.for_model(backbone).with_costs(speculator.options.costs)
+    cost = replace(cost, token=token_cost_without(skipped, backbone))
+    tokens = steps = hits = 0.0
+    for state, count in answers:
+        said = alone(again(state, skipped, count)).logits.softmax(-1).max(-1)
+        right = (said.indices == state.ids[0, -count:]).tolist()
+        for drafted, kept in rounds(right, said.values.tolist()):
+            tokens += kept + 1
+            steps += cost.steps(Draft.of([0] * drafted, source=SKIP))
+        hits += sum(right)
+    return Found(tokens / steps, hits / sum(n for _, n in answers), cost.token, skipped)
+
+
+def rounds(right: Sequence[bool], sure: Sequence[float]) -> list[tuple[int, int]]:
+    """Tokens drafted and kept, round by round, where each draft is as `right` and `sure` says."""
+    found, at = [], 0
+    while at < len(right):
+        most = min(RULE.max_tokens, len(right) - at)
+        unsure = (n + 1 for n in range(most) if sure[at + n] < RULE.threshold)
+        drafted = next(unsure, most)
+        kept = next((n for n in range(drafted) if not right[at + n]), drafted)
+        found.append((drafted, kept))
+        at += kept + 1
+    return found
+
+
+if __name__ == "__main__":
+    lab.run(main)
