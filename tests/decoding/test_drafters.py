@@ -610,7 +610,8 @@ def test_the_threshold_moves_as_self_sd_moves_it() -> None:
         seen.append(rule.threshold)
     assert seen == pytest.approx([0.801, 0.802, 0.803, 0.802, 0.802, 0.803])
     rule.learn(Draft(), [])
-    assert (rule.threshold, fixed.threshold) == (pytest.approx(0.803), 0.8)
+    assert rule.threshold == pytest.approx(0.803)
+    assert fixed.threshold == 0.8
 
 
 @torch.inference_mode()

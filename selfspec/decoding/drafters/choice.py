@@ -164,7 +164,7 @@ def _chains(
     sampler: Sampler,
     end_tokens: Collection[int],
 ) -> Drafter:
-    """A drafter that writes chains, or lookahead, under the never-slower rule unless that is off."""
+    """Of chains, or lookahead's, under the never-slower rule unless that is off."""
     backbone, heads, cache = sources.backbone, sources.heads, sources.draft_model
     beliefs = options.acceptance.reads_beliefs
     drafter: Drafter
