@@ -463,7 +463,7 @@ def _speculator(
     """Heads, their settings, and what else drafts beside a model that is cut open."""
     if store is not None:
         store.check(tokenizer, backbone.vocab_size)
-        options = {"drafter": "rest", **options}
+        options = {"drafter": "ngram+rest", **options}
     fitted = find_heads(backbone, heads, label)
     tokenizer, turn_end = templates.chosen(tokenizer, template, fitted, label)
     base = SpeculationOptions()

@@ -397,7 +397,9 @@ def test_a_datastore_of_talks_and_texts_drafts_and_belongs_to_its_vocabulary(
     assert "is there already. Give --overwrite" in capsys.readouterr().err
     drafted = ["--datastore", "it.safetensors", "--stats=full", "--drafter", "rest"]
     talks = [json.loads(line)["input_ids"] for line in Path("talks.jsonl").read_text().splitlines()]
-    found = load("model", dtype="float32", datastore="it.safetensors", costs="row=0")
+    found = load(
+        "model", dtype="float32", datastore="it.safetensors", drafter="rest", costs="row=0"
+    )
     assert found.generate(talks[0][:7], max_new_tokens=5).stats.accepted_by_source["rest"] > 0
     assert main(["generate", "a", *MODEL, *drafted, "--max-new-tokens", "2"]) == 0
     capsys.readouterr()

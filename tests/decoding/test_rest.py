@@ -150,7 +150,7 @@ def test_another_vocabulary_is_refused(tmp_path: Path, exact: Any) -> None:
     path, other = tmp_path / "store.safetensors", make_tokenizer()
     other.add_tokens(["zebra"])
     Datastore.of([[1, 2, 3]], other).save(path)
-    assert wrap(exact, other, datastore=path).options.drafter == "rest"
+    assert wrap(exact, other, datastore=path).options.drafter == "ngram+rest"
     with pytest.raises(InvalidData, match=f"the datastore {path} is of another vocabulary"):
         wrap(exact, make_tokenizer(), datastore=path)
     Datastore.of([[1, 96, 3]], other).save(path)  # a token that the model does not have
@@ -186,7 +186,7 @@ def test_longest_paths_and_rows_are_bounded(tmp_path: Path, exact: Any) -> None:
     many: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "costs": "row=0"}
     plain = wrap(exact, speculate=False).generate(ids, **many)
     store_of(*[[*ids[0].tolist(), *plain.token_ids]] * 50).save(path)  # all but certain
-    speculator = wrap(exact, datastore=path)
+    speculator = wrap(exact, datastore=path, drafter="rest")
     lengths = [
         max(speculator.generate(ids, drafter=f"rest:{setting}", **many).stats.drafted_by_index)
         for setting in ("max_tokens=2", "max_rows=4", "max_rows=16")
