@@ -62,8 +62,8 @@ class SpeculationOptions:
     """Draft at all; without drafts it is plain decoding on the same runtime."""
 
     drafter: str = "exit"
-    """What proposes tokens: exit (heads), ngram (prompt lookup), successors, lookahead, rest, skip,
-    draft-model, ngram+OTHER, none.
+    """One of exit (heads), ngram (prompt lookup), rest, skip, successors, lookahead, draft-model,
+    ngram+OTHER, none.
 
     Successors are what verification found likely behind the same tokens before, lookahead what the
     model says behind guessed tokens, rest what follows the same ones in a datastore; skip is the

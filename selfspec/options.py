@@ -102,7 +102,8 @@ def check_asked(part: Part) -> None:
         limit = ranges(kind).get(entry.name)
         if limit is None or limit.request is None:
             raise InvalidOption(f"{name} is up to the server. Leave it out")
-        if max(value if isinstance(value, tuple) else (value,)) > limit.request:
+        values = value if isinstance(value, tuple) else (value,)
+        if value is not None and max(values) > limit.request:
             raise InvalidOption(f"{name} is {value}, a request may ask for {limit.request} at most")
 
 

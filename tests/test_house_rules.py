@@ -38,7 +38,7 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 34095,
+    "tests/": 34097,
     "model": 7178,
     "eval/": 3987,
     "eval": 4233,
@@ -51,7 +51,7 @@ MOST_LINES = {
     "hub": 1544,
     "heads": 1998,
     "adaptation": 724,
-    "options": 699,
+    "options": 700,
     "files": 408,
     "config": 369,
     "untrusted": 218,

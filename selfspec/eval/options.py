@@ -51,7 +51,7 @@ class BenchOptions:
     """Tokens per answer at most; each method writes as many as plain decoding does."""
 
     repeats: Annotated[int, at_least(1)] = 1
-    """Times that each prompt is measured, by all methods, each time in another order."""
+    """Times that each prompt is measured."""
 
     quality: bool = False
     """Judge the texts of all methods, not only of those that are lossy or draw tokens: where a
