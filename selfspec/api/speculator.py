@@ -380,10 +380,11 @@ def load(
     `executor`: generic runs the model's own layers, fused compiled ones on a CPU, cuda-graph the
     model's own as CUDA graphs, auto the best of these that can be had. `draft_model`: a smaller one
     with the same tokens, which drafts; `datastore`: a file of `selfspec datastore`, whose texts
-    draft in place of all others. `chat_template`: a name as vicuna (`chat_template.NAMES`), a
-    Jinja file or its text, in place of the heads' and the model's own. `options` are those of
-    SpeculationOptions, as objects, text or mappings. Raises ModelNotFound, UnsupportedModel,
-    HeadsNotFound, InvalidHeads, HeadsMismatch, DraftModelMismatch, InvalidData, InvalidOption.
+    draft behind prompt lookup, in place of heads. `chat_template`: a name as vicuna
+    (`chat_template.NAMES`), a Jinja file or its text, in place of the heads' and the model's own.
+    `options` are those of SpeculationOptions: objects, text or mappings. Raises ModelNotFound,
+    UnsupportedModel, HeadsNotFound, InvalidHeads, HeadsMismatch, DraftModelMismatch, InvalidData,
+    InvalidOption.
     """
     _check_loading(model, draft_model, heads, attn_implementation, device)
     check(options, beside=_LOADING)

@@ -138,7 +138,7 @@ def page_data(
         "givers": [
             {
                 "words": giver.words,
-                "look": _LOOKS.get(giver.source, "seen"),
+                "look": _LOOKS[giver.source],
                 "layer": giver.layer if giver.source == EXIT else None,
                 "colour": giver.colour(info.num_layers),
             }

@@ -8,7 +8,7 @@ const GIVERS = [
   { source: "draft-model", kind: "piece second", words: "a draft model", sample: "two lines" },
 ];
 
-const giverOf = (source) => GIVERS.find((giver) => giver.source === source) ?? GIVERS[0];
+const giverOf = (source) => GIVERS.find((giver) => giver.source === source) ?? { kind: "piece seen", words: source };
 
 /** Colour an element by who gave its text. */
 function dress(node, { source, layer }, numLayers) {
