@@ -205,9 +205,9 @@ struct Blocks : Layout<BITS, GROUP, SCALE, OFFSET> {
       for (int j = 0; j < WORD - 1; j++) scales[j] = scale * (1.0f / (1 << BITS * j));
     }
 
-    Bits word(int k) const {
+    Bits word(int k, long ahead = AHEAD) const {
       const uint8_t* at = quants + k / WORD * PANEL * 4;
-      __builtin_prefetch(at + AHEAD);
+      __builtin_prefetch(at + ahead);
       return *(const Words*)at;
     }
 
@@ -247,16 +247,18 @@ struct Blocks : Layout<BITS, GROUP, SCALE, OFFSET> {
   static void multiply(long, long first, long end, long count, Block<const Input> x,
                        const uint8_t* panel, long size, Block<float> sums) {
     constexpr int MOST = panels_of_blocks(ROWS);
+    const long ahead = ahead_of(MOST, size);
     long p = 0;
     for (; p + MOST <= count; p += MOST)
-      some<ROWS, MOST>(first, end, x, panel + p * size, size, sums.from_panel(p));
-    for (; p < count; p++) some<ROWS, 1>(first, end, x, panel + p * size, size, sums.from_panel(p));
+      some<ROWS, MOST>(first, end, x, panel + p * size, size, ahead, sums.from_panel(p));
+    for (; p < count; p++)
+      some<ROWS, 1>(first, end, x, panel + p * size, size, ahead, sums.from_panel(p));
   }
 
  private:
   template <int ROWS, int PANELS>
   static void some(long first, long end, Block<const Input> x, const uint8_t* panel, long size,
-                   Block<float> sums) {
+                   long ahead, Block<float> sums) {
     constexpr int COUNT = PANELS * VECTORS;
     const auto sum = [&](int r, int v) {
       return sums.at + r * sums.row + v / VECTORS * sums.panel + v % VECTORS * LANES;
@@ -270,7 +272,7 @@ struct Blocks : Layout<BITS, GROUP, SCALE, OFFSET> {
       Group groups[COUNT];
 #pragma GCC unroll 8
       for (int v = 0; v < COUNT; v++) groups[v].find(panel + v / VECTORS * size, k, v % VECTORS);
-      for (int i = 0; i < GROUP; i += WORD) add_word(groups, i, k + i, x, s);
+      for (int i = 0; i < GROUP; i += WORD) add_word(groups, i, k + i, x, s, ahead);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
@@ -282,10 +284,10 @@ struct Blocks : Layout<BITS, GROUP, SCALE, OFFSET> {
   template <int ROWS, int COUNT>
   static inline __attribute__((always_inline)) void add_word(const Group (&groups)[COUNT], int i,
                                                              long first, Block<const Input> x,
-                                                             Vector (&s)[ROWS][COUNT]) {
+                                                             Vector (&s)[ROWS][COUNT], long ahead) {
     Bits words[COUNT];
 #pragma GCC unroll 8
-    for (int v = 0; v < COUNT; v++) words[v] = groups[v].word(i);
+    for (int v = 0; v < COUNT; v++) words[v] = groups[v].word(i, ahead);
 #pragma GCC unroll 4
     for (int j = 0; j < WORD; j += 2) {
       Bits terms[COUNT][TERMS];

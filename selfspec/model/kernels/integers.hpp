@@ -70,9 +70,9 @@ struct Integers : Layout<BITS, GROUP, SCALE, OFFSET> {
     }
 
     // Of the eight inputs from `k` on, the numbers 2 * pair and the next.
-    Bits terms(int k, int pair) const {
+    Bits terms(int k, int pair, long ahead = AHEAD) const {
       const uint8_t* at = quants + (BITS == 4 ? k * PANEL / 2 : (k + 2 * pair) * PANEL);
-      if (BITS == 8 ? pair % 2 == 0 : pair == 0) __builtin_prefetch(at + AHEAD);
+      if (BITS == 8 ? pair % 2 == 0 : pair == 0) __builtin_prefetch(at + ahead);
       if (BITS == 8) return (Bits)_mm512_cvtne2ps_pbh(eight(at + PANEL), eight(at));
       const __m512i word = _mm512_loadu_si512(at);
       // what lies above the four bits chooses between two equal halves of the table
@@ -200,19 +200,20 @@ struct Integers : Layout<BITS, GROUP, SCALE, OFFSET> {
   static void multiply(long in, long first, long end, long count, Block<const Input> x,
                        const uint8_t* panel, long size, Block<float> sums) {
     constexpr int MOST = ROWS == 1 ? 6 : ROWS == 2 ? 4 : ROWS <= 4 ? 3 : 2, HALF = MOST / 2;
+    const long ahead = ahead_of(MOST, size);
     long p = 0;
     for (; p + MOST <= count; p += MOST)  // few sums would wait for themselves
-      some<ROWS, MOST>(in, first, end, x, panel + p * size, size, sums.from_panel(p));
+      some<ROWS, MOST>(in, first, end, x, panel + p * size, size, ahead, sums.from_panel(p));
     for (; p + HALF <= count; p += HALF)
-      some<ROWS, HALF>(in, first, end, x, panel + p * size, size, sums.from_panel(p));
+      some<ROWS, HALF>(in, first, end, x, panel + p * size, size, ahead, sums.from_panel(p));
     for (; p < count; p++)
-      some<ROWS, 1>(in, first, end, x, panel + p * size, size, sums.from_panel(p));
+      some<ROWS, 1>(in, first, end, x, panel + p * size, size, ahead, sums.from_panel(p));
   }
 
  private:
   template <int ROWS, int PANELS>
   static void some(long in, long first, long end, Block<const Input> x, const uint8_t* panel,
-                   long size, Block<float> sums) {
+                   long size, long ahead, Block<float> sums) {
     const Total* totals = (const Total*)(x.at + in / 2);
     Vector s[ROWS][PANELS];
 #pragma GCC unroll 10
@@ -230,7 +231,7 @@ struct Integers : Layout<BITS, GROUP, SCALE, OFFSET> {
         for (int pair = 0; pair < 4; pair++) {
           Bits terms[PANELS];
 #pragma GCC unroll 6
-          for (int p = 0; p < PANELS; p++) terms[p] = groups[p].terms(i, pair);
+          for (int p = 0; p < PANELS; p++) terms[p] = groups[p].terms(i, pair, ahead);
 #pragma GCC unroll 10
           for (int r = 0; r < ROWS; r++) {
             const auto input = Kind::spread(x.at[r * x.row + (k + i) / 2 + pair]);
