@@ -410,7 +410,8 @@ def passes(
         seconds = timed(works, clock)
     rate = memory_rate(clock)
     limits = {
-        name: (one.weight_bytes + ours[name].lease.nbytes) / rate for name, one in loaded.items()
+        name: (one.weight_bytes + in_front * one.position_bytes) / rate
+        for name, one in loaded.items()
     }
     kind = str(loaded["blocks"].dtype)
     about = {"dtype": kind, "in_front": in_front, "memory_bytes_per_s": rate, "limit_s": limits}

@@ -152,7 +152,7 @@ def step_speed(
     return StepSpeed(
         context_tokens=context,
         weight_bytes=backbone.weight_bytes,
-        kv_bytes=passes.lease.nbytes,
+        kv_bytes=context * backbone.position_bytes,
         memory_bytes_per_s=memory_rate(clock),
         rows_s=clock.seconds({rows: partial(passes.run, rows) for rows in counts}),
     )

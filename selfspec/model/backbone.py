@@ -41,7 +41,7 @@ from selfspec.model.generic import Claims, Decoder, Executor, without_gradients
 from selfspec.model.kv import POSITIONS, Rows
 from selfspec.model.parts import INSTEAD, check_model
 from selfspec.model.watch import ModelWatch
-from selfspec.model.weights import FilePages, keep_numbers
+from selfspec.model.weights import keep_numbers
 
 # --- which executor: the best that gives the model's numbers --------------------------------------
 
@@ -50,11 +50,9 @@ logger = logging.getLogger(__name__)
 
 
 def _compiled(decoder: Decoder, passages: Sequence[Passage], _asked: bool) -> Executor:
-    """Weights that lie in a file leave memory as soon as they are copied."""
     with evaluation(decoder.model):  # parts are asked what they compute
-        fused = FusedExecutor(decoder.parts, decoder.lm_head, done=FilePages().release)
+        fused = FusedExecutor(decoder.parts, decoder.lm_head)
     check_agreement(decoder, fused, passages)
-    logger.debug("weights copied: each token reads %d MB", fused.weight_bytes // 1_000_000)
     return fused
 
 
@@ -73,7 +71,6 @@ def _graphs(decoder: Decoder, passages: Sequence[Passage], asked: bool) -> Execu
         logger.warning("no CUDA device: segments run uncaptured, which gains nothing")
     if not (asked or graphs.captures):
         raise ValueError("segments cannot be captured")
-    logger.debug("CUDA graphs: keys and values take %d MB", graphs.nbytes // 1_000_000)
     return graphs
 
 
@@ -119,7 +116,7 @@ class Backbone(Decoder):
         self.executor_name, self._executor = self._choose(executor, self._conform())
         if self.executor_name != "fused":
             keep_numbers(model)
-        self.mixing = None if self.claims.steady else find_mixing(self)
+        self.mixing = None if self.claims.steady else find_mixing(self, self._executor)
         """How the rows of a pass change each other, in words; None where they do not."""
         if self.mixing is not None:
             logger.warning(
@@ -241,20 +238,19 @@ class Backbone(Decoder):
 
         Raises UnsupportedModel where one that was asked for does not run the model.
         """
-        asked = name != AUTO
-        tried = name if asked else {"cpu": "fused", "cuda": "cuda-graph"}.get(self.device.type)
-        if tried is not None:
-            try:
-                return tried, EXECUTORS[tried](self, passages, asked)
-            except Exception as error:  # whatever fails: the model's own modules run
-                self.refused[tried] = first_line(error)
-                if asked:
-                    raise UnsupportedModel(
-                        f"the {name} executor cannot run it: {self.refused[tried]}. Leave the "
-                        "executor out, or choose generic"
-                    ) from error
-                logger.debug("no %s executor: %s", tried, self.refused[tried])
-        return "generic", self.own
+        best = {"cpu": "fused", "cuda": "cuda-graph"}.get(self.device.type, "generic")
+        asked, tried = name != AUTO, best if name == AUTO else name
+        try:
+            return tried, EXECUTORS[tried](self, passages, asked)
+        except Exception as error:  # whatever fails: the model's own modules run
+            self.refused[tried] = first_line(error)
+            if asked:
+                raise UnsupportedModel(
+                    f"the {name} executor cannot run it: {self.refused[tried]}. Leave the "
+                    "executor out, or choose generic"
+                ) from error
+            logger.debug("no %s executor: %s", tried, self.refused[tried])
+            return "generic", self.own
 
     def _conform(self) -> list[Passage]:
         """What the check came to, in inference mode or, where layers cannot run in it, without it.

@@ -22,20 +22,14 @@ from selfspec.model.kv import POSITIONS, Lease, Page, PageLayout, Rows
 from selfspec.model.parts import CACHE, INSTEAD, attention_types, captured_outputs, text_config
 from selfspec.model.weights import FilePages
 
-_CHECK_PREFIX, _CHECK_BLOCK = 7, 3
-"""Rows of the conformance check: a first pass on an empty cache, then a block behind it."""
+_CHECK_PREFIX, _CHECK_BLOCK = 7, 3  # rows: a first pass on an empty cache, a block behind it
 
 _NAMES_POSITIONS = re.compile(r"window(?!_layers)|position|chunk|context|seq|length|floor")
 """Names of config fields that count positions: sliding_window, original_max_position_embeddings."""
 
-_MOST_NAMED = 8
-"""Positions named by a config that are looked at, from the first; no config in use has more."""
-
-_MOST_HELD = 8192
-"""Slots that a check fills: with 8 key heads of 128, 67 MB of a layer in float32."""
-
-_MARKED = 16
-"""Slots of a check's cache whose values are not 0."""
+_MOST_NAMED = 8  # positions named by a config that are looked at; no config in use has more
+_MOST_HELD = 8192  # slots that a check fills: with 8 key heads of 128, 67 MB of a layer in float32
+_MARKED = 16  # slots of a check's cache whose values are not 0
 
 _POSITION_DEPENDENT_ROPE = {"dynamic", "longrope"}
 """RoPE whose frequencies depend on the longest position of a pass: a rejected draft would leave
@@ -328,11 +322,8 @@ def _require_equal(found: Tensor, expected: Tensor, where: str, decoder: Decoder
 # --- rows that change each other: no draft is lossless there --------------------------------------
 
 
-_BEHIND, _BESIDE = 7, 7
-"""Rows in front of the watched one, and beside it."""
-
-_SPIKE = 100.0
-"""How much larger than usual some numbers of an outlying row are: one of 64, or eight in all."""
+_BEHIND, _BESIDE = 7, 7  # rows in front of the watched one, and beside it
+_SPIKE = 100.0  # times the usual: some numbers of an outlying row, one of 64, or eight in all
 
 _ROUNDING = {
     torch.float64: 1e-9,
@@ -345,7 +336,7 @@ part of the rows run other shapes for other neighbours. With 8-bit weights and a
 (bitsandbytes) a row changes by 0.025 in bfloat16 and 0.003 in float32."""
 
 
-def find_mixing(decoder: Decoder) -> str | None:
+def find_mixing(decoder: Decoder, executor: Executor) -> str | None:
     """How outlying neighbours change a row that ran before them in the same pass, or None.
 
     Two passes of one shape differ in the rows behind the watched one only, layer by layer. A row
@@ -355,34 +346,32 @@ def find_mixing(decoder: Decoder) -> str | None:
     if rows > decoder.max_positions:
         return None
     ids, lease = _random_ids(decoder, seed=2, count=rows), Lease(decoder.num_layers)
-    with torch.inference_mode(), evaluation(decoder.model):
+    with torch.inference_mode(), decoder.mode(), evaluation(decoder.model):
         behind, block = decoder.embed(ids).split([_BEHIND, 1 + _BESIDE])
         first = Rows.of(lease, 0, _BEHIND, ids.device)
         watched = Rows.of(lease, _BEHIND, 1 + _BESIDE, ids.device)
         for layer in range(decoder.num_layers):
-            behind = decoder.run(behind, layer, layer + 1, first)
-            outlying = decoder.run(_spiked(block), layer, layer + 1, watched)
+            behind = executor.run(behind, layer, layer + 1, first)
+            outlying = executor.run(_spiked(block), layer, layer + 1, watched)
             lease.truncate(_BEHIND, layer, layer + 1)
-            before, block = block, decoder.run(block, layer, layer + 1, watched)
+            before, block = block, executor.run(block, layer, layer + 1, watched)
             found = _change(block[:1], outlying[:1], (block - before)[:1])
             if found is not None:
                 return f"layer {layer + 1}, {found}"
-        usual, outlying = decoder.logits(block), decoder.logits(_spiked(block))
-        found = _change(usual[:1], outlying[:1], usual[:1])
+        usual, outlying = (
+            decoder.finish(executor.logits(each))[:1] for each in (block, _spiked(block))
+        )
+        found = _change(usual, outlying, usual)
         return None if found is None else f"the logits, {found}"
 
 
 def _change(usual: Tensor, outlying: Tensor, added: Tensor) -> str | None:
-    """How much outlying neighbours change a row, in words, or None.
-
-    The row beside usual and beside outlying ones, [1, ..]; `added`: what was computed for it.
-    """
+    """How much outlying neighbours change a row, [1, ..], of what was `added` to it; in words."""
     if torch.equal(usual, outlying):
         return None
     change = _size(outlying - usual) / _size(added)
-    if change <= _ROUNDING.get(usual.dtype, 0.0):
-        return None
-    return f"by {change:.2g} of what it computes"
+    small = change <= _ROUNDING.get(usual.dtype, 0.0)
+    return None if small else f"by {change:.2g} of what it computes"
 
 
 def _spiked(rows: Tensor) -> Tensor:

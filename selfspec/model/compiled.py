@@ -28,13 +28,7 @@ from selfspec.model import compiler
 
 logger = logging.getLogger(__name__)
 
-_TILES = "amx_tile"
-
-_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
-"""Numbers of Linux: arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA."""
-
-_WINDOW_S = 0.06
-"""Seconds of work, some twenty slices of a scheduler: fewer say little about neighbours."""
+_WINDOW_S = 0.06  # of work, some twenty slices of a scheduler: fewer say little about neighbours
 
 _PAUSES = 2, 32
 """Wait before all threads are tried again, in lengths of the failed try: at first, and at most. It
@@ -105,9 +99,8 @@ def compiled(source: Path, **constants: int) -> ctypes.CDLL:
     """The library made from `source` with `constants` as macros: prebuilt if one fits, else made.
 
     A prebuilt one lies in the folder `prebuilt` beside the source, others in the cache folder;
-    where others could put something there, one is made for this process alone. Either includes
-    headers that lie beside the source. Its threads are torch's own. Raises ValueError, with the
-    reason, if it cannot be had.
+    where others could put something there, one is made for this process alone. Its threads are
+    torch's own. Raises ValueError, with the reason, if it cannot be had.
     """
     try:
         found = _prebuilt(source, constants)
@@ -217,9 +210,7 @@ def _features() -> set[str]:
     facts = (line.partition(":") for line in lines)
     said = (words for name, _, words in facts if name.strip() in ("flags", "Features"))
     found = set(next(said, "").split())
-    if _TILES in found and not _tiles_allowed():
-        found.remove(_TILES)
-    return found
+    return found if _tiles_allowed() else found - {"amx_tile"}
 
 
 @cache
@@ -230,5 +221,5 @@ def _tiles_allowed() -> bool:
     """
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
-    system_call = ctypes.CDLL(None).syscall
-    return bool(system_call(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0)
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18  # numbers of Linux
+    return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)

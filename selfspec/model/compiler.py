@@ -27,9 +27,6 @@ _FLAGS = (
 )
 """None of them lets results differ between two runs of one library."""
 
-_PATIENCE = 600
-"""Seconds after which a compiler is given up."""
-
 
 class Target(NamedTuple):
     """Processors that one library is for."""
@@ -108,7 +105,5 @@ def command() -> list[str]:
 
 
 def _run(*arguments: str) -> bytes:
-    done = subprocess.run(
-        [*command(), *arguments], check=True, capture_output=True, timeout=_PATIENCE
-    )
-    return done.stdout
+    words = [*command(), *arguments]
+    return subprocess.run(words, check=True, capture_output=True, timeout=600).stdout

@@ -32,16 +32,11 @@ class StaticSlots:
         with torch.inference_mode(False):  # else only inference mode could write to them
             self.keys = [_zeros(keys, slots) for keys, _ in samples]
             self.values = [_zeros(values, slots) for _, values in samples]
-        self._tenant: weakref.ref[Lease] | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(buffer.nbytes for buffer in (*self.keys, *self.values))
+        self._tenant: Callable[[], Lease | None] = lambda: None
 
     def lend(self, kv: Lease) -> None:
         """Move the keys and values of `kv` here; those of the sequence before it move out."""
-        if self._tenant is not None and self._tenant() is kv:
+        if self._tenant() is kv:
             return
         self.recall()
         for buffer in (*self.keys, *self.values):
@@ -51,14 +46,13 @@ class StaticSlots:
 
     def recall(self) -> None:
         """Move out what is lent, into buffers of its own; a sequence that is gone needs none."""
-        tenant = None if self._tenant is None else self._tenant()
-        self._tenant = None
-        if tenant is not None:
+        if (tenant := self._tenant()) is not None:
             held = max(tenant.length(layer) for layer in range(tenant.num_layers))
             tenant.move_to(
                 [_zeros(buffer, held) for buffer in self.keys],
                 [_zeros(buffer, held) for buffer in self.values],
             )
+        self._tenant = lambda: None
 
 
 class SlotView:
@@ -70,9 +64,7 @@ class SlotView:
 
     def __init__(self, slots: StaticSlots, places: Tensor, seen: int) -> None:
         """`places` [rows]: slots; layers look at the first `seen` slots."""
-        self._slots = slots
-        self._places = places
-        self._seen = seen
+        self._slots, self._places, self._seen = slots, places, seen
 
     def update(
         self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object
@@ -89,12 +81,10 @@ def _zeros(like: Tensor, slots: int) -> Tensor:
     return like.new_zeros(*like.shape[:-2], slots, like.shape[-1])
 
 
-_MOST_GRAPHS = 64
-"""Graphs kept at a time; the one unused for longest makes room."""
+_MOST_GRAPHS = 64  # kept at a time; the one unused for longest makes room
 
 _WARM_UPS = 3
-"""Runs on another stream before a capture: libraries set up their workspaces at first use, which
-must not happen during a capture."""
+"""Runs before a capture, during which libraries must not set up workspaces, as at a first use."""
 
 logger = logging.getLogger(__name__)
 
@@ -242,11 +232,6 @@ class CudaGraphExecutor:
         """Bytes of all layers, the final norm and lm_head."""
         return self._generic.weight_bytes
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that keys and values take."""
-        return self._slots.nbytes
-
     def start_capture(self, strategy: Callable[[], Capture] | None = None) -> None:
         """From now on capture each segment at its first use; `strategy` makes a Capture.
 
@@ -285,15 +270,14 @@ class CudaGraphExecutor:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Output of layer L, [T, d] -> what lm_head gives, [T, V]."""
-        count = len(hidden)
-        if (padded := _padded(count)) is None:
+        if (padded := _padded(len(hidden))) is None:
             return self._generic.logits(hidden)
         with self._lock:
             self._fill(hidden, padded)
             output = self._replays.run(
                 (padded,), lambda: self._generic.logits(self._hidden[:padded])
             )
-            return output[:count].clone()
+            return output[: len(hidden)].clone()
 
     def _segment(self, first: int, last: int, count: int, seen: int) -> Tensor:
         """Layers first+1..last from the fixed buffers: what is captured."""
@@ -329,7 +313,6 @@ class CudaGraphExecutor:
             self._slots = StaticSlots(self._samples, 0)
             self._replays.clear()
             self._slots = StaticSlots(self._samples, self._count(needed))
-            logger.debug("keys and values now take %d MB", self.nbytes // 1_000_000)
         self._slots.lend(lease)
 
     def _count(self, needed: int) -> int:

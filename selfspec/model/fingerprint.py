@@ -66,8 +66,7 @@ def of_loaded(model: PreTrainedModel, loaded_from: tuple[FileStamp, ...]) -> str
     Looked up where the files were hashed before. Only for the loader: what a caller may have
     done to a model in the meantime cannot be seen.
     """
-    now = stamps(Path(path) for path, _, _ in loaded_from)
-    if not loaded_from or now != loaded_from:
+    if not loaded_from or stamps(Path(path) for path, _, _ in loaded_from) != loaded_from:
         return of(model)  # not known, or replaced while they were read
     key = [
         *(_FORMAT_VERSION, metadata.version("transformers"), str(model.dtype)),

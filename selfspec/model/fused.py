@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import replace
 from enum import IntEnum
 from itertools import accumulate, pairwise
@@ -37,12 +37,7 @@ from selfspec.model.recipe import (
     plain_linear,
     recipe_of,
 )
-from selfspec.model.weights import (
-    PANEL,
-    CompiledLinear,
-    Stripes,
-    in_panels,
-)
+from selfspec.model.weights import PANEL, CompiledLinear, FilePages, Stripes, in_panels
 
 # --- operations that compiled code runs in one call -----------------------------------------------
 
@@ -103,9 +98,7 @@ class SpanStruct(ctypes.Structure):
     """The struct `Span` of `layers.cpp`."""
 
     _fields_ = (
-        ("first", Long),
-        ("rows", Long),
-        ("held", Long),
+        *((name, Long) for name in ("first", "rows", "held")),
         ("parents", ctypes.POINTER(Long)),
         ("pages", ctypes.POINTER(Pointer)),
     )
@@ -130,13 +123,10 @@ def pointers(addresses: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
     return (Pointer * len(addresses))(*addresses)
 
 
-_SOURCE = KERNELS / "layers.cpp"
-
 HIDDEN = 0
 """The buffer of what comes in and goes out."""
 
-_SPARE = 32
-"""Rows and inputs at most that `linear.hpp` fills up with zeros."""
+_SPARE = 32  # rows and inputs at most that `linear.hpp` fills up with zeros
 
 
 class Program:
@@ -150,7 +140,7 @@ class Program:
 
         Raises ValueError, with the reason, if nothing can be compiled.
         """
-        library = compiled(_SOURCE, BFLOAT16=int(dtype == torch.bfloat16))
+        library = compiled(KERNELS / "layers.cpp", BFLOAT16=int(dtype == torch.bfloat16))
         self._run = library.run
         self._run.argtypes = Pointer, Long, Pointer
         self._run.restype = None
@@ -258,10 +248,9 @@ class Program:
         self._need(source, width)
         self._need(target, width)
         self._need(logits, count)
-        if experts.down.shape != (count, width, inner) or not 0 < experts.shares.each <= count:
-            raise ValueError(
-                f"experts are {outputs} by {width} and {tuple(experts.down.shape[1:])}"
-            )
+        down_shape = tuple(experts.down.shape)
+        if down_shape != (count, width, inner) or not 0 < experts.shares.each <= count:
+            raise ValueError(f"experts are {outputs} by {width} and {down_shape[1:]}")
         self._widest = max(self._widest, width, inner)
         into, down = in_panels(experts.into.detach()), in_panels(experts.down.detach())
         made = ExpertsStruct(
@@ -418,8 +407,7 @@ class Rotations:
         return way.turns(cos[0], sin[0])
 
 
-_BLOCK_ROWS = 1024
-"""Rows of a prompt that run through the layers together: its memory does not grow with it."""
+_BLOCK_ROWS = 1024  # of a prompt that run together: its memory does not grow with it
 
 
 class FusedExecutor:
@@ -427,17 +415,13 @@ class FusedExecutor:
 
     claims = Claims(steady=True, trees=True, spans=_BLOCK_ROWS)
 
-    def __init__(
-        self,
-        decoder: DecoderParts,
-        lm_head: nn.Linear,
-        done: Callable[[nn.Module], object] = lambda _: None,
-    ) -> None:
-        """Copies the weights, and calls `done` with each part that has its copy.
+    def __init__(self, decoder: DecoderParts, lm_head: nn.Linear) -> None:
+        """Copies the weights. Those that lie in a file leave memory as soon as they are copied.
 
         Raises ValueError, with the reason, for layers that have no recipe, and without a compiler.
         """
         require_own_code(decoder, lm_head)
+        pages = FilePages()
         self._decoder, dtype = decoder, lm_head.weight.dtype
         lm_head = plain_linear(lm_head, "lm_head", dtype)
         kinds = attention_types(decoder.config)
@@ -457,13 +441,13 @@ class FusedExecutor:
                 self._unembedding.product(normed, self._logits, linear),
             ]
         )
-        done(lm_head)
+        pages.release(lm_head)
         self._rotations = Rotations(decoder)
         for index, (layer, kind) in enumerate(zip(decoder.layers, kinds, strict=True)):
             recipe = self._recipe(index, kind, dtype)
             rotation = self._rotations.index(kind, recipe.attention.rotation)
             self._program.add_layer(list(self._operations(recipe, rotation)))
-            done(layer)
+            pages.release(layer)
         self.claims = replace(self.claims, pages=self._program.layout)
 
     def _recipe(self, index: int, kind: str, dtype: torch.dtype) -> Recipe:

@@ -295,16 +295,6 @@ class Decoder:
         with self.mode():
             return self.parts.embed(ids[None])[0]
 
-    def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
-        """Layers first+1..last on [T, d]; adds keys and values of T positions to the leases."""
-        with self.mode():
-            return self.own.run(hidden, first, last, rows)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Output of layer L, [T, d] -> target logits [T, V], float32."""
-        with self.mode():
-            return self.finish(self.own.logits(hidden))
-
     def states(self, ids: Tensor, layers: Sequence[int]) -> list[Tensor]:
         """Hidden states of texts of one length, [B, T], after each of the rising `layers`.
 

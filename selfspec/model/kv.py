@@ -8,12 +8,11 @@ with a chain of drafts is the smallest case.
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, chain, count, groupby
+from itertools import accumulate, chain, groupby
 from typing import NamedTuple
 
 import torch
@@ -93,12 +92,10 @@ class Page:
 # --- one text: room to spare, and what is kept of a chain only moves a number ---------------------
 
 
-_FIRST_SLOTS = 256
-"""Slots of a new buffer: a short answer to a short prompt fits without growing."""
+_FIRST_SLOTS = 256  # of a new buffer: a short answer to a short prompt fits without growing
 
 _SPARE = 4
-"""One slot more for so many that are needed: a text that grows is copied a few times, and takes
-little more than it fills."""
+"""One slot more for so many that are needed: a text that grows is copied a few times."""
 
 
 class Lease:
@@ -126,19 +123,6 @@ class Lease:
     def is_compileable(self) -> bool:
         """True with fixed slots: a one-row pass then needs a mask too."""
         return self.slots is not None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the keys and values of all positions that are held."""
-        if (layout := self._layout) is not None:
-            heads = zip(layout.heads, self._lengths, strict=True)
-            return sum(2 * kv * width * layout.dtype.itemsize * held for (kv, width), held in heads)
-        return sum(
-            buffer[..., :length, :].nbytes
-            for buffers in (self._keys, self._values)
-            for buffer, length in zip(buffers, self._lengths, strict=True)
-            if buffer is not None
-        )
 
     def length(self, layer_idx: int = 0) -> int:
         """Positions held by a layer, counted from 0: the position of its next row."""
@@ -383,7 +367,6 @@ class _Node:
     children: dict[Ids, _Node] = field(default_factory=dict)
     order: list[Ids] = field(default_factory=list)
     """Ids of the children, sorted: those that share most with some ids are next to them."""
-    used: int = 0  # when it was needed last
 
     def add(self, child: _Node) -> None:
         self.children[child.ids] = child
@@ -407,17 +390,10 @@ class PooledLease(Lease):
     def __init__(self, store: KVStore, most: int) -> None:
         """`most`: pages that it may come to."""
         super().__init__(store.num_layers)
-        self.store, self.most = store, most
+        self.store, self.most, self._layout = store, most, store.layout
 
     def _new_page(self, _layout: PageLayout) -> Page:
         return self.store.take()
-
-    def start_from(self, pages: Sequence[Page], length: int, layout: PageLayout) -> None:
-        """Hold what another text left."""
-        self._layout = layout
-        for page in pages:
-            self.hold(page)
-        self.extend(length, 0, self.num_layers)
 
 
 class KVStore:
@@ -428,15 +404,12 @@ class KVStore:
     ) -> None:
         """`layout`: of pages, None: the executor has none. `most`: bytes."""
         self.num_layers = num_layers
-        self._layout = layout
+        self.layout = layout
         self._page_bytes = position_bytes * POSITIONS if layout is None else layout.nbytes
         self._most = most // self._page_bytes
         self._root = _Node(())
-        self._nodes: dict[Page, _Node] = {}
+        self._nodes: dict[Page, _Node] = {}  # least recently used first
         self._free: list[Page] = []
-        self._idle: list[tuple[int, int, _Node]] = []
-        """A heap, least recently used first; what has been used since is skipped."""
-        self._clock = count(1)
         self._leases: set[PooledLease] = set()
         self._made = 0
 
@@ -472,11 +445,13 @@ class KVStore:
         if self._leases and sum(self._in_use()) + newly_used + grows > self._most:
             return False
         self._leases.add(lease)
-        if self._layout is not None and length:
-            lease.start_from(pages, length, self._layout)
-            self._touch(nodes)
+        if length:
+            for page in pages:
+                lease.hold(page)
+            lease.extend(length, 0, self.num_layers)
+            self._touch(pages)
             if partial is not None and partial.page is not None:
-                self._touch([partial])
+                self._touch([partial.page])
                 own = self.take()
                 own.numbers.copy_(partial.page.numbers)
                 lease.hold(own)
@@ -501,23 +476,23 @@ class KVStore:
             page.leases -= 1
             if page.leases == 0 and not page.kept:
                 self._free.append(page)
-        self._touch([self._nodes[page] for page in lease.held if page in self._nodes])
+        self._touch([page for page in lease.held if page in self._nodes])
         self._shrink()
 
     def take(self) -> Page:
         """A page that nobody holds: a free one, a new one, or the one unused for longest."""
-        assert self._layout is not None  # noqa: S101  # leases without pages never ask
+        assert self.layout is not None  # noqa: S101  # leases without pages never ask
         if not self._free and self._made >= self._most:
             self._evict()
         if self._free:
             return self._free.pop()
         self._made += 1
-        return Page(self._layout)
+        return Page(self.layout)
 
     def _in_use(self) -> tuple[int, int]:
         """Pages that texts hold, and how many more they may come to."""
         held = {page for lease in self._leases for page in lease.held}
-        if self._layout is None:  # leases of their own grow as they like
+        if self.layout is None:  # leases of their own grow as they like
             return sum(lease.most for lease in self._leases), 0
         return len(held), sum(max(0, one.most - len(one.held)) for one in self._leases)
 
@@ -551,19 +526,10 @@ class KVStore:
                 return
             node = child
 
-    def _touch(self, nodes: Sequence[_Node]) -> None:
-        """Mark nodes as needed now; parents later than children, which so go first."""
-        for node in reversed(nodes):
-            node.used = next(self._clock)
-            if not node.children and node.page is not None and node.page.leases == 0:
-                heapq.heappush(self._idle, (node.used, id(node), node))
-        if len(self._idle) > 2 * len(self._nodes) + POSITIONS:  # most have been used since
-            self._idle = [
-                (used, number, node)
-                for used, number, node in self._idle
-                if used == node.used and node.page in self._nodes
-            ]
-            heapq.heapify(self._idle)
+    def _touch(self, pages: Sequence[Page]) -> None:
+        """Mark pages as needed now; parents later than children, which so go first."""
+        for page in reversed(pages):
+            self._nodes[page] = self._nodes.pop(page)
 
     def _shrink(self) -> None:
         """Down to the budget, which a text that was alone may have exceeded."""
@@ -573,20 +539,13 @@ class KVStore:
 
     def _evict(self) -> bool:
         """Free the page that was unused for longest; whether there is one."""
-        while self._idle:
-            used, _, node = heapq.heappop(self._idle)
-            page, parent = node.page, node.parent
-            if page is None or parent is None or self._nodes.get(page) is not node:
-                continue  # it has gone already
-            if used != node.used or node.children or page.leases:
-                continue
-            parent.remove(node)
-            del self._nodes[page]
-            page.kept = False
-            self._free.append(page)
-            if parent.page is not None and parent.page.leases == 0 and not parent.children:
-                heapq.heappush(self._idle, (parent.used, id(parent), parent))
-            return True
+        for page, node in self._nodes.items():
+            if node.parent is not None and not node.children and not page.leases:
+                node.parent.remove(node)
+                del self._nodes[page]
+                page.kept = False
+                self._free.append(page)
+                return True
         return False
 
 

@@ -256,7 +256,7 @@ _IDLE_HOOKS = ("transformers.utils.output_capturing", "selfspec.model.parts")
 """Where hooks come from that change nothing: transformers leaves some behind after a call with
 output_hidden_states."""
 
-_OWN = ("torch", "transformers", "selfspec")
+_OWN = ("torch.", "transformers.", "selfspec.")
 """Packages whose code an executor may replace, or capture, once its numbers agree."""
 
 
@@ -304,7 +304,8 @@ def require_own_code(decoder: DecoderParts, lm_head: nn.Module) -> None:
     attention = config._attn_implementation
     _require(attention in ("sdpa", "eager"), f"attention is {attention}, expected sdpa or eager")
     registered = getattr(ALL_ATTENTION_FUNCTIONS.get("sdpa"), "__module__", "")
-    _require(attention == "eager" or _is_own(registered), "another sdpa attention is registered")
+    own = registered.startswith(_OWN)
+    _require(attention == "eager" or own, "another sdpa attention is registered")
     _require(getattr(config, "is_causal", True) is not False, "attention is not causal")
     others = set(attention_types(config)) - {FULL, SLIDING}
     _require(not others, f"layers have {', '.join(sorted(others))}")
@@ -327,13 +328,11 @@ def _require_own_call(name: str, part: nn.Module) -> None:
     functions: list[Any] = [kind.__call__, kind.forward]
     for function in functions:
         home = getattr(function, "__globals__", {}).get("__name__", "")
-        _require(_is_own(home), f"{name} ({kind.__name__}) runs code of {home or 'no module'}")
+        _require(
+            home.startswith(_OWN), f"{name} ({kind.__name__}) runs code of {home or 'no module'}"
+        )
         if hasattr(function, "__wrapped__"):
             functions.append(function.__wrapped__)
-
-
-def _is_own(module: str) -> bool:
-    return module.split(".")[0] in _OWN
 
 
 def _require(condition: bool, otherwise: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import string_at
 from math import gcd
 from mmap import PAGESIZE
@@ -28,14 +28,9 @@ PARTS = 64
 """Requests that look at all the numbers which are compared, a part each. So what changed one row or
 one column through `.data`, which no counter sees, is found by the 64th request at the latest."""
 
-_TOGETHER = 4
-"""Neighbouring rows that are looked at by the same request: they often share a page of memory."""
-
-_WORD = 8
-"""Bytes that are compared at a time."""
-
-_SMALL = 64
-"""Weights of fewer bytes are compared as a whole."""
+_TOGETHER = 4  # rows that are looked at by the same request: they often share a page of memory
+_WORD = 8  # bytes that are compared at a time
+_SMALL = 64  # weights of fewer bytes are compared as a whole
 
 _TORCHS = frozenset(vars(nn.Module()))
 """Attributes of every module: what they hold is looked at by itself."""
@@ -50,16 +45,12 @@ _IDLE = _TORCHS | {
 _LINEAR = {"in_features", "out_features"}
 """Attributes of a plain linear layer, as most modules are; its forward reads its weight alone."""
 
-_PLAIN = {Tensor, nn.Parameter, nn.Buffer}
-"""Kinds of tensors that hide no others."""
+_PLAIN = {Tensor, nn.Parameter, nn.Buffer}  # kinds of tensors that hide no others
 
 _VALUES = {bool, int, float, str, list, tuple, dict, set}
 """Kinds of attributes that are the same if they are equal; of others, objects are compared."""
 
 _HOLDERS = ("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
-
-_dtype_of = attrgetter("dtype")
-_version_of = attrgetter("_version")
 
 
 class _Weight(NamedTuple):
@@ -95,25 +86,27 @@ class ModelWatch:
         """What decides the facts as lists, each of which one call compares."""
         named = _modules(self._model)
         weights, owners = list(_weights(named)), [*named, *_configs(named)]
-        self._objects = [one for _, one in owners]
-        self._kinds = list(map(type, self._objects))
-        self._owns = list(map(vars, self._objects))
-        self._sizes = list(map(len, self._owns))
+        objects = [one for _, one in owners]
         held = [getattr(module, name) for _, module in named for name in _HOLDERS]
         self._empty = [one for one in held if not one]
         self._filled = [one for one in held if one]
         self._contents = list(map(dict, self._filled))
-        values = [(vars(one), name) for one in self._objects for name in _watched(one)]
+        values = [(vars(one), name) for one in objects for name in _watched(one)]
         values += [(one.place, one.name) for one in weights]
         self._places, self._names = map(list, zip(*values, strict=True))
         self._values = list(map(dict.get, self._places, self._names))
         self._containers = [one for one in self._values if type(one) in (dict, list, set)]
         self._copies = list(map(_copied, self._containers))
-        self._placed = [one.tensor for one in weights if one.placed]
-        self._pointers = list(map(Tensor.data_ptr, self._placed))
-        self._dtypes = list(map(_dtype_of, self._placed))
-        self._counting = [one.tensor for one in weights if one.counts]
-        self._versions = self._counted()
+        placed = [one.tensor for one in weights if one.placed]
+        counting = [one.tensor for one in weights if one.counts]
+        self._asked: list[tuple[Callable[[Any], object], list[Any]]] = [
+            (type, objects),
+            (len, list(map(vars, objects))),
+            (Tensor.data_ptr, placed),
+            (attrgetter("dtype"), placed),
+            (attrgetter("_version"), counting),
+        ]
+        self._answers = self._ask()
 
     def change(self) -> str | None:
         """What is not as it was, or None."""
@@ -130,22 +123,18 @@ class ModelWatch:
         """Whether nothing can have changed but numbers. False also where idle hooks came."""
         try:
             return (
-                list(map(type, self._objects)) == self._kinds
-                and not any(self._empty)
+                not any(self._empty)
                 and self._filled == self._contents
-                and list(map(len, self._owns)) == self._sizes
                 and all(map(is_, map(dict.get, self._places, self._names), self._values))
                 and self._containers == self._copies
-                and list(map(Tensor.data_ptr, self._placed)) == self._pointers
-                and list(map(_dtype_of, self._placed)) == self._dtypes
-                and self._counted() == self._versions
+                and self._ask() == self._answers
             )
         except Exception:  # noqa: BLE001  # tensors that are not the same need not be comparable
             return False
 
-    def _counted(self) -> list[int]:
+    def _ask(self) -> list[list[object]]:
         with torch._C.DisableTorchFunctionSubclass():  # else each subclass takes a microsecond
-            return list(map(_version_of, self._counting))
+            return [list(map(function, each)) for function, each in self._asked]
 
 
 def _facts(model: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:

@@ -35,8 +35,7 @@ _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) r(?:..p|-.s) \S+ \S+ (\d+)")
 _CHANGED = re.compile(r"(?:Anonymous|Swap): +[1-9]")
 
 _PAGES = Path("/proc/self/pagemap")
-_ENTRY = 8
-"""Bytes about a page there; in the last one bits of: in memory, swapped, of a file."""
+_ENTRY = 8  # bytes about a page there; in the last one bits of: in memory, swapped, of a file
 _OWN = bytes(byte & 0xC0 != 0 and byte & 0x20 == 0 for byte in range(256))
 """By that byte, whether the page is the process's own: in memory or swapped, and of no file."""
 
@@ -49,16 +48,21 @@ class FilePages:
 
     def release(self, module: nn.Module) -> None:
         """Give back the memory of parameters that only repeat a file; others stay as they are."""
+        if not self._ranges:
+            return
+        advise = ctypes.CDLL(None).madvise
         for weight in module.parameters():
             weight = getattr(weight, "blocks", weight)
             start, end = weight.data_ptr(), weight.data_ptr() + weight.nbytes
             if weight.is_contiguous() and self.around(start, end) is not None:
-                _let_go(start, end)
+                first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+                size = end // mmap.PAGESIZE * mmap.PAGESIZE - first
+                if size > 0:  # whole pages; should the kernel refuse, they stay
+                    advise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
 
     def around(self, start: int, end: int) -> tuple[int, int] | None:
         """First and last address of the mapping that lies around all of this, or None."""
-        found = (one for one in self._ranges if one[0] <= start and end <= one[1])
-        return next(found, None)
+        return next((one for one in self._ranges if one[0] <= start and end <= one[1]), None)
 
 
 def written_pages(low: int, high: int) -> Iterator[int]:
@@ -93,20 +97,6 @@ def _unchanged() -> Iterator[tuple[int, int]]:
         header = _MAPPING.match(mapping)
         if header and header[3] != "0" and not _CHANGED.search(mapping):
             yield int(header[1], 16), int(header[2], 16)
-
-
-def _let_go(start: int, end: int) -> None:
-    """Whole pages between two addresses. Should the kernel refuse, they stay in memory."""
-    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-    size = end // mmap.PAGESIZE * mmap.PAGESIZE - first
-    if size > 0:
-        _libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    """The C library, looked up once: it is called for each weight."""
-    return ctypes.CDLL(None)
 
 
 # --- weights as blocks of a file, numbers wherever somebody reads them ----------------------------
@@ -148,8 +138,7 @@ ZEROED: Mapping[int, Format] = {
 }
 """By bits: Q4_0 and Q8_0 with a byte behind the scale, which is taken off each number as well."""
 
-DTYPES = (torch.float32, torch.bfloat16)
-"""What blocks are expanded to."""
+DTYPES = (torch.float32, torch.bfloat16)  # what blocks are expanded to
 
 
 class QuantisedWeight(Tensor):
@@ -161,7 +150,7 @@ class QuantisedWeight(Tensor):
     blocks: Tensor  # [rows, bytes], uint8
     format: Format
     rows: Tensor  # [out], int64: which of the blocks' rows each output is
-    kept: Tensor | None  # its numbers, after `keep`
+    kept: Tensor | None  # its numbers, after `keep_numbers`
     inputs: int
     """Its second length: asking such a tensor for its shape is dispatched, which takes longer."""
     numbers: torch.dtype  # its dtype, for the same reason
@@ -183,17 +172,9 @@ class QuantisedWeight(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]  # tensors take an option for contents
         return f"QuantisedWeight({list(self.shape)}, {self.dtype})"
 
-    def places(self, rows: Tensor) -> Tensor:
-        """Which of the blocks' rows these outputs are."""
-        return self.rows[rows].contiguous()
-
-    def keep(self) -> None:
-        """Expand once and for all, for those who run the model's own modules."""
-        self.kept = self.expanded()
-
     def part(self, rows: Tensor) -> QuantisedWeight:
         """These rows, as blocks."""
-        return QuantisedWeight(self.blocks, self.format, self.dtype, self.places(rows))
+        return QuantisedWeight(self.blocks, self.format, self.dtype, self.rows[rows])
 
     def __deepcopy__(self, _memo: object) -> nn.Parameter:
         """A copy is made to be changed, so it is plain."""
@@ -203,7 +184,7 @@ class QuantisedWeight(Tensor):
         """The numbers of all rows, or of `rows` [..], as a plain tensor; not to be changed."""
         if self.kept is not None:
             return self.kept if rows is None else self.kept[rows]
-        places = self.rows if rows is None else self.places(rows.flatten())
+        places = self.rows if rows is None else self.rows[rows.flatten()]
         inner = self.inputs
         found = torch.empty(len(places), inner, dtype=self.numbers)
         self.expander(
@@ -276,7 +257,7 @@ def keep_numbers(model: nn.Module) -> None:
     """Expand all weights of `model` that are blocks, once: it is then as fast as any other."""
     for weight in model.parameters():
         if isinstance(weight, QuantisedWeight):
-            weight.keep()
+            weight.kept = weight.expanded()
 
 
 _PIECE = 1 << 22

@@ -263,5 +263,4 @@ def test_many_short_texts_leave_no_growth() -> None:
         store.done(lease, ids)
     assert store.memory.used == 0
     assert store.memory.kept <= store.memory.most
-    assert len(store._idle) <= 2 * len(store._nodes) + POSITIONS + 1
     assert store._made <= 40
