@@ -8,7 +8,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import types
 from collections.abc import Callable
@@ -18,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from selfspec.files import cache_folder
+from selfspec.files import cache_folder, open_to_others
 from selfspec.model import compiled as compiled_module
-from selfspec.model import compiler, weights
+from selfspec.model import compiler
 from selfspec.model.compiled import compiled, origin
 from selfspec.model.compiler import (
     CONSTANTS,
@@ -30,7 +29,6 @@ from selfspec.model.compiler import (
     library_name,
     make_library,
 )
-from selfspec.model.weights import CompiledLinear
 from tests.bad_input import snapshot
 from tests.models import needs_compiler
 
@@ -117,20 +115,29 @@ UNSAFE: dict[str, Callable[[Path], object]] = {
 }
 
 
-@needs_compiler
 @pytest.mark.parametrize("kind", UNSAFE)
-def test_code_that_others_can_change_is_not_loaded(
-    kind: str, source: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_places_that_others_can_change_are_told(kind: str, source: Path) -> None:
     if "somebody" in kind and os.geteuid():
         pytest.skip("needs a second user")
+    library = cache_folder() / "compiled" / "library.so"
+    library.parent.mkdir(parents=True)
+    library.touch(0o600)
+    assert open_to_others(library) is None
+    UNSAFE[kind](library)
+    assert open_to_others(library) is not None
+
+
+@needs_compiler
+def test_code_that_others_can_change_is_not_loaded(
+    source: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     target = compiler.this_machine(tiles=compiled_module._tiles_allowed())
     library = cache_folder() / "compiled" / library_name(source, {"NUMBER": 42}, target)
     library.parent.mkdir(parents=True)
     make_library(library, source, {"NUMBER": 13}, target)
     library.chmod(0o600)
     assert compiled(source, NUMBER=42).answer() == 13  # nobody else can have put it there
-    UNSAFE[kind](library)
+    library.parent.chmod(0o777)
     compiled_module._log_once.cache_clear()
     before = snapshot(cache_folder())
     for _ in range(2):
@@ -158,6 +165,12 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(source: Path) -> Non
     assert not list((cache_folder() / "compiled").iterdir())
 
 
+def runtimes() -> set[str]:
+    """Of OpenMP, that this process has loaded."""
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    return {line.split()[-1] for line in lines if "gomp" in line}
+
+
 @needs_compiler
 def test_threads_are_those_of_the_runtime_that_torch_loaded(source: Path) -> None:
     """A second runtime is neither called nor loaded."""
@@ -169,18 +182,13 @@ def test_threads_are_those_of_the_runtime_that_torch_loaded(source: Path) -> Non
           return all;
         }"""
     source.write_text(text, encoding="utf-8")
-    code = (
-        "import torch; from pathlib import Path; from selfspec.model.compiled import compiled\n"
-        f"library = compiled(Path({str(source)!r}))\n"
-        "torch.set_num_threads(3)\n"
-        "print(library.threads())\n"
-        "print(*{line.split()[-1] for line in open('/proc/self/maps') if 'gomp' in line})"
-    )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    threads, *runtimes = done.stdout.split()
-    assert threads == "3"
-    assert [Path(name).parent for name in runtimes] == [Path(torch.__file__).parent / "lib"]
+    before, threads = runtimes(), torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert compiled(source).threads() == 3
+    finally:
+        torch.set_num_threads(threads)
+    assert runtimes() == before
 
 
 # --- brought by the wheel
@@ -269,28 +277,6 @@ def test_matrix_registers_that_the_system_refuses_are_none(
     monkeypatch.setattr(compiler, "_run", lambda *_: said)
     assert ("amx_tile" in compiled_module._features()) is allowed
     assert ("-mno-amx-tile" in compiler.this_machine(tiles=allowed).flags) is not allowed
-
-
-@needs_a_fitting_target
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_prebuilt_products_are_those_compiled_here(
-    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Up to the rounding of the dtype: only some processors round once for two operations."""
-    constants = {"BFLOAT16": int(dtype == torch.bfloat16)}
-    made = torch.Generator().manual_seed(0)
-    weight = torch.randn(50, 333, generator=made).to(dtype)
-    rows = torch.randn(9, 333, generator=made).to(dtype)
-    here = CompiledLinear(weight)(rows)
-    source = shutil.copytree(compiler.KERNELS, tmp_path / "kernels") / SOURCES[0]
-    library = prebuild(source, FITTING[0], **constants)
-    monkeypatch.setenv("CXX", "false")
-    monkeypatch.setattr(weights, "_PRODUCTS", source)
-    monkeypatch.setattr(weights, "_library", weights._library.__wrapped__)
-    found = CompiledLinear(weight)(rows)
-    assert compiled(source, **constants)._name == str(library)
-    error = 2**-7 if dtype == torch.bfloat16 else 2**-15  # relative; and of what is added up
-    assert torch.allclose(found.double(), here.double(), rtol=error, atol=error)
 
 
 # --- the build of a wheel

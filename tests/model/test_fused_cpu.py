@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from selfspec.errors import UnsupportedModel
 from selfspec.model.backbone import Backbone
 from selfspec.model.fused import FusedExecutor, Operation, Program
 from selfspec.model.kv import POSITIONS, Lease, PageLayout, Rows, Span
@@ -304,24 +303,6 @@ def test_what_a_branch_shares_with_others_is_added_up_as_in_a_chain(dtype: torch
 
 
 # --- where they cannot be had
-
-
-@pytest.mark.parametrize(
-    ("family", "options", "why"),
-    [
-        *[(family, {}, "cannot run it") for family in ("gpt2", "persimmon", "gptj", "llama4")],
-        ("llama", {"dtype": torch.float64}, "cannot run it"),
-        ("llama", {"hidden_act": "mish"}, "the activation is MishActivation"),
-    ],
-    ids=str,
-)
-def test_what_has_no_compiled_code_keeps_its_own_layers(
-    family: str, options: dict[str, Any], why: str
-) -> None:
-    model = make_model(family, **options)
-    assert Backbone(model).executor_name == "generic"
-    with pytest.raises(UnsupportedModel, match=why):
-        Backbone(model, executor="fused")
 
 
 @needs_compiler

@@ -18,7 +18,7 @@ from selfspec.api.speculator import Speculator, wrap
 from selfspec.errors import ModelChanged
 from selfspec.model.parts import captured_outputs
 from selfspec.model.watch import PARTS, ModelWatch
-from tests.models import BREADTH, EXECUTORS, FAMILIES, make_model, random_ids
+from tests.models import BREADTH, FAMILIES, make_model, random_ids
 
 
 def mlp(model: Any) -> Any:
@@ -188,16 +188,6 @@ def test_a_mapped_file_is_read_where_no_kernel_tells(
     assert "weight was changed" in [watch.change() for _ in range(PARTS)]
 
 
-@pytest.mark.parametrize("executor", ["cuda-graph", *EXECUTORS])
-def test_a_cast_after_wrapping_is_refused_before_anything_is_read(executor: str) -> None:
-    model = make_model("llama")
-    speculator = wrap(model, heads="logit-lens", executor=executor)
-    speculator.generate(random_ids(5), max_new_tokens=3)
-    model.to(torch.bfloat16)  # type: ignore[arg-type]  # annotated otherwise upstream
-    with pytest.raises(ModelChanged, match="Wrap the model again"):
-        speculator.generate(random_ids(5), max_new_tokens=3)
-
-
 @pytest.fixture(scope="module")
 def speculator() -> Speculator:
     return wrap(make_model("llama"), heads="logit-lens")
@@ -227,7 +217,9 @@ def test_every_way_in_asks(speculator: Speculator) -> None:
             lambda: session.generate(prompt, max_new_tokens=2),
             lambda: model.generate(prompt, max_new_tokens=2, custom_generate=speculator.hf()),  # type: ignore[operator]  # typed as Tensor | Module upstream
         ):
-            with pytest.raises(ModelChanged, match="lm_head has other hooks"):
+            with pytest.raises(
+                ModelChanged, match=r"lm_head has other hooks\. Wrap the model again"
+            ):
                 run()
     finally:
         handle.remove()
