@@ -35,14 +35,10 @@ _POSITION_DEPENDENT_ROPE = {"dynamic", "longrope"}
 """RoPE whose frequencies depend on the longest position of a pass: a rejected draft would leave
 its trace in the rotations of accepted tokens."""
 
-_AGREEMENT = {
-    torch.float64: 1e-4,  # the softmax of eager attention is float32
-    torch.float32: 1e-4,
-    torch.bfloat16: 0.05,
-    torch.float16: 0.01,
-}
+_AGREEMENT = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 """Largest error of another executor, relative to what a layer adds (root mean square). Rounding
-gives 1.5e-6 and 0.023 on the default model; a forgotten factor or norm gives more than this."""
+gives 1.5e-6 and 0.023 on the default model (float32, bfloat16); a forgotten factor or norm gives
+more than this. In float64, too, the softmax of eager attention is float32."""
 
 
 def refuse_unsupported(model: PreTrainedModel) -> None:
@@ -325,12 +321,7 @@ def _require_equal(found: Tensor, expected: Tensor, where: str, decoder: Decoder
 _BEHIND, _BESIDE = 7, 7  # rows in front of the watched one, and beside it
 _SPIKE = 100.0  # times the usual: some numbers of an outlying row, one of 64, or eight in all
 
-_ROUNDING = {
-    torch.float64: 1e-9,
-    torch.float32: 1e-5,
-    torch.bfloat16: 5e-3,
-    torch.float16: 1e-3,
-}
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}
 """Change of a row, relative to what a layer adds, that rounding may make: experts that each take a
 part of the rows run other shapes for other neighbours. With 8-bit weights and activations
 (bitsandbytes) a row changes by 0.025 in bfloat16 and 0.003 in float32."""

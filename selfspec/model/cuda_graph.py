@@ -84,7 +84,7 @@ def _zeros(like: Tensor, slots: int) -> Tensor:
 _MOST_GRAPHS = 64  # kept at a time; the one unused for longest makes room
 
 _WARM_UPS = 3
-"""Runs before a capture, during which libraries must not set up workspaces, as at a first use."""
+"""Runs before a capture: libraries set up workspaces at first use, which must not be captured."""
 
 logger = logging.getLogger(__name__)
 

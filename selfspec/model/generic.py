@@ -259,10 +259,8 @@ class Decoder:
         """Where token ids enter."""
         embedding: Any = self.parts.embed_tokens
         if embedding.weight.is_meta:  # offloaded: accelerate brings it there when it is called
-            hook = embedding._hf_hook
-            places = [
-                getattr(one, "execution_device", None) for one in getattr(hook, "hooks", [hook])
-            ]
+            hooks = getattr(embedding._hf_hook, "hooks", [embedding._hf_hook])
+            places = (getattr(one, "execution_device", None) for one in hooks)
             return torch.device(next(place for place in places if place is not None))
         return embedding.weight.device  # type: ignore[no-any-return]  # untyped module attribute
 

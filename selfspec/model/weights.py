@@ -282,8 +282,7 @@ def _expanded(values: Any) -> Any:
     return tree_map_only(QuantisedWeight, QuantisedWeight.expanded, values)
 
 
-_aten = torch.ops.aten
-_SAME = {_aten.detach.default, _aten.alias.default}
+_SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
 
 # --- panels of outputs, by stripes that are kept in one form --------------------------------------
