@@ -48,9 +48,6 @@ class FilePages:
 
     def release(self, module: nn.Module) -> None:
         """Give back the memory of parameters that only repeat a file; others stay as they are."""
-        if not self._ranges:
-            return
-        advise = ctypes.CDLL(None).madvise
         for weight in module.parameters():
             weight = getattr(weight, "blocks", weight)
             start, end = weight.data_ptr(), weight.data_ptr() + weight.nbytes
@@ -58,6 +55,7 @@ class FilePages:
                 first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
                 size = end // mmap.PAGESIZE * mmap.PAGESIZE - first
                 if size > 0:  # whole pages; should the kernel refuse, they stay
+                    advise = ctypes.CDLL(None).madvise
                     advise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
 
     def around(self, start: int, end: int) -> tuple[int, int] | None:
