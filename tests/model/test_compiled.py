@@ -189,17 +189,6 @@ def test_threads_are_those_of_the_runtime_that_torch_loaded(source: Path) -> Non
 
 
 @needs_a_fitting_target
-def test_a_prebuilt_library_needs_no_compiler(
-    source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prebuild(source, FITTING[0], NUMBER=42)
-    monkeypatch.setenv("CXX", "false")
-    assert compiled(source, NUMBER=42).answer() == 42
-    with pytest.raises(ValueError, match="the compiler failed"):
-        compiled(source, NUMBER=43)
-
-
-@needs_a_fitting_target
 def test_it_wins_over_a_compiler_and_the_fastest_over_others(source: Path) -> None:
     for target in FITTING[::-1]:
         made = prebuild(source, target, NUMBER=42)

@@ -252,15 +252,3 @@ def test_any_order_of_texts_leaves_each_its_own_numbers(seed: int, pages: int) -
         assert memory.used + memory.kept <= max(memory.most, memory.used)
     for lease, ids in running.items():
         assert shown(lease) == ids
-
-
-def test_many_short_texts_leave_no_growth() -> None:
-    store = store_of(40)
-    for number in range(2000):
-        ids = [number % 997, number % 31, *range(number % 80)]
-        lease = begun(store, ids, 120)
-        fill(lease, ids)
-        store.done(lease, ids)
-    assert store.memory.used == 0
-    assert store.memory.kept <= store.memory.most
-    assert store._made <= 40
