@@ -65,17 +65,8 @@ constexpr Form form_of() {
 }
 
 enum FormNumber {
-  PLAIN,
-  Q4_OFFSET,
-  Q4_LEAST,
-  Q4_NESTED,
-  Q5_OFFSET,
-  Q8_OFFSET,
-  Q5_LEAST,
-  Q5_NESTED,
-  Q6_NESTED,
-  Q4_ZEROED,
-  Q8_ZEROED
+  PLAIN, Q4_OFFSET, Q4_LEAST, Q4_NESTED, Q5_OFFSET, Q8_OFFSET, Q5_LEAST, Q5_NESTED, Q6_NESTED,
+  Q4_ZEROED, Q8_ZEROED
 };
 
 constexpr Form FORMS[] = {

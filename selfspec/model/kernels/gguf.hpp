@@ -103,7 +103,7 @@ struct Format {
   long bytes, form;
 };
 
-constexpr Format FORMATS[] = {  // in the order of quantised.py
+constexpr Format FORMATS[] = {  // in the order of weights.py
     {q4_0, 18, Q4_OFFSET}, {q4_1, 20, Q4_LEAST},  {q4_k, 144, Q4_NESTED}, {q5_0, 22, Q5_OFFSET},
     {q8_0, 34, Q8_OFFSET}, {q5_1, 24, Q5_LEAST}, {q5_k, 176, Q5_NESTED}, {q6_k, 210, Q6_NESTED},
     {q4_zeroed, 19, Q4_ZEROED}, {q8_zeroed, 35, Q8_ZEROED},
