@@ -409,10 +409,8 @@ def passes(
             works[LLAMA, count] = partial(ask, {"rows": ids[in_front:][:count]})
         seconds = timed(works, clock)
     rate = memory_rate(clock)
-    limits = {
-        name: (one.weight_bytes + in_front * one.position_bytes) / rate
-        for name, one in loaded.items()
-    }
+    read = {name: one.weight_bytes + in_front * one.position_bytes for name, one in loaded.items()}
+    limits = {name: count / rate for name, count in read.items()}
     kind = str(loaded["blocks"].dtype)
     about = {"dtype": kind, "in_front": in_front, "memory_bytes_per_s": rate, "limit_s": limits}
     text = (
