@@ -120,3 +120,11 @@ def one_line(error: pytest.ExceptionInfo[SelfspecError], named: Path) -> None:
     assert "\n" not in text
     assert len(text) < 2000
     assert named.name in text
+
+
+def steps_into(value: Any) -> Iterator[tuple[Any, ...]]:
+    """The keys and places that lead to each value inside, and to itself."""
+    yield ()
+    if isinstance(value, dict | list):
+        for step in value if isinstance(value, dict) else range(len(value)):
+            yield from ((step, *steps) for steps in steps_into(value[step]))

@@ -32,9 +32,12 @@ from selfspec.training.selfgen import Writer
 from selfspec.training.text import read_conversations
 from selfspec.visualise.layers import LayerTrace
 from tests.authors import counted
-from tests.bad_input import INF, NAN, patience, snapshot
+from tests.bad_input import INF, NAN, patience, snapshot, steps_into
 from tests.gguf_models import write_model
+from tests.grouped_models import write_folder
+from tests.heads.eagle3.make import HERE
 from tests.heads.kinds import FINGERPRINT, make_heads, train
+from tests.heads.test_attending import read as read_attending
 from tests.models import VOCAB_SIZE, make_model
 from tests.records import recorded
 from tests.talks import make_talks, make_tokenizer
@@ -142,6 +145,16 @@ FORMATS = {
             folder, backbone.unembedding, FINGERPRINT, "tiny", 6
         ),
     ),
+    "heads that attend": Format(
+        ("config.json", "model.safetensors"),
+        lambda folder, _: shutil.copytree(HERE / "llama", folder, dirs_exist_ok=True),
+        lambda folder, _: read_attending(folder),
+    ),
+    "a quantised model": Format(
+        ("config.json", "model.safetensors"),
+        lambda folder, _: write_folder(folder, "gptq"),
+        lambda folder, _: hub.load_model(folder, dtype="float32", device="cpu", blocks=True),
+    ),
     "features": Format(("manifest.json", "shard-00000.*"), make_features, read_features),
     "a checkpoint": Format(
         (checkpoint.FILE,),
@@ -211,7 +224,7 @@ def edited(draw: Draw, text: bytes) -> bytes:
         rows = [json.loads(part) for part in (text.splitlines() if b"}\n{" in text else [text])]
     except ValueError:  # damaged before
         return text
-    paths = [(number, *path) for number, row in enumerate(rows) for path in _paths(row)]
+    paths = [(number, *path) for number, row in enumerate(rows) for path in steps_into(row)]
     *outer, last = paths[draw(st.integers(0, len(paths) - 1))]
     inner: Any = rows
     for step in outer:
@@ -223,13 +236,6 @@ def edited(draw: Draw, text: bytes) -> bytes:
     else:
         inner[last] = draw(st.sampled_from(HOSTILE))
     return "\n".join(map(json.dumps, rows)).encode() + b"\n"
-
-
-def _paths(value: Any) -> Iterator[tuple[Any, ...]]:
-    yield ()
-    if isinstance(value, dict | list):
-        for step in value if isinstance(value, dict) else range(len(value)):
-            yield from ((step, *path) for path in _paths(value[step]))
 
 
 @contextmanager

@@ -155,7 +155,7 @@ class DialledHead(LogitLensHead):
         factors = torch.randint(whole.min, whole.max, (size,), generator=generator)
         self._factors = factors.to(device)  # [d]
         self._chance = torch.rand(_PLACES, generator=generator).to(device)
-        victims = torch.randint(self.draft_vocab_size, (_PLACES,), generator=generator)
+        victims = torch.randint(len(self.rows), (_PLACES,), generator=generator)
         self._victims = victims.to(device)
 
     def unembed(self, features: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from selfspec.decoding.stats import Stopwatch
 from selfspec.decoding.work import alone, done_alone
 from selfspec.heads.attending import AttendingHeads, Attention
 from selfspec.heads.exit_heads import ExitHeads
-from selfspec.heads.heads import ExitHead, ExitJudge, answer, said
+from selfspec.heads.heads import ExitHead, ExitJudge, answer
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv import Lease, Rows
 from selfspec.options import Costs
@@ -318,9 +318,9 @@ def _question(
         head = cast("ExitHead", heads.by_layer[str(layer)])
         if heads.looks_ahead:  # all at once
             features = heads.ahead(hidden)
-            return said(head, features, temperature=judge.temperature(layer), count=1)
-        deep = hidden if heads.reads_deep else None
-        return answer(head, reads, deep, temperature=judge.temperature(layer), count=1)
+        else:
+            features = head.features(reads, hidden if heads.reads_deep else None)
+        return answer(head, features, temperature=judge.temperature(layer), count=1)
 
     return ask
 

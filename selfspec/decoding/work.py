@@ -148,13 +148,10 @@ class Ask(Work):
 
     def done(self, alike: Sequence[Ask], _others: Sequence[Work]) -> list[Answer]:
         hidden = [work.hidden for work in alike]
+        deep = joined([work.deep for work in alike], hidden)
+        features = self.head.features(hidden[0] if len(alike) == 1 else torch.cat(hidden), deep)
         whole = answer(
-            self.head,
-            hidden[0] if len(alike) == 1 else torch.cat(hidden),
-            joined([work.deep for work in alike], hidden),
-            temperature=self.temperature,
-            count=self.count,
-            signal=self.signal,
+            self.head, features, temperature=self.temperature, count=self.count, signal=self.signal
         )
         if len(alike) == 1:
             return [whole]

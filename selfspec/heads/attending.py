@@ -4,11 +4,9 @@
                                              ├─▶ a decoder layer over the text ─▶ norm, lm_head
     embedding of the token behind them ──────┘        └─▶ the state of the next draft
 
-Come in: a folder in the speculators format or the original one (`midlayer.*`), safetensors only.
-Goes out: AttendingHeads, and for each text an Attention: what its layer has read. Ours are written
-in the speculators format. Layers, positions and norms are as in the reference package:
-tests/heads/eagle3/make.py has what was found there. Called by `api.speculator`, `training`, the
-sequence, which reads what verification passes by, and the drafter.
+Come in: a folder in the speculators format, which ours have, or the original one (`midlayer.*`),
+safetensors only. Goes out: AttendingHeads, and for each text an Attention: what its layer has read.
+tests/heads/eagle3/make.py has what was found of layers, positions and norms in the reference.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
 
 from selfspec.errors import HeadsMismatch, InvalidHeads, InvalidOption, first_line
-from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
+from selfspec.heads.exit_heads import ExitHeads, HeadsConfig, check_numbers
 from selfspec.heads.folder import EAGLE3, METADATA, SWITCHES, attends
 from selfspec.heads.heads import DraftVocabulary, LinearHead
 from selfspec.model.kv import Lease
@@ -70,7 +68,6 @@ class AttendingConfig(HeadsConfig):
 
     def record(self) -> dict[str, Any]:
         """The config in the speculators format; what only selfspec reads has one key of its own."""
-        ours = {name: getattr(self, name) for name in _OURS}
         return {
             "architectures": ["Eagle3DraftModel"],
             "speculators_model_type": EAGLE3,
@@ -86,7 +83,7 @@ class AttendingConfig(HeadsConfig):
                 "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 5}],
                 "verifier": {"architectures": [], "name_or_path": self.base_model},
             },
-            METADATA: ours,
+            METADATA: {name: getattr(self, name) for name in _OURS},
         }
 
     def of_model(self, folder: Path, weight: Tensor, name: str, layers: int) -> AttendingConfig:
@@ -539,12 +536,9 @@ def _check(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]
         if name not in expected:
             raise InvalidHeads(f"{name} is unknown, expected one layer, as EAGLE-3 has it")
         if tuple(tensor.shape) != expected[name]:
-            shapes = list(tensor.shape), list(expected[name])
-            raise InvalidHeads("{} is {}, expected {}".format(name, *shapes))
-        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-            raise InvalidHeads(f"{name} is {tensor.dtype}, expected floating numbers")
-        if not bool(tensor.isfinite().all()):
-            raise InvalidHeads(f"{name} holds numbers that are not finite")
+            wanted = list(expected[name])
+            raise InvalidHeads(f"{name} is {list(tensor.shape)}, expected {wanted}")
+        check_numbers(name, tensor)
 
 
 def _draft_ids(tensors: Mapping[str, Tensor], config: AttendingConfig) -> Tensor | None:

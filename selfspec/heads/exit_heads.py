@@ -1,8 +1,7 @@
 """The exit heads of one model, one per exit layer, and the folder they are kept in.
 
 A folder holds `config.json` and `model.safetensors`: no pickle, and never the model's unembedding.
-What a stranger's folder may hold is checked in `heads.folder`. Called by the facade and the exit
-drafter; made by `selfspec.training`.
+What a stranger's folder may hold is checked in `heads.folder`.
 """
 
 from __future__ import annotations
@@ -16,14 +15,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from typing_extensions import Self
 
 from selfspec import files
 from selfspec.config import SpeculationOptions
-from selfspec.errors import HeadsMismatch, InvalidHeads, InvalidOption
+from selfspec.errors import HeadsMismatch, InvalidData, InvalidHeads, InvalidOption, first_line
 from selfspec.heads.folder import (
     CONFIG_FILE,
     FORMAT_VERSION,
@@ -36,6 +34,7 @@ from selfspec.heads.heads import HEAD_TYPES, DraftVocabulary, ExitHead
 from selfspec.model.fingerprint import UNKNOWN
 from selfspec.model.parts import Unembedding
 from selfspec.typed import check_keys
+from selfspec.untrusted import check_safetensors
 
 logger = logging.getLogger(__name__)
 
@@ -118,19 +117,23 @@ class HeadsConfig:
                 f"{folder} fits {self.base_model} ({self.base_fingerprint[:12]}), the model is "
                 f"{name} ({fingerprint[:12]}). Fit heads for it: selfspec fit"
             )
-        sizes = (self.vocab_size, self.hidden_size, num_layers and self.num_layers)
-        if sizes != (*weight.shape, num_layers):
-            raise HeadsMismatch(
-                f"{folder} fits {self.base_model} with (tokens, width, layers) "
-                f"{(self.vocab_size, self.hidden_size, self.num_layers)}, {name} has "
-                f"{(*weight.shape, num_layers)}. Fit heads for it: selfspec fit"
-            )
+        self.require_sizes(str(folder), weight, name, num_layers)
         if not known:
             logger.warning(
                 "whether %s fit %s is not known: one of them has no fingerprint. Where drafts are "
                 "seldom accepted, fit heads for it: selfspec fit",
                 folder,
                 name,
+            )
+
+    def require_sizes(self, heads: str, weight: Tensor, name: str, num_layers: int | None) -> None:
+        """Raise HeadsMismatch unless a model with this unembedding [V, d] may have such heads."""
+        sizes = (self.vocab_size, self.hidden_size, num_layers and self.num_layers)
+        if sizes != (*weight.shape, num_layers):
+            raise HeadsMismatch(
+                f"{heads} fit {self.base_model} with (tokens, width, layers) "
+                f"{(self.vocab_size, self.hidden_size, self.num_layers)}, {name} has "
+                f"{(*weight.shape, num_layers)}. Fit heads for it: selfspec fit"
             )
 
 
@@ -248,7 +251,7 @@ class ExitHeads(nn.Module):
         the heads from before or these. Raises CannotWrite.
         """
         tensors = {name: one.contiguous() for name, one in self.tensors().items()}
-        self.config = replace(self.config, weights=_hash(tensors))
+        self.config = replace(self.config, weights=hash_of(tensors))
         config = as_json(self.config.record())
         with ExitStack() as written:  # which closes in reverse order
             for name, content in (dict(others or {}) | {CONFIG_FILE: config}).items():
@@ -258,8 +261,10 @@ class ExitHeads(nn.Module):
             save_file(tensors, new, {METADATA: config})
 
     def tensors(self) -> dict[str, Tensor]:
-        """What `model.safetensors` holds."""
-        return _shared_ids_once(self.state_dict())
+        """What `model.safetensors` holds: the draft vocabulary once."""
+        held, ids = self.state_dict(), self.first.draft_ids
+        kept = {name: one for name, one in held.items() if not name.endswith(f".{_DRAFT_IDS}")}
+        return kept if ids is None else {**kept, _DRAFT_IDS: ids.int()}
 
     def part(self, layer: int) -> nn.Module:
         """All that learns for the drafts of an exit layer."""
@@ -290,12 +295,13 @@ class ExitHeads(nn.Module):
         path = Path(folder) / WEIGHTS_FILE
         try:
             tensors = _read_tensors(path, config)
-            draft_ids = tensors.pop(_DRAFT_IDS, None)
-            heads = cls(config, unembedding, draft_ids)
-            heads.load_state_dict(_with_draft_ids(tensors, heads))
-        except (OSError, SafetensorError, RuntimeError, InvalidHeads, InvalidOption) as error:
-            reason = str(error).splitlines()[0]
-            raise InvalidHeads(f"{path} does not hold the heads of its config: {reason}") from error
+            heads = cls(config, unembedding, tensors.pop(_DRAFT_IDS, None))
+            ids = {k: v for k, v in heads.state_dict().items() if k.endswith(f".{_DRAFT_IDS}")}
+            heads.load_state_dict(tensors | ids)
+        except (RuntimeError, InvalidData, InvalidHeads, InvalidOption) as error:
+            raise InvalidHeads(
+                f"{path} does not hold the heads of its config: {first_line(error)}"
+            ) from error
         heads.folder = Path(folder)
         return heads.eval().requires_grad_(False)
 
@@ -328,8 +334,7 @@ def _read_tensors(path: Path, config: HeadsConfig) -> dict[str, Tensor]:
 
     Sizes of the config must not ask for more than the file holds, before any head is built.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is no file")
+    check_safetensors(path)
     tensors = load_file(path)
     numbers = sum(tensor.numel() for tensor in tensors.values())
     for name, each in (("inner_size", 1), ("num_heads", config.hidden_size)):
@@ -337,37 +342,26 @@ def _read_tensors(path: Path, config: HeadsConfig) -> dict[str, Tensor]:
             found = getattr(config, name)
             raise InvalidHeads(f"{name} is {found}, the file holds {numbers} numbers")
     for name, tensor in tensors.items():
-        if name == _DRAFT_IDS:
-            continue
-        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-            raise InvalidHeads(f"{name} is {tensor.dtype}, expected floating numbers")
-        if not bool(tensor.isfinite().all()):
-            raise InvalidHeads(f"{name} holds numbers that are not finite. Fit again")
+        if name != _DRAFT_IDS:
+            check_numbers(name, tensor)
     return tensors
 
 
-def _hash(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of names and bytes."""
-    digest = hashlib.sha256()
+def check_numbers(name: str, tensor: Tensor) -> None:
+    """Raise InvalidHeads unless a tensor of a file is floating and finite."""
+    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise InvalidHeads(f"{name} is {tensor.dtype}, expected floating numbers")
+    if not bool(tensor.isfinite().all()):
+        raise InvalidHeads(f"{name} holds numbers that are not finite. Fit again")
+
+
+def hash_of(tensors: Mapping[str, Tensor], kind: bytes = b"") -> str:
+    """SHA-256 of `kind`, names and bytes."""
+    digest = hashlib.sha256(kind)
     for name, tensor in sorted(tensors.items()):
         digest.update(name.encode())
-        digest.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy().data)
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
-
-
-def _shared_ids_once(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Replace the heads' `..draft_ids` by one tensor."""
-    kept = {name: t for name, t in tensors.items() if not name.endswith(f".{_DRAFT_IDS}")}
-    for name, tensor in tensors.items():
-        if name not in kept:
-            kept[_DRAFT_IDS] = tensor.int()
-    return kept
-
-
-def _with_draft_ids(tensors: dict[str, Tensor], heads: ExitHeads) -> dict[str, Tensor]:
-    """Put each head's own draft ids back beside its weights."""
-    ids = {k: v for k, v in heads.state_dict().items() if k.endswith(f".{_DRAFT_IDS}")}
-    return tensors | ids
 
 
 def _checked_draft_ids(

@@ -2,9 +2,8 @@
 
 Come in: a hidden state [.., d], raw, before the final norm; for some kinds also what the model made
 of the token before. Go out: draft logits over the draft vocabulary, how certain they are, and
-whether a token leaves at this layer. Held and saved by `exit_heads`, asked by `decoding.work`,
-fitted by `selfspec.training`. All kinds are made of the same few parts; `decoding.packed_heads`
-runs these from 8-bit weights.
+whether a token leaves at this layer. All kinds are made of the same few parts, so that
+`decoding.packed_heads` runs each from 8-bit weights.
 """
 
 from __future__ import annotations
@@ -111,16 +110,12 @@ class ExitHead(nn.Module, ABC):
         self._shared = [vocabulary.rows]
         self._bias = (vocabulary.bias,)  # a tuple, for the same reason
         self._packed: Packed | None = None
-        self._build(unembedding, inner_size)
+        self.parts = self._build(unembedding, inner_size)
+        """What its features are made of: in a tuple, which adds no names to state_dict."""
 
     @abstractmethod
-    def _build(self, unembedding: Unembedding, inner_size: int | None) -> None:
+    def _build(self, unembedding: Unembedding, inner_size: int | None) -> Parts:
         """Make the head's own modules, as they are before any fitting."""
-
-    @property
-    @abstractmethod
-    def parts(self) -> Parts:
-        """What its features are made of."""
 
     def features(self, hidden: Tensor, deep: Tensor | None = None) -> Tensor:
         """[.., d] and the `deep` of the position before, [.., d], -> [.., d].
@@ -172,11 +167,6 @@ class ExitHead(nn.Module, ABC):
         """[.., d] -> draft logits [.., V_draft], float32."""
         return self.unembed(self.features(hidden, deep))
 
-    @property
-    def draft_vocab_size(self) -> int:
-        """V_draft, the width of the draft logits."""
-        return self._target_vocab_size if self.draft_ids is None else len(self.draft_ids)
-
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Indices into the draft logits -> token ids of the model; any shape."""
         return draft_ids if self.draft_ids is None else self.draft_ids[draft_ids]
@@ -195,13 +185,8 @@ class ExitHead(nn.Module, ABC):
 class LogitLensHead(ExitHead):
     """The model's own norm and unembedding on an intermediate state; nothing to fit."""
 
-    def _build(self, unembedding: Unembedding, inner_size: int | None) -> None:  # noqa: ARG002  # the base's
-        self._norm = (unembedding.norm,)  # a tuple, for the same reason as the list
-
-    @property
-    def parts(self) -> Parts:
-        """The final norm."""
-        return Parts(self._norm[0])
+    def _build(self, unembedding: Unembedding, inner_size: int | None) -> Parts:  # noqa: ARG002  # the base's
+        return Parts(unembedding.norm)
 
 
 class LinearHead(ExitHead):
@@ -210,13 +195,9 @@ class LinearHead(ExitHead):
     Starts as the model's own norm and (rows of the) unembedding.
     """
 
-    def _build(self, unembedding: Unembedding, inner_size: int | None) -> None:  # noqa: ARG002  # the base's
+    def _build(self, unembedding: Unembedding, inner_size: int | None) -> Parts:  # noqa: ARG002  # the base's
         self.norm = _own_norm(unembedding)
         self.weight = nn.Parameter(self._shared.pop().clone())
-
-    @property
-    def parts(self) -> Parts:
-        """A norm."""
         return Parts(self.norm)
 
     @property
@@ -232,14 +213,10 @@ class TranslatorHead(ExitHead):
     tuned lens). Starts as the identity.
     """
 
-    def _build(self, unembedding: Unembedding, inner_size: int | None) -> None:  # noqa: ARG002  # the base's
+    def _build(self, unembedding: Unembedding, inner_size: int | None) -> Parts:  # noqa: ARG002  # the base's
         self.norm = _own_norm(unembedding)
         size = unembedding.weight.shape[1]
         self.up = _zeros(size, size, unembedding)
-
-    @property
-    def parts(self) -> Parts:
-        """A norm, and one map."""
         return Parts(self.norm, direct=self.up)
 
 
@@ -251,16 +228,12 @@ class LowRankHead(ExitHead):
 
     has_inner = True
 
-    def _build(self, unembedding: Unembedding, inner_size: int | None) -> None:
+    def _build(self, unembedding: Unembedding, inner_size: int | None) -> Parts:
         self.norm = _own_norm(unembedding)
         size = unembedding.weight.shape[1]
         rank = inner_size or max(1, size // 4)
         self.down = nn.Linear(size, rank, bias=False).to(unembedding.weight)
         self.up = _zeros(rank, size, unembedding)
-
-    @property
-    def parts(self) -> Parts:
-        """A norm, and two maps, one behind the other."""
         return Parts(self.norm, inner=self.down, outer=self.up, activated=False)
 
 
@@ -272,14 +245,10 @@ class MlpHead(ExitHead):
 
     has_inner = True
 
-    def _build(self, unembedding: Unembedding, inner_size: int | None) -> None:
+    def _build(self, unembedding: Unembedding, inner_size: int | None) -> Parts:
         self.norm = _own_norm(unembedding)
         size = unembedding.weight.shape[1]
         self.change = _Mlp(size, inner_size or size, unembedding)
-
-    @property
-    def parts(self) -> Parts:
-        """A norm, a map, and a hidden layer."""
         return Parts(self.norm, True, self.change.direct, self.change.inner, self.change.outer)
 
 
@@ -296,14 +265,10 @@ class DeepFusedHead(ExitHead):
     reads_deep = True
     has_inner = True
 
-    def _build(self, unembedding: Unembedding, inner_size: int | None) -> None:
+    def _build(self, unembedding: Unembedding, inner_size: int | None) -> Parts:
         self.norm = _own_norm(unembedding)
         size = unembedding.weight.shape[1]
         self.change = _Mlp(2 * size, inner_size or 2 * size, unembedding)
-
-    @property
-    def parts(self) -> Parts:
-        """A norm, a map, and a hidden layer: in place of the normed state."""
         return Parts(self.norm, False, self.change.direct, self.change.inner, self.change.outer)
 
 
@@ -316,14 +281,10 @@ class MedusaHead(ExitHead):
 
     looks_ahead = True
 
-    def _build(self, unembedding: Unembedding, inner_size: int | None) -> None:  # noqa: ARG002  # the base's
+    def _build(self, unembedding: Unembedding, inner_size: int | None) -> Parts:  # noqa: ARG002  # the base's
         size = unembedding.weight.shape[1]
         self.inner = _zeros(size, size, unembedding)
-
-    @property
-    def parts(self) -> Parts:
-        """The state, which is normed already, and a map."""
-        return Parts(nn.Identity(), inner=self.inner)
+        return Parts(nn.Identity(), inner=self.inner)  # the state is normed already
 
 
 class _Mlp(nn.Module):
@@ -456,30 +417,17 @@ class Answer:
 
 def answer(
     head: ExitHead,
-    hidden: Tensor,
-    deep: Tensor | None,
-    *,
-    temperature: float,
-    count: int,
-    signal: Signal | None = None,
-) -> Answer:
-    """Ask `head` about [n, d]; `deep` as its `features` take it.
-
-    The likeliest `count` tokens of softmax(logits / temperature), and `signal` of these logits.
-    """
-    features = head.features(hidden, deep)
-    return said(head, features, temperature=temperature, count=count, signal=signal)
-
-
-def said(
-    head: ExitHead,
     features: Tensor,
     *,
     temperature: float,
     count: int,
     signal: Signal | None = None,
 ) -> Answer:
-    """As `answer`, from features [n, d]. One device read; float32 is exact up to 2^24 token ids."""
+    """What `head` says behind its features [n, d].
+
+    The likeliest `count` tokens of softmax(logits / temperature), and `signal` of these logits.
+    One device read; float32 is exact up to 2^24 token ids.
+    """
     logits = head.unembed(features)
     indices, chances = likeliest(logits, temperature, count)
     found = [head.to_target_ids(indices).float(), chances.float()]

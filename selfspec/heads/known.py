@@ -1,8 +1,7 @@
 """Which heads on this machine fit a model: a small file in the cache folder for each model.
 
-Comes in: a folder that `fit`, `adapt` or `heads pull` wrote, or `heads use` named. Goes out: the
-last of them for a model, else one that came with selfspec, found by its fingerprint. Imports no
-torch.
+The last folder that `fit`, `adapt`, `heads pull` or `heads use` named for a model, else one that
+came with selfspec, is found by the model's fingerprint. Imports no torch.
 """
 
 from __future__ import annotations
@@ -24,14 +23,6 @@ _MOST_BYTES = 1 << 18
 _MOST = 32
 """Folders that are listed for a model."""
 
-Sizes = tuple[int, int]
-"""Layers and width of a model: what tells most models apart without reading their weights."""
-
-
-def place() -> Path:
-    """The folder of these files."""
-    return files.cache_folder() / "known-heads"
-
 
 def remember(folder: Path, *, chosen: bool = False) -> bool:
     """From now on the heads in `folder` are those of their model; False where it cannot be known.
@@ -42,10 +33,10 @@ def remember(folder: Path, *, chosen: bool = False) -> bool:
     base = config["base_fingerprint"]
     if not base.isalnum():
         return False  # a model without a fingerprint is never found by it
-    own = str(folder.absolute())
-    others = [str(one) for one in _folders([_file(base)]) if str(one) != own and one.exists()]
+    own = folder.absolute()
+    others = [one for one in _folders(_read(_file(base))) if one != own and one.exists()]
     entry = {
-        "folders": [own, *others][:_MOST],
+        "folders": [str(one) for one in [own, *others][:_MOST]],
         "chosen": chosen,
         "base_model": config["base_model"],
         "base_fingerprint": base,
@@ -60,29 +51,27 @@ def remember(folder: Path, *, chosen: bool = False) -> bool:
 
 
 def find(
-    sizes: Sizes,
+    sizes: tuple[int, int],
     fingerprint: Callable[[], str],
     bundled: Iterable[Path] = (),
     *,
     chosen: bool = False,
 ) -> Path | None:
-    """The folder for a model; its `fingerprint` is asked for only where the sizes are known.
+    """The folder for a model of `sizes`, its layers and width, which tell most models apart.
 
-    What was written here goes before the `bundled` folders, and those go in their order. A folder
-    that is gone, or holds other heads by now, is passed over. `chosen`: only what the user chose.
+    Its `fingerprint` is asked for only where they are known. What was written here goes before the
+    `bundled` folders, and those go in their order. A folder that is gone, or holds other heads by
+    now, is passed over. `chosen`: only what the user chose.
     """
-    written = [
-        file
-        for file in place().glob("*.json")
-        if _sizes(file) == sizes and (not chosen or _read(file).get("chosen") is True)
-    ]
-    coming = [folder for folder in bundled if _config_sizes(_config(folder)) == sizes]
-    if not written and not coming:
+    entries = [_read(file) for file in place().glob("*.json")]
+    written = any(
+        entry.get("sizes") == list(sizes) and (not chosen or entry.get("chosen") is True)
+        for entry in entries
+    )
+    coming = [one for one in bundled if _sizes(_config(one)) == sizes]
+    if not (written or coming) or not (base := fingerprint()):
         return None
-    base = fingerprint()
-    if not base:
-        return None
-    named = _folders([_file(base)] if written else [])
+    named = _folders(_read(_file(base))) if written else []
     for gone in (folder for folder in named if not folder.exists()):
         logger.info(
             "exit heads of this model were in %s and are gone. If they were moved: "
@@ -95,21 +84,24 @@ def find(
 
 def folders() -> list[Path]:
     """Folders of heads that were written here and are still there; those in use first."""
-    return [folder for folder in _folders(sorted(place().glob("*.json"))) if _config(folder)]
+    entries = map(_read, sorted(place().glob("*.json")))
+    return [folder for entry in entries for folder in _folders(entry) if _config(folder)]
 
 
-def _folders(entries: Iterable[Path]) -> list[Path]:
-    found: list[Path] = []
-    for file in entries:
-        names = _read(file).get("folders")
-        named = names if isinstance(names, list) else []
-        found += [files.local_path(name) for name in named if isinstance(name, str)]
-    return found
+def place() -> Path:
+    """The folder of these files."""
+    return files.cache_folder() / "known-heads"
 
 
 def _file(base: str) -> Path:
     """The file of a model."""
     return place() / f"{base[:32]}.json"
+
+
+def _folders(entry: dict[str, Any]) -> list[Path]:
+    names = entry.get("folders")
+    named = names if isinstance(names, list) else []
+    return [files.local_path(name) for name in named if isinstance(name, str)]
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -120,16 +112,8 @@ def _config(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def _config_sizes(config: dict[str, Any]) -> Sizes | None:
-    return (config["num_layers"], config["hidden_size"]) if config else None
-
-
-def _sizes(file: Path) -> Sizes | None:
-    match _read(file).get("sizes"):
-        case [int(layers), int(width)]:
-            return layers, width
-        case _:
-            return None
+def _sizes(config: dict[str, Any]) -> tuple[Any, Any]:
+    return config.get("num_layers"), config.get("hidden_size")
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def test_without_a_compiler_heads_stay_as_they_are(
 
 def test_so_do_heads_with_a_norm_of_another_kind(backbone: Backbone) -> None:
     heads = train(make_heads("mlp", backbone.unembedding, draft_vocab_size=5))
-    heads[2].norm = nn.Softmax(dim=-1)
+    heads[2].parts = heads[2].parts._replace(norm=nn.Softmax(dim=-1))
     assert pack_leaves_as_it_is(heads, backbone)
 
 

@@ -63,18 +63,14 @@ def test_what_was_saved_loads_bit_equal(
         assert torch.equal(loaded[layer](hidden), heads[layer](hidden))
 
 
-def test_loaded_heads_are_ready_to_use(saved: Path, unembedding: Unembedding) -> None:
-    loaded = load(saved, unembedding)
-    assert not loaded.training
-    assert not any(weight.requires_grad for weight in loaded.parameters())
-    assert loaded[2].draft_ids is not None
-    assert loaded[2].draft_ids.dtype == torch.int64
-
-
-def test_heads_saved_in_float32_load_in_the_models_dtype(saved: Path) -> None:
+def test_heads_saved_in_float32_load_in_the_models_dtype_ready_to_use(saved: Path) -> None:
     unembedding = Backbone(make_model("llama", torch.bfloat16), executor="generic").unembedding
     loaded = load(saved, unembedding)
     assert {weight.dtype for weight in loaded.parameters()} == {torch.bfloat16}
+    assert not any(weight.requires_grad for weight in loaded.parameters())
+    assert not loaded.training
+    assert loaded.first.draft_ids is not None
+    assert loaded.first.draft_ids.dtype == torch.int64
 
 
 def test_the_draft_vocabulary_is_stored_once_as_small_integers(saved: Path) -> None:
@@ -121,9 +117,7 @@ def half_written(_tensors: object, path: Path, _metadata: object) -> None:
     ("target", "action"),
     [
         ("selfspec.heads.exit_heads.save_file", half_written),
-        ("pathlib.Path.write_bytes", fail),
         ("pathlib.Path.replace", fail),
-        ("os.fsync", fail),
     ],
 )
 def test_a_failed_save_leaves_no_file_and_keeps_the_old_ones(

@@ -20,7 +20,7 @@ from selfspec.decoding.state import DecodeState
 from selfspec.decoding.stats import Stopwatch
 from selfspec.decoding.work import Steps, Work
 from selfspec.heads.exit_heads import ExitHeads
-from selfspec.heads.heads import Answer, said
+from selfspec.heads.heads import Answer, answer
 
 CHOICES: dict[tuple[int, ...], int] = {
     (): 10,
@@ -51,7 +51,7 @@ class AskAhead(Work):
     def done(self, alike: Sequence[AskAhead], _others: Sequence[Work]) -> list[Answer]:
         features = self.heads.ahead(torch.cat([work.state for work in alike]))
         head, each = self.heads.first, len(features) // len(alike)
-        whole = said(head, features, temperature=self.temperature, count=self.count)
+        whole = answer(head, features, temperature=self.temperature, count=self.count)
         return [whole.part(slice(at, at + each)) for at in range(0, len(features), each)]
 
 
