@@ -1,10 +1,8 @@
 """GGUF files: whether one is what it says, and a model whose weights stay as its blocks.
 
-Comes in: a path; the config that transformers makes of the file. Goes out: where its tensors lie;
-a model of transformers whose large weights are QuantisedWeights, mapped, never de-quantised as a
-whole. A header's counts, lengths and places are followed and held against the file's size before a
-library reads it, so that none can fill memory or lead outside the file. Called by `hub.models`; for
-other files and devices it de-quantises.
+Large weights are QuantisedWeights, mapped, never de-quantised as a whole. A header's counts,
+lengths and places are held against the file's size before a library reads it, so that none can fill
+memory or lead outside the file. For other files and devices `hub.models` de-quantises.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import mmap
 import os
 import stat
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from selfspec.errors import InvalidData
-from selfspec.hub.assembled import assembled
+from selfspec.hub.pretrained import assembled
 from selfspec.model.weights import DTYPES, FORMATS, QuantisedWeight, library
 from selfspec.untrusted import open_bytes
 
@@ -33,11 +31,6 @@ logger = logging.getLogger(__name__)
 
 # --- the header -----------------------------------------------------------------------------------
 
-
-_VERSIONS = (2, 3)
-_MOST_DIMENSIONS = 4
-_MOST_NESTED = 4
-"""Arrays inside each other."""
 
 _NUMBERS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 """Bytes of each type of value that is a number or a bool, by its code in the file."""
@@ -47,12 +40,6 @@ _WHOLE = (4, 5, 10, 11)
 _SIZES = ("block_count", "embedding_length")
 _WIDEST = 8
 """Times the longest side of any tensor: more is no inner layer of this model."""
-
-_SMALLEST = 24
-"""Bytes of a file without values and tensors."""
-
-_ARCHITECTURE, _ALIGNMENT = "general.architecture", "general.alignment"
-_ALIGNMENTS = {1 << power for power in range(21)}
 
 
 class GgufTensor(NamedTuple):
@@ -77,7 +64,7 @@ def read_header(path: Path) -> GgufHeader:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise InvalidData(f"{path} is a pipe, expected a .gguf file")
-        if status.st_size < _SMALLEST:
+        if status.st_size < 24:  # without values and tensors
             raise InvalidData(f"{path} is no GGUF file: it has {status.st_size} bytes")
         try:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -90,61 +77,42 @@ class _Header:
     """Reads on and on; raises InvalidData where the file ends or makes no sense."""
 
     def __init__(self, data: mmap.mmap) -> None:
-        self._data = data
-        self._size = len(data)
-        self._at = 0
-        self._alignment = 0
-        self._known: dict[str, int | str] = {}
-        self._lengths: set[int] = set()
+        self._data, self._size, self._at = data, len(data), 0
+        self._names: set[str] = set()
 
     def read(self) -> GgufHeader:
         if self._take(4) != b"GGUF":
             raise InvalidData("it does not begin with GGUF")
         (version,) = self._numbers("I")
-        if version not in _VERSIONS:
+        if version not in (2, 3):
             raise InvalidData(f"it has version {version}, expected 2 or 3")
         tensors, values = self._numbers("QQ")
         self._require_room(values, 13, "values")  # a key's length, a byte, a type
         self._require_room(tensors, 25, "tensors")
-        keys: set[str] = set()
-        for _ in range(values):
-            self._pair(keys)
-        alignment = self._known.get(_ALIGNMENT, 32)
-        if not isinstance(alignment, int) or alignment not in _ALIGNMENTS:
+        known = dict(self._pair() for _ in range(values))
+        alignment = known.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment not in {1 << n for n in range(21)}:
             raise InvalidData(f"its alignment is {alignment}, expected a power of two")
-        self._alignment = alignment
-        found = dict(self._tensor(keys) for _ in range(tensors))
-        self._check_sizes(tensors)
-        begin = -(-self._at // self._alignment) * self._alignment
+        found = dict(self._tensor(alignment) for _ in range(tensors))
+        architecture = str(known.get("general.architecture"))
+        _check_sizes(architecture, known, [one.shape for one in found.values()])
+        begin = -(-self._at // alignment) * alignment
         placed = {name: one._replace(first=begin + one.first) for name, one in found.items()}
         end = max(one.first + one.nbytes for one in placed.values())
         if end > self._size:
             raise InvalidData(f"its tensors end at byte {end} of {self._size}")
-        return GgufHeader(str(self._known.get(_ARCHITECTURE)), placed)
+        return GgufHeader(architecture, placed)
 
-    def _check_sizes(self, tensors: int) -> None:
-        """Hold what the model is said to be against its tensors: what is missing is made up."""
-        if not tensors:
-            raise InvalidData("it holds no tensors")
-        name = self._known.get(_ARCHITECTURE)
-        layers, width = (self._known.get(f"{name}.{key}") for key in _SIZES)
-        if not isinstance(layers, int) or not isinstance(width, int):
-            raise InvalidData(f"it does not say {' and '.join(_SIZES)} of its architecture {name}")
-        if not 1 <= layers <= tensors or width not in self._lengths:
-            raise InvalidData(f"its {tensors} tensors are not {layers} layers of width {width}")
-        inner = self._known.get(f"{name}.feed_forward_length", 0)
-        if isinstance(inner, int) and inner > _WIDEST * max(self._lengths):
-            raise InvalidData(f"its tensors are too small for a feed_forward_length of {inner}")
-
-    def _pair(self, keys: set[str]) -> None:
-        key = self._name(keys)
-        (kind,) = self._numbers("I")
+    def _pair(self) -> tuple[str, int | str | None]:
+        """A key, and its value if that is a whole number or a name."""
+        key, (kind,) = self._name(), self._numbers("I")
         begin = self._at
         self._skip_value(kind)
         if kind in _WHOLE:
-            self._known[key] = int.from_bytes(self._data[begin : self._at], "little")
-        elif kind == _STRING and key in (_ARCHITECTURE, _ALIGNMENT):
-            self._known[key] = self._data[begin + 8 : self._at].decode("utf-8")
+            return key, int.from_bytes(self._data[begin : self._at], "little")
+        if kind == _STRING and key in ("general.architecture", "general.alignment"):
+            return key, self._data[begin + 8 : self._at].decode("utf-8")
+        return key, None
 
     def _skip_value(self, kind: int, depth: int = 0) -> None:
         if kind in _NUMBERS:
@@ -153,7 +121,7 @@ class _Header:
             self._skip(*self._numbers("Q"))
         elif kind != _ARRAY:
             raise InvalidData(f"it has a value of the unknown type {kind}")
-        elif depth == _MOST_NESTED:
+        elif depth == 4:
             raise InvalidData("it has arrays that are nested too deeply")
         else:
             inner, count = self._numbers("IQ")
@@ -167,35 +135,6 @@ class _Header:
             for _ in range(count):
                 self._skip_value(inner, depth + 1)
 
-    def _tensor(self, names: set[str]) -> tuple[str, GgufTensor]:
-        """Its name, and what is said of it; places count from the first tensor's begin."""
-        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
-        name = self._name(names)
-        (dimensions,) = self._numbers("I")
-        if dimensions > _MOST_DIMENSIONS:
-            raise InvalidData(f"the tensor {name} has {dimensions} dimensions")
-        shape = self._numbers(f"{dimensions}Q")
-        self._lengths.update(shape)
-        number, offset = self._numbers("IQ")
-        if number not in {int(entry) for entry in GGMLQuantizationType}:
-            raise InvalidData(f"the tensor {name} has the unknown type {number}")
-        kind = GGMLQuantizationType(number)
-        block, size = GGML_QUANT_SIZES[kind]
-        if (shape[0] if shape else 1) % block or offset % self._alignment:
-            raise InvalidData(f"the tensor {name} has a row or a place that does not fit its type")
-        nbytes = math.prod(shape) // block * size
-        return name, GgufTensor(tuple(reversed(shape)), kind.name, int(offset), nbytes)
-
-    def _name(self, taken: set[str]) -> str:
-        """A key's or tensor's name, noted in `taken`."""
-        (length,) = self._numbers("Q")
-        name = self._take(length).decode("utf-8")
-        if name in taken:
-            raise InvalidData(f"it names {name!r} twice")
-        taken.add(name)
-        return name
-
     def _skip_strings(self, count: int) -> None:
         """Skip `count` strings, ten times as fast as `_skip_value`: a vocabulary has 100,000."""
         data, at, last = self._data, self._at, self._size - 8
@@ -206,6 +145,31 @@ class _Header:
         if count or at > self._size:
             raise InvalidData("it has a list of strings that does not end in the file")
         self._at = at
+
+    def _tensor(self, alignment: int) -> tuple[str, GgufTensor]:
+        """Its name, and what is said of it; places count from the first tensor's begin."""
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        name, (dimensions,) = self._name(), self._numbers("I")
+        if dimensions > 4:
+            raise InvalidData(f"the tensor {name} has {dimensions} dimensions")
+        *shape, number, offset = self._numbers(f"{dimensions}QIQ")
+        if number not in {int(entry) for entry in GGMLQuantizationType}:
+            raise InvalidData(f"the tensor {name} has the unknown type {number}")
+        kind = GGMLQuantizationType(number)
+        block, size = GGML_QUANT_SIZES[kind]
+        if (shape[0] if shape else 1) % block or offset % alignment:
+            raise InvalidData(f"the tensor {name} has a row or a place that does not fit its type")
+        nbytes = math.prod(shape) // block * size
+        return name, GgufTensor(tuple(reversed(shape)), kind.name, offset, nbytes)
+
+    def _name(self) -> str:
+        """A key's or tensor's name, which no other has."""
+        name = self._take(*self._numbers("Q")).decode("utf-8")
+        if name in self._names:
+            raise InvalidData(f"it names {name!r} twice")
+        self._names.add(name)
+        return name
 
     def _numbers(self, layout: str) -> tuple[int, ...]:
         layout = f"<{layout}"
@@ -224,6 +188,24 @@ class _Header:
         left = self._size - self._at
         if count * each > left:
             raise InvalidData(f"it says that {count} {what} follow, where {left} bytes are left")
+
+
+def _check_sizes(
+    architecture: str, known: Mapping[str, int | str | None], shapes: Sequence[tuple[int, ...]]
+) -> None:
+    """Hold what the model is said to be against its tensors: what is missing is made up."""
+    if not shapes:
+        raise InvalidData("it holds no tensors")
+    layers, width = (known.get(f"{architecture}.{key}") for key in _SIZES)
+    if not isinstance(layers, int) or not isinstance(width, int):
+        said = " and ".join(_SIZES)
+        raise InvalidData(f"it does not say {said} of its architecture {architecture}")
+    lengths = {length for shape in shapes for length in shape}
+    if not 1 <= layers <= len(shapes) or width not in lengths:
+        raise InvalidData(f"its {len(shapes)} tensors are not {layers} layers of width {width}")
+    inner = known.get(f"{architecture}.feed_forward_length")
+    if isinstance(inner, int) and inner > _WIDEST * max(lengths):
+        raise InvalidData(f"its tensors are too small for a feed_forward_length of {inner}")
 
 
 # --- a model of its blocks ------------------------------------------------------------------------

@@ -1,11 +1,8 @@
 """Models whose folder keeps linear layers as small whole numbers, in groups that share a scale.
 
-Comes in: a folder of safetensors as GPTQ, AWQ and compressed-tensors write them; none of their
-packages is needed. Goes out: a model of transformers whose linear layers are QuantisedWeights, or
-numbers. Called by `hub.models`, which leaves other folders to transformers.
-
-A weight is scale * (quant - zero), rounded once, to the model's dtype. Where scales have that dtype
-it is what transformers de-quantises to; else transformers rounds to the scales' dtype on the way.
+As GPTQ, AWQ and compressed-tensors write them; none of their packages is needed. A weight is
+scale * (quant - zero), rounded once, to the model's dtype. Where scales have that dtype it is what
+transformers de-quantises to; else transformers rounds to the scales' dtype on the way.
 """
 
 from __future__ import annotations
@@ -16,11 +13,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from selfspec.errors import InvalidData
-from selfspec.hub.assembled import Tensors, assembled
+from selfspec.hub.pretrained import assembled, indexed
 from selfspec.model.weights import FORMATS, ZEROED, QuantisedWeight
 
 GROUP = 32
@@ -29,6 +27,46 @@ GROUP = 32
 _BITS = (4, 8)
 _AWQ_PLACES = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
 """Where AWQ's words of eight outputs hold each of them (AutoAWQ's reverse order)."""
+
+
+class Tensors:
+    """The tensors of a folder, by name."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises InvalidData for an index that is invalid, or names files that are not there."""
+        self._file_of: dict[str, Any] = {}
+        one = folder / "model.safetensors"
+        named = [one] if one.is_file() else indexed(folder)  # as transformers finds them
+        for file in named or sorted(folder.glob("*.safetensors")):
+            try:
+                opened = safe_open(file, framework="pt")
+            except Exception as error:  # of its own kinds
+                raise InvalidData(f"cannot read {file}: {error}") from error
+            self._file_of |= dict.fromkeys(opened.keys(), opened)  # type: ignore[no-untyped-call]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._file_of
+
+    def get(
+        self,
+        name: str,
+        shape: tuple[int | None, ...] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """A tensor of this shape, None standing for any length. Raises InvalidData."""
+        if name not in self:
+            raise InvalidData(f"it lacks {name}")
+        found: Tensor = self._file_of[name].get_tensor(name)
+        if shape is not None:
+            filled = [
+                has if want is None else want for want, has in zip(shape, found.shape, strict=False)
+            ]
+            if filled != list(found.shape) or len(shape) != found.dim():
+                asked = ", ".join("any" if length is None else str(length) for length in shape)
+                raise InvalidData(f"{name} is {list(found.shape)}, expected [{asked}]")
+        if dtype is not None and found.dtype != dtype:
+            raise InvalidData(f"{name} holds {found.dtype}, expected {dtype}")
+        return found
 
 
 class Grouped(NamedTuple):

@@ -16,6 +16,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,8 +62,6 @@ HEADS_FILES = (
     *("metrics.jsonl", "model.safetensors", "run.yaml"),
 )
 """What `fit` and `calibrate` write; nothing else of a folder of heads is fetched or copied."""
-
-_HUB_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -239,7 +238,7 @@ def _hub_answers() -> bool:
     if constants.HF_HUB_OFFLINE:
         return False
     try:
-        urllib.request.urlopen(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S).close()
+        urllib.request.urlopen(constants.ENDPOINT, timeout=5.0).close()
     except urllib.error.HTTPError:
         return True
     except urllib.error.URLError as error:
@@ -344,35 +343,21 @@ def _de_quantised(path: Path, dtype: str) -> Path:
     Raises ModelNotFound for damaged files, and where there is no room.
     """
     stored = dtype if dtype in _STORED else "float32"
-
-    def make(gguf: Path, new: Path) -> None:
-        logger.info(
-            "de-quantising %s to %s, once, into %s. The weights keep their quantised values",
-            gguf.name,
-            stored,
-            new.parent,
-        )
-        _convert(gguf, new, stored)
-
     with _naming(path):
-        return _made_once(path, stored, make)
-
-
-def _digest(path: Path) -> str:
-    """Sha256 of the file: 0.05 s for the default model, and the same in every environment."""
-    digest = hashlib.sha256(_CONVERSION)
-    try:
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-    except OSError as error:
-        raise ModelNotFound(f"cannot read {path}: {error.strerror}") from error
-    return digest.hexdigest()
+        return _made_once(path, stored, partial(_convert, dtype=stored))
 
 
 def _made_once(gguf: Path, kind: str, make: Callable[[Path, Path], None]) -> Path:
     """A folder of the cache that `make` fills: whole or not at all, by the first of several."""
-    target = files.cache_folder() / "models" / f"{gguf.stem}-{_digest(gguf)[:12]}-{kind}"
+    digest = hashlib.sha256(_CONVERSION)  # of all: 0.05 s for the default model
+    try:
+        with gguf.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    except OSError as error:
+        raise ModelNotFound(f"cannot read {gguf}: {error.strerror}") from error
+    name = f"{gguf.stem}-{digest.hexdigest()[:12]}-{kind}"
+    target = files.cache_folder() / "models" / name
     if (target / "config.json").is_file():
         return target
     from selfspec.hub.gguf import read_header
@@ -402,6 +387,8 @@ def _naming(gguf: Path) -> Iterator[None]:
 def _convert(gguf: Path, out: Path, dtype: str) -> None:
     import torch
 
+    said = "de-quantising %s to %s, once, into %s. The weights keep their quantised values"
+    logger.info(said, gguf.name, dtype, out.parent)
     model, tokenizer = pretrained.load_gguf(gguf)
     with pretrained.quiet():
         model.to(getattr(torch, dtype)).save_pretrained(out)
@@ -461,8 +448,8 @@ def list_heads() -> list[Path]:
 
 def heads_name(folder: Path) -> str:
     """What `--heads` calls them: the name of those in `list_heads`, the path of others."""
-    known = {place: name for name, place in _named_heads().items()}
-    return known.get(folder, str(folder))
+    names = (name for name, place in _named_heads().items() if place == folder)
+    return next(names, str(folder))
 
 
 def _named_heads() -> dict[str, Path]:

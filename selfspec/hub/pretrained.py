@@ -1,20 +1,24 @@
 """What transformers loads from a folder, hub id or GGUF file, and whether it may.
 
 A config decides how much is built before any weight is read, so its counts are held against the
-weights that are there. No pickles, no code of a model's author; errors in one line. Called by
-`models`; transformers comes on first use.
+weights that are there. No pickles, no code of a model's author; transformers comes on first use.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from selfspec.errors import InvalidData, ModelNotFound, first_line
+from selfspec.errors import InvalidData, LacksWeights, ModelNotFound, first_line
 from selfspec.typed import shown
 from selfspec.untrusted import check_safetensors, read_json
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 # --- folders from outside: files of bounded size, whole weights -----------------------------------
 
@@ -33,8 +37,6 @@ _MOST = 1 << 24
 
 _WIDEST = 8
 """Times the longest side of any weight: packed weights have shorter sides than a config says."""
-
-INDEX = "model.safetensors.index.json"
 
 _NUMBERS = ("F32", "BF16", "F16", "F64")
 _MASKS = ("BOOL", "U8")
@@ -95,7 +97,7 @@ def check_sizes(folder: Path, config: dict[str, Any], shapes: Shapes) -> None:
 
 def indexed(folder: Path) -> list[Path]:
     """The files that the index of the weights names; none without one. Raises InvalidData."""
-    path = folder / INDEX
+    path = folder / "model.safetensors.index.json"
     if not path.exists():
         return []
     index = read_json(path)
@@ -274,3 +276,52 @@ def quiet(*, bars: bool = False) -> Iterator[None]:
         control.set_verbosity(level)
         if shown:
             control.enable_progress_bar()
+
+
+# --- a model whose weights somebody else brings ---------------------------------------------------
+
+
+_OUTPUT = "lm_head.weight"
+
+
+def assembled(
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    attention: str,
+    weight: Callable[[str, tuple[int, ...]], Tensor | None],
+) -> PreTrainedModel:
+    """The model that `config` describes, in evaluation mode, without memory of its own.
+
+    `weight`: of a parameter's name and shape; None where there is none. Raises InvalidData where
+    the config makes no model, LacksWeights where a weight is missing.
+    """
+    from accelerate import init_empty_weights
+    from torch.nn import Parameter
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    make: Any = AutoModelForCausalLM.from_config  # untyped
+    try:
+        with init_empty_weights(include_buffers=False), no_init_weights():
+            model: PreTrainedModel = make(config, dtype=dtype, attn_implementation=attention)
+    except Exception as error:  # an odd config makes transformers fail anywhere, with anything
+        raise InvalidData(f"what it says makes no model: {first_line(error)}") from error
+
+    def place(name: str, parameter: nn.Parameter) -> None:
+        owner, _, leaf = name.rpartition(".")
+        model.get_submodule(owner)._parameters[leaf] = parameter
+
+    missing = []
+    for name, shape in [(name, tuple(empty.shape)) for name, empty in model.named_parameters()]:
+        if (found := weight(name, shape)) is None:
+            missing.append(name)
+        else:
+            place(name, Parameter(found, requires_grad=False))
+    if config.tie_word_embeddings:
+        missing = [name for name in missing if name != _OUTPUT]
+        embedding: Any = model.get_input_embeddings()
+        place(_OUTPUT, embedding.weight)
+    if missing:
+        raise LacksWeights(f"it lacks {len(missing)} weights, {missing[0]} among them")
+    model.eval()
+    return model

@@ -7,22 +7,25 @@ import io
 import logging
 import shutil
 import urllib.error
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import SafetensorError
+from transformers.utils import logging as transformers_logging
 
 from selfspec import files
-from selfspec.errors import HeadsNotFound, ModelNotFound
+from selfspec.errors import HeadsNotFound, InvalidOption, ModelNotFound
 from selfspec.heads.folder import FILES_OF_A_FIT
 from selfspec.hub import models as hub
+from selfspec.hub import pretrained
 from selfspec.training.records import CALIBRATION
 from tests.gguf_files import tiny
-
-Convert = Callable[[Path, Path, str], None]
+from tests.models import make_model
+from tests.talks import make_tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -62,15 +65,13 @@ def entries(cache: Path) -> list[str]:
 
 
 def test_a_gguf_file_is_converted_once_for_each_content_and_dtype(
-    gguf: Path, cache: Path, conversions: list[Path], caplog: pytest.LogCaptureFixture
+    gguf: Path, cache: Path, conversions: list[Path]
 ) -> None:
-    caplog.set_level(logging.INFO, logger="selfspec.hub")
     first, second = hub.resolve_model(gguf), hub.resolve_model(str(gguf))
     assert first == second
     assert (first.label, first.is_default, len(conversions)) == ("toy.Q4_1", False, 1)
     assert entries(cache) == [Path(first.source).name]
     assert (Path(first.source) / "model.safetensors").read_bytes() == gguf.read_bytes()
-    assert "de-quantising toy.Q4_1.gguf" in caplog.text
     asked = ("bfloat16", "float16", "float64", "bfloat16")
     names = [Path(hub.resolve_model(gguf, dtype).source).name for dtype in asked]
     # float64 holds no more than the float32 file does
@@ -98,7 +99,7 @@ def test_a_conversion_that_ends_early_leaves_nothing_half_written(
     found: type[BaseException],
     said: str,
 ) -> None:
-    def ends(_gguf: Path, out: Path, _dtype: str) -> None:
+    def ends(_gguf: Path, out: Path, **_: str) -> None:
         (out / "config.json").write_text("{", encoding="utf-8")
         raise error
 
@@ -129,11 +130,13 @@ def test_conversion_that_another_process_finished_first_is_used(
 
 
 def test_a_file_or_a_folder_that_cannot_be_loaded_is_named_with_the_reason(
-    gguf: Path, cache: Path
+    gguf: Path, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, logger="selfspec.hub")
     with pytest.raises(ModelNotFound, match=r"cannot read .*toy\.Q4_1\.gguf as GGUF: .") as caught:
         hub.resolve_model(gguf)
     assert "\n" not in str(caught.value)
+    assert "de-quantising toy.Q4_1.gguf" in caplog.text
     assert entries(cache) == []
     with pytest.raises(ModelNotFound, match=r"no config\.json\. It holds toy\.Q4_1\.gguf"):
         hub.resolve_model(gguf.parent)
@@ -233,6 +236,97 @@ def test_default_model_ends_at_token_2_and_has_its_chat_template(
         [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
     )
     assert str(text).endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+
+
+# --- loading from a folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a tokenizer, saved as users have theirs."""
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    make_model("llama").save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("dtype", ["float32", torch.bfloat16])
+def test_model_loads_in_eval_mode_as_it_was_asked_for(folder: Path, dtype: Any) -> None:
+    options: Any = {"dtype": dtype, "device": "cpu", "attn_implementation": "eager"}
+    model, tokenizer, files = hub.load_model(folder, **options)
+    assert str(model.dtype).removeprefix("torch.") == str(dtype).removeprefix("torch.")
+    assert model.config._attn_implementation == "eager"
+    assert not model.training
+    assert tokenizer("b")["input_ids"] == make_tokenizer()("b")["input_ids"]
+    assert (files.source, files.label, files.is_default) == (str(folder), "tiny", False)
+    assert [Path(path).name for path, _, _ in files.stamps] == ["config.json", "model.safetensors"]
+
+
+def test_layers_are_spread_over_devices_on_request(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def spy(_source: str, **options: Any) -> tuple[Any, Any]:
+        asked.append(options["device_map"])
+        return torch.nn.Linear(1, 1), None
+
+    monkeypatch.setattr(pretrained, "load", spy)
+    for device in ("auto", "cpu"):
+        hub.load_model(folder, device=device)
+    assert asked == ["auto", None]
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_loading_shows_no_bars_and_leaves_the_setting_alone(
+    folder: Path, shown: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    bars: Any = transformers_logging
+    before = bars.is_progress_bar_enabled()
+    (bars.enable_progress_bar if shown else bars.disable_progress_bar)()
+    try:
+        hub.load_model(folder, device="cpu")
+        assert bars.is_progress_bar_enabled() is shown
+    finally:
+        (bars.enable_progress_bar if before else bars.disable_progress_bar)()
+    assert "Loading weights" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "int8"}, "dtype is 'int8', expected float32"),
+        ({"dtype": "cuda"}, "dtype is 'cuda', expected float32"),
+        ({"device": "toaster"}, "device is 'toaster', expected cpu"),
+        ({"device": "cuda:99"}, "cannot use device cuda:99"),
+    ],
+)
+def test_bad_dtype_or_device_is_an_invalid_option(
+    folder: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidOption, match=message):
+        hub.load_model(folder, **options)
+
+
+@pytest.mark.parametrize(
+    ("gone", "message"),
+    [
+        ("model.safetensors", r"has no weights \(\*.safetensors\)\. Copy all files"),
+        ("token*", r"has no tokenizer \(tokenizer\*, vocab\*, \*.model\)\. Copy"),
+    ],
+)
+def test_what_a_model_folder_lacks_is_named_on_one_line(
+    folder: Path, tmp_path: Path, gone: str, message: str
+) -> None:
+    broken = Path(shutil.copytree(folder, tmp_path / "broken"))
+    for file in broken.glob(gone):
+        file.unlink()
+    with pytest.raises(ModelNotFound, match=f"broken {message}") as caught:
+        hub.load_model(broken)
+    assert "\n" not in str(caught.value)
+    torch.save({}, broken / "pytorch_model.bin")
+    with pytest.raises(ModelNotFound, match="pickles: convert" if "model" in gone else message):
+        hub.load_model(broken)
 
 
 # --- heads
