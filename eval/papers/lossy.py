@@ -60,7 +60,7 @@ def measured(
     check_packages("the quality of texts", "sacrebleu", "rouge_score")
     given: dict[str, dict[str, Any]] = {PLAIN: {"speculate": False}, LOSSLESS: {}}
     given |= {name: {"acceptance": rule} for name, rule in rules.items()}
-    drafter = "ngram+exit" if speculator.draft_model is None else "draft-model"
+    drafter = "ngram+exit" if speculator.runtime.draft_model is None else "draft-model"
     ways = [
         Contender(
             label=name,

@@ -1,9 +1,7 @@
 """Chat templates: programs from outside, run with bounds; some of ours for models that bring none.
 
-Comes in: what `--chat-template` says, or a tokenizer and messages. Goes out: a template that was
-tried and how its turns end, or the text that it makes of messages. Templates run in a process of
-their own (`rendering`), which starts in a tenth of a second and is kept: later texts take less than
-a millisecond more than in this process.
+They run in a process of their own (`rendering`), which starts in a tenth of a second and is kept:
+later texts take less than a millisecond more than in this process.
 """
 
 from __future__ import annotations

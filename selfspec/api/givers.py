@@ -1,8 +1,7 @@
 """Who gave a token, in words and in colour: the same on pages, in pictures and on a terminal.
 
-A notebook gets an answer as HTML: one element without a script, in which text is only ever text.
-Colours are those of all pages; the ink is the notebook's own, so it can be read on light and on
-dark. Imports no torch.
+A notebook gets an answer as HTML without a script, in which text is only ever text; its own ink can
+be read on light and on dark. Imports no torch.
 """
 
 from __future__ import annotations

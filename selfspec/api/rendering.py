@@ -1,13 +1,10 @@
-"""A program that renders chat templates for `template`, which runs this file as a process.
+"""A program that renders chat templates for `chat_template`, which runs this file as a process.
 
 Comes in: a line of JSON for each text, `[template, variables, most characters]`. Goes out: a line
 of JSON, `[text, null, null]`, or `[null, reason, line of the template]`. A template is a stranger's
 program, and no list of what a program may do is complete: within `10**(10**9)` no other Python code
-runs. So the process is bounded: it may have `MEMORY` bytes, and the system ends it after `SECONDS`,
-whether or not somebody still waits for the text.
-
-Imports jinja2 and nothing that takes longer to start. Templates may use what transformers lets them
-use (`transformers.utils.chat_template_utils`).
+runs. So the process may have `MEMORY` bytes, and the system ends it after `SECONDS`. It imports
+jinja2 and nothing that takes longer; templates may use what transformers lets them use.
 """
 
 from __future__ import annotations

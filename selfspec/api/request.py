@@ -48,7 +48,7 @@ from selfspec.decoding.sampling import (
     called,
     criterion_for,
 )
-from selfspec.errors import InvalidOption, InvalidPrompt
+from selfspec.errors import InvalidOption, InvalidPrompt, first_line
 from selfspec.model.backbone import Backbone
 from selfspec.model.parts import CACHES
 from selfspec.typed import annotations_of, check_keys, check_types, shown
@@ -111,25 +111,16 @@ NEUTRAL = frozenset(
 """Fields that change no token of plain decoding."""
 
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "num_beams": (None, 1),
-    "num_beam_groups": (None, 1),
-    "penalty_alpha": (None, 0, 0.0),
-    "dola_layers": (None,),
-    "constraints": (None,),
-    "force_words_ids": (None,),
+    **dict.fromkeys(("num_beams", "num_beam_groups"), (None, 1)),
+    "penalty_alpha": (None, 0),
     "use_cache": (None, True),
     "cache_implementation": (None, "dynamic"),
-    "prompt_lookup_num_tokens": (None,),
-    "assistant_early_exit": (None,),
-    "assistant_ensemble_weight": (None,),
-    "speculation_type": (None,),
-    "use_mtp": (None, False),
-    "is_assistant": (None, False),
-    "token_healing": (None, False),
-    "output_scores": (None, False),
-    "output_logits": (None, False),
-    "output_attentions": (None, False),
-    "output_hidden_states": (None, False),
+    **dict.fromkeys(("dola_layers", "constraints", "force_words_ids"), (None,)),
+    **dict.fromkeys(("prompt_lookup_num_tokens", "assistant_early_exit"), (None,)),
+    **dict.fromkeys(("assistant_ensemble_weight", "speculation_type"), (None,)),
+    **dict.fromkeys(("use_mtp", "is_assistant", "token_healing"), (None, False)),
+    **dict.fromkeys(("output_scores", "output_logits"), (None, False)),
+    **dict.fromkeys(("output_attentions", "output_hidden_states"), (None, False)),
 }
 """Fields that mean another way of decoding or another result, and the values that do not."""
 
@@ -234,10 +225,6 @@ def check_options(options: Mapping[str, Any], vocab_size: int) -> None:
     for name in ("logits_processor", "stopping_criteria"):
         for entry in given.get(name, ()):
             _check_function(name, entry)
-    _check_tokens(given, vocab_size)
-
-
-def _check_tokens(given: Mapping[str, Any], vocab_size: int) -> None:
     for name in _TOKENS:
         for token in _flat(given.get(name, ())):
             # -1 is how some say that there is no end token
@@ -307,8 +294,8 @@ def prepare(
             **rest,
         )
     except _REFUSALS as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise InvalidOption(f"{reason.rstrip('.')}. Change that option, or leave it out") from error
+        said = first_line(error)
+        raise InvalidOption(f"{said}. Change that option, or leave it out") from error
     return from_prepared(backbone, *prepared, seed=seed, logprobs=logprobs, tokenizer=tokenizer)
 
 
@@ -331,7 +318,13 @@ def from_prepared(
     refuse_other_decoding(config)
     refuse_model_keywords(model_kwargs, input_ids)
     pads = left_padding(input_ids, model_kwargs.get("attention_mask"))
-    _check_room(backbone, input_ids.shape[1] - min(pads))
+    limit, length = backbone.position_limit, input_ids.shape[1] - min(pads)
+    if limit is not None and length > limit:
+        raise InvalidPrompt(
+            f"the prompt has {length} tokens, the model has {limit} positions. Shorten the prompt"
+        )
+    if length > backbone.max_positions:
+        remind(backbone.max_positions)
     lengths = [entry.max_length for entry in criteria if type(entry) is MaxLengthCriteria]
     longest = min(lengths, default=config.max_length)
     if not isinstance(longest, int):
@@ -351,7 +344,7 @@ def from_prepared(
         criteria=StoppingCriteriaList(entry for entry in criteria if type(entry) not in kinds),
         max_time=config.max_time,
         made_for=backbone.max_positions,
-        position_limit=backbone.position_limit,
+        position_limit=limit,
         pad_token_id=int((config.pad_token_id if pad is None else pad) or 0),
         return_dict=bool(config.return_dict_in_generate),
         **others,
@@ -387,17 +380,6 @@ def _wanted(model: PreTrainedModel, options: Mapping[str, Any], name: str) -> An
     return next((value for value in values if value is not None), None)
 
 
-def _check_room(backbone: Backbone, length: int) -> None:
-    """Raise InvalidPrompt for a prompt of more ids than there are positions; log a long one."""
-    limit = backbone.position_limit
-    if limit is not None and length > limit:
-        raise InvalidPrompt(
-            f"the prompt has {length} tokens, the model has {limit} positions. Shorten the prompt"
-        )
-    if length > backbone.max_positions:
-        remind(backbone.max_positions)
-
-
 def _default_length(backbone: Backbone, length: int) -> dict[str, int]:
     """How long an answer to `length` ids gets where the caller does not say.
 
@@ -428,21 +410,20 @@ def _hand_back(
 
 
 def _ended(criteria: list[Any], ids: Tensor) -> bool:
-    """Whether any ends ids [1, n]; each is asked, whatever the others say."""
-    return any([_says(criterion, ids) for criterion in criteria])  # noqa: C419  # some count calls
-
-
-def _says(criterion: Any, ids: Tensor) -> bool:
-    found = criterion(ids, None)  # without scores, as in plain decoding
-    if hasattr(found, "tolist"):
-        found = found.tolist()  # a tensor [1], or a number of numpy's
-    if isinstance(found, list) and len(found) == 1:
-        (found,) = found
-    if not isinstance(found, bool):
-        raise InvalidOption(
-            f"{called(criterion)} gives {shown(found)} for one row, expected True or False"
-        )
-    return found
+    """Whether any ends ids [1, n]; each is asked, whatever the others say: some count calls."""
+    ends = False
+    for criterion in criteria:
+        found = criterion(ids, None)  # without scores, as in plain decoding
+        if hasattr(found, "tolist"):
+            found = found.tolist()  # a tensor [1], or a number of numpy's
+        if isinstance(found, list) and len(found) == 1:
+            (found,) = found
+        if not isinstance(found, bool):
+            raise InvalidOption(
+                f"{called(criterion)} gives {shown(found)} for one row, expected True or False"
+            )
+        ends = ends or found
+    return ends
 
 
 def refuse_other_decoding(config: GenerationConfig) -> None:

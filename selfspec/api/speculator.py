@@ -10,7 +10,6 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice, repeat
@@ -63,15 +62,6 @@ from selfspec.typed import check_types, plain_numbers, shown
 
 logger = logging.getLogger(__name__)
 
-_LOADING = (
-    *("heads", "dtype", "device", "attn_implementation", "executor"),
-    *("draft_model", "datastore"),
-)
-"""Keywords of `load` that are no options."""
-
-_WRAPPING = ("tokenizer", "heads", "label", "executor", "draft_model", "datastore")
-"""Keywords of `wrap` that are none."""
-
 _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
 Answered = tuple[int, Generation | SelfspecError]
@@ -98,7 +88,6 @@ class Speculator:
         self.options = options
         self.turn_end = turn_end
         self.runtime = Runtime(backbone, heads, draft_model, datastore)
-        self._disabled = False
         self._grammars = Grammars(tokenizer, backbone.vocab_size)
         if heads is not None:
             heads.layers_in_use(options)
@@ -120,11 +109,6 @@ class Speculator:
     def heads(self) -> ExitHeads | None:
         """Its exit heads, if it has any."""
         return self.runtime.heads
-
-    @property
-    def draft_model(self) -> Backbone | None:
-        """A second model that drafts, if there is one."""
-        return self.runtime.draft_model
 
     @property
     def model(self) -> PreTrainedModel:
@@ -237,15 +221,6 @@ class Speculator:
         """A conversation that keeps its keys and values between turns."""
         return Session(self)
 
-    @contextmanager
-    def disabled(self) -> Iterator[None]:
-        """While open, plain decoding on the same runtime."""
-        before, self._disabled = self._disabled, True
-        try:
-            yield
-        finally:
-            self._disabled = before
-
     def hf(self, *, strings: str | list[str] | None = None, **speculation: Any) -> Loop:
         """A `custom_generate` for Hugging Face's own `model.generate`.
 
@@ -273,8 +248,7 @@ class Speculator:
         if grammar is not None:
             start = request.input_ids.shape[1]
             request = request.under(self._grammars.mask(grammar, request.end_tokens, start))
-        allowed = self.allowed(speculation)
-        return replace(request, speculation=allowed, streamer=streamer, end=end.text)
+        return replace(request, speculation=speculation, streamer=streamer, end=end.text)
 
     def _sorted(self, options: GenerateOptions) -> tuple[SpeculationOptions, dict[str, Any]]:
         """Ours, and the other keywords. Raises InvalidOption."""
@@ -292,10 +266,6 @@ class Speculator:
             ends: Any = self.model.generation_config.eos_token_id
             listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
             self._grammars.mask(grammar, listed)
-
-    def allowed(self, options: SpeculationOptions) -> SpeculationOptions:
-        """`options` as they are now: see `disabled`."""
-        return replace(options, speculate=False) if self._disabled else options
 
     def answers(self, request: Request) -> list[Generation]:
         """The answers to all rows of a request, which are written together."""
@@ -387,7 +357,7 @@ def load(
     InvalidOption.
     """
     _check_loading(model, draft_model, heads, attn_implementation, device)
-    check(options, beside=_LOADING)
+    check(options, beside=[*inspect.signature(load).parameters])
     store = _read_datastore(datastore)
     templates.start_renderer()
     template = None if chat_template is None else templates.read(chat_template)
@@ -440,7 +410,7 @@ def wrap(
     InvalidOption.
     """
     _check_wrapping(tokenizer, heads, draft_model)
-    check(options, beside=_WRAPPING)
+    check(options, beside=[*inspect.signature(wrap).parameters])
     store = _read_datastore(datastore)
     template = None if chat_template is None else templates.read(chat_template)
     backbone = Backbone(model, executor=executor)
@@ -511,7 +481,13 @@ def find_heads(
 ) -> ExitHeads | None:
     """The heads that were asked for. Raises HeadsNotFound, InvalidHeads, HeadsMismatch."""
     if isinstance(heads, ExitHeads):
-        _check_fit(heads, backbone)
+        weight = backbone.unembedding.weight
+        heads.config.require_sizes("heads", weight, "the model", backbone.num_layers)
+        if (own := next(heads.parameters(), weight)).device != weight.device:
+            raise HeadsMismatch(
+                f"the heads are on {own.device}, the model's lm_head is on {weight.device}. Move "
+                "them: heads.to(device)"
+            )
         return heads
     if heads is None or heads == hub.NO_HEADS:
         return None
@@ -538,25 +514,6 @@ def without_heads(
     if said is not None and drafting.speculate and wanted:
         logger.warning("no exit heads for %s: %s. Make some: selfspec adapt", label, said)
     return base
-
-
-def _check_fit(heads: ExitHeads, backbone: Backbone) -> None:
-    """Raise HeadsMismatch unless given heads have the sizes of the model, and its device."""
-    config, weight = heads.config, backbone.unembedding.weight
-    found = (config.num_layers, config.hidden_size, config.vocab_size)
-    expected = (backbone.num_layers, weight.shape[1], weight.shape[0])
-    if found != expected:
-        raise HeadsMismatch(
-            "the heads are for {} layers, {} numbers wide, and {} tokens, ".format(*found)
-            + "the model has {}, {} and {}. ".format(*expected)
-            + "Fit heads to this model: selfspec fit"
-        )
-    own = next(heads.parameters(), weight)
-    if own.device != weight.device:
-        raise HeadsMismatch(
-            f"the heads are on {own.device}, the model's lm_head is on {weight.device}. Move them: "
-            "heads.to(device)"
-        )
 
 
 # --- what `load` and `wrap` were given ------------------------------------------------------------
@@ -645,7 +602,7 @@ class Loop:
             stopping_criteria,
             generation_config,
             model_kwargs,
-            speculation=self.speculator.allowed(self.options),
+            speculation=self.options,
             tokenizer=self.speculator.tokenizer,
             streamer=streamer,
             greeted=True,

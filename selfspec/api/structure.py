@@ -1,12 +1,9 @@
 """What keywords of `generate` can ask for: values in range, and a JSON schema or a grammar.
 
-Comes in: what a caller gave. Goes out: the text of a grammar as llguidance reads it, or
-InvalidOption in one line. Imports no torch; llguidance when it is needed.
-
-Why llguidance: it needs no compilation per schema (a mask takes some microseconds from the first
-one on), gives forced text as tokens, goes back by any number of tokens, refuses keywords of JSON
-schema that it does not honour, and does not bring a tensor library of its own. xgrammar, the other
-kept one, gives forced text as characters, which a second cut into tokens need not fit.
+Imports no torch; llguidance when it is needed. Why that: it compiles nothing per schema (a mask
+takes microseconds from the first on), gives forced text as tokens, goes back by any number of them,
+refuses keywords of JSON schema that it does not honour, and brings no tensor library. xgrammar
+gives forced text as characters, which a second cut into tokens need not fit.
 """
 
 from __future__ import annotations
@@ -37,7 +34,6 @@ _LEAST = {
     "seed": -(2**63),
 }
 _MOST = {**dict.fromkeys(_SHARES, 1), "seed": 2**64 - 1}
-_ABOVE_0 = ("top_p", "repetition_penalty")
 
 
 def check_ranges(given: Mapping[str, Any]) -> None:
@@ -47,7 +43,7 @@ def check_ranges(given: Mapping[str, Any]) -> None:
             raise InvalidOption(f"{name} is {shown(value)}, expected at least {_LEAST[name]}")
         if name in _MOST and value > _MOST[name]:
             raise InvalidOption(f"{name} is {shown(value)}, expected at most {_MOST[name]}")
-        if name in _ABOVE_0 and value <= 0:
+        if name in ("top_p", "repetition_penalty") and value <= 0:
             raise InvalidOption(f"{name} is {shown(value)}, expected more than 0")
 
 

@@ -1,9 +1,8 @@
 """Settings that suit this machine: `selfspec tune` writes them, the facade reads them by itself.
 
-A JSON file in the user's cache folder for each combination of what a setting depends on: heads,
-model, dtype, executor, processor, threads. A model without heads, whose drafts are text already
-seen, has files too. None is needed, and a broken one is ignored. Where nothing was tuned, what rows
-and heads cost is measured when it is first wanted, and kept likewise.
+A JSON file in the user's cache folder for each combination of heads (or none), model, dtype,
+executor, processor and threads; a broken one is ignored. Where nothing was tuned, what rows and
+heads cost is measured when it is first wanted, and kept likewise.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from selfspec.decoding.measure import quick_costs
 from selfspec.errors import InvalidData, InvalidOption, first_line
 from selfspec.files import cache_folder
 from selfspec.files import write as write_file
-from selfspec.heads.exit_heads import ExitHeads
+from selfspec.heads.exit_heads import ExitHeads, hash_of
 from selfspec.model.backbone import Backbone
 from selfspec.model.compiler import KERNELS
 from selfspec.options import settings_text
@@ -120,11 +119,7 @@ def heads_hash(heads: ExitHeads) -> str:
     """sha256 of what decides the answers of heads: kind, exit layers, temperatures, weights."""
     config = heads.config
     kind = [config.head_type, list(config.exit_layers), sorted(config.temperatures.items())]
-    digest = hashlib.sha256(json.dumps(kind).encode())
-    for name, tensor in sorted(heads.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
+    return hash_of(heads.state_dict(), json.dumps(kind).encode())
 
 
 def processor(device: torch.device) -> str:

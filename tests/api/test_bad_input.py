@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from transformers import BertConfig, BertForMaskedLM, GenerationConfig, LlamaForCausalLM
 
 from selfspec.api import speculator as facade
@@ -61,64 +60,48 @@ def user(content: Any) -> list[dict[str, Any]]:
 
 PROMPTS: dict[str, Any] = {
     "none": None,
-    "number": 5,
-    "bool": True,
     "bytes": b"hello",
     "dict": {"input_ids": IDS},
     "generator": (token for token in IDS),
     "object": Strange(),
     "path": Path("prompt.txt"),
-    "numpy floats": np.array([1.0]),
     "empty text": "",
     "blanks": " \n\t ",
     "half a character": "\ud800",
     "empty list": [],
     "floats": [1.0, 2.0],
     "text and ids": ["hello", 5],
-    "ids and text": [5, "hello"],
-    "messages and ids": [*user("hi"), 5],
     "lists of ids": [[1, 2], [3, 4]],
     "tensors in a list": [torch.tensor(1)],
-    "nones": [None],
     "negative id": [-1, 5],
     "id beyond the vocabulary": [5, VOCAB],
     "id beyond 64 bits": [2**64],
     "float tensor": torch.tensor([1.0, 2.0]),
-    "complex tensor": torch.tensor([1j]),
     "tensor without dimensions": torch.tensor(5),
     "tensor of three dimensions": torch.ones(1, 2, 3, dtype=torch.long),
     "empty tensor": torch.empty(0, dtype=torch.long),
-    "tensor beyond the vocabulary": torch.tensor([[VOCAB]]),
     "meta tensor": torch.empty(1, 3, dtype=torch.long, device="meta"),
     "sparse tensor": torch.tensor([[1, 0, 2]]).to_sparse(),
     "several rows": torch.tensor([IDS, IDS]),
     "message without role": [{"content": "hi"}],
-    "role of a number": [{"role": 3, "content": "hi"}],
     "content of a number": user(3),
     "content of parts": user([{"type": "text", "text": "hi"}]),
     "content with half a character": user("\ud800"),
-    "message and none": [*user("hi"), None],
     "a role the template refuses": [{"role": "robot", "content": "hi"}],
 }
-
-
-@pytest.mark.parametrize("name", PROMPTS)
-def test_what_is_no_prompt_is_refused_in_one_line(name: str, speculator: Speculator) -> None:
-    for call in (speculator.generate, speculator.stream, speculator.session().generate):
-        with pytest.raises((InvalidPrompt, InvalidOption)) as caught:
-            call(PROMPTS[name], max_new_tokens=2)
-        check(caught.value)
 
 
 BATCHES = {"several rows", "lists of ids"}
 """Of these: what is several prompts."""
 
 
-@pytest.mark.parametrize("name", sorted(PROMPTS.keys() - BATCHES))
-def test_what_is_no_batch_is_refused_in_one_line(name: str, speculator: Speculator) -> None:
-    with pytest.raises(InvalidPrompt) as caught:
-        speculator.generate_batch(PROMPTS[name], max_new_tokens=2)
-    check(caught.value)
+@pytest.mark.parametrize("name", PROMPTS)
+def test_what_is_no_prompt_is_refused_in_one_line(name: str, speculator: Speculator) -> None:
+    calls: list[Any] = [speculator.generate, speculator.session().generate]
+    for call in calls if name in BATCHES else [*calls, speculator.generate_batch]:
+        with pytest.raises((InvalidPrompt, InvalidOption)) as caught:
+            call(PROMPTS[name], max_new_tokens=2)
+        check(caught.value)
 
 
 @pytest.mark.parametrize("name", sorted(BATCHES))
@@ -146,14 +129,11 @@ def test_a_mistake_that_is_often_made_has_its_own_advice(
     assert advice in str(caught.value)
 
 
-@pytest.mark.parametrize("prompt", ["hello", user("hi"), "x" * 50])
-def test_words_without_a_tokenizer_are_refused_in_one_line(prompt: Any, model: Any) -> None:
-    with pytest.raises(InvalidPrompt) as caught:
-        wrap(model, heads="logit-lens").generate(prompt)
-    check(caught.value)
-
-
-def test_raw_is_for_text(speculator: Speculator) -> None:
+def test_words_need_a_tokenizer_and_raw_is_for_text(model: Any, speculator: Speculator) -> None:
+    mute = wrap(model, heads="none", executor="generic")
+    for prompt in ("hello", user("hi")):
+        with pytest.raises(InvalidPrompt, match="needs a tokenizer"):
+            mute.generate(prompt)
     with pytest.raises(InvalidPrompt, match="raw is for text"):
         speculator.generate(user("hi"), raw=True)
 
@@ -420,8 +400,8 @@ def bert() -> Any:
     return BertForMaskedLM(BertConfig(**sizes, intermediate_size=16, vocab_size=32))
 
 
-def heads_of(**overrides: Any) -> Any:
-    backbone = Backbone(make_model("llama", **overrides), executor="generic")
+def other_heads() -> Any:
+    backbone = Backbone(make_model("llama", num_hidden_layers=4), executor="generic")
     return logit_lens(backbone.unembedding, backbone.num_layers, "other")
 
 
@@ -435,28 +415,21 @@ CASES: list[tuple[Callable[[Any], Any], type[SelfspecError], str]] = [
     (lambda _: wrap(None), InvalidOption, "model is of type NoneType.*selfspec.load"),
     (lambda _: wrap("gpt2"), InvalidOption, "model is of type str.*expected a causal"),
     (lambda _: wrap(LlamaForCausalLM), InvalidOption, "model is a class, LlamaForCausalLM"),
-    (lambda _: wrap(nn.Linear(2, 2)), InvalidOption, "model is of type Linear"),
-    (lambda model: wrap(model.model), InvalidOption, "model is of type LlamaModel"),
     (lambda _: wrap(bert()), InvalidOption, "model is of type BertForMaskedLM"),
     (lambda _: wrap(meta_model()), InvalidOption, "no weights.*from_pretrained"),
     (lambda model: wrap(model, "gpt2"), InvalidOption, "tokenizer is of type str.*AutoTokenizer"),
     (lambda model: wrap(model, Processor()), InvalidOption, "tokenizer is of type Processor"),
     (lambda model: wrap(model, heads=3), InvalidOption, "heads are of type int.*selfspec heads"),
-    (lambda model: wrap(model, heads=nn.Linear(2, 2)), InvalidOption, "heads are of type Linear"),
     (lambda model: wrap(model, heads="none-such"), HeadsNotFound, "Known: "),
     (
-        lambda model: wrap(model, heads=heads_of(num_hidden_layers=4)),
+        lambda model: wrap(model, heads=other_heads()),
         HeadsMismatch,
-        "for 4 layers, 32 numbers wide, and 96 tokens, the model has 6, 32 and 280.*selfspec fit",
+        r"heads fit other .* \(96, 32, 4\), the model has \(280, 32, 6\)\. .*selfspec fit",
     ),
-    (lambda model: wrap(model, heads=heads_of(vocab_size=64)), HeadsMismatch, "and 64 tokens"),
-    *(
-        (
-            lambda _, count=count: wrap(make_model("llama", max_position_embeddings=count)),
-            UnsupportedModel,
-            f"max_position_embeddings of the model's config is {count}, expected at least 1",
-        )
-        for count in (0, -1)
+    (
+        lambda _: wrap(make_model("llama", max_position_embeddings=0)),
+        UnsupportedModel,
+        "max_position_embeddings of the model's config is 0, expected at least 1",
     ),
     (lambda model: wrap(model, executor="fast"), InvalidOption, "executor is 'fast'.*Leave it out"),
     (lambda model: wrap(model, executor=None), InvalidOption, "executor is None"),
@@ -465,8 +438,6 @@ CASES: list[tuple[Callable[[Any], Any], type[SelfspecError], str]] = [
     (lambda model: load(model), InvalidOption, r"use selfspec\.wrap\(model\)"),
     (lambda _: load(3), InvalidOption, "model is of type int"),
     (lambda _: load(""), InvalidOption, "model is empty"),
-    (lambda _: load(draft_model=3), InvalidOption, "draft_model is of type int"),
-    (lambda _: load(heads=3), InvalidOption, "heads are of type int"),
     (lambda _: load(device=[]), InvalidOption, "device is .., expected text"),
     (lambda _: load(attn_implementation=3), InvalidOption, "attn_implementation is 3"),
     (lambda _: load(dtype="float8_e4m3fn"), InvalidOption, "dtype is 'float8_e4m3fn', expected"),

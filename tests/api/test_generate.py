@@ -71,19 +71,6 @@ def test_inside_hugging_faces_generate_tokens_and_output_object_are_its_own(
     assert torch.equal(record.sequences, expected)
 
 
-def test_plain_decoding_is_the_same_text_without_drafts(speculator: Speculator) -> None:
-    ids = random_ids(13)
-    expected = speculator.generate(ids, max_new_tokens=9)
-    with speculator.disabled():
-        plain = speculator.generate(ids, max_new_tokens=9)
-        with speculator.disabled():
-            pass
-        assert speculator.generate(ids, max_new_tokens=9).stats.drafted == 0
-    assert plain.token_ids == expected.token_ids
-    assert plain.stats.drafted == 0
-    assert speculator.generate(ids, max_new_tokens=9).stats.drafted > 0
-
-
 def test_a_lossy_rule_is_labelled_and_needs_sampling(speculator: Speculator) -> None:
     ids = random_ids(5)
     lossy = speculator.generate(

@@ -73,13 +73,6 @@ def test_a_streamer_takes_one_text(speculator: Speculator, exact: Any) -> None:
             call()
 
 
-def test_a_stream_keeps_its_rounds_the_prompts_first(speculator: Speculator) -> None:
-    stream = speculator.stream(random_ids(13), max_new_tokens=9)
-    answer = stream.drain()
-    assert [entry.prefill for entry in stream.rounds] == [True] + [False] * answer.stats.rounds
-    assert [t for entry in stream.rounds for t in entry.tokens] == answer.token_ids
-
-
 def test_an_estimate_goes_by_the_costs(speculator: Speculator) -> None:
     always: dict[str, Any] = {"max_new_tokens": 20, "never_slower": False}
     stream = speculator.stream(random_ids(9), costs="row=0.5,head=0.25", **always)
@@ -174,6 +167,8 @@ def test_pieces_join_to_the_text_and_say_who_gave_them(speaker: Speculator) -> N
     stream = speaker.stream("the cat", max_new_tokens=24, do_sample=False)
     answer = stream.drain()
     assert "".join(piece.text for piece in answer.pieces) == answer.text
+    assert [entry.prefill for entry in stream.rounds] == [True] + [False] * answer.stats.rounds
+    assert [token for entry in stream.rounds for token in entry.tokens] == answer.token_ids
     gave = [giver for entry in stream.rounds for giver in entry.givers]
     assert [piece.giver for piece in answer.pieces] == gave
     drafted = [piece for piece in answer.pieces if piece.giver.source != "model"]

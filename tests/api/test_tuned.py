@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from selfspec.api import tuned
-from selfspec.api.speculator import Speculator, wrap
+from selfspec.api.speculator import wrap
 from selfspec.cli.base import SPECULATION, merged
 from selfspec.config import SpeculationOptions
 from selfspec.heads.exit_heads import ExitHeads
@@ -45,49 +45,37 @@ def kept(backbone: Backbone, heads: ExitHeads) -> Path:
     return tuned.write(backbone, heads, OPTIONS, {"speed_up": 1.2})
 
 
-def wrapped(model: PreTrainedModel, heads: ExitHeads, **options: Any) -> Speculator:
-    return wrap(model, heads=heads, **options)
-
-
-@pytest.mark.parametrize("drafter", ["exit", "ngram"])
-def test_every_start_but_the_first_reads_costs(
-    model: PreTrainedModel, heads: ExitHeads, drafter: str, monkeypatch: pytest.MonkeyPatch
+def test_a_model_without_heads_measures_once_too(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = [Costs(row=0.1)]  # and no second time
     monkeypatch.setattr(tuned, "quick_costs", lambda *_: measured.pop())
     monkeypatch.setattr(tuned, "first_costs", FIRST_COSTS)
     for _ in range(2):
-        speculator = wrap(model, heads=heads if drafter == "exit" else "none")
-        assert speculator.options.costs == Costs(row=0.1)
+        assert wrap(model, heads="none").options.costs == Costs(row=0.1)
 
 
-@pytest.mark.parametrize(
-    "broken", ["", "{}", '{"format_version": 2, "options": {"costs": "row=7"}}']
-)
 def test_costs_are_measured_once_and_kept(
-    model: PreTrainedModel,
-    heads: ExitHeads,
-    cache: Path,
-    broken: str,
-    monkeypatch: pytest.MonkeyPatch,
+    model: PreTrainedModel, heads: ExitHeads, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tuned, "first_costs", FIRST_COSTS)
-    costs = wrapped(model, heads).options.costs
+    costs = wrap(model, heads=heads).options.costs
     assert costs.head is not None
     assert costs.rows is not None
     assert len(costs.rows) == 15
     [file] = (cache.parent / "costs").iterdir()
     kept = file.read_text()
-    assert wrapped(model, heads).options.costs == costs
+    assert wrap(model, heads=heads).options.costs == costs
     assert file.read_text() == kept
-    file.write_text(broken)
-    assert wrapped(model, heads).options.costs.rows is not None
-    assert json.loads(file.read_text())["options"].keys() == {"costs"}
+    for broken in ("", "{}", '{"format_version": 2, "options": {"costs": "row=7"}}'):
+        file.write_text(broken)
+        assert wrap(model, heads=heads).options.costs.rows is not None
+        assert json.loads(file.read_text())["options"].keys() == {"costs"}
     with monkeypatch.context() as patch:
         patch.setattr(tuned, "KERNELS", cache)  # other ones
-        assert wrapped(model, heads).options.costs.rows is not None
+        assert wrap(model, heads=heads).options.costs.rows is not None
     assert len([*file.parent.iterdir()]) == 2
-    speculator = wrapped(model, heads, costs="head=0.5")
+    speculator = wrap(model, heads=heads, costs="head=0.5")
     assert speculator.options.costs == Costs(head=0.5)
     assert tuned.forget(speculator.backbone, heads) == [file]
     assert not file.exists()
@@ -104,7 +92,7 @@ def test_each_setting_is_taken_from_the_first_that_says_it(
     (tmp_path / "run.yaml").write_text("drafter: exit:max_tokens=4,anneal_strength=0\n")
     given = {"drafter": "exit:max_tokens=5"}
     asked = merged(tmp_path / "run.yaml", given, SPECULATION)
-    options = wrapped(model, heads, **asked).options
+    options = wrap(model, heads=heads, **asked).options
     assert options.drafter == "exit"
     assert options.exit == Exit(layers=(4,), threshold=0.8, anneal_strength=0.0, max_tokens=5)
     assert options.ngram == Ngram(size=2)
@@ -130,8 +118,8 @@ def test_where_drafting_does_not_pay_it_is_off_until_asked_for(
     model: PreTrainedModel, backbone: Backbone, heads: ExitHeads
 ) -> None:
     tuned.write(backbone, heads, {"speculate": False}, {})
-    assert not wrapped(model, heads).options.speculate
-    assert wrapped(model, heads, speculate=True).options.exit.layers == (2,)
+    assert not wrap(model, heads=heads).options.speculate
+    assert wrap(model, heads=heads, speculate=True).options.exit.layers == (2,)
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -195,7 +183,7 @@ def test_a_broken_file_is_named_in_one_line_and_ignored(
     if isinstance(content, dict):
         content = json.dumps({"format_version": 2, "options": content})
     kept.write_text(content)
-    options = wrapped(model, heads).options
+    options = wrap(model, heads=heads).options
     assert (options.exit.layers, options.loss, options.pinned) == ((2,), None, None)
     (line,) = said(caplog)
     assert line.startswith(f"ignored {kept}: ")

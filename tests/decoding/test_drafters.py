@@ -257,8 +257,7 @@ def test_a_conversation_that_reuses_its_prefix_drafts_from_all_of_it(
     first = random_ids(9)
     answer = session.generate(first, max_new_tokens=8)
     turn = torch.tensor([[*first[0].tolist(), *answer.token_ids[:5], 3, *first[0, :4].tolist()]])
-    with speculator.disabled():
-        plain = speculator.generate(turn, max_new_tokens=20)
+    plain = speculator.generate(turn, max_new_tokens=20, speculate=False)
     again = session.generate(turn, max_new_tokens=20)
     assert again.stats.reused_tokens >= 14
     assert again.token_ids == plain.token_ids
