@@ -1,9 +1,8 @@
 """The one way in which selfspec writes files: whole or not at all, and never over a stranger's.
 
-Comes in: a name, and content or a block that fills a temporary name. Goes out: the file or folder,
-renamed into place once it is on the disk, with the mode of what it replaces, else what the umask
-gives. What this tool did not write is never replaced, nor is a device, a link, what the command
-itself reads or, unless `overwrite` says so, a finished result. Called by everything that writes.
+A file or folder is renamed into place once it is on the disk, with the mode of what it replaces,
+else what the umask gives. What this tool did not write is never replaced, nor is a device, a link,
+what the command itself reads or, unless `overwrite` says so, a finished result.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ _MARK_WITHIN = 2048
 _STALE_S = 86_400.0
 """Age from which a temporary name is of a process that is gone, and cleared away."""
 
-_KINDS = (
-    (stat.S_ISLNK, "a link"),
-    (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"),
-    (stat.S_ISFIFO, "a pipe"),
-    (stat.S_ISSOCK, "a socket"),
-)
+_KINDS = {
+    stat.S_IFLNK: "a link",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+}
 
 
 def cache_folder() -> Path:
@@ -165,10 +164,9 @@ def open_to_others(file: Path) -> Path | None:
             continue
         found = place.lstat()
         near = place in (file, file.parent)
-        kept = (
-            found.st_mode & stat.S_ISVTX and not near
-        )  # as in /tmp: others rename nothing of ours
-        loose = found.st_mode & (0o022 if near else 0o002) and not kept
+        loose = found.st_mode & (0o022 if near else 0o002)
+        if found.st_mode & stat.S_ISVTX and not near:  # as in /tmp: others rename nothing of ours
+            loose = 0
         if loose or found.st_uid not in (0, os.geteuid()):
             return place
     return None
@@ -215,12 +213,10 @@ def appended(path: Path, data: bytes) -> Iterator[IO[bytes]]:
 def replacing(path: Path, *, private: bool = False) -> Iterator[Path]:
     """A temporary place with the same file name, whose file then takes the place of `path`.
 
-    `private`: only its owner may read and write it, whatever the umask gives.
-
     It lies in a folder of its own beside `path`, so that whatever a library puts next to it while
-    it writes (safetensors does) is cleared with it. After an error, an interrupt too, `path` is as
-    it was and that folder is gone. Raises CannotWrite where the disk does not take it, or `path` is
-    a device, a link or a folder.
+    it writes (safetensors does) is cleared with it; after an error `path` is as it was. `private`:
+    only its owner may read and write it. Raises CannotWrite where the disk does not take it, or
+    `path` is a device, a link or a folder.
     """
     with _room(path) as room:
         new = room / path.name
@@ -314,9 +310,8 @@ def _refuse_special(path: Path) -> None:
         return
     except OSError as error:
         raise CannotWrite(f"cannot write {path}: {error.strerror}. Name another one") from error
-    for matches, words in _KINDS:
-        if matches(mode):
-            raise CannotWrite(f"{path} is {words}, which selfspec does not replace. Name a file")
+    if words := _KINDS.get(stat.S_IFMT(mode)):
+        raise CannotWrite(f"{path} is {words}, which selfspec does not replace. Name a file")
 
 
 def _require_writable(folder: Path) -> None:
@@ -337,7 +332,7 @@ def _explained(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        reason = getattr(error, "strerror", None) or first_line(error)
         raise CannotWrite(
             f"cannot write {path}: {reason}. What was there before is unchanged. Make room, or "
             "name another place, and run the same command again"
@@ -367,7 +362,7 @@ _ASIDE = "aside"
 
 
 def _mode(path: Path) -> int:
-    return stat.S_IMODE(path.stat().st_mode) & 0o777
+    return path.stat().st_mode & 0o777
 
 
 _DRAWN = "[a-z0-9_]{8}"

@@ -38,13 +38,9 @@ _TORCH_CLASSES = dict.fromkeys(("Tensor", "GenerationConfig", "BaseStreamer"), A
 """Names in annotations that need torch: whoever uses such a value checks it."""
 
 
+@functools.cache
 def annotations_of(options: type) -> dict[str, Any]:
     """Type hints of a class of options; what only torch knows is Any."""
-    return _annotations(options)
-
-
-@functools.cache
-def _annotations(options: type) -> dict[str, Any]:
     return get_type_hints(options, localns=_TORCH_CLASSES)
 
 
@@ -57,10 +53,9 @@ def check_keys(values: Iterable[str], known: Iterable[str], kind: str) -> None:
         # what a person may have meant: names that begin as the key, else an alike one
         near = [name for name in names if len(key) > 2 and name.startswith(f"{key}_")]
         near = near or difflib.get_close_matches(key, names, n=1)
-        hint = f"Known: {', '.join(names)}"
-        if len(names) > _MOST_LISTED:
+        hint = f"Did you mean {' or '.join(near)}?" if near else f"Known: {', '.join(names)}"
+        if not near and len(names) > _MOST_LISTED:
             hint = "Leave it out: no known name is like it"
-        hint = f"Did you mean {' or '.join(near)}?" if near else hint
         raise InvalidOption(f"unknown {kind} {key!r}. {hint}")
 
 
@@ -98,22 +93,17 @@ def fits(value: Any, hint: Any) -> bool:
             return isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
         except OverflowError:  # a whole number beyond every float
             return origin is int
-    if hint is not Any and issubclass(origin, Collection) and origin is not str:
-        return _all_fit(value, origin, inner)
-    return hint is Any or isinstance(value, origin)
-
-
-def _all_fit(values: Any, origin: type, inner: tuple[Any, ...]) -> bool:
-    """The same for a list or a mapping, and what is in it."""
+    if hint is Any or origin is str or not issubclass(origin, Collection):
+        return hint is Any or isinstance(value, origin)
     if issubclass(origin, Mapping):
-        return isinstance(values, Mapping) and (
-            not inner or all(fits(k, inner[0]) and fits(v, inner[1]) for k, v in values.items())
+        return isinstance(value, Mapping) and (
+            not inner or all(fits(k, inner[0]) and fits(v, inner[1]) for k, v in value.items())
         )
-    if not isinstance(values, list | tuple):
+    if not isinstance(value, list | tuple):
         return False
     if origin is tuple and inner and inner[-1] is not Ellipsis:
-        return len(values) == len(inner) and all(map(fits, values, inner))
-    return not inner or all(fits(value, inner[0]) for value in values)
+        return len(value) == len(inner) and all(map(fits, value, inner))
+    return not inner or all(fits(one, inner[0]) for one in value)
 
 
 def plain_numbers(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,7 @@
 """Reads files from outside with bounds, so that none can hang, fill memory or surprise.
 
-Comes in: a path. Goes out: text, or plain values of JSON and YAML. A file that is too large, too
-deep, or has aliases (a few lines of them stand for billions of values) is refused before it is
-built. Called by everything that reads configs, records, lists and weights (GGUF files:
-`hub/gguf.py`).
+A file that is too large, too deep, or has aliases (a few lines of them stand for billions of
+values) is refused before it is built. GGUF files: `hub/gguf.py`.
 """
 
 from __future__ import annotations
