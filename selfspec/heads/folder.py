@@ -166,10 +166,6 @@ _LAYERS = _Rule(
 )
 
 _OURS = {
-    "format_version": _Rule(
-        f"{FORMAT_VERSION}, which this selfspec reads",
-        lambda value: type(value) is int and value == FORMAT_VERSION,
-    ),
     **dict.fromkeys(("base_model", "base_fingerprint", "head_type"), _LINE),
     "hidden_size": _whole(1 << 20),
     "num_layers": _whole(4096),
@@ -245,6 +241,10 @@ def _checked(values: Any) -> dict[str, Any]:
     if _is_eagle3(values):
         return _eagle3(values)
     _require("it", values, _OBJECT)
+    version = values.get("format_version")
+    if type(version) is not int or version != FORMAT_VERSION:
+        found = reprlib.repr(version)
+        raise InvalidHeads(f"it has format version {found}, this selfspec reads {FORMAT_VERSION}")
     _all(values, _OURS)
     _some(values, _OURS_TOO)
     _check_fit(values, values["exit_layers"])

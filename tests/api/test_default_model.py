@@ -83,9 +83,3 @@ def test_tokens_equal_hugging_face_or_part_at_a_tie_and_in_bfloat16_lie_near_the
     assert ladder.count_ties(exact.model, short, "auto", new_tokens=NEW_TOKENS) == 0
     with torch.inference_mode():
         ladder.check_near_top(speculator.model, exact.model, long, "auto", new_tokens=NEW_TOKENS)
-
-
-def test_in_float16_it_writes_without_the_heads_that_were_fitted_to_other_numbers() -> None:
-    speculator = selfspec.load(dtype="float16")
-    assert speculator.heads is None
-    assert len(speculator.generate([1, 2], max_new_tokens=2).token_ids) == 2

@@ -14,9 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from selfspec.api import speculator as facade
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.decoding.decode import remind
 from selfspec.errors import InvalidOption, InvalidPrompt
+from selfspec.hub import models as hub
 from selfspec.model.backbone import Backbone
 from tests.models import EXECUTORS, make_model, random_ids
 
@@ -129,6 +131,17 @@ def test_heads_speak_up_where_there_are_none(exact: Any, caplog: pytest.LogCaptu
     wrap(exact, drafter="none")
     wrap(exact, speculate=False)
     assert not caplog.text
+
+
+def test_in_float16_the_default_model_is_not_that_of_its_heads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    half = make_model("llama", torch.float16), None, hub.ModelFiles("tiny", "tiny", is_default=True)
+    asked: list[Any] = []
+    monkeypatch.setattr(hub, "load_model", lambda *_, **__: half)
+    monkeypatch.setattr(facade, "find_heads", lambda _model, heads, _label: asked.append(heads))
+    facade.load(dtype="float16", executor="generic")
+    assert asked == [None]
 
 
 def test_what_python_shows_of_an_answer_is_short(speculator: Speculator) -> None:
