@@ -8,6 +8,7 @@ gives forced text as characters, which a second cut into tokens need not fit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,25 +25,24 @@ _WRITING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 """JSON as `json.dumps` writes it: a small model can go on with spaces for ever, and what is written
 in one way only is forced."""
 
-_SHARES = ("top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
-"""Keywords that are probabilities."""
-
-_LEAST = {
-    **dict.fromkeys(("max_time", "min_length", "min_new_tokens", "no_repeat_ngram_size"), 0),
-    **dict.fromkeys(("temperature", "top_k", "logprobs", *_SHARES), 0),
-    **dict.fromkeys(("max_length", "max_new_tokens", "num_return_sequences"), 1),
-    "seed": -(2**63),
+_RANGES: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("max_time", "min_length", "min_new_tokens"), (0, math.inf)),
+    **dict.fromkeys(("no_repeat_ngram_size", "temperature", "top_k", "logprobs"), (0, math.inf)),
+    **dict.fromkeys(("max_length", "max_new_tokens", "num_return_sequences"), (1, math.inf)),
+    **dict.fromkeys(("top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"), (0, 1)),
+    "seed": (-(2**63), 2**64 - 1),
 }
-_MOST = {**dict.fromkeys(_SHARES, 1), "seed": 2**64 - 1}
 
 
 def check_ranges(given: Mapping[str, Any]) -> None:
     """Raise InvalidOption for values that transformers or torch would refuse late or not at all."""
     for name, value in given.items():
-        if name in _LEAST and value < _LEAST[name]:
-            raise InvalidOption(f"{name} is {shown(value)}, expected at least {_LEAST[name]}")
-        if name in _MOST and value > _MOST[name]:
-            raise InvalidOption(f"{name} is {shown(value)}, expected at most {_MOST[name]}")
+        if name in _RANGES:
+            least, most = _RANGES[name]
+            if value < least:
+                raise InvalidOption(f"{name} is {shown(value)}, expected at least {least}")
+            if value > most:
+                raise InvalidOption(f"{name} is {shown(value)}, expected at most {most}")
         if name in ("top_p", "repetition_penalty") and value <= 0:
             raise InvalidOption(f"{name} is {shown(value)}, expected more than 0")
 

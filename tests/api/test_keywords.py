@@ -250,10 +250,8 @@ def test_every_keyword_of_the_forward_is_understood_or_refused(exact: Any) -> No
     [
         ("inputs_embeds", torch.ones(1, LENGTH, 32, dtype=torch.float64)),
         ("position_ids", torch.arange(LENGTH)[None] + 3),
-        ("position_ids", torch.zeros(1, LENGTH, dtype=torch.long)),
         ("position_ids", torch.arange(LENGTH + 2)[None]),
         ("is_causal", False),
-        ("output_router_logits", True),
         ("num_beams", 4),
     ],
 )
