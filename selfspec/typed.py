@@ -38,9 +38,13 @@ _TORCH_CLASSES = dict.fromkeys(("Tensor", "GenerationConfig", "BaseStreamer"), A
 """Names in annotations that need torch: whoever uses such a value checks it."""
 
 
-@functools.cache
 def annotations_of(options: type) -> dict[str, Any]:
     """Type hints of a class of options; what only torch knows is Any."""
+    return _annotations(options)
+
+
+@functools.cache
+def _annotations(options: type) -> dict[str, Any]:
     return get_type_hints(options, localns=_TORCH_CLASSES)
 
 

@@ -360,7 +360,7 @@ def hash_of(tensors: Mapping[str, Tensor], kind: bytes = b"") -> str:
     digest = hashlib.sha256(kind)
     for name, tensor in sorted(tensors.items()):
         digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -141,9 +141,9 @@ def test_all_texts_of_a_round_draft_and_verify_together(
         seen.append((len(rows.spans), first, last))
         return run(self, hidden, first, last, rows)
 
-    def heard(head: Any, hidden: Tensor, deep: Tensor | None, **rest: Any) -> Any:
-        asked.append(len(hidden))
-        return ask(head, hidden, deep, **rest)
+    def heard(head: Any, features: Tensor, **rest: Any) -> Any:
+        asked.append(len(features))
+        return ask(head, features, **rest)
 
     engine = Engine(runtime)
     for number in range(5):
