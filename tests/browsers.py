@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from importlib.resources import files
 from typing import Any
 
@@ -13,13 +12,18 @@ import pytest
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
 from playwright.sync_api import Browser, Page, expect, sync_playwright  # noqa: E402  # after the check
 
-__all__ = ["Browser", "Page", "axe_findings", "chromium", "expect", "listened"]
+__all__ = ["Browser", "Open", "Page", "axe_findings", "browser_fixture", "expect", "opened_fixture"]
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
+REFUSED = "Failed to load resource"
+"""What a browser says of any status above 399."""
 
-@contextmanager
-def chromium() -> Iterator[Browser]:
+Open = Callable[..., Page]
+
+
+@pytest.fixture(name="browser", scope="module")
+def browser_fixture() -> Iterator[Browser]:
     """Chromium, without a window."""
     found = next(filter(None, map(shutil.which, BROWSERS)), None)
     if found is None:
@@ -30,13 +34,27 @@ def chromium() -> Iterator[Browser]:
         started.close()
 
 
-def listened(browser: Browser, said: list[str], asked: list[str], **options: Any) -> Page:
-    """A page of its own context; `said`: its messages and errors, `asked`: what it loads."""
-    page = browser.new_context(**options).new_page()
-    page.on("console", lambda message: said.append(message.text))
-    page.on("pageerror", lambda error: said.append(str(error)))
-    page.on("request", lambda request: asked.append(request.url))
-    return page
+@pytest.fixture(name="opened")
+def opened_fixture(browser: Browser) -> Iterator[Open]:
+    """`opened(address, **context)`: the page. At the end: no message, and nothing else asked."""
+    said, asked, homes = list[str](), list[str](), ["data:"]
+
+    def open_page(address: str, **options: Any) -> Page:
+        homes.append(address)
+        page = browser.new_context(**options).new_page()
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+        page.set_default_timeout(30_000)
+        page.goto(address)
+        page.wait_for_selector("html[data-ready]")
+        return page
+
+    yield open_page
+    for context in browser.contexts:
+        context.close()
+    assert [line for line in said if not line.startswith(REFUSED)] == []
+    assert [url for url in asked if not url.startswith(tuple(homes))] == []
 
 
 def axe_findings(page: Page) -> list[str]:

@@ -20,15 +20,7 @@ from selfspec.errors import InvalidData, InvalidOption
 from selfspec.serve import gate
 from selfspec.serve.answers import Reply
 from selfspec.serve.options import Keys
-from selfspec.serve.protocol import (
-    Body,
-    ChatBody,
-    Choice,
-    Refused,
-    TextBody,
-    of_error,
-    of_validation,
-)
+from selfspec.serve.protocol import ChatBody, Refused, TextBody, of_error, of_validation
 from selfspec.serve.writer import Writer
 
 _LOOK_S = 1.0
@@ -61,8 +53,6 @@ def make_app(writer: Writer, keys: Keys) -> FastAPI:
 
 
 class _Server:
-    """What the routes do."""
-
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
         self._model = {
@@ -72,7 +62,7 @@ class _Server:
             "owned_by": "selfspec",
             "max_model_len": writer.room,
         }
-        self._page = chat_page()
+        self._page = _chat_page()
 
     async def chat(self, request: Request) -> Response:
         return await self._answer(request, ChatBody)
@@ -93,8 +83,7 @@ class _Server:
         return JSONResponse(state, 200 if alive else 503)
 
     async def page(self) -> Response:
-        html, headers = self._page
-        return HTMLResponse(html, headers=headers)
+        return self._page
 
     async def metrics(self) -> Response:
         writer = self._writer
@@ -104,10 +93,21 @@ class _Server:
                 writer.metrics.show(await asyncio.wait_for(looked, _LOOK_S))
         return Response(writer.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
-    async def _answer(self, request: Request, kind: type[Body]) -> Response:
+    async def _answer(self, request: Request, kind: type[ChatBody | TextBody]) -> Response:
         body = await self._read(request, kind)
         choices = body.choices(self._writer.options, self._writer.room)
-        await self._check(choices[0])  # all have one grammar, and the same tools
+        field = choices[0].needs_tools  # all have the same tools, and one grammar
+        if field is not None and not self._writer.knows_tools:
+            raise Refused(
+                400,
+                f"{field}: the chat template of {self._writer.label} knows no tools, or calls them "
+                "in a way that is not known here. Use response_format with a schema",
+                field=field,
+            )
+        try:
+            await asyncio.to_thread(self._writer.read_grammar, choices[0])
+        except InvalidOption as error:
+            raise of_error(error) from error
         reply = Reply(self._writer, choices, body.field)
         setattr(request.state, gate.REPLY, reply)
         if not body.stream:
@@ -115,12 +115,12 @@ class _Server:
             return JSONResponse(reply.whole())
         first = await gate.unless_gone(request.receive, reply.next())  # a refusal is no stream
         return StreamingResponse(
-            reply.lines(first, with_usage=body.wants_usage),
+            reply.lines(first, with_usage=body.stream_options.include_usage),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
 
-    async def _read(self, request: Request, kind: type[Body]) -> Body:
+    async def _read(self, request: Request, kind: type[ChatBody | TextBody]) -> ChatBody | TextBody:
         """A body of that kind. Raises Refused."""
         sent = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if sent != "application/json":  # what a page elsewhere cannot send without being asked
@@ -135,7 +135,7 @@ class _Server:
         except ValidationError as error:
             raise of_validation(error) from error
         self._require_model(body.model)
-        if body.stream_options is not None and not body.stream:
+        if "stream_options" in body.model_fields_set and not body.stream:
             said = "stream_options is for streams. Leave it out"
             raise Refused(400, said, field="stream_options")
         return body
@@ -145,34 +145,19 @@ class _Server:
             said = f"the model {name} is not here. There is {self._writer.label}"
             raise Refused(404, said, field="model", code="model_not_found")
 
-    async def _check(self, choice: Choice) -> None:
-        """Tools, and the grammar, beside the answers that are being written. Raises Refused."""
-        if choice.needs_tools is not None and not self._writer.knows_tools:
-            raise Refused(
-                400,
-                f"{choice.needs_tools}: the chat template of {self._writer.label} knows no tools, "
-                "or calls them in a way that is not known here. Use response_format with a schema",
-                field=choice.needs_tools,
-            )
-        try:
-            await asyncio.to_thread(self._writer.read_grammar, choice)
-        except InvalidOption as error:
-            raise of_error(error) from error
 
-
-def chat_page() -> tuple[str, dict[str, str]]:
-    """HTML and headers; it may run its own script and style alone, and asks only its server."""
-    style = pages.style_of(__package__, "chat.css")
-    script = pages.script_of(__package__, *_SCRIPTS)
-    html = pages.assets(__package__, ["chat.html"])
+def _chat_page() -> HTMLResponse:
+    """It may run its own script and style alone, and asks only its server."""
     rules = ("connect-src 'self'", "frame-ancestors 'none'", "trusted-types 'none'")
     trusted = "require-trusted-types-for 'script'"
-    return pages.filled(html, {"style": style, "script": script}), {
-        "Content-Security-Policy": pages.policy(script, style, *rules, trusted),
+    html, policy = pages.page(__package__, "chat", _SCRIPTS, *rules, trusted)
+    headers = {
+        "Content-Security-Policy": policy,
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
         "Cache-Control": "no-cache",
     }
+    return HTMLResponse(html, headers=headers)
 
 
 async def _refuse_path(request: Request, error: Exception) -> Response:

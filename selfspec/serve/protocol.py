@@ -211,7 +211,7 @@ class Body(_Shape):
 
     model: str | None = None
     stream: StrictBool = False
-    stream_options: _StreamOptions | None = None
+    stream_options: _StreamOptions = _StreamOptions()
     n: Annotated[StrictInt, Field(ge=1, le=128)] = 1
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
     seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**64)] | None = None
@@ -239,15 +239,6 @@ class Body(_Shape):
             for name, value in body.items()
             if value is not None and not (name in _NOTHING and value in _NOTHING[name])
         }
-
-    @property
-    def wants_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    def choices(self, limits: ServeOptions, room: int) -> list[Choice]:
-        """The texts to write; none gets longer than `room` tokens."""
-        raise NotImplementedError
 
     def _choices(self, prompts: Sequence[Prompt], options: Any, **more: Any) -> list[Choice]:
         """`n` of each prompt; `options`: what `generate` takes beside those of every body."""
@@ -311,7 +302,10 @@ class ChatBody(Body):
         return isinstance(self.tool_choice, _Chosen) or self.tool_choice == "required"
 
     def choices(self, limits: ServeOptions, room: int) -> list[Choice]:
-        """The choices for one prompt; of the two names for a length, the newer one wins."""
+        """The texts to write, none longer than `room` tokens.
+
+        Of the two names for a length, the newer one wins.
+        """
         longest = self.max_completion_tokens or self.max_tokens or limits.max_tokens
         options = {"max_new_tokens": min(longest, room), "max_time": limits.timeout}
         if self.logprobs:
@@ -339,7 +333,7 @@ class TextBody(Body):
     logprobs: Likely | None = None
 
     def choices(self, limits: ServeOptions, room: int) -> list[Choice]:
-        """The choices for one prompt, or for several."""
+        """The texts to write for one prompt, or for several."""
         longest = min(self.max_tokens or limits.max_tokens, room)
         options = {"max_new_tokens": longest, "max_time": limits.timeout}
         if self.logprobs is not None:

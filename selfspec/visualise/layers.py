@@ -302,11 +302,15 @@ class Gain(NamedTuple):
         return f"{self.times:.1f}× plain decoding"
 
 
+def usable(trace: LayerTrace, costs: MeasuredCosts | None) -> MeasuredCosts | None:
+    """The costs, unless something drafted of which they do not know what it takes."""
+    return None if {DRAFT_MODEL, SKIP} & {*trace.stats.drafted_by_source} else costs
+
+
 def gain(trace: LayerTrace, costs: MeasuredCosts | None = None) -> Gain:
-    """Drafts by other layers have no costs here, so there is no speed-up with them."""
-    stats, times = trace.stats, None
-    other = {DRAFT_MODEL, SKIP} & {*trace.stats.drafted_by_source}
-    if costs is not None and stats.rounds and not other:
+    """Without usable costs there is no speed-up."""
+    stats, times, costs = trace.stats, None, usable(trace, costs)
+    if costs is not None and stats.rounds:
         plain = (stats.accepted + stats.bonus) * costs.plain_step()
         times = round(plain / costs.seconds_of(trace.rounds), 1)
     return Gain(stats.new_tokens, stats.accepted, stats.compression_rate, times)

@@ -130,15 +130,15 @@ def _lenses(speculator: Speculator, *, all_layers: bool) -> dict[int, Lens]:
     heads, backbone = speculator.heads, speculator.backbone
     if heads is None and not all_layers:
         raise HeadsNotFound("no exit heads to look through. Give --heads, or drop --no-all-layers")
-    found: dict[int, Lens] = {}
+    every = [] if heads is None else [heads]
     if all_layers:
-        untrained = logit_lens(backbone.unembedding, backbone.num_layers, speculator.label)
-        for layer in untrained.config.exit_layers:
-            found[layer] = Lens(untrained[layer], untrained.config.head_type, 1.0)
-    if heads is not None:
-        for layer in heads.config.exit_layers:
-            temperature = heads.config.temperatures.get(str(layer), 1.0)
-            found[layer] = Lens(heads[layer], heads.config.head_type, temperature)
+        lens = logit_lens(backbone.unembedding, backbone.num_layers, speculator.label)
+        every.insert(0, lens)
+    found = {
+        layer: Lens(one[layer], one.config.head_type, one.config.temperatures.get(str(layer), 1.0))
+        for one in every
+        for layer in one.config.exit_layers
+    }
     return dict(sorted(found.items()))
 
 
@@ -383,8 +383,12 @@ class TokenTexts:
 
     def of(self, token: int) -> str:
         """One token within a text, its space included."""
+        if self._tokenizer is None:
+            return f"<{token}>"
         if token not in self._known:
-            self._known[token] = self._decoded(token)
+            before = str(self._tokenizer.decode(self._before))
+            both = str(self._tokenizer.decode([*self._before, token]))
+            self._known[token] = both.removeprefix(before)
         return self._known[token]
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
@@ -394,10 +398,3 @@ class TokenTexts:
         decoder = TextDecoder(self._tokenizer, special=True)
         last = len(tokens) - 1
         return [decoder.push([token], last=place == last) for place, token in enumerate(tokens)]
-
-    def _decoded(self, token: int) -> str:
-        if self._tokenizer is None:
-            return f"<{token}>"
-        before = str(self._tokenizer.decode(self._before))
-        both = str(self._tokenizer.decode([*self._before, token]))
-        return both[len(before) :] if both.startswith(before) else both

@@ -19,7 +19,7 @@ from selfspec import pages
 from selfspec.api.givers import NAMES, Giver
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.costs import MeasuredCosts
-from selfspec.decoding.stats import DRAFT_MODEL, EXIT, GRAMMAR, MODEL, SKIP, SOURCES, Round
+from selfspec.decoding.stats import EXIT, SOURCES, Round
 from selfspec.eval import replay
 from selfspec.eval.record import Record, RecordInfo
 from selfspec.heads.heads import spread
@@ -31,9 +31,8 @@ from selfspec.visualise.layers import (
     head_right,
     rejected,
     right_from,
+    usable,
 )
-
-_HOME = "selfspec.visualise"
 
 _SCRIPTS = tuple(
     f"{part}.js"
@@ -41,14 +40,8 @@ _SCRIPTS = tuple(
 )
 """In this order: one module in the page."""
 
-_LOOKS = dict.fromkeys(SOURCES, "seen") | {
-    MODEL: "",
-    GRAMMAR: "grammar",
-    DRAFT_MODEL: "second",
-    SKIP: "second",
-    EXIT: "left",
-}
-"""Class of a token, by who gave it; of what was seen before: seen."""
+_LOOKS = {"solid": "", "dotted": "seen", "dashed": "grammar", "double": "second"}
+"""Class of a token, by the line under it; of an exit head's: left."""
 
 
 def render(
@@ -70,21 +63,17 @@ def render(
     data = page_data(trace, record, costs, texts) | {"why": why}
     # JSON that cannot close the element it stands in, nor open another
     packed = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    style = pages.style_of(_HOME, "page.css")
-    script = pages.script_of(_HOME, *_SCRIPTS)
-    return pages.filled(
-        pages.assets(_HOME, ["page.html"]),
-        {
-            "policy": pages.policy(script, style),
-            "title": escape(f"{' '.join(info.prompt.split())[:60]} · {info.base_model}"),
-            "headline": escape(gain(trace, costs).headline),
-            "facts": escape(f"{info.base_model} · {info.dtype}, {info.executor} · {trace.summary}"),
-            "prompt": escape(info.prompt),
-            "style": style,
-            "script": script,
-            "data": packed.replace("<", "\\u003c"),
-        },
+    html, _ = pages.page(
+        "selfspec.visualise",
+        "page",
+        _SCRIPTS,
+        title=escape(f"{' '.join(info.prompt.split())[:60]} · {info.base_model}"),
+        headline=escape(gain(trace, costs).headline),
+        facts=escape(f"{info.base_model} · {info.dtype}, {info.executor} · {trace.summary}"),
+        prompt=escape(info.prompt),
+        data=packed.replace("<", "\\u003c"),
     )
+    return html
 
 
 def page_data(
@@ -120,8 +109,7 @@ def page_data(
         }
         for place in trace.places
     ]
-    if any({DRAFT_MODEL, SKIP} & {*entry.sources} for entry in trace.rounds):
-        costs = None  # they do not know what a draft by other layers takes
+    costs = usable(trace, costs)
     told = _Rounds(info.num_layers, costs)
     decoded = told.add(trace.rounds, trace.draft_texts)
     return {
@@ -138,7 +126,7 @@ def page_data(
         "givers": [
             {
                 "words": giver.words,
-                "look": _LOOKS[giver.source],
+                "look": "left" if giver.source == EXIT else _LOOKS[SOURCES[giver.source].line],
                 "layer": giver.layer if giver.source == EXIT else None,
                 "colour": giver.colour(info.num_layers),
             }
@@ -158,11 +146,22 @@ class _Rounds:
         self._num_layers, self._costs = num_layers, costs
 
     def add(self, rounds: Sequence[Round], texts: Sequence[Sequence[str]]) -> dict[str, Any]:
-        """One answer's, with the texts of their drafts."""
+        """One answer's, with the texts of their drafts; counts leave the prompt's pass out."""
         told = [self._told(*each) for each in zip(rounds, texts, strict=True)]
+        stats = counted([entry for entry in rounds if not entry.prefill], self._num_layers)
+        costs, tokens = self._costs, stats.new_tokens
+        seconds = 0.0 if costs is None else costs.seconds_of(rounds)
         return {
             "rounds": [self.rounds.setdefault(one, len(self.rounds)) for one in told],
-            "counts": counts(rounds, self._num_layers, self._costs),
+            "counts": {
+                "rounds": stats.rounds,
+                "cr": stats.compression_rate,
+                "drafted": stats.drafted,
+                "accepted": stats.accepted,
+                "acceptance": 100.0 * stats.acceptance_rate,
+                "work": stats.row_layers / tokens if tokens else None,
+                "speed": tokens * costs.plain_step() / seconds if costs and seconds else None,
+            },
         }
 
     def _told(self, entry: Round, texts: Sequence[str]) -> tuple[Any, ...]:
@@ -190,23 +189,6 @@ class _Rounds:
             0,
         )
         return round(whole - verifying, 9), round(verifying, 9)
-
-
-def counts(
-    rounds: Sequence[Round], num_layers: int, costs: MeasuredCosts | None
-) -> dict[str, float | None]:
-    """What the table beside the controls shows; the prompt's pass is left out."""
-    stats = counted([entry for entry in rounds if not entry.prefill], num_layers)
-    tokens, seconds = stats.new_tokens, 0.0 if costs is None else costs.seconds_of(rounds)
-    return {
-        "rounds": stats.rounds,
-        "cr": stats.compression_rate,
-        "drafted": stats.drafted,
-        "accepted": stats.accepted,
-        "acceptance": 100.0 * stats.acceptance_rate,
-        "work": stats.row_layers / tokens if tokens else None,
-        "speed": tokens * costs.plain_step() / seconds if costs is not None and seconds else None,
-    }
 
 
 def most_rows(trace: LayerTrace, record: Record) -> int:

@@ -4,50 +4,25 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import pytest
 
 from selfspec.api.speculator import Speculator
-from tests.browsers import Browser, Page, axe_findings, chromium, expect, listened
+from tests.browsers import (  # noqa: F401  # fixtures
+    Open,
+    Page,
+    axe_findings,
+    browser_fixture,
+    expect,
+    opened_fixture,
+)
 from tests.serve.live import Running, running, wait_until
 
 QUESTION = "Write a Python function that counts the words in a file."
 PAPER = "getComputedStyle(document.body).backgroundColor"
 CHAT = "**/v1/chat/completions"
-REFUSED = "Failed to load resource"
-
-Open = Callable[..., Page]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as started:
-        yield started
-
-
-@pytest.fixture
-def opened(browser: Browser) -> Iterator[Open]:
-    """`opened(address, **context)`: the page. At the end: no message, and no other origin asked."""
-    said, asked, homes, contexts = list[str](), list[str](), list[str](), []
-
-    def open_page(address: str, **options: Any) -> Page:
-        homes.append(address)
-        page = listened(browser, said, asked, **options)
-        contexts.append(page.context)
-        page.set_default_timeout(30_000)
-        page.goto(address)
-        page.wait_for_selector("html[data-ready]")
-        return page
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert [line for line in said if not line.startswith(REFUSED)] == []
-    own = tuple(f"{home}/" for home in homes)
-    assert [url for url in asked if not url.startswith((*own, "data:"))] == []
 
 
 def ask(page: Page, question: str = QUESTION, tokens: int = 24) -> None:
@@ -92,7 +67,7 @@ def explained(server: Running, speculation: Any, tokens: int = 24) -> dict[str, 
 
 
 def test_an_answer_shows_what_the_api_says(opened: Open, server: Running) -> None:
-    page = opened(server.address)
+    page = opened(f"{server.address}/")
     ask(page)
     expect(page.locator(".text .piece").first).to_be_visible()
     ended(page)
@@ -122,7 +97,7 @@ def test_an_answer_shows_what_the_api_says(opened: Open, server: Running) -> Non
 
 
 def test_the_keyboard_is_enough(opened: Open, server: Running) -> None:
-    page = opened(server.address, permissions=["clipboard-read", "clipboard-write"])
+    page = opened(f"{server.address}/", permissions=["clipboard-read", "clipboard-write"])
     assert page.evaluate("document.activeElement.id") == "question"
     page.keyboard.type(QUESTION[:20])
     page.keyboard.press("Shift+Enter")
@@ -163,7 +138,7 @@ def test_side_by_side_writes_the_same_text_on_a_phone_in_the_dark(
     opened: Open, server: Running
 ) -> None:
     options = {"viewport": {"width": 360, "height": 740}, "color_scheme": "dark"}
-    page = opened(server.address, **options)
+    page = opened(f"{server.address}/", **options)
     dark = page.evaluate(PAPER)
     page.get_by_label("side by side").check()
     page.locator("#temperature").fill("0.8")  # with no seed: the page takes one for both
@@ -186,7 +161,7 @@ def test_side_by_side_writes_the_same_text_on_a_phone_in_the_dark(
 
 @pytest.mark.parametrize("way", ["Escape", "Stop", "New chat"])
 def test_stop_ends_the_work_of_the_server(opened: Open, server: Running, way: str) -> None:
-    page = opened(server.address)
+    page = opened(f"{server.address}/")
     page.locator("#temperature").fill("2")
     page.locator("#seed").fill("1")
     ask(page, tokens=4000)
@@ -231,7 +206,7 @@ def answer_with(page: Page, body: str | None) -> None:
 
 
 def test_text_is_text_code_is_code_and_errors_are_said(opened: Open, server: Running) -> None:
-    page = opened(server.address, viewport={"width": 360, "height": 740})
+    page = opened(f"{server.address}/", viewport={"width": 360, "height": 740})
     answers = [
         ["<img src=x onerror=hacked=1>", "<b>", "no</b>\n``", "`py\nif a <", " b:\n", "  `", "``x"],
         ["\n", "``", "`\n", "Then ", "x" * 400, "```\nend"],
@@ -267,7 +242,7 @@ def test_text_is_text_code_is_code_and_errors_are_said(opened: Open, server: Run
 
 
 def test_rejected_drafts_stand_where_another_token_does(opened: Open, server: Running) -> None:
-    page = opened(server.address)
+    page = opened(f"{server.address}/")
     tree = [("a", -1, True), ("x", -1, False), ("b", 0, True), ("y", 0, False), ("z", 3, False)]
     answer_with(page, stream(["a", "b", "c"], drafts=[*tree, ("w", 2, False)]))
     ask(page)
@@ -284,7 +259,7 @@ def test_a_server_that_asks_for_keys_gets_one_from_the_page(
     opened: Open, default: Speculator
 ) -> None:
     with running(default, keys=("right",)) as guarded:
-        page = opened(guarded.address)
+        page = opened(f"{guarded.address}/")
         for key in ("wrong", "right"):
             page.get_by_label("API key").fill(key)
             page.keyboard.press("Enter")

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from selfspec.api.speculator import Speculator, wrap
+from selfspec.api.speculator import wrap
 from selfspec.config import SpeculationOptions
 from selfspec.errors import HeadsNotFound, InvalidOption
 from selfspec.heads.heads import ExitJudge
 from selfspec.model.backbone import Backbone
 from selfspec.options import Exit, laid_over
 from selfspec.visualise.layers import LayerTrace
-from selfspec.visualise.look import (
-    Lens,
-    Reader,
-    TokenTexts,
-    branches,
-    chained,
-    inspect,
-    ranks,
-)
+from selfspec.visualise.look import Lens, Reader, TokenTexts, branches, chained, inspect, ranks
 from tests.api.test_text import byte_level_bpe, ids_of, metaspace
 from tests.heads.kinds import make_heads, train
 from tests.models import make_model, random_ids
@@ -47,12 +38,6 @@ def looked(kind: str, *, all_layers: bool = False, **options: Any) -> LayerTrace
     return inspect(speculator, PROMPT, all_layers=all_layers, **eagerly(options))
 
 
-def hooks(speculator: Speculator) -> int:
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
-    modules = speculator.model.modules()
-    return sum(len(getattr(module, kind)) for module in modules for kind in kinds)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "options",
@@ -67,8 +52,7 @@ def hooks(speculator: Speculator) -> int:
 )
 def test_tokens_are_those_of_generate(kind: str, options: dict[str, Any]) -> None:
     found = looked(kind, **options)
-    asked = eagerly(options)
-    answer = recorded(kind).speculator.generate(PROMPT, **asked)
+    answer = recorded(kind).speculator.generate(PROMPT, **eagerly(options))
     assert [place.token for place in found.places] == answer.token_ids
     assert sum(entry.accepted for entry in found.rounds) == answer.stats.accepted
 
@@ -78,6 +62,7 @@ def test_tokens_are_those_of_generate(kind: str, options: dict[str, Any]) -> Non
 def test_a_kept_draft_is_what_its_layer_says_and_no_earlier_layer_was_sure(
     kind: str, all_layers: bool
 ) -> None:
+    """In chains, too: heads behind a draft read what they read in decoding."""
     found = looked(kind, all_layers=all_layers)
     thresholds = found.info.taus
     kept = [place for place in found.places if place.kind == "accepted"]
@@ -87,13 +72,8 @@ def test_a_kept_draft_is_what_its_layer_says_and_no_earlier_layer_was_sure(
         sure = [layer for layer in thresholds if said[layer].confidence >= thresholds[layer]]
         assert place.exit_layer == sure[0]
         assert said[sure[0]].top_tokens[0] == place.token
-
-
-def test_heads_behind_a_draft_read_guesses_as_they_did() -> None:
-    """Otherwise the test above would hold of first drafts only."""
-    found = looked("deep-fused")
-    chained = [place for place in found.places if place.kind == "accepted"]
-    assert any(a.round == b.round for a, b in itertools.pairwise(chained))
+    if kind == "deep-fused":
+        assert len({place.round for place in kept}) < len(kept)
 
 
 @pytest.mark.parametrize("kind", ["translator", "low-rank"])
@@ -174,11 +154,10 @@ def test_layers_without_heads_are_refused_before_the_work() -> None:
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("where", ["first pass", "later pass", "pass that looks"])
-def test_an_error_leaves_no_hook_and_no_harm(
+def test_an_error_does_no_harm(
     error: type[BaseException], where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    speculator = recorded("translator").speculator
-    before, answer = hooks(speculator), looked("translator").places
+    answer = looked("translator").places
     run, left = Backbone.run, {"first pass": 0, "later pass": 8, "pass that looks": 1000}[where]
 
     def failing(self: Backbone, hidden: Tensor, *rest: Any) -> Tensor:
@@ -192,9 +171,7 @@ def test_an_error_leaves_no_hook_and_no_harm(
         patch.setattr(Backbone, "run", failing)
         with pytest.raises(error):
             looked("translator")
-    assert hooks(speculator) == before
     assert looked("translator").places == answer
-    assert hooks(speculator) == before
 
 
 def test_texts_and_rejected_drafts_are_kept() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import random
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,12 +18,11 @@ from selfspec.config import SpeculationOptions
 from selfspec.decoding.stats import Round
 from selfspec.eval import replay
 from selfspec.eval.record import NONE, Record
-from selfspec.options import CONTROLLERS, Costs, Exit, Fixed
+from selfspec.options import CONTROLLERS, Costs, Exit, Ngram
 from selfspec.visualise.layers import rejected
 from selfspec.visualise.look import branches, inspect
 from selfspec.visualise.page import grid, page_data, render
 from tests.api.test_default_model import pytestmark as default_model
-from tests.eval.test_replay import learning_setting
 from tests.models import CHEAP
 from tests.records import recorded
 from tests.traces import USED, alone, make_trace, some_costs, text_of, tiled
@@ -33,40 +33,27 @@ def record() -> Record:
     return alone(recorded("translator").record)
 
 
-def learning_settings(record: Record) -> list[SpeculationOptions]:
-    """By chance: prompt lookup, pauses, and trees where the record has them.
-
-    In some a threshold equals a confidence to the last bit.
-    """
-    found = []
-    met = record.confidence[record.roots[record.roots != NONE]]
-    for seed in range(60):
-        dice = random.Random(seed)
-        drafter = dice.choice(["ngram", "exit", "ngram+exit", "ngram+exit", "none"])
-        options = learning_setting(record, seed, drafter)
-        if record.guesses.size and dice.random() < 0.7:
-            options = replace(options, exit=_trees(options.exit, dice))
-        alpha = record.info.anneal_strengths.index(options.exit.anneal_strength)
-        taus = [tau for tau in met[..., alpha].ravel().tolist() if tau >= record.info.min_threshold]
-        if taus and dice.random() < 0.4:
-            options = replace(options, exit=replace(options.exit, threshold=dice.choice(taus)))
-        # dear as a whole, so that pauses come soon, but few single rows: else nothing is tried
-        heads = dice.choice([0.0, 0.2, 0.34, 0.6])
-        dear = Costs(row=(0.05, dice.choice([0.1, 0.9])), head=heads)
-        costs = options.costs if dice.random() < 0.2 else dear
-        found.append(replace(options, controller=Fixed(), costs=costs))
-    return found
-
-
-def _trees(exits: Exit, dice: random.Random) -> Exit:
-    return replace(
-        exits,
-        layers=(0,),
-        max_depth=None,
-        threshold=exits.thresholds[0],
-        guesses=dice.randint(2, 8),
-        max_rows=dice.randint(2, 16),
-    )
+def settings(record: Record) -> Iterator[SpeculationOptions]:
+    """Every drafter, trees where the record has them; so dear that some pause."""
+    every = record.info.exit_layers
+    shapes = [(every, 1), (every[:1], 1), *([((0,), 5)] if record.guesses.size else [])]
+    for drafter, (layers, guesses), most, never_slower in itertools.product(
+        ("ngram", "exit", "ngram+exit", "none"), shapes, (1, 3, 4), (False, True)
+    ):
+        yield SpeculationOptions(
+            drafter=drafter,
+            exit=Exit(
+                layers=layers,
+                threshold=0.3,
+                anneal_strength=0.5,
+                max_tokens=most,
+                guesses=guesses,
+                max_rows=9,
+            ),
+            ngram=Ngram(max_tokens=most + 2),
+            costs=Costs(row=(0.05, 0.9), head=0.34),
+            never_slower=never_slower,
+        )
 
 
 def embedded(page: str) -> dict:
@@ -76,17 +63,13 @@ def embedded(page: str) -> dict:
     return json.loads(text[: text.lower().index("</script")])
 
 
-def test_texts_of_tokens_cannot_leave_their_element(record: Record) -> None:
+def test_texts_of_tokens_cannot_leave_their_element_and_nothing_is_loaded(record: Record) -> None:
     page = render(make_trace(record, USED), record, None)
     data = embedded(page)
     assert "</script>" in [text for _, text in data["words"]]
     assert "Say &lt;/script&gt; and &lt;script&gt;hacked = 1&lt;/script&gt;.</p>" in page
     assert len(re.findall(r"<script", page)) == 2
     assert "<title>Say &lt;/script&gt; and" in page
-
-
-def test_the_page_may_load_nothing(record: Record) -> None:
-    page = render(make_trace(record, USED), record, None)
     assert "default-src 'none'" in page
     assert re.search("https?://", page) is None
 
@@ -101,7 +84,7 @@ def test_without_a_record_there_are_no_other_settings(record: Record) -> None:
 @pytest.mark.parametrize("kind", ["translator", "deep-fused", "deep-fused-0"])
 def test_controls_begin_at_the_decode_whatever_drafted(kind: str) -> None:
     record = alone(recorded(kind).record)
-    for options in learning_settings(record):
+    for options in settings(record):
         trace = make_trace(record, options)
         found = grid(trace, record)
         assert found.notes == []

@@ -6,7 +6,6 @@ It may say nothing on the console, and load nothing.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,20 +15,19 @@ import pytest
 from selfspec.eval.record import Record
 from selfspec.visualise.layers import LayerTrace, gain, rejected, right_from, visible
 from selfspec.visualise.page import Axis, grid, page_data, render
-from tests.browsers import Browser, Page, axe_findings, chromium, expect, listened
+from tests.browsers import (  # noqa: F401  # fixtures
+    Open,
+    Page,
+    axe_findings,
+    browser_fixture,
+    expect,
+    opened_fixture,
+)
 from tests.records import recorded
 from tests.traces import USED, alone, make_trace, some_costs, tiled
 
-Open = Callable[..., Page]
-
 COSTS = some_costs(6, 16)
 PHONE: dict[str, Any] = {"viewport": {"width": 360, "height": 740}}
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")
@@ -43,42 +41,24 @@ def trace(record: Record) -> LayerTrace:
 
 
 @pytest.fixture
-def opened(browser: Browser, tmp_path: Path) -> Iterator[Open]:
-    """`opened(html, **context)`: the page of a file. At the end: no message, and nothing loaded."""
-    said: list[str] = []
-    asked: list[str] = []
-    contexts = []
+def unfolded(opened: Open, tmp_path: Path) -> Open:
+    """`unfolded(html, **context)`: the page of a file, with its table and sliders."""
 
-    def open_page(html: str, **options: Any) -> Page:
+    def show(html: str, **options: Any) -> Page:
         file = tmp_path / "page.html"
         file.write_text(html, encoding="utf-8")
-        page = listened(browser, said, asked, **options)
-        contexts.append(page.context)
-        page.set_default_timeout(10_000)
-        page.goto(file.as_uri())
-        page.wait_for_selector("html[data-ready]")
-        asked.remove(file.as_uri())
+        page = opened(file.as_uri(), **options)
+        for name in ("guesses", "settings"):
+            page.locator(f"#{name} > summary").click()
+        page.locator("#map td").first.wait_for(state="attached")
         return page
 
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert said == []
-    assert [url for url in asked if not url.startswith("data:")] == []
+    return show
 
 
 @pytest.fixture
-def page(opened: Open, trace: LayerTrace, record: Record) -> Page:
-    shown = opened(render(trace, record, COSTS))
-    unfold(shown)
-    return shown
-
-
-def unfold(page: Page) -> None:
-    """The table of guesses, and the sliders."""
-    for name in ("guesses", "settings"):
-        page.locator(f"#{name} > summary").click()
-    page.locator("#map td").first.wait_for(state="attached")
+def page(unfolded: Open, trace: LayerTrace, record: Record) -> Page:
+    return unfolded(render(trace, record, COSTS))
 
 
 def cell(page: Page, trace: LayerTrace, place: int, layer: int) -> Any:
@@ -197,7 +177,7 @@ def test_the_race_ends_as_the_costs_say(page: Page, trace: LayerTrace, record: R
     expect(page.get_by_role("button", name="play the race")).to_be_visible()
 
 
-def test_copied_tokens_say_where_they_were_seen(opened: Open, trace: LayerTrace) -> None:
+def test_copied_tokens_say_where_they_were_seen(unfolded: Open, trace: LayerTrace) -> None:
     rounds = tuple(
         replace(e, sources=["ngram"] * len(e.sources), exit_layers=[0] * len(e.exit_layers))
         for e in trace.rounds
@@ -206,8 +186,7 @@ def test_copied_tokens_say_where_they_were_seen(opened: Open, trace: LayerTrace)
         replace(place, exit_layer=None, copied_from=2 if place.kind == "accepted" else None)
         for place in trace.places
     )
-    page = opened(render(replace(trace, rounds=rounds, places=places), None, None))
-    unfold(page)
+    page = unfolded(render(replace(trace, rounds=rounds, places=places), None, None))
     accepted = next(place.index for place in places if place.kind == "accepted")
     piece = page.locator("#answer .piece").nth(accepted)
     assert "in the prompt: … p0 p1 [p2 ]p3" in (piece.get_attribute("title") or "")
@@ -221,10 +200,9 @@ def test_copied_tokens_say_where_they_were_seen(opened: Open, trace: LayerTrace)
     "look", [{}, {"color_scheme": "dark"}, PHONE], ids=["light", "dark", "phone"]
 )
 def test_axe_finds_nothing_and_a_phone_has_room(
-    opened: Open, trace: LayerTrace, record: Record, look: dict[str, Any]
+    unfolded: Open, trace: LayerTrace, record: Record, look: dict[str, Any]
 ) -> None:
-    page = opened(render(trace, record, COSTS), **look)
-    unfold(page)
+    page = unfolded(render(trace, record, COSTS), **look)
     page.get_by_label("show rejected drafts").check()
     cell(page, trace, 0, 1).click()
     assert page.locator("#readout h3").is_visible()
@@ -236,11 +214,10 @@ def test_axe_finds_nothing_and_a_phone_has_room(
 
 
 @pytest.mark.parametrize("kind", ["translator", "deep-fused-0"])
-def test_controls_show_what_their_setting_gives(opened: Open, kind: str) -> None:
+def test_controls_show_what_their_setting_gives(unfolded: Open, kind: str) -> None:
     record = alone(recorded(kind).record)
     trace = make_trace(record, replace(USED, drafter="ngram+exit"))
-    page = opened(render(trace, record, COSTS), **PHONE)
-    unfold(page)
+    page = unfolded(render(trace, record, COSTS), **PHONE)
     assert page.locator("#notes li").count() == 0
     painted = [page.locator(name).inner_html() for name in ("#answer", "#depth")]
     data, found = page_data(trace, record, COSTS), grid(trace, record)
@@ -304,9 +281,8 @@ def test_a_threshold_of_another_setting_is_said(page: Page, record: Record) -> N
     assert page.get_by_text("τ 0.900:").is_visible()
 
 
-def test_without_a_record_there_are_no_sliders(opened: Open, trace: LayerTrace) -> None:
-    page = opened(render(trace, None, None))
-    unfold(page)
+def test_without_a_record_there_are_no_sliders(unfolded: Open, trace: LayerTrace) -> None:
+    page = unfolded(render(trace, None, None))
     assert page.get_by_text("The trace came without a record").is_visible()
     assert not page.locator("#controls").is_visible()
     assert page.locator("#lanes .verify").count() == len(trace.rounds) - 1
@@ -315,11 +291,10 @@ def test_without_a_record_there_are_no_sliders(opened: Open, trace: LayerTrace) 
     )
 
 
-def test_128_tokens_and_30_layers_stay_small(opened: Open, record: Record) -> None:
+def test_128_tokens_and_30_layers_stay_small(unfolded: Open, record: Record) -> None:
     long = tiled(record, 128)
     long = replace(long, info=replace(long.info, num_layers=31, exit_layers=(4, 12, 20)))
     html = render(make_trace(long, USED, range(1, 31)), long, some_costs(31, 16))
     assert len(html.encode("utf-8")) < 1_500_000
-    page = opened(html)
-    unfold(page)
+    page = unfolded(html)
     assert page.locator("#map td").count() == 128 * 30

@@ -15,17 +15,8 @@ from selfspec.visualise.picture import drawable, fitting
 from tests.traces import long_trace, small_trace, some_costs
 
 ODD = [
-    "你好世界你好世界",
-    "🎉",
-    "",
-    "\ufffd",
-    "שלום",
-    "\u0301",
-    "\x00",
-    "$x^2$",
-    "x" * 300,
-    " ",
-    "\n",
+    *("你好世界你好世界", "🎉", "", "\ufffd", "שלום", "\u0301"),
+    *("\x00", "$x^2$", "x" * 300, " ", "\n"),
 ]
 
 

@@ -50,18 +50,15 @@ def test_a_pipe_gets_text_with_marks_and_no_escapes() -> None:
     )
 
 
-def test_a_terminal_shows_the_answer_alone_in_colours() -> None:
+def test_a_terminal_shows_the_answer_in_colours_and_strikes_drafts() -> None:
     shown = Text.from_ansi(terminal(small_trace(), rejected=False))
     assert shown.plain.startswith("A line\n kept checked deep\n\n33 % of this answer")
     looks = {shown.plain[s.start : s.end].strip(): str(s.style) for s in shown.spans}
     for word, layer in (("kept", 2), ("exit layer 2", 2), ("deep", 4), ("exit layer 4", 4)):
         assert palette.of_layer(layer, 6) in looks[word]
-
-
-def test_a_terminal_gets_a_struck_draft() -> None:
-    shown = terminal(small_trace())
-    assert f"{STRUCK};{RED}dropped" in shown
-    assert "[-" not in shown
+    struck = terminal(small_trace())
+    assert f"{STRUCK};{RED}dropped" in struck
+    assert "[-" not in struck
 
 
 @pytest.mark.parametrize("console", [{"no_color": True}, {"color_system": None}])
@@ -100,14 +97,7 @@ def test_control_characters_cannot_reach_the_terminal() -> None:
 
 
 def test_drafts_from_elsewhere_have_marks_of_their_own() -> None:
-    found = trace_of(
-        (
-            entry(1, prefill=True, ended="off"),
-            entry(2, [0, 0], 1, sources=["ngram"] * 2),
-        ),
-        ("A", " b", " c"),
-        ((), (" b", " x\n")),
-    )
-    shown = printed(found)
+    rounds = entry(1, prefill=True, ended="off"), entry(2, [0, 0], 1, sources=["ngram"] * 2)
+    shown = printed(trace_of(rounds, ("A", " b", " c"), ((), (" b", " x\n"))))
     assert "A· bⁿ [-x⏎-] c\n" in shown
     assert "prompt lookupⁿ: 1 of 2 drafts kept" in shown
