@@ -19,7 +19,7 @@ from selfspec.cli.base import (
     with_flags,
 )
 from selfspec.errors import InvalidOption
-from selfspec.serve.options import VARIABLE, Keys, ServeOptions
+from selfspec.serve.options import VARIABLE, Keys, ServeOptions, is_loopback
 
 FLAGS = (
     *grouped("Server", option_flags(ServeOptions), ("host", "port", "concurrency", "timeout")),
@@ -40,7 +40,7 @@ def serve(*, asked: Asked) -> None:
     options = options_of(ServeOptions, asked)
     kv_memory = base.kv_memory(asked)
     keys = Keys.found(Path(asked["api_key_file"]) if "api_key_file" in asked else None)
-    if not options.is_local and not keys:
+    if not is_loopback(options.host) and not keys:
         raise InvalidOption(
             f"host is {options.host}, which others can reach. Set {VARIABLE}, or give "
             "--api-key-file"
@@ -53,7 +53,7 @@ def serve(*, asked: Asked) -> None:
     with _packages("serve", "a server"):
         import prometheus_client  # noqa: F401  # known to be there before a model is loaded
 
-        from selfspec.serve.gate import bound, run
+        from selfspec.serve.gate import Server, bound
 
     def ready(address: str) -> None:
         several = f", {options.replicas} copies," if options.replicas > 1 else ""
@@ -66,17 +66,15 @@ def serve(*, asked: Asked) -> None:
             from selfspec.serve.writer import Writer
 
             label = speculator.label
-            run(make_app(Writer(speculator, options, kv_memory), keys), at, options, ready)
+            app = make_app(Writer(speculator, options, kv_memory), keys)
+            Server(app, options, ready).run(sockets=[at])
             return
         with _packages("ray", "more than one copy"):
             from selfspec.serve.replicas import copies, make_front
-        from selfspec.serve.replica import Plan
-
         loading = picked(asked, (*LOADING, *SPECULATION))
-        plan = Plan(loading=loading, options=options, kv_memory=kv_memory)
-        with copies(plan) as handle:
+        with copies(loading, options, kv_memory) as handle:
             label = handle.label.remote().result()
-            run(make_front(handle, options, keys), at, options, ready)
+            Server(make_front(handle, options, keys), options, ready).run(sockets=[at])
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from urllib.parse import urlsplit
 
@@ -38,6 +39,9 @@ T = TypeVar("T")
 
 OPEN = ("/", "/health")
 """Paths that need no key."""
+
+COPY = "x-selfspec-copy"
+"""Header of an answer: which copy of the model wrote it."""
 
 REPLY = "reply"
 """In a request's state: what is written for it."""
@@ -160,7 +164,7 @@ class _Guard:
                 return None
             return Refused(401, "the API key is missing or wrong", code="invalid_api_key")
         host = headers.get("host", "")
-        if not host or not self._options.is_local:
+        if not host or not is_loopback(self._options.host):
             return None
         try:
             name = urlsplit(f"//{host}").hostname or ""
@@ -245,31 +249,11 @@ def bound(options: ServeOptions) -> socket.socket:
     return found
 
 
-def run(
-    app: Starlette, at: socket.socket, options: ServeOptions, ready: Callable[[str], None]
-) -> None:
-    """Until SIGINT or SIGTERM; running answers have `graceful_seconds` then.
-
-    `ready` gets the address.
-    """
-    server = Server(app, options, ready)
-
-    def stop(*_: object) -> None:
-        server.should_exit = True
-
-    # uvicorn raises the signal again when it is done: whoever stopped it made no mistake
-    before = {one: signal.signal(one, stop) for one in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        server.run(sockets=[at])
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
-
-
 class Server(uvicorn.Server):
-    """Says where it listens: `ready` gets the address."""
+    """Runs until SIGINT or SIGTERM; running answers have `graceful_seconds` then."""
 
     def __init__(self, app: Starlette, options: ServeOptions, ready: Callable[[str], None]) -> None:
+        """`ready` gets the address as soon as clients can connect."""
         connections = partial(_Connection, client_timeout=options.client_timeout)
         config = uvicorn.Config(
             app,
@@ -282,8 +266,13 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._ready = ready
 
+    def handle_exit(self, sig: int, _: FrameType | None) -> None:
+        """As uvicorn's, which would raise the signal again at the end, as if that were an error."""
+        self.force_exit |= self.should_exit and sig == signal.SIGINT
+        self.should_exit = True
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start as uvicorn does, then say at which address."""
+        """As uvicorn does; then say at which address."""
         await super().startup(sockets)
         for one in sockets or []:
             host, port = one.getsockname()[:2]

@@ -87,11 +87,6 @@ class ServeOptions:
                     f"cors_origin is {origin}, expected scheme and host: https://example.com"
                 )
 
-    @property
-    def is_local(self) -> bool:
-        """Whether nobody outside of this machine can connect."""
-        return is_loopback(self.host)
-
 
 def is_loopback(host: str) -> bool:
     """Whether a name or an address is this machine's own."""

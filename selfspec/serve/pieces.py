@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -157,7 +156,7 @@ class Explanation:
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, cost: DraftCost) -> None:
         """Without a tokenizer all texts are empty."""
         self._tokenizer, self._cost = tokenizer, cost
-        self._waiting: deque[Json] = deque()
+        self._waiting: list[Json] = []
         """Rounds with text that is not shown yet."""
         self._shown = 0
         """Characters of these that are."""
@@ -190,7 +189,7 @@ class Explanation:
             told = self._waiting[0]
             if not last and sum(len(token["text"]) for token in told["tokens"]) > self._shown:
                 break
-            found.append(self._waiting.popleft())
+            found.append(self._waiting.pop(0))
             for token in told["tokens"]:
                 token["text"] = token["text"][: self._shown]
                 self._shown -= len(token["text"])
@@ -245,9 +244,10 @@ class ToolFormat:
         """Calls of `names` in a text; what only looks like one stays text, and all of it then."""
         before, after = self.before.strip(), self.after.strip()
         parts = text.split(before)[1:] if before else [text]
-        found = [self._call(part.split(after)[0] if after else part) for part in parts]
-        calls = [call for call in found if call is not None and call["function"]["name"] in names]
-        return calls if len(calls) == len(found) else []
+        try:
+            return [self._call(part.split(after)[0] if after else part, names) for part in parts]
+        except (InvalidData, LookupError, TypeError):
+            return []
 
     def _schema(self, function: Json) -> Json:
         arguments = function.get("parameters") or {"type": "object", "properties": {}}
@@ -258,18 +258,13 @@ class ToolFormat:
             "additionalProperties": False,
         }
 
-    def _call(self, text: str) -> Json | None:
-        """One call in OpenAI's shape."""
-        try:
-            said = parse_json(text.strip(), "a call")
-        except InvalidData:
-            return None
-        if not isinstance(said, dict) or not isinstance(said.get("name"), str):
-            return None
-        arguments = said.get(self.arguments)
-        if not isinstance(arguments, dict):
-            return None
-        function = {"name": said["name"], "arguments": json.dumps(arguments, ensure_ascii=False)}
+    def _call(self, text: str, names: Collection[str]) -> Json:
+        """One call in OpenAI's shape. Raises for what is none."""
+        said = parse_json(text.strip(), "a call")
+        name, arguments = said["name"], said[self.arguments]
+        if name not in names or not isinstance(arguments, dict):
+            raise InvalidData("no call of what may be called")
+        function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
         return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 

@@ -9,24 +9,26 @@ paths that need no key.
 Requests of one conversation go to one copy by Ray's `ConsistentHashRouter`: the beginning of a
 conversation is its session. Ray's `PrefixCacheAffinityRouter` compares whole prompts instead; it is
 made for Ray's own body classes, asks an actor twice per request, and pulls in Ray's LLM packages.
-Its multiplexing by model id fits neither: it keeps a list of ids per copy, as for models to load.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import logging
 import os
 import secrets
-from collections.abc import Iterator
+import sys
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # read when Ray is imported
 os.environ["RAY_AUTH_MODE"] = "token"
-os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # for Ray's ports: it runs what comes there
+if "ray" not in sys.modules:  # else this is a copy's process, which has the token of the front's
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # Ray runs what comes to its ports
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # no cluster: all ports on loopback
 
 import psutil
@@ -42,17 +44,26 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.routing import Mount
 from starlette.types import Message, Receive, Scope, Send
 
-from selfspec.errors import InvalidOption
+from selfspec import untrusted
+from selfspec.errors import InvalidData, InvalidOption, SelfspecError
 from selfspec.serve import gate
 from selfspec.serve.options import Keys, ServeOptions
 from selfspec.serve.protocol import Refused
-from selfspec.serve.replica import MARK, TOKENS, Plan, Replica, session
 
 logger = logging.getLogger(__name__)
 
 _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
 _NAME = "selfspec"
+
+_TOKENS = "selfspec.tokens"
+"""Type of a message before the last: the tokens of the answer, for the log."""
+
+_MARK = "selfspec: cannot load: "
+"""Stands before the reason in what Ray says of a copy that could not start."""
+
+_BEGINNING = 256
+"""Characters or ids of a prompt without messages that make its session."""
 
 _OBJECTS_BYTES = 128 << 20
 """Size of Ray's object store; messages are small and pass it by."""
@@ -63,25 +74,97 @@ _READY_S = 5.0
 _SPARE = 64
 """Requests that a copy may hold besides those it answers: to refuse them is its own affair."""
 
-_PASSED = frozenset(
-    {
-        *("type", "http_version", "method", "scheme", "path", "raw_path", "query_string"),
-        *("client", "server", "asgi"),
-    }
-)
+_PASSED = {
+    *("type", "http_version", "method", "scheme", "path", "raw_path", "query_string"),
+    *("client", "server", "asgi"),
+}
 """Keys of a request's ASGI scope that a copy is told besides the headers."""
 
 
-@contextlib.contextmanager
-def copies(plan: Plan) -> Iterator[DeploymentHandle[Replica]]:
-    """Start as many copies as `plan.options` ask for and wait for them; all end with the context.
+class Replica:
+    """One copy, in a process of its own: a model, its writer, and the plain server's application.
 
-    Raises InvalidOption where none could start.
+    Keys, origins and the log are the front's.
     """
-    count = plan.options.replicas
+
+    def __init__(
+        self, loading: dict[str, Any], options: ServeOptions, kv_memory: int | None
+    ) -> None:
+        """`loading`: keywords of `selfspec.load`. Raises RuntimeError: why there is no model."""
+        from selfspec.api.speculator import load
+        from selfspec.serve.app import make_app
+        from selfspec.serve.writer import Writer
+
+        log = logging.getLogger("selfspec")  # as the command line's; Ray passes stderr on
+        log.setLevel(logging.INFO)
+        log.handlers[:] = [logging.StreamHandler()]
+        options = replace(options, cors_origin=None, log_requests=False)
+        try:
+            self._writer = Writer(load(**loading), options, kv_memory)
+        except SelfspecError as error:
+            raise RuntimeError(f"{_MARK}{error}") from None
+        name = serve.get_replica_context().replica_id.unique_id
+        self._header = gate.COPY.encode(), name.encode()
+        self._app = make_app(self._writer, Keys([]))
+
+    def label(self) -> str:
+        """The model's name."""
+        return self._writer.label
+
+    def check_health(self) -> None:
+        """Ray starts another copy where this raises."""
+        if not self._writer.alive:
+            raise RuntimeError("the writer has ended")
+
+    async def answer(self, scope: Scope, body: bytes) -> AsyncIterator[Message]:
+        """The application's messages (ASGI); a caller that stops reading ends the request."""
+        messages: asyncio.Queue[Message | None] = asyncio.Queue()
+        unread = [{"type": "http.request", "body": body}]
+
+        async def receive() -> Message:
+            if not unread:
+                await asyncio.Event().wait()  # a client that goes away ends all of this
+            return unread.pop()
+
+        task = asyncio.ensure_future(self._app(scope, receive, messages.put))
+        task.add_done_callback(lambda _: messages.put_nowait(None))
+        try:
+            while (message := await messages.get()) is not None:
+                if message["type"] == "http.response.start":
+                    message = {**message, "headers": [*message["headers"], self._header]}
+                if message["type"] == "http.response.body" and not message.get("more_body"):
+                    yield {"type": _TOKENS, "tokens": gate.tokens(scope)}
+                yield message
+            task.result()
+        finally:
+            task.cancel()
+
+
+@contextlib.contextmanager
+def copies(
+    loading: dict[str, Any], options: ServeOptions, kv_memory: int | None
+) -> Iterator[DeploymentHandle[Replica]]:
+    """Start as many copies as `options` ask for and wait for them; all end with the context.
+
+    Cores and `kv_memory` are for all of them. Raises InvalidOption where none could start.
+    """
+    count = options.replicas
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = max(1, (cores or 1) // count)
-    memory = plan.kv_memory or psutil.virtual_memory().available // 2
+    memory = kv_memory or psutil.virtual_memory().available // 2
+    variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
+    quiet = LoggingConfig(log_level="CRITICAL", enable_access_log=False)
+    deployment = serve.deployment(
+        num_replicas=count,
+        max_ongoing_requests=options.concurrency + options.queue + _SPARE,
+        ray_actor_options={"num_cpus": threads, "runtime_env": {"env_vars": variables}},
+        health_check_period_s=1.0,
+        graceful_shutdown_wait_loop_s=0.1,
+        graceful_shutdown_timeout_s=1.0,  # the front has let answers end before
+        max_constructor_retry_count=1,
+        request_router_config=RequestRouterConfig.model_validate({"request_router_class": _ROUTER}),
+        logging_config=quiet,
+    )(Replica)
     ray.init(
         address="local",
         num_cpus=threads * count,
@@ -92,35 +175,19 @@ def copies(plan: Plan) -> Iterator[DeploymentHandle[Replica]]:
     )
     try:
         logging.getLogger("ray.serve").setLevel(logging.CRITICAL)  # its errors are raised, too
-        quiet = LoggingConfig(log_level="CRITICAL", enable_access_log=False)
         serve.start(proxy_location="Disabled", logging_config=quiet)
-        yield _deployed(replace(plan, kv_memory=memory // count), threads, quiet)
+        bound = deployment.bind(loading, options, memory // count)
+        try:
+            handle = serve.run(bound, name=_NAME, route_prefix=None)
+        except (RuntimeError, RayError) as error:
+            statuses = serve.status().applications[_NAME].deployments.values()
+            told = "".join(status.message for status in statuses)
+            _, found, why = told.partition(_MARK)  # the line of a copy that could not load
+            said = why.splitlines()[0] if found else f"no copy of the model could start: {error}"
+            raise InvalidOption(said) from error
+        yield handle
     finally:
         ray.shutdown()  # of Serve, too; `serve.shutdown` would wait for what is gone already
-
-
-def _deployed(plan: Plan, threads: int, quiet: LoggingConfig) -> DeploymentHandle[Replica]:
-    options = plan.options
-    variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
-    deployment = serve.deployment(
-        num_replicas=options.replicas,
-        max_ongoing_requests=options.concurrency + options.queue + _SPARE,
-        ray_actor_options={"num_cpus": threads, "runtime_env": {"env_vars": variables}},
-        health_check_period_s=1.0,
-        graceful_shutdown_wait_loop_s=0.1,
-        graceful_shutdown_timeout_s=1.0,  # the front has let answers end before
-        max_constructor_retry_count=1,
-        request_router_config=RequestRouterConfig.model_validate({"request_router_class": _ROUTER}),
-        logging_config=quiet,
-    )(Replica)
-    try:
-        return serve.run(deployment.bind(plan), name=_NAME, route_prefix=None)
-    except (RuntimeError, RayError) as error:
-        statuses = serve.status().applications[_NAME].deployments.values()
-        told = "".join(status.message for status in statuses)
-        _, found, why = told.partition(MARK)  # the line of a copy that could not load its model
-        said = why.splitlines()[0] if found else f"no copy of the model could start: {error}"
-        raise InvalidOption(said) from error
 
 
 def make_front(handle: DeploymentHandle[Replica], options: ServeOptions, keys: Keys) -> Starlette:
@@ -157,7 +224,7 @@ class _Front:
         begun = streams = False
         try:
             async for message in messages:
-                if message["type"] == TOKENS:
+                if message["type"] == _TOKENS:
                     scope["state"][gate.TOKENS] = message["tokens"]
                     continue
                 if message["type"] == "http.response.start":
@@ -180,3 +247,24 @@ class _Front:
             await send({"type": "http.response.body", "body": event})
         finally:
             late.cancel()
+
+
+def session(body: bytes) -> str:
+    """Which conversation a body belongs to: the same for all its turns; empty where it has none.
+
+    All turns share the messages up to the first that a user wrote, or the beginning of a prompt.
+    """
+    try:
+        found = untrusted.parse_json(body.decode(), "the body")
+    except (InvalidData, UnicodeError):
+        return ""
+    if not isinstance(found, dict):
+        return ""
+    beginning = found.get("messages")
+    if isinstance(beginning, list):
+        roles = [isinstance(one, dict) and one.get("role") for one in beginning]
+        beginning = beginning[: roles.index("user") + 1] if "user" in roles else beginning
+    else:
+        prompt = found.get("prompt")
+        beginning = prompt[:_BEGINNING] if isinstance(prompt, str | list) else None
+    return hashlib.sha256(json.dumps(beginning).encode()).hexdigest() if beginning else ""

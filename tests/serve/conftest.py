@@ -12,7 +12,7 @@ import selfspec
 from selfspec.api.speculator import Speculator
 from tests.api.test_text import byte_level_bpe
 from tests.models import CHEAP, make_model
-from tests.serve.live import Running, running
+from tests.serve.live import Running, answers, running
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 DRAFTS: dict[str, Any] = {"heads": "logit-lens", "drafter": "exit:layers=2/5,threshold=0.05"}
@@ -45,6 +45,7 @@ def tiny() -> Speculator:
 
 @pytest.fixture(scope="session")
 def small(tiny: Speculator) -> Iterator[Running]:
-    """A server with the tiny model."""
+    """A server with the tiny model, which has opened what it opens once."""
     with running(tiny) as found:
+        answers(found)
         yield found

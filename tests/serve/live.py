@@ -20,6 +20,9 @@ from selfspec.serve.gate import Server, bound
 from selfspec.serve.options import Keys, ServeOptions
 from selfspec.serve.writer import Writer
 
+HTTP = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0), timeout=60)
+"""One for all: making one reads the machine's certificates. It keeps no connection."""
+
 JSON = {"Content-Type": "application/json"}
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 GOOD = {"messages": [{"role": "user", "content": "Say one word."}], "max_tokens": 1}
@@ -44,8 +47,7 @@ class Running(NamedTuple):
     def post(self, body: Any, path: str = CHAT, **headers: str) -> httpx.Response:
         """`body`: bytes as they are, or what JSON is made of."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        url = f"{self.address}{path}"
-        return httpx.post(url, content=content, headers={**JSON, **headers}, timeout=60)
+        return HTTP.post(f"{self.address}{path}", content=content, headers={**JSON, **headers})
 
     def idle(self) -> bool:
         """Whether nothing is written."""

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import ast
-import configparser
-import json
 import os
 import re
-import shlex
 import signal
 import socket
 import subprocess
@@ -19,9 +15,8 @@ import pytest
 
 from selfspec.cli.main import main
 from selfspec.cli.serve import FLAGS
-from selfspec.serve.gate import OPEN
+from selfspec.serve.gate import COPY, OPEN
 from selfspec.serve.options import VARIABLE, ServeOptions
-from selfspec.serve.replica import NAME
 from tests.test_readme import fenced
 
 
@@ -81,19 +76,11 @@ def test_it_says_where_it_is_and_stops_with_code_0() -> None:
         assert process.wait(40) == 0
 
 
-# docs/serving.md says what is true: flags, the systemd unit, the Dockerfile
+# docs/serving.md says what is true
 
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 TEXT = PAGE.read_text(encoding="utf-8")
-(UNIT,) = fenced("ini", TEXT)
 (DOCKERFILE,) = fenced("Dockerfile", TEXT)
-STEPS = [line.split(maxsplit=1) for line in DOCKERFILE.replace("\\\n", " ").splitlines()]
-
-
-def step(name: str) -> str:
-    """What stands behind an instruction."""
-    (found,) = [rest for word, rest in STEPS if word == name]
-    return found
 
 
 def test_each_flag_that_is_named_exists() -> None:
@@ -106,38 +93,22 @@ def test_each_flag_that_is_named_exists() -> None:
 
 
 def test_names_and_statuses_that_clients_and_people_need_are_there() -> None:
-    for name in (VARIABLE, NAME, *OPEN):
+    for name in (VARIABLE, COPY, *OPEN):
         assert name in TEXT
     for status in (400, 401, 404, 405, 413, 429, 500, 503):
         assert f"\n| {status} | " in TEXT
 
 
-def test_the_unit_stops_longer_than_answers_take_and_has_few_rights() -> None:
-    unit = configparser.ConfigParser(strict=True, interpolation=None)
-    unit.optionxform = str  # type: ignore[assignment,method-assign]  # as the manual of the module does
-    unit.read_string(UNIT)
-    service = unit["Service"]
-    command = shlex.split(service["ExecStart"])
-    assert command[:2] == ["/opt/selfspec/bin/selfspec", "serve"]
-    assert {word for word in command if word.startswith("--")} <= {one.long_name for one in FLAGS}
-    assert float(service["TimeoutStopSec"]) > ServeOptions().graceful_seconds
-    assert service["KillMode"] == "mixed"
-    assert service["DynamicUser"] == "yes"
-    assert service["CapabilityBoundingSet"] == ""
-
-
-def test_the_image_has_extras_that_exist_a_user_and_a_health_check() -> None:
-    project = Path(PAGE.parents[1] / "pyproject.toml").read_text(encoding="utf-8")
-    extras = re.findall(r"/source\[([a-z,]+)\]", DOCKERFILE)
-    assert extras
-    for extra in extras[0].split(","):
-        assert re.search(rf"^{extra} = \[", project, re.MULTILINE)
-    assert step("USER") != "root"
-    words = [word for word, _ in STEPS]
-    assert "RUN" not in words[words.index("USER") :]
-    python, flag, program = json.loads(step("HEALTHCHECK").split("CMD", 1)[1])
-    assert (python, flag) == ("python", "-c")
-    assert any(f":{ServeOptions().port}{path}'" in program for path in OPEN)
-    ast.parse(program)
-    assert json.loads(step("ENTRYPOINT")) == ["selfspec", "serve", "--host", "0.0.0.0"]
-    assert step("EXPOSE") == str(ServeOptions().port)
+def test_the_unit_and_the_image_fit_the_options_and_the_extras() -> None:
+    ((stop_s,), (extras,)) = (
+        re.findall(pattern, TEXT) for pattern in (r"TimeoutStopSec=(\d+)", r"/source\[([a-z,]+)\]")
+    )
+    assert float(stop_s) > ServeOptions().graceful_seconds
+    project = (PAGE.parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    assert all(f"\n{extra} = [" in project for extra in extras.split(","))
+    port = ServeOptions().port
+    assert f"EXPOSE {port}\n" in DOCKERFILE
+    assert any(f"127.0.0.1:{port}{path}'" in DOCKERFILE for path in OPEN)
+    *_, user = DOCKERFILE.partition("\nUSER ")
+    assert not user.startswith("root")
+    assert "RUN" not in user

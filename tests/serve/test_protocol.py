@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,6 +20,11 @@ BODY = {"messages": ASK, **LIMIT}
 
 def chat(client: openai.OpenAI, **more: Any) -> Any:
     return client.chat.completions.create(**{"model": None, "messages": ASK, **LIMIT, **more})
+
+
+def joined(chunks: Iterable[Any]) -> str:
+    """The text of a stream with one choice."""
+    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
 
 
 def test_an_answer_is_that_of_generate(client: openai.OpenAI, server: Running) -> None:
@@ -42,12 +48,9 @@ def test_a_stream_joins_to_the_same_text(client: openai.OpenAI) -> None:
     chunks = list(chat(client, stream=True, stream_options={"include_usage": True}))
     assert chunks[0].choices[0].delta.role == "assistant"
     *body, last = chunks
-    assert (
-        "".join(c.choices[0].delta.content or "" for c in body) == whole.choices[0].message.content
-    )
-    assert [c.choices[0].finish_reason for c in body if c.choices[0].finish_reason] == [
-        whole.choices[0].finish_reason
-    ]
+    assert joined(body) == whole.choices[0].message.content
+    ends = [c.choices[0].finish_reason for c in body]
+    assert [end for end in ends if end] == [whole.choices[0].finish_reason]
     assert last.choices == []
     assert last.usage.completion_tokens == whole.usage.completion_tokens
     assert all(chunk.usage is None for chunk in body)
@@ -90,8 +93,7 @@ def test_a_stop_ends_the_text_and_is_no_part_of_it(client: openai.OpenAI) -> Non
     answer = chat(client, stop=[stop, "never there"])
     assert answer.choices[0].message.content == whole[: whole.find(stop)]
     assert answer.choices[0].finish_reason == "stop"
-    pieces = [c.choices[0].delta.content or "" for c in chat(client, stop=stop, stream=True)]
-    assert "".join(pieces) == whole[: whole.find(stop)]
+    assert joined(chat(client, stop=stop, stream=True)) == whole[: whole.find(stop)]
 
 
 def test_text_goes_on_from_words_or_ids_one_or_several(
@@ -265,24 +267,3 @@ def test_keys_are_asked_for_where_there_are_any(default: Speculator) -> None:
         assert answer.json()["choices"][0]["finish_reason"] == "length"  # no time for more
         assert answer.json()["usage"]["completion_tokens"] < 20
         assert httpx.get(f"{guarded.address}/health").status_code == 200
-
-
-def test_langchain_gets_the_texts_of_generate(server: Running) -> None:
-    module = pytest.importorskip("langchain_openai")
-    chat = module.ChatOpenAI(
-        base_url=f"{server.address}/v1",
-        api_key="none",
-        model=server.speculator.label,
-        max_retries=0,
-        **LIMIT,
-    )
-    question = ASK[0]["content"]
-    expected = server.speculator.generate(question, max_new_tokens=20, do_sample=False)
-    answer = chat.invoke(question)
-    assert answer.content == expected.text
-    assert answer.usage_metadata["output_tokens"] == len(expected.token_ids)
-    pieces = [piece.content for piece in chat.stream(question)]
-    assert "".join(pieces) == expected.text
-    assert sum(bool(piece) for piece in pieces) > 1
-    again = chat.invoke([("human", question), answer, ("human", "And a mountain?")])
-    assert again.usage_metadata["input_tokens"] > answer.usage_metadata["input_tokens"]

@@ -20,25 +20,23 @@ from starlette.testclient import TestClient
 import selfspec
 from selfspec.api.speculator import Speculator
 from selfspec.cli.main import main
+from selfspec.serve.gate import COPY
 from selfspec.serve.options import Keys, ServeOptions
-from selfspec.serve.replica import NAME, session
 from selfspec.serve.writer import Writer
 from tests.serve.conftest import DRAFTS
 from tests.serve.live import CHAT, JSON, Running, wait_until
 from tests.serve.test_protocol import (  # noqa: F401  # the same tests, through Ray
     test_a_bad_body_or_path_is_refused,
-    test_a_stop_ends_the_text_and_is_no_part_of_it,
     test_a_stream_joins_to_the_same_text,
     test_an_answer_is_that_of_generate,
-    test_choices_draw_with_seeds_one_after_the_other,
-    test_drafts_or_none_the_text_is_the_same,
     test_models_and_health,
-    test_sixteen_at_once_have_the_texts_that_they_have_alone,
 )
 
 pytest.importorskip("ray")
+from ray.exceptions import ActorDiedError  # after the check, as all of these
+from ray.serve.exceptions import RequestCancelledError
 
-pytestmark = pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`")  # Ray's
+from selfspec.serve.replicas import make_front, session
 
 LOADING: dict[str, Any] = {"dtype": "float32", **DRAFTS}
 
@@ -51,10 +49,13 @@ class Command(NamedTuple):
     address: str
 
     @property
+    def everything(self) -> list[psutil.Process]:
+        """The processes that it has started."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    @property
     def copies(self) -> list[psutil.Process]:
-        """Their processes."""
-        every = psutil.Process(self.process.pid).children(recursive=True)
-        return [one for one in every if "ServeReplica" in " ".join(one.cmdline())]
+        return [one for one in self.everything if "ServeReplica" in " ".join(one.cmdline())]
 
 
 @pytest.fixture(scope="module")
@@ -112,20 +113,16 @@ def opening(number: int) -> list[dict[str, str]]:
     ]
 
 
-def copy_of(answer: httpx.Response) -> str:
-    return answer.headers[NAME]
-
-
 def test_turns_of_a_conversation_go_to_one_copy_and_conversations_to_all(command: Command) -> None:
     used = set()
     for number in range(40):
         first = ask(command, opening(number))
-        used.add(copy_of(first))
+        used.add(first.headers[COPY])
         text = first.json()["choices"][0]["message"]["content"]
         said = {"role": "assistant", "content": text}
         again = [*opening(number), said, {"role": "user", "content": "What is next?"}]
         second = ask(command, again)
-        assert copy_of(second) == copy_of(first)
+        assert second.headers[COPY] == first.headers[COPY]
         assert second.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
         if len(used) == 2 and number >= 3:
             return
@@ -143,7 +140,7 @@ def test_a_copy_that_is_killed_loses_its_own_answers_and_comes_back(command: Com
             body = {"messages": opening(number), "max_tokens": 1500, "temperature": 0}
             request = http.build_request("POST", url, json={**body, "stream": True})
             answer = http.send(request, stream=True)
-            if streams.setdefault(copy_of(answer), answer) is not answer:
+            if streams.setdefault(answer.headers[COPY], answer) is not answer:
                 answer.close()
             if len(streams) == 2:
                 break
@@ -161,7 +158,7 @@ def test_a_copy_that_is_killed_loses_its_own_answers_and_comes_back(command: Com
     seen = set[str]()
 
     def both() -> bool:
-        seen.add(copy_of(ask(command, opening(next(numbers)), max_tokens=1)))
+        seen.add(ask(command, opening(next(numbers)), max_tokens=1).headers[COPY])
         return len(seen) == 2
 
     wait_until(both)
@@ -207,10 +204,9 @@ def test_ports_of_ray_are_for_this_machine_or_ask_for_a_token(command: Command) 
     grpc: Any = importlib.import_module("grpc")  # it has no types
     bodies: Any = importlib.import_module("ray.serve.generated.serve_pb2")
     service: Any = importlib.import_module("ray.serve.generated.serve_pb2_grpc")
-    root = psutil.Process(command.process.pid)
     listening = [
         (str(one.laddr.ip), int(one.laddr.port))
-        for process in [root, *root.children(recursive=True)]
+        for process in [psutil.Process(command.process.pid), *command.everything]
         for one in process.net_connections("tcp")
         if one.status == psutil.CONN_LISTEN
     ]
@@ -227,7 +223,7 @@ def test_ports_of_ray_are_for_this_machine_or_ask_for_a_token(command: Command) 
 
 def test_an_answer_that_is_written_ends_before_all_stops(command: Command) -> None:
     """The last of the live tests: none may come behind it."""
-    everything = psutil.Process(command.process.pid).children(recursive=True)
+    everything = command.everything
     body = {"messages": opening(1), "max_tokens": 1500, "temperature": 0, "stream": True}
     url = f"{command.address}{CHAT}"
     with httpx.stream("POST", url, json=body, timeout=60) as answer:
@@ -240,8 +236,6 @@ def test_an_answer_that_is_written_ends_before_all_stops(command: Command) -> No
 
 
 def test_keys_origins_and_sizes_are_minded_before_any_copy() -> None:
-    from selfspec.serve.replicas import make_front
-
     options = ServeOptions(cors_origin=["https://page.example"], max_body_mb=0.001)
     front = TestClient(make_front(cast("Any", None), options, Keys(["key"])))
     url, key = "/v1/chat/completions", {"Authorization": "Bearer key"}
@@ -275,8 +269,6 @@ class Handle:
         if self._error is None:
             self._waits = asyncio.get_running_loop().create_future()
             await self._waits
-        from ray.serve.exceptions import RequestCancelledError
-
         raise self._error or RequestCancelledError("0")
 
     def cancel(self) -> None:
@@ -285,8 +277,6 @@ class Handle:
 
 
 def through(handle: Handle, path: str = "/v1/models", **options: Any) -> Any:
-    from selfspec.serve.replicas import make_front
-
     front = make_front(cast("Any", handle), ServeOptions(**options), Keys([]))
     return TestClient(front, base_url="http://localhost").get(path)
 
@@ -302,8 +292,6 @@ def test_where_no_copy_is_ready_that_is_said_in_time(
 
 
 def test_where_a_copy_ends_its_answer_is_refused_and_never_half_of_one() -> None:
-    from ray.exceptions import ActorDiedError
-
     answer = through(Handle(error=ActorDiedError()))
     assert answer.status_code == 503
     assert answer.json()["error"]["type"] == "server_error"

@@ -46,25 +46,23 @@ def test_a_schema_is_followed_and_drafts_change_nothing(client: openai.OpenAI) -
     assert answer.usage is not None
     drafts = answer.usage.speculation  # type: ignore[attr-defined]  # ours
     assert drafts["sources"]["grammar"]["drafted"] == drafts["sources"]["grammar"]["accepted"] > 3
-    shape = {
-        "type": "json_schema",
-        "json_schema": {"name": "Person", "schema": Person.model_json_schema()},
-    }
+    schema = {"name": "Person", "schema": Person.model_json_schema()}
+    shape = {"type": "json_schema", "json_schema": schema}
     plain = chat(client, response_format=shape, extra_body={"speculation": False})
     assert plain.choices[0].message.content == answer.choices[0].message.content
-    pieces = [
-        c.choices[0].delta.content or "" for c in chat(client, response_format=shape, stream=True)
-    ]
-    assert "".join(pieces) == answer.choices[0].message.content
+    chunks = chat(client, response_format=shape, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == (
+        answer.choices[0].message.content
+    )
 
 
 def test_any_object_is_json(client: openai.OpenAI) -> None:
     settings: dict[str, Any] = {"temperature": 1.0, "seed": 4, "logit_bias": {"14704": 8}}
     answer = chat(client, response_format={"type": "json_object"}, max_tokens=60, **settings)
-    text = answer.choices[0].message.content
-    if answer.choices[0].finish_reason == "stop":
-        assert isinstance(json.loads(text), dict)
-    assert text.startswith("{")
+    (choice,) = answer.choices
+    assert choice.message.content.startswith("{")
+    if choice.finish_reason == "stop":
+        assert isinstance(json.loads(choice.message.content), dict)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -97,9 +95,7 @@ def test_likelihoods_of_text_have_their_own_shape(client: openai.OpenAI, stream:
     tokens = [token for one in noted for token in one.tokens]
     offsets = [offset for one in noted for offset in one.text_offset]
     assert "".join(tokens) == text
-    assert [text[at:].startswith(token) for token, at in zip(tokens, offsets, strict=True)] == [
-        True
-    ] * len(tokens)
+    assert all(text[at:].startswith(token) for token, at in zip(tokens, offsets, strict=True))
     assert all(len(top) <= 2 for one in noted for top in one.top_logprobs)
     assert all(value <= 0 for one in noted for value in one.token_logprobs)
 
@@ -125,33 +121,28 @@ TEMPLATE = (
     "{% for call in message.tool_calls %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>"
     "{% endfor %}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 )
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 12}, "unit": {"enum": ["C", "F"]}},
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+}
 WEATHER = {
     "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "The weather in a city.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "city": {"type": "string", "maxLength": 12},
-                "unit": {"enum": ["celsius", "fahrenheit"]},
-            },
-            "required": ["city", "unit"],
-            "additionalProperties": False,
-        },
-    },
+    "function": {"name": "get_weather", "description": "In a city.", "parameters": PARAMETERS},
 }
 TIME = {"type": "function", "function": {"name": "get_time"}}
 
 
 @pytest.fixture(scope="module")
-def callable_server(default: Speculator) -> Iterator[Running]:
+def caller(default: Speculator) -> Iterator[openai.OpenAI]:
+    """A client of a model whose template shows functions."""
     knows = copy.copy(default)
     knows.tokenizer = copy.copy(default.tokenizer)
     assert knows.tokenizer is not None
     knows.tokenizer.chat_template = TEMPLATE
     with running(knows) as found:
-        yield found
+        yield openai.OpenAI(base_url=f"{found.address}/v1", api_key="none")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -159,11 +150,9 @@ def callable_server(default: Speculator) -> Iterator[Running]:
     "choice", ["required", {"type": "function", "function": {"name": "get_weather"}}], ids=str
 )
 def test_a_call_that_is_asked_for_follows_its_schema(
-    callable_server: Running, choice: Any, stream: bool
+    caller: openai.OpenAI, choice: Any, stream: bool
 ) -> None:
-    client = openai.OpenAI(base_url=f"{callable_server.address}/v1", api_key="none")
-    asked = {"tools": [WEATHER, TIME], "tool_choice": choice, "stream": stream}
-    found = chat(client, **asked)
+    found = chat(caller, tools=[WEATHER, TIME], tool_choice=choice, stream=stream)
     if stream:
         choices = [chunk.choices[0] for chunk in found]
         assert not any(one.delta.content for one in choices)
@@ -177,19 +166,18 @@ def test_a_call_that_is_asked_for_follows_its_schema(
     arguments = json.loads(call.function.arguments)
     if choice != "required" or call.function.name == "get_weather":
         assert call.function.name == "get_weather"
-        jsonschema.validate(arguments, WEATHER["function"]["parameters"])  # type: ignore[index]  # nested
+        jsonschema.validate(arguments, PARAMETERS)
     back = [
         *ASK,
         {"role": "assistant", "content": None, "tool_calls": [call.model_dump(exclude={"index"})]},
         {"role": "tool", "tool_call_id": call.id, "content": "Rain."},
     ]
-    assert chat(client, messages=back, tools=[WEATHER, TIME], max_tokens=5).choices[0].finish_reason
+    assert chat(caller, messages=back, tools=[WEATHER, TIME], max_tokens=5).choices[0].finish_reason
 
 
-def test_what_may_be_called_is_left_to_the_model(callable_server: Running) -> None:
-    client = openai.OpenAI(base_url=f"{callable_server.address}/v1", api_key="none")
+def test_what_may_be_called_is_left_to_the_model(caller: openai.OpenAI) -> None:
     for more in ({"tool_choice": "none"}, {}):
-        answer = chat(client, tools=[WEATHER], max_tokens=20, **more)
+        answer = chat(caller, tools=[WEATHER], max_tokens=20, **more)
         assert answer.choices[0].message.content or answer.choices[0].message.tool_calls
 
 
@@ -243,21 +231,8 @@ EXPLAIN = {"explain": True}
 
 
 def ask(client: openai.OpenAI, speculation: Any = EXPLAIN, **more: Any) -> Any:
-    asked = {"model": None, "messages": LISTS, "max_tokens": 40, "temperature": 0.0, **more}
-    return client.chat.completions.create(**asked, extra_body={"speculation": speculation})
-
-
-def streamed(client: openai.OpenAI, **more: Any) -> tuple[list[str], list[list[Any]]]:
-    """By choice: the text, and the rounds of all its chunks."""
-    texts = [""] * more.get("n", 1)
-    rounds: list[list[Any]] = [[] for _ in texts]
-    for chunk in ask(client, stream=True, **more):
-        for choice in chunk.choices:
-            texts[choice.index] += choice.delta.content or ""
-            told = getattr(choice, "speculation", {"rounds": []})
-            rounds[choice.index] += told["rounds"]
-            assert texts[choice.index].startswith(joined(rounds[choice.index]))
-    return texts, rounds
+    asked = {"messages": LISTS, "max_tokens": 40, **more}
+    return chat(client, extra_body={"speculation": speculation}, **asked)
 
 
 def joined(rounds: list[Any]) -> str:
@@ -278,7 +253,14 @@ def test_sources_are_those_of_usage_and_texts_join(
     client: openai.OpenAI, more: dict[str, Any]
 ) -> None:
     answer = ask(client, **more)
-    texts, rounds = streamed(client, **more)
+    texts = [""] * len(answer.choices)
+    rounds: list[list[Any]] = [[] for _ in texts]
+    for chunk in ask(client, stream=True, **more):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            told = getattr(choice, "speculation", {"rounds": []})
+            rounds[choice.index] += told["rounds"]
+            assert texts[choice.index].startswith(joined(rounds[choice.index]))
     drafted, accepted, tokens = Counter[str](), Counter[str](), 0
     for choice in answer.choices:
         told = choice.speculation["rounds"]
