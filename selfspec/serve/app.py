@@ -121,7 +121,6 @@ class _Server:
         )
 
     async def _read(self, request: Request, kind: type[ChatBody | TextBody]) -> ChatBody | TextBody:
-        """A body of that kind. Raises Refused."""
         sent = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if sent != "application/json":  # what a page elsewhere cannot send without being asked
             raise Refused(415, "Content-Type must be application/json")

@@ -79,7 +79,6 @@ class ServeOptions:
     """The texts of requests and answers, too."""
 
     def __post_init__(self) -> None:
-        """Raise InvalidOption for values that nothing could be served with."""
         check_fields(self)
         for origin in self.cors_origin or ():
             if origin != "*" and not _ORIGIN.fullmatch(origin):

@@ -128,7 +128,6 @@ class Answer:
         return "".join(map(self._stops.push, texts))
 
     def _rest(self) -> str:
-        """What was held back, at the end."""
         rest = self._decoder.push([], last=True)
         if self._explanation is not None:
             self._explanation.rest(rest)

@@ -198,8 +198,6 @@ def make_front(handle: DeploymentHandle[Replica], options: ServeOptions, keys: K
 
 
 class _Front:
-    """Hands requests to copies."""
-
     def __init__(self, handle: DeploymentHandle[Replica], options: ServeOptions) -> None:
         self._handle, self._options = handle, options
 

@@ -32,9 +32,6 @@ from selfspec.serve.protocol import Choice, Refused, places
 
 logger = logging.getLogger(__name__)
 
-_RETRY_AFTER_S = 1
-"""Seconds after which a refused client may try again."""
-
 _POLL_S = 0.5
 """Between two looks at whether to stop, where nothing is written."""
 
@@ -88,7 +85,7 @@ class Writer:
                 raise Refused(
                     429,
                     f"{self.open} answers are written or wait. Try again soon",
-                    headers={"Retry-After": str(_RETRY_AFTER_S)},
+                    headers={"Retry-After": "1"},
                 )
             self.open += count
         job.left = count

@@ -122,7 +122,7 @@ class LayerTrace:
     rounds: tuple[Round, ...]
     """Rounds of the decode itself, the prompt's pass first; rejected drafts and passes included."""
     draft_texts: tuple[tuple[str, ...], ...]
-    """The texts of each round's draft tokens."""
+    """By round."""
 
     @property
     def answer(self) -> list[str]:

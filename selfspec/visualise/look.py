@@ -208,8 +208,6 @@ def _places(
 
 
 class _Came(NamedTuple):
-    """How a token came about."""
-
     kind: Kind
     round: int
     exit_layer: int | None

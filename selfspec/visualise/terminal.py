@@ -37,8 +37,6 @@ def show(trace: LayerTrace, console: Console, *, rejected: bool = False) -> None
 
 
 class _Marks:
-    """How a trace looks on one kind of console."""
-
     def __init__(self, trace: LayerTrace, *, plain: bool, ascii_only: bool, rejected: bool) -> None:
         """`plain`: neither colours nor struck lines. `ascii_only`: no signs beyond ASCII."""
         self._trace = trace

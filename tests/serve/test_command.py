@@ -30,7 +30,6 @@ from tests.test_readme import fenced
         (["--port", "70000"], "port is 70000, expected a value"),
         (["--concurrency", "0"], "concurrency is 0, expected a value"),
         (["--timeout", "0"], "timeout is 0.0, expected a value"),
-        (["--client-timeout", "0"], "client_timeout is 0.0, expected a value"),
         (["--kv-memory", "much"], "expected a size like 500MB or 2GB"),
         (["--api-key-file", "nowhere"], "cannot read nowhere"),
         (["--api-key-file", "empty"], "empty holds no API key"),

@@ -266,4 +266,5 @@ def test_keys_are_asked_for_where_there_are_any(default: Speculator) -> None:
         assert answer.status_code == 200
         assert answer.json()["choices"][0]["finish_reason"] == "length"  # no time for more
         assert answer.json()["usage"]["completion_tokens"] < 20
-        assert httpx.get(f"{guarded.address}/health").status_code == 200
+        for path, status in (("/health", 200), ("/metrics", 401), ("/v1/models", 401)):
+            assert httpx.get(f"{guarded.address}{path}").status_code == status

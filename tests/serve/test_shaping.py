@@ -250,7 +250,7 @@ def joined(rounds: list[Any]) -> str:
     ],
 )
 def test_sources_are_those_of_usage_and_texts_join(
-    client: openai.OpenAI, more: dict[str, Any]
+    client: openai.OpenAI, server: Running, more: dict[str, Any]
 ) -> None:
     answer = ask(client, **more)
     texts = [""] * len(answer.choices)
@@ -265,6 +265,7 @@ def test_sources_are_those_of_usage_and_texts_join(
     for choice in answer.choices:
         told = choice.speculation["rounds"]
         assert joined(told) == choice.message.content == texts[choice.index]
+        assert choice.speculation["num_layers"] == server.speculator.backbone.num_layers
         assert told == rounds[choice.index]
         first, *others = told
         assert (first["steps"], first["drafts"]) == (0, [])
@@ -296,19 +297,6 @@ def test_nothing_is_explained_unless_asked(client: openai.OpenAI) -> None:
     )
     with pytest.raises(openai.BadRequestError, match="explain"):
         ask(client, {"explain": 1})
-
-
-def test_text_completions_are_explained_too(client: openai.OpenAI, server: Running) -> None:
-    answer: Any = client.completions.create(
-        model=server.speculator.label,
-        prompt=["One, two, three,", "Red, green,"],
-        max_tokens=8,
-        temperature=0,
-        extra_body={"speculation": EXPLAIN},
-    )
-    for choice in answer.choices:
-        assert joined(choice.speculation["rounds"]) == choice.text
-        assert choice.speculation["num_layers"] == server.speculator.backbone.num_layers
 
 
 def entry(tokens: list[int], drafts: list[int], kept: list[int], **more: Any) -> Round:

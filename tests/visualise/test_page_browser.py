@@ -28,6 +28,7 @@ from tests.traces import USED, alone, make_trace, some_costs, tiled
 
 COSTS = some_costs(6, 16)
 PHONE: dict[str, Any] = {"viewport": {"width": 360, "height": 740}}
+DIGITS = {"cr": 2, "acceptance": 1, "work": 1, "speed": 3}
 
 
 @pytest.fixture(scope="module")
@@ -238,13 +239,7 @@ def test_controls_show_what_their_setting_gives(unfolded: Open, kind: str) -> No
             result = data["grid"]["results"][data["grid"]["points"][drafter][at]]
             counts = result["counts"]
             assert cells(page, "now") == {
-                "rounds": f"{counts['rounds']}",
-                "cr": f"{counts['cr']:.2f}",
-                "drafted": f"{counts['drafted']}",
-                "accepted": f"{counts['accepted']}",
-                "acceptance": f"{counts['acceptance']:.1f}",
-                "work": f"{counts['work']:.1f}",
-                "speed": f"{counts['speed']:.3f}",
+                name: f"{count:.{DIGITS.get(name, 0)}f}" for name, count in counts.items()
             }
             assert page.locator("#lanes .verify").count() == counts["rounds"]
             shown.add(tuple(result["rounds"]))
