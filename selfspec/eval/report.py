@@ -20,7 +20,6 @@ import yaml
 from matplotlib.figure import Figure
 
 from selfspec import files, pages
-from selfspec.decoding.stats import PARTS
 from selfspec.errors import InvalidData, InvalidOption
 from selfspec.eval.results import (
     ANSWERS,
@@ -183,12 +182,8 @@ def _latency(runs: pd.DataFrame) -> dict[str, float]:
     return {name: float(value) for name, value in found.items()}
 
 
-def base_of(summary: Summary) -> str | None:
-    """What speed-ups are shown over: plain decoding on our runtime, where it was measured."""
-    return next(iter(_bases(summary)), None)
-
-
-def _bases(summary: Summary) -> list[str]:
+def bases(summary: Summary) -> list[str]:
+    """What speed-ups can be shown over; first plain decoding on our runtime, where measured."""
     found = summary[ALL].get(OVERALL, {}).values()
     return [base for base in BASES if any(figures[f"over_{base}"] for figures in found)]
 
@@ -206,11 +201,11 @@ def gains_of(summary: Summary, base: str | None) -> dict[str, Mapping[str, float
 
 def verdict(summary: Summary) -> str:
     """What was found, in a sentence: the fastest of the methods whose texts are those of plain."""
-    base = base_of(summary)
+    base = next(iter(bases(summary)), None)
     gains = {
         label: gain
         for label, gain in gains_of(summary, base).items()
-        if label not in BASES and not summary["methods"][label].get("lossy", False)
+        if label not in BASES and not _lossy(summary, label)
     }
     if base is None or not gains:
         return "No speed-up can be told: plain decoding or a lossless method was not measured."
@@ -286,14 +281,13 @@ def shown(summary: Summary, label: str) -> str:
 
 def tables(summary: Summary) -> list[Table]:
     """All tables of one bench that have rows."""
-    found, bases = figures(summary), _bases(summary)
+    found, over = figures(summary), bases(summary)
     latency = _by_method(summary, summary["latency"])
     waits = latency.filter(like="token_")
     latency[waits.columns] = 1e3 * waits
-    methods = summary["methods"].items()
     made = [
-        *(_speed(summary, found, base, name) for name in (ALL, WITHOUT_LOOPS) for base in bases),
-        *(_by_prompt(summary, found, base) for base in bases),
+        *(_speed(summary, found, base, name) for name in (ALL, WITHOUT_LOOPS) for base in over),
+        *(_by_prompt(summary, found, base) for base in over),
         _quality(summary),
         _picked("Latency", latency, _WAITS, digits=1),
         _picked("Seconds by part of a round", _by_method(summary, summary["parts_s"]).fillna(0.0)),
@@ -311,7 +305,7 @@ def tables(summary: Summary) -> list[Table]:
                     "setting": ", ".join(f"{k}={v}" for k, v in entry["setting"].items()),
                     "the fastest of": ", ".join(entry["chosen_from"]),
                 }
-                for label, entry in methods
+                for label, entry in summary["methods"].items()
             ),
         ),
     ]
@@ -506,22 +500,26 @@ def _mapping(values: Any, path: Path) -> dict[str, Any]:
     return values
 
 
-# --- pictures -------------------------------------------------------------------------------------
+# --- the chart ------------------------------------------------------------------------------------
 
 BLUE = palette.RAMP[1]
 INK, PALE = palette.TONES["ink"].light, palette.TONES["other"].light
 
 
-def draw_gains(gains: pd.DataFrame, base: str) -> Figure:
-    """One bar per method, with its interval; the fastest stands out."""
+def chart(summary: Summary) -> Figure | None:
+    """A bar per method, with its interval, where there are several; the fastest stands out."""
+    base = next(iter(bases(summary)), None)
+    gains = _by_method(summary, gains_of(summary, base))
+    if len(gains) < 2:
+        return None
     figure = Figure(figsize=(8.0, 0.9 + 0.42 * len(gains)), layout="constrained")
     axes = figure.subplots()
     colours = [BLUE if ratio == gains.ratio.max() else PALE for ratio in gains.ratio]
-    rows = range(len(gains))
-    axes.barh(rows, gains.ratio, color=colours, height=0.66, tick_label=list(gains.index))
-    axes.hlines(rows, gains.low, gains.high, color=INK, linewidth=1.2)
-    for row, ratio, end in zip(rows, gains.ratio, gains.high, strict=True):
-        axes.annotate(f"{ratio:.2f}", (end, row), (6, 0), textcoords="offset points", va="center")
+    ends = [gains.ratio - gains.low, gains.high - gains.ratio]
+    bars = axes.barh(
+        gains.index, gains.ratio, xerr=ends, color=colours, height=0.66, error_kw={"ecolor": INK}
+    )
+    axes.bar_label(bars, fmt="%.2f", padding=6)
     axes.axvline(1.0, color=INK, linewidth=0.8)
     axes.invert_yaxis()
     axes.margins(x=0.12)
@@ -532,31 +530,9 @@ def draw_gains(gains: pd.DataFrame, base: str) -> Figure:
     return figure
 
 
-def profile_of(summary: Summary, base: str) -> pd.DataFrame:
-    """By method on our runtime, without sweeps: its parts in percent of all that `base` took."""
-    own = {
-        label: found
-        for label, found in summary["parts_s"].items()
-        if label == summary["methods"][label]["method"]
-    }
-    whole = sum(own.get(base, {}).values())
-    found = _by_method(summary, own if whole else {}).reindex(columns=list(PARTS))
-    return 100 * found.fillna(0.0) / (whole or 1)
-
-
-def draw_profile(profile: pd.DataFrame, base: str, answers: int) -> Figure:
-    """One bar per method, its parts end to end."""
-    figure = Figure(figsize=(8.0, 1.2 + 0.4 * len(profile)), layout="constrained")
-    axes = profile.plot.barh(stacked=True, ax=figure.subplots(), width=0.8)
-    axes.invert_yaxis()
-    axes.set_xlabel(f"time [% of {base}]; n = {answers} answers")
-    axes.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return figure
-
-
 # --- the report: one page in Markdown and in HTML -------------------------------------------------
 
-TITLE = "selfspec: measured"
+TITLE, READ = "selfspec: measured", "How to read this"
 
 DEFINITIONS = (
     "CR is tokens committed per verification; the prompt's own pass is not one. SD, the speed-up, "
@@ -571,46 +547,49 @@ DEFINITIONS = (
     "says so."
 )
 
-MARKDOWN, HTML = "report.md", "report.html"
+MARKDOWN, HTML, PICTURE = "report.md", "report.html", "{}-methods.png"
 
-PICTURES = ("methods", "profile")
-"""Names of pictures, behind the number of their run."""
 
-Block = tuple[str, Any]
-"""A piece of the report: h1, h2, p or verdict and words, img and a file, or table and a Table."""
+class Section(NamedTuple):
+    """What the report says of one run."""
+
+    title: str
+    verdict: str
+    picture: Path | None
+    words: list[str]
+    tables: list[Table]
 
 
 def write(runs: Sequence[Results], folder: Path) -> tuple[Path, Path]:
-    """Write pictures, `report.md` and `report.html` to `folder`; returns the last two.
+    """Write charts, `report.md` and `report.html` to `folder`; returns the last two.
 
     Raises InvalidData for results that lack what a report shows, CannotWrite.
     """
-    blocks: list[Block] = [("h1", TITLE)]
-    drawn: dict[Path, Figure] = {}
+    sections = list[Section]()
+    drawn = dict[Path, Figure]()
     for number, run in enumerate(runs, start=1):  # all is read before anything is written
         try:
-            title, found, *others = described(run)
-            figures = {folder / f"{number}-{name}": made for name, made in pictures(run).items()}
+            figure, path = chart(run.summary), folder / PICTURE.format(number)
+            words = verdict(run.summary), figure and path, described(run), tables(run.summary)
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise InvalidData(
                 f"the results {run.name} lack what a report shows: {type(error).__name__} {error}. "
                 "Measure again: selfspec bench"
             ) from error
-        blocks += [title, found, *(("img", path) for path in figures), *others]
-        drawn |= figures
-    blocks += [("h2", "How to read this"), ("p", DEFINITIONS)]
+        sections.append(Section(run.name, *words))
+        drawn |= {path: figure} if figure else {}
     for path, figure in drawn.items():
         with files.replacing(path) as new:
             figure.savefig(new, dpi=120, metadata={"Software": "selfspec"})
-    made = folder / MARKDOWN, folder / HTML
-    files.write(made[0], as_markdown(blocks))
-    files.write(made[1], as_html(blocks))
-    return made
+    pages = folder / MARKDOWN, folder / HTML
+    files.write(pages[0], as_markdown(sections))
+    files.write(pages[1], as_html(sections))
+    return pages
 
 
 def check_free(folder: str | Path, runs: int, *, overwrite: bool) -> Path:
     """The folder. Raises CannotWrite unless a report of so many runs may be written to `folder`."""
-    numbered = (f"{n}-{name}.png" for n in range(1, runs + 1) for name in PICTURES)
+    numbered = (PICTURE.format(number) for number in range(1, runs + 1))
     return files.check_folder(
         folder,
         (MARKDOWN, HTML, *numbered),
@@ -619,8 +598,8 @@ def check_free(folder: str | Path, runs: int, *, overwrite: bool) -> Path:
     )
 
 
-def described(run: Results) -> list[Block]:
-    """A run's name and verdict; what was measured, where, and what went wrong; all tables."""
+def described(run: Results) -> list[str]:
+    """What was measured, where, and what went wrong."""
     asked, model, machine = (run.run[part] for part in ("run", "model", "machine"))
     summary = run.summary
     others = run.run["questions"]["settings_chosen_on"]
@@ -639,66 +618,45 @@ def described(run: Results) -> list[Block]:
             f"Settings of methods with a grid were chosen on {len(others)} questions that are not "
             f"among those reported: {', '.join(others)}."
         )
-    words += [f"Failed: {line}" for line in summary["failures"]]
-    made = [("h2", run.name), ("verdict", verdict(summary)), *(("p", line) for line in words)]
-    return made + [("table", table) for table in tables(summary)]
+    return words + [f"Failed: {line}" for line in summary["failures"]]
 
 
-def pictures(run: Results) -> dict[str, Figure]:
-    """By file name, those that the run has figures for."""
-    summary, made = run.summary, dict[str, Figure]()
-    if (base := base_of(summary)) is None:
-        return made
-    if len(gains := _by_method(summary, gains_of(summary, base))) > 1:
-        made[f"{PICTURES[0]}.png"] = draw_gains(gains, base)
-    if len(profile := profile_of(summary, base)):
-        made[f"{PICTURES[1]}.png"] = draw_profile(profile, base, summary["answers"])
-    return made
+def as_markdown(sections: Iterable[Section]) -> str:
+    """Charts are named, not included."""
+    parts = [f"# {TITLE}"]
+    for one in sections:
+        parts += [f"## {one.title}", f"**{one.verdict}**"]
+        parts += [f"![{one.picture.stem}]({one.picture.name})"] if one.picture else []
+        parts += [*one.words, *(f"#{markdown(table)}".rstrip() for table in one.tables)]
+    return "\n\n".join([*parts, f"## {READ}", DEFINITIONS]) + "\n"
 
 
-def as_markdown(blocks: Iterable[Block]) -> str:
-    """Pictures are named, not included."""
-    forms = {"h1": "# {}", "h2": "## {}", "p": "{}", "verdict": "**{}**"}
-    parts = []
-    for kind, what in blocks:
-        if kind == "table":
-            parts.append(f"#{markdown(what)}".rstrip())
-        elif kind == "img":
-            parts.append(f"![{what.stem}]({what.name})")
-        else:
-            parts.append(forms[kind].format(what))
-    return "\n\n".join(parts) + "\n"
-
-
-def as_html(blocks: Iterable[Block]) -> str:
+def as_html(sections: Iterable[Section]) -> str:
     """One file with everything in it; all words are escaped."""
     style = pages.style_of("selfspec.eval", "report.css")
-    head = (
-        '<meta charset="utf-8"><meta name="generator" content="selfspec">'
+    parts = [
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="generator" content="selfspec">'
         f'<meta http-equiv="Content-Security-Policy" content="{pages.policy("", style)}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"{_tag('title', TITLE)}<style>{style}</style>"
-    )
-    parts = []
-    for kind, what in blocks:
-        if kind == "table":
-            words = what.words()
-            lines = ["".join(_tag("th", cell) for cell in words)]
-            lines += ["".join(_tag("td", cell) for cell in row) for row in words.to_numpy()]
-            rows = "\n".join(f"<tr>{line}</tr>" for line in lines)
-            parts.append(f"{_tag('h3', what.title)}\n<table>\n{rows}\n</table>")
-        elif kind == "img":
-            data, alt = base64.b64encode(what.read_bytes()).decode(), html.escape(what.stem)
+        f"{_tag('title', TITLE)}<style>{style}</style></head><body>",
+        f"<main>\n{_tag('h1', TITLE)}",
+    ]
+    for one in sections:
+        parts += [_tag("h2", one.title), f'<p class="verdict">{html.escape(one.verdict)}</p>']
+        if one.picture:
+            data = base64.b64encode(one.picture.read_bytes()).decode()
+            alt = html.escape(one.picture.stem)
             parts.append(f'<p><img alt="{alt}" src="data:image/png;base64,{data}"></p>')
-        elif kind == "verdict":
-            parts.append(f'<p class="verdict">{html.escape(what)}</p>')
-        else:
-            parts.append(_tag(kind, what))
-    body = "\n".join(parts)
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>\n<main>\n{body}\n</main>\n'
-        "</body></html>\n"
-    )
+        parts += [_tag("p", words) for words in one.words]
+        for table in one.tables:
+            cells = table.words()
+            lines = ["".join(_tag("th", cell) for cell in cells)]
+            lines += ["".join(_tag("td", cell) for cell in row) for row in cells.to_numpy()]
+            rows = "\n".join(f"<tr>{line}</tr>" for line in lines)
+            parts.append(f"{_tag('h3', table.title)}\n<table>\n{rows}\n</table>")
+    parts += [_tag("h2", READ), _tag("p", DEFINITIONS), "</main>\n</body></html>\n"]
+    return "\n".join(parts)
 
 
 def _tag(name: str, words: Any) -> str:
