@@ -48,39 +48,36 @@ class ScriptedDrafter:
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
         """At most min(limit, width) tokens, none of which ran through a layer."""
         room = max(min(limit, self.width), 0)
-        tokens = self.tokens(state.length - state.pad, room)[:room]
+        tokens = self._tokens(state.length - state.pad, room)[:room]
         ended: Ended = "width" if len(tokens) == self.width else "budget"
         return ready(Draft.of(tokens, ended=ended))
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
         """The script stays as it is."""
 
-    def tokens(self, position: int, count: int) -> list[int]:
-        """Tokens for `position` and behind it, up to `count`."""
+    def _tokens(self, position: int, count: int) -> list[int]:
+        """For `position` and behind it, up to `count`."""
         raise NotImplementedError
 
-    def number(self, end: int) -> int:
-        """A random number from 0..end-1."""
+    def _number(self, end: int) -> int:
+        """From 0..end-1."""
         return int(torch.randint(end, (), generator=self._generator))
 
-    def junk(self, count: int) -> list[int]:
-        """`count` random tokens."""
+    def _junk(self, count: int) -> list[int]:
         return torch.randint(self.vocab_size, (count,), generator=self._generator).tolist()
 
 
 class OracleDrafter(ScriptedDrafter):
     """Drafts the known continuation, fewer tokens at its end."""
 
-    def tokens(self, position: int, count: int) -> list[int]:
-        """What is known there."""
+    def _tokens(self, position: int, count: int) -> list[int]:
         return self.sequence[position : position + count]
 
 
 class WrongDrafter(ScriptedDrafter):
     """Drafts tokens next to the true ones, and junk behind the end of what is known."""
 
-    def tokens(self, position: int, count: int) -> list[int]:
-        """None of them right."""
+    def _tokens(self, position: int, count: int) -> list[int]:
         truth = self.sequence[position : position + count]
         padded = truth + [0] * (count - len(truth))
         return [(token + 1) % self.vocab_size for token in padded]
@@ -89,18 +86,16 @@ class WrongDrafter(ScriptedDrafter):
 class RandomDrafter(ScriptedDrafter):
     """Drafts 0..width random tokens."""
 
-    def tokens(self, position: int, count: int) -> list[int]:  # noqa: ARG002  # the base's
-        """Some of `count`."""
-        return self.junk(self.number(count + 1))
+    def _tokens(self, position: int, count: int) -> list[int]:  # noqa: ARG002  # the base's
+        return self._junk(self._number(count + 1))
 
 
 class MixedDrafter(ScriptedDrafter):
     """Drafts a true prefix of random length, then random tokens up to the full width."""
 
-    def tokens(self, position: int, count: int) -> list[int]:
-        """Right ones, then others."""
-        truth = self.sequence[position : position + self.number(count + 1)]
-        return truth + self.junk(count - len(truth))
+    def _tokens(self, position: int, count: int) -> list[int]:
+        truth = self.sequence[position : position + self._number(count + 1)]
+        return truth + self._junk(count - len(truth))
 
 
 class BranchingDrafter(ScriptedDrafter):
@@ -112,27 +107,27 @@ class BranchingDrafter(ScriptedDrafter):
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
         """Up to `width` tokens, whose paths fit into `limit`."""
         position = state.length - state.pad
-        right = self.sequence[position : position + self.number(min(max(limit, 0), _RIGHT) + 1)]
+        right = self.sequence[position : position + self._number(min(max(limit, 0), _RIGHT) + 1)]
         tokens: list[int] = []
         parents: list[int] = []
         below = -1  # the newest of the right ones
         placed = 0
         while len(tokens) < self.width and limit > 0:
-            if placed < len(right) and self.number(5) < 3:
+            if placed < len(right) and self._number(5) < 3:
                 tokens.append(right[placed])
                 parents.append(below)
                 below, placed = len(tokens) - 1, placed + 1
                 continue
-            parent = self.number(len(tokens) + 1) - 1
+            parent = self._number(len(tokens) + 1) - 1
             if parent < 0 or depths(parents)[parent] + 1 < limit:
-                tokens += self.junk(1)
+                tokens += self._junk(1)
                 parents.append(parent)
         draft = Draft.of(tokens, parents, ended="width" if tokens else "budget")
         exits = len(state.hidden.schedule.depths) - 2
         trunk = [*state.committed(-1), *tokens[: draft.trunk]]
-        for token in trunk[: self.number(len(trunk) + 1) if exits else 0]:
+        for token in trunk[: self._number(len(trunk) + 1) if exits else 0]:
             state.hidden.push(state.backbone.embed(state.ids.new_tensor([token])))
-            for boundary in range(self.number(exits) + 1):
+            for boundary in range(self._number(exits) + 1):
                 yield from state.hidden.advance(boundary)
         return draft
 
@@ -172,7 +167,6 @@ class Recorder:
     lossless = True
 
     def __init__(self, rule: AcceptanceRule) -> None:
-        """`rule` decides."""
         self._rule = rule
         self._rows: list[Tensor] = []
 
@@ -189,10 +183,9 @@ class Recorder:
 
 
 class Listening(Runtime):
-    """Hears how every token is committed, text by text; drafts may be planted."""
+    """Hears how every token is committed, text by text; `drafter` in place of the usual one."""
 
     def __init__(self, other: Runtime, drafter: Drafter | None = None) -> None:
-        """With the same model; `drafter` in place of the usual one."""
         super().__init__(other.backbone, other.heads, other.draft_model, other.datastore)
         self.probe = other.probe
         self.heard: list[Recorder] = []

@@ -76,7 +76,7 @@ class Case:
         return torch.cat([sampler.scores(ids[:, :end], row.clone()) for end, row in rows])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Rung:
     """What became of one claim."""
 
@@ -115,13 +115,12 @@ def climb(subject: Subject) -> Iterator[tuple[str, Rung]]:
     """Each claim and what became of it, from the first; one that fails does not end the climb."""
     for number, (claim, rung) in enumerate(RUNGS.items(), start=1):
         try:
-            yield claim, rung(subject) if number in subject.rungs else _skipped("--rungs")
+            yield claim, rung(subject) if number in subject.rungs else Rung("skipped", "--rungs")
         except torch.OutOfMemoryError:
             raise  # no bug, and no verdict
         except (SelfspecError, RuntimeError, IndexError) as error:
             # the runtime itself broke: what it should compute is there in all of these
-            words = f"{type(error).__name__}: {error}".splitlines()[0]
-            yield claim, Rung(outcome="failed", found=words)
+            yield claim, Rung("failed", f"{type(error).__name__}: {error}".splitlines()[0])
 
 
 def verdict(rungs: Sequence[Rung]) -> str:
@@ -160,7 +159,9 @@ def _invariance(subject: Subject) -> Rung:
     """Rung 2: logits in pinned mode, without drafts and with drafts of every kind."""
     speculator, own = subject.speculator, subject.speculator.options
     if (mixing := speculator.backbone.mixing) is not None:
-        return _skipped(f"drafts are refused: the rows of a pass change each other ({mixing})")
+        return Rung(
+            "skipped", f"drafts are refused: the rows of a pass change each other ({mixing})"
+        )
     rows = max([own.pinned_rows, *(width + 1 for width in own.widths.values())])
     options = replace(own, pinned=True, pinned_rows=rows)
     undrafted, bits, kinds = replace(options, speculate=False), Bits(), 0
@@ -174,7 +175,7 @@ def _invariance(subject: Subject) -> Rung:
                 bits.compare_texts(f"{case.id} with {name} drafts", found, plain)
         slots = speculator.runtime.state(subject.cases[0].request.only(), options).lease.slots
     except PinnedUnavailable as error:
-        return _skipped(str(error))
+        return Rung("skipped", str(error))
     how = "kernels that treat rows alike" if slots is None else f"every pass of {rows} rows"
     return bits.rung(f"{bits.positions:,} positions, {kinds} kinds of drafts, {how}")
 
@@ -182,15 +183,13 @@ def _invariance(subject: Subject) -> Rung:
 def _float64(subject: Subject) -> Rung:
     """Rung 3: a copy in float64, where rounding is too small to part any text."""
     if reason := why_no_copy(subject.speculator.model, torch.float64, subject.max_copy_gb):
-        return _skipped(reason)
+        return Rung("skipped", reason)
     exact = speculator_in(subject.speculator, torch.float64)
     compared = compare_texts(exact, subject.cases, _FLOAT64_DRAFTS)
-    first = f". First {compared.partings[0]}" if compared.partings else ""
-    return Rung(
-        outcome="failed" if compared.partings else "passed",
-        found=compared.equal + first,
-        figures=compared.figures,
-    )
+    if compared.partings:
+        words = f"{compared.equal}. First {compared.partings[0]}"
+        return Rung("failed", words, compared.figures)
+    return Rung("passed", compared.equal, compared.figures)
 
 
 def _near_ties(subject: Subject) -> Rung:
@@ -199,39 +198,38 @@ def _near_ties(subject: Subject) -> Rung:
     noise, figures = compared.noise, compared.figures | {"noise": compared.noise}
     found = f"{named(subject.speculator.backbone.dtype)}: {compared.equal}"
     if not compared.partings:
-        return Rung(outcome="passed", found=found, figures=figures)
+        return Rung("passed", found, figures)
     worst = max(compared.partings, key=lambda parting: parting.margin)
     found += f", the others part at margins up to {worst.margin:.3g} (noise {noise:.3g})"
     if worst.margin <= 2 * noise:  # both scores may lose it
-        return Rung(outcome="passed", found=found, figures=figures)
-    return Rung(outcome="failed", found=f"{found}. Widest: {worst}", figures=figures)
+        return Rung("passed", found, figures)
+    return Rung("failed", f"{found}. Widest: {worst}", figures)
 
 
 def _near_top(subject: Subject) -> Rung:
     """Rung 5: every text of rung 4, read by a float32 copy of the model in one block."""
     model, dtype = subject.speculator.model, subject.speculator.backbone.dtype
     if dtype not in _NARROW:
-        return _skipped(f"in {named(dtype)} rung 4 says it all")
+        return Rung("skipped", f"in {named(dtype)} rung 4 says it all")
     if reason := why_no_copy(model, torch.float32, subject.max_copy_gb):
-        return _skipped(reason)
+        return Rung("skipped", reason)
     exact = model_in(model, torch.float32)
     count, found = 0, []
     for case, texts in zip(subject.cases, subject.compared.texts, strict=True):
         for tokens in sorted({tuple(text) for text in texts}):
             count += len(tokens)
             found.append(shortfall(case, tokens, exact, model))
-    worst = max(found, key=lambda entry: entry.excess)
-    words = f"{count:,} tokens, at worst {worst.below:.3g} below the best (noise {worst.noise:.3g})"
-    figures = {"tokens": count, "below": worst.below, "noise": worst.noise}
-    outcome: Outcome = "failed" if worst.excess > 0 else "passed"
-    return Rung(outcome=outcome, found=words, figures=figures)
+    below, noise = max(found, key=lambda entry: entry[0] - 2 * entry[1])
+    words = f"{count:,} tokens, at worst {below:.3g} below the best (noise {noise:.3g})"
+    figures = {"tokens": count, "below": below, "noise": noise}
+    return Rung("failed" if below > 2 * noise else "passed", words, figures)
 
 
 def _one_result(subject: Subject) -> Rung:
     """Rung 6: the beginning of every prompt, cut into passes in many ways."""
     backbone = subject.speculator.backbone
     if not any_split(backbone, PassShape()):
-        return _skipped(f"the {backbone.executor_name} executor does not claim it")
+        return Rung("skipped", f"the {backbone.executor_name} executor does not claim it")
     bits = Bits()
     for case in subject.cases:
         ids = case.ids[0, :_MOST_READ]
@@ -281,10 +279,6 @@ RUNGS: dict[str, Callable[[Subject], Rung]] = {
 """Claims in the order of design: from exact to rounded."""
 
 
-def _skipped(why: str) -> Rung:
-    return Rung(outcome="skipped", found=why)
-
-
 # --- bits, texts, distances to the best token -----------------------------------------------------
 
 
@@ -327,11 +321,11 @@ class Bits:
         figures = {"positions": self.positions, "differing": self.differing}
         if self.differing:
             found = f"{self.differing:,} of {words} differ. First {self.first}"
-            return Rung(outcome="failed", found=found, figures=figures)
-        return Rung(outcome="passed", found=f"{words}: 0 differ", figures=figures)
+            return Rung("failed", found, figures)
+        return Rung("passed", f"{words}: 0 differ", figures)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Parting:
     """The first place where a text is not Hugging Face's."""
 
@@ -343,7 +337,6 @@ class Parting:
     """By how much Hugging Face's own scores prefer its token to ours."""
 
     def __str__(self) -> str:
-        """For people."""
         return f"{self.case} with {self.drafts} drafts, new token {self.position}"
 
 
@@ -355,8 +348,8 @@ class Comparison:
     """By prompt and kind of drafts."""
     partings: list[Parting] = field(default_factory=list)
     noise: float = 0.0
-    """Largest difference of Hugging Face's scores between one row at a time and one block of all
-    rows, over its own texts. No code of ours is in it, so no bug of ours can hide in it."""
+    """Largest difference of Hugging Face's scores between one row at a time and one block, over
+    its own texts. No code of ours is in it, so no bug of ours can hide in it."""
 
     @property
     def equal(self) -> str:
@@ -378,7 +371,7 @@ def compare_texts(
 ) -> Comparison:
     """Texts with all kinds of drafts, or `only` some, not pinned, and Hugging Face's.
 
-    Noise is measured where partings are to be judged by it: not for a selection of kinds.
+    Noise is measured where partings are judged by it: not for a selection of kinds.
     """
     compared = Comparison()
     options = replace(speculator.options, pinned=False)
@@ -396,10 +389,8 @@ def compare_texts(
             ours, _ = decode(speculator, case.request, adapted, drafter)
             compared.texts[-1].append(ours)
             if (at := first_divergence(ours, theirs)) is not None:
-                distance = margin(scores, theirs, ours, at)
-                compared.partings.append(
-                    Parting(case=case.id, drafts=name, position=at + 1, margin=distance)
-                )
+                parted = Parting(case.id, name, at + 1, margin(scores, theirs, ours, at))
+                compared.partings.append(parted)
     return compared
 
 
@@ -414,29 +405,17 @@ def margin(scores: Tensor, theirs: Sequence[int], ours: Sequence[int], at: int) 
     return float(scores[at, theirs[at]] - scores[at, ours[at]])
 
 
-class Shortfall(NamedTuple):
-    """How far the tokens of a text lie below the best ones."""
-
-    below: float
-    """Largest distance of a token's score to the top, in the exact model."""
-    noise: float
-    """Largest difference of any score between the exact model and the one that was run."""
-
-    @property
-    def excess(self) -> float:
-        """What noise cannot explain; two scores may lose it."""
-        return self.below - 2 * self.noise
-
-
 def shortfall(
     case: Case, tokens: Sequence[int], exact: PreTrainedModel, run: PreTrainedModel
-) -> Shortfall:
-    """The shortfall of `tokens` behind the prompt; both models read them in one block."""
+) -> tuple[float, float]:
+    """How far a token's score is below the top in the exact model, and how far scores differ.
+
+    Each at its largest, of `tokens` behind the prompt; both models read them in one block.
+    """
     best = case.scores(tokens, block_logits(exact, case.ids, tokens))
     rounded = case.scores(tokens, block_logits(run, case.ids, tokens))
     chosen = best.gather(1, torch.tensor([list(tokens)], device=best.device).T)[:, 0]
-    below = float((best.amax(-1) - chosen).max())
-    return Shortfall(below, largest_difference(rounded, best))
+    return float((best.amax(-1) - chosen).max()), largest_difference(rounded, best)
 
 
 def largest_difference(found: Tensor, expected: Tensor) -> float:
