@@ -31,6 +31,7 @@ from selfspec.eval.results import (
     Quality,
     Question,
     Run,
+    Show,
     append,
     drop_unfinished,
     edit_distance,
@@ -42,11 +43,7 @@ from selfspec.eval.results import (
 )
 from selfspec.eval.verify import log_likelihood
 
-Advance = Callable[[int, int, str], None]
-"""Questions done, of how many, and words."""
-
-_WARM_UP = "Count to ten."
-_WARM_UP_TOKENS = 16
+_WARM_UP, _WARM_UP_TOKENS = "Count to ten.", 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +60,7 @@ class Bench:
         questions: Sequence[Question],
         contenders: Sequence[Contender],
         path: Path,
-        advance: Advance,
+        show: Show,
     ) -> list[Answer]:
         """Answers to all questions; each goes to the file `path` at once.
 
@@ -75,12 +72,12 @@ class Bench:
             for contender in contenders:  # kernels and caches are warm then
                 self.run(contender, self._ids(_WARM_UP), [0] * _WARM_UP_TOKENS)
         for number, question in enumerate(questions):
-            advance(number, len(questions), question.id)
+            show(number, len(questions), question.id)
             if not self._finished(question, found):
                 for answer in self.answers(question, contenders, found):
                     append(path, answer)
                     found[answer.key] = answer
-        advance(len(questions), len(questions), "")
+        show(len(questions), len(questions), "")
         return list(found.values())
 
     def answers(
@@ -103,15 +100,15 @@ class Bench:
             except SelfspecError as error:
                 yield replace(answer, error=first_line(error))
                 return
+            answer = replace(
+                answer,
+                prompt_tokens=ids.shape[1],
+                new_tokens=len(plain.token_ids),
+                repeated=repeated_share(plain.token_ids),
+                text=plain.text,
+            )
             for repeat in range(1, self.options.repeats + 1):
-                answer = replace(
-                    answer,
-                    repeat=repeat,
-                    prompt_tokens=ids.shape[1],
-                    new_tokens=len(plain.token_ids),
-                    repeated=repeated_share(plain.token_ids),
-                    text=plain.text,
-                )
+                answer = replace(answer, repeat=repeat)
                 if answer.key in known:
                     continue
                 order = list(contenders)
@@ -151,10 +148,10 @@ class Bench:
         plain: Generation,
         reference: str | None,
     ) -> dict[str, Run]:
-        """Those runs whose text is to be looked at, with its quality. Nothing here is timed.
+        """Those runs whose text is to be looked at, with its quality; untimed.
 
-        Timed answers are as long as plain decoding's, so their text is cut off or runs on behind an
-        end token: what is judged is written once more, up to its own end.
+        Timed answers are as long as plain decoding's: what is judged is written once more, up to
+        its own end.
         """
         speculator, found, usual = self.speculator, {}, plain.token_ids
         tokenizer: Any = speculator.tokenizer
@@ -205,9 +202,9 @@ def _failed(error: Exception) -> Run:
 def chosen(
     grid: Mapping[str, Sequence[Contender]], tuning: Sequence[Answer]
 ) -> dict[str, Contender]:
-    """Each method's setting that failed least, then took least time; labelled as the method.
+    """Each method's setting that failed least, then took least time; else its first.
 
-    The first of the grid where nothing was measured.
+    Labelled as the method.
     """
 
     def cost(contender: Contender) -> tuple[int, float]:
@@ -266,11 +263,8 @@ class Arrivals(BaseStreamer):
 def arrivals(
     heard: Sequence[tuple[int, float]], start: float, written: Written
 ) -> list[tuple[int, float]]:
-    """Tokens by the pass that gave them, with the seconds since the pass before.
-
-    Our runtime hands a round's tokens over one by one, so they are put together again.
-    """
-    if written.rounds:
+    """Tokens by the pass that gave them, with the seconds since the pass before."""
+    if written.rounds:  # our runtime hands a round's tokens over one by one
         sizes = [len(entry.tokens) for entry in written.rounds]
         ends = itertools.accumulate(sizes)
         heard = [(size, heard[end - 1][1]) for size, end in zip(sizes, ends, strict=True)]

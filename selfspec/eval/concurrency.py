@@ -36,7 +36,7 @@ class Load:
     seconds: float = 0.0
     tokens: int = 0
     steps_s: float = 0.0
-    """Seconds of rounds in which as many texts as asked for are written and no prompt enters."""
+    """Rounds in which as many texts as asked for are written and no prompt enters."""
     steps_tokens: int = 0
     first_s: list[float] = field(default_factory=list)
     """From a prompt's arrival to its first token; where that can be seen."""
@@ -50,16 +50,11 @@ class Load:
         """With prompts."""
         return self.tokens / self.seconds
 
-    @property
-    def decode_tokens_per_s(self) -> float | None:
-        """Behind the prompts, all places taken."""
-        return self.steps_tokens / self.steps_s if self.steps_tokens else None
-
     def summary(self) -> dict[str, Any]:
         """For a file: figures, of lists the median and the 95th percentile."""
         return asdict(self) | {
             "tokens_per_s": self.tokens_per_s,
-            "decode_tokens_per_s": self.decode_tokens_per_s,
+            "decode_tokens_per_s": self.steps_tokens / self.steps_s if self.steps_tokens else None,
             **{
                 name: np.quantile(waits, (0.5, 0.95)).tolist() if waits else None
                 for name, waits in (("first_s", self.first_s), ("gaps_s", self.gaps_s))
@@ -217,30 +212,24 @@ def _through_end(tokens: list[int], ends: set[int]) -> list[int]:
 _PLACES = ["method", "texts"]
 
 
-def figures(loads: Sequence[Load]) -> pd.DataFrame:
-    """A row per method and number of texts: medians of rates, percentiles of all waits in ms."""
-    found = _frame(loads)
+def table(loads: Sequence[Load]) -> str:
+    """Markdown, a row per method and number of texts, without what nobody measured.
+
+    Medians of rates, percentiles of all waits; where all was measured again, also against plain.
+    """
+    found = pd.DataFrame(map(vars, loads)).astype({"same": "Int64"})
+    found["rate"] = found.tokens / found.seconds
+    found["decode"] = (found.steps_tokens / found.steps_s).where(found.steps_tokens > 0)
     by = found.groupby(_PLACES, sort=False)
     made = by.agg(tokens=("tokens", "sum"), rate=("rate", "median"))
-    made["behind prompts"] = by.decode_rate.median()
+    made = made.rename(columns={"rate": "tokens/s"})
+    made["behind prompts"] = by.decode.median()
     for name, share in product(("first_s", "gaps_s"), (0.5, 0.95)):
         waits = found.explode(name).astype({name: float}).groupby(_PLACES, sort=False)[name]
         made[f"{name[:-2]}, ms: p{round(100 * share)}"] = 1e3 * waits.quantile(share)
     made["as alone"] = by.same.min()
-    return made.rename(columns={"rate": "tokens/s"})
-
-
-def _frame(loads: Sequence[Load]) -> pd.DataFrame:
-    rates = {"rate": "tokens_per_s", "decode_rate": "decode_tokens_per_s"}
-    columns = {name: [getattr(load, of) for load in loads] for name, of in rates.items()}
-    kinds = {**dict.fromkeys(rates, "float"), "same": "Int64"}
-    return pd.DataFrame(map(vars, loads)).assign(**columns).astype(kinds)
-
-
-def table(loads: Sequence[Load]) -> str:
-    """Markdown: `figures` that there are; where all was measured again, also against plain."""
-    made = figures(loads).dropna(axis=1, how="all")
-    if against := _against_plain(_frame(loads)):
+    made = made.dropna(axis=1, how="all")
+    if against := _against_plain(found):
         made["against plain (95 %)"] = pd.Series(against)
     cells = made.astype(object).where(made.notna(), None).reset_index()
     return f"{cells.to_markdown(index=False, floatfmt='.1f')}\n"
@@ -250,7 +239,7 @@ def _against_plain(found: pd.DataFrame) -> dict[tuple[str, int], str]:
     """Rates behind the prompts, paired by repeat; nothing where each was measured once."""
     if found.repeat.nunique() < 2:
         return {}
-    seconds = 1.0 / found.pivot(index="repeat", columns=_PLACES, values="decode_rate")
+    seconds = 1.0 / found.pivot(index="repeat", columns=_PLACES, values="decode")
     cells = {}
     for name, count in seconds:
         if name != "plain" and ("plain", count) in seconds:

@@ -29,8 +29,8 @@ Setting = Mapping[str, Any]
 """Keywords: SpeculationOptions for our runtime, `generate`'s own for Hugging Face."""
 
 Grid = Callable[["Speculator"], Sequence[Setting]]
-"""Settings from which the fastest is chosen, on other prompts than those reported. One: nothing to
-choose. None: here the method would be `speculation` itself."""
+"""Settings from which the fastest is chosen, on other prompts than those reported. None: here the
+method would be `speculation` itself."""
 
 
 class Written(NamedTuple):
@@ -75,7 +75,7 @@ def endless(speculator: Speculator) -> Iterator[None]:
 def on_our_runtime(
     speculator: Speculator, ids: Tensor, count: int, setting: Setting, streamer: BaseStreamer | None
 ) -> Written:
-    """On our runtime, with some options changed."""
+    """With some options changed."""
     options = {"speculate": True, "do_sample": False, "streamer": streamer, **setting}
     stream = speculator.stream(ids, max_new_tokens=count, **options)
     answer = stream.drain()
@@ -85,7 +85,6 @@ def on_our_runtime(
 def _hugging_face(
     speculator: Speculator, ids: Tensor, count: int, setting: Setting, streamer: BaseStreamer | None
 ) -> Written:
-    """By transformers' own `generate` on the same model."""
     model: Any = speculator.model
     sequences = model.generate(
         ids,
@@ -142,15 +141,11 @@ def _only(**setting: Any) -> Grid:
 
 
 def _no_annealing(speculator: Speculator) -> list[Setting]:
-    """SpecBound without ACT's temperatures: alpha = 0; the thresholds stay."""
     return [exits(anneal_strength=0)] if speculator.options.exit.anneal_strength else []
 
 
 def _no_depth_bound(speculator: Speculator) -> list[Setting]:
-    """SpecBound without D_max: a difficult token goes on through all fitted exit layers.
-
-    A layer without a threshold of its own gets that of the next shallower one that has one.
-    """
+    """A layer without a threshold of its own gets that of the next shallower one that has one."""
     heads, own = _heads(speculator), speculator.options.exit
     fitted = heads.config.exit_layers
     if heads.layers_in_use(speculator.options) == fitted:
@@ -163,7 +158,6 @@ def _no_depth_bound(speculator: Speculator) -> list[Setting]:
 
 
 def _fixed_exit(speculator: Speculator) -> list[Setting]:
-    """LayerSkip: every token leaves at one layer, always so many per round."""
     return [
         exits(**_PEER, layers=(layer,), threshold=ALWAYS, max_tokens=width)
         for layer, width in itertools.product(_some_layers(speculator), (1, 2, 4))
@@ -171,7 +165,6 @@ def _fixed_exit(speculator: Speculator) -> list[Setting]:
 
 
 def _threshold_exit(speculator: Speculator) -> list[Setting]:
-    """AdaDecode: a token leaves at the first layer that is sure; no bounds, one threshold."""
     layers = _heads(speculator).config.exit_layers
     return [
         exits(**_PEER, layers=layers, threshold=tau, max_tokens=NO_BOUND) for tau in (0.5, 0.7, 0.9)
@@ -179,7 +172,6 @@ def _threshold_exit(speculator: Speculator) -> list[Setting]:
 
 
 def _one_exit(speculator: Speculator) -> list[Setting]:
-    """Kangaroo: tokens leave at one layer; an unsure one ends the draft, as does the sixth."""
     return [
         exits(**_PEER, layers=(layer,), threshold=tau, max_tokens=6)
         for layer, tau in itertools.product(_some_layers(speculator), (0.4, 0.6, 0.8))
@@ -187,7 +179,6 @@ def _one_exit(speculator: Speculator) -> list[Setting]:
 
 
 def _assistant_early_exit(speculator: Speculator) -> list[Setting]:
-    """At an eighth, a quarter and half of the layers."""
     depth = speculator.backbone.num_layers
     layers = sorted({max(1, depth // part) for part in (8, 4, 2)})
     return [{"assistant_early_exit": layer} for layer in layers]
@@ -212,10 +203,6 @@ SKIPPED: dict[str, tuple[str, ...]] = {
 
 
 def _self_sd(speculator: Speculator) -> list[Setting]:
-    """With the layers that the options leave out, or those found for the model.
-
-    Raises InvalidOption where nobody has searched.
-    """
     own = speculator.options.skip.skipped
     known = (sets for name, sets in SKIPPED.items() if name in speculator.label)
     sets = next(known, ()) if own is None else (word(own),)
@@ -228,10 +215,9 @@ def _self_sd(speculator: Speculator) -> list[Setting]:
 
 
 class Method(NamedTuple):
-    """One way to decode."""
+    """One way to decode; `source` says what it is, for readers of the results."""
 
     source: str
-    """What it is, for readers of the results."""
     settings: Grid
     decode: Decode = on_our_runtime
 
@@ -283,7 +269,8 @@ METHODS = {
         _only(drafter="skip:skipped=none,target=none,max_tokens=25", never_slower=False),
     ),
     "no-annealing": Method(
-        "speculation without annealing: alpha = 0 (Figure 4 of SpecBound)", _no_annealing
+        "speculation without annealing: alpha = 0, the thresholds stay (Figure 4 of SpecBound)",
+        _no_annealing,
     ),
     "no-depth-bound": Method(
         "speculation without D_max: all fitted exit layers (Figure 4 of SpecBound)",
@@ -389,11 +376,10 @@ class Contender:
     """A method with one of its settings."""
 
     label: str
-    """Its name in tables; those add that it is lossy."""
     method: str
     setting: Setting
     lossy: bool = False
-    """Its rule changes the output."""
+    """Its rule changes the output; tables say so."""
 
     def decode(
         self,
@@ -414,8 +400,8 @@ class Contender:
 def candidates(speculator: Speculator, names: Sequence[str]) -> dict[str, list[Contender]]:
     """Each method with all its settings.
 
-    Raises InvalidOption for unknown names, for methods that would be `speculation` itself and for
-    settings that the heads do not allow; HeadsNotFound where heads are missing.
+    Raises InvalidOption for unknown names, methods that would be `speculation` itself and settings
+    that the heads do not allow; HeadsNotFound.
     """
     check_keys(names, METHODS, "method")
     found = {
@@ -434,11 +420,7 @@ def candidates(speculator: Speculator, names: Sequence[str]) -> dict[str, list[C
 
 
 def swept(speculator: Speculator, moves: Mapping[str, Setting]) -> list[Contender]:
-    """Speculation with some options moved, all others at their values.
-
-    Raises InvalidOption for a value that the heads do not allow, HeadsNotFound without any where
-    they are to draft.
-    """
+    """Speculation with some options moved. Raises as `candidates` does."""
     base = EXIT if speculator.options.uses("exit") else {}
     return [
         _contender(speculator, "speculation", {**base, **setting}, said)
@@ -467,7 +449,6 @@ def described(
 def _contender(
     speculator: Speculator, name: str, setting: Setting, said: str | None = None
 ) -> Contender:
-    """`said`: what the label tells of a setting; without it, all."""
     lossy = False
     if METHODS[name].decode is on_our_runtime:
         options = {"speculate": True, "do_sample": False, **setting}

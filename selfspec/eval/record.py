@@ -12,7 +12,7 @@ does not know that a draft is wrong and goes on behind it, so the explorer goes 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ from selfspec.decoding.stats import Stopwatch
 from selfspec.decoding.work import Steps, alone, ready
 from selfspec.errors import HeadsMismatch, HeadsNotFound, InvalidData, InvalidOption
 from selfspec.eval.options import RecordOptions
-from selfspec.eval.results import Question
+from selfspec.eval.results import Question, Show
 from selfspec.heads.exit_heads import ExitHeads, check_exit_layers
 from selfspec.heads.heads import ExitJudge, likeliest
 from selfspec.model.backbone import Backbone
@@ -97,10 +97,9 @@ class PromptInfo:
     """One prompt and the length of its answer."""
 
     id: str
-    """The question's id."""
+    """With `task` and `turn`, from 1, the question's."""
     task: str
     turn: int
-    """The question's turn, from 1."""
     prompt_tokens: int
     new_tokens: int
     """Places: tokens of the answer, an end token included."""
@@ -232,26 +231,29 @@ def check_free(folder: str | Path, *, overwrite: bool) -> Path:
     return files.check_folder(folder, there, is_record, overwrite=overwrite)
 
 
-_ARRAYS = {
-    **dict.fromkeys(("contexts", "answers", "roots", "tokens", "children", "guesses"), np.int32),
-    **dict.fromkeys(("confidence", "chances"), np.float32),
-    "behind": np.int32,
+_ARRAYS: dict[str, tuple[type[np.generic], str]] = {
+    "contexts": (np.int32, "C"),
+    "answers": (np.int32, "T"),
+    "roots": (np.int32, "T"),
+    "tokens": (np.int32, "NE"),
+    "confidence": (np.float32, "NEA"),
+    "children": (np.int32, "NE"),
+    "guesses": (np.int32, "NG"),
+    "chances": (np.float32, "NAG"),
+    "behind": (np.int32, "NG"),
 }
+"""Types and axes, which Record explains; C: tokens of all prompts."""
 
 
 def _shapes(
     info: RecordInfo, prompts: Sequence[PromptInfo], nodes: int, guesses: int
 ) -> dict[str, tuple[int, ...]]:
-    places = sum(prompt.new_tokens for prompt in prompts)
-    layers, alphas = len(info.exit_layers), len(info.anneal_strengths)
-    return {
-        "contexts": (sum(prompt.prompt_tokens for prompt in prompts),),
-        **dict.fromkeys(("answers", "roots"), (places,)),
-        **dict.fromkeys(("tokens", "children"), (nodes, layers)),
-        "confidence": (nodes, layers, alphas),
-        **dict.fromkeys(("guesses", "behind"), (nodes, guesses)),
-        "chances": (nodes, alphas, guesses),
+    sizes = {
+        "C": sum(prompt.prompt_tokens for prompt in prompts),
+        "T": sum(prompt.new_tokens for prompt in prompts),
+        **{"N": nodes, "E": len(info.exit_layers), "A": len(info.anneal_strengths), "G": guesses},
     }
+    return {name: tuple(sizes[axis] for axis in axes) for name, (_, axes) in _ARRAYS.items()}
 
 
 def _check_arrays(
@@ -263,7 +265,7 @@ def _check_arrays(
     count, guesses = len(arrays["tokens"]), arrays["guesses"].shape[-1:]
     for name, shape in _shapes(info, prompts, count, *(guesses or (0,))).items():
         found = arrays[name]
-        if found.shape != shape or found.dtype != _ARRAYS[name]:
+        if found.shape != shape or found.dtype != _ARRAYS[name][0]:
             raise InvalidData(
                 f"{name} is {found.dtype} {list(found.shape)}, expected {list(shape)}"
             )
@@ -323,10 +325,8 @@ class Explorer:
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
         """No tokens; the state is left as it was found."""
-        place, nodes = len(self.roots), self.recorder.nodes
-        room = min(limit, self.recorder.drafts)
-        root = NONE
-        if room > 0:
+        place, nodes, root = len(self.roots), self.recorder.nodes, NONE
+        if (room := min(limit, self.recorder.drafts)) > 0:
             right = None if self.heads.reads_deep else self.answer[place + 1]
             deep = known_deep(self.heads, state)
             paths = [1.0] * len(self.judges)
@@ -361,20 +361,17 @@ class Explorer:
         exit layer 0 gives the way to here, by alpha.
         """
         nodes, trees = self.recorder.nodes, self.recorder.trees
-        held = state.lease.length(0)
+        held, index = state.lease.length(0), len(nodes)
         said = self._ask(state, token, deep)
         confidence = [[chances[0] for chances in entry.chances] for entry in said]
         guesses = said[0].tokens if trees else []
-        node, index = (
-            _Node(
-                tokens=[entry.tokens[0] for entry in said],
-                confidence=confidence,
-                children=[NONE] * len(said),
-                guesses=guesses,
-                chances=said[0].chances if trees else [[] for _ in self.judges],
-                behind=[NONE] * len(guesses),
-            ),
-            len(nodes),
+        node = _Node(
+            tokens=[entry.tokens[0] for entry in said],
+            confidence=confidence,
+            children=[NONE] * len(said),
+            guesses=guesses,
+            chances=said[0].chances if trees else [[] for _ in self.judges],
+            behind=[NONE] * len(guesses),
         )
         nodes.append(node)
         found: dict[tuple[int, int], int] = {}
@@ -420,32 +417,32 @@ class Explorer:
         return said
 
 
-Show = Callable[[int, int, str], None]
-"""Called with prompts done, prompts in all, and words."""
-
-
 def record(
     speculator: Speculator, questions: Sequence[Question], options: RecordOptions, show: Show
 ) -> Record:
     """Decode all turns of `questions` greedily and note what any setting would do there.
 
-    Without heads that is drafts from prompt lookup, for which nothing is noted but the text.
-    Raises HeadsNotFound for exit layers without heads, InvalidOption for those that heads lack, and
-    for a model whose own settings make greedy decoding more than the most likely token.
+    Each turn sees the plain answers to those before it. Raises what a Recorder does.
     """
     recorder = Recorder(speculator, options)
     for done, question in enumerate(questions):
         show(done, len(questions), question.id)
-        recorder.question(question)
+        messages: list[dict[str, str]] = []
+        for number, turn in enumerate(question.turns, start=1):
+            messages.append({"role": "user", "content": turn})
+            answer = recorder.prompt(messages, question.id, question.task, number)
+            messages.append({"role": "assistant", "content": answer})
     show(len(questions), len(questions), f"{len(recorder.nodes)} nodes")
     return recorder.record()
 
 
 class Recorder:
-    """Collects prompts into one Record."""
+    """Collects prompts into one Record; without heads nothing is noted but the text.
+
+    Raises HeadsNotFound for exit layers without heads, InvalidOption for those that heads lack.
+    """
 
     def __init__(self, speculator: Speculator, options: RecordOptions) -> None:
-        """Raises HeadsNotFound for exit layers without heads, InvalidOption where they lack one."""
         heads, layers = speculator.heads, options.exit_layers or ()
         if heads is not None:
             layers = layers or heads.config.exit_layers
@@ -465,16 +462,12 @@ class Recorder:
         self._answers: list[int] = []
         self._roots: list[int] = []
 
-    def question(self, question: Question) -> None:
-        """All turns of a question; each sees the plain answers to those before it."""
-        messages: list[dict[str, str]] = []
-        for number, turn in enumerate(question.turns, start=1):
-            messages.append({"role": "user", "content": turn})
-            answer = self.prompt(messages, question.id, question.task, number)
-            messages.append({"role": "assistant", "content": answer})
-
     def prompt(self, prompt: Prompt, name: str, task: str, turn: int) -> str:
-        """One prompt; returns the answer's text."""
+        """One prompt; returns the answer's text.
+
+        Raises InvalidOption for a model whose own settings make greedy decoding more than the most
+        likely token.
+        """
         speculator = self._speculator
         options: Any = {"max_new_tokens": self._options.max_new_tokens, "do_sample": False}
         request = speculator.call(prompt, options)
@@ -545,7 +538,7 @@ class Recorder:
         values: dict[str, Any] = {name: [getattr(n, name) for n in nodes] for name in _Node._fields}
         values |= {"contexts": self._contexts, "answers": self._answers, "roots": self._roots}
         arrays: dict[str, Any] = {
-            name: np.array(values[name], _ARRAYS[name]).reshape(shape)
+            name: np.array(values[name], _ARRAYS[name][0]).reshape(shape)
             for name, shape in _shapes(info, prompts, len(nodes), guesses).items()
         }
         return Record(info=info, prompts=prompts, **arrays)

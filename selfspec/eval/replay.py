@@ -8,7 +8,6 @@ Called by `tune` and by the trace's page.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from selfspec.config import SpeculationOptions
@@ -135,8 +134,7 @@ class _ExitDrafter(PacedDrafter):
 
     def __init__(self, record: Record, setting: Setting, controller: DraftController) -> None:
         super().__init__(controller, record.info.end_tokens)
-        self._record = record
-        self._setting = setting
+        self._record, self._setting = record, setting
 
     def draft(self, state: _State, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
         """Up to min(limit, W_max) tokens; the rows that gave them wait where they left."""
@@ -179,26 +177,13 @@ def rounds(record: Record, prompt: int, options: SpeculationOptions) -> list[Rou
     info = record.prompts[prompt]
     drafter, layers = _drafter(record, options)
     state, watch = _State(record, prompt, layers), Stopwatch()
-    entries = [
-        Round(
-            tokens=state.answer[:1],
-            draft_tokens=[],
-            exit_layers=[],
-            sources=[],
-            kept=[],
-            ended="off",
-            prefill=True,
-            passes=[Pass(info.prompt_tokens, 0, record.info.num_layers)],
-            stop_reason=state.stop_reason(),
-        )
-    ]
+    passes, reason = [Pass(info.prompt_tokens, 0, record.info.num_layers)], state.stop_reason()
+    entries = [Draft().verified(state.answer[:1], [], passes, prefill=True, stop_reason=reason)]
     while state.known < len(state.answer):
         state.schedule.clear()
         draft = alone(drafter.draft(state, info.max_new_tokens - state.known - 1, watch))
-        entry = _verified(state, draft)
-        state.known += len(entry.tokens)
-        drafter.learn(draft, entry.kept)
-        entries.append(replace(entry, stop_reason=state.stop_reason()))
+        entries.append(_verified(state, draft))
+        drafter.learn(draft, entries[-1].kept)
     return entries
 
 
@@ -230,15 +215,17 @@ def _drafter(
 
 def _verified(state: _State, draft: Draft) -> Round:
     """One verification; what it commits is the recorded answer's."""
-    tokens, following = draft.tokens, state.answer[state.known :]
-    state.schedule.push(len(tokens) + 1 - state.schedule.pushed)
+    drafted, following = draft.tokens, state.answer[state.known :]
+    state.schedule.push(len(drafted) + 1 - state.schedule.pushed)
     for boundary, until in state.schedule.finish():
         state.schedule.advance(boundary, until)
     kept: list[int] = []
     while len(kept) < len(following):
         behind = draft.following(kept[-1] + 1 if kept else 0)
-        right = [index for index in behind if tokens[index] == following[len(kept)]]
+        right = [index for index in behind if drafted[index] == following[len(kept)]]
         if not right:
             break
         kept.append(right[0])
-    return draft.verified(following[: len(kept) + 1], kept, state.schedule.passes)
+    tokens = following[: len(kept) + 1]
+    state.known += len(tokens)
+    return draft.verified(tokens, kept, state.schedule.passes, stop_reason=state.stop_reason())

@@ -7,9 +7,10 @@ commands name suites in their help.
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,16 +46,18 @@ _CATEGORIES = {
 
 T = TypeVar("T")
 
+Show = Callable[[int, int, str], None]
+"""Called with things done, of how many, and words."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """One conversation to be held: the user's turns, each to be answered by the model."""
+    """One conversation to be held: the user's turns, at least one, each to be answered."""
 
     id: str
     task: str
-    """Task group: math, chat, QA, RAG, summary, translation, or the file's own word."""
+    """One of TASKS, or the file's own word."""
     turns: tuple[str, ...]
-    """What the user says, at least one turn."""
     reference: str | None = None
     """A good answer to the last turn, where the file has one."""
 
@@ -72,10 +75,7 @@ def load_suite(
 
 
 def spread(questions: Sequence[T], count: int | None) -> list[T]:
-    """So many of the questions, or of other things, as far apart as they go; all without a count.
-
-    Raises InvalidOption for a count below 1.
-    """
+    """So many, as far apart as they go; all without a count. Raises InvalidOption below 1."""
     if count is not None and count < 1:
         raise InvalidOption(f"limit is {count}, expected at least 1")
     if count is None or count >= len(questions):
@@ -84,7 +84,6 @@ def spread(questions: Sequence[T], count: int | None) -> list[T]:
 
 
 def _file(name: str, questions: Path | None) -> Path:
-    """Where a suite's lines are."""
     own = name not in SUITES and (Path(name).suffix == ".jsonl" or Path(name).is_file())
     if not own:
         check_keys([name], SUITES, "suite")
@@ -172,15 +171,13 @@ class Run:
     seconds: float = 0.0
     """From the prompt's ids to the last token."""
     arrivals: list[tuple[int, float]] = field(default_factory=list)
-    """Tokens that arrived together, and seconds since the ones before (first: since the start).
-    The first arrival comes from the prompt's pass, each later one from a verification."""
+    """Tokens that came of one pass, the prompt's first, and seconds since the pass before."""
     equal: bool = False
     """The tokens are those of plain decoding."""
     counts: dict[str, dict[str, float]] = field(default_factory=dict)
-    """What our runtime counted: seconds by part; drafts by exit layer and by index, drafted and
-    accepted. Empty for Hugging Face."""
+    """What our runtime counted: seconds by part; drafted and accepted by exit layer and index."""
     quality: Quality | None = None
-    """Quality of the text that the method writes up to its own end; where it was looked at."""
+    """Of the text up to the method's own end; where it was looked at."""
     error: str | None = None
     """Why there is no answer."""
 
@@ -205,7 +202,7 @@ class Answer:
     runs: dict[str, Run] = field(default_factory=dict)
     """By contender."""
     error: str | None = None
-    """Why nothing could be measured: the prompt itself cannot be run."""
+    """Why the prompt itself cannot be run."""
 
     @property
     def key(self) -> tuple[str, int, int]:
@@ -219,10 +216,7 @@ def append(path: Path, answer: Answer) -> None:
 
 
 def read(path: Path) -> list[Answer]:
-    """All answers of a file; none if there is no file.
-
-    Raises InvalidData for a line that is none, with its number.
-    """
+    """All answers of a file, if there is one. Raises InvalidData for a line that is none."""
     if not path.exists():
         return []
     answers = []
@@ -232,6 +226,15 @@ def read(path: Path) -> list[Answer]:
         except (InvalidData, ValueError, TypeError, LookupError, AttributeError) as error:
             raise InvalidData(f"{path}, line {number} is no answer of a bench: {error}") from error
     return answers
+
+
+def _answer(record: Any) -> Answer:
+    runs = {}
+    for label, run in record["runs"].items():  # JSON made lists and mappings of records
+        heard = [(count, seconds) for count, seconds in run["arrivals"]]
+        looked = run.get("quality")
+        runs[label] = Run(**run | {"arrivals": heard, "quality": looked and Quality(**looked)})
+    return Answer(**{**record, "runs": runs})
 
 
 def drop_unfinished(path: Path) -> None:
@@ -257,16 +260,6 @@ def failures(answers: Iterable[Answer]) -> list[str]:
     ]
 
 
-def _answer(record: Mapping[str, Any]) -> Answer:
-    """With values as they were before JSON made lists and mappings of them."""
-    runs = {}
-    for label, run in record["runs"].items():
-        heard = [(count, seconds) for count, seconds in run["arrivals"]]
-        looked = run.get("quality")
-        runs[label] = Run(**run | {"arrivals": heard, "quality": looked and Quality(**looked)})
-    return Answer(**{**record, "runs": runs})
-
-
 # --- statistics: numbers come in, rates with their intervals go out -------------------------------
 
 RESAMPLES = 2000
@@ -282,17 +275,14 @@ class SpeedUp:
     """SD: how often one method fits into the time of another, over the same tokens."""
 
     ratio: float
-    """Ratio of total wall times: what a user of all these prompts would see."""
+    """Of total wall times: what a user of all these prompts would see."""
     low: float
-    """Lower end of the 95 % interval of `ratio`: bootstrap over prompts, paired."""
+    """With `high` the 95 % interval of `ratio`: bootstrap over prompts, paired."""
     high: float
-    """Its upper end."""
     mean: float
-    """Mean of the prompts' own ratios."""
+    """With `p5`, the 5th percentile, and `worst`: of the prompts' own ratios."""
     p5: float
-    """5th percentile of the prompts' own ratios."""
     worst: float
-    """The smallest of them."""
     prompts: int
 
 
@@ -319,10 +309,7 @@ def speed_up(base: Sequence[float], method: Sequence[float], seed: int = 0) -> S
 def ratio_interval(
     above: Iterable[float], below: Iterable[float], seed: int = 0
 ) -> tuple[float, float]:
-    """95 % percentile bootstrap interval of sum(above) / sum(below), resampling pairs.
-
-    Pairs keep what a prompt has in common for both; the seed makes it repeatable.
-    """
+    """95 % percentile bootstrap interval of sum(above) / sum(below), resampling pairs."""
     import torch
 
     pairs = torch.tensor([[*above], [*below]], dtype=torch.float64)  # [2, N]
@@ -335,9 +322,9 @@ def ratio_interval(
     return low, high
 
 
-def repeated_share(tokens: Sequence[int], length: int = 8) -> float:
-    """Share of n-grams that occurred before, 0..1; 0 where the text is shorter than one."""
-    grams = [tuple(tokens[at : at + length]) for at in range(len(tokens) - length + 1)]
+def repeated_share(tokens: Sequence[int]) -> float:
+    """Share of 8-grams that occurred before, 0..1; 0 where the text is shorter than one."""
+    grams = [tuple(tokens[at : at + 8]) for at in range(len(tokens) - 7)]
     return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
 
 
@@ -395,9 +382,8 @@ def first_divergence(found: Sequence[int], expected: Sequence[int]) -> int | Non
     """Equal tokens ahead of the first that differs, or ahead of one text's end; None if equal."""
     if list(found) == list(expected):
         return None
-    pairs = enumerate(zip(found, expected, strict=False))
-    shorter = min(len(found), len(expected))
-    return next((index for index, (a, b) in pairs if a != b), shorter)
+    pairs = zip(found, expected, strict=False)
+    return len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
 
 
 def edit_distance(found: Sequence[int], expected: Sequence[int]) -> int:

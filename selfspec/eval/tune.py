@@ -25,6 +25,7 @@ from selfspec.errors import InvalidOption
 from selfspec.eval import replay
 from selfspec.eval.options import TuneOptions
 from selfspec.eval.record import NONE, Record
+from selfspec.eval.results import Show
 from selfspec.options import Costs, Exit, Ngram, as_text, settings_text
 
 _SHARES = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0)
@@ -85,12 +86,8 @@ class Tuned:
         )
 
 
-Show = Callable[[int, int, str], None]
-"""Called with settings done, settings in all, and words."""
-
-
 def tune(record: Record, costs: MeasuredCosts, options: TuneOptions, show: Show) -> Tuned:
-    """Choose among all `candidates`. Raises InvalidOption for fewer than two questions."""
+    """The best of all that is `screened`. Raises InvalidOption for fewer than two questions."""
     parts = folds(record, options.folds)
     search = _Search(record, costs, options, show)
     plain = search.plain
@@ -117,37 +114,11 @@ def tune(record: Record, costs: MeasuredCosts, options: TuneOptions, show: Show)
     )
 
 
-def candidates(record: Record, max_exit_layers: int) -> list[SpeculationOptions]:
-    """All settings to be screened, without the never-slower rule; neighbours differ in W_max."""
-    info = record.info
-    found = []
-    for alpha, count in itertools.product(
-        range(len(info.anneal_strengths)), range(1, max_exit_layers + 1)
-    ):
-        for layers in itertools.combinations(info.exit_layers, count):
-            choices = [thresholds(record, layer, alpha) for layer in layers]
-            found += [
-                SpeculationOptions(
-                    exit=Exit(
-                        layers=layers,
-                        threshold=taus,
-                        anneal_strength=info.anneal_strengths[alpha],
-                        max_tokens=width,
-                    ),
-                    never_slower=False,
-                )
-                for taus in itertools.product(*choices)
-                for width in range(1, info.max_draft_tokens + 1)
-            ]
-    return found
-
-
-def thresholds(record: Record, layer: int, alpha: int) -> list[float]:
+def thresholds(record: Record, layer: int, alpha: float) -> list[float]:
     """Thresholds of an exit layer worth trying: quantiles of its confidence at the places."""
-    column = record.info.exit_layers.index(layer)
-    roots = record.roots[record.roots != NONE]
-    confidence = record.confidence[roots, column, alpha]
-    floor = record.info.min_threshold
+    info, roots = record.info, record.roots[record.roots != NONE]
+    column, strength = info.exit_layers.index(layer), info.anneal_strengths.index(alpha)
+    confidence, floor = record.confidence[roots, column, strength], info.min_threshold
     sure = np.sort(confidence[confidence >= floor])[::-1]
     places = [int(share * (len(sure) - 1)) for share in _SHARES] if len(sure) else []
     rounded = (math.floor(float(sure[place]) * 1e3) / 1e3 for place in places)
@@ -193,32 +164,29 @@ class _Search:
     def __init__(
         self, record: Record, costs: MeasuredCosts, options: TuneOptions, show: Show
     ) -> None:
-        """Screens all `candidates`."""
-        self.screened = candidates(record, options.max_exit_layers)
+        self.screened, seconds = screened(record, costs, options.max_exit_layers, show)
         self.followed: dict[SpeculationOptions, Seconds] = {}
         self.longer = [n for n, prompt in enumerate(record.prompts) if prompt.new_tokens > 1]
         """Prompts: an answer of one token is the prompt's pass alone."""
         self.plain = plain_seconds(record, costs)[self.longer]
         self._record, self._costs, self._objective = record, costs, options.objective
         self._show = show
-        self._seconds = screened(record, costs, self.screened, show)[:, self.longer]
+        self._seconds = seconds[:, self.longer]
 
     def best(self, prompts: Prompts) -> SpeculationOptions:
-        """The best setting: the few best without the never-slower rule are followed with it."""
-        exits = []
-        if self.screened:
-            first = self._score(self._seconds, prompts).argsort()[::-1][:_SHORTLIST]
-            exits = [self.screened[one] for one in first]
+        """The few best without the never-slower rule are followed with it."""
+        first = self._score(self._seconds, prompts).argsort()[::-1][:_SHORTLIST]
+        exits = [self.screened[one] for one in first]
         settings = _to_follow(self._record, exits, self._costs)
         seconds = np.stack([self.seconds(setting) for setting in settings])
         return settings[int(self._score(seconds, prompts).argmax())]
 
     def rounds(self, setting: SpeculationOptions) -> list[list[Round]]:
-        """The replayed rounds of each prompt."""
+        """By prompt."""
         return [replay.rounds(self._record, number, setting) for number in self.longer]
 
     def seconds(self, setting: SpeculationOptions) -> Seconds:
-        """The seconds that each prompt takes, [P]."""
+        """[P]."""
         if setting not in self.followed:
             every = map(self._costs.seconds_of, self.rounds(setting))
             self.followed[setting] = np.fromiter(every, np.float64)
@@ -236,24 +204,33 @@ def plain_seconds(record: Record, costs: MeasuredCosts) -> Seconds:
 
 
 def screened(
-    record: Record, costs: MeasuredCosts, settings: Sequence[SpeculationOptions], show: Show
-) -> Seconds:
-    """Seconds by the cost model, [S, P], of settings in the order of `candidates`."""
-    plain = plain_seconds(record, costs)
-    found = [np.empty((0, len(plain)))]
-    families = itertools.groupby(settings, lambda one: (one.exit.layers, one.exit.anneal_strength))
-    done = 0
-    for (layers, alpha), family in families:
-        show(done, len(settings), "")
-        members = list(family)
-        taus = np.array(list(dict.fromkeys(one.exit.thresholds for one in members)))
-        first, later = _exits(record, layers or (), alpha, taus)
-        widths = sorted({one.exit.max_tokens for one in members})
-        gains = [expected(costs, layers or (), first, later, width)[1] for width in widths]
-        found.append((plain / np.stack(gains, axis=1)).reshape(len(members), -1))
-        done += len(members)
-    show(done, len(settings), "")
-    return np.concatenate(found)
+    record: Record, costs: MeasuredCosts, most_layers: int, show: Show
+) -> tuple[list[SpeculationOptions], Seconds]:
+    """All exit settings without the never-slower rule, their seconds by the cost model, [S, P]."""
+    info, plain = record.info, plain_seconds(record, costs)
+    widths = range(1, info.max_draft_tokens + 1)
+    families = [
+        (layers, alpha, [*itertools.product(*(thresholds(record, one, alpha) for one in layers))])
+        for alpha in info.anneal_strengths
+        for count in range(1, most_layers + 1)
+        for layers in itertools.combinations(info.exit_layers, count)
+    ]
+    total = len(widths) * sum(len(taus) for *_, taus in families)
+    settings, seconds = list[SpeculationOptions](), [np.empty((0, len(plain)))]
+    for layers, alpha, taus in families:
+        show(len(settings), total, "")
+        first, later = _exits(record, layers, alpha, np.array(taus))
+        gains = [expected(costs, layers, first, later, width)[1] for width in widths]
+        seconds.append((plain / np.stack(gains, axis=1)).reshape(-1, len(plain)))
+        settings += [
+            SpeculationOptions(
+                exit=Exit(layers=layers, threshold=one, anneal_strength=alpha, max_tokens=width),
+                never_slower=False,
+            )
+            for one, width in itertools.product(taus, widths)
+        ]
+    show(total, total, "")
+    return settings, np.concatenate(seconds)
 
 
 def _exits(
@@ -298,13 +275,11 @@ def _to_follow(
     seen = replace(built_in, drafter="ngram", ngram=ngram, costs=Costs(head=head))
     kinds = [seen]
     if not record.info.exit_layers:
-        lengths = sorted(
-            {min(length, ngram.max_tokens) for length in (*_LENGTHS, ngram.max_tokens)}
-        )
-        sizes = itertools.product(_NGRAMS, lengths)
+        lengths = {min(length, ngram.max_tokens) for length in (*_LENGTHS, ngram.max_tokens)}
+        sizes = itertools.product(_NGRAMS, sorted(lengths))
         kinds = [replace(seen, ngram=Ngram(size=n, max_tokens=length)) for n, length in sizes]
     ways = itertools.product(("exit", "ngram+exit"), (setting.exit for setting in exits))
-    trees = itertools.product(("ngram+exit",), _trees(record, len(costs.layers)))
+    trees = (("ngram+exit", tree) for tree in _trees(record, len(costs.layers)))
     kinds += [replace(seen, exit=one, drafter=drafter) for drafter, one in (*ways, *trees)]
     two = [replace(seen.costs, row=row) for row in dict.fromkeys((tuple(here), built_in.costs.row))]
     return [replace(kind, costs=one) for kind in kinds for one in two]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from selfspec.errors import InvalidOption
 from selfspec.eval import bench as runner
 from selfspec.eval.bench import Bench, arrivals, chosen, parted
 from selfspec.eval.methods import METHODS, Contender, Method, Written, candidates
-from selfspec.eval.options import BenchOptions
+from selfspec.eval.options import BenchOptions, RecordOptions, TuneOptions
 from selfspec.eval.results import Answer, Question, Run, edit_distance, first_divergence, read
 from selfspec.eval.verify import log_likelihood
 from tests.models import make_model
@@ -196,7 +197,7 @@ def test_texts_of_lossy_methods_are_judged_up_to_their_own_end(
 
 
 def test_texts_of_all_methods_are_judged_once_where_that_is_asked_for(
-    bench: Bench, contenders: list[Contender], tmp_path: Path
+    bench: Bench, contenders: list[Contender], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = replace(bench.options, quality=True, repeats=2)
     answers = measure(replace(bench, options=options), contenders, tmp_path)
@@ -204,14 +205,9 @@ def test_texts_of_all_methods_are_judged_once_where_that_is_asked_for(
         for run in answer.runs.values():
             assert (run.quality is not None) == (answer.repeat == 1)
             assert run.quality is None or run.quality.first_divergence is None
-
-
-def test_a_method_whose_text_cannot_be_judged_has_failed(
-    bench: Bench, contenders: list[Contender], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runner, "edit_distance", fails)
+    monkeypatch.setattr(runner, "edit_distance", fails)  # of some not at all
     lossy = replace(contenders[-1], lossy=True)
-    answer, *_ = measure(bench, [*contenders[:-1], lossy], tmp_path)
+    answer, *_ = bench.measure(QUESTIONS[:1], [contenders[1], lossy], tmp_path / "again", quiet)
     assert answer.runs["speculation"].error == "RuntimeError: out of luck"
     assert answer.runs["plain"].error is None
 
@@ -304,12 +300,29 @@ def test_settings_are_chosen_on_questions_that_are_not_reported(tmp_path: Path) 
     reported, others = parted(suite, options, tuning=True)
     assert [question.turns for question in others] == [("2",), ("x",)]
     assert [question.id for question in reported] == ["0", "1", "3", "4", "5", "6", "7"]
+    with pytest.raises(InvalidOption, match="Give --tune-on"):  # nothing is left to report
+        parted(suite[:1], BenchOptions(), tuning=True)
 
 
-def test_no_question_left_to_report_is_an_error() -> None:
-    suite = [Question(id="a", task="t", turns=("a",))]
-    with pytest.raises(InvalidOption, match="Give --tune-on"):
-        parted(suite, BenchOptions(), tuning=True)
+@pytest.mark.parametrize(
+    ("options", "name", "value"),
+    [
+        (BenchOptions, "tune_questions", 0),
+        (BenchOptions, "repeats", 0),
+        (RecordOptions, "max_new_tokens", 1),
+        (RecordOptions, "max_draft_tokens", 0),
+        (RecordOptions, "min_threshold", 0.0),
+        (RecordOptions, "anneal_strengths", (0.5, 0.1)),
+        (RecordOptions, "anneal_strengths", ()),
+        (RecordOptions, "anneal_strengths", (-0.1, 0.1)),
+        (TuneOptions, "objective", "fast"),
+        (TuneOptions, "max_exit_layers", 0),
+        (TuneOptions, "folds", 1),
+    ],
+)
+def test_options_out_of_range_are_refused(options: Any, name: str, value: Any) -> None:
+    with pytest.raises(InvalidOption, match=f"{name} (is )?{re.escape(repr(value))}"):
+        options(**{name: value})
 
 
 # --- looks at a clock

@@ -22,7 +22,6 @@ from selfspec.eval.methods import (
     described,
     endless,
     swept,
-    unchanged,
 )
 from selfspec.eval.methods import moved as moves
 from tests import ladder
@@ -95,11 +94,9 @@ def test_every_setting_of_every_method_writes_the_tokens_of_plain_decoding(
         assert not entry.own_text
 
 
-def test_medusa_needs_heads_of_its_own_and_verifies_all_of_its_tree_or_what_pays(
+def test_medusa_verifies_all_of_its_tree_or_what_pays(
     speculator: Speculator, plain: list[int]
 ) -> None:
-    with pytest.raises(InvalidOption, match="--head-type medusa"):
-        candidates(speculator, ["medusa"])
     own = wrap(speculator.model, heads=ladder.medusa_heads(speculator.backbone))
     whole, cut = (written(own, "medusa", number) for number in range(2))
     assert whole.token_ids == cut.token_ids == plain
@@ -142,28 +139,6 @@ def test_options_and_sweeps_that_are_lossy_are_marked_but_plain_decoding_is_not(
     assert [entry.lossy for entry in entries] == [False, True]
 
 
-def test_an_entropy_threshold_must_be_known_before_easd_is_measured(
-    speculator: Speculator,
-) -> None:
-    with pytest.raises(InvalidOption, match="calibrate --entropy"):
-        candidates(speculator, ["easd"])
-
-
-@pytest.mark.parametrize("name", ["hugging-face", "plain", "speculation", "prompt-lookup"])
-def test_an_end_token_ends_an_answer_unless_it_is_to_be_endless(
-    speculator: Speculator, plain: list[int], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model: Any = speculator.model
-    config = model.generation_config
-    monkeypatch.setattr(config, "eos_token_id", plain[3])
-    assert written(speculator, name).token_ids == plain
-    with unchanged(speculator):
-        found = grid(speculator, name)[0].decode(speculator, random_ids(9), COUNT)
-    assert found.token_ids == plain[: plain.index(plain[3]) + 1]
-    assert model.generation_config is config
-    assert config.eos_token_id == plain[3]
-
-
 def test_the_model_is_as_before_after_an_error_within_an_early_exit(
     speculator: Speculator,
 ) -> None:
@@ -183,9 +158,29 @@ def test_the_model_is_as_before_after_an_error_within_an_early_exit(
     assert speculator.backbone.num_layers == 6
 
 
-def test_an_unknown_method_is_answered_with_the_nearest(speculator: Speculator) -> None:
-    with pytest.raises(InvalidOption, match="Did you mean prompt-lookup"):
-        candidates(speculator, ["plain", "prompt-look-up"])
+@pytest.mark.parametrize(
+    ("name", "without", "options", "reason"),
+    [
+        ("prompt-look-up", False, {}, "Did you mean prompt-lookup"),
+        ("medusa", False, {}, "--head-type medusa"),
+        ("easd", False, {}, "calibrate --entropy"),
+        ("no-annealing", False, {"exit": {"anneal_strength": 0.0}}, "the same as speculation"),
+        ("no-depth-bound", False, {"exit": {"layers": None, "threshold": 0.1}}, "the same as"),
+        ("draft-model", True, {}, "Give --draft-model"),
+        ("rest", True, {}, "Give --datastore"),
+        ("self-sd", True, {}, "nobody has searched"),
+    ],
+)
+def test_a_method_that_is_not_to_be_had_says_what_to_do(
+    speculator: Speculator,
+    bare: Speculator,
+    name: str,
+    without: bool,
+    options: dict[str, Any],
+    reason: str,
+) -> None:
+    with pytest.raises(InvalidOption, match=reason):
+        candidates(bare if without else moved(speculator, **options), [name])
 
 
 def test_methods_with_drafts_need_heads(bare: Speculator) -> None:
@@ -209,26 +204,18 @@ def test_the_draft_model_drafts_where_its_method_is_asked_for(
     assert set(stats.drafted_by_source) == {source}
 
 
-def test_a_draft_model_needs_no_heads_but_must_be_given(
-    speculator: Speculator, bare: Speculator
-) -> None:
+def test_a_draft_model_needs_no_heads(speculator: Speculator) -> None:
     second = wrap(speculator.model, draft_model=make_model("llama", torch.float64))
     entries = swept(second, moves("draft-model.max_tokens=1,4"))
     assert [entry.setting["drafter"] for entry in entries] == [
         f"draft-model:max_tokens={count}" for count in (1, 4)
     ]
-    with pytest.raises(InvalidOption, match=r"needs a second model\. Give --draft-model"):
-        candidates(bare, ["draft-model"])
-    with pytest.raises(InvalidOption, match=r"needs a datastore\. Give --datastore"):
-        candidates(bare, ["rest"])
 
 
 def test_self_sd_leaves_out_what_was_found_for_the_model(
     speculator: Speculator, bare: Speculator
 ) -> None:
     assert grid(speculator, "self-sd")[0].setting["drafter"] == "skip:skipped=3"
-    with pytest.raises(InvalidOption, match="nobody has searched which layers self-sd should"):
-        candidates(bare, ["self-sd"])
     known = copy.copy(bare)
     known.label = next(iter(methods.SKIPPED))
     with pytest.raises(InvalidOption, match="the model has 6 layers"):  # not those of 30
@@ -271,20 +258,6 @@ def test_without_a_rule_dear_drafts_go_on(
     every = [written(dear, method).stats for method in ("ngram+exit", name)]
     ruled, free = (stats.drafted_by_source[source] for stats in every if stats)
     assert ruled < free
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("no-annealing", {"anneal_strength": 0.0}),
-        ("no-depth-bound", {"layers": None, "threshold": 0.1}),
-    ],
-)
-def test_an_ablation_that_removes_nothing_is_refused(
-    speculator: Speculator, name: str, options: dict[str, Any]
-) -> None:
-    with pytest.raises(InvalidOption, match=f"{name} is the same as speculation"):
-        candidates(moved(speculator, exit=options), [name])
 
 
 # --- peers

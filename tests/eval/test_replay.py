@@ -219,13 +219,7 @@ def test_what_was_not_recorded_is_refused(changes: dict[str, object]) -> None:
         replay.rounds(record, 0, options)
 
 
-@pytest.mark.parametrize(
-    "heads",
-    [
-        pytest.param(name, marks=default_model)
-        for name in ("smollm2-135m-instruct", "smollm2-135m-instruct-translator")
-    ],
-)
+@pytest.mark.parametrize("heads", [pytest.param("smollm2-135m-instruct", marks=default_model)])
 def test_the_default_model_replays_as_it_runs(heads: str) -> None:
     """Rows round alike, however many run together."""
     prompt, new_tokens = "Translate into French: The train leaves at nine.", 12

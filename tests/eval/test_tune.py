@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 
@@ -18,7 +17,6 @@ from selfspec.eval.options import TuneOptions
 from selfspec.eval.record import NONE, Record
 from selfspec.eval.tune import (
     Tuned,
-    candidates,
     cross_validated,
     folds,
     plain_seconds,
@@ -56,30 +54,22 @@ def unseen(done: int, total: int, words: str) -> None:
     """No progress bar."""
 
 
-SHOWN: list[tuple[int, int]] = []
-"""Progress of `best`."""
-
-
 @cache
-def best(objective: str = "speed") -> Tuned:
-    """What is chosen for the translator's record."""
+def best(objective: str = "speed") -> tuple[Tuned, list[tuple[int, int]]]:
+    """What is chosen for the translator's record, and the progress that was shown."""
+    shown: list[tuple[int, int]] = []
     record, options = recorded("translator").record, TuneOptions(objective=objective)
-    return tune(record, COSTS, options, lambda done, total, _: SHOWN.append((done, total)))
+    return tune(record, COSTS, options, lambda done, total, _: shown.append((done, total))), shown
 
 
 @cache
 def screening(kind: str = "translator") -> tuple[list[SpeculationOptions], np.ndarray]:
     """All settings, and their seconds by the cost model."""
-    record = recorded(kind).record
-    settings = candidates(record, 2)
-    return settings, screened(record, COSTS, settings, unseen)
+    return screened(recorded(kind).record, COSTS, 2, unseen)
 
 
-def test_speed_is_the_ratio_of_total_seconds() -> None:
+def test_speed_is_a_ratio_of_totals_and_latency_the_fifth_percentile_of_the_prompts() -> None:
     assert score(SECONDS, PLAIN, "speed") == pytest.approx([1.0, 100 / 95, 100 / 91, 100 / 80])
-
-
-def test_latency_is_the_fifth_percentile_of_the_prompts() -> None:
     # of four prompts it lies 15 % of the way from the worst to the second worst
     found = score(SECONDS, PLAIN, "latency")
     assert found[1] == pytest.approx(0.5 + 0.15 * (2.0 - 0.5))
@@ -125,13 +115,13 @@ def test_thresholds_are_quantiles_of_what_was_recorded_and_never_below_the_floor
 
 def test_every_candidate_can_be_replayed_and_widths_are_neighbours() -> None:
     record = recorded("translator").record
-    found = candidates(record, 2)
+    found = screening()[0]
     assert len(found) == len(set(found)) > 1000
     assert {len(setting.exit.layers or ()) for setting in found} == {1, 2}
     assert [setting.exit.max_tokens for setting in found[:8]] == [1, 2, 3, 4, 1, 2, 3, 4]
     for setting in found[:: len(found) // 50]:
         replay.Setting.of(record, setting)
-    assert len(candidates(record, 1)) < len(found) < len(candidates(record, 3))
+    assert len(screened(record, COSTS, 1, unseen)[0]) < len(found)
 
 
 def exits(record: Record, prompt: int, setting: SpeculationOptions) -> tuple[Exits, Exits]:
@@ -154,20 +144,15 @@ def exits(record: Record, prompt: int, setting: SpeculationOptions) -> tuple[Exi
         node = int(record.roots[place])
         for step in range(2):
             node = look(node, place + step)
+    layers = range(len(asked.layers))
     first, later = (
         Exits(
-            tuple(mean(at == i for at, _ in seen) for i in range(len(asked.layers))),
-            mean(right for _, right in seen),
+            tuple(sum(at == layer for at, _ in seen) / max(len(seen), 1) for layer in layers),
+            sum(right for _, right in seen) / max(len(seen), 1),
         )
         for seen in counts
     )
     return first, later
-
-
-def mean(found: Iterable[bool]) -> float:
-    """0 of none."""
-    values = list(found)
-    return sum(values) / max(len(values), 1)
 
 
 @pytest.mark.parametrize("kind", ["translator", "deep-fused"])
@@ -195,12 +180,6 @@ def test_what_the_cost_model_likes_is_fast_when_it_is_replayed() -> None:
     assert max(likes) < plain_seconds(record, COSTS).sum() < min(dislikes)
 
 
-def test_plain_decoding_takes_a_step_for_every_token_but_the_first() -> None:
-    record = recorded("translator").record
-    steps = [prompt.new_tokens - 1 for prompt in record.prompts]
-    assert plain_seconds(record, COSTS) == pytest.approx([n * COSTS.plain_step() for n in steps])
-
-
 COSTS_HERE = Costs(row=(0.083, 0.083), head=0.038)
 """What `tune` makes of COSTS: 1.32 a plain step."""
 
@@ -215,7 +194,7 @@ def followed(record: Record, setting: SpeculationOptions) -> float:
 
 def test_no_setting_is_faster_on_the_prompts_it_was_chosen_on() -> None:
     record = recorded("translator").record
-    found = best()
+    found, shown = best()
     assert found.speculates
     settings, seconds = screening()
     assert not any(setting.never_slower for setting in settings)
@@ -234,6 +213,14 @@ def test_no_setting_is_faster_on_the_prompts_it_was_chosen_on() -> None:
     rate = sum(len(entry.tokens) for entry in behind) / len(behind)
     assert found.compression_rate == pytest.approx(rate)
     assert f"expect {found.speed_up:.2f} x plain decoding" in found.sentence()
+    # what was measured here is what the rules go by
+    assert chosen.costs.head == COSTS_HERE.head
+    assert chosen.costs.row in (COSTS_HERE.row, Costs().row)
+    assert found.options.keys() <= set(TUNED_OPTIONS)
+    assert (shown[0], shown[-1]) == ((0, len(settings)), (len(settings), len(settings)))
+    latency = best("latency")[0]
+    assert latency.objective == "latency"
+    assert latency.options != found.options
 
 
 def repeating(record: Record) -> Record:
@@ -259,29 +246,9 @@ def test_drafts_from_text_already_seen_are_chosen_where_texts_repeat() -> None:
     }
 
 
-def test_what_was_measured_here_is_what_the_rules_go_by() -> None:
-    found = best().options
-    costs = SpeculationOptions().updated(found).costs
-    assert costs.head == 0.038
-    assert costs.row in ((0.083, 0.083), Costs().row)
-    assert found.keys() <= set(TUNED_OPTIONS)
-
-
 def test_dear_heads_and_rows_switch_drafting_off() -> None:
     record = recorded("translator").record
     dear = replace(COSTS, head=5.0, layers=tuple(1.0 + 5.0 * row for row in range(ROWS)))
     found = tune(record, dear, TuneOptions(), unseen)
     assert found.options == {"speculate": False}
     assert found.sentence().startswith("plain decoding is faster here")
-
-
-def test_latency_chooses_another_setting_than_speed() -> None:
-    assert best("latency").objective == "latency"
-    assert best("latency").options != best().options
-
-
-def test_progress_reaches_the_end() -> None:
-    best()
-    count = len(screening()[0])
-    assert SHOWN[0] == (0, count)
-    assert SHOWN[-1] == (count, count)
