@@ -11,7 +11,6 @@ else should run on the machine.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -22,7 +21,7 @@ from selfspec.eval import report
 from selfspec.eval.methods import Contender, described
 from selfspec.eval.options import BenchOptions
 from selfspec.eval.report import frame_of, seconds_by_prompt, summarise
-from selfspec.eval.results import SIX_TASKS, load_suite, speed_up
+from selfspec.eval.results import SIX_TASKS, speed_up
 from selfspec.files import write
 
 
@@ -41,7 +40,7 @@ def main(
 ) -> None:
     """Measure, then write."""
     speculator = lab.loaded(model, heads, dtype, executor, numbers=numbers)
-    asked = [replace(q, turns=q.turns[:1]) for q in load_suite(suite, questions, limit)]
+    asked = lab.first_turns(suite, questions, limit)
     ways = [lab.PLAIN]
     for name, setting in named_settings(drafter).items():
         ways.append(Contender(label=name, method="ngram+exit", setting=setting))

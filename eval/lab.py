@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Annotated, Any, TypeVar, cast
 
@@ -23,7 +24,15 @@ from selfspec.eval import report
 from selfspec.eval.bench import Bench
 from selfspec.eval.methods import Contender
 from selfspec.eval.options import BenchOptions
-from selfspec.eval.results import ANSWERS, Answer, Question, failures, ratio_interval
+from selfspec.eval.results import (
+    ANSWERS,
+    Answer,
+    Question,
+    failures,
+    load_suite,
+    speed_up,
+    spread,
+)
 from selfspec.files import write
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
 from selfspec.hub.models import load_model
@@ -38,6 +47,7 @@ Questions = Annotated[Path | None, typer.Option(help="File of a suite that is no
 Limit = Annotated[int | None, typer.Option(help="Questions, spread evenly over the suite.")]
 NewTokens = Annotated[int, typer.Option(min=2, help="Per answer at most.")]
 Repeats = Annotated[int, typer.Option(min=1, help="In turns; medians count.")]
+DraftModel = Annotated[Path | None, typer.Option(help="Folder of a smaller model.")]
 Threads = Annotated[int, typer.Option(min=1, help="Of all.")]
 Numbers = Annotated[str, typer.Option(help="With commas.")]
 LlamaPython = Annotated[str, typer.Option(help="Interpreter with llama-cpp-python.")]
@@ -95,6 +105,34 @@ def loaded(
     like = selfspec.load(model, heads=heads, **asked)
     plain, tokenizer, files = load_model(model, dtype=like.backbone.dtype)
     return selfspec.wrap(plain, tokenizer, heads=like.heads or "none", label=files.label, **chosen)
+
+
+def drafting(
+    draft_model: Path | None, dtype: str, *, max_tokens: int = 6, controller: str = "fixed"
+) -> selfspec.Speculator:
+    """The default model with a draft model, or without one with the heads that come with it.
+
+    These are asked to draft whatever they think: how many is up to W_max and the controller.
+    """
+    options: dict[str, Any] = {"dtype": dtype, "never_slower": False, "controller": controller}
+    if draft_model is not None:
+        drafter = f"draft-model:max_tokens={max_tokens}"
+        return selfspec.load(draft_model=draft_model, drafter=drafter, **options)
+    return selfspec.load(drafter=f"ngram+exit:threshold=1e-6,max_tokens={max_tokens}", **options)
+
+
+def first_turns(
+    suite: str, questions: Path | None, limit: int | None, *tasks: str
+) -> list[Question]:
+    """Questions of some tasks (all without a name), first turns only: later ones need answers.
+
+    A reference is one for the last turn, so it goes where that is cut.
+    """
+    every = [q for q in load_suite(suite, questions) if not tasks or q.task in tasks]
+    return [
+        replace(q, turns=q.turns[:1], reference=q.reference if len(q.turns) == 1 else None)
+        for q in spread(every, limit)
+    ]
 
 
 def untrained(
@@ -185,11 +223,11 @@ def faster(base: Iterable[float], mine: Iterable[float], tasks: Iterable[str]) -
     """
     found = pd.DataFrame({"base": list(base), "mine": list(mine), "task": list(tasks)})
     found = found[(found.base > 0.0) & (found.mine > 0.0)]
-    sums = found.groupby("task", sort=False).sum()
+    sums, gain = found.groupby("task", sort=False).sum(), speed_up(found.base, found.mine)
     return {
-        "ratio": float(found.base.sum() / found.mine.sum()),
-        "interval": ratio_interval(found.base, found.mine),
-        "worst": float((found.base / found.mine).min()),
+        "ratio": gain.ratio,
+        "interval": (gain.low, gain.high),
+        "worst": gain.worst,
         "tasks": (sums.base / sums.mine).to_dict(),
     }
 

@@ -66,9 +66,15 @@ def main(
     asked = load_suite(suite, questions, limit)
     speculator = lab.loaded(model, dtype=dtype)
     with worker(python, model or default_model_file(), threads, context) as ask:
-        ways = methods(speculator, ask, lookup=lookup)
+        theirs = [LLAMA, LOOKUP] if lookup else [LLAMA]
+        ways: dict[str, Write] = {name: partial(llama, ask, name) for name in theirs}
+        ways |= ours(speculator, PLAIN, DEFAULT)
         if numbers:
-            ways |= de_quantised(lab.loaded(model, dtype=dtype, numbers=True))
+            de_quantised = lab.loaded(model, dtype=dtype, numbers=True)
+            ways |= ours(de_quantised, NUMBERS, NUMBERS_DEFAULT)
+            setting = {"prompt_lookup_num_tokens": 10}
+            ways[THEIRS] = partial(timed, de_quantised, "hugging-face", {})
+            ways[THEIR_LOOKUP] = partial(timed, de_quantised, "prompt-lookup", setting)
         answer = partial(
             answered, speculator=speculator, ways=ways, new_tokens=new_tokens, in_front=in_front
         )
@@ -106,22 +112,8 @@ def others(count: int) -> Iterator[None]:
             process.wait()
 
 
-def methods(speculator: selfspec.Speculator, ask: lab.Ask, *, lookup: bool) -> dict[str, Write]:
-    def theirs(ids: Tensor, count: int, *, drafts: bool) -> dict[str, Any]:
-        return ask({"ids": ids[0].tolist(), "count": count, "lookup": drafts})
-
-    found: dict[str, Write] = {LLAMA: partial(theirs, drafts=False)}
-    if lookup:
-        found[LOOKUP] = partial(theirs, drafts=True)
-    return found | ours(speculator, PLAIN, DEFAULT)
-
-
-def de_quantised(speculator: selfspec.Speculator) -> dict[str, Write]:
-    """Ours, and Hugging Face's, from weights that are numbers."""
-    return ours(speculator, NUMBERS, NUMBERS_DEFAULT) | {
-        THEIRS: partial(timed, speculator, "hugging-face", {}),
-        THEIR_LOOKUP: partial(timed, speculator, "prompt-lookup", {"prompt_lookup_num_tokens": 10}),
-    }
+def llama(ask: lab.Ask, name: str, ids: Tensor, count: int) -> dict[str, Any]:
+    return ask({"ids": ids[0].tolist(), "count": count, "lookup": name == LOOKUP})
 
 
 def ours(speculator: selfspec.Speculator, plain: str, default: str) -> dict[str, Write]:

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
@@ -49,6 +49,7 @@ from selfspec.eval.bench import Arrivals
 from selfspec.eval.methods import METHODS
 from selfspec.files import write
 from selfspec.model.weights import keep_numbers
+from selfspec.pages.palette import TONES
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -199,31 +200,24 @@ def ask(page: Page, question: str, tokens: int) -> None:
 # --- SVG, light and dark --------------------------------------------------------------------------
 
 
-class Look(NamedTuple):
-    """Colours, as `--card`, `--ink`, `--dim`, `--rule`, `--good`, `--other` of pages/look.css."""
+Look = dict[str, str]
+"""Colours by their names on pages."""
 
-    paper: str
-    ink: str
-    dim: str
-    rule: str
-    good: str
-    other: str
-
-
-LOOKS = {
-    "light": Look("#ffffff", "#1b1e23", "#5d636d", "#dcdedf", "#0b7a53", "#b9bcc4"),
-    "dark": Look("#1c1f25", "#e7e8ea", "#9aa1ac", "#32373f", "#4fd0a0", "#565c68"),
+LOOKS: dict[str, Look] = {
+    scheme: {name: getattr(tone, scheme) for name, tone in TONES.items()}
+    for scheme in ("light", "dark")
 }
 
 
 def document(width: int, height: float, look: Look, title: str, body: str, style: str = "") -> str:
     """A framed picture; `body` and `style` are markup already."""
+    card, rule = look["card"], look["rule"]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:g}" role="img" '
         'font-family="ui-monospace,SFMono-Regular,Menlo,Consolas,monospace" font-size="13.5">'
         f"<title>{escape(title)}</title><style>{style}</style>"
         f'<rect x=".5" y=".5" width="{width - 1}" height="{height - 1:g}" rx="10" '
-        f'fill="{look.paper}" stroke="{look.rule}"/>{body}</svg>\n'
+        f'fill="{card}" stroke="{rule}"/>{body}</svg>\n'
     )
 
 
@@ -355,25 +349,22 @@ def column(
     look: Look,
 ) -> str:
     """One of the two: its name, its text, and at the end how long it took."""
-    colour = look.good if run.seconds < slow else look.dim
+    colour = look["good"] if run.seconds < slow else look["dim"]
     times = f", {slow / run.seconds:.1f}× as fast" if run.seconds < slow else ""
     rows = [
         label(
             "".join(f'<tspan class="{names[at]}">{escape(text)}</tspan>' for text, at in line),
             left,
             TOP + LINE * number,
-            look.ink,
+            look["ink"],
         )
         for number, line in enumerate(lines)
     ]
     end = f'<tspan class="{names[run.seconds]}">{run.seconds:.1f} seconds{times}</tspan>'
+    rule, name = look["rule"], label(escape(run.name), left, 34, colour, weight=700)
+    name += f'<path d="M{left} 44h{COLUMN - 32}" stroke="{rule}"/>'
     return "".join(
-        (
-            label(escape(run.name), left, 34, colour, weight=700),
-            f'<path d="M{left} 44h{COLUMN - 32}" stroke="{look.rule}"/>',
-            *rows,
-            label(end, left, TOP + LINE * len(lines) + 14, colour, weight=700),
-        )
+        [name, *rows, label(end, left, TOP + LINE * len(lines) + 14, colour, weight=700)]
     )
 
 
@@ -412,13 +403,14 @@ def bars_drawn(times: dict[str, float], look: Look) -> str:
     for place, (name, value) in enumerate(sorted(times.items(), key=lambda entry: entry[1])):
         y, ours = FIRST + ROW * place, name in (peers.PLAIN, peers.DEFAULT)
         weight, length = 700 if name == peers.DEFAULT else 400, LONGEST * value / most
+        colour = look["good" if ours else "other"]
         rows += [
-            label(NAMES[name], LEFT - 14, y + 15, look.ink, weight=weight, anchor="end"),
+            label(NAMES[name], LEFT - 14, y + 15, look["ink"], weight=weight, anchor="end"),
             f'<rect x="{LEFT}" y="{y}" width="{length:.1f}" height="{THICK}" rx="3" '
-            f'fill="{look.good if ours else look.other}"/>',
-            label(f"{value:.1f}×", LEFT + length + 10, y + 15, look.ink, weight=weight),
+            f'fill="{colour}"/>',
+            label(f"{value:.1f}×", LEFT + length + 10, y + 15, look["ink"], weight=weight),
         ]
-    head = label("Times as fast as model.generate", 18, 34, look.dim)
+    head = label("Times as fast as model.generate", 18, 34, look["dim"])
     told = ", ".join(f"{NAMES[name]} {value:.1f}" for name, value in times.items())
     height = FIRST + ROW * len(times) + 10
     return document(WIDTH, height, look, f"Times as fast: {told}", head + "".join(rows))

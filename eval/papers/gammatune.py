@@ -18,7 +18,6 @@ import pandas as pd
 import typer
 
 from eval import lab
-from eval.papers.shared import first_turns, load
 from selfspec.eval.methods import Contender
 from selfspec.eval.options import BenchOptions
 from selfspec.eval.report import frame_of
@@ -73,8 +72,8 @@ def main(
     new_tokens: lab.NewTokens = 48,
 ) -> None:
     """Run, compare, write."""
-    speculator = load(draft_model, dtype)
-    asked = first_turns(suite, questions, limit)
+    speculator = lab.drafting(draft_model, dtype)
+    asked = lab.first_turns(suite, questions, limit)
     options = BenchOptions(max_new_tokens=new_tokens)
     ways = [lab.PLAIN, *(setting.contender for setting in SETTINGS)]
     answers = lab.benched(output, speculator, asked, ways, options)

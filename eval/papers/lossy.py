@@ -25,7 +25,6 @@ import pandas as pd
 import typer
 
 from eval import lab
-from eval.papers.shared import DraftModel, first_turns, load
 from selfspec.api.speculator import Speculator
 from selfspec.errors import InvalidOption
 from selfspec.eval import report
@@ -87,7 +86,7 @@ def finish(output: Path, summary: Summary, more: Sequence[Table] = ()) -> None:
 @app.command()
 def cm_asd(
     output: lab.Output,
-    draft_model: DraftModel = None,
+    draft_model: lab.DraftModel = None,
     dtype: str = "bfloat16",
     suite: lab.Suite = SIX_TASKS,
     questions: lab.Questions = None,
@@ -102,9 +101,9 @@ def cm_asd(
     the drafter is unsure, "paper" (the formula as printed) is looser there.
     """
     controller = f"cm-asd:longest={longest_draft}"
-    speculator = load(draft_model, dtype, max_tokens=1, controller=controller)
+    speculator = lab.drafting(draft_model, dtype, max_tokens=1, controller=controller)
     tasks = ("translation", "summary")
-    asked = first_turns(suite, questions, limit, *tasks)
+    asked = lab.first_turns(suite, questions, limit, *tasks)
     rules = {
         f"{reading}, tau_base {tau:g}": f"cm-asd:reading={reading},tolerance={tau:g}"
         for reading, tau in product(READINGS, lab.shares(tolerances))
@@ -124,7 +123,7 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 def easd(
     output: lab.Output,
     entropy_threshold: Annotated[float, typer.Option(help="tau_H as calibrated, in nats.")],
-    draft_model: DraftModel = None,
+    draft_model: lab.DraftModel = None,
     dtype: str = "bfloat16",
     suite: lab.Suite = SIX_TASKS,
     questions: lab.Questions = None,
@@ -141,10 +140,10 @@ def easd(
     and confident heads do not. The tau_O curve is taken at the calibrated and at the lowest tau_H,
     the tau_H curve at tau_O = 0.8 and at the lowest tau_O.
     """
-    speculator = load(draft_model, dtype, max_tokens=max_draft_tokens)
+    speculator = lab.drafting(draft_model, dtype, max_tokens=max_draft_tokens)
     asked = [
         question
-        for question in first_turns(suite, questions, limit, "math")
+        for question in lab.first_turns(suite, questions, limit, "math")
         if question.reference is not None and expected_number(question.reference) is not None
     ]
     taus = sorted({*lab.shares(entropies), entropy_threshold})
@@ -211,8 +210,8 @@ def lenience(
     steps = lab.shares(leniences)
     if 1.0 not in steps:
         raise InvalidOption("leniences hold no 1: there is nothing to compare with")
-    speculator = load(draft_model, dtype, max_tokens=max_draft_tokens)
-    asked = first_turns(suite, questions, limit)
+    speculator = lab.drafting(draft_model, dtype, max_tokens=max_draft_tokens)
+    asked = lab.first_turns(suite, questions, limit)
     drawn = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, "seed": seed}
     rules = {f"l = {value:g}": f"lenient:lenience={value:g}" for value in steps if value != 1.0}
     summary, _ = measured(output, speculator, asked, rules, new_tokens, **drawn)

@@ -19,7 +19,6 @@ import torch
 import typer
 
 from eval import lab
-from eval.papers.shared import first_turns
 from selfspec.api.speculator import Speculator
 from selfspec.decoding.costs import DraftCost, token_cost_without
 from selfspec.decoding.drafters.base import Draft
@@ -58,7 +57,7 @@ def main(
 ) -> None:
     """Search, write."""
     speculator = load(dtype)
-    asked = [question.turns[0] for question in first_turns(suite, questions, limit)]
+    asked = [question.turns[0] for question in lab.first_turns(suite, questions, limit)]
     with torch.inference_mode():
         answers = [written(speculator, turn, new_tokens) for turn in lab.each(asked, "answers")]
         best = path(speculator, answers, int(ratio * speculator.backbone.num_layers))

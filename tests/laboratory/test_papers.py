@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 import torch
 
+from eval import lab
 from eval.papers import gammatune, lossy, self_sd
 from eval.papers.gammatune import Setting, gains
 from eval.papers.lossy import expected_number, final_number
@@ -46,8 +47,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     ]
     suite = tmp_path / "suite.jsonl"
     suite.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for script in (lossy, gammatune):
-        monkeypatch.setattr(script, "load", tiny)
+    monkeypatch.setattr(lab, "drafting", tiny)
     output = tmp_path / "out"
     return {"suite": str(suite), "output": output, "draft_model": Path("small"), "new_tokens": 12}
 

@@ -5,17 +5,22 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import typer
 
-from eval import agreement, families, lab, memory
-from selfspec.errors import CannotWrite
+from eval import agreement, compare, families, lab, memory, micro, two_versions
+from eval.peers import DEFAULT, LLAMA, LOOKUP, NUMBERS, PLAIN, THEIRS, main
+from selfspec.errors import CannotWrite, InvalidOption
 from selfspec.hub.models import load_model
 from selfspec.model import fingerprint
 from selfspec.model.backbone import Backbone
+from tests.gguf_models import write_model
 
 
 def test_a_record_says_how_it_was_made_without_this_machines_folders(
@@ -27,9 +32,6 @@ def test_a_record_says_how_it_was_made_without_this_machines_folders(
     assert lab.command() == "python -m eval.papers.lossy --model 'm b'"
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     assert lab.command() == "python x.py --model 'm b'"
-
-
-# --- memory
 
 
 def test_agreement_is_counted_by_kind_and_place(
@@ -47,6 +49,9 @@ def test_agreement_is_counted_by_kind_and_place(
     assert numbers[0] > numbers[1] > numbers[2] > 0, "answers of at least three tokens"
     assert all(0 <= count <= number for count, number in right["all"])
     assert "/" in (tmp_path / "out" / "table.md").read_text()
+
+
+# --- memory
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's figures are Linux's")
@@ -108,3 +113,158 @@ def test_a_family_whose_text_differs_is_wrong_and_not_exact(
     assert "another text from token" in row.reason
     with pytest.raises(typer.Exit):
         families.main(tmp_path / "page.md", only="llama")
+
+
+# --- settings
+
+
+def test_drafters_are_set_beside_plain_decoding_and_the_first(
+    tiny_model: str, prompts: str, tmp_path: Path
+) -> None:
+    asked: Any = {"model": tiny_model, "heads": "logit-lens", "dtype": "float32", "suite": prompts}
+    drafters = ["chain=exit:layers=2,max_tokens=1", "text=ngram;row=0"]
+    out = tmp_path / "out"
+    compare.main(out, drafters, **asked, limit=2, new_tokens=6)
+    answers = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
+    assert all(answer["runs"].keys() == {"plain", "chain", "text"} for answer in answers)
+    assert all(run["equal"] for answer in answers for run in answer["runs"].values())
+    methods = json.loads((out / "summary.json").read_text())["methods"]
+    assert methods["text"]["setting"] == {"drafter": "ngram", "costs": "row=0"}
+    page = (out / "table.md").read_text()
+    assert "## Over chain" in page
+    assert "| chain | 1.000 (1.000 to 1.000) | 1.00 |" in page
+
+
+@pytest.mark.parametrize("text", ["ngram", "=ngram", "a=", "plain=ngram"])
+def test_a_setting_without_a_name_is_refused(text: str) -> None:
+    with pytest.raises(InvalidOption, match="is not NAME=DRAFTER"):
+        compare.named_settings([text])
+
+
+def test_ratios_are_of_sums_and_answers_of_one_token_are_left_out() -> None:
+    found = lab.faster([4.0, 2.0, 0.0], [1.0, 4.0, 1.0], ["a", "b", "b"])
+    assert (found["ratio"], found["worst"]) == (6 / 5, 0.5)
+    assert found["tasks"] == {"a": 4.0, "b": 0.5}
+    assert lab.faster_cells(found | {"interval": (1, 2)}) == [
+        "1.200 (1.000 to 2.000)",
+        *("0.50", "4.00", "0.50"),
+    ]
+
+
+# --- versions
+
+
+class Fake:
+    """Answers with as many seconds as it is told, and with a part of its own for one prompt."""
+
+    def __init__(self, seconds: float, odd: str = "", part: str = "") -> None:
+        self.seconds, self.odd, self.part = seconds, odd, part
+        self.asked: list[Mapping[str, Any]] = []
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        self.asked.append(request)
+        own = {self.part: [3, 4]} if request["prompt"] == self.odd else {}
+        counts = {"rounds": len(request["prompt"])}
+        answer = {"ids": [1, 2], "logits": "ab", "counts": counts, "seconds": self.seconds}
+        return answer | own
+
+
+def test_every_prompt_is_asked_plainly_and_with_drafts_of_both() -> None:
+    versions = [Fake(2.0), Fake(1.0)]
+    found = two_versions.answers([one.ask for one in versions], ["a", "bc"], 7)
+    assert list(zip(found.prompt, found.way, strict=True)) == [
+        *(("a", "plain"), ("a", "default"), ("bc", "plain"), ("bc", "default")),
+    ]
+    for version in versions:
+        assert [request.get("speculate") for request in version.asked] == [False, None] * 2
+        assert all(request["max_new_tokens"] == 7 for request in version.asked)
+    assert set(found.differ) == {""}
+    for row in two_versions.speeds(found).itertuples(index=False):
+        assert tuple(row) == (1.0, 2.0, 2.0, 2.0, 2.0, 2.0)
+
+
+@pytest.mark.parametrize("part", ["ids", "logits", "counts"])
+def test_what_differs_is_named(part: str) -> None:
+    found = two_versions.answers([Fake(1.0).ask, Fake(1.0, "bc", part).ask], ["a", "bc"], 7)
+    assert list(found.differ) == ["", "", part, part]
+
+
+# --- llama.cpp, by a stand-in
+
+_STAND_IN = """
+class Llama:
+    def __init__(self, model_path, draft_model=None, **options):
+        assert model_path.endswith(".gguf") and options["n_threads"] == 1
+        print("what libraries print")
+        self.first = 0 if draft_model is None else 100
+
+    def reset(self):
+        self.n_tokens = 0
+
+    def eval(self, ids):
+        assert self.n_tokens == (0 if len(ids) == 20 else 20)
+        self.n_tokens += len(ids)
+
+    def generate(self, ids, temp, **options):
+        assert temp == 0.0 and all(isinstance(one, int) for one in ids)
+        yield from range(self.first, 1000)
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package, and a file for it."""
+    package = tmp_path / "llama_cpp"
+    package.mkdir()
+    (package / "__init__.py").write_text(_STAND_IN, encoding="utf-8")
+    (package / "llama_speculative.py").write_text("LlamaPromptLookupDecoding = dict\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    write_model(tmp_path / "it.gguf")
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_all_methods_answer_in_turns(tmp_path: Path) -> None:
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"prompt": "two words", "task": "chat"}\n' * 2, encoding="utf-8")
+    main(
+        python=sys.executable,
+        output=tmp_path / "results",
+        model=tmp_path / "it.gguf",
+        suite=str(questions),
+        new_tokens=6,
+        threads=1,
+        numbers=True,
+        in_front=20,
+    )
+    answers = [json.loads(line) for line in (tmp_path / "results/answers.jsonl").open()]
+    for answer in answers:
+        assert answer["prompt_tokens"] == 20
+        count = len(answer[PLAIN]["token_ids"])
+        assert answer[LLAMA]["token_ids"] == list(range(count))
+        assert answer[LOOKUP]["token_ids"] == list(range(100, 100 + count))
+        for name in (PLAIN, DEFAULT, NUMBERS, THEIRS):
+            assert answer[name]["token_ids"] == answer[PLAIN]["token_ids"], name
+            assert 0 < answer[name]["first_s"] < answer[name]["seconds"]
+    found = json.loads((tmp_path / "results/summary.json").read_text())["tables"]
+    assert found[LLAMA]["whole"]["ratio"] == 1
+    assert found[PLAIN]["equal_to_plain"] == 2
+    assert found[LLAMA]["equal_to_plain"] == 0
+    assert "| default |" in (tmp_path / "results/table.md").read_text()
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_passes_of_all_are_timed(tmp_path: Path) -> None:
+    micro.passes(
+        python=sys.executable,
+        output=tmp_path / "passes",
+        model=tmp_path / "it.gguf",
+        rows="1,3",
+        in_front=20,
+        threads=1,
+        repeats=1,
+    )
+    found = json.loads((tmp_path / "passes/summary.json").read_text())
+    assert found["seconds"].keys() == {"blocks", "numbers", LLAMA}
+    assert all(seconds.keys() == {"1", "3"} for seconds in found["seconds"].values())
+    assert found["limit_s"]["blocks"] < found["limit_s"]["numbers"]
