@@ -66,7 +66,6 @@ class BenchOptions:
         return asdict(self) | {n: Path(path).name for n in paths if (path := getattr(self, n))}
 
     def __post_init__(self) -> None:
-        """Raise InvalidOption for counts below 1."""
         check_fields(self)
 
 
@@ -92,7 +91,6 @@ class RecordOptions:
     """Each alpha to be replayed, at least 0, rising."""
 
     def __post_init__(self) -> None:
-        """Raise InvalidOption for values that no record could have."""
         check_fields(self)
 
 
@@ -112,6 +110,5 @@ class TuneOptions:
     best. At least 2."""
 
     def __post_init__(self) -> None:
-        """Raise InvalidOption for values that make no sense for any record."""
         check_keys([self.objective], OBJECTIVES, "objective")
         check_fields(self)

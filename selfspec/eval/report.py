@@ -568,23 +568,25 @@ def write(runs: Sequence[Results], folder: Path) -> tuple[Path, Path]:
     sections = list[Section]()
     drawn = dict[Path, Figure]()
     for number, run in enumerate(runs, start=1):  # all is read before anything is written
+        picture = None
         try:
-            figure, path = chart(run.summary), folder / PICTURE.format(number)
-            words = verdict(run.summary), figure and path, described(run), tables(run.summary)
+            if (figure := chart(run.summary)) is not None:
+                picture = folder / PICTURE.format(number)
+                drawn[picture] = figure
+            found = described(run), tables(run.summary)
+            sections.append(Section(run.name, verdict(run.summary), picture, *found))
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise InvalidData(
                 f"the results {run.name} lack what a report shows: {type(error).__name__} {error}. "
                 "Measure again: selfspec bench"
             ) from error
-        sections.append(Section(run.name, *words))
-        drawn |= {path: figure} if figure else {}
     for path, figure in drawn.items():
         with files.replacing(path) as new:
             figure.savefig(new, dpi=120, metadata={"Software": "selfspec"})
-    pages = folder / MARKDOWN, folder / HTML
-    files.write(pages[0], as_markdown(sections))
-    files.write(pages[1], as_html(sections))
-    return pages
+    made = folder / MARKDOWN, folder / HTML
+    files.write(made[0], as_markdown(sections))
+    files.write(made[1], as_html(sections))
+    return made
 
 
 def check_free(folder: str | Path, runs: int, *, overwrite: bool) -> Path:

