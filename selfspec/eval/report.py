@@ -253,7 +253,7 @@ class Table(NamedTuple):
 
 
 def figures(summary: Summary) -> pd.DataFrame:
-    """A row per group of answers, task and method, as table.csv has it; the index: as shown."""
+    """A row per group of answers, task and method, as table.csv has it."""
     rows = [
         {"answers_in": group, "task": task, "method": label, "lossy": _lossy(summary, label)}
         | found
@@ -266,7 +266,6 @@ def figures(summary: Summary) -> pd.DataFrame:
     names += ["answers", "compression_rate", "acceptance_rate"]
     names += [f"over_{base}_{name}" for base in BASES for name in gains]
     found = pd.json_normalize(rows, sep="_").reindex(columns=names)
-    found.index = [shown(summary, label) for label in found.method]
     return found.astype({f"over_{base}_prompts": "Int64" for base in BASES})
 
 
@@ -274,15 +273,10 @@ def _lossy(summary: Summary, label: str) -> bool:
     return bool(summary["methods"].get(label, {}).get("lossy", False))
 
 
-def shown(summary: Summary, label: str) -> str:
-    """A method's label, with a warning where its rule changes the output."""
-    return f"{label} (lossy)" if _lossy(summary, label) else label
-
-
 def tables(summary: Summary) -> list[Table]:
-    """All tables of one bench that have rows."""
+    """All tables of one bench that have rows; a method whose rule changes the output is marked."""
     found, over = figures(summary), bases(summary)
-    latency = _by_method(summary, summary["latency"])
+    latency = _by_method(summary["latency"])
     waits = latency.filter(like="token_")
     latency[waits.columns] = 1e3 * waits
     made = [
@@ -290,7 +284,7 @@ def tables(summary: Summary) -> list[Table]:
         *(_by_prompt(summary, found, base) for base in over),
         _quality(summary),
         _picked("Latency", latency, _WAITS, digits=1),
-        _picked("Seconds by part of a round", _by_method(summary, summary["parts_s"]).fillna(0.0)),
+        Table("Seconds by part of a round", _by_method(summary["parts_s"]).fillna(0.0)),
         acceptance_table(summary),
         Table(
             "Looping answers",
@@ -300,7 +294,7 @@ def tables(summary: Summary) -> list[Table]:
             "Methods",
             pd.DataFrame(
                 {
-                    "method": shown(summary, label),
+                    "method": label,
                     "what it is": entry["source"],
                     "setting": ", ".join(f"{k}={v}" for k, v in entry["setting"].items()),
                     "the fastest of": ", ".join(entry["chosen_from"]),
@@ -309,7 +303,13 @@ def tables(summary: Summary) -> list[Table]:
             ),
         ),
     ]
-    return [table for table in made if table.cells.size]
+    marks = {"method": {label: shown(summary, label) for label in summary["methods"]}}
+    return [one._replace(cells=one.cells.replace(marks)) for one in made if one.cells.size]
+
+
+def shown(summary: Summary, label: str) -> str:
+    """A method's label, with a warning where its rule changes the output."""
+    return f"{label} (lossy)" if _lossy(summary, label) else label
 
 
 _WAITS = {
@@ -323,19 +323,14 @@ _WAITS = {
 """What a user waits for: the paper's Table 3."""
 
 
-def _by_method(summary: Summary, found: Mapping[str, Any]) -> pd.DataFrame:
+def _by_method(found: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
     """A row for each method that has figures."""
-    rows = {shown(summary, label): values for label, values in found.items() if values}
-    return pd.DataFrame.from_dict(rows, orient="index")
+    return pd.DataFrame([{"method": label, **values} for label, values in found.items() if values])
 
 
-def _picked(
-    title: str, found: pd.DataFrame, headers: Mapping[str, str] | None = None, digits: int = 2
-) -> Table:
-    """Columns by name under other headers, or all; in front the index, which is the methods."""
-    if headers is not None:
-        found = found.reindex(columns=list(headers)).rename(columns=headers)
-    return Table(title, found.rename_axis("method").reset_index() if len(found) else found, digits)
+def _picked(title: str, found: pd.DataFrame, headers: Mapping[str, str], digits: int = 2) -> Table:
+    """The method, and columns by name under other headers."""
+    return Table(title, found.reindex(columns=["method", *headers]).rename(columns=headers), digits)
 
 
 def _speed(summary: Summary, found: pd.DataFrame, base: str, group: str) -> Table:
@@ -343,29 +338,26 @@ def _speed(summary: Summary, found: pd.DataFrame, base: str, group: str) -> Tabl
     title = f"Tokens per verification (CR) and speed-up (SD) over {NAMES[base]}"
     if group == WITHOUT_LOOPS:
         title += f", without looping answers ({summary['answers_without_loops']} are left)"
-    cells = pd.DataFrame()
+    found = found.rename(columns=lambda name: name.removeprefix(f"over_{base}_"))
+    columns = dict[str, pd.Series]()
     for task, part in found[found.answers_in == group].groupby("task", sort=False):
-        part = part.rename(columns=lambda name: name.removeprefix(f"over_{base}_"))
-        columns = {f"{task} CR": part.compression_rate, f"{task} SD": part.ratio}
+        part = part.set_index("method")
+        columns |= {f"{task} CR": part.compression_rate, f"{task} SD": part.ratio}
         if task == OVERALL:
             ends = Table("", part[["low", "high"]]).words()
             columns["95 %"] = (ends.low + " to " + ends.high).where(part.low.notna(), "-")
-        cells = cells.assign(**columns) if len(cells) else pd.DataFrame(columns)
-    return _picked(title, cells)
+    return Table(title, pd.DataFrame(columns).rename_axis("method").reset_index())
 
 
 def _by_prompt(summary: Summary, found: pd.DataFrame, base: str) -> Table:
     """How the speed-up differs between prompts: the paper's Table 5."""
-    over = f"over_{base}"
-    overall = found[(found.answers_in == ALL) & (found.task == OVERALL)]
-    overall = overall[overall[f"{over}_ratio"].notna()]
+    found = found.rename(columns=lambda name: name.removeprefix(f"over_{base}_"))
+    overall = found[(found.answers_in == ALL) & (found.task == OVERALL) & found.ratio.notna()]
     unlike = [f"{summary['unequal'][label]} of {summary['answers']}" for label in overall.method]
-    names = {"prompts": "prompts", "ratio": "total", "mean": "mean", "p5": "5th percentile"}
-    headers = {f"{over}_{name}": head for name, head in (names | {"worst": "worst"}).items()}
-    headers["unlike"] = "answers unlike plain decoding's"
-    return _picked(
-        f"Speed-up over {NAMES[base]}, by prompt", overall.assign(unlike=unlike), headers
-    )
+    headers = {"prompts": "prompts", "ratio": "total", "mean": "mean", "p5": "5th percentile"}
+    headers |= {"worst": "worst", "unlike": "answers unlike plain decoding's"}
+    title = f"Speed-up over {NAMES[base]}, by prompt"
+    return _picked(title, overall.assign(unlike=unlike), headers)
 
 
 _QUALITY = {
@@ -387,14 +379,13 @@ _QUALITY = {
 
 def _quality(summary: Summary) -> Table:
     """What methods that do not keep plain decoding's text make of it; CM-ASD's Table V and more."""
-    rows = {
-        (shown(summary, label), task): {"task": task, **found}
+    rows = [
+        {"method": label, "task": task, **found}
         for label, tasks in summary.get("quality", {}).items()
         for task, found in tasks.items()
-    }
-    found = pd.DataFrame(list(rows.values()), index=[method for method, _ in rows])
+    ]
     title = "Quality of texts up to their own end, beside plain greedy decoding's"
-    return _picked(title, found, _QUALITY)
+    return _picked(title, pd.DataFrame(rows), _QUALITY)
 
 
 def acceptance_table(summary: Summary) -> Table:
@@ -405,7 +396,7 @@ def acceptance_table(summary: Summary) -> Table:
 
     rows = [
         {
-            "method": shown(summary, label),
+            "method": label,
             "by exit layer": shares(found["by_layer"]),
             "by place in the draft": shares(found["by_index"]),
         }
@@ -509,15 +500,16 @@ INK, PALE = palette.TONES["ink"].light, palette.TONES["other"].light
 def chart(summary: Summary) -> Figure | None:
     """A bar per method, with its interval, where there are several; the fastest stands out."""
     base = next(iter(bases(summary)), None)
-    gains = _by_method(summary, gains_of(summary, base))
+    gains = _by_method(gains_of(summary, base))
     if len(gains) < 2:
         return None
+    names = [shown(summary, label) for label in gains.method]
     figure = Figure(figsize=(8.0, 0.9 + 0.42 * len(gains)), layout="constrained")
     axes = figure.subplots()
     colours = [BLUE if ratio == gains.ratio.max() else PALE for ratio in gains.ratio]
     ends = [gains.ratio - gains.low, gains.high - gains.ratio]
     bars = axes.barh(
-        gains.index, gains.ratio, xerr=ends, color=colours, height=0.66, error_kw={"ecolor": INK}
+        names, gains.ratio, xerr=ends, color=colours, height=0.66, error_kw={"ecolor": INK}
     )
     axes.bar_label(bars, fmt="%.2f", padding=6)
     axes.axvline(1.0, color=INK, linewidth=0.8)
