@@ -94,13 +94,12 @@ def tried(family: str) -> Row:
 
 def _running_model(family: str) -> PreTrainedModel:
     """A tiny model whose own forward runs: in float64, or float32 if it knows no other."""
-    try:
-        model = tiny_model(family, torch.float64)
-        with torch.no_grad():
+    with torch.no_grad():
+        try:
+            model = tiny_model(family, torch.float64)
             model(random_ids(PROMPTS[0]))
-    except RuntimeError:
-        model = tiny_model(family, torch.float32)
-        with torch.no_grad():
+        except RuntimeError:
+            model = tiny_model(family, torch.float32)
             model(random_ids(PROMPTS[0]))
     return model
 

@@ -58,7 +58,13 @@ def load(
     cases = list(product(dtypes.split(","), executors.split(",")))
     apart(loading, model, *cases[0])  # a first use may convert the file
     found = [apart(loading, model, *case) for case in cases]
-    lab.finish(output, {"cases": found}, load_table(found))
+    rows = []
+    for case in found:
+        size, peaks = case["model_mb"], (case["loading_mb"], case["generating_mb"])
+        cells = [f"{peak:.0f} MB = {peak / size:.2f} x" for peak in peaks]
+        rows.append([f"{case['dtype']}, {case['executor']}", f"{size:.0f} MB", *cells])
+    header = ("peak beyond the imports", "weights", "loading", "with an answer")
+    lab.finish(output, {"cases": found}, lab.table(header, rows))
 
 
 def loading(model: str | None, dtype: str, executor: str) -> dict[str, Any]:
@@ -99,16 +105,6 @@ def grown(work: Callable[[], object]) -> float:
     before = resident("VmRSS")
     work()
     return resident("VmHWM") - before
-
-
-def load_table(cases: list[dict[str, Any]]) -> str:
-    rows = []
-    for case in cases:
-        size, peaks = case["model_mb"], (case["loading_mb"], case["generating_mb"])
-        cells = [f"{peak:.0f} MB = {peak / size:.2f} x" for peak in peaks]
-        rows.append([f"{case['dtype']}, {case['executor']}", f"{size:.0f} MB", *cells])
-    header = ("peak beyond the imports", "weights", "loading", "with an answer")
-    return lab.table(header, rows)
 
 
 @app.command()
