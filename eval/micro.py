@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import typer
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from eval import lab
 from eval.memory import apart, grown
@@ -93,7 +93,6 @@ EXECUTORS = {"cpu": ("generic", "fused"), "cuda": ("generic", "cuda-graph")}
 def steps(
     output: lab.Output,
     model: lab.Model = None,
-    shape: Annotated[str, typer.Option(help=f"Random weights: {', '.join(SHAPES)}.")] = "",
     dtype: str = "bfloat16",
     device: str | None = None,
     context: Annotated[int, typer.Option(min=1, help="Tokens in front.")] = 256,
@@ -101,35 +100,10 @@ def steps(
     repeats: lab.Repeats = 5,
 ) -> None:
     """A plain step against the memory's limit: Hugging Face's and that of every executor."""
-    if shape and (model is not None or shape not in SHAPES):
-        raise InvalidOption(f"expected one of {', '.join(SHAPES)}, without --model")
-    if shape:
-        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        loaded = random_model(SHAPES[shape], getattr(torch, dtype), place)
-        weights = f"random weights in the shape of {shape} (timing only)"
-    else:
-        loaded, _, files = load_model(model, dtype=dtype, device=device)
-        weights = files.label
+    loaded, _, files = load_model(model, dtype=dtype, device=device)
     found = step(loaded, context, new_tokens, Clock(loaded.device, repeats))
-    text = f"# {weights}, {dtype}, on {found['device']}\n\n{step_page(found)}"
-    lab.finish(output, {"weights": weights, "dtype": dtype, **found}, text)
-
-
-def random_model(shape: Shape, dtype: torch.dtype, device: torch.device) -> Any:
-    """A Llama that never ends a text by itself."""
-    nothing: Any = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    config = LlamaConfig(
-        hidden_size=shape.hidden,
-        intermediate_size=shape.inner,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        vocab_size=shape.vocab,
-        max_position_embeddings=shape.positions,
-        **nothing,
-    )
-    with device:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    text = f"# {files.label}, {dtype}, on {found['device']}\n\n{step_page(found)}"
+    lab.finish(output, {"weights": files.label, "dtype": dtype, **found}, text)
 
 
 def step(model: PreTrainedModel, context: int, new_tokens: int, clock: Clock) -> dict[str, Any]:

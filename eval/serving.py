@@ -50,7 +50,6 @@ import typer
 
 from eval import lab
 from selfspec.api.speculator import Speculator
-from selfspec.errors import InvalidOption
 from selfspec.eval.concurrency import Load, table
 from selfspec.eval.results import SIX_TASKS, load_suite
 from selfspec.hub.models import DEFAULT_HEADS, resolve_model
@@ -228,29 +227,21 @@ def load(
     clients: lab.Numbers = "1,4,16,32",
     tokens: Tokens = 128,
     repeats: lab.Repeats = 1,
-    servers: Annotated[str, typer.Option(help="Names with semicolons; all.")] = "",
-    our_args: Annotated[str, typer.Option(help="For selfspec serve.")] = "",
-    peer_args: Annotated[str, typer.Option(help="For transformers serve.")] = "",
 ) -> None:
     """Each server at each load, again and again; the order of servers turns round."""
     folder = model or resolve_model(None, "bfloat16").source
-    our_flags, peer_flags = shlex.split(our_args), shlex.split(peer_args)
-    mine = ["--model", folder, "--heads", heads, *our_flags]
+    mine = ["--model", folder, "--heads", heads]
     commands = {
         OURS: ours(*mine),
         PLAIN: ours(*mine, "--no-speculate"),
-        FILE: ours(*our_flags),
-        THEIRS: theirs(folder, *peer_flags),
-        BATCHING: theirs(folder, "--continuous-batching", *peer_flags),
+        **({FILE: ours()} if model is None else {}),
+        THEIRS: theirs(folder),
+        BATCHING: theirs(folder, "--continuous-batching"),
     }
-    if model is not None:
-        del commands[FILE]
-    wanted = [name.strip() for name in servers.split(";") if name.strip()] or list(commands)
-    if unknown := set(wanted) - set(commands):
-        raise InvalidOption(f"no server {sorted(unknown)[0]}. There are {list(commands)}")
     prompts = first_turns(questions)
     plan = {count: max(requests, count) for count in lab.counts(clients)}
-    turns = [(turn, name) for turn in range(repeats) for name in wanted[:: -1 if turn % 2 else 1]]
+    names = [*commands]
+    turns = [(turn, name) for turn in range(repeats) for name in names[:: -1 if turn % 2 else 1]]
     loads = list[Served]()
     for turn, name in lab.each(turns, "serving", "servers"):
         named = {"model": folder} if name in PEERS else {}  # where a server asks for its name
@@ -267,7 +258,7 @@ def load(
     summary = {
         "packages": {name: metadata.version(name) for name in PACKAGES},
         "host": platform.processor(),
-        "servers": {name: shlex.join(commands[name]) for name in wanted},
+        "servers": {name: shlex.join(command) for name, command in commands.items()},
         "prompts": len(prompts),
         "tokens": tokens,
         "requests": plan,

@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from selfspec.api.speculator import Speculator
@@ -118,11 +119,9 @@ def padded_batch(
     ends = _ends(model)
     for first in range(0, len(prompts), texts):
         group = prompts[first : first + texts]
-        longest = max(ids.shape[1] for ids in group)
-        ids = torch.zeros(len(group), longest, dtype=torch.int64, device=group[0].device)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(group):
-            ids[row, -prompt.shape[1] :], mask[row, -prompt.shape[1] :] = prompt[0], 1
+        ones = [torch.ones_like(ids[0]) for ids in group]
+        ids = pad_sequence([ids[0] for ids in group], batch_first=True, padding_side="left")
+        mask = pad_sequence(ones, batch_first=True, padding_side="left")
         times = _Times()
         found = model.generate(
             ids,
@@ -131,7 +130,7 @@ def padded_batch(
             do_sample=False,
             logits_processor=LogitsProcessorList([times]),
         )
-        made = [_through_end(row, ends) for row in found[:, longest:].tolist()]
+        made = [_through_end(row, ends) for row in found[:, ids.shape[1] :].tolist()]
         answers += made
         load.first_s += [times.at[0] - start] * len(group)
         if len(group) == texts and len(times.at) > 1:

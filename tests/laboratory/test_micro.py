@@ -80,22 +80,19 @@ def test_brackets_say_what_they_are_shares_of() -> None:
 
 
 def test_all_decoders_and_passes_are_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = {"dtype": "float32", "new_tokens": 2, "repeats": 1}
-    found = run(micro.steps, tmp_path, shape="tiny", device="cpu", context=999, **options)
+    found = run(micro.steps, tmp_path, model=tiny_model, device="cpu", context=999, **options)
     executors = {"generic", "fused"} - ({"fused"} if shutil.which("c++") is None else set())
     assert found["steps"].keys() == executors
     assert found["token_s"].keys() == {micro.HF, *executors}
-    assert found["context"] == 240  # what the shape has room for
+    assert found["context"] == 240  # what the model has room for
     assert found["steps"]["generic"]["context_tokens"] == 240
-    assert "random weights" in found["weights"]
     assert not found["captured"]
     page = (tmp_path / "table.md").read_text()
     assert "graph" not in page
     assert page == capsys.readouterr().out
-    with pytest.raises(InvalidOption, match="llama-2-7b"):
-        micro.steps(output=tmp_path, shape="large")
 
 
 def test_the_page_sets_what_was_timed_against_the_limit() -> None:
