@@ -30,6 +30,7 @@ from selfspec import files
 from selfspec.api.speculator import wrap
 from selfspec.errors import SelfspecError
 from selfspec.eval.results import first_divergence
+from selfspec.eval.verify import hugging_face
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv import Lease, Rows
 
@@ -111,7 +112,7 @@ def _compared(family: str, model: PreTrainedModel) -> tuple[Backbone, str]:
     drafted = dict.fromkeys(_DRAFTERS, 0)
     for length in PROMPTS:
         ids = random_ids(length)
-        expected = _theirs(model, ids, NEW_TOKENS)
+        expected, _ = hugging_face(model, ids, NEW_TOKENS)
         for kind, options in _DRAFTERS.items():
             speculator = wrap(model, heads="logit-lens", **options)
             answer = speculator.generate(ids, max_new_tokens=NEW_TOKENS)
@@ -151,13 +152,6 @@ def executor_error(model: PreTrainedModel) -> float:
 def random_ids(length: int) -> Tensor:
     """[1, length] ids, the same at every call."""
     return torch.randint(96, (1, length), generator=torch.Generator().manual_seed(length))
-
-
-def _theirs(model: PreTrainedModel, ids: Tensor, new_tokens: int) -> list[int]:
-    made: Any = model.generate(  # type: ignore[operator]  # a mixin gives it
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False
-    )
-    return made[0, ids.shape[1] :].tolist()  # type: ignore[no-any-return]  # untyped module
 
 
 def _line(error: Exception) -> str:

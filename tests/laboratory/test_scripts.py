@@ -102,7 +102,7 @@ def test_the_page_of_families_says_what_runs_on_which_executor_and_why_not(
 def test_a_family_whose_text_differs_is_wrong_and_not_exact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(families, "_theirs", lambda *_: [0] * families.NEW_TOKENS)
+    monkeypatch.setattr(families, "hugging_face", lambda *_: ([0] * families.NEW_TOKENS, None))
     with pytest.raises(typer.Exit):
         families.main(tmp_path / "page.md", only="llama")
     assert re.search(r"\| WRONG \|.*another text from token", (tmp_path / "page.md").read_text())
