@@ -233,9 +233,9 @@ def test_a_model_that_cannot_be_made_early_is_refused() -> None:
 # --- the head
 
 
-def test_wrong_places_grow_with_the_dial_and_come_again(backbone: Backbone) -> None:
+def test_wrong_places_grow_with_the_dial_and_come_again() -> None:
     states = torch.randn(4000, 32, generator=torch.Generator().manual_seed(4))  # [4000, d]
-    unembedding = backbone.unembedding
+    unembedding = Backbone(make_model("llama"), executor="generic").unembedding
     vocabulary = DraftVocabulary.of(unembedding, None)
     head = DialledHead(unembedding, vocabulary)
     right = LogitLensHead(unembedding, vocabulary)(states).argmax(-1)
