@@ -466,23 +466,6 @@ class Held(NamedTuple):
     threads: int
 
 
-@dataclass
-class Soak:
-    process: psutil.Process
-    started: float = field(default_factory=time.monotonic)
-    held: list[Held] = field(default_factory=list)
-    counts: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def minutes(self) -> float:
-        return (time.monotonic() - self.started) / 60
-
-    def look(self) -> Held:
-        with self.process.oneshot():
-            rss = self.process.memory_info().rss / 1e6
-            return Held(self.minutes, rss, self.process.num_fds(), self.process.num_threads())
-
-
 @app.command()
 def soak(
     minutes: Annotated[float, typer.Option(min=0.1)] = 20.0,
@@ -496,56 +479,63 @@ def soak(
     """Does the server's memory stay?"""
     prompts = first_turns(questions)
     with served(ours("--kv-memory", kv_memory, *args.split())) as server:
-        soak = Soak(psutil.Process(server.process.pid))
-        before, after = asyncio.run(soaked(server, soak, prompts, minutes, concurrency, every))
-    slope = per_hour(soak.held)
-    print(f"requests: {dict(sorted(soak.counts.items()))}")
+        held, counts = asyncio.run(soaked(server, prompts, minutes, concurrency, every))
+    before, *meanwhile, after = held
+    slope = per_hour(meanwhile)
+    print(f"requests: {dict(sorted(counts.items()))}")
     print(
         f"before and after: files {before.files} {after.files}, threads {before.threads} "
         f"{after.threads}"
     )
     print(f"memory over the second half: {slope:+.1f} MB an hour, allowed {most:+.1f}")
-    faults = [name for name in soak.counts if name >= "status 500" or name.startswith("failed")]
+    faults = [name for name in counts if name >= "status 500" or name.startswith("failed")]
     leaks = after.files > before.files or after.threads > before.threads
     if slope > most or faults or leaks:
         raise typer.Exit(1)
 
 
 async def soaked(
-    server: Server, soak: Soak, prompts: list[str], minutes: float, concurrency: int, every: float
-) -> tuple[Held, Held]:
-    """What was held before it, once all parts have run, and behind it."""
-    for number in range(concurrency):
-        async with clients(server) as client:
-            await client.post("/v1/completions", json={"prompt": f"{number}", "max_tokens": 4})
-    await asyncio.sleep(_REST_S)
-    before, numbers = soak.look(), itertools.count()
+    server: Server, prompts: list[str], minutes: float, concurrency: int, every: float
+) -> tuple[list[Held], Counter[str]]:
+    """What was held before it, once all parts have run, meanwhile, and behind it; what came."""
+    process, start = psutil.Process(server.process.pid), time.monotonic()
+    counts, numbers = Counter[str](), itertools.count()
 
-    async def look() -> None:
+    def look() -> Held:
+        with process.oneshot():
+            past, rss = (time.monotonic() - start) / 60, process.memory_info().rss / 1e6
+            return Held(past, rss, process.num_fds(), process.num_threads())
+
+    async def watch() -> None:
         while True:
-            held = soak.look()
-            soak.held.append(held)
+            held.append(look())
             print(
-                f"{held.minutes:5.1f} min  {held.rss_mb:8.1f} MB  {held.files:4d} files  "
-                f"{held.threads:3d} threads  {soak.counts.total()} requests",
+                f"{held[-1].minutes:5.1f} min  {held[-1].rss_mb:8.1f} MB  "
+                f"{held[-1].files:4d} files  {held[-1].threads:3d} threads  "
+                f"{counts.total()} requests",
                 flush=True,
             )
             await asyncio.sleep(every)
 
     async def work() -> None:
-        while soak.minutes < minutes:
+        while time.monotonic() < start + 60 * minutes:
             dice = random.Random(next(numbers))
             try:
-                soak.counts[await one(client, prompts, dice)] += 1
+                counts[await one(client, prompts, dice)] += 1
             except httpx.HTTPError as error:
-                soak.counts[f"failed: {type(error).__name__}"] += 1
+                counts[f"failed: {type(error).__name__}"] += 1
 
-    looking = asyncio.ensure_future(look())
+    for number in range(concurrency):
+        async with clients(server) as client:
+            await client.post("/v1/completions", json={"prompt": f"{number}", "max_tokens": 4})
+    await asyncio.sleep(_REST_S)
+    held = [look()]
+    watching = asyncio.ensure_future(watch())
     async with clients(server) as client:
         await asyncio.gather(*(work() for _ in range(concurrency)))
-    looking.cancel()
+    watching.cancel()
     await asyncio.sleep(_REST_S)
-    return before, soak.look()
+    return [*held, look()], counts
 
 
 async def one(client: httpx.AsyncClient, prompts: list[str], dice: random.Random) -> str:
