@@ -456,11 +456,8 @@ class Recorder:
         self.threshold = options.min_threshold or _FLOORS[len(layers) == 1]
         self.trees = layers[:1] == (0,) and speculator.backbone.runs_trees
         self._speculator, self._options, self._layers = speculator, options, layers
-        self._end_tokens: set[int] = set()
-        self._prompts: list[PromptInfo] = []
-        self._contexts: list[int] = []
-        self._answers: list[int] = []
-        self._roots: list[int] = []
+        self._end_tokens, self._prompts = set[int](), list[PromptInfo]()
+        self._texts: dict[str, list[int]] = {"contexts": [], "answers": [], "roots": []}
 
     def prompt(self, prompt: Prompt, name: str, task: str, turn: int) -> str:
         """One prompt; returns the answer's text.
@@ -480,9 +477,9 @@ class Recorder:
             )
         plain = speculator.generate(prompt, **options, speculate=False)
         start = asked.ids.shape[1]
-        self._contexts += asked.ids[0, asked.pad :].tolist()
-        self._answers += plain.token_ids
-        self._roots += self._explored(request, plain.token_ids)
+        self._texts["contexts"] += asked.ids[0, asked.pad :].tolist()
+        self._texts["answers"] += plain.token_ids
+        self._texts["roots"] += self._explored(request, plain.token_ids)
         self._end_tokens |= set(asked.stop.end_tokens)
         self._prompts.append(
             PromptInfo(
@@ -536,7 +533,7 @@ class Recorder:
         prompts, nodes = tuple(self._prompts), self.nodes
         guesses = max((len(node.guesses) for node in nodes), default=0)
         values: dict[str, Any] = {name: [getattr(n, name) for n in nodes] for name in _Node._fields}
-        values |= {"contexts": self._contexts, "answers": self._answers, "roots": self._roots}
+        values |= self._texts
         arrays: dict[str, Any] = {
             name: np.array(values[name], _ARRAYS[name][0]).reshape(shape)
             for name, shape in _shapes(info, prompts, len(nodes), guesses).items()

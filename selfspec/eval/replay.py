@@ -74,9 +74,7 @@ class _State:
         self.known = 1
         """Committed tokens of the answer."""
         self.schedule = Schedule(layers, record.info.num_layers)
-        self._record = record
-        self._places = places
-        self._context = record.context(prompt)
+        self._record, self._places, self._context = record, places, record.context(prompt)
 
     def committed(self, start: int) -> list[int]:
         """Prompt and answer so far, from the `start`-th token on."""
