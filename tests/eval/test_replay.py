@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from dataclasses import fields, replace
@@ -86,8 +87,10 @@ def learning_setting(record: Record, seed: int, drafter: str) -> SpeculationOpti
     )
 
 
-@pytest.mark.parametrize("drafter", ["exit", "ngram", "ngram+exit"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "drafter"),
+    [*itertools.product(KINDS, ("exit", "ngram+exit")), ("translator", "ngram")],
+)
 def test_random_settings_replay_as_they_run(
     kind: str, drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
