@@ -129,12 +129,6 @@ def _heads(speculator: Speculator) -> ExitHeads:
     return speculator.heads
 
 
-def _some_layers(speculator: Speculator) -> list[int]:
-    """The shallowest, the middle and the deepest of the fitted exit layers."""
-    layers = _heads(speculator).config.exit_layers
-    return sorted({layers[0], layers[len(layers) // 2], layers[-1]})
-
-
 def _only(**setting: Any) -> Grid:
     """Nothing to choose: the fastest setting of a lossy rule would be the lossiest."""
     return lambda _: [setting]
@@ -157,24 +151,24 @@ def _no_depth_bound(speculator: Speculator) -> list[Setting]:
     return [exits(max_depth=None, layers=fitted, threshold=thresholds)]
 
 
-def _fixed_exit(speculator: Speculator) -> list[Setting]:
-    return [
-        exits(**_PEER, layers=(layer,), threshold=ALWAYS, max_tokens=width)
-        for layer, width in itertools.product(_some_layers(speculator), (1, 2, 4))
-    ]
+def _single_exit(taus: Sequence[float], widths: Sequence[int]) -> Grid:
+    """At the shallowest, the middle and the deepest of the fitted exit layers."""
+
+    def settings(speculator: Speculator) -> list[Setting]:
+        layers = _heads(speculator).config.exit_layers
+        some = sorted({layers[0], layers[len(layers) // 2], layers[-1]})
+        return [
+            exits(**_PEER, layers=(layer,), threshold=tau, max_tokens=width)
+            for layer, tau, width in itertools.product(some, taus, widths)
+        ]
+
+    return settings
 
 
 def _threshold_exit(speculator: Speculator) -> list[Setting]:
     layers = _heads(speculator).config.exit_layers
     return [
         exits(**_PEER, layers=layers, threshold=tau, max_tokens=NO_BOUND) for tau in (0.5, 0.7, 0.9)
-    ]
-
-
-def _one_exit(speculator: Speculator) -> list[Setting]:
-    return [
-        exits(**_PEER, layers=(layer,), threshold=tau, max_tokens=6)
-        for layer, tau in itertools.product(_some_layers(speculator), (0.4, 0.6, 0.8))
     ]
 
 
@@ -290,7 +284,7 @@ METHODS = {
     ),
     "fixed-exit": Method(
         "after LayerSkip: one exit layer, always exits; on our runtime, with our heads",
-        _fixed_exit,
+        _single_exit((ALWAYS,), (1, 2, 4)),
     ),
     "threshold-exit": Method(
         "after AdaDecode: exits above a threshold, no bounds; our runtime, our heads",
@@ -298,7 +292,7 @@ METHODS = {
     ),
     "one-exit": Method(
         "after Kangaroo: one exit, an unsure token ends a draft; our runtime, our heads",
-        _one_exit,
+        _single_exit((0.4, 0.6, 0.8), (6,)),
     ),
     "medusa": Method("Medusa-1 on our runtime, with heads of its kind (--heads)", _medusa),
     "cm-asd": Method(
