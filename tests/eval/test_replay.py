@@ -232,7 +232,7 @@ def test_the_default_model_replays_as_it_runs(heads: str) -> None:
     )
     recorder.prompt(prompt, "train", "translation", 1)
     record = recorder.record()
-    for seed in range(6):
+    for seed in range(3):
         options = random_setting(record, seed)
         found = replay.rounds(record, 0, options)
         assert found == real_rounds(speculator, prompt, new_tokens, options), options
