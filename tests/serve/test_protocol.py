@@ -268,3 +268,24 @@ def test_keys_are_asked_for_where_there_are_any(default: Speculator) -> None:
         assert answer.json()["usage"]["completion_tokens"] < 20
         for path, status in (("/health", 200), ("/metrics", 401), ("/v1/models", 401)):
             assert httpx.get(f"{guarded.address}{path}").status_code == status
+
+
+def test_langchain_gets_the_texts_of_generate(server: Running) -> None:
+    module = pytest.importorskip("langchain_openai")
+    chat = module.ChatOpenAI(
+        base_url=f"{server.address}/v1",
+        api_key="none",
+        model=server.speculator.label,
+        max_retries=0,
+        **LIMIT,
+    )
+    question = ASK[0]["content"]
+    expected = server.speculator.generate(question, max_new_tokens=20, do_sample=False)
+    answer = chat.invoke(question)
+    assert answer.content == expected.text
+    assert answer.usage_metadata["output_tokens"] == len(expected.token_ids)
+    pieces = [piece.content for piece in chat.stream(question)]
+    assert "".join(pieces) == expected.text
+    assert sum(bool(piece) for piece in pieces) > 1
+    again = chat.invoke([("human", question), answer, ("human", "And a mountain?")])
+    assert again.usage_metadata["input_tokens"] > answer.usage_metadata["input_tokens"]
