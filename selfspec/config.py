@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from selfspec.errors import InvalidOption
 from selfspec.options import (
+    DRAFTERS,
     KINDS,
     TOGETHER,
     Acceptance,
@@ -82,25 +83,12 @@ class SpeculationOptions:
     """What drafts cost here, as shares of a step: row, head."""
 
     exit: Exit = field(default_factory=Exit)
-    """Settings of exit heads."""
-
     ngram: Ngram = field(default_factory=Ngram)
-    """Settings of prompt lookup."""
-
     draft_model: DraftModel = field(default_factory=DraftModel)
-    """Settings of a second model."""
-
     successors: Successors = field(default_factory=Successors)
-    """Settings of successors."""
-
     rest: Rest = field(default_factory=Rest)
-    """Settings of a datastore."""
-
     lookahead: Lookahead = field(default_factory=Lookahead)
-    """Settings of lookahead."""
-
     skip: Skip = field(default_factory=Skip)
-    """Settings of the model without some of its layers."""
 
     easd: Easd = field(default_factory=Easd)
     """Where `easd` as text starts: heads may know its entropy threshold."""
@@ -168,8 +156,7 @@ class SpeculationOptions:
     @property
     def widths(self) -> dict[str, int]:
         """W_max of each drafter in use; lookahead fits what there is room for."""
-        bounded = (part for part in self._drafters() if not isinstance(part, Lookahead))
-        return {part.kind: part.max_tokens for part in bounded if self.uses(part.kind)}
+        return {one.kind: one.max_tokens for one in self._used if not isinstance(one, Lookahead)}
 
     @property
     def loss(self) -> str | None:
@@ -238,9 +225,8 @@ class SpeculationOptions:
 
     def described(self) -> dict[str, Any]:
         """Keywords that give these options, as text where they have settings, ready for JSON."""
-        used = [as_text(part) for part in self._drafters() if self.uses(part.kind)]
         found = {name: getattr(self, name) for name in OPTION_NAMES} | {
-            "drafter": "+".join(used) or "none",
+            "drafter": "+".join(map(as_text, self._used)) or "none",
             "controller": as_text(self.controller),
             # in full: easd as text starts where the heads say
             "acceptance": as_text(self.acceptance, full=isinstance(self.acceptance, Easd)),
@@ -250,16 +236,16 @@ class SpeculationOptions:
 
     def differing(self) -> dict[str, Any]:
         """The least that `updated` needs to make these options of the built-in ones, for JSON."""
-        built_in = SpeculationOptions()
-        usual = built_in.described()
-        idle = [part for part in self._drafters() if not self.uses(part.kind)]
-        kept = {_field(part.kind): settings_text(part) for part in (*idle, self.easd)}
+        usual = SpeculationOptions().described()
+        idle = [name for name in _SETTINGS if not self.uses(name.replace("_", "-"))]
+        kept = {name: settings_text(getattr(self, name)) for name in idle}
         found = {name: value for name, value in kept.items() if value}
         return found | {k: v for k, v in self.described().items() if v != usual.get(k)}
 
-    def _drafters(self) -> tuple[Ngram, Exit, DraftModel, Successors, Rest, Lookahead, Skip]:
-        own = self.ngram, self.exit, self.draft_model
-        return *own, self.successors, self.rest, self.lookahead, self.skip
+    @property
+    def _used(self) -> list[Any]:
+        """Settings of the drafters in use."""
+        return [getattr(self, _field(one)) for one in self.drafter.split("+") if one != "none"]
 
 
 def _field(kind: str) -> str:
@@ -267,7 +253,7 @@ def _field(kind: str) -> str:
     return kind.replace("-", "_")
 
 
-_SETTINGS = ("exit", "ngram", "draft_model", "successors", "rest", "lookahead", "skip", "easd")
+_SETTINGS = (*(_field(kind) for kind in DRAFTERS if kind != "none"), "easd")
 """Fields that keep settings of one kind, whichever is in use."""
 
 OPTION_NAMES = tuple(
@@ -293,8 +279,8 @@ def check_request(values: Mapping[str, Any]) -> None:
     The text is the same with all of them, but what they cost is shared with others.
     """
     asked = SpeculationOptions().updated(values)
-    for part in (*asked._drafters(), asked.controller):
-        check_asked(part)
+    for name in (*_SETTINGS, "controller"):
+        check_asked(getattr(asked, name))
 
 
 DEFAULT_MAX_NEW_TOKENS = 128

@@ -24,7 +24,7 @@ from selfspec.decoding.controllers import DraftController
 from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.decode import StopRule, rounds
 from selfspec.decoding.drafters.attending import AttendingDrafter, AttendingGuesser
-from selfspec.decoding.drafters.base import Drafter, NoDrafter
+from selfspec.decoding.drafters.base import Drafter, Drafting, NoDrafter
 from selfspec.decoding.drafters.draft_model import DraftCache, DraftModelDrafter
 from selfspec.decoding.drafters.heads import (
     ExitDrafter,
@@ -125,11 +125,16 @@ def greedy() -> Sampler:
     return Sampler(LogitsProcessorList())
 
 
+def drafting(width: int) -> Drafting:
+    """The likeliest tokens, `width` in every round."""
+    return Drafting(greedy(), DraftController(width))
+
+
 def exit_drafter(backbone: Backbone, tau: float, width: int = 5) -> ExitDrafter:
     """Untrained heads at EXITS; a low tau drafts often and wrongly, which is what tests want."""
     heads = logit_lens(backbone.unembedding, backbone.num_layers, "tiny")
     judge = ExitJudge(backbone.num_layers, dict.fromkeys(EXITS, tau), anneal_strength=0.3)
-    return ExitDrafter(heads, judge, greedy(), DraftController(width))
+    return ExitDrafter(heads, judge, drafting(width))
 
 
 def deep_heads(backbone: Backbone) -> ExitHeads:
@@ -154,7 +159,7 @@ def deep_heads(backbone: Backbone) -> ExitHeads:
 def deep_drafter(backbone: Backbone, tau: float, width: int = 5) -> ExitDrafter:
     """Chains of `deep_heads`."""
     judge = ExitJudge(backbone.num_layers, dict.fromkeys(DEEP_EXITS, tau))
-    return ExitDrafter(deep_heads(backbone), judge, greedy(), DraftController(width))
+    return ExitDrafter(deep_heads(backbone), judge, drafting(width))
 
 
 def medusa_heads(backbone: Backbone, count: int = 4) -> ExitHeads:
@@ -210,7 +215,7 @@ def attending_heads(backbone: Backbone) -> AttendingHeads:
 def attending_drafter(backbone: Backbone, tau: float, width: int = 5) -> AttendingDrafter:
     """Chains of `attending_heads`."""
     judge = ExitJudge(backbone.num_layers, {0: tau})
-    return AttendingDrafter(attending_heads(backbone), judge, greedy(), DraftController(width))
+    return AttendingDrafter(attending_heads(backbone), judge, drafting(width))
 
 
 def reader_of(drafter: Drafter) -> AttendingHeads | None:
@@ -255,14 +260,13 @@ def rest_drafter(sequence: list[int], vocab_size: int) -> TreeDrafter[DecodeStat
 def second_model() -> DraftModelDrafter:
     """A model of half the layers, which has nothing to do with the one that verifies."""
     other = Backbone(make_model("llama", num_hidden_layers=3), executor="generic")
-    return DraftModelDrafter(DraftCache(other), greedy(), DraftController(4))
+    return DraftModelDrafter(DraftCache(other), drafting(4))
 
 
 def fewer_layers(backbone: Backbone) -> SkipDrafter:
     """The model itself without every other layer."""
     options = Skip(skipped=(*range(2, backbone.num_layers, 2),), threshold=0.3)
-    layers = LayerSearch(backbone.num_layers)
-    return SkipDrafter(options, layers, greedy(), DraftController(4))
+    return SkipDrafter(options, LayerSearch(backbone.num_layers), drafting(4))
 
 
 def drafters(backbone: Backbone, sequence: list[int]) -> dict[str, tuple[Drafter, tuple[int, ...]]]:

@@ -8,7 +8,6 @@ processors always see the true prefix.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
@@ -219,8 +218,8 @@ class CmAsd:
     | y-hat, the drafted token | `token` |
     | y(1), y(beta): the target's best and its beta-th best | the first and last of `best` |
     | log P(y-hat) >= log P(y(beta)) | `top_beta` |
-    | log P(y(1)) - log P(y-hat) <= tau | `_tolerance`, in nats |
-    | tau = tau_base + gamma (1 - C) | `tolerance`, `tolerance_gain`; reading "paper" |
+    | log P(y(1)) - log P(y-hat) <= tau | `tolerance`, in nats |
+    | tau = tau_base + gamma (1 - C) | options `tolerance`, `tolerance_gain`; reading "paper" |
     | C, the drafter's confidence | `signal` of its belief; 1 where there is none |
 
     The document says that low confidence is to be judged more strictly, and its formula does the
@@ -236,23 +235,17 @@ class CmAsd:
         self._signal: Signal = Ensemble(wanted.weights, wanted.margin_scale)
 
     def verdict(self, ids: Tensor, target: Target, row: int, proposed: Proposed) -> Verdict:
-        scores = self._sampler.scores(ids, target.row(row))[0]
+        wanted, scores = self._wanted, self._sampler.scores(ids, target.row(row))[0]
+        best = scores.topk(min(wanted.top_beta, len(scores))).values
         for index, draft in enumerate(proposed):
-            if self._close(scores, draft.token, self._tolerance(draft)):
+            sure = 1.0 if draft.belief is None else float(self._signal(draft.belief.log()))
+            gained = sure if wanted.reading == "intent" else 1.0 - sure
+            tolerance = wanted.tolerance + wanted.tolerance_gain * gained
+            score = scores[draft.token]
+            # differences of scores are those of log-probabilities
+            if bool((score >= best[-1]) & (best[0] - score <= tolerance)):
                 return Verdict(draft.token, index)
         return Verdict(chosen(self._sampler, scores))
-
-    def _close(self, scores: Tensor, token: int, tolerance: float) -> bool:
-        """Both conditions, on [V]: differences of scores are those of log-probabilities."""
-        best = scores.topk(min(self._wanted.top_beta, len(scores))).values
-        near = (scores[token] >= best[-1]) & (best[0] - scores[token] <= tolerance)
-        return bool(near)
-
-    def _tolerance(self, draft: DraftToken) -> float:
-        wanted = self._wanted
-        sure = 1.0 if draft.belief is None else float(self._signal(draft.belief.log()))
-        gained = sure if wanted.reading == "intent" else 1.0 - sure
-        return wanted.tolerance + wanted.tolerance_gain * gained
 
 
 class Easd:
@@ -328,8 +321,10 @@ def acceptance_rule(sampler: Sampler, options: SpeculationOptions) -> Acceptance
     Raises InvalidOption for lenience without sampling, and for EASD without a threshold.
     """
     wanted = options.acceptance
-    if options.speculate and isinstance(wanted, rules.CmAsd | rules.Easd):
-        return lossy_rule(sampler, wanted)
+    if options.speculate and isinstance(wanted, rules.CmAsd):
+        return CmAsd(sampler, wanted)
+    if options.speculate and isinstance(wanted, rules.Easd):
+        return Easd(sampler, wanted)
     lenience = wanted.lenience if isinstance(wanted, rules.Lenient) else 1.0
     if sampler.do_sample and sampler.seed is not None:
         return SeededMatch(sampler)
@@ -340,14 +335,3 @@ def acceptance_rule(sampler: Sampler, options: SpeculationOptions) -> Acceptance
             "lenience below 1 needs do_sample: greedy drafts match or do not. Leave one out"
         )
     return GreedyMatch(sampler)
-
-
-def lossy_rule(sampler: Sampler, wanted: rules.CmAsd | rules.Easd) -> CmAsd | Easd:
-    """Raises InvalidOption for EASD without an entropy threshold."""
-    kind = CmAsd if isinstance(wanted, rules.CmAsd) else Easd
-    return kind(sampler, wanted)  # type: ignore[arg-type]  # each its own
-
-
-def tied(sampler: Sampler, options: SpeculationOptions) -> Sampler:
-    """A sampler with draws at their places, unless the options' rule needs them one by one."""
-    return replace(sampler, seed=None) if options.speculate and options.loss else sampler

@@ -270,8 +270,3 @@ def token_cost_without(skipped: Sequence[int], model: Backbone) -> float:
 def _bytes(parts: Iterable[nn.Module]) -> int:
     """Bytes of their weights."""
     return sum(one.numel() * one.element_size() for part in parts for one in part.parameters())
-
-
-def share(nbytes: int, model: Backbone) -> float:
-    """What reading so many bytes of weights takes, as a share of a step of the model."""
-    return nbytes / model.weight_bytes

@@ -16,7 +16,7 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -26,22 +26,13 @@ import torch
 from torch import Tensor
 
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.acceptance import AcceptanceRule, Logprob, Noting, acceptance_rule, tied
-from selfspec.decoding.costs import (
-    DraftCost,
-    Load,
-    each_row,
-    token_cost,
-    token_cost_without,
-    whole_round,
-)
+from selfspec.decoding.acceptance import AcceptanceRule, Logprob, Noting, acceptance_rule
+from selfspec.decoding.costs import DraftCost, Load, each_row, whole_round
 from selfspec.decoding.decode import StopRule, written
 from selfspec.decoding.drafters.base import Drafter
 from selfspec.decoding.drafters.choice import Sources, make_drafter
 from selfspec.decoding.drafters.draft_model import DraftCache
-from selfspec.decoding.drafters.rest import Datastore
-from selfspec.decoding.drafters.skip import LayerSearch
-from selfspec.decoding.drafters.successors import Remembering, Successors
+from selfspec.decoding.drafters.successors import Remembering
 from selfspec.decoding.probe import PassShape, PinnedProbe, any_split
 from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState
@@ -49,8 +40,6 @@ from selfspec.decoding.stats import GenerationStats, Round, Stopwatch, common
 from selfspec.decoding.work import Enter, Work, next_together
 from selfspec.errors import InvalidOption
 from selfspec.heads.attending import AttendingHeads
-from selfspec.heads.exit_heads import ExitHeads
-from selfspec.model.backbone import Backbone
 from selfspec.model.compiled import TEAM
 from selfspec.model.kv import POSITIONS, KVStore, Lease, Memory, PooledLease, fixed_slots
 from selfspec.typed import check_types
@@ -75,24 +64,16 @@ class Asked:
     """How many likely tokens to note beside each; None: nothing is noted."""
 
 
-class Runtime:
-    """One model with what its drafts can come from."""
+@dataclass(eq=False)
+class Runtime(Sources):
+    """Makes texts to be written of what is asked."""
 
-    def __init__(
-        self,
-        backbone: Backbone,
-        heads: ExitHeads | None,
-        draft_model: Backbone | None,
-        datastore: Datastore | None = None,
-    ) -> None:
-        self.backbone = backbone
-        self.heads = heads
-        self.draft_model = draft_model
-        self.datastore = datastore
-        self.successors = Successors()
-        self.layers = LayerSearch(backbone.num_layers)
-        self.probe = PinnedProbe(backbone)
-        self._told = set[str]()
+    probe: PinnedProbe = field(init=False)
+    _told: set[str] = field(init=False, default_factory=set)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.probe = PinnedProbe(self.backbone)
 
     def text(
         self,
@@ -113,7 +94,8 @@ class Runtime:
         drafting = options.speculate and options.drafter != "none"
         refused = self._refusal(options) if drafting else None
         options = replace(options, speculate=drafting and refused is None)
-        asked = replace(asked, sampler=tied(asked.sampler, options))
+        if options.speculate and options.loss:  # such rules need draws one by one
+            asked = replace(asked, sampler=replace(asked.sampler, seed=None))
         rule, noted = self.rule(asked.sampler, options), list[Logprob]()
         if options.speculate and options.uses("successors"):
             rule = Remembering(rule, self.successors, asked.ids[0, asked.pad :][-2:].tolist())
@@ -170,33 +152,8 @@ class Runtime:
         load: Load | None = None,
     ) -> Drafter:
         """What proposes tokens under `options`; nothing behind an end token."""
-        cache = draft_cache or self.draft_cache()
-        sources = Sources(
-            backbone=self.backbone,
-            heads=self.heads,
-            draft_model=cache,
-            successors=self.successors,
-            datastore=self.datastore,
-            load=load or Load(),
-            layers=self.layers,
-        )
-        return make_drafter(options, sources, asked.sampler, asked.stop.end_tokens)
-
-    def draft_cache(self) -> DraftCache | None:
-        """An empty one for the draft model, if there is one."""
-        if self.draft_model is None:
-            return None
-        return DraftCache(self.draft_model, self.backbone.vocab_size)
-
-    def draft_cost(self, options: SpeculationOptions) -> DraftCost:
-        """What drafting costs a text that runs alone, as far as it is known."""
-        cost = DraftCost.for_model(self.backbone).with_costs(options.costs)
-        if options.uses("skip"):
-            skipped = options.skip.skipped or self.layers.skipped
-            return replace(cost, token=token_cost_without(skipped, self.backbone))
-        if self.draft_model is None or not options.uses("draft-model"):
-            return cost
-        return replace(cost, token=token_cost(self.draft_model, self.backbone))
+        ends = asked.stop.end_tokens
+        return make_drafter(options, self, asked.sampler, ends, cache=draft_cache, load=load)
 
     def _refusal(self, options: SpeculationOptions) -> str | None:
         """Why nothing may be drafted, in words, or None."""
@@ -234,9 +191,9 @@ _NEWEST = 0.5
 class Pace:
     """Learns from every round of an engine."""
 
-    def __init__(self, row_costs: Sequence[float]) -> None:
+    def __init__(self, row_costs: tuple[float, ...]) -> None:
         """`row_costs`: as `DraftCost.rows`."""
-        self._row_costs = tuple(row_costs)
+        self._row_costs = row_costs
         self._usual_s: dict[int, float] = {}
         """Seconds of a round without prompts, by its number of texts."""
         self._row_s: float | None = None
@@ -474,11 +431,15 @@ class Engine:
         taking_part |= dict.fromkeys(writing)
         for running in writing:
             self._go_on(running)
-        room, entered = self._room(len(writing)), 0
+        patience, entered = self._patience, 0
+        room = sys.maxsize if patience is None else self._pace.rows(len(writing), patience)
         for running, waiting in list(self._entering.items()):
             if entered >= room:
                 break
-            rows = min(waiting, room - entered) if self._splits(running) else waiting
+            # in pieces, where these have the same bits
+            unpadded = running.state.hidden.least == 1
+            splits = unpadded and any_split(self.runtime.backbone, PassShape())
+            rows = min(waiting, room - entered) if splits else waiting
             entered += rows
             taking_part[running] = None
             del self._entering[running]
@@ -502,17 +463,6 @@ class Engine:
         running.state.begin()
         running.stats.reused_tokens = lease.length(0)
         return True
-
-    def _room(self, writing: int) -> int:
-        """Rows of prompts that may enter beside so many texts that are being written."""
-        if self._patience is None:
-            return sys.maxsize
-        return self._pace.rows(writing, self._patience)
-
-    def _splits(self, running: Running) -> bool:
-        """Whether a prompt has the same bits however it is cut into passes."""
-        backbone = self.runtime.backbone
-        return running.state.hidden.least == 1 and any_split(backbone, PassShape())
 
     def _do_next(self) -> None:
         """The works that come next, of all texts that want alike ones."""

@@ -21,7 +21,6 @@ from selfspec.api.text import Prompt, TextDecoder
 from selfspec.api.tuned import heads_hash
 from selfspec.config import GenerateOptions, SpeculationOptions
 from selfspec.decoding.costs import DraftCost
-from selfspec.decoding.drafters.choice import Sources
 from selfspec.decoding.drafters.ngram import NgramIndex
 from selfspec.decoding.stats import EXIT, MODEL, NGRAM, Round
 from selfspec.errors import HeadsNotFound
@@ -154,7 +153,7 @@ def _resolved(speculator: Speculator, options: SpeculationOptions) -> Speculatio
         layers = heads.layers_in_use(options)
         taus = tuple(by_layer[layer] for layer in layers)
         exits = replace(exits, layers=layers, threshold=taus, max_depth=None)
-    if not Sources(speculator.backbone, heads).runs_trees(replace(options, drafter="exit")):
+    if not speculator.runtime.runs_trees(replace(options, drafter="exit")):
         exits = replace(exits, guesses=1)
     cost = DraftCost.for_model(speculator.backbone).with_costs(options.costs)
     costs = Costs(row=cost.rows, head=cost.head)

@@ -20,13 +20,14 @@ from transformers.generation.logits_process import (
 
 from selfspec import options as rules
 from selfspec.api.speculator import Speculator, wrap
+from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import (
     AcceptanceRule,
     CmAsd,
     Easd,
     GreedyMatch,
     SpeculativeSampling,
-    lossy_rule,
+    acceptance_rule,
     residual,
 )
 from selfspec.decoding.drafters.base import Draft
@@ -424,7 +425,7 @@ def test_every_option_changes_its_rule(name: str, option: str, value: Any, token
     }
     kept = []
     for wanted in (base[name], replace(base[name], **{option: value})):
-        rule = lossy_rule(greedy_sampler(), wanted)
+        rule = acceptance_rule(greedy_sampler(), SpeculationOptions(acceptance=wanted))
         kept.append([verdicts(rule, Words(0), LOGITS, draft_of(x))[0] for x in range(5)])
     assert kept[0][token] != kept[1][token]
 
@@ -473,4 +474,4 @@ def test_a_lossy_rule_is_announced_once_and_never_where_nothing_is_drafted(
 
 def test_easd_without_a_calibrated_threshold_names_the_command() -> None:
     with pytest.raises(InvalidOption, match="Run: selfspec calibrate --entropy"):
-        lossy_rule(greedy_sampler(), rules.Easd())
+        acceptance_rule(greedy_sampler(), SpeculationOptions(acceptance=rules.Easd()))

@@ -18,7 +18,6 @@ from selfspec.api.speculator import wrap
 from selfspec.cli.main import main
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import GreedyMatch
-from selfspec.decoding.controllers import DraftController
 from selfspec.decoding.decode import StopRule, rounds
 from selfspec.decoding.drafters.attending import AttendingDrafter
 from selfspec.decoding.drafters.base import Draft, NoDrafter
@@ -54,7 +53,7 @@ def test_drafts_are_those_of_the_reference_on_any_executor(name: str, executor: 
     judge = ExitJudge(8, {0: 1e-6})
     for place in range(SHOWN):
         ids = text()[:, : LENGTH - STEPS - SHOWN + 2 + place]
-        drafter = AttendingDrafter(heads, judge, ladder.greedy(), DraftController(STEPS))
+        drafter = AttendingDrafter(heads, judge, ladder.drafting(STEPS))
         state = DecodeState(backbone, ids[:, :-1], reader=heads)
         rule = Forced(int(ids[0, -1]))
         found = rounds(state, drafter, rule, StopRule(max_length=99), Stopwatch())
@@ -199,11 +198,9 @@ def test_what_broke_in_the_middle_of_a_round_is_read_again(
     backbone = Backbone(make_model("llama"), executor="generic")
     heads = ladder.attending_heads(backbone)
     judge, ids = ExitJudge(6, {0: 0.001}), random_ids(30)
-    expected = ladder.decode(
-        backbone, ids, AttendingDrafter(heads, judge, ladder.greedy(), DraftController(4))
-    )
+    expected = ladder.decode(backbone, ids, AttendingDrafter(heads, judge, ladder.drafting(4)))
     for at in range(4, 16):
-        drafter = AttendingDrafter(heads, judge, ladder.greedy(), DraftController(4))
+        drafter = AttendingDrafter(heads, judge, ladder.drafting(4))
         state = DecodeState(backbone, ids, reader=ladder.attending_heads(backbone))
         drafter.heads = state.attention.heads if state.attention else heads
         entries: list[Round] = []

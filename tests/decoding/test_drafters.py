@@ -18,7 +18,7 @@ from selfspec.decoding.acceptance import Target, Verdict
 from selfspec.decoding.controllers import DraftController
 from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.drafters import successors
-from selfspec.decoding.drafters.base import Draft, DraftsFrom
+from selfspec.decoding.drafters.base import Draft, Drafting, DraftsFrom
 from selfspec.decoding.drafters.draft_model import DraftCache, DraftModelDrafter, check_same_tokens
 from selfspec.decoding.drafters.heads import ROOT
 from selfspec.decoding.drafters.lookahead import LookaheadDrafter, NgramPool
@@ -362,7 +362,7 @@ def test_drafts_are_the_other_models_own_text_and_no_row_runs_twice(
     second: CountingBackbone, target: Backbone
 ) -> None:
     state = DecodeState(target, random_ids(7))
-    drafter = DraftModelDrafter(DraftCache(second), make_sampler(), DraftController(4))
+    drafter = DraftModelDrafter(DraftCache(second), Drafting(make_sampler(), DraftController(4)))
     second.passes.clear()
     for kept in (2, 4, 0):
         draft = alone(drafter.draft(state, 20, Stopwatch()))
@@ -394,7 +394,7 @@ def test_sampled_drafts_come_with_the_law_they_were_drawn_from(
 ) -> None:
     state = DecodeState(target, random_ids(7))
     sampler = make_sampler(TemperatureLogitsWarper(3.0), do_sample=True)
-    drafter = DraftModelDrafter(DraftCache(second), sampler, DraftController(5))
+    drafter = DraftModelDrafter(DraftCache(second), Drafting(sampler, DraftController(5)))
     draft = alone(drafter.draft(state, 20, Stopwatch()))
     whole = torch.cat([state.ids, torch.tensor([draft.tokens])], dim=1)
     logits = second.model(whole).logits[0, 6:-1].float()
@@ -408,12 +408,14 @@ def test_the_controller_sees_the_other_models_top_probability(
     second: CountingBackbone, target: Backbone
 ) -> None:
     state = DecodeState(target, random_ids(7))
-    whole_draft = DraftModelDrafter(DraftCache(second), make_sampler(), DraftController(9))
-    tokens = alone(whole_draft.draft(state, 9, Stopwatch())).tokens
-    whole = torch.cat([state.ids, torch.tensor([tokens])], dim=1)
-    sure = top_probability(second.model(whole).logits[0, 6:-1].float()).tolist()
+    whole, cut_short = (
+        DraftModelDrafter(DraftCache(second), Drafting(make_sampler(), controller))
+        for controller in (DraftController(9), DraftController(9, 0.5))
+    )
+    tokens = alone(whole.draft(state, 9, Stopwatch())).tokens
+    text = torch.cat([state.ids, torch.tensor([tokens])], dim=1)
+    sure = top_probability(second.model(text).logits[0, 6:-1].float()).tolist()
     unsure = next(place for place, value in enumerate(sure) if value < 0.5)
-    cut_short = DraftModelDrafter(DraftCache(second), make_sampler(), DraftController(9, 0.5))
     draft = alone(cut_short.draft(state, 20, Stopwatch()))
     assert draft.tokens == tokens[: unsure + 1]
 
@@ -421,7 +423,7 @@ def test_the_controller_sees_the_other_models_top_probability(
 @torch.inference_mode()
 def test_nothing_is_drafted_beyond_the_other_models_last_position(target: Backbone) -> None:
     short = Backbone(make_model("llama", num_hidden_layers=1, max_position_embeddings=16))
-    drafter = DraftModelDrafter(DraftCache(short), make_sampler(), DraftController(4))
+    drafter = DraftModelDrafter(DraftCache(short), Drafting(make_sampler(), DraftController(4)))
     for length, room in ((10, 4), (14, 3), (16, 1), (17, 0), (30, 0)):
         state = DecodeState(target, random_ids(length))
         assert len(alone(drafter.draft(state, 20, Stopwatch())).tokens) == room
@@ -527,7 +529,7 @@ def test_another_number_of_logits_is_refused_unless_padding_begins_behind_the_la
 
 def skipping(search: LayerSearch | None = None, width: int = 8, **options: Any) -> SkipDrafter:
     layers = search or LayerSearch(6)
-    return SkipDrafter(Skip(**options), layers, make_sampler(), DraftController(width))
+    return SkipDrafter(Skip(**options), layers, Drafting(make_sampler(), DraftController(width)))
 
 
 def entered(backbone: Backbone, ids: Tensor) -> DecodeState:

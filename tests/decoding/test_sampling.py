@@ -36,7 +36,7 @@ from selfspec.api.stream import Generation
 from selfspec.decoding.acceptance import GreedyMatch
 from selfspec.decoding.controllers import DraftController
 from selfspec.decoding.decode import StopRule, rounds
-from selfspec.decoding.drafters.base import Drafter, NoDrafter
+from selfspec.decoding.drafters.base import Drafter, Drafting, NoDrafter
 from selfspec.decoding.drafters.heads import ExitDrafter
 from selfspec.decoding.engine import Engine, Running
 from selfspec.decoding.sampling import (
@@ -534,9 +534,8 @@ def seen_by_all(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 def exit_drafter(backbone: Backbone, sampler: Sampler) -> ExitDrafter:
     """Drafts 3 tokens a round at layer 4, however unsure."""
     heads = logit_lens(backbone.unembedding, backbone.num_layers, "tiny")
-    return ExitDrafter(
-        heads, ExitJudge(backbone.num_layers, {4: 1e-9}), sampler, DraftController(3)
-    )
+    judge = ExitJudge(backbone.num_layers, {4: 1e-9})
+    return ExitDrafter(heads, judge, Drafting(sampler, DraftController(3)))
 
 
 def test_the_exit_drafter_shows_its_drafts_to_stateless_processors_only(

@@ -14,7 +14,7 @@ from torch import Tensor
 from selfspec.decoding.acceptance import GreedyMatch
 from selfspec.decoding.controllers import DraftController
 from selfspec.decoding.decode import StopRule, propose, rounds, verify
-from selfspec.decoding.drafters.base import Draft, NoDrafter
+from selfspec.decoding.drafters.base import Draft, Drafting, NoDrafter
 from selfspec.decoding.drafters.heads import ExitDrafter
 from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState, HiddenCache, Schedule
@@ -201,7 +201,7 @@ def make_state(backbone: Backbone, prompt: int = 5, **options: Any) -> DecodeSta
 
 def make_drafter(heads: ScriptedHeads, width: int = 4) -> ExitDrafter:
     judge = ExitJudge(8, dict.fromkeys(EXIT_LAYERS, 0.9))
-    return ExitDrafter(cast(ExitHeads, heads), judge, greedy(), DraftController(width))
+    return ExitDrafter(cast(ExitHeads, heads), judge, Drafting(greedy(), DraftController(width)))
 
 
 def greedy() -> Sampler:
@@ -424,7 +424,7 @@ def test_a_controller_ends_a_draft_and_hears_what_was_kept(
             heard.append((drafted, accepted))
 
     judge = ExitJudge(8, dict.fromkeys(EXIT_LAYERS, 0.9))
-    drafter = ExitDrafter(cast(ExitHeads, heads), judge, greedy(), ThreeThenUnsure(5))
+    drafter = ExitDrafter(cast(ExitHeads, heads), judge, Drafting(greedy(), ThreeThenUnsure(5)))
     loop = rounds(state, drafter, GreedyMatch(greedy()), StopRule(max_length=64), Stopwatch())
     entries = [next(loop) for _ in range(3)]
     assert [entry.ended for entry in entries] == ["off", "unsure", "unsure"]

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 from selfspec.decoding.acceptance import DraftToken, Target
 from selfspec.decoding.controllers import DraftController
-from selfspec.decoding.sampling import Choice
+from selfspec.decoding.sampling import Choice, Sampler
 from selfspec.decoding.state import DecodeState, Pass
 from selfspec.decoding.stats import EXIT, Ended, Round, StopReason, Stopwatch
 from selfspec.decoding.work import Steps, ready
@@ -106,6 +106,10 @@ class Draft:
             index = self.proposed[index].parent
         return found[::-1]
 
+    def tokens_to(self, index: int) -> list[int]:
+        """The tokens of that path."""
+        return [self.proposed[at].token for at in self.path(index)]
+
     def following(self, row: int) -> list[int]:
         """Tokens that follow a row of verification: 0 the newest token's, i + 1 that of token i."""
         return [at for at, one in enumerate(self.proposed) if one.parent == row - 1]
@@ -161,22 +165,35 @@ class NoDrafter:
 class PacedDrafter:
     """Base of drafters whose controller sets how many tokens a round drafts."""
 
-    def __init__(
-        self,
-        controller: DraftController,
-        end_tokens: Collection[int] = (),
-        *,
-        beliefs: bool = False,
-    ) -> None:
-        """`end_tokens` close a sequence: nothing is drafted behind one. `beliefs` are kept."""
+    def __init__(self, controller: DraftController, end_tokens: Collection[int] = ()) -> None:
+        """`end_tokens` close a sequence: nothing is drafted behind one."""
         self.controller = controller
-        self.beliefs = beliefs
         self.end_tokens = frozenset(end_tokens)
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
         """Tell the controller; rounds without drafts say nothing about draft lengths."""
         if draft.proposed:
             self.controller.end(draft.depth, len(kept))
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """How a drafter that computes logits makes a chain of them."""
+
+    sampler: Sampler
+    """The target's."""
+    controller: DraftController
+    end_tokens: Collection[int] = ()
+    beliefs: bool = False
+    """Whether tokens keep the distribution of their place."""
+
+
+class ChoosingDrafter(PacedDrafter):
+    """Base of drafters that choose tokens from logits."""
+
+    def __init__(self, how: Drafting) -> None:
+        super().__init__(how.controller, how.end_tokens)
+        self.sampler, self.beliefs = how.sampler.for_drafts(), how.beliefs
 
 
 class DraftWriter:

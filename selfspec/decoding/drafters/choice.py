@@ -8,9 +8,9 @@ from typing import Any
 
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.controllers import make_controller
-from selfspec.decoding.costs import DraftCost, Load, share, token_cost, token_cost_without
+from selfspec.decoding.costs import DraftCost, Load, token_cost, token_cost_without
 from selfspec.decoding.drafters.attending import AttendingDrafter, AttendingGuesser
-from selfspec.decoding.drafters.base import Drafter, NoDrafter, Trunks
+from selfspec.decoding.drafters.base import Drafter, Drafting, NoDrafter, Trunks
 from selfspec.decoding.drafters.draft_model import DraftCache, DraftModelDrafter
 from selfspec.decoding.drafters.heads import (
     ExitDrafter,
@@ -34,20 +34,25 @@ from selfspec.model.backbone import Backbone
 from selfspec.options import word
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Sources:
-    """A model, and what its drafts can come from."""
+    """A model, and what its drafts can come from; all its texts share them."""
 
     backbone: Backbone
-    heads: ExitHeads | None = None
-    draft_model: DraftCache | None = None
-    successors: Successors = field(default_factory=Successors)
-    """What all texts of the model have found likely."""
+    heads: ExitHeads | None
+    draft_model: Backbone | None
     datastore: Datastore | None = None
-    load: Load = field(default_factory=Load)
-    """How many texts are being written."""
-    layers: LayerSearch | None = None
-    """Which layers of the model drafts leave out; None: nobody knows yet."""
+    successors: Successors = field(init=False, default_factory=Successors)
+    layers: LayerSearch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.layers = LayerSearch(self.backbone.num_layers)
+
+    def draft_cache(self) -> DraftCache | None:
+        """An empty one for the draft model, if there is one."""
+        if self.draft_model is None:
+            return None
+        return DraftCache(self.draft_model, self.backbone.vocab_size)
 
     def runs_trees(self, options: SpeculationOptions) -> bool:
         """Whether heads may guess several tokens for a place, and the model can look at siblings.
@@ -58,21 +63,43 @@ class Sources:
         steady = not options.pinned or self.backbone.claims.steady
         return options.grows_trees and steady and self.backbone.runs_trees
 
+    def draft_cost(self, options: SpeculationOptions, load: Load | None = None) -> DraftCost:
+        """What drafting costs under `options`, as far as it is known.
+
+        Raises InvalidOption for layers that the model does not have.
+        """
+        cost = DraftCost.for_model(self.backbone, load).with_costs(options.costs)
+        if options.uses("skip"):
+            skipped, layers = options.skip.skipped or self.layers.skipped, self.backbone.num_layers
+            if max(skipped, default=0) > layers:
+                raise InvalidOption(
+                    f"skip:skipped is {word(skipped)}, the model has {layers} layers. "
+                    "Leave out those behind"
+                )
+            return replace(cost, token=token_cost_without(skipped, self.backbone))
+        if self.draft_model is None or not options.uses("draft-model"):
+            return cost
+        return replace(cost, token=token_cost(self.draft_model, self.backbone))
+
 
 def make_drafter(
     options: SpeculationOptions,
     sources: Sources,
     sampler: Sampler,
     end_tokens: Collection[int] = (),
+    *,
+    cache: DraftCache | None = None,
+    load: Load | None = None,
 ) -> Drafter:
     """What proposes tokens under `options`; nothing behind one of `end_tokens`.
 
-    The default, exit, drafts nothing where there are no heads. Raises HeadsNotFound where heads
-    were asked for by another name, InvalidOption where there is no draft model, or no datastore.
+    `cache` may hold what an earlier turn left. The default, exit, drafts nothing where there are no
+    heads. Raises HeadsNotFound where heads were asked for by another name, InvalidOption where
+    there is no draft model, no datastore, or not the layers that are to be left out.
     """
     if not options.speculate or options.drafter == "none":
         return NoDrafter()
-    cost = DraftCost.for_model(sources.backbone, sources.load).with_costs(options.costs)
+    cost = sources.draft_cost(options, load)
     seen: Trunks | None = None
     if options.uses("ngram"):
         seen = ngram = make_ngram(options, cost, end_tokens)
@@ -83,13 +110,11 @@ def make_drafter(
     if options.drafter == "ngram" or (options.drafter == "exit" and sources.heads is None):
         return NoDrafter() if seen is None else SeenTextFirst(seen, NoDrafter())
     if (guesser := _guesser(options, sources, sampler)) is not None:
-        own = options.uses("exit") and options.costs.head is None
-        if own and isinstance(sources.heads, AttendingHeads):
-            cost = replace(cost, head=share(sources.heads.nbytes, sources.backbone))
-        if options.uses("rest"):  # no head is asked
-            cost = replace(cost, head=0.0)
+        cost = _own_cost(cost, options, sources, trees=True)
         return make_tree(guesser, options, cost, end_tokens, seen)
-    chains = _chains(options, sources, cost, sampler, end_tokens)
+    chains = _chains(options, sources, sampler, end_tokens, cache)
+    if options.never_slower:
+        chains = WhilePaying(chains, _own_cost(cost, options, sources, trees=False))
     return chains if seen is None else SeenTextFirst(seen, chains)
 
 
@@ -109,9 +134,11 @@ def make_tree(
     seen: Trunks | None,
 ) -> TreeDrafter[StateT]:
     """Trees of what `guesser` says, around what `seen` proposes."""
+    if not options.never_slower:  # nothing need pay
+        cost = replace(cost, rows=(0.0,), head=0.0)
     return TreeDrafter(
         guesser,
-        _to_pay(options, cost),
+        cost,
         make_controller(options, options.tree.max_tokens),
         end_tokens,
         most=options.most_drafts,
@@ -120,9 +147,18 @@ def make_tree(
     )
 
 
-def _to_pay(options: SpeculationOptions, cost: DraftCost) -> DraftCost:
-    """Rows and heads are free where nothing need pay."""
-    return cost if options.never_slower else replace(cost, rows=(0.0,), head=0.0)
+def _own_cost(
+    cost: DraftCost, options: SpeculationOptions, sources: Sources, *, trees: bool
+) -> DraftCost:
+    """The same, by what is asked: no heads, heads, or heads that attend, which read as a model."""
+    if not options.uses("exit"):
+        return cost if options.uses("successors") else replace(cost, head=0.0)
+    if not isinstance(sources.heads, AttendingHeads):
+        return cost
+    read = sources.heads.nbytes / sources.backbone.weight_bytes
+    if not trees:  # the layer runs for each token
+        return replace(cost, head=0.0, token=read)
+    return cost if options.costs.head is not None else replace(cost, head=read)
 
 
 def _guesser(
@@ -146,6 +182,46 @@ def _guesser(
     return kind(heads, _judge(heads, options), sampler, options.exit.guesses)
 
 
+def _chains(
+    options: SpeculationOptions,
+    sources: Sources,
+    sampler: Sampler,
+    end_tokens: Collection[int],
+    cache: DraftCache | None,
+) -> Drafter:
+    """What drafts chains, or lookahead's windows."""
+
+    def how(longest: int) -> Drafting:
+        controller, beliefs = make_controller(options, longest), options.acceptance.reads_beliefs
+        return Drafting(sampler, controller, end_tokens, beliefs)
+
+    if options.uses("lookahead"):
+        wanted, trees = options.lookahead, sources.runs_trees(options)
+        return LookaheadDrafter(
+            make_controller(options, wanted.level - 1),
+            end_tokens,
+            level=wanted.level,
+            window=wanted.window if trees else 0,
+            guesses=wanted.guesses if trees else 1,
+            most=options.most_drafts,
+        )
+    if options.uses("draft-model"):
+        cache = cache or sources.draft_cache()
+        if cache is None:
+            raise InvalidOption(
+                f"drafter {options.drafter} needs a second model. Give --draft-model"
+            )
+        return DraftModelDrafter(cache, how(options.draft_model.max_tokens))
+    if options.uses("skip"):
+        return SkipDrafter(options.skip, sources.layers, how(options.skip.max_tokens))
+    heads = sources.heads
+    if heads is None:
+        raise HeadsNotFound(f"drafter {options.drafter} needs exit heads. Give heads=... or ngram")
+    heads.layers_in_use(options)  # raises for those that it does not have
+    kind = AttendingDrafter if isinstance(heads, AttendingHeads) else ExitDrafter
+    return kind(heads, _judge(heads, options), how(options.exit.max_tokens))
+
+
 def _judge(heads: ExitHeads, options: SpeculationOptions) -> ExitJudge:
     """With the thresholds of `options`, and temperatures that were fitted to the heads."""
     config = heads.config
@@ -155,60 +231,3 @@ def _judge(heads: ExitHeads, options: SpeculationOptions) -> ExitJudge:
         options.exit.anneal_strength,
         {int(layer): value for layer, value in config.temperatures.items()},
     )
-
-
-def _chains(
-    options: SpeculationOptions,
-    sources: Sources,
-    cost: DraftCost,
-    sampler: Sampler,
-    end_tokens: Collection[int],
-) -> Drafter:
-    """Of chains, or lookahead's, under the never-slower rule unless that is off."""
-    backbone, heads, cache = sources.backbone, sources.heads, sources.draft_model
-    beliefs = options.acceptance.reads_beliefs
-    drafter: Drafter
-    if options.uses("lookahead"):
-        wanted, trees = options.lookahead, sources.runs_trees(options)
-        drafter = LookaheadDrafter(
-            make_controller(options, wanted.level - 1),
-            end_tokens,
-            level=wanted.level,
-            window=wanted.window if trees else 0,
-            guesses=wanted.guesses if trees else 1,
-            most=options.most_drafts,
-        )
-        return WhilePaying(drafter, replace(cost, head=0.0)) if options.never_slower else drafter
-    if options.uses("draft-model"):
-        if cache is None:
-            raise InvalidOption(
-                f"drafter {options.drafter} needs a second model. Give --draft-model"
-            )
-        controller = make_controller(options, options.draft_model.max_tokens)
-        drafter = DraftModelDrafter(cache, sampler, controller, end_tokens, beliefs=beliefs)
-        cost = replace(cost, head=0.0, token=token_cost(cache.backbone, backbone))
-        return WhilePaying(drafter, cost) if options.never_slower else drafter
-    if options.uses("skip"):
-        layers = sources.layers or LayerSearch(backbone.num_layers)
-        skipped = options.skip.skipped or layers.skipped
-        if max(skipped, default=0) > backbone.num_layers:
-            raise InvalidOption(
-                f"skip:skipped is {word(skipped)}, the model has {backbone.num_layers} layers. "
-                "Leave out those behind"
-            )
-        controller = make_controller(options, options.skip.max_tokens)
-        drafter = SkipDrafter(
-            options.skip, layers, sampler, controller, end_tokens, beliefs=beliefs
-        )
-        cost = replace(cost, head=0.0, token=token_cost_without(skipped, backbone))
-        return WhilePaying(drafter, cost) if options.never_slower else drafter
-    if heads is None:
-        raise HeadsNotFound(f"drafter {options.drafter} needs exit heads. Give heads=... or ngram")
-    heads.layers_in_use(options)  # raises for those that it does not have
-    judge, controller = _judge(heads, options), make_controller(options, options.exit.max_tokens)
-    if isinstance(heads, AttendingHeads):
-        drafter = AttendingDrafter(heads, judge, sampler, controller, end_tokens, beliefs=beliefs)
-        cost = replace(cost, head=0.0, token=share(heads.nbytes, backbone))
-    else:
-        drafter = ExitDrafter(heads, judge, sampler, controller, end_tokens, beliefs=beliefs)
-    return WhilePaying(drafter, cost) if options.never_slower else drafter

@@ -6,16 +6,12 @@ package's own backbone, with keys and values of its own.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.decoding.controllers import DraftController
-from selfspec.decoding.drafters.base import Draft, DraftWriter, PacedDrafter
-from selfspec.decoding.sampling import Sampler
+from selfspec.decoding.drafters.base import ChoosingDrafter, Draft, Drafting, DraftWriter
 from selfspec.decoding.state import DecodeState, HiddenCache
 from selfspec.decoding.stats import DRAFT_MODEL, Stopwatch, common
 from selfspec.decoding.work import Embed, Steps
@@ -59,43 +55,29 @@ class DraftCache:
         return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
 
-class DraftModelDrafter(PacedDrafter):
+class DraftModelDrafter(ChoosingDrafter):
     """Drafts by decoding with another model; refused tokens are cut from its cache next time.
 
     A round's last draft token never ran there: it runs next time, with the target's own token.
     """
 
-    def __init__(
-        self,
-        cache: DraftCache,
-        sampler: Sampler,
-        controller: DraftController,
-        end_tokens: Collection[int] = (),
-        *,
-        beliefs: bool = False,
-    ) -> None:
-        """`sampler` is the target's: its processors also shape the distributions of the drafts."""
-        super().__init__(controller, end_tokens, beliefs=beliefs)
+    def __init__(self, cache: DraftCache, how: Drafting) -> None:
+        super().__init__(how)
         self._cache = cache
-        self._sampler = sampler.for_drafts()
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
         """Up to min(limit, W_max) tokens, and none beyond the positions the model was made for."""
         ids = state.ids
         room = self._cache.backbone.max_positions - (state.length - state.pad) + 1
         writer = DraftWriter(self, min(limit, room), source=DRAFT_MODEL)
-        rows = self._cache.rewind(state.committed(0))
+        rows, signal = self._cache.rewind(state.committed(0)), self.controller.signal
         while writer.room:
             logits = (yield from self._cache.run(rows)).to(ids.device)
-            choice = self._sampler.choose(ids, logits, believe=self.beliefs)
-            writer.add(choice, self._confidence(logits))
+            choice = self.sampler.choose(ids, logits, believe=self.beliefs)
+            writer.add(choice, 1.0 if signal is None else float(signal(logits)))
             rows = [choice.token]
             ids = torch.cat([ids, ids.new_tensor([rows])], dim=1)
         return writer.draft
-
-    def _confidence(self, logits: Tensor) -> float:
-        signal = self.controller.signal
-        return 1.0 if signal is None else float(signal(logits))
 
 
 def check_same_tokens(

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Generic, NamedTuple, Protocol, cast
+from typing import Any, Generic, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -22,10 +22,11 @@ from selfspec.decoding.acceptance import DraftToken
 from selfspec.decoding.controllers import DraftController
 from selfspec.decoding.costs import DraftCost, each_row
 from selfspec.decoding.drafters.base import (
+    ChoosingDrafter,
     Draft,
+    Drafting,
     DraftsFrom,
     DraftWriter,
-    PacedDrafter,
     State_contra,
     Trunks,
 )
@@ -191,8 +192,6 @@ class Offer(NamedTuple):
     parent: int
     rank: int
     guesses: Guesses
-    layer: int
-    """The exit layer that says so."""
 
 
 class Tree:
@@ -201,22 +200,18 @@ class Tree:
     def __init__(
         self,
         trunk: Draft,
+        guesser: Guesser[Any],
         cost: DraftCost,
         most: int,
-        ends: Collection[int] = (),
-        *,
-        source: str = EXIT,
-        least: float = LEAST_SAID,
+        ends: Collection[int],
     ) -> None:
-        """`trunk`: a chain with chances. `most`: draft tokens. Nothing goes behind `ends`.
-
-        `least`: of a path that is asked.
-        """
-        self._least = least
+        """`trunk`: a chain with chances. `most`: draft tokens. Nothing goes behind `ends`."""
+        self._layer, self._source = guesser.layer, guesser.source
+        self._least = 0.0 if guesser.once else LEAST_SAID
         self._said = {ROOT: 1.0}
         """By token: the head's own probability of its path, as far as it was asked."""
         self.draft = trunk
-        self._cost, self._most, self._ends, self._source = cost, most, ends, source
+        self._cost, self._most, self._ends = cost, most, ends
         self._rows = tuple(islice(each_row(cost.row_costs), most))
         self._tokens = 1.0 + sum(one.chance for one in trunk.proposed)
         self._steps = 1.0 + sum(self._rows[: len(trunk.proposed)])
@@ -264,39 +259,32 @@ class Tree:
             if self.full or offer.chance <= self.next_row:
                 break
             choice = offer.guesses.choice(offer.rank)
-            if choice is not None:
-                taken.append(self._add(offer, choice))
+            if choice is None:
+                continue
+            token, probs, belief = choice
+            behind, chance, at = offer.parent, offer.chance, len(self.draft.proposed)
+            self.draft.proposed.append(
+                DraftToken(token, behind, self._layer, self._source, chance, probs, belief)
+            )
+            self._steps += self._rows[at]
+            self._tokens += chance
+            self.note(at, behind, offer.said)
+            taken.append(at)
         return taken
 
-    def _add(self, offer: Offer, choice: Choice) -> int:
-        proposed, at = self.draft.proposed, len(self.draft.proposed)
-        self._steps += self._rows[at]
-        self._tokens += offer.chance
-        token, probs, belief = choice
-        proposed.append(
-            DraftToken(token, offer.parent, offer.layer, self._source, offer.chance, probs, belief)
-        )
-        self.note(at, offer.parent, offer.said)
-        return at
-
     def finished(self) -> Draft:
-        """Each token's likeliest child behind it, so that the best path is a chain to be kept."""
-        order, old = self._in_depth(), self.draft.proposed
+        """Depth first, the likeliest child in front: the best path is a chain that can be kept."""
+        old, children = self.draft.proposed, dict[int, list[int]]()
+        for index, one in enumerate(old):
+            children.setdefault(one.parent, []).append(index)
+        order, waiting = list[int](), children.get(ROOT, [])[::-1]
+        while waiting:
+            order.append(waiting.pop())
+            waiting += children.get(order[-1], [])[::-1]
         if order != list(range(len(old))):
             places = {ROOT: ROOT} | {at: new for new, at in enumerate(order)}
             self.draft.proposed = [old[at]._replace(parent=places[old[at].parent]) for at in order]
         return self.draft
-
-    def _in_depth(self) -> list[int]:
-        """All tokens: each before its children, and these, in their order, with all behind them."""
-        children: dict[int, list[int]] = {}
-        for index, one in enumerate(self.draft.proposed):
-            children.setdefault(one.parent, []).append(index)
-        found, waiting = [], children.get(ROOT, [])[::-1]
-        while waiting:
-            found.append(waiting.pop())
-            waiting += children.get(found[-1], [])[::-1]
-        return found
 
 
 class TreeDrafter(Generic[StateT]):
@@ -330,8 +318,7 @@ class TreeDrafter(Generic[StateT]):
         self._asked = False
         if limit <= 0 or (self._paying is not None and self._paying.pauses()):
             return draft
-        source, least = self._guesser.source, 0.0 if self._guesser.once else LEAST_SAID
-        tree = Tree(draft, self._cost, self._most, self._end_tokens, source=source, least=least)
+        tree = Tree(draft, self._guesser, self._cost, self._most, self._end_tokens)
         yield from self._grow(tree, state, limit, watch)
         return tree.finished()
 
@@ -378,15 +365,15 @@ class TreeDrafter(Generic[StateT]):
             return [tree.node(ROOT)]
         row = tree.next_row
         nodes = [tree.node(index) for index in level if tree.askable(index)]
-        gains = [self._hope(node.free, row) for node in nodes]
+        # what the best guess behind each should bring, its row paid
+        gains = [
+            sum(max(node.free * best - row, 0.0) for best in self._best) / len(self._best)
+            for node in nodes
+        ]
         paid = self._asked and self._guesser.once
         if sum(gains) <= (0.0 if paid else self._cost.asking * tree.rate):
             return []
         return [node for node, gain in zip(nodes, gains, strict=True) if gain > 0.0]
-
-    def _hope(self, free: float, row: float) -> float:
-        """What the best guess behind a node of this chance should bring, its row paid."""
-        return sum(max(free * best - row, 0.0) for best in self._best) / len(self._best)
 
     def _add(self, tree: Tree, asked: Sequence[_Node], answers: Sequence[Guesses]) -> list[int]:
         """The guesses that pay; returns the next level, which the trunk is part of."""
@@ -401,9 +388,7 @@ class TreeDrafter(Generic[StateT]):
                 tree.note(node.child, node.at, taken)
             share = node.free / max(1.0 - taken, _ROUNDING)
             offers += [
-                Offer(
-                    min(share * said, node.free), said, node.at, rank, guesses, self._guesser.layer
-                )
+                Offer(min(share * said, node.free), said, node.at, rank, guesses)
                 for rank, said in enumerate(guesses.chances)
             ]
         return level + tree.take(offers)
@@ -513,15 +498,10 @@ class HeadGuesser:
         (newest,) = self._state.committed(-1)
         ids = [newest if at == ROOT else draft.proposed[at].token for at in asked]
         hidden: Tensor = yield Embed(backbone=self._state.backbone, ids=ids)
-        return hidden, self._deep(draft, asked)
-
-    def _deep(self, draft: Draft, asked: Sequence[int]) -> Tensor | None:
-        """What the head reads beside embeddings, [n, d]: its features one token earlier."""
-        if not self._heads.reads_deep:
-            return None
-        if asked[0] == ROOT:
-            return self._known
-        return torch.cat([self._features[draft.proposed[at].parent] for at in asked])
+        if not self._heads.reads_deep or asked[0] == ROOT:
+            return hidden, self._known
+        # the head's own features one token earlier
+        return hidden, torch.cat([self._features[draft.proposed[at].parent] for at in asked])
 
     def _guesses(
         self, draft: Draft, node: int, logits: Tensor, tokens: list[int], chances: list[float]
@@ -531,7 +511,7 @@ class HeadGuesser:
             return Known([], [])
         if self._sampler.is_plain_greedy:
             return Known(tokens, chances)
-        path = self._state.ids.new_tensor([[draft.proposed[at].token for at in draft.path(node)]])
+        path = self._state.ids.new_tensor([draft.tokens_to(node)])
         ids = torch.cat([self._state.ids, path], dim=1)
         return processed(self._sampler, ids, self._head.to_target_logits(logits), len(tokens))
 
@@ -567,34 +547,22 @@ class _Exit(NamedTuple):
     """The head's, [1, d]: what it believes layer L would give here."""
 
 
-class ExitDrafter(PacedDrafter):
+class ExitDrafter(ChoosingDrafter):
     """Drafts from exit heads on intermediate layers: SpecBound's BSCS, section 2.3.
 
     Each token runs segment by segment until the judge is sure; a token that is still unsure at the
     last exit layer in use (D_max) ends the draft, and so does the W_max-th draft.
     """
 
-    def __init__(
-        self,
-        heads: ExitHeads,
-        judge: ExitJudge,
-        sampler: Sampler,
-        controller: DraftController,
-        end_tokens: Collection[int] = (),
-        *,
-        beliefs: bool = False,
-    ) -> None:
-        """`end_tokens` close a sequence: nothing is drafted behind one. `beliefs` are kept."""
-        super().__init__(controller, end_tokens, beliefs=beliefs)
-        self._heads = heads
-        self._judge = judge
-        self._sampler = sampler.for_drafts()
+    def __init__(self, heads: ExitHeads, judge: ExitJudge, how: Drafting) -> None:
+        super().__init__(how)
+        self.heads, self._judge = heads, judge
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:
         """A path of up to min(limit, W_max) tokens; the rows that gave it wait where they left."""
         writer = DraftWriter(self, limit, source=EXIT)
         ids = state.ids
-        deep = known_deep(self._heads, state)
+        deep = known_deep(self.heads, state)
         newest = state.committed(-1)
         while writer.room:
             state.hidden.push((yield Embed(backbone=state.backbone, ids=newest)))
@@ -617,26 +585,30 @@ class ExitDrafter(PacedDrafter):
         Whether to exit is decided from the context alone, before a token is drawn: a decision that
         saw the drawn token would bias the output.
         """
-        signal = self.controller.signal
         for boundary, layer in enumerate(state.hidden.schedule.depths[1:-1]):
             hidden = yield from state.hidden.advance(boundary)
             watch.lap("draft")
-            head = self._heads[layer]
+            head = self.heads[layer]
             draft.heads += 1
-            said: Answer = yield Ask(
-                head=head,
-                hidden=hidden[-1:],  # the row being drafted
-                deep=deep,
-                temperature=self._judge.temperature(layer),
-                count=1,
-                # the judge computes the top probability anyway
-                signal=None if signal is top_probability else signal,
-            )
+            # the row being drafted
+            said: Answer = yield self._question(head, layer, hidden[-1:], deep)
             found = self._exit(head, said, layer, ids)
             watch.lap("heads")
             if found is not None:
                 return found
         return None
+
+    def _question(self, head: ExitHead, layer: int, hidden: Tensor, deep: Tensor | None) -> Ask:
+        signal = self.controller.signal
+        return Ask(
+            head=head,
+            hidden=hidden,
+            deep=deep,
+            temperature=self._judge.temperature(layer),
+            count=1,
+            # the judge computes the top probability anyway
+            signal=None if signal is top_probability else signal,
+        )
 
     def _exit(self, head: ExitHead, said: Answer, layer: int, ids: Tensor) -> _Exit | None:
         """The token that leaves; None: the judge is not sure."""
@@ -644,9 +616,9 @@ class ExitDrafter(PacedDrafter):
         if not self._judge.exits(chances[0], layer):
             return None
         confidence = said.signals[0] if said.signals else chances[0]
-        if self._sampler.is_plain_greedy and not self.beliefs:
+        if self.sampler.is_plain_greedy and not self.beliefs:
             choice = Choice(tokens[0])
         else:
             wide = head.to_target_logits(said.logits)
-            choice = self._sampler.choose(ids, wide, believe=self.beliefs)
+            choice = self.sampler.choose(ids, wide, believe=self.beliefs)
         return _Exit(layer, choice, confidence, said.features)

@@ -179,13 +179,11 @@ class RestGuesser:
     def __init__(self, store: Datastore, most: int, *, trees: bool) -> None:
         """`most`: draft tokens of a round. Without `trees` only the likeliest for each place."""
         self._store, self._most, self._siblings = store, most, None if trees else 1
-        self._trie: Trie = {}
 
     def begin(self, state: Committed) -> None:
-        self._trie = self._store.behind(state.committed(-LONGEST), self._most)
+        self._trie: Trie = self._store.behind(state.committed(-LONGEST), self._most)
 
     def ask(self, draft: Draft, asked: Sequence[int], _watch: Stopwatch) -> Steps[list[Guesses]]:
-        paths = (tuple(draft.proposed[at].token for at in draft.path(node)) for node in asked)
-        known = (self._trie.get(path, Known((), ())) for path in paths)
         count = self._siblings
+        known = (self._trie.get(tuple(draft.tokens_to(at)), Known((), ())) for at in asked)
         return ready([Known(one.tokens[:count], one.chances[:count]) for one in known])

@@ -10,7 +10,7 @@ because executors run whole ones. Called by `choice`; `eval.papers.self_sd` sear
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -18,9 +18,8 @@ from torch import Tensor
 
 from selfspec import options as asked
 from selfspec.decoding.acceptance import Target
-from selfspec.decoding.controllers import DraftController
-from selfspec.decoding.drafters.base import Draft, DraftWriter, PacedDrafter
-from selfspec.decoding.sampling import Choice, Sampler
+from selfspec.decoding.drafters.base import ChoosingDrafter, Draft, Drafting, DraftWriter
+from selfspec.decoding.sampling import Choice
 from selfspec.decoding.state import DecodeState
 from selfspec.decoding.stats import SKIP, Stopwatch
 from selfspec.decoding.work import Embed, Run, Steps
@@ -93,28 +92,18 @@ class Confidence:
         self.threshold += (1.0 - _MOMENTUM) * step
 
 
-class SkipDrafter(PacedDrafter):
+class SkipDrafter(ChoosingDrafter):
     """Drafts token by token through the layers that are left, until one is not sure enough.
 
     That one is proposed, too: it is paid for. Confidence is the likeliest token's probability, as
     in Self-SD's greedy form; its sampling form takes the drawn token's, which would bias samples.
     """
 
-    def __init__(
-        self,
-        options: asked.Skip,
-        search: LayerSearch,
-        sampler: Sampler,
-        controller: DraftController,
-        end_tokens: Collection[int] = (),
-        *,
-        beliefs: bool = False,
-    ) -> None:
+    def __init__(self, options: asked.Skip, search: LayerSearch, how: Drafting) -> None:
         """`search`: says which layers go where `options` do not."""
-        super().__init__(controller, end_tokens, beliefs=beliefs)
+        super().__init__(how)
         self._skipped, self._search = options.skipped, search
         self._confidence = Confidence(options.threshold, options.target)
-        self._sampler = sampler.for_drafts()
         self._begun: int | None = None
         """Ids in front of the answer."""
 
@@ -148,9 +137,9 @@ class SkipDrafter(PacedDrafter):
         tokens, chances = likeliest(logits, 1.0, 1)
         told = chances if signal is None else signal(logits)[:, None]
         token, sure, said = torch.cat([tokens, chances, told], dim=1)[0].tolist()
-        if self._sampler.is_plain_greedy and not self.beliefs:
+        if self.sampler.is_plain_greedy and not self.beliefs:
             return Choice(int(token)), sure, said
-        return self._sampler.choose(ids, logits, believe=self.beliefs), sure, said
+        return self.sampler.choose(ids, logits, believe=self.beliefs), sure, said
 
     def _try_one(self, state: DecodeState) -> Steps[None]:
         """Try another set of layers on the newest tokens of the answer, as far as it has them.

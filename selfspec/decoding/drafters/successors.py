@@ -8,14 +8,14 @@ depend on what was written before, and no text does. Called by `choice` and the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 from torch import Tensor
 
 from selfspec.decoding.acceptance import AcceptanceRule, Proposed, Target, Verdict
 from selfspec.decoding.drafters.base import Committed, Draft
-from selfspec.decoding.drafters.heads import ROOT, Guesses, Known
+from selfspec.decoding.drafters.heads import Guesses, Known
 from selfspec.decoding.stats import SUCCESSORS, Stopwatch
 from selfspec.decoding.work import Steps, ready
 
@@ -46,28 +46,30 @@ class Successors:
 
     def behind(self, tokens: Sequence[int]) -> Known:
         """What may follow a text that ends so, with the chances that this table's ranks have."""
-        for order, found in self._found(tokens):
-            rates = (right / self._asked[order] for right in self._right[order])
-            return Known(found, [*accumulate(rates, min)][: len(found)])
-        return Known([], [])
+        if (known := self._found(tokens)) is None:
+            return Known([], [])
+        order, found = known
+        rates = (right / self._asked[order] for right in self._right[order])
+        return Known(found, [*accumulate(rates, min)][: len(found)])
 
     def learn(self, tokens: Sequence[int], likely: Sequence[int], token: int) -> None:
         """Note what the target held likeliest behind a text that ends so, and that `token` came."""
-        for order, found in self._found(tokens):
+        if known := self._found(tokens):
+            order, found = known
             self._asked[order] += 1.0
             if token in found:
                 self._right[order][found.index(token)] += 1.0
-            break
         for table, key in zip(self._tables, _keys(tokens), strict=True):
             table.pop(key, None)  # it is the newest now
             table[key] = likely
             if len(table) > _MOST:
                 del table[next(iter(table))]
 
-    def _found(self, tokens: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
+    def _found(self, tokens: Sequence[int]) -> tuple[int, Sequence[int]] | None:
         for order, key in enumerate(_keys(tokens)):
             if (found := self._tables[order].get(key)) is not None:
-                yield order, found
+                return order, found
+        return None
 
 
 def _keys(tokens: Sequence[int]) -> tuple[object, object]:
@@ -98,18 +100,13 @@ class SuccessorGuesser:
     once = False
 
     def __init__(self, table: Successors, count: int) -> None:
+        """`count`: tokens for one place at most."""
         self._table, self._count = table, count
-        self._newest: list[int] = []
 
     def begin(self, state: Committed) -> None:
         self._newest = state.committed(-2)
 
     def ask(self, draft: Draft, asked: Sequence[int], _watch: Stopwatch) -> Steps[list[Guesses]]:
-        paths = (
-            [draft.proposed[at].token for at in draft.path(node)] if node != ROOT else []
-            for node in asked
-        )
-        known = [self._table.behind([*self._newest, *path]) for path in paths]
-        return ready(
-            [Known(one.tokens[: self._count], one.chances[: self._count]) for one in known]
-        )
+        count = self._count
+        known = (self._table.behind([*self._newest, *draft.tokens_to(at)]) for at in asked)
+        return ready([Known(one.tokens[:count], one.chances[:count]) for one in known])
