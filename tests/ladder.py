@@ -23,21 +23,25 @@ from selfspec.decoding.acceptance import GreedyMatch
 from selfspec.decoding.controllers import DraftController
 from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.decode import StopRule, rounds
-from selfspec.decoding.drafters.attending import AttendingDrafter, AttendingGuesser
 from selfspec.decoding.drafters.base import Drafter, Drafting, NoDrafter
 from selfspec.decoding.drafters.draft_model import DraftCache, DraftModelDrafter
 from selfspec.decoding.drafters.heads import (
+    AttendingDrafter,
+    AttendingGuesser,
     ExitDrafter,
     HeadGuesser,
-    TreeDrafter,
-    WhilePaying,
+    MedusaGuesser,
 )
 from selfspec.decoding.drafters.lookahead import LookaheadDrafter
-from selfspec.decoding.drafters.medusa import MedusaGuesser
-from selfspec.decoding.drafters.ngram import NgramDrafter, SeenTextFirst
+from selfspec.decoding.drafters.ngram import (
+    NgramDrafter,
+    SeenTextFirst,
+    SuccessorGuesser,
+    Successors,
+)
 from selfspec.decoding.drafters.rest import Datastore, RestGuesser
 from selfspec.decoding.drafters.skip import LayerSearch, SkipDrafter
-from selfspec.decoding.drafters.successors import SuccessorGuesser, Successors
+from selfspec.decoding.drafters.trees import TreeDrafter, WhilePaying
 from selfspec.decoding.probe import PassShape
 from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState

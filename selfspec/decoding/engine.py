@@ -32,7 +32,7 @@ from selfspec.decoding.decode import StopRule, written
 from selfspec.decoding.drafters.base import Drafter
 from selfspec.decoding.drafters.choice import Sources, make_drafter
 from selfspec.decoding.drafters.draft_model import DraftCache
-from selfspec.decoding.drafters.successors import Remembering
+from selfspec.decoding.drafters.ngram import Remembering
 from selfspec.decoding.probe import PassShape, PinnedProbe, any_split
 from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState

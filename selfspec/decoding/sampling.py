@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -44,20 +45,18 @@ STATELESS = frozenset(
 )
 """transformers' processors whose calls do not affect each other."""
 
-Cut = Callable[[Any, int, int], Any]
-"""(processor or criterion, row, rows of the batch) -> the one for that row; the other stays."""
-
 
 def processor_for(processor: Any, row: int, rows: int) -> Any:
     """A logits processor for row `row` of `rows`.
 
     Raises InvalidOption for one that is not known to treat each row by itself.
     """
-    name = type(processor).__name__
     if type(processor).__module__ == logits_process.__name__:
-        if name in _PROCESSORS:
-            return _PROCESSORS[name](processor, row, rows)
-        if name in STATELESS:
+        if own := _own(processor, row, rows):
+            alone = copy.copy(processor)
+            vars(alone).update(own)
+            return alone
+        if type(processor).__name__ in STATELESS:
             return processor
     return _by_itself(processor, row)
 
@@ -106,62 +105,30 @@ def _part(processor: Any, held: Any, row: int, rows: int, *, shared: bool = Fals
     return held[at : at + 1]
 
 
-def _copied(processor: Any, **values: Any) -> Any:
-    """A copy with these attributes."""
-    alone = copy.copy(processor)
-    vars(alone).update(values)
-    return alone
-
-
-def _prompt_lengths(processor: Any, row: int, rows: int) -> Any:
-    """RepetitionPenalty: padding that is skipped, [B]."""
-    lengths = processor.prompt_ignore_length
-    if not isinstance(lengths, Tensor):
-        return processor
-    return _copied(processor, prompt_ignore_length=_part(processor, lengths, row, rows))
-
-
-def _prompt_ids(processor: Any, row: int, rows: int) -> Any:
-    """EncoderRepetitionPenalty: ids of the prompts, [B, P]."""
-    ids = _part(processor, processor.encoder_input_ids, row, rows, shared=True)
-    return _copied(processor, encoder_input_ids=ids)
-
-
-def _prompt_ngrams(processor: Any, row: int, rows: int) -> Any:
-    """EncoderNoRepeatNGram: a table of n-grams per prompt."""
-    tables = _part(processor, processor.generated_ngrams, row, rows, shared=True)
-    return _copied(processor, generated_ngrams=tables, batch_size=1)
-
-
-def _batch_id(processor: Any, row: int, _rows: int) -> Any:
-    """PrefixConstrained: the user's function is told which row it is asked about."""
-    allowed = processor._prefix_allowed_tokens_fn
-    return _copied(processor, _prefix_allowed_tokens_fn=lambda _, ids: allowed(row, ids))
-
-
-def _fresh_state(processor: Any, _row: int, _rows: int) -> Any:
-    """SynthIDTextWatermark: contexts that were seen, [B, ..], made at the first call."""
-    return _copied(processor, state=None)
-
-
-def _own_context(processor: Any, row: int, rows: int) -> Any:
-    """UnbatchedClassifierFreeGuidance: ids of the negative prompts, [B, N], and their cache."""
-    context = dict(processor.unconditional_context)
-    for name in ("input_ids", "attention_mask"):
-        if (held := context[name]) is not None:
-            context[name] = _part(processor, held, row, rows)
-    return _copied(processor, unconditional_context=context)
-
-
-_PROCESSORS: dict[str, Cut] = {
-    "EncoderNoRepeatNGramLogitsProcessor": _prompt_ngrams,
-    "EncoderRepetitionPenaltyLogitsProcessor": _prompt_ids,
-    "PrefixConstrainedLogitsProcessor": _batch_id,
-    "RepetitionPenaltyLogitsProcessor": _prompt_lengths,
-    "SynthIDTextWatermarkLogitsProcessor": _fresh_state,
-    "UnbatchedClassifierFreeGuidanceLogitsProcessor": _own_context,
-}
-"""transformers' processors that hold something per row."""
+def _own(processor: Any, row: int, rows: int) -> dict[str, Any]:
+    """Attributes of a processor of transformers that differ by row, for `row`; empty: none do."""
+    part = partial(_part, processor, row=row, rows=rows)
+    match type(processor).__name__:
+        case "RepetitionPenaltyLogitsProcessor":  # padding that is skipped, [B]
+            lengths = processor.prompt_ignore_length
+            return {"prompt_ignore_length": part(lengths)} if isinstance(lengths, Tensor) else {}
+        case "EncoderRepetitionPenaltyLogitsProcessor":  # ids of the prompts, [B, P]
+            return {"encoder_input_ids": part(processor.encoder_input_ids, shared=True)}
+        case "EncoderNoRepeatNGramLogitsProcessor":  # a table of n-grams per prompt
+            tables = part(processor.generated_ngrams, shared=True)
+            return {"generated_ngrams": tables, "batch_size": 1}
+        case "PrefixConstrainedLogitsProcessor":  # the function is told which row it is asked about
+            allowed = processor._prefix_allowed_tokens_fn
+            return {"_prefix_allowed_tokens_fn": lambda _, ids: allowed(row, ids)}
+        case "SynthIDTextWatermarkLogitsProcessor":  # contexts that were seen, [B, ..]
+            return {"state": None}  # made at the first call
+        case "UnbatchedClassifierFreeGuidanceLogitsProcessor":  # negative prompts, and their cache
+            context = dict(processor.unconditional_context)
+            for name in ("input_ids", "attention_mask"):  # [B, N]
+                if (held := context[name]) is not None:
+                    context[name] = part(held)
+            return {"unconditional_context": context}
+    return {}
 
 
 # --- penalties, as OpenAI defines them ------------------------------------------------------------

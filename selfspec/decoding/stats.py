@@ -223,18 +223,10 @@ class GenerationStats:
 
     def to_dict(self) -> dict[str, Any]:
         """All counters and rates, ready for JSON."""
-        counts = {
-            entry.name: dict(value) if isinstance(value, Counter) else value
-            for entry in fields(self)
-            for value in [getattr(self, entry.name)]
-        }
-        return counts | {
-            "acceptance_rate": self.acceptance_rate,
-            "compression_rate": self.compression_rate,
-            "ttft_s": self.ttft_s,
-            "decode_s": self.decode_s,
-            "decode_tokens_per_s": self.decode_tokens_per_s,
-        }
+        names = [entry.name for entry in fields(self)] + ["acceptance_rate", "compression_rate"]
+        names += ["ttft_s", "decode_s", "decode_tokens_per_s"]
+        values = {name: getattr(self, name) for name in names}
+        return {k: dict(v) if isinstance(v, Counter) else v for k, v in values.items()}
 
     def summary(self) -> str:
         """What a person wants to know, without abbreviations."""

@@ -33,7 +33,8 @@ from selfspec.decoding import costs
 from selfspec.decoding.acceptance import GreedyMatch
 from selfspec.decoding.decode import rounds
 from selfspec.decoding.drafters.base import Draft
-from selfspec.decoding.drafters.heads import LEAST_SAID, known_deep
+from selfspec.decoding.drafters.heads import known_deep
+from selfspec.decoding.drafters.trees import LEAST_SAID
 from selfspec.decoding.state import DecodeState
 from selfspec.decoding.stats import Stopwatch
 from selfspec.decoding.work import Steps, alone, ready

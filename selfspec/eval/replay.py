@@ -15,8 +15,8 @@ from selfspec.decoding.controllers import DraftController, make_controller
 from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.drafters.base import Draft, DraftsFrom, DraftWriter, NoDrafter, PacedDrafter
 from selfspec.decoding.drafters.choice import make_ngram, make_tree
-from selfspec.decoding.drafters.heads import ROOT, Guesses, Known, WhilePaying
 from selfspec.decoding.drafters.ngram import SeenTextFirst
+from selfspec.decoding.drafters.trees import ROOT, Guesses, Known, WhilePaying
 from selfspec.decoding.sampling import Choice
 from selfspec.decoding.state import Pass, Schedule
 from selfspec.decoding.stats import EXIT, Round, StopReason, Stopwatch

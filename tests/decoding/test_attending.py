@@ -19,8 +19,8 @@ from selfspec.cli.main import main
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import GreedyMatch
 from selfspec.decoding.decode import StopRule, rounds
-from selfspec.decoding.drafters.attending import AttendingDrafter
 from selfspec.decoding.drafters.base import Draft, NoDrafter
+from selfspec.decoding.drafters.heads import AttendingDrafter
 from selfspec.decoding.engine import Asked, Engine, Runtime
 from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState

@@ -21,8 +21,8 @@ from selfspec.decoding.acceptance import DraftToken
 from selfspec.decoding.controllers import DraftController
 from selfspec.decoding.costs import DraftCost, Load, MeasuredCosts, token_cost
 from selfspec.decoding.drafters.base import Draft
-from selfspec.decoding.drafters.heads import LONGEST_PAUSE, SHORTEST_PAUSE, Paying, WhilePaying
 from selfspec.decoding.drafters.ngram import NgramDrafter, SeenTextFirst
+from selfspec.decoding.drafters.trees import LONGEST_PAUSE, SHORTEST_PAUSE, Paying, WhilePaying
 from selfspec.decoding.measure import ROWS, Clock, StepSpeed, measure, memory_rate, step_speed
 from selfspec.decoding.stats import Round, Stopwatch
 from selfspec.decoding.work import Steps, alone, ready

@@ -17,14 +17,20 @@ from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import Target, Verdict
 from selfspec.decoding.controllers import DraftController
 from selfspec.decoding.costs import DraftCost
-from selfspec.decoding.drafters import successors
+from selfspec.decoding.drafters import ngram
 from selfspec.decoding.drafters.base import Draft, Drafting, DraftsFrom
 from selfspec.decoding.drafters.draft_model import DraftCache, DraftModelDrafter, check_same_tokens
-from selfspec.decoding.drafters.heads import ROOT
 from selfspec.decoding.drafters.lookahead import LookaheadDrafter, NgramPool
-from selfspec.decoding.drafters.ngram import NgramDrafter, NgramIndex, SeenTextFirst
+from selfspec.decoding.drafters.ngram import (
+    NgramDrafter,
+    NgramIndex,
+    Remembering,
+    SeenTextFirst,
+    SuccessorGuesser,
+    Successors,
+)
 from selfspec.decoding.drafters.skip import WINDOW, Confidence, LayerSearch, SkipDrafter, again
-from selfspec.decoding.drafters.successors import Remembering, SuccessorGuesser, Successors
+from selfspec.decoding.drafters.trees import ROOT
 from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState
 from selfspec.decoding.stats import Stopwatch
@@ -694,7 +700,7 @@ def test_chances_follow_what_was_right_and_fall() -> None:
 
 
 def test_the_oldest_entries_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(successors, "_MOST", 2)
+    monkeypatch.setattr(ngram, "_MOST", 2)
     table = Successors()
     for first in (1, 2, 1, 3):
         table.learn([first, first], [first + 10], 0)

@@ -16,8 +16,8 @@ from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import GreedyMatch
 from selfspec.decoding.decode import StopRule, rounds
 from selfspec.decoding.drafters.base import Draft, NoDrafter
-from selfspec.decoding.drafters.heads import TreeDrafter
-from selfspec.decoding.drafters.medusa import CHOICES, AskAhead
+from selfspec.decoding.drafters.heads import CHOICES, AskAhead
+from selfspec.decoding.drafters.trees import TreeDrafter
 from selfspec.decoding.engine import Asked, Engine, Runtime
 from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState

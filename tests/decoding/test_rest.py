@@ -15,8 +15,8 @@ from selfspec import files
 from selfspec.api.speculator import wrap
 from selfspec.decoding.drafters import rest
 from selfspec.decoding.drafters.base import Draft
-from selfspec.decoding.drafters.heads import ROOT
 from selfspec.decoding.drafters.rest import BEHIND, DOUBT, END, Datastore, RestGuesser, suffix_array
+from selfspec.decoding.drafters.trees import ROOT
 from selfspec.decoding.stats import Stopwatch
 from selfspec.decoding.work import alone
 from selfspec.errors import InvalidData, InvalidOption

@@ -18,8 +18,8 @@ from selfspec.decoding.controllers import DraftController
 from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.decode import StopRule, rounds
 from selfspec.decoding.drafters.base import Draft, Drafter, NoDrafter
-from selfspec.decoding.drafters.heads import Drawn, Guesses, Known, TreeDrafter
 from selfspec.decoding.drafters.ngram import NgramDrafter
+from selfspec.decoding.drafters.trees import Drawn, Guesses, Known, TreeDrafter
 from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState
 from selfspec.decoding.stats import EXIT, Stopwatch

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from selfspec.api.speculator import Speculator, wrap
-from selfspec.decoding.drafters.heads import LEAST_SAID
+from selfspec.decoding.drafters.trees import LEAST_SAID
 from selfspec.errors import (
     CannotWrite,
     HeadsMismatch,

@@ -14,7 +14,6 @@ import selfspec
 from selfspec.api.speculator import Speculator
 from selfspec.api.text import Prompt
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.drafters import heads
 from selfspec.decoding.stats import Round
 from selfspec.errors import InvalidOption
 from selfspec.eval import replay
@@ -94,7 +93,8 @@ def learning_setting(record: Record, seed: int, drafter: str) -> SpeculationOpti
 def test_random_settings_replay_as_they_run(
     kind: str, drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heads, "DEAR", 100.0)  # else a whole answer is a first pause
+    # else a whole answer is a first pause
+    monkeypatch.setattr("selfspec.decoding.drafters.trees.DEAR", 100.0)
     record, speculator = recorded(kind)
     sources: Counter[str] = Counter()
     ended: Counter[str] = Counter()
@@ -148,7 +148,7 @@ def test_a_record_holds_what_plain_decoding_writes(kind: str) -> None:
 def test_trees_replay_as_they_grow(
     kind: str, drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heads, "DEAR", 100.0)
+    monkeypatch.setattr("selfspec.decoding.drafters.trees.DEAR", 100.0)
     record, speculator = recorded(kind)
     siblings = mixed = beside = 0
     for seed in range(LEARNING):

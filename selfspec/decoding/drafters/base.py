@@ -132,6 +132,7 @@ class Trunks(Protocol):
         """What became of the draft that was proposed last: which of its tokens stayed."""
 
 
+StateT = TypeVar("StateT", bound=Committed)
 State_contra = TypeVar("State_contra", bound=Committed, contravariant=True)
 
 

@@ -9,22 +9,26 @@ from typing import Any
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.controllers import make_controller
 from selfspec.decoding.costs import DraftCost, Load, token_cost, token_cost_without
-from selfspec.decoding.drafters.attending import AttendingDrafter, AttendingGuesser
-from selfspec.decoding.drafters.base import Drafter, Drafting, NoDrafter, Trunks
+from selfspec.decoding.drafters.base import Drafter, Drafting, NoDrafter, StateT, Trunks
 from selfspec.decoding.drafters.draft_model import DraftCache, DraftModelDrafter
 from selfspec.decoding.drafters.heads import (
+    AttendingDrafter,
+    AttendingGuesser,
     ExitDrafter,
-    Guesser,
     HeadGuesser,
-    TreeDrafter,
-    WhilePaying,
+    MedusaGuesser,
 )
 from selfspec.decoding.drafters.lookahead import LookaheadDrafter
-from selfspec.decoding.drafters.medusa import MedusaGuesser
-from selfspec.decoding.drafters.ngram import GrammarDrafter, NgramDrafter, SeenTextFirst, StateT
+from selfspec.decoding.drafters.ngram import (
+    GrammarDrafter,
+    NgramDrafter,
+    SeenTextFirst,
+    SuccessorGuesser,
+    Successors,
+)
 from selfspec.decoding.drafters.rest import Datastore, RestGuesser
 from selfspec.decoding.drafters.skip import LayerSearch, SkipDrafter
-from selfspec.decoding.drafters.successors import SuccessorGuesser, Successors
+from selfspec.decoding.drafters.trees import Guesser, TreeDrafter, WhilePaying
 from selfspec.decoding.sampling import Sampler
 from selfspec.errors import HeadsNotFound, InvalidOption
 from selfspec.heads.attending import AttendingHeads

@@ -20,7 +20,7 @@ from random import Random
 from selfspec.decoding.acceptance import DraftToken
 from selfspec.decoding.controllers import DraftController
 from selfspec.decoding.drafters.base import Committed, Draft, PacedDrafter
-from selfspec.decoding.drafters.heads import ROOT
+from selfspec.decoding.drafters.trees import ROOT
 from selfspec.decoding.stats import LOOKAHEAD, Stopwatch
 from selfspec.decoding.work import Steps, ready
 

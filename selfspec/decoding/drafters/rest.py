@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 
 from selfspec import files
 from selfspec.decoding.drafters.base import Committed, Draft
-from selfspec.decoding.drafters.heads import Guesses, Known
+from selfspec.decoding.drafters.trees import Guesses, Known
 from selfspec.decoding.stats import REST, Stopwatch
 from selfspec.decoding.work import Steps, ready
 from selfspec.errors import InvalidData
