@@ -1,8 +1,8 @@
 """Settings of drafters, draft controllers, acceptance rules and costs: one dataclass each.
 
 `SpeculationOptions` in `config` is made of them. A range is said at the field, checked when an
-object is made; below each field: symbol, range and meaning; behind a blank line the reason of its
-default. To add one: a class in its group, and its name in the group's table. Imports no torch.
+object is made; below each field: symbol, range and meaning; beside it, or behind a blank line, why
+this default. To add one: a class in its group, and its name in the group's table. Imports no torch.
 """
 
 from __future__ import annotations
@@ -223,11 +223,8 @@ class Rest(Part, kind="rest"):
     max_tokens: Width = 10
     """Longest path of a tree, at least 1; no lookup says more than 10."""
 
-    max_rows: Annotated[int, between(1, 64, request=32)] = 16
-    """Rows of a tree's verification at most, with the newest token's.
-
-    REST drafts 64 tokens, on a GPU.
-    """
+    max_rows: Annotated[int, between(1, 64, request=32)] = 16  # REST drafts 64 tokens, on a GPU
+    """Rows of a tree's verification at most, with the newest token's."""
 
     @property
     def guesses(self) -> int:
@@ -352,12 +349,9 @@ class Bounded(Part):
     shortest: Width = 1
     """gamma_min, k_min, at least 1: no draft is asked to be shorter."""
 
-    longest: Width = 10
+    longest: Width = 10  # printed nowhere: where verification starts to cost on a CPU
     """gamma_max, k_max, at least 1: no draft is longer; in pinned mode never more than
-    `pinned_rows - 1`.
-
-    Printed nowhere: where verification starts to cost on a CPU.
-    """
+    `pinned_rows - 1`."""
 
     def __post_init__(self) -> None:
         """Raise InvalidOption for bounds that leave no length."""
@@ -391,17 +385,11 @@ class Threshold(Part, kind="threshold"):
 class GammaTune(Bounded, kind="gammatune"):
     """An exponential mean of accepted lengths."""
 
-    rate: Share = 0.3
-    """eta, in (0, 1]: weight of the newest round in the mean.
+    rate: Share = 0.3  # printed nowhere
+    """eta, in (0, 1]: weight of the newest round in the mean."""
 
-    Printed nowhere.
-    """
-
-    step: Amount = 2.0
-    """delta, at least 0: what a wholly accepted round counts more.
-
-    Printed nowhere; the heuristic's own step.
-    """
+    step: Amount = 2.0  # printed nowhere; the heuristic's own step
+    """delta, at least 0: what a wholly accepted round counts more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -410,11 +398,8 @@ class GammaTunePlus(GammaTune, kind="gammatune-plus"):
 
     reads_confidence: ClassVar[bool] = True
 
-    threshold: Probability = 0.4
-    """Top probability, in [0, 1], from which drafting goes on.
-
-    As for the controller `threshold`.
-    """
+    threshold: Probability = 0.4  # as for the controller `threshold`
+    """Top probability, in [0, 1], from which drafting goes on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -423,11 +408,8 @@ class CmAsdLength(Bounded, Ensemble, kind="cm-asd"):
 
     reads_confidence: ClassVar[bool] = True
 
-    scale: Share = 1.0
-    """alpha, in (0, 1]: share of `longest` that full confidence drafts.
-
-    The document's "full confidence".
-    """
+    scale: Share = 1.0  # the document's "full confidence"
+    """alpha, in (0, 1]: share of `longest` that full confidence drafts."""
 
 
 Controller = Fixed | Threshold | Heuristic | GammaTune | CmAsdLength
@@ -453,11 +435,8 @@ class Lossless(Part, kind="lossless"):
 class Lenient(Part, kind="lenient"):
     """Speculative sampling that keeps more drafts. Lossy below a lenience of 1."""
 
-    lenience: Share = 0.6
-    """In (0, 1]: a sampled draft stays when u < p / (q * lenience).
-
-    Measured at this value: eval/results/papers/lenience.
-    """
+    lenience: Share = 0.6  # measured at this value: eval/results/papers/lenience
+    """In (0, 1]: a sampled draft stays when u < p / (q * lenience)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -470,17 +449,11 @@ class CmAsd(Ensemble, kind="cm-asd"):
     """intent: stricter where the drafter is unsure, as the document's text says; paper: looser, as
     its formula does."""
 
-    top_beta: Rank = 3
-    """beta, at least 1: a draft must be among so many best tokens.
+    top_beta: Rank = 3  # printed nowhere
+    """beta, at least 1: a draft must be among so many best tokens."""
 
-    Printed nowhere.
-    """
-
-    tolerance: Amount = 0.1
-    """tau_base, at least 0, in nats below the best token.
-
-    The document's example.
-    """
+    tolerance: Amount = 0.1  # the document's example
+    """tau_base, at least 0, in nats below the best token."""
 
     tolerance_gain: Amount = 0.9
     """gamma, at least 0, in nats: what confidence (intent) or its lack (paper) adds.

@@ -58,10 +58,6 @@ class MeasuredCosts:
         """A round that takes `rows` rows through all layers in one pass, drafts left out."""
         return self.layers[rows - 1] + self.verdict(rows)
 
-    @property
-    def counts(self) -> range:
-        return range(1, len(self.layers) + 1)
-
     def plain_step(self) -> float:
         return self.step(1)
 
@@ -259,14 +255,13 @@ def token_cost(second: Backbone, model: Backbone) -> float:
     By the weights that a step reads, which is a little too much: two layers of SmolLM2-135M and its
     unembedding are 0.26 of it and took 0.17 (eval/results/papers/gammatune).
     """
-    return _bytes([second.model]) / _bytes([model.model])
+    return _bytes(second.model) / _bytes(model.model)
 
 
 def token_cost_without(skipped: Sequence[int], model: Backbone) -> float:
     """The same for the model itself without some layers, counted from 1."""
-    return 1.0 - _bytes([model.layers[layer - 1] for layer in skipped]) / _bytes([model.model])
+    return 1.0 - sum(_bytes(model.layers[at - 1]) for at in skipped) / _bytes(model.model)
 
 
-def _bytes(parts: Iterable[nn.Module]) -> int:
-    """Bytes of their weights."""
-    return sum(one.numel() * one.element_size() for part in parts for one in part.parameters())
+def _bytes(part: nn.Module) -> int:
+    return sum(one.numel() * one.element_size() for one in part.parameters())

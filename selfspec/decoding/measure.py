@@ -127,13 +127,8 @@ class StepSpeed:
         return {rows: seconds / self.step_s for rows, seconds in self.rows_s.items() if rows > 1}
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {
-            "step_bytes": self.step_bytes,
-            "limit_s": self.limit_s,
-            "step_s": self.step_s,
-            "share_of_limit": self.share_of_limit,
-            "rows_in_steps": self.rows_in_steps,
-        }
+        found = ("step_bytes", "limit_s", "step_s", "share_of_limit", "rows_in_steps")
+        return asdict(self) | {name: getattr(self, name) for name in found}
 
 
 @torch.inference_mode()
@@ -162,8 +157,7 @@ def memory_rate(clock: Clock) -> float:
     """Bytes per second of a sum over float32 numbers that no cache holds."""
     size = _CPU_BYTES if clock.device.type == "cpu" else _OTHER_BYTES
     numbers = torch.ones(size // 4, device=clock.device)
-    read: Callable[[], object] = numbers.sum
-    return numbers.nbytes / clock.seconds({"read": read})["read"]
+    return numbers.nbytes / clock.seconds({"read": lambda: numbers.sum()})["read"]
 
 
 class Passes:

@@ -285,7 +285,8 @@ class Calibration:
         if self.setting.speed_up > 1.0:
             return FITTED
         costs = self.costs
-        gains = (rows * costs.plain_step() - costs.step(rows) for rows in costs.counts[1:])
+        several = range(2, len(costs.layers) + 1)
+        gains = (rows * costs.plain_step() - costs.step(rows) for rows in several)
         return Ngram.kind if any(gain > 0.0 for gain in gains) else NoDrafts.kind
 
     def defaults(self, before: SpeculationOptions) -> SpeculationOptions:
