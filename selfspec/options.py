@@ -296,7 +296,7 @@ DRAFTERS: dict[
 }
 
 TOGETHER = (
-    *("exit", "ngram", "draft-model", "successors", "rest", "lookahead", "skip", "none"),
+    *DRAFTERS,
     *("ngram+exit", "ngram+draft-model", "ngram+successors", "ngram+rest", "ngram+skip"),
 )
 """Drafters in use: alone, or prompt lookup in front of another."""

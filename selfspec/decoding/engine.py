@@ -333,7 +333,7 @@ class Engine:
             backbone.num_layers,
             backbone.claims.pages,
             backbone.position_bytes,
-            _free(backbone.device) // 2 if kv_memory is None else kv_memory,
+            _free_bytes(backbone.device) // 2 if kv_memory is None else kv_memory,
         )
         self._most = most
         self._patience = patience
@@ -465,7 +465,6 @@ class Engine:
         return True
 
     def _do_next(self) -> None:
-        """The works that come next, of all texts that want alike ones."""
         who = next_together(self._works)
         works = [self._works.pop(running) for running in who]
         try:
@@ -520,8 +519,7 @@ class Engine:
             self.cancel(running)
 
 
-def _free(device: torch.device) -> int:
-    """Bytes of memory that nobody uses."""
+def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return int(psutil.virtual_memory().available)

@@ -320,7 +320,6 @@ def _question(
 
 
 def _costs(laps: Mapping[_Part, list[float]], num_layers: int, short: int) -> MeasuredCosts:
-    """Medians of the parts' laps, which were run in turns."""
     middle = {part: statistics.median(seconds) for part, seconds in laps.items()}
     counts = [rows for name, rows in laps if name == "layers"]
     layers = tuple(middle["layers", rows] for rows in counts)

@@ -105,7 +105,6 @@ class _Guesser:
         """Nodes of the record, by index of the draft token."""
 
     def begin(self, state: _State) -> None:
-        """A round begins."""
         self._nodes = {ROOT: state.root}
 
     def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:  # noqa: ARG002  # the protocol's

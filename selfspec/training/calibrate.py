@@ -284,8 +284,7 @@ class Calibration:
         """
         if self.setting.speed_up > 1.0:
             return FITTED
-        costs = self.costs
-        several = range(2, len(costs.layers) + 1)
+        costs, several = self.costs, range(2, len(self.costs.layers) + 1)
         gains = (rows * costs.plain_step() - costs.step(rows) for rows in several)
         return Ngram.kind if any(gain > 0.0 for gain in gains) else NoDrafts.kind
 

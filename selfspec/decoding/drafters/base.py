@@ -150,8 +150,8 @@ class DraftsFrom(Protocol[State_contra]):
         """What became of the draft that was asked for last: which of its tokens stayed."""
 
 
-class Drafter(DraftsFrom[DecodeState], Protocol):
-    """What `decode` asks."""
+Drafter = DraftsFrom[DecodeState]
+"""What `decode` asks."""
 
 
 class NoDrafter:

@@ -154,7 +154,7 @@ def make_tree(
 def _own_cost(
     cost: DraftCost, options: SpeculationOptions, sources: Sources, *, trees: bool
 ) -> DraftCost:
-    """The same, by what is asked: no heads, heads, or heads that attend, which read as a model."""
+    """What is paid: no head where none is asked, and for heads that attend what they read."""
     if not options.uses("exit"):
         return cost if options.uses("successors") else replace(cost, head=0.0)
     if not isinstance(sources.heads, AttendingHeads):

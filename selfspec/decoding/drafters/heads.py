@@ -108,7 +108,6 @@ class AttendingGuesser(HeadGuesser):
     """
 
     def begin(self, state: DecodeState) -> None:
-        """A round begins."""
         super().begin(state)
         self._places = {ROOT: -1}
         """By token: its number among those that the layer has read this round."""
@@ -199,19 +198,15 @@ class MedusaGuesser(HeadGuesser):
         return [self._behind(draft, node) for node in asked]
 
     def _behind(self, draft: Draft, node: int) -> Guesses:
-        ranks = _ranks(draft, node)
+        # each token's rank among its siblings; text already seen comes first
+        parents = draft.parents
+        ranks = tuple(parents[:at].count(parents[at]) for at in draft.path(node))
         count, place = CHOICES.get(ranks, 0), len(ranks)
         if self._said is None or place >= len(self._said.tokens) or count == 0:
             return Known([], [])
         row = self._said.part(slice(place, place + 1))
         (tokens,), (chances,) = row.tokens, row.chances
         return self._guesses(draft, node, row.logits, tokens[:count], chances[:count])
-
-
-def _ranks(draft: Draft, node: int) -> tuple[int, ...]:
-    """Ranks of the tokens down to one, each among its siblings; text already seen comes first."""
-    parents = draft.parents
-    return tuple(parents[:at].count(parents[at]) for at in draft.path(node))
 
 
 # --- rows run through the hidden cache and wait where they left -----------------------------------
