@@ -26,9 +26,8 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.decoding.drafters.rest import Datastore
-from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
-from selfspec.model.parts import Unembedding
 from selfspec.options import CONTROLLERS, TOGETHER, Bounded
+from tests import ladder
 from tests.models import VOCAB_SIZE, make_model, random_ids
 
 LAYERS = 4
@@ -189,7 +188,7 @@ def speculator(
     heads: Any = kind
     whole = model(family, dtype, sizes=sizes)
     if kind != "logit-lens":
-        heads = random_heads(wrap(whole, drafter="none").backbone.unembedding, kind)
+        heads = ladder.deep_heads(wrap(whole, drafter="none").backbone, EXITS[kind])
     found = wrap(
         whole,
         tokenizer(),
@@ -199,23 +198,6 @@ def speculator(
     )
     found.runtime.datastore = Datastore.of(random_ids(20_000).tolist(), tokenizer())
     return found
-
-
-def random_heads(unembedding: Unembedding, kind: str) -> ExitHeads:
-    config = HeadsConfig(
-        base_model="tiny",
-        base_fingerprint="",
-        hidden_size=unembedding.weight.shape[1],
-        num_layers=LAYERS,
-        vocab_size=VOCAB_SIZE,
-        exit_layers=EXITS[kind],
-        head_type=kind,
-    )
-    heads = ExitHeads(config, unembedding).requires_grad_(False)
-    generator = torch.Generator().manual_seed(3)
-    for parameter in heads.parameters():
-        parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter), alpha=0.1)
-    return heads
 
 
 @cache

@@ -103,6 +103,7 @@ def decode(
     new_tokens: int = NEW_TOKENS,
     shape: PassShape = FREE,
     exit_layers: tuple[int, ...] = (),
+    sampler: Sampler | None = None,
 ) -> Decoded:
     """Greedy decoding with any drafter, checking the invariants of design.md section 1."""
     length = ids.shape[1] + new_tokens
@@ -115,7 +116,7 @@ def decode(
         pinned_rows=shape.rows,
         reader=reader_of(drafter),
     )
-    rule = Recorder(GreedyMatch(greedy()))
+    rule = Recorder(GreedyMatch(sampler or greedy()))
     entries = []
     for entry in rounds(state, drafter, rule, StopRule(max_length=length), Stopwatch()):
         entries.append(entry)
@@ -141,7 +142,7 @@ def exit_drafter(backbone: Backbone, tau: float, width: int = 5) -> ExitDrafter:
     return ExitDrafter(heads, judge, drafting(width))
 
 
-def deep_heads(backbone: Backbone) -> ExitHeads:
+def deep_heads(backbone: Backbone, exit_layers: tuple[int, ...] = DEEP_EXITS) -> ExitHeads:
     """Heads of random weights that read deep states, the first of them on the embedding."""
     weight = backbone.unembedding.weight
     config = HeadsConfig(
@@ -150,7 +151,7 @@ def deep_heads(backbone: Backbone) -> ExitHeads:
         hidden_size=weight.shape[1],
         num_layers=backbone.num_layers,
         vocab_size=weight.shape[0],
-        exit_layers=DEEP_EXITS,
+        exit_layers=exit_layers,
         head_type="deep-fused",
     )
     heads = ExitHeads(config, backbone.unembedding).requires_grad_(False)

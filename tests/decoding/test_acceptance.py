@@ -153,22 +153,6 @@ def test_certain_drafts_keep_the_targets_law(tokens: list[int]) -> None:
     assert kept.get(2, 0.0) == pytest.approx(first * second, abs=2e-7)
 
 
-def test_tokens_that_processors_forbid_are_never_committed() -> None:
-    # the best three of 4, 2, 2, 1, 1 are 1/2, 1/4, 1/4
-    logits = torch.tensor([4.0, 2.0, 2.0, 1.0, 1.0]).log()
-    sampler = make_sampler(LoadedSampler, TopKLogitsWarper(3))
-    rule = SpeculativeSampling(sampler)
-    law = torch.tensor([0.25, 0.25, 0.0, 0.5, 0.0])
-
-    def play() -> tuple[int, ...]:
-        words, draft = Words(0), draft_words(sampler, 0, 1, law.expand(5, 5))
-        verdicts(rule, words, logits.expand(2, 5), draft)
-        return tuple(words.tokens[1:])
-
-    targets = torch.tensor([0.5, 0.25, 0.25, 0.0, 0.0]).expand(5, 5)
-    assert_same(completed(enumerate_law(sampler, play), 2, targets), plain(2, targets))
-
-
 def test_processors_see_the_committed_token_not_the_refused_draft() -> None:
     # no token may come twice: the second one's law depends on which was really committed first
     sampler = make_sampler(LoadedSampler, NoRepeatNGramLogitsProcessor(1))
@@ -327,15 +311,6 @@ def test_a_draft_without_belief_counts_as_certain() -> None:
     rule = cm_asd(greedy_sampler(), 0.0, 0.0, tolerance_gain=0.7)
     assert verdicts(rule, Words(0), LOGITS, Draft.of([0]))[0] == (0, True)
     assert verdicts(rule, Words(0), LOGITS, draft_of(0))[0] == (1, False)
-
-
-def test_cm_asd_goes_on_behind_a_kept_draft_and_ends_behind_a_refused_one() -> None:
-    rule = cm_asd(greedy_sampler(), 0.7)
-    logits = TARGET.log().expand(4, 5)
-    draft = drafted(0, 4, 2, belief=DRAFT)
-    assert verdicts(rule, Words(0), logits, draft) == [(0, True), (4, True), (1, False)]
-    draft = drafted(0, 4, 1, belief=DRAFT)
-    assert len(verdicts(rule, Words(0), logits, draft)) == 4  # and the bonus
 
 
 @pytest.mark.parametrize("tolerance", [0.0, 0.41, 0.7, 9.0])

@@ -131,18 +131,6 @@ def test_no_controller_leaves_its_bounds(name: str) -> None:
         controller.end(drafted, int(torch.randint(drafted + 1, (), generator=generator)))
 
 
-@pytest.mark.parametrize("name", ["heuristic", "gammatune", "gammatune-plus"])
-@pytest.mark.parametrize("first", [1, 3, 10])
-def test_learners_grow_on_success_and_shrink_on_failure(name: str, first: int) -> None:
-    controller = make_controller(SpeculationOptions().updated({"controller": name}), first)
-    for _ in range(30):
-        controller.end(controller.begin(), controller.begin())
-    assert controller.begin() == 10
-    for _ in range(30):
-        controller.end(controller.begin(), 0)
-    assert controller.begin() == 1
-
-
 @pytest.mark.parametrize(
     ("option", "value", "name"),
     [

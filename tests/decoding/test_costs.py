@@ -29,7 +29,6 @@ from selfspec.decoding.work import Steps, alone, ready
 from selfspec.heads.exit_heads import ExitHeads, logit_lens
 from selfspec.model.backbone import Backbone
 from selfspec.options import Costs
-from tests import ladder
 from tests.decoding.test_drafters import Text
 from tests.heads.kinds import make_heads
 from tests.models import make_model, needs_compiler, random_ids
@@ -335,14 +334,6 @@ def test_dearer_heads_are_paused_earlier(exact: Any) -> None:
         for cost in (0.0, 10.0)
     )
     assert cheap > dear > 0
-
-
-def test_pauses_do_not_change_the_distribution_of_samples() -> None:
-    model = make_model("llama", vocab_size=4, num_hidden_layers=2)
-    # two wrong drafts cost between 7.5 and 8.5 steps: a pause follows, where one is right none does
-    ladder.check_sampling(
-        model, random_ids(6, vocab_size=4), draws=600, length=4, costs="head=3.3,row=0.08"
-    )
 
 
 # --- measured costs -------------------------------------------------------------------------------

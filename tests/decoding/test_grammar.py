@@ -22,6 +22,7 @@ from selfspec.api.structure import Grammar, of_lark, of_schema
 from selfspec.decoding.drafters.ngram import GrammarDrafter
 from selfspec.decoding.sampling import GrammarMask
 from selfspec.errors import InvalidOption
+from tests.decoding.test_drafters import Text
 from tests.jsonish import END, VOCAB_SIZE, speculator, tokenizer
 from tests.models import random_ids
 
@@ -180,14 +181,6 @@ def test_what_is_forced_ends_with_the_end_token(words: PreTrainedTokenizerFast) 
     assert one.forced(words("yes")["input_ids"], 2) == forced[:2]
     assert one.forced([], 5) == []
     assert one.forced([], 0) == []
-
-
-class Text:
-    def __init__(self, tokens: list[int]) -> None:
-        self.tokens = tokens
-
-    def committed(self, start: int) -> list[int]:
-        return self.tokens[start:]
 
 
 def test_a_trunk_is_what_is_forced_whatever_else_is_promised(

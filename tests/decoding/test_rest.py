@@ -19,8 +19,8 @@ from selfspec.decoding.drafters.rest import BEHIND, DOUBT, END, Datastore, RestG
 from selfspec.decoding.drafters.trees import ROOT
 from selfspec.decoding.stats import Stopwatch
 from selfspec.decoding.work import alone
-from selfspec.errors import InvalidData, InvalidOption
-from tests import ladder
+from selfspec.errors import InvalidData
+from tests.decoding.test_drafters import Text
 from tests.models import make_model, needs_compiler, random_ids
 from tests.talks import make_tokenizer
 
@@ -91,14 +91,10 @@ def test_nothing_goes_on_into_the_next_text_and_one_token_is_too_few() -> None:
 
 
 def test_a_guesser_says_what_follows_paths_of_a_draft_and_in_chains_the_heaviest() -> None:
-    class Text:
-        def committed(self, start: int) -> list[int]:
-            return [9, 1, 2][start:]
-
     store, draft = store_of([1, 2, 5, 6], [1, 2, 5, 7], [1, 2, 8, 6]), Draft.of([5, 8], [-1, -1])
     for trees, expected in ((True, [[5, 8], [6, 7], [6]]), (False, [[5], [6], [6]])):
         guesser = RestGuesser(store, 15, trees=trees)
-        guesser.begin(Text())
+        guesser.begin(Text([9, 1, 2]))
         found = alone(guesser.ask(draft, [ROOT, 0, 1], Stopwatch()))
         assert [
             [guess.choice(rank).token for rank in range(len(guess.chances))]  # type: ignore[union-attr]  # there is one
@@ -192,17 +188,3 @@ def test_longest_paths_and_rows_are_bounded(tmp_path: Path, exact: Any) -> None:
         for setting in ("max_tokens=2", "max_rows=4", "max_rows=16")
     ]
     assert lengths == [2, 3, 10]
-
-
-def test_sampled_sequences_have_the_distribution_of_the_model(tmp_path: Path) -> None:
-    model = make_model("llama", vocab_size=4, num_hidden_layers=2)
-    drawn, path = random.Random(0), tmp_path / "store.safetensors"
-    store_of([drawn.randrange(4) for _ in range(300)]).save(path)
-    ladder.check_sampling(
-        model, random_ids(3, vocab_size=4), datastore=path, drafter="rest", costs="row=0"
-    )
-
-
-def test_it_must_be_there(exact: Any) -> None:
-    with pytest.raises(InvalidOption, match=r"drafter rest needs a datastore\. Give --datastore"):
-        wrap(exact, drafter="rest").generate(random_ids(5), max_new_tokens=2)

@@ -7,7 +7,7 @@ transformers' own `generate`, row for row.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,9 +33,7 @@ from transformers.generation.logits_process import (
 
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.api.stream import Generation
-from selfspec.decoding.acceptance import GreedyMatch
 from selfspec.decoding.controllers import DraftController
-from selfspec.decoding.decode import StopRule, rounds
 from selfspec.decoding.drafters.base import Drafter, Drafting, NoDrafter
 from selfspec.decoding.drafters.heads import ExitDrafter
 from selfspec.decoding.engine import Engine, Running
@@ -48,13 +46,13 @@ from selfspec.decoding.sampling import (
     is_stateless,
     processor_for,
 )
-from selfspec.decoding.state import DecodeState
-from selfspec.decoding.stats import Round, Stopwatch
+from selfspec.decoding.stats import Round
 from selfspec.errors import InvalidOption
 from selfspec.eval.scripted import MixedDrafter, OracleDrafter, RandomDrafter, WrongDrafter
 from selfspec.heads.exit_heads import logit_lens
 from selfspec.heads.heads import ExitJudge
 from selfspec.model.backbone import Backbone
+from tests import ladder
 from tests.models import VOCAB_SIZE, make_model, random_ids
 
 LENGTH, NEW = 30, 16
@@ -397,17 +395,23 @@ def watermark() -> SynthIDTextWatermarkLogitsProcessor:
     )
 
 
-def decode(
+def decoded(
     backbone: Backbone,
     sampler: Sampler,
     drafter: Drafter | None = None,
-    exit_layers: Sequence[int] = (),
+    exit_layers: tuple[int, ...] = (),
 ) -> tuple[list[int], list[Round]]:
     """Greedy decoding of LENGTH ids: the ids and the rounds."""
-    state = DecodeState(backbone, random_ids(PROMPT), exit_layers=exit_layers)
-    rule, stop = GreedyMatch(sampler), StopRule(max_length=LENGTH)
-    entries = list(rounds(state, drafter or NoDrafter(), rule, stop, Stopwatch()))
-    return state.ids[0].tolist(), entries
+    ids, new = random_ids(PROMPT), LENGTH - PROMPT
+    found = ladder.decode(
+        backbone,
+        ids,
+        drafter or NoDrafter(),
+        new_tokens=new,
+        exit_layers=exit_layers,
+        sampler=sampler,
+    )
+    return ids[0].tolist() + found.tokens, found.entries
 
 
 # One call
@@ -425,18 +429,6 @@ def test_probabilities_are_those_of_the_processed_scores() -> None:
     probs = make_sampler(TopKLogitsWarper(2)).probs(torch.tensor([[1]]), logits)
     kept = torch.tensor([3.0, -torch.inf, 4.0, -torch.inf]).softmax(-1)
     assert torch.equal(probs, kept)
-
-
-@pytest.mark.parametrize(
-    ("sampler", "plain"),
-    [
-        (make_sampler(), True),
-        (make_sampler(do_sample=True), False),
-        (make_sampler(TemperatureLogitsWarper(0.5)), False),
-    ],
-)
-def test_greedy_is_plain_without_sampling_and_processors(sampler: Sampler, plain: bool) -> None:
-    assert sampler.is_plain_greedy == plain
 
 
 def draws(sampler: Sampler) -> list[float]:
@@ -498,7 +490,7 @@ def test_drafts_are_chosen_without_processors_that_keep_state() -> None:
 @pytest.fixture(scope="module")
 def truth(backbone: Backbone) -> list[int]:
     """Prompt and greedy continuation."""
-    return decode(backbone, make_sampler())[0]
+    return decoded(backbone, make_sampler())[0]
 
 
 SCRIPTS: dict[str, Callable[[list[int]], Drafter]] = {
@@ -515,7 +507,7 @@ def test_target_processors_see_each_true_prefix_once_whatever_was_drafted(
     name: str, backbone: Backbone, truth: list[int]
 ) -> None:
     note = Note()
-    ids, _ = decode(backbone, make_sampler(note), SCRIPTS[name](truth))
+    ids, _ = decoded(backbone, make_sampler(note), SCRIPTS[name](truth))
     assert ids == truth
     assert note.seen == [truth[:length] for length in range(PROMPT, LENGTH)]
 
@@ -546,7 +538,7 @@ def test_the_exit_drafter_shows_its_drafts_to_stateless_processors_only(
 ) -> None:
     note = Note()
     sampler = make_sampler(note, NoRepeatNGramLogitsProcessor(1))
-    ids, entries = decode(backbone, sampler, exit_drafter(backbone, sampler), exit_layers=(4,))
+    ids, entries = decoded(backbone, sampler, exit_drafter(backbone, sampler), exit_layers=(4,))
     assert note.seen == [ids[:length] for length in range(PROMPT, LENGTH)]
     first = entries[1]  # the round after the prompt's pass
     assert len(first.draft_tokens) == 3

@@ -85,32 +85,6 @@ def cache(watched: WatchedBackbone) -> Iterator[HiddenCache]:
         yield HiddenCache(watched, Lease(8), EXIT_LAYERS)
 
 
-def test_pushed_rows_wait_in_order_and_stay_when_looked_at(
-    cache: HiddenCache, watched: WatchedBackbone
-) -> None:
-    embedded = watched.embed(random_ids(3)[0])
-    cache.push(embedded[:2])
-    cache.push(embedded[2:])
-    assert torch.equal(cache.rows(0), embedded)
-    assert torch.equal(cache.rows(0), embedded)
-    assert cache.schedule.pushed == 3
-    assert cache.schedule.depths == (0, 2, 4, 6, 8)
-
-
-def test_advance_empties_one_queue_and_returns_only_what_it_ran(
-    cache: HiddenCache, watched: WatchedBackbone
-) -> None:
-    embedded = watched.embed(random_ids(3)[0])
-    cache.push(embedded[:2])
-    first = alone(cache.advance(0))
-    cache.push(embedded[2:])
-    second = alone(cache.advance(0))
-    assert (len(first), len(second)) == (2, 1)
-    assert torch.equal(cache.rows(1), torch.cat([first, second]))
-    cache.push(embedded[:1])
-    assert torch.equal(cache.rows(0), embedded[:1])
-
-
 def test_clear_drops_rows_and_passes_but_not_the_list_handed_out(
     cache: HiddenCache, watched: WatchedBackbone
 ) -> None:
@@ -139,21 +113,6 @@ def test_logits_are_padded_as_passes_are_and_come_back_without_padding(
     target = alone(HiddenCache(watched, Lease(8), pinned_rows=4).unembed(hidden))
     assert torch.equal(seen[0], padded(hidden, 4))
     assert torch.equal(target.logits, hidden[:, :5])
-
-
-@torch.inference_mode()
-def test_padding_leaves_no_trace_in_queues_keys_or_counts(watched: WatchedBackbone) -> None:
-    lease = Lease(8)
-    cache = HiddenCache(watched, lease, EXIT_LAYERS, pinned_rows=4)
-    embedded = watched.embed(random_ids(3)[0])
-    block = torch.nn.functional.pad(embedded, (0, 0, 0, 1))
-    expected = watched.run(block, 0, 2, Rows.of(Lease(8), 0, 4, block.device))[:3]
-    cache.push(embedded)
-    assert torch.equal(alone(cache.advance(0)), expected)
-    assert torch.equal(cache.rows(1), expected)
-    assert cache.schedule.passes == [(3, 0, 2)]
-    assert [lease.length(layer) for layer in range(8)] == [3, 3, 0, 0, 0, 0, 0, 0]
-    assert watched.runs[-1] == ([0, 1, 2, 3], 0, 2)
 
 
 # --- rounds over the queues -----------------------------------------------------------------------
@@ -336,43 +295,12 @@ def test_heads_see_the_row_being_drafted_at_their_own_layer(
         assert (hidden - expected[layer][:, 5 + step]).abs().max() < 1e-13
 
 
-def coin_tosses(state: DecodeState, truth: list[int], seed: int) -> Decide:
-    """Sure in half of the cases; four times of five of the true token."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def decide(step: int, layer: int) -> int | None:
-        coin, right = torch.rand(2, generator=generator).tolist()
-        token = truth[state.length + step]
-        return None if coin < 0.5 else token if right < 0.8 else (token + 1) % VOCAB_SIZE
-
-    return decide
-
-
 @pytest.fixture(scope="module")
 def truth(shared: WatchedBackbone) -> list[int]:
     state = make_state(shared)
     for _ in decode(state, lambda _step, _layer: None, max_length=45):
         pass
     return state.ids[0].tolist() + [0] * 8
-
-
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("pinned_rows", [None, 8])
-def test_between_rounds_every_layer_holds_all_ids_but_the_newest(
-    watched: WatchedBackbone, truth: list[int], seed: int, pinned_rows: int | None
-) -> None:
-    lease = Lease(8, slots=None if pinned_rows is None else 64)
-    state = make_state(watched, lease=lease, pinned_rows=pinned_rows)
-    kept = set()
-    for entry in decode(state, coin_tosses(state, truth, seed), max_length=45):
-        assert lengths(state) == [state.length - 1] * 8
-        assert state.waiting == [int(state.ids[0, -1])]
-        assert state.hidden.schedule.pushed == 0
-        assert state.hidden.schedule.passes == []
-        kept.add((entry.accepted, len(entry.draft_tokens)))
-    assert state.ids[0].tolist() == truth[:45]
-    # the rounds were of many kinds: kept all, kept a part, kept none
-    assert {accepted == drafted for accepted, drafted in kept} == {True, False}
 
 
 @pytest.mark.parametrize("passes", range(1, 11))

@@ -81,27 +81,6 @@ def test_each_row_of_a_tree_sees_its_own_path(family: str, held: int, attn: str)
         torch.testing.assert_close(found[row], alone, rtol=0, atol=5e-5)
 
 
-@torch.inference_mode()
-def test_a_lease_keeps_one_path_in_every_layer() -> None:
-    backbone = cut()
-    text, drafts = random_ids(6)[0], random_ids(len(PARENTS), seed=1)[0]
-    lease, plain = Lease(6), Lease(6)
-    path = [0, 3, 6]
-    for kept, rows in ((lease, drafts), (plain, drafts[path])):
-        first = Rows.of(kept, 0, 6, text.device)
-        backbone.run(backbone.embed(text), 0, 6, first)
-        parents = PARENTS if kept is lease else None
-        behind = Rows.of(kept, 6, len(rows), text.device, parents)
-        backbone.run(backbone.embed(rows), 0, 6, behind)
-    lease.keep(6, path)
-    assert {lease.length(layer) for layer in range(6)} == {9}
-    pairs = zip(lease._keys + lease._values, plain._keys + plain._values, strict=True)
-    for ours, theirs in pairs:
-        assert ours is not None
-        assert theirs is not None
-        torch.testing.assert_close(ours[..., :9, :], theirs[..., :9, :], rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("exits", [(), ladder.EXITS], ids=["", "exits"])
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("family", FAMILIES)
@@ -468,20 +447,6 @@ def test_sampling_from_a_tree_is_exact(
     assert any(branches for _, branches in sizes)
     for tokens, chance in found.items():
         assert chance == pytest.approx(laws.chance((0, *tokens), laws.TARGETS), abs=1e-6), tokens
-
-
-def test_sampled_sequences_follow_the_model_s_law_with_trees() -> None:
-    model = make_model("llama", torch.float64, vocab_size=8)
-    heads = ladder.deep_heads(Backbone(model, executor="generic"))
-    ladder.check_sampling(
-        model,
-        random_ids(5) % 8,
-        draws=800,
-        heads=heads,
-        drafter="ngram+exit:layers=0,threshold=0.01,guesses=3,max_rows=5,max_tokens=2",
-        costs="row=0,head=0",
-        executor="generic",
-    )
 
 
 def test_a_decision_that_sees_the_drawn_token_would_be_found() -> None:

@@ -38,7 +38,7 @@ from selfspec.options import (
     Threshold,
     ranges,
 )
-from selfspec.typed import annotations_of, check_keys
+from selfspec.typed import annotations_of
 from tests.bad_input import patience
 from tests.models import make_model
 from tests.talks import make_tokenizer
@@ -245,20 +245,6 @@ def test_one_threshold_and_several_read_as_a_tuple() -> None:
 )
 def test_what_changes_the_output_is_named(acceptance: Any, loss: str | None) -> None:
     assert SpeculationOptions(acceptance=acceptance).loss == loss
-
-
-def test_updating_turns_lists_from_json_or_yaml_into_tuples() -> None:
-    given = {"drafter": {"exit": {"layers": [2, 4], "threshold": [0.5, 0.6]}}}
-    options = SpeculationOptions().updated(given)
-    assert options.exit == Exit(layers=(2, 4), threshold=(0.5, 0.6))
-    hash(options)
-
-
-def test_a_key_like_no_other_lists_all_known_ones() -> None:
-    check_keys(["alpha"], ["beta", "alpha"], "key")
-    with pytest.raises(InvalidOption) as caught:
-        check_keys(["zzz"], {"beta", "alpha"}, "key")
-    assert str(caught.value) == "unknown key 'zzz'. Known: alpha, beta"
 
 
 @pytest.mark.parametrize(

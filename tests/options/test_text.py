@@ -137,6 +137,7 @@ def test_the_shortest_text_says_what_differs() -> None:
         ("exit:anneal_strength=1e+1", "exit", {"exit": Exit(anneal_strength=10.0)}),
         ({"ngram": {"size": 3}, "exit": None}, "ngram+exit", {"ngram": Ngram(size=3)}),
         ({"exit": "threshold=0.5"}, "exit", {"exit": Exit(threshold=0.5)}),
+        ({"exit": {"layers": [2, 4]}}, "exit", {"exit": Exit(layers=(2, 4))}),  # from JSON or YAML
         (Exit(threshold=0.5), "exit", {"exit": Exit(threshold=0.5)}),
         ([Ngram(size=3), Exit()], "ngram+exit", {"ngram": Ngram(size=3)}),
         ("none", "none", {}),
@@ -200,6 +201,7 @@ def test_easd_as_text_starts_where_the_heads_say() -> None:
         ({"drafter": "exits"}, "unknown drafter 'exits'. Did you mean exit?"),
         ({"drafter": "exit+ngram"}, "unknown drafter 'exit+ngram'. Did you mean ngram?"),
         ({"drafter": "exit:treshold=1"}, "unknown setting of exit: 'treshold'. Did you mean"),
+        ({"drafter": "ngram:zzz=1"}, "unknown setting of ngram: 'zzz'. Known: max_tokens, size"),
         ({"drafter": "exit:threshold=high"}, "exit:threshold is 'high', expected a finite number"),
         ({"drafter": "exit:0.5"}, "exit is followed by '0.5', expected KEY=VALUE,.."),
         ({"drafter": "ngram:size=2,size=3"}, "ngram:size is given twice. Leave one out"),

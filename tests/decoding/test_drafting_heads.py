@@ -1,10 +1,11 @@
-"""Drafts from heads that attend: as the reference drafts, whatever passed by and was kept."""
+"""Drafts from heads that attend, as the reference drafts, and Medusa's tree, as published."""
 
 from __future__ import annotations
 
 import json
+import math
 import shutil
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import LogitsProcessorList
 
 from selfspec.api.speculator import wrap
 from selfspec.cli.main import main
@@ -20,16 +20,20 @@ from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import GreedyMatch
 from selfspec.decoding.decode import StopRule, rounds
 from selfspec.decoding.drafters.base import Draft, NoDrafter
-from selfspec.decoding.drafters.heads import AttendingDrafter
+from selfspec.decoding.drafters.heads import CHOICES, AskAhead, AttendingDrafter
+from selfspec.decoding.drafters.trees import TreeDrafter
 from selfspec.decoding.engine import Asked, Engine, Runtime
-from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState
 from selfspec.decoding.stats import Round, Stopwatch
 from selfspec.decoding.work import Run, Steps, alone
+from selfspec.errors import InvalidOption
 from selfspec.eval.scripted import OracleDrafter
-from selfspec.heads.attending import AttendingHeads, TextRows
+from selfspec.heads.attending import AttendingHeads
+from selfspec.heads.exit_heads import ExitHeads
+from selfspec.heads.folder import MEDUSA
 from selfspec.heads.heads import ExitJudge
 from selfspec.model.backbone import Backbone
+from selfspec.options import MEDUSA_FITTED
 from tests import ladder
 from tests.heads.eagle3.make import HEADS, HERE, LENGTH, SHOWN, STEPS, target, text
 from tests.models import make_model, needs_compiler, random_ids
@@ -39,6 +43,14 @@ OPTIONS = SpeculationOptions(never_slower=False).updated(
     {"drafter": "exit:threshold=0.001,max_tokens=4"}
 )
 EXECUTORS = ["generic", pytest.param("fused", marks=needs_compiler)]
+
+PUBLISHED = """\
+0 00 1 01 2 000 10 02 3 03 4 04 20 05 001 5 06 6 07 010 11 7 08 002 30 09 8 9 100 020 12 003 40 21
+004 005 0000 011 006 030 50 13 007 008 009 60 040 14 70 012 200 31 22 80 050 15 101 021 90 060 0001
+16 070"""
+"""`mc_sim_7b_63` of FasterDecoding/Medusa, medusa/model/medusa_choices.py: a digit is a rank."""
+
+WHOLE = f"{MEDUSA_FITTED},max_rows=64".removeprefix("ngram+")
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -74,24 +86,14 @@ class Forced(GreedyMatch):
         return found if token is None else found._replace(token=token)
 
 
-def test_sampled_sequences_have_the_distribution_of_the_model() -> None:
-    model = make_model("llama", vocab_size=4, num_hidden_layers=2)
-    heads = ladder.attending_heads(Backbone(model, executor="generic"))
-    drafter = "exit:layers=0,threshold=0.01,max_tokens=2"
-    ladder.check_sampling(model, random_ids(3, vocab_size=4), heads=heads, drafter=drafter)
-
-
 @pytest.fixture(scope="module", params=EXECUTORS)
 def backbone(request: pytest.FixtureRequest) -> Backbone:
     return Backbone(make_model("llama", max_position_embeddings=512), executor=request.param)
 
 
 def asked(prompt: Tensor) -> Asked:
-    return Asked(
-        ids=prompt,
-        sampler=Sampler(LogitsProcessorList()),
-        stop=StopRule(max_length=prompt.shape[1] + 14),
-    )
+    stop = StopRule(max_length=prompt.shape[1] + 14)
+    return Asked(ids=prompt, sampler=ladder.greedy(), stop=stop)
 
 
 def drafts(entries: list[Round]) -> list[tuple[list[int], list[int]]]:
@@ -99,49 +101,49 @@ def drafts(entries: list[Round]) -> list[tuple[list[int], list[int]]]:
 
 
 @pytest.mark.parametrize("patience", [None, 0.5], ids=["", "in pieces"])
+@pytest.mark.parametrize("kind", ["attending", "medusa"])
 def test_a_text_has_the_drafts_that_it_has_alone(
-    backbone: Backbone, patience: float | None, monkeypatch: pytest.MonkeyPatch
+    backbone: Backbone, kind: str, patience: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a batch, whose rows run together, with prompts that begin alike or were written before."""
-    texts: list[int] = []
-    run = AttendingHeads.run
+    attends, texts = kind == "attending", list[int]()
+    options = OPTIONS if attends else OPTIONS.updated({"drafter": WHOLE})
+    owner, name = (AttendingHeads, "run") if attends else (AskAhead, "done")
+    run = getattr(owner, name)
 
-    def counted(heads: AttendingHeads, rows: Sequence[TextRows]) -> list[Tensor]:
-        texts.append(len(rows))
-        return run(heads, rows)
+    def counted(*given: Any) -> Any:
+        texts.append(len(given[1]))
+        return run(*given)
 
-    monkeypatch.setattr(AttendingHeads, "run", counted)
+    def runtime() -> Runtime:
+        heads: Any = (ladder.attending_heads if attends else ladder.medusa_heads)(backbone)
+        return Runtime(backbone, heads, None)
+
+    monkeypatch.setattr(owner, name, counted)
     common = random_ids(90, seed=9)
     prompts = [torch.cat([common, random_ids(3 + n, seed=n)], 1) for n in range(5)]
     prompts += [random_ids(4, seed=20), random_ids(40, seed=21), prompts[0]]
-    alone = [
-        drafts(list(Engine(runtime(backbone)).add(asked(prompt), OPTIONS))) for prompt in prompts
-    ]
+    alone = [drafts(list(Engine(runtime()).add(asked(prompt), options))) for prompt in prompts]
     plain = SpeculationOptions(speculate=False)
     for prompt, entries in zip(prompts, alone, strict=True):
         tokens = [token for _, found in entries for token in found]
-        written = Engine(runtime(backbone)).add(asked(prompt), plain)
+        written = Engine(runtime()).add(asked(prompt), plain)
         assert tokens == [token for entry in written for token in entry.tokens]
     assert sum(len(tokens) > 1 for entries in alone for _, tokens in entries)
     assert set(texts) == {1}
-    engine = Engine(runtime(backbone), most=4, patience=patience)
-    running = [engine.add(asked(prompt), OPTIONS) for prompt in prompts]
+    engine = Engine(runtime(), most=4, patience=patience)
+    running = [engine.add(asked(prompt), options) for prompt in prompts]
     while engine.texts:
         engine.step()
-    again = engine.add(asked(prompts[2]), OPTIONS)
+    again = engine.add(asked(prompts[2]), options)
     assert max(texts) == 4
     assert [drafts(one.take()) for one in running] == alone
     for one in running:
-        reading = one.state.attention
-        assert reading is not None
-        assert reading.ids == one.state.committed(1)[: len(reading.ids)]
+        if (reading := one.state.attention) is not None:
+            assert reading.ids == one.state.committed(1)[: len(reading.ids)]
     assert drafts(list(again)) == alone[2]
     if backbone.claims.pages is not None:
         assert again.stats.reused_tokens == prompts[2].shape[1] - 1
-
-
-def runtime(backbone: Backbone) -> Runtime:
-    return Runtime(backbone, ladder.attending_heads(backbone), None)
 
 
 def test_a_conversation_goes_on_from_what_was_read(backbone: Backbone) -> None:
@@ -262,3 +264,113 @@ def test_the_command_line_takes_the_folder_as_it_is(
     assert "eagle3" in said("heads", "show", name)
     said("heads", "pull", name)
     assert any(one["name"] == name for one in json.loads(said("heads", "list", "--json")))
+
+
+# --- Medusa's tree: its shape, its tokens, what of it pays ---------------------------------------
+
+
+def published() -> set[tuple[int, ...]]:
+    return {tuple(map(int, path)) for path in PUBLISHED.split()}
+
+
+def test_the_tree_is_the_published_one() -> None:
+    paths = published()
+    assert len(paths) == len(PUBLISHED.split()) == 63
+    assert {(*path, rank) for path, count in CHOICES.items() for rank in range(count)} == paths
+
+
+@pytest.fixture(scope="module")
+def precise(exact: Any) -> Backbone:
+    return Backbone(exact, executor="generic")
+
+
+def begun(precise: Backbone) -> DecodeState:
+    """A text whose prompt has been read."""
+    state = DecodeState(precise, random_ids(9), exit_layers=(0,))
+    stop = StopRule(max_length=40)
+    next(rounds(state, NoDrafter(), GreedyMatch(ladder.greedy()), stop, Stopwatch()))
+    return state
+
+
+def ranked(heads: ExitHeads, state: DecodeState) -> tuple[list[list[int]], Tensor]:
+    """The ten likeliest tokens of each head, and their probabilities [K, 10], by hand."""
+    assert state.deep is not None
+    x, rows = state.backbone.unembedding.norm(state.deep), state.backbone.unembedding.weight
+    found = []
+    for name, weight in heads.named_parameters():
+        if name.endswith("weight"):
+            bias = heads.get_parameter(name.replace("weight", "bias"))
+            opened = torch.nn.functional.linear(x, weight, bias)
+            found.append((x + opened * opened.sigmoid()) @ rows.T)
+    best = torch.cat(found).softmax(-1).topk(10)
+    return best.indices.tolist(), best.values.detach()
+
+
+@pytest.mark.parametrize(("row", "least", "most"), [(0.0, 63, 63), (0.02, 5, 62), (0.9, 0, 1)])
+def test_a_tree_is_whole_where_rows_cost_nothing_and_cut_to_what_pays_elsewhere(
+    precise: Backbone, row: float, least: int, most: int
+) -> None:
+    state = begun(precise)
+    drafter: TreeDrafter[DecodeState] = ladder.medusa_drafter(precise, 63, row)
+    with torch.inference_mode():
+        draft = alone(drafter.draft(state, 9, Stopwatch()))
+    assert least <= len(draft.tokens) <= most
+    assert draft.heads == 1
+    tokens, chances = ranked(ladder.medusa_heads(precise), state)
+    places = paths_of(draft)
+    ranks = {
+        tuple(tokens[depth].index(draft.tokens[at]) for depth, at in enumerate(path)): path[-1]
+        for path in places
+    }
+    assert len(ranks) == len(draft.tokens)
+    assert ranks.keys() == published() if row == 0.0 else ranks.keys() < published()
+    for path, at in ranks.items():
+        expected = math.prod(float(chances[depth, rank]) for depth, rank in enumerate(path))
+        assert draft.proposed[at].chance == pytest.approx(expected, rel=1e-5)
+
+
+def paths_of(draft: Draft) -> list[list[int]]:
+    return [draft.path(index) for index in range(len(draft.tokens))]
+
+
+def test_a_tree_is_no_deeper_than_there_are_heads(precise: Backbone) -> None:
+    for count in (1, 3, 5):
+        options = SpeculationOptions().updated({"drafter": WHOLE, "costs": "row=0,head=0"})
+        engine = Engine(Runtime(precise, ladder.medusa_heads(precise, count), None))
+        found = [one for one in engine.add(asked(random_ids(9)), options) if one.draft_tokens]
+        depths = {max(map(len, paths_of(Draft.again(one)))) for one in found}
+        assert max(depths) == min(count, 4)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"drafter": WHOLE, "never_slower": False},
+        {"drafter": MEDUSA_FITTED, "costs": "row=0.01"},
+        {"drafter": MEDUSA_FITTED, "repetition_penalty": 1.5},
+        {"drafter": WHOLE, "controller": "threshold"},
+        {"drafter": WHOLE, "pinned": True},
+    ],
+    ids=str,
+)
+def test_medusa_trees_change_no_text(options: dict[str, Any], executor: str) -> None:
+    model = make_model("llama")
+    heads = ladder.medusa_heads(Backbone(model, executor="generic"))
+    speculator = wrap(model, heads=heads, executor=executor)
+    many: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+    many |= {name: options[name] for name in options.keys() & {"repetition_penalty"}}
+    plain = speculator.generate(random_ids(9), speculate=False, **many)
+    found = speculator.generate(random_ids(9), **many | options)
+    assert found.token_ids == plain.token_ids
+    assert found.stats.drafted_by_source["exit"] > 0
+
+
+def test_they_answer_about_no_layer(precise: Backbone) -> None:
+    heads = ladder.medusa_heads(precise)
+    with pytest.raises(InvalidOption, match="none of them reads exit layer 0"):
+        heads[0]
+    for wrong in ({"num_heads": None}, {"exit_layers": (0, 2)}, {"head_type": "translator"}):
+        with pytest.raises(InvalidOption, match=r"num_heads is|exit layer"):
+            replace(heads.config, **wrong)
+    assert heads.config.head_type == MEDUSA
