@@ -114,12 +114,12 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in timed}
 
 
-def test_a_fit_killed_at_a_dozen_moments_gives_the_same_heads(workplace: Path) -> None:
+def test_a_fit_killed_at_any_moment_gives_the_same_heads(workplace: Path) -> None:
     command = [*FIT, *EPOCHS]
     names = moments(command)
     expected = contents(workplace / "out")
     ends = [n for n, name in enumerate(names, start=1) if name.endswith("agreements")]
-    drawn = random.Random(0).sample(range(1, len(names) + 1), 8)
+    drawn = random.Random(0).sample(range(1, len(names) + 1), 5)
     assert len(ends) == 4  # before and behind both epochs' measurement
     for number, last in enumerate([*ends, *drawn]):
         folder = f"out{number}"

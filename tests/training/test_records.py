@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 import yaml
 
@@ -29,13 +28,11 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("head_type", ["translator", "deep-fused"])
 def test_a_written_folder_gives_the_same_bits_back(
-    tmp_path: Path, talks: list[Conversation], dtype: torch.dtype, head_type: str
+    tmp_path: Path, talks: list[Conversation]
 ) -> None:
-    backbone = Backbone(make_model("llama", dtype))
-    result = fitted(backbone, talks, head_type=head_type)
+    backbone = Backbone(make_model("llama", dtype := torch.bfloat16))
+    result = fitted(backbone, talks, head_type="deep-fused")
     records.write(tmp_path, result, {"epochs": 2})
     assert {file.name for file in tmp_path.iterdir()} == FILES
     unembedding = backbone.unembedding
@@ -63,16 +60,11 @@ def test_the_card_and_the_run_are_made_from_the_records(
     assert run["machine"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == result.epochs
-
-
-def test_the_card_of_heads_that_read_deep_states_shows_second_drafts(
-    backbone: Backbone, talks: list[Conversation]
-) -> None:
-    result = fitted(backbone, talks, head_type="deep-fused", ce_share=0.5)
-    text = records.card(result.heads.config, result.metrics)
-    share = result.metrics["layers"]["2"]["agreement_second"]
-    assert f"| {100 * share:.1f} % |" in text
-    assert "0.5 of it cross-entropy" in text
+    deep = fitted(backbone, talks, head_type="deep-fused", ce_share=0.5)
+    card = records.card(deep.heads.config, deep.metrics)
+    share = deep.metrics["layers"]["2"]["agreement_second"]
+    assert f"| {100 * share:.1f} % |" in card
+    assert "0.5 of it cross-entropy" in card
 
 
 def test_the_header_names_a_model_of_the_hub_and_the_card_how_to_use_the_heads(
