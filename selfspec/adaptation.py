@@ -39,21 +39,13 @@ from selfspec.hub import models as hub
 from selfspec.model import fingerprint
 from selfspec.model.backbone import Backbone
 from selfspec.training import calibrate, checkpoint, fit, records, selfgen
+from selfspec.training.asking import Ask, Texts
 from selfspec.training.checkpoint import record_of
 from selfspec.training.features import Selection, StreamSource, whole
 from selfspec.training.measure import agreements
 from selfspec.training.options import CacheOptions, DataOptions, FitOptions, plain
 from selfspec.training.recipe import Passages, Recipe, read_recipe
-from selfspec.training.text import (
-    Ask,
-    Conversation,
-    Reader,
-    Sampling,
-    Texts,
-    encoded,
-    special_ids,
-    user_turns,
-)
+from selfspec.training.text import Conversation, Reader, encoded, special_ids, user_turns
 from selfspec.typed import annotations_of, check_types
 from selfspec.untrusted import read_json
 
@@ -302,7 +294,6 @@ class _State:
     finished: bool = False
 
     def __post_init__(self) -> None:
-        """Raise InvalidOption for rows that are no Rows."""
         for row in self.rows:
             check_types(dict(zip(Row._fields, row, strict=True)), annotations_of(Row))
 
@@ -370,13 +361,16 @@ class _Adaptation:
             return self._report()
         if not state.tokens:
             self._write_text()
+        # by its own modules, which give states
+        self._backbone = Backbone(self._model, executor="generic", fingerprint=self._fingerprint)
         train, held_out, families = self._features()
         if not state.fitted:
             self._fit(train, held_out)
         if not state.tuned:
             self._calibrate(held_out, families)
         del train, held_out
-        del self._model  # `load` reads it as users will, from blocks where there are any
+        # `load` reads the model as users will, from blocks where there are any
+        del self._backbone, self._model
         self._compare([talk for _, talk in families])
         if self._report().faster:
             state.used = known.remember(self._heads) and self._loading["model"] is not None
@@ -481,16 +475,12 @@ class _Adaptation:
             texts = Texts(backbone, watch=lambda _: None)
             for number in range(rows):
                 prompt = [number % backbone.vocab_size]
-                texts.add(Ask(prompt, _STEPS, frozenset(), Sampling(1.0), number))
+                texts.add(Ask(prompt, _STEPS, frozenset(), number, temperature=1.0))
             while left:
                 left -= len(texts.step())
         return (time.monotonic() - began) / _STEPS
 
     # --- features and heads
-
-    def _backbone(self) -> Backbone:
-        """By its own modules, which give states."""
-        return Backbone(self._model, executor="generic", fingerprint=self._fingerprint)
 
     def _features(self) -> tuple[Selection, Selection, list[tuple[str, Conversation]]]:
         """To fit, to measure on, and what is measured on by family of the recipe."""
@@ -509,8 +499,8 @@ class _Adaptation:
         count = min(max(_FEWEST + 2, len(answered) // 20), len(answered) // 4)
         held_out = answered[-max(1, count) :]
         kept = {id(row) for row in held_out}
-        backbone, batch_tokens = self._backbone(), CacheOptions().batch_tokens
-        options = self._fit_options(backbone)
+        backbone, options = self._backbone, self._fit_options()
+        batch_tokens = CacheOptions().batch_tokens
         spec = fit.feature_spec(backbone, options, measured=False)
         train = [row[1] for row in rows if id(row) not in kept]
         # heads learn by steps: a small text is cut into as many as pay
@@ -526,11 +516,11 @@ class _Adaptation:
             held_out,
         )
 
-    def _fit_options(self, backbone: Backbone) -> FitOptions:
+    def _fit_options(self) -> FitOptions:
         built_in = FitOptions()
         return replace(
             built_in,
-            draft_vocab_size=min(built_in.draft_vocab_size or 0, backbone.vocab_size),
+            draft_vocab_size=min(built_in.draft_vocab_size or 0, self._backbone.vocab_size),
             epochs=self._state.epochs or 1,
             checkpoint_steps=50,
             seed=self._text.seed,
@@ -538,13 +528,14 @@ class _Adaptation:
 
     def _fit(self, train: Selection, held_out: Selection) -> None:
         """Fit for as many epochs as there is time for."""
-        state, backbone = self._state, self._backbone()
+        state, before = self._state, self._folder / BEFORE
         job = fit.Job(
-            backbone=backbone,
+            backbone=self._backbone,
             base_model=self._label,
             train=train,
             validation=held_out,
-            options=self._fit_options(backbone),
+            options=self._fit_options(),
+            start=self._read(before) if is_heads_folder(before) else None,
             special_ids=special_ids(self._tokenizer) if self._tokenizer else (),
             chat_template=self._given.template,
             data=TEXT,
@@ -555,20 +546,18 @@ class _Adaptation:
             state.epochs, state.batches = self._course(job)
             self._save()
         indices = spread(range(len(train.indices)), state.batches)
-        if is_heads_folder(before := self._folder / BEFORE):
-            job = replace(job, start=self._read(before, backbone))
         workplace = self._heads / _UNFINISHED
         if not self._heads.exists() or not (workplace / checkpoint.FILE).is_file():
             checkpoint.remove(workplace)
         job = replace(
             job,
             train=Selection(train.source, indices),
-            options=self._fit_options(backbone),
+            options=self._fit_options(),
             workplace=workplace,
         )
 
-        def advance(progress: fit.Progress) -> None:
-            self._say(f"fitting: step {progress.step} of {progress.steps}, {progress.words}")
+        def advance(step: int, steps: int, words: str) -> None:
+            self._say(f"fitting: step {step} of {steps}, {words}")
 
         fitted = fit.fit(job, advance)
         run = {"command": "adapt", "budget_s": state.budget_s, "base_model": self._label}
@@ -596,10 +585,9 @@ class _Adaptation:
             return min(epochs, _MOST_EPOCHS), batches
         return 1, max(1, min(batches, int(left / sum(seconds.values()))))
 
-    def _read(self, heads: Path, backbone: Backbone) -> ExitHeads:
-        return ExitHeads.from_pretrained(
-            heads, backbone.unembedding, self._fingerprint, self._label
-        )
+    def _read(self, heads: Path) -> ExitHeads:
+        own = self._backbone.unembedding
+        return ExitHeads.from_pretrained(heads, own, self._fingerprint, self._label)
 
     def _calibrate(self, held_out: Selection, families: Sequence[tuple[str, Conversation]]) -> None:
         """Temperatures and settings into the heads' config; agreement by kind of text.
@@ -607,15 +595,15 @@ class _Adaptation:
         A kind is the first word of a family's name.
         """
         self._say("temperatures")
-        backbone, batch_tokens = self._backbone(), CacheOptions().batch_tokens
-        heads = self._read(self._heads, backbone)
+        heads = self._read(self._heads)
         found = calibrate.calibrate(heads, held_out, measure(Backbone(self._model), heads))
         calibrate.write(heads, self._heads, found, {"data": TEXT})
         kinds = {"all": [talk for _, talk in families]}
         for family, talk in families:
             kinds.setdefault(family.partition("-")[0], []).append(talk)
+        spec, batch_tokens = held_out.source.spec, CacheOptions().batch_tokens
         for kind, talks in kinds.items():
-            source = StreamSource(backbone, held_out.source.spec, talks, batch_tokens)
+            source = StreamSource(self._backbone, spec, talks, batch_tokens)
             shares = agreements(heads, whole(source).batches()).values()
             best = max(shares, key=lambda one: one.agreement)
             self._state.agreement[kind] = [best.positions, best.agreement]

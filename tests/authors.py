@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from selfspec.training.selfgen import Author, Counts, Writer, Written, write
 from tests.models import make_model
 from tests.talks import WORDS, make_tokenizer
 
-OPENINGS = ("a b", "c")
 RECIPE = """
 families:
   free:
@@ -53,10 +53,14 @@ SMALL: dict[str, Any] = {
 
 def make_author(**options: Any) -> Author:
     """An author whose model knows nothing but the words of `talks`."""
-    model = make_model("llama", vocab_size=len(WORDS))
     return Author(
-        Backbone(model), make_tokenizer(), DataOptions(**SMALL | options), lambda tokens: None
+        _backbone(), make_tokenizer(), DataOptions(**SMALL | options), lambda tokens: None
     )
+
+
+@functools.cache
+def _backbone() -> Backbone:
+    return Backbone(make_model("llama", vocab_size=len(WORDS)))
 
 
 def recipe_of(text: str, folder: Path) -> Recipe:

@@ -33,7 +33,8 @@ from selfspec.cli.measure import machine
 from selfspec.errors import InvalidOption, SelfspecError
 from selfspec.files import check_folder, replacing_folder
 from selfspec.hub import models as hub
-from selfspec.training.text import Batch, Conversation, padded, planned, read_conversations
+from selfspec.training.features import Batch, padded, planned
+from selfspec.training.text import Conversation, read_conversations
 
 _WARM_UP = 0.1
 """Share of the steps over which the learning rate rises; then a cosine to 0."""

@@ -19,12 +19,10 @@ import typer
 
 import selfspec
 from selfspec.files import write
-from selfspec.heads.heads import entropy
+from selfspec.training.calibrate import entropies
+from selfspec.training.features import padded, planned
 from selfspec.training.selfgen import DROPPED
-from selfspec.training.text import encoded, padded, planned
-
-LOGIT_ROWS = 128
-"""Rows whose full logits exist at a time."""
+from selfspec.training.text import encoded
 
 
 def main(
@@ -104,10 +102,9 @@ def uncertainty(
             (hidden,) = backbone.states(batch.ids, (backbone.num_layers,))
             for answers in (True, False):
                 here = batch.predicts if answers else batch.known & ~batch.predicts
-                for part in hidden[here].split(LOGIT_ROWS):
-                    values = entropy(backbone.logits(part).float().softmax(-1))
-                    sums[answers][0] += float(values.sum())
-                    sums[answers][1] += len(values)
+                values = entropies(backbone, hidden[here])
+                sums[answers][0] += float(values.sum())
+                sums[answers][1] += len(values)
         found[name] = {
             "entropy of answers": sums[True][0] / max(1, sums[True][1]),
             "entropy elsewhere": sums[False][0] / max(1, sums[False][1]),

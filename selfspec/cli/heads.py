@@ -197,7 +197,7 @@ def incomplete(folder: Path) -> list[str]:
         expected = records.card_of(folder)
     except (InvalidHeads, InvalidData) as error:
         return [str(error)]
-    found = (folder / records.CARD).read_text(encoding="utf-8")
+    found = (folder / "README.md").read_text(encoding="utf-8")
     licence = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)  # a push adds it, above the card
     same = licence.sub("", found) == licence.sub("", expected)
     return [] if same else ["README.md is not the card that the records make"]

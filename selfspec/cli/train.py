@@ -37,7 +37,7 @@ from selfspec.heads.folder import (
 from selfspec.hub import models as hub
 from selfspec.options import FITTED
 from selfspec.training.options import PRESETS, CacheOptions, DataOptions, FitOptions, plain
-from selfspec.training.places import check_source
+from selfspec.training.text import check_source
 from selfspec.typed import check_keys
 
 if TYPE_CHECKING:
@@ -364,11 +364,7 @@ def _source(
 
     tokenizer, backbone = model.tokenizer, model.backbone
     skip = asked.get("skip_bad_rows", False)
-    author = selfgen.Author(backbone, tokenizer, options, watch)
-    if "endpoint" in asked:
-        from selfspec.training.endpoint import RemoteAuthor
-
-        author = RemoteAuthor(asked["endpoint"], backbone, tokenizer, options, watch)
+    author = selfgen.Author(backbone, tokenizer, options, watch, asked.get("endpoint"))
     if recipe is not None:
         own: list[tuple[str, ...]] = []
         if "questions" in asked:
@@ -617,7 +613,7 @@ def _fit(asked: Asked, options: FitOptions) -> Fitted:
         checkpoint.remove(workplace)
     job = _job(asked, options, workplace)
     with base.bar("fit", "steps") as show:
-        fitted = fit.fit(job, lambda made: show(made.step, made.steps, made.words))
+        fitted = fit.fit(job, show)
     if job.processes.is_main_process:
         named = {flag.name: asked.get(flag.name) for flag in _FILES}
         run = {**named, "base_model": job.base_model, **plain(job.options)}

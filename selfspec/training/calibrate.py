@@ -20,14 +20,15 @@ from torch import Tensor
 from selfspec import files
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.costs import Exits, MeasuredCosts, expected
+from selfspec.errors import InvalidData
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import ExitJudge, entropy
 from selfspec.model.backbone import Backbone
 from selfspec.options import FITTED, Exit, Ngram, NoDrafts
 from selfspec.training import records
-from selfspec.training.features import LOGIT_ROWS, Features, FeatureSpec, Selection, features
+from selfspec.training.features import LOGIT_ROWS, Features, FeatureSpec, Selection, StreamSource
 from selfspec.training.measure import coverage, judged
-from selfspec.training.text import Conversation, padded, planned
+from selfspec.training.text import Conversation
 
 TEMPERATURES = tuple(round(0.5 * 1.06**step, 4) for step in range(31))
 """Candidates, 0.5 to 2.9."""
@@ -69,32 +70,30 @@ def score(
 ) -> tuple[dict[int, Scores], dict[int, Scores]]:
     """By exit layer: first drafts of a round, and later ones (the same where nothing is read)."""
     layers = heads.config.exit_layers
+    depth = heads.config.num_layers
     judges = [
-        ExitJudge(
-            heads.config.num_layers, dict.fromkeys(layers, 1.0), 0.0, dict.fromkeys(layers, t)
-        )
-        for t in TEMPERATURES
+        ExitJudge(depth, dict.fromkeys(layers, 1.0), 0.0, dict.fromkeys(layers, temperature))
+        for temperature in TEMPERATURES
     ]
-    first: dict[int, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in layers}
-    later: dict[int, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in layers}
+    seen: dict[int, tuple[list[Scores], list[Scores]]] = {layer: ([], []) for layer in layers}
     for batch in batches:
-        for layer in layers:
+        for layer, (first, later) in seen.items():
             drafts = [
-                (
+                Scores(
                     torch.stack([judge.confidence(found.logits, layer) for judge in judges]).cpu(),
                     found.right.cpu(),
                 )
                 for found in judged(heads, layer, batch, drafts=2)
             ]
-            first[layer].append(drafts[0])
-            later[layer].append(drafts[-1])
+            first.append(drafts[0])
+            later.append(drafts[-1])
 
-    def joined(parts: list[tuple[Tensor, Tensor]]) -> Scores:
-        confidence, right = zip(*parts, strict=True)
-        return Scores(torch.cat(confidence, dim=1), torch.cat(right))
+    def joined(parts: list[Scores]) -> Scores:
+        confidence = torch.cat([part.confidence for part in parts], dim=1)
+        return Scores(confidence, torch.cat([part.right for part in parts]))
 
-    once, again = ({k: joined(parts) for k, parts in kind.items()} for kind in (first, later))
-    return once, again
+    once = {layer: joined(first) for layer, (first, _) in seen.items()}
+    return once, {layer: joined(later) for layer, (_, later) in seen.items()}
 
 
 def reliability(scores: Scores) -> Reliability:
@@ -202,12 +201,18 @@ def measured_entropy(
     batch_tokens: int,
     progress: Callable[[int, int], None],
 ) -> EntropyThreshold:
-    """tau_H of a model over the answers of a text; `progress` hears of batches done and in all."""
-    plan = planned(conversations, batch_tokens)
+    """tau_H of a model over the answers of a text; `progress` hears of batches done and in all.
+
+    Raises InvalidData for a text without answers.
+    """
+    last = backbone.num_layers
+    source = StreamSource(backbone, FeatureSpec((last,)), conversations, batch_tokens)
+    if not source.sizes:
+        raise InvalidData("the text holds no answers to measure. Give another --data")
     parts = []
-    for done, group in enumerate(plan, start=1):
-        parts.append(entropies(backbone, group))
-        progress(done, len(plan))
+    for index in range(len(source.sizes)):
+        parts.append(entropies(backbone, source.batch(index).hidden[last]))
+        progress(index + 1, len(source.sizes))
     found = torch.cat(parts)
     return EntropyThreshold(
         entropy_threshold=round(high_entropy(found), 4),
@@ -216,12 +221,10 @@ def measured_entropy(
     )
 
 
-def entropies(backbone: Backbone, conversations: Sequence[Conversation]) -> Tensor:
-    """The model's entropy at each answer position, [N] in nats, at temperature 1."""
-    last = backbone.num_layers
-    hidden = features(backbone, FeatureSpec((last,)), padded(conversations)).hidden[last]
-    with torch.no_grad():
-        parts = [entropy(backbone.logits(rows).softmax(-1)) for rows in hidden.split(LOGIT_ROWS)]
+@torch.no_grad()
+def entropies(backbone: Backbone, hidden: Tensor) -> Tensor:
+    """The model's entropy behind the last layer's states, [N, d] -> [N] in nats, temperature 1."""
+    parts = [entropy(backbone.logits(rows).softmax(-1)) for rows in hidden.split(LOGIT_ROWS)]
     return torch.cat(parts).cpu()
 
 
@@ -290,20 +293,18 @@ class Calibration:
 
     def defaults(self, before: SpeculationOptions) -> SpeculationOptions:
         """The heads' default options: `before` with the calibrated drafter and exit settings."""
+        setting = self.setting
         if self.drafter != FITTED:
             return replace(before, exit=Exit(), drafter=self.drafter)
-        drafter = before.drafter if before.uses(Exit.kind) else FITTED
-        return replace(before, exit=self.exit(), drafter=drafter)
-
-    def exit(self) -> Exit:
-        """Where they pay. Annealing is in the fitted temperatures."""
-        return Exit(
-            layers=self.setting.exit_layers,
-            threshold=self.setting.exit_threshold,
-            anneal_strength=0.0,
-            max_tokens=self.setting.max_draft_tokens,
-            guesses=_GUESSES if self.setting.exit_layers == (0,) else 1,
+        paying = Exit(
+            layers=setting.exit_layers,
+            threshold=setting.exit_threshold,
+            anneal_strength=0.0,  # it is in the fitted temperatures
+            max_tokens=setting.max_draft_tokens,
+            guesses=_GUESSES if setting.exit_layers == (0,) else 1,
         )
+        drafter = before.drafter if before.uses(Exit.kind) else FITTED
+        return replace(before, exit=paying, drafter=drafter)
 
 
 def calibrate(
@@ -330,9 +331,7 @@ def calibrate(
 
     def evaluate(layers: tuple[int, ...], taus: tuple[float, ...]) -> tuple[Exits, Exits]:
         once, again = (
-            exits(
-                [known[layer] for layer in layers], [scores[layer].right for layer in layers], taus
-            )
+            exits([known[i] for i in layers], [scores[i].right for i in layers], taus)
             for known, scores in ((sure, first), (sure_later, later))
         )
         return once, again
@@ -365,10 +364,11 @@ def write(heads: ExitHeads, folder: Path, found: Calibration, run: dict[str, Any
         temperatures={str(k): entry.temperature for k, entry in found.reliabilities.items()},
         defaults=found.defaults(options).differing(),
     )
-    files.write(
-        folder / records.CALIBRATION, json.dumps({"run": run, **found.record()}, indent=2) + "\n"
-    )
-    records.redescribe(folder, heads.config)
+    record = json.dumps({"run": run, **found.record()}, indent=2) + "\n"
+    files.write(folder / records.CALIBRATION, record)
+    heads.config.write(folder)
+    if (folder / "metrics.json").is_file():
+        files.write(folder / "README.md", records.card_of(folder))
 
 
 def _candidates(confidence: Tensor, right: Tensor, precision: float | None) -> list[float]:

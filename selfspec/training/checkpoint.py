@@ -27,7 +27,6 @@ FILE = "checkpoint.safetensors"
 _RECORD = "selfspec"  # what marks a file as ours has to stand near its beginning
 _MOST_SHOWN = 100  # characters of an option and its two values
 
-
 Kind = TypeVar("Kind")
 
 
@@ -80,18 +79,6 @@ def remove(workplace: Path) -> None:
         path.unlink(missing_ok=True)
     with suppress(OSError):
         workplace.rmdir()
-
-
-def check_tensors(path: Path, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Raise InvalidData unless names and shapes are those of `expected`, and all is finite."""
-    if found.keys() != expected.keys():
-        names = sorted(found.keys() ^ expected.keys())
-        raise damaged(path, f"tensors of other names, such as {names[0][:80]!r}")
-    for name, tensor in found.items():
-        if tensor.shape != expected[name].shape or not tensor.is_floating_point():
-            raise damaged(path, f"{name} is {tensor.dtype} {list(tensor.shape)}")
-        if not bool(tensor.isfinite().all()):
-            raise damaged(path, f"{name} holds numbers that are not finite")
 
 
 def require_same(

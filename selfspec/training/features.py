@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -29,7 +28,8 @@ from selfspec.heads.attending import AttendingHeads
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.model.backbone import Backbone
 from selfspec.training.checkpoint import record_of, require_same
-from selfspec.training.text import Batch, Conversation, padded, planned
+from selfspec.training.text import Conversation
+from selfspec.typed import shown
 from selfspec.untrusted import read_json
 
 LOGIT_ROWS = 128
@@ -62,6 +62,13 @@ class FeatureSpec:
         """Whether the layers behind the last exit have to run."""
         return self.deep or self.top_k > 0
 
+    @property
+    def names(self) -> set[str]:
+        """Of the tensors of a batch."""
+        kept = {"deep": self.deep, "top_ids": self.top_k, "top_log_probs": self.top_k}
+        found = {"following", "continues", "answers", *(name for name in kept if kept[name])}
+        return found | {f"hidden.{layer}" for layer in self.layers}
+
     def bytes_per_token(self, hidden_size: int, element_size: int) -> int:
         """Size of one position in memory and on disk; `element_size` of a hidden state's number."""
         vectors = len(self.layers) + self.deep
@@ -88,8 +95,14 @@ class Features:
     """[N, k] float16, over the full vocabulary."""
 
     def __len__(self) -> int:
-        """N."""
         return len(self.following)
+
+    @property
+    def targets(self) -> tuple[Tensor, Tensor]:
+        """`top_ids` and `top_log_probs`. Raises InvalidData where there are none."""
+        if self.top_ids is None or self.top_log_probs is None:
+            raise InvalidData("these features hold no targets. Ask for them: top_k of at least 1")
+        return self.top_ids, self.top_log_probs
 
     def tensors(self) -> dict[str, Tensor]:
         """By name, for a file."""
@@ -111,6 +124,42 @@ class Features:
         return Features.of({name: tensor.to(device) for name, tensor in self.tensors().items()})
 
 
+class Batch(NamedTuple):
+    """Conversations side by side, padded on the right."""
+
+    ids: Tensor
+    """[B, T]"""
+    predicts: Tensor
+    """[B, T] bool: the token behind this position belongs to an answer."""
+    known: Tensor
+    """[B, T] bool: there is a token behind this position."""
+
+
+def planned(conversations: Sequence[Conversation], batch_tokens: int) -> list[list[Conversation]]:
+    """Batches of conversations of like length, at most `batch_tokens` with their padding."""
+    groups: list[list[Conversation]] = []
+    for entry in sorted(conversations, key=lambda entry: len(entry.ids)):
+        if groups and (len(groups[-1]) + 1) * len(entry.ids) <= batch_tokens:
+            groups[-1].append(entry)
+        else:
+            groups.append([entry])
+    return groups
+
+
+def padded(conversations: Sequence[Conversation]) -> Batch:
+    """One batch. Padding is token 0: to the right, no position sees it."""
+    longest = max(len(entry.ids) for entry in conversations)
+    ids = torch.zeros(len(conversations), longest, dtype=torch.int64)
+    predicts = torch.zeros(len(conversations), longest, dtype=torch.bool)
+    known = torch.zeros_like(predicts)
+    for row, entry in enumerate(conversations):
+        ids[row, : len(entry.ids)] = torch.tensor(entry.ids)
+        known[row, : len(entry.ids) - 1] = True
+        for first, end in entry.answers:
+            predicts[row, first - 1 : end - 1] = True
+    return Batch(ids, predicts, known)
+
+
 def features(backbone: Backbone, spec: FeatureSpec, batch: Batch) -> Features:
     """One frozen pass over a batch."""
     stops = (*spec.layers, backbone.num_layers) if spec.to_the_end else spec.layers
@@ -122,29 +171,26 @@ def features(backbone: Backbone, spec: FeatureSpec, batch: Batch) -> Features:
     with _frozen(backbone.model):
         states = [hidden.to(device) for hidden in backbone.states(ids, stops)]
         last_output = states.pop() if spec.to_the_end else None
-        deep = None
+        deep = top_ids = top_log_probs = None
         if last_output is not None and spec.deep:
             deep = _shifted(backbone.unembedding.norm(last_output))[kept]
-        top = _top(backbone, last_output, kept, spec.top_k)
+        if last_output is not None and spec.top_k:
+            top_ids, top_log_probs = _top(backbone, last_output[kept], spec.top_k)
     return Features(
         hidden={layer: s[kept] for layer, s in zip(spec.layers, states, strict=True)},
         following=batch.ids.roll(-1, dims=1).to(device)[kept],
         continues=(kept & _shifted(kept))[kept],
         answers=predicts[kept],
         deep=deep,
-        top_ids=None if top is None else top[0],
-        top_log_probs=None if top is None else top[1],
+        top_ids=top_ids,
+        top_log_probs=top_log_probs,
     )
 
 
-def _top(
-    backbone: Backbone, last_output: Tensor | None, kept: Tensor, count: int
-) -> tuple[Tensor, Tensor] | None:
+def _top(backbone: Backbone, last_output: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Ids and log-probabilities [N, count] of the likeliest next tokens."""
-    if last_output is None or count == 0:
-        return None
     ids, log_probs = [], []
-    for rows in last_output[kept].split(LOGIT_ROWS):
+    for rows in last_output.split(LOGIT_ROWS):
         logits = backbone.logits(rows)
         best = logits.topk(min(count, logits.shape[-1]), dim=-1)
         ids.append(best.indices.int())
@@ -184,27 +230,32 @@ class StreamSource:
         keep: bool = False,
     ) -> None:
         """`keep` holds what was computed once in memory."""
-        self.spec = spec
-        self._backbone = backbone
+        self.spec, self._backbone, self._keep = spec, backbone, keep
         if not spec.everywhere:
             conversations = [entry for entry in conversations if entry.answers]
         self._plan = planned(conversations, batch_tokens)
-        self._kept: dict[int, Features] | None = {} if keep else None
+        self._kept: dict[int, Features] = {}
         self.answers = [sum(len(entry.answer_ids) for entry in group) for group in self._plan]
         self.sizes = self.answers
         if spec.everywhere:
             self.sizes = [sum(len(entry.ids) - 1 for entry in group) for group in self._plan]
         self.conversations = [len(group) for group in self._plan]
-        self.digest = digest(self._plan)
+        found = hashlib.sha256()
+        for group in self._plan:
+            for entry in group:
+                found.update(repr((entry.ids, entry.answers)).encode())
+            found.update(b"|")
+        self.digest = found.hexdigest()
+        """Of all ids, answers and batch borders."""
 
     def batch(self, index: int) -> Features:
         """Batch `index`."""
-        if self._kept is not None and index in self._kept:
-            return self._kept[index]
-        computed = features(self._backbone, self.spec, padded(self._plan[index]))
-        if self._kept is not None:
-            self._kept[index] = computed
-        return computed
+        found = self._kept.get(index)
+        if found is None:
+            found = features(self._backbone, self.spec, padded(self._plan[index]))
+            if self._keep:
+                self._kept[index] = found
+        return found
 
     def token_counts(self) -> Counter[int]:
         """How often each token stands in an answer."""
@@ -277,16 +328,6 @@ def split(source: FeatureSource) -> tuple[Selection, Selection]:
     return Selection(source, rest), Selection(source, held_out)
 
 
-def digest(plan: Sequence[Sequence[Conversation]]) -> str:
-    """sha256 of all ids, answers and batch borders."""
-    found = hashlib.sha256()
-    for group in plan:
-        for entry in group:
-            found.update(repr((entry.ids, entry.answers)).encode())
-        found.update(b"|")
-    return found.hexdigest()
-
-
 def launched() -> PartialState:
     """This process among those that a launcher started; alone without one."""
     # left to itself, PartialState takes processes on a CPU for strangers
@@ -328,22 +369,18 @@ class Manifest:
     """The hash of each shard; None until all are there."""
 
     def __post_init__(self) -> None:
-        """Raise InvalidOption where the parts do not belong together."""
-        for name in ("base_model", "base_fingerprint", "dtype", "data", "digest"):
-            text = getattr(self, name)
-            if not text.isprintable() or len(text) > 1000:
-                raise InvalidOption(f"{name} is {reprlib.repr(text)}, expected a line of text")
-        layers = self.spec.layers
-        if not layers or list(layers) != sorted(set(layers)) or min(*layers, self.spec.top_k) < 0:
-            raise InvalidOption(f"spec is {reprlib.repr(self.spec)}, expected rising layers")
+        layers = list(self.spec.layers)
+        if not layers or layers != sorted(set(layers)) or min(*layers, self.spec.top_k) < 0:
+            raise InvalidOption(f"spec is {shown(self.spec)}, expected rising layers")
         numbers = [index for batches in self.shards for index in batches]
-        lengths = {len(numbers), len(self.conversations), len(self.answers)}
-        if numbers != list(range(len(numbers))) or not all(self.shards) or len(lengths) != 1:
-            raise InvalidOption("shards, conversations and answers are of other batches")
-        if min(numbers + self.conversations + self.answers, default=-1) < 0:
-            raise InvalidOption("shards, conversations or answers are none, or below 0")
-        if self.sha256 is not None and len(self.sha256) != len(self.shards):
-            raise InvalidOption("sha256 has not one entry per shard")
+        if (
+            numbers != list(range(len(numbers)))
+            or not all(self.shards)
+            or {len(self.conversations), len(self.answers)} != {len(numbers)}
+            or min(self.conversations + self.answers, default=-1) < 0
+            or (self.sha256 is not None and len(self.sha256) != len(self.shards))
+        ):
+            raise InvalidOption("shards, conversations, answers and sha256 are of other batches")
 
     @classmethod
     def of(cls, source: StreamSource, base: dict[str, Any], size_of: int) -> Manifest:
@@ -373,17 +410,14 @@ class Manifest:
         path = folder / MANIFEST
         try:
             found = read_json(path)
-            if not isinstance(found, dict) or "format_version" not in found:
-                raise InvalidOption("it has no format version")
-            version = found["format_version"]
-            if type(version) is not int or version != FORMAT_VERSION:
+            version = found.get("format_version") if isinstance(found, dict) else None
+            if version != FORMAT_VERSION:
                 raise InvalidOption(
-                    f"format version {reprlib.repr(version)}, expected {FORMAT_VERSION}. Run "
-                    "selfspec cache with another --output"
+                    f"format version {shown(version)}, expected {FORMAT_VERSION}. Run selfspec "
+                    "cache with another --output"
                 )
             spec = record_of(FeatureSpec, found.get("spec"))
-            found["spec"] = replace(spec, layers=tuple(spec.layers))
-            return record_of(cls, found)
+            return record_of(cls, found | {"spec": replace(spec, layers=tuple(spec.layers))})
         except (InvalidData, InvalidOption) as error:
             raise InvalidData(f"{folder} is no feature cache: {path}: {error}") from error
 
@@ -409,6 +443,9 @@ def check_output(name: str, reads: Iterable[object] = ()) -> Path:
     return files.check_folder(name, {MANIFEST, *shards}, is_ours, overwrite=True, reads=reads)
 
 
+_IDENTITY = ("base_model", "base_fingerprint", "spec", "dtype", "digest", "shards")
+
+
 def write(
     folder: Path,
     source: StreamSource,
@@ -425,8 +462,12 @@ def write(
     """
     processes = processes or launched()
     folder.mkdir(parents=True, exist_ok=True)
-    if processes.is_main_process:
-        _claim(folder, manifest)
+    if processes.is_main_process and (folder / MANIFEST).exists():
+        begun = Manifest.read(folder)
+        found, wanted = ({n: getattr(m, n) for n in _IDENTITY} for m in (begun, manifest))
+        require_same(folder, found, wanted, "remove the folder")
+    elif processes.is_main_process:
+        manifest.write(folder)
     processes.wait_for_everyone()
     count = len(manifest.shards)
     known = Manifest.read(folder).sha256 or [""] * count
@@ -449,7 +490,6 @@ class CacheSource:
 
     def __init__(self, folder: Path, backbone: Backbone) -> None:
         """Raises InvalidData if it is incomplete, damaged, or of another model."""
-        self._sizes = backbone.hidden_size, backbone.vocab_size
         self.manifest = Manifest.read(folder)
         if self.manifest.sha256 is None:
             raise InvalidData(f"{folder} is unfinished. Run the selfspec cache command again")
@@ -483,7 +523,8 @@ class CacheSource:
             with safe_open(path, "pt") as file:
                 names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118  # no dict
                 tensors = {n.removeprefix(prefix): file.get_tensor(n) for n in names}
-            check_tensors(tensors, self.spec, *self._sizes)
+            if tensors.keys() != self.spec.names:
+                raise InvalidData(f"its tensors are not those of {self.spec}")
             return Features.of(tensors)
 
     def token_counts(self) -> Counter[int]:
@@ -497,43 +538,6 @@ class CacheSource:
 
 FeatureSource = StreamSource | CacheSource
 """Numbered batches of features; `digest` is that of the text and of how it is cut into batches."""
-
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-def check_tensors(
-    tensors: dict[str, Tensor], spec: FeatureSpec, hidden_size: int, vocab_size: int
-) -> None:
-    """Raise InvalidData unless a batch is one of `spec`: names, types, shapes, finite, known ids.
-
-    Only log-probabilities may be minus infinity: float16 has none that small.
-    """
-    count = tensors["following"].numel() if "following" in tensors else 0
-    vector, tops = (count, hidden_size), (count, min(spec.top_k, vocab_size))
-    expected: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {
-        **{f"hidden.{layer}": (vector, _FLOATS) for layer in spec.layers},
-        "following": ((count,), (torch.int64,)),
-        **dict.fromkeys(("continues", "answers"), ((count,), (torch.bool,))),
-        **({"deep": (vector, _FLOATS)} if spec.deep else {}),
-        **({"top_ids": (tops, (torch.int32,))} if spec.top_k else {}),
-        **({"top_log_probs": (tops, (torch.float16,))} if spec.top_k else {}),
-    }
-    if wrong := sorted(tensors.keys() ^ expected.keys()):
-        raise InvalidData(f"a batch lacks {wrong[0][:80]!r}, or has it and should not")
-    for name, (shape, dtypes) in expected.items():
-        tensor = tensors[name]
-        if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
-            raise InvalidData(
-                f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {dtypes[0]} {list(shape)}"
-            )
-        bad = tensor.isnan() if name == "top_log_probs" else ~tensor.isfinite()
-        if bool(bad.any()):
-            raise InvalidData(f"{name} holds numbers that are not finite")
-        if name in ("following", "top_ids") and not bool(
-            ((tensor >= 0) & (tensor < vocab_size)).all()
-        ):
-            raise InvalidData(f"{name} holds token ids outside 0..{vocab_size - 1}")
 
 
 @contextmanager
@@ -555,21 +559,6 @@ def sha256(path: Path) -> str:
         while block := file.read(1 << 20):
             found.update(block)
     return found.hexdigest()
-
-
-_IDENTITY = ("base_model", "base_fingerprint", "spec", "dtype", "digest", "shards")
-
-
-def _claim(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest, or find the same one there."""
-    if not (folder / MANIFEST).exists():
-        manifest.write(folder)
-        return
-    found, wanted = (
-        {name: getattr(known, name) for name in _IDENTITY}
-        for known in (Manifest.read(folder), manifest)
-    )
-    require_same(folder, found, wanted, "remove the folder")
 
 
 def _write_shard(

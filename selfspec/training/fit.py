@@ -8,13 +8,13 @@ best epoch. Called by `selfspec fit`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib import metadata
-from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from accelerate import PartialState
@@ -38,34 +38,11 @@ from selfspec.options import FITTED, MEDUSA_FITTED
 from selfspec.training import checkpoint
 from selfspec.training.checkpoint import record_of
 from selfspec.training.features import Features, FeatureSpec, Selection, launched
-from selfspec.training.measure import Agreement, agreements, coverage, unrolled
+from selfspec.training.measure import agreements, coverage, unrolled
 from selfspec.training.options import FitOptions, plain
-from selfspec.training.text import draft_vocabulary
-from selfspec.typed import annotations_of, check_keys, check_types, shown
 
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """Reported after each step."""
-
-    step: int
-    """From 1."""
-    steps: int
-    epoch: int
-    """From 1."""
-    positions: int
-    """Learned from in this step."""
-    losses: dict[int, float]
-    """By exit layer, in nats per position."""
-    agreement: float | None
-    """The best layer's on held-out text, as far as an epoch was closed, in 0..1."""
-
-    @property
-    def words(self) -> str:
-        """For people."""
-        loss = sum(self.losses.values()) / len(self.losses)
-        known = "" if self.agreement is None else f"  agreement {self.agreement:.1%}"
-        return f"epoch {self.epoch}  loss {loss:.3f}{known}"
+Show = Callable[[int, int, str], None]
+"""Called after each step with the steps done, the steps in all, and how it goes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,33 +106,10 @@ class _Course:
         own = (entry for entry in self.entries if entry["layer"] == layer)
         return max(own, key=lambda entry: float(entry["agreement"]))
 
-    @classmethod
-    def read(cls, record: Any, layers: Sequence[int], steps_per_epoch: int, epochs: int) -> _Course:
-        """What a checkpoint says. Raises InvalidOption for what no such fit can have come to."""
-        course = record_of(cls, record)
-        for entry in course.entries:
-            check_keys(entry, _ENTRY, "entry")
-            check_types(dict.fromkeys(_ENTRY) | entry, _ENTRY)
-        place = course.step - course.validated * steps_per_epoch
-        measured = [(entry["epoch"], entry["layer"]) for entry in course.entries]
-        whole = list(product(range(1, course.validated + 1), layers))
-        if (
-            list(course.sums) != [str(layer) for layer in layers]
-            or measured != whole
-            or course.validated > epochs
-            or not 0 <= place <= steps_per_epoch
-            or (place > 0) != (course.positions > 0)
-        ):
-            raise InvalidOption(f"{shown(course)} is of no fit of layers {list(layers)}")
-        return course
-
-
-_ENTRY = {"epoch": int, "layer": int, "train_loss": float, **annotations_of(Agreement)}
-
 
 def fit(
     job: Job,
-    progress: Callable[[Progress], None] = lambda _: None,
+    progress: Show = lambda *_: None,
     watch: Stopwatch | None = None,
 ) -> Fitted:
     """Heads for all exit layers at once; goes on where a killed fit of the same job was.
@@ -170,10 +124,8 @@ def feature_spec(backbone: Backbone, options: FitOptions, *, measured: bool) -> 
     """What a fit needs to know about each position, or what is `measured` at answers alone."""
     attends = options.head_type == EAGLE3
     layers = exit_layers(backbone, options)
-    if attends:
-        layers = (0, *state_layers(backbone, options))
     return FeatureSpec(
-        layers,
+        (0, *state_layers(backbone, options)) if attends else layers,
         options.head_type in ("deep-fused", MEDUSA),
         top_k=1 if measured or options.ce_share == 1.0 else TOP_K,
         everywhere=attends or (not measured and options.answer_share != 1.0),
@@ -229,10 +181,8 @@ def exit_layers(backbone: Backbone, options: FitOptions) -> tuple[int, ...]:
     if layers is None:
         from_embedding = kind in ("deep-fused", EAGLE3, MEDUSA)
         layers = (0,) if from_embedding else default_exit_layers(backbone.num_layers)
-    if kind == EAGLE3:
-        check_exit_layers(layers, (0,))
-    else:
-        check_exit_layers(layers, possible_exit_layers(kind, backbone.num_layers))
+    possible = (0,) if kind == EAGLE3 else possible_exit_layers(kind, backbone.num_layers)
+    check_exit_layers(layers, possible)
     return layers
 
 
@@ -243,23 +193,6 @@ def default_exit_layers(num_layers: int) -> tuple[int, ...]:
 
 
 # --- losses: the model's own next token, its distribution, or both, as a few draft ids with weights
-
-
-class Targets(NamedTuple):
-    """Weighted draft ids at N positions."""
-
-    ids: Tensor
-    """[N, m] int64."""
-    weights: Tensor
-    """[N, m] float32, at least 0; a row sums to 1 where the draft vocabulary misses nothing."""
-
-    def rows(self, chosen: slice) -> Targets:
-        """Some of the N."""
-        return Targets(self.ids[chosen], self.weights[chosen])
-
-    def where(self, valid: Tensor) -> Targets:
-        """Without weight where `valid` [N] is False."""
-        return Targets(self.ids, self.weights * valid[:, None])
 
 
 def draft_index(draft_ids: Tensor | None, vocab_size: int) -> Tensor:
@@ -273,34 +206,34 @@ def draft_index(draft_ids: Tensor | None, vocab_size: int) -> Tensor:
 
 def targets(
     features: Features, index: Tensor, ce_share: float, answer_weights: tuple[float, float]
-) -> Targets:
-    """`ce_share` of the weight on the model's top token, the rest on its likeliest ones.
+) -> tuple[Tensor, Tensor]:
+    """Draft ids [N, m] int64 and their weights [N, m] float32, at least 0.
 
+    `ce_share` of the weight is on the model's top token, the rest on its likeliest ones.
     The latter is not renormalised: a position whose probability lies elsewhere weighs less.
     `answer_weights`: of a position that predicts an answer's token, and of any other. Raises
     InvalidData for features without targets.
     """
-    if features.top_ids is None or features.top_log_probs is None:
-        raise InvalidData("these features hold no targets. Ask for them: top_k of at least 1")
-    ids = [features.top_ids[:, :1].long()]
+    top_ids, top_log_probs = features.targets
+    ids = [top_ids[:, :1].long()]
     weights = [torch.full_like(ids[0], ce_share, dtype=torch.float32)]
     if ce_share < 1.0:
-        ids.append(features.top_ids.long())
-        weights.append((1.0 - ce_share) * features.top_log_probs.float().exp())
+        ids.append(top_ids.long())
+        weights.append((1.0 - ce_share) * top_log_probs.float().exp())
     places = index[torch.cat(ids, dim=-1)]
     of_answers, of_others = answer_weights
     shares = torch.where(features.answers, of_answers, of_others)[:, None]
-    return Targets(places.clamp_min(0), torch.cat(weights, dim=-1) * (places >= 0) * shares)
+    return places.clamp_min(0), torch.cat(weights, dim=-1) * (places >= 0) * shares
 
 
-def cross_entropy(draft_logits: Tensor, wanted: Targets) -> Tensor:
-    """[N, V_draft] -> sum over positions, in nats, float32.
+def cross_entropy(draft_logits: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """[N, V_draft], and `targets` [N, m] -> sum over positions, in nats, float32.
 
     Against probabilities it is the Kullback-Leibler divergence up to a constant of the target.
     """
     totals = draft_logits.logsumexp(-1)
-    picked = draft_logits.gather(-1, wanted.ids)
-    return (wanted.weights.sum(-1) * totals - (wanted.weights * picked).sum(-1)).sum()
+    picked = draft_logits.gather(-1, ids)
+    return (weights.sum(-1) * totals - (weights * picked).sum(-1)).sum()
 
 
 _HEAD_ROWS = 1024
@@ -324,8 +257,10 @@ class Trainer:
         config = _config(job, draft_ids, _record(job, steps))
         own = backbone.unembedding
         self._own, device = own, own.weight.device
-        self._mixed = backbone.dtype == torch.bfloat16 and fast_products(torch.bfloat16, device)
-        weight = own.weight if self._mixed else own.weight.float()
+        # products in bfloat16 where the model has them too: that is how heads will run
+        mixed = backbone.dtype == torch.bfloat16 and fast_products(torch.bfloat16, device)
+        self._autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=mixed)
+        weight = own.weight if mixed else own.weight.float()
         torch.manual_seed(job.options.seed)  # inner layers begin with random numbers
         heads = (
             AttendingHeads.fresh(config, own._replace(weight=weight), draft_ids)
@@ -400,7 +335,9 @@ class Trainer:
         for state in self._optimizer.state.values():
             state["step"].fill_(step)
 
-    def _backward(self, layer: int, batch: Features, wanted: Targets, positions: int) -> float:
+    def _backward(
+        self, layer: int, batch: Features, wanted: tuple[Tensor, Tensor], positions: int
+    ) -> float:
         """Add the gradients of one exit layer's drafts; the first's part of the loss per position.
 
         Draft logits exist for some rows at a time: each piece goes back as far as the features.
@@ -409,16 +346,17 @@ class Trainer:
         floats = {layer: hidden.float() for layer, hidden in batch.hidden.items()}
         deep = None if batch.deep is None else batch.deep.float()
         batch = replace(batch, hidden=floats, deep=deep)
-        with self._autocast(batch.following.device):
+        with self._autocast():
             drafts = list(unrolled(self.heads, layer, batch, self._options.ahead))
+        ids, weights = wanted
         weight, first, gradients = 1.0 / positions, 0.0, []
         for features, valid in drafts:
             leaf, losses = features.detach().requires_grad_(), []
-            chosen = wanted.where(valid)
+            shares = weights * valid[:, None]
             for start in range(0, len(batch), _HEAD_ROWS):
                 rows = slice(start, start + _HEAD_ROWS)
-                with self._autocast(batch.following.device):
-                    loss = cross_entropy(head.unembed(leaf[rows]), chosen.rows(rows))
+                with self._autocast():
+                    loss = cross_entropy(head.unembed(leaf[rows]), ids[rows], shares[rows])
                 (loss * weight).backward()
                 losses.append(loss.detach())
             gradients.append(leaf.grad)
@@ -433,10 +371,6 @@ class Trainer:
         if step < warmup:
             return (step + 1) / (warmup + 1)
         return 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / max(1, self._steps - warmup)))
-
-    def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Matrix products in bfloat16 where the model has them too: that is how heads will run."""
-        return torch.autocast(device.type, torch.bfloat16, enabled=self._mixed)
 
 
 class _Fit:
@@ -458,7 +392,7 @@ class _Fit:
         self._best = self._trainer.finished()
         self._resume()
 
-    def run(self, progress: Callable[[Progress], None]) -> Fitted:
+    def run(self, progress: Show) -> Fitted:
         """All that is left to do."""
         course, stride = self._course, self._job.options.accumulate
         while course.validated < self._job.options.epochs and not self._out_of_patience():
@@ -468,7 +402,8 @@ class _Fit:
             order = self._order(epoch)
             self._watch.start()
             for start in range(place * stride, len(order), stride):
-                progress(self._step(order[start : start + stride], epoch))
+                words = self._step(order[start : start + stride], epoch)
+                progress(course.step, self._steps, words)
                 if course.step % self._job.options.checkpoint_steps == 0:
                     self._save()
             self._validate(epoch)
@@ -481,8 +416,8 @@ class _Fit:
         indices = self._job.train.indices
         return [indices[i] for i in torch.randperm(len(indices), generator=generator).tolist()]
 
-    def _step(self, indices: list[int], epoch: int) -> Progress:
-        """One update on these batches, shared among the processes."""
+    def _step(self, indices: list[int], epoch: int) -> str:
+        """One update on these batches, shared among the processes; how it went, for people."""
         course, source = self._course, self._job.train.source
         positions = sum(source.sizes[index] for index in indices)
         device = self._job.backbone.unembedding.weight.device
@@ -496,14 +431,9 @@ class _Fit:
         for layer, loss in losses.items():
             course.sums[str(layer)] += loss * positions
         self._watch.lap("heads")
-        return Progress(
-            step=course.step,
-            steps=self._steps,
-            epoch=epoch + 1,
-            positions=positions,
-            losses=losses,
-            agreement=max((entry["agreement"] for entry in course.entries), default=None),
-        )
+        agreement = max((entry["agreement"] for entry in course.entries), default=None)
+        known = "" if agreement is None else f"  agreement {agreement:.1%}"
+        return f"epoch {epoch + 1}  loss {sum(losses.values()) / len(losses):.3f}{known}"
 
     def _validate(self, epoch: int) -> None:
         """Close an epoch: measure, note, and keep the heads of layers that have got better."""
@@ -558,12 +488,12 @@ class _Fit:
         tensors, record = checkpoint.load(path)
         checkpoint.require_same(path, record["job"], _description(job), "--overwrite")
         try:
-            self._course = _Course.read(
-                record.get("course"), self._layers, self._steps_per_epoch, job.options.epochs
-            )
+            self._course = record_of(_Course, record.get("course"))
         except InvalidOption as error:
             raise checkpoint.damaged(path, f"its course makes no sense: {error}") from error
-        checkpoint.check_tensors(path, tensors, self._tensors())
+        own = self._tensors()
+        if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in own.items()}:
+            raise checkpoint.damaged(path, "its tensors have other names or shapes")
         self._trainer.restore(tensors, self._course.step)
         for name, parameter in self._best.named_parameters():
             parameter.copy_(tensors[f"best.{name}"])
@@ -584,6 +514,23 @@ def _description(job: Job) -> dict[str, Any]:
         "special_ids": sorted(job.special_ids),
         "start": job.start and [job.start.config.weights, job.start.config.training],
     }
+
+
+def draft_vocabulary(
+    counts: Counter[int], size: int, special: Iterable[int], vocab_size: int
+) -> Tensor:
+    """`special`, then the most frequent tokens, then the lowest ids: `size` of them.
+
+    Rising ids [V_draft], int64. Ties go to the lower id. Byte-pair vocabularies are numbered from
+    frequent to rare, so low ids are the best guess where a text has no more to say.
+    """
+    ranked = sorted(range(vocab_size), key=lambda token: (-counts[token], token))
+    chosen = set(special)
+    for token in ranked:
+        if len(chosen) >= size:
+            break
+        chosen.add(token)
+    return torch.tensor(sorted(chosen), dtype=torch.int64)
 
 
 def _draft_ids(job: Job) -> Tensor | None:

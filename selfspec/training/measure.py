@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from selfspec.errors import InvalidData
 from selfspec.heads.attending import AttendingHeads, attention
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import ExitHead
@@ -117,14 +116,13 @@ def judged(heads: ExitHeads, layer: int, batch: Features, drafts: int = 1) -> li
 
     Of later drafts those whose tokens before belong to the answer, too.
     """
-    if batch.top_ids is None:
-        raise InvalidData("these features hold no targets. Ask for them: top_k of at least 1")
     head, answers, found = cast("ExitHead", heads.by_layer[str(layer)]), batch.answers, []
+    top_ids, _ = batch.targets
     for features, valid in unrolled(heads, layer, batch, drafts):
         rows = (answers & valid).nonzero()[:, 0]
         logits = head.unembed(features[rows])
         tokens = head.to_target_ids(logits.argmax(-1))
-        found.append(Judged(logits, tokens == batch.top_ids[rows, 0]))
+        found.append(Judged(logits, tokens == top_ids[rows, 0]))
         answers = batch.answers & answers.roll(1)
     return found
 
@@ -153,5 +151,5 @@ def agreements(heads: ExitHeads, batches: Iterable[Features]) -> dict[int, Agree
 def coverage(heads: ExitHeads, batches: Iterable[Features]) -> float:
     """Share of positions where the model's next token is one that heads can draft."""
     ids = heads.first.draft_ids
-    tops = torch.cat([b.top_ids[b.answers, 0] for b in batches if b.top_ids is not None])
+    tops = torch.cat([batch.targets[0][batch.answers, 0] for batch in batches])
     return 1.0 if ids is None else torch.isin(tops, ids).float().mean().item()

@@ -97,7 +97,6 @@ class DataOptions:
     """Fixes every draw, and so the text."""
 
     def __post_init__(self) -> None:
-        """Raise InvalidOption for values that nothing could be written with."""
         check_fields(self)
         if self.raw and self.system:
             raise InvalidOption(f"system is {self.system}, expected none with raw")
@@ -135,7 +134,6 @@ class CacheOptions:
     """Answer tokens of the text to use. None: all."""
 
     def __post_init__(self) -> None:
-        """Raise InvalidOption for values that make no sense for any model."""
         check_fields(self)
 
 
@@ -214,7 +212,6 @@ class FitOptions:
     """Fixes the order of the batches, and so the weights."""
 
     def __post_init__(self) -> None:
-        """Raise InvalidOption for values that no fit could make sense of."""
         check_fields(self)
 
     @property

@@ -54,11 +54,15 @@ class Passage:
     language: tuple[str, ...] = ("en",)
 
     def __post_init__(self) -> None:
-        """Raise InvalidOption for ranges that hold nothing, or too much."""
         for name, most in (("tokens", 1 << 20), ("count", _MOST_PARTS)):
             low, high = getattr(self, name)
             if not 1 <= low <= high <= most:
                 raise InvalidOption(f"{name} is {low}, {high}, expected a range in 1..{most}")
+
+    def sizes(self, rng: random.Random) -> list[int]:
+        """How many tokens each passage of a prompt is to have; drawn anew at each call."""
+        low, high = self.tokens
+        return [round(low * (high / low) ** rng.random()) for _ in range(rng.randint(*self.count))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,8 +144,29 @@ class Passages:
         self.digest = ""
         self._files: list[list[str]] = []
         self._starts: dict[str, list[tuple[int, int]]] = {}
-        if folder is not None:
-            self._read(local_path(folder), set(languages))
+        if folder is None:
+            return
+        folder, suffixes = local_path(folder), ", ".join(TEXT_SUFFIXES)
+        if not folder.is_dir():
+            raise InvalidData(f"{folder} is no folder. Give one with {suffixes} files")
+        digest, room = hashlib.sha256(), _MOST_PASSAGES
+        for path in sorted(path for path in folder.rglob("*") if path.suffix in TEXT_SUFFIXES):
+            name = path.relative_to(folder).as_posix()
+            named = re.match(r"([a-z]{2})/", name)
+            if named and named[1] not in languages:
+                continue  # of a language that the recipe has no name for
+            text = read_text(path).replace("\r\n", "\n")
+            room -= len(text)
+            if room < 0:
+                raise InvalidData(f"{folder} holds more than {_MOST_PASSAGES >> 20} MB of text")
+            digest.update(f"{name}\0{text}\0".encode())
+            paragraphs = [part.strip() for part in re.split(r"\n\s*\n", text) if part.strip()]
+            places = ((len(self._files), index) for index in range(len(paragraphs)))
+            self._starts.setdefault(named[1] if named else "en", []).extend(places)
+            self._files.append(paragraphs)
+        self.digest = digest.hexdigest()[:16]
+        if not self._files:
+            raise InvalidData(f"{folder} holds no text. Put {suffixes} files there")
 
     def languages(self) -> set[str]:
         """Those that have a passage."""
@@ -158,30 +183,6 @@ class Passages:
             if size >= characters:
                 break
         return "\n\n".join(taken)
-
-    def _read(self, folder: Path, languages: set[str]) -> None:
-        suffixes = ", ".join(TEXT_SUFFIXES)
-        if not folder.is_dir():
-            raise InvalidData(f"{folder} is no folder. Give one with {suffixes} files")
-        digest, room = hashlib.sha256(), _MOST_PASSAGES
-        for path in sorted(path for path in folder.rglob("*") if path.suffix in TEXT_SUFFIXES):
-            name = path.relative_to(folder).as_posix()
-            named = re.match(r"([a-z]{2})/", name)
-            if named and named[1] not in languages:
-                continue  # of a language that the recipe has no name for
-            text = read_text(path).replace("\r\n", "\n")
-            room -= len(text)
-            if room < 0:
-                raise InvalidData(f"{folder} holds more than {_MOST_PASSAGES >> 20} MB of text")
-            digest.update(f"{name}\0{text}\0".encode())
-            language = named[1] if named else "en"
-            paragraphs = [part.strip() for part in re.split(r"\n\s*\n", text) if part.strip()]
-            places = ((len(self._files), index) for index in range(len(paragraphs)))
-            self._starts.setdefault(language, []).extend(places)
-            self._files.append(paragraphs)
-        self.digest = digest.hexdigest()[:16]
-        if not self._files:
-            raise InvalidData(f"{folder} holds no text. Put {suffixes} files there")
 
 
 class Prompts:
@@ -248,17 +249,14 @@ class Prompts:
         for name in sorted(used & self._recipe.lists.keys()):
             values = self._recipe.lists[name]
             row.values[name] = values[dealt(len(values), turn, f"{seed} {name}")]
-        if family.passage is not None:
-            self._choose_passage(row, family.passage, turn)
+        if family.passage is not None:  # its language and origin
+            have = self._passages.languages()
+            known = [name for name in family.passage.language if name in have or name == "en"]
+            row.language = known[dealt(len(known), turn, f"{seed} language")]
+            row.values["language"] = self._recipe.languages.get(row.language, "English")
+            written = row.rng.random() < self._recipe.written_share
+            row.article = row.language == "en" and (written or "en" not in have)
         return row
-
-    def sizes(self, row: Row) -> list[int]:
-        """How many tokens each passage of a row is to have; drawn anew at each call."""
-        wanted = row.family.passage
-        assert wanted is not None  # noqa: S101  # asked of rows with one alone
-        low, high = wanted.tokens
-        count = row.rng.randint(*wanted.count)
-        return [round(low * (high / low) ** row.rng.random()) for _ in range(count)]
 
     def passages_of(self, row: Row, sizes: Sequence[int]) -> list[str]:
         """Texts of the folder, each long enough for so many tokens where a file goes on."""
@@ -267,16 +265,6 @@ class Prompts:
             self._passages.drawn(row.language, first + place, str(self._seed), 8 * size)
             for place, size in enumerate(sizes)
         ]
-
-    def _choose_passage(self, row: Row, wanted: Passage, turn: int) -> None:
-        """Draw language and origin of a row's passage."""
-        have = self._passages.languages()
-        known = [name for name in wanted.language if name in have or name == "en"]
-        language = known[dealt(len(known), turn, f"{self._seed} {row.family.name} language")]
-        row.language = language
-        row.values["language"] = self._recipe.languages.get(language, "English")
-        written = row.rng.random() < self._recipe.written_share
-        row.article = language == "en" and (written or "en" not in have)
 
     def _has_text(self, family: Family) -> bool:
         if family.passage is None or set(family.passage.language) & self._passages.languages():
@@ -351,14 +339,14 @@ def _recipe(found: Any) -> Recipe:
 
 
 def _family(name: str, values: Any) -> Family:
-    known = values | {"name": name} if isinstance(values, dict) else values
-    if isinstance(known, dict) and isinstance(asks := known.get("ask"), list):
-        known["ask"] = tuple(tuple(ask) if isinstance(ask, list) else (ask,) for ask in asks)
-    if isinstance(known, dict) and known.get("passage") is not None:
-        wanted = record_of(Passage, known["passage"])
-        parts = {name: tuple(value) for name, value in vars(wanted).items()}
-        known["passage"] = Passage(**parts)
-    family = record_of(Family, known)
+    if isinstance(values, dict):
+        values = values | {"name": name}
+        if isinstance(asks := values.get("ask"), list):
+            values["ask"] = tuple(tuple(ask) if isinstance(ask, list) else (ask,) for ask in asks)
+        if values.get("passage") is not None:
+            wanted = vars(record_of(Passage, values["passage"]))
+            values["passage"] = Passage(**{name: tuple(value) for name, value in wanted.items()})
+    family = record_of(Family, values)
     return replace(family, question=tuple(family.question))
 
 

@@ -20,7 +20,6 @@ import yaml
 from huggingface_hub import ModelCardData
 from jinja2 import Environment, StrictUndefined, TemplateError
 
-from selfspec import files
 from selfspec.api.chat_template import name_of
 from selfspec.errors import InvalidData
 from selfspec.heads.attending import config_of
@@ -147,15 +146,12 @@ def card(
     )
 
 
-PICTURE = "curves.png"
-
-
 def picture_of(entries: Sequence[dict[str, Any]]) -> bytes | None:
     """Loss and agreement by epoch; without matplotlib a notice takes the picture's place."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        logger.info("no %s: it needs matplotlib (pip install 'selfspec[train]')", PICTURE)
+        logger.info("no curves.png: it needs matplotlib (pip install 'selfspec[train]')")
         return None
     figure = Figure(figsize=(8, 3.2), layout="constrained")
     loss, agreement = figure.subplots(1, 2)
@@ -178,7 +174,6 @@ def picture_of(entries: Sequence[dict[str, Any]]) -> bytes | None:
 FILES = ("README.md", "config.json", "metrics.json", "model.safetensors", "run.yaml")
 """What a folder of fitted heads holds at least."""
 
-CARD, METRICS, RUN = "README.md", "metrics.json", "run.yaml"
 CALIBRATION = "calibration.json"
 
 _PATHS = (
@@ -187,51 +182,35 @@ _PATHS = (
 )
 """Options that may name files; a model's hub id stands in the config."""
 
-_PACKAGES = ("torch", "transformers", "safetensors")
-
 
 def write(folder: Path, fitted: Fitted, run: Mapping[str, Any]) -> None:
     """Write all files of `folder`; `run` holds the options of the command, ready for YAML.
 
     Raises CannotWrite; `ExitHeads.save` says what is there then.
     """
-    described = {"run": dict(run), "machine": machine()}
-    picture = picture_of(fitted.epochs)
-    others = {
+    others: dict[str, str | bytes] = {
         "README.md": card(fitted.heads.config, fitted.metrics),
-        "run.yaml": yaml.safe_dump(described, sort_keys=False),
+        "run.yaml": yaml.safe_dump({"run": dict(run), "machine": machine()}, sort_keys=False),
         "metrics.jsonl": "".join(json.dumps(entry) + "\n" for entry in fitted.epochs),
         "metrics.json": json.dumps(fitted.metrics, indent=2) + "\n",
     }
+    if picture := picture_of(fitted.epochs):
+        others["curves.png"] = picture
     (folder / CALIBRATION).unlink(missing_ok=True)  # of the heads that these replace
-    fitted.heads.save(folder, others if picture is None else others | {PICTURE: picture})
-
-
-def redescribe(folder: Path, config: HeadsConfig) -> None:
-    """Give the folder another config, and the card that follows from it. Raises CannotWrite."""
-    config.write(folder)
-    if (folder / METRICS).is_file():
-        files.write(folder / CARD, card_of(folder))
+    fitted.heads.save(folder, others)
 
 
 def card_of(folder: Path, licence: str | None = None) -> str:
     """The card that the records of a folder make. Raises InvalidData, InvalidHeads."""
-    metrics, calibration = folder / METRICS, folder / CALIBRATION
+    calibration = folder / CALIBRATION
     try:
         return card(
             config_of(folder),
-            read_json(metrics),
+            read_json(folder / "metrics.json"),
             read_json(calibration) if calibration.is_file() else None,
             licence,
         )
-    except (
-        TemplateError,
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        StopIteration,
-    ) as error:
+    except (TemplateError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise InvalidData(
             f"the records do not make a card: {type(error).__name__} {error}"
         ) from error
@@ -249,8 +228,9 @@ def for_others(folder: Path, licence: str | None = None) -> dict[str, str | byte
     if CALIBRATION in found:
         values = read_json(folder / CALIBRATION)
         found[CALIBRATION] = json.dumps(_without_folders(values), indent=2) + "\n"
-    run = _without_folders(read_yaml(folder / RUN))
-    return found | {CARD: card_of(folder, licence), RUN: yaml.safe_dump(run, sort_keys=False)}
+    found["README.md"] = card_of(folder, licence)
+    run = _without_folders(read_yaml(folder / "run.yaml"))
+    return found | {"run.yaml": yaml.safe_dump(run, sort_keys=False)}
 
 
 def _without_folders(record: Any) -> Any:
@@ -266,13 +246,11 @@ def _without_folders(record: Any) -> Any:
 
 def machine() -> dict[str, Any]:
     """What a repetition on another machine may differ in."""
-    versions = {name: metadata.version(name) for name in _PACKAGES}
-    cpu = torch.backends.cpu.get_cpu_capability()
-    accelerator = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {
-        **versions,
+    packages = ("torch", "transformers", "safetensors")
+    accelerated = torch.cuda.is_available()
+    return {name: metadata.version(name) for name in packages} | {
         "python": platform.python_version(),
-        "cpu": cpu,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
-        "accelerator": accelerator,
+        "accelerator": torch.cuda.get_device_name() if accelerated else None,
     }

@@ -30,10 +30,10 @@ from collections.abc import (
     Sequence,
     Set,
 )
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -41,33 +41,22 @@ from selfspec import files
 from selfspec.decoding.engine import MOST_TEXTS
 from selfspec.errors import CannotWrite, InvalidData, InvalidOption
 from selfspec.model.backbone import Backbone
+from selfspec.training.asking import Ask, Server, Texts, Turns, end_ids, loop_start
 from selfspec.training.checkpoint import record_of, require_same
 from selfspec.training.options import DataOptions
-from selfspec.training.recipe import Passages, Prompts, Recipe, Row
-from selfspec.training.text import (
-    Ask,
-    Message,
-    Reader,
-    Sampling,
-    T,
-    Texts,
-    Turns,
-    encoded,
-    end_ids,
-    loop_start,
-    messages_of,
-    user_turns,
-)
-from selfspec.untrusted import read_json
+from selfspec.training.recipe import Passage, Passages, Prompts, Recipe, Row
+from selfspec.training.text import Message, Reader, T, encoded, messages_of, user_turns
+from selfspec.untrusted import open_bytes, read_json
 
 logger = logging.getLogger(__name__)
+
+Record = dict[str, Any]
 
 FORMAT_VERSION = 3
 """2: draws came from a generator of the batch, not of the row."""
 
 _MOST_BYTES = 1 << 30
 """Size limit of a run's record: it holds the lines of a batch while they are written."""
-
 
 DROPPED = {
     "duplicates": "duplicates",
@@ -96,9 +85,9 @@ class Counts:
         found = self.families.setdefault(family, dict.fromkeys((*KEPT, *DROPPED), 0))
         found[name] += count
 
-    def add_row(self, record: Mapping[str, Any]) -> None:
+    def add_row(self, record: Record) -> None:
         """Count a record that goes into the file."""
-        ids, answers = encoded(dict(record), None)
+        ids, answers = encoded(record, None)
         values = (1, len(ids), len(answers), sum(end - first for first, end in answers))
         for name, value in zip(KEPT, (*values, record.get("loops", 0)), strict=True):
             self.add(record.get("family", ""), name, value)
@@ -134,7 +123,6 @@ class _Run:
     """Lines of the batch that is being written."""
 
     def __post_init__(self) -> None:
-        """Raise InvalidOption for what is no record of this version, or of no file."""
         families = self.counts.get("families", {"": {}}).values()
         kinds = {*KEPT, *DROPPED}
         numbers = [self.bytes, *self.seeds, *(n for found in families for n in found.values())]
@@ -161,12 +149,11 @@ class Writer:
         self._record = _record_of(output)
         plain = json.loads(json.dumps(dict(options)))  # as it will be read: lists, no tuples
         self._run = _Run(options=plain, versions=dict(versions))
-        with _explained(output):
-            if self._record.exists():
-                self._resume()
-            else:
-                self._save(self._run)
-                self.output.touch()
+        if self._record.exists():
+            self._resume()
+        else:
+            self._save(self._run)
+            self._touch()
 
     @property
     def batches(self) -> int:
@@ -187,23 +174,16 @@ class Writer:
             counts=asdict(counts),
             bytes=self._run.bytes + len(block),
         )
-        with _explained(self.output):
-            try:
-                self._save(replace(self._run, next=list(lines)))
-                with files.appended(self.output, block) as file:
-                    os.fsync(file.fileno())
-                    self._save(written)
-            except (OSError, CannotWrite):
-                with suppress(CannotWrite):
-                    self._save(self._run)
-                raise
+        try:
+            self._save(replace(self._run, next=list(lines)))
+            with files.appended(self.output, block) as file:
+                os.fsync(file.fileno())
+                self._save(written)
+        except CannotWrite:
+            with suppress(CannotWrite):
+                self._save(self._run)
+            raise
         self._run = written
-
-    def _block(self, lines: Sequence[str]) -> bytes:
-        block = "".join(f"{line}\n" for line in lines).encode()
-        if block and self.output.suffix == ".gz":
-            block = gzip.compress(block, mtime=0)  # members in a row are one file, and no clock
-        return block
 
     def discard_if_empty(self) -> None:
         """Remove what was begun and has no batch: its source could not be read at all."""
@@ -211,9 +191,22 @@ class Writer:
             self.output.unlink(missing_ok=True)
             self._record.unlink(missing_ok=True)
 
-    def records(self) -> Iterator[dict[str, Any]]:
+    def records(self) -> Iterator[Record]:
         """What is written so far."""
         return iter(Reader(self.output, lambda record: record))
+
+    def _block(self, lines: Sequence[str]) -> bytes:
+        block = "".join(f"{line}\n" for line in lines).encode()
+        if block and self.output.suffix == ".gz":
+            block = gzip.compress(block, mtime=0)  # members in a row are one file, and no clock
+        return block
+
+    def _touch(self) -> None:
+        with files.appended(self.output, b""):
+            pass
+
+    def _save(self, run: _Run) -> None:
+        files.write(self._record, json.dumps(asdict(run), indent=1) + "\n")
 
     def _resume(self) -> None:
         """Take over what is recorded and cut off what a killed run wrote behind it."""
@@ -224,33 +217,28 @@ class Writer:
                 f"{self._record} is no record of this version of selfspec data: {error}. Delete it "
                 f"and {self.output.name} to start over"
             ) from error
-        way_out = f"remove it and {self._record.name}"
+        own, way_out = self._run.versions, f"remove it and {self._record.name}"
         require_same(self.output, found.options, self._run.options, way_out)
-        own = self._run.versions
         if changed := {k: v for k, v in own.items() if found.versions.get(k) != v}:
             logger.warning("%s was begun with other versions than %s", self.output, changed)
-        self.output.touch()  # a run may be killed between its record and its file
-        whole = found.bytes
-        if (size := self.output.stat().st_size) < whole:
-            raise InvalidData(
-                f"{self.output} has {size} bytes, its record says {whole}. Delete both to start "
-                "over"
-            )
-        with self.output.open("rb") as file:
-            file.seek(whole)
-            cut = self._block(found.next)
+        self._touch()  # a run may be killed between its record and its file
+        cut = self._block(found.next)
+        with open_bytes(self.output) as file:
+            size = file.seek(0, os.SEEK_END)
+            if size < found.bytes:
+                raise InvalidData(
+                    f"{self.output} has {size} bytes, its record says {found.bytes}. Delete both "
+                    "to start over"
+                )
+            file.seek(found.bytes)
             added = file.read(len(cut) + 1)
         if not cut.startswith(added):
             raise InvalidData(
-                f"{self.output}: what follows byte {whole} was not written by this run. Move it to "
-                "a file of its own, or give another --output"
+                f"{self.output}: what follows byte {found.bytes} was not written by this run. Move "
+                "it to a file of its own, or give another --output"
             )
-        os.truncate(self.output, whole)
+        os.truncate(self.output, found.bytes)
         self._run = replace(found, next=[])
-
-    def _save(self, run: _Run) -> None:
-        """Replace the record: it is always whole."""
-        files.write(self._record, json.dumps(asdict(run), indent=1) + "\n")
 
 
 def check_output(output: str | Path, reads: Iterable[object] = ()) -> Path:
@@ -258,55 +246,34 @@ def check_output(output: str | Path, reads: Iterable[object] = ()) -> Path:
 
     Asked before a model is loaded. Raises CannotWrite, for a file that the command `reads`, too.
     """
-    path = Path(output)
-    with _explained(path):
-        record = _record_of(path) if path.name else path
-        files.refuse_inputs([path, record], reads)
-        if not path.name or not (path.exists() or record.exists() or path.is_symlink()):
-            if path.suffix not in ("", ".jsonl", ".json", ".gz"):
-                raise CannotWrite(
-                    f"{path} would hold lines of JSON. Name it {path.with_suffix('.jsonl')}"
-                )
-            return files.check_file(output)
-        for name in (path, record):
-            if name.is_symlink() or (name.exists() and not name.is_file()):
-                raise CannotWrite(f"{name} is a link, a folder or a device. Name a file")
-        if not record.exists():
-            raise CannotWrite(
-                f"{path} exists and there is no {record.name} to continue it by. Give another "
-                "--output"
-            )
-    return path
+    path, record = Path(output), _record_of(output)
+    files.refuse_inputs([path, record], reads)
+    there = [name for name in (path, record) if path.name and os.path.lexists(name)]
+    if odd := [name for name in there if name.is_symlink() or not name.is_file()]:
+        raise CannotWrite(f"{odd[0]} is a link, a folder or a device. Name a file")
+    if record in there:
+        return path
+    if there:
+        raise CannotWrite(
+            f"{path} exists and there is no {record.name} to continue it by. Give another --output"
+        )
+    if path.suffix not in ("", ".jsonl", ".json", ".gz"):
+        raise CannotWrite(f"{path} would hold lines of JSON. Name it {path.with_suffix('.jsonl')}")
+    return files.check_file(output)
 
 
 def template_of(output: Path) -> str | None:
     """The chat template that a file of `selfspec data` was written with, if not the model's own."""
     try:
-        found = read_json(_record_of(output))
-        template = found["options"]["chat_template"]
+        template = read_json(_record_of(output))["options"]["chat_template"]
     except (InvalidData, LookupError, TypeError, ValueError):
         return None
     return template if isinstance(template, str) else None
 
 
-def _record_of(output: Path) -> Path:
-    return output.with_name(output.name + ".run.json")
+def _record_of(output: str | Path) -> Path:
+    return Path(f"{output}.run.json")
 
-
-@contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    """Whatever the system says of a file is a CannotWrite that says how to go on."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise CannotWrite(
-            f"cannot write {path}: {reason}. What was written before is whole: make room, or name "
-            "another place, and run the same command again"
-        ) from error
-
-
-Record = dict[str, Any]
 
 NGRAM = 8
 """Words in a row that a benchmark and a text must not share."""
@@ -326,13 +293,6 @@ _TALK_TOKENS, _FEWEST_TALKS = 64, 16
 
 _LEAST_ROOM = 32
 """Tokens of a prompt for which any model must have room."""
-
-
-class Source(Protocol):
-    """Where batches of records come from."""
-
-    def batch(self, index: int, seed: int, counts: Counts) -> list[Record] | None:
-        """Records of batch `index`; None behind the last. What is dropped goes into `counts`."""
 
 
 def write(source: Source, writer: Writer, options: DataOptions) -> Iterator[Counts]:
@@ -367,26 +327,23 @@ class Talk:
     turns: Turns
     question: str
     """The user turn that waits for its answer."""
-    prompt: list[int]
-    """Ids up to where that answer starts."""
     pending: list[str | None]
     """User turns to come; the model invents where there is None."""
     rng: random.Random = field(default_factory=random.Random)
     """What is drawn for it."""
     sampled: bool = False
     family: str = ""
-    messages: list[Message] = field(default_factory=list)
+    prompt: list[int] = field(init=False)
+    """Ids up to where the next answer starts."""
+    messages: list[Message] = field(init=False)
     ids: list[int] = field(default_factory=list)
     """Ids through the last answer."""
     answers: list[tuple[int, int]] = field(default_factory=list)
     loops: int = 0
     """Answers that were cut where they began to repeat themselves."""
 
-    @classmethod
-    def begun(cls, turns: Turns, question: str, pending: Iterable[str | None], **more: Any) -> Talk:
-        """With its first question, which waits for an answer."""
-        prompt = turns.first_prompt(question)
-        return cls(turns, question, prompt, [*pending], messages=turns.messages(), **more)
+    def __post_init__(self) -> None:
+        self.prompt, self.messages = self.turns.first_prompt(self.question), self.turns.messages()
 
     def add(self, text: str, ids: list[int]) -> None:
         """Add the question and its answer."""
@@ -409,7 +366,12 @@ class Talk:
             row |= zip(("prompt", "completion"), said, strict=False)
         else:
             row["messages"] = messages
-        row |= located(self.ids or self.prompt, self.answers)
+        ids, spans = self.ids or self.prompt, [list(span) for span in self.answers]
+        row["input_ids"] = list(ids)
+        if len(spans) == 1 and spans[0][1] == len(ids):
+            row["answer_start"] = spans[0][0]
+        else:
+            row["answers"] = spans
         return row if read else row | {"sampled": self.sampled, "loops": self.loops}
 
 
@@ -421,23 +383,24 @@ another row."""
 class Author:
     """A model that writes user turns and answers, of many rows side by side."""
 
-    invents = True
-    """It can write user turns, too."""
-
     def __init__(
         self,
         backbone: Backbone,
         tokenizer: PreTrainedTokenizerBase | None,
         options: DataOptions,
         watch: Callable[[int], None],
+        endpoint: str | None = None,
     ) -> None:
-        """`watch` hears of tokens as they are written.
+        """`watch` hears of tokens as they are written. A server at `endpoint` may answer instead.
 
-        Raises InvalidData for no chat template, InvalidOption where an answer leaves no room.
+        Raises InvalidData for no chat template, InvalidOption where an answer leaves no room,
+        SelfspecError where the server does not answer.
         """
         self.options = options
         raw = options.raw
         self.turns = Turns.plain(tokenizer) if raw else Turns.of(tokenizer, options.system)
+        self.invents = endpoint is None
+        """It can write user turns, too."""
         self.room = min(options.max_prompt_tokens, backbone.max_positions - options.max_new_tokens)
         """Tokens of the longest prompt."""
         if self.room < _LEAST_ROOM:
@@ -449,7 +412,7 @@ class Author:
         self._ends = end_ids(backbone.model, self.turns.tokenizer)
         self._question_ends = self.turns.question_ends()
         self._watch = watch
-        self._texts: Texts
+        self._server = Server(endpoint, self.turns, options.seed, watch) if endpoint else None
 
     def prompts(
         self, recipe: Recipe, passages: Passages, own: Sequence[tuple[str, ...]] = ()
@@ -464,7 +427,7 @@ class Author:
         Each text begins as soon as the one before it in its own script is there, so that many are
         written at any time.
         """
-        self._texts, found = Texts(self.backbone, self._watch), dict[int, T]()
+        texts, found = self._server or Texts(self.backbone, self._watch), dict[int, T]()
         fresh = deque(enumerate(scripts))
         idle: list[tuple[int, Script[T]]] = []
         running: dict[Hashable, tuple[int, Script[T]]] = {}
@@ -478,7 +441,7 @@ class Author:
             if ask is None:
                 idle.append((place, script))
             else:
-                running[self.add(ask)] = (place, script)
+                running[texts.add(ask)] = (place, script)
 
         while fresh or idle or running:
             waiting, idle = idle, []
@@ -486,41 +449,36 @@ class Author:
                 go_on(*one)
             while fresh and len(running) < MOST_TEXTS:
                 go_on(*fresh.popleft())
-            for text, ids in self.step():
+            for text, ids in texts.step():
                 go_on(*running.pop(text), ids)
         return [found[place] for place in sorted(found)]
-
-    def add(self, ask: Ask) -> Hashable:
-        """Begin a text; `step` gives what this returns, with the text's ids."""
-        return self._texts.add(ask)
-
-    def step(self) -> list[tuple[Hashable, list[int]]]:
-        """Texts that have ended now, and their new ids."""
-        return [*self._texts.step()]
 
     def ask(self, header: list[int], rng: random.Random) -> Script[str | None]:
         """What a user says behind a header; None where that loops or does not end."""
         options = self.options
         temperature = rng.uniform(*options.question_temperature)
-        sampling = Sampling(temperature, options.question_top_k)
         ids = yield Ask(
-            header, options.max_question_tokens, self._question_ends, sampling, rng.getrandbits(62)
+            header,
+            options.max_question_tokens,
+            self._question_ends,
+            rng.getrandbits(62),
+            temperature,
+            options.question_top_k,
         )
         return self.turns.question(header, ids) if loop_start(ids) is None else None
 
     def converse(self, talk: Talk, counts: Counts) -> Script[Record | None]:
         """Answer, and let the user go on, until all is said; None where no answer was given."""
         options = self.options
-        sampling = Sampling(options.temperature if talk.sampled else None)
         while talk.question and len(talk.prompt) <= self.room:
             question = {"role": "user", "content": talk.question}
             ids = yield Ask(
                 talk.prompt,
                 options.max_new_tokens,
                 self._ends,
-                sampling,
                 talk.rng.getrandbits(62),
-                (*talk.messages, question),
+                options.temperature if talk.sampled else None,
+                messages=(*talk.messages, question),
             )
             kept = ids[: loop_start(ids)]
             text = talk.turns.continuation(talk.prompt, kept)
@@ -532,7 +490,7 @@ class Author:
                 break
             said = talk.pending.pop(0)
             if said is None:
-                said = yield from self.ask(talk.turns.next_header(talk.ids), talk.rng)
+                said = yield from self.ask(talk.turns.next_prompt(talk.ids, None), talk.rng)
             talk.question = (said or "").strip()
             talk.prompt = talk.turns.next_prompt(talk.ids, talk.question)
         if talk.answers:
@@ -602,9 +560,10 @@ class Written:
         try:
             while row.article and None in articles.values():
                 yield None
-            texts = [articles[number] for number in sorted(articles)]
-            talk = yield from self._begun(row, [text for text in texts if text], counts)
-            if talk is None:
+            texts = [text for _, text in sorted(articles.items()) if text]
+            talk = yield from self._begun(row, texts if row.article else [])
+            if isinstance(talk, str):
+                counts.add(row.family.name, talk)
                 return None
             if row.family.read:
                 return talk.record()
@@ -616,41 +575,61 @@ class Written:
             if row.number in articles:
                 articles[row.number] = articles[row.number] or ""
 
-    def _begun(self, row: Row, articles: list[str], counts: Counts) -> Script[Talk | None]:
-        """A row's conversation with all that the model writes of its first user turn."""
+    def _begun(self, row: Row, articles: list[str]) -> Script[Talk | str]:
+        """A row's conversation with all that the model writes of its first user turn.
+
+        Or why there is none, as `Counts` calls it.
+        """
+        options = self._author.options
         if row.article and not articles:
-            counts.add(row.family.name, "empty")
-            return None
+            return "empty"
         if row.family.passage is not None:
-            row.values["passage"] = self._passage(row, articles if row.article else [])
-        if (opening := self._opening(row)) is not None:
-            said = yield from self._author.ask(self._author.turns.header(opening), row.rng)
-            if not self._heard(row, said):
-                counts.add(row.family.name, "unfinished")
-                return None
+            row.values["passage"] = self._passage(row, row.family.passage, articles)
+        if not (yield from self._invented(row)):
+            return "unfinished"
         first, *later = (row.text(turn) for turn in row.turns)
-        talk = Talk.begun(
+        talk = Talk(
             self._author.turns,
             (first or "").strip(),
-            [] if self._author.options.raw else later,
+            [] if options.raw else later,
             rng=row.rng,
-            sampled=row.rng.random() >= self._author.options.greedy_share,
+            sampled=row.rng.random() >= options.greedy_share,
             family=row.family.name,
         )
-        if (problem := self._problem(talk)) is None:
-            return talk
-        counts.add(row.family.name, problem)
-        return None
+        if not talk.question:
+            return "empty"
+        if len(talk.prompt) > self._author.room:
+            return "too_long"
+        if _holds(self._excluded, talk.asked()):
+            return "excluded"
+        return "duplicates" if key(talk.question) in self._asked else talk
 
-    def _passage(self, row: Row, articles: list[str]) -> str:
+    def _invented(self, row: Row) -> Script[bool]:
+        """Put in what the model writes of the first turn; whether it is a user's turn."""
+        author, family = self._author, row.family
+        if family.continues and not author.options.raw:
+            opening = row.text(row.turns[0]) or ""
+            said = yield from author.ask(author.turns.header(opening), row.rng)
+            row.values["turn0"] = (opening + (said or "")).strip()
+            row.turns = ("{turn0}", *row.turns[1:])
+            return bool(said and said.strip())
+        if family.question:
+            begin = family.question[row.number % len(family.question)]
+            opening = f"{row.values['passage']}\n\nQuestion: {begin}"
+            said = yield from author.ask(author.turns.header(opening), row.rng)
+            line = (said or "").strip("\n").split("\n")[0]
+            row.values["question"] = begin + line[: line.find("?") + 1]
+            return "?" in line
+        return True
+
+    def _passage(self, row: Row, wanted: Passage, articles: list[str]) -> str:
         """What stands for {passage}: cut to its length, numbered where there are several."""
-        assert row.family.passage is not None  # noqa: S101  # the caller looked
-        wanted = self._prompts.sizes(row)
-        texts = row.rng.sample(articles, min(len(wanted), len(articles)))
-        texts = texts or self._prompts.passages_of(row, wanted)
+        sizes = wanted.sizes(row.rng)
+        texts = row.rng.sample(articles, min(len(sizes), len(articles)))
+        texts = texts or self._prompts.passages_of(row, sizes)
         room = (self._author.room - _LEAST_ROOM) // len(texts)
-        cut = [self._cut(text, min(size, room)) for text, size in zip(texts, wanted, strict=False)]
-        if row.family.passage.count[1] == 1:
+        cut = [self._cut(text, min(size, room)) for text, size in zip(texts, sizes, strict=False)]
+        if wanted.count[1] == 1:
             return cut[0]
         return "\n\n".join(f"Passage {number}: {text}" for number, text in enumerate(cut, 1))
 
@@ -663,39 +642,6 @@ class Written:
         kept = turns.text(ids[:tokens])
         end = max(kept.rfind(mark) for mark in (". ", ".\n", "! ", "? ", "\n\n", "。", "！", "？"))
         return kept[: end + 1].strip() if end > len(kept) // 3 else kept.rpartition(" ")[0] or kept
-
-    def _opening(self, row: Row) -> str | None:
-        """What the model is to write on from, as the user; None where a prompt is whole."""
-        if row.family.continues and not self._author.options.raw:
-            return row.text(row.turns[0])
-        if row.family.question:
-            begin = row.family.question[row.number % len(row.family.question)]
-            row.values["question"] = begin
-            return f"{row.values['passage']}\n\nQuestion: {begin}"
-        return None
-
-    def _heard(self, row: Row, said: str | None) -> bool:
-        """Put in what the model wrote; whether it is a user's turn."""
-        if said is None or not said.strip():
-            return False
-        if row.family.continues:
-            opening = row.text(row.turns[0]) or ""
-            row.values["turn0"] = (opening + said).strip()
-            row.turns = ("{turn0}", *row.turns[1:])
-            return True
-        line = said.strip("\n").split("\n")[0]
-        row.values["question"] += line[: line.find("?") + 1]
-        return "?" in line
-
-    def _problem(self, talk: Talk) -> str | None:
-        """Why a row is not to be written, as `Counts` calls it; None where it is."""
-        if not talk.question:
-            return "empty"
-        if len(talk.prompt) > self._author.room:
-            return "too_long"
-        if _holds(self._excluded, talk.asked()):
-            return "excluded"
-        return "duplicates" if key(talk.question) in self._asked else None
 
     def _is_new(self, record: Record, counts: Counts) -> bool:
         """Whether a row asks and says what none before it did; it counts as said then.
@@ -718,15 +664,7 @@ class Written:
         return True
 
 
-# --- small parts ----------------------------------------------------------------------------------
-
-
-def located(ids: list[int] | tuple[int, ...], answers: Iterable[tuple[int, int]]) -> Record:
-    """Ids and their answers; a single one, which ends with the ids, by its start alone."""
-    spans = [list(span) for span in answers]
-    if len(spans) == 1 and spans[0][1] == len(ids):
-        return {"input_ids": list(ids), "answer_start": spans[0][0]}
-    return {"input_ids": list(ids), "answers": spans}
+# --- what is compared -----------------------------------------------------------------------------
 
 
 def ngrams(text: str) -> set[int]:
@@ -750,7 +688,7 @@ def _sample(found: set[int]) -> set[int]:
 
 def _words_of(record: Record) -> str:
     said = [turn["content"] for turn in record.get("messages", [])]
-    return "\n".join([*said, *(record.get(name, "") for name in ("prompt", "completion", "text"))])
+    return "\n".join([*said, *(record.get(name, "") for name in ("prompt", "completion"))])
 
 
 def _asked_in(record: Record) -> str:
@@ -790,11 +728,10 @@ class Given:
         talks, fresh = self._next(1), []
         counts.add("", "bad_rows", self._reader.skipped - counts.total("bad_rows"))
         for talk in talks:
-            known = len(self._known)
-            self._known.add(key(talk.asked()))
-            if len(self._known) == known:
+            if (asked := key(talk.asked())) in self._known:
                 counts.add("", "duplicates")
             else:
+                self._known.add(asked)
                 fresh.append(talk)
         if not talks:
             return None
@@ -823,4 +760,8 @@ def talk_of(record: Record, tokenizer: PreTrainedTokenizerBase | None, system: s
     if any(message["role"] == "system" for message in messages):
         raise InvalidData("has a system message behind its first turn")
     first, *later = user_turns(record)
-    return Talk.begun(Turns.of(tokenizer, system), first, later)
+    return Talk(Turns.of(tokenizer, system), first, [*later])
+
+
+Source = Written | Given
+"""Where batches of records come from."""

@@ -30,8 +30,7 @@ from selfspec.heads.exit_heads import logit_lens
 from selfspec.heads.heads import ExitHead, ExitJudge, spread
 from selfspec.model.backbone import Backbone
 from selfspec.options import Costs, Exit
-from selfspec.training.features import FeatureSpec, features
-from selfspec.training.text import Batch
+from selfspec.training.features import Batch, FeatureSpec, features
 from selfspec.visualise.layers import Kind, LayerSays, LayerTrace, Place, TraceInfo
 
 _ROWS = 128

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from selfspec.api.speculator import load, wrap
 from selfspec.errors import InvalidOption
-from selfspec.training.text import planned
+from selfspec.training.features import planned
 from tests.models import make_model, random_ids
 from tests.talks import make_talks, make_tokenizer
 from training import draft_model

@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import sys
-from collections import Counter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,18 +20,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.errors import InvalidData, InvalidOption
+from selfspec.errors import InvalidData, InvalidOption, InvalidPrompt
 from selfspec.training import text
-from selfspec.training.text import (
-    Conversation,
-    Reader,
-    encoded,
-    messages_of,
-    padded,
-    planned,
-    rendered,
-    rows,
-)
+from selfspec.training.text import Conversation, Reader, encoded, messages_of, rows
 from tests.bad_input import DEEP, one_line
 from tests.models import VOCAB_SIZE
 from tests.talks import WORDS, make_tokenizer
@@ -98,19 +88,20 @@ def test_ids_and_text_say_what_is_learned(
 def test_turns_are_questions_without_answers() -> None:
     asked = [{"role": "user", "content": name} for name in ("a", "b")]
     assert messages_of({"turns": ["a", "b"], "question_id": 1}) == asked
+    with pytest.raises(InvalidData):
+        messages_of({"text": "a"})
 
 
 BAD: dict[str, list[Any]] = {
     "is not JSON": [b"{", b'{"n": "\xff"}', DEEP.encode()],
-    "expected an object": [3, None, True, "text", [], [{}]],
+    "expected an object": [3, None, [{}]],
     "holds nothing, expected input_ids": [{}],
     "holds prose, expected input_ids": [{"prose": "hello"}],
     "no list of whole numbers": [
-        {"input_ids": value, "answer_start": 1}
-        for value in (None, 3, "12", {}, ["1", "2"], [1.0, 2.0], [1, True], [[1], [2]])
+        {"input_ids": value, "answer_start": 1} for value in (None, "12", [1.0, 2.0], [1, True])
     ],
     "answer_start": [
-        *({"input_ids": [1, 2, 3], "answer_start": n} for n in (None, "1", 0, 3, -1, 1.0)),
+        *({"input_ids": [1, 2, 3], "answer_start": n} for n in (None, "1", 0, 3, 1.0)),
         {"input_ids": [], "answer_start": 1},
     ],
     "token id": [{"input_ids": [1, n], "answer_start": 1} for n in (-1, 96, 10**40)],
@@ -118,37 +109,23 @@ BAD: dict[str, list[Any]] = {
     "1 tokens, expected at least 2": [{"input_ids": [1], "answers": []}, {"text": "a"}],
     "rising pairs [first, end] in 1..3": [
         {"input_ids": [1, 2, 3], "answers": value}
-        for value in (None, 3, "ab", [1], [[1]], [[0, 1]], [[1, 9]], [[2, 1]], [["1", "2"]])
+        for value in (None, [1], [[1]], [[0, 1]], [[1, 9]], [[2, 1]], [[1, 3], [2, 3]], [[1, True]])
     ],
-    "rising pairs": [
-        {"input_ids": [1, 2, 3], "answers": value}
-        for value in ([[1, 3], [2, 3]], [[2, 3], [1, 2]], [[1, True]])
-    ],
-    "loss_mask": [{"input_ids": [1, 2, 3], "loss_mask": v} for v in (None, 1, [0, 1], ["a"] * 3)],
-    "no list with at least one message": [
-        *({"messages": value} for value in (None, 3, "hi", {}, [])),
-        *({"conversations": value} for value in (None, 3, [])),
-    ],
+    "loss_mask": [{"input_ids": [1, 2, 3], "loss_mask": v} for v in (None, [0, 1], ["a"] * 3)],
+    "no list with at least one message": [{"messages": None}, {"conversations": []}],
     "without text as its content": [
-        *({"messages": value} for value in ([3], [None], [[]], [{}], [{"role": "user"}])),
-        *({"messages": [USER, ASSISTANT | {"content": v}]} for v in (None, 3, [], {}, "\ud800")),
+        *({"messages": value} for value in ([3], [{"role": "user"}])),
+        *({"messages": [USER, ASSISTANT | {"content": v}]} for v in (None, [], "\ud800")),
     ],
-    "without text as its value": [{"conversations": value} for value in ([3], [{"from": "human"}])],
+    "without text as its value": [{"conversations": [{"from": "human"}]}],
     "expected system, user, assistant": [
-        *({"messages": [USER, ASSISTANT | {"role": v}]} for v in (None, 3, [], "robot", "human")),
-        {"messages": [USER, {"content": "b"}]},
+        *({"messages": [USER, ASSISTANT | {"role": v}]} for v in (None, [], "human")),
         {"conversations": [{"role": "gpt", "content": "a"}]},
+        {"conversations": [{"from": "bot", "value": "a"}]},
     ],
-    "expected system, user, assistant, human": [
-        {"conversations": [{"from": name, "value": "a"}]} for name in ("bot", ["gpt"])
-    ],
-    "begins with the assistant": [
-        {"messages": [ASSISTANT]},
-        {"conversations": [{"from": "gpt", "value": "a"}]},
-    ],
-    "selfspec data --from": [{"turns": value} for value in (None, [], ["a"], [3])],
-    "text that is no string": [{"text": value} for value in (None, 3, [], "\udfff a b")],
-    "a text of 0 tokens": [{"text": ""}],
+    "begins with the assistant": [{"messages": [ASSISTANT]}],
+    "selfspec data --from": [{"turns": ["a"]}],
+    "text that is no string": [{"text": None}, {"text": "\udfff a b"}],
 }
 
 
@@ -170,12 +147,6 @@ def test_a_bad_row_is_named_with_file_line_and_reason(
     assert read(path, skip=True) == [Conversation((1, 2, 3, 4), ((2, 4),))]
 
 
-@pytest.mark.parametrize("record", [{"text": "a"}, {}, {"turns": []}, {"turns": [5]}])
-def test_records_without_turns_have_no_messages(record: dict[str, Any]) -> None:
-    with pytest.raises(InvalidData):
-        messages_of(record)
-
-
 @pytest.mark.parametrize("record", [{"text": "a b"}, {"messages": TALK}])
 def test_text_and_messages_need_a_tokenizer(record: dict[str, Any]) -> None:
     with pytest.raises(InvalidData, match="Give input_ids"):
@@ -185,8 +156,8 @@ def test_text_and_messages_need_a_tokenizer(record: dict[str, Any]) -> None:
 def test_what_the_template_refuses_is_a_reason() -> None:
     picky = make_tokenizer()
     picky.chat_template = "{{ raise_exception('no system here') }}"
-    with pytest.raises(InvalidData, match="does not take these messages: no system here"):
-        rendered(picky, TALK, add_generation_prompt=False)
+    with pytest.raises(InvalidPrompt, match="does not take these messages: no system here"):
+        encoded({"messages": TALK}, picky)
     picky.chat_template = None
     with pytest.raises(InvalidData, match="Give --chat-template"):
         encoded({"messages": TALK}, picky)
@@ -202,21 +173,23 @@ def test_lines_are_read_with_their_numbers_and_empty_ones_are_none(tmp_path: Pat
     assert numbers(path) == [1, 2]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.json.gz", "a.txt"])
-def test_any_name_may_hold_lines(tmp_path: Path, name: str) -> None:
-    content = b'{"n": 1}\n{"n": 2}\n'
-    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
-    assert numbers(tmp_path / name) == [1, 2]
+LINES, ARRAY = b'{"n": 1}\n{"n": 2}\n', b' [{"n": 1},\n {"n": 2}]'
 
 
-@pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
-def test_an_array_is_read_item_by_item(tmp_path: Path, name: str) -> None:
-    content = b' [{"n": 1},\n {"n": 2}, "text", 5]'
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt", "a.json", "a.json.gz"])
+@pytest.mark.parametrize("content", [LINES, ARRAY])
+def test_lines_may_be_anywhere_and_arrays_in_json(
+    tmp_path: Path, name: str, content: bytes
+) -> None:
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
-    assert [place for place, _ in rows(tmp_path / name)] == [f"item {n}" for n in (1, 2, 3, 4)]
-    with pytest.raises(InvalidData, match="item 3 holds a str, expected an object"):
-        numbers(tmp_path / name)
-    assert numbers(tmp_path / name, skip_bad_rows=True) == [1, 2]
+    whole = content == LINES or name.removesuffix(".gz") == "a.json"
+    assert numbers(tmp_path / name, skip_bad_rows=True) == ([1, 2] if whole else [])
+
+
+def test_an_item_is_named_by_its_place(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes(b'[{"n": 1}, "text"]')
+    with pytest.raises(InvalidData, match=r"a\.json, item 2 holds a str, expected an object"):
+        numbers(tmp_path / "a.json")
 
 
 def test_skipped_rows_are_counted_and_reported(
@@ -235,23 +208,16 @@ def test_skipped_rows_are_counted_and_reported(
 
 
 CONTENTS: dict[str, tuple[str, bytes]] = {
-    "empty": ("a.jsonl", b""),
     "blank": ("a.jsonl", b"\n \n\t\n"),
-    "zero bytes": ("a.jsonl", bytes(100)),
     "utf-16": ("a.jsonl", '{"text": "a"}'.encode("utf-16")),
-    "latin": ("a.jsonl", b'{"text": "\xe9 a b c"}\n'),
     "deep array": ("a.json", DEEP.encode()),
     "half a line": ("a.jsonl", LINE + LINE[:9]),
     "array of numbers": ("a.json", b"[1, 2]"),
     "array without end": ("a.json", b"[" + LINE),
-    "array and more": ("a.json", b"[] []"),
     "huge number": ("a.jsonl", b'{"input_ids": [1, ' + b"9" * 6000 + b'], "answer_start": 1}'),
-    "a long line": ("a.jsonl", b'"' + bytes(9000)),
-    "long blank": ("a.jsonl", b" \n" * 6000),
     "no gzip": ("a.jsonl.gz", LINE),
     "half a gzip": ("a.jsonl.gz", gzip.compress(LINE * 99)[:40]),
     "damaged gzip": ("a.jsonl.gz", gzip.compress(LINE * 99)[:-9] + bytes(9)),
-    "gzip and more": ("a.jsonl.gz", gzip.compress(LINE) + b"more"),
     "a bomb of one line": ("a.jsonl.gz", gzip.compress(b"[" * (1 << 24))),
     "a bomb of blanks": ("a.jsonl.gz", gzip.compress(b"\n" * (1 << 20))),
     "a bomb of an array": ("a.json.gz", gzip.compress(b"[" + b" " * (1 << 24))),
@@ -273,9 +239,9 @@ def test_a_file_of_conversations_of_other_content(
     assert path.read_bytes() == content
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz"])
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl.gz"])
 @pytest.mark.parametrize("long", [LINE[:-1] + b" " * 8192, b"{" * 8193, b"x" * 99999])
-@pytest.mark.parametrize("place", [0, 1, 3])
+@pytest.mark.parametrize("place", [0, 3])
 def test_a_line_that_is_too_long_is_a_bad_row(
     tmp_path: Path, place: int, long: bytes, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,7 +272,7 @@ def test_what_is_no_file_of_conversations(tmp_path: Path, kind: str) -> None:
     one_line(caught, path)
 
 
-@pytest.mark.parametrize("name", ["none.jsonl", "data/none.json", "./none", "/none/at/all"])
+@pytest.mark.parametrize("name", ["none.jsonl", "./none"])
 def test_a_missing_file_is_not_taken_for_a_data_set(name: str) -> None:
     with pytest.raises(InvalidData, match=f"cannot read {Path(name)}: .*No such file"):
         next(rows(name))
@@ -341,7 +307,7 @@ def test_the_real_package_reads_a_folder(tmp_path: Path, monkeypatch: pytest.Mon
     assert (place, messages_of(row)) == ("row 1", TALK)
 
 
-# --- batches
+# --- conversations
 
 
 def test_reading_stops_behind_max_tokens(tmp_path: Path) -> None:
@@ -354,27 +320,6 @@ def test_a_twentieth_is_held_out_and_one_conversation_is_too_few(talks: list[Con
     assert (len(train), held_out) == (57, talks[-3:])
     with pytest.raises(InvalidData, match="too few"):
         text.split(talks[:1])
-
-
-def test_batches_hold_every_conversation_once_within_the_limit(talks: list[Conversation]) -> None:
-    plan = planned(talks, 64)
-    assert sorted(talk.ids for group in plan for talk in group) == sorted(t.ids for t in talks)
-    assert all(padded(group).ids.numel() <= 64 for group in plan)
-    assert len(plan) < len(talks)
-
-
-def test_a_position_predicts_the_token_behind_it() -> None:
-    batch = padded(
-        [Conversation((5, 6, 7, 8, 9), ((1, 2), (3, 5))), Conversation((5, 6), ((1, 2),))]
-    )
-    assert batch.predicts.int().tolist() == [[1, 0, 1, 1, 0], [1, 0, 0, 0, 0]]
-
-
-def test_the_draft_vocabulary_is_special_then_frequent_then_low() -> None:
-    counts = Counter({7: 3, 3: 2, 5: 1})
-    assert text.draft_vocabulary(counts, 3, {50}, 60).tolist() == [3, 7, 50]
-    assert text.draft_vocabulary(counts, 6, {50, 2}, 60).tolist() == [0, 2, 3, 5, 7, 50]
-    assert len(text.draft_vocabulary(counts, 60, (), 60)) == 60
 
 
 def test_special_tokens_without_a_role_count_too(tokenizer: PreTrainedTokenizerBase) -> None:

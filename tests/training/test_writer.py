@@ -50,7 +50,7 @@ def test_batches_are_appended_and_recorded(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
 @pytest.mark.parametrize("whole", [0, 1, 2])
-@pytest.mark.parametrize("written", [0, 1, 5, 10, None])
+@pytest.mark.parametrize("written", [0, 5, None])
 def test_what_a_killed_run_left_behind_is_cut_off(
     tmp_path: Path, name: str, whole: int, written: int | None
 ) -> None:
@@ -70,9 +70,7 @@ def test_what_a_killed_run_left_behind_is_cut_off(
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
 @pytest.mark.parametrize("coming", [0, 1], ids=["whole", "killed"])
-@pytest.mark.parametrize(
-    "added", [b'{"mine": 1}\n', b'{"mi', b"\n", gzip.compress(b"mine\n", mtime=0)]
-)
+@pytest.mark.parametrize("added", [b'{"mi', b"\n", gzip.compress(b"mine\n", mtime=0)])
 def test_lines_of_somebody_else_behind_ours_are_kept(
     tmp_path: Path, name: str, coming: int, added: bytes
 ) -> None:
@@ -93,13 +91,11 @@ def test_a_run_killed_before_its_first_batch_is_continued(tmp_path: Path) -> Non
     path = tmp_path / "a.jsonl"
     opened(path)
     path.unlink()
-    assert list(write(path).records()) == [{"a": "é"}, {"a": 2}, {"a": 3}]
-
-
-def test_the_counts_of_a_writer_are_a_copy(tmp_path: Path) -> None:
-    writer = opened(tmp_path / "a.jsonl")
-    writer.counts.add("", "rows")
-    assert writer.counts == Counts()
+    writer = write(path)
+    assert list(writer.records()) == [{"a": "é"}, {"a": 2}, {"a": 3}]
+    before = writer.counts
+    writer.counts.add("", "rows")  # to a copy
+    assert writer.counts == before
 
 
 @pytest.mark.parametrize(
@@ -130,18 +126,15 @@ def test_lost_lines_are_noticed(tmp_path: Path) -> None:
 
 
 RECORD: dict[str, list[Any]] = {
-    "format_version": [0, 2, 4, "2", True, None],
-    "options": [None, [], "a"],
-    "versions": [None, [], 3],
+    "format_version": [2, "2", None],
+    "options": [None, []],
+    "versions": [None, 3],
     "counts": [
-        *(None, [], {}, {"families": [1]}, {"families": {"a": {"rows": 1}}}),
-        *(
-            {"families": {"": counted(rows=1).families[""] | {"answers": n}}}
-            for n in ("many", -1, 1.5)
-        ),
+        *(None, {"families": [1]}, {"families": {"a": {"rows": 1}}}),
+        *({"families": {"": dict.fromkeys((*KEPT, *DROPPED), n)}} for n in ("many", -1)),
     ],
-    "seeds": [None, 3, ["a"], [-1], [1.0], [10**30], {}],
-    "bytes": [None, "10", -1, 1.0, 10**30, True, [], 3, 10**9],
+    "seeds": [None, ["a"], [-1]],
+    "bytes": [None, "10", -1, True, 3, 10**9, 10**30],
     "more": [1],
 }
 
@@ -149,7 +142,7 @@ RECORD: dict[str, list[Any]] = {
 @pytest.mark.parametrize(
     "change",
     [
-        *("", [], {}, 5, {"format_version": 4}),
+        *("", [], {}, 5),
         *({name: value} for name, values in RECORD.items() for value in values),
     ],
 )
