@@ -25,7 +25,7 @@ from selfspec.cli.base import (
     with_flags,
 )
 from selfspec.config import SpeculationOptions
-from selfspec.errors import CannotWrite, InvalidData, InvalidOption, SelfspecError
+from selfspec.errors import CannotWrite, InvalidData, InvalidOption
 from selfspec.heads.folder import (
     CONFIG_FILE,
     EAGLE3,
@@ -339,9 +339,6 @@ def _write_data(asked: Asked, options: DataOptions) -> Counts:
                 raise InvalidData(f"{asked['source']} holds no conversation. Give another --from")
         except KeyboardInterrupt:
             base.note(f"\n{asked['output']}: the same command continues it")
-            raise
-        except SelfspecError:
-            writer.discard_if_empty()
             raise
     if reader is not None:
         reader.report()

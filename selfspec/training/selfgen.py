@@ -151,9 +151,6 @@ class Writer:
         self._run = _Run(options=plain, versions=dict(versions))
         if self._record.exists():
             self._resume()
-        else:
-            self._save(self._run)
-            self._touch()
 
     @property
     def batches(self) -> int:
@@ -185,25 +182,16 @@ class Writer:
             raise
         self._run = written
 
-    def discard_if_empty(self) -> None:
-        """Remove what was begun and has no batch: its source could not be read at all."""
-        if not self.batches:
-            self.output.unlink(missing_ok=True)
-            self._record.unlink(missing_ok=True)
-
     def records(self) -> Iterator[Record]:
         """What is written so far."""
-        return iter(Reader(self.output, lambda record: record))
+        if self.batches:
+            yield from Reader(self.output, lambda record: record)
 
     def _block(self, lines: Sequence[str]) -> bytes:
         block = "".join(f"{line}\n" for line in lines).encode()
         if block and self.output.suffix == ".gz":
             block = gzip.compress(block, mtime=0)  # members in a row are one file, and no clock
         return block
-
-    def _touch(self) -> None:
-        with files.appended(self.output, b""):
-            pass
 
     def _save(self, run: _Run) -> None:
         files.write(self._record, json.dumps(asdict(run), indent=1) + "\n")
@@ -221,7 +209,8 @@ class Writer:
         require_same(self.output, found.options, self._run.options, way_out)
         if changed := {k: v for k, v in own.items() if found.versions.get(k) != v}:
             logger.warning("%s was begun with other versions than %s", self.output, changed)
-        self._touch()  # a run may be killed between its record and its file
+        with files.appended(self.output, b""):  # a run may be killed between its record and it
+            pass
         cut = self._block(found.next)
         with open_bytes(self.output) as file:
             size = file.seek(0, os.SEEK_END)

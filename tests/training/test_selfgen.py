@@ -219,7 +219,8 @@ def test_answers_are_cut_where_they_loop_and_counted(
     for line in read(tmp_path / "a"):
         if line["sampled"]:
             continue
-        prompt, said = (line["input_ids"][part] for part in _parts(line))
+        start = line["answer_start"]
+        prompt, said = line["input_ids"][:start], line["input_ids"][start:]
         texts = Texts(author.backbone, lambda tokens: None)
         texts.add(Ask(prompt, 150, never, 0))
         while not (ended := texts.step()):
@@ -229,11 +230,6 @@ def test_answers_are_cut_where_they_loop_and_counted(
         loops += said != whole
     assert counts.total("loops_cut") == loops > 0
     assert sum(line["loops"] for line in read(tmp_path / "a")) == loops
-
-
-def _parts(line: dict[str, Any]) -> tuple[slice, slice]:
-    """The prompt and the answer within the ids."""
-    return slice(line["answer_start"]), slice(line["answer_start"], None)
 
 
 # --- seeds, shards, resuming

@@ -89,8 +89,9 @@ def test_lines_of_somebody_else_behind_ours_are_kept(
 
 def test_a_run_killed_before_its_first_batch_is_continued(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    opened(path)
-    path.unlink()
+    writer = opened(path)
+    assert not any(tmp_path.iterdir()), "nothing is left of a run that could not begin"
+    writer._save(replace(writer._run, next=LINES[0]))
     writer = write(path)
     assert list(writer.records()) == [{"a": "é"}, {"a": 2}, {"a": 3}]
     before = writer.counts
@@ -173,7 +174,6 @@ def test_an_output_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(CannotWrite, match="cannot write"):
         opened(tmp_path / "file" / "a.jsonl")
     writer = opened(tmp_path / "a.jsonl")
-    writer.output.unlink()
     writer.output.mkdir()
     with pytest.raises(CannotWrite, match="cannot write"):
         writer.append(["{}"], 0, Counts())
