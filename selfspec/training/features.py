@@ -315,15 +315,12 @@ def whole(source: FeatureSource) -> Selection:
     return Selection(source, range(len(source.sizes)))
 
 
-HELD_OUT_EVERY = 20
-
-
 def split(source: FeatureSource) -> tuple[Selection, Selection]:
     """The batches to fit, and every 20th (at least one) to validate. Raises InvalidData for one."""
     numbers = range(len(source.sizes))
     if len(numbers) < 2:
         raise InvalidData("one batch is too little to fit and to validate. Give --validation")
-    held_out = list(numbers[HELD_OUT_EVERY // 2 :: HELD_OUT_EVERY]) or [numbers[-1]]
+    held_out = list(numbers[10::20]) or [numbers[-1]]
     rest = [index for index in numbers if index not in set(held_out)]
     return Selection(source, rest), Selection(source, held_out)
 
@@ -451,7 +448,7 @@ def write(
     source: StreamSource,
     manifest: Manifest,
     processes: PartialState | None = None,
-    progress: Callable[[int, bool], None] | None = None,
+    progress: Callable[[int, bool], object] = lambda *_: None,
 ) -> None:
     """Fill `folder`; goes on where a killed run of the same `manifest` was.
 
@@ -475,10 +472,15 @@ def write(
     for number in range(processes.process_index, count, processes.num_processes):
         path, batches = _shard(folder, number), manifest.shards[number]
         if _is_whole(path, known[number]):
-            if progress:
-                progress(sum(source.sizes[index] for index in batches), False)
-        else:
-            _write_shard(path, source, batches, progress)
+            progress(sum(source.sizes[index] for index in batches), False)
+            continue
+        tensors: dict[str, Tensor] = {}
+        for index in batches:
+            for name, tensor in source.batch(index).tensors().items():
+                tensors[f"{index}.{name}"] = tensor.cpu().contiguous()
+            progress(source.sizes[index], True)
+        with files.replacing(path) as new:
+            save_file(tensors, new)
     processes.wait_for_everyone()
     if processes.is_main_process:
         hashes = [sha256(_shard(folder, number)) for number in range(count)]
@@ -559,23 +561,6 @@ def sha256(path: Path) -> str:
         while block := file.read(1 << 20):
             found.update(block)
     return found.hexdigest()
-
-
-def _write_shard(
-    path: Path,
-    source: StreamSource,
-    batches: Sequence[int],
-    progress: Callable[[int, bool], None] | None,
-) -> None:
-    tensors: dict[str, Tensor] = {}
-    for index in batches:
-        features = source.batch(index)
-        named = features.tensors().items()
-        tensors |= {f"{index}.{name}": tensor.cpu().contiguous() for name, tensor in named}
-        if progress:
-            progress(len(features), True)
-    with files.replacing(path) as new:
-        save_file(tensors, new)
 
 
 def _is_whole(path: Path, known: str) -> bool:
