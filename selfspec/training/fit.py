@@ -240,7 +240,6 @@ _HEAD_ROWS = 1024
 """Rows whose draft logits exist at a time; 34 MB for 8,192 of them. A step takes twice as long with
 256 rows, and no less with 2,048 (2 cores, AVX512-bf16)."""
 
-
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -273,7 +272,7 @@ class Trainer:
         self._index = draft_index(draft_ids, backbone.vocab_size).to(device)
         learning = [entry for entry in self.heads.parameters() if entry.requires_grad]
         decay = {"weight_decay": job.options.weight_decay}
-        self._optimizer = torch.optim.AdamW(
+        self.optimizer = torch.optim.AdamW(
             [
                 {"params": [p for p in learning if p.dim() >= 2], **decay},
                 {"params": [p for p in learning if p.dim() < 2], "weight_decay": 0.0},  # norms
@@ -281,7 +280,7 @@ class Trainer:
         )
         for parameter in learning:  # as AdamW makes it at its first step; so checkpoints fit at any
             moments = {moment: torch.zeros_like(parameter) for moment in _MOMENTS}
-            self._optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
+            self.optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
 
     def step(self, number: int, batches: Sequence[Features], positions: int) -> dict[int, float]:
         """Step `number`, from 0, on this process's part of `positions` positions.
@@ -309,10 +308,10 @@ class Trainer:
                     f"the loss is {loss} with a gradient of {float(norm)} at step {number + 1}, "
                     f"exit layer {layer}. Lower the learning rate, or check the model's weights"
                 )
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = self._options.learning_rate * self._rate(number)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         return totals
 
     def finished(self) -> ExitHeads:
@@ -320,20 +319,13 @@ class Trainer:
         return self.heads.twin(self._own)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that `restore` needs."""
+        """All that a fit goes on from, but for the number of steps."""
         named = {f"heads.{k}": p.detach() for k, p in self.heads.named_parameters()}
         for name, parameter in self.heads.named_parameters():
             if parameter.requires_grad:
-                state = self._optimizer.state[parameter]
+                state = self.optimizer.state[parameter]
                 named |= {f"{moment}.{name}": state[moment] for moment in _MOMENTS}
         return named
-
-    def restore(self, tensors: dict[str, Tensor], step: int) -> None:
-        """Go back to where `tensors` were taken, after `step` steps."""
-        for name, tensor in self.tensors().items():
-            tensor.copy_(tensors[name])
-        for state in self._optimizer.state.values():
-            state["step"].fill_(step)
 
     def _backward(
         self, layer: int, batch: Features, wanted: tuple[Tensor, Tensor], positions: int
@@ -494,9 +486,10 @@ class _Fit:
         own = self._tensors()
         if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in own.items()}:
             raise checkpoint.damaged(path, "its tensors have other names or shapes")
-        self._trainer.restore(tensors, self._course.step)
-        for name, parameter in self._best.named_parameters():
-            parameter.copy_(tensors[f"best.{name}"])
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
+        for state in self._trainer.optimizer.state.values():
+            state["step"].fill_(self._course.step)
 
     def _tensors(self) -> dict[str, Tensor]:
         best = {f"best.{name}": tensor for name, tensor in self._best.named_parameters()}
@@ -524,12 +517,9 @@ def draft_vocabulary(
     Rising ids [V_draft], int64. Ties go to the lower id. Byte-pair vocabularies are numbered from
     frequent to rare, so low ids are the best guess where a text has no more to say.
     """
-    ranked = sorted(range(vocab_size), key=lambda token: (-counts[token], token))
     chosen = set(special)
-    for token in ranked:
-        if len(chosen) >= size:
-            break
-        chosen.add(token)
+    others = sorted({*range(vocab_size)} - chosen, key=lambda token: (-counts[token], token))
+    chosen.update(others[: max(0, size - len(chosen))])
     return torch.tensor(sorted(chosen), dtype=torch.int64)
 
 
