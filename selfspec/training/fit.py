@@ -107,11 +107,7 @@ class _Course:
         return max(own, key=lambda entry: float(entry["agreement"]))
 
 
-def fit(
-    job: Job,
-    progress: Show = lambda *_: None,
-    watch: Stopwatch | None = None,
-) -> Fitted:
+def fit(job: Job, progress: Show = lambda *_: None, watch: Stopwatch | None = None) -> Fitted:
     """Heads for all exit layers at once; goes on where a killed fit of the same job was.
 
     Raises InvalidOption for layers or sizes that do not fit the model or another job's checkpoint,

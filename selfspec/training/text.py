@@ -130,9 +130,7 @@ def read_conversations(
     return read
 
 
-def split(
-    conversations: Sequence[Conversation],
-) -> tuple[list[Conversation], list[Conversation]]:
+def split(conversations: Sequence[Conversation]) -> tuple[list[Conversation], list[Conversation]]:
     """All but the last 20th to fit, that 20th to validate. Raises InvalidData for fewer than 2."""
     if len(conversations) < 2:
         raise InvalidData("one conversation is too few to fit and to validate. Give --validation")

@@ -52,8 +52,7 @@ def test_calibration_error_is_the_mean_distance_of_confidence_and_truth() -> Non
 
 
 @pytest.mark.parametrize(
-    ("precision", "tau"),
-    [(1.0, 0.9), (0.75, 0.7), (0.6, 0.5), (0.5, 0.3), (0.2, 0.3)],
+    ("precision", "tau"), [(1.0, 0.9), (0.75, 0.7), (0.6, 0.5), (0.5, 0.3), (0.2, 0.3)]
 )
 def test_a_threshold_gives_the_wanted_precision_to_as_many_as_it_can(
     precision: float, tau: float
@@ -225,9 +224,7 @@ def test_the_threshold_is_the_mean_of_the_highest_twentieth(count: int, expected
     assert high_entropy(order.float()) == expected
 
 
-def test_entropies_are_those_of_the_models_own_laws_at_answer_positions(
-    backbone: Backbone,
-) -> None:
+def test_entropies_are_those_of_the_models_own_laws_at_answer_positions(backbone: Backbone) -> None:
     talks = make_talks(backbone.model)
     last = backbone.num_layers
     batch = features(backbone, FeatureSpec((last,)), padded(talks[:3]))

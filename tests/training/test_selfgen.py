@@ -15,15 +15,7 @@ from selfspec.errors import InvalidOption
 from selfspec.training import text
 from selfspec.training.asking import Ask, Texts, Turns, loop_start
 from selfspec.training.recipe import Passages, Prompts
-from selfspec.training.selfgen import (
-    DROPPED,
-    Author,
-    Counts,
-    Written,
-    batch_seed,
-    key,
-    ngrams,
-)
+from selfspec.training.selfgen import DROPPED, Author, Counts, Written, batch_seed, key, ngrams
 from tests.authors import RECIPE, SMALL, invent, make_author, prompt_ids, read, recipe_of
 from tests.talks import WORDS
 
@@ -80,9 +72,7 @@ def test_greedy_answers_are_the_likeliest_tokens_and_sampled_ones_are_not(
     assert greedy[True] < count[True]
 
 
-def test_every_family_has_rows_of_its_kind(
-    written: tuple[list[dict[str, Any]], Counts],
-) -> None:
+def test_every_family_has_rows_of_its_kind(written: tuple[list[dict[str, Any]], Counts]) -> None:
     rows: dict[str, list[dict[str, Any]]] = {}
     for line in written[0]:
         rows.setdefault(line["family"], []).append(line)
@@ -100,9 +90,7 @@ def test_every_family_has_rows_of_its_kind(
         assert any(" ".join(passage.split()) in article for passage in passages)
 
 
-def test_rows_differ_and_every_one_is_counted(
-    written: tuple[list[dict[str, Any]], Counts],
-) -> None:
+def test_rows_differ_and_every_one_is_counted(written: tuple[list[dict[str, Any]], Counts]) -> None:
     lines, counts = written
     assert len({key(line["messages"][0]["content"]) for line in lines}) == len(lines)
     assert counts.total("rows") == len(lines)
