@@ -233,9 +233,8 @@ class Texts:
         )
         device = self._backbone.device
         ids = torch.tensor([ask.prompt], device=device)
-        running = self._engine.add(
-            Asked(ids=ids, sampler=ask.sampler(device), stop=stop), self._options
-        )
+        asked = Asked(ids=ids, sampler=ask.sampler(device), stop=stop)
+        running = self._engine.add(asked, self._options)
         self._written[running] = []
         return running
 

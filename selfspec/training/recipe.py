@@ -13,6 +13,7 @@ import hashlib
 import random
 import re
 import string
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
@@ -218,12 +219,11 @@ class Prompts:
             weight = sum(family.weight for family in usable) * _OWN_SHARE / (1.0 - _OWN_SHARE)
             usable.append(Family(name=OWN, weight=weight, ask=((None,),)))
         self._cycle = _interleaved(usable)
-        self._counts = {family.name: self._cycle.count(family) for family in usable}
-        seen = dict.fromkeys(self._counts, 0)
-        self._ranks = []
+        self._counts = Counter[str]()  # of a cycle's rows, by family
+        self._ranks = []  # of a cycle's rows within their families
         for family in self._cycle:
-            self._ranks.append(seen[family.name])
-            seen[family.name] += 1
+            self._ranks.append(self._counts[family.name])
+            self._counts[family.name] += 1
 
     def row(self, number: int) -> Row | None:
         """Row `number`, from 0; None where all of a user's own prompts were asked."""
