@@ -57,16 +57,10 @@ def place(tmp_path: Path, backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("command", "reason"),
     [
-        ([*FIT, "model"], "holds config.json, which selfspec did not write"),
         ([*FIT, "model", "--overwrite"], "which selfspec did not write"),
-        ([*FIT, "notes", "--overwrite"], "holds README.md, which selfspec did not write"),
         ([*FIT, "heads"], "already. Give --overwrite"),
-        ([*FIT, " "], "name is empty"),
         ([*FIT, "file"], "is a file. Name a folder"),
-        ([*FIT, "file/below"], "Not a directory"),
         ([*FIT, "dangling"], "is a link"),
-        ([*FIT, "pipe"], "is a pipe"),
-        ([*FIT, "/dev/null"], "is a device"),
         ([*CACHE, "shards"], "which selfspec did not write"),
         ([*CACHE, "other"], "which selfspec did not write"),
         ([*DATA, ""], "name is empty"),
