@@ -38,12 +38,8 @@ ABC = ["a ", "b "]
 
 
 def save_conversation(folder: Path, _: Backbone) -> None:
-    class Silent(FakeSpeculator):
-        def session(self) -> FakeSpeculator:
-            return self
-
-    talk: Any = Silent()
-    Chat(talk, {}, system="be brief").save(str(folder / "talk.json"))
+    talk: Any = FakeSpeculator()
+    Chat(talk, {}, {"system": "be brief"}).save(str(folder / "talk.json"))
 
 
 def fill_folder(folder: Path, _: Backbone) -> None:

@@ -1,8 +1,7 @@
 """What the commands share: flags and the files under them, models, prompts, streams, a bar.
 
-A command gets what was asked for as one mapping, by names of flags; where nothing is given there is
-no entry. Results go to standard output through `emit`, all else to standard error. Imports no torch
-before a model is loaded.
+A command gets what was asked for as one mapping, by names of flags, without entries for what is not
+given. Results go to standard output through `emit`, all else to standard error.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import typer
 from typer.core import TyperCommand
@@ -73,7 +72,7 @@ def selfspec(
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Say how things are done, too.")
     ] = False,
-    debug: Annotated[  # noqa: ARG001  # read by run(), listed here for --help
+    debug: Annotated[  # noqa: ARG001  # read by main(), listed here for --help
         bool, typer.Option("--debug", help="Show tracebacks.")
     ] = False,
 ) -> None:
@@ -233,8 +232,7 @@ def merged(file: Path | None, given: Asked, flags: Sequence[Flag]) -> Named:
     """What was given over the keys of a YAML file, and these over the default file's, typed.
 
     Null in a file is a value; the default file may hold keys of other commands. Options with
-    settings are merged setting by setting. Raises InvalidOption for unknown keys, wrong types and
-    options that no model could make sense of.
+    settings are merged setting by setting.
     """
     hints = {flag.name: flag.hint for flag in flags}
     usual = _read_yaml(default_file(), _known) if default_file().exists() else {}
@@ -259,7 +257,7 @@ def default_file() -> Path:
 
 
 def _read_yaml(file: Path, known: Iterable[str]) -> Asked:
-    """Option names and values; dashes count as underscores. Raises InvalidOption."""
+    """Option names and values; dashes count as underscores."""
     try:
         loaded = untrusted.read_yaml(file)
     except InvalidData as error:
@@ -301,6 +299,11 @@ def inputs(asked: Asked) -> list[object]:
     return [value for name, value in asked.items() if name not in ("output", "html", "card")]
 
 
+def check_file(asked: Asked, name: str | Path) -> Path:
+    """`name`, if the command may write a file there."""
+    return files.check_file(name, overwrite=asked.get("overwrite", False), reads=inputs(asked))
+
+
 KV_MEMORY = Flag(
     "kv_memory",
     str,
@@ -311,7 +314,7 @@ KV_MEMORY = Flag(
 
 
 def kv_memory(asked: Asked) -> int | None:
-    """In bytes. Raises InvalidOption for what is no size of memory as people write it."""
+    """In bytes."""
     if (size := asked.get("kv_memory")) is None:
         return None
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *(|K|M|G|T)(i?)B?", size, re.IGNORECASE)
@@ -404,14 +407,6 @@ _USUAL = {
 }
 """Names of the flags below that --help lists."""
 
-CHAT_TEMPLATE = Flag(
-    "chat_template",
-    str,
-    "For models that bring none: alpaca, chatml, llama-2, vicuna, zephyr or a Jinja file.",
-)
-
-Dtype = Literal["float32", "bfloat16", "float16", "float64"]
-Attention = Literal["sdpa", "eager"]
 Executor = Literal["auto", "fused", "cuda-graph", "generic"]
 
 LOADING = grouped(
@@ -421,22 +416,20 @@ LOADING = grouped(
         Flag("heads", str, "Exit heads: a folder, a known name, a hub id, logit-lens, or none."),
         Flag(
             "dtype",
-            Dtype,
-            "float32, bfloat16, float16 (drafts need --pinned) or float64. Built in: bfloat16, "
-            "for a .gguf file float32 where products in bfloat16 are slow.",
-            metavar="TEXT",
+            Literal["float32", "bfloat16", "float16", "float64"],
+            "In float16 drafts need --pinned. Built in: bfloat16, for a .gguf file float32 where "
+            "products in bfloat16 are slow; for fitting, float32 wherever they are.",
         ),
         Flag("device", str, "cpu, cuda, cuda:1, or auto to spread the layers over all devices."),
-        Flag("attn_implementation", Attention, "sdpa (the default) or eager.", metavar="TEXT"),
-        CHAT_TEMPLATE,
+        Flag("attn_implementation", Literal["sdpa", "eager"], "sdpa (the default) or eager."),
+        Flag(
+            "chat_template",
+            str,
+            "For models that bring none: alpaca, chatml, llama-2, vicuna, zephyr or a Jinja file.",
+        ),
         Flag("draft_model", str, "A smaller model with the same tokens, which drafts."),
         Flag("datastore", str, "Texts that draft, from selfspec datastore.", metavar="FILE"),
-        Flag(
-            "executor",
-            Executor,
-            "auto (the default), generic, fused (CPU), cuda-graph (GPU).",
-            metavar="TEXT",
-        ),
+        Flag("executor", Executor, "fused is for CPUs, cuda-graph for GPUs. Built in: auto."),
     ),
     _USUAL,
 )
@@ -459,21 +452,15 @@ SPECULATION = grouped(
 GENERATION = grouped(
     "Answer",
     (
-        Flag(
-            "max_new_tokens", int, f"Tokens at most; {config.DEFAULT_MAX_NEW_TOKENS} if not given."
-        ),
+        Flag("max_new_tokens", int, f"At most. Built in: {config.DEFAULT_MAX_NEW_TOKENS}."),
         Flag("min_new_tokens", int, "Tokens at least."),
-        Flag(
-            "stop_strings", list[str], "End the answer behind this text; repeatable.", ("--stop",)
-        ),
+        Flag("stop_strings", list[str], "Text that ends the answer; repeatable.", ("--stop",)),
         Flag("do_sample", bool, "Draw tokens; implied by the next four."),
         Flag("temperature", float, "Divides the logits; 0 is greedy."),
         Flag("top_k", int, "Draw from this many of the most likely tokens."),
         Flag("top_p", float, "Draw from the most likely tokens that sum to this, in (0, 1]."),
         Flag("min_p", float, "Leave out tokens less likely than this times the likeliest."),
-        Flag(
-            "repetition_penalty", float, "Above 1 makes tokens that are there already less likely."
-        ),
+        Flag("repetition_penalty", float, "Above 1 lowers tokens that the text has already."),
         Flag("presence_penalty", float, "Lowers scores of tokens that the answer has already."),
         Flag("frequency_penalty", float, "The same, for each time that it has them."),
         Flag("json_schema", str, "JSON that follows the schema in this file.", metavar="FILE"),
@@ -487,10 +474,7 @@ SHARED = (*LOADING, *SPECULATION, *GENERATION)
 
 
 def answering(asked: Asked) -> Asked:
-    """Keywords of `Speculator.generate`; files become what they hold.
-
-    Raises InvalidData, and InvalidOption as `generate` would.
-    """
+    """Keywords of `Speculator.generate`, checked; files become what they hold."""
     found = picked(asked, GENERATION)
     structure.check_ranges(found)
     for name, read in (("json_schema", untrusted.read_json), ("grammar", untrusted.read_text)):
@@ -513,10 +497,7 @@ def load(asked: Asked) -> Speculator:
 
 
 def check_model(asked: Asked) -> None:
-    """Say before torch is imported what could never be loaded.
-
-    Raises InvalidOption, ModelNotFound, HeadsNotFound.
-    """
+    """Say before torch is imported what could never be loaded."""
     if "device" in asked and not re.fullmatch(r"[a-z]+(:[0-9]+)?", asked["device"]):
         raise InvalidOption(f"device is {asked['device']!r}, expected cpu, cuda, cuda:0 or auto")
     options = SpeculationOptions().updated(picked(asked, SPECULATION))
@@ -550,8 +531,7 @@ MOST_PROMPT_BYTES = 4 << 20
 def read_prompt(prompt: str | None, file: str | None = None, *, raw: bool = False) -> str:
     """The prompt from the argument, the file, or standard input; one of them.
 
-    A newline at the end of a file or of standard input is dropped unless `raw`. Raises
-    InvalidPrompt when there is nothing to read, or when it is empty or not UTF-8.
+    A newline at the end of a file or of standard input is dropped unless `raw`.
     """
     if prompt is not None and file is not None:
         raise InvalidPrompt("a prompt and --file at once, expected one. Leave one of them out")
@@ -586,10 +566,7 @@ def conversation(system: str | None, *turns: str) -> list[dict[str, str]]:
 
 
 def emit(text: str) -> None:
-    """Write results at once. Leaves quietly when nobody reads them any more.
-
-    Raises CannotWrite where standard output takes nothing.
-    """
+    """Write results at once. Leaves quietly when nobody reads them any more."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -644,20 +621,14 @@ def say_if_cut(answer: Generation, options: Mapping[str, Any]) -> None:
 
 
 def say_next(command: str, asked: Asked, *words: str) -> None:
-    """The command that goes on from here with the same model, ready to paste.
-
-    Of several processes the first says it.
-    """
-    if not int(os.environ.get("RANK", "0")):
+    """The command that goes on from here with the same model, ready to paste."""
+    if not int(os.environ.get("RANK", "0")):  # of several processes the first says it
         named = [(f"--{name}", str(asked[name])) for name in ("model", "dtype") if name in asked]
         note(f"next: {shlex.join(['selfspec', command, *words, *itertools.chain(*named)])}")
 
 
 def printed(show: Callable[[Console], None], width: int | None = None) -> str:
-    """What `show` prints on a console like standard output, colours included where it has them.
-
-    `width`: where that is no terminal.
-    """
+    """What `show` prints on standard output, with its colours; in `width` if no terminal."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -707,31 +678,21 @@ def bar(name: str, unit: str, *, rate: bool = False) -> Iterator[Callable[..., N
         yield show
 
 
-def version_of(package: str) -> str | None:
-    """The version of an installed package; None where it is not installed."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 # --- streams as they may come: closed, full, or with nobody at the end
 
 
 def repair_streams() -> None:
-    """Give closed streams a place, and let none fail for a character that it cannot show.
-
-    A closed number would be given to the next file that is opened, and then written into.
-    """
+    """Give closed streams a place, and let none fail for a character that it cannot show."""
     for number in range(3):
         try:
             os.fstat(number)
-        except OSError:
+        except OSError:  # or the next file that is opened would get this number, and their words
             os.open(os.devnull, os.O_WRONLY if number == 2 else os.O_RDONLY)
     sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     # what was closed is not open for writing now either: the first word says so
     sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.stderr = Forgiving(sys.stderr or open(2, "w", encoding="utf-8", closefd=False))  # noqa: SIM115
+    errors = open(2, "wb", closefd=False)  # noqa: SIM115
+    sys.stderr = Forgiving(errors, errors="backslashreplace", line_buffering=True)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -744,26 +705,16 @@ def silence(stream: Any) -> None:
         os.close(nowhere)
 
 
-class Forgiving:
-    """A text stream whose words are lost where they cannot be written; that ends nothing."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+class Forgiving(io.TextIOWrapper):
+    """A stream whose words are lost where they cannot be written; that ends nothing."""
 
     def write(self, text: str) -> int:
         """How much was taken: all of it, always."""
-        self._tried(self._stream.write, text)
+        with contextlib.suppress(OSError, ValueError):
+            super().write(text)
         return len(text)
 
     def flush(self) -> None:
         """Flush as the stream does, without its errors."""
-        self._tried(self._stream.flush)
-
-    def _tried(self, act: Callable[..., object], *words: str) -> None:
-        try:
-            act(*words)
-        except (OSError, ValueError):
-            silence(self._stream)
+        with contextlib.suppress(OSError, ValueError):
+            super().flush()

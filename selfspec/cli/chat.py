@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from selfspec import files
-from selfspec.cli import base
+from selfspec.cli import base, interrupts
 from selfspec.cli.base import SHARED, Asked, Flag, with_flags
 from selfspec.errors import InvalidData, InvalidOption, InvalidPrompt, SelfspecError
 from selfspec.typed import check_keys
@@ -45,16 +45,16 @@ _KEYS = (
 def chat(*, asked: Asked) -> None:
     """Talk with a model. It remembers the conversation; /help lists what else it understands."""
     options = base.answering(asked)
-    speculator = base.load(asked)
-    shown = {name: asked.get(name) for name in ("system", "stats", "colour")}
-    talk = Chat(speculator, options, **shown)
+    talk = Chat(base.load(asked), options, asked)
+    read = _line
     if sys.stdin.isatty():
-        base.note(f"{speculator.label}. /help lists commands and keys, Ctrl-D leaves.")
-    read = _editor(talk.status) if sys.stdin.isatty() else _line
+        base.note(f"{talk.speculator.label}. /help lists commands and keys, Ctrl-D leaves.")
+        read = _editor(talk.status)
     while not talk.ended and (line := read()) is not None:
         if line:
             with _unseen_keys():
                 talk.take(line)
+            interrupts.clear()  # what Ctrl-C was meant for has ended
 
 
 Act = Callable[["Chat", str], None]
@@ -77,21 +77,13 @@ def _command(usage: str, text: str) -> Callable[[Act], Act]:
 class Chat:
     """A conversation at work: turns and commands come in, what was asked for is written."""
 
-    def __init__(
-        self,
-        speculator: Speculator,
-        options: dict[str, Any],
-        *,
-        system: str | None = None,
-        stats: base.Stats | None = None,
-        colour: bool | None = None,
-    ) -> None:
-        """`options` of each answer, as `generate` takes them; `stats` are said behind each."""
+    def __init__(self, speculator: Speculator, options: dict[str, Any], asked: Asked) -> None:
+        """`options` of each answer, as `generate` takes them."""
         self.speculator = speculator
         self.options = options
-        self.stats = stats
-        self.writer = Writer(speculator.backbone.num_layers, colour=colour)
-        self.messages = base.conversation(system)
+        self.stats: base.Stats | None = asked.get("stats")
+        self.writer = Writer(speculator.backbone.num_layers, colour=asked.get("colour"))
+        self.messages = base.conversation(asked.get("system"))
         self.tokens = 0
         """In the context, as far as the model has seen it."""
         self.last: Generation | None = None

@@ -110,15 +110,12 @@ _MADE_BY = {"made_by": "selfspec generate"}
 
 
 def answer_all(asked: Asked, options: dict[str, Any]) -> str:
-    """Write the answers, say how many. Raises what `Speculator.generate` raises, and CannotWrite.
-
-    A prompt that cannot be answered has a line that says why.
-    """
-    output, overwrite = Path(asked["output"]), asked.get("overwrite", False)
+    """Write the answers, or why there is none; says how many."""
+    output = base.check_file(asked, asked["output"])
+    overwrite = asked.get("overwrite", False)
     room = {"most": asked.get("concurrency", 32), "kv_memory": base.kv_memory(asked)}
     if room["most"] < 1:
         raise InvalidOption(f"concurrency is {room['most']}, expected at least 1")
-    files.check_file(output, overwrite=overwrite, reads=base.inputs(asked))
     prompts = _read(Path(asked["prompts"]), asked.get("system"), raw=options["raw"])
     with files.locked(output):
         files.check_file(output, overwrite=overwrite)  # another run may have ended since
@@ -141,10 +138,7 @@ def answer_all(asked: Asked, options: dict[str, Any]) -> str:
 
 
 def _read(path: Path, system: str | None, *, raw: bool) -> list[Messages]:
-    """The prompts of a file: a line each, `{"prompt": "…"}` or `{"messages": […]}`.
-
-    Raises InvalidData naming the line, also for a file without prompts.
-    """
+    """The prompts of a file: a line each, `{"prompt": "…"}` or `{"messages": […]}`."""
     found: list[Messages] = []
     for number, text in untrusted.json_lines(path, base.MOST_PROMPT_BYTES):
         where = f"{path}, line {number}"

@@ -7,7 +7,7 @@ import re
 import shutil
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -22,12 +22,6 @@ from selfspec.untrusted import open_bytes
 app = typer.Typer()
 
 Folder = Annotated[str, typer.Argument(metavar="DIR", help="A folder of heads, or a known name.")]
-Model = Annotated[
-    str | None,
-    typer.Option(
-        "--model", metavar="TEXT", help="The model they are for; without it the bundled default."
-    ),
-]
 
 
 @app.callback(invoke_without_command=True)
@@ -46,9 +40,13 @@ def list_command(*, as_json: AsJson = False) -> None:
     rows = []
     for folder in (*coming, *(own for own in known.folders() if own not in coming)):
         try:
-            rows.append(_summary(folder))
+            config = read_config(folder)
         except InvalidHeads as error:
             base.complain(error)
+            continue
+        said = {name: config[name] for name in ("base_model", "exit_layers", "head_type")}
+        count = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+        rows.append({"name": hub.heads_name(folder), **said, "size_bytes": count})
     if as_json:
         base.emit(json.dumps(rows) + "\n")
         return
@@ -59,19 +57,6 @@ def list_command(*, as_json: AsJson = False) -> None:
         layers, size = base.words(row["exit_layers"]), f"{row['size_bytes'] / 1e6:.1f}"
         grid.add_row(row["name"], row["base_model"], layers, row["head_type"], size)
     base.emit(base.rendered(grid))
-
-
-def _summary(folder: Path) -> dict[str, Any]:
-    """One row of the list. Raises InvalidHeads."""
-    config = read_config(folder)
-    size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
-    return {
-        "name": hub.heads_name(folder),
-        "base_model": config["base_model"],
-        "exit_layers": list(config["exit_layers"]),
-        "head_type": config["head_type"],
-        "size_bytes": size,
-    }
 
 
 @app.command()
@@ -90,7 +75,13 @@ def show(folder: Folder, *, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def check(folder: Folder, *, model: Model = None) -> None:
+def check(
+    folder: Folder,
+    *,
+    model: Annotated[
+        str | None, typer.Option(help="The model they are for; else the bundled default.")
+    ] = None,
+) -> None:
     """Check a folder: complete, its card up to date, and fit for a model. Exit code 1 if not."""
     found = hub.resolve_heads(folder)
     from selfspec.api import speculator as generate  # imports torch
@@ -106,8 +97,14 @@ def check(folder: Folder, *, model: Model = None) -> None:
     if problems:
         raise typer.Exit(1)
     config = read_config(found)
-    kind = _eagle_words(config) if attends(found) else ""
-    if count := config.get("num_heads"):
+    kind = ""
+    if attends(found):
+        layers, layer = base.words(config["state_layers"] or "the usual"), config["layer"]
+        kind = (
+            f" (EAGLE-3, {config['format']} format, {layer['model_type']} layer, states of "
+            f"{layers} layers, {config['draft_vocab_size']} of {config['vocab_size']} tokens)"
+        )
+    elif count := config.get("num_heads"):
         kind = f" ({config['head_type']}, {count} heads, each a token further ahead)"
     base.emit(f"OK: {found.name}{kind} fit {speculator.label}\n")
 
@@ -201,12 +198,3 @@ def incomplete(folder: Path) -> list[str]:
     licence = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)  # a push adds it, above the card
     same = licence.sub("", found) == licence.sub("", expected)
     return [] if same else ["README.md is not the card that the records make"]
-
-
-def _eagle_words(config: dict[str, Any]) -> str:
-    """What EAGLE-3 heads are, in words."""
-    layers = config["state_layers"]
-    states = f"states of layers {base.words(layers)}" if layers else "states of the usual layers"
-    tokens = f"{config['draft_vocab_size']} of {config['vocab_size']} tokens"
-    layer = f"{config['layer']['model_type']} layer"
-    return f" (EAGLE-3, {config['format']} format, {layer}, {states}, {tokens})"

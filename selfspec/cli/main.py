@@ -7,6 +7,7 @@ reads the output. `--debug` shows tracebacks. Nothing else is imported before Ct
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import sys
@@ -22,20 +23,15 @@ if TYPE_CHECKING:
 BUG = 70  # EX_SOFTWARE, as sysexits.h has it
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
-_AFTERMATH_S = 2.0
-
 
 def run() -> None:
     """Entry point of the console script."""
-    given = sys.argv[1:]
-    end = given.index("--") if "--" in given else len(given)
-    arguments = [word for word in given[:end] if word != "--debug"] + given[end:]
     signal.signal(signal.SIGINT, _interrupt)
     try:
         from selfspec.cli import base
 
         base.repair_streams()
-        code = main(arguments, debug=len(arguments) < len(given))
+        code = main(sys.argv[1:])
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is left is to end
     except KeyboardInterrupt:
         code = _interrupted()
@@ -44,7 +40,7 @@ def run() -> None:
 
 def _interrupt(*_: object) -> None:
     """Python's own handler, which keeps a note."""
-    interrupts.append(time.monotonic())
+    interrupts.append(None)
     raise KeyboardInterrupt
 
 
@@ -54,10 +50,11 @@ def _interrupted() -> int:
     return INTERRUPTED
 
 
-def main(arguments: Sequence[str], *, debug: bool = False) -> int:
-    """Run one command and give its exit code; `debug` shows the tracebacks of errors."""
+def main(arguments: Sequence[str]) -> int:
+    """Run one command and give its exit code."""
+    words = ordered(arguments)
     try:
-        code = int(app()(args=ordered(arguments), prog_name="selfspec", standalone_mode=False) or 0)
+        code = int(app()(args=words, prog_name="selfspec", standalone_mode=False) or 0)
     except KeyboardInterrupt:
         code = INTERRUPTED
     except SystemExit as error:  # typer's own, where its help is not read to the end
@@ -66,7 +63,7 @@ def main(arguments: Sequence[str], *, debug: bool = False) -> int:
         closed = isinstance(error.__context__, OSError)
         return base.PIPE_CLOSED if closed else int(error.code or 0)
     except Exception as error:  # noqa: BLE001  # the top: every error ends here, as a line
-        code = _explained(error, arguments, debug=debug)
+        code = _explained(error, words)
     return _interrupted() if code == INTERRUPTED else code
 
 
@@ -93,15 +90,17 @@ def app() -> typer.Typer:
     return made
 
 
+_ANYWHERE = ("-q", "--quiet", "-v", "--verbose", "--debug")
+
+
 def ordered(arguments: Sequence[str]) -> list[str]:
     """The arguments in typer's order: first those that may stand anywhere.
 
     A bare `--stats` takes no word from behind it: that may be the prompt.
     """
-    anywhere = ("-q", "--quiet", "-v", "--verbose")
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    first = [word for word in arguments[:end] if word in anywhere]
-    words = [word for word in arguments[:end] if word not in anywhere]
+    first = [word for word in arguments[:end] if word in _ANYWHERE]
+    words = [word for word in arguments[:end] if word not in _ANYWHERE]
     words = ["--stats=short" if word == "--stats" else word for word in words]
     return [*first, *words, *arguments[end:]]
 
@@ -109,8 +108,8 @@ def ordered(arguments: Sequence[str]) -> list[str]:
 # --- errors
 
 
-def _explained(error: Exception, arguments: Sequence[str], *, debug: bool) -> int:
-    """Say an error on one line; its exit code."""
+def _explained(error: Exception, words: Sequence[str]) -> int:
+    """Say an error on one line; its exit code. `words`: the command, in typer's order."""
     import traceback
 
     import typer
@@ -118,44 +117,31 @@ def _explained(error: Exception, arguments: Sequence[str], *, debug: bool) -> in
     from selfspec.cli import base
     from selfspec.errors import SelfspecError
 
-    just_now = bool(interrupts) and time.monotonic() - interrupts[-1] < _AFTERMATH_S
-    # a library may swallow it while it imports, and fail at what is missing then
-    stopped_import = bool(interrupts) and isinstance(error, ImportError)
-    # typer's own where the input ends at a question
-    stopped = isinstance(error, typer.Abort) or just_now or stopped_import
-    if stopped or _from_interrupt(error):
+    # typer's own where the input ends at a question; else what Ctrl-C broke, however late it fails
+    if isinstance(error, typer.Abort) or interrupts:
         return INTERRUPTED
     trace = "".join(traceback.format_exception(error))
-    if debug:
+    if "--debug" in itertools.takewhile(_ANYWHERE.__contains__, words):
         base.note(trace.rstrip())
     if isinstance(error, typer.TyperException):
-        base.complain(error.format_message() + _hints(error, arguments))
+        base.complain(error.format_message() + _hints(error, words))
         return error.exit_code
     if isinstance(error, OSError) and not error.filename:
         base.silence(sys.stdout)  # what is kept back would fail again
-    words = str(error) if isinstance(error, SelfspecError) else _refused(error)
-    base.complain(_bug(error, arguments, trace) if words is None else words)
-    return BUG if words is None else 2
+    said = str(error) if isinstance(error, SelfspecError) else _refused(error)
+    base.complain(_bug(error, words, trace) if said is None else said)
+    return BUG if said is None else 2
 
 
-def _from_interrupt(error: BaseException | None) -> bool:
-    """Whether Ctrl-C is behind an error: an import that it stops may fail with another one."""
-    chain: list[BaseException] = []
-    while error is not None and error not in chain:
-        chain.append(error)
-        error = error.__cause__ or error.__context__
-    return any(isinstance(entry, KeyboardInterrupt) for entry in chain)
-
-
-def _hints(error: Any, arguments: Sequence[str]) -> str:
+def _hints(error: Any, words: Sequence[str]) -> str:
     """The part of the environment that a wrong value is from; what to do about several prompts."""
     wrong = getattr(error, "param", None)
     name, flags = getattr(wrong, "envvar", None), getattr(wrong, "opts", ())
-    given = any(word.partition("=")[0] in flags for word in arguments)
+    given = any(word.partition("=")[0] in flags for word in words)
     if isinstance(name, str) and name in os.environ and not given:
         return f" (of {name} in the environment)"
     several = "unexpected extra argument" in str(error)
-    asks = {"generate", "demo", "trace"} & {*arguments}
+    asks = {"generate", "demo", "trace"} & {*words}
     return ". Put a prompt of several words in quotes" if several and asks else ""
 
 
@@ -173,7 +159,7 @@ def _refused(error: Exception) -> str | None:
     return None
 
 
-def _bug(error: Exception, arguments: Sequence[str], trace: str) -> str:
+def _bug(error: Exception, words: Sequence[str], trace: str) -> str:
     """The line that says that it is one; what led to it is kept in a file."""
     import shlex
     from importlib.metadata import version
@@ -182,7 +168,7 @@ def _bug(error: Exception, arguments: Sequence[str], trace: str) -> str:
     from selfspec.errors import SelfspecError, first_line
 
     found = f"this is a bug of selfspec: {type(error).__name__}: {first_line(error)}"
-    command = f"selfspec {version('selfspec')}: {shlex.join(arguments)}"
+    command = f"selfspec {version('selfspec')}: {shlex.join(words)}"
     try:
         path = files.cache_folder() / "bugs" / f"{time.time_ns()}.txt"
         files.write(path, f"{command}\n\n{trace}".encode("utf-8", "backslashreplace"))

@@ -9,6 +9,7 @@ import os
 import platform
 from collections.abc import Callable
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -32,7 +33,7 @@ from selfspec.config import DEFAULT_MAX_NEW_TOKENS, SpeculationOptions
 from selfspec.errors import InvalidOption, ModelNotFound
 from selfspec.eval.methods import METHODS, moved
 from selfspec.eval.options import BenchOptions, RecordOptions, TuneOptions
-from selfspec.eval.results import SIX_TASKS, Question, check_packages, load_suite, spread
+from selfspec.eval.results import SIX_TASKS, Question, check_packages, load_suite
 from selfspec.hub import models as hub
 from selfspec.typed import check_keys
 
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from selfspec.eval.concurrency import Load
     from selfspec.eval.methods import Contender
     from selfspec.eval.record import Record
-    from selfspec.eval.tune import Tuned
     from selfspec.eval.verify import Rung
     from selfspec.visualise.layers import LayerTrace
 
@@ -58,8 +58,8 @@ SUITE = (
 
 def suite_of(asked: Asked, limit: int | None = None) -> list[Question]:
     """The questions that the flags ask for; `limit` where they do not say, None: all."""
-    file = Path(asked["questions"]) if "questions" in asked else None
-    return load_suite(asked.get("suite", SIX_TASKS), file, asked.get("limit", limit))
+    name, questions = asked.get("suite", SIX_TASKS), asked.get("questions")
+    return load_suite(name, questions, asked.get("limit", limit))
 
 
 # --- trace
@@ -114,7 +114,7 @@ def trace(prompt: base.Prompt = None, *, as_json: base.AsJson = False, asked: ba
     with contextlib.ExitStack() as stack:
         for path in targets.values():
             stack.enter_context(files.locked(path))
-        seen = _looked(prompt, asked) if kept is None else _kept(Path(kept))
+        seen = _looked(prompt, asked, kept)
         if "output" in targets:
             seen.trace.save(targets["output"])
         if "card" in targets:
@@ -138,8 +138,7 @@ def _check_targets(asked: Asked) -> dict[str, Path]:
     """The paths of the outputs, before any work. Raises InvalidOption, CannotWrite."""
     found: dict[str, Path] = {}
     for name, text in sorted(picked(asked, _TARGETS).items()):
-        overwrite = asked.get("overwrite", False)
-        path = files.check_file(text, overwrite=overwrite, reads=base.inputs(asked))
+        path = base.check_file(asked, text)
         suffix = {"card": ".png", "html": ".html"}.get(name, path.suffix)
         if not path.parent.is_dir():
             raise InvalidOption(f"--{name} {path}: there is no folder {path.parent}. Make it first")
@@ -165,18 +164,18 @@ class Seen(NamedTuple):
     """Why there is no record, and what to do; the page says so."""
 
 
-def _kept(file: Path) -> Seen:
-    from selfspec.visualise.layers import LayerTrace
-
-    why = (
-        "This page was made from a kept trace, which does not hold what other settings would have "
-        "drafted. A page made with the answer has sliders: selfspec trace --html PAGE.html PROMPT"
-    )
-    return Seen(LayerTrace.load(file), why=why)
+_KEPT = (
+    "This page was made from a kept trace, which does not hold what other settings would have "
+    "drafted. A page made with the answer has sliders: selfspec trace --html PAGE.html PROMPT"
+)
 
 
-def _looked(prompt: str | None, asked: Asked) -> Seen:
-    """Decode, and look at what each layer made of it."""
+def _looked(prompt: str | None, asked: Asked, kept: str | None) -> Seen:
+    """Decode, and look at what each layer made of it; or what was kept of that."""
+    if kept is not None:
+        from selfspec.visualise.layers import LayerTrace
+
+        return Seen(LayerTrace.load(Path(kept)), why=_KEPT)
     options = base.answering(asked)
     text = base.read_prompt(prompt)
     speculator = base.load(asked)
@@ -304,28 +303,20 @@ def tune(*, as_json: base.AsJson = False, asked: Asked) -> None:
     file = None
     if not asked.get("dry_run", False):
         file = tuned.write(backbone, heads, found.options, known)
-    if as_json:
-        base.emit(json.dumps(known | {"file": file and str(file)}) + "\n")
-    else:
-        base.emit(_tuned_words(found, file))
+    lines = [f"{found.settings:,} settings tried on {found.prompts} prompts", found.sentence()]
+    if found.speculates:
+        rate = f"{found.compression_rate:.2f} tokens per verification"
+        lines[1:1] = [
+            *(f"{name} {found.options[name]}" for name in ("drafter", "costs")),
+            f"{rate}, worst prompt {found.worst:.2f} x",
+        ]
+    if file is not None:
+        lines.append(f"kept in {file}; selfspec tune --forget removes it")
+    facts = known | {"file": file and str(file)}
+    base.emit(json.dumps(facts) + "\n" if as_json else "".join(f"{line}\n" for line in lines))
     if file is not None:
         own = ["--heads", str(asked["heads"])] if "heads" in asked else []
         base.say_next("generate", asked, "--stats", *own, "Name three rivers.")
-
-
-def _tuned_words(found: Tuned, file: Path | None) -> str:
-    lines = [f"{found.settings:,} settings tried on {found.prompts} prompts"]
-    if found.speculates:
-        lines += [
-            f"drafter {found.options['drafter']}",
-            f"costs {found.options['costs']}",
-            f"{found.compression_rate:.2f} tokens per verification, worst prompt "
-            f"{found.worst:.2f} x",
-        ]
-    lines.append(found.sentence())
-    if file is not None:
-        lines.append(f"kept in {file}; selfspec tune --forget removes it")
-    return "\n".join(lines) + "\n"
 
 
 # --- bench
@@ -367,13 +358,9 @@ def bench(*, as_json: base.AsJson = False, asked: Asked) -> None:
     from selfspec.eval import report
 
     resume = asked.get("resume", False)
-    folder = report.check_results(
-        asked["output"],
-        overwrite=asked.get("overwrite", False),
-        resume=resume,
-        reads=base.inputs(asked),
-    )
-    suite = _suite(options)
+    overwrite, reads = asked.get("overwrite", False), base.inputs(asked)
+    folder = report.check_results(asked["output"], overwrite=overwrite, resume=resume, reads=reads)
+    suite = load_suite(options.suite, options.questions)
     if options.tune_on is not None:
         load_suite(options.tune_on)  # before the work, and where no method has a grid too
     speculator = base.load(asked)
@@ -390,9 +377,8 @@ def bench(*, as_json: base.AsJson = False, asked: Asked) -> None:
     tuning = any(len(entries) > 1 for entries in grid.values())
     questions = measuring.parted(suite, options, tuning=tuning)
     with files.locked(folder):
-        report.begin_results(
-            folder, _run_record(asked, options, speculator, questions), resume=resume
-        )
+        run = _run_record(asked, options, speculator, questions)
+        report.begin_results(folder, run, resume=resume)
         runner = measuring.Bench(speculator=speculator, options=options)
         summary = _measured(runner, grid, moves, questions, folder)
         report.write_results(folder, summary)
@@ -402,10 +388,6 @@ def bench(*, as_json: base.AsJson = False, asked: Asked) -> None:
         base.note(f"failed: {line}")
     if summary["failures"]:
         raise typer.Exit(1)
-
-
-def _suite(options: BenchOptions) -> list[Question]:
-    return load_suite(options.suite, Path(options.questions) if options.questions else None)
 
 
 def _measured(
@@ -457,10 +439,12 @@ def _run_record(
             "device": str(backbone.device),
             "executor": backbone.executor_name,
             "heads": Path(asked["heads"]).name if "heads" in asked else "default",
-            "head_type": None if heads is None else heads.config.head_type,
-            "exit_layers": None if heads is None else heads.config.exit_layers,
-            "draft_model": Path(asked["draft_model"]).name if "draft_model" in asked else None,
-            "datastore": Path(asked["datastore"]).name if "datastore" in asked else None,
+            "head_type": heads and heads.config.head_type,
+            "exit_layers": heads and heads.config.exit_layers,
+            **{
+                name: asked.get(name) and Path(asked[name]).name
+                for name in ("draft_model", "datastore")
+            },
         },
         "speculation": speculator.options.described(),
         "machine": machine(),
@@ -476,9 +460,8 @@ def _concurrency(asked: Asked, options: BenchOptions) -> str:
         raise InvalidOption(f"concurrency holds {min(texts)}, expected at least 1")
     outputs = [Path(asked["output"], name) for name in ("concurrency.json", "concurrency.md")]
     for path in outputs:
-        overwrite = asked.get("overwrite", False)
-        files.check_file(path, overwrite=overwrite, reads=base.inputs(asked))
-    prompts = [question.turns[0] for question in spread(_suite(options), options.limit)]
+        base.check_file(asked, path)
+    suite = load_suite(options.suite, options.questions, options.limit)
     from selfspec.eval import concurrency
     from selfspec.eval.concurrency import table
     from selfspec.model.weights import keep_numbers
@@ -493,7 +476,7 @@ def _concurrency(asked: Asked, options: BenchOptions) -> str:
         show(0, total)
         for load in concurrency.measured(
             speculator,
-            prompts,
+            [question.turns[0] for question in suite],
             texts=texts,
             new_tokens=options.max_new_tokens,
             methods=names,
@@ -505,7 +488,7 @@ def _concurrency(asked: Asked, options: BenchOptions) -> str:
     summary = {
         "made_by": "selfspec bench",
         "run": {**options.record(), "methods": names, "concurrency": texts},
-        "prompts": len(prompts),
+        "prompts": len(suite),
         "model": speculator.label,
         "dtype": str(speculator.backbone.dtype).removeprefix("torch."),
         "executor": speculator.backbone.executor_name,
@@ -625,7 +608,7 @@ def env(*, as_json: base.AsJson = False, asked: base.Named) -> None:
     from selfspec.api import tuned
 
     try:
-        version = base.version_of(hub.DEFAULT_MODEL_PACKAGE)
+        version = metadata.version(hub.DEFAULT_MODEL_PACKAGE)
         model = f"{hub.default_model_file()} ({hub.DEFAULT_MODEL_PACKAGE} {version})"
     except ModelNotFound as error:
         model = str(error)  # it says how to get it
@@ -654,7 +637,7 @@ def machine() -> dict[str, Any]:
 
     cuda = torch.cuda.is_available()
     return {
-        **{name: base.version_of(name) for name in PACKAGES},
+        **{name: metadata.version(name) for name in PACKAGES},
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": torch.backends.cpu.get_cpu_capability(),

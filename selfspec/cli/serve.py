@@ -7,22 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from selfspec.cli import base
-from selfspec.cli.base import (
-    LOADING,
-    SPECULATION,
-    Asked,
-    Flag,
-    grouped,
-    option_flags,
-    options_of,
-    picked,
-    with_flags,
-)
+from selfspec.cli.base import LOADING, SPECULATION, Asked, Flag, with_flags
 from selfspec.errors import InvalidOption
 from selfspec.serve.options import VARIABLE, Keys, ServeOptions, is_loopback
 
 FLAGS = (
-    *grouped("Server", option_flags(ServeOptions), ("host", "port", "concurrency", "timeout")),
+    *base.grouped(
+        "Server", base.option_flags(ServeOptions), ("host", "port", "concurrency", "timeout")
+    ),
     Flag("api_key_file", str, "File of API keys, one a line; besides those of SELFSPEC_API_KEY."),
     base.KV_MEMORY,
     *LOADING,
@@ -37,7 +29,7 @@ def serve(*, asked: Asked) -> None:
     Answers are written together, each with the text that it has alone. Ctrl-C stops the server when
     running answers are complete.
     """
-    options = options_of(ServeOptions, asked)
+    options = base.options_of(ServeOptions, asked)
     kv_memory = base.kv_memory(asked)
     keys = Keys.found(Path(asked["api_key_file"]) if "api_key_file" in asked else None)
     if not is_loopback(options.host) and not keys:
@@ -71,7 +63,7 @@ def serve(*, asked: Asked) -> None:
             return
         with _packages("ray", "more than one copy"):
             from selfspec.serve.replicas import copies, make_front
-        loading = picked(asked, (*LOADING, *SPECULATION))
+        loading = base.picked(asked, (*LOADING, *SPECULATION))
         with copies(loading, options, kv_memory) as handle:
             label = handle.label.remote().result()
             Server(make_front(handle, options, keys), options, ready).run(sockets=[at])

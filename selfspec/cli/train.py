@@ -6,8 +6,8 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -15,15 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from selfspec import files, untrusted
 from selfspec.cli import base
-from selfspec.cli.base import (
-    CHAT_TEMPLATE,
-    Asked,
-    Flag,
-    option_flags,
-    options_of,
-    picked,
-    with_flags,
-)
+from selfspec.cli.base import Asked, Flag, option_flags, options_of, with_flags
 from selfspec.config import SpeculationOptions
 from selfspec.errors import CannotWrite, InvalidData, InvalidOption
 from selfspec.heads.folder import (
@@ -53,20 +45,24 @@ if TYPE_CHECKING:
     from selfspec.training.selfgen import Counts, Source, Writer
     from selfspec.training.text import Conversation, Reader
 
-MODEL = (
-    Flag("model", str, "Hub id, folder or .gguf file; without it the bundled default model."),
-    Flag("base_model", str, "The model's name for the record; else its file or id."),
-    Flag(
-        "dtype",
-        base.Dtype,
-        "float32, bfloat16 (the default where torch is quick in it), ...",
-        metavar="TEXT",
+_FROZEN = ("model", "dtype", "device", "chat_template")
+MODEL = base.grouped(
+    "Model",
+    (
+        *(flag for flag in base.LOADING if flag.name in _FROZEN),
+        Flag("base_model", str, "The model's name for the record; else its file or id."),
+        Flag("skip_bad_rows", bool, "Count lines that cannot be used instead of stopping."),
     ),
-    Flag("device", str, "cpu, cuda, cuda:1, or auto to spread the layers over all devices."),
-    CHAT_TEMPLATE,
-    Flag("skip_bad_rows", bool, "Count lines that cannot be used instead of stopping."),
+    _FROZEN,
 )
 """Flags of the model and the text."""
+
+_PROMPTS = (
+    Flag("recipe", str, "YAML file of prompt families; without it the built-in one."),
+    Flag("passages", str, "Folder of .txt, .md and .rst files to ask about; de/ for German ones."),
+)
+
+_TEXT = "Conversations: .jsonl, .jsonl.gz, .json, or a data set's id."
 
 
 class Base(NamedTuple):
@@ -83,7 +79,7 @@ class Base(NamedTuple):
 
 def _check(asked: Asked) -> None:
     """Refuse a model or a text that cannot be read, before torch is imported."""
-    base.check_model(picked(asked, MODEL))
+    base.check_model(base.picked(asked, MODEL))
     for name in asked.keys() & {"data", "validation", "source", "questions"}:
         check_source(asked[name])
 
@@ -117,14 +113,16 @@ def _load(asked: Asked, *, writes: bool = False) -> Base:
 def _chat_template(asked: Asked) -> str | None:
     """The text of a template: as asked for, else that of the heads, of the text or its features.
 
-    A line says where they differ. Raises InvalidOption, and InvalidData for what is no cache.
+    A line says where they differ.
     """
     from selfspec.api import chat_template as templates
     from selfspec.training.features import Manifest
     from selfspec.training.selfgen import template_of
 
+    def of_heads(name: str) -> Any:
+        return read_config(hub.resolve_heads(name)).get("chat_template")
+
     chosen = templates.read(asked["chat_template"]) if "chat_template" in asked else None
-    of_heads = lambda name: read_config(hub.resolve_heads(name)).get("chat_template")  # noqa: E731
     for flag, template_in in (
         ("heads", of_heads),
         ("start_from", of_heads),
@@ -132,37 +130,20 @@ def _chat_template(asked: Asked) -> str | None:
         ("cache", lambda name: Manifest.read(Path(name)).chat_template),
     ):
         other = template_in(asked[flag]) if flag in asked else None
-        if not isinstance(other, str):
-            continue
-        if chosen not in (None, other):
+        if chosen and other and chosen != other:
             base.note(
                 f"selfspec: {asked[flag]} was made with the chat template "
-                f"{templates.name_of(other)}, not {templates.name_of(str(chosen))}"
+                f"{templates.name_of(other)}, not {templates.name_of(chosen)}"
             )
-        chosen = other if chosen is None else chosen
+        chosen = chosen or other
     return chosen
 
 
-@contextmanager
-def writing(output: str) -> Iterator[None]:
-    """While open, this command alone writes `output`; of several processes the first sees to it.
-
-    Raises CannotWrite while another command writes there.
-    """
+def writing(output: str | Path) -> AbstractContextManager[None]:
+    """While open, this command alone writes `output`; of several processes the first sees to it."""
     if int(os.environ.get("RANK", "0")):
-        yield
-        return
-    with files.locked(Path(output).absolute()):
-        yield
-
-
-@contextmanager
-def _writing_heads(folder: Path) -> Iterator[None]:
-    """The same for what is added to a folder of heads. Raises CannotWrite for any other folder."""
-    names = {CONFIG_FILE, "calibration.json"}
-    files.check_folder(folder, names, is_heads_folder, overwrite=True)
-    with writing(str(folder)):
-        yield
+        return nullcontext()
+    return files.locked(Path(output).absolute())
 
 
 def _read(
@@ -215,11 +196,10 @@ def _require_features(found: FeatureSpec, needed: FeatureSpec) -> None:
     Flag("output", str, "Folder for text, heads and report; a begun one is continued."),
     Flag("budget", str, "Time for all: 90s, 30m, 2h. Built in: 30m."),
     Flag("raw", bool, "A base model: it writes on behind plain text, without a chat template."),
-    Flag("recipe", str, "YAML file of prompt families; without it the built-in one."),
+    *_PROMPTS,
     Flag("questions", str, "File of your own prompts; every fifth is kept back to measure on."),
-    Flag("passages", str, "Folder of .txt, .md and .rst files to ask about; de/ for German ones."),
     Flag("seed", int, "Fixes what is asked and drawn. Built in: 0."),
-    *(flag for flag in MODEL if flag.name in ("model", "dtype", "device", "chat_template")),
+    *(flag for flag in MODEL if flag.name in _FROZEN),
 )
 def adapt(*, asked: Asked) -> None:
     """Make heads for a model: text, fit, settings for this machine, and a comparison.
@@ -249,11 +229,8 @@ def adapt(*, asked: Asked) -> None:
         "id. Without it prompts come from a recipe.",
         ("--from",),
     ),
-    Flag("recipe", str, "YAML file of prompt families; without it the built-in one."),
-    Flag("passages", str, "Folder of .txt, .md and .rst files to ask about; de/ for German ones."),
-    Flag(
-        "questions", str, "File of prompts of your own, a tenth of the rows until all were asked."
-    ),
+    *_PROMPTS,
+    Flag("questions", str, "File of your own prompts: a tenth of the rows until all were asked."),
     Flag(
         "exclude",
         str,
@@ -329,9 +306,7 @@ def _write_data(asked: Asked, options: DataOptions) -> Counts:
             show(done, options.tokens, f"{generated:,} tokens generated")
 
         try:
-            source, reader = _source(
-                asked, options, model, writer, count, recipe, passages, excluded
-            )
+            source, rows = _source(asked, options, model, writer, count, recipe, passages, excluded)
             for counts in selfgen.write(source, writer, options):
                 done = counts.answer_tokens
                 count(0)
@@ -340,8 +315,8 @@ def _write_data(asked: Asked, options: DataOptions) -> Counts:
         except KeyboardInterrupt:
             base.note(f"\n{asked['output']}: the same command continues it")
             raise
-    if reader is not None:
-        reader.report()
+    if rows is not None:
+        rows.report()
     return writer.counts
 
 
@@ -359,9 +334,8 @@ def _source(
     from selfspec.training import selfgen
     from selfspec.training.text import Reader, user_turns
 
-    tokenizer, backbone = model.tokenizer, model.backbone
     skip = asked.get("skip_bad_rows", False)
-    author = selfgen.Author(backbone, tokenizer, options, watch, asked.get("endpoint"))
+    author = selfgen.Author(model.backbone, model.tokenizer, options, watch, asked.get("endpoint"))
     if recipe is not None:
         own: list[tuple[str, ...]] = []
         if "questions" in asked:
@@ -373,7 +347,7 @@ def _source(
             why = "no such --passages" + ("" if author.invents else ", or invented turns")
             base.note(f"selfspec: left out, {why}: {', '.join(prompts.left_out)}")
         return selfgen.Written(author, prompts, writer.records(), excluded), None
-    parse = partial(selfgen.talk_of, tokenizer=tokenizer, system=options.system)
+    parse = partial(selfgen.talk_of, tokenizer=model.tokenizer, system=options.system)
     rows = Reader(asked["source"], parse, skip_bad_rows=skip)
     return selfgen.Given(rows, writer.batches, author, excluded), rows
 
@@ -414,7 +388,7 @@ def described(counts: Counts) -> str:
 
 
 @with_flags(
-    Flag("data", str, "Conversations: .jsonl, .jsonl.gz, .json, or a data set's id. Required."),
+    Flag("data", str, f"{_TEXT} Required."),
     Flag("output", str, "Folder to write the features to. Required."),
     Flag("max_size", float, "Gigabytes at most; refused before any work if it would be more."),
     *MODEL,
@@ -486,7 +460,7 @@ def _write_features(asked: Asked, options: CacheOptions) -> None:
 
 
 @with_flags(
-    Flag("data", str, "Conversations: .jsonl, .jsonl.gz, .json, or a data set's id."),
+    Flag("data", str, _TEXT),
     Flag("texts", str, "Folder of .txt, .md and .rst files; beside --data or in place of it."),
     Flag("output", str, "File to write, .safetensors. Required."),
     Flag("overwrite", bool, "Replace a datastore that is there."),
@@ -499,15 +473,22 @@ def datastore(*, asked: Asked) -> None:
     """
     base.require(asked, "output", *(() if "texts" in asked else ("data",)))
     _check(asked)
-    overwrite = asked.get("overwrite", False)
-    output = files.check_file(asked["output"], overwrite=overwrite, reads=base.inputs(asked))
-    with writing(asked["output"]):
+    output = base.check_file(asked, asked["output"])
+    with writing(output):
         from selfspec.decoding.drafters.rest import Datastore
+        from selfspec.training.recipe import TEXT_SUFFIXES
 
         on = _load(asked)
         if on.tokenizer is None:
             raise InvalidOption("the model has no tokenizer, whose tokens a datastore is made of")
-        texts = _texts(asked["texts"], on.tokenizer) if "texts" in asked else []
+        texts: list[Sequence[int]] = []
+        if "texts" in asked:
+            place = files.local_path(asked["texts"])
+            paths = sorted(path for path in place.rglob("*") if path.suffix in TEXT_SUFFIXES)
+            texts += (on.tokenizer(untrusted.read_text(path))["input_ids"] for path in paths)
+            if not texts:
+                known = ", ".join(TEXT_SUFFIXES)
+                raise InvalidData(f"{asked['texts']} holds no text. Put {known} files there")
         if "data" in asked:
             texts += (talk.ids for talk in _read(asked["data"], on, asked, None))
         store = Datastore.of(texts, on.tokenizer)
@@ -516,21 +497,10 @@ def datastore(*, asked: Asked) -> None:
     base.say_next("chat", asked, "--datastore", asked["output"])
 
 
-def _texts(folder: str, tokenizer: PreTrainedTokenizerBase) -> list[Sequence[int]]:
-    """The text files in a folder, as ids. Raises InvalidData where there are none."""
-    from selfspec.training.recipe import TEXT_SUFFIXES
-
-    place = files.local_path(folder)
-    paths = sorted(path for path in place.rglob("*") if path.suffix in TEXT_SUFFIXES)
-    if not paths:
-        raise InvalidData(f"{folder} holds no text. Put {', '.join(TEXT_SUFFIXES)} files there")
-    return [tokenizer(untrusted.read_text(path))["input_ids"] for path in paths]
-
-
 # --- fit
 
 _FILES = (
-    Flag("data", str, "Conversations to fit on: .jsonl, .jsonl.gz, .json, or a data set's id."),
+    Flag("data", str, _TEXT),
     Flag("cache", str, "Features to fit on, from selfspec cache; instead of --data."),
     Flag("output", str, "Folder to write the heads to. Required."),
     Flag("validation", str, "Conversations to measure agreement on; else a 20th of the data."),
@@ -569,10 +539,8 @@ def fit(*, asked: Asked) -> None:
         fitted = _fit(asked, options)
     for layer, shares in fitted.metrics["layers"].items():
         second = shares["agreement_second"]
-        base.emit(
-            f"layer {layer:>3}  agreement {shares['agreement']:.1%}"
-            + ("\n" if second is None else f"  second draft {second:.1%}\n")
-        )
+        more = "" if second is None else f"  second draft {second:.1%}"
+        base.emit(f"layer {layer:>3}  agreement {shares['agreement']:.1%}{more}\n")
     base.emit(f"{asked['output']}: exit heads at {len(fitted.metrics['layers'])} layers\n")
     if fitted.heads.looks_ahead:  # which nothing calibrates
         base.say_next("bench", asked, "--heads", asked["output"], "--methods", "plain,medusa")
@@ -656,8 +624,8 @@ def _job(asked: Asked, options: FitOptions, workplace: Path) -> Job:
         train = whole(StreamSource(backbone, spec, talks, text.batch_tokens, keep=keep))
         held_out = whole(StreamSource(backbone, measured, others, text.batch_tokens, keep=True))
     if validation:
-        spec = fit.feature_spec(backbone, options, measured=True)
-        held_out = _streamed(validation, model, spec, asked)
+        measured = fit.feature_spec(backbone, options, measured=True)
+        held_out = _streamed(validation, model, measured, asked)
     return fit.Job(
         backbone=backbone,
         base_model=model.name,
@@ -699,24 +667,25 @@ def calibrate(*, as_json: base.AsJson = False, asked: Asked) -> None:
 
     Costs of layers and heads are measured on this machine; nothing else should run meanwhile.
     """
-    stored = not asked.get("dry_run", False)
-    if asked.get("entropy"):
-        base.require(asked, "data")
-        heads = hub.resolve_heads(asked["heads"]) if "heads" in asked else None
-        with _writing_heads(heads) if heads and stored else nullcontext():
-            _calibrate_entropy(asked, heads if stored else None, as_json=as_json)
-        return
-    base.require(asked, "heads", "cache" if "cache" in asked else "data")
+    entropy, text = asked.get("entropy", False), "cache" if "cache" in asked else "data"
+    base.require(asked, *(("data",) if entropy else ("heads", text)))
     if not 0.0 < asked.get("precision", 1.0) <= 1.0:
         raise InvalidOption(f"precision is {asked['precision']}, expected in (0, 1]")
-    folder = hub.resolve_heads(asked["heads"])
     _check(asked)
-    with _writing_heads(folder) if stored else nullcontext():
-        found = _calibrate(asked, folder, stored=stored)
+    heads = hub.resolve_heads(asked["heads"]) if "heads" in asked else None
+    output = None if asked.get("dry_run", False) else heads
+    if output is not None:
+        names = {CONFIG_FILE, "calibration.json"}
+        files.check_folder(output, names, is_heads_folder, overwrite=True)
+    with nullcontext() if output is None else writing(output):
+        if heads is None or entropy:
+            _calibrate_entropy(asked, output, as_json=as_json)
+            return
+        found = _calibrate(asked, heads, output)
     base.emit(json.dumps(found.record()) + "\n" if as_json else calibration_words(found))
-    if stored:
-        base.note(f"wrote {folder / CONFIG_FILE}")
-        base.say_next("tune", asked, "--heads", str(folder))
+    if output is not None:
+        base.note(f"wrote {output / CONFIG_FILE}")
+        base.say_next("tune", asked, "--heads", str(output))
 
 
 def _heads_of(folder: Path, model: Base) -> ExitHeads:
@@ -726,7 +695,7 @@ def _heads_of(folder: Path, model: Base) -> ExitHeads:
     return heads_of(folder, own.unembedding, own.fingerprint, model.name, own.num_layers)
 
 
-def _calibrate(asked: Asked, folder: Path, *, stored: bool) -> Calibration:
+def _calibrate(asked: Asked, folder: Path, output: Path | None) -> Calibration:
     model = _load(asked)
     from selfspec.decoding.measure import measure
     from selfspec.model.backbone import Backbone
@@ -754,14 +723,14 @@ def _calibrate(asked: Asked, folder: Path, *, stored: bool) -> Calibration:
         precision=asked.get("precision"),
         most_layers=asked.get("max_exit_layers", 2),
     )
-    if stored:
+    if output is not None:
         recorded = {name: asked[name] for name in sorted(asked) if name != "config"}
-        measuring.write(heads, folder, found, recorded)
+        measuring.write(heads, output, found, recorded)
     return found
 
 
-def _calibrate_entropy(asked: Asked, folder: Path | None, *, as_json: bool) -> None:
-    """Measure EASD's tau_H; it becomes one of the defaults of the heads in `folder`."""
+def _calibrate_entropy(asked: Asked, output: Path | None, *, as_json: bool) -> None:
+    """Measure EASD's tau_H; it becomes one of the defaults of the heads in `output`."""
     model = _load(asked)
     from selfspec.training.calibrate import SHARE, measured_entropy
 
@@ -770,21 +739,19 @@ def _calibrate_entropy(asked: Asked, folder: Path | None, *, as_json: bool) -> N
     with base.bar("entropies", "batches") as show:
         found = measured_entropy(model.backbone, texts, batch_tokens, show)
     value = found.entropy_threshold
-    if folder is not None:
-        heads = _heads_of(folder, model)
+    where = f"not stored: give it as --acceptance easd:entropy={value}"
+    if output is not None:
+        heads = _heads_of(output, model)
         options = SpeculationOptions().updated(heads.config.defaults)
         options = options.updated({"easd": {"entropy": value}})
         heads.config = replace(heads.config, defaults=options.differing())
-        heads.config.write(folder)
-    if as_json:
-        base.emit(json.dumps(asdict(found)) + "\n")
-        return
-    where = f"not stored: give it as --acceptance easd:entropy={value}"
-    base.emit(
+        heads.config.write(output)
+        where = f"written to {output}"
+    words = (
         f"entropy threshold {value} nats, the mean of the highest {SHARE:.0%} at "
-        f"{found.positions:,} answer positions (mean of all {found.mean_entropy}); "
-        f"{where if folder is None else f'written to {folder}'}\n"
+        f"{found.positions:,} answer positions (mean of all {found.mean_entropy}); {where}"
     )
+    base.emit((json.dumps(asdict(found)) if as_json else words) + "\n")
 
 
 def calibration_words(found: Calibration) -> str:

@@ -63,7 +63,7 @@ class Question:
 
 
 def load_suite(
-    name: str = SIX_TASKS, questions: Path | None = None, limit: int | None = None
+    name: str = SIX_TASKS, questions: str | Path | None = None, limit: int | None = None
 ) -> list[Question]:
     """The questions of a suite, or of a JSONL file in place of its `name`.
 
@@ -83,14 +83,14 @@ def spread(questions: Sequence[T], count: int | None) -> list[T]:
     return [questions[index * len(questions) // count] for index in range(count)]
 
 
-def _file(name: str, questions: Path | None) -> Path:
+def _file(name: str, questions: str | Path | None) -> Path:
     own = name not in SUITES and (Path(name).suffix == ".jsonl" or Path(name).is_file())
     if not own:
         check_keys([name], SUITES, "suite")
     if name == SPEC_BENCH:
         if questions is None:
             raise InvalidOption("the suite spec-bench is not built in. Give --questions FILE")
-        return questions
+        return Path(questions)
     if questions is not None:
         raise InvalidOption(f"{name} and {questions} at once. Leave out --questions")
     return Path(name) if own else Path(__file__).with_name("six-tasks.jsonl")

@@ -99,7 +99,7 @@ def test_an_error_is_one_line_unless_debug_is_on(
     monkeypatch.setattr(base, "load", fail)
     assert main(["generate", "hi"]) == 2
     assert tuple(capsys.readouterr()) == ("", "selfspec: error: no model here. Get one\n")
-    assert main(["generate", "hi"], debug=True) == 2
+    assert main(["generate", "hi", "--debug"]) == 2
     shown = capsys.readouterr().err.splitlines()
     assert "Traceback" in shown[0]
     assert shown[-1] == "selfspec: error: no model here. Get one"

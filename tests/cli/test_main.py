@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
@@ -16,6 +17,7 @@ from typing import Any, get_args
 import pytest
 import typer
 
+from selfspec import cli
 from selfspec.api import speculator as facade
 from selfspec.cli import base
 from selfspec.cli.main import BUG, INTERRUPTED, app, main
@@ -118,15 +120,11 @@ def test_a_shell_completes_commands(tmp_path: Path) -> None:
     ("words", "code", "said"),
     [
         ("selfspec --version >/dev/full", 2, "cannot write standard output: No space left"),
-        ("selfspec heads --help >/dev/full", 2, "No space left"),
         ("selfspec --version >&-", 2, "cannot write standard output"),
         ("selfspec --version 2>&-", 0, ""),
         ("selfspec heads show nothing 2>/dev/full", 2, ""),
         ("selfspec generate <&-", 2, "the prompt is empty"),
-        ("selfspec generate --file /dev/stdin </dev/null", 2, "is a device"),
-        ("printf '' | selfspec generate --file /dev/stdin", 2, "the prompt is empty"),
         ("selfspec generate --config /dev/stdin a </dev/zero", 2, "is a device"),
-        ("cat /dev/zero | selfspec generate a --config /dev/stdin", 2, "has more than 1048576"),
         ("cat /dev/zero | selfspec generate", 2, "has more than 4194304 bytes"),
     ],
 )
@@ -141,13 +139,7 @@ def test_streams_that_are_not_as_they_should_be(
     assert len(result.stderr.splitlines()) <= 1
 
 
-def test_traceback_is_shown_with_debug(tmp_path: Path) -> None:
-    result = shell("selfspec heads show --debug nothing", tmp_path)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith("Traceback")
-
-
-@pytest.mark.parametrize("words", ["heads --help", "--help", "heads list"])
+@pytest.mark.parametrize("words", ["--help", "heads list"])
 def test_nobody_reads_and_nothing_is_said(words: str) -> None:
     read, write = os.pipe()
     os.close(read)
@@ -158,7 +150,7 @@ def test_nobody_reads_and_nothing_is_said(words: str) -> None:
     assert (result.returncode, result.stderr) == (base.PIPE_CLOSED, b"")
 
 
-@pytest.mark.parametrize("delay_s", [0.15, 0.5, 1.5, 3.0])
+@pytest.mark.parametrize("delay_s", [0.15, 0.7, 3.0])
 def test_ctrl_c_ends_it_with_130_whenever_it_comes(delay_s: float, tmp_path: Path) -> None:
     """While modules are imported, while a model is loaded, or while it waits for a prompt."""
     furnish(tmp_path)
@@ -192,18 +184,14 @@ def test_ctrl_c_ends_it_with_130_whenever_it_comes(delay_s: float, tmp_path: Pat
     "arguments",
     [
         "generate a --config closed.yaml",
-        "generate a --model closed",
-        "bench --suite closed.jsonl --output new",
         "bench --suite prompts.jsonl --output new",
     ],
 )
 def test_what_may_not_be_read_or_written_is_named(arguments: str, tmp_path: Path) -> None:
     """As another user, who may read the folder but neither write it nor read what is closed."""
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
-    for name in ("closed.yaml", "closed.gguf", "closed.jsonl"):
-        (tmp_path / name).write_text("a")
-        (tmp_path / name).chmod(0)
-    (tmp_path / "closed").mkdir(mode=0)
+    (tmp_path / "closed.yaml").write_text("a")
+    (tmp_path / "closed.yaml").chmod(0)
     for folder in (tmp_path, *list(tmp_path.parents)[:-2]):
         folder.chmod(0o755)
     before = snapshot(tmp_path)
@@ -221,13 +209,11 @@ def test_what_may_not_be_read_or_written_is_named(arguments: str, tmp_path: Path
 # --- bugs, and what is none
 
 
-def raised(
-    error: BaseException, patch: pytest.MonkeyPatch, cause: BaseException | None = None
-) -> int:
+def raised(error: BaseException, patch: pytest.MonkeyPatch) -> int:
     """The exit code of a command that raises it."""
 
     def mistaken(**_: Any) -> None:
-        raise error from cause
+        raise error
 
     patch.setattr("selfspec.cli.main.app", lambda: mistaken)
     return main(["generate", "a b"])
@@ -267,26 +253,28 @@ def test_what_the_system_refuses_is_no_bug(
     assert words in capsys.readouterr().err
 
 
+@pytest.fixture
+def interrupts() -> Iterator[list[None]]:
+    """Ctrl-C so far."""
+    yield cli.interrupts
+    cli.interrupts.clear()
+
+
 def test_an_import_that_ctrl_c_broke_is_no_bug_however_late_it_fails(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    interrupts: list[None], monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     """A library may swallow the interrupt while it imports, and miss a name much later."""
-    failed = ImportError("numpy failed")
-    assert raised(failed, monkeypatch, KeyboardInterrupt()) == INTERRUPTED
-    assert capsys.readouterr().err == "\nselfspec: interrupted\n"
     late = ModuleNotFoundError("Could not import module 'PreTrainedModel'")
-    monkeypatch.setattr("selfspec.cli.main.interrupts", [0.0])
-    assert raised(late, monkeypatch) == INTERRUPTED
-    assert "selfspec: interrupted" in capsys.readouterr().err
-    monkeypatch.setattr("selfspec.cli.main.interrupts", [])
     assert raised(late, monkeypatch) == BUG
+    capsys.readouterr()
+    interrupts.append(None)
+    assert raised(late, monkeypatch) == INTERRUPTED
+    assert capsys.readouterr().err == "\nselfspec: interrupted\n"
 
 
 def test_a_ctrl_c_that_a_library_swallowed_ends_it_before_the_first_answer(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    interrupts: list[None], monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    came: list[float] = []
-    monkeypatch.setattr("selfspec.cli.base.interrupts", came)
-    monkeypatch.setattr(facade, "load", lambda **_: came.append(0.0))
+    monkeypatch.setattr(facade, "load", lambda **_: interrupts.append(None))
     assert main(["generate", "a"]) == INTERRUPTED
     assert "selfspec: interrupted" in capsys.readouterr().err
