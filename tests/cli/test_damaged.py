@@ -12,7 +12,6 @@ import shutil
 import struct
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,8 @@ from selfspec.hub.gguf import read_header
 from tests.bad_input import Change, furnish, refused
 from tests.gguf_files import header, tensor, text, tiny, value
 from tests.test_untrusted import BOMB
+
+Capture = pytest.CaptureFixture[str]
 
 MODEL = ["--model", "model", "--dtype", "float32"]
 LENS = [*MODEL, "--heads", "logit-lens"]
@@ -48,24 +49,17 @@ def furnished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def place(furnished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the record, the run and the trace, and the model itself."""
-    for name in ("record", "run"):
-        shutil.copytree(furnished / name, tmp_path / name)
-    for name in ("trace.jsonl", "prompts.jsonl"):
-        shutil.copy(furnished / name, tmp_path)
-    (tmp_path / "model").symlink_to(furnished / "model")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
-    return tmp_path
+    """A copy of it to damage, and to stand in."""
+    shutil.copytree(
+        furnished, tmp_path / "it", symlinks=True, ignore=shutil.ignore_patterns("pipe", "model")
+    )
+    (tmp_path / "it" / "model").symlink_to(furnished / "model")
+    monkeypatch.chdir(tmp_path / "it")
+    return tmp_path / "it"
 
 
-def holding(name: str, content: str | bytes) -> Change:
-    data = content.encode() if isinstance(content, str) else content
-    return lambda folder: (folder / name).write_bytes(data)
-
-
-def cut(name: str, size: int) -> Change:
-    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:size])
+def holding(name: str, content: str) -> Change:
+    return lambda folder: (folder / name).write_text(content)
 
 
 def without(name: str) -> Change:
@@ -95,10 +89,9 @@ def halved_answers(folder: Path) -> None:
     save_file(found, folder / "record/record.safetensors")
 
 
-SUITES: dict[str, str | bytes] = {
+SUITES = {
     "nothing": "",
     "no prompt": '{"id": 1}\n',
-    "an empty prompt": '{"prompt": " "}\n',
     "an id twice": '{"id": 1, "prompt": "a"}\n{"id": "1", "prompt": "b"}\n',
     "a task of all": '{"task": "overall", "prompt": "a"}\n',
     "a long line": '{"prompt": "' + "a" * (17 << 20) + '"}\n',
@@ -113,7 +106,6 @@ COMMANDS: dict[str, tuple[list[str], dict[str, Change]]] = {
     "trace": (
         ["trace", "--from", TRACE, "--html", "new.html"],
         {
-            "cut off": cut(TRACE, 3000),
             "the future": edited(TRACE, 0, "format_version", to=99),
             "no layers": edited(TRACE, 0, "exit_layers", to=[]),
         },
@@ -123,7 +115,6 @@ COMMANDS: dict[str, tuple[list[str], dict[str, Change]]] = {
         {
             "the future": edited(INFO, "format_version", to=99),
             "negative tokens": edited(INFO, "prompts", 0, "new_tokens", to=-2),
-            "a billion tokens": edited(INFO, "prompts", 0, "prompt_tokens", to=10**9),
             "another model": edited(INFO, "base", to="another"),
             "other heads": edited(INFO, "heads", to="another"),
             "no weights": without(TENSORS),
@@ -136,7 +127,6 @@ COMMANDS: dict[str, tuple[list[str], dict[str, Change]]] = {
             "a run of aliases": holding(RUN, BOMB),
             "a run of one key": holding(RUN, "run: 1"),
             "a method of nothing": edited(SUMMARY, "methods", to={"plain": {}}),
-            "no summary": without(SUMMARY),
             "no run": without(RUN),
         },
     ),
@@ -160,7 +150,7 @@ COMMANDS: dict[str, tuple[list[str], dict[str, Change]]] = {
     [(command, kind) for command, (_, kinds) in COMMANDS.items() for kind in kinds],
 )
 def test_a_damaged_file_is_refused_and_named(
-    command: str, kind: str, place: Path, capsys: pytest.CaptureFixture[str]
+    command: str, kind: str, place: Path, capsys: Capture
 ) -> None:
     arguments, kinds = COMMANDS[command]
     kinds[kind](place)
@@ -170,7 +160,7 @@ def test_a_damaged_file_is_refused_and_named(
 
 @pytest.mark.parametrize("data", [b"\xff\n", b"a\n\xc3\n"])
 def test_a_turn_is_text(
-    data: bytes, place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    data: bytes, place: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
     refused(["chat", *MODEL, "--max-new-tokens", "2"], place, capsys)
@@ -179,25 +169,13 @@ def test_a_turn_is_text(
 # --- models
 
 
-def changed(name: str, **values: Any) -> Change:
-    """Other values in a JSON file; None removes one."""
+def config(**values: Any) -> Change:
+    """Other values in a model's config; None removes one."""
 
     def damage(folder: Path) -> None:
-        found = json.loads((folder / name).read_text()) | values
+        found = json.loads((folder / "config.json").read_text()) | values
         kept = {key: value for key, value in found.items() if value is not None}
-        (folder / name).write_text(json.dumps(kept))
-
-    return damage
-
-
-config = partial(changed, "config.json")
-
-
-def template(text: Any) -> Change:
-    def damage(folder: Path) -> None:
-        for file in folder.glob("chat_template*"):
-            file.unlink()
-        changed("tokenizer_config.json", chat_template=text)(folder)
+        (folder / "config.json").write_text(json.dumps(kept))
 
     return damage
 
@@ -245,35 +223,26 @@ def make_loop(path: Path) -> None:
     path.with_name(f"{path.name}.link").symlink_to(path.name)
 
 
-WHOLE = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8, torch.bool)
-"""A weight of whole numbers, as a changed header makes of one."""
-
 MODELS: dict[str, Change] = {
     "config is an empty object": holding("config.json", "{}"),
     "config of nobody": config(model_type="nobody"),
-    "config of defaults": holding("config.json", '{"model_type": "llama"}'),
     "config of code": config(model_type="mine", auto_map={"AutoConfig": "mine.Config"}),
     "config of an encoder": config(model_type="bert", architectures=["BertModel"]),
-    "no vocabulary": config(vocab_size=0),
     "a huge vocabulary": config(vocab_size=10**12),
     "another vocabulary": config(vocab_size=50),
     "no positions": config(max_position_embeddings=0),
     "no layers": config(num_hidden_layers=0),
     "a billion layers": config(num_hidden_layers=10**9),
     "more layers than weights": config(num_hidden_layers=9),
-    "no hidden size": config(hidden_size=0),
-    "a huge hidden size": config(hidden_size=2**40),
     "another hidden size": config(hidden_size=48),
     "no heads": config(num_attention_heads=0),
     "heads that do not divide": config(num_attention_heads=5, head_dim=None),
-    "three key heads": config(num_key_value_heads=3),
-    "a huge head": config(head_dim=2**40),
     "an unknown activation": config(hidden_act="quick"),
     "rope of nobody": config(rope_parameters={"rope_type": "mine", "rope_theta": 1.0}),
     "a dtype of nobody": config(dtype="float33", torch_dtype="float33"),
     "weights lack one": weights(lambda t: t.pop("model.layers.3.mlp.up_proj.weight")),
-    "weights lack the embedding": weights(lambda t: t.pop("model.embed_tokens.weight")),
     "weights of another shape": weights(lambda t: t.update({NORM: torch.zeros(31)})),
+    "weights of whole numbers": weights(lambda t: t.update({NORM: t[NORM].int()})),
     "weights are another model's": replaced(
         WEIGHTS, lambda path: save_file({"a": torch.zeros(2)}, path, {"format": "pt"})
     ),
@@ -282,45 +251,22 @@ MODELS: dict[str, Change] = {
         WEIGHTS, lambda path: torch.save({}, path.with_name("pytorch_model.bin"))
     ),
     "weights are not there": without(WEIGHTS),
-    **{
-        f"{name} is a loop": replaced(name, make_loop)
-        for name in (WEIGHTS, INDEX, "config.json", "generation_config.json", "tokenizer.json")
-    },
-    **{
-        f"{name} is a pipe": replaced(name, os.mkfifo)
-        for name in ("tokenizer.json", "generation_config.json", "vocab.json")
-    },
-    "an index of nothing": in_parts(lambda name: "b"),
+    **{f"{name} is a loop": replaced(name, make_loop) for name in (WEIGHTS, INDEX, "config.json")},
+    **{f"{name} is a pipe": replaced(name, os.mkfifo) for name in ("tokenizer.json", "vocab.json")},
     "an index of a path": in_parts(lambda name: str(Path("it", name).absolute())),
     "an index of a folder above": in_parts(lambda name: f"../it/{name}"),
-    "an index of a folder within": in_parts(lambda name: f"./{name}"),
     "an index of pickles": in_parts(lambda name: "config.json"),
-    **{
-        f"weights of {dtype}": weights(lambda t, dtype=dtype: t.update({NORM: t[NORM].to(dtype)}))  # type: ignore[misc]  # a default
-        for dtype in WHOLE
-    },
     "quantised by nobody": config(quantization_config={"quant_method": "mine", "bits": 4}),
-    "quantised by no name": config(quantization_config={"bits": 4}),
     "quantised, with plain weights": config(
         quantization_config={"quant_method": "gptq", "bits": 4}
     ),
     "tokenizer of nobody": holding("tokenizer.json", '{"model": {"type": "Mine"}}'),
-    "template that fills the memory": template("{{ 'a' * 10**11 }}"),
-    "template without end": template(
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    ),
-    "template that raises": template("{{ raise_exception('no\nsuch\nrole') }}"),
-    "template of a number": template(7),
 }
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_model_that_cannot_be_run_is_refused(
-    kind: str,
-    furnished: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    kind: str, furnished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     shutil.copytree(furnished / "model", tmp_path / "it")
     monkeypatch.chdir(tmp_path)
@@ -333,19 +279,13 @@ NESTED = struct.pack("<IQ", 9, 1) * 50 + struct.pack("<IQ", 4, 0)
 
 GGUF = {
     "another format": b"GGML" + bytes(60),
-    "version 1": header(version=1),
     "version 99": header(version=99),
-    "the other byte order": header(version=3 << 24),
     "2^60 values": header(values=2**60),
-    "2^63 tensors": header(tensors=2**63),
-    "a key of 2^63 bytes": header(text(b"a", 2**63), values=1),
     "a key beyond the end": header(text(b"a", 200), values=1),
     "a key that is no text": header(value(b"\xff\xfe", 4, bytes(4)), values=1),
     "a key twice": header(value("a", 4, bytes(4)) * 2, values=2),
-    "a string of 2^62 bytes": header(value("a", 8, text(b"", 2**62)), values=1),
     "an unknown type": header(value("a", 77, bytes(8)), values=1),
     "an array of 2^60 numbers": header(value("a", 9, struct.pack("<IQ", 4, 2**60)), values=1),
-    "an array of 2^60 strings": header(value("a", 9, struct.pack("<IQ", 8, 2**60)), values=1),
     "strings beyond the end": header(
         value("a", 9, struct.pack("<IQ", 8, 2) + text("x") + text("y", 500) + bytes(40)), values=1
     ),
@@ -354,12 +294,9 @@ GGUF = {
     ),
     "nested arrays": header(value("a", 9, NESTED), values=1),
     "alignment 0": header(value("general.alignment", 4, struct.pack("<I", 0)), values=1),
-    "alignment 3": header(value("general.alignment", 4, struct.pack("<I", 3)), values=1),
-    "alignment 2^31": header(value("general.alignment", 4, struct.pack("<I", 2**31)), values=1),
     "alignment as text": header(value("general.alignment", 8, text("32")), values=1),
     "a tensor of 2^32 dimensions": header(text("t"), b"\xff" * 40, tensors=1),
     "a tensor beyond the end": header(tensor("t", [64]), tensors=1),
-    "a tensor far away": header(tensor("t", [1], offset=2**62), bytes(64), tensors=1),
     "a tensor of 2^120 elements": header(tensor("t", [2**60, 2**60]), bytes(64), tensors=1),
     "a tensor of an unknown type": header(tensor("t", [1], kind=99), bytes(64), tensors=1),
     "a tensor twice": header(tensor("t", [1]) * 2, bytes(64), tensors=2),
@@ -368,17 +305,14 @@ GGUF = {
     "a tensor and no size": header(tensor("t", [1]), bytes(64), tensors=1),
     "more layers than tensors": tiny(layers=3),
     "a billion layers": tiny(layers=10**9),
-    "another width": tiny(width=4096),
-    "a huge inner layer": tiny(inner=10**9),
     "all defaults but one tensor": tiny(),
     "an unknown architecture": header(value("general.architecture", 8, text("mine")), values=1),
-    "a llama without anything": header(value("general.architecture", 8, text("llama")), values=1),
 }
 
 
 @pytest.mark.parametrize("kind", GGUF)
 def test_a_gguf_file_that_holds_no_model_is_refused(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, tmp_path: Path, capsys: Capture
 ) -> None:
     (tmp_path / "it.gguf").write_bytes(GGUF[kind])
     refused(["generate", "a", "--model", str(tmp_path / "it.gguf")], tmp_path, capsys)

@@ -1,13 +1,12 @@
 """Commands that are killed again and again, in the midst of writing, and then called once more.
 
-`data`, `cache` and `fit`, which write for hours, have tests of their own.
+`data`, `cache` and `fit`, which write for hours, have tests of their own; others write one file.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -16,16 +15,21 @@ from typing import Any
 import pytest
 
 from selfspec import files
-from selfspec.api import tuned
 from selfspec.cli.main import main
-from selfspec.heads.exit_heads import HeadsConfig
-from tests.training.test_calibrate import FLAT
+
+Capture = pytest.CaptureFixture[str]
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="a child is forked to be killed")
 
-MODEL = ["--model", "model", "--dtype", "float32", "--heads", "heads"]
-DEATHS = (1, 5)
-"""Steps on the disk after which a run is killed, one run after another."""
+MODEL = ["--model", "model", "--dtype", "float32", "--heads", "heads", "--max-new-tokens", "4"]
+COMMANDS = {
+    "out.jsonl": ["generate", *MODEL, "--prompts", "suite.jsonl", "--output", "out.jsonl"],
+    "results/answers.jsonl": [
+        *("bench", *MODEL, "--suite", "suite.jsonl", "--output", "results"),
+        *("--resume", "--methods", "plain"),
+    ],
+}
+"""By the file that they write."""
 
 
 def answers(file: Path) -> list[Any]:
@@ -35,58 +39,24 @@ def answers(file: Path) -> list[Any]:
     return sorted([{name: line.get(name) for name in kept} for line in lines], key=repr)
 
 
-def settings() -> Any:
-    return [json.loads(file.read_text())["options"] for file in tuned.files()]
-
-
-SUITE = ["--suite", "suite.jsonl"]
-COMMANDS: dict[str, tuple[list[str], Callable[[], Any]]] = {
-    "generate": (
-        ["generate", *MODEL, "--prompts", "prompts.jsonl", "--output", "out.jsonl"],
-        lambda: answers(Path("out.jsonl")),
-    ),
-    "bench": (
-        ["bench", *MODEL, *SUITE, "--output", "results", "--resume", "--methods", "plain"],
-        lambda: answers(Path("results/answers.jsonl")),
-    ),
-    "calibrate": (
-        ["calibrate", *MODEL, "--data", "talks.jsonl"],
-        lambda: HeadsConfig.read(Path("heads")),
-    ),
-    "tune": (["tune", *MODEL, *SUITE], settings),
-}
-SHORT = ["--max-new-tokens", "4"]
-
-
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.usefixtures("empty_cache")
+@pytest.mark.parametrize("output", COMMANDS)
 def test_a_command_that_was_killed_gives_what_it_would_have_given(
-    name: str,
-    workplace: Path,
-    empty_cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    output: str, workplace: Path, capsys: Capture
 ) -> None:
-    Path("heads").unlink()
-    shutil.copytree("others", "heads")
+    file, command = workplace / output, COMMANDS[output]
+    Path("suite.jsonl").unlink()
     prompts = [json.dumps({"prompt": text}) for text in ("a", "b c", "c a b", "a a b")]
-    Path("prompts.jsonl").write_text("\n".join(prompts) + "\n")
-    monkeypatch.setattr("selfspec.decoding.measure.measure", lambda *_, **__: FLAT)
-    command, result = COMMANDS[name]
-    if name != "calibrate":
-        command = [*command, *SHORT]
-    assert killed(command, DEATHS[0]) == signal.SIGKILL
-    for step in DEATHS[1:]:
-        if killed(command, step) != signal.SIGKILL:
-            break
-    else:
-        assert main(command) == 0, capsys.readouterr().err
-    found = result()
+    Path("suite.jsonl").write_text("\n".join(prompts) + "\n")
+    assert [killed(command, step) for step in (1, 5)] == [signal.SIGKILL] * 2
+    assert main(command) == 0, capsys.readouterr().err
+    found = answers(file)
     assert not [path for path in Path().rglob("*.new") if "cache" not in path.parts]
     assert not Path("out.jsonl.partial").exists()
-    for path in (*Path().glob("out.jsonl"), *Path().glob("results/*")):
+    for path in file.parent.glob("*") if file.parent != workplace else [file]:
         path.unlink()
     assert main(command) == 0, capsys.readouterr().err
-    assert result() == found
+    assert answers(file) == found
 
 
 def killed(command: list[str], step: int) -> int:

@@ -136,10 +136,8 @@ def test_a_failing_method_gives_exit_code_1_and_the_rest_of_the_table(
     [
         ("exit.threshold = 0.1", {"drafter": "exit:threshold=0.1"}),
         ("exit.layers=2/4", {"drafter": "exit:layers=2/4"}),
-        ("draft-model.max_tokens=2", {"drafter": "draft-model:max_tokens=2"}),
         ("gammatune.rate=0.5", {"controller": "gammatune:rate=0.5"}),
         ("controller.cm-asd.scale=0.5", {"controller": "cm-asd:scale=0.5"}),
-        ("acceptance.cm-asd.tolerance=0", {"acceptance": "cm-asd:tolerance=0.0"}),
         ("costs.head=none", {"costs": "head=none"}),
         ("acceptance=easd", {"acceptance": "easd"}),
         ("pinned_rows=4", {"pinned_rows": 4}),
@@ -303,9 +301,7 @@ def test_a_model_without_heads_is_tuned_for_text_already_seen(
     assert found["speed_up"] > 1.0
     options = load("model", dtype="float32").options
     assert options == SpeculationOptions().updated(found["options"])
-    assert load("model", dtype="float32", heads="heads").options.drafter == "exit"
     assert main(["tune", *MODEL, *suite, "--forget"]) == 0
-    assert load("model", dtype="float32").options == SpeculationOptions(drafter="ngram")
     assert main(["trace", *MODEL, *suite, "--record", "plain"]) == 0
     capsys.readouterr()
     assert main(["tune", *MODEL, "--record", "plain", "--dry-run", "--json"]) == 0
@@ -354,22 +350,12 @@ def test_env_says_how_a_model_runs_and_why_and_measures_it(
     assert found["executor"] == "generic"
     assert "weights are torch.float64" in found["no_fused_executor"]
     assert "near ties may fall otherwise" in found["drafts"]
+    assert found["speed"]["context_tokens"] == 240  # of 256, sixteen are left for the rows
     assert main(["env", *MODEL]) == 0
     lines = {line.split("  ")[0]: line for line in capsys.readouterr().out.splitlines()}
     assert "no draft moves a bit of a logit" in lines["drafts"]
     assert "ms behind 240 positions; reading 0." in lines["plain step"]
     assert lines["rows"].endswith(" of a step")
-    for dtype, size in (("float32", 4), ("bfloat16", 2)):
-        found = facts(capsys, "--model", "model", "--executor", "generic", "--dtype", dtype)
-        assert found["executor"] == "generic"
-        made = found["speed"]
-        assert made["context_tokens"] == 240  # of 256, sixteen are left for the rows
-        assert made["step_bytes"] == made["weight_bytes"] + made["kv_bytes"]
-        assert made["kv_bytes"] == size * 2 * 6 * 2 * 8 * 240
-        assert made["limit_s"] == made["step_bytes"] / made["memory_bytes_per_s"]
-        assert made["share_of_limit"] == made["limit_s"] / made["step_s"]
-        assert list(made["rows_s"]) == ["1", "2", "4", "8", "16"]
-        assert list(made["rows_in_steps"]) == ["2", "4", "8", "16"]
 
 
 def test_lines_say_what_a_step_reads_and_what_rows_cost() -> None:

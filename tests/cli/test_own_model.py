@@ -23,6 +23,8 @@ from tests.authors import RECIPE
 from tests.models import make_model
 from tests.talks import WORDS, make_tokenizer
 
+Capture = pytest.CaptureFixture[str]
+
 MODEL = ["--model", "tiny-vicuna", "--dtype", "float32"]
 FIT = ["fit", *MODEL, "--epochs", "1", "--draft-vocab-size", "10"]
 SAID = "{% for m in messages %}<start> {{ m.role }} {{ m.content }} <end> {% endfor %}"
@@ -58,7 +60,7 @@ def workplace(made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_template_of_the_text_is_kept_in_the_heads_and_used_with_them(
-    workplace: Path, capsys: pytest.CaptureFixture[str]
+    workplace: Path, capsys: Capture
 ) -> None:
     assert HeadsConfig.read(workplace / "heads").chat_template == TEMPLATE
     assert main(["heads", "show", "heads"]) == 0
@@ -79,7 +81,7 @@ def test_the_template_of_the_text_is_kept_in_the_heads_and_used_with_them(
 
 
 def test_the_template_goes_through_a_cache_and_calibration_takes_that_of_the_heads(
-    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    workplace: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     features, heads = str(tmp_path / "features"), str(tmp_path / "heads")
     cache = ["cache", *MODEL, "--data", "own.jsonl", "--exit-layers", "2", "--output", features]
@@ -98,29 +100,8 @@ def test_the_template_goes_through_a_cache_and_calibration_takes_that_of_the_hea
     assert "no chat template. Its name says: --chat-template vicuna" in capsys.readouterr().err
 
 
-def test_other_commands_take_a_template(
-    workplace: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    asked = [*MODEL, "--chat-template", "own.jinja"]
-    (tmp_path / "suite.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b c"}\n')
-    suite = ["--suite", str(tmp_path / "suite.jsonl"), "--max-new-tokens", "3", "--repeats", "1"]
-    results = ["--methods", "plain,ngram", "--output", str(tmp_path / "results")]
-    assert main(["bench", *asked, *suite, *results]) == 0
-    monkeypatch.setattr("sys.stdin", (tmp_path / "suite.jsonl").open())
-    assert main(["chat", *asked, "--heads", "none", "--max-new-tokens", "3"]) == 0
-    assert "error" not in capsys.readouterr().err
-    assert main(["chat", *MODEL, "--chat-template", "none.jinja"]) == 2
-    assert "cannot read none.jinja" in capsys.readouterr().err
-
-
 def test_heads_that_were_fitted_here_are_found_by_the_weights_of_their_model(
-    workplace: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    capsys: pytest.CaptureFixture[str],
+    workplace: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: Capture
 ) -> None:
     assert load("tiny-vicuna", dtype="float32").heads is None
     known.remember(Path("heads"))
@@ -161,14 +142,6 @@ def test_heads_that_were_fitted_here_are_found_by_the_weights_of_their_model(
     assert load("tiny-vicuna", dtype="float32").heads is None
 
 
-def test_fit_makes_its_heads_known(workplace: Path, tmp_path: Path) -> None:
-    fit = [*FIT, "--data", "own.jsonl", "--exit-layers", "2"]
-    assert main([*fit, "--output", str(tmp_path / "heads")]) == 0
-    found = load("tiny-vicuna", dtype="float32").heads
-    assert found is not None
-    assert found.config.exit_layers == (2,)
-
-
 class Hub:
     """In place of HfApi: keeps what it is given."""
 
@@ -187,10 +160,7 @@ class Hub:
 
 
 def test_pushed_heads_have_a_card_and_name_no_place_on_this_machine(
-    workplace: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     heads = tmp_path / "heads"
     shutil.copytree("heads", heads)

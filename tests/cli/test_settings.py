@@ -15,6 +15,8 @@ from selfspec.config import OPTION_NAMES, SpeculationOptions
 from selfspec.options import Costs, Easd, Exit, GammaTune
 from tests.cli.fakes import FakeSpeculator
 
+Capture = pytest.CaptureFixture[str]
+
 Written = Callable[[str], Path]
 
 
@@ -108,10 +110,7 @@ def test_of_an_option_with_settings_each_is_taken_from_the_flag_or_else_the_file
 
 
 def test_the_environment_stands_for_flags_between_these_and_a_file(
-    speculator: FakeSpeculator,
-    config: Written,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    speculator: FakeSpeculator, config: Written, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     file = config("max_new_tokens: 7\nseed: 1\ntop_k: 2\n")
     for name, value in (
@@ -136,7 +135,7 @@ def test_the_default_file_stands_below_all_others(
     config: Written,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
     file = tmp_path / "home" / "selfspec" / "config.yaml"
