@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from selfspec.model.backbone import Backbone
     from selfspec.training.calibrate import Calibration
     from selfspec.training.features import FeatureSpec, Selection
-    from selfspec.training.fit import Fitted, Job
+    from selfspec.training.fit import Job
     from selfspec.training.recipe import Passages, Recipe
     from selfspec.training.selfgen import Counts, Source, Writer
     from selfspec.training.text import Conversation, Reader
@@ -160,17 +160,6 @@ def _read(
         max_tokens=max_tokens,
         skip_bad_rows=asked.get("skip_bad_rows", False),
     )
-
-
-def _streamed(
-    path: str, on: Base, spec: FeatureSpec, asked: Asked, max_tokens: int | None = None
-) -> Selection:
-    """Features of a file's text, computed once and kept in memory."""
-    from selfspec.training.features import StreamSource, whole
-
-    batch_tokens = options_of(CacheOptions, asked).batch_tokens
-    talks = _read(path, on, asked, batch_tokens, max_tokens)
-    return whole(StreamSource(on.backbone, spec, talks, batch_tokens, keep=True))
 
 
 def _require_features(found: FeatureSpec, needed: FeatureSpec) -> None:
@@ -534,9 +523,24 @@ def fit(*, asked: Asked) -> None:
     _check(asked)
     options = options_of(FitOptions, asked)
     _check_heads_output(asked)
-    with writing(asked["output"]):
+    from selfspec.heads import known
+    from selfspec.training import checkpoint, records
+    from selfspec.training import fit as fitting
+
+    output = Path(asked["output"])
+    with writing(output):
         _check_heads_output(asked)  # another fit may have ended since
-        fitted = _fit(asked, options)
+        if asked.get("overwrite"):
+            checkpoint.remove(output / UNFINISHED)
+        job = _job(asked, options, output / UNFINISHED)
+        with base.bar("fit", "steps") as show:
+            fitted = fitting.fit(job, show)
+        if job.processes.is_main_process:
+            named = {flag.name: asked.get(flag.name) for flag in _FILES}
+            run = {**named, "base_model": job.base_model, **plain(job.options)}
+            records.write(output, fitted, run)
+            known.remember(output)
+            checkpoint.remove(output / UNFINISHED)
     for layer, shares in fitted.metrics["layers"].items():
         second = shares["agreement_second"]
         more = "" if second is None else f"  second draft {second:.1%}"
@@ -568,26 +572,6 @@ def _check_heads_output(asked: Asked) -> None:
     files.check_folder(name, FILES_OF_A_FIT, is_heads_folder, overwrite=overwrite, reads=reads)
 
 
-def _fit(asked: Asked, options: FitOptions) -> Fitted:
-    from selfspec.heads import known
-    from selfspec.training import checkpoint, fit, records
-
-    output = Path(asked["output"])
-    workplace = output / UNFINISHED
-    if asked.get("overwrite"):
-        checkpoint.remove(workplace)
-    job = _job(asked, options, workplace)
-    with base.bar("fit", "steps") as show:
-        fitted = fit.fit(job, show)
-    if job.processes.is_main_process:
-        named = {flag.name: asked.get(flag.name) for flag in _FILES}
-        run = {**named, "base_model": job.base_model, **plain(job.options)}
-        records.write(output, fitted, run)
-        known.remember(output)
-        checkpoint.remove(workplace)
-    return fitted
-
-
 def _job(asked: Asked, options: FitOptions, workplace: Path) -> Job:
     """The model, the features to fit on and those to measure on."""
     model = _load(asked)
@@ -597,35 +581,35 @@ def _job(asked: Asked, options: FitOptions, workplace: Path) -> Job:
     from selfspec.training.text import split as split_talks
 
     backbone, tokenizer = model.backbone, model.tokenizer
-    validation, start = asked.get("validation"), None
+    text, validation, start = options_of(CacheOptions, asked), asked.get("validation"), None
+
+    def streamed(
+        talks: list[Conversation], *, measured: bool = True, keep: bool = True
+    ) -> Selection:
+        spec = fit.feature_spec(backbone, options, measured=measured)
+        return whole(StreamSource(backbone, spec, talks, text.batch_tokens, keep=keep))
+
     if "start_from" in asked:
         start = _heads_of(hub.resolve_heads(asked["start_from"]), model)
         options = fit.going_on(options, start)
     if "cache" in asked:
-        source = CacheSource(Path(asked["cache"]), model.backbone)
-        data = source.manifest.data
+        source = CacheSource(Path(asked["cache"]), backbone)
+        data, found, kind = source.manifest.data, source.spec.layers, options.head_type
         train, held_out = (whole(source),) * 2 if validation else split(source)
         if asked.get("max_tokens"):
             train = train.limited(asked["max_tokens"])
-        found = source.spec.layers
-        kind = options.head_type
         own = kind in (EAGLE3, MEDUSA) or (kind == "deep-fused" and 0 in found)
         if options.exit_layers is None and not own:
             options = replace(options, exit_layers=found)
         _require_features(source.spec, fit.feature_spec(backbone, options, measured=False))
     else:  # features are made from conversations while they are needed
         data = Path(asked["data"]).name
-        text = options_of(CacheOptions, asked)
         talks = _read(asked["data"], model, asked, text.batch_tokens, text.max_tokens)
         talks, others = (talks, talks) if validation else split_talks(talks)
-        spec = fit.feature_spec(backbone, options, measured=False)
-        measured = fit.feature_spec(backbone, options, measured=True)
-        keep = asked.get("keep_features", False)
-        train = whole(StreamSource(backbone, spec, talks, text.batch_tokens, keep=keep))
-        held_out = whole(StreamSource(backbone, measured, others, text.batch_tokens, keep=True))
+        train = streamed(talks, measured=False, keep=asked.get("keep_features", False))
+        held_out = streamed(others)
     if validation:
-        measured = fit.feature_spec(backbone, options, measured=True)
-        held_out = _streamed(validation, model, measured, asked)
+        held_out = streamed(_read(validation, model, asked, text.batch_tokens))
     return fit.Job(
         backbone=backbone,
         base_model=model.name,
@@ -700,7 +684,7 @@ def _calibrate(asked: Asked, folder: Path, output: Path | None) -> Calibration:
     from selfspec.decoding.measure import measure
     from selfspec.model.backbone import Backbone
     from selfspec.training import calibrate as measuring
-    from selfspec.training.features import CacheSource, FeatureSpec, whole
+    from selfspec.training.features import CacheSource, FeatureSpec, StreamSource, whole
 
     heads = _heads_of(folder, model)
     if heads.looks_ahead:
@@ -715,7 +699,9 @@ def _calibrate(asked: Asked, folder: Path, output: Path | None) -> Calibration:
         _require_features(source.spec, needed)
         features = whole(source) if limit is None else whole(source).limited(limit)
     else:
-        features = _streamed(asked["data"], model, needed, asked, limit)
+        batch_tokens = CacheOptions().batch_tokens
+        talks = _read(asked["data"], model, asked, batch_tokens, limit)
+        features = whole(StreamSource(model.backbone, needed, talks, batch_tokens, keep=True))
     found = measuring.calibrate(
         heads,
         features,
