@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +20,7 @@ from selfspec.cli.chat import Writer
 from selfspec.config import DEFAULT_MAX_NEW_TOKENS
 from selfspec.decoding.stats import MODEL
 from selfspec.errors import CannotWrite, InvalidData, InvalidOption, SelfspecError
+from selfspec.eval.results import first_divergence
 from selfspec.hub.models import heads_name
 from selfspec.typed import shown
 
@@ -244,43 +244,28 @@ def demo(
     """
     count = base.answering(asked).get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
     text = base.read_prompt(prompt)
-    found = compared(base.load({"dtype": "float32"} | asked), text, count)
-    base.emit(found.verdict() + "\n")
-    if found.differs_at is not None:
+    (other, other_s), (own, own_s) = both(base.load({"dtype": "float32"} | asked), text, count)
+    place = first_divergence(other, own.token_ids)
+    base.emit(f"{own.stats.summary()}\n{verdict(place, other_s / own_s)}\n")
+    if place is not None:
         raise typer.Exit(1)
 
 
-@dataclass(frozen=True)
-class Compared:
-    """Two answers to one prompt."""
-
-    theirs: list[int]
-    theirs_s: float
-    ours: Generation
-    ours_s: float
-
-    @property
-    def differs_at(self) -> int | None:
-        """The first place, from 1, at which the tokens are others; None: they are the same."""
-        pairs = enumerate(zip_longest(self.theirs, self.ours.token_ids), start=1)
-        return next((place for place, (one, other) in pairs if one != other), None)
-
-    def verdict(self) -> str:
-        """In two lines; speeds were measured, so nothing is guessed."""
-        same = "same text: yes"
-        if self.differs_at is not None:
-            same = (
-                f"same text: no, token {self.differs_at} is another one (a near tie may be rounded "
-                "otherwise; --dtype float64 tells)"
-            )
-        gain = self.theirs_s / self.ours_s
-        words = "about as fast" if gain > 1 - _NEAR else f"{1 / gain:.1f}× slower"
-        words = f"{gain:.1f}× faster" if gain > 1 + _NEAR else words
-        return f"{self.ours.stats.summary()}\n{same}; {words}"
+def verdict(differs_at: int | None, gain: float) -> str:
+    """Of a place from 0, and of speeds that were measured, so that nothing is guessed."""
+    same = "yes"
+    if differs_at is not None:
+        same = (
+            f"no, token {differs_at + 1} is another one (a near tie may be rounded otherwise; "
+            "--dtype float64 tells)"
+        )
+    words = "about as fast" if gain > 1 - _NEAR else f"{1 / gain:.1f}× slower"
+    words = f"{gain:.1f}× faster" if gain > 1 + _NEAR else words
+    return f"same text: {same}; {words}"
 
 
-def compared(speculator: Speculator, text: str, count: int) -> Compared:
-    """Both answers, greedy and from the same weights, shown while they are written.
+def both(speculator: Speculator, text: str, count: int) -> list[tuple[Any, float]]:
+    """Both answers and their seconds, greedy and from the same weights, shown as they come.
 
     One after the other, because two at once would share the processor, and warmed up before their
     clocks start.
@@ -290,7 +275,7 @@ def compared(speculator: Speculator, text: str, count: int) -> Compared:
 
     keep_numbers(speculator.model)  # theirs runs the model itself, at its best
     ids = encode(speculator.tokenizer, text).to(speculator.backbone.device)
-    found: list[Any] = []
+    found = []
     for title, write in (("Hugging Face generate", theirs), ("selfspec", ours)):
         write(speculator, ids, _WARM_UP_TOKENS, lambda *_: None)
         base.emit(f"{title}:\n")
@@ -299,8 +284,8 @@ def compared(speculator: Speculator, text: str, count: int) -> Compared:
         answer = write(speculator, ids, count, writer.piece)
         seconds = time.perf_counter() - start
         writer.end(f"\n({seconds:.1f} s)\n\n")
-        found += [answer, seconds]
-    return Compared(*found)
+        found.append((answer, seconds))
+    return found
 
 
 Show = Callable[[str, str, int], None]

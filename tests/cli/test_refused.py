@@ -168,12 +168,10 @@ verify L --rungs 2,8                             | expected numbers from 1 to 7
 cache M T --max-size 0.00001                     | more than max_size 1e-05
 cache M T --no-deep --exit-layers 0,2            | exit layer 0 is not among
 fit M --cache half --output new                  | half is no feature cache
-fit M T --draft-vocab-size 97                    | the model has 96 tokens
 fit M T --batch-tokens 8                         | at most 8 fit into a batch
 fit M T --exit-layers 6                          | exit layer 6
 calibrate H --cache features                     | not [5]
 data M D --tokens 9 --questions none.jsonl       | none.jsonl
-data M D --tokens 9 --max-new-tokens 300         | positions no 32 are left
 data M D --from bad.jsonl                        | bad.jsonl, line 2 is not JSON
 """
 """What only the model tells."""
