@@ -18,6 +18,7 @@ import os
 import re
 import shlex
 import sys
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import metadata
@@ -31,7 +32,14 @@ from selfspec import config, files, untrusted
 from selfspec.api import structure
 from selfspec.cli import interrupts
 from selfspec.config import OPTION_NAMES, SpeculationOptions
-from selfspec.errors import CannotWrite, InvalidData, InvalidOption, InvalidPrompt, SelfspecError
+from selfspec.errors import (
+    CannotWrite,
+    InvalidData,
+    InvalidOption,
+    InvalidPrompt,
+    SelfspecError,
+    first_line,
+)
 from selfspec.heads.folder import read_config
 from selfspec.hub import models as hub
 from selfspec.options import KINDS, Costs, Kinds, Part, laid_over, members, typed, word
@@ -606,6 +614,32 @@ def complain(error: SelfspecError | str) -> None:
     line = " ".join(str(error).split())
     line = line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]} …"
     note("selfspec: error: " + "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))
+
+
+def refused(error: Exception) -> str | None:
+    """What was refused, by us or by the system, in words; None for an error of another kind."""
+    if isinstance(error, SelfspecError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        if error.filename:
+            return f"cannot use {error.filename}: {error.strerror}"
+        return f"cannot write standard output or a file: {error.strerror}"
+    text = str(error)
+    if isinstance(error, MemoryError) or "out of memory" in text or "allocate memory" in text:
+        return f"there is not enough memory: {first_line(error)}. Ask for less, or free some"
+    return None
+
+
+def bug(error: Exception, arguments: Sequence[str], trace: str) -> str:
+    """The line that says that it is one; what led to it is kept in a file."""
+    found = f"this is a bug of selfspec: {type(error).__name__}: {first_line(error)}"
+    command = f"selfspec {metadata.version('selfspec')}: {shlex.join(arguments)}"
+    try:
+        path = files.cache_folder() / "bugs" / f"{time.time_ns()}.txt"
+        files.write(path, f"{command}\n\n{trace}".encode("utf-8", "backslashreplace"))
+    except (SelfspecError, OSError) as problem:
+        return f"{found}. No report could be written ({problem}). To see more, add --debug"
+    return f"{found}. A report is in {path}: please send it with what `selfspec env` says"
 
 
 def statistics(answer: Generation, kind: Stats) -> str:

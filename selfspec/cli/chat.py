@@ -24,7 +24,7 @@ from selfspec.untrusted import read_json
 
 if TYPE_CHECKING:
     from prompt_toolkit.history import History
-    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+    from prompt_toolkit.key_binding import KeyPressEvent
 
     from selfspec.api.speculator import Speculator
     from selfspec.api.stream import Generation
@@ -308,34 +308,9 @@ def _editor(status: Callable[[], str]) -> Callable[[], str | None]:
     """On a terminal; `status` is the line below it. A pasted text is one turn."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
-    from prompt_toolkit.output import create_output
-
-    session: PromptSession[str] = PromptSession(
-        "> ",
-        multiline=True,
-        prompt_continuation="  ",
-        key_bindings=_keys(),
-        completer=WordCompleter(list(COMMANDS), sentence=True),
-        complete_while_typing=False,
-        history=_history(),
-        bottom_toolbar=lambda: f" {status()}",
-        output=create_output(always_prefer_tty=True),
-    )
-
-    def read() -> str | None:
-        try:
-            return session.prompt().strip()
-        except EOFError:  # Ctrl-D on an empty line
-            return None
-        except KeyboardInterrupt:  # drops what was typed
-            return ""
-
-    return read
-
-
-def _keys() -> KeyBindings:
     from prompt_toolkit.filters import is_searching
     from prompt_toolkit.key_binding import KeyBindings
+    from prompt_toolkit.output import create_output
 
     keys = KeyBindings()
 
@@ -352,7 +327,27 @@ def _keys() -> KeyBindings:
     def new_line(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
-    return keys
+    session: PromptSession[str] = PromptSession(
+        "> ",
+        multiline=True,
+        prompt_continuation="  ",
+        key_bindings=keys,
+        completer=WordCompleter(list(COMMANDS), sentence=True),
+        complete_while_typing=False,
+        history=_history(),
+        bottom_toolbar=lambda: f" {status()}",
+        output=create_output(always_prefer_tty=True),
+    )
+
+    def read() -> str | None:
+        try:
+            return session.prompt().strip()
+        except EOFError:  # Ctrl-D on an empty line
+            return None
+        except KeyboardInterrupt:  # drops what was typed
+            return ""
+
+    return read
 
 
 def _history() -> History:

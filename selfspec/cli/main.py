@@ -11,7 +11,6 @@ import itertools
 import os
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -115,7 +114,6 @@ def _explained(error: Exception, words: Sequence[str]) -> int:
     import typer
 
     from selfspec.cli import base
-    from selfspec.errors import SelfspecError
 
     # typer's own where the input ends at a question; else what Ctrl-C broke, however late it fails
     if isinstance(error, typer.Abort) or interrupts:
@@ -128,8 +126,8 @@ def _explained(error: Exception, words: Sequence[str]) -> int:
         return error.exit_code
     if isinstance(error, OSError) and not error.filename:
         base.silence(sys.stdout)  # what is kept back would fail again
-    said = str(error) if isinstance(error, SelfspecError) else _refused(error)
-    base.complain(_bug(error, words, trace) if said is None else said)
+    said = base.refused(error)
+    base.complain(base.bug(error, words, trace) if said is None else said)
     return BUG if said is None else 2
 
 
@@ -143,35 +141,3 @@ def _hints(error: Any, words: Sequence[str]) -> str:
     several = "unexpected extra argument" in str(error)
     asks = {"generate", "demo", "trace"} & {*words}
     return ". Put a prompt of several words in quotes" if several and asks else ""
-
-
-def _refused(error: Exception) -> str | None:
-    """What the system would not do, in words; None for an error of another kind."""
-    from selfspec.errors import first_line
-
-    if isinstance(error, OSError) and error.strerror:
-        if error.filename:
-            return f"cannot use {error.filename}: {error.strerror}"
-        return f"cannot write standard output or a file: {error.strerror}"
-    text = str(error)
-    if isinstance(error, MemoryError) or "out of memory" in text or "allocate memory" in text:
-        return f"there is not enough memory: {first_line(error)}. Ask for less, or free some"
-    return None
-
-
-def _bug(error: Exception, words: Sequence[str], trace: str) -> str:
-    """The line that says that it is one; what led to it is kept in a file."""
-    import shlex
-    from importlib.metadata import version
-
-    from selfspec import files
-    from selfspec.errors import SelfspecError, first_line
-
-    found = f"this is a bug of selfspec: {type(error).__name__}: {first_line(error)}"
-    command = f"selfspec {version('selfspec')}: {shlex.join(words)}"
-    try:
-        path = files.cache_folder() / "bugs" / f"{time.time_ns()}.txt"
-        files.write(path, f"{command}\n\n{trace}".encode("utf-8", "backslashreplace"))
-    except (SelfspecError, OSError) as problem:
-        return f"{found}. No report could be written ({problem}). To see more, add --debug"
-    return f"{found}. A report is in {path}: please send it with what `selfspec env` says"

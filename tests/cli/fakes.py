@@ -25,9 +25,6 @@ class FakeStats:
     def line(self) -> str:
         return "2 tokens, CR 2.00"
 
-    def summary(self) -> str:
-        return "2 tokens, 2.0 tokens per pass"
-
     def to_dict(self) -> dict[str, Any]:
         return {"new_tokens": 2}
 
@@ -40,7 +37,7 @@ class FakeAnswer:
     stop_reason: str = "eos"
 
     def summary(self) -> str:
-        return self.stats.summary()
+        return "2 tokens, 2.0 tokens per pass"
 
 
 @dataclass
