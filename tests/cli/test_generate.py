@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from selfspec.api.speculator import Speculator, wrap
+from selfspec.api.speculator import wrap
 from selfspec.cli import base, generate
 from selfspec.cli.main import main
 from selfspec.config import SpeculationOptions
@@ -279,16 +279,11 @@ def test_room_for_many_prompts(
 # --- demo
 
 
-@pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> Speculator:
+def test_the_same_text_is_said_to_be_the_same_and_another_is_a_failure(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     speculator = wrap(make_model("llama", torch.float64), make_tokenizer(), drafter="ngram")
     monkeypatch.setattr(base, "load", lambda asked: speculator)
-    return speculator
-
-
-def test_the_same_text_is_said_to_be_the_same_and_another_is_a_failure(
-    tiny: Speculator, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
     demo = ["demo", "a", "--max-new-tokens", "12"]
     assert main(demo) == 0
     theirs, ours, verdict = capsys.readouterr().out.split("\n\n", 2)

@@ -152,13 +152,6 @@ def test_a_sweep_is_one_setting_per_value(text: str, setting: dict[str, Any]) ->
 TRACE = ["trace", *MODEL, *DRAFTS, *SIX]
 
 
-@pytest.fixture
-def kept(workplace: Path) -> str:
-    """A trace of 45 tokens."""
-    long_trace([f"t{number} " for number in range(45)]).save(workplace / "long.jsonl")
-    return "long.jsonl"
-
-
 def test_it_shows_keeps_and_draws_the_answer_that_generate_gives(
     workplace: Path, capsys: Capture
 ) -> None:
@@ -199,14 +192,15 @@ def test_the_page_replays_the_very_answer_or_nothing(
 
 
 def test_a_kept_trace_is_drawn_and_its_page_replays_nothing(
-    kept: str, workplace: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    workplace: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main(["trace", "--from", kept, "--html", "page.html"]) == 0
+    long_trace([f"t{number} " for number in range(45)]).save(workplace / "long.jsonl")
+    assert main(["trace", "--from", "long.jsonl", "--html", "page.html"]) == 0
     page = (workplace / "page.html").read_text()
     assert "t44" in page
     assert "has sliders: selfspec trace --html PAGE.html PROMPT" in page
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main(["trace", "--from", kept, "--card", "a.png"]) == 2
+    assert main(["trace", "--from", "long.jsonl", "--card", "a.png"]) == 2
     assert "--card needs matplotlib. Install it" in capsys.readouterr().err
 
 

@@ -233,34 +233,6 @@ def test_the_command_fits_as_presets_recipes_and_flags_say(
     assert (config.head_type, config.exit_layers) == ("linear", (2, 3))
 
 
-@pytest.fixture(scope="module")
-def fitted(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a cache, and heads that were fitted to it."""
-    folder = tmp_path_factory.mktemp("fitted")
-    for path in made.iterdir():
-        (folder / path.name).symlink_to(path)
-    (folder / "heads").unlink()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        assert main([*CACHE, "--exit-layers", "0,2,4", "--deep"]) == 0
-        fit = ["fit", *MODEL, "--cache", "features", "--exit-layers", "0,2,4"]
-        fit += ["--draft-vocab-size", "90", "--epochs", "6"]
-        assert main([*fit, "--output", "heads"]) == 0
-    return folder
-
-
-@pytest.fixture
-def heads(fitted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of these heads, in a current folder that has the other files too."""
-    for path in fitted.iterdir():
-        if path.name != "heads":
-            (tmp_path / path.name).symlink_to(path)
-    shutil.copytree(fitted / "heads", tmp_path / "heads")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("selfspec.decoding.measure.measure", lambda *_, **__: FLAT)
-    return tmp_path / "heads"
-
-
 def test_features_are_cached_and_fitted_to(workplace: Path, capsys: Capture) -> None:
     assert main([*CACHE, "--exit-layers", "0,2,3", "--deep"]) == 0
     output = capsys.readouterr()
@@ -400,8 +372,15 @@ def test_a_datastore_of_talks_and_texts_drafts_and_belongs_to_its_vocabulary(
 
 
 def test_a_dry_run_only_reports_and_then_defaults_are_written_into_the_heads(
-    heads: Path, capsys: Capture
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
+    monkeypatch.setattr("selfspec.decoding.measure.measure", lambda *_, **__: FLAT)
+    layers_of = ["--exit-layers", "0,2,4"]
+    assert main([*CACHE, *layers_of, "--deep"]) == 0
+    heads = workplace / "heads"
+    heads.unlink()
+    fit = ["fit", *MODEL, "--cache", "features", *layers_of, "--draft-vocab-size", "90"]
+    assert main([*fit, "--epochs", "6", "--output", "heads"]) == 0
     command = ["calibrate", *MODEL, "--heads", "heads"]
     kept = (heads / "config.json").read_bytes()
     reports = []
