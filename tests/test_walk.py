@@ -1,10 +1,12 @@
-"""A token's way through the code is the one that CONTRIBUTING tells, and it never goes back up."""
+"""The ways through the code are those that CONTRIBUTING tells, and a token's never goes back up."""
 
 from __future__ import annotations
 
+import json
 import re
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
@@ -12,13 +14,20 @@ from typing import Any
 
 import pytest
 
-from selfspec.api.speculator import Speculator, wrap
+import selfspec
+from selfspec.api.speculator import Speculator
+from selfspec.api.tuned import first_costs
+from selfspec.cli.main import main
 from tests import house
+from tests.api.test_text import byte_level_bpe
 from tests.house import PACKAGE
 from tests.models import make_model, random_ids
+from tests.serve.live import TEXT, running
+from tests.talks import make_talks, make_tokenizer
 
 STEP = re.compile(r"^\d+\. `(?P<file>[a-z_/]+\.py)` `(?P<name>[\w.]+)`:", re.MULTILINE)
-STEPS = STEP.findall((PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+SECTIONS = (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8").split("\n## ")
+WAYS = {text.split("\n")[0]: steps for text in SECTIONS if (steps := STEP.findall(text))}
 
 Step = tuple[str, str]
 
@@ -37,7 +46,7 @@ def room(step: Step) -> str:
 
 @contextmanager
 def followed() -> Iterator[list[tuple[Step | None, Step]]]:
-    """Every call of a function of ours while open, with who called it: the last of ours before."""
+    """Every call of ours while open, in threads begun then too: the last of ours before, and it."""
     calls: list[tuple[Step | None, Step]] = []
 
     def note(frame: FrameType, event: str, _: Any) -> None:
@@ -49,29 +58,68 @@ def followed() -> Iterator[list[tuple[Step | None, Step]]]:
         calls.append((None if above is None else step_of(above.f_code), step))
 
     before = sys.getprofile()
+    threading.setprofile(note)
     sys.setprofile(note)
     try:
         yield calls
     finally:
         sys.setprofile(before)
+        threading.setprofile(before)  # type: ignore[arg-type]  # None is fine
 
 
 @pytest.fixture(scope="module")
 def speculator() -> Speculator:
     drafter = "exit:layers=2/4,threshold=0.05"
-    made = wrap(make_model("llama"), heads="logit-lens", drafter=drafter)
+    made = selfspec.wrap(make_model("llama"), heads="logit-lens", drafter=drafter)
     made.generate(random_ids(5), max_new_tokens=6)  # probes and packs
     return made
 
 
-def test_the_steps_are_taken_in_this_order(speculator: Speculator) -> None:
-    assert 10 <= len(STEPS) <= 15
-    with followed() as calls:
-        answer = speculator.generate(random_ids(9), max_new_tokens=12)
+def token(speculator: Speculator, _: Path) -> None:
+    answer = speculator.generate(random_ids(9), max_new_tokens=12)
     assert answer.stats.drafted > answer.stats.accepted > 0
+
+
+def request(_: Speculator, __: Path) -> None:
+    model, tokenizer = make_model("llama", vocab_size=288), byte_level_bpe()
+    with running(selfspec.wrap(model, tokenizer, drafter="ngram")) as server:
+        assert server.post({"prompt": "one", "max_tokens": 8}, TEXT).status_code == 200
+
+
+def cost(speculator: Speculator, _: Path) -> None:
+    costs = first_costs(speculator.backbone, speculator.heads)
+    other = selfspec.wrap(make_model("llama"), heads="logit-lens", **costs)
+    other.generate(random_ids(9), max_new_tokens=12, drafter="ngram+successors")
+
+
+def fit(_: Speculator, folder: Path) -> None:
+    model = make_model("llama")
+    model.save_pretrained(folder / "model")
+    make_tokenizer().save_pretrained(folder / "model")
+    talks = [{"input_ids": list(one.ids), "answer_start": 5} for one in make_talks(model)]
+    (folder / "talks.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    words = f"fit --model {folder}/model --data {folder}/talks.jsonl --output {folder}/heads"
+    assert main([*words.split(), "--exit-layers", "2", "--head-type", "translator"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "go"),
+    [
+        ("A token's way through the code", token),
+        ("A request's way through the server", request),
+        ("A cost's way", cost),
+        ("A fit's way", fit),
+    ],
+)
+def test_the_steps_are_taken_in_this_order(
+    name: str, go: Callable[[Speculator, Path], None], speculator: Speculator, tmp_path: Path
+) -> None:
+    assert 5 <= len(WAYS[name]) <= 15
+    with followed() as calls:
+        go(speculator, tmp_path)
     taken = iter([step for _, step in calls])
-    for file, name in STEPS:
-        assert (file, name.split(".")[-1]) in taken, f"{file} {name} does not follow"
+    for file, function in WAYS[name]:
+        assert (file, function.split(".")[-1]) in taken, f"{file} {function} does not follow"
 
 
 def test_no_call_goes_to_a_room_above(speculator: Speculator) -> None:
