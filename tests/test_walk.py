@@ -64,7 +64,7 @@ def followed() -> Iterator[list[tuple[Step | None, Step]]]:
         yield calls
     finally:
         sys.setprofile(before)
-        threading.setprofile(before)  # type: ignore[arg-type]  # None is fine
+        threading.setprofile(before)
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +98,9 @@ def fit(_: Speculator, folder: Path) -> None:
     make_tokenizer().save_pretrained(folder / "model")
     talks = [{"input_ids": list(one.ids), "answer_start": 5} for one in make_talks(model)]
     (folder / "talks.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    flags = "--exit-layers 2 --head-type translator --draft-vocab-size 20 --epochs 1"
     words = f"fit --model {folder}/model --data {folder}/talks.jsonl --output {folder}/heads"
-    assert main([*words.split(), "--exit-layers", "2", "--head-type", "translator"]) == 0
+    assert main([*words.split(), *flags.split()]) == 0
 
 
 @pytest.mark.parametrize(

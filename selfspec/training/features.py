@@ -492,6 +492,7 @@ class CacheSource:
 
     def __init__(self, folder: Path, backbone: Backbone) -> None:
         """Raises InvalidData if it is incomplete, damaged, or of another model."""
+        self._sizes = backbone.hidden_size, backbone.vocab_size
         self.manifest = Manifest.read(folder)
         if self.manifest.sha256 is None:
             raise InvalidData(f"{folder} is unfinished. Run the selfspec cache command again")
@@ -527,6 +528,8 @@ class CacheSource:
                 tensors = {n.removeprefix(prefix): file.get_tensor(n) for n in names}
             if tensors.keys() != self.spec.names:
                 raise InvalidData(f"its tensors are not those of {self.spec}")
+            for name, tensor in tensors.items():
+                self._check(name, tensor, tensors["following"].numel())
             return Features.of(tensors)
 
     def token_counts(self) -> Counter[int]:
@@ -536,6 +539,25 @@ class CacheSource:
             batch = self.batch(index)
             counts.update(batch.following[batch.answers].tolist())
         return counts
+
+    def _check(self, name: str, tensor: Tensor, count: int) -> None:
+        """Raise InvalidData for a tensor that no batch of `count` positions has."""
+        hidden_size, vocab_size = self._sizes
+        shape: tuple[int, ...] = (count,)
+        if name in ("continues", "answers"):
+            good = tensor.dtype == torch.bool
+        elif name in ("following", "top_ids"):
+            known = (tensor >= 0) & (tensor < vocab_size)
+            good = tensor.dtype in (torch.int32, torch.int64) and bool(known.all())
+        else:  # float16 has no number for what is very unlikely
+            good = tensor.is_floating_point() and not bool(tensor.isnan().any())
+            good &= name == "top_log_probs" or not bool(tensor.isinf().any())
+        if name.startswith("top_"):
+            shape = (count, min(self.spec.top_k, vocab_size))
+        elif name == "deep" or name.startswith("hidden."):
+            shape = (count, hidden_size)
+        if not good or tensor.shape != shape:
+            raise InvalidData(f"{name}, {tensor.dtype} {[*tensor.shape]}, does not fit the model")
 
 
 FeatureSource = StreamSource | CacheSource

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from selfspec.errors import InvalidData, InvalidOption, SelfspecError
 from selfspec.model.backbone import Backbone
@@ -356,13 +358,13 @@ def test_a_manifest_with_a_strange_value(
     one_line(caught, path.parent)
 
 
-def without(name: str) -> Change:
-    """A shard with one tensor less, and a manifest to match."""
+def changed(name: str, change: Callable[[Tensor], Tensor | None]) -> Change:
+    """A shard with another tensor, or one less, and a manifest to match."""
 
     def apply(path: Path) -> None:
         tensors = load_file(path)
-        del tensors[f"0.{name}"]
-        save_file(tensors, path)
+        new = change(tensors.pop(f"0.{name}"))
+        save_file(tensors if new is None else tensors | {f"0.{name}": new}, path)
         manifest = path.parent / store.MANIFEST
         known = json.loads(manifest.read_text()) | {"sha256": [store.sha256(path)]}
         manifest.write_text(json.dumps(known))
@@ -373,8 +375,12 @@ def without(name: str) -> Change:
 SHARDS: dict[str, Change] = {
     "gone": lambda path: path.unlink(),
     "half": lambda path: os.truncate(path, 300),
-    "no following": without("following"),
-    "no hidden": without("hidden.2"),
+    "no following": changed("following", lambda _: None),
+    "no hidden": changed("hidden.2", lambda _: None),
+    "other tokens": changed("following", lambda ids: ids + 1_000_000),
+    "other answers": changed("answers", lambda answers: answers.int()),
+    "narrow": changed("hidden.2", lambda hidden: hidden[:, 1:].contiguous()),
+    "no number": changed("hidden.2", lambda hidden: hidden / 0),
 }
 
 
