@@ -128,6 +128,10 @@ if (_minicpm3 := getattr(transformers, "MiniCPM3Config", None)) is not None:  # 
         },
     )
 
+if (_gemma4 := getattr(transformers, "Gemma4UnifiedTextConfig", None)) is not None:
+    # layers leave keys and values for others, and the last has heads of its own size
+    BREADTH["gemma4"] = _gemma4, {"global_head_dim": 16}
+
 EAGER_ONLY = {"gemma2", "gptj"}
 """Families for which transformers has or allows no sdpa: they run eager instead."""
 

@@ -38,8 +38,8 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 32193,
-    "model": 6999,
+    "tests/": 32197,
+    "model": 7010,
     "eval/": 3908,
     "eval": 4047,
     "decoding": 5569,

@@ -144,16 +144,19 @@ class Backbone(Decoder):
         """Bytes of the weights that a row reads, as the executor keeps them."""
         return self._executor.weight_bytes
 
-    @property
+    @cached_property
     def position_bytes(self) -> int:
         """Bytes of the keys and values of one position."""
         pages = self.claims.pages
         if pages is not None:
             return pages.nbytes // POSITIONS
-        heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
-        each = getattr(self.config, "head_dim", None)
-        each = each or self.hidden_size // self.config.num_attention_heads
-        return int(2 * self.num_layers * heads * each * self.dtype.itemsize)
+        numbers = 0
+        # from transformers 5.24 on layers may differ, and have a config each
+        for one in getattr(self.config, "per_layer_config", [self.config] * self.num_layers):
+            heads = getattr(one, "num_key_value_heads", None) or one.num_attention_heads
+            each = getattr(one, "head_dim", None) or self.hidden_size // one.num_attention_heads
+            numbers += 2 * heads * each
+        return numbers * self.dtype.itemsize
 
     @cached_property
     def fingerprint(self) -> str:

@@ -28,6 +28,7 @@ from selfspec.model.parts import (
     CACHE,
     CHUNKED,
     FULL,
+    SHARED,
     SLIDING,
     DecoderParts,
     Unembedding,
@@ -153,6 +154,7 @@ class GenericExecutor:
         if first == 0:
             hidden = self.decoder.with_positions(hidden, positions)
         rotations = self._rotations(hidden, positions, list(masks))
+        unread: dict[str, Any] = {SHARED: {}} if self.decoder.shares else {}
         for layer in range(first, last):
             kind = self.layer_types[layer]
             output = self.decoder.layers[layer](
@@ -162,6 +164,7 @@ class GenericExecutor:
                 use_cache=True,
                 **{self.decoder.cache_keyword: kv},
                 **rotations[kind],
+                **unread,
             )
             hidden = output[0] if isinstance(output, tuple) else output
         return hidden

@@ -46,13 +46,16 @@ CACHES = ("cache", "past_key_values", "layer_past")
 CACHE = next(word for word in CACHES if word in inspect.signature(create_causal_mask).parameters)
 """The keyword that models and masks of this transformers know: `cache` from 5.24 on."""
 
+SHARED = "shared_kv_states"
+"""Where layers leave keys and values for those behind them (Gemma 4), which are refused by name."""
+
 _GIVEN = {"attention_mask", "position_ids", "use_cache", "position_embeddings"}
 """What a layer is given beside its cache and, first of all, the hidden states."""
 
 _IDLE = {
     "output_attentions",
     *("encoder_hidden_states", "encoder_attention_mask"),  # a decoder alone has none
-    *("per_layer_input", "shared_kv_states"),  # their modules and config are refused if in use
+    *("per_layer_input", SHARED),  # their modules and config are refused if in use
 }
 """What layers may be given and then compute the same without."""
 
@@ -86,6 +89,7 @@ class DecoderParts:
     norms_embeddings: bool
     logits_divisor: float | None  # logits are divided by it behind lm_head
     cache_keyword: str  # the keyword under which layers take keys and values
+    shares: bool  # whether layers take SHARED, too: from transformers 5.24 on some write to it
 
     def embed(self, ids: Tensor) -> Tensor:
         """[B, T] ids -> [B, T, d] hidden states at boundary 0, without learned positions."""
@@ -182,6 +186,7 @@ def parts_of(model: PreTrainedModel) -> DecoderParts:
         norms_embeddings=config.model_type in _NORMS_EMBEDDINGS,
         logits_divisor=None if before_head else divisor,
         cache_keyword=keyword,
+        shares=SHARED in inspect.signature(layers[0].forward).parameters,
     )
 
 
