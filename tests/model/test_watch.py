@@ -83,8 +83,8 @@ def other(value: Any) -> Any:
     return type(value)([*value, 1]) if isinstance(value, list | tuple) else object()
 
 
-HELD = vars(nn.Module()).keys() - {"training"}
-"""What holds modules, weights and hooks."""
+HELD = vars(nn.Module()).keys() - {"training"} | {"_heterogeneity_spec"}
+"""What holds modules, weights and hooks, and that without which no config can be read."""
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *BREADTH])
