@@ -38,7 +38,7 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 32197,
+    "tests/": 32198,
     "model": 7010,
     "eval/": 3908,
     "eval": 4047,

@@ -142,7 +142,8 @@ def test_what_a_config_says_of_its_layers_is_refused(
 
 
 def test_rope_of_fixed_frequencies_is_run() -> None:
-    Backbone(make_model("llama", **rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0)))
+    llama3 = rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0)
+    same_as_the_model(make_model("llama", **llama3), drafter="ngram")
 
 
 @pytest.mark.parametrize(
