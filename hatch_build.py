@@ -6,10 +6,7 @@ hatchling runs this only where HATCH_BUILD_HOOKS_ENABLE is set: any other build 
 from __future__ import annotations
 
 import os
-import platform
 import subprocess
-import sys
-import sysconfig
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from importlib.machinery import SourceFileLoader
@@ -31,21 +28,18 @@ class CompiledLibraries(BuildHookInterface):
         """Compiles. Raises SystemExit, with the reason, where that cannot be done."""
         if version == "editable":
             return
-        compiler = _compiler(Path(self.root))
-        targets = compiler.TARGETS.get(platform.machine(), ()) if sys.platform == "linux" else ()
-        if not targets:
-            raise SystemExit(
-                f"no wheel with compiled code is known for {sys.platform} on {platform.machine()}: "
-                f"only for Linux on {' or '.join(compiler.TARGETS)}. Build one without: unset "
-                "HATCH_BUILD_HOOKS_ENABLE"
-            )
         self._folder = tempfile.TemporaryDirectory()
-        sources = [compiler.KERNELS / name for name in compiler.SOURCES]
-        made = build(compiler, Path(self._folder.name), sources, targets)
+        try:
+            machine, made = build(_compiler(Path(self.root)), Path(self._folder.name))
+        except subprocess.CalledProcessError as error:
+            said = error.stderr.decode(errors="replace")
+            raise SystemExit(f"the compiler failed: {said}") from error
+        except OSError as error:
+            why = f"no C++ compiler: {error}. Install g++, or name one in CXX"
+            raise SystemExit(why) from error
         build_data["force_include"].update({str(file): str(INSIDE / file.name) for file in made})
         build_data["pure_python"] = False
-        system = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-        build_data["tag"] = f"py3-none-{system}"
+        build_data["tag"] = f"py3-none-linux_{machine}"
 
     def finalize(self, version: str, *_: Any) -> None:
         """Clears what was compiled: the wheel has it."""
@@ -53,26 +47,25 @@ class CompiledLibraries(BuildHookInterface):
             self._folder.cleanup()
 
 
-def build(
-    compiler: ModuleType, folder: Path, sources: list[Path], targets: tuple[Any, ...]
-) -> list[Path]:
-    """Libraries in `folder`, of each source for each target, with all of `compiler.CONSTANTS`.
-
-    Raises SystemExit with what the compiler said.
-    """
+def build(compiler: ModuleType, folder: Path) -> tuple[str, list[Path]]:
+    """The compiler's machine, and libraries in `folder` for all of its kinds of processors."""
+    machine = compiler.machine()
+    if machine not in compiler.TARGETS:
+        raise SystemExit(
+            "a wheel with compiled code is for Linux on "
+            f"{' or '.join(compiler.TARGETS)}; {' '.join(compiler.command())} compiles for another "
+            "machine. Build a wheel without: unset HATCH_BUILD_HOOKS_ENABLE"
+        )
 
     def make(job: tuple[Path, dict[str, int], Any]) -> Path:
         library = folder / compiler.library_name(*job)
         compiler.make_library(library, *job)
         return library
 
-    try:
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            return list(pool.map(make, product(sources, compiler.CONSTANTS, targets)))
-    except subprocess.CalledProcessError as error:
-        raise SystemExit(f"the compiler failed: {error.stderr.decode(errors='replace')}") from error
-    except OSError as error:
-        raise SystemExit(f"no C++ compiler: {error}. Install g++, or name one in CXX") from error
+    sources = [compiler.KERNELS / name for name in compiler.SOURCES]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        jobs = product(sources, compiler.CONSTANTS, compiler.TARGETS[machine])
+        return machine, list(pool.map(make, jobs))
 
 
 def _compiler(root: Path) -> ModuleType:

@@ -174,8 +174,7 @@ def _made_here(source: Path, constants: Mapping[str, int]) -> ctypes.CDLL:
             compiler.make_library(Path(own) / name, source, constants, target)
             return _load(Path(own) / name)
     if not library.exists():
-        text = "compiling for this processor, once, into %s"  # however many libraries are made
-        _log_once(logging.INFO, text, folder)
+        _log_once(logging.INFO, "compiling for this processor, once, into %s", folder)
         with files.replacing(library, private=True) as new:
             compiler.make_library(new, source, constants, target)
     return _load(library)
@@ -187,10 +186,7 @@ def _log_once(level: int, text: str, *values: object) -> None:
 
 
 def _load(library: Path) -> ctypes.CDLL:
-    """A library has no OpenMP of its own: its calls find the one that torch has loaded.
-
-    With a second one, two sets of threads would compete.
-    """
+    """Its OpenMP is the one that torch has loaded: with a second, two teams would compete."""
     openmp = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
     if not openmp:
         raise ValueError("this torch has no libgomp to share threads with")
@@ -199,10 +195,7 @@ def _load(library: Path) -> ctypes.CDLL:
 
 
 def _features() -> set[str]:
-    """What this processor can do, in the words of Linux; nothing where Linux does not say.
-
-    Matrix registers that the system does not allow are left out.
-    """
+    """What this processor can do, as Linux calls it; matrix registers only if they are allowed."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

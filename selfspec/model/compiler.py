@@ -55,6 +55,12 @@ TARGETS: Mapping[str, tuple[Target, ...]] = {
 """What a wheel is built for, by `platform.machine()`: the fastest first."""
 
 
+def machine() -> str:
+    """What its code runs on, as `platform.machine()` says it there; "" if that is no Linux."""
+    name, *system = _run("-dumpmachine").decode(errors="replace").strip().split("-")
+    return name if "linux" in system else ""
+
+
 def this_machine(*, tiles: bool) -> Target:
     """This processor, as the compiler knows it; `tiles`: whether its matrix registers may be used.
 

@@ -32,9 +32,6 @@ from tests.models import needs_compiler
 
 pytestmark = needs_compiler
 
-PROCESSORS = [Target("x86-64", "-march=x86-64"), *TARGETS["x86_64"]]
-"""Vectors of four and no fused additions, and what wheels are built for."""
-
 
 def made_weights(out: int, inner: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """[out, in] and a bias, of many magnitudes."""
@@ -129,7 +126,7 @@ def test_layers_side_by_side_in_another_order() -> None:
     assert torch.allclose(found, expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("target", PROCESSORS, ids=lambda target: target.name)
+@pytest.mark.parametrize("target", TARGETS["x86_64"], ids=lambda target: target.name)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_it_compiles_for_every_processor_and_runs_where_it_is_one(
     target: Target, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
