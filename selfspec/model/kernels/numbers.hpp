@@ -20,6 +20,13 @@ typedef uint32_t Bits __attribute__((vector_size(LANES * 4)));
 typedef float Floats __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 
+// Keeps a vector in a register: compilers read it anew for each row, and loads become the limit.
+inline void hold(Bits& vector) {
+#ifdef __AVX__
+  asm("" : "+x"(vector));
+#endif
+}
+
 inline float wide(float value) { return value; }
 
 inline float wide(uint16_t value) {  // bfloat16: the upper half of a float

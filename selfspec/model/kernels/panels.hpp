@@ -20,10 +20,8 @@ namespace {
 
 constexpr int PANEL = 16, VECTORS = PANEL / LANES;
 constexpr bool WIDE = LANES == 16;
-constexpr int SUMS = WIDE ? 20 : LANES == 8 ? 12 : 24;  // vectors of sums, beside inputs in registers
-constexpr int MOST_ROWS = std::min(WIDE ? 10 : 8, SUMS / VECTORS);  // of a group
-constexpr int MOST_PANELS = WIDE ? 6 : 8;                           // that are read side by side
-constexpr long ROWS_OF_TILE = 16;                                   // of a matrix register
+constexpr int MOST_PANELS = WIDE ? 6 : 8;  // that are read side by side
+constexpr long ROWS_OF_TILE = 16;          // of a matrix register
 #ifdef __AMX_BF16__
 constexpr long AHEAD = 4096;  // bytes that are fetched before their turn
 #else
@@ -90,6 +88,10 @@ struct Bfloat16 {  // two weights side by side
 using Kind = std::conditional_t<BFLOAT16, Bfloat16, Float32>;
 using Input = Kind::Input;
 
+// Vectors of sums, beside weights and inputs in registers; and rows of a group.
+constexpr int SUMS = WIDE ? 20 : LANES == 8 ? 14 - 2 * Kind::TERMS : 24;
+constexpr int MOST_ROWS = std::min(WIDE ? 10 : 8, SUMS / VECTORS);
+
 // Something of several rows (or steps) and panels, and how far apart they are.
 template <typename T>
 struct Block {
@@ -119,7 +121,10 @@ void group(long steps, Block<const typename Kind::Input> x, Block<const typename
       __builtin_prefetch((const char*)from + ahead);
       Bits terms[VECTORS][Kind::TERMS];
 #pragma GCC unroll 4
-      for (int v = 0; v < VECTORS; v++) Kind::load(from + v * LANES * Kind::STEP, terms[v]);
+      for (int v = 0; v < VECTORS; v++) {
+        Kind::load(from + v * LANES * Kind::STEP, terms[v]);
+        if (LANES == 8 && PANELS == 1) hold(terms[v][0]);
+      }
 #pragma GCC unroll 10
       for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 2

@@ -37,7 +37,7 @@ class Vectors {
   }
 
   // While they are in registers.
-  bool reads_blocks() const { return up(rows, ROWS_OF_BLOCKS) <= GROUPS_OF_BLOCKS; }
+  bool reads_blocks() const { return rows <= ROWS_OF_BLOCKS; }
 
   void multiply(const Form& form, long in, long count, Block<const Input> x, const uint8_t* blocks,
                 Block<float> sums) const {
@@ -52,8 +52,7 @@ class Vectors {
   }
 
  private:
-  static constexpr long GROUPS_OF_BLOCKS = WIDE ? 1 : 2;  // of rows, that read them in turn
-  static constexpr long CACHED = 1024;                    // inputs of panels that they read from a cache
+  static constexpr long CACHED = 1024;  // inputs of panels that groups of rows read from a cache
   const long rows;
 };
 
