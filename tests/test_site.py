@@ -54,7 +54,7 @@ def test_pages_have_what_the_code_has(site: Path) -> None:
     assert "Answers that are written at once." in text("serving.html")
     for command in app().registered_commands:
         assert command.callback is not None
-        assert f"Usage: selfspec {command.callback.__name__} " in commands
+        assert f"Usage: selfspec {command.callback.__name__.replace('_', '-')} " in commands
     assert "generate_batch(" in text("reference/python.html")
 
 

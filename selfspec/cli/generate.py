@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 Messages = str | list[dict[str, str]]
 
-
 _FLAGS = (
     Flag("file", str, "Read the prompt from a file.", metavar="FILE"),
     Flag("prompts", str, 'Answer many: {"prompt": ".."} a line.', metavar="FILE"),

@@ -85,6 +85,8 @@ def app() -> typer.Typer:
         *(measure.trace, measure.tune, measure.bench, measure.report, measure.verify),
     ):
         made.command(cls=base.GroupedCommand)(command)
+    handed_on = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+    made.command(context_settings=handed_on)(measure.lm_eval)
     made.add_typer(heads.app, name="heads")
     return made
 
@@ -98,6 +100,7 @@ def ordered(arguments: Sequence[str]) -> list[str]:
     A bare `--stats` takes no word from behind it: that may be the prompt.
     """
     end = arguments.index("--") if "--" in arguments else len(arguments)
+    end = 1 if arguments[:1] == ["lm-eval"] else end  # the others are not ours
     first = [word for word in arguments[:end] if word in _ANYWHERE]
     words = [word for word in arguments[:end] if word not in _ANYWHERE]
     words = ["--stats=short" if word == "--stats" else word for word in words]

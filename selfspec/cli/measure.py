@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import platform
@@ -144,8 +143,8 @@ def _check_targets(asked: Asked) -> dict[str, Path]:
             raise InvalidOption(f"--{name} {path}: there is no folder {path.parent}. Make it first")
         if path.suffix != suffix:
             raise InvalidOption(f"--{name} {path}: expected a name that ends in {suffix}")
-        if name == "card" and importlib.util.find_spec("matplotlib") is None:
-            raise InvalidOption("--card needs matplotlib. Install it: pip install 'selfspec[eval]'")
+        if name == "card":
+            check_packages("--card", "matplotlib")
         if path in found.values():
             raise InvalidOption(f"{path} is named for two outputs. Name another file")
         found[name] = path
@@ -598,6 +597,17 @@ def verify(*, as_json: base.AsJson = False, asked: Asked) -> None:
 _NOT_OF_MODELS = ("heads", "draft_model", "datastore", "chat_template")
 
 PACKAGES = ("selfspec", "torch", "transformers", "accelerate", "safetensors")
+
+
+def lm_eval(words: Annotated[list[str] | None, typer.Argument(metavar="..")] = None) -> None:
+    """Evaluate on tasks of EleutherAI's lm-eval, whose command line gets all that follows.
+
+    Its model is selfspec: --model_args pretrained=NAME,heads=NAME. Help: selfspec lm-eval run -h
+    """
+    check_packages("lm-eval", "lm_eval", extra="lm-eval")
+    from selfspec.plugins.lm_eval import run
+
+    run(words or [])
 
 
 @with_flags(*(flag for flag in LOADING if flag.name not in _NOT_OF_MODELS))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from selfspec.cli import base
 from selfspec.cli.base import LOADING, SPECULATION, Asked, Flag, with_flags
 from selfspec.errors import InvalidOption
+from selfspec.eval.results import check_packages
 from selfspec.serve.options import VARIABLE, Keys, ServeOptions, is_loopback
 
 FLAGS = (
@@ -42,10 +41,8 @@ def serve(*, asked: Asked) -> None:
             "cors_origin is *: every web page that this machine's browser shows could ask. Name "
             f"the page, set {VARIABLE}, or give --api-key-file"
         )
-    with _packages("serve", "a server"):
-        import prometheus_client  # noqa: F401  # known to be there before a model is loaded
-
-        from selfspec.serve.gate import Server, bound
+    check_packages("a server", "fastapi", "uvicorn", "prometheus_client", extra="serve")
+    from selfspec.serve.gate import Server, bound
 
     def ready(address: str) -> None:
         several = f", {options.replicas} copies," if options.replicas > 1 else ""
@@ -61,19 +58,10 @@ def serve(*, asked: Asked) -> None:
             app = make_app(Writer(speculator, options, kv_memory), keys)
             Server(app, options, ready).run(sockets=[at])
             return
-        with _packages("ray", "more than one copy"):
-            from selfspec.serve.replicas import copies, make_front
+        check_packages("more than one copy", "ray", extra="ray")
+        from selfspec.serve.replicas import copies, make_front
+
         loading = base.picked(asked, (*LOADING, *SPECULATION))
         with copies(loading, options, kv_memory) as handle:
             label = handle.label.remote().result()
             Server(make_front(handle, options, keys), options, ready).run(sockets=[at])
-
-
-@contextmanager
-def _packages(extra: str, what: str) -> Iterator[None]:
-    try:
-        yield
-    except ImportError as error:
-        raise InvalidOption(
-            f"{what} needs more packages ({error.name}): pip install 'selfspec[{extra}]'"
-        ) from error

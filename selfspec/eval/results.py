@@ -349,11 +349,11 @@ class Quality:
     plain_log_likelihood: float
 
 
-def check_packages(work: str, *modules: str) -> None:
+def check_packages(work: str, *modules: str, extra: str = "eval") -> None:
     """Raise InvalidOption where a module that `work` needs is missing, before any of it."""
     for name in modules:
         if find_spec(name) is None:
-            raise InvalidOption(f"{work} needs {name}: pip install 'selfspec[eval]'")
+            raise InvalidOption(f"{work} needs {name}: pip install 'selfspec[{extra}]'")
 
 
 def quality_summary(records: Sequence[Quality]) -> dict[str, Any]:

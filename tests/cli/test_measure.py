@@ -199,9 +199,9 @@ def test_a_kept_trace_is_drawn_and_its_page_replays_nothing(
     page = (workplace / "page.html").read_text()
     assert "t44" in page
     assert "has sliders: selfspec trace --html PAGE.html PROMPT" in page
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("selfspec.eval.results.find_spec", lambda name: None)
     assert main(["trace", "--from", "long.jsonl", "--card", "a.png"]) == 2
-    assert "--card needs matplotlib. Install it" in capsys.readouterr().err
+    assert "--card needs matplotlib: pip install" in capsys.readouterr().err
 
 
 def test_a_model_without_heads_is_looked_at_through_the_logit_lens(

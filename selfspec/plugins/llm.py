@@ -1,0 +1,66 @@
+"""The model `selfspec` of the command line tool `llm`, which finds it by an entry point.
+
+`llm` imports this at every start, so torch waits for the first prompt.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import llm
+from pydantic import Field
+
+import selfspec
+
+
+class Selfspec(llm.Model):
+    """`llm -m selfspec`; a model is loaded once for all prompts of a process."""
+
+    model_id = "selfspec"
+    can_stream = True
+    supports_schema = True
+
+    class Options(llm.Options):
+        """`-o NAME VALUE`, as flags of `selfspec generate`."""
+
+        model: str | None = Field(None, description="Hub id, folder or .gguf file")
+        heads: str | None = Field(None, description="Folder, known name, hub id, or none")
+        max_tokens: int | None = Field(None, description="Tokens of an answer at most")
+        temperature: float | None = Field(None, description="Divides the logits; 0 is greedy")
+        top_p: float | None = Field(None, description="Draw from tokens that sum to this")
+        seed: int | None = Field(None, description="Makes drawing repeatable")
+        speculate: bool | None = Field(None, description="False: without drafts, the same text")
+
+    def execute(
+        self,
+        prompt: Any,
+        stream: bool,  # noqa: ARG002  # llm joins the pieces
+        response: Any,
+        conversation: Any,  # noqa: ARG002  # its turns are in the prompt
+    ) -> Iterator[str]:
+        """Pieces of the answer to a prompt, which holds the turns before it."""
+        asked = prompt.options.model_dump(exclude_none=True)
+        session = _session(asked.pop("model", None), asked.pop("heads", None))
+        asked["max_new_tokens"] = asked.pop("max_tokens", None)
+        asked["json_schema"] = prompt.schema
+        turns = [
+            {"role": turn.role, "content": "".join(getattr(one, "text", "") for one in turn.parts)}
+            for turn in prompt.messages
+        ]
+        answer = session.stream(turns, **asked)
+        yield from answer
+        done = answer.result
+        response.set_usage(input=done.stats.prompt_tokens, output=len(done.token_ids))
+
+
+@functools.lru_cache(1)
+def _session(model: str | None, heads: str | None) -> selfspec.Session:
+    return selfspec.load(model, heads=heads).session()
+
+
+@llm.hookimpl
+def register_models(register: Callable[[llm.Model], None]) -> None:
+    """Called by `llm`."""
+    register(Selfspec())

@@ -1,0 +1,82 @@
+"""A model for EleutherAI's lm-eval, by the name `selfspec`; called by `selfspec lm-eval`.
+
+Scores come from Hugging Face's own forward of the same model, as in lm-eval's `hf`: the class below
+inherits all of it. Answers are written by our engine, as many at once as `--batch_size` says.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lm_eval.__main__ import cli_evaluate
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from torch import Tensor
+
+from selfspec.api import speculator
+from selfspec.config import OPTION_NAMES
+from selfspec.errors import InvalidOption, first_line
+from selfspec.typed import check_keys
+
+_OURS = {*inspect.signature(speculator.load).parameters, *OPTION_NAMES} - {"model", "options"}
+_THEIRS = {
+    *("add_bos_token", "batch_size", "chat_template_args", "enable_thinking", "logits_cache"),
+    *("max_batch_size", "max_length", "prefix_token_id", "softmax_dtype", "think_end_token"),
+    "truncation",
+}
+"""Arguments of `hf` that say nothing of how a model is loaded."""
+
+
+@register_model("selfspec")
+class Selfspec(HFLM):
+    """What `--model_args` makes. `pretrained` is `selfspec.load`'s model, or None: the default.
+
+    Other arguments are keywords of `selfspec.load`, or those of `hf` for a model that is loaded.
+    Raises InvalidOption for others.
+    """
+
+    def __init__(self, pretrained: str | None = None, **given: Any) -> None:
+        check_keys(given, _OURS | _THEIRS | {"pretrained"}, "model argument")
+        ours = {name: given.pop(name) for name in _OURS & given.keys()}
+        if ours.get("heads", "") is None:  # what lm-eval reads in heads=none
+            ours["heads"] = "none"
+        if "cuda" in str(ours.get("device")) and not torch.cuda.is_available():
+            del ours["device"]  # lm-eval's own default
+        self.speculator = speculator.load(pretrained, **ours)
+        logger = logging.getLogger(HFLM.__module__)
+        level = logger.level
+        logger.setLevel(logging.ERROR)  # it warns of models that are loaded already
+        try:
+            super().__init__(self.speculator.model, tokenizer=self.speculator.tokenizer, **given)
+        finally:
+            logger.setLevel(level)
+
+    def _model_generate(
+        self, context: Tensor, max_length: int, stop: list[str], **options: Any
+    ) -> Tensor:
+        """Prompts [B, P], padded on the left -> prompts and answers [B, longest]."""
+        options["custom_generate"] = self.speculator.hf(strings=stop)
+        found: Tensor = super()._model_generate(context, max_length, [], **options)
+        return found
+
+
+def run(arguments: Sequence[str]) -> None:
+    """lm-eval's command line, whose model is `selfspec` unless the arguments name another.
+
+    Raises InvalidOption for what lm-eval refuses.
+    """
+    words = list(arguments) or ["run", "--help"]
+    if words[0] not in ("ls", "validate"):
+        words = ["run", "--model", "selfspec", *words[words[0] == "run" :]]
+    before, sys.argv = sys.argv, ["lm-eval", *words]
+    try:
+        cli_evaluate()
+    except (AssertionError, KeyError, TypeError, ValueError) as error:
+        raise InvalidOption(f"lm-eval: {first_line(error)}") from error
+    finally:
+        sys.argv = before
