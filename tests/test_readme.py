@@ -55,7 +55,7 @@ RUN = dict.fromkeys(
 
 READ = dict.fromkeys(
     line
-    for page in (re.sub(r"^```(?:sh|python|text)\n.*?^```", "", text_of(PAGES), flags=re.S | re.M),)
+    for page in (re.sub(r"^```(?:sh|py\w*|text)\n.*?^```", "", text_of(PAGES), flags=re.S | re.M),)
     for block in [*fenced("", page), *re.findall(r"(?:^    .*\n)+", page, re.MULTILINE)]
     for line in commands_of(block)
 ) | dict.fromkeys(line for block in fenced("sh", text_of([GUIDE])) for line in commands_of(block))

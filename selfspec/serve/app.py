@@ -135,8 +135,7 @@ class _Server:
             raise of_validation(error) from error
         self._require_model(body.model)
         if "stream_options" in body.model_fields_set and not body.stream:
-            said = "stream_options is for streams. Leave it out"
-            raise Refused(400, said, field="stream_options")
+            raise Refused(400, "stream_options is for streams. Drop it", field="stream_options")
         return body
 
     def _require_model(self, name: str | None) -> None:

@@ -100,10 +100,11 @@ class _Call(_Shape):
     id: str
     type: Literal["function"]
     function: _Called
+    index: StrictInt | None = None  # from clients that send back what a stream said
 
     def as_part(self) -> dict[str, Any]:
         """For the chat template, which wants arguments as values."""
-        part = self.model_dump()
+        part = self.model_dump(exclude={"index"})
         with contextlib.suppress(InvalidData):  # then they stay text
             part["function"]["arguments"] = parse_json(self.function.arguments, "arguments")
         return part

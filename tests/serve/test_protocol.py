@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,7 +14,9 @@ import pytest
 
 from selfspec.api.speculator import Speculator
 from tests.serve.live import CHAT, JSON, LONG, Running, running, streaming, wait_until
+from tests.test_readme import fenced
 
+TOOLS = Path(__file__).parents[2] / "docs" / "guides" / "tools.md"
 ASK = [{"role": "user", "content": "Name two planets and one river."}]
 LIMIT = {"max_tokens": 20, "temperature": 0.0}
 BODY = {"messages": ASK, **LIMIT}
@@ -55,16 +59,6 @@ def test_a_stream_joins_to_the_same_text(client: openai.OpenAI) -> None:
     assert last.usage.completion_tokens == whole.usage.completion_tokens
     assert all(chunk.usage is None for chunk in body)
     assert len({chunk.id for chunk in chunks}) == 1
-
-
-def test_drafts_or_none_the_text_is_the_same(client: openai.OpenAI) -> None:
-    texts = set()
-    for speculation in (True, False, {"drafter": "ngram"}, {"never_slower": False}):
-        answer = chat(client, extra_body={"speculation": speculation})
-        texts.add(answer.choices[0].message.content)
-        if speculation is False:
-            assert answer.usage.speculation["num_draft_tokens"] == 0
-    assert len(texts) == 1
 
 
 def test_choices_draw_with_seeds_one_after_the_other(
@@ -210,10 +204,25 @@ def test_a_bad_body_or_path_is_refused(
     assert answer.json()["error"]["message"]
 
 
-def test_nulls_and_fields_that_ask_for_nothing_are_fine(server: Running) -> None:
-    more = {"logprobs": False, "tools": None, "stop": None, "response_format": {"type": "text"}}
-    body = {**BODY, "user": "someone", "presence_penalty": 0, **more}
-    assert server.post(body).status_code == 200
+NOTHING = {"logprobs": False, "tools": None, "stop": None, "response_format": {"type": "text"}}
+WEBUI = {"model": "SmolLM2-135M-Instruct.Q4_1", "messages": ASK}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {**BODY, "user": "someone", "presence_penalty": 0, **NOTHING},
+        # Open WebUI: an answer, one with the settings of a chat, a title
+        {**WEBUI, "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 2},
+        {**BODY, **WEBUI, "min_p": 0.1, "logit_bias": {"5": 1}, "seed": 0, "stop": ["."]},
+        {**WEBUI, "stream": False, "max_completion_tokens": 2},
+    ],
+)
+def test_what_clients_send_is_fine(server: Running, body: dict[str, Any]) -> None:
+    assert server.post(body, Authorization="Bearer ").status_code == 200
+
+
+SPECULATION: list[Any] = [True, False, {"drafter": "ngram"}, {"never_slower": False}]
 
 
 def test_sixteen_at_once_have_the_texts_that_they_have_alone(
@@ -228,7 +237,7 @@ def test_sixteen_at_once_have_the_texts_that_they_have_alone(
         answer = chat(
             client,
             messages=[{"role": "user", "content": asked[number]}],
-            extra_body={"speculation": number % 2 == 0},
+            extra_body={"speculation": SPECULATION[number % 4]},
         )
         return str(answer.choices[0].message.content)
 
@@ -270,22 +279,14 @@ def test_keys_are_asked_for_where_there_are_any(default: Speculator) -> None:
             assert httpx.get(f"{guarded.address}{path}").status_code == status
 
 
-def test_langchain_gets_the_texts_of_generate(server: Running) -> None:
-    module = pytest.importorskip("langchain_openai")
-    chat = module.ChatOpenAI(
-        base_url=f"{server.address}/v1",
-        api_key="none",
-        model=server.speculator.label,
-        max_retries=0,
-        **LIMIT,
-    )
-    question = ASK[0]["content"]
-    expected = server.speculator.generate(question, max_new_tokens=20, do_sample=False)
-    answer = chat.invoke(question)
-    assert answer.content == expected.text
-    assert answer.usage_metadata["output_tokens"] == len(expected.token_ids)
-    pieces = [piece.content for piece in chat.stream(question)]
-    assert "".join(pieces) == expected.text
-    assert sum(bool(piece) for piece in pieces) > 1
-    again = chat.invoke([("human", question), answer, ("human", "And a mountain?")])
-    assert again.usage_metadata["input_tokens"] > answer.usage_metadata["input_tokens"]
+@pytest.mark.parametrize("package", ["langchain_openai", "llama_index"])
+def test_a_program_of_the_page_prints_the_texts_of_generate(
+    server: Running, package: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip(package)
+    (program,) = (block for block in fenced("py", TOOLS.read_text()) if package in block)
+    exec(program.replace("http://127.0.0.1:8000", server.address), {})
+    asked = ("Name two planets.", "Name two rivers.")
+    answer = partial(server.speculator.generate, do_sample=False, max_new_tokens=20)
+    texts = [answer(one).text for one in asked]
+    assert capsys.readouterr().out == "\n".join(texts)

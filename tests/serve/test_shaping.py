@@ -169,7 +169,7 @@ def test_a_call_that_is_asked_for_follows_its_schema(
         jsonschema.validate(arguments, PARAMETERS)
     back = [
         *ASK,
-        {"role": "assistant", "content": None, "tool_calls": [call.model_dump(exclude={"index"})]},
+        {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]},
         {"role": "tool", "tool_call_id": call.id, "content": "Rain."},
     ]
     assert chat(caller, messages=back, tools=[WEATHER, TIME], max_tokens=5).choices[0].finish_reason
