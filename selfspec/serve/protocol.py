@@ -216,7 +216,8 @@ class Body(_Shape):
     n: Annotated[StrictInt, Field(ge=1, le=128)] = 1
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
     seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**64)] | None = None
-    temperature: Annotated[StrictFloat, Field(ge=0, le=2)] = 1.0
+    temperature: Annotated[StrictFloat, Field(ge=0, le=2)] | None = None
+    """None: 1 beside a field that only means something to drawn tokens, else 0 (greedy)."""
     top_p: Annotated[StrictFloat, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[StrictInt, Field(ge=0)] = 0
     min_p: Annotated[StrictFloat, Field(ge=0, le=1)] = 0.0
@@ -252,9 +253,12 @@ class Body(_Shape):
             "stop_strings": [stop for stop in stops if stop],
         }
         options |= {name: value for name, value in wished.items() if value not in (None, 0, [])}
-        options["do_sample"] = draws = self.temperature > 0
+        drawing = self.top_p < 1 or self.top_k or self.min_p or self.n > 1 or self.seed is not None
+        temperature = float(bool(drawing)) if self.temperature is None else self.temperature
+        options["do_sample"] = draws = temperature > 0
         if draws:
-            options |= self.model_dump(include={"temperature", "top_p", "top_k", "min_p"})
+            options |= self.model_dump(include={"top_p", "top_k", "min_p"})
+            options["temperature"] = temperature
         if isinstance(self.speculation, _Speculation):
             options |= self.speculation.model_dump(exclude_none=True, exclude={"explain"})
             more["explain"] = self.speculation.explain

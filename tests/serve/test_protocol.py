@@ -13,6 +13,8 @@ import openai
 import pytest
 
 from selfspec.api.speculator import Speculator
+from selfspec.serve.options import ServeOptions
+from selfspec.serve.protocol import TextBody
 from tests.serve.live import CHAT, JSON, LONG, Running, running, streaming, wait_until
 from tests.test_readme import fenced
 
@@ -59,6 +61,25 @@ def test_a_stream_joins_to_the_same_text(client: openai.OpenAI) -> None:
     assert last.usage.completion_tokens == whole.usage.completion_tokens
     assert all(chunk.usage is None for chunk in body)
     assert len({chunk.id for chunk in chunks}) == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "temperature"),
+    [
+        ({}, None),
+        ({"top_p": 1.0, "top_k": 0, "n": 1, "seed": None}, None),
+        ({"temperature": 0, "seed": 3, "n": 2}, None),
+        ({"temperature": 0.7}, 0.7),
+        *(({name: value}, 1.0) for name, value in {"top_p": 0.9, "top_k": 5, "min_p": 0.1}.items()),
+        *(({name: 2}, 1.0) for name in ("n", "seed")),
+    ],
+)
+def test_tokens_are_drawn_where_a_request_asks(
+    asked: dict[str, Any], temperature: float | None
+) -> None:
+    choice, *_ = TextBody(prompt="One", **asked).choices(ServeOptions(), 9)
+    assert choice.options["do_sample"] == (temperature is not None)
+    assert choice.options.get("temperature") == temperature
 
 
 def test_choices_draw_with_seeds_one_after_the_other(
