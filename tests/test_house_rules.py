@@ -38,15 +38,15 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 32198,
+    "tests/": 31957,
     "model": 7010,
     "eval/": 3908,
     "eval": 4047,
     "decoding": 5569,
-    "cli": 3447,
+    "cli": 3408,
     "training": 4173,
     "serve": 2913,
-    "visualise": 2236,
+    "visualise": 1756,
     "plugins": 149,
     "api": 2505,
     "hub": 1497,

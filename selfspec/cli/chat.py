@@ -253,7 +253,7 @@ class Chat:
             if path.suffix not in (".html", ".jsonl"):
                 raise InvalidOption(f"{path}: expected a name that ends in .html or .jsonl")
             files.check_file(path, overwrite=True)
-        from selfspec.cli.measure import replayable
+        from selfspec.cli.measure import costs_of
         from selfspec.visualise import look, page, terminal
 
         count, prompt = len(self.last.token_ids), self.messages[:-1]
@@ -265,7 +265,7 @@ class Chat:
             base.emit(base.printed(lambda console: terminal.show(found, console)))
             return
         if path.suffix == ".html":
-            files.write(path, page.render(*replayable(self.speculator, prompt, found, count)))
+            files.write(path, page.render(found, costs_of(self.speculator, found)))
         else:
             found.save(path)
         self.writer.line(f"wrote {name}")

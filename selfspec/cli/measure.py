@@ -6,11 +6,10 @@ import contextlib
 import json
 import os
 import platform
-from collections.abc import Callable
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,7 +27,7 @@ from selfspec.cli.base import (
     picked,
     with_flags,
 )
-from selfspec.config import DEFAULT_MAX_NEW_TOKENS, SpeculationOptions
+from selfspec.config import SpeculationOptions
 from selfspec.errors import InvalidOption, ModelNotFound
 from selfspec.eval.methods import METHODS, moved
 from selfspec.eval.options import BenchOptions, RecordOptions, TuneOptions
@@ -38,7 +37,6 @@ from selfspec.typed import check_keys
 
 if TYPE_CHECKING:
     from selfspec.api.speculator import Speculator
-    from selfspec.api.text import Prompt
     from selfspec.decoding.costs import MeasuredCosts
     from selfspec.decoding.measure import StepSpeed
     from selfspec.eval.bench import Bench
@@ -66,7 +64,7 @@ def suite_of(asked: Asked, limit: int | None = None) -> list[Question]:
 _TARGETS = (
     Flag("html", str, "File for a page to explore."),
     Flag("output", str, "File to keep the trace in, one JSON record per line."),
-    Flag("card", str, "PNG to share: the answer and one number."),
+    Flag("card", str, "PNG to share: question, answer and one factor."),
 )
 """Flags that name files to write."""
 _VIEW = (
@@ -113,24 +111,24 @@ def trace(prompt: base.Prompt = None, *, as_json: base.AsJson = False, asked: ba
     with contextlib.ExitStack() as stack:
         for path in targets.values():
             stack.enter_context(files.locked(path))
-        seen = _looked(prompt, asked, kept)
+        found, costs = _looked(prompt, asked, kept)
         if "output" in targets:
-            seen.trace.save(targets["output"])
+            found.save(targets["output"])
         if "card" in targets:
             from selfspec.visualise import picture
 
-            picture.save_card(seen.trace, targets["card"], seen.costs)
+            picture.save_card(found, targets["card"], costs)
         if "html" in targets:
             from selfspec.visualise.page import render
 
-            files.write(targets["html"], render(*seen))
+            files.write(targets["html"], render(found, costs))
     if as_json:
-        base.emit("".join(json.dumps(line) + "\n" for line in seen.trace.lines()))
+        base.emit("".join(json.dumps(line) + "\n" for line in found.lines()))
         return
     from selfspec.visualise import terminal
 
     rejected = asked.get("rejected", False)
-    base.emit(base.printed(lambda it: terminal.show(seen.trace, it, rejected=rejected)))
+    base.emit(base.printed(lambda it: terminal.show(found, it, rejected=rejected)))
 
 
 def _check_targets(asked: Asked) -> dict[str, Path]:
@@ -151,68 +149,31 @@ def _check_targets(asked: Asked) -> dict[str, Path]:
     return found
 
 
-class Seen(NamedTuple):
-    """A trace, and what its page needs to show other settings."""
-
-    trace: LayerTrace
-    record: Record | None = None
-    costs: MeasuredCosts | None = None
-    texts: Callable[[int], str] = "#{}".format
-    """Gives the text of a token that other settings draft."""
-    why: str = ""
-    """Why there is no record, and what to do; the page says so."""
-
-
-_KEPT = (
-    "This page was made from a kept trace, which does not hold what other settings would have "
-    "drafted. A page made with the answer has sliders: selfspec trace --html PAGE.html PROMPT"
-)
-
-
-def _looked(prompt: str | None, asked: Asked, kept: str | None) -> Seen:
-    """Decode, and look at what each layer made of it; or what was kept of that."""
+def _looked(
+    prompt: str | None, asked: Asked, kept: str | None
+) -> tuple[LayerTrace, MeasuredCosts | None]:
+    """Decode, and look at what each layer made of it; or what was kept of that. Costs for pages."""
     if kept is not None:
         from selfspec.visualise.layers import LayerTrace
 
-        return Seen(LayerTrace.load(Path(kept)), why=_KEPT)
+        return LayerTrace.load(Path(kept)), None
     options = base.answering(asked)
     text = base.read_prompt(prompt)
     speculator = base.load(asked)
     from selfspec.visualise.look import inspect
 
     found = inspect(speculator, text, all_layers=asked.get("all_layers", True), **options)
-    if "html" not in asked:
-        return Seen(found)
-    return replayable(speculator, text, found, asked.get("max_new_tokens"))
+    return found, costs_of(speculator, found) if {"html", "card"} & asked.names else None
 
 
-def replayable(speculator: Speculator, prompt: Prompt, found: LayerTrace, most: int | None) -> Seen:
-    """With what other settings would have drafted, and what layers cost here.
-
-    `most`: the limit of new tokens that was asked for. Says so where plain decoding gives another
-    answer: then nothing can be replayed.
-    """
+def costs_of(speculator: Speculator, found: LayerTrace) -> MeasuredCosts:
+    """What the passes of an answer cost here."""
     from selfspec.decoding.measure import measure
-    from selfspec.visualise.look import TokenTexts, branches
-    from selfspec.visualise.page import most_rows
 
-    why = ""
-    try:
-        record = branches(speculator, prompt, most or DEFAULT_MAX_NEW_TOKENS, found.info.options)
-        if record.answers.tolist() != [place.token for place in found.places]:
-            why = (
-                "greedy decoding without drafts gives another answer. Try --pinned, without "
-                "sampling, penalties or a grammar"
-            )
-    except InvalidOption as error:
-        why = str(error)
-    if why:
-        why = f"the page cannot replay settings: {why}"
-        base.note(f"selfspec: {why}")
-        return Seen(found, why=f"{why[0].upper()}{why[1:]}.")
-    rows, context = most_rows(found, record), record.mean_context
-    costs = measure(speculator.backbone, speculator.heads, rows=rows, context=context)
-    return Seen(found, record, costs, TokenTexts(speculator.tokenizer).of)
+    made = (len(entry.draft_tokens) + 1 for entry in found.rounds)
+    rows = max(found.info.options.ngram.max_tokens + 1, *made)
+    context = len(found.info.prompt_texts) + len(found.places) // 2
+    return measure(speculator.backbone, speculator.heads, rows=rows, context=context)
 
 
 def _keep_record(prompt: str | None, asked: Asked, *, as_json: bool) -> None:

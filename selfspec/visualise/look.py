@@ -24,8 +24,6 @@ from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.drafters.ngram import NgramIndex
 from selfspec.decoding.stats import EXIT, MODEL, NGRAM, Round
 from selfspec.errors import HeadsNotFound
-from selfspec.eval.options import RecordOptions
-from selfspec.eval.record import Record, Recorder
 from selfspec.heads.exit_heads import logit_lens
 from selfspec.heads.heads import ExitHead, ExitJudge, spread
 from selfspec.model.backbone import Backbone
@@ -99,28 +97,6 @@ def inspect(
         rounds=tuple(stream.rounds),
         draft_texts=tuple(tuple(map(texts.of, entry.draft_tokens)) for entry in stream.rounds),
     )
-
-
-def branches(
-    speculator: Speculator, prompt: Prompt, max_new_tokens: int, used: SpeculationOptions
-) -> Record:
-    """What other settings would have drafted on this prompt, for replays; greedy.
-
-    The alpha `used` is among them, and W_max up to twice the usual. Raises InvalidOption where
-    greedy decoding is more than the most likely token.
-    """
-    usual = RecordOptions()
-    alphas = {*usual.anneal_strengths, used.exit.anneal_strength}
-    width = max(usual.max_draft_tokens, min(used.exit.max_tokens, 2 * usual.max_draft_tokens))
-    options = replace(
-        usual,
-        max_new_tokens=max_new_tokens,
-        max_draft_tokens=width,
-        anneal_strengths=tuple(sorted(alphas)),
-    )
-    recorder = Recorder(speculator, options)
-    recorder.prompt(prompt, "prompt", "prompts", 1)
-    return recorder.record()
 
 
 def _lenses(speculator: Speculator, *, all_layers: bool) -> dict[int, Lens]:

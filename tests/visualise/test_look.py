@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from selfspec.api.speculator import wrap
-from selfspec.config import SpeculationOptions
 from selfspec.errors import HeadsNotFound, InvalidOption
 from selfspec.heads.heads import ExitJudge
 from selfspec.model.backbone import Backbone
-from selfspec.options import Exit, laid_over
+from selfspec.options import laid_over
 from selfspec.visualise.layers import LayerTrace
-from selfspec.visualise.look import Lens, Reader, TokenTexts, branches, chained, inspect, ranks
+from selfspec.visualise.look import Lens, Reader, TokenTexts, chained, inspect, ranks
 from tests.api.test_text import byte_level_bpe, ids_of, metaspace
 from tests.heads.kinds import make_heads, train
 from tests.models import make_model, random_ids
@@ -181,17 +180,6 @@ def test_texts_and_rejected_drafts_are_kept() -> None:
     texts = [text for entry in found.draft_texts for text in entry]
     assert drafts
     assert [text.strip() for text in texts] == speculator.tokenizer.convert_ids_to_tokens(drafts)
-
-
-def test_branches_hold_the_answer_of_plain_decoding() -> None:
-    speculator = recorded("translator").speculator
-    tokens = 270  # more than the first buffer of a sequence holds
-    options = SpeculationOptions(exit=Exit(anneal_strength=0.3, max_tokens=8))
-    found = branches(speculator, PROMPT, tokens, options)
-    plain = speculator.generate(PROMPT, max_new_tokens=tokens, speculate=False)
-    assert found.answers.tolist() == plain.token_ids
-    assert 0.3 in found.info.anneal_strengths
-    assert found.info.max_draft_tokens == 8
 
 
 def test_copied_tokens_stand_where_they_were_seen() -> None:

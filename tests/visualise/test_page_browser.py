@@ -5,7 +5,6 @@ It may say nothing on the console, and load nothing.
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ from typing import Any
 import pytest
 
 from selfspec.eval.record import Record
-from selfspec.visualise.layers import LayerTrace, gain, rejected, right_from, visible
-from selfspec.visualise.page import Axis, grid, page_data, render
+from selfspec.visualise.layers import LayerTrace, gain, rejected, visible
+from selfspec.visualise.page import render
 from tests.browsers import (  # noqa: F401  # fixtures
     Open,
     Page,
@@ -28,7 +27,6 @@ from tests.traces import USED, alone, make_trace, some_costs, tiled
 
 COSTS = some_costs(6, 16)
 PHONE: dict[str, Any] = {"viewport": {"width": 360, "height": 740}}
-DIGITS = {"cr": 2, "acceptance": 1, "work": 1, "speed": 3}
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +41,13 @@ def trace(record: Record) -> LayerTrace:
 
 @pytest.fixture
 def unfolded(opened: Open, tmp_path: Path) -> Open:
-    """`unfolded(html, **context)`: the page of a file, with its table and sliders."""
+    """`unfolded(html, **context)`: the page of a file, with its table."""
 
     def show(html: str, **options: Any) -> Page:
         file = tmp_path / "page.html"
         file.write_text(html, encoding="utf-8")
         page = opened(file.as_uri(), **options)
-        for name in ("guesses", "settings"):
-            page.locator(f"#{name} > summary").click()
+        page.locator("#guesses > summary").click()
         page.locator("#map td").first.wait_for(state="attached")
         return page
 
@@ -59,7 +56,7 @@ def unfolded(opened: Open, tmp_path: Path) -> Open:
 
 @pytest.fixture
 def page(unfolded: Open, trace: LayerTrace, record: Record) -> Page:
-    return unfolded(render(trace, record, COSTS))
+    return unfolded(render(trace, COSTS))
 
 
 def cell(page: Page, trace: LayerTrace, place: int, layer: int) -> Any:
@@ -132,7 +129,9 @@ def test_text_is_text_whatever_it_says(page: Page, trace: LayerTrace) -> None:
 
 def test_keys_walk_over_tokens_and_cells(page: Page, trace: LayerTrace) -> None:
     heading = page.locator("#readout h3")
-    page.locator("#depth [tabindex='0']").focus()
+    first = next(place.index for place in trace.places if place.kind == "accepted")
+    assert f"token {first + 1} · whole model" in heading.inner_text()  # chosen at the start
+    page.locator("#answer [tabindex='0']").focus()
     page.keyboard.press("ArrowRight")
     assert "token 2 · whole model" in heading.inner_text()
     page.keyboard.press("End")
@@ -151,17 +150,7 @@ def test_keys_walk_over_tokens_and_cells(page: Page, trace: LayerTrace) -> None:
     assert focused[1] == "solid"
 
 
-def test_bars_stand_where_guesses_stay_right(page: Page, trace: LayerTrace) -> None:
-    shares = page.locator("#depth [role=option]").evaluate_all(
-        "nodes => nodes.map(node => Number(node.style.getPropertyValue('--share')))"
-    )
-    layers = [right_from(trace, place) for place in trace.places]
-    total = trace.info.num_layers
-    assert shares == [(total if layer is None else layer) / total for layer in layers]
-    assert len(set(layers)) > 2
-
-
-def test_the_race_ends_as_the_costs_say(page: Page, trace: LayerTrace, record: Record) -> None:
+def test_the_race_ends_as_the_costs_say(page: Page, trace: LayerTrace) -> None:
     found = gain(trace, COSTS)
     assert page.locator("h1").inner_text() == found.headline
     seconds, plain = COSTS.seconds_of(trace.rounds), COSTS.plain_step() * (found.tokens - 1)
@@ -187,7 +176,7 @@ def test_copied_tokens_say_where_they_were_seen(unfolded: Open, trace: LayerTrac
         replace(place, exit_layer=None, copied_from=2 if place.kind == "accepted" else None)
         for place in trace.places
     )
-    page = unfolded(render(replace(trace, rounds=rounds, places=places), None, None))
+    page = unfolded(render(replace(trace, rounds=rounds, places=places), None))
     accepted = next(place.index for place in places if place.kind == "accepted")
     piece = page.locator("#answer .piece").nth(accepted)
     assert "in the prompt: … p0 p1 [p2 ]p3" in (piece.get_attribute("title") or "")
@@ -195,6 +184,9 @@ def test_copied_tokens_say_where_they_were_seen(unfolded: Open, trace: LayerTrac
     assert page.get_by_text("a draft of prompt lookup that was kept").is_visible()
     assert page.locator("#readout mark").inner_text() == "p2 "
     assert page.locator("#map td.left, #map td.rejected").count() == 0
+    hint = page.locator("#lanes-hint").inner_text()
+    assert "each pass of the whole model counts as a step" in hint
+    assert page.locator("#lanes .verify").count() == len(trace.rounds) - 1
 
 
 @pytest.mark.parametrize(
@@ -203,7 +195,7 @@ def test_copied_tokens_say_where_they_were_seen(unfolded: Open, trace: LayerTrac
 def test_axe_finds_nothing_and_a_phone_has_room(
     unfolded: Open, trace: LayerTrace, record: Record, look: dict[str, Any]
 ) -> None:
-    page = unfolded(render(trace, record, COSTS), **look)
+    page = unfolded(render(trace, COSTS), **look)
     page.get_by_label("show rejected drafts").check()
     cell(page, trace, 0, 1).click()
     assert page.locator("#readout h3").is_visible()
@@ -211,85 +203,10 @@ def test_axe_finds_nothing_and_a_phone_has_room(
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-# The controls show what Python replayed
-
-
-@pytest.mark.parametrize("kind", ["translator", "deep-fused-0"])
-def test_controls_show_what_their_setting_gives(unfolded: Open, kind: str) -> None:
-    record = alone(recorded(kind).record)
-    trace = make_trace(record, replace(USED, drafter="ngram+exit"))
-    page = unfolded(render(trace, record, COSTS), **PHONE)
-    assert page.locator("#notes li").count() == 0
-    painted = [page.locator(name).inner_html() for name in ("#answer", "#depth")]
-    data, found = page_data(trace, record, COSTS), grid(trace, record)
-    shown = set()
-    dice = random.Random(0)
-    for drafter in found.drafters:
-        page.locator("#drafter").select_option(drafter)
-        axes = found.of(drafter)
-        assert {axis.name for axis in found.axes if page.locator(f"#{axis.name}").is_visible()} == {
-            axis.name for axis in axes if len(axis.values) > 1
-        }
-        for _ in range(5 if axes else 1):
-            at = 0
-            for axis in axes:
-                stop = dice.randrange(len(axis.values))
-                at = at * len(axis.values) + stop
-                move(page, axis, stop)
-            result = data["grid"]["results"][data["grid"]["points"][drafter][at]]
-            counts = result["counts"]
-            assert cells(page, "now") == {
-                name: f"{count:.{DIGITS.get(name, 0)}f}" for name, count in counts.items()
-            }
-            assert page.locator("#lanes .verify").count() == counts["rounds"]
-            shown.add(tuple(result["rounds"]))
-    assert len(shown) > 5
-    assert axe_findings(page) == []
-    assert page.evaluate("document.documentElement.scrollWidth") <= 360
-    page.locator("#controls .reset").click()
-    assert cells(page, "now") == cells(page, "used")
-    after = [page.locator(name).inner_html() for name in ("#answer", "#depth")]
-    assert [html.replace(' style=""', "") for html in after] == painted
-
-
-def move(page: Page, axis: Axis, stop: int) -> None:
-    control = page.locator(f"#{axis.name}")
-    if len(axis.values) > 1:
-        set_slider(control, stop)
-        assert control.get_attribute("aria-valuetext") == axis.texts[stop]
-
-
-def cells(page: Page, column: str) -> dict[str | None, str]:
-    """A column of the table beside the controls."""
-    found = page.locator(f"#results [data-{column}]").all()
-    return {cell.get_attribute(f"data-{column}"): cell.inner_text() for cell in found}
-
-
-def test_a_threshold_of_another_setting_is_said(page: Page, record: Record) -> None:
-    place, layer = 4, record.info.exit_layers[1]
-    trace = make_trace(record, USED, [layer for layer in range(6) if layer != 4])
-    cell(page, trace, place, layer).hover()
-    assert page.get_by_text("τ 0.200:").is_visible()
-    tau = page.locator("#tau")
-    set_slider(tau, int(tau.get_attribute("max") or 0))
-    cell(page, trace, place + 1, layer).hover()
-    assert page.get_by_text("τ 0.900:").is_visible()
-
-
-def test_without_a_record_there_are_no_sliders(unfolded: Open, trace: LayerTrace) -> None:
-    page = unfolded(render(trace, None, None))
-    assert page.get_by_text("The trace came without a record").is_visible()
-    assert not page.locator("#controls").is_visible()
-    assert page.locator("#lanes .verify").count() == len(trace.rounds) - 1
-    assert (
-        "each pass of the whole model counts as a step" in page.locator("#lanes-hint").inner_text()
-    )
-
-
 def test_128_tokens_and_30_layers_stay_small(unfolded: Open, record: Record) -> None:
     long = tiled(record, 128)
     long = replace(long, info=replace(long.info, num_layers=31, exit_layers=(4, 12, 20)))
-    html = render(make_trace(long, USED, range(1, 31)), long, some_costs(31, 16))
+    html = render(make_trace(long, USED, range(1, 31)), some_costs(31, 16))
     assert len(html.encode("utf-8")) < 1_500_000
     page = unfolded(html)
     assert page.locator("#map td").count() == 128 * 30

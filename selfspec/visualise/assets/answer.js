@@ -1,33 +1,39 @@
-// The text, each token in the colour of who gave it.
+// The text, each token in the colour of who gave it. Arrow keys walk along it.
 
-const answer = [...places.keys()].map((place) => {
-  const token = el("span", { class: "piece" });
-  for (const name of ["pointerover", "click"]) token.addEventListener(name, () => choose(place));
+const answer = places.map((_, place) => {
+  const told = story.places[place];
+  const token = Object.assign(el("span", { role: "option", tabindex: -1 }), { place });
+  dress(token, "piece", told);
+  token.setAttribute("aria-label", `${visible(finalText(place))}, token ${place + 1}, given by ${told.giver.words}, ${knownWords(places[place])}`);
+  if (isDraft(told)) token.title = titleOf(told, place);
   return token;
 });
 
 function buildAnswer() {
+  const isCode = /^ {0,3}```|^[{[]/m.test(places.map((_, place) => finalText(place)).join(""));
+  document.querySelector("main").classList.toggle("code", isCode);
   $("answer").append(...answer);
-  $("rejects").addEventListener("change", paintAnswer);
-}
-
-function paintAnswer() {
-  const counts = new Map();
-  view.story.places.forEach((told, place) => {
-    const struck = $("rejects").checked
-      ? told.rejected.map(({ text }) => el("del", {}, text.replaceAll("\n", "⏎")))
-      : [];
-    answer[place].replaceChildren(...struck, finalText(place));
-    dress(answer[place], "piece", told);
-    answer[place].title = isDraft(told) ? titleOf(told, place) : "";
-    counts.set(told.giver, (counts.get(told.giver) ?? 0) + 1);
+  walkable($("answer"), "[role=option]", ({ place }) => choose(place), (key, { place }) => {
+    const to = { ArrowLeft: place - 1, ArrowRight: place + 1, Home: 0, End: answer.length - 1 };
+    return answer[to[key]];
   });
-  const legend = data.givers.filter((giver) => counts.has(giver)).map((giver) => {
+  $("rejects").addEventListener("change", paintAnswer);
+  paintAnswer();
+  const counts = new Map();
+  for (const { giver } of story.places) counts.set(giver, (counts.get(giver) ?? 0) + 1);
+  $("answer-legend").append(...data.givers.filter((giver) => counts.has(giver)).map((giver) => {
     const swatch = el("i", { class: "swatch other" });
     if (giver.colour) swatch.style.background = giver.colour;
     return el("span", {}, swatch, ` ${giver.words} `, el("b", {}, String(counts.get(giver))));
-  });
-  $("answer-legend").replaceChildren(...legend);
+  }));
+}
+
+/** With rejected drafts, or without. */
+function paintAnswer() {
+  for (const [place, { rejected }] of story.places.entries()) {
+    const struck = $("rejects").checked ? rejected.map(({ text }) => el("del", {}, text.replaceAll("\n", "⏎"))) : [];
+    answer[place].replaceChildren(...struck, finalText(place));
+  }
 }
 
 /** What hovering says. */
@@ -46,8 +52,6 @@ function choose(place) {
 function markToken(place) {
   for (const [name, at] of [["pointed", place], ["origin", originOf(place)?.place ?? null]]) {
     document.querySelectorAll(`.${name}`).forEach((node) => node.classList.remove(name));
-    if (at === null) continue;
-    answer[at].classList.add(name);
-    depths[at].classList.add(name);
+    if (at !== null) answer[at].classList.add(name);
   }
 }

@@ -6,7 +6,7 @@ const mapRows = [-1, ...data.exit_layers.map((_, index) => index).reverse()];
 
 let cells = [];
 
-function startMap() {
+function buildMap() {
   $("words").addEventListener("change", (event) => $("map").classList.toggle("narrow", !event.target.checked));
   $("guesses").addEventListener("toggle", () => {
     if (cells.length) return;
@@ -14,37 +14,30 @@ function startMap() {
     const rows = mapRows.map((index, row) => el("tr", { role: "row" }, rowName(index), ...cells[row]));
     $("map").append(el("thead", {}, rows[0]), el("tbody", {}, ...rows.slice(1)));
     walkable($("map"), "[role=gridcell], [role=columnheader]", readMap, walkMap);
-    paintMap();
   });
 }
 
 function rowName(index) {
   const name = index < 0 ? data.num_layers : data.exit_layers[index];
   const kind = index < 0 ? "emitted" : data.head_kinds[index];
-  return el("th", { scope: "row", role: "rowheader", title: kind }, String(name), el("small", {}, kind));
+  const look = index < 0 || data.in_use.includes(name) ? "" : "idle";
+  return el("th", { class: look, scope: "row", role: "rowheader", title: kind }, String(name), el("small", {}, kind));
 }
 
 function mapCell(place, index, row) {
   const words = index < 0 ? finalText(place) : textOf(places[place].layers[index].top[0]);
   const role = index < 0 ? "columnheader" : "gridcell";
   const cell = el(index < 0 ? "th" : "td", { role, tabindex: -1 }, el("span", { dir: "auto" }, visible(words)));
-  if (index >= 0) cell.style.setProperty("--sure", places[place].layers[index].sure);
+  if (index < 0) dress(cell, "", story.places[place]);
+  else {
+    cell.style.setProperty("--sure", places[place].layers[index].sure);
+    cell.className = classesOf(place, index, story.places[place]);
+  }
   return Object.assign(cell, { place, index, row });
 }
 
-/** Frames and marks under the settings shown. */
-function paintMap() {
-  cells.forEach((row) => row.forEach((cell) => {
-    const told = view.story.places[cell.place];
-    if (cell.index < 0) dress(cell, "", told);
-    else cell.className = classesOf(cell, told);
-  }));
-  document.querySelectorAll("#map tbody th").forEach((name, row) => {
-    name.classList.toggle("idle", !view.asks(data.exit_layers[mapRows[row + 1]]));
-  });
-}
-
-function classesOf({ place, index }, told) {
+/** Frames and marks. */
+function classesOf(place, index, told) {
   const layer = data.exit_layers[index];
   const right = tokenOf(places[place].layers[index].top[0]) === tokenOf(places[place].word);
   const rejected = told.rejected.some((branch) => branch.layer === layer);
@@ -56,7 +49,7 @@ function readMap(cell) {
   const emitted = `token ${place + 1} ${visible(finalText(place))}`;
   markToken(place);
   if (index < 0) {
-    cell.setAttribute("aria-label", `${emitted}, given by ${view.story.places[place].giver.words}`);
+    cell.setAttribute("aria-label", `${emitted}, given by ${story.places[place].giver.words}`);
     readPlace(place);
     return;
   }

@@ -4,7 +4,7 @@
 function readCell(place, index) {
   const says = places[place].layers[index];
   const layer = data.exit_layers[index];
-  const tau = view.tauOf(layer);
+  const tau = data.thresholds[index];
   const isSure = says.sure >= tau;
   const right = tokenOf(says.top[0]) === tokenOf(places[place].word);
   const facts = [
@@ -21,7 +21,7 @@ function readCell(place, index) {
     heading(`layer ${layer}`, data.head_kinds[index], place),
     bars(says, place),
     el("dl", {}, ...facts),
-    el("p", { class: right ? "good" : "bad" }, verdict(view.story.places[place], layer, right, isSure)),
+    el("p", { class: right ? "good" : "bad" }, verdict(story.places[place], layer, right, isSure)),
   );
 }
 
@@ -32,9 +32,15 @@ function verdict(told, layer, right, isSure) {
   return isSure ? "Sure enough for a draft, and wrong." : "Another token, but not sure of it.";
 }
 
+/** From which layer on every guess is the token, and where a fitted head said it first. */
+function knownWords({ right_from, head_right }) {
+  const said = head_right === null ? "" : `; a fitted head says it at ${layerName(head_right)}`;
+  return (right_from === null ? "drawn: the model's likeliest is another" : `right from ${layerName(right_from)} on`) + said;
+}
+
 /** What the whole model said, and how the token came to be. */
 function readPlace(place) {
-  const told = view.story.places[place];
+  const told = story.places[place];
   const from = told.prefill
     ? "given by the prompt's own pass"
     : `${isDraft(told) ? `a draft of ${told.giver.words} that was kept` : "given by verification"}, round ${told.round}`;

@@ -1,4 +1,4 @@
-// What rounds made of each token: told once, drawn by the answer, the depths, the table and the lanes.
+// What rounds made of each token: told once, drawn by the answer, the table and the lanes.
 
 const data = JSON.parse($("data").textContent);
 const { places } = data;
@@ -7,22 +7,18 @@ const tokenOf = (word) => data.words[word][0];
 const finalText = (place) => textOf(places[place].word);
 const layerName = (layer) => (layer ? `layer ${layer}` : "the embedding");
 
-/** Rounds by index -> with their times, and for each place who gave it and what was rejected there. */
-function tell(indices) {
-  const story = { rounds: [], places: [] };
-  for (const [round, index] of indices.entries()) {
-    const [givers, branches, prefill, drafting, verifying] = data.rounds[index];
-    story.rounds.push({ count: givers.length, prefill, drafting, verifying });
-    for (const [offset, giver] of givers.entries()) {
-      story.places.push({
-        round,
-        prefill,
-        giver: data.givers[giver],
-        rejected: branches.filter(([at]) => at === offset).map(([, text, layer]) => ({ text, layer })),
-      });
-    }
+/** Rounds with their times, and for each place who gave it and what was rejected there. */
+const story = { rounds: [], places: [] };
+for (const [round, [givers, branches, prefill, drafting, verifying]] of data.rounds.entries()) {
+  story.rounds.push({ count: givers.length, prefill, drafting, verifying });
+  for (const [offset, giver] of givers.entries()) {
+    story.places.push({
+      round,
+      prefill,
+      giver: data.givers[giver],
+      rejected: branches.filter(([at]) => at === offset).map(([, text, layer]) => ({ text, layer })),
+    });
   }
-  return story;
 }
 
 const isDraft = ({ giver }) => giver.colour !== null;
@@ -31,13 +27,12 @@ const isDraft = ({ giver }) => giver.colour !== null;
 function dress(node, base, told) {
   node.className = `${base} ${told.giver.look}`.trim();
   if (isDraft(told)) node.style.setProperty("--exit", told.giver.colour);
-  else node.style.removeProperty("--exit");
 }
 
 /** Where a token of the decode was copied from; null: it was not. */
 function originOf(place) {
   const from = places[place].copied_from;
-  if (from === null || view.choice) return null;
+  if (from === null) return null;
   const asked = data.prompt_texts;
   const inPrompt = from < asked.length;
   const at = inPrompt ? from : from - asked.length;
