@@ -91,14 +91,14 @@ def gallery(
         name = Path(words[2]).stem
         if names and name not in names:
             continue
-        card = PICTURES / f"{name}.png"
         with tempfile.TemporaryDirectory() as scratch:
             kept = Path(scratch, "trace.jsonl")
-            asked = ["--output", str(kept), "--card", str(card), "--overwrite", *words[3:]]
-            run(["trace", *asked])
+            run(["trace", "--output", str(kept), *words[3:]])
+            card = ["--card", str(PICTURES / f"{name}.png"), "--overwrite"]
+            run(["trace", "--from", str(kept), *card])
             packed = lzma.compress(kept.read_bytes(), preset=9 | lzma.PRESET_EXTREME)
         write(TRACES / f"{name}.jsonl.xz", packed)
-        small(card)
+        small(PICTURES / f"{name}.png")
 
 
 def commands() -> list[list[str]]:
@@ -110,8 +110,7 @@ def commands() -> list[list[str]]:
 # --- pages, in a browser --------------------------------------------------------------------------
 
 QUESTION = "Write a Python function that counts the words in a file."
-TRACE = TRACES / "code.jsonl.xz"
-"""The trace of the answer to this question."""
+TRACE = TRACES / "code.jsonl.xz"  # of its answer
 WIDE, PHONE = {"width": 1200, "height": 800}, {"width": 360, "height": 740}
 PATIENCE_MS = 120_000
 
@@ -148,7 +147,7 @@ def trace(folder: Path) -> None:
             ("trace-phone", "light", PHONE),
         ):
             page = opened(driven, html.as_uri(), scheme, size)
-            page.locator("#answer .seen").nth(4).dispatch_event("pointerover")
+            page.locator("#answer .seen").nth(4).dispatch_event("pointermove")
             if scheme == "dark":
                 page.locator("#lanes-title").evaluate("node => node.scrollIntoView()")
                 page.locator("#time").fill("300")
@@ -191,7 +190,7 @@ def opened(browser: Browser, address: str, scheme: str, size: dict[str, int]) ->
 def ask(page: Page, question: str, tokens: int) -> None:
     from playwright.sync_api import expect
 
-    page.get_by_label("most tokens").fill(str(tokens))
+    page.get_by_label("max_tokens").fill(str(tokens))
     page.get_by_label("Your message").fill(question)
     page.get_by_role("button", name="Send").click()
     expect(page.get_by_role("button", name="Regenerate")).to_be_visible(timeout=PATIENCE_MS)
@@ -240,7 +239,7 @@ COLUMN, LETTERS, TOP, LINE = 432, 50, 66, 19
 TIMES = 5
 
 REST_S = 3.0
-"""Both texts stand for so long, then all begins again."""
+"""Both texts stand for so long at the start, as in a first frame; then they are written."""
 
 
 @dataclass(frozen=True)
@@ -329,12 +328,13 @@ def race_drawn(runs: tuple[Run, ...], look: Look) -> str:
 
 
 def moves(names: dict[float, str], slow: float) -> str:
-    """Style: what came at a moment is seen from then on, until all begins again."""
-    total = slow + REST_S
-    shares = {name: 100 * second / total for second, name in names.items()}
+    """Style: all is seen, then nothing, then what came at a moment from there on."""
+    total, rest = REST_S + slow, 100 * REST_S / (REST_S + slow)
+    shares = {name: rest + 100 * second / total for second, name in names.items()}
     shown = "".join(
-        f"@keyframes {name}{{0%,{share:.2f}%{{fill-opacity:0}}{share + 0.01:.2f}%,100%"
-        f"{{fill-opacity:1}}}}.{name}{{animation:{name} {total:.2f}s infinite}}"
+        f"@keyframes {name}{{0%,{rest:.2f}%{{fill-opacity:1}}{rest + 0.01:.2f}%,{share - 0.01:.2f}%"
+        f"{{fill-opacity:0}}{share:.2f}%,100%{{fill-opacity:1}}}}"
+        f".{name}{{animation:{name} {total:.2f}s infinite}}"
         for name, share in shares.items()
     )
     return shown + "@media (prefers-reduced-motion:reduce){*{animation:none!important}}"

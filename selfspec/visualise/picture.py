@@ -1,4 +1,4 @@
-"""An answer as a card to share: its text in the colours of who gave it, beside one number.
+"""An answer as a card to share: question and text, by who gave it, beside one large factor.
 
 A LayerTrace comes in, a PNG file goes out. Called by `selfspec trace`.
 """
@@ -6,6 +6,7 @@ A LayerTrace comes in, a PNG file goes out. Called by `selfspec trace`.
 from __future__ import annotations
 
 import io
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,9 @@ _INK, _DIM, _PAPER, _OTHER = (palette.TONES[n].light for n in ("ink", "dim", "ca
 
 _SIZES = (40, 36, 32, 29, 26, 23)
 """Sizes of the answer's letters, tried in turn until it fits; at the smallest it is cut."""
+
+_ASKED = 64
+"""Columns of the question."""
 
 _LEADING = 1.62
 _CELL = 0.602
@@ -60,32 +64,56 @@ def save_card(trace: LayerTrace, path: Path, costs: MeasuredCosts | None = None)
     with mpl.rc_context({"font.family": families(_WORDS), "text.hinting": "none"}):
         sheet = _Sheet()
         sheet.box(0, 0, 340, height, palette.TONES["quiet"].light)
-        sheet.write(f"{found.drafted / found.tokens:.0%}", 40, 206, 104, weight="bold")
-        sheet.write("of this answer", 46, 262, 27)
-        sheet.write("came as drafts", 46, 300, 27)
-        sheet.write(found.rate, 46, 344, 20, color=_DIM)
+        factor, said = f"{found.per_verification:.1f}", ("tokens per pass", "of the whole model")
+        if found.times is not None:
+            factor, said = f"{found.times:.1f}×", ("as fast as", "plain decoding")
+        sheet.write(factor, 40, 206, 104 if len(factor) < 5 else 80, weight="bold")
+        for number, words in enumerate(said):
+            sheet.write(words, 46, 262 + 38 * number, 27)
+        share = f"{100 * found.drafted / found.tokens:.0f} % came as drafts"
+        sheet.write(share, 46, 344, 20, color=_DIM)
         if found.verdict:
             sheet.write(f"drafts {found.verdict}", 46, 374, 16, color=_DIM)
         sheet.write("selfspec", 46, height - 60, 26, weight="bold")
         name = drawable(readable(trace.info.base_model))
         sheet.write(fitting(name, 34), 46, height - 34, 14, color=_DIM)
-        size, lines = _fitting(trace, width - left - 48, height - 118)
+        top, asked = 40, _question(trace.info.prompt)
+        for number, words in enumerate(asked):
+            sheet.write(words, left, top + 20 + 28 * number, 20, color=_DIM)
+        top += 28 * len(asked) + 20 * bool(asked)
+        size, lines = _fitting(trace, width - left - 48, height - 74 - top)
         for number, line in enumerate(lines):
-            sheet.line(line, left, 44 + number * _LEADING * size + size, size)
+            sheet.line(line, left, top + number * _LEADING * size + size, size)
         sheet.legend(trace, left, height - 34, 16)
         with files.replacing(path) as new:
             sheet.figure.savefig(new, dpi=_DPI, metadata={"Software": "selfspec"})
 
 
+def _question(prompt: str) -> list[str]:
+    """Two lines of it at most."""
+    whole = Text(" ".join(drawable(readable(prompt)).split()))
+    first, *more = (line.plain.rstrip() for line in whole.wrap(_console(_ASKED), _ASKED))
+    return [line for line in (first, fitting(" ".join(more), _ASKED)) if line]
+
+
+def _console(columns: int) -> Console:
+    return Console(width=columns, file=io.StringIO(), _environ={})
+
+
 def _fitting(trace: LayerTrace, room: float, height: float) -> tuple[int, list[list[Segment]]]:
-    """The size of letters, and the lines of the answer; what does not fit is left out."""
+    """The size of letters, and the lines of the answer; what does not fit is left out.
+
+    Lines of code stay whole where that can be.
+    """
     answer = Text()
     for text, giver in zip(trace.answer, givers(trace), strict=True):
         answer.append(drawable(readable(text)), giver.colour(trace.info.num_layers))
-    for size in _SIZES:
-        console = Console(width=int(room / (_CELL * size)), file=io.StringIO(), _environ={})
+    count = answer.plain.count("\n") + 1
+    code = [(size, count) for size in (*_SIZES, 20) if "```" in answer.plain]
+    for size, allowed in (*code, *((size, math.inf) for size in _SIZES)):
+        console = _console(int(room / (_CELL * size)))
         lines, most = answer.wrap(console, console.width), int(height / (_LEADING * size))
-        if len(lines) <= most:
+        if len(lines) <= min(most, allowed):
             break
     for line in lines:
         line.rstrip()
