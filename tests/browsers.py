@@ -19,6 +19,8 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 REFUSED = "Failed to load resource"
 """What a browser says of any status above 399."""
 
+expect.set_options(timeout=60_000)  # a busy machine
+
 Open = Callable[..., Page]
 
 

@@ -17,6 +17,7 @@ TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
 Arrows = Mapping[str, set[str]]
 
 WRITTEN_BY_HAND = {".py", ".cpp", ".hpp", ".js", ".css", ".html", ".jinja"}
+NOT_OURS = {"results", "vendor"}
 
 
 def lines() -> dict[str, int]:
@@ -24,7 +25,7 @@ def lines() -> dict[str, int]:
     found: dict[str, int] = {}
     for top in (PACKAGE, *(PACKAGE.parent / name for name in ("tests", "eval"))):
         for path in top.rglob("*"):
-            if path.suffix in WRITTEN_BY_HAND and "results" not in path.parts:
+            if path.suffix in WRITTEN_BY_HAND and not NOT_OURS & {*path.parts}:
                 inner = path.relative_to(top).with_suffix("").parts[0]
                 name = inner if top == PACKAGE else f"{top.name}/"
                 count = len(path.read_text(encoding="utf-8").splitlines())

@@ -38,14 +38,14 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 31957,
+    "tests/": 32060,
     "model": 7010,
     "eval/": 3908,
     "eval": 4047,
     "decoding": 5569,
     "cli": 3408,
     "training": 4173,
-    "serve": 2913,
+    "serve": 3187,
     "visualise": 1756,
     "plugins": 149,
     "api": 2505,

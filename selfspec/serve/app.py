@@ -26,7 +26,16 @@ from selfspec.serve.writer import Writer
 _LOOK_S = 1.0
 """That a round may take before /metrics shows what was there before it."""
 
-_SCRIPTS = ("tokens.js", "figures.js", "api.js", "answer.js", "main.js")
+_SCRIPTS = (
+    "vendor/markdown-it.umd.min.js",
+    "tokens.js",
+    "figures.js",
+    "api.js",
+    "markdown.js",
+    "answer.js",
+    "chats.js",
+    "main.js",
+)
 """Scripts of the page: in this order they make one module."""
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from selfspec import serve
 from selfspec.api.speculator import Speculator
 from tests.browsers import (  # noqa: F401  # fixtures
     Open,
@@ -23,6 +26,7 @@ from tests.serve.live import Running, running, wait_until
 QUESTION = "Write a Python function that counts the words in a file."
 PAPER = "getComputedStyle(document.body).backgroundColor"
 CHAT = "**/v1/chat/completions"
+VENDOR = Path(serve.__file__).parent / "assets" / "vendor"
 
 
 def ask(page: Page, question: str = QUESTION, tokens: int = 24) -> None:
@@ -71,6 +75,8 @@ def test_an_answer_shows_what_the_api_says(opened: Open, server: Running) -> Non
     ask(page)
     expect(page.locator(".text .piece").first).to_be_visible()
     ended(page)
+    assert axe_findings(page) == []
+    page.get_by_label("Markdown").uncheck()  # letter by letter
     told = explained(server, {})
     rounds = told["speculation"]["rounds"]
     tokens = [token for entry in rounds for token in entry["tokens"]]
@@ -93,7 +99,6 @@ def test_an_answer_shows_what_the_api_says(opened: Open, server: Running) -> Non
     rejected = [d for entry in rounds for d in entry["drafts"] if not d["accepted"]]
     assert page.locator(".reject").count() == len(rejected) > 0
     assert not page.locator(".reject").first.is_visible()
-    assert axe_findings(page) == []
 
 
 def test_the_keyboard_is_enough(opened: Open, server: Running) -> None:
@@ -121,6 +126,7 @@ def test_the_keyboard_is_enough(opened: Open, server: Running) -> None:
     expect(page.locator("[data-figure=drafts]")).to_have_text("none made")
     ended(page)
     assert page.evaluate("document.activeElement.id") == "question"
+    page.get_by_label("Markdown").uncheck()
     assert by_source(shown(page)) == {"model": text}
     assert page.locator("[data-figure=round]").inner_text() == "1.00"
 
@@ -165,7 +171,7 @@ def test_stop_ends_the_work_of_the_server(opened: Open, server: Running, way: st
     page.locator("#temperature").fill("2")
     page.locator("#seed").fill("1")
     ask(page, tokens=4000)
-    expect(page.locator(".text .piece").first).to_be_visible(timeout=60_000)
+    expect(page.locator(".text .piece").first).to_be_visible()
     assert server.writer.open == 1
     if way == "Escape":
         page.keyboard.press(way)
@@ -205,29 +211,119 @@ def answer_with(page: Page, body: str | None) -> None:
     page.route(CHAT, reply)
 
 
-def test_text_is_text_code_is_code_and_errors_are_said(opened: Open, server: Running) -> None:
+HOSTILE = (
+    "<img src=x onerror=hacked=1><script>hacked=1</script><b onclick=hacked=1>no</b>",
+    "<iframe srcdoc='<script>parent.hacked=1</script>'></iframe>\n\n<style>*{display:none}</style>",
+    "[a](javascript:hacked=1) [b](JaVa&#115;cript:hacked=1) [c](data:text/html,x) [d](vbscript:x)",
+    "<javascript:hacked=1> [e][f] [g](x-other:y) [h](h 'i\" onclick=\"hacked=1')\n\n[f]: file:x",
+    "![p](http://p.example/p.png) ![q](data:image/png;base64,AAAA)",
+    ">" * 5000 + " deep",
+    "".join(f"{' ' * 2 * depth}- deep\n" for depth in range(60)),
+    "*a **b " * 600 + "[" * 3000 + "`" * 999,
+    "|a" * 40 + "|\n" + "|-" * 40 + "|\n" + "|b" * 40 + "|\n\n" + "x" * 400,
+    "# <u>h</u>\n\n```html onclick=hacked=1\n<script>hacked=1</script>\n" + "y" * 400,
+)
+
+
+def test_hostile_answers_do_nothing(opened: Open, server: Running) -> None:
     page = opened(f"{server.address}/", viewport={"width": 360, "height": 740})
-    answers = [
-        ["<img src=x onerror=hacked=1>", "<b>", "no</b>\n``", "`py\nif a <", " b:\n", "  `", "``x"],
-        ["\n", "``", "`\n", "Then ", "x" * 400, "```\nend"],
-    ]
-    texts = [text for part in answers for text in part]
-    answer_with(page, stream(texts))
+    for text in HOSTILE:
+        answer_with(page, stream([text[at : at + 97] for at in range(0, len(text), 97)]))
+        page.get_by_role("button", name="New chat").click()
+        ask(page, "Go.")
+        ended(page)
+        found = page.locator(".text").evaluate("""node => ({
+            tags: [...node.querySelectorAll("*")].map(one => one.localName),
+            names: [...node.querySelectorAll("*")].flatMap(one => one.getAttributeNames()),
+            links: [...node.querySelectorAll("[href]")].map(one => one.href),
+        })""")
+        tags = "div p span em strong a h3 ul ol li blockquote pre code table thead tbody tr th td"
+        assert set(found["tags"]) <= set(tags.split())
+        assert set(found["names"]) <= {"class", "style", "title", "tabindex", "data-source"}
+        assert found["links"] == []
+        page.get_by_label("Markdown").uncheck()
+        assert page.locator(".text").text_content() == text
+        page.get_by_label("Markdown").check()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    assert page.evaluate("typeof hacked") == "undefined"
+    assert axe_findings(page) == []
+
+
+def test_markdown_is_shown_in_the_colours_of_who_gave_it(opened: Open, server: Running) -> None:
+    page = opened(f"{server.address}/")
+    texts = ["## T", "op\n\n1. *a*", " &amp", "; [li", "nk](https://a.example)\n2. b\n   - c\n"]
+    answer_with(
+        page, stream([*texts, "\n``", "`py\nif a <", " b:\n", "  `", "``x\n```\n", "|d|\n|-|"])
+    )
     ask(page)
     ended(page)
-    assert page.locator(".answer .text").text_content() == "".join(texts)
-    assert page.locator(".answer img, .answer b").count() == 0
-    assert page.evaluate("typeof hacked") == "undefined"
-    assert page.locator(".code").all_text_contents() == [
-        *("```py\n", "if a < b:\n", "  ```x\n", "```\n")
+    shape = [
+        ("h3", "Top"),
+        ("li", "a & link"),
+        ("em", "a"),
+        ("a", "link"),
+        ("ul", "c"),
+        ("th", "d"),
     ]
+    for tag, said in [*shape, ("pre", "if a < b:\n  ```x\n")]:
+        assert page.locator(f".text {tag}").first.text_content() == said
+    assert page.locator(".text a").get_attribute("href") == "https://a.example"
+    assert by_source(shown(page)) == {"grammar": "Topa & linkbcif a < b:\n  ```x\nd"}
     assert (
         page.locator(".grammar").first.get_attribute("title")
         == "a draft of the grammar of a format"
     )
-    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    assert axe_findings(page) == []
 
-    page.unroute(CHAT)
+
+def test_conversations_stay_in_the_browser(opened: Open, server: Running) -> None:
+    page = opened(f"{server.address}/")
+    chats = page.locator("#chats li")
+    for number in (1, 2):
+        answer_with(page, stream([f"**{number}**", " done"]))
+        page.get_by_role("button", name="New chat").click()
+        ask(page, f"Question {number}?")
+        ended(page)
+    page.reload()
+    assert chats.all_inner_texts() == ["Question 2?\n×", "Question 1?\n×"]
+    page.get_by_role("button", name="Question 1?", exact=True).click()
+    assert by_source(shown(page)) == {"grammar": "1 done"}
+    assert page.locator("#chats [aria-current]").inner_text() == "Question 1?"
+    assert axe_findings(page) == []
+    answer_with(page, stream(["more"]))
+    with page.expect_request(CHAT) as asked:
+        ask(page, "And?")
+    assert [turn["content"] for turn in asked.value.post_data_json["messages"]] == [
+        *("Question 1?", "**1** done", "And?")
+    ]
+    ended(page)
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.get_by_role("button", name="Delete Question 1?").click()
+    expect(page.locator("#examples")).to_be_visible()
+    assert chats.all_inner_texts() == ["Question 2?\n×"]
+    page.evaluate("void (Storage.prototype.setItem = () => { throw new Error('full') })")
+    ask(page, "Kept?")
+    ended(page)
+    expect(page.locator("#chats-hint")).to_contain_text("This browser keeps nothing")
+
+
+def test_a_text_file_goes_into_the_message(opened: Open, server: Running) -> None:
+    page = opened(f"{server.address}/")
+    page.locator("#question").fill("What is this?")
+    for name, held, problem in (
+        ("a.bin", b"\xff\xfe\x00", "a.bin is not a text in UTF-8."),
+        ("a.log", b"x" * 100_001, "a.log has 101 kB, and a file may have 100. Copy the part that"),
+        ("a.md", "é\n```\nb\n```".encode(), ""),
+    ):
+        page.locator("#file").set_input_files({"name": name, "mimeType": "", "buffer": held})
+        expect(page.locator("#problem")).to_contain_text(problem)
+    expect(page.locator("#question")).to_have_value(
+        "What is this?\n\na.md:\n````\né\n```\nb\n```\n````\n"
+    )
+
+
+def test_errors_are_said(opened: Open, server: Running) -> None:
+    page = opened(f"{server.address}/")
     page.locator("#drafter").select_option("draft-model")
     ask(page)
     expect(page.get_by_role("alert")).to_contain_text("needs a second model")
@@ -269,7 +365,8 @@ def test_a_server_that_asks_for_keys_gets_one_from_the_page(
         ended(page)
         page.reload()
         expect(page.locator("#facts")).to_contain_text(default.label)
-        assert page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
+        kept = page.evaluate("JSON.stringify(localStorage) + document.cookie")
+        assert "right" not in kept
 
 
 def test_the_page_may_load_nothing(server: Running) -> None:
@@ -284,5 +381,8 @@ def test_the_page_may_load_nothing(server: Running) -> None:
     assert rules["script-src"].startswith("'sha256-")
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert answer.headers["referrer-policy"] == "no-referrer"
-    assert "http://" not in answer.text
-    assert "https://" not in answer.text
+    parser = VENDOR / "markdown-it.umd.min.js"
+    assert "http" not in answer.text.replace(parser.read_text(encoding="utf-8"), "").replace(
+        "https?|", ""
+    )
+    assert sha256(parser.read_bytes()).hexdigest() in (VENDOR / "README.md").read_text()

@@ -1,55 +1,99 @@
-// One answer while it is written: tokens become spans, lines between ``` become code.
+// One answer while it is written: its text by who gave it, as Markdown or letter by letter.
 
-const FENCE = /^ {0,3}```/;
+const PAINT_MS = 50; // at most so often
 
-/** Text of tokens, a block for each line; a span never spans two of them. */
-class Lines {
+/** Tokens and rejected drafts by their places in the text. */
+class Written {
   constructor() {
+    this.text = "";
+    this.tokens = []; // { end, token }
+    this.rejects = []; // { at, draft, behind }
+    this.blocks = [];
     this.node = el("div", { class: "text", dir: "auto" });
-    this.isCode = false;
-    this.startLine();
   }
 
-  startLine() {
-    this.line = el("div");
-    this.said = "";
-    this.node.append(this.line);
+  add(token) {
+    this.text += token.text;
+    this.tokens.push({ end: this.text.length, token });
   }
 
-  /** `make()` gives an empty span of the token. */
-  add(text, make) {
-    for (const part of text.match(/[^\n]*\n|[^\n]+/g) ?? []) {
-      const span = make();
-      span.textContent = part;
-      this.put(span, part);
+  /** What was painted stays, but for the last block. */
+  paint(asMarkdown) {
+    const blocks = asMarkdown ? blocksOf(this.text) : [{ start: 0, end: this.text.length }];
+    this.blocks = blocks.map((block, place) => {
+      const key = `${asMarkdown} ${block.start} ${this.text.slice(block.start, block.end)}`;
+      const old = place < this.blocks.length - 1 ? this.blocks[place] : null;
+      return old?.key === key ? old : { key, node: this.nodeOf(block, place === blocks.length - 1) };
+    });
+    for (const [place, { node }] of this.blocks.entries()) {
+      const shown = this.node.children[place];
+      if (!shown) this.node.append(node);
+      else if (shown !== node) shown.replaceWith(node);
+      if (node.scrollWidth > node.clientWidth) node.tabIndex = 0; // a wide table scrolls
+    }
+    while (this.node.children.length > blocks.length) this.node.lastChild.remove();
+  }
+
+  nodeOf({ start, end, tokens }, isLast) {
+    const node = el("div");
+    const rejects = this.rejects.filter(({ at }) => at >= start && (at < end || isLast));
+    const cursor = { at: start, end, rejects };
+    if (tokens) build(tokens, node, (said) => this.found(said, cursor));
+    else node.append(...this.cut(start, end, rejects));
+    node.append(...rejects.map(rejectedDraft));
+    return node;
+  }
+
+  /** What an element says, line by line as the text has it; signs like &amp;amp; belong to the token there. */
+  *found(said, cursor) {
+    for (const line of said.match(/[^\n]*\n|[^\n]+/g) ?? []) {
+      const at = this.text.indexOf(line, cursor.at);
+      const isThere = at >= 0 && at + line.length <= cursor.end;
+      if (isThere) cursor.at = at + line.length;
+      if (isThere) yield* this.cut(at, cursor.at, cursor.rejects);
+      else yield this.span(this.tokens[this.indexAt(cursor.at)], line);
     }
   }
 
-  /** `text`: what of the node is said; rejected drafts say nothing. */
-  put(node, text = "") {
-    this.line.append(node);
-    this.said += text;
-    const opens = !this.isCode && FENCE.test(this.said);
-    this.line.classList.toggle("code", this.isCode || opens);
-    if (!text.endsWith("\n")) return;
-    this.isCode = opens || (this.isCode && !/^ {0,3}```\s*$/.test(this.said));
-    this.startLine();
+  /** Letters from one place to another, and the drafts rejected before them. */
+  *cut(from, to, rejects) {
+    for (let index = this.indexAt(from); from < to; index += 1) {
+      const until = Math.min(to, this.tokens[index].end);
+      while (rejects[0]?.at <= from) yield rejectedDraft(rejects.shift());
+      if (until > from) yield this.span(this.tokens[index], this.text.slice(from, until));
+      from = until;
+    }
+  }
+
+  span({ token }, text) {
+    return dress(el("span", {}, text), token);
+  }
+
+  /** The token that holds a letter, or the last one. */
+  indexAt(place) {
+    let [low, high] = [0, this.tokens.length - 1];
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (this.tokens[middle].end > place) high = middle;
+      else low = middle + 1;
+    }
+    return low;
   }
 }
 
 class AnswerView {
-  /** `heading`: what stands above it; null: nothing. */
+  /** `heading`: what stands above it; null: nothing that is seen. */
   constructor(heading) {
     this.text = "";
     this.figures = new Figures();
-    this.lines = new Lines();
+    this.written = new Written();
     this.buttons = el("div", { class: "buttons" });
     this.note = el("p", { class: "note hint" });
     this.node = el(
       "div",
       { class: "answer", "aria-busy": "true" },
-      ...(heading ? [el("h2", {}, heading)] : []),
-      this.lines.node,
+      el("h2", { class: heading ? "" : "unseen" }, heading ?? "Answer"),
+      this.written.node,
       this.note,
       this.figures.node,
       this.buttons,
@@ -65,24 +109,33 @@ class AnswerView {
       if (!told) continue;
       for (const round of told.rounds) this.addRound(round, told.num_layers);
     }
-    this.figures.show();
+    this.timer ??= setTimeout(() => this.paint(), PAINT_MS);
   }
 
   addRound(round, numLayers) {
     this.figures.add(round);
     const rejected = rejectedOf(round);
     for (const [place, token] of round.tokens.entries()) {
-      for (const { draft, behind } of rejected.get(place) ?? []) {
-        this.lines.put(rejectedDraft(draft, behind, numLayers));
-      }
-      this.lines.add(token.text, () => dress(el("span", {}), token, numLayers));
+      const at = this.written.text.length;
+      this.written.rejects.push(...(rejected.get(place) ?? []).map((one) => ({ at, numLayers, ...one })));
+      this.written.add({ ...token, numLayers });
     }
+  }
+
+  paint() {
+    clearTimeout(this.timer);
+    this.timer = null;
+    const follows = nearEnd();
+    this.written.paint($("markdown").checked);
+    this.figures.show();
+    if (follows) scrollToEnd();
   }
 
   /** No more comes. `why`: words for the reader, if it did not end by itself. */
   end(why = "") {
     this.node.setAttribute("aria-busy", "false");
     this.note.textContent = why || (this.finish === "length" ? "Cut: it has as many tokens as the settings allow." : "");
+    this.paint();
   }
 
   fail(message) {

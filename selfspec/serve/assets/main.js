@@ -1,16 +1,23 @@
 // Puts the chat together: what was said, what is asked next, who stops it.
 
-const talk = { turns: [], busy: null };
+const MOST_BYTES = 100_000; // of a file: more than the context of most models
+
+const talk = { id: 0, turns: [], busy: null };
 
 /** One question with its answers: [speculation on, off] side by side, or one alone. */
 class Turn {
   constructor(question, history) {
     this.question = question;
     this.history = history;
-    this.answer = null;
-    this.node = el("article", { "aria-label": `Question: ${question.slice(0, 60)}` }, el("p", { class: "question", dir: "auto" }, question));
+    const asked = el("p", { class: "question", dir: "auto" }, question);
+    if (question.length > 600) asked.tabIndex = 0; // it scrolls
+    this.node = el("article", { "aria-label": `Question: ${question.slice(0, 60)}` }, asked);
     this.body = el("div", {});
     this.node.append(this.body);
+  }
+
+  get answer() {
+    return this.views?.[0].text || null;
   }
 
   get messages() {
@@ -51,10 +58,8 @@ function readSettings() {
 
 async function write(view, body, signal) {
   for await (const chunk of chunksOf(body, signal)) {
-    const follows = nearEnd();
     view.add(chunk);
     if (view.isCounted) countInLegend(view.figures.bySource);
-    if (follows) scrollToEnd();
   }
   view.end();
 }
@@ -66,7 +71,7 @@ async function answer(turn) {
   const views = ways.map((speculates) => new AnswerView(ways.length > 1 ? `speculation ${speculates ? "on" : "off"}` : null));
   views[0].isCounted = true;
   turn.show(...views);
-  turn.answer = null;
+  keepChat();
   if (views.length > 1) turn.verdict.textContent = "One after the other, so that each has the machine to itself.";
   const stopper = new AbortController();
   begin(stopper);
@@ -82,7 +87,6 @@ async function answer(turn) {
     failed(view, error);
     for (const other of views) if (other !== view && !other.text) other.end("Not asked.");
   } finally {
-    turn.answer = views[0].text || null;
     if (talk.busy === stopper) finish(turn);
   }
 }
@@ -114,18 +118,23 @@ function begin(stopper) {
   const typing = document.activeElement === $("question");
   setBusy(stopper);
   if (!typing) $("stop").focus(); // the button that was pressed goes away
-  for (const { again } of talk.turns) again?.remove();
+  talk.turns.at(-1).again?.remove();
 }
 
 function finish(turn) {
   const stopHadFocus = document.activeElement === $("stop");
   setBusy(null);
+  keepChat();
   if (stopHadFocus) $("question").focus();
   $("said").textContent = turn.views[0].text ? `Answer: ${turn.views[0].text} ${turn.verdict.textContent}` : "";
+  addButtons(turn);
+  scrollToEnd();
+}
+
+function addButtons(turn) {
   for (const view of turn.views) if (view.text) view.buttons.replaceChildren(copyButton(view));
   turn.again = button("Regenerate", () => answer(turn));
   turn.views[0].buttons.append(turn.again);
-  scrollToEnd();
 }
 
 function button(name, pressed) {
@@ -136,19 +145,25 @@ function button(name, pressed) {
 
 const copyButton = (view) =>
   button("Copy", async (node) => {
-    node.textContent = await copyText(view.text, view.lines.node);
+    node.textContent = await copyText(view.text, view.written.node);
     setTimeout(() => (node.textContent = "Copy"), 2000);
   });
 
 function ask(question) {
   if (!question.trim() || talk.busy || !$("settings").reportValidity()) return;
+  const turn = addTurn(question);
+  $("question").value = "";
+  fitQuestion();
+  answer(turn);
+}
+
+function addTurn(question) {
+  for (const { again } of talk.turns) again?.remove();
   const turn = new Turn(question, talk.turns.at(-1)?.said ?? []);
   talk.turns.push(turn);
   $("talk").append(turn.node);
   $("empty").hidden = true;
-  $("question").value = "";
-  fitQuestion();
-  answer(turn);
+  return turn;
 }
 
 function stop() {
@@ -156,12 +171,34 @@ function stop() {
 }
 
 function newChat() {
+  if (talk.busy) keepChat(); // with what there is of an answer
   stop();
-  talk.turns = [];
+  Object.assign(talk, { id: Date.now(), turns: [] });
   setBusy(null);
+  listChats();
   $("talk").replaceChildren();
   $("empty").hidden = false;
   countInLegend({});
+  $("question").focus();
+}
+
+/** A text file goes into the message, for the reader to see, to change and to send. */
+async function attach() {
+  const [file] = $("file").files;
+  $("file").value = ""; // the same file may come again
+  $("problem").textContent = "";
+  if (file.size > MOST_BYTES) {
+    $("problem").textContent = `${file.name} has ${Math.ceil(file.size / 1000)} kB, and a file may have ${MOST_BYTES / 1000}. Copy the part that matters.`;
+    return;
+  }
+  try {
+    const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
+    const fence = "`".repeat(Math.max(3, ...(text.match(/`+/g) ?? []).map(({ length }) => length + 1)));
+    $("question").value += `${$("question").value && "\n\n"}${file.name}:\n${fence}\n${text.replace(/\n?$/, "\n")}${fence}\n`;
+  } catch {
+    $("problem").textContent = `${file.name} is not a text in UTF-8.`;
+  }
+  fitQuestion();
   $("question").focus();
 }
 
@@ -219,6 +256,9 @@ function listen() {
   });
   $("stop").addEventListener("click", stop);
   $("new").addEventListener("click", newChat);
+  $("attach").addEventListener("click", () => $("file").click());
+  $("file").addEventListener("change", attach);
+  $("markdown").addEventListener("change", () => talk.turns.forEach(({ views }) => views.forEach((view) => view.paint())));
   $("rejects").addEventListener("change", () => $("talk").classList.toggle("rejects", $("rejects").checked));
   $("both").addEventListener("change", () => ($("speculation").disabled = $("both").checked));
   for (const example of document.querySelectorAll("#examples button")) {
@@ -230,5 +270,5 @@ buildLegend();
 startTheme();
 listen();
 greet();
-$("question").focus();
+newChat();
 document.documentElement.dataset.ready = "true";

@@ -11,7 +11,7 @@ const GIVERS = [
 const giverOf = (source) => GIVERS.find((giver) => giver.source === source) ?? { kind: "piece seen", words: source };
 
 /** Colour an element by who gave its text. */
-function dress(node, { source, layer }, numLayers) {
+function dress(node, { source, layer, numLayers }) {
   node.className = giverOf(source).kind;
   node.dataset.source = source;
   if (layer !== null) node.style.setProperty("--exit", layerColour(layer, numLayers));
@@ -25,8 +25,8 @@ function namesOf(source, layer) {
 }
 
 /** A draft that did not stay, as small text that is struck through. */
-function rejectedDraft(draft, behind, numLayers) {
-  const node = dress(el("del", {}), draft, numLayers);
+function rejectedDraft({ draft, behind, numLayers }) {
+  const node = dress(el("del", {}), { ...draft, numLayers });
   node.className = behind ? "reject" : "reject other";
   node.title = `${node.title}, rejected`;
   node.textContent = draft.text.replaceAll("\n", "⏎").replace(/^ +$/, "␣") || "∅";

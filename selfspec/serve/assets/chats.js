@@ -1,0 +1,85 @@
+// Conversations, kept in this browser: each as its questions, and its answers by who gave them.
+
+const CHATS = "selfspec-chats-1";
+
+/** Newest first: { id, turns: [{ question, text, runs: [[letters, source, layer, numLayers]] }] } */
+function readChats() {
+  try {
+    return JSON.parse(localStorage.getItem(CHATS)) ?? [];
+  } catch {
+    return [];
+  }
+}
+
+/** The oldest go where there is no more room. */
+function keepChats(chats) {
+  for (let count = chats.length; count >= 0; count -= 1) {
+    try {
+      localStorage.setItem(CHATS, JSON.stringify(chats.slice(0, count)));
+      return;
+    } catch {
+      if (count === 0) $("chats-hint").textContent = "This browser keeps nothing for pages: conversations end with this tab.";
+    }
+  }
+}
+
+/** Keep the one on the page, in front of the others. */
+function keepChat() {
+  const turns = talk.turns.map(({ question, views: [{ text, written }] }) => ({ question, text, runs: runsOf(written) }));
+  keepChats([{ id: talk.id, turns }, ...readChats().filter(({ id }) => id !== talk.id)]);
+  listChats();
+}
+
+/** Letters in a row from one giver. */
+function runsOf({ tokens }) {
+  const runs = [];
+  let from = 0;
+  for (const { end, token } of tokens) {
+    const [last, giver] = [runs.at(-1), [token.source, token.layer, token.numLayers]];
+    if (last && giver.every((value, place) => value === last[place + 1])) last[0] += end - from;
+    else runs.push([end - from, ...giver]);
+    from = end;
+  }
+  return runs;
+}
+
+function openChat({ id, turns }) {
+  if (id === talk.id) return;
+  newChat();
+  talk.id = id;
+  for (const { question, text, runs } of turns) {
+    const view = new AnswerView(null);
+    const turn = addTurn(question);
+    let at = 0;
+    for (const [letters, source, layer, numLayers] of runs) {
+      view.written.add({ text: text.slice(at, (at += letters)), source, layer, numLayers });
+    }
+    view.text = text;
+    view.figures.node.hidden = true; // times are not kept
+    turn.show(view);
+    view.end();
+    addButtons(turn);
+  }
+  listChats();
+  scrollToEnd();
+}
+
+function dropChat({ id, turns }) {
+  if (!confirm(`Delete “${titleOf(turns)}”?`)) return;
+  if (id === talk.id) newChat();
+  keepChats(readChats().filter((chat) => chat.id !== id));
+  listChats();
+  $("question").focus();
+}
+
+const titleOf = (turns) => turns[0].question.trim().replace(/\s+/g, " ").slice(0, 60);
+
+function listChats() {
+  $("chats").replaceChildren(...readChats().map((chat) => {
+    const open = button(titleOf(chat.turns), () => openChat(chat));
+    if (chat.id === talk.id) open.setAttribute("aria-current", "true");
+    const drop = button("×", () => dropChat(chat));
+    drop.setAttribute("aria-label", `Delete ${titleOf(chat.turns)}`);
+    return el("li", {}, open, drop);
+  }));
+}

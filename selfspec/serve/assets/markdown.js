@@ -1,0 +1,45 @@
+// Markdown as elements. The parser gives tokens, never HTML; what an answer says only becomes text.
+
+const parser = markdownit({ maxNesting: 20 }); // deeper is text; so is HTML
+
+/** Blocks of a text: where each begins and ends in it, and its tokens. */
+function blocksOf(text) {
+  const starts = [0];
+  for (let at = text.indexOf("\n"); at >= 0; at = text.indexOf("\n", at + 1)) starts.push(at + 1);
+  const blocks = [];
+  let depth = 0;
+  for (const token of parser.parse(text, {})) {
+    if (depth === 0 && token.nesting >= 0) blocks.push({ start: starts[token.map[0]], tokens: [] });
+    blocks.at(-1).tokens.push(token);
+    depth += token.nesting;
+  }
+  return blocks.map((block, place) => ({ ...block, end: blocks[place + 1]?.start ?? text.length }));
+}
+
+/** Elements of tokens. `cut(text)`: nodes of what an element says. */
+function build(tokens, root, cut) {
+  const open = [root];
+  for (const token of tokens) {
+    const into = open.at(-1);
+    if (token.nesting < 0) open.pop();
+    else if (token.nesting > 0) open.push(token.hidden ? into : into.appendChild(elementOf(token)));
+    else if (token.type === "inline") build(token.children, into, cut);
+    else if (token.type.endsWith("break")) into.append("\n");
+    else if (token.type === "hr") into.append(el("hr"));
+    else if (token.type === "text") into.append(...cut(token.content));
+    else if (token.type === "image") into.append(el("em", {}, `[picture: ${token.content}]`)); // none is loaded
+    else into.appendChild(el(token.type === "code_inline" ? "code" : "pre")).append(...cut(token.content));
+  }
+}
+
+function elementOf(token) {
+  if (token.type === "heading_open") return el("h3", { class: token.tag }); // one level below the page's own
+  const node = el(token.tag);
+  if (token.type === "link_open" && /^(https?|mailto):/i.test(token.attrGet("href"))) {
+    const href = token.attrGet("href");
+    for (const [name, value] of Object.entries({ href, title: href, target: "_blank", rel: "noopener noreferrer" })) node.setAttribute(name, value);
+  }
+  if (token.attrGet("start")) node.start = token.attrGet("start");
+  node.style.textAlign = token.attrGet("style")?.replace("text-align:", "") ?? "";
+  return node;
+}
