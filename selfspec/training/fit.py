@@ -50,22 +50,17 @@ class Job:
     """What is fitted to what."""
 
     backbone: Backbone
-    base_model: str
-    """Name for the record."""
+    base_model: str  # name for the record
     train: Selection
-    validation: Selection
-    """Batches with targets."""
+    validation: Selection  # batches with targets
     options: FitOptions
     start: ExitHeads | None = None
     """Heads to go on from, which say what the fitted ones are; None: new ones as `options` say."""
-    special_ids: Collection[int] = ()
-    """Always in the draft vocabulary."""
+    special_ids: Collection[int] = ()  # always in the draft vocabulary
     chat_template: str | None = None
     """The chat template of the text, where it is not the model's own."""
-    data: str = ""
-    """Name of the text, for the record."""
-    held_out: str = "a 20th of the data"
-    """Name of the text that is measured on."""
+    data: str = ""  # name of the text, for the record
+    held_out: str = "a 20th of the data"  # name of the text that is measured on
     workplace: Path | None = None
     """Folder for the checkpoint of an unfinished fit; None: it cannot be resumed."""
     processes: PartialState = field(default_factory=launched)
@@ -77,24 +72,18 @@ class Fitted:
 
     heads: ExitHeads
     """In the model's dtype, ready to draft or to save: each layer's from its best epoch."""
-    metrics: dict[str, Any]
-    """For `metrics.json`."""
-    epochs: list[dict[str, Any]]
-    """For `metrics.jsonl`: one entry per epoch and layer."""
+    metrics: dict[str, Any]  # for `metrics.json`
+    epochs: list[dict[str, Any]]  # for `metrics.jsonl`: one entry per epoch and layer
 
 
 @dataclass
 class _Course:
     """How far a fit has come; everything but tensors that a checkpoint holds."""
 
-    sums: dict[str, float]
-    """Loss of this epoch by layer, times positions."""
-    step: int = 0
-    """Steps done."""
-    positions: int = 0
-    """Positions of this epoch so far."""
-    entries: list[dict[str, Any]] = field(default_factory=list)
-    """One per closed epoch and layer."""
+    sums: dict[str, float]  # loss of this epoch by layer, times positions
+    step: int = 0  # steps done
+    positions: int = 0  # positions of this epoch so far
+    entries: list[dict[str, Any]] = field(default_factory=list)  # one per closed epoch and layer
 
     @property
     def validated(self) -> int:
@@ -383,7 +372,7 @@ class _Fit:
     def run(self, progress: Show) -> Fitted:
         """All that is left to do."""
         course, stride = self._course, self._job.options.accumulate
-        while course.validated < self._job.options.epochs and not self._out_of_patience():
+        while course.validated < self._job.options.epochs:
             # not from the steps alone: a fit can be killed between an epoch's last one and its end
             epoch = course.validated
             place = course.step - epoch * self._steps_per_epoch
@@ -439,13 +428,6 @@ class _Fit:
                 self._best.part(layer).load_state_dict(heads.part(layer).state_dict())
         course.sums, course.positions = dict.fromkeys(course.sums, 0.0), 0
         self._watch.lap("validation")
-
-    def _out_of_patience(self) -> bool:
-        course, patience = self._course, self._job.options.patience
-        if patience is None or not course.entries:
-            return False
-        last_gain = max(int(course.best(layer)["epoch"]) for layer in self._layers)
-        return course.validated - last_gain >= patience
 
     def _fitted(self) -> Fitted:
         course = self._course

@@ -24,10 +24,8 @@ from selfspec.training.features import Features
 class Agreement:
     """Shares in 0..1 of one exit layer."""
 
-    positions: int
-    """Held-out answer positions."""
-    agreement: float
-    """Share where the head's top token is the model's."""
+    positions: int  # held-out answer positions
+    agreement: float  # share where the head's top token is the model's
     agreement_second: float | None = None
     """The share for the second draft of a round behind a right first one, where it reads what the
     heads made of that, or comes from a head of its own."""
@@ -36,10 +34,8 @@ class Agreement:
 class Judged(NamedTuple):
     """A head's answers at N positions."""
 
-    logits: Tensor
-    """[N, V_draft]"""
-    right: Tensor
-    """[N] bool: its top token is the model's."""
+    logits: Tensor  # [N, V_draft]
+    right: Tensor  # [N] bool: its top token is the model's
 
 
 def unrolled(

@@ -186,9 +186,6 @@ class FitOptions:
     epochs: Count = 2
     """Passes over the training text, at least 1."""
 
-    patience: Limit = None
-    """Stop after this many epochs in which no layer agreed better. None: never."""
-
     learning_rate: Positive = 2e-3
     """AdamW's, at its highest, above 0."""
 

@@ -50,8 +50,7 @@ class Passage:
 
     tokens: tuple[int, int]
     """Fewest and most tokens of one; drawn so that half and double are as likely anywhere."""
-    count: tuple[int, int] = (1, 1)
-    """Fewest and most of them in a prompt; several are numbered."""
+    count: tuple[int, int] = (1, 1)  # fewest and most of them in a prompt; several are numbered
     language: tuple[str, ...] = ("en",)
 
     def __post_init__(self) -> None:
@@ -71,19 +70,15 @@ class Family:
     """Prompts of one kind."""
 
     name: str
-    weight: float
-    """Its share of the rows, relative to the others' weights."""
+    weight: float  # its share of the rows, relative to the others' weights
     ask: tuple[tuple[str | None, ...], ...]
     """Ways to ask, each the user's turns of a conversation; the model invents a turn of None."""
     passage: Passage | None = None
     question: tuple[str, ...] = ()
     """Words with which the model begins a question about the passage, for {question}."""
-    continues: bool = False
-    """The model writes on behind the first turn until the user's turn ends."""
-    passages: bool = False
-    """Answers are articles: passages for other families of the same batch."""
-    read: bool = False
-    """The text is read only: nothing is answered."""
+    continues: bool = False  # the model writes on behind the first turn until the user's turn ends
+    passages: bool = False  # answers are articles: passages for other families of the same batch
+    read: bool = False  # the text is read only: nothing is answered
 
     def is_invented(self, *, raw: bool) -> bool:
         """Whether the model writes a part of the user's turns; a `raw` row is its first alone."""
@@ -99,10 +94,8 @@ class Recipe:
     lists: Mapping[str, tuple[str, ...]]
     languages: Mapping[str, str]
     """English names of the languages that passages can have, by their two letters."""
-    written_share: float
-    """Share of the English passages that are articles of the same batch."""
-    digest: str
-    """The hash of all this, for the record."""
+    written_share: float  # share of the English passages that are articles of the same batch
+    digest: str  # the hash of all this, for the record
 
 
 @dataclass
@@ -113,12 +106,9 @@ class Row:
     number: int
     turns: tuple[str | None, ...]
     values: dict[str, str]
-    rng: random.Random = field(repr=False)
-    """For what is drawn while the row is written."""
-    language: str = "en"
-    """The language of {passage}."""
-    article: bool = False
-    """{passage} is to be an article of the same batch."""
+    rng: random.Random = field(repr=False)  # for what is drawn while the row is written
+    language: str = "en"  # the language of {passage}
+    article: bool = False  # {passage} is to be an article of the same batch
 
     def text(self, turn: str | None) -> str | None:
         """One of the user's turns, filled in."""

@@ -341,14 +341,11 @@ def test_every_option_changes_what_is_learned(
     assert not torch.equal(weights(deep)[name], weights(changed)[name])
 
 
-def test_each_layer_keeps_its_best_epoch_and_patience_ends_the_fit(
-    backbone: Backbone, talks: list[Conversation]
-) -> None:
-    wild = {"epochs": 30, "learning_rate": 3.0, "warmup": 0.0, "exit_layers": (2,)}
-    result = fitted(backbone, talks, patience=2, **wild)
+def test_each_layer_keeps_its_best_epoch(backbone: Backbone, talks: list[Conversation]) -> None:
+    wild = {"epochs": 8, "learning_rate": 3.0, "warmup": 0.0, "exit_layers": (2,)}
+    result = fitted(backbone, talks, **wild)
     best = max(result.epochs, key=lambda entry: (entry["agreement"], -entry["epoch"]))
     assert result.metrics["layers"]["2"] == best
-    assert result.epochs[-1]["epoch"] == best["epoch"] + 2 < 30
 
 
 def stop_after(count: int) -> Show:

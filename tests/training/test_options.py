@@ -24,7 +24,7 @@ WRONG: dict[type, dict[str, Sequence[Any]]] = {
         "head_type": ["logit-lens"],
         "ce_share": [1.5],
         **dict.fromkeys(("answer_share", "step_decay", "learning_rate", "max_grad_norm"), (0.0,)),
-        **dict.fromkeys(("inner_size", "epochs", "accumulate", "patience"), (0,)),
+        **dict.fromkeys(("inner_size", "epochs", "accumulate"), (0,)),
         "warmup": [1.0],
         "weight_decay": [-0.1],
     },
