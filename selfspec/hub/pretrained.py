@@ -323,5 +323,15 @@ def assembled(
         place(_OUTPUT, embedding.weight)
     if missing:
         raise LacksWeights(f"it lacks {len(missing)} weights, {missing[0]} among them")
-    model.eval()
-    return model
+    model.register_state_dict_post_hook(_as_numbers)
+    return model.eval()
+
+
+def _as_numbers(_model: nn.Module, state: dict[str, Any], _prefix: str, _more: Any) -> None:
+    """Blocks are saved as the numbers that they stand for, tied ones as one tensor."""
+    from selfspec.model.weights import QuantisedWeight
+
+    made: dict[int, Tensor] = {}
+    for name, weight in state.items():  # with keep_vars they are parameters, as they are
+        if isinstance(weight, QuantisedWeight) and not hasattr(weight, "_is_param"):
+            state[name] = made.setdefault(weight.blocks.data_ptr(), weight.expanded())

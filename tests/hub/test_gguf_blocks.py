@@ -90,9 +90,12 @@ def test_an_embedding_may_be_the_unembedding_too(tmp_path: Path) -> None:
     write_model(tmp_path / "it.gguf", tied=True)
     blocks, numbers = both(tmp_path / "it.gguf")
     assert blocks.lm_head.weight is blocks.model.embed_tokens.weight
+    blocks.save_pretrained(tmp_path / "saved")  # as numbers
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
     ids = torch.arange(9)[None]
     with torch.inference_mode():
-        assert torch.equal(blocks(ids).logits, numbers(ids).logits)
+        for other in (numbers, saved):
+            assert torch.equal(blocks(ids).logits, other(ids).logits)
 
 
 def test_other_formats_are_de_quantised_and_named(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import logging
 import shutil
 import urllib.error
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ import torch
 from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
-from selfspec import files
 from selfspec.errors import HeadsNotFound, InvalidOption, ModelNotFound
 from selfspec.heads.folder import FILES_OF_A_FIT
 from selfspec.hub import models as hub
@@ -107,26 +104,6 @@ def test_a_conversion_that_ends_early_leaves_nothing_half_written(
     with pytest.raises(found, match=said):
         hub.resolve_model(gguf)
     assert entries(cache) == []
-
-
-def test_conversion_that_another_process_finished_first_is_used(
-    gguf: Path, cache: Path, conversions: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While this one waits for its turn, the folder appears."""
-    locked = files.locked
-
-    @contextlib.contextmanager
-    def after_them(target: Path, *, wait: bool = False) -> Iterator[None]:
-        with locked(target, wait=wait):
-            target.mkdir()
-            (target / "config.json").write_text("theirs", encoding="utf-8")
-            yield
-
-    monkeypatch.setattr(files, "locked", after_them)
-    source = Path(hub.resolve_model(gguf).source)
-    assert (source / "config.json").read_text(encoding="utf-8") == "theirs"
-    assert entries(cache) == [source.name]
-    assert conversions == []
 
 
 def test_a_file_or_a_folder_that_cannot_be_loaded_is_named_with_the_reason(
