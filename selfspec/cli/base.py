@@ -52,8 +52,7 @@ if TYPE_CHECKING:
     from selfspec.api.speculator import Speculator
     from selfspec.api.stream import Generation
 
-Asked = dict[str, Any]
-"""What was asked for, by names of flags; typed and checked."""
+Asked = dict[str, Any]  # what was asked for, by names of flags; typed and checked
 
 
 class Named(Asked):
@@ -116,18 +115,13 @@ class Flag:
     heads > built-in holds.
     """
 
-    name: str
-    """Keyword of the facade; the flag is its kebab-case."""
-    hint: Any
-    """Type of the value, as annotated in Python."""
+    name: str  # keyword of the facade; the flag is its kebab-case
+    hint: Any  # type of the value, as annotated in Python
     help: str
     aliases: tuple[str, ...] = ()
-    metavar: str | None = None
-    """What stands for the value in the help; None: by its type."""
-    group: str = "Options"
-    """Where --help-all lists it."""
-    rare: bool = False
-    """Not listed by --help."""
+    metavar: str | None = None  # what stands for the value in the help; None: by its type
+    group: str = "Options"  # where --help-all lists it
+    rare: bool = False  # not listed by --help
 
     @property
     def long_name(self) -> str:
@@ -190,8 +184,7 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is th
 
 SYSTEM = Flag("system", str, "System message ahead of the conversation.")
 
-Stats = Literal["short", "full"]
-"""How much is said of an answer."""
+Stats = Literal["short", "full"]  # how much is said of an answer
 
 STATS = Flag(
     "stats",
@@ -200,8 +193,7 @@ STATS = Flag(
     metavar="[=full]",
 )
 
-_known: set[str] = set()
-"""Names of all commands' flags: keys that the default file may hold."""
+_known: set[str] = set()  # names of all commands' flags: keys that the default file may hold
 
 
 def with_flags(*flags: Flag) -> Callable[[Command], Command]:
@@ -335,8 +327,7 @@ def kv_memory(asked: Asked) -> int | None:
 
 # --- help
 
-PARTS: dict[str, Kinds] = {**KINDS, "costs": {"": Costs}}
-"""Options in parts: their kinds by name."""
+PARTS: dict[str, Kinds] = {**KINDS, "costs": {"": Costs}}  # options in parts: kinds by name
 
 
 class GroupedCommand(TyperCommand):
@@ -532,8 +523,7 @@ def check_model(asked: Asked) -> None:
 
 # --- prompts
 
-MOST_PROMPT_BYTES = 4 << 20
-"""About a million tokens, more than any model takes."""
+MOST_PROMPT_BYTES = 4 << 20  # about a million tokens, more than any model takes
 
 
 def read_prompt(prompt: str | None, file: str | None = None, *, raw: bool = False) -> str:
@@ -605,8 +595,7 @@ def note(text: str) -> None:
     typer.echo(text, err=True)
 
 
-_LONGEST_LINE = 2000
-"""Characters of an error: a name or a value in it may be of any length."""
+_LONGEST_LINE = 2000  # characters of an error: a name or a value in it may be of any length
 
 
 def complain(error: SelfspecError | str) -> None:
@@ -657,8 +646,14 @@ def say_if_cut(answer: Generation, options: Mapping[str, Any]) -> None:
 def say_next(command: str, asked: Asked, *words: str) -> None:
     """The command that goes on from here with the same model, ready to paste."""
     if not int(os.environ.get("RANK", "0")):  # of several processes the first says it
-        named = [(f"--{name}", str(asked[name])) for name in ("model", "dtype") if name in asked]
+        flags = {"model": "--model", "dtype": "--dtype", "chat_template": "--chat-template"}
+        named = [(flags[name], str(asked[name])) for name in flags if name in asked]
         note(f"next: {shlex.join(['selfspec', command, *words, *itertools.chain(*named)])}")
+
+
+def raw_flag(tokenizer: object) -> list[str]:
+    """What commands need for a model that knows no turns."""
+    return ["--raw"] if getattr(tokenizer, "chat_template", None) is None else []
 
 
 def printed(show: Callable[[Console], None], width: int | None = None) -> str:

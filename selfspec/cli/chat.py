@@ -237,7 +237,12 @@ class Chat:
     def _load(self, name: str) -> None:
         values = read_json(path := files.local_path(name))
         messages = values.get("messages") if isinstance(values, dict) else None
-        if not isinstance(messages, list) or not all(map(_is_message, messages)):
+        if not isinstance(messages, list) or not all(
+            isinstance(entry, dict)
+            and entry.get("role") in ("system", "user", "assistant")
+            and isinstance(entry.get("content"), str)
+            for entry in messages
+        ):
             raise InvalidData(f"{path} is no conversation. Give a file that /save wrote")
         self._replace([{key: entry[key] for key in ("role", "content")} for entry in messages])
         turns = sum(entry["role"] == "user" for entry in messages)
@@ -282,14 +287,6 @@ class Chat:
     @_command("/quit", "leave, as Ctrl-D does")
     def _quit(self, _: str) -> None:
         self.ended = True
-
-
-def _is_message(entry: Any) -> bool:
-    return (
-        isinstance(entry, dict)
-        and entry.get("role") in ("system", "user", "assistant")
-        and isinstance(entry.get("content"), str)
-    )
 
 
 # --- where turns come from: each reader gives the next one, stripped, None at the end

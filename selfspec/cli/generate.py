@@ -226,8 +226,7 @@ def _index(line: str, path: Path) -> int:
 
 _PROMPT = "Explain in a few sentences how a rainbow forms."
 _WARM_UP_TOKENS = 4
-_NEAR = 0.05
-"""A difference in speed that one run does not tell from none."""
+_NEAR = 0.05  # a difference in speed that one run does not tell from none
 
 
 @with_flags(*LOADING, *SPECULATION, *(flag for flag in GENERATION if flag.name == "max_new_tokens"))

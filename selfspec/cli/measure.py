@@ -216,8 +216,7 @@ def _recorded(speculator: Speculator, questions: list[Question], options: Record
 
 # --- tune
 
-_QUESTIONS = 12
-"""Without --limit: two of each task, a few minutes for the default model."""
+_QUESTIONS = 12  # without --limit: two of each task, a few minutes for the default model
 
 
 @with_flags(
@@ -276,6 +275,7 @@ def tune(*, as_json: base.AsJson = False, asked: Asked) -> None:
     base.emit(json.dumps(facts) + "\n" if as_json else "".join(f"{line}\n" for line in lines))
     if file is not None:
         own = ["--heads", str(asked["heads"])] if "heads" in asked else []
+        own += base.raw_flag(speculator.tokenizer)
         base.say_next("generate", asked, "--stats", *own, "Name three rivers.")
 
 

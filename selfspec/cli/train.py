@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from selfspec.model.backbone import Backbone
     from selfspec.training.calibrate import Calibration
     from selfspec.training.features import FeatureSpec, Selection
-    from selfspec.training.fit import Job
+    from selfspec.training.fit import Fitted, Job
     from selfspec.training.recipe import Passages, Recipe
     from selfspec.training.selfgen import Counts, Source, Writer
     from selfspec.training.text import Conversation, Reader
@@ -55,7 +55,6 @@ MODEL = base.grouped(
     ),
     _FROZEN,
 )
-"""Flags of the model and the text."""
 
 _PROMPTS = (
     Flag("recipe", str, "YAML file of prompt families; without it the built-in one."),
@@ -70,11 +69,9 @@ class Base(NamedTuple):
 
     backbone: Backbone
     tokenizer: PreTrainedTokenizerBase | None
-    name: str
-    """For the record."""
+    name: str  # for the record
     processes: PartialState
-    chat_template: str | None = None
-    """Where it is not the model's own."""
+    chat_template: str | None = None  # where it is not the model's own
 
 
 def _check(asked: Asked) -> None:
@@ -483,7 +480,9 @@ def datastore(*, asked: Asked) -> None:
         store = Datastore.of(texts, on.tokenizer)
         store.save(output)
     base.emit(f"{output}: {len(texts):,} texts, {len(store.ids) - len(texts):,} tokens\n")
-    base.say_next("chat", asked, "--datastore", asked["output"])
+    raw = base.raw_flag(on.tokenizer)
+    words = ["generate", *raw, "Once upon a time"] if raw else ["chat"]
+    base.say_next(words[0], asked, *words[1:], "--datastore", asked["output"])
 
 
 # --- fit
@@ -503,8 +502,7 @@ _FILES = (
 
 _OF_HEADS = {"exit_layers", "head_type", "inner_size", "draft_vocab_size", "state_layers"}
 
-UNFINISHED = "unfinished"
-"""Folder within the output that holds the checkpoint."""
+UNFINISHED = "unfinished"  # folder within the output that holds the checkpoint
 
 
 @with_flags(*_FILES, *option_flags(FitOptions))
@@ -532,7 +530,8 @@ def fit(*, asked: Asked) -> None:
         _check_heads_output(asked)  # another fit may have ended since
         if asked.get("overwrite"):
             checkpoint.remove(output / UNFINISHED)
-        job = _job(asked, options, output / UNFINISHED)
+        model = _load(asked)
+        job = _job(asked, options, model, output / UNFINISHED)
         with base.bar("fit", "steps") as show:
             fitted = fitting.fit(job, show)
         if job.processes.is_main_process:
@@ -541,6 +540,12 @@ def fit(*, asked: Asked) -> None:
             records.write(output, fitted, run)
             known.remember(output)
             checkpoint.remove(output / UNFINISHED)
+    _say_fitted(fitted, model, asked)
+
+
+def _say_fitted(fitted: Fitted, model: Base, asked: Asked) -> None:
+    from selfspec.api import chat_template as templates
+
     for layer, shares in fitted.metrics["layers"].items():
         second = shares["agreement_second"]
         more = "" if second is None else f"  second draft {second:.1%}"
@@ -552,7 +557,11 @@ def fit(*, asked: Asked) -> None:
     # calibration takes text that the heads were not fitted to; where there is none, make some
     text = asked.get("validation", "held-out.jsonl")
     if "validation" not in asked:
-        base.say_next("data", asked, "--output", text, "--tokens", "20000", "--seed", "1")
+        template = model.chat_template
+        name = template and templates.name_of(template)
+        own = {"chat_template": name if name in templates.NAMES else template} if name else {}
+        words = ("--output", text, "--tokens", "20000", "--seed", "1")
+        base.say_next("data", own | asked, *words, *base.raw_flag(model.tokenizer))
     base.say_next("calibrate", asked, "--heads", asked["output"], "--data", text)
 
 
@@ -572,9 +581,8 @@ def _check_heads_output(asked: Asked) -> None:
     files.check_folder(name, FILES_OF_A_FIT, is_heads_folder, overwrite=overwrite, reads=reads)
 
 
-def _job(asked: Asked, options: FitOptions, workplace: Path) -> Job:
-    """The model, the features to fit on and those to measure on."""
-    model = _load(asked)
+def _job(asked: Asked, options: FitOptions, model: Base, workplace: Path) -> Job:
+    """The features of a model to fit on, and those to measure on."""
     from selfspec.training import fit
     from selfspec.training.features import CacheSource, StreamSource, split, whole
     from selfspec.training.text import special_ids
@@ -628,11 +636,10 @@ def _job(asked: Asked, options: FitOptions, workplace: Path) -> Job:
 
 # --- calibrate
 
-_INSTEAD = {
+_INSTEAD = {  # by drafter, why
     "ngram": "prompt lookup, which pauses where it does not pay",
     "none": "because a verification of several rows costs more than as many steps",
 }
-"""By drafter, why."""
 
 
 @with_flags(

@@ -423,15 +423,17 @@ def record(
 ) -> Record:
     """Decode all turns of `questions` greedily and note what any setting would do there.
 
-    Each turn sees the plain answers to those before it. Raises what a Recorder does.
+    Each turn sees the plain answers to those before it; a model without a chat template writes on
+    behind the first. Raises what a Recorder does.
     """
     recorder = Recorder(speculator, options)
+    raw = getattr(speculator.tokenizer, "chat_template", None) is None
     for done, question in enumerate(questions):
         show(done, len(questions), question.id)
         messages: list[dict[str, str]] = []
-        for number, turn in enumerate(question.turns, start=1):
+        for number, turn in enumerate(question.turns[: 1 if raw else None], start=1):
             messages.append({"role": "user", "content": turn})
-            answer = recorder.prompt(messages, question.id, question.task, number)
+            answer = recorder.prompt(turn if raw else messages, question.id, question.task, number)
             messages.append({"role": "assistant", "content": answer})
     show(len(questions), len(questions), f"{len(recorder.nodes)} nodes")
     return recorder.record()
@@ -461,11 +463,7 @@ class Recorder:
         self._texts: dict[str, list[int]] = {"contexts": [], "answers": [], "roots": []}
 
     def prompt(self, prompt: Prompt, name: str, task: str, turn: int) -> str:
-        """One prompt; returns the answer's text.
-
-        Raises InvalidOption for a model whose own settings make greedy decoding more than the most
-        likely token.
-        """
+        """The answer's text. Raises InvalidOption where greedy is more than the likeliest token."""
         speculator = self._speculator
         options: Any = {"max_new_tokens": self._options.max_new_tokens, "do_sample": False}
         request = speculator.call(prompt, options)

@@ -144,17 +144,6 @@ def test_in_float16_the_default_model_is_not_that_of_its_heads(
     assert asked == [None]
 
 
-def test_what_python_shows_of_an_answer_is_short(speculator: Speculator) -> None:
-    answer = speculator.generate(random_ids(5), max_new_tokens=5)
-    assert str(answer) == answer.text
-    assert repr(answer).startswith("<Generation '': 5 tokens, ")
-    assert "\n" not in repr(answer)
-    assert repr(speculator).startswith(
-        "<Speculator of LlamaForCausalLM: 6 layers in torch.float64 "
-    )
-    assert repr(speculator).endswith(", drafter exit>")
-
-
 @pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p"])
 def test_what_only_drawing_knows_asks_for_it(speculator: Speculator, name: str) -> None:
     value: Any = {"temperature": 1.5, "top_k": 50}.get(name, 0.5)

@@ -17,11 +17,9 @@ from typing import Any
 import pytest
 import yaml
 from accelerate import PartialState
-from rich.progress import Progress
 
 from selfspec.api.speculator import load
 from selfspec.cli import train
-from selfspec.cli.base import bar
 from selfspec.cli.main import main
 from selfspec.config import SpeculationOptions
 from selfspec.heads.attending import AttendingConfig
@@ -255,25 +253,6 @@ def test_features_are_cached_and_fitted_to(workplace: Path, capsys: Capture) -> 
     assert one.read_bytes() == other.read_bytes()
     assert not (workplace / "a" / train.UNFINISHED).exists()
     assert HeadsConfig.read(workplace / "a").exit_layers == (0, 3)
-
-
-def test_what_was_found_says_nothing_about_the_time_that_is_left(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tasks: list[Any] = []
-    stop = Progress.stop
-
-    def watched(self: Progress) -> None:
-        tasks.extend(self.tasks)
-        stop(self)
-
-    monkeypatch.setattr(Progress, "stop", watched)
-    for found in (True, False):
-        with bar("cache", "tokens", rate=True) as show:
-            for done in (0, 400, 800):
-                show(done, 1000, found=found)
-    assert (tasks[0].completed, tasks[0].total, tasks[0].speed) == (800, 1000, None)
-    assert (tasks[0].fields["words"], tasks[1].fields["words"][-9:]) == ("", " tokens/s")
 
 
 def test_two_processes_take_the_steps_of_one(workplace: Path) -> None:
