@@ -13,7 +13,7 @@ from selfspec.errors import SelfspecError
 
 if TYPE_CHECKING:
     from selfspec.adaptation import adapt
-    from selfspec.api.speculator import Session, Speculator, load, wrap
+    from selfspec.api.speculator import Session, Speculator, custom_generate, load, wrap
     from selfspec.api.stream import Generation, Stream
     from selfspec.decoding.stats import GenerationStats
 
@@ -27,19 +27,17 @@ __all__ = [
     "Speculator",
     "Stream",
     "adapt",
+    "custom_generate",
     "load",
     "wrap",
 ]
 
+_SPECULATOR = ("Session", "Speculator", "custom_generate", "load", "wrap")
 _HOMES = {
-    "Generation": "api.stream",
+    **dict.fromkeys(_SPECULATOR, "api.speculator"),
+    **dict.fromkeys(("Generation", "Stream"), "api.stream"),
     "GenerationStats": "decoding.stats",
-    "Session": "api.speculator",
-    "Speculator": "api.speculator",
-    "Stream": "api.stream",
     "adapt": "adaptation",
-    "load": "api.speculator",
-    "wrap": "api.speculator",
 }
 """Names that need torch, and the modules they live in."""
 

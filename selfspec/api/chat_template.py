@@ -35,13 +35,8 @@ logger = logging.getLogger(__name__)
 NAMES = ("alpaca", "chatml", "llama-2", "vicuna", "zephyr")
 """Files in `templates`, each of which names its source."""
 
-_HINTS = {
-    "vicuna": "vicuna",
-    "llama-?2.*chat": "llama-2",
-    "alpaca": "alpaca",
-    "zephyr": "zephyr",
-    "hermes|dolphin|chatml": "chatml",
-}
+_HINTS = {"llama-?2.*chat": "llama-2", "hermes|dolphin|chatml": "chatml"}
+_HINTS |= {name: name for name in ("vicuna", "alpaca", "zephyr")}
 """What a model's name may say of its template."""
 
 # stand for turns of unknown text; letters only, so that no template trims or escapes them
@@ -52,8 +47,7 @@ class TurnEnd(NamedTuple):
     """How an answer ends where that is not the model's own end token."""
 
     token: int | None = None
-    text: str = ""
-    """The end where no single token says it."""
+    text: str = ""  # the end where no single token says it
 
     def options(self, given: Mapping[str, Any], model: PreTrainedModel) -> dict[str, Any]:
         """Keywords of `generate` that end an answer here, too, beside those `given`."""
@@ -135,7 +129,7 @@ def chosen(
             name_of(given),
         )
     template = fitted if given is None else given
-    if template is None:
+    if template is None or (given is None and tokenizer is None):  # ids alone need none
         if tokenizer is not None and tokenizer.chat_template is None and suggested(label):
             logger.warning("%s brings no chat template. %s", label, advice(label))
         return tokenizer, NO_END
@@ -204,8 +198,9 @@ _KEPT = 2
 class CannotRender(Exception):
     """Why a template gives no text, in one line."""
 
-    line: int | None = None
-    """The line of the template, where that is known."""
+    def __init__(self, reason: str, line: int | None = None) -> None:
+        super().__init__(reason)
+        self.line = line  # of the template, where that is known
 
 
 def templated(
@@ -267,9 +262,7 @@ def _rendered(template: str, variables: str) -> str:
         _end(child)
     text, reason, number = json.loads(said)
     if text is None:
-        error = CannotRender(reason)
-        error.line = number
-        raise error
+        raise CannotRender(reason, number)
     return str(text)
 
 

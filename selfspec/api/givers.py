@@ -1,8 +1,4 @@
-"""Who gave a token, in words and in colour: the same on pages, in pictures and on a terminal.
-
-A notebook gets an answer as HTML without a script, in which text is only ever text; its own ink can
-be read on light and on dark. Imports no torch.
-"""
+"""Who gave a token, in words and in colour, everywhere the same. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,8 +17,7 @@ class Giver(NamedTuple):
     """Who gave a token."""
 
     source: str
-    layer: int = 0
-    """Exit layer of a head's draft; 0 is the embedding."""
+    layer: int = 0  # exit layer of a head's draft; 0 is the embedding
 
     @property
     def words(self) -> str:
@@ -41,8 +36,7 @@ class Giver(NamedTuple):
 class Piece(NamedTuple):
     """What a token adds to an answer, and who gave it."""
 
-    text: str
-    """Empty within a character of several tokens."""
+    text: str  # empty within a character of several tokens
     giver: Giver
 
 

@@ -68,8 +68,7 @@ _TOKENS = (
 _REFUSALS = (AttributeError, LookupError, ArithmeticError, RuntimeError, TypeError, ValueError)
 """What transformers raises for keywords that it cannot make sense of."""
 
-_KEPT = 32
-"""Grammars that were read, and are kept for the next answers."""
+_KEPT = 32  # grammars that were read, and are kept for the next answers
 
 _DRAWING = frozenset({"temperature", "top_k", "top_p", "min_p"})
 """Keywords that mean nothing to greedy decoding."""
@@ -268,12 +267,12 @@ def prepare(
     model, rest = backbone.model, dict(options)
     seed, logprobs = rest.pop("seed", None), rest.pop("logprobs", None)
     criteria = StoppingCriteriaList(rest.pop("stopping_criteria", None) or [])
-    strings = _wanted(model, rest, "stop_strings")
+    strings = wanted(model, rest, "stop_strings")
     rest.pop("stop_strings", None)
     if strings not in (None, []):
         criteria.append(stop_strings(tokenizer, strings))
-    decays = _wanted(model, rest, "exponential_decay_length_penalty") is not None
-    if decays and _wanted(model, rest, "eos_token_id") is None:
+    decays = wanted(model, rest, "exponential_decay_length_penalty") is not None
+    if decays and wanted(model, rest, "eos_token_id") is None:
         raise InvalidOption(
             "exponential_decay_length_penalty makes the end token likelier, and the model has "
             "none. Give eos_token_id, or leave it out"
@@ -373,7 +372,7 @@ def left_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[int]:
     return [length - count for count in counts]
 
 
-def _wanted(model: PreTrainedModel, options: Mapping[str, Any], name: str) -> Any:
+def wanted(model: PreTrainedModel, options: Mapping[str, Any], name: str) -> Any:
     """The value of a keyword, else that of the config that is given, else of the model's own."""
     configs = options.get("generation_config"), model.generation_config
     values = (options.get(name), *(getattr(config, name, None) for config in configs))
@@ -397,16 +396,10 @@ def _default_length(backbone: Backbone, length: int) -> dict[str, int]:
     return {"max_new_tokens": min(DEFAULT_MAX_NEW_TOKENS, room)}
 
 
-def _hand_back(
-    model: PreTrainedModel,  # noqa: ARG001  # the signature is Hugging Face's
-    input_ids: Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    **model_kwargs: Any,
-) -> tuple[Any, ...]:
+def _hand_back(_model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> tuple[Any, ...]:
     """Stand in for a decoding loop: return what was prepared for one."""
-    return input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
+    named = ("logits_processor", "stopping_criteria", "generation_config")
+    return input_ids, *(prepared.pop(name) for name in named), prepared
 
 
 def _ended(criteria: list[Any], ids: Tensor) -> bool:
@@ -459,21 +452,17 @@ def refuse_model_keywords(model_kwargs: Mapping[str, Any], input_ids: Tensor) ->
 
 def _among(value: Any, allowed: tuple[Any, ...]) -> bool:
     """Whether `value` is one of these plain values; tensors and the like are none."""
-    plain = value is None or isinstance(value, bool | int | float | str)
-    return plain and value in allowed
+    return (value is None or isinstance(value, bool | int | float | str)) and value in allowed
 
 
 def _check_positions(positions: Any, mask: Tensor | None, input_ids: Tensor) -> None:
     """Raise InvalidOption unless each row counts its own ids from 0; padding does not matter."""
     rows, length = input_ids.shape
-    if mask is None:
-        expected, counted = torch.arange(length), None
-    else:
-        expected, counted = mask.long().cumsum(-1) - 1, mask.bool()
+    counted = torch.ones_like(input_ids) if mask is None else mask.long()
     fits = isinstance(positions, Tensor) and positions.shape in ((rows, length), (1, length))
     if fits:
-        same = positions == expected.to(positions.device)
-        fits = bool((same if counted is None else same | ~counted.to(same.device)).all())
+        counted = counted.to(positions.device)
+        fits = bool(((positions == counted.cumsum(-1) - 1) | (counted == 0)).all())
     if not fits:
         raise InvalidOption(
             "position_ids, or an attention_mask of another length, are not those of the prompt: "
@@ -486,7 +475,7 @@ def stop_strings(
 ) -> StopStringCriteria:
     """The criterion for `strings`. Raises InvalidOption for what can be none."""
     if tokenizer is None:
-        raise InvalidOption("stop_strings need a tokenizer. Give one to selfspec.wrap")
+        raise InvalidOption("stop_strings need a tokenizer. Give one: tokenizer=...")
     listed = strings if isinstance(strings, list | tuple) else [strings]
     if not all(isinstance(text, str) and text for text in listed):
         raise InvalidOption(f"stop_strings are {shown(strings)}, expected texts that are not empty")

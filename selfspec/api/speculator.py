@@ -16,6 +16,7 @@ from itertools import count, islice, repeat
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ from selfspec.api.request import (
     penalised,
     prepare,
     stop_strings,
+    wanted,
     with_choice,
 )
 from selfspec.api.stream import Generation, Stream
@@ -47,7 +49,7 @@ from selfspec.decoding.engine import MOST_TEXTS, Asked, Engine, Running, Runtime
 from selfspec.decoding.packed_heads import pack
 from selfspec.decoding.state import DecodeState
 from selfspec.decoding.stats import common
-from selfspec.errors import HeadsMismatch, InvalidOption, InvalidPrompt, SelfspecError
+from selfspec.errors import HeadsMismatch, InvalidOption, InvalidPrompt, ModelChanged, SelfspecError
 from selfspec.files import local_path
 from selfspec.heads import known
 from selfspec.heads.attending import heads_of
@@ -273,8 +275,8 @@ class Speculator:
         rows = range(len(request.pads))
         if request.streamer is not None and len(rows) > 1:
             raise InvalidOption(f"a streamer shows one text, these are {len(rows)}. Leave it out")
-        running = [engine.add(request.row(row), request.speculation) for row in rows]
-        streams = [Stream(one, request) for one in running]
+        asked = [engine.add(request.row(row), request.speculation) for row in rows]
+        streams = [Stream(one, request) for one in asked]
         try:
             return [stream.drain() for stream in streams]
         finally:
@@ -283,10 +285,7 @@ class Speculator:
 
 
 class Session:
-    """Turns of one conversation; what earlier turns left in the caches is not run again.
-
-    Survives an error in the middle of a round and a stream that was stopped.
-    """
+    """Turns of one conversation; what earlier turns left in the caches is not run again."""
 
     def __init__(self, speculator: Speculator) -> None:
         self._speculator = speculator
@@ -294,10 +293,6 @@ class Session:
         self._pinned: tuple[bool, int] | None = None
         self._stream: Stream | None = None
         self._draft_cache = speculator.runtime.draft_cache()
-
-    def __repr__(self) -> str:
-        kept = 0 if self._state is None else len(self._state.committed(0))
-        return f"<Session: {kept} tokens so far>"
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
         """The answer to `prompt`: the whole conversation so far and the new turn."""
@@ -592,7 +587,7 @@ class Loop:
         if model is not self.speculator.model:
             raise InvalidOption("this custom_generate belongs to another model. Wrap that model")
         if streamer is None:
-            streamer = _callers_streamer()
+            streamer = _callers("streamer")
         if self.ends_at is not None:
             stopping_criteria.append(self.ends_at)
         request = from_prepared(
@@ -617,14 +612,60 @@ class Loop:
         return GenerateDecoderOnlyOutput(sequences=ids) if request.return_dict else ids  # type: ignore[arg-type]  # annotated LongTensor upstream
 
 
-def _callers_streamer() -> BaseStreamer | None:
-    """What the `generate` that runs now was given; None where no `generate` runs.
+def _callers(name: str) -> Any:
+    """What the `generate` that runs now was given by that name; None where none runs.
 
-    transformers (5.17 to 5.23) gives the prompt to the streamer, but the streamer to its own loops
-    alone: to a callable it hands only keywords that its loops do not have. Whatever else sees it
-    belongs to the model, which is never changed. Where this finds nothing, the answer comes whole.
+    transformers (5.17 to 5.24) keeps two from whom they concern: the streamer from a callable, and
+    from the code of a repository which one it is. Whatever else sees them belongs to the model,
+    which is never changed. Without a streamer the answer comes whole.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _GENERATE:
         frame = frame.f_back
-    return None if frame is None else frame.f_locals.get("streamer")
+    return None if frame is None else frame.f_locals.get(name)
+
+
+# --- what the `generate` of pushed heads calls ----------------------------------------------------
+
+_WRAPPED: WeakKeyDictionary[PreTrainedModel, tuple[object, Speculator]] = WeakKeyDictionary()
+"""What each model was last wrapped to, and for which heads, as long as the model lives."""
+
+
+def custom_generate(
+    model: PreTrainedModel,
+    *,
+    pushed_to: str,
+    heads: str | Path | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    **options: Any,
+) -> Tensor | GenerateDecoderOnlyOutput:
+    """`model.generate(custom_generate="OWNER/HEADS", trust_remote_code=True)`, drafting with heads.
+
+    They lie where the code came from, a folder or a hub id: where the caller of `generate` says,
+    else where they were `pushed_to`; `heads` names others, as in `wrap`. `options`: keywords of
+    `generate`, of SpeculationOptions, and of the hub (`revision`, `token`, `cache_dir`). The model
+    is wrapped at the first call, and again where it or the heads changed. Raises as both do.
+    """
+    strings = wanted(model, options, "stop_strings")
+    speculation = {name: options.pop(name) for name in OPTION_NAMES if name in options}
+    fetching = {name: options.pop(name) for name in hub.FETCHING if name in options}
+    source = str(heads or _callers("custom_generate") or pushed_to)
+    place = local_path(source)
+    key = (source, fetching, fingerprint.of_folder(place))
+    try:
+        known, speculator = _WRAPPED[model]
+        speculator.backbone.require_unchanged()
+    except (KeyError, ModelChanged):
+        known = None
+    if known != key:
+        speculator = _WRAPPED.pop(model, None)  # before memory is taken for the next
+        if heads is None and not place.is_dir():
+            place = hub.heads_on_hub(source, **fetching)
+        # the model's state in another object: what holds that does not keep the model alive
+        alias: PreTrainedModel = object.__new__(type(model))
+        object.__setattr__(alias, "__dict__", vars(model))
+        _WRAPPED[model] = key, (speculator := wrap(alias, heads=heads or place))
+    ends_at = stop_strings(tokenizer, strings) if strings else None
+    loop = Loop(speculator, speculator.options.updated(speculation), ends_at)
+    generate: Any = type(model).generate  # one that was loaded with such code has it as its own
+    return generate(speculator.model, custom_generate=loop, **options | {"stop_strings": None})

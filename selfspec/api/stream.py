@@ -22,10 +22,8 @@ from selfspec.typed import shown
 class Estimate(NamedTuple):
     """What drafts gained behind the first token; nothing is timed for it."""
 
-    speed_up: float
-    """Steps of plain decoding over what the rounds cost, in such steps."""
-    measured: bool
-    """Whether the costs were given, as `selfspec tune` finds them; else they are built in."""
+    speed_up: float  # steps of plain decoding over what the rounds cost, in such steps
+    measured: bool  # whether the costs were given, as `selfspec tune` finds them
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

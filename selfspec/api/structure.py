@@ -2,8 +2,7 @@
 
 Imports no torch; llguidance when it is needed. Why that: it compiles nothing per schema (a mask
 takes microseconds from the first on), gives forced text as tokens, goes back by any number of them,
-refuses keywords of JSON schema that it does not honour, and brings no tensor library. xgrammar
-gives forced text as characters, which a second cut into tokens need not fit.
+refuses keywords of JSON schema that it does not honour, and brings no tensor library.
 """
 
 from __future__ import annotations
@@ -39,10 +38,9 @@ def check_ranges(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if name in _RANGES:
             least, most = _RANGES[name]
-            if value < least:
-                raise InvalidOption(f"{name} is {shown(value)}, expected at least {least}")
-            if value > most:
-                raise InvalidOption(f"{name} is {shown(value)}, expected at most {most}")
+            if not least <= value <= most:
+                bound = f"at least {least}" if value < least else f"at most {most}"
+                raise InvalidOption(f"{name} is {shown(value)}, expected {bound}")
         if name in ("top_p", "repetition_penalty") and value <= 0:
             raise InvalidOption(f"{name} is {shown(value)}, expected more than 0")
 
@@ -50,8 +48,7 @@ def check_ranges(given: Mapping[str, Any]) -> None:
 class Grammar(NamedTuple):
     """A grammar as llguidance reads it; not yet known to be right."""
 
-    keyword: str
-    """The keyword that asked for it."""
+    keyword: str  # that asked for it
     text: str
 
 
@@ -62,8 +59,11 @@ def wanted(options: Mapping[str, Any]) -> Grammar | None:
         return None
     if len(given) > 1:
         raise InvalidOption("json_schema and grammar at once. Leave one of them out")
-    schema = given.get("json_schema")
-    return of_lark(given["grammar"]) if schema is None else of_schema(schema)
+    if (schema := given.get("json_schema")) is not None:
+        return of_schema(schema)
+    if not isinstance(text := given["grammar"], str):
+        raise InvalidOption(f"grammar is {shown(text)}, expected text")
+    return Grammar("grammar", matcher_class().grammar_from_lark(text))
 
 
 def of_schema(schema: Mapping[str, Any] | bool) -> Grammar:
@@ -80,13 +80,6 @@ def of_schema(schema: Mapping[str, Any] | bool) -> Grammar:
     except (RecursionError, TypeError, ValueError) as error:
         raise InvalidOption(f"json_schema cannot be read: {_line(error)}") from error
     return Grammar("json_schema", found)
-
-
-def of_lark(text: str) -> Grammar:
-    """A grammar in llguidance's form of Lark. Raises InvalidOption."""
-    if not isinstance(text, str):
-        raise InvalidOption(f"grammar is {shown(text)}, expected text")
-    return Grammar("grammar", matcher_class().grammar_from_lark(text))
 
 
 def check(grammar: Grammar) -> None:

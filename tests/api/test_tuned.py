@@ -114,14 +114,6 @@ def test_a_file_says_what_it_holds_for_and_the_log_that_it_is_used(
     assert said(caplog) == [f"settings tuned for this machine, from {kept}"]
 
 
-def test_where_drafting_does_not_pay_it_is_off_until_asked_for(
-    model: PreTrainedModel, backbone: Backbone, heads: ExitHeads
-) -> None:
-    tuned.write(backbone, heads, {"speculate": False}, {})
-    assert not wrap(model, heads=heads).options.speculate
-    assert wrap(model, heads=heads, speculate=True).options.exit.layers == (2,)
-
-
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What the module under test logged; others may log too."""
     return [record.message for record in caplog.records if record.name == "selfspec.api.tuned"]

@@ -157,7 +157,7 @@ def test_pulled_heads_are_found_by_name_and_replaced_when_pulled_again(
 def test_heads_of_two_owners_are_kept_apart_and_pulled_anew_each_time(
     toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    monkeypatch.setattr(hub, "_heads_from_hub", lambda name: tmp_path / "hub" / name)
+    monkeypatch.setattr(hub, "heads_on_hub", lambda name: tmp_path / "hub" / name)
     for version in ("one", "two"):
         for name in ("a/mine", "b/mine"):
             shutil.copytree(toy, tmp_path / "hub" / name, dirs_exist_ok=True)

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import re
 import shutil
+import sys
+import weakref
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
+import yaml
+from transformers import dynamic_module_utils as modules
 
 from selfspec.api import chat_template as templates
+from selfspec.api import speculator as facade
 from selfspec.api.speculator import load, wrap
 from selfspec.cli.heads import incomplete
 from selfspec.cli.main import main
 from selfspec.decoding.costs import MeasuredCosts
+from selfspec.errors import HeadsMismatch, HeadsNotFound
 from selfspec.heads import known
 from selfspec.heads.exit_heads import HeadsConfig
+from selfspec.hub import models as hub
 from tests.authors import RECIPE
 from tests.models import make_model
 from tests.talks import WORDS, make_tokenizer
@@ -88,6 +97,9 @@ def test_the_template_goes_through_a_cache_and_calibration_takes_that_of_the_hea
     assert main([*cache, "--batch-tokens", "64"]) == 0
     assert main([*FIT, "--cache", features, "--output", heads]) == 0
     assert HeadsConfig.read(Path(heads)).chat_template == TEMPLATE
+    assert f"--seed 1 --model tiny-vicuna --dtype float32 --chat-template '{TEMPLATE}'" in (
+        capsys.readouterr().err
+    )
     talk = [{"role": role, "content": "a b c a"} for role in ("user", "assistant")]
     other = tmp_path / "other.jsonl"
     other.write_text("".join(json.dumps({"messages": talk}) + "\n" for _ in range(4)))
@@ -98,6 +110,9 @@ def test_the_template_goes_through_a_cache_and_calibration_takes_that_of_the_hea
     assert "was made with the chat template {% for m" in capsys.readouterr().err
     assert main(["fit", *MODEL, "--data", str(other), "--output", "new"]) == 2
     assert "no chat template. Its name says: --chat-template vicuna" in capsys.readouterr().err
+    other.write_text('{"text": "a b c a"}\n' * 4)
+    assert main([*FIT, "--data", str(other), "--output", str(tmp_path / "raw")]) == 0
+    assert "--seed 1 --raw --model tiny-vicuna" in capsys.readouterr().err
 
 
 def test_heads_that_were_fitted_here_are_found_by_the_weights_of_their_model(
@@ -143,45 +158,55 @@ def test_heads_that_were_fitted_here_are_found_by_the_weights_of_their_model(
 
 
 class Hub:
-    """In place of HfApi: keeps what it is given."""
+    """In place of HfApi: keeps what it is asked, and files where offline ones of the hub lie."""
 
     asked: ClassVar[dict[str, Any]] = {}
-    files: ClassVar[dict[str, str]] = {}
+    place: ClassVar[Path]
 
     def create_repo(self, name: str, **options: Any) -> str:
         self.asked.update(name=name, **options)
         return f"https://hub/{name}"
 
     def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str) -> None:
-        assert repo_id == self.asked["name"]
-        self.asked["message"] = commit_message
-        for file in Path(folder_path).iterdir():
-            self.files[file.name] = file.read_text(errors="replace")
+        assert (repo_id, commit_message[:10]) == (self.asked["name"], "Exit heads")
+        shutil.copytree(folder_path, self.place, dirs_exist_ok=True)
+
+
+@pytest.fixture
+def pushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where heads lie that are pushed to me/own: as the hub's client keeps them, in tmp_path."""
+    Hub.place = tmp_path / "models--me--own" / "snapshots" / ("0" * 40)
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    return Hub.place
 
 
 def test_pushed_heads_have_a_card_and_name_no_place_on_this_machine(
-    workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    workplace: Path, pushed: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    heads = tmp_path / "heads"
+    heads = pushed.parents[2] / "heads"
     shutil.copytree("heads", heads)
     data = str(workplace / "own.jsonl")
     costs = MeasuredCosts(num_layers=6, layers=ONES, start=ONES, logits=ONES, head=0.1, round=0.0)
     monkeypatch.setattr("selfspec.decoding.measure.measure", lambda *_, **__: costs)
     assert main(["calibrate", *MODEL, "--heads", str(heads), "--data", data]) == 0
     push = ["heads", "push", str(heads), "me/own", "--license", "mit", "--private"]
-    with monkeypatch.context() as patch:
-        patch.setattr("huggingface_hub.HfApi", Hub)
-        capsys.readouterr()
-        assert main(push) == 0
-    assert capsys.readouterr().out == "https://hub/me/own\n"
+    assert main(push) == 0
+    assert capsys.readouterr().out.endswith("\nhttps://hub/me/own\n")
     assert (Hub.asked["private"], Hub.asked["exist_ok"]) == (True, True)
-    assert {"README.md", "config.json", "model.safetensors", "run.yaml"} <= Hub.files.keys()
-    assert "license: mit" in Hub.files["README.md"]
-    assert "## Calibration" in Hub.files["README.md"]
-    assert not any(str(tmp_path.parent) in text for text in Hub.files.values())
-    # who pulls them finds them whole, a licence in the card or not
-    (heads / "README.md").write_text(Hub.files["README.md"])
-    assert incomplete(heads) == []
+    texts = {file.name: file.read_text(errors="replace") for file in pushed.rglob("*.*")}
+    card = texts["README.md"]
+    header = yaml.safe_load(card.split("---\n")[1])
+    assert header.keys() == {"license", "library_name", "pipeline_tag", "tags"}
+    assert "## Calibration" in card
+    assert "--heads me/own --stats" in card
+    assert 'custom_generate="me/own", trust_remote_code=True' in card
+    assert not any(str(pushed.parents[3]) in text for text in texts.values())
+    # who pulls them finds them whole, whatever the push added to the card, and no code
+    assert incomplete(pushed) == []
+    assert main(["heads", "pull", str(pushed)]) == 0
+    assert not any(hub.pulled_heads().rglob("*.py"))
+    monkeypatch.undo()
+    monkeypatch.chdir(workplace)
     assert main(push) == 2  # tests are offline
     assert "cannot put heads at me/own: " in capsys.readouterr().err
     assert main(["heads", "push", str(heads), "own"]) == 2
@@ -189,3 +214,41 @@ def test_pushed_heads_have_a_card_and_name_no_place_on_this_machine(
     (heads / "run.yaml").unlink()
     assert main(push) == 2
     assert "is not complete: no run.yaml" in capsys.readouterr().err
+
+
+def test_generate_of_transformers_drafts_with_pushed_heads_from_where_they_lie(
+    workplace: Path, pushed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["heads", "push", "heads", "me/own"]) == 0
+    (pushed.parents[1] / "refs").mkdir()
+    (pushed.parents[1] / "refs" / "main").write_text(pushed.name)
+    shutil.copytree(pushed, copied := tmp_path / "copied")
+    monkeypatch.setattr(modules, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    wrapped: list[Path] = []
+
+    def counted(model: Any, *, heads: Path) -> Any:
+        wrapped.append(heads)
+        return wrap(model, heads=heads)
+
+    monkeypatch.setattr(facade, "wrap", counted)
+    model = make_model("llama", vocab_size=len(WORDS))
+    inputs = make_tokenizer()("a b c a", return_tensors="pt")
+    asked = {**inputs, "max_new_tokens": 20, "do_sample": False}
+    generate: Any = model.generate
+    plain = generate(**asked)
+    remote: dict[str, Any] = {"trust_remote_code": True, "drafter": "exit"}
+    here = {"custom_generate": str(copied), **remote}
+    hub_id = {"custom_generate": "me/own", **remote, "cache_dir": str(tmp_path), "revision": "main"}
+    for given in (here, here, hub_id, hub_id):
+        assert torch.equal(generate(**asked, **given), plain)
+    assert wrapped == [copied, pushed]
+    with pytest.raises(HeadsNotFound, match="'me/own' is no local folder, and the hub"):
+        model.load_custom_generate(copied, trust_remote_code=True)(model=model, **asked)
+    model.lm_head.weight.data[0] += 1
+    with pytest.raises(HeadsMismatch, match="fits tiny-vicuna"):
+        generate(**asked, **here)
+    weight = weakref.ref(model.lm_head.weight)
+    del model, generate
+    gc.collect()
+    assert weight() is None, "the model is kept alive"

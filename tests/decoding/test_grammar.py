@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from selfspec.api.request import Grammars
 from selfspec.api.speculator import Speculator
-from selfspec.api.structure import Grammar, of_lark, of_schema
+from selfspec.api.structure import Grammar, of_schema, wanted
 from selfspec.decoding.drafters.ngram import GrammarDrafter
 from selfspec.decoding.sampling import GrammarMask
 from selfspec.errors import InvalidOption
@@ -175,7 +175,7 @@ def test_a_mask_goes_back_and_forth_between_prefixes(lengths: list[int]) -> None
 
 
 def test_what_is_forced_ends_with_the_end_token(words: PreTrainedTokenizerFast) -> None:
-    one = mask(of_lark('start: ("yes" | "no") ", of course."'))
+    one = mask(wanted({"grammar": 'start: ("yes" | "no") ", of course."'}))
     forced = one.forced(words("yes")["input_ids"], 50)
     assert words.decode(forced) == f", of course.{END}"
     assert one.forced(words("yes")["input_ids"], 2) == forced[:2]
