@@ -60,6 +60,15 @@ def cache_folder() -> Path:
     return local_path(base) / "selfspec"
 
 
+def cores(limit: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Cores that this process may use: fewer than there are under taskset, or in a container."""
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no limit
+        quota, period = map(int, limit.read_text().split())
+        own = max(1, min(own, round(quota / period)))
+    return own
+
+
 def local_path(name: str | Path) -> Path:
     """A name as a path, `~` replaced. Raises InvalidOption where there is no such home folder."""
     try:

@@ -612,7 +612,7 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
-        "cores": os.cpu_count(),
+        "cores": files.cores(),
         "threads": torch.get_num_threads(),
         "compiled": origin(),
         "device": torch.cuda.get_device_name() if cuda else "cpu",

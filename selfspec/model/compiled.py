@@ -48,9 +48,11 @@ class Team:
         self,
         wall: Callable[[], float] = time.perf_counter,
         processor: Callable[[], float] = time.process_time,
+        cores: int | None = None,
     ) -> None:
-        """`wall` and `processor`: clocks, in seconds."""
+        """`wall` and `processor`: clocks, in seconds. `cores` None: those of `cores()`."""
         self._wall, self._processor = wall, processor
+        self._cores = cores or files.cores()
         self._free: int | None = None
         """Threads that found a core each; None: all of them."""
         self._worked_s = self._got_s = 0.0
@@ -62,10 +64,11 @@ class Team:
         most = torch.get_num_threads()
         if self._free is not None and self._wall() >= self._again_at:
             self._free = None
-        if self._free is None or self._free >= most:
+        wanted = min(most, self._cores, self._free or most)
+        if wanted == most:
             yield
             return
-        torch.set_num_threads(self._free)
+        torch.set_num_threads(wanted)
         try:
             yield
         finally:
@@ -84,6 +87,8 @@ class Team:
         threads, cores = torch.get_num_threads(), round(self._got_s / self._worked_s)
         if cores < threads and threads > 1:
             self._free = max(cores, 1)
+            text = "other programs keep this machine busy: %d of %d threads compute meanwhile"
+            _log_once(logging.INFO, text, self._free, threads)
             self._again_at = end + self._pause * self._worked_s
             self._pause = min(2 * self._pause, _PAUSES[1])
         elif self._free is None:
@@ -138,7 +143,7 @@ def _prebuilt(
     folder = source.parent / "prebuilt"
     if not folder.is_dir():
         return None
-    features = _features()
+    features = processor_features()
     for target in compiler.TARGETS.get(platform.machine(), ()):
         library = folder / compiler.library_name(source, constants, target)
         if lacking := target.needs - features:
@@ -194,7 +199,7 @@ def _load(library: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-def _features() -> set[str]:
+def processor_features() -> set[str]:
     """What this processor can do, as Linux calls it; matrix registers only if they are allowed."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()

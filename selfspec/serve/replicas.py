@@ -46,6 +46,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from selfspec import untrusted
 from selfspec.errors import InvalidData, InvalidOption, SelfspecError
+from selfspec.files import cores
 from selfspec.serve import gate
 from selfspec.serve.options import Keys, ServeOptions
 from selfspec.serve.protocol import Refused
@@ -149,8 +150,7 @@ def copies(
     Cores and `kv_memory` are for all of them. Raises InvalidOption where none could start.
     """
     count = options.replicas
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    threads = max(1, (cores or 1) // count)
+    threads = max(1, cores() // count)
     memory = kv_memory or psutil.virtual_memory().available // 2
     variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
     quiet = LoggingConfig(log_level="CRITICAL", enable_access_log=False)

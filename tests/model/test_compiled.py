@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from selfspec.files import cache_folder, open_to_others
+from selfspec.files import cache_folder, cores, open_to_others
 from selfspec.model import compiled as compiled_module
 from selfspec.model import compiler
 from selfspec.model.compiled import Team, compiled, origin
@@ -29,7 +29,7 @@ from tests.models import needs_compiler
 ROOT = Path(__file__).parents[2]
 
 OURS = TARGETS.get(platform.machine(), ())
-HAS = compiled_module._features()
+HAS = compiled_module.processor_features()
 FITTING = [target for target in OURS if target.needs <= HAS]
 needs_a_fitting_target = pytest.mark.skipif(
     shutil.which("c++") is None or not FITTING,
@@ -247,7 +247,7 @@ def test_features_are_those_of_the_first_core_if_the_system_names_any(
         return text
 
     monkeypatch.setattr(Path, "read_text", read)
-    assert compiled_module._features() == features
+    assert compiled_module.processor_features() == features
 
 
 @pytest.mark.parametrize("allowed", [True, False])
@@ -258,7 +258,7 @@ def test_matrix_registers_that_the_system_refuses_are_none(
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: "flags : fpu amx_tile amx_bf16\n")
     monkeypatch.setattr(compiled_module, "_tiles_allowed", lambda: allowed)
     monkeypatch.setattr(compiler, "_run", lambda *_: said)
-    assert ("amx_tile" in compiled_module._features()) is allowed
+    assert ("amx_tile" in compiled_module.processor_features()) is allowed
     assert ("-mno-amx-tile" in compiler.this_machine(tiles=allowed).flags) is not allowed
 
 
@@ -342,7 +342,7 @@ class Machine:
         self.wall_s = self.processor_s = 0.0
         self.others = 0.0
         """Cores that other programs keep busy."""
-        self.team = Team(lambda: self.wall_s, lambda: self.processor_s)
+        self.team = Team(lambda: self.wall_s, lambda: self.processor_s, 16)
         self.used: list[int] = []
         """Threads of each pass."""
 
@@ -395,6 +395,23 @@ def test_of_many_cores_only_the_busy_ones_are_left_out(machine: Machine) -> None
     torch.set_num_threads(16)
     machine.cores, machine.others = 16, 3.0
     assert machine.run(20.0)[-1] == 13
+
+
+def test_a_limit_of_cores_is_kept_and_a_busy_machine_said(
+    machine: Machine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    free = cores(limit := tmp_path / "cpu.max")
+    for text, most in (("150000 100000", 2), ("20000 100000", 1), ("max 100000", 999)):
+        limit.write_text(text)
+        assert cores(limit) == min(most, free)
+    machine.team = Team(lambda: machine.wall_s, lambda: machine.processor_s, cores=1)
+    assert set(machine.run(1.0)) == {1}
+    machine.team, machine.others = Team(lambda: machine.wall_s, lambda: machine.processor_s, 2), 1.0
+    compiled_module._log_once.cache_clear()
+    with caplog.at_level("INFO", "selfspec"):
+        machine.run(5.0)
+    assert len(caplog.messages) == 1
+    assert "busy: 1 of 2 threads compute meanwhile" in caplog.messages[0]
 
 
 def test_all_threads_come_back_when_the_others_have_gone(machine: Machine) -> None:

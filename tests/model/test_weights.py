@@ -131,7 +131,7 @@ def test_layers_side_by_side_in_another_order() -> None:
 def test_it_compiles_for_every_processor_and_runs_where_it_is_one(
     target: Target, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs = target.needs <= compiled._features()
+    runs = target.needs <= compiled.processor_features()
     constants = {"BFLOAT16": int(dtype == torch.bfloat16)}
     quickly = "" if runs else " -O0"
     strict = target._replace(flags=f"{target.flags} -Wall -Wextra -Werror{quickly}")
