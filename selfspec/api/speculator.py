@@ -376,7 +376,7 @@ def load(
         heads = heads_for(loaded, found, chosen=own) or (hub.DEFAULT_HEADS if own else None)
     named = heads not in (None, hub.NO_HEADS) and not isinstance(heads, ExitHeads)
     of_weights = found() if named else None
-    backbone = Backbone(loaded, executor=executor, fingerprint=of_weights)
+    backbone = Backbone(loaded, executor=executor, fingerprint=of_weights, loaded_from=files.stamps)
     drafting = None if second is None else Backbone(second, executor=executor)
     return _speculator(backbone, tokenizer, heads, files.label, drafting, store, template, options)
 

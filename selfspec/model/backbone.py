@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from functools import cached_property
 from typing import NoReturn
 
@@ -16,7 +17,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from selfspec import files
 from selfspec.errors import (
+    CannotWrite,
     InvalidDraft,
     InvalidOption,
     InvalidPrompt,
@@ -36,6 +39,7 @@ from selfspec.model.check import (
     refuse_unsupported,
 )
 from selfspec.model.cuda_graph import CudaGraphExecutor
+from selfspec.model.fingerprint import FileStamp
 from selfspec.model.fused import FusedExecutor
 from selfspec.model.generic import Claims, Decoder, Executor, without_gradients
 from selfspec.model.kv import POSITIONS, Rows
@@ -95,11 +99,17 @@ class Backbone(Decoder):
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, executor: str = "auto", fingerprint: str | None = None
+        self,
+        model: PreTrainedModel,
+        *,
+        executor: str = "auto",
+        fingerprint: str | None = None,
+        loaded_from: tuple[FileStamp, ...] = (),
     ) -> None:
         """`executor`: a name from EXECUTORS, or auto, the best of those that run.
 
-        `fingerprint`: of `model`, from a caller who knows it.
+        `fingerprint`: of `model`, from a caller who knows it. `loaded_from`: the files it was read
+        from just now, unchanged since; checks that they passed are not made again.
         """
         if executor not in (AUTO, *EXECUTORS):
             raise InvalidOption(
@@ -113,7 +123,14 @@ class Backbone(Decoder):
             self.fingerprint = fingerprint
         self.refused: dict[str, str] = {}
         """Why other executors that were tried do not run this model, by name."""
-        self.executor_name, self._executor = self._choose(executor, self._conform())
+        mark = fingerprints.mark_of_checks(model, executor, loaded_from)
+        passed = mark is not None and mark.is_file()
+        passages = [] if passed else self._conform()
+        self.executor_name, self._executor = self._choose(executor, passages)
+        usual = not self.refused and self.mode is nullcontext
+        if mark is not None and not passed and usual and self.device.type == "cpu":
+            with suppress(CannotWrite):  # a folder that takes no files costs time, nothing else
+                files.write(mark, "")
         if self.executor_name != "fused":
             keep_numbers(model)
         self.mixing = None if self.claims.steady else find_mixing(self, self._executor)

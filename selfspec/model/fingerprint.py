@@ -24,6 +24,8 @@ from transformers import PreTrainedModel
 from selfspec import files
 from selfspec.errors import CannotWrite, InvalidData
 from selfspec.files import cache_folder
+from selfspec.model.compiled import processor_features
+from selfspec.model.compiler import KERNELS
 from selfspec.model.weights import QuantisedWeight
 from selfspec.untrusted import read_json
 
@@ -82,6 +84,28 @@ def of_loaded(model: PreTrainedModel, loaded_from: tuple[FileStamp, ...]) -> str
         except CannotWrite as error:  # a folder that takes no files costs time, nothing else
             logger.debug("the fingerprint is not kept: %s", error)
     return found
+
+
+def mark_of_checks(
+    model: PreTrainedModel, executor: str, loaded_from: tuple[FileStamp, ...]
+) -> Path | None:
+    """The file that says that this model, read from these files, passed the checks of a Backbone.
+
+    It stands for all that the checks look at: files, config, versions, our own code, processor.
+    None where they have to be made.
+    """
+    if not loaded_from or stamps(Path(path) for path, _, _ in loaded_from) != loaded_from:
+        return None
+    config: Any = model.config
+    facts = [
+        *(executor, str(model.dtype), str(model.device), torch.get_num_threads()),
+        *(config.to_json_string(), config._attn_implementation, torch.__version__),
+        *(metadata.version("transformers"), sorted(processor_features()), loaded_from),
+    ]
+    digest = hashlib.sha256(json.dumps(facts).encode())
+    for file in sorted((*KERNELS.parent.glob("*.py"), *KERNELS.glob("*.[ch]pp"))):
+        digest.update(file.read_bytes())
+    return cache_folder() / "checked" / digest.hexdigest()
 
 
 def _kept(place: Path, key: list[object]) -> str | None:

@@ -19,7 +19,9 @@ from selfspec.files import cache_folder
 from selfspec.hub import models as hub
 from selfspec.model import fingerprint
 from selfspec.model.backbone import Backbone
+from selfspec.model.check import Passage, check_conformance
 from selfspec.model.fingerprint import UNKNOWN
+from selfspec.model.generic import Decoder
 from tests.heads.kinds import make_heads, train
 from tests.models import make_model
 from tests.talks import make_tokenizer
@@ -194,6 +196,27 @@ def test_a_backbone_asks_once_and_only_when_it_must(folder: Path, hashed: list[s
     assert len(hashed) == 2  # what was asked for later may have been changed: it was not kept
     generate.load(folder, dtype="float32", device="cpu", heads="logit-lens")
     assert len(hashed) == 2
+
+
+def test_checks_that_a_models_files_passed_are_made_once(
+    folder: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[Decoder] = []
+
+    def counted(decoder: Decoder) -> list[Passage]:
+        checked.append(decoder)
+        return check_conformance(decoder)
+
+    monkeypatch.setattr("selfspec.model.backbone.check_conformance", counted)
+    texts = [generate.load(folder, device="cpu").generate([3, 4, 5]).token_ids for _ in range(2)]
+    kept = [*(empty_cache / "checked").glob("*")]
+    once = len(kept)  # where nothing compiles nothing is kept
+    assert (len(checked), texts[0]) == (2 - once, texts[1])
+    os.utime(folder / "model.safetensors", (1, 1))
+    generate.load(folder, device="cpu")
+    model, _, _ = hub.load_model(folder, device="cpu")
+    generate.wrap(model)
+    assert len(checked) == 4 - once
 
 
 # --- heads ----------------------------------------------------------------------------------------
