@@ -18,17 +18,19 @@ from collections.abc import Mapping
 from contextlib import suppress
 from importlib import resources
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
-
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
 
 from selfspec import files
 from selfspec.api import rendering
 from selfspec.errors import InvalidData, InvalidOption, InvalidPrompt
-from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.folder import MOST_TEMPLATE_CHARACTERS
 from selfspec.typed import check_keys
 from selfspec.untrusted import read_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from selfspec.heads.exit_heads import ExitHeads
 
 logger = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ import os
 import re
 import shlex
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -30,7 +31,8 @@ from typer.core import TyperCommand
 
 from selfspec import config, files, untrusted
 from selfspec.api import structure
-from selfspec.cli import interrupts
+from selfspec.api.chat_template import advice
+from selfspec.cli import interrupts, lean
 from selfspec.config import OPTION_NAMES, SpeculationOptions
 from selfspec.errors import (
     CannotWrite,
@@ -40,6 +42,7 @@ from selfspec.errors import (
     SelfspecError,
     first_line,
 )
+from selfspec.heads import known
 from selfspec.heads.folder import read_config
 from selfspec.hub import models as hub
 from selfspec.options import KINDS, Costs, Kinds, Part, laid_over, members, typed, word
@@ -68,6 +71,9 @@ logger = logging.getLogger(__name__)
 
 PIPE_CLOSED = 141  # 128 + SIGPIPE
 
+_ERASE = "\r\x1b[K"
+"""Takes the line back that a terminal shows."""
+
 
 def selfspec(
     context: typer.Context,
@@ -94,7 +100,8 @@ def selfspec(
     if quiet and verbose:
         raise InvalidOption("--quiet and --verbose at once. Leave one of them out")
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("selfspec: %(message)s"))
+    erase = _ERASE if sys.stderr.isatty() else ""
+    handler.setFormatter(logging.Formatter(f"{erase}selfspec: %(message)s"))
     package = logging.getLogger("selfspec")
     package.setLevel(logging.ERROR if quiet else logging.DEBUG if verbose else logging.INFO)
     package.handlers[:] = [handler]
@@ -471,6 +478,8 @@ GENERATION = grouped(
 
 SHARED = (*LOADING, *SPECULATION, *GENERATION)
 
+_NO_FOLDER = hub.LOGIT_LENS, hub.NO_HEADS
+
 
 def answering(asked: Asked) -> Asked:
     """Keywords of `Speculator.generate`, checked; files become what they hold."""
@@ -487,12 +496,56 @@ def answering(asked: Asked) -> Asked:
 def load(asked: Asked) -> Speculator:
     """The speculator that the flags ask for; this is where torch is imported."""
     check_model(asked)
-    from selfspec.api import speculator
+    with loading(asked.get("model", "the default model")) as doing:
+        doing.append("importing torch and transformers")
+        lean.import_little()
+        from selfspec.api import speculator
 
-    loaded = speculator.load(**picked(asked, LOADING), **picked(asked, SPECULATION))
+        doing.append("reading and checking it")
+        loaded = speculator.load(**picked(asked, LOADING), **picked(asked, SPECULATION))
     if interrupts:  # and swallowed on the way
         raise KeyboardInterrupt
     return loaded
+
+
+@contextlib.contextmanager
+def loading(name: str) -> Iterator[list[str]]:
+    """On a terminal, what is done to load `name`: the list's last entry, shown once a second.
+
+    The line goes when another is written, or loading ends.
+    """
+    doing, ended = [""], threading.Event()
+
+    def show() -> None:
+        while not ended.wait(1.0):
+            sys.stderr.write(f"{_ERASE}loading {name}: {doing[-1]} ...")
+            sys.stderr.flush()
+
+    shown = sys.stderr.isatty() and logging.getLogger("selfspec").level != logging.ERROR
+    thread = threading.Thread(target=show, daemon=True)
+    if shown:
+        thread.start()
+    try:
+        yield doing
+    finally:
+        ended.set()
+        if shown:
+            thread.join()
+            sys.stderr.write(_ERASE)
+
+
+def check_template(asked: Asked) -> None:
+    """Say before anything is loaded that messages need a template, and nothing brings one."""
+    name, heads = asked.get("model"), asked.get("heads")
+    if name is None or asked.keys() & {"raw", "chat_template"} or hub.brings_template(name):
+        return
+    named = [] if heads in _NO_FOLDER else [hub.resolve_heads(heads)] if heads else None
+    known_ones = [*hub.list_heads(), *known.folders()] if named is None else named
+    if not any(read_config(folder).get("chat_template") for folder in known_ones):
+        raise InvalidPrompt(
+            f"{name} has no chat template: is it a base model? {advice(name)}; or continue a text: "
+            "selfspec generate --raw"
+        )
 
 
 def check_model(asked: Asked) -> None:
@@ -513,7 +566,7 @@ def check_model(asked: Asked) -> None:
         hub.require_model(asked[name])
     own = not asked.keys() & {"model", "draft_model"}
     heads = asked.get("heads", hub.DEFAULT_HEADS if own else hub.NO_HEADS)
-    if heads not in (hub.LOGIT_LENS, hub.NO_HEADS) and asked.keys() & {"heads", "drafter"}:
+    if heads not in _NO_FOLDER and asked.keys() & {"heads", "drafter"}:
         held = read_config(hub.resolve_heads(heads))["exit_layers"]
         for layer in options.exit.layers or ():
             if layer not in held:

@@ -46,6 +46,7 @@ def chat(*, asked: Asked) -> None:
     """Talk with a model. It remembers the conversation; /help lists what else it understands."""
     options = base.answering(asked)
     talk = Chat(base.load(asked), options, asked)
+    base.check_template(asked)
     read = _line
     if sys.stdin.isatty():
         base.note(f"{talk.speculator.label}. /help lists commands and keys, Ctrl-D leaves.")

@@ -62,6 +62,7 @@ def generate(prompt: base.Prompt = None, *, as_json: base.AsJson = False, asked:
     if {"concurrency", "kv_memory"} & asked.keys():
         raise InvalidOption("--concurrency and --kv-memory are for --prompts. Leave them out")
     text = base.read_prompt(prompt, asked.get("file"), raw=raw)
+    base.check_template(asked)
     speculator = base.load(asked)
     messages: Messages = text if raw else base.conversation(system, text)
     if as_json:

@@ -32,6 +32,7 @@ from selfspec.errors import (
     first_line,
 )
 from selfspec.hub import pretrained
+from selfspec.untrusted import read_json
 
 if TYPE_CHECKING:
     import torch
@@ -123,6 +124,25 @@ def resolve_model(name: str | Path | None, dtype: str = "float32") -> ModelFiles
             "config.json or a .gguf file, or go online"
         )
     return ModelFiles(str(Path(config).parent), str(name), is_default=False)
+
+
+_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+_HEADER = 64 << 20  # bytes of a GGUF file that are looked at: a header of 262,144 tokens has 20 MB
+
+
+def brings_template(name: str | Path) -> bool:
+    """Whether a folder or a GGUF file holds a chat template; True for what is not here."""
+    if (gguf := _gguf_file(name)) is not None:
+        with gguf.open("rb") as file:
+            return b"tokenizer.chat_template" in file.read(_HEADER)
+    folder = files.local_path(str(name))
+    if not folder.is_dir() or any((folder / one).exists() for one in _TEMPLATES):
+        return True
+    try:
+        said = read_json(folder / "tokenizer_config.json")
+    except InvalidData:  # loading says what is wrong
+        return True
+    return isinstance(said, dict) and said.get("chat_template") is not None
 
 
 def require_model(name: str | Path) -> None:

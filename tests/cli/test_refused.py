@@ -56,6 +56,8 @@ def furnished(tmp_path_factory: pytest.TempPathFactory, made: Path) -> Path:
         (folder / name).write_text(text)
     for name in ("garbage.jsonl", "link.html", "dangling.png", "pipe.html"):
         (folder / name).symlink_to(name.partition(".")[0])
+    untaught = shutil.copytree(folder / "model", folder / "untaught")
+    (untaught / "chat_template.jinja").unlink()
     (folder / "stranger").write_text("somebody else's")
     (folder / "device").symlink_to("/dev/full")
     with pytest.MonkeyPatch.context() as patch:
@@ -92,6 +94,8 @@ generate a --draft-model ./nowhere/              | is not there
 generate a --drafter ngram+draft-model           | needs a second model
 generate a --drafter ngram+rest                  | needs a datastore
 generate a --kv-memory 1GB                       | are for --prompts
+generate a --model untaught                      | no chat template: is it a base model? Give
+chat --model untaught                            | or continue a text: selfspec generate --raw
 generate a --json-schema bad.jsonl               | is not JSON
 generate a --json-schema schema.json             | is 7
 generte a                                        | Did you mean 'generate'?
