@@ -56,8 +56,8 @@ class Generation:
         if self.estimate is None:
             return words
         speed_up, measured = self.estimate
-        grounds = "from costs measured here" if measured else "a guess; to measure: selfspec tune"
-        return f"{words}, about {speed_up:.1f}x plain decoding ({grounds})"
+        grounds = "by costs measured here" if measured else "a guess; to measure: selfspec tune"
+        return f"{words}, about {speed_up:.1f} times as fast as without drafts ({grounds})"
 
     def _repr_html_(self) -> str:
         """In a notebook: the text, each piece in the colour of who gave it."""

@@ -686,7 +686,12 @@ def bug(error: Exception, arguments: Sequence[str], trace: str) -> str:
 
 def statistics(answer: Generation, kind: Stats) -> str:
     """The line that `--stats` asked for."""
-    return answer.stats.line() if kind == "full" else answer.summary()
+    if kind == "short":
+        return answer.summary()
+    import torch
+
+    threads = min(torch.get_num_threads(), files.cores())
+    return f"{answer.stats.line()}; {threads} {'thread' if threads == 1 else 'threads'}"
 
 
 def say_if_cut(answer: Generation, options: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from selfspec import files
 from selfspec.cli import base, interrupts
 from selfspec.cli.base import SHARED, Asked, Flag, with_flags
+from selfspec.decoding.stats import rate
 from selfspec.errors import InvalidData, InvalidOption, InvalidPrompt, SelfspecError
 from selfspec.typed import check_keys
 from selfspec.untrusted import read_json
@@ -117,6 +118,7 @@ class Chat:
         """The line below the editor."""
         parts = [self.speculator.label, f"{self.tokens} tokens in context"]
         if self.last is not None and self.last.stats.rounds:
+            parts.append(rate(self.last.stats.decode_tokens_per_s))
             parts.append(f"{self.last.stats.compression_rate:.1f} tokens per pass")
         return " | ".join(parts)
 

@@ -18,7 +18,7 @@ from selfspec.cli import base
 from selfspec.cli.base import GENERATION, LOADING, SHARED, SPECULATION, Asked, Flag, with_flags
 from selfspec.cli.chat import Writer
 from selfspec.config import DEFAULT_MAX_NEW_TOKENS
-from selfspec.decoding.stats import MODEL
+from selfspec.decoding.stats import MODEL, rate
 from selfspec.errors import CannotWrite, InvalidData, InvalidOption, SelfspecError
 from selfspec.eval.results import first_divergence
 from selfspec.hub.models import heads_name
@@ -245,7 +245,9 @@ def demo(
     text = base.read_prompt(prompt)
     (other, other_s), (own, own_s) = both(base.load({"dtype": "float32"} | asked), text, count)
     place = first_divergence(other, own.token_ids)
-    base.emit(f"{own.stats.summary()}\n{verdict(place, other_s / own_s)}\n")
+    speeds = {"Hugging Face": len(other) / other_s, "selfspec": len(own.token_ids) / own_s}
+    said = ", ".join(f"{name} {rate(speed)}" for name, speed in speeds.items())
+    base.emit(f"{said}: {verdict(place, other_s / own_s)}\n")
     if place is not None:
         raise typer.Exit(1)
 
@@ -260,7 +262,7 @@ def verdict(differs_at: int | None, gain: float) -> str:
         )
     words = "about as fast" if gain > 1 - _NEAR else f"{1 / gain:.1f}× slower"
     words = f"{gain:.1f}× faster" if gain > 1 + _NEAR else words
-    return f"same text: {same}; {words}"
+    return f"{words}; same text: {same}"
 
 
 def both(speculator: Speculator, text: str, count: int) -> list[tuple[Any, float]]:

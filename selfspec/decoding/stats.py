@@ -59,8 +59,16 @@ def common(old: Sequence[int], new: Sequence[int]) -> int:
 
 
 Ended = Literal["depth", "width", "budget", "eos", "unsure", "off"]
-"""Why drafting stopped: nothing confident by D_max; W_max drafts; no room for more tokens; the
-draft closed the sequence; more would not pay; nothing was to be drafted, or drafting pauses."""
+
+ENDED: dict[str, str] = {
+    "depth": "deepest exit layer",  # nothing was confident by D_max
+    "width": "longest allowed",  # W_max drafts
+    "budget": "end of the answer",  # no room for more tokens
+    "eos": "end token",
+    "unsure": "too unsure",  # more would not pay
+    "off": "no drafts",  # none were wanted, or they pause
+}
+"""Why drafting stopped, for people."""
 
 StopReason = Literal["eos", "length", "stop"]
 """What ended a generation: an end token; the token limit; another stopping criterion."""
@@ -230,9 +238,10 @@ class GenerationStats:
 
     def summary(self) -> str:
         """What a person wants to know, without abbreviations."""
+        speed = f" at {rate(self.decode_tokens_per_s)}" if self.decode_tokens_per_s else ""
         passes = f", {self.compression_rate:.1f} tokens per pass" if self.rounds else ""
         return (
-            f"{self.new_tokens} tokens{passes}"
+            f"{self.new_tokens} tokens{speed}{passes}"
             + ("" if self.lossless else ", lossy")
             + (f", no drafts: {self.drafts_refused}" if self.drafts_refused else "")
         )
@@ -240,19 +249,24 @@ class GenerationStats:
     def line(self) -> str:
         """All figures on one line."""
         parts = [
-            f"{self.accepted_by_layer[layer]}/{count} at {layer}"
+            f"exit layer {layer}: {self.accepted_by_layer[layer]} of {count}"
             for layer, count in sorted(self.drafted_by_layer.items())
         ] + [
-            f"{self.accepted_by_source[source]}/{count} by {source}"
+            f"{SOURCES[source].words}: {self.accepted_by_source[source]} of {count}"
             for source, count in sorted(self.drafted_by_source.items())
-            if source != "exit"
+            if source != EXIT
         ]
         return (
-            f"{self.new_tokens} tokens, {self.decode_tokens_per_s:.1f} tok/s, "
-            f"first after {self.ttft_s * 1e3:.0f} ms | {self.rounds} rounds, "
-            f"CR {self.compression_rate:.2f}, {self.accepted}/{self.drafted} drafts accepted"
+            f"{self.new_tokens} tokens at {rate(self.decode_tokens_per_s)}, first after "
+            f"{self.ttft_s * 1e3:.0f} ms; {self.rounds} rounds, {self.compression_rate:.2f} tokens "
+            f"per pass; {self.accepted} of {self.drafted} drafts accepted"
             + (f" ({', '.join(parts)})" if parts else "")
-            + (" | pinned" if self.pinned else "")
-            + ("" if self.lossless else " | lossy")
-            + (f" | no drafts: {self.drafts_refused}" if self.drafts_refused else "")
+            + ("; pinned" if self.pinned else "")
+            + ("" if self.lossless else "; lossy")
+            + (f"; no drafts: {self.drafts_refused}" if self.drafts_refused else "")
         )
+
+
+def rate(tokens_per_s: float) -> str:
+    """For people: at least two digits."""
+    return f"{tokens_per_s:.{0 if tokens_per_s >= 10 else 1}f} tokens/s"

@@ -18,7 +18,7 @@ from selfspec import files
 from selfspec.api.givers import Giver
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.costs import MeasuredCosts
-from selfspec.decoding.stats import DRAFT_MODEL, SKIP, SOURCES, GenerationStats, Round
+from selfspec.decoding.stats import DRAFT_MODEL, ENDED, SKIP, SOURCES, GenerationStats, Round
 from selfspec.errors import InvalidData, InvalidOption
 from selfspec.hub.models import LOGIT_LENS
 from selfspec.typed import fits, require_types
@@ -141,11 +141,11 @@ class LayerTrace:
     def summary(self) -> str:
         """What the decode did, in a line."""
         stats = self.stats
-        ended = ", ".join(f"{reason} {count}" for reason, count in stats.ended.most_common())
+        ended = ", ".join(f"{ENDED[why]} {count}" for why, count in stats.ended.most_common())
         return (
             f"{stats.new_tokens} tokens, {stats.rounds} rounds, {stats.compression_rate:.2f} "
             f"tokens per verification, {stats.accepted} of {stats.drafted} drafts kept"
-            + (f"; drafting ended by {ended}" if ended else "")
+            + (f"; why drafts ended: {ended}" if ended else "")
             + ("" if self.info.lossless else "; lossy")
         )
 

@@ -21,9 +21,10 @@ class FakeStats:
     prompt_tokens: int = 10
     new_tokens: int = 2
     compression_rate: float = 2.0
+    decode_tokens_per_s: float = 2.0
 
     def line(self) -> str:
-        return "2 tokens, CR 2.00"
+        return "2 tokens at 2.0 tokens/s"
 
     def to_dict(self) -> dict[str, Any]:
         return {"new_tokens": 2}

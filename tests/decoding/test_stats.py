@@ -89,12 +89,13 @@ def test_without_rounds_or_time_all_rates_are_zero() -> None:
 def test_the_line_for_people(stats: GenerationStats) -> None:
     stats.seconds.update({"prefill": 0.013, "verify": 4.0})
     lossy = GenerationStats(num_layers=8, lossless=False)
-    assert lossy.line() == GenerationStats(num_layers=8).line() + " | lossy"
-    assert GenerationStats(num_layers=8, pinned=True).line().endswith(" | pinned")
+    assert lossy.line() == GenerationStats(num_layers=8).line() + "; lossy"
+    assert GenerationStats(num_layers=8, pinned=True).line().endswith("; pinned")
     assert stats.line() == (
-        "9 tokens, 2.0 tok/s, first after 13 ms | 3 rounds, CR 2.67, "
-        "6/7 drafts accepted (2/3 at 2, 4/4 at 4)"
+        "9 tokens at 2.0 tokens/s, first after 13 ms; 3 rounds, 2.67 tokens per pass; "
+        "6 of 7 drafts accepted (exit layer 2: 2 of 3, exit layer 4: 4 of 4)"
     )
+    assert stats.summary() == "9 tokens at 2.0 tokens/s, 2.7 tokens per pass"
 
 
 def test_drafts_that_ran_through_no_layer_are_counted_by_who_made_them() -> None:
@@ -111,7 +112,8 @@ def test_drafts_that_ran_through_no_layer_are_counted_by_who_made_them() -> None
     assert stats.drafted_by_source == {"exit": 3, "ngram": 3}
     assert stats.accepted_by_source == {"exit": 3, "ngram": 1}
     assert stats.drafted_by_layer == {2: 2, 4: 1}
-    assert "4/6 drafts accepted (2/2 at 2, 1/1 at 4, 1/3 by ngram)" in stats.line()
+    said = "(exit layer 2: 2 of 2, exit layer 4: 1 of 1, prompt lookup: 1 of 3)"
+    assert f"4 of 6 drafts accepted {said}" in stats.line()
 
 
 def test_the_dict_survives_json(stats: GenerationStats) -> None:

@@ -37,8 +37,8 @@ def test_a_pipe_gets_text_with_marks_and_no_escapes() -> None:
         "exit layer 4⁴: 1 of 2 drafts kept\n"
     )
     counts = (
-        "6 tokens, 3 rounds, 1.67 tokens per verification, 2 of 3 drafts kept; drafting ended by "
-        "width 2, depth 1\n"
+        "6 tokens, 3 rounds, 1.67 tokens per verification, 2 of 3 drafts kept; why drafts ended: "
+        "longest allowed 2, deepest exit layer 1\n"
     )
     answer = "A line⏎\n kept² checked deep⁴\n"
     assert printed(small_trace(), rejected=False, width=20) == answer + words + counts
