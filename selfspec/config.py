@@ -60,7 +60,7 @@ class SpeculationOptions:
     """
 
     speculate: bool = True
-    """Draft at all; without drafts it is plain decoding on the same runtime."""
+    """Use drafts. Without them the same runtime decodes token by token."""
 
     drafter: str = "exit"
     """One of exit (heads), ngram (prompt lookup), rest, skip, successors, lookahead, draft-model,
@@ -73,14 +73,14 @@ class SpeculationOptions:
     """
 
     controller: Controller = field(default_factory=Fixed)
-    """What sets W_max of the next round: fixed, heuristic, threshold, gammatune, gammatune-plus,
-    cm-asd."""
+    """What sets the draft length of the next round: fixed, heuristic, threshold, gammatune,
+    gammatune-plus, cm-asd."""
 
     acceptance: Acceptance = field(default_factory=Lossless)
     """Which drafts stay: lossless, or one of the lossy rules lenient, cm-asd, easd."""
 
     costs: Costs = field(default_factory=Costs)
-    """What drafts cost here, as shares of a step: row, head."""
+    """What drafts cost here, as shares of one pass without drafts: row, head."""
 
     exit: Exit = field(default_factory=Exit)
     ngram: Ngram = field(default_factory=Ngram)
@@ -94,8 +94,7 @@ class SpeculationOptions:
     """Where `easd` as text starts: heads may know its entropy threshold."""
 
     never_slower: bool = True
-    """Pause heads, a draft model or skip where what they gave lately is less than what they cost;
-    try them again later.
+    """Pause heads, a draft model or skip while they cost more than they give; try again later.
 
     Prompt lookup costs nothing to draft and has its own rule.
     """
@@ -104,11 +103,11 @@ class SpeculationOptions:
     """Refuse lossy settings."""
 
     pinned: bool | None = None
-    """Bitwise draft invariance. True: by passes of one shape where kernels do not have it; refused
-    where a probe finds that bits move. None: as far as kernels have it, which costs nothing."""
+    """No draft changes one bit of a logit. True: by passes of one shape where kernels need it, or
+    an error where bits still move. None: as far as kernels have it, which costs nothing."""
 
     pinned_rows: Annotated[int, between(1, 128)] = 8
-    """Rows of every pass in pinned mode: one for the newest token, one for each draft token."""
+    """With --pinned, rows of every pass: one for the newest token, one for each draft token."""
 
     def __post_init__(self) -> None:
         """Raise InvalidOption for values that no model could make sense of."""

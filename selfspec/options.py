@@ -155,7 +155,7 @@ class Exit(Part, kind="exit"):
     """D_max, an exit layer: no draft runs deeper. None: the deepest exit layer in use."""
 
     max_tokens: Width = 6
-    """W_max, at least 1: drafts per round, or where a controller starts; of a tree the longest
+    """Draft tokens per round at most (W_max), or where a controller starts; of a tree the longest
     path."""
 
     guesses: Annotated[int, between(1, 32, request=4)] = 1
@@ -187,7 +187,7 @@ class Ngram(Part, kind="ngram"):
     Each token of the text is kept in as many n-grams: 3 KB at 16."""
 
     max_tokens: Width = 7
-    """W_max of these drafts, at least 1.
+    """Draft tokens per round at most (W_max).
 
     Larger than that of exit heads, because they cost no time to make; with the newest token they
     fill a pinned pass.
@@ -199,18 +199,18 @@ class DraftModel(Part, kind="draft-model"):
     """A second, smaller model."""
 
     max_tokens: Width = 6
-    """W_max, at least 1: drafts per round, or where a controller starts."""
+    """Draft tokens per round at most (W_max), or where a controller starts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Successors(Part, kind="successors"):
-    """What verification found likely behind the same tokens before, in this text or another."""
+    """Tokens that verification found likely after the same tokens, in this text or another."""
 
     max_tokens: Width = 6
     """Longest path of a tree, at least 1."""
 
     guesses: Annotated[int, between(1, 8, request=4)] = 4
-    """Tokens that may be proposed for one place, at least 1, each where its chance pays its row."""
+    """Tokens that may be proposed for one place, at least 1: those likely enough for their row."""
 
     max_rows: Annotated[int, between(1, 64, request=32)] = 16
     """Rows of a tree's verification at most, with the newest token's."""
@@ -234,7 +234,7 @@ class Rest(Part, kind="rest"):
 
 @dataclass(frozen=True, kw_only=True)
 class Lookahead(Part, kind="lookahead"):
-    """n-grams that the model says behind guessed tokens, beside each verification.
+    """n-grams that the model writes after guessed tokens, beside each verification.
 
     A verification has (level - 1) (window + guesses) rows, 128 at most. Where it has room for
     fewer, the window loses columns first, and then guesses; models that run no trees draft one
@@ -275,7 +275,7 @@ class Skip(Part, kind="skip"):
     stays as it is."""
 
     max_tokens: Width = 8
-    """W_max, at least 1: drafts per round, or where a controller starts."""
+    """Draft tokens per round at most (W_max), or where a controller starts."""
 
     def __post_init__(self) -> None:
         """Keep layers as they rise, each once. Raises InvalidOption."""
@@ -365,7 +365,7 @@ class Bounded(Part):
 
 @dataclass(frozen=True, kw_only=True)
 class Heuristic(Bounded, kind="heuristic"):
-    """Two more after a round that was kept, else one less."""
+    """Two more after a round whose drafts were all accepted, else one less."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -386,10 +386,10 @@ class GammaTune(Bounded, kind="gammatune"):
     """An exponential mean of accepted lengths."""
 
     rate: Share = 0.3  # printed nowhere
-    """eta, in (0, 1]: weight of the newest round in the mean."""
+    """eta, in (0, 1]: weight of the last round in the mean."""
 
     step: Amount = 2.0  # printed nowhere; the heuristic's own step
-    """delta, at least 0: what a wholly accepted round counts more."""
+    """delta, at least 0: added for a round whose drafts were all accepted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -464,7 +464,7 @@ class CmAsd(Ensemble, kind="cm-asd"):
 
 @dataclass(frozen=True, kw_only=True)
 class Easd(Part, kind="easd"):
-    """No drafts where both models waver between the same tokens. Lossy."""
+    """Drafts stop where both models are unsure between the same tokens. Lossy."""
 
     reads_beliefs: ClassVar[bool] = True
 
@@ -501,12 +501,12 @@ KINDS: dict[str, Kinds] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Costs(Part, kind="costs"):
-    """Shares of a step."""
+    """Shares of one pass without drafts."""
 
     row: Annotated[float | tuple[float, ...] | None, PROBABILITY] = None
     """What one more row adds to a verification, in [0, 1]: the second, the third and so on, as far
-    as they differ; a draft token is proposed where its chance pays for its row. None: as measured
-    when this model was first loaded on this machine.
+    as they differ; a draft token is proposed where it is likely enough to pay for that. None: as
+    measured when this model was first loaded on this machine.
     """
 
     head: Annotated[float | None, AMOUNT] = None

@@ -181,7 +181,7 @@ ConfigFile = Annotated[
     typer.Option(
         "--config",
         metavar="FILE",
-        help="YAML file of options; flags win over it, it over the user's own (see env).",
+        help="YAML file of options; flags win over it. It wins over your default file (see env).",
         envvar="SELFSPEC_CONFIG",
         show_envvar=False,
     ),
@@ -196,7 +196,7 @@ Stats = Literal["short", "full"]  # how much is said of an answer
 STATS = Flag(
     "stats",
     Stats,
-    "What the answer took, on standard error; =full: all figures.",
+    "Tokens, speed and drafts of the answer, on standard error; =full: all figures.",
     metavar="[=full]",
 )
 
@@ -314,7 +314,7 @@ def check_file(asked: Asked, name: str | Path) -> Path:
 KV_MEMORY = Flag(
     "kv_memory",
     str,
-    "For keys and values of many texts: 500MB, 2GB. Built in: half of what is free.",
+    "Memory for KV caches: 500MB, 2GB. Built in: half of what is free.",
     metavar="SIZE",
     rare=True,
 )
@@ -423,18 +423,18 @@ LOADING = grouped(
         Flag(
             "dtype",
             Literal["float32", "bfloat16", "float16", "float64"],
-            "In float16 drafts need --pinned. Built in: bfloat16, for a .gguf file float32 where "
-            "products in bfloat16 are slow; for fitting, float32 wherever they are.",
+            "Built in: bfloat16, or float32 where a processor is slow in bfloat16. In float16 "
+            "drafts need --pinned.",
         ),
         Flag("device", str, "cpu, cuda, cuda:1, or auto to spread the layers over all devices."),
         Flag("attn_implementation", Literal["sdpa", "eager"], "sdpa (the default) or eager."),
         Flag(
             "chat_template",
             str,
-            "For models that bring none: alpaca, chatml, llama-2, vicuna, zephyr or a Jinja file.",
+            "For models without one: alpaca, chatml, llama-2, vicuna, zephyr or a Jinja file.",
         ),
-        Flag("draft_model", str, "A smaller model with the same tokens, which drafts."),
-        Flag("datastore", str, "Texts that draft, from selfspec datastore.", metavar="FILE"),
+        Flag("draft_model", str, "A smaller model with the same vocabulary, which drafts."),
+        Flag("datastore", str, "Texts to draft from, made by selfspec datastore.", metavar="FILE"),
         Flag("executor", Executor, "fused is for CPUs, cuda-graph for GPUs. Built in: auto."),
     ),
     _USUAL,
@@ -458,20 +458,20 @@ SPECULATION = grouped(
 GENERATION = grouped(
     "Answer",
     (
-        Flag("max_new_tokens", int, f"At most. Built in: {config.DEFAULT_MAX_NEW_TOKENS}."),
+        Flag("max_new_tokens", int, f"Tokens at most. Built in: {config.DEFAULT_MAX_NEW_TOKENS}."),
         Flag("min_new_tokens", int, "Tokens at least."),
         Flag("stop_strings", list[str], "Text that ends the answer; repeatable.", ("--stop",)),
-        Flag("do_sample", bool, "Draw tokens; implied by the next four."),
+        Flag("do_sample", bool, "Sample; implied by the next four."),
         Flag("temperature", float, "Divides the logits; 0 is greedy."),
-        Flag("top_k", int, "Draw from this many of the most likely tokens."),
-        Flag("top_p", float, "Draw from the most likely tokens that sum to this, in (0, 1]."),
-        Flag("min_p", float, "Leave out tokens less likely than this times the likeliest."),
-        Flag("repetition_penalty", float, "Above 1 lowers tokens that the text has already."),
+        Flag("top_k", int, "Sample from this many of the most likely tokens."),
+        Flag("top_p", float, "Sample from the most likely tokens that sum to this, in (0, 1]."),
+        Flag("min_p", float, "Leave out tokens less likely than this times the most likely one."),
+        Flag("repetition_penalty", float, "Above 1: lowers scores of tokens in the text so far."),
         Flag("presence_penalty", float, "Lowers scores of tokens that the answer has already."),
         Flag("frequency_penalty", float, "The same, for each time that it has them."),
         Flag("json_schema", str, "JSON that follows the schema in this file.", metavar="FILE"),
         Flag("grammar", str, "Text that follows the Lark grammar in this file.", metavar="FILE"),
-        Flag("seed", int, "Makes drawing repeatable."),
+        Flag("seed", int, "Makes sampling repeatable."),
     ),
     _USUAL,
 )

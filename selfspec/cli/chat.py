@@ -40,14 +40,14 @@ _KEYS = (
 @with_flags(
     base.SYSTEM,
     base.STATS,
-    Flag("colour", bool, "Tokens in the colour of who gave them; else as NO_COLOR says."),
+    Flag("colour", bool, "Colour tokens by what drafted them. Built in: as NO_COLOR says."),
     *SHARED,
 )
 def chat(*, asked: Asked) -> None:
     """Talk with a model. It remembers the conversation; /help lists what else it understands."""
     options = base.answering(asked)
-    talk = Chat(base.load(asked), options, asked)
     base.check_template(asked)
+    talk = Chat(base.load(asked), options, asked)
     read = _line
     if sys.stdin.isatty():
         base.note(f"{talk.speculator.label}. /help lists commands and keys, Ctrl-D leaves.")
@@ -201,7 +201,7 @@ class Chat:
             raise InvalidOption("there is nothing to take back")
         self.writer.line(f"taken back: {question.splitlines()[0]}")
 
-    @_command("/retry", "ask it again (the same answer, unless tokens are drawn)")
+    @_command("/retry", "ask it again (the same answer, unless tokens are sampled)")
     def _retry(self, _: str) -> None:
         kept = self.messages, self.last, self.tokens
         if (question := self._take_back()) is None:
@@ -268,7 +268,7 @@ class Chat:
         options = self.options | {"max_new_tokens": count}
         found = look.inspect(self.speculator, prompt, **options)
         if [place.token for place in found.places] != self.last.token_ids:
-            base.note("selfspec: drawn anew, the answer is another one: this is its trace")
+            base.note("selfspec: sampled again, the answer is another one: this is its trace")
         if path is None:
             base.emit(base.printed(lambda console: terminal.show(found, console)))
             return

@@ -35,7 +35,7 @@ Messages = str | list[dict[str, str]]
 _FLAGS = (
     Flag("file", str, "Read the prompt from a file.", metavar="FILE"),
     Flag("prompts", str, 'Answer many: {"prompt": ".."} a line.', metavar="FILE"),
-    Flag("output", str, "Answers to --prompts, a JSON line each.", metavar="FILE"),
+    Flag("output", str, "Where the answers to --prompts go, a JSON line each.", metavar="FILE"),
     Flag("overwrite", bool, "Replace an output that is there already.", rare=True),
     Flag("concurrency", int, "Prompts answered at once. Built in: 32.", rare=True),
     base.KV_MEMORY,
@@ -253,7 +253,7 @@ def demo(
 
 
 def verdict(differs_at: int | None, gain: float) -> str:
-    """Of a place from 0, and of speeds that were measured, so that nothing is guessed."""
+    """How much faster, and whether the texts are the same or differ at a token, from 0."""
     same = "yes"
     if differs_at is not None:
         same = (

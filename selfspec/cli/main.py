@@ -142,6 +142,11 @@ def _hints(error: Any, words: Sequence[str]) -> str:
     given = any(word.partition("=")[0] in flags for word in words)
     if isinstance(name, str) and name in os.environ and not given:
         return f" (of {name} in the environment)"
-    several = "unexpected extra argument" in str(error)
+    said, context = str(error), getattr(error, "ctx", None)
+    if said.startswith("No such command") and "Did you mean" not in said:
+        return f" Known: {', '.join(context.command.list_commands(context))}"
+    if said.startswith("No such option") and "(" not in said:
+        return f". For all of them: {context.command_path} --help-all"
+    several = "unexpected extra argument" in said
     asks = {"generate", "demo", "trace"} & {*words}
     return ". Put a prompt of several words in quotes" if several and asks else ""

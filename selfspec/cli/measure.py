@@ -69,8 +69,8 @@ _TARGETS = (
 """Flags that name files to write."""
 _VIEW = (
     *_TARGETS,
-    Flag("all_layers", bool, "Layers without heads too. Built in: on."),
-    Flag("rejected", bool, "Show rejected drafts, too."),
+    Flag("all_layers", bool, "Also layers without heads. Built in: on."),
+    Flag("rejected", bool, "Also show rejected drafts."),
 )
 _NOTED = option_flags(RecordOptions)
 _RECORDING = (
@@ -226,7 +226,7 @@ _QUESTIONS = 12  # without --limit: two of each task, a few minutes for the defa
     *grouped("Record", option_flags(RecordOptions), ("max_new_tokens",)),
     *grouped("Choice", option_flags(TuneOptions), ("objective",)),
     Flag("dry_run", bool, "Report only."),
-    Flag("forget", bool, "Remove what was found for this model on this machine."),
+    Flag("forget", bool, "Forget what was measured and chosen for this model on this machine."),
 )
 def tune(*, as_json: base.AsJson = False, asked: Asked) -> None:
     """Find the settings that suit this machine. Commands use them by themselves from then on.
@@ -292,7 +292,7 @@ _METHODS = ("hugging-face", "plain", "speculation", "ngram", "ngram+exit")
         list[str],
         "Also speculation with NAME=VALUE,..: exit.threshold=0.5,0.7; repeatable.",
     ),
-    Flag("concurrency", tuple[int, ...], "At 1,8,32 answers at once; other methods."),
+    Flag("concurrency", tuple[int, ...], "Measure 1,8,32 answers at once instead."),
     Flag("overwrite", bool, "Start over where the output holds results."),
     Flag("resume", bool, "Go on where an interrupted run stopped."),
     *grouped(
@@ -498,13 +498,11 @@ _DRAFTS = tuple(flag for flag in SPECULATION if flag.name != "pinned")
     *_DRAFTS,
     *SUITE,
     Flag("max_new_tokens", int, f"Tokens per prompt at most. Built in: {_NEW_TOKENS}."),
-    Flag(
-        "rungs", tuple[int, ...], "Those to climb: 1,2,6. Built in: all seven; the third is slow."
-    ),
+    Flag("rungs", tuple[int, ...], "Which of the seven checks to run: 1,2,6. The third is slow."),
     Flag("max_copy_gb", float, f"Largest float32 or float64 copy to make. Built in: {_COPY_GB}."),
 )
 def verify(*, as_json: base.AsJson = False, asked: Asked) -> None:
-    """Check that drafts change nothing here. Seven rungs; exit code 1 if one fails.
+    """Check that drafts change nothing here. Seven checks; exit code 1 if one fails.
 
     Greedy decoding only, of six prompts unless --limit says otherwise; that samples keep their
     distribution is proved in the test suite.

@@ -181,10 +181,10 @@ def _require_features(found: FeatureSpec, needed: FeatureSpec) -> None:
 @with_flags(
     Flag("output", str, "Folder for text, heads and report; a begun one is continued."),
     Flag("budget", str, "Time for all: 90s, 30m, 2h. Built in: 30m."),
-    Flag("raw", bool, "A base model: it writes on behind plain text, without a chat template."),
+    Flag("raw", bool, "For a base model: it continues plain text, without a chat template."),
     *_PROMPTS,
     Flag("questions", str, "File of your own prompts; every fifth is kept back to measure on."),
-    Flag("seed", int, "Fixes what is asked and drawn. Built in: 0."),
+    Flag("seed", int, "Fixes what is asked and sampled. Built in: 0."),
     *(flag for flag in MODEL if flag.name in _FROZEN),
 )
 def adapt(*, asked: Asked) -> None:
@@ -647,7 +647,7 @@ _INSTEAD = {  # by drafter, why
     Flag("data", str, "Conversations that the heads were not fitted to: .jsonl or .jsonl.gz."),
     Flag("cache", str, "Features of such a text, from selfspec cache; instead of --data."),
     Flag("max_tokens", int, "Answer tokens to use; all without it."),
-    Flag("precision", float, "Exit where this share of drafts is right, in (0, 1]; else fastest."),
+    Flag("precision", float, "Choose thresholds for this share of right drafts, not for speed."),
     Flag("max_exit_layers", int, "Exit layers used together at most. Built in: 2."),
     Flag("entropy", bool, "Only the entropy threshold that --acceptance easd needs, from --data."),
     Flag("dry_run", bool, "Report only."),

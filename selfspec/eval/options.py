@@ -41,21 +41,21 @@ class BenchOptions:
     """Questions to report at most, spread over the suite."""
 
     tune_on: str | None = None
-    """Suite or file whose questions settle the settings of methods with a grid. Without it
+    """Suite or file whose questions choose the settings of methods that have several. Without it
     questions of the suite itself, which the report leaves out."""
 
     tune_questions: Annotated[int, at_least(1)] = 6
     """Questions for that, spread evenly; at least 1."""
 
     max_new_tokens: Annotated[int, at_least(1)] = 64
-    """Tokens per answer at most; each method writes as many as plain decoding does."""
+    """Tokens per answer at most; each method writes as many."""
 
     repeats: Annotated[int, at_least(1)] = 1
     """Times that each prompt is measured."""
 
     quality: bool = False
-    """Judge the texts of all methods, not only of those that are lossy or draw tokens: where a
-    lossless one rounds otherwise, that is the least that a lossy one can be told from."""
+    """Judge the texts of all methods by their references, not only of those that are lossy or
+    sample."""
 
     seed: int = 0
     """Seed of the order of methods and of the bootstrap."""
@@ -80,15 +80,14 @@ class RecordOptions:
     """Tokens of each answer, at least 2."""
 
     max_draft_tokens: Annotated[int, at_least(1)] = 7
-    """W_max of the widest setting to be replayed, at least 1."""
+    """Draft tokens per round of the longest setting to be replayed (W_max)."""
 
     min_threshold: Annotated[float | None, SHARE] = None
-    """Lowest tau to be replayed, in (0, 1]. A real round goes on behind a wrong draft: all that it
-    could do there is recorded, and a lower value makes these branches many. None: 0.2, or 0.01 for
-    a single exit layer, where there is one branch only."""
+    """Lowest exit threshold to be replayed, in (0, 1]; a lower one makes larger records. None: 0.2,
+    or 0.01 for a single exit layer."""
 
     anneal_strengths: Annotated[tuple[float, ...], _RISING] = (0.0, 0.2, 0.5, 1.0)
-    """Each alpha to be replayed, at least 0, rising."""
+    """Values of exit:anneal_strength to be replayed, at least 0, rising."""
 
     def __post_init__(self) -> None:
         check_fields(self)

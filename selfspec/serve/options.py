@@ -40,19 +40,19 @@ class ServeOptions:
     """Port; 0 takes a free one."""
 
     concurrency: Annotated[int, AT_LEAST_ONE] = 32
-    """Answers that are written at once."""
+    """Answers generated at once, in one batch."""
 
     queue: Annotated[int, NOT_BELOW_ZERO] = 128
-    """Answers that may wait besides; more are refused with status 429."""
+    """Requests that may wait; more are refused with status 429."""
 
     timeout: Annotated[float, ABOVE_ZERO] = 600.0
-    """Seconds for an answer, waiting included; then it ends where it is."""
+    """Seconds for an answer, waiting included; then it is cut."""
 
     max_tokens: Annotated[int, AT_LEAST_ONE] = 1024
-    """Most tokens of an answer where its request does not say."""
+    """Tokens of an answer at most, where its request does not say."""
 
     max_prompt_tokens: Annotated[int | None, AT_LEAST_ONE] = None
-    """Most tokens of a prompt; without it as many as the model has positions."""
+    """Tokens of a prompt at most. None: the model's context length."""
 
     max_body_mb: Annotated[float, ABOVE_ZERO] = 4.0
     """Largest body of a request, in megabytes."""
@@ -61,16 +61,16 @@ class ServeOptions:
     """Seconds for a client to send a request, or to read on; then its connection ends."""
 
     patience: Annotated[float, NOT_BELOW_ZERO] = 1.0
-    """How much longer the next token of an answer may take while a prompt enters, in tokens."""
+    """Delay of the next token of an answer while another prompt is read, at most, in tokens."""
 
     graceful_seconds: Annotated[float, ABOVE_ZERO] = 30.0
-    """For running answers, when the server is stopped."""
+    """Seconds that running answers have when the server is stopped."""
 
     replicas: Annotated[int, AT_LEAST_ONE] = 1
-    """Copies of the model; more than one run under Ray Serve and share the cores."""
+    """Copies of the model; more than one runs under Ray Serve, and they share the cores."""
 
     cors_origin: list[str] | None = None
-    """Web page that may ask besides those of this server: https://example.com; repeatable."""
+    """Other web page that may use this server: https://example.com; repeatable."""
 
     log_requests: bool = False
     """A line per request: path, status, tokens, seconds and address; no text."""

@@ -59,14 +59,13 @@ class DataOptions:
     be continued with a higher number. None: all rows of --from."""
 
     batch_size: Count = 128
-    """Conversations of a batch, at least 1; a killed run loses no more. The last of a batch to end
-    write on alone: 256 took 0.95 times as long per token as 128 (2 cores, AVX512-BF16)."""
+    """Conversations of a batch, at least 1; a killed run loses no more."""
 
     system: str | None = None
     """System message of every conversation."""
 
     raw: bool = False
-    """For base models: prompts are plain text that the model writes on, without a chat template."""
+    """For base models: prompts are plain text that the model continues, without a chat template."""
 
     question_temperature: Annotated[tuple[float, ...], _RANGE] = (0.8, 1.0)
     """Lowest and highest temperature of user turns, above 0; each row draws some in between."""
@@ -124,8 +123,8 @@ class CacheOptions:
     measuring, at least 1."""
 
     batch_tokens: Count = 2048
-    """Tokens per batch, padding included. No conversation may be longer. 4096 halve the number of
-    steps, which cost 4 to 6 points of agreement in one epoch over 60K tokens."""
+    """Tokens per batch, padding included; no conversation may be longer. Larger ones are fewer
+    steps."""
 
     answers_only: bool = False
     """Keep positions that predict a token of an answer alone, for a fit with --answer-share 1."""

@@ -99,7 +99,8 @@ chat --model untaught                            | or continue a text: selfspec 
 generate a --json-schema bad.jsonl               | is not JSON
 generate a --json-schema schema.json             | is 7
 generte a                                        | Did you mean 'generate'?
-nothing                                          | No such command
+nothing                                          | 'nothing'. Known: generate, chat, demo
+generate a --frobnicate                          | For all of them: selfspec generate --help-all
 heads show                                       | Missing argument 'DIR'
 heads show nowhere                               | 'nowhere' is neither a folder nor a known name
 heads show model                                 |
