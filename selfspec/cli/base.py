@@ -32,7 +32,7 @@ from typer.core import TyperCommand
 from selfspec import config, files, untrusted
 from selfspec.api import structure
 from selfspec.api.chat_template import advice
-from selfspec.cli import interrupts, lean
+from selfspec.cli import interrupts
 from selfspec.config import OPTION_NAMES, SpeculationOptions
 from selfspec.errors import (
     CannotWrite,
@@ -498,7 +498,6 @@ def load(asked: Asked) -> Speculator:
     check_model(asked)
     with loading(asked.get("model", "the default model")) as doing:
         doing.append("importing torch and transformers")
-        lean.import_little()
         from selfspec.api import speculator
 
         doing.append("reading and checking it")

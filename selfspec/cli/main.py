@@ -27,10 +27,9 @@ def run() -> None:
     """Entry point of the console script."""
     signal.signal(signal.SIGINT, _interrupt)
     try:
-        from selfspec.cli import base, lean
+        from selfspec.cli import base
 
         base.repair_streams()
-        lean.own_process = True
         code = main(sys.argv[1:])
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is left is to end
     except KeyboardInterrupt:

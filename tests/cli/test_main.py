@@ -109,22 +109,6 @@ def shell(words: str, folder: Path, **variables: str) -> subprocess.CompletedPro
     )
 
 
-def test_a_command_imports_no_compiler_and_who_wants_it_has_it(tmp_path: Path) -> None:
-    program = """
-import sys
-from selfspec.cli import lean
-lean.own_process = True
-lean.import_little()
-import torch, selfspec.api.speculator
-from selfspec.model.weights import in_8_bits
-torch.nn.Parameter(in_8_bits(torch.ones(2, 32)), requires_grad=False)
-assert not {"sympy", "torch._dynamo.eval_frame", "torch._inductor"} & sys.modules.keys()
-print(torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item())
-"""
-    result = shell(f"{sys.executable} -c '{program}'", tmp_path)
-    assert (result.stdout, result.returncode) == ("2.0\n", 0), result.stderr
-
-
 def test_a_shell_completes_commands(tmp_path: Path) -> None:
     program = f"exec {sys.executable} -c 'from selfspec.cli.main import run; run()'"
     asked = {"_SELFSPEC_COMPLETE": "complete_bash", "COMP_WORDS": "selfspec cha", "COMP_CWORD": "1"}
