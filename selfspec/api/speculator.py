@@ -10,6 +10,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice, repeat
@@ -652,13 +653,7 @@ def custom_generate(
     source = str(heads or _callers("custom_generate") or pushed_to)
     place = local_path(source)
     key = (source, fetching, fingerprint.of_folder(place))
-    try:
-        known, speculator = _WRAPPED[model]
-        speculator.backbone.require_unchanged()
-    except (KeyError, ModelChanged):
-        known = None
-    if known != key:
-        speculator = _WRAPPED.pop(model, None)  # before memory is taken for the next
+    if (speculator := _wrapped(model, key)) is None:
         if heads is None and not place.is_dir():
             place = hub.heads_on_hub(source, **fetching)
         # the model's state in another object: what holds that does not keep the model alive
@@ -667,5 +662,18 @@ def custom_generate(
         _WRAPPED[model] = key, (speculator := wrap(alias, heads=heads or place))
     ends_at = stop_strings(tokenizer, strings) if strings else None
     loop = Loop(speculator, speculator.options.updated(speculation), ends_at)
-    generate: Any = type(model).generate  # one that was loaded with such code has it as its own
-    return generate(speculator.model, custom_generate=loop, **options | {"stop_strings": None})
+    kind: Any = type(model)  # a model that was loaded with such code has it as its own `generate`
+    options |= {"custom_generate": loop, "stop_strings": None}
+    ids: Tensor | GenerateDecoderOnlyOutput = kind.generate(speculator.model, **options)
+    return ids
+
+
+def _wrapped(model: PreTrainedModel, key: object) -> Speculator | None:
+    """What `model` was wrapped to for `key`; None, and that is dropped, where it does not hold."""
+    known, speculator = _WRAPPED.pop(model, (None, None))
+    if speculator is not None and known == key:
+        with suppress(ModelChanged):
+            speculator.backbone.require_unchanged()
+            _WRAPPED[model] = key, speculator
+            return speculator
+    return None

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from selfspec.cli import interrupts
 
@@ -141,7 +141,7 @@ def _hints(error: Any, words: Sequence[str]) -> str:
     given = any(word.partition("=")[0] in flags for word in words)
     if isinstance(name, str) and name in os.environ and not given:
         return f" (of {name} in the environment)"
-    said, context = str(error), getattr(error, "ctx", None)
+    said, context = str(error), cast("Any", getattr(error, "ctx", None))
     if said.startswith("No such command") and "Did you mean" not in said:
         return f" Known: {', '.join(context.command.list_commands(context))}"
     if said.startswith("No such option") and "(" not in said:

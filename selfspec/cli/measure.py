@@ -150,7 +150,7 @@ def _check_targets(asked: Asked) -> dict[str, Path]:
 
 
 def _looked(
-    prompt: str | None, asked: Asked, kept: str | None
+    prompt: str | None, asked: base.Named, kept: str | None
 ) -> tuple[LayerTrace, MeasuredCosts | None]:
     """Decode, and look at what each layer made of it; or what was kept of that. Costs for pages."""
     if kept is not None:

@@ -324,7 +324,8 @@ def assembled(
     if missing:
         raise LacksWeights(f"it lacks {len(missing)} weights, {missing[0]} among them")
     model.register_state_dict_post_hook(_as_numbers)
-    return model.eval()
+    model.eval()
+    return model
 
 
 def _as_numbers(_model: nn.Module, state: dict[str, Any], _prefix: str, _more: Any) -> None:

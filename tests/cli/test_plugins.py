@@ -40,7 +40,7 @@ def test_answers_and_scores_are_those_of_hugging_face(
     tasks = ("generate_until", "multiple_choice")
     for task in tasks:
         Path(f"{task}.yaml").write_text(TASK.format(task))
-    found = []
+    found: list[list[Any]] = []
     for name, more in (("hf", ""), ("selfspec", "drafter=ngram"), ("selfspec", "speculate=False")):
         given = f"pretrained=model,dtype=float32,{more}".rstrip(",")
         words = f"run --model {name} --model_args {given} --device cpu --batch_size 2"

@@ -175,7 +175,9 @@ def test_a_mask_goes_back_and_forth_between_prefixes(lengths: list[int]) -> None
 
 
 def test_what_is_forced_ends_with_the_end_token(words: PreTrainedTokenizerFast) -> None:
-    one = mask(wanted({"grammar": 'start: ("yes" | "no") ", of course."'}))
+    asked = wanted({"grammar": 'start: ("yes" | "no") ", of course."'})
+    assert asked is not None
+    one = mask(asked)
     forced = one.forced(words("yes")["input_ids"], 50)
     assert words.decode(forced) == f", of course.{END}"
     assert one.forced(words("yes")["input_ids"], 2) == forced[:2]

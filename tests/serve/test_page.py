@@ -293,9 +293,9 @@ def test_conversations_stay_in_the_browser(opened: Open, server: Running) -> Non
     answer_with(page, stream(["more"]))
     with page.expect_request(CHAT) as asked:
         ask(page, "And?")
-    assert [turn["content"] for turn in asked.value.post_data_json["messages"]] == [
-        *("Question 1?", "**1** done", "And?")
-    ]
+    sent: Any = asked.value.post_data_json
+    said = [turn["content"] for turn in sent["messages"]]
+    assert said == ["Question 1?", "**1** done", "And?"]
     ended(page)
     page.on("dialog", lambda dialog: dialog.accept())
     page.get_by_role("button", name="Delete Question 1?").click()
