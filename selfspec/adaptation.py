@@ -665,7 +665,7 @@ class _Adaptation:
         recorder = Recorder(speculator, options)
         for number, prompt in enumerate(prompts[:count]):
             self._say(f"tuning: prompt {number + 1} of {count}")
-            recorder.prompt(prompt, str(number), "held out", 1)
+            recorder.prompt(prompt, str(number))
         record = recorder.record()
         costs = measure(
             speculator.backbone, speculator.heads, rows=record.widest, context=record.mean_context

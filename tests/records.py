@@ -56,5 +56,5 @@ def recorded(kind: str) -> Recorded:
     speculator = wrap(model, heads=heads, executor="generic")
     recorder = Recorder(speculator, OPTIONS)
     for seed in PROMPTS:
-        recorder.prompt(random_ids(5, seed), str(seed), "prompts", 1)
+        recorder.prompt(random_ids(5, seed), str(seed))
     return Recorded(recorder.record(), speculator)

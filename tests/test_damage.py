@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from selfspec.decoding.drafters.rest import Datastore
 from selfspec.errors import SelfspecError
 from selfspec.eval import report, results
-from selfspec.eval.record import Record
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.hub import models as hub
 from selfspec.model.backbone import Backbone
@@ -39,7 +38,6 @@ from tests.heads.eagle3.make import HERE
 from tests.heads.kinds import FINGERPRINT, make_heads, train
 from tests.heads.test_attending import read as read_attending
 from tests.models import VOCAB_SIZE, make_model
-from tests.records import recorded
 from tests.talks import make_talks, make_tokenizer
 from tests.traces import long_trace
 
@@ -172,11 +170,6 @@ FORMATS = {
         ("it.jsonl",),
         lambda folder, _: long_trace(["a ", "b "]).save(folder / "it.jsonl"),
         lambda folder, _: LayerTrace.load(folder / "it.jsonl"),
-    ),
-    "a record": Format(
-        ("record.json", "record.safetensors"),
-        lambda folder, _: recorded("deep-fused-0").record.save(folder),
-        lambda folder, _: Record.load(folder),
     ),
     "conversations": Format(
         ("it.jsonl",),

@@ -38,10 +38,10 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 32060,
+    "tests/": 32009,
     "model": 7010,
     "eval/": 3908,
-    "eval": 4047,
+    "eval": 3909,
     "decoding": 5569,
     "cli": 3408,
     "training": 4173,

@@ -209,7 +209,6 @@ def make_trace(
     rounds = replay.rounds(record, 0, options)
     info = replace(
         INFO,
-        base=known.base,
         num_layers=known.num_layers,
         exit_layers=looked_at,
         head_kinds=tuple(

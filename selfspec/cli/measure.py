@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from selfspec.eval.bench import Bench
     from selfspec.eval.concurrency import Load
     from selfspec.eval.methods import Contender
-    from selfspec.eval.record import Record
     from selfspec.eval.verify import Rung
     from selfspec.visualise.layers import LayerTrace
 
@@ -53,8 +52,8 @@ SUITE = (
 )
 
 
-def suite_of(asked: Asked, limit: int | None = None) -> list[Question]:
-    """The questions that the flags ask for; `limit` where they do not say, None: all."""
+def suite_of(asked: Asked, limit: int) -> list[Question]:
+    """The questions that the flags ask for; `limit` where they do not say how many."""
     name, questions = asked.get("suite", SIX_TASKS), asked.get("questions")
     return load_suite(name, questions, asked.get("limit", limit))
 
@@ -67,51 +66,30 @@ _TARGETS = (
     Flag("card", str, "PNG to share: question, answer and one factor."),
 )
 """Flags that name files to write."""
-_VIEW = (
-    *_TARGETS,
-    Flag("all_layers", bool, "Also layers without heads. Built in: on."),
-    Flag("rejected", bool, "Also show rejected drafts."),
-)
-_NOTED = option_flags(RecordOptions)
-_RECORDING = (
-    Flag("record", str, "Folder for a record of a prompt or suite, which selfspec tune reads."),
-    *grouped("Record", (*SUITE, *(flag for flag in _NOTED if flag.name != "max_new_tokens"))),
-)
-_MEANT = {
-    "with --from: the answer is written already": {"source", "html", "card", "rejected"},
-    "with --record": {flag.name for flag in (*_RECORDING, *_NOTED, *LOADING)},
-    "without --record": {flag.name for flag in (*_VIEW, *SHARED)},
-}
-"""What may be given in each way to call it, besides --overwrite and --config."""
+_FROM = {"source", "html", "card", "rejected", "overwrite"}  # what means something with --from
 
 
 @with_flags(
     Flag("source", str, "Show what --output kept, without a prompt.", ("--from",), metavar="FILE"),
-    *_VIEW,
+    *_TARGETS,
+    Flag("all_layers", bool, "Also layers without heads. Built in: on."),
+    Flag("rejected", bool, "Also show rejected drafts."),
     Flag("overwrite", bool, "Replace what an earlier trace wrote there."),
-    *_RECORDING,
     *SHARED,
 )
 def trace(prompt: base.Prompt = None, *, as_json: base.AsJson = False, asked: base.Named) -> None:
-    """Show who gave each token of an answer. And what each layer would have said, and how sure.
-
-    With --record: decode plainly and record what every exit layer would have drafted.
-    """
-    kept, ways = asked.get("source"), list(_MEANT)
-    if prompt is not None and kept is not None:
-        raise InvalidOption("a prompt and --from at once, expected one. Leave one of them out")
-    way = ways[0] if kept is not None else ways[1] if "record" in asked else ways[2]
-    for name in sorted(asked.names - _MEANT[way] - {"overwrite"}):
-        flag = ("no-" if asked[name] is False else "") + name.replace("_", "-")
-        raise InvalidOption(f"--{flag} means nothing {way}. Leave it out")
-    if way == "with --record":
-        _keep_record(prompt, asked, as_json=as_json)
-        return
+    """Show who gave each token of an answer. And what each layer would have said, and how sure."""
+    if asked.get("source") is not None:
+        if prompt is not None:
+            raise InvalidOption("a prompt and --from at once, expected one. Leave one of them out")
+        for name in sorted(asked.names - _FROM):
+            flag = ("no-" if asked[name] is False else "") + name.replace("_", "-")
+            raise InvalidOption(f"--{flag} means nothing with --from, a kept answer. Leave it out")
     targets = _check_targets(asked)
     with contextlib.ExitStack() as stack:
         for path in targets.values():
             stack.enter_context(files.locked(path))
-        found, costs = _looked(prompt, asked, kept)
+        found, costs = _looked(prompt, asked)
         if "output" in targets:
             found.save(targets["output"])
         if "card" in targets:
@@ -149,14 +127,12 @@ def _check_targets(asked: Asked) -> dict[str, Path]:
     return found
 
 
-def _looked(
-    prompt: str | None, asked: base.Named, kept: str | None
-) -> tuple[LayerTrace, MeasuredCosts | None]:
+def _looked(prompt: str | None, asked: base.Named) -> tuple[LayerTrace, MeasuredCosts | None]:
     """Decode, and look at what each layer made of it; or what was kept of that. Costs for pages."""
-    if kept is not None:
+    if asked.get("source") is not None:
         from selfspec.visualise.layers import LayerTrace
 
-        return LayerTrace.load(Path(kept)), None
+        return LayerTrace.load(Path(asked["source"])), None
     options = base.answering(asked)
     text = base.read_prompt(prompt)
     speculator = base.load(asked)
@@ -176,51 +152,12 @@ def costs_of(speculator: Speculator, found: LayerTrace) -> MeasuredCosts:
     return measure(speculator.backbone, speculator.heads, rows=rows, context=context)
 
 
-def _keep_record(prompt: str | None, asked: Asked, *, as_json: bool) -> None:
-    """Decode plainly, record what every exit layer would have drafted, write `asked["record"]`."""
-    from selfspec.eval.record import check_free
-
-    overwrite = asked.get("overwrite", False)
-    folder = check_free(asked["record"], overwrite=overwrite)
-    options = options_of(RecordOptions, asked)
-    if prompt is None:
-        questions = suite_of(asked)
-    else:
-        for name in picked(asked, SUITE):
-            raise InvalidOption(f"a prompt and --{name} at once. Leave one of them out")
-        turns = (base.read_prompt(prompt, raw=True),)
-        questions = [Question(id="prompt", task="prompts", turns=turns)]
-    with files.locked(folder):
-        record = _recorded(base.load(picked(asked, LOADING)), questions, options)
-        record.save(folder, overwrite=overwrite)
-    info = record.info
-    facts = {
-        "prompts": len(record.prompts),
-        "tokens": len(record.answers),
-        "nodes": len(record.tokens),
-        "exit_layers": list(info.exit_layers),
-        "anneal_strengths": list(info.anneal_strengths),
-        "min_threshold": info.min_threshold,
-        "max_draft_tokens": info.max_draft_tokens,
-    }
-    words = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in facts.items())
-    base.emit(json.dumps(facts) + "\n" if as_json else f"{folder}: {words}\n")
-
-
-def _recorded(speculator: Speculator, questions: list[Question], options: RecordOptions) -> Record:
-    from selfspec.eval.record import record
-
-    with base.bar("record", "questions") as show:
-        return record(speculator, questions, options, show)
-
-
 # --- tune
 
 _QUESTIONS = 12  # without --limit: two of each task, a few minutes for the default model
 
 
 @with_flags(
-    Flag("record", str, "A record of these heads, from selfspec trace; instead of a suite."),
     *SUITE,
     *LOADING,
     *grouped("Record", option_flags(RecordOptions), ("max_new_tokens",)),
@@ -235,17 +172,14 @@ def tune(*, as_json: base.AsJson = False, asked: Asked) -> None:
     should run meanwhile. Then a cost model screens thousands of settings on recorded prompts, the
     best are replayed, and what is promised is measured on prompts held out.
     """
-    options = options_of(TuneOptions, asked)
-    noted = options_of(RecordOptions, asked)
-    questions = [] if "record" in asked else suite_of(asked, _QUESTIONS)
+    options, noted = options_of(TuneOptions, asked), options_of(RecordOptions, asked)
+    questions = suite_of(asked, _QUESTIONS)
     from selfspec.api import tuned
     from selfspec.decoding.measure import measure
+    from selfspec.eval import record as recording
     from selfspec.eval import tune as choosing
-    from selfspec.eval.record import Record
 
-    record = Record.load(Path(asked["record"])) if "record" in asked else None
-    if record is None:
-        choosing.require_two(len(questions))
+    choosing.require_two(len(questions))
     speculator = base.load(picked(asked, LOADING))
     backbone, heads = speculator.backbone, speculator.heads
     if asked.get("forget", False):
@@ -253,15 +187,14 @@ def tune(*, as_json: base.AsJson = False, asked: Asked) -> None:
         nothing = "nothing was tuned for this model and its heads on this machine\n"
         base.emit("".join(gone) or nothing)
         return
-    record = record or _recorded(speculator, questions, noted)
-    record.require_heads(backbone, heads)
+    with base.bar("record", "questions") as show:
+        record = recording.record(speculator, questions, noted, show)
     costs = measure(backbone, heads, rows=record.widest, context=record.mean_context)
     with base.bar("replay", "settings") as show:
         found = choosing.tune(record, costs, options, show)
     known = asdict(found) | {"costs": asdict(costs)}
-    file = None
-    if not asked.get("dry_run", False):
-        file = tuned.write(backbone, heads, found.options, known)
+    dry_run = asked.get("dry_run", False)
+    file = None if dry_run else tuned.write(backbone, heads, found.options, known)
     lines = [f"{found.settings:,} settings tried on {found.prompts} prompts", found.sentence()]
     if found.speculates:
         rate = f"{found.compression_rate:.2f} tokens per verification"

@@ -1,4 +1,4 @@
-"""What `bench`, `trace --record` and `tune` can be asked for; their flags derive from here.
+"""What `bench` and `tune` can be asked for; their flags derive from here.
 
 Imports no torch, so that `--help` stays fast.
 """

@@ -1,8 +1,8 @@
-"""What any exit setting would do on some prompts: made by `trace`, read by `replay` and `tune`.
+"""What any exit setting would do on some prompts, for `tune` and `replay`.
 
-A folder of two files, `record.json` (RecordInfo, prompts) and `record.safetensors` (arrays). Each
-*place* of an answer has a root *node*: what every exit layer would draft behind the tokens up to
-there. A draft that a setting may take leads to a child node, where drafting goes on.
+Comes in: a model with its heads, and prompts. Goes out: a Record, in memory. Each *place* of an
+answer has a root *node*: what every exit layer would draft behind the tokens up to there. A draft
+that a setting may take leads to a child node, where drafting goes on.
 
 It is made by plain decoding that looks around. Before each verification an Explorer runs the newest
 token to every exit layer, with the runtime's own pieces, and notes what the heads say. A real round
@@ -11,24 +11,18 @@ does not know that a draft is wrong and goes on behind it, so the explorer goes 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
-from selfspec import files
 from selfspec.api.request import Request
 from selfspec.api.speculator import Speculator
 from selfspec.api.text import Prompt
-from selfspec.api.tuned import conditions
 from selfspec.decoding import costs
 from selfspec.decoding.acceptance import GreedyMatch
 from selfspec.decoding.decode import rounds
@@ -38,19 +32,12 @@ from selfspec.decoding.drafters.trees import LEAST_SAID
 from selfspec.decoding.state import DecodeState
 from selfspec.decoding.stats import Stopwatch
 from selfspec.decoding.work import Steps, alone, ready
-from selfspec.errors import HeadsMismatch, HeadsNotFound, InvalidData, InvalidOption
+from selfspec.errors import HeadsNotFound, InvalidOption
 from selfspec.eval.options import RecordOptions
 from selfspec.eval.results import Question, Show
 from selfspec.heads.exit_heads import ExitHeads, check_exit_layers
 from selfspec.heads.heads import ExitJudge, likeliest
-from selfspec.model.backbone import Backbone
 from selfspec.options import Exit
-from selfspec.typed import check_keys, require_types
-from selfspec.untrusted import check_safetensors, read_json
-
-FORMAT_VERSION = 4
-INFO_FILE = "record.json"
-ARRAYS_FILE = "record.safetensors"
 
 GUESSES = 8
 """Guesses kept of exit layer 0 at each node, for trees."""
@@ -58,25 +45,14 @@ GUESSES = 8
 NONE = -1
 """In place of a node: there is none."""
 
-_CONDITIONS = {"base": "model", "heads": "set of heads", "dtype": "dtype", "executor": "executor"}
-"""What a record is made with, in words."""
-
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordInfo:
-    """What was recorded, on what."""
+    """What was recorded."""
 
-    base_model: str
-    """The model's name, for people."""
-    base: str
-    """Its fingerprint."""
-    heads: str
-    """Hash of the heads."""
-    dtype: str
-    executor: str
     num_layers: int
     exit_layers: tuple[int, ...]
     """Recorded ones: a column each in the arrays."""
@@ -98,9 +74,7 @@ class PromptInfo:
     """One prompt and the length of its answer."""
 
     id: str
-    """With `task` and `turn`, from 1, the question's."""
-    task: str
-    turn: int
+    """The question's: all its turns have it."""
     prompt_tokens: int
     new_tokens: int
     """Places: tokens of the answer, an end token included."""
@@ -159,121 +133,6 @@ class Record:
         """Tokens in front of a place, on average."""
         contexts = (entry.prompt_tokens + entry.new_tokens / 2 for entry in self.prompts)
         return round(sum(contexts) / len(self.prompts))
-
-    def require_heads(self, backbone: Backbone, heads: ExitHeads | None) -> None:
-        """Raise HeadsMismatch if the record was made with another model, other heads or dtype."""
-        found = conditions(backbone, heads)
-        for name, word in _CONDITIONS.items():
-            recorded = getattr(self.info, name)
-            if found[name] != recorded:
-                raise HeadsMismatch(
-                    f"the record was made with another {word} ({recorded[:12]}), "
-                    f"found {found[name][:12]}. Record again: selfspec trace --record"
-                )
-
-    def save(self, folder: Path, *, overwrite: bool = False) -> None:
-        """Write a folder; one that is there has to be a record's. Raises CannotWrite."""
-        check_free(folder, overwrite=overwrite)
-        values = {
-            "made_by": "selfspec",
-            "format_version": FORMAT_VERSION,
-            **asdict(self.info),
-            "prompts": [asdict(prompt) for prompt in self.prompts],
-        }
-        arrays = {name: np.ascontiguousarray(getattr(self, name)) for name in _ARRAYS}
-        with files.replacing_folder(folder) as new:
-            save_file(arrays, new / ARRAYS_FILE)
-            (new / INFO_FILE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-
-    @classmethod
-    def load(cls, folder: Path) -> Record:
-        """From a folder. Raises InvalidData: file, reason."""
-        path = folder / INFO_FILE
-        try:
-            values = read_json(path)
-            values.pop("made_by", None)
-            version = values.pop("format_version")
-            if version != FORMAT_VERSION:
-                raise InvalidData(f"has format version {version}, this reads {FORMAT_VERSION}")
-            prompts = tuple(PromptInfo(**entry) for entry in values.pop("prompts"))
-            check_keys(values, (entry.name for entry in fields(RecordInfo)), "key")
-            lists = {name: tuple(v) for name, v in values.items() if isinstance(v, list)}
-            info = RecordInfo(**values | lists)
-            for read in (info, *prompts):
-                require_types(read)
-            path = folder / ARRAYS_FILE
-            check_safetensors(path)
-            arrays = load_file(path)
-            _check_arrays(arrays, info, prompts)
-        except OSError as error:
-            raise InvalidData(f"cannot read {path}: {error.strerror or error}") from error
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            InvalidOption,
-            InvalidData,
-            SafetensorError,
-        ) as error:
-            raise InvalidData(f"{path} is no record: {error}. Make one: selfspec trace") from error
-        return cls(info=info, prompts=prompts, **arrays)
-
-
-def check_free(folder: str | Path, *, overwrite: bool) -> Path:
-    """The folder. Raises CannotWrite unless a record may be written there."""
-
-    def is_record(folder: Path) -> bool:
-        names = {entry.name for entry in folder.iterdir()}
-        return names <= {INFO_FILE, ARRAYS_FILE} and files.written_here(folder / INFO_FILE)
-
-    folder = files.check_folder(folder, (), lambda _: False)
-    there = [entry.name for entry in folder.iterdir()] if folder.exists() else []
-    return files.check_folder(folder, there, is_record, overwrite=overwrite)
-
-
-_ARRAYS: dict[str, tuple[type[np.generic], str]] = {
-    "contexts": (np.int32, "C"),
-    "answers": (np.int32, "T"),
-    "roots": (np.int32, "T"),
-    "tokens": (np.int32, "NE"),
-    "confidence": (np.float32, "NEA"),
-    "children": (np.int32, "NE"),
-    "guesses": (np.int32, "NG"),
-    "chances": (np.float32, "NAG"),
-    "behind": (np.int32, "NG"),
-}
-"""Types and axes, which Record explains; C: tokens of all prompts."""
-
-
-def _shapes(
-    info: RecordInfo, prompts: Sequence[PromptInfo], nodes: int, guesses: int
-) -> dict[str, tuple[int, ...]]:
-    sizes = {
-        "C": sum(prompt.prompt_tokens for prompt in prompts),
-        "T": sum(prompt.new_tokens for prompt in prompts),
-        **{"N": nodes, "E": len(info.exit_layers), "A": len(info.anneal_strengths), "G": guesses},
-    }
-    return {name: tuple(sizes[axis] for axis in axes) for name, (_, axes) in _ARRAYS.items()}
-
-
-def _check_arrays(
-    arrays: Mapping[str, npt.NDArray[Any]], info: RecordInfo, prompts: tuple[PromptInfo, ...]
-) -> None:
-    """Raise InvalidData for missing arrays, other shapes, and nodes that do not exist."""
-    if arrays.keys() != _ARRAYS.keys():
-        raise InvalidData(f"holds {sorted(arrays)}, expected {sorted(_ARRAYS)}")
-    count, guesses = len(arrays["tokens"]), arrays["guesses"].shape[-1:]
-    for name, shape in _shapes(info, prompts, count, *(guesses or (0,))).items():
-        found = arrays[name]
-        if found.shape != shape or found.dtype != _ARRAYS[name][0]:
-            raise InvalidData(
-                f"{name} is {found.dtype} {list(found.shape)}, expected {list(shape)}"
-            )
-    for name in ("roots", "children", "behind"):
-        nodes = arrays[name]
-        if nodes.size and not (nodes.min() >= NONE and nodes.max() < count):
-            raise InvalidData(f"{name} names a node that is not there")
 
 
 # --- how it is made -------------------------------------------------------------------------------
@@ -431,9 +290,9 @@ def record(
     for done, question in enumerate(questions):
         show(done, len(questions), question.id)
         messages: list[dict[str, str]] = []
-        for number, turn in enumerate(question.turns[: 1 if raw else None], start=1):
+        for turn in question.turns[: 1 if raw else None]:
             messages.append({"role": "user", "content": turn})
-            answer = recorder.prompt(turn if raw else messages, question.id, question.task, number)
+            answer = recorder.prompt(turn if raw else messages, question.id)
             messages.append({"role": "assistant", "content": answer})
     show(len(questions), len(questions), f"{len(recorder.nodes)} nodes")
     return recorder.record()
@@ -460,9 +319,9 @@ class Recorder:
         self.trees = layers[:1] == (0,) and speculator.backbone.runs_trees
         self._speculator, self._options, self._layers = speculator, options, layers
         self._end_tokens, self._prompts = set[int](), list[PromptInfo]()
-        self._texts: dict[str, list[int]] = {"contexts": [], "answers": [], "roots": []}
+        self._contexts, self._answers, self._roots = list[int](), list[int](), list[int]()
 
-    def prompt(self, prompt: Prompt, name: str, task: str, turn: int) -> str:
+    def prompt(self, prompt: Prompt, name: str) -> str:
         """The answer's text. Raises InvalidOption where greedy is more than the likeliest token."""
         speculator = self._speculator
         options: Any = {"max_new_tokens": self._options.max_new_tokens, "do_sample": False}
@@ -476,15 +335,13 @@ class Recorder:
             )
         plain = speculator.generate(prompt, **options, speculate=False)
         start = asked.ids.shape[1]
-        self._texts["contexts"] += asked.ids[0, asked.pad :].tolist()
-        self._texts["answers"] += plain.token_ids
-        self._texts["roots"] += self._explored(request, plain.token_ids)
+        self._contexts += asked.ids[0, asked.pad :].tolist()
+        self._answers += plain.token_ids
+        self._roots += self._explored(request, plain.token_ids)
         self._end_tokens |= set(asked.stop.end_tokens)
         self._prompts.append(
             PromptInfo(
                 id=name,
-                task=task,
-                turn=turn,
                 prompt_tokens=start - asked.pad,
                 new_tokens=len(plain.token_ids),
                 max_new_tokens=asked.stop.max_length - start,
@@ -516,10 +373,7 @@ class Recorder:
         """Everything so far."""
         backbone, alphas = self._speculator.backbone, tuple(self._options.anneal_strengths)
         cost = costs.DraftCost.for_model(backbone).with_costs(self._speculator.options.costs)
-        known = conditions(backbone, self._speculator.heads)
         info = RecordInfo(
-            base_model=self._speculator.label,
-            **{name: known[name] for name in _CONDITIONS},
             num_layers=backbone.num_layers,
             exit_layers=tuple(self._layers),
             anneal_strengths=alphas,
@@ -529,12 +383,23 @@ class Recorder:
             row_costs=cost.rows,
             head_cost=cost.head,
         )
-        prompts, nodes = tuple(self._prompts), self.nodes
-        guesses = max((len(node.guesses) for node in nodes), default=0)
-        values: dict[str, Any] = {name: [getattr(n, name) for n in nodes] for name in _Node._fields}
-        values |= self._texts
-        arrays: dict[str, Any] = {
-            name: np.array(values[name], _ARRAYS[name][0]).reshape(shape)
-            for name, shape in _shapes(info, prompts, len(nodes), guesses).items()
-        }
-        return Record(info=info, prompts=prompts, **arrays)
+        layers, strengths = len(self._layers), len(alphas)
+        guesses = max((len(node.guesses) for node in self.nodes), default=0)
+
+        def by_node(name: str, kind: type[np.generic], *shape: int) -> Any:
+            values = [getattr(node, name) for node in self.nodes]
+            return np.array(values, kind).reshape(len(values), *shape)  # where there are none, too
+
+        return Record(
+            info=info,
+            prompts=tuple(self._prompts),
+            contexts=np.array(self._contexts, np.int32),
+            answers=np.array(self._answers, np.int32),
+            roots=np.array(self._roots, np.int32),
+            tokens=by_node("tokens", np.int32, layers),
+            confidence=by_node("confidence", np.float32, layers, strengths),
+            children=by_node("children", np.int32, layers),
+            guesses=by_node("guesses", np.int32, guesses),
+            chances=by_node("chances", np.float32, strengths, guesses),
+            behind=by_node("behind", np.int32, guesses),
+        )

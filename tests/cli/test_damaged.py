@@ -36,13 +36,11 @@ BENCH += ["--drafter", "exit:layers=2", "--methods", "plain"]
 
 @pytest.fixture(scope="module")
 def furnished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a record and a finished run."""
+    """With a finished run."""
     folder = tmp_path_factory.mktemp("place")
     furnish(folder)
-    record = ["--record", "record", "--suite", "prompts.jsonl", "--max-new-tokens", "2"]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        assert main(["trace", *LENS, *record]) == 0
         assert main(BENCH) == 0
     return folder
 
@@ -83,12 +81,6 @@ def edited(name: str, *path: str | int, to: Any) -> Change:
     return damage
 
 
-def halved_answers(folder: Path) -> None:
-    found = load_file(folder / "record/record.safetensors")
-    found["answers"] = found["answers"].half()
-    save_file(found, folder / "record/record.safetensors")
-
-
 SUITES = {
     "nothing": "",
     "no prompt": '{"id": 1}\n',
@@ -96,8 +88,8 @@ SUITES = {
     "a task of all": '{"task": "overall", "prompt": "a"}\n',
     "a long line": '{"prompt": "' + "a" * (17 << 20) + '"}\n',
 }
-TRACE, INFO, SUMMARY, RUN = "trace.jsonl", "record/record.json", "run/summary.json", "run/run.yaml"
-ANSWERS, TENSORS = "run/answers.jsonl", "record/record.safetensors"
+TRACE = "trace.jsonl"
+ANSWERS, SUMMARY, RUN = "run/answers.jsonl", "run/summary.json", "run/run.yaml"
 COMMANDS: dict[str, tuple[list[str], dict[str, Change]]] = {
     "bench": (
         ["bench", "--suite", "suite.jsonl", "--output", "new"],
@@ -108,17 +100,6 @@ COMMANDS: dict[str, tuple[list[str], dict[str, Change]]] = {
         {
             "the future": edited(TRACE, 0, "format_version", to=99),
             "no layers": edited(TRACE, 0, "exit_layers", to=[]),
-        },
-    ),
-    "tune": (
-        ["tune", *LENS, "--record", "record"],
-        {
-            "the future": edited(INFO, "format_version", to=99),
-            "negative tokens": edited(INFO, "prompts", 0, "new_tokens", to=-2),
-            "another model": edited(INFO, "base", to="another"),
-            "other heads": edited(INFO, "heads", to="another"),
-            "no weights": without(TENSORS),
-            "answers of halves": halved_answers,
         },
     ),
     "report": (

@@ -20,7 +20,6 @@ from selfspec.decoding.measure import StepSpeed
 from selfspec.decoding.measure import measure as measured
 from selfspec.errors import ModelNotFound
 from selfspec.eval.methods import METHODS, Method, moved
-from selfspec.eval.record import Record
 from selfspec.hub import models as hub
 from selfspec.visualise.layers import LayerTrace
 from tests.models import make_model
@@ -214,36 +213,9 @@ SHORT = [*SIX, "--max-draft-tokens", "2", "--min-threshold", "0.1"]
 SUITE = ["--suite", "suite.jsonl"]
 
 
-@pytest.fixture(scope="module")
-def record(made: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A record of the first heads."""
-    folder = str(tmp_path_factory.mktemp("kept") / "record")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(made)
-        assert main(["trace", *HEADS, *SHORT, *SUITE, "--record", folder]) == 0
-    return folder
-
-
-def test_a_record_holds_the_prompts_and_layers_asked_for(
-    record: str, workplace: Path, capsys: Capture
-) -> None:
-    found = Record.load(Path(record))
-    assert [prompt.id for prompt in found.prompts] == ["1", "2", "3", "4"]
-    assert found.info.exit_layers == (2, 5)
-    assert (found.info.max_draft_tokens, found.info.min_threshold) == (2, 0.1)
-    assert {prompt.max_new_tokens for prompt in found.prompts} == {6}
-    one = ["trace", "a b c", *HEADS, *SHORT, "--exit-layers", "5", "--record", "one", "--json"]
-    assert main(one) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert (facts["prompts"], facts["tokens"], facts["exit_layers"]) == (1, 6, [5])
-    assert facts["nodes"] == len(Record.load(Path("one")).tokens)
-
-
 @pytest.mark.usefixtures("empty_cache")
-def test_what_was_tuned_is_kept_used_and_forgotten(
-    record: str, workplace: Path, capsys: Capture
-) -> None:
-    assert main(["tune", *HEADS, "--record", record, "--json"]) == 0
+def test_what_was_tuned_is_kept_used_and_forgotten(workplace: Path, capsys: Capture) -> None:
+    assert main(["tune", *HEADS, *SHORT, *SUITE, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [str(file) for file in tuned.files()] == [found["file"]]
     assert (found["prompts"], found["objective"]) == (4, "speed")
@@ -267,7 +239,7 @@ def test_what_was_tuned_is_kept_used_and_forgotten(
 
 @pytest.mark.usefixtures("empty_cache")
 def test_a_model_without_heads_is_tuned_for_text_already_seen(
-    record: str, workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     bare = measured(load("model", dtype="float32").backbone, None, rows=2)
     assert (bare.head, bare.plain_step() > 0.0) == (0.0, True)
@@ -285,15 +257,8 @@ def test_a_model_without_heads_is_tuned_for_text_already_seen(
     assert found["speed_up"] > 1.0
     options = load("model", dtype="float32").options
     assert options == SpeculationOptions().updated(found["options"])
-    assert main(["tune", *MODEL, *suite, "--forget"]) == 0
-    assert main(["trace", *MODEL, *suite, "--record", "plain"]) == 0
-    capsys.readouterr()
-    assert main(["tune", *MODEL, "--record", "plain", "--dry-run", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["options"] == found["options"]
     assert main(["tune", *MODEL, *suite, "--exit-layers", "2"]) == 2
     assert "exit layers [2] without exit heads" in capsys.readouterr().err
-    assert main(["tune", *MODEL, "--record", record]) == 2
-    assert "made with another model" in capsys.readouterr().err
 
 
 # --- env

@@ -35,11 +35,10 @@ SHORT = {
 
 @pytest.fixture(scope="module")
 def furnished(tmp_path_factory: pytest.TempPathFactory, made: Path) -> Path:
-    """With conversations, heads, a cache and a record of them, and what looks like these."""
+    """With conversations, heads and a cache of them, and what looks like these."""
     folder = tmp_path_factory.mktemp("place")
     furnish(folder)
-    for name in ("heads", "others"):
-        shutil.copytree(made / name, folder / name)
+    shutil.copytree(made / "heads", folder / "heads")
     shutil.copy(made / "talks.jsonl", folder)
     good = {"messages": [{"role": role, "content": "a"} for role in ("user", "assistant")]}
     (folder / "bad.jsonl").write_text(json.dumps(good) + '\n{"messages": [\n')
@@ -62,11 +61,8 @@ def furnished(tmp_path_factory: pytest.TempPathFactory, made: Path) -> Path:
     (folder / "device").symlink_to("/dev/full")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        for line in (
-            "cache M --data talks.jsonl --output features --batch-tokens 64 --exit-layers 2,4",
-            "trace H --suite prompts.jsonl --record record --max-new-tokens 2",
-        ):
-            assert main(words_of(line)) == 0
+        line = "cache M --data talks.jsonl --output features --batch-tokens 64 --exit-layers 2,4"
+        assert main(words_of(line)) == 0
     return folder
 
 
@@ -116,13 +112,6 @@ trace a --html page                              | expected a name that ends in 
 trace a --card card.jpg                          | card.jpg: expected a name that ends in .png
 trace a --output nowhere/t.jsonl                 | there is no folder nowhere. Make it first
 trace a --output new.html --html new.html        | new.html is named for two outputs
-trace a --limit 1                                | --limit means nothing without --record
-trace a --record new --html new.html             | --html means nothing with --record
-trace a --record new --suite prompts.jsonl       | a prompt and --suite at once
-trace a --record new --min-threshold 2           | min_threshold is 2.0
-trace --record new --suite sixtasks              | Did you mean six-tasks?
-trace --record new --suite prompts.jsonl --limit 0 | limit is 0
-trace H --record record                          | record holds record.json already
 trace a --from trace.jsonl                       | a prompt and --from at once
 trace --from trace.jsonl --output new            | --output means nothing with --from
 trace --from trace.jsonl --no-all-layers         | --no-all-layers means nothing with --from
@@ -130,7 +119,10 @@ trace --from future.jsonl                        | line 1: format version 9, thi
 trace --from model/config.json                   | line 1: it is not JSON
 tune --suite prompts.jsonl --limit 1             | one question cannot be held
 tune --suite spec-bench                          | Give --questions FILE
-tune --record record --objective fast            | unknown objective 'fast'
+tune --suite sixtasks                            | Did you mean six-tasks?
+tune --suite prompts.jsonl --limit 0             | limit is 0
+tune --min-threshold 2                           | min_threshold is 2.0
+tune --objective fast                            | unknown objective 'fast'
 bench                                            | no --output
 bench P --methods plain,specualtion              | Did you mean speculation?
 bench P --overwrite --resume                     | --overwrite and --resume at once
@@ -163,9 +155,8 @@ data --output new.jsonl --recipe a --from talks.jsonl | recipe with --from
 
 LATE = """
 trace a L --drafter exit:layers=2/9              | exit layer 9 is not among
-trace a H --record new --exit-layers 3           | exit layer 3 is not among
+tune H --exit-layers 3                           | exit layer 3 is not among
 trace a M --no-all-layers --heads none           | no exit heads to look through
-tune M --record record --heads others            | another set of heads
 bench L P --sweep exit.max_depth=3 --drafter exit:layers=2/4 | exit:max_depth 3 is not among
 bench L P --methods no-depth-bound --drafter exit:layers=1/2/3/4/5,threshold=0.05 | is the same
 env --model model --dtype float64 --executor fused | fused executor
@@ -273,9 +264,8 @@ datastore --model model --output new.safetensors --data @.jsonl
 datastore --model model --output new.safetensors --texts @
 generate a M --heads @
 trace --from @
-trace L --record new --suite @.jsonl
-trace L --record new --suite spec-bench --questions @
-tune L --record @
+tune L --suite @.jsonl
+tune L --suite spec-bench --questions @
 bench L P --methods plain,speculation --max-new-tokens 1 --tune-on @.jsonl
 report @ --output new
 heads show @
@@ -307,7 +297,7 @@ trace --model missing a --output @
 trace --model missing a --html @.html
 trace --model missing a --card @.png
 trace --from trace.jsonl --html @.html
-trace --model missing a --record @
+generate --model missing --prompts prompts.jsonl --output @
 bench --model missing --suite prompts.jsonl --output @
 report missing --output @
 """

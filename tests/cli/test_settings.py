@@ -150,7 +150,6 @@ def test_the_default_file_stands_below_all_others(
     # what a mode has no use for is left out there, not refused
     file.write_text("model: m\ntemperature: 0.5\n")
     assert main(["trace", "--from", "nowhere"]) == 2
-    assert main(["trace", "--record", str(tmp_path), "--suite", "nowhere"]) == 2
     refused = capsys.readouterr().err
     assert "means nothing" not in refused
     assert main(["env"]) == 0

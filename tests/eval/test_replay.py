@@ -187,7 +187,7 @@ def test_where_a_model_runs_no_trees_chains_are_recorded_and_replayed(
     _, speculator = recorded("deep-fused-0")
     monkeypatch.setattr(Backbone, "runs_trees", False)
     recorder = Recorder(speculator, OPTIONS)
-    recorder.prompt(random_ids(5, 1), "1", "prompts", 1)
+    recorder.prompt(random_ids(5, 1), "1")
     record = recorder.record()
     assert record.guesses.shape[1] == 0
     asked = SpeculationOptions(
@@ -230,7 +230,7 @@ def test_the_default_model_replays_as_it_runs(heads: str) -> None:
     recorder = Recorder(
         speculator, RecordOptions(max_new_tokens=new_tokens, max_draft_tokens=3, min_threshold=0.25)
     )
-    recorder.prompt(prompt, "train", "translation", 1)
+    recorder.prompt(prompt, "train")
     record = recorder.record()
     for seed in range(3):
         options = random_setting(record, seed)
