@@ -51,7 +51,7 @@ def test_pages_have_what_the_code_has(site: Path) -> None:
     options, commands = text("reference/options.html"), text("reference/commands.html")
     for name in (*OPTION_NAMES, *(entry.name for entry in fields(ServeOptions))):
         assert f"--{name.replace('_', '-')}" in options
-    assert "Answers that are written at once." in text("serving.html")
+    assert "Answers generated at once, in one batch." in text("serving.html")
     for command in app().registered_commands:
         assert command.callback is not None
         assert f"Usage: selfspec {command.callback.__name__.replace('_', '-')} " in commands

@@ -38,7 +38,7 @@ def test_help_states_the_defaults_of_the_facade() -> None:
     found = defaults["attn_implementation"].default
     assert f"{found} (the default)" in texts["attn_implementation"]
     assert defaults["dtype"].default is None
-    assert "Built in: bfloat16, for a .gguf file float32" in texts["dtype"]
+    assert "Built in: bfloat16, or float32 where" in texts["dtype"]
     known = {flag.name: flag.help for flag in SPECULATION}
     assert known.keys() == set(OPTION_NAMES)
     assert all(known.values())
