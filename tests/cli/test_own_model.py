@@ -251,6 +251,6 @@ def test_generate_of_transformers_drafts_with_pushed_heads_from_where_they_lie(
     with pytest.raises(HeadsMismatch, match="fits tiny-vicuna"):
         generate(**asked, **here)
     weight = weakref.ref(model.lm_head.weight)
-    del model, generate
+    del model, remote_model, generate
     gc.collect()
     assert weight() is None, "the model is kept alive"

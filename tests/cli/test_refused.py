@@ -90,8 +90,8 @@ generate a --draft-model ./nowhere/              | is not there
 generate a --drafter ngram+draft-model           | needs a second model
 generate a --drafter ngram+rest                  | needs a datastore
 generate a --kv-memory 1GB                       | are for --prompts
-generate a --model untaught                      | no chat template: is it a base model? Give
-chat --model untaught                            | or continue a text: selfspec generate --raw
+generate a --model untaught --heads none         | no chat template: is it a base model? Give
+chat --model untaught --heads none               | or continue a text: selfspec generate --raw
 generate a --json-schema bad.jsonl               | is not JSON
 generate a --json-schema schema.json             | is 7
 generte a                                        | Did you mean 'generate'?

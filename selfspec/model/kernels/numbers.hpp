@@ -21,7 +21,7 @@ typedef float Floats __attribute__((vector_size(LANES * 4), aligned(4), may_alia
 typedef uint32_t Words __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 
 // Keeps a vector in a register: compilers read it anew for each row, and loads become the limit.
-inline void hold(Bits& vector) {
+inline void hold([[maybe_unused]] Bits& vector) {
 #ifdef __AVX__
   asm("" : "+x"(vector));
 #endif
