@@ -76,7 +76,7 @@ def run(arguments: Sequence[str]) -> None:
     before, sys.argv = sys.argv, ["lm-eval", *words]
     try:
         cli_evaluate()
-    except (AssertionError, KeyError, TypeError, ValueError) as error:
+    except (AssertionError, KeyError, ValueError) as error:
         raise InvalidOption(f"lm-eval: {first_line(error)}") from error
     finally:
         sys.argv = before

@@ -243,13 +243,14 @@ def test_generate_of_transformers_drafts_with_pushed_heads_from_where_they_lie(
     for given in (here, here, hub_id, hub_id):
         assert torch.equal(generate(**asked, **given), plain)
     assert wrapped == [copied, pushed]
+    with torch.no_grad():
+        model.lm_head.weight[0] += 1
+    with pytest.raises(HeadsMismatch, match="fits tiny-vicuna"):
+        generate(**asked, **hub_id)
     remote_model: Any = model
     pushed_code = remote_model.load_custom_generate(copied, trust_remote_code=True)
     with pytest.raises(HeadsNotFound, match="'me/own' is no local folder, and the hub"):
         pushed_code(model=model, **asked)
-    model.lm_head.weight.data[0] += 1
-    with pytest.raises(HeadsMismatch, match="fits tiny-vicuna"):
-        generate(**asked, **here)
     weight = weakref.ref(model.lm_head.weight)
     del model, remote_model, generate
     gc.collect()

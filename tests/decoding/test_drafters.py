@@ -45,7 +45,7 @@ from selfspec.model.backbone import Backbone
 from selfspec.model.kv import Rows, ancestors
 from selfspec.options import CONTROLLERS, TOGETHER, Skip
 from tests import ladder
-from tests.models import make_model, needs_compiler, random_ids
+from tests.models import EXECUTORS, make_model, random_ids
 from tests.talks import make_tokenizer
 
 
@@ -583,7 +583,7 @@ def test_drafts_are_what_a_model_without_these_layers_says(
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("executor", ["generic", pytest.param("fused", marks=needs_compiler)])
+@pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_window_tried_again_has_what_the_model_said_and_leaves_caches(executor: str) -> None:
     backbone = Backbone(make_model("llama"), executor=executor)
     ids = random_ids(9)
@@ -668,7 +668,7 @@ def test_a_search_keeps_the_best_set_and_ends() -> None:
     assert not LayerSearch(2).goes_on
 
 
-@pytest.mark.parametrize("executor", ["generic", pytest.param("fused", marks=needs_compiler)])
+@pytest.mark.parametrize("executor", EXECUTORS)
 def test_layers_are_searched_for_while_a_text_is_written_and_it_stays(executor: str) -> None:
     speculator = wrap(make_model("llama"), executor=executor, never_slower=False)
     many: dict[str, Any] = {"max_new_tokens": WINDOW + 30, "do_sample": False}
@@ -745,7 +745,7 @@ def test_a_level_is_asked_behind_the_paths_of_its_tokens() -> None:
     assert len(found[0].chances) == 2
 
 
-@pytest.mark.parametrize("executor", ["generic", pytest.param("fused", marks=needs_compiler)])
+@pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("drafter", ["successors", "ngram+successors"])
 def test_a_text_stays_what_it_is_and_is_drafted_when_it_comes_again(
     drafter: str, executor: str
@@ -890,9 +890,7 @@ def test_the_controller_sets_how_much_of_an_ngram_is_drafted_and_hears_of_it() -
     assert controller.heard == [(2, 1)]
 
 
-@pytest.mark.parametrize(
-    "executor", ["generic", pytest.param("fused", marks=needs_compiler), "cuda-graph"]
-)
+@pytest.mark.parametrize("executor", [*EXECUTORS, "cuda-graph"])
 def test_lookahead_drafts_on_every_executor_and_changes_no_token(executor: str) -> None:
     speculator = wrap(make_model("llama"), executor=executor, never_slower=False)
     many: dict[str, Any] = {"max_new_tokens": 48, "do_sample": False}

@@ -36,13 +36,12 @@ from selfspec.model.backbone import Backbone
 from selfspec.options import MEDUSA_FITTED
 from tests import ladder
 from tests.heads.eagle3.make import HEADS, HERE, LENGTH, SHOWN, STEPS, target, text
-from tests.models import make_model, needs_compiler, random_ids
+from tests.models import EXECUTORS, make_model, random_ids
 from tests.talks import make_tokenizer
 
 OPTIONS = SpeculationOptions(never_slower=False).updated(
     {"drafter": "exit:threshold=0.001,max_tokens=4"}
 )
-EXECUTORS = ["generic", pytest.param("fused", marks=needs_compiler)]
 
 PUBLISHED = """\
 0 00 1 01 2 000 10 02 3 03 4 04 20 05 001 5 06 6 07 010 11 7 08 002 30 09 8 9 100 020 12 003 40 21

@@ -21,7 +21,7 @@ from selfspec.decoding.stats import Stopwatch
 from selfspec.decoding.work import alone
 from selfspec.errors import InvalidData
 from tests.decoding.test_drafters import Text
-from tests.models import make_model, needs_compiler, random_ids
+from tests.models import EXECUTORS, make_model, random_ids
 from tests.talks import make_tokenizer
 
 Prefix = tuple[int, ...]
@@ -157,7 +157,7 @@ def test_another_vocabulary_is_refused(tmp_path: Path, exact: Any) -> None:
 # --- through the facade ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("executor", ["generic", pytest.param("fused", marks=needs_compiler)])
+@pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("drafter", ["rest", "ngram+rest"])
 def test_a_text_stays_what_it_is_and_is_drafted_where_it_was_written_before(
     drafter: str, executor: str, tmp_path: Path
