@@ -124,7 +124,7 @@ class Report:
     used: bool
     """Whether `load` and the commands use the heads by themselves from now on."""
     answer_tokens: int
-    epochs: int
+    epochs: float
     spent_s: float
     agreement: Mapping[str, tuple[int, float]]
     """Held-out positions, and the share where the heads say what the model says; by kind of text,
@@ -154,8 +154,8 @@ class Report:
         """For people."""
         lines = [
             f"# Heads for {self.model}\n",
-            f"Fitted to {self.answer_tokens:,} answer tokens that the model wrote, {self.epochs} "
-            f"epoch(s); {self.spent_s / 60:.1f} minutes in all.\n",
+            f"Fitted to {self.answer_tokens:,} answer tokens that the model wrote, "
+            f"{self.epochs:.1f} epochs; {self.spent_s / 60:.1f} minutes in all.\n",
             *self._speed(),
             "## Agreement on text held out\n",
             "Share of the answer tokens that are the heads' first guess.\n",
@@ -281,8 +281,8 @@ class _State:
     """Answer tokens of the text; 0: it is being written."""
     epochs: int = 0
     """0: not chosen yet."""
-    batches: int = 0
-    """Batches of features that are fitted to."""
+    seen: float = 0.0
+    """Epochs that were done: fewer where the time got short."""
     fitted: bool = False
     tuned: bool = False
     agreement: dict[str, list[float]] = field(default_factory=dict)
@@ -386,7 +386,7 @@ class _Adaptation:
             heads=self._heads,
             used=state.used,
             answer_tokens=state.tokens,
-            epochs=state.epochs,
+            epochs=state.seen,
             spent_s=state.spent_s,
             agreement={kind: (int(n), share) for kind, (n, share) in state.agreement.items()},
             rows=[Row(*row) for row in state.rows],
@@ -527,7 +527,7 @@ class _Adaptation:
         )
 
     def _fit(self, train: Selection, held_out: Selection) -> None:
-        """Fit for as many epochs as there is time for."""
+        """Fit for as many epochs as there is time for; less where it turns out to be short."""
         state, before = self._state, self._folder / BEFORE
         job = fit.Job(
             backbone=self._backbone,
@@ -543,31 +543,25 @@ class _Adaptation:
         )
         if not state.epochs:
             self._say("fitting: looking how long a step takes")
-            state.epochs, state.batches = self._course(job)
+            state.epochs = self._epochs(job)
             self._save()
-        indices = spread(range(len(train.indices)), state.batches)
         workplace = self._heads / _UNFINISHED
         if not self._heads.exists() or not (workplace / checkpoint.FILE).is_file():
             checkpoint.remove(workplace)
-        job = replace(
-            job,
-            train=Selection(train.source, indices),
-            options=self._fit_options(),
-            workplace=workplace,
-        )
+        job = replace(job, options=self._fit_options(), workplace=workplace)
 
         def advance(step: int, steps: int, words: str) -> None:
             self._say(f"fitting: step {step} of {steps}, {words}")
 
-        fitted = fit.fit(job, advance)
+        fitted = fit.fit(job, advance, left=lambda: self._left(_FIT_UNTIL))
         run = {"command": "adapt", "budget_s": state.budget_s, "base_model": self._label}
         records.write(self._heads, fitted, run | plain(job.options))
         checkpoint.remove(workplace)
-        state.fitted = True
+        state.fitted, state.seen = True, fitted.metrics["steps"] / len(train.indices)
         self._save()
 
-    def _course(self, job: fit.Job) -> tuple[int, int]:
-        """Epochs, and batches of each, that the time is enough for; by a few steps."""
+    def _epochs(self, job: fit.Job) -> int:
+        """How many the time is enough for, at least one; by a few steps."""
         few = job.train.indices[:3]
         watch = Stopwatch()
         trial = replace(
@@ -580,10 +574,7 @@ class _Adaptation:
         batches, left = len(job.train.indices), max(self._left(_FIT_UNTIL), 0.0)
         left -= seconds["features"] * len(job.validation.indices)
         once, each = seconds["features"] * batches, seconds["heads"] * batches
-        epochs = int((left - once) / each)
-        if epochs >= 1:
-            return min(epochs, _MOST_EPOCHS), batches
-        return 1, max(1, min(batches, int(left / sum(seconds.values()))))
+        return max(1, min(int((left - once) / each), _MOST_EPOCHS))
 
     def _read(self, heads: Path) -> ExitHeads:
         own = self._backbone.unembedding

@@ -8,6 +8,7 @@ best epoch. Called by `selfspec fit`.
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -82,6 +83,8 @@ class _Course:
 
     sums: dict[str, float]  # loss of this epoch by layer, times positions
     step: int = 0  # steps done
+    schedule: float = 0.0
+    """How much of the learning rate's schedule is done, in steps: more where time is short."""
     positions: int = 0  # positions of this epoch so far
     entries: list[dict[str, Any]] = field(default_factory=list)  # one per closed epoch and layer
 
@@ -96,13 +99,21 @@ class _Course:
         return max(own, key=lambda entry: float(entry["agreement"]))
 
 
-def fit(job: Job, progress: Show = lambda *_: None, watch: Stopwatch | None = None) -> Fitted:
+def fit(
+    job: Job,
+    progress: Show = lambda *_: None,
+    watch: Stopwatch | None = None,
+    left: Callable[[], float] = lambda: math.inf,
+) -> Fitted:
     """Heads for all exit layers at once; goes on where a killed fit of the same job was.
+
+    `left`: seconds until it is to end, of a process that fits alone. Where they are too few, the
+    learning rate falls faster, and the fit ends with it, before all batches were seen.
 
     Raises InvalidOption for layers or sizes that do not fit the model or another job's checkpoint,
     InvalidData for an empty text, SelfspecError when a loss is not finite.
     """
-    return _Fit(job, watch or Stopwatch()).run(progress)
+    return _Fit(job, watch or Stopwatch(), left).run(progress)
 
 
 def feature_spec(backbone: Backbone, options: FitOptions, *, measured: bool) -> FeatureSpec:
@@ -267,8 +278,8 @@ class Trainer:
             moments = {moment: torch.zeros_like(parameter) for moment in _MOMENTS}
             self.optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
 
-    def step(self, number: int, batches: Sequence[Features], positions: int) -> dict[int, float]:
-        """Step `number`, from 0, on this process's part of `positions` positions.
+    def step(self, number: float, batches: Sequence[Features], positions: int) -> dict[int, float]:
+        """Place `number` of the schedule, from 0, on this process's part of `positions` positions.
 
         Gives the loss by exit layer, nats per position, over all processes. Raises
         SelfspecError, with the weights as they were, when one is not finite.
@@ -290,8 +301,9 @@ class Trainer:
             norm = nn.utils.clip_grad_norm_(parameters, self._options.max_grad_norm)
             if not (math.isfinite(loss) and bool(norm.isfinite())):
                 raise SelfspecError(
-                    f"the loss is {loss} with a gradient of {float(norm)} at step {number + 1}, "
-                    f"exit layer {layer}. Lower the learning rate, or check the model's weights"
+                    f"the loss is {loss} with a gradient of {float(norm)} at step "
+                    f"{number + 1:.0f}, exit layer {layer}. Lower the learning rate, or check the "
+                    "model's weights"
                 )
         for group in self.optimizer.param_groups:
             group["lr"] = self._options.learning_rate * self._rate(number)
@@ -342,7 +354,7 @@ class Trainer:
         torch.autograd.backward([features for features, _ in drafts], gradients)
         return first
 
-    def _rate(self, step: int) -> float:
+    def _rate(self, step: float) -> float:
         """Share of the highest learning rate at `step`, from 0: a ramp, then a cosine to 0."""
         warmup = round(self._steps * self._options.warmup)
         if step < warmup:
@@ -353,7 +365,7 @@ class Trainer:
 class _Fit:
     """One job on its way."""
 
-    def __init__(self, job: Job, watch: Stopwatch) -> None:
+    def __init__(self, job: Job, watch: Stopwatch, left: Callable[[], float]) -> None:
         if not job.train.answers or not job.validation.answers:
             raise InvalidData(
                 f"{job.train.answers} answer tokens to fit, {job.validation.answers} to "
@@ -361,6 +373,7 @@ class _Fit:
             )
         self._job = job
         self._watch = watch
+        self._left = left
         self._steps_per_epoch = math.ceil(len(job.train.indices) / job.options.accumulate)
         self._steps = self._steps_per_epoch * job.options.epochs
         self._trainer = Trainer(job, self._steps)
@@ -372,7 +385,8 @@ class _Fit:
     def run(self, progress: Show) -> Fitted:
         """All that is left to do."""
         course, stride = self._course, self._job.options.accumulate
-        while course.validated < self._job.options.epochs:
+        begun, before = time.perf_counter(), course.step
+        while course.validated < self._job.options.epochs and course.schedule < self._steps:
             # not from the steps alone: a fit can be killed between an epoch's last one and its end
             epoch = course.validated
             place = course.step - epoch * self._steps_per_epoch
@@ -380,12 +394,21 @@ class _Fit:
             self._watch.start()
             for start in range(place * stride, len(order), stride):
                 words = self._step(order[start : start + stride], epoch)
-                progress(course.step, self._steps, words)
+                took = (time.perf_counter() - begun) / (course.step - before)
+                course.schedule += self._paced(took)
+                progress(round(course.schedule), self._steps, words)
+                if course.schedule >= self._steps:
+                    break
                 if course.step % self._job.options.checkpoint_steps == 0:
                     self._save()
             self._validate(epoch)
             self._save()
         return self._fitted()
+
+    def _paced(self, took: float) -> float:
+        """How much of the schedule a step is that `took` so many seconds."""
+        rest = self._steps - self._course.schedule
+        return min(rest, max(1.0, rest * took / max(took, self._left())))
 
     def _order(self, epoch: int) -> list[int]:
         """The batches of an epoch, shuffled by seed and epoch alone."""
@@ -402,7 +425,7 @@ class _Fit:
         share = indices[processes.process_index :: processes.num_processes]
         mine = [source.batch(index).to(device) for index in share]
         self._watch.lap("features")
-        losses = self._trainer.step(course.step, mine, positions)
+        losses = self._trainer.step(course.schedule, mine, positions)
         course.step += 1
         course.positions += positions
         for layer, loss in losses.items():
@@ -440,6 +463,8 @@ class _Fit:
             "processes": self._job.processes.num_processes,
             "seconds": {part: round(seconds, 1) for part, seconds in self._watch.seconds.items()},
         }
+        training = self._best.config.training | {"steps": course.step}
+        self._best.config = replace(self._best.config, training=training)
         return Fitted(heads=self._best, metrics=metrics, epochs=course.entries)
 
     def _save(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,6 +30,7 @@ from selfspec.training.fit import (
     Fitted,
     Job,
     Show,
+    Trainer,
     answer_weights,
     cross_entropy,
     default_exit_layers,
@@ -380,6 +382,26 @@ def test_a_killed_fit_goes_on_to_the_very_same_heads(
     found = fit(job, lambda step, *_: seen.append(step))
     assert_same(found, expected)
     assert seen[0] in (stops[-1] - stops[-1] % 2 + 1, stops[-1])
+
+
+def test_a_fit_whose_time_is_short_ends_with_its_learning_rate(
+    backbone: Backbone, talks: list[Conversation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds, left = itertools.count(), itertools.chain((5, 4, 3, 2, 1), itertools.repeat(0))
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(seconds)))
+    schedule: list[float] = []
+    rate = Trainer._rate
+
+    def watched(trainer: Trainer, step: float) -> float:
+        schedule.append(step)
+        return rate(trainer, step)
+
+    monkeypatch.setattr(Trainer, "_rate", watched)
+    found = fit(make_job(backbone, talks, epochs=4), left=lambda: float(next(left)))
+    expected = [0, 2.4, 4.8, 7.2, 9.6]  # of 12 steps, a second each
+    assert list(dict.fromkeys(schedule)) == pytest.approx(expected)  # two groups of parameters
+    assert found.metrics["steps"] == found.heads.config.training["steps"] == 5
+    assert {entry["epoch"] for entry in found.epochs} == {1, 2}
 
 
 @pytest.fixture(scope="module")
