@@ -38,7 +38,7 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 32031,
+    "tests/": 32056,
     "model": 7066,
     "eval/": 3908,
     "eval": 3909,

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from selfspec.errors import InvalidData, InvalidOption, SelfspecError
+from selfspec.heads.heads import HEAD_TYPES, DeepFusedHead
 from selfspec.model.backbone import Backbone
 from selfspec.training import features as store
 from selfspec.training.features import (
@@ -30,8 +31,10 @@ from selfspec.training.features import (
     padded,
     planned,
 )
+from selfspec.training.options import FitOptions
 from selfspec.training.text import Conversation
 from tests.bad_input import Change, one_line
+from training.variants import VARIANTS, chains, fit_variant
 
 # --- batches and what is computed of them
 
@@ -391,3 +394,19 @@ def test_a_strange_shard(made: Path, tmp_path: Path, backbone: Backbone, damage:
     with pytest.raises(InvalidData, match=r"shard-00000\.safetensors is damaged") as caught:
         CacheSource(path.parent, backbone).token_counts()
     one_line(caught, path.parent)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_of_heads_are_fitted_to_a_cache(
+    name: str, backbone: Backbone, talks: list[Conversation], tmp_path: Path
+) -> None:
+    spec = FeatureSpec((0,), deep=True, top_k=1)
+    write(tmp_path, StreamSource(backbone, spec, talks, 32))
+    options = FitOptions(exit_layers=(0,), answer_share=1.0, draft_vocab_size=60, epochs=1)
+    found, held_out = fit_variant(
+        name, tmp_path, backbone, options, 1000, base_model="tiny", special_ids=()
+    )
+    kept = chains(found.heads, held_out)
+    assert kept[0] == pytest.approx(found.metrics["layers"]["0"]["agreement"])
+    assert 1.0 >= kept[0] >= kept[1] >= kept[2] >= 0.0
+    assert HEAD_TYPES["deep-fused"] is DeepFusedHead

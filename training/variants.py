@@ -1,0 +1,208 @@
+r"""Other heads and losses beside the default's, on equal features: what a change of them gains.
+
+    selfspec cache --data train.jsonl.gz --exit-layers 0 --top-k 1 --answers-only --output features
+    python training/variants.py --cache features --max-tokens 150000 --output variants
+
+Every variant is fitted to the same batches in the same order, and measured on every 20th batch,
+which none has seen. A line for each, and `summary.json`. Heads are not kept: what pays moves into
+`selfspec fit`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor, nn
+
+from selfspec.cli.base import bar
+from selfspec.errors import InvalidOption
+from selfspec.files import write
+from selfspec.heads.heads import HEAD_TYPES, DeepFusedHead, Parts
+from selfspec.hub.models import load_model, training_dtype
+from selfspec.model.backbone import Backbone
+from selfspec.model.parts import Unembedding
+from selfspec.training import fit
+from selfspec.training.features import CacheSource, Features, Selection, split
+from selfspec.training.measure import unrolled
+from selfspec.training.options import FitOptions
+from selfspec.training.text import special_ids
+
+FEWEST = 1000
+"""Answer tokens to fit to."""
+
+DRAFTS = 3
+"""Of a chain that is measured."""
+
+
+class TwoLayers(DeepFusedHead):
+    """A second hidden layer of d units on top, beside the identity; it adds nothing at first."""
+
+    def _build(self, unembedding: Unembedding, inner_size: int | None) -> Parts:
+        parts = super()._build(unembedding, inner_size)
+        size = unembedding.weight.shape[1]
+        self.second = nn.Sequential(
+            nn.RMSNorm(size), nn.Linear(size, 2 * size), nn.SiLU(), nn.Linear(2 * size, size)
+        ).to(unembedding.weight)
+        nn.init.zeros_(self.second[-1].weight)
+        nn.init.zeros_(self.second[-1].bias)
+        return parts
+
+    def features(self, hidden: Tensor, deep: Tensor | None = None) -> Tensor:
+        first = super().features(hidden, deep)
+        return first + self.second(first)
+
+
+class Biased(DeepFusedHead):
+    """Draft logits get a low-rank bias that only the token before decides.
+
+    A table of `rank` numbers a token, times as many a draft token. Its id stands behind the hidden
+    state, its numbers behind the features.
+    """
+
+    rank = 128
+
+    def _build(self, unembedding: Unembedding, inner_size: int | None) -> Parts:
+        parts = super()._build(unembedding, inner_size)
+        self._size = unembedding.weight.shape[1]
+        self.before = nn.Embedding(len(unembedding.weight), self.rank).to(unembedding.weight)
+        nn.init.normal_(self.before.weight, std=self.rank**-0.5)
+        self.after = nn.Linear(self.rank, len(self.rows), bias=False).to(unembedding.weight)
+        nn.init.zeros_(self.after.weight)
+        return parts
+
+    def features(self, hidden: Tensor, deep: Tensor | None = None) -> Tensor:
+        state, ids = hidden[..., : self._size], hidden[..., self._size].long()
+        read = super().features(state, None if deep is None else deep[..., : self._size])
+        return torch.cat([read, self.before(ids)], -1)
+
+    def unembed(self, features: Tensor) -> Tensor:
+        return super().unembed(features[..., : self._size]) + self.after(
+            features[..., self._size :]
+        )
+
+
+@torch.no_grad()
+def chains(heads: fit.ExitHeads, text: Selection) -> list[float]:
+    """Share of positions where a chain's first draft is kept, its first two, its first three."""
+    kept, counted = [0] * DRAFTS, [0] * DRAFTS
+    for batch in text.batches():
+        top_ids, _ = batch.targets
+        answers, right = batch.answers, torch.ones_like(batch.answers)
+        for place, (features, valid) in enumerate(unrolled(heads, 0, batch, DRAFTS)):
+            logits = [heads[0].unembed(rows) for rows in features.split(1024)]
+            tokens = heads[0].to_target_ids(torch.cat(logits).argmax(-1))
+            right = right & (tokens == top_ids[:, 0])
+            rows = answers & valid
+            kept[place] += int((right & rows).sum())
+            counted[place] += int(rows.sum())
+            answers, right = batch.answers & answers.roll(1), right.roll(1)
+    return [n / of for n, of in zip(kept, counted, strict=True)]
+
+
+def to_the_first_error(heads: fit.ExitHeads, layer: int, batch: Features, steps: int) -> Drafts:
+    """Later drafts only behind right ones: behind a wrong one they are never looked at."""
+    right = torch.ones_like(batch.continues)
+    top_ids, _ = batch.targets
+    for features, valid in unrolled(heads, layer, batch, steps):
+        yield features, valid & right
+        with torch.no_grad():
+            best = [heads[layer].unembed(rows).argmax(-1) for rows in features.split(1024)]
+            tokens = heads[layer].to_target_ids(torch.cat(best))
+        right = (right & (tokens == top_ids[:, 0])).roll(1, dims=0)
+
+
+Drafts = Iterator[tuple[Tensor, Tensor]]
+
+VARIANTS = {  # name: kind of head, drafts ahead, which of them are learned
+    "default": (DeepFusedHead, 2, unrolled),
+    "one draft ahead": (DeepFusedHead, 1, unrolled),
+    "three, each weighing 0.8 of the one before": (DeepFusedHead, 3, unrolled),
+    "two, to the first error": (DeepFusedHead, 2, to_the_first_error),
+    "two hidden layers": (TwoLayers, 2, unrolled),
+    "bias of rank 128": (Biased, 2, unrolled),
+}
+
+
+class WithIds(CacheSource):
+    """The id of the token itself behind its embedding, as one more number.
+
+    It is the one that followed the row before. The first rows of answers have none, and get 0: in a
+    chat template they all stand behind the same token.
+    """
+
+    def batch(self, index: int) -> Features:
+        found = super().batch(index)
+        ids = torch.where(found.continues, found.following.roll(1), 0)[:, None]
+        return replace(found, hidden={0: torch.cat([found.hidden[0], ids.float()], -1).float()})
+
+
+def fit_variant(
+    name: str,
+    cache: Path,
+    backbone: Backbone,
+    options: FitOptions,
+    max_tokens: int,
+    show: fit.Show = lambda *_: None,
+    **job: Any,
+) -> tuple[fit.Fitted, Selection]:
+    """One of VARIANTS, and what it is to be measured on."""
+    kind, ahead, drafts = VARIANTS[name]
+    source = (WithIds if issubclass(kind, Biased) else CacheSource)(cache, backbone)
+    train, held_out = split(source)
+    options = replace(options, draft_steps=ahead, step_decay=0.8 if ahead > 2 else None)
+    job |= {"train": train.limited(max_tokens), "validation": held_out, "options": options}
+    own = HEAD_TYPES["deep-fused"]
+    try:
+        HEAD_TYPES["deep-fused"], fit.unrolled = kind, drafts  # what a fit is made of
+        return fit.fit(fit.Job(backbone=backbone, **job), show), held_out
+    finally:
+        HEAD_TYPES["deep-fused"], fit.unrolled = own, unrolled
+
+
+def main(
+    cache: Annotated[Path, typer.Option(help="Features of exit layer 0, with deep states.")],
+    output: Annotated[Path, typer.Option(help="Folder for summary.json.")],
+    model: Annotated[str | None, typer.Option(help="Folder, file or hub id; the default.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=FEWEST, help="Answer tokens to fit to.")] = 150_000,
+    epochs: int = 2,
+    seed: int = 0,
+    only: Annotated[list[str] | None, typer.Option(help="A variant by name; repeatable.")] = None,
+) -> None:
+    """Fit and measure one after another; those in `summary.json` already are done."""
+    names = list(only or VARIANTS)
+    if unknown := [name for name in names if name not in VARIANTS]:
+        raise InvalidOption(f"{unknown[0]!r} is no variant. There are: {', '.join(VARIANTS)}")
+    loaded, tokenizer, files = load_model(model, dtype=training_dtype(None))
+    backbone = Backbone(loaded, executor="generic")
+    options = FitOptions(exit_layers=(0,), answer_share=1.0, epochs=epochs, seed=seed)
+    about = {"base_model": files.label, "special_ids": special_ids(tokenizer)}
+    path = output / "summary.json"
+    found = json.loads(path.read_text()) if path.exists() else {}
+    for name in (name for name in names if name not in found):
+        start = time.perf_counter()
+        with bar(name, "steps") as show:
+            result, held_out = fit_variant(
+                name, cache, backbone, options, max_tokens, show, **about
+            )
+        kept = chains(result.heads, held_out)
+        found[name] = {
+            "kept": kept,
+            "train_loss": result.metrics["layers"]["0"]["train_loss"],
+            "answer_tokens": result.metrics["train_answer_tokens"],
+            "parameters": sum(p.numel() for p in result.heads.parameters()),
+            "seconds": round(time.perf_counter() - start),
+        }
+        write(path, json.dumps(found, indent=1) + "\n")
+        shares = ", ".join(f"{share:.1%}" for share in kept)
+        typer.echo(f"{name}: a chain's first, first two, first three drafts are right at {shares}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
