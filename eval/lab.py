@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Annotated, Any, TypeVar, cast
+from typing import IO, Annotated, Any, NamedTuple, TypeVar, cast
 
 import pandas as pd
 import typer
@@ -57,6 +57,32 @@ PLAIN = Contender(label="plain", method="plain", setting={"speculate": False})
 Item = TypeVar("Item")
 
 Ask = Callable[[Mapping[str, Any]], dict[str, Any]]
+
+
+class Shape(NamedTuple):
+    """Sizes of a Llama."""
+
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    positions: int
+
+    @property
+    def keys(self) -> int:
+        """Width of all keys of a token, and of all values."""
+        return self.hidden // self.heads * self.kv_heads
+
+
+SHAPES = {
+    "smollm2-135m": Shape(576, 1536, 30, 9, 3, 49152, 8192),
+    "llama-3.2-1b": Shape(2048, 8192, 16, 32, 8, 128256, 8192),
+    "llama-3.2-3b": Shape(3072, 8192, 28, 24, 8, 128256, 8192),
+    "llama-2-7b": Shape(4096, 11008, 32, 32, 32, 32000, 4096),
+    "llama-3.1-8b": Shape(4096, 14336, 32, 32, 8, 128256, 8192),
+}
 
 
 def run(command: Callable[..., object]) -> None:

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from eval import lab
+from eval.lab import SHAPES, Shape
 from eval.memory import apart, grown
 from eval.peers import LLAMA, worker
-from eval.random_gguf import SHAPES, Shape
 from selfspec.api.speculator import Speculator
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.measure import ROWS, Clock, Passes, memory_rate, step_speed

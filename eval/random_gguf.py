@@ -10,41 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import gguf
 import numpy as np
 import typer
 from gguf import GGMLQuantizationType, GGUFWriter
 
-from eval.lab import run
-
-
-class Shape(NamedTuple):
-    """Sizes of a Llama."""
-
-    hidden: int
-    inner: int
-    layers: int
-    heads: int
-    kv_heads: int
-    vocab: int
-    positions: int
-
-    @property
-    def keys(self) -> int:
-        """Width of all keys of a token, and of all values."""
-        return self.hidden // self.heads * self.kv_heads
-
-
-SHAPES = {
-    "tiny": Shape(32, 64, 2, 4, 2, 96, 256),
-    "smollm2-135m": Shape(576, 1536, 30, 9, 3, 49152, 8192),
-    "llama-3.2-1b": Shape(2048, 8192, 16, 32, 8, 128256, 8192),
-    "llama-3.2-3b": Shape(3072, 8192, 28, 24, 8, 128256, 8192),
-    "llama-2-7b": Shape(4096, 11008, 32, 32, 32, 32000, 4096),
-    "llama-3.1-8b": Shape(4096, 14336, 32, 32, 8, 128256, 8192),
-}
+from eval.lab import SHAPES, Shape, run
 
 _SCALES = {"Q4_0": (0,), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}
 """Where float16 numbers lie in a block, in bytes."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from eval import micro
-from eval.random_gguf import SHAPES, Shape
+from eval.lab import SHAPES, Shape
 from selfspec.decoding.measure import Clock
 from selfspec.errors import InvalidOption
 from tests.models import make_model, needs_compiler
