@@ -85,24 +85,20 @@ def as_table(
 
 # --- a step ---------------------------------------------------------------------------------------
 
-EXECUTORS = {"cpu": ("generic", "fused"), "cuda": ("generic", "cuda-graph")}
-"""By kind of device; those that cannot run a model are left out."""
-
 
 @app.command()
 def steps(
     output: lab.Output,
     model: lab.Model = None,
     dtype: str = "bfloat16",
-    device: str | None = None,
     context: Annotated[int, typer.Option(min=1, help="Tokens in front.")] = 256,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to write.")] = 64,
     repeats: lab.Repeats = 5,
 ) -> None:
     """A plain step against the memory's limit: Hugging Face's and that of every executor."""
-    loaded, _, files = load_model(model, dtype=dtype, device=device)
-    found = step(loaded, context, new_tokens, Clock(loaded.device, repeats))
-    text = f"# {files.label}, {dtype}, on {found['device']}\n\n{step_page(found)}"
+    loaded, _, files = load_model(model, dtype=dtype, device="cpu")
+    found = step(loaded, context, new_tokens, Clock(CPU, repeats))
+    text = f"# {files.label}, {dtype}\n\n{step_page(found)}"
     lab.finish(output, {"weights": files.label, "dtype": dtype, **found}, text)
 
 
@@ -117,7 +113,7 @@ def step(model: PreTrainedModel, context: int, new_tokens: int, clock: Clock) ->
     backbones = dict(_executors(model))
     generic = backbones["generic"]
     context = max(1, min(context, generic.max_positions - max(new_tokens, *ROWS)))
-    ids = torch.arange(context, device=generic.device)[None] % generic.vocab_size
+    ids = torch.arange(context)[None] % generic.vocab_size
     decoders = {HF: partial(hugging_face, model, ids)} | {
         name: partial(_ours, backbone, ids) for name, backbone in backbones.items()
     }
@@ -127,12 +123,9 @@ def step(model: PreTrainedModel, context: int, new_tokens: int, clock: Clock) ->
         for name, decode in decoders.items()
     }
     whole = timed(works, clock)
-    place = generic.device
     return {
-        "device": torch.cuda.get_device_name(place) if place.type == "cuda" else place.type,
         "parameters": sum(weight.numel() for weight in model.parameters()),
         "context": context,
-        "captured": any(getattr(one._executor, "captures", False) for one in backbones.values()),
         "token_s": {
             name: (laps[new_tokens] - laps[1]) / (new_tokens - 1) for name, laps in whole.items()
         },
@@ -144,8 +137,8 @@ def step(model: PreTrainedModel, context: int, new_tokens: int, clock: Clock) ->
 
 
 def _executors(model: PreTrainedModel) -> Iterator[tuple[str, Backbone]]:
-    """By name, all that run `model` where it is."""
-    for name in EXECUTORS[model.device.type]:
+    """By name, all that run `model`."""
+    for name in ("generic", "fused"):
         try:
             yield name, Backbone(model, executor=name)
         except UnsupportedModel as error:
@@ -165,11 +158,8 @@ def _ours(backbone: Backbone, ids: Tensor, count: int) -> None:
 def step_page(found: Mapping[str, Any]) -> str:
     """All decoders are held against the limit of the model's own modules."""
     own, seconds = found["steps"]["generic"], found["token_s"]
-    graphs = ""
-    if "cuda-graph" in seconds:
-        graphs = ", CUDA graphs" if found["captured"] else ", no graph was captured or timed"
     text = (
-        f"{found['parameters']:,} parameters, {found['context']} tokens in front{graphs}.\n\n"
+        f"{found['parameters']:,} parameters, {found['context']} tokens in front.\n\n"
         f"A step reads {own['step_bytes'] / 1e6:,.1f} MB; reading memory here moves "
         f"{own['memory_bytes_per_s'] / 1e9:,.1f} GB/s: at least {1e3 * own['limit_s']:.3f} ms.\n\n"
     )
