@@ -46,7 +46,7 @@ from selfspec.api.text import Prompt, encode
 from selfspec.config import OPTION_NAMES, GenerateOptions, SpeculationOptions, check
 from selfspec.decoding.drafters.draft_model import check_same_size, check_same_tokens
 from selfspec.decoding.drafters.rest import Datastore
-from selfspec.decoding.engine import MOST_TEXTS, Asked, Engine, Running, Runtime
+from selfspec.decoding.engine import MOST_TEXTS, Asked, Engine, Running, Runtime, eager
 from selfspec.decoding.packed_heads import pack
 from selfspec.decoding.state import DecodeState
 from selfspec.decoding.stats import common
@@ -118,6 +118,7 @@ class Speculator:
         """The wrapped model, as it was."""
         return self.backbone.model
 
+    @eager
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
         """One answer to one prompt. For batches see `generate_batch`."""
         return self.stream(prompt, **options).drain()
@@ -224,6 +225,7 @@ class Speculator:
         """A conversation that keeps its keys and values between turns."""
         return Session(self)
 
+    @eager
     def hf(self, *, strings: str | list[str] | None = None, **speculation: Any) -> Loop:
         """A `custom_generate` for Hugging Face's own `model.generate`.
 
@@ -237,6 +239,7 @@ class Speculator:
         ends_at = stop_strings(self.tokenizer, strings) if strings else None
         return Loop(self, options, ends_at)
 
+    @eager
     def call(self, prompt: Prompt, options: GenerateOptions) -> Request:
         """What the keywords of one call ask for."""
         speculation, rest = self._sorted(options)
@@ -574,6 +577,7 @@ class Loop:
     options: SpeculationOptions
     ends_at: StopStringCriteria | None = None
 
+    @eager
     def __call__(
         self,
         model: PreTrainedModel,

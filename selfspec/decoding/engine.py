@@ -16,10 +16,10 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -48,6 +48,14 @@ from selfspec.typed import check_types
 
 
 logger = logging.getLogger(__name__)
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def eager(function: Function) -> Function:
+    """Not traced by a torch.compile around it: that took a minute, and gave no graph."""
+    disabled: Any = torch.compiler.disable  # which carries no types
+    return disabled(function, reason="selfspec decodes outside of it")  # type: ignore[no-any-return]  # the same
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,6 +370,7 @@ class Engine:
         """How many of these have not begun."""
         return len(self._waiting)
 
+    @eager
     def add(
         self,
         asked: Asked,
@@ -385,6 +394,7 @@ class Engine:
         return running
 
     @torch.inference_mode()
+    @eager
     def step(self) -> list[Running]:
         """One round of all texts that run; those that have a new round, or have ended.
 
@@ -482,7 +492,6 @@ class Engine:
                 self._go_on(running, result)
 
     def _go_on(self, running: Running, result: object = None) -> None:
-        """Let a text have what it wanted, and see what it wants next."""
         if running.ended:  # cancelled meanwhile
             return
         try:
@@ -507,7 +516,6 @@ class Engine:
                 self._end(running)
 
     def _end(self, running: Running) -> None:
-        """What a text leaves may serve others."""
         running.ended = True
         running.steps.close()
         self._store.done(running.state.lease, running.state.committed(0))

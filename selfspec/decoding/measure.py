@@ -59,17 +59,17 @@ class Clock:
         found: dict[Name, list[float]] = {name: [] for name in works}
         for _ in range(self._repeats + 1):
             for name, work in works.items():
-                self._wait()
+                self._wait(self.device)
                 start = self._now()
-                work()
-                self._wait()
+                made = work()
+                self._wait(made.device if isinstance(made, Tensor) else self.device)
                 found[name].append(self._now() - start)
         return {name: laps[1:] for name, laps in found.items()}
 
-    def _wait(self) -> None:
-        """Work on an accelerator is queued: let it end."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    def _wait(self, device: torch.device) -> None:
+        """Work on an accelerator is queued: let it end, where the last layers are."""
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
 # --- a plain step and the memory's rate -----------------------------------------------------------
@@ -257,7 +257,6 @@ def measure(
 def _works(
     backbone: Backbone, heads: ExitHeads | None, most: int, context: int, short: int
 ) -> Iterator[tuple[_Part, Callable[[], object]]]:
-    """Every part of a round, by its rows, behind a context."""
     lease = Lease(backbone.num_layers)
     block = torch.zeros(context, dtype=torch.int64, device=backbone.device)
 

@@ -85,7 +85,6 @@ def called(thing: object) -> str:
 
 
 def _by_itself(thing: Any, row: int) -> Any:
-    """What a class of the user's own gives for a row, if it can."""
     if callable(own := getattr(thing, "for_row", None)):
         return own(row)
     raise InvalidOption(
@@ -211,7 +210,6 @@ class GrammarMask(LogitsProcessor):
         return int(self._matcher.validate_tokens(list(tokens)))
 
     def _follow(self, text: Sequence[int]) -> None:
-        """Bring the matcher to the end of `text`."""
         text = list(text)
         same = common(self._text, text)
         if same < len(self._text):
@@ -289,7 +287,8 @@ class Sampler:
         Raises InvalidOption for what a processor of transformers refuses, and for results of
         another shape. What a processor of the user's raises goes on as it is.
         """
-        scores = logits if self.least is None else logits.clamp(min=self.least)
+        scores = logits.to(ids.device)  # processors read both; lm_head may be elsewhere
+        scores = scores if self.least is None else scores.clamp(min=self.least)
         for processor in self.processors:
             scores = _processed(processor, ids, scores)
         return scores

@@ -159,7 +159,8 @@ class HiddenCache:
             passed[depth] = hidden
             hidden = yield from self.advance(boundary)
         passed[self.schedule.depths[-1]] = hidden
-        self.states = torch.cat([passed[layer] for layer in self._state_layers], dim=-1)
+        states = [passed[layer].to(hidden.device) for layer in self._state_layers]
+        self.states = torch.cat(states, dim=-1)
         return hidden
 
     def unembed(self, hidden: Tensor) -> Steps[Target]:

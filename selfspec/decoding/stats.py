@@ -230,14 +230,12 @@ class GenerationStats:
         return max(self.new_tokens - 1, 0) / self.decode_s if self.decode_s else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """All counters and rates, ready for JSON."""
         names = [entry.name for entry in fields(self)] + ["acceptance_rate", "compression_rate"]
         names += ["ttft_s", "decode_s", "decode_tokens_per_s"]
         values = {name: getattr(self, name) for name in names}
         return {k: dict(v) if isinstance(v, Counter) else v for k, v in values.items()}
 
     def summary(self) -> str:
-        """What a person wants to know, without abbreviations."""
         speed = f" at {rate(self.decode_tokens_per_s)}" if self.decode_tokens_per_s else ""
         passes = f", {self.compression_rate:.1f} tokens per pass" if self.rounds else ""
         return (
@@ -247,7 +245,6 @@ class GenerationStats:
         )
 
     def line(self) -> str:
-        """All figures on one line."""
         parts = [
             f"exit layer {layer}: {self.accepted_by_layer[layer]} of {count}"
             for layer, count in sorted(self.drafted_by_layer.items())

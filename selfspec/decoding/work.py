@@ -111,7 +111,6 @@ class Run(Work):
         return [work.hidden if work.first == work.last else None for work in alike]
 
     def _alone(self, stop: int) -> Tensor:
-        """Run with padding, whose keys and values are cut off again."""
         count, start = len(self.hidden), self.lease.length(self.first)
         block = padded(self.hidden, self.least)
         output = self.backbone.run(block, self.first, stop, self._rows(len(block)))
@@ -120,7 +119,6 @@ class Run(Work):
         return output[:count]
 
     def _rows(self, count: int) -> Rows:
-        """The rows of the text, and padding behind them up to `count`."""
         parents = self.parents
         if parents is not None:
             parents = [*parents, *range(len(parents) - 1, count - 1)]
@@ -238,10 +236,8 @@ def padded(hidden: Tensor, least: int) -> Tensor:
 
 
 def _joins(work: Run | Unembed) -> bool:
-    """Whether rows of other texts may stand beside these."""
     return work.least == 1 and work.backbone.runs_many
 
 
 def _ends(parts: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
-    """Where each part's rows begin and end in all of them."""
     return pairwise(accumulate(map(len, parts), initial=0))

@@ -487,7 +487,6 @@ def layer_like(model: Any, vocab_size: int, inner_size: int | None) -> dict[str,
 
 
 def _layer_config(config: AttendingConfig) -> Any:
-    """The decoder layer's config as transformers has it."""
     known = {name: value for name, value in config.layer.items() if name != "model_type"}
     return _LAYERS[config.layer["model_type"]][0](**known, num_hidden_layers=1)
 

@@ -81,7 +81,6 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _weights_of(config: Mapping[str, Any]) -> Any:
-    """The hash in a config of either kind."""
     own = config.get(METADATA)
     return (own if isinstance(own, dict) else config).get("weights")
 
@@ -137,7 +136,6 @@ def _one_of(*values: Any) -> _Rule:
 
 
 def _between(least: float, most: float) -> _Rule:
-    """NaN is between no numbers."""
     return _Rule(
         f"a number between {least} and {most}",
         lambda value: type(value) in (int, float) and least < value < most,
@@ -313,7 +311,6 @@ def _eagle3(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layer(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What is known of the config of a decoder layer."""
     found: dict[str, Any] = {
         **{"model_type": "llama", "rms_norm_eps": 1e-6, "attention_bias": False, "mlp_bias": False},
         **_all(values, _SIZES),

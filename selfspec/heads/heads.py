@@ -122,12 +122,13 @@ class ExitHead(nn.Module, ABC):
 
         A `deep` that is not known is all zeros.
         """
+        hidden = hidden.to(self.rows.device)  # from where its layer is; heads are beside lm_head
         if (packed := self._packed_for(hidden)) is not None:
             return packed.features(hidden, deep)
         norm, keeps, direct, inner, outer, activated = self.parts
         x: Tensor = norm(hidden)
         if self.reads_deep:
-            x = torch.cat([x, torch.zeros_like(x) if deep is None else deep.to(x.dtype)], dim=-1)
+            x = torch.cat([x, torch.zeros_like(x) if deep is None else deep.to(x)], dim=-1)
         terms: list[Tensor] = [x] if keeps else []
         if direct is not None:
             terms.append(direct(x))
@@ -142,14 +143,15 @@ class ExitHead(nn.Module, ABC):
         if (packed := self._packed_for(features)) is not None:
             return self._finish(packed.unembed(features))
         rows = self.rows  # of another dtype than hidden states in some models
-        return self._finish(nn.functional.linear(features.to(rows.dtype), rows, self.bias))
+        return self._finish(
+            nn.functional.linear(features.to(rows.device, rows.dtype), rows, self.bias)
+        )
 
     def pack(self, packed: Packed) -> None:
         """Ask `packed` from now on, where no gradient is wanted."""
         self._packed = packed
 
     def _packed_for(self, rows: Tensor) -> Packed | None:
-        """What to ask about `rows`."""
         asked = not torch.is_grad_enabled() and rows.dtype == self.rows.dtype
         return self._packed if asked else None
 
@@ -299,13 +301,12 @@ class _Mlp(nn.Module):
 
 
 def _own_norm(unembedding: Unembedding) -> nn.Module:
-    """A copy of the final norm to fit, without the hooks by which accelerate moves the model's."""
+    """A copy of the final norm to fit, beside lm_head, without accelerate's hooks."""
     norm: nn.Module = remove_hook_from_module(copy.deepcopy(unembedding.norm))
-    return norm.requires_grad_(True)
+    return norm.to(unembedding.weight.device).requires_grad_(True)
 
 
 def _zeros(inputs: int, outputs: int, unembedding: Unembedding) -> nn.Linear:
-    """An affine map that adds nothing before it is fitted."""
     layer = nn.Linear(inputs, outputs).to(unembedding.weight)
     nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)
@@ -449,7 +450,7 @@ def joined(deep: Sequence[Tensor | None], hidden: Sequence[Tensor]) -> Tensor | 
     if all(one is None for one in deep):
         return None
     both = zip(deep, hidden, strict=True)
-    return torch.cat([torch.zeros_like(row) if one is None else one for one, row in both])
+    return torch.cat([torch.zeros_like(row) if one is None else one.to(row) for one, row in both])
 
 
 # --- the exit judge -------------------------------------------------------------------------------

@@ -94,7 +94,6 @@ def place() -> Path:
 
 
 def _file(base: str) -> Path:
-    """The file of a model."""
     return place() / f"{base[:32]}.json"
 
 
@@ -117,7 +116,6 @@ def _sizes(config: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """A file of `remember`; empty for any other."""
     try:
         values = read_json(file, _MOST_BYTES)
     except InvalidData:

@@ -104,7 +104,6 @@ class _Header:
         return GgufHeader(architecture, placed)
 
     def _pair(self) -> tuple[str, int | str | None]:
-        """A key, and its value if that is a whole number or a name."""
         key, (kind,) = self._name(), self._numbers("I")
         begin = self._at
         self._skip_value(kind)
@@ -164,7 +163,6 @@ class _Header:
         return name, GgufTensor(tuple(reversed(shape)), kind.name, offset, nbytes)
 
     def _name(self) -> str:
-        """A key's or tensor's name, which no other has."""
         name = self._take(*self._numbers("Q")).decode("utf-8")
         if name in self._names:
             raise InvalidData(f"it names {name!r} twice")
@@ -212,8 +210,6 @@ def _check_sizes(
 
 
 class _Family(NamedTuple):
-    """How llama.cpp's converter changed a family's tensors."""
-
     interleaved: tuple[str, ...] = ()
     """Linear layers whose outputs, by head, stand in pairs that are rotated together."""
     added_to_norms: float = 0.0
@@ -274,8 +270,6 @@ def load(
 
 
 class _Reader:
-    """The weights of one file, under transformers' names."""
-
     def __init__(
         self, data: Tensor, header: GgufHeader, config: PreTrainedConfig, dtype: torch.dtype
     ) -> None:
@@ -303,7 +297,6 @@ class _Reader:
         return found if rows is None else found[rows]
 
     def _numbers(self, name: str, tensor: GgufTensor, data: Tensor) -> Tensor:
-        """De-quantised, in the model's dtype."""
         from gguf import GGMLQuantizationType, dequantize
 
         if tensor.kind not in ("F32", "F16", "BF16"):
@@ -340,5 +333,4 @@ def _names(architecture: str, layers: int) -> Callable[[str], str | None]:
 
 
 def _mapped(gguf: Path) -> Tensor:
-    """All bytes of a file, read when somebody looks."""
     return torch.from_file(str(gguf), shared=False, size=gguf.stat().st_size, dtype=torch.uint8)

@@ -177,7 +177,6 @@ def _awq(said: Mapping[str, Any]) -> Method:
 
 
 def _read_awq(tensors: Tensors, layer: str, shape: tuple[int, int]) -> Grouped:
-    """Outputs lie side by side in words."""
     out, inner = shape
     words = tensors.get(f"{layer}.qweight", (inner, out // 8), torch.int32)
     scales = tensors.get(f"{layer}.scales", (None, out))
@@ -215,7 +214,6 @@ def _compressed(said: Mapping[str, Any]) -> Method:
 
 
 def _read_packed(tensors: Tensors, layer: str, shape: tuple[int, int], *, bits: int) -> Grouped:
-    """Inputs lie side by side in words, and zeros of outputs do."""
     out, inner = shape
     words = tensors.get(f"{layer}.weight_packed", (out, -(-inner * bits // 32)), torch.int32)
     scales, groups = _scales(tensors, layer, shape)

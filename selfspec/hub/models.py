@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -192,7 +193,9 @@ def load_model(
         attn_implementation=attn_implementation,
         device_map="auto" if place is None else None,
     )
-    if place is not None:
+    if place is None:
+        logger.info("%s is spread: %s", files.label, _spread(model))
+    else:
         try:
             model.to(place)  # type: ignore[arg-type]  # annotated otherwise upstream
         except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
@@ -200,6 +203,14 @@ def load_model(
     if found is None:
         stamps = stamps or fingerprint.of_snapshot(files.source, model.config)
     return model.eval(), tokenizer, replace(files, stamps=stamps)
+
+
+def _spread(model: Any) -> str:
+    """Where `device_map` put the parts of a model, in order."""
+    placed = getattr(model, "hf_device_map", None) or {"": model.device}
+    runs = [(place, [part or "all" for part in run]) for place, run in groupby(placed, placed.get)]
+    ends = [(place, dict.fromkeys((run[0], run[-1]))) for place, run in runs]
+    return ", ".join(f"{' to '.join(parts)} on device {place}" for place, parts in ends)
 
 
 def fast_products(dtype: torch.dtype, device: torch.device) -> bool:
@@ -467,7 +478,6 @@ def _named_heads() -> dict[str, Path]:
 
 
 def _is_heads_id(name: str | Path) -> bool:
-    """Whether only the hub can have such heads."""
     whole = "/" in str(name) and HUB_ID.fullmatch(str(name)) is not None
     return whole and not files.local_path(name).exists()
 

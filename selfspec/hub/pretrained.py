@@ -126,7 +126,6 @@ def _shapes(file: Path, plain: bool) -> Iterator[tuple[str, list[int]]]:
 
 
 def _numbers(config: Any) -> Iterator[tuple[str, int]]:
-    """Whole numbers by name, those of inner configs too."""
     for name, value in config.items():
         if isinstance(value, dict):
             yield from _numbers(value)

@@ -116,6 +116,7 @@ class Backbone(Decoder):
                 f"executor is {executor!r}, expected one of {', '.join((AUTO, *EXECUTORS))}. Leave "
                 "it out for the best that runs"
             )
+        model = getattr(model, "_orig_mod", model)  # in what torch.compile(model) gives
         check_model(model)
         refuse_unsupported(model)
         super().__init__(model)

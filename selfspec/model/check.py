@@ -31,6 +31,8 @@ _MOST_NAMED = 8  # positions named by a config that are looked at; no config in 
 _MOST_HELD = 8192  # slots that a check fills: with 8 key heads of 128, 67 MB of a layer in float32
 _MARKED = 16  # slots of a check's cache whose values are not 0
 
+_ORIGINAL = "_torchdynamo_orig_callable"  # where torch.compile keeps what it compiled
+
 _POSITION_DEPENDENT_ROPE = {"dynamic", "longrope"}
 """RoPE whose frequencies depend on the longest position of a pass: a rejected draft would leave
 its trace in the rotations of accepted tokens."""
@@ -44,6 +46,20 @@ more than this. In float64, too, the softmax of eager attention is float32."""
 def refuse_unsupported(model: PreTrainedModel) -> None:
     """Raise UnsupportedModel, by name, for what would pass a short check and still go wrong."""
     config, name = text_config(model), type(model).__name__
+    meshes = (getattr(model, own, None) for own in ("_device_mesh", "_tp_size"))
+    split = any(hasattr(one, "device_mesh") or hasattr(one, "ds_id") for one in model.parameters())
+    if split or any(mesh is not None for mesh in meshes):
+        raise UnsupportedModel(
+            f"the weights of {name} are split over processes (tensor parallel, FSDP or ZeRO-3). "
+            "Load it whole, with device_map='auto': layers may be on several devices"
+        )
+    for path, part in model.named_modules():
+        replaced = hasattr(vars(part).get("forward"), _ORIGINAL)
+        if path and (replaced or part._compiled_call_impl is not None):
+            raise UnsupportedModel(
+                f"{path} of {name} is compiled by torch.compile, and parts run by themselves here. "
+                "Load it again and wrap it as it is, or compile it as a whole: model.compile()"
+            )
     rope = getattr(config, "rope_parameters", None) or {}
     rope_types = {rope.get("rope_type")} | {
         value.get("rope_type") for value in rope.values() if isinstance(value, dict)
@@ -58,6 +74,16 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         )
     if getattr(config, "num_kv_shared_layers", 0):
         raise UnsupportedModel(f"{name} shares keys and values between layers. {INSTEAD}")
+
+
+def _uncompiled(model: PreTrainedModel) -> Any:
+    """The same modules in another object, which runs them without torch.compile."""
+    own = {**vars(model), "_compiled_call_impl": None}
+    if (before := getattr(own.get("forward"), _ORIGINAL, None)) is not None:
+        own["forward"] = before
+    plain = object.__new__(type(model))
+    object.__setattr__(plain, "__dict__", own)
+    return plain
 
 
 class Passage(NamedTuple):
@@ -103,7 +129,8 @@ def _conform(
     """Compare one block at positions from `start` on, behind what both hold."""
     rows = Rows.of(ours, start, len(ids), ids.device)
     with captured_outputs(list(decoder.layers), pages.release) as expected:
-        output = decoder.model(ids[None], position_ids=rows.positions[None], **{CACHE: theirs})
+        whole = _uncompiled(decoder.model)
+        output = whole(ids[None], position_ids=rows.positions[None], **{CACHE: theirs})
     if (found := output.logits.shape[1]) != len(ids):
         raise UnsupportedModel(
             f"{type(decoder.model).__name__} runs {found} rows for {len(ids)} tokens: it adds "
@@ -161,7 +188,7 @@ def check_trees(decoder: Decoder, executor: Executor) -> None:
             for layer in range(decoder.num_layers):
                 found = executor.run(hidden, layer, layer + 1, beside)
                 expected = executor.run(hidden[path], layer, layer + 1, chain)
-                added = _size(expected - hidden[path])
+                added = _size(expected - hidden[path].to(expected.device))
                 if not _size(found[path] - expected) <= bound * added + _rounding(expected):
                     raise UnsupportedModel(
                         f"layer {layer + 1} comes out otherwise beside siblings, at position "
@@ -260,7 +287,6 @@ class PlantedLease(Lease):
             values[..., slot, :] = size
 
     def _sizes(self) -> list[float]:
-        """Of the first values, slot by slot."""
         count = min(_MARKED, self._planted)
         return [size * self._planted / _MARKED**2 for size in range(1, count + 1)]
 
@@ -346,7 +372,7 @@ def find_mixing(decoder: Decoder, executor: Executor) -> str | None:
             outlying = executor.run(_spiked(block), layer, layer + 1, watched)
             lease.truncate(_BEHIND, layer, layer + 1)
             before, block = block, executor.run(block, layer, layer + 1, watched)
-            found = _change(block[:1], outlying[:1], (block - before)[:1])
+            found = _change(block[:1], outlying[:1], (block - before.to(block.device))[:1])
             if found is not None:
                 return f"layer {layer + 1}, {found}"
         usual, outlying = (

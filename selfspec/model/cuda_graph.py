@@ -306,7 +306,6 @@ class CudaGraphExecutor:
             self._hidden[count:rows].zero_()
 
     def _lend(self, lease: Lease, needed: int) -> None:
-        """Have `lease` in the slots, with room for `needed` positions."""
         if needed > self._slots.slots:
             self._slots.recall()
             # dropped before the new ones are made: both at once may not fit the device
@@ -322,7 +321,6 @@ class CudaGraphExecutor:
 
     @torch.no_grad()
     def _one_position(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of one token, per layer."""
         lease, embed = Lease(self._num_layers), self._decoder.embed_tokens
         device = embed.weight.device
         ids = torch.zeros(1, dtype=torch.int64, device=device)

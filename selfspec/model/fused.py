@@ -361,7 +361,6 @@ class Program:
             raise ValueError(f"layers differ in width: {width} and {self._widths[buffer]}")
 
     def _address(self, held: Tensor | Stripes | None) -> int | None:
-        """The address of `held`, which is kept as long as the program."""
         if held is None:
             return None
         self._kept.append(held)
@@ -522,7 +521,6 @@ class FusedExecutor:
             yield program.norm(source, HIDDEN, norm, adds=times)
 
     def _attend(self, recipe: Recipe, rotation: int) -> Generator[Operation, None, int]:
-        """Attend; returns the buffer of one row of heads."""
         program, attention = self._program, recipe.attention
         source = yield from self._open(recipe, 0)
         projected = program.buffer("projected", len(attention.order))

@@ -101,6 +101,7 @@ def tree_mask(kind: str, config: PreTrainedConfig, rows: Rows, layer: int, like:
 
 def as_mask(visible: Tensor, config: PreTrainedConfig, like: Tensor) -> Tensor:
     """[T, S] of truths -> [1, 1, T, S] as the model's attention reads it; `like`: its dtype."""
+    visible = visible.to(like.device)
     if config._attn_implementation == "eager":
         lowest = torch.finfo(like.dtype).min
         visible = torch.where(visible, like.new_zeros(()), lowest)
@@ -273,16 +274,17 @@ class Decoder:
 
         Raises UnsupportedModel where lm_head keeps its weight in another form.
         """
-        weight = self.lm_head.weight
+        weight, what = self.lm_head.weight, "lm_head's weight"
         kinds, reason = (Tensor, nn.Parameter, QuantisedWeight), None
         if type(weight) not in kinds or not weight.is_floating_point():
             kind = type(getattr(weight, "data", weight)).__name__
             reason = f"quantised ({kind}). Leave lm_head as it was when quantising"
-        elif weight.is_meta:
-            reason = "offloaded. Keep lm_head on a device"
+        elif weight.is_meta or any(one.is_meta for one in self.parts.norm.parameters()):
+            what = what if weight.is_meta else "the final norm"
+            reason = "offloaded. Keep it on a device"
         if reason is not None:
             raise UnsupportedModel(
-                f"exit heads read lm_head's weight, which is {reason}, or draft without heads: "
+                f"exit heads read {what}, which is {reason}, or draft without heads: "
                 "drafter='ngram'"
             )
         bias = getattr(self.lm_head, "bias", None)

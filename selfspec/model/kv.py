@@ -359,8 +359,6 @@ class Memory(NamedTuple):
 
 @dataclass(eq=False)
 class _Node:
-    """A page of held text behind those of its parents."""
-
     ids: Ids  # up to 64; only a leaf has fewer
     parent: _Node | None = None
     page: Page | None = None  # None: the root, which stands before all texts
@@ -490,7 +488,6 @@ class KVStore:
         return Page(self.layout)
 
     def _in_use(self) -> tuple[int, int]:
-        """Pages that texts hold, and how many more they may come to."""
         held = {page for lease in self._leases for page in lease.held}
         if self.layout is None:  # leases of their own grow as they like
             return sum(lease.most for lease in self._leases), 0
@@ -550,7 +547,6 @@ class KVStore:
 
 
 def _pages(positions: int) -> int:
-    """Pages for so many positions, and for the drafts behind them."""
     return -(-positions // POSITIONS) + 1
 
 

@@ -329,7 +329,6 @@ def _require_own_call(name: str, part: nn.Module) -> None:
     kind = type(part)
     _require(not foreign_hooks(part) and not hasattr(part, "_hf_hook"), f"{name} has hooks")
     _require("forward" not in vars(part), f"the forward of {name} was replaced")
-    _require(getattr(part, "_compiled_call_impl", None) is None, f"{name} is compiled")
     functions: list[Any] = [kind.__call__, kind.forward]
     for function in functions:
         home = getattr(function, "__globals__", {}).get("__name__", "")

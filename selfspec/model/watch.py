@@ -54,8 +54,6 @@ _HOLDERS = ("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_p
 
 
 class _Weight(NamedTuple):
-    """One parameter or buffer, or a tensor that is an attribute."""
-
     place: dict[str, Any]
     name: str
     path: str
@@ -212,7 +210,6 @@ def _is_read(name: str, kind: type) -> bool:
 
 
 def _watched(one: Any) -> set[str]:
-    """Attributes that code may read, but for tensors."""
     found = vars(one).keys() - _IDLE - (_LINEAR if type(one) is nn.Linear else set())
     parts = (one, *one.children()) if isinstance(one, nn.Module) else ()
     held = [(name, value) for part in parts for name, value in vars(part).items()]
@@ -225,7 +222,6 @@ def _watched(one: Any) -> set[str]:
 
 
 def _copied(value: Any) -> Any:
-    """A container with copies of those in it; all else as it is."""
     if isinstance(value, dict):
         return {key: _copied(entry) for key, entry in value.items()}
     if isinstance(value, list):
@@ -302,7 +298,6 @@ class _Numbers:
         return None
 
     def _path(self, address: int, size: int) -> str | None:
-        """The path of the first weight that has some of these bytes."""
         index = bisect_right(self._ends, address)
         if index < len(self._held) and self._held[index][0] < address + size:
             return self._held[index][2]

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.hooks import ModelHook, add_hook_to_module
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -87,12 +86,6 @@ def test_training_heads_leaves_the_model_alone(
     train(heads)
     after = backbone.model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-def test_a_copied_norm_carries_none_of_accelerates_hooks(own: Unembedding) -> None:
-    add_hook_to_module(own.norm, ModelHook())
-    assert not hasattr(make_heads("linear", own)[2].norm, "_hf_hook")
-    assert hasattr(own.norm, "_hf_hook")
 
 
 @pytest.mark.parametrize("kind", ["linear", "translator", "logit-lens"])

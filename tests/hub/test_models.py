@@ -240,18 +240,22 @@ def test_model_loads_in_eval_mode_as_it_was_asked_for(folder: Path, dtype: Any) 
 
 
 def test_layers_are_spread_over_devices_on_request(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked: list[Any] = []
+    asked, spread = list[Any](), torch.nn.Linear(1, 1)
+    spread.hf_device_map = {"embed": 0, "layers.0": 0, "layers.1": "disk"}  # type: ignore[assignment]
+    caplog.set_level(logging.INFO)
 
     def spy(_source: str, **options: Any) -> tuple[Any, Any]:
         asked.append(options["device_map"])
-        return torch.nn.Linear(1, 1), None
+        return spread, None
 
     monkeypatch.setattr(pretrained, "load", spy)
     for device in ("auto", "cpu"):
         hub.load_model(folder, device=device)
     assert asked == ["auto", None]
+    (said,) = caplog.messages
+    assert said == "tiny is spread: embed to layers.0 on device 0, layers.1 on device disk"
 
 
 @pytest.mark.parametrize("shown", [True, False])

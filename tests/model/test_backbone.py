@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from operator import setitem
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -24,7 +27,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from selfspec.api.speculator import wrap
+from selfspec.api.speculator import Speculator, find_heads, wrap
+from selfspec.config import SpeculationOptions
 from selfspec.decoding.state import HiddenCache
 from selfspec.decoding.work import alone
 from selfspec.errors import InvalidPrompt, UnsupportedModel
@@ -35,6 +39,7 @@ from selfspec.model.generic import Decoder
 from selfspec.model.kv import Lease
 from selfspec.model.parts import CACHE, captured_outputs, parts_of
 from selfspec.model.weights import CompiledLinear
+from tests import ladder
 from tests.models import (
     BREADTH,
     FAMILIES,
@@ -44,6 +49,7 @@ from tests.models import (
     needs_compiler,
     random_ids,
 )
+from tests.stand_in import FIRST, SECOND, stand_ins
 
 
 @pytest.mark.parametrize(
@@ -65,18 +71,47 @@ def test_segments_give_the_bits_of_the_whole(family: str, dtype: torch.dtype, at
         assert torch.equal(backbone.logits(hidden.rows(3)), expected[0])
 
 
-def test_layers_dispatched_over_devices_run_as_before(model: PreTrainedModel) -> None:
-    ids = random_ids(12)
-    expected = wrap(model, heads="logit-lens").generate(ids, max_new_tokens=10).token_ids
-    split = make_model("llama")
-    parts = ("embed_tokens", "norm", "rotary_emb", *(f"layers.{layer}" for layer in range(6)))
-    places = {"lm_head": "cpu"} | {f"model.{part}": "cpu" for part in parts}
-    dispatch_model(split, places, force_hooks=True)
-    assert hasattr(split.model.layers[3], "_hf_hook")
-    speculator = wrap(split, heads="logit-lens", drafter="exit:layers=2/4,threshold=0.05")
-    answer = speculator.generate(ids, max_new_tokens=10)
-    assert answer.token_ids == expected
-    assert answer.stats.drafted > 0
+PLACES: dict[str, Any] = {f"layers.{layer}": SECOND if layer > 2 else FIRST for layer in range(6)}
+PLACES |= {"embed_tokens": FIRST, "rotary_emb": FIRST, "norm": FIRST}
+PLACES |= {"layers.2": "cpu", "layers.4": "disk"}
+
+TREE = "ngram+exit:layers=0,threshold=1e-9,guesses=3,max_rows=8"
+
+ON_TWO_DEVICES: list[tuple[str, Callable[[Backbone], Any] | str, dict[str, Any]]] = [
+    ("exit:layers=2/4,threshold=0.05", "logit-lens", {"repetition_penalty": 1.5}),
+    ("exit:layers=0/3,threshold=1e-9", ladder.deep_heads, {"do_sample": True, "seed": 3}),
+    (TREE, ladder.attending_heads, {}),
+    (TREE, ladder.medusa_heads, {"controller": "cm-asd"}),
+    ("skip", "none", {}),
+    ("draft-model", "none", {"do_sample": True, "seed": 3}),
+]
+"""Drafters, their heads, and what else is asked for."""
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+def test_a_model_spread_over_two_devices_writes_the_same_texts(attn: str, tmp_path: Path) -> None:
+    """One layer waits in main memory, one on disk."""
+    ids, sizes = random_ids(12), dict[str, Any](tie_word_embeddings=False)
+    plain = wrap(
+        make_model("llama", attn=attn, **sizes), heads="none", drafter="none", executor="generic"
+    )
+    second = make_model("llama", num_hidden_layers=2)
+    with stand_ins():
+        model = make_model("llama", attn=attn, **sizes)
+        places = {f"model.{part}": place for part, place in PLACES.items()} | {"lm_head": SECOND}
+        dispatch_model(model, places, main_device=FIRST, offload_dir=tmp_path)
+        backbone, drafting = Backbone(model), Backbone(second)
+        assert (backbone.device, backbone.executor_name) == (FIRST, "generic")
+    for drafter, heads, asked in ON_TWO_DEVICES[2 if attn == "eager" else 0 :]:
+        options = SpeculationOptions(never_slower=False).updated({"costs": "row=0,head=0"})
+        with stand_ins():
+            own = heads(backbone) if callable(heads) else find_heads(backbone, heads, "tiny")
+            options = options.updated({"drafter": drafter})
+            speculator = Speculator(backbone, None, own, "tiny", options, drafting)
+            found = speculator.generate(ids, max_new_tokens=8, **asked)
+        alike = {name: asked[name] for name in asked if name != "controller"}
+        assert found.token_ids == plain.generate(ids, max_new_tokens=8, **alike).token_ids
+        assert found.stats.drafted > 0, drafter
 
 
 def test_wrapping_and_generating_leave_the_model_as_it_was() -> None:
@@ -243,6 +278,9 @@ class Scaled(nn.Module):
         return hidden
 
 
+graphless: Any = partial(torch.compile, backend="eager")
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -252,6 +290,14 @@ class Scaled(nn.Module):
         (lambda m: setitem(m.transformer.h, 0, Scaled()), "has layers that take attention_scaling"),
         # hidden states in, hidden states out
         (lambda m: setitem(m.transformer.h, 0, nn.Linear(16, 16)), "that take no keys and values"),
+        (
+            lambda m: m.transformer.h[0].compile(backend="eager"),
+            r"^transformer\.h\.0 of GPT2.* is compiled by",
+        ),
+        (lambda m: setitem(m.transformer.h, 0, graphless(m)), r"^transformer\.h\.0 of GPT2"),
+        (lambda m: setattr(m.transformer, "forward", graphless(m.forward)), "^transformer of"),
+        (lambda m: setattr(m, "_tp_size", 2), "GPT2.* split over processes"),
+        (lambda m: setattr(m.lm_head.weight, "device_mesh", 2), "split over processes"),
     ],
 )
 def test_a_missing_or_unknown_part_is_named(change: Callable[[Any], None], words: str) -> None:
@@ -259,7 +305,7 @@ def test_a_missing_or_unknown_part_is_named(change: Callable[[Any], None], words
     model.get_output_embeddings = lambda: model.lm_head
     change(model)
     with pytest.raises(UnsupportedModel, match=words):
-        parts_of(model)
+        Backbone(model)
 
 
 @pytest.mark.parametrize("ids", [None, torch.tensor([3, 4, 90])])
@@ -421,15 +467,31 @@ def test_an_unembedding_of_another_dtype_behind_a_hook_runs() -> None:
     assert "lm_head has hooks" in backbone.refused["fused"]
 
 
-@pytest.mark.parametrize("part", ["model.embed_tokens", "lm_head", ""])
-def test_offloaded_parts_run(part: str) -> None:
+@pytest.mark.parametrize("part", ["lm_head", "model.norm"])
+def test_heads_are_refused_where_what_they_read_is_offloaded(part: str) -> None:
     model: Any = make_model("llama", tie_word_embeddings=False)
     cpu_offload(model.get_submodule(part), execution_device=torch.device("cpu"))
-    backbone = same_as_the_model(model, drafter="ngram")
-    assert backbone.device.type == "cpu"
-    if part != "model.embed_tokens":
-        with pytest.raises(UnsupportedModel, match="lm_head's weight, which is offloaded"):
-            wrap(model, heads="logit-lens")
+    what = "lm_head's weight" if part == "lm_head" else "the final norm"
+    with pytest.raises(UnsupportedModel, match=f"{what}, which is offloaded"):
+        wrap(model, heads="logit-lens")
+
+
+@pytest.mark.parametrize("how", ["compile", "optimized", "forward"])
+def test_a_compiled_model_runs_uncompiled_and_stays_compiled(how: str) -> None:
+    own: Any = make_model("llama", num_hidden_layers=2)
+    if how == "compile":
+        own.compile(backend="eager")
+    if how == "forward":
+        own.forward = graphless(own.forward)
+    model: Any = graphless(own) if how == "optimized" else own
+    before, graphs, ids = dict(vars(own)), counters["stats"]["unique_graphs"], random_ids(9)
+    speculator = wrap(model, heads="none", drafter="ngram")
+    found = speculator.generate(ids, max_new_tokens=6).token_ids
+    inside = graphless(lambda: speculator.generate(ids, max_new_tokens=6))
+    assert inside().token_ids == found
+    assert (vars(own), counters["stats"]["unique_graphs"]) == (before, graphs)
+    loop: Any = speculator.hf()
+    assert model.generate(ids, custom_generate=loop, max_new_tokens=6)[0, 9:].tolist() == found
 
 
 def test_tokens_of_the_models_own_are_refused_by_name() -> None:

@@ -193,7 +193,6 @@ def _chains(
     end_tokens: Collection[int],
     cache: DraftCache | None,
 ) -> Drafter:
-    """What drafts chains, or lookahead's windows."""
 
     def how(longest: int) -> Drafting:
         controller, beliefs = make_controller(options, longest), options.acceptance.reads_beliefs

@@ -72,7 +72,7 @@ class DraftModelDrafter(ChoosingDrafter):
         writer = DraftWriter(self, min(limit, room), source=DRAFT_MODEL)
         rows, signal = self._cache.rewind(state.committed(0)), self.controller.signal
         while writer.room:
-            logits = (yield from self._cache.run(rows)).to(ids.device)
+            logits = yield from self._cache.run(rows)
             choice = self.sampler.choose(ids, logits, believe=self.beliefs)
             writer.add(choice, 1.0 if signal is None else float(signal(logits)))
             rows = [choice.token]

@@ -213,8 +213,6 @@ class MedusaGuesser(HeadGuesser):
 
 
 class _Exit(NamedTuple):
-    """One draft token and where it left."""
-
     layer: int
     choice: Choice
     confidence: float

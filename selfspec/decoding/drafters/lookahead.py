@@ -36,14 +36,12 @@ class NgramPool:
         self._behind: dict[int, dict[tuple[int, ...], None]] = {}
 
     def read(self, tokens: Sequence[int]) -> None:
-        """The text goes on with these."""
         for token in tokens:
             self.text.append(token)
             if len(self.text) >= self._level:
                 self.add(self.text[-self._level :])
 
     def add(self, ngram: Sequence[int]) -> None:
-        """It is the newest now; the oldest makes room."""
         behind, rest = self._behind.setdefault(ngram[0], {}), tuple(ngram[1:])
         behind.pop(rest, None)
         behind[rest] = None
@@ -51,7 +49,6 @@ class NgramPool:
             del behind[next(iter(behind))]
 
     def following(self, token: int) -> list[tuple[int, ...]]:
-        """What came behind this token, the newest first."""
         return list(self._behind.get(token, ()))[::-1]
 
 
@@ -160,5 +157,4 @@ class LookaheadDrafter(PacedDrafter):
             self._levels = [tokens[1:] + self._drawn(1) for tokens in self._levels]
 
     def _drawn(self, count: int) -> list[int]:
-        """Tokens of the text: what the project begins with, too."""
         return self._random.choices(self._pool.text, k=count)

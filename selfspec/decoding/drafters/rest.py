@@ -117,7 +117,6 @@ class Datastore:
         return _heaviest(self.ids[np.minimum(ahead, len(self.ids) - 1)], most, count)
 
     def _hits(self, tokens: list[int]) -> range:
-        """Which of `suffixes` begin with `tokens`."""
 
         def head(place: int) -> list[int]:
             found: list[int] = self.ids[place : place + len(tokens)].tolist()

@@ -56,12 +56,10 @@ class LayerSearch:
 
     @property
     def goes_on(self) -> bool:
-        """Whether another set is to be tried."""
         enough = self._best > _ENOUGH or not self._between
         return not (enough or self._failed > _PATIENCE or self._tries > _MOST)
 
     def drawn(self) -> tuple[int, ...]:
-        """A set to try; the first layer and the last stay."""
         count = int(_RATIO * len(self._between))
         return tuple(sorted(self._random.sample(self._between, count)))
 

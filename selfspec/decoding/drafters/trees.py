@@ -160,8 +160,6 @@ class Guesser(Protocol[State_contra]):
 
 
 class _Node(NamedTuple):
-    """A token of the draft, or ROOT, and what may still follow it."""
-
     at: int
     free: float
     """Its chance, less that of a child that it has already."""
@@ -310,7 +308,6 @@ class TreeDrafter(Generic[StateT]):
         return tree.finished()
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
-        """Tell everyone whose tokens were in it."""
         if self._seen is not None:
             count = len(self._trunk.proposed)
             self._seen.learn(self._trunk, [index for index in kept if index < count])
