@@ -28,7 +28,7 @@ from selfspec.hub.models import load_model, resolve_heads, training_dtype
 from selfspec.model import fingerprint
 from selfspec.model.backbone import Backbone
 from selfspec.training.features import FeatureSpec, StreamSource, whole
-from selfspec.training.measure import judged
+from selfspec.training.measure import counted
 from selfspec.training.options import DataOptions
 from selfspec.training.selfgen import Author, Counts, talk_of
 from selfspec.training.text import Conversation, encoded
@@ -90,20 +90,18 @@ def answers(
 def shares(
     backbone: Backbone, heads: ExitHeads, texts: dict[str, list[Conversation]]
 ) -> dict[int, Right]:
-    found: dict[int, Right] = {layer: {} for layer in heads.config.exit_layers}
+    counts = {}
     for kind, talks in lab.each(list(texts.items()), "measure", "kinds of text"):
         source = StreamSource(backbone, FeatureSpec.read_by(heads), talks, BATCH_TOKENS)
-        for batch in whole(source).batches():
-            for layer, by_kind in found.items():
-                sums = by_kind.setdefault(kind, [])
-                for place, draft in enumerate(judged(heads, layer, batch, DRAFTS)):
-                    right, count = sums[place] if place < len(sums) else (0, 0)
-                    newest = right + int(draft.right.sum()), count + len(draft.right)
-                    sums[place : place + 1] = [newest]
-    for by_kind in found.values():
-        drafts = zip(*by_kind.values(), strict=True)
-        by_kind["all"] = [(sum(n for n, _ in one), sum(n for _, n in one)) for one in drafts]
-    return found
+        counts[kind] = counted(heads, whole(source).batches(), DRAFTS)
+    counts["all"] = torch.stack([*counts.values()]).sum(0)
+    return {
+        layer: {
+            kind: [(right, count) for count, right in by_layer[place].tolist() if count]
+            for kind, by_layer in counts.items()
+        }
+        for place, layer in enumerate(heads.config.exit_layers)
+    }
 
 
 def page(found: dict[str, dict[int, Right]]) -> str:

@@ -700,9 +700,14 @@ def say_if_cut(answer: Generation, options: Mapping[str, Any]) -> None:
         logger.info("the answer was cut after %d tokens; more: --max-new-tokens", count)
 
 
+def is_first() -> bool:
+    """Whether this is the one of several processes that speaks and writes, or alone."""
+    return not int(os.environ.get("RANK", "0"))
+
+
 def say_next(command: str, asked: Asked, *words: str) -> None:
     """The command that goes on from here with the same model, ready to paste."""
-    if not int(os.environ.get("RANK", "0")):  # of several processes the first says it
+    if is_first():
         flags = {"model": "--model", "dtype": "--dtype", "chat_template": "--chat-template"}
         named = [(flags[name], str(asked[name])) for name in flags if name in asked]
         note(f"next: {shlex.join(['selfspec', command, *words, *itertools.chain(*named)])}")
@@ -749,7 +754,7 @@ def bar(name: str, unit: str, *, rate: bool = False) -> Iterator[Callable[..., N
         TextColumn(unit + "  {task.fields[words]}"),
         Remaining(),
     )
-    quiet = logging.getLogger("selfspec").level == logging.ERROR
+    quiet = logging.getLogger("selfspec").level == logging.ERROR or not is_first()
     with Progress(*columns, console=Console(stderr=True), disable=quiet) as drawn:
         task = drawn.add_task(name, total=None, words="")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -138,9 +137,7 @@ def _chat_template(asked: Asked) -> str | None:
 
 def writing(output: str | Path) -> AbstractContextManager[None]:
     """While open, this command alone writes `output`; of several processes the first sees to it."""
-    if int(os.environ.get("RANK", "0")):
-        return nullcontext()
-    return files.locked(Path(output).absolute())
+    return files.locked(Path(output).absolute()) if base.is_first() else nullcontext()
 
 
 def _read(
@@ -540,7 +537,7 @@ def fit(*, asked: Asked) -> None:
             records.write(output, fitted, run)
             known.remember(output)
             checkpoint.remove(output / UNFINISHED)
-    _say_fitted(fitted, model, asked)
+            _say_fitted(fitted, model, asked)
 
 
 def _say_fitted(fitted: Fitted, model: Base, asked: Asked) -> None:
@@ -601,7 +598,8 @@ def _job(asked: Asked, options: FitOptions, model: Base, workplace: Path) -> Job
         start = _heads_of(hub.resolve_heads(asked["start_from"]), model)
         options = fit.going_on(options, start)
     if "cache" in asked:
-        source = CacheSource(Path(asked["cache"]), backbone)
+        part = model.processes.process_index, model.processes.num_processes
+        source = CacheSource(Path(asked["cache"]), backbone, *part)
         data, found, kind = source.manifest.data, source.spec.layers, options.head_type
         train, held_out = (whole(source),) * 2 if validation else split(source)
         if asked.get("max_tokens"):

@@ -123,6 +123,11 @@ class Features:
         """The same on `device`."""
         return Features.of({name: tensor.to(device) for name, tensor in self.tensors().items()})
 
+    def part(self, number: int, count: int) -> Features:
+        """Every `count`-th text, from `number` on."""
+        kept = ((~self.continues).cumsum(0) - 1) % count == number
+        return Features.of({name: tensor[kept] for name, tensor in self.tensors().items()})
+
 
 class Batch(NamedTuple):
     """Conversations side by side, padded on the right."""
@@ -234,7 +239,7 @@ class StreamSource:
         if not spec.everywhere:
             conversations = [entry for entry in conversations if entry.answers]
         self._plan = planned(conversations, batch_tokens)
-        self._kept: dict[int, Features] = {}
+        self._kept: dict[tuple[int, int, int], Features] = {}
         self.answers = [sum(len(entry.answer_ids) for entry in group) for group in self._plan]
         self.sizes = self.answers
         if spec.everywhere:
@@ -248,13 +253,14 @@ class StreamSource:
         self.digest = found.hexdigest()
         """Of all ids, answers and batch borders."""
 
-    def batch(self, index: int) -> Features:
-        """Batch `index`."""
-        found = self._kept.get(index)
+    def batch(self, index: int, number: int = 0, count: int = 1) -> Features:
+        """Batch `index`, or every `count`-th text of it, from `number` on."""
+        found = self._kept.get((index, number, count))
         if found is None:
-            found = features(self._backbone, self.spec, padded(self._plan[index]))
+            talks = self._plan[index][number::count]
+            found = features(self._backbone, self.spec, padded(talks))
             if self._keep:
-                self._kept[index] = found
+                self._kept[index, number, count] = found
         return found
 
     def token_counts(self) -> Counter[int]:
@@ -293,9 +299,16 @@ class Selection(NamedTuple):
             "features": [list(spec.layers), spec.deep, spec.top_k, spec.everywhere],
         }
 
-    def batches(self) -> Iterator[Features]:
-        """In order."""
-        return (self.source.batch(index) for index in self.indices)
+    def batches(self, number: int = 0, count: int = 1) -> Iterator[Features]:
+        """In order, or the part of process `number` of `count`.
+
+        Whole batches go round; of those that are left over each process has some texts.
+        """
+        whole = len(self.indices) // count * count
+        yield from map(self.source.batch, self.indices[number:whole:count])
+        for index in self.indices[whole:]:
+            if number < self.source.conversations[index]:
+                yield self.source.batch(index, number, count)
 
     def limited(self, max_tokens: int) -> Selection:
         """At least `max_tokens` answer tokens, spread evenly, or all there are."""
@@ -490,8 +503,11 @@ def write(
 class CacheSource:
     """Batches from a cache folder."""
 
-    def __init__(self, folder: Path, backbone: Backbone) -> None:
-        """Raises InvalidData if it is incomplete, damaged, or of another model."""
+    def __init__(self, folder: Path, backbone: Backbone, number: int = 0, count: int = 1) -> None:
+        """Raises InvalidData if it is incomplete, damaged, or of another model.
+
+        Process `number` of `count` looks for damage in every `count`-th shard.
+        """
         self._sizes = backbone.hidden_size, backbone.vocab_size
         self.manifest = Manifest.read(folder)
         if self.manifest.sha256 is None:
@@ -509,36 +525,42 @@ class CacheSource:
         self.sizes: list[int] = []
         """Positions in each batch."""
         self._places: list[Path] = []
-        for number, batches in enumerate(self.manifest.shards):
-            path = _shard(folder, number)
+        for shard, batches in enumerate(self.manifest.shards):
+            path = _shard(folder, shard)
             with _explained(path):
-                if sha256(path) != self.manifest.sha256[number]:
+                own = shard % count == number
+                if own and sha256(path) != self.manifest.sha256[shard]:
                     raise InvalidData("its bytes are not those that were written")
                 with safe_open(path, "pt") as file:
                     shapes = [file.get_slice(f"{n}.following").get_shape() for n in batches]
             self.sizes += [math.prod(shape) for shape in shapes]
             self._places += [path] * len(batches)
 
-    def batch(self, index: int) -> Features:
-        """Batch `index`, 0..len(sizes)-1."""
-        path, prefix = self._places[index], f"{index}."
-        with _explained(path):
-            with safe_open(path, "pt") as file:
-                names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118  # no dict
-                tensors = {n.removeprefix(prefix): file.get_tensor(n) for n in names}
-            if tensors.keys() != self.spec.names:
-                raise InvalidData(f"its tensors are not those of {self.spec}")
-            for name, tensor in tensors.items():
-                self._check(name, tensor, tensors["following"].numel())
-            return Features.of(tensors)
+    def batch(self, index: int, number: int = 0, count: int = 1) -> Features:
+        """Batch `index`, 0..len(sizes)-1, or every `count`-th text of it, from `number` on."""
+        found = Features.of(self._read(index, self.spec.names))
+        return found if count == 1 else found.part(number, count)
 
     def token_counts(self) -> Counter[int]:
         """How often each token stands in an answer."""
         counts: Counter[int] = Counter()
         for index in range(len(self.sizes)):
-            batch = self.batch(index)
-            counts.update(batch.following[batch.answers].tolist())
+            found = self._read(index, {"following", "answers"})
+            counts.update(found["following"][found["answers"]].tolist())
         return counts
+
+    def _read(self, index: int, names: set[str]) -> dict[str, Tensor]:
+        """These tensors of a batch."""
+        path, prefix = self._places[index], f"{index}."
+        with _explained(path):
+            with safe_open(path, "pt") as file:
+                held = {n.removeprefix(prefix) for n in file.keys() if n.startswith(prefix)}  # noqa: SIM118  # no dict
+                if held != self.spec.names:
+                    raise InvalidData(f"its tensors are not those of {self.spec}")
+                tensors = {name: file.get_tensor(prefix + name) for name in names}
+            for name, tensor in tensors.items():
+                self._check(name, tensor, tensors["following"].numel())
+        return tensors
 
     def _check(self, name: str, tensor: Tensor, count: int) -> None:
         """Raise InvalidData for a tensor that no batch of `count` positions has."""

@@ -10,17 +10,17 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import reduce
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from selfspec.decoding.stats import Stopwatch
 from selfspec.errors import InvalidData, InvalidOption, SelfspecError
@@ -38,8 +38,8 @@ from selfspec.model.backbone import Backbone
 from selfspec.options import FITTED, MEDUSA_FITTED
 from selfspec.training import checkpoint
 from selfspec.training.checkpoint import record_of
-from selfspec.training.features import Features, FeatureSpec, Selection, launched
-from selfspec.training.measure import agreements, coverage, unrolled
+from selfspec.training.features import CacheSource, Features, FeatureSpec, Selection, launched
+from selfspec.training.measure import agreements, coverage, total, unrolled
 from selfspec.training.options import FitOptions, plain
 
 Show = Callable[[int, int, str], None]
@@ -267,16 +267,13 @@ class Trainer:
         self.heads = heads.float()
         self._index = draft_index(draft_ids, backbone.vocab_size).to(device)
         learning = [entry for entry in self.heads.parameters() if entry.requires_grad]
-        decay = {"weight_decay": job.options.weight_decay}
-        self.optimizer = torch.optim.AdamW(
-            [
-                {"params": [p for p in learning if p.dim() >= 2], **decay},
-                {"params": [p for p in learning if p.dim() < 2], "weight_decay": 0.0},  # norms
-            ]
-        )
+        matrices, norms = ([p for p in learning if (p.dim() >= 2) is m] for m in (True, False))
+        decays = ((matrices, job.options.weight_decay), (norms, 0.0))
+        self.optimizer = torch.optim.AdamW([{"params": p, "weight_decay": d} for p, d in decays])
         for parameter in learning:  # as AdamW makes it at its first step; so checkpoints fit at any
             moments = {moment: torch.zeros_like(parameter) for moment in _MOMENTS}
             self.optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
+        self._gradients = {i: _side_by_side(self.heads.part(i)) for i in config.exit_layers}
 
     def step(self, number: float, batches: Sequence[Features], positions: int) -> dict[int, float]:
         """Place `number` of the schedule, from 0, on this process's part of `positions` positions.
@@ -285,19 +282,22 @@ class Trainer:
         SelfspecError, with the weights as they were, when one is not finite.
         """
         totals = dict.fromkeys(self.heads.config.exit_layers, 0.0)
-        for batch in batches:
-            wanted = targets(batch, self._index, self._options.ce_share, self._answer_weights)
-            for layer in totals:
-                totals[layer] += self._backward(layer, batch, wanted, positions)
-        together = self._processes.num_processes > 1
-        if together:
-            summed = torch.tensor([*totals.values()], device=self._processes.device)
-            totals = dict(zip(totals, reduce(summed, "sum").tolist(), strict=True))
+        wanted = [
+            targets(batch, self._index, self._options.ce_share, self._answer_weights)
+            for batch in batches
+        ]
+        on_the_way = []
+        for layer, gradients in self._gradients.items():
+            for batch, (ids, weights) in zip(batches, wanted, strict=True):
+                totals[layer] += self._backward(layer, batch, ids, weights, positions)
+            if self._processes.num_processes > 1:  # added up while the next layer is computed
+                on_the_way.append(distributed.all_reduce(gradients, async_op=True))
+        losses = total(torch.tensor([*totals.values()], dtype=torch.float64), self._processes)
+        totals = dict(zip(totals, losses.tolist(), strict=True))
+        for sum_of_all in on_the_way:
+            sum_of_all.wait()
         for layer, loss in totals.items():
-            parameters = list(self.heads.part(layer).parameters())
-            for parameter in parameters if together else ():
-                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                parameter.grad = reduce(grad, "sum")
+            parameters = self.heads.part(layer).parameters()
             norm = nn.utils.clip_grad_norm_(parameters, self._options.max_grad_norm)
             if not (math.isfinite(loss) and bool(norm.isfinite())):
                 raise SelfspecError(
@@ -308,7 +308,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self._options.learning_rate * self._rate(number)
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=False)
         return totals
 
     def finished(self) -> ExitHeads:
@@ -325,7 +325,7 @@ class Trainer:
         return named
 
     def _backward(
-        self, layer: int, batch: Features, wanted: tuple[Tensor, Tensor], positions: int
+        self, layer: int, batch: Features, ids: Tensor, weights: Tensor, positions: int
     ) -> float:
         """Add the gradients of one exit layer's drafts; the first's part of the loss per position.
 
@@ -337,7 +337,6 @@ class Trainer:
         batch = replace(batch, hidden=floats, deep=deep)
         with self._autocast():
             drafts = list(unrolled(self.heads, layer, batch, self._options.ahead))
-        ids, weights = wanted
         weight, first, gradients = 1.0 / positions, 0.0, []
         for features, valid in drafts:
             leaf, losses = features.detach().requires_grad_(), []
@@ -362,6 +361,28 @@ class Trainer:
         return 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / max(1, self._steps - warmup)))
 
 
+def _side_by_side(part: nn.Module) -> Tensor:
+    """[numbers that learn] zeros: the gradients of `part`, which are views of it from now on."""
+    learning = [entry for entry in part.parameters() if entry.requires_grad]
+    counts = [entry.numel() for entry in learning]
+    gradients = torch.zeros(sum(counts), device=learning[0].device)
+    for parameter, own in zip(learning, gradients.split(counts), strict=True):
+        parameter.grad = own.view_as(parameter)
+    return gradients
+
+
+Item = TypeVar("Item")
+
+
+def read_ahead(items: Iterator[Item]) -> Iterator[Item]:
+    """The same; each is made in a thread while the caller is busy with the one before."""
+    with ThreadPoolExecutor(1) as reader:
+        coming = reader.submit(next, items, None)
+        while (item := coming.result()) is not None:
+            coming = reader.submit(next, items, None)
+            yield item
+
+
 class _Fit:
     """One job on its way."""
 
@@ -374,6 +395,7 @@ class _Fit:
         self._job = job
         self._watch = watch
         self._left = left
+        self._part = job.processes.process_index, job.processes.num_processes
         self._steps_per_epoch = math.ceil(len(job.train.indices) / job.options.accumulate)
         self._steps = self._steps_per_epoch * job.options.epochs
         self._trainer = Trainer(job, self._steps)
@@ -392,8 +414,10 @@ class _Fit:
             place = course.step - epoch * self._steps_per_epoch
             order = self._order(epoch)
             self._watch.start()
-            for start in range(place * stride, len(order), stride):
-                words = self._step(order[start : start + stride], epoch)
+            steps = [order[at : at + stride] for at in range(place * stride, len(order), stride)]
+            for positions, mine in self._batches(steps):
+                self._watch.lap("features")
+                words = self._step(positions, mine, epoch)
                 took = (time.perf_counter() - begun) / (course.step - before)
                 course.schedule += self._paced(took)
                 progress(round(course.schedule), self._steps, words)
@@ -416,15 +440,19 @@ class _Fit:
         indices = self._job.train.indices
         return [indices[i] for i in torch.randperm(len(indices), generator=generator).tolist()]
 
-    def _step(self, indices: list[int], epoch: int) -> str:
-        """One update on these batches, shared among the processes; how it went, for people."""
-        course, source = self._course, self._job.train.source
-        positions = sum(source.sizes[index] for index in indices)
+    def _batches(self, steps: Iterable[list[int]]) -> Iterator[tuple[int, list[Features]]]:
+        """Of each step how many positions it has, and this process's part of them."""
         device = self._job.backbone.unembedding.weight.device
-        processes = self._job.processes
-        share = indices[processes.process_index :: processes.num_processes]
-        mine = [source.batch(index).to(device) for index in share]
-        self._watch.lap("features")
+        selected = (Selection(self._job.train.source, indices) for indices in steps)
+        found = (
+            (step.positions, [batch.to(device) for batch in step.batches(*self._part)])
+            for step in selected
+        )
+        return read_ahead(found) if isinstance(self._job.train.source, CacheSource) else found
+
+    def _step(self, positions: int, mine: list[Features], epoch: int) -> str:
+        """One update, by this process's part of its positions; how it went, for people."""
+        course = self._course
         losses = self._trainer.step(course.schedule, mine, positions)
         course.step += 1
         course.positions += positions
@@ -438,7 +466,8 @@ class _Fit:
     def _validate(self, epoch: int) -> None:
         """Close an epoch: measure, note, and keep the heads of layers that have got better."""
         course, heads = self._course, self._trainer.finished()
-        shares = agreements(heads, self._job.validation.batches())
+        validation = self._job.validation.batches(*self._part)
+        shares = agreements(heads, validation, self._job.processes)
         for layer in self._layers:
             entry = {
                 "epoch": epoch + 1,
@@ -453,10 +482,10 @@ class _Fit:
         self._watch.lap("validation")
 
     def _fitted(self) -> Fitted:
-        course = self._course
+        course, validation = self._course, self._job.validation.batches(*self._part)
         metrics = {
             "layers": {str(layer): course.best(layer) for layer in self._layers},
-            "coverage": coverage(self._best, self._job.validation.batches()),
+            "coverage": coverage(self._best, validation, self._job.processes),
             "train_answer_tokens": self._job.train.answers,
             "train_positions": self._job.train.positions,
             "steps": course.step,

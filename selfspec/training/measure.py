@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from accelerate import PartialState
+from torch import Tensor, distributed, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from selfspec.heads.attending import AttendingHeads, attention
@@ -123,29 +124,54 @@ def judged(heads: ExitHeads, layer: int, batch: Features, drafts: int = 1) -> li
     return found
 
 
-def agreements(heads: ExitHeads, batches: Iterable[Features]) -> dict[int, Agreement]:
-    """By exit layer."""
-    seen: dict[int, tuple[list[Tensor], ...]] = {i: ([], []) for i in heads.config.exit_layers}
-    for batch in batches:
-        for layer, places in seen.items():
-            for place, draft in zip(places, judged(heads, layer, batch, drafts=2), strict=False):
-                place.append(draft.right.cpu())
+def total(sums: Tensor, processes: PartialState | None) -> Tensor:
+    """Sums of this process -> those of all together."""
+    if processes is not None and processes.num_processes > 1:
+        sums = sums.to(processes.device)
+        distributed.all_reduce(sums)
+    return sums
 
-    def share(right: list[Tensor]) -> float:
-        return torch.cat(right).double().mean().item()
 
+def agreements(
+    heads: ExitHeads, batches: Iterable[Features], processes: PartialState | None = None
+) -> dict[int, Agreement]:
+    """By exit layer; `processes`: those of which each has batches of its own."""
+    layers = heads.config.exit_layers
+    counts = total(counted(heads, batches, 2), processes)  # [layers, 2, 2]
+    shares = counts[..., 1].double() / counts[..., 0]
     return {
         layer: Agreement(
-            positions=sum(map(len, first)),
-            agreement=share(first),
-            agreement_second=share(second) if second else None,
+            positions=int(found[0, 0]),
+            agreement=share[0].item(),
+            agreement_second=share[1].item() if found[1, 0] else None,
         )
-        for layer, (first, second) in seen.items()
+        for layer, found, share in zip(layers, counts, shares, strict=True)
     }
 
 
-def coverage(heads: ExitHeads, batches: Iterable[Features]) -> float:
+def counted(heads: ExitHeads, batches: Iterable[Features], drafts: int) -> Tensor:
+    """[layers, drafts, 2] int64: answers to first drafts, to second ones, ..., and right ones."""
+    layers = heads.config.exit_layers
+    counts = torch.zeros(len(layers), drafts, 2, dtype=torch.int64)
+    for batch in batches:
+        for place, layer in enumerate(layers):
+            for draft, found in enumerate(judged(heads, layer, batch, drafts)):
+                counts[place, draft] += _counted(found.right)
+    return counts
+
+
+def coverage(
+    heads: ExitHeads, batches: Iterable[Features], processes: PartialState | None = None
+) -> float:
     """Share of positions where the model's next token is one that heads can draft."""
     ids = heads.first.draft_ids
-    tops = torch.cat([batch.targets[0][batch.answers, 0] for batch in batches])
-    return 1.0 if ids is None else torch.isin(tops, ids).float().mean().item()
+    if ids is None:
+        return 1.0
+    known = [_counted(torch.isin(batch.targets[0][batch.answers, 0], ids)) for batch in batches]
+    positions, found = total(torch.zeros(2, dtype=torch.int64) + sum(known), processes).tolist()
+    return float(found / positions)
+
+
+def _counted(right: Tensor) -> Tensor:
+    """[N] bool -> how many, and how many of them are true."""
+    return torch.tensor([len(right), int(right.sum())])
