@@ -75,6 +75,12 @@ class Shape(NamedTuple):
         """Width of all keys of a token, and of all values."""
         return self.hidden // self.heads * self.kv_heads
 
+    @property
+    def weights(self) -> int:
+        """That a step reads: layers and unembedding."""
+        layer = 2 * self.hidden * (self.hidden + self.keys) + 3 * self.hidden * self.inner
+        return self.layers * layer + self.vocab * self.hidden
+
 
 SHAPES = {
     "smollm2-135m": Shape(576, 1536, 30, 9, 3, 49152, 8192),
@@ -82,6 +88,7 @@ SHAPES = {
     "llama-3.2-3b": Shape(3072, 8192, 28, 24, 8, 128256, 8192),
     "llama-2-7b": Shape(4096, 11008, 32, 32, 32, 32000, 4096),
     "llama-3.1-8b": Shape(4096, 14336, 32, 32, 8, 128256, 8192),
+    "llama-3.1-70b": Shape(8192, 28672, 80, 64, 8, 128256, 8192),
 }
 
 

@@ -471,9 +471,12 @@ def sizes(
         loaded, _, files = load_model(name, dtype=dtype, blocks=True)
         backbone = Backbone(loaded)
         speed = step_speed(backbone, clock=Clock(backbone.device, repeats))
-        head = _eagle3_bytes(loaded.config, backbone.vocab_size) / speed.step_bytes
+        config: Any = loaded.config
+        keys = config.hidden_size // config.num_attention_heads * config.num_key_value_heads
+        sizes = config.hidden_size, config.intermediate_size, keys, backbone.vocab_size
+        head = eagle3_weights(*sizes) / speed.step_bytes
         costs = {1: 1.0, **speed.rows_in_steps}
-        best = {chance: _best_chain(chance, costs, head) for chance in chances}
+        best = {chance: best_chain(chance, costs, head) for chance in chances}
         found[files.label] = {"step_s": speed.step_s, "rows": costs, "head": head, "best": best}
         cells = [f"{gain:.2f} ({drafts})" for gain, drafts in best.values()]
         rows = ", ".join(f"{count}: {cost:.2f}" for count, cost in costs.items())
@@ -486,24 +489,27 @@ def sizes(
     lab.finish(output, {"sizes": found}, text + lab.table(columns, lines))
 
 
-def _eagle3_bytes(config: Any, vocab_size: int) -> int:
-    """A weight is a byte: three states to one, a layer that reads two, the draft vocabulary."""
-    width, inner = int(config.hidden_size), int(config.intermediate_size)
-    own = width // int(config.num_attention_heads)
-    keys = 2 * int(config.num_key_value_heads) * own
-    layer = 2 * width * (width + keys) + width * width + 3 * width * inner
+def eagle3_weights(width: int, inner: int, keys: int, vocab_size: int) -> int:
+    """Three states to one, a layer that reads two, the draft vocabulary."""
+    layer = 2 * width * (width + 2 * keys) + width * width + 3 * width * inner
     return 3 * width * width + layer + width * min(DRAFT_VOCABULARY, vocab_size)
 
 
-def _best_chain(chance: float, costs: Mapping[int, float], head: float) -> tuple[float, int]:
+def best_chain(chance: float, costs: Mapping[int, float], head: float) -> tuple[float, int]:
     """Times plain decoding, and drafts a round."""
 
     def gain(drafts: int) -> float:
         tokens = sum(chance**place for place in range(drafts + 1))
-        rows = float(np.interp(drafts + 1, list(costs), list(costs.values())))
-        return tokens / (rows + drafts * head)
+        return tokens / (in_steps(drafts + 1, costs) + drafts * head)
 
     return max((gain(drafts), drafts) for drafts in range(MOST_DRAFTS + 1))
+
+
+def in_steps(rows: float, costs: Mapping[int, float]) -> float:
+    """A pass of so many rows, between those whose costs are known, or on as the last ones rise."""
+    (before, low), (most, high) = list(costs.items())[-2:]
+    more = max(0.0, rows - most) * (high - low) / (most - before)
+    return float(np.interp(rows, list(costs), list(costs.values()))) + more
 
 
 if __name__ == "__main__":

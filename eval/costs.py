@@ -1,0 +1,200 @@
+"""What policies give at other sizes, and what heads and tokens cost: reckoned, nothing is run.
+
+    python -m eval.costs --output results/costs
+
+docs/guides/costs.md says how, what is measured, cited and assumed. Comes in: costs of rows
+(eval/results/sizes), tokens of a verification (eval/results/policies-bf16-amx), agreement
+(eval/results/heads/agreement). Writes `summary.json` and `table.md`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import typer
+import yaml
+
+from eval import lab
+from eval.lab import SHAPES, Shape
+from eval.micro import best_chain, eagle3_weights, in_steps
+from selfspec.training.features import FeatureSpec
+
+RESULTS, RUN = Path(__file__).parent / "results", "policies-bf16-amx"
+POLICIES = {
+    "prompt lookup": "ngram",
+    "a datastore (REST)": "rest",
+    "prompt lookup and a datastore": "ngram+rest",
+    "lookahead, N, W, G = 3, 2, 2": "lookahead",
+    "lookahead, 5, 7, 7": "lookahead-5-7-7",
+    "prompt lookup and exit heads": "ngram+exit",
+}
+SMALL, LARGE = "135M", "70B"
+MEDUSA_TOKENS, MEDUSA_ROWS, MEDUSA_HEADS = 2.32, 64, 4
+EAGLE3, CHAIN = {"1B": 2.77, "8B": 2.77, LARGE: 2.88}, 7
+"""Published tokens of chains of so many drafts; 8B's stand for 1B's."""
+DRAFT_VOCABULARY = 8192
+GPUS = {"8B": 1, LARGE: 4}
+POSITIONS, TEXTS, EPOCHS, CONTEXT = 1.64, 128, 2, 1000
+"""Positions of text per answer token; texts written at once; epochs; tokens in front."""
+
+
+class Gpus(NamedTuple):
+    """What all of one model's reach together."""
+
+    count: int
+    flops: float
+    bytes_per_s: float
+    dollars: float  # per hour
+
+
+class Size(NamedTuple):
+    shape: Shape
+    rows: Mapping[int, float]  # in plain steps
+    step: float  # bytes that take as long to read as a plain step
+
+    @property
+    def exit_head(self) -> int:
+        """Weights of a deep-fused one and of the unembedding that it reads."""
+        return 8 * self.shape.hidden**2 + DRAFT_VOCABULARY * self.shape.hidden
+
+    @property
+    def eagle3(self) -> int:
+        return eagle3_weights(*self.shape[:2], self.shape.keys, self.shape.vocab)
+
+
+def main(
+    output: lab.Output,
+    tokens: Annotated[float, typer.Option(help="Answer tokens to fit.")] = 1e8,
+    flops: Annotated[float, typer.Option(help="FLOP/s that a GPU reaches.")] = 4e14,
+    bandwidth: Annotated[float, typer.Option(help="Bytes/s that it reaches.")] = 2.5e12,
+    dollars: Annotated[float, typer.Option(help="Price of its hour.")] = 2.5,
+) -> None:
+    """Reckon all."""
+    run, by_size, made, served = read(RUN), sizes(), [], []
+    overall, small = run["all"]["overall"], by_size[SMALL]
+    gains = {"135M, measured": {p: overall[m]["over_plain"]["ratio"] for p, m in POLICIES.items()}}
+    for name, size in by_size.items():
+        gains[name] = dict(policies(name, size, run, small.exit_head / small.step))
+        if count := GPUS.get(name):
+            gpus = Gpus(count, count * flops, count * bandwidth, count * dollars)
+            made += [making(name, size, gpus, tokens, kind) for kind in ("deep-fused", "eagle3")]
+            served += [serving(name, size, gpus, texts) for texts in (1, 16, 64)]
+    shown = [
+        {"policy": policy}
+        | {name: f"{found[policy]:.2f}" if policy in found else "" for name, found in gains.items()}
+        for policy in gains["8B"]
+    ]
+    text = ""
+    for title, rows in (
+        ("Policies at other sizes, simulated", shown),
+        (f"Heads from {tokens:,.0f} answer tokens, reckoned", made),
+        ("Served tokens, reckoned", served),
+    ):
+        text += f"# {title}\n\n{lab.table(rows[0], (row.values() for row in rows))}\n"
+    lab.finish(output, {"gains": gains, "heads": made, "served": served}, text)
+
+
+def read(name: str) -> Any:
+    return json.loads((RESULTS / name / "summary.json").read_text(encoding="utf-8"))
+
+
+def sizes() -> dict[str, Size]:
+    """Rows of 135M are those of the run of all policies, of 70B those of 8B."""
+    small, large = SHAPES["smollm2-135m"], SHAPES["llama-3.1-70b"]
+    text = (RESULTS / RUN / "run.yaml").read_text(encoding="utf-8")
+    added, head = yaml.safe_load(text)["speculation"]["costs"].removeprefix("row=").split(",head=")
+    steps = np.cumsum([1.0, *map(float, added.split("/"))])
+    own = Size(small, dict(enumerate(steps.tolist(), 1)), 1.0)
+    found = {SMALL: own._replace(step=own.exit_head / float(head))}
+    for name, shape in (("1B", "llama-3.2-1b"), ("8B", "llama-3.1-8b")):
+        one = read("sizes")["sizes"][f"random-{shape}"]
+        own = Size(SHAPES[shape], {int(n): cost for n, cost in one["rows"].items()}, 1.0)
+        found[name] = own._replace(step=own.eagle3 / one["head"])
+    own = found["8B"]
+    step = own.step * large.weights / own.shape.weights
+    return found | {LARGE: Size(large, own.rows, step)}
+
+
+def policies(
+    name: str, size: Size, run: Mapping[str, Any], small_head: float
+) -> Iterator[tuple[str, float]]:
+    """Times plain decoding: tokens of a verification over its rows and heads, in plain steps."""
+    head = size.exit_head / size.step
+    for policy, method in POLICIES.items():
+        one, parts = run["all"]["overall"][method], run["parts_s"]
+        tokens = one["compression_rate"]
+        cost = in_steps(1 + (tokens - 1) / one["acceptance_rate"], size.rows)
+        if "exit" in method:  # what a round's heads took there says how many were asked
+            cost += parts[method]["heads"] * tokens / parts["plain"]["verify"] / small_head * head
+        yield policy, tokens / cost
+    (agreed,) = read("heads/agreement")["right"]["checkpoints/smollm2-135m-instruct"].values()
+    kept = np.cumprod([1.0, *(right / count for right, count in agreed["all"])]).cumsum()
+    chains = (one / (in_steps(k + 1, size.rows) + k * head) for k, one in enumerate(kept))
+    yield "exit heads, a chain", float(max(chains))
+    if name in EAGLE3:
+        width, vocab = size.shape.hidden, size.shape.vocab
+        heads = MEDUSA_HEADS * (width**2 + vocab * width) / size.step
+        yield "Medusa-1, its tree", MEDUSA_TOKENS / (in_steps(MEDUSA_ROWS, size.rows) + heads)
+        gain, _ = best_chain(chance_of(EAGLE3[name]), size.rows, size.eagle3 / size.step)
+        yield "EAGLE-3, a chain", gain
+
+
+def chance_of(tokens: float) -> float:
+    """That a draft is right, where chains of CHAIN give so many tokens a verification."""
+    chances = np.linspace(0.0, 1.0, 1001)
+    return float(np.interp(tokens, sum(chances**place for place in range(CHAIN + 1)), chances))
+
+
+def pass_s(shape: Shape, texts: int, rows: int, gpus: Gpus) -> float:
+    """So many rows of each text, in bfloat16: reading weights, keys and values, or arithmetic."""
+    read = 2 * shape.weights + texts * CONTEXT * 4 * shape.layers * shape.keys
+    return max(read / gpus.bytes_per_s, 2 * shape.weights * texts * rows / gpus.flops)
+
+
+def making(name: str, size: Size, gpus: Gpus, tokens: float, kind: str) -> dict[str, str]:
+    """Hours of all GPUs side by side, bytes and dollars, by column."""
+    weights, positions, width = size.shape.weights, POSITIONS * tokens, size.shape.hidden
+    per_draft = 6 * 8 * width**2 + 4 * DRAFT_VOCABULARY * width
+    drafts, spec = 2, FeatureSpec((0,), deep=True, top_k=1)
+    if kind == "eagle3":
+        per_draft, drafts, spec = 6 * size.eagle3, 3, FeatureSpec((0, 1, 2, 3), top_k=1)
+    prompts = 2 * weights * (positions - tokens) / gpus.flops
+    text = (prompts + tokens / TEXTS * pass_s(size.shape, TEXTS, 1, gpus)) / 3600
+    features = 2 * weights * positions / gpus.flops / 3600
+    fitted = EPOCHS * drafts * per_draft * positions / gpus.flops / 3600
+    return {
+        "heads": f"{name}, {kind}",
+        "GPUs": f"{gpus.count}",
+        "text, h": f"{text:.1f}",
+        "features, h": f"{features:.1f}",
+        "fit, h": f"{fitted:.1f}",
+        "cache, TB": f"{positions * spec.bytes_per_token(width, 2) / 1e12:.1f}",
+        "all, streamed, $": f"{(text + EPOCHS * features + fitted) * gpus.dollars:,.0f}",
+    }
+
+
+def serving(name: str, size: Size, gpus: Gpus, texts: int) -> dict[str, str]:
+    """Tokens per second of all texts, and dollars for a million, by column."""
+    seconds = pass_s(size.shape, texts, 1, gpus)
+    rows = {n: pass_s(size.shape, texts, n, gpus) / seconds for n in range(1, 10)}
+    head = size.eagle3 / size.shape.weights
+    gain, drafts = best_chain(chance_of(EAGLE3[name]), rows, head)
+    price = gpus.dollars / 3600 * 1e6 * seconds / texts
+    return {
+        "model": name,
+        "GPUs": f"{gpus.count}",
+        "texts": f"{texts}",
+        "plain, tokens/s": f"{texts / seconds:,.0f}",
+        "with drafts": f"{gain * texts / seconds:,.0f}",
+        "times (drafts a round)": f"{gain:.2f} ({drafts})",
+        "plain, $ a million": f"{price:.2f}",
+        "with drafts, $": f"{price / gain:.2f}",
+    }
+
+
+if __name__ == "__main__":
+    lab.run(main)
