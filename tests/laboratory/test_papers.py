@@ -10,14 +10,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from eval import lab
-from eval.papers import gammatune, lossy, self_sd, specbound
-from eval.papers.gammatune import Setting, gains
+from eval.papers import lossy, self_sd, specbound
 from eval.papers.lossy import expected_number, final_number
 from eval.papers.specbound import (
     Dial,
@@ -74,41 +72,6 @@ def run(command: Callable[..., None], asked: dict[str, Any], **more: Any) -> dic
     return summary
 
 
-def test_gammatune_compares_controllers_from_all_initial_lengths(
-    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    few = (Setting("fixed", 1), Setting("fixed", 5), Setting("gammatune-plus", 5))
-    monkeypatch.setattr(gammatune, "SETTINGS", few)
-    summary = run(gammatune.main, asked, limit=2)
-    assert summary["questions"] == 2
-    assert list(summary["gains"]) == ["timed", "c = 4", "c = 10"]
-    for gain in summary["gains"].values():
-        assert gain[0]["controller"] == "fixed"
-        assert gain[0]["mean"] == pytest.approx(1.0)
-        assert gain[0]["best"] == 1.0
-        assert gain[-1]["controller"] == "gammatune-plus"
-    one, five = (row for row in summary["settings"] if row["controller"] == "fixed")
-    assert one["rounds"] > five["rounds"]
-    for row in summary["settings"]:
-        assert row["rounds"] + row["accepted"] == summary["tokens"]
-    before = (asked["output"] / "answers.jsonl").read_bytes()
-    run(gammatune.main, asked, limit=2)
-    assert (asked["output"] / "answers.jsonl").read_bytes() == before
-    with pytest.raises(InvalidOption, match="cannot resume"):
-        run(gammatune.main, asked | {"new_tokens": 13}, limit=2)
-
-
-def test_gains_are_over_the_mean_of_fixed_lengths_and_the_best_of_them() -> None:
-    # throughput 1 and 0.5, mean 0.75; 0.8 and 1
-    seconds = [("fixed", 1, 1.0), ("fixed", 8, 2.0), ("gammatune", 1, 1.25), ("gammatune", 8, 1.0)]
-    found = pd.DataFrame(seconds, columns=["controller", "initial", "timed"])
-    usual, own = gains(found, "timed").itertuples()
-    assert (usual.mean, usual.best, usual.worst, usual.worst_initial) == (1.0, 1.0, 0.5, 8)
-    assert own.mean == pytest.approx(0.9 / 0.75)
-    assert own.spread == pytest.approx(0.1 / 0.75)
-    assert (own.best, own.worst, own.worst_initial) == (1.0, 0.8, 1)
-
-
 def test_cm_asd_is_measured_in_both_readings_on_both_tasks(asked: dict[str, Any]) -> None:
     summary = run(lossy.cm_asd, asked, limit=2, tolerances="0,9")
     methods = summary["methods"]
@@ -158,6 +121,11 @@ def test_lenience_keeps_more_drafts_the_lower_it_is(asked: dict[str, Any]) -> No
     summary = run(lossy.lenience, {**asked, "new_tokens": 60}, limit=1, leniences="1,0.5,0.1")
     live = summary["all"]["overall"]
     assert summary["methods"]["l = 0.1"]["lossy"]
+    before = (asked["output"] / "answers.jsonl").read_bytes()
+    run(lossy.lenience, {**asked, "new_tokens": 60}, limit=1, leniences="1,0.5,0.1")
+    assert (asked["output"] / "answers.jsonl").read_bytes() == before
+    with pytest.raises(InvalidOption, match="cannot resume"):
+        run(lossy.lenience, asked, limit=1, leniences="1,0.5,0.1")
     assert live["l = 0.1"]["acceptance_rate"] > live["lossless"]["acceptance_rate"]
     with pytest.raises(InvalidOption, match="hold no 1"):
         lossy.lenience(**asked, leniences="0.5")

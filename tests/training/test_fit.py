@@ -263,17 +263,6 @@ def test_the_model_stays_as_it_was(talks: list[Conversation]) -> None:
         assert not module._forward_pre_hooks
 
 
-def test_the_same_seed_gives_the_same_bits(backbone: Backbone, talks: list[Conversation]) -> None:
-    once, again, other = (
-        fitted(backbone, talks, seed=seed, head_type="low-rank") for seed in (3, 3, 4)
-    )
-    assert_same(once, again)
-    changed = [
-        name for name, t in weights(once).items() if not torch.equal(t, weights(other)[name])
-    ]
-    assert len(changed) > len(LAYERS)
-
-
 def test_steps_are_those_of_a_plain_loop(backbone: Backbone, talks: list[Conversation]) -> None:
     changes: dict[str, Any] = {"exit_layers": (2,), "draft_vocab_size": None}
     changes |= {"weight_decay": 0.1, "seed": 5}
@@ -321,6 +310,7 @@ def deep(backbone: Backbone, talks: list[Conversation]) -> Fitted:
 @pytest.mark.parametrize(
     "change",
     [
+        {"seed": 4},
         {"ce_share": 0.5},
         {"answer_share": 0.9},
         {"epochs": 3},

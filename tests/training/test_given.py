@@ -17,11 +17,6 @@ from tests.talks import make_tokenizer
 QUESTIONS = ["a", "b", "c", "a b", "A  b", "b a", "c c", "a c", "b c", "c a b"]
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
-    return make_tokenizer()
-
-
 def said(*texts: str) -> list[dict[str, str]]:
     """Turns of user and assistant by turns."""
     return [
