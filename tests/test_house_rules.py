@@ -38,13 +38,8 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-<<<<<<< HEAD
     "tests/": 32056,
     "model": 7066,
-=======
-    "tests/": 32009,
-    "model": 7081,
->>>>>>> 28ac8c4 (model: several devices, offload and torch.compile run, or are refused by name)
     "eval/": 3908,
     "eval": 3909,
     "decoding": 5570,
@@ -53,17 +48,10 @@ MOST_LINES = {
     "serve": 3187,
     "visualise": 1756,
     "plugins": 149,
-<<<<<<< HEAD
     "api": 2515,
     "hub": 1517,
     "heads": 1905,
     "adaptation": 703,
-=======
-    "api": 2519,
-    "hub": 1516,
-    "heads": 1900,
-    "adaptation": 712,
->>>>>>> 28ac8c4 (model: several devices, offload and torch.compile run, or are refused by name)
     "options": 673,
     "files": 412,
     "config": 354,
