@@ -1,8 +1,7 @@
-r"""`selfspec serve` under load: beside `transformers serve`, for equal texts, for a long time.
+r"""`selfspec serve` under load: beside `transformers serve`, and for equal texts.
 
     python -m eval.serving load --output eval/results/serve-load
     python -m eval.serving equal --questions question_dev.jsonl --output eval/results/serve-equal
-    python -m eval.serving soak --minutes 20 --concurrency 8
 
 `load`: streams of greedy answers to a suite's first turns, by 1, 4, 16 and 32 clients that each
 wait for an answer before they ask again. One server lives at a time. All read one folder, the
@@ -13,12 +12,7 @@ again is cached. Nothing else should run on the machine.
 `equal`: 60 requests, 16 at once, streamed and whole, with and without drafts, a third sampled with
 seeds; between them come requests whose clients go away. Texts, ends, and each token with the bits
 of its logarithm are compared with those that `Speculator.generate` gives in this process. Exit code
-1 where anything differs.
-
-`soak`: clients stream and wait, draw, go away in mid-answer, send what is wrong; texts are short
-and long. Prints each minute what the server holds. Exit code 1 if memory rises over the second half
-by more than `--most` megabytes an hour, if files or threads did not return, or if any answer had a
-status of 500 or more. Everything stays on this machine.
+1 where anything differs. Everything stays on this machine.
 """
 
 from __future__ import annotations
@@ -31,12 +25,10 @@ import platform
 import random
 import shlex
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -45,7 +37,6 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import httpx
-import psutil
 import typer
 
 from eval import lab
@@ -444,125 +435,6 @@ async def compared(
             if tuple(alone[number]) != words
         },
     }
-
-
-# --- soak -----------------------------------------------------------------------------------------
-
-_WRONG: tuple[dict[str, Any], ...] = (
-    {},
-    {"messages": []},
-    {"messages": [{"role": "user", "content": "a"}], "temperature": 9},
-    {"messages": [{"role": "user", "content": "a " * 50_000}]},
-)
-
-_REST_S = 8.0
-"""After the last request: longer than connections are kept for a next one."""
-
-
-class Held(NamedTuple):
-    minutes: float
-    rss_mb: float
-    files: int
-    threads: int
-
-
-@app.command()
-def soak(
-    minutes: Annotated[float, typer.Option(min=0.1)] = 20.0,
-    concurrency: Clients = 8,
-    questions: lab.Suite = SIX_TASKS,
-    most: Annotated[float, typer.Option(help="Megabytes an hour that memory may rise.")] = 60.0,
-    every: Annotated[float, typer.Option(min=1, help="Seconds between two looks.")] = 60.0,
-    kv_memory: Annotated[str, typer.Option(help="Of the server; it is full soon.")] = "300MB",
-    args: Annotated[str, typer.Option(help="More flags for the server.")] = "",
-) -> None:
-    """Does the server's memory stay?"""
-    prompts = first_turns(questions)
-    with served(ours("--kv-memory", kv_memory, *args.split())) as server:
-        held, counts = asyncio.run(soaked(server, prompts, minutes, concurrency, every))
-    before, *meanwhile, after = held
-    slope = per_hour(meanwhile)
-    print(f"requests: {dict(sorted(counts.items()))}")
-    print(
-        f"before and after: files {before.files} {after.files}, threads {before.threads} "
-        f"{after.threads}"
-    )
-    print(f"memory over the second half: {slope:+.1f} MB an hour, allowed {most:+.1f}")
-    faults = [name for name in counts if name >= "status 500" or name.startswith("failed")]
-    leaks = after.files > before.files or after.threads > before.threads
-    if slope > most or faults or leaks:
-        raise typer.Exit(1)
-
-
-async def soaked(
-    server: Server, prompts: list[str], minutes: float, concurrency: int, every: float
-) -> tuple[list[Held], Counter[str]]:
-    """What was held before it, once all parts have run, meanwhile, and behind it; what came."""
-    process, start = psutil.Process(server.process.pid), time.monotonic()
-    counts, numbers = Counter[str](), itertools.count()
-
-    def look() -> Held:
-        with process.oneshot():
-            past, rss = (time.monotonic() - start) / 60, process.memory_info().rss / 1e6
-            return Held(past, rss, process.num_fds(), process.num_threads())
-
-    async def watch() -> None:
-        while True:
-            held.append(look())
-            print(
-                f"{held[-1].minutes:5.1f} min  {held[-1].rss_mb:8.1f} MB  "
-                f"{held[-1].files:4d} files  {held[-1].threads:3d} threads  "
-                f"{counts.total()} requests",
-                flush=True,
-            )
-            await asyncio.sleep(every)
-
-    async def work() -> None:
-        while time.monotonic() < start + 60 * minutes:
-            dice = random.Random(next(numbers))
-            try:
-                counts[await one(client, prompts, dice)] += 1
-            except httpx.HTTPError as error:
-                counts[f"failed: {type(error).__name__}"] += 1
-
-    for number in range(concurrency):
-        async with clients(server) as client:
-            await client.post("/v1/completions", json={"prompt": f"{number}", "max_tokens": 4})
-    await asyncio.sleep(_REST_S)
-    held = [look()]
-    watching = asyncio.ensure_future(watch())
-    async with clients(server) as client:
-        await asyncio.gather(*(work() for _ in range(concurrency)))
-    watching.cancel()
-    await asyncio.sleep(_REST_S)
-    return [*held, look()], counts
-
-
-async def one(client: httpx.AsyncClient, prompts: list[str], dice: random.Random) -> str:
-    """A request of some kind; what came of it."""
-    kind = dice.choice(["greedy", "sampled", "long", "several", "gone", "gone", "wrong"])
-    if kind == "wrong":
-        return f"status {(await ask(client, dice.choice(_WRONG))).status}"
-    body = question(dice.choice(prompts), dice.choice([4, 16, 64]))
-    body["stream"] = dice.random() < 0.5
-    if kind == "sampled":
-        body |= {"temperature": 0.9, "seed": dice.randrange(2**32), "stop": ["\n\n"]}
-    elif kind == "long":
-        body |= {"max_tokens": 300}
-    elif kind == "several":
-        body |= {"stream": True, "n": 3, "temperature": 0.7}
-    elif kind == "gone":
-        body |= {"max_tokens": 1000, "temperature": 1.5}
-        if await gone(client, body, dice.uniform(0.0, 3.0)):
-            return "gone"
-    return f"status {(await ask(client, body)).status}"
-
-
-def per_hour(held: list[Held]) -> float:
-    """Slope of memory over the second half, megabytes an hour. Raises ValueError for one look."""
-    half = held[len(held) // 2 :] if len(held) > 3 else held
-    times, sizes = [one.minutes / 60 for one in half], [one.rss_mb for one in half]
-    return statistics.linear_regression(times, sizes).slope
 
 
 if __name__ == "__main__":

@@ -67,15 +67,6 @@ def test_peaks_of_loading_are_those_of_the_kernel(
     assert found["loading_mb"] <= found["generating_mb"]
 
 
-def test_an_engine_keeps_a_common_prefix_once(tiny_model: str, tmp_path: Path) -> None:
-    sizes = {"texts": 3, "prefix": 80, "length": 100, "requests": 10}
-    memory.engine(tmp_path, model=tiny_model, dtype="float32", **sizes)
-    found = json.loads((tmp_path / "summary.json").read_text())
-    shared = found["shared"]
-    assert 0 < shared["bytes"] < shared["bytes_without_sharing"]
-    assert [entry[0] for entry in found["short"]] == list(range(1, 11))
-
-
 # --- families
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
 from typing import Any
 
 import pytest
 
 from eval import serving
-from eval.serving import Server, clients, question
+from eval.serving import Server, question
 from selfspec.eval.concurrency import Load
 from tests.serve.live import Running
 
@@ -69,21 +68,3 @@ def test_what_differs_is_found(at: Server, server: Running) -> None:
         found = asyncio.run(work)
         assert list(found["differing"]) == differing
         assert (found["answers"], found["sampled"], found["streams"]) == (3, 1, 1)
-
-
-def test_a_soak_sends_all_kinds(at: Server) -> None:
-    async def some() -> set[str]:
-        async with clients(at) as client:
-            works = [serving.one(client, PROMPTS, random.Random(seed)) for seed in range(24)]
-            return set(await asyncio.gather(*works))
-
-    assert asyncio.run(some()) == {"status 200", "status 400", "gone"}
-
-
-@pytest.mark.parametrize("slope", [0.0, 12.0])
-def test_the_second_half_is_judged(slope: float) -> None:
-    held = [
-        serving.Held(minute, 500 + (0 if minute < 10 else slope * minute / 60), 10, 5)
-        for minute in range(20)
-    ]
-    assert serving.per_hour(held) == pytest.approx(slope)
