@@ -402,20 +402,17 @@ def report(
         list[Path], typer.Argument(metavar="DIR..", help="Results folders of selfspec bench.")
     ],
     *,
-    output: Annotated[
-        str, typer.Option("--output", metavar="DIR", help="Folder to write the report to.")
-    ],
+    output: Annotated[str, typer.Option("--output", metavar="FILE", help="The page, HTML.")],
     overwrite: base.Overwrite = False,
 ) -> None:
-    """Gather measured runs into one report. Writes one page and one Markdown file."""
+    """Gather measured runs into one page."""
     check_packages("report", "pandas", "tabulate", "matplotlib")
     from selfspec.eval import report as reporting
 
-    place = reporting.check_free(output, len(folders), overwrite=overwrite)
-    runs = [reporting.read_results(folder) for folder in folders]
-    with files.locked(place):
-        pages = reporting.write(runs, place)
-    base.emit("".join(f"{page}\n" for page in pages))
+    place = files.check_file(output, overwrite=overwrite, reads=folders)
+    page = reporting.page([reporting.read_results(folder) for folder in folders])
+    files.write(place, page)
+    base.emit(f"{place}\n")
 
 
 # --- verify

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import base64
 import html
+import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -522,7 +523,7 @@ def chart(summary: Summary) -> Figure | None:
     return figure
 
 
-# --- the report: one page in Markdown and in HTML -------------------------------------------------
+# --- the report: one page of HTML ---------------------------------------------------------------
 
 TITLE, READ = "selfspec: measured", "How to read this"
 
@@ -539,57 +540,49 @@ DEFINITIONS = (
     "says so."
 )
 
-MARKDOWN, HTML, PICTURE = "report.md", "report.html", "{}-methods.png"
 
+def page(runs: Iterable[Results]) -> str:
+    """What was found in all runs, as one file with everything in it; all words are escaped.
 
-class Section(NamedTuple):
-    """What the report says of one run."""
-
-    title: str
-    verdict: str
-    picture: Path | None
-    words: list[str]
-    tables: list[Table]
-
-
-def write(runs: Sequence[Results], folder: Path) -> tuple[Path, Path]:
-    """Write charts, `report.md` and `report.html` to `folder`; returns the last two.
-
-    Raises InvalidData for results that lack what a report shows, CannotWrite.
+    Raises InvalidData for results that lack what it shows.
     """
-    sections = list[Section]()
-    drawn = dict[Path, Figure]()
-    for number, run in enumerate(runs, start=1):  # all is read before anything is written
-        picture = None
+    style = pages.style_of("selfspec.eval", "report.css")
+    parts = [
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="generator" content="selfspec">'
+        f'<meta http-equiv="Content-Security-Policy" content="{pages.policy("", style)}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"{_tag('title', TITLE)}<style>{style}</style></head><body>",
+        f"<main>\n{_tag('h1', TITLE)}",
+    ]
+    for run in runs:
         try:
-            if (figure := chart(run.summary)) is not None:
-                picture = folder / PICTURE.format(number)
-                drawn[picture] = figure
-            found = described(run), tables(run.summary)
-            sections.append(Section(run.name, verdict(run.summary), picture, *found))
+            parts += _section(run)
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise InvalidData(
                 f"the results {run.name} lack what a report shows: {type(error).__name__} {error}. "
                 "Measure again: selfspec bench"
             ) from error
-    for path, figure in drawn.items():
-        with files.replacing(path) as new:
-            figure.savefig(new, dpi=120, metadata={"Software": "selfspec"})
-    made = folder / MARKDOWN, folder / HTML
-    files.write(made[0], as_markdown(sections))
-    files.write(made[1], as_html(sections))
-    return made
+    parts += [_tag("h2", READ), _tag("p", DEFINITIONS), "</main>\n</body></html>\n"]
+    return "\n".join(parts)
 
 
-def check_free(folder: str | Path, runs: int, *, overwrite: bool) -> Path:
-    """The folder. Raises CannotWrite unless a report of so many runs may be written to `folder`."""
-    numbered = (PICTURE.format(number) for number in range(1, runs + 1))
-    return files.check_folder(
-        folder,
-        (MARKDOWN, HTML, *numbered),
-        lambda folder: files.written_here(folder / HTML) and (folder / HTML).exists(),
-        overwrite=overwrite,
-    )
+def _section(run: Results) -> Iterator[str]:
+    """One run: what was found, its chart, what was measured, and its tables."""
+    yield _tag("h2", run.name)
+    yield f'<p class="verdict">{html.escape(verdict(run.summary))}</p>'
+    if (figure := chart(run.summary)) is not None:
+        drawn = io.BytesIO()
+        figure.savefig(drawn, dpi=120)
+        data = base64.b64encode(drawn.getvalue()).decode()
+        yield f'<p><img alt="speed-ups" src="data:image/png;base64,{data}"></p>'
+    yield from (_tag("p", words) for words in described(run))
+    for table in tables(run.summary):
+        cells = table.words()
+        lines = ["".join(_tag("th", cell) for cell in cells)]
+        lines += ["".join(_tag("td", cell) for cell in row) for row in cells.to_numpy()]
+        rows = "\n".join(f"<tr>{line}</tr>" for line in lines)
+        yield f"{_tag('h3', table.title)}\n<table>\n{rows}\n</table>"
 
 
 def described(run: Results) -> list[str]:
@@ -613,44 +606,6 @@ def described(run: Results) -> list[str]:
             f"among those reported: {', '.join(others)}."
         )
     return words + [f"Failed: {line}" for line in summary["failures"]]
-
-
-def as_markdown(sections: Iterable[Section]) -> str:
-    """Charts are named, not included."""
-    parts = [f"# {TITLE}"]
-    for one in sections:
-        parts += [f"## {one.title}", f"**{one.verdict}**"]
-        parts += [f"![{one.picture.stem}]({one.picture.name})"] if one.picture else []
-        parts += [*one.words, *(f"#{markdown(table)}".rstrip() for table in one.tables)]
-    return "\n\n".join([*parts, f"## {READ}", DEFINITIONS]) + "\n"
-
-
-def as_html(sections: Iterable[Section]) -> str:
-    """One file with everything in it; all words are escaped."""
-    style = pages.style_of("selfspec.eval", "report.css")
-    parts = [
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="generator" content="selfspec">'
-        f'<meta http-equiv="Content-Security-Policy" content="{pages.policy("", style)}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"{_tag('title', TITLE)}<style>{style}</style></head><body>",
-        f"<main>\n{_tag('h1', TITLE)}",
-    ]
-    for one in sections:
-        parts += [_tag("h2", one.title), f'<p class="verdict">{html.escape(one.verdict)}</p>']
-        if one.picture:
-            data = base64.b64encode(one.picture.read_bytes()).decode()
-            alt = html.escape(one.picture.stem)
-            parts.append(f'<p><img alt="{alt}" src="data:image/png;base64,{data}"></p>')
-        parts += [_tag("p", words) for words in one.words]
-        for table in one.tables:
-            cells = table.words()
-            lines = ["".join(_tag("th", cell) for cell in cells)]
-            lines += ["".join(_tag("td", cell) for cell in row) for row in cells.to_numpy()]
-            rows = "\n".join(f"<tr>{line}</tr>" for line in lines)
-            parts.append(f"{_tag('h3', table.title)}\n<table>\n{rows}\n</table>")
-    parts += [_tag("h2", READ), _tag("p", DEFINITIONS), "</main>\n</body></html>\n"]
-    return "\n".join(parts)
 
 
 def _tag(name: str, words: Any) -> str:

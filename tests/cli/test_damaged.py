@@ -19,41 +19,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from selfspec.cli.main import main
 from selfspec.errors import InvalidData
 from selfspec.hub.gguf import read_header
-from tests.bad_input import Change, furnish, refused
+from tests.bad_input import Change, refused
 from tests.gguf_files import header, tensor, text, tiny, value
-from tests.test_untrusted import BOMB
 
 Capture = pytest.CaptureFixture[str]
 
 MODEL = ["--model", "model", "--dtype", "float32"]
-LENS = [*MODEL, "--heads", "logit-lens"]
-BENCH = ["bench", *LENS, "--suite", "prompts.jsonl", "--output", "run", "--max-new-tokens", "2"]
-BENCH += ["--drafter", "exit:layers=2", "--methods", "plain"]
-
-
-@pytest.fixture(scope="module")
-def furnished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a finished run."""
-    folder = tmp_path_factory.mktemp("place")
-    furnish(folder)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        assert main(BENCH) == 0
-    return folder
-
-
-@pytest.fixture
-def place(furnished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of it to damage, and to stand in."""
-    shutil.copytree(
-        furnished, tmp_path / "it", symlinks=True, ignore=shutil.ignore_patterns("pipe", "model")
-    )
-    (tmp_path / "it" / "model").symlink_to(furnished / "model")
-    monkeypatch.chdir(tmp_path / "it")
-    return tmp_path / "it"
 
 
 def holding(name: str, content: str) -> Change:
@@ -62,81 +35,6 @@ def holding(name: str, content: str) -> Change:
 
 def without(name: str) -> Change:
     return lambda folder: (folder / name).unlink()
-
-
-def edited(name: str, *path: str | int, to: Any) -> Change:
-    """A value within a JSON file, or within a line of one, replaced."""
-
-    def damage(folder: Path) -> None:
-        lines = (folder / name).read_text().split("\n")
-        whole = not name.endswith(".jsonl")
-        values = json.loads("\n".join(lines)) if whole else [json.loads(x) for x in lines if x]
-        inner: Any = values
-        for step in path[:-1]:
-            inner = inner[step]
-        inner[path[-1]] = to
-        text = json.dumps(values) if whole else "\n".join(map(json.dumps, values)) + "\n"
-        (folder / name).write_text(text)
-
-    return damage
-
-
-SUITES = {
-    "nothing": "",
-    "no prompt": '{"id": 1}\n',
-    "an id twice": '{"id": 1, "prompt": "a"}\n{"id": "1", "prompt": "b"}\n',
-    "a task of all": '{"task": "overall", "prompt": "a"}\n',
-    "a long line": '{"prompt": "' + "a" * (17 << 20) + '"}\n',
-}
-TRACE = "trace.jsonl"
-ANSWERS, SUMMARY, RUN = "run/answers.jsonl", "run/summary.json", "run/run.yaml"
-COMMANDS: dict[str, tuple[list[str], dict[str, Change]]] = {
-    "bench": (
-        ["bench", "--suite", "suite.jsonl", "--output", "new"],
-        {kind: holding("suite.jsonl", content) for kind, content in SUITES.items()},
-    ),
-    "trace": (
-        ["trace", "--from", TRACE, "--html", "new.html"],
-        {
-            "the future": edited(TRACE, 0, "format_version", to=99),
-            "no layers": edited(TRACE, 0, "exit_layers", to=[]),
-        },
-    ),
-    "report": (
-        ["report", "run", "--output", "new"],
-        {
-            "a run of aliases": holding(RUN, BOMB),
-            "a run of one key": holding(RUN, "run: 1"),
-            "a method of nothing": edited(SUMMARY, "methods", to={"plain": {}}),
-            "no run": without(RUN),
-        },
-    ),
-    "bench --resume": (
-        [*BENCH, "--resume"],
-        {
-            "a run of a list": holding(RUN, "[]"),
-            "a run of one key": holding(RUN, "run: 1"),
-            "another run": lambda folder: (folder / RUN).write_text(
-                (folder / RUN).read_text().replace("seed: 0", "seed: 1")
-            ),
-            "an unknown key": edited(ANSWERS, 0, "colour", to="red"),
-            "no run": without(RUN),
-        },
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    ("command", "kind"),
-    [(command, kind) for command, (_, kinds) in COMMANDS.items() for kind in kinds],
-)
-def test_a_damaged_file_is_refused_and_named(
-    command: str, kind: str, place: Path, capsys: Capture
-) -> None:
-    arguments, kinds = COMMANDS[command]
-    kinds[kind](place)
-    name = {"bench": "suite.jsonl", "report": "run"}.get(command, "")
-    refused(arguments, place, capsys, name)
 
 
 @pytest.mark.parametrize("data", [b"\xff\n", b"a\n\xc3\n"])

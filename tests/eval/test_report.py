@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 
 from selfspec.cli.main import main
-from selfspec.errors import CannotWrite, InvalidOption
+from selfspec.errors import CannotWrite, InvalidData, InvalidOption
 from selfspec.eval import report
 from selfspec.eval.report import (
     Results,
@@ -252,6 +252,10 @@ def test_going_on_is_refused_where_anything_was_asked_otherwise(tmp_path: Path) 
         report.begin_results(tmp_path, {**RECORD, "machine": {"threads": 2}}, resume=True)
     with pytest.raises(InvalidOption, match=r"run methods was \['plain'\], now it is \['other'\]"):
         report.begin_results(tmp_path, {"run": {"limit": 2, "methods": ["other"]}}, resume=True)
+    for damaged in ("[]", "run: 1"):
+        (tmp_path / report.RUN).write_text(damaged)
+        with pytest.raises(InvalidData, match="expected names and values"):
+            report.begin_results(tmp_path, RECORD, resume=True)
 
 
 # --- pictures: three methods and a sweep
@@ -261,7 +265,6 @@ BEST = (
     "Fastest of 2, speculation: 2.00 times as fast as plain decoding on our runtime "
     "(95 %: 2.00 to 2.00), 2 prompts, all 2 texts equal."
 )
-PNG = b"\x89PNG"
 SECONDS = {
     **{"plain": 4.0, "speculation": 2.0, "no-width-bound": 5.0},
     **{"speculation(exit.threshold=0.9)": 3.2, "speculation(exit.threshold=0.1)": 2.5},
@@ -334,49 +337,40 @@ def test_the_verdict_is_the_fastest_lossless_method_or_says_that_none_is(
 # --- the report
 
 
-def test_the_command_writes_pages_with_every_table_and_picture(
+def test_the_command_writes_a_page_with_every_table_and_chart(
     finished: Results, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folders = [tmp_path / name for name in ("first", "second")]
+    folders = [tmp_path / name for name in ("<s>first", "second")]
     finished.summary["failures"].append("q4, turn 1: too long")
     for folder in folders:
         report.begin_results(folder, finished.run, resume=False)
         report.write_results(folder, finished.summary)
-    assert main(["report", *map(str, folders), "--output", str(tmp_path / "out")]) == 0
-    pages = [Path(page) for page in capsys.readouterr().out.split()]
-    assert [page.name for page in pages] == ["report.md", "report.html"]
-    pictures = ["1-methods.png", "2-methods.png"]
-    assert {path.name for path in (tmp_path / "out").iterdir()} - {*pictures} == {
-        "report.md",
-        "report.html",
-    }
-    for name in pictures:
-        assert (tmp_path / "out" / name).read_bytes().startswith(PNG)
-    markdown, page = (page.read_text(encoding="utf-8") for page in pages)
-    assert re.findall(r"^## (.*)", markdown, re.MULTILINE) == ["first", "second", READ]
-    assert markdown.split("\n\n")[2:4] == [f"**{BEST}**", "![1-methods](1-methods.png)"]
-    assert re.findall(r"\]\((.*?)\)", markdown) == pictures
-    assert "chosen on 1 questions that are not among those reported: x." in markdown
-    assert "\n\nFailed: q4, turn 1: too long\n\n" in markdown
+    command = ["report", *map(str, folders), "--output", str(tmp_path / "it.html")]
+    assert main(command) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'it.html'}\n"
+    page = (tmp_path / "it.html").read_text(encoding="utf-8")
+    assert re.findall("<h2>(.*)</h2>", page) == ["&lt;s&gt;first", "second", READ]
+    assert page.count(f'<p class="verdict">{BEST}</p>') == 2
+    assert "chosen on 1 questions that are not among those reported: x." in page
+    assert "<p>Failed: q4, turn 1: too long</p>" in page
     for table in tables(finished.summary):
-        assert f"### {table.title}" in markdown
-    # the page stands alone and is escaped
+        assert page.count(f"<h3>{table.title}</h3>") == 2
+    # it stands alone and is escaped
     sources = re.findall(r'src="(.{0,30})', page)
-    assert len(sources) == len(pictures)
+    assert len(sources) == 2
     assert all(source.startswith("data:image/png;base64,") for source in sources)
-    assert "<b>" not in page
+    assert not re.search("<b>|<s>|<source>", page)
     assert "&lt;b&gt;model" in page
     assert "&lt;source&gt; &amp; more" in page
+    assert main(command) == 2
+    assert main([*command, "--overwrite"]) == 0
 
 
-def test_names_of_tables_and_pictures_are_escaped_too(tmp_path: Path) -> None:
-    picture = tmp_path / '"><i>.png'
-    picture.write_bytes(PNG)
-    table = Table("<t>", pd.DataFrame({"<h>": ["<c>"]}))
-    text = report.as_html([report.Section("<s>", "<v>", picture, ["<w>"], [table])])
-    for letter in "itchsvw":
-        assert f"<{letter}>" not in text
-        assert f"&lt;{letter}&gt;" in text
+def test_results_that_lack_something_are_named(finished: Results) -> None:
+    nothing = {**finished.summary, "methods": {"plain": {}}}
+    for broken in (finished._replace(run={"run": 1}), finished._replace(summary=nothing)):
+        with pytest.raises(InvalidData, match="the results first lack what a report shows"):
+            report.page([broken])
 
 
 def test_a_folder_without_a_finished_run_is_refused(
