@@ -3,7 +3,7 @@
     python -m eval.random_gguf --shape llama-3.2-3b --kind Q4_K /tmp/random.gguf
 
 Weights have the size that those of a model have; what it says means nothing. The embedding is the
-unembedding, as Q6_K. Its speed and memory: `selfspec env --model FILE`, `eval.memory load`.
+unembedding, as Q6_K. Its speed and memory: `selfspec env --model FILE`, `eval.memory`.
 """
 
 from __future__ import annotations

@@ -355,7 +355,6 @@ class _Adaptation:
         return state
 
     def run(self) -> Report:
-        """All that is left to do."""
         state = self._state
         if state.finished:
             return self._report()
@@ -418,7 +417,6 @@ class _Adaptation:
     # --- text
 
     def _write_text(self) -> None:
-        """Rows of the recipe, as long as there is time."""
         state, backbone = self._state, Backbone(self._model, fingerprint=self._fingerprint)
         if not state.batch_size:
             state.batch_size = self._batch_size(backbone)
@@ -645,7 +643,6 @@ class _Adaptation:
         return tuning, [(task, prompt) for task, _, prompt in sorted(mixed, key=lambda one: one[1])]
 
     def _tune(self, speculator: Speculator, prompts: Sequence[Prompt]) -> None:
-        """Settings for this machine, where there is time to look for them."""
         options = RecordOptions(max_new_tokens=_ANSWER)
         costs = measure(speculator.backbone, speculator.heads)
         answer = 4 * options.max_new_tokens * costs.plain_step()

@@ -110,7 +110,6 @@ class SpeculationOptions:
     """With --pinned, rows of every pass: one for the newest token, one for each draft token."""
 
     def __post_init__(self) -> None:
-        """Raise InvalidOption for values that no model could make sense of."""
         check_fields(self)
         check_keys([self.drafter], TOGETHER, "drafter")
         if self.require_lossless and self.loss is not None:
@@ -119,7 +118,6 @@ class SpeculationOptions:
             self._check_rows()
 
     def _check_rows(self) -> None:
-        """Raise InvalidOption for drafts that a pinned pass has no room for."""
         needed = {f"{kind}:max_tokens": width for kind, width in self.widths.items()}
         if isinstance(self.controller, Bounded):
             needed[f"{self.controller.kind}:shortest"] = self.controller.shortest
@@ -243,12 +241,10 @@ class SpeculationOptions:
 
     @property
     def _used(self) -> list[Any]:
-        """Settings of the drafters in use."""
         return [getattr(self, _field(one)) for one in self.drafter.split("+") if one != "none"]
 
 
 def _field(kind: str) -> str:
-    """The field of SpeculationOptions for settings of a kind, if it has one."""
     return kind.replace("-", "_")
 
 

@@ -64,7 +64,6 @@ class Part:
             cls.kind = kind
 
     def __post_init__(self) -> None:
-        """Raise InvalidOption for a value of another type, or out of its range."""
         for entry in fields(self):  # type: ignore[arg-type]  # all subclasses are dataclasses
             value = getattr(self, entry.name)
             if isinstance(value, list):
@@ -354,7 +353,6 @@ class Bounded(Part):
     `pinned_rows - 1`."""
 
     def __post_init__(self) -> None:
-        """Raise InvalidOption for bounds that leave no length."""
         super().__post_init__()
         if self.shortest > self.longest:
             raise InvalidOption(

@@ -234,7 +234,6 @@ def check_options(options: Mapping[str, Any], vocab_size: int) -> None:
 
 
 def _check_function(option: str, entry: Any) -> None:
-    """Raise InvalidOption unless `entry` can be called with ids and scores."""
     if not callable(entry) or isinstance(entry, type):
         raise InvalidOption(f"{option} holds {shown(entry)}, expected functions of ids and scores")
     try:

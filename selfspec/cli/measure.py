@@ -290,7 +290,6 @@ def _measured(
     questions: tuple[list[Question], list[Question]],
     folder: Path,
 ) -> dict[str, Any]:
-    """Choose settings, measure, sum up."""
     from selfspec.eval.bench import chosen
     from selfspec.eval.methods import described
     from selfspec.eval.report import summarise

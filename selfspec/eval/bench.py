@@ -274,7 +274,6 @@ def arrivals(
 
 
 def _counts(stats: GenerationStats) -> dict[str, dict[str, float]]:
-    """What acceptance and the parts of a round are computed from."""
     kinds = [f"{word}_by_{kind}" for kind in ("layer", "index") for word in ("drafted", "accepted")]
     found = {name: getattr(stats, name) for name in ("seconds", *kinds)}
     return {name: {str(key): n for key, n in count.items()} for name, count in found.items()}

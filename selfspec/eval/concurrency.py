@@ -100,8 +100,6 @@ def ours(**settings: Any) -> Write:
 
 
 class _Times(LogitsProcessor):
-    """Notes when logits of a step were there."""
-
     def __init__(self) -> None:
         self.at: list[float] = []
 

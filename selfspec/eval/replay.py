@@ -77,16 +77,13 @@ class _State:
         self._record, self._places, self._context = record, places, record.context(prompt)
 
     def committed(self, start: int) -> list[int]:
-        """Prompt and answer so far, from the `start`-th token on."""
         return (self._context + self.answer[: self.known])[start:]
 
     @property
     def root(self) -> int:
-        """The node where the newest token's draft begins."""
         return int(self._record.roots[self._places.start + self.known - 1])
 
     def stop_reason(self) -> StopReason | None:
-        """Why the answer ends with its newest token, or None."""
         if self.known < len(self.answer):
             return None
         return "eos" if self.answer[-1] in self._record.info.end_tokens else "length"
@@ -108,7 +105,6 @@ class _Guesser:
         self._nodes = {ROOT: state.root}
 
     def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:  # noqa: ARG002  # the protocol's
-        """Behind each of `asked`."""
         return ready([self._guesses(self._node(draft, index)) for index in asked])
 
     def _node(self, draft: Draft, index: int) -> int:
@@ -211,7 +207,6 @@ def _drafter(
 
 
 def _verified(state: _State, draft: Draft) -> Round:
-    """One verification; what it commits is the recorded answer's."""
     drafted, following = draft.tokens, state.answer[state.known :]
     state.schedule.push(len(drafted) + 1 - state.schedule.pushed)
     for boundary, until in state.schedule.finish():

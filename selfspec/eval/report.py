@@ -325,7 +325,6 @@ _WAITS = {
 
 
 def _by_method(found: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
-    """A row for each method that has figures."""
     return pd.DataFrame([{"method": label, **values} for label, values in found.items() if values])
 
 
@@ -568,7 +567,6 @@ def page(runs: Iterable[Results]) -> str:
 
 
 def _section(run: Results) -> Iterator[str]:
-    """One run: what was found, its chart, what was measured, and its tables."""
     yield _tag("h2", run.name)
     yield f'<p class="verdict">{html.escape(verdict(run.summary))}</p>'
     if (figure := chart(run.summary)) is not None:

@@ -56,11 +56,9 @@ class ScriptedDrafter:
         """The script stays as it is."""
 
     def _tokens(self, position: int, count: int) -> list[int]:
-        """For `position` and behind it, up to `count`."""
         raise NotImplementedError
 
     def _number(self, end: int) -> int:
-        """From 0..end-1."""
         return int(torch.randint(end, (), generator=self._generator))
 
     def _junk(self, count: int) -> list[int]:

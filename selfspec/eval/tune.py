@@ -182,7 +182,6 @@ class _Search:
         return settings[int(self._score(seconds, prompts).argmax())]
 
     def rounds(self, setting: SpeculationOptions) -> list[list[Round]]:
-        """By prompt."""
         return [replay.rounds(self._record, number, setting) for number in self.longer]
 
     def seconds(self, setting: SpeculationOptions) -> Seconds:

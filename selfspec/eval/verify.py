@@ -555,7 +555,6 @@ def _pass(backbone: Backbone, lease: Lease, ids: Tensor, way: Way) -> Tensor:
 
 
 def _cuts(count: int, way: Way) -> Iterator[tuple[int, int]]:
-    """Where passes begin and end."""
     middle = count // 2 if way.kept else 0
     for low, high in ((0, middle), (middle, count)):
         sizes = itertools.cycle(way.pieces)

@@ -70,7 +70,6 @@ class HeadsConfig:
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
-        """Raise InvalidOption for exit layers that the model lacks or an unknown head type."""
         if self.head_type not in HEAD_TYPES:
             raise InvalidOption(f"head type {self.head_type!r} is none of {', '.join(HEAD_TYPES)}")
         if HEAD_TYPES[self.head_type].looks_ahead == (self.num_heads is None):

@@ -265,7 +265,6 @@ def _fields(value: object) -> Mapping[str, Any]:
 
 
 def _check(found: Grouped, layer: str) -> None:
-    """Raise InvalidData for parts that do not fit each other."""
     out, groups = len(found.quants), found.scales.shape[-1]
     if found.scales.shape != (out, groups) or found.zeros.shape != (out, groups):
         shapes = [list(part.shape) for part in (found.scales, found.zeros)]

@@ -118,7 +118,6 @@ class Reply:
         return all(pieces and pieces[-1].finish for pieces in self._pieces)
 
     def _told(self, piece: Piece) -> Iterator[Json]:
-        """What a client that reads along hears of a piece."""
         rounds = piece.told is not None and piece.told["rounds"]
         something = piece.text or piece.logprobs or rounds
         if not self._chat:

@@ -99,7 +99,6 @@ class Keys:
     """API keys that are accepted; none: everybody is."""
 
     def __init__(self, keys: Iterable[str]) -> None:
-        """Raises InvalidOption for a key that no header could carry."""
         self._keys = [key.strip() for key in keys if key.strip()]
         if not all(key.isascii() and key.isprintable() and " " not in key for key in self._keys):
             raise InvalidOption("an API key has characters that no header can carry")

@@ -66,7 +66,6 @@ class Answer:
     def __init__(
         self, job: Job, place: int, call: Request, running: Running, form: ToolFormat | None
     ) -> None:
-        """`place`: which choice; `form`: how the model calls tools, if it can."""
         choice = job.choices[place]
         self.job, self.place, self.running = job, place, running
         self.newest_s: float | None = None
@@ -116,7 +115,6 @@ class Answer:
         )
 
     def _read(self, entry: Round) -> str:
-        """The text of a round, as far as it is sure to be shown."""
         self.running.stats.add(entry)
         # one by one: rounds are cut by drafts
         texts = [
@@ -258,7 +256,6 @@ class ToolFormat:
         }
 
     def _call(self, text: str, names: Collection[str]) -> Json:
-        """One call in OpenAI's shape. Raises for what is none."""
         said = parse_json(text.strip(), "a call")
         name, arguments = said["name"], said[self.arguments]
         if name not in names or not isinstance(arguments, dict):
@@ -290,7 +287,6 @@ class Calls:
     """Text of an answer that may call: what is sure to be no call goes on, the rest waits."""
 
     def __init__(self, form: ToolFormat, tools: Tools) -> None:
-        """`tools`: that may be called."""
         self._form, self._names = form, [tool["function"]["name"] for tool in tools]
         self._text = ""
         self._given = 0

@@ -127,7 +127,6 @@ class _Message(_Shape):
         return self
 
     def as_turn(self) -> dict[str, Any]:
-        """For the chat template."""
         parts = self.content or ""
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
         role = "system" if self.role == "developer" else self.role
@@ -175,7 +174,6 @@ class _ResponseFormat(_Shape):
 
     @property
     def wanted(self) -> dict[str, Any] | bool | None:
-        """`json_schema` of `generate`."""
         if self.json_schema is not None and self.json_schema.schema_ is not None:
             return self.json_schema.schema_
         return None if self.type == "text" else True
@@ -233,7 +231,6 @@ class Body(_Shape):
     @model_validator(mode="before")
     @classmethod
     def _without_nothing(cls, body: Any) -> Any:
-        """Without fields that are null, or ask for nothing."""
         if not isinstance(body, dict):
             return body
         return {

@@ -42,7 +42,6 @@ class Writer:
     def __init__(
         self, speculator: Speculator, options: ServeOptions, kv_memory: int | None = None
     ) -> None:
-        """Raises InvalidOption as `Engine` does."""
         self.options, self.label = options, speculator.label
         self.room = speculator.backbone.max_positions
         """Tokens of a text at most, its prompt included."""

@@ -90,7 +90,6 @@ def save_card(trace: LayerTrace, path: Path, costs: MeasuredCosts | None = None)
 
 
 def _question(prompt: str) -> list[str]:
-    """Two lines of it at most."""
     whole = Text(" ".join(drawable(readable(prompt)).split()))
     first, *more = (line.plain.rstrip() for line in whole.wrap(_console(_ASKED), _ASKED))
     return [line for line in (first, fitting(" ".join(more), _ASKED)) if line]
@@ -139,7 +138,6 @@ class _Sheet:
     def box(
         self, left: float, top: float, wide: float, high: float, colour: str, alpha: float = 1.0
     ) -> None:
-        """A rectangle."""
         look: dict[str, Any] = {"edgecolor": "none", "facecolor": colour, "alpha": alpha}
         self._axes.add_patch(Rectangle((left, top), wide, high, **look))
 
@@ -157,7 +155,6 @@ class _Sheet:
             left += wide
 
     def legend(self, trace: LayerTrace, left: float, base: float, size: float) -> None:
-        """Who gave how many tokens."""
         for giver, count in ranked(givers(trace)):
             colour = giver.colour(trace.info.num_layers) or _OTHER
             self.box(left, base - 0.76 * size, 0.8 * size, 0.8 * size, colour)

@@ -65,7 +65,6 @@ class _Marks:
         return text
 
     def legend(self) -> Iterator[Text]:
-        """Who drafted, in the look of its tokens; only those that did."""
         drafted, kept = Counter[Giver](), Counter[Giver]()
         for entry in self._trace.rounds:
             found = [*map(Giver, entry.sources, entry.exit_layers)]
