@@ -7,7 +7,9 @@ every file is what it was: nothing changed, nothing removed, nothing half-writte
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import re
 import resource
 import signal
 import stat
@@ -17,9 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from selfspec.api.speculator import Speculator, wrap
 from selfspec.cli.main import main
 from selfspec.errors import SelfspecError
+from tests.api.test_text import byte_level_bpe
 from tests.models import make_model
 from tests.talks import make_tokenizer
 from tests.traces import long_trace
@@ -31,6 +38,36 @@ DEEP = "[" * 100_000
 
 Change = Callable[[Path], object]
 """What damages a folder."""
+
+
+def config(**values: Any) -> Change:
+    """Other values in a folder's config; None removes one."""
+
+    def damage(folder: Path) -> None:
+        found = json.loads((folder / "config.json").read_text()) | values
+        kept = {key: value for key, value in found.items() if value is not None}
+        (folder / "config.json").write_text(json.dumps(kept))
+
+    return damage
+
+
+def tensors(change: Callable[[dict[str, Tensor]], object]) -> Change:
+    """Other tensors in a folder's weights; what else their header says stays."""
+
+    def damage(folder: Path) -> None:
+        held = load_file(path := folder / "model.safetensors")
+        with safe_open(path, "pt") as file:
+            said = file.metadata()
+        change(held)
+        save_file({name: one.contiguous() for name, one in held.items()}, path, said)
+
+    return damage
+
+
+def tensor(name: str, make: Callable[[Tensor], Tensor]) -> Change:
+    """Another one in place of this."""
+    return tensors(lambda held: held.update({name: make(held[name])}))
+
 
 GENERATE = ["generate", "a", "--model", "model", "--dtype", "float32"]
 
@@ -128,3 +165,38 @@ def steps_into(value: Any) -> Iterator[tuple[Any, ...]]:
     if isinstance(value, dict | list):
         for step in value if isinstance(value, dict) else range(len(value)):
             yield from ((step, *steps) for steps in steps_into(value[step]))
+
+
+# --- a small speculator to call wrongly, and what an error has to say
+
+VOCAB = 280
+TEMPLATE = (
+    "{% if messages[0].role == 'robot' %}{{ raise_exception('no robots\nplease') }}{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+)
+IDS = [5, 6, 7]
+
+
+def small_model() -> Any:
+    """With a vocabulary of bytes."""
+    return make_model("llama", vocab_size=VOCAB, tie_word_embeddings=True)
+
+
+def speaking(model: Any) -> Speculator:
+    """With a tokenizer, a chat template that refuses robots, and heads."""
+    tokenizer = byte_level_bpe()
+    tokenizer.chat_template = TEMPLATE
+    return wrap(model, tokenizer, heads="logit-lens", drafter="exit:layers=2/5,threshold=0.05")
+
+
+def check(error: SelfspecError) -> None:
+    """One line that says what was found and what to do."""
+    text = str(error)
+    assert text
+    assert "\n" not in text
+    assert len(text) < 400
+    assert re.search(
+        r"expected|Did you mean|Known:|(\.|, or|:) ?(Give|Use|Leave|Shorten|Change|Check|Pad|Raise"
+        r"|Lower|Remove|Make|Fit|Run|change|leave|go on)",
+        text,
+    ), text

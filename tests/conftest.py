@@ -19,9 +19,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.api import tuned
+from selfspec.api.speculator import Speculator, load
 from selfspec.files import cache_folder
 from selfspec.model.backbone import Backbone
-from tests.models import make_model, random_ids
+from tests.models import CHEAP, make_model, random_ids
 from tests.watched import WatchedBackbone
 
 torch.set_num_threads(1)  # tiny products: a second thread only waits, for seconds on a busy machine
@@ -106,6 +107,12 @@ def model(tiny_model: TinyModel) -> PreTrainedModel:
 def backbone(model: PreTrainedModel) -> Backbone:
     """The tiny Llama, cut open. It holds no state of its own, so all tests share it."""
     return Backbone(model)
+
+
+@pytest.fixture(scope="session")
+def default() -> Speculator:
+    """The default model with its heads; what it is asked for goes with each call."""
+    return load(costs=CHEAP)
 
 
 @pytest.fixture

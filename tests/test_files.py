@@ -1,20 +1,43 @@
-"""Writing: whole or not at all, over nothing of somebody else's, one writer at a time."""
+"""Writing: whole or not at all, over nothing of somebody else's, one writer at a time.
+
+Everything that writes fills a folder twice: modes by the umask, no link followed, nothing lost on a
+full disk; the second time it replaces what it wrote.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import stat
 import subprocess
 import sys
+import tempfile
 import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from selfspec import files
+from selfspec.cli.chat import Chat
+from selfspec.cli.generate import Run
 from selfspec.errors import CannotWrite
-from tests.bad_input import snapshot
+from selfspec.eval import report
+from selfspec.eval.results import ANSWERS
+from selfspec.model.backbone import Backbone
+from selfspec.training import checkpoint
+from selfspec.training.selfgen import Writer
+from selfspec.visualise import picture
+from tests.authors import counted
+from tests.bad_input import largest_file, snapshot
+from tests.cli.fakes import FakeSpeculator
+from tests.heads.kinds import make_heads
+from tests.test_damage import FORMATS
+from tests.traces import long_trace
 
 
 @pytest.fixture
@@ -177,3 +200,209 @@ def test_what_killed_processes_left_is_cleared_and_a_folder_moved_aside_comes_ba
     (tmp_path / ".folder.a_1bcdef.new" / "aside" / "kept").touch()
     with files.locked(tmp_path / "folder"):
         assert [path.name for path in (tmp_path / "folder").iterdir()] == ["kept"]
+
+
+ABC = ["a ", "b "]
+
+
+def save_conversation(folder: Path, _: Backbone) -> None:
+    talk: Any = FakeSpeculator()
+    Chat(talk, {}, {"system": "be brief"}).save(str(folder / "talk.json"))
+
+
+def fill_folder(folder: Path, _: Backbone) -> None:
+    with files.replacing_folder(folder / "whole") as new:
+        (new / "inner").mkdir()
+        (new / "inner" / "text").write_text("words")
+        checkpoint.save(new / "it.safetensors", {"a": torch.zeros(9)}, {"job": {}})
+
+
+def finish_prompts(folder: Path, _: Backbone) -> None:
+    run = Run.begun(folder / "answers.jsonl", {}, overwrite=True)
+    run.add(0, CannotWrite("words"))
+    run.finish()
+
+
+def append_batch(folder: Path, _: Backbone) -> None:
+    writer = Writer(folder / "it.jsonl", {}, {})
+    writer.append(['{"text": "a"}'], 7, counted(rows=1))
+
+
+WRITERS: dict[str, Callable[[Path, Backbone], object]] = {
+    "text": lambda folder, _: files.write(folder / "it", "words\n"),
+    "a line more": lambda folder, _: files.append(folder / "it", "words"),
+    "a folder": fill_folder,
+    "heads": lambda folder, backbone: make_heads("linear", backbone.unembedding).save(folder),
+    "a checkpoint": FORMATS["a checkpoint"].make,
+    "a run of data": append_batch,
+    "answers": finish_prompts,
+    "a conversation": save_conversation,
+    "a trace": lambda folder, _: long_trace(ABC).save(folder / "it.jsonl"),
+    "a card": lambda folder, _: picture.save_card(long_trace(ABC), folder / "it.png"),
+    "a run of bench": lambda folder, _: report.begin_results(
+        folder, {"run": {"seed": 0}}, resume=False
+    ),
+}
+
+
+@contextmanager
+def umask(mask: int) -> Iterator[None]:
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def modes(folder: Path) -> dict[str, int]:
+    found = sorted(folder.rglob("*"))
+    return {str(p.relative_to(folder)): stat.S_IMODE(p.stat().st_mode) for p in found}
+
+
+@pytest.mark.parametrize("mask", [0o077, 0o022, 0o002])
+@pytest.mark.parametrize("writer", WRITERS)
+def test_modes_are_those_of_the_umask_and_stay(
+    writer: str, mask: int, tmp_path: Path, backbone: Backbone
+) -> None:
+    with umask(mask):
+        WRITERS[writer](tmp_path, backbone)
+    made = modes(tmp_path)
+    assert made
+    for name, mode in made.items():
+        assert mode == (0o777 if (tmp_path / name).is_dir() else 0o666) & ~mask, name
+    for name in made:
+        (tmp_path / name).chmod(0o750 if (tmp_path / name).is_dir() else 0o640)
+    before = modes(tmp_path)
+    with umask(mask):
+        WRITERS[writer](tmp_path, backbone)
+    assert {name: mode for name, mode in modes(tmp_path).items() if name in before} == before
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_no_link_is_followed(writer: str, tmp_path: Path, backbone: Backbone) -> None:
+    first, victim, trap, free = (tmp_path / name for name in ("first", "victim", "trap", "free"))
+    for folder in (first, trap, free):
+        folder.mkdir()
+    WRITERS[writer](first, backbone)
+    for number, name in enumerate(sorted(path.name for path in first.iterdir())):
+        victim.write_text("mine")
+        place = tmp_path / str(number)
+        place.mkdir()
+        (place / name).symlink_to(victim)
+        before = snapshot(place)
+        with pytest.raises(CannotWrite, match="is a link"):
+            WRITERS[writer](place, backbone)
+        assert victim.read_text() == "mine"
+        assert before.items() <= snapshot(place).items()
+    # nor one that somebody who knows the process and the output lays under a temporary name
+    for name in {path.name for path in first.rglob("*")}:
+        (trap / name).symlink_to(victim)
+        for end in (f"{os.getpid()}.new", f"{os.getpid()}.old", "new", "tmp"):
+            (free / f".{name}.{end}").symlink_to(trap, target_is_directory=True)
+    before = snapshot(trap)
+    WRITERS[writer](free, backbone)
+    assert victim.read_text() == "mine"
+    assert snapshot(trap) == before
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_full_disk_leaves_the_old_and_nothing_half_written(
+    writer: str, tmp_path: Path, backbone: Backbone
+) -> None:
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    WRITERS[writer](kept, backbone)
+    (kept / ANSWERS).touch()
+    before = snapshot(kept)
+    largest = max(path.stat().st_size for path in kept.rglob("*") if path.is_file())
+    for room in (0, 1, largest // 2, largest - 1):
+        for folder in (kept, tmp_path / f"new-{room}"):
+            folder.mkdir(exist_ok=True)
+            with largest_file(room), pytest.raises(CannotWrite) as caught:
+                WRITERS[writer](folder, backbone)
+            assert "\n" not in str(caught.value)
+        found = snapshot(kept)
+        assert not [name for name in found if name.endswith((".new", ".lock"))]
+        whole = {name: held for name, held in before.items() if found.get(name) != held}
+        assert not whole, "an old file is not what it was"
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="needs a second user")
+@pytest.mark.parametrize("writer", ["text", "a folder", "a checkpoint", "a run of data"])
+def test_in_a_folder_of_somebody_else(writer: str, backbone: Backbone) -> None:
+    """One that all may write to takes what is ours; one that none may, a line."""
+    place = tempfile.TemporaryDirectory()  # nobody else may enter those of pytest
+    folder = Path(place.name)
+    folder.chmod(0o755)
+    shared, closed = folder / "shared", folder / "closed"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    closed.mkdir(mode=0o755)
+    "".encode("utf-8-sig")  # a module of Python's that nobody may be unable to read
+    child = os.fork()
+    if child == 0:
+        os.setuid(65534)
+        try:
+            WRITERS[writer](shared, backbone)
+            WRITERS[writer](shared, backbone)
+            with pytest.raises(CannotWrite, match="ermission denied"):
+                WRITERS[writer](closed, backbone)
+            os._exit(0)
+        except BaseException:  # noqa: BLE001  # the child must not go on with the tests
+            traceback.print_exc()
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert {path.stat().st_uid for path in shared.rglob("*")} == {65534}
+    assert not list(closed.iterdir())
+    place.cleanup()
+
+
+@pytest.mark.parametrize("writer", sorted({*WRITERS} - {"text", "a line more", "a folder"}))
+def test_what_we_wrote_is_known_again(writer: str, tmp_path: Path, backbone: Backbone) -> None:
+    """By its first bytes; what only speaks of selfspec is somebody's own."""
+    marked = {"answers", "a conversation", "a trace", "a card", "a run of bench"}
+    WRITERS[writer](tmp_path, backbone)
+    whole = [files.written_here(path) for path in sorted(tmp_path.iterdir())]
+    assert any(whole) is (writer in marked)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "notes on selfspec\n",
+        '{"prompt": "what is selfspec?"}\n',
+        '{"prompt": "a", "made_by": "selfspec generate"}\n',
+        '{"made_by": "selfspecs"}\n',
+        "# written by selfspec, about its options\n",
+        "<!doctype html>\n<html><head><title>selfspec</title>",
+        "\n# written by selfspec bench\n",
+    ],
+)
+def test_words_about_selfspec_are_no_mark(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine"
+    path.write_text(text)
+    with pytest.raises(CannotWrite, match="was not written by selfspec"):
+        files.check_file(path, overwrite=True)
+
+
+@pytest.mark.parametrize("alias", ["itself", "another way", "link", "second name", "of several"])
+def test_a_command_does_not_write_over_what_it_reads(alias: str, tmp_path: Path) -> None:
+    path = tmp_path / report.RUN
+    path.write_text("# written by selfspec bench\n")
+    names: dict[str, object] = {
+        "itself": path,
+        "another way": f"{tmp_path}/../{tmp_path.name}/{path.name}",
+        "link": tmp_path / "link",
+        "second name": str(tmp_path / "hard"),
+        "of several": f"else.jsonl,{path}",
+    }
+    (tmp_path / "link").symlink_to(path)
+    (tmp_path / "hard").hardlink_to(path)
+    reads = [None, 3, "x" * 9000, "zero\0byte", "~nobody-here/x", names[alias]]
+    for check in (
+        lambda: files.check_file(path, overwrite=True, reads=reads),
+        lambda: report.check_results(tmp_path, overwrite=True, resume=False, reads=reads),
+    ):
+        with pytest.raises(CannotWrite, match="is read by the same command"):
+            check()
+    assert files.check_file(path, overwrite=True, reads=reads[:-1]) == path

@@ -11,7 +11,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import pytest
 import typer
 
 import selfspec
+from selfspec.api.speculator import Speculator
 from selfspec.cli.main import app, main, ordered
 from tests.api.test_default_model import pytestmark  # noqa: F401  # the same model, the same conditions
 
@@ -104,18 +104,10 @@ def test_pinned_commands_print_the_same_text(capsys: pytest.CaptureFixture[str])
     assert len(texts[0]) > 40
 
 
-@pytest.fixture(scope="module")
-def load() -> Callable[..., Any]:
-    """`selfspec.load` that reads the default model once."""
-    plain, found = selfspec.load, selfspec.load()
-    return lambda *given, **options: plain(*given, **options) if given or options else found
-
-
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_program_runs(
-    program: str, load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(selfspec, "load", load)
+def test_program_runs(program: str, default: Speculator, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = selfspec.load
+    monkeypatch.setattr(selfspec, "load", lambda *a, **k: plain(*a, **k) if a or k else default)
     exec(compile(program, "page", "exec"), {"__name__": "__main__"})
 
 

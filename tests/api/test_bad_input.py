@@ -29,7 +29,7 @@ from selfspec.heads.exit_heads import logit_lens
 from selfspec.model.backbone import Backbone
 from selfspec.options import Exit, Fixed
 from selfspec.typed import annotations_of, fits
-from tests.bad_calls import IDS, VOCAB, check, small_model, speaking
+from tests.bad_input import IDS, VOCAB, check, small_model, speaking
 from tests.models import addressless, make_model, random_ids
 
 load: Any = facade.load
@@ -238,7 +238,7 @@ UNMEANT: dict[str, tuple[Any, ...]] = {
 
 OPTIONS: list[dict[str, Any]] = [
     *({name: value, "do_sample": True} for name, given in UNMEANT.items() for value in given),
-    # what no model could take: tests/options/test_config.py
+    # what no model could take: tests/test_options.py
     *settings("drafter", "exit", layers=(9, [5, 2], []), threshold=([0.5] * 3,), max_depth=(3, 99)),
     *settings("drafter", "exit", max_tokens=("six", None)),
     # keywords of old, of others, and of nobody

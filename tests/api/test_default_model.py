@@ -10,13 +10,14 @@ import pytest
 import torch
 
 import selfspec
+from selfspec.api.speculator import Speculator
 from selfspec.api.text import encode
 from selfspec.decoding.probe import PassShape
 from selfspec.errors import InvalidOption
 from selfspec.hub.models import DEFAULT_MODEL_PACKAGE, default_model_file
 from selfspec.model.kv import fixed_slots
 from tests import ladder
-from tests.models import CHEAP, needs_compiler
+from tests.models import needs_compiler
 
 PROMPTS = [
     "Translate into French: The train to the coast leaves at nine in the morning.",
@@ -55,10 +56,9 @@ def test_no_draft_changes_one_bit_of_a_logit(executor: str, dtype: torch.dtype) 
         )
 
 
-def test_committed_heads_draft_and_the_pinned_text_stays() -> None:
-    speculator = selfspec.load(pinned=True, costs=CHEAP)
-    answer = speculator.generate(PROMPTS[0], max_new_tokens=40)
-    plain = speculator.generate(PROMPTS[0], max_new_tokens=40, speculate=False)
+def test_committed_heads_draft_and_the_pinned_text_stays(default: Speculator) -> None:
+    answer = default.generate(PROMPTS[0], max_new_tokens=40, pinned=True)
+    plain = default.generate(PROMPTS[0], max_new_tokens=40, pinned=True, speculate=False)
     assert answer.token_ids == plain.token_ids
     assert answer.stats.accepted > 0
     assert set(answer.stats.drafted_by_layer) == {0}

@@ -30,33 +30,6 @@ def hugging_face(model: Any, ids: Tensor, **options: Any) -> list[int]:
     return model.generate(ids, **options)[0, ids.shape[1] :].tolist()
 
 
-def test_end_tokens_and_criteria_stop_in_the_middle_of_an_accepted_block(
-    exact: Any,
-) -> None:
-    # with exits in the last layer but one of a model whose last layer does little, most drafts stay
-    model: Any = make_model("llama", torch.float64)
-    with torch.no_grad():
-        model.model.layers[5].self_attn.o_proj.weight.mul_(1e-3)
-        model.model.layers[5].mlp.down_proj.weight.mul_(1e-3)
-    easy = wrap(model, heads="logit-lens", drafter="exit:layers=5,threshold=0.01")
-    ids = random_ids(13)
-    expected = hugging_face(model, ids)
-    for count in range(2, 12):
-        answer = easy.generate(
-            ids,
-            max_new_tokens=NEW_TOKENS,
-            stopping_criteria=[lambda seen, _, n=count: seen.shape[1] >= 13 + n],
-        )
-        assert answer.token_ids == expected[:count]
-        assert answer.stop_reason == "stop"
-        first = expected.index(expected[count - 1])
-        ended = easy.generate(ids, max_new_tokens=NEW_TOKENS, eos_token_id=expected[count - 1])
-        assert ended.token_ids == expected[: first + 1]
-        assert ended.stop_reason == "eos"
-        assert easy.generate(ids, max_new_tokens=count).token_ids == expected[:count]
-    assert easy.generate(ids, max_new_tokens=NEW_TOKENS).stats.compression_rate > 2
-
-
 def test_inside_hugging_faces_generate_tokens_and_output_object_are_its_own(
     speculator: Speculator, exact: Any
 ) -> None:

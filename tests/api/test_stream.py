@@ -19,7 +19,7 @@ from selfspec.api.speculator import Speculator
 from selfspec.api.stream import Generation
 from selfspec.decoding.stats import Round
 from selfspec.errors import InvalidOption, InvalidPrompt
-from tests.bad_calls import small_model, speaking
+from tests.bad_input import small_model, speaking
 from tests.models import random_ids
 
 
@@ -138,18 +138,6 @@ def test_a_session_survives_an_error_anywhere_in_a_round(
     with pytest.raises(RuntimeError, match="planted"):
         session.generate(ids, max_new_tokens=12)
     assert session.generate(ids, max_new_tokens=12).token_ids == expected
-
-
-def test_a_session_survives_a_stream_that_was_stopped(speculator: Speculator) -> None:
-    ids, session = random_ids(13), speculator.session()
-    expected = speculator.generate(ids, max_new_tokens=12).token_ids
-    stream = session.stream(ids, max_new_tokens=12)
-    next(stream._entries)
-    next(stream._entries)
-    stream.close()
-    again = session.generate(ids, max_new_tokens=12)
-    assert again.token_ids == expected
-    assert again.stats.reused_tokens == 12
 
 
 # Coloured, in a notebook

@@ -1,6 +1,7 @@
 """What a command line can ask for that nothing could do: one line of error and exit code 2.
 
-Nothing is changed then, and wrong words are refused before a model is loaded.
+Nothing is changed then, and wrong words are refused before a model is loaded. Values of wrong types
+in any place of a file are `tests/test_damage.py`'s; here are those that mean something.
 """
 
 from __future__ import annotations
@@ -8,16 +9,25 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import os
 import shlex
 import shutil
+import struct
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from selfspec.cli.main import main
+from selfspec.errors import InvalidData
 from selfspec.hub import models as hub
-from tests.bad_input import GENERATE, furnish, refused
+from selfspec.hub.gguf import read_header
+from selfspec.serve.options import VARIABLE
+from tests.bad_input import GENERATE, Change, config, furnish, refused, tensors
+from tests.gguf_files import header, tensor, text, tiny, value
 from tests.test_untrusted import BOMB
 
 Capture = pytest.CaptureFixture[str]
@@ -44,7 +54,7 @@ def furnished(tmp_path_factory: pytest.TempPathFactory, made: Path) -> Path:
     (folder / "bad.jsonl").write_text(json.dumps(good) + '\n{"messages": [\n')
     trace = (folder / "trace.jsonl").read_text()
     future = trace.replace('"format_version": 6', '"format_version": 9')
-    for name, text in (
+    for name, content in (
         ("future.jsonl", future),
         ("wrong.yaml", "token: 3\nepoch: 3\n"),
         ("list.yaml", "- epochs\n"),
@@ -52,7 +62,7 @@ def furnished(tmp_path_factory: pytest.TempPathFactory, made: Path) -> Path:
         ("schema.json", "7"),
     ):
         (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text)
+        (folder / name).write_text(content)
     for name in ("garbage.jsonl", "link.html", "dangling.png", "pipe.html"):
         (folder / name).symlink_to(name.partition(".")[0])
     untaught = shutil.copytree(folder / "model", folder / "untaught")
@@ -134,6 +144,16 @@ bench P --concurrency 0                          | concurrency holds 0
 verify --rungs two                               | rungs is 'two', expected a list of whole
 verify --max-new-tokens 0                        | max_new_tokens
 verify --suite six-tasks --questions prompts.jsonl | Leave out --questions
+serve --host 0.0.0.0                             | which others can reach. Set SELFSPEC_API_KEY
+serve --host no.such.host.example                | which others can reach
+serve --cors-origin https://a.b --cors-origin *  | every web page that
+serve --port 70000                               | port is 70000, expected a value
+serve --concurrency 0                            | concurrency is 0, expected a value
+serve --timeout 0                                | timeout is 0.0, expected a value
+serve --kv-memory much                           | expected a size like 500MB or 2GB
+serve --api-key-file nowhere                     | cannot read nowhere
+serve --api-key-file empty                       | empty holds no API key
+serve --api-key-file text.txt                    | characters that no header can carry
 fit --data talks.jsonl                           | no --output
 fit T --preset specbond                          | Did you mean specbound?
 fit T --epochs 0                                 | epochs is 0, expected a value of at least 1
@@ -183,6 +203,7 @@ def test_a_line_that_cannot_be_meant_is_refused_before_anything_is_loaded(
     line: str, words: str, place: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub, "load_model", lambda *_, **__: pytest.fail("loaded a model"))
+    monkeypatch.delenv(VARIABLE, raising=False)
     refused(words_of(line), place, capsys, words)
 
 
@@ -205,14 +226,8 @@ def test_a_prompt_is_text_and_is_there(
 
 VALUES = [
     *(("--max-new-tokens", value) for value in ("-1", "1.5", "nan", "1e400", "")),
-    *(("--seed", value) for value in ("x", "9" * 40)),
-    *(
-        ("--drafter", value)
-        for value in ("", "exits", "exit:", "exit:layers=9", "exit:layers=2//4")
-    ),
-    *(("--controller", value) for value in ("", "threshold,fixed", "gammatune:rate=nan")),
-    *(("--acceptance", value) for value in ("", "lenient:lenience=0")),
-    *(("--costs", value) for value in ("", "rows=1", "row=0.1/-1")),
+    *(("--seed", "9" * 40), ("--costs", "row=0.1/-1"), ("--acceptance", "")),
+    *(("--drafter", value) for value in ("", "exit:layers=9", "exit:layers=2//4")),
     *(("--device", value) for value in ("", "tpu", "cuda:99", "meta")),
 ]
 """Other wrong values, by keywords: tests/api/test_bad_input.py."""
@@ -227,14 +242,11 @@ def test_a_value_out_of_range_is_refused(
 
 YAML = [
     (BOMB, "has the alias"),
-    ("model: !!python/object/apply:os.system [touch owned]", "is not YAML"),
     ("max_new_tokens: 3\nmax-new-tokens: 4\n", "has a key twice"),
     ("max_new_token: 3\n", "Did you mean max_new_tokens?"),
-    ("max_draft_tokens: 3\n", "'max_draft_tokens'. Did you mean max_new_tokens?"),
     ("max_new_tokens: [3]\n", "max_new_tokens is [3], expected a whole number"),
     ("pinned: 1\n", "pinned is 1, expected True or False"),
     ("model: 3\n", "model is 3, expected text"),
-    ("drafter: {exit: {layers: []}}\n", "exit:layers is empty"),
     ("temperature: .nan\n", "temperature is nan, expected a finite number"),
     ('model: "a\\0b"\n', ""),
 ]
@@ -323,3 +335,163 @@ def test_what_is_in_the_way_of_an_output_stays(
     words = [word.replace("@", way) for word in words_of(writer)]
     line = refused([*words, "--overwrite"], place, capsys)
     assert "missing" not in line  # refused before a model or a run is looked for
+
+
+MODEL = ["--model", "model", "--dtype", "float32"]
+
+
+def holding(name: str, content: str) -> Change:
+    return lambda folder: (folder / name).write_text(content)
+
+
+def without(name: str) -> Change:
+    return lambda folder: (folder / name).unlink()
+
+
+@pytest.mark.parametrize("data", [b"\xff\n", b"a\n\xc3\n"])
+def test_a_turn_is_text(
+    data: bytes, place: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
+    refused(["chat", *MODEL, "--max-new-tokens", "2"], place, capsys)
+
+
+# --- models
+
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+NORM = "model.norm.weight"
+
+
+def in_parts(called: Callable[[str], str]) -> Change:
+    """Weights in another file, under a name in the index that leads to it by a path."""
+
+    def damage(folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        (folder / WEIGHTS).rename(folder / "part.safetensors")
+        name = called("part.safetensors")
+        index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(tensors, name)}
+        (folder / INDEX).write_text(json.dumps(index))
+
+    return damage
+
+
+def replaced(name: str, make: Callable[[Path], object]) -> Change:
+    """Something else in place of a file."""
+
+    def damage(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        make(folder / name)
+
+    return damage
+
+
+def make_loop(path: Path) -> None:
+    """A link to a link back to it."""
+    path.symlink_to(f"{path.name}.link")
+    path.with_name(f"{path.name}.link").symlink_to(path.name)
+
+
+MODELS: dict[str, Change] = {
+    "config is an empty object": holding("config.json", "{}"),
+    "config of nobody": config(model_type="nobody"),
+    "config of code": config(model_type="mine", auto_map={"AutoConfig": "mine.Config"}),
+    "config of an encoder": config(model_type="bert", architectures=["BertModel"]),
+    "a huge vocabulary": config(vocab_size=10**12),
+    "another vocabulary": config(vocab_size=50),
+    "no positions": config(max_position_embeddings=0),
+    "no layers": config(num_hidden_layers=0),
+    "a billion layers": config(num_hidden_layers=10**9),
+    "more layers than weights": config(num_hidden_layers=9),
+    "another hidden size": config(hidden_size=48),
+    "no heads": config(num_attention_heads=0),
+    "heads that do not divide": config(num_attention_heads=5, head_dim=None),
+    "an unknown activation": config(hidden_act="quick"),
+    "rope of nobody": config(rope_parameters={"rope_type": "mine", "rope_theta": 1.0}),
+    "a dtype of nobody": config(dtype="float33", torch_dtype="float33"),
+    "weights lack one": tensors(lambda t: t.pop("model.layers.3.mlp.up_proj.weight")),
+    "weights of another shape": tensors(lambda t: t.update({NORM: torch.zeros(31)})),
+    "weights of whole numbers": tensors(lambda t: t.update({NORM: t[NORM].int()})),
+    "weights are another model's": replaced(
+        WEIGHTS, lambda path: save_file({"a": torch.zeros(2)}, path, {"format": "pt"})
+    ),
+    "weights are a folder": replaced(WEIGHTS, Path.mkdir),
+    "weights are pickled": replaced(
+        WEIGHTS, lambda path: torch.save({}, path.with_name("pytorch_model.bin"))
+    ),
+    "weights are not there": without(WEIGHTS),
+    **{f"{name} is a loop": replaced(name, make_loop) for name in (WEIGHTS, INDEX, "config.json")},
+    **{f"{name} is a pipe": replaced(name, os.mkfifo) for name in ("tokenizer.json", "vocab.json")},
+    "an index of a path": in_parts(lambda name: str(Path("it", name).absolute())),
+    "an index of a folder above": in_parts(lambda name: f"../it/{name}"),
+    "an index of pickles": in_parts(lambda name: "config.json"),
+    "quantised by nobody": config(quantization_config={"quant_method": "mine", "bits": 4}),
+    "quantised, with plain weights": config(
+        quantization_config={"quant_method": "gptq", "bits": 4}
+    ),
+    "tokenizer of nobody": holding("tokenizer.json", '{"model": {"type": "Mine"}}'),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_that_cannot_be_run_is_refused(
+    kind: str, furnished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    shutil.copytree(furnished / "model", tmp_path / "it")
+    monkeypatch.chdir(tmp_path)
+    MODELS[kind](tmp_path / "it")
+    command = ["generate", "a", "--model", "it", "--dtype", "float32", "--max-new-tokens", "2"]
+    refused(command, tmp_path, capsys)
+
+
+NESTED = struct.pack("<IQ", 9, 1) * 50 + struct.pack("<IQ", 4, 0)
+
+GGUF = {
+    "another format": b"GGML" + bytes(60),
+    "version 99": header(version=99),
+    "2^60 values": header(values=2**60),
+    "a key beyond the end": header(text(b"a", 200), values=1),
+    "a key that is no text": header(value(b"\xff\xfe", 4, bytes(4)), values=1),
+    "a key twice": header(value("a", 4, bytes(4)) * 2, values=2),
+    "an unknown type": header(value("a", 77, bytes(8)), values=1),
+    "an array of 2^60 numbers": header(value("a", 9, struct.pack("<IQ", 4, 2**60)), values=1),
+    "strings beyond the end": header(
+        value("a", 9, struct.pack("<IQ", 8, 2) + text("x") + text("y", 500) + bytes(40)), values=1
+    ),
+    "an array of an unknown type": header(
+        value("a", 9, struct.pack("<IQ", 99, 1) + bytes(8)), values=1
+    ),
+    "nested arrays": header(value("a", 9, NESTED), values=1),
+    "alignment 0": header(value("general.alignment", 4, struct.pack("<I", 0)), values=1),
+    "alignment as text": header(value("general.alignment", 8, text("32")), values=1),
+    "a tensor of 2^32 dimensions": header(text("t"), b"\xff" * 40, tensors=1),
+    "a tensor beyond the end": header(tensor("t", [64]), tensors=1),
+    "a tensor of 2^120 elements": header(tensor("t", [2**60, 2**60]), bytes(64), tensors=1),
+    "a tensor of an unknown type": header(tensor("t", [1], kind=99), bytes(64), tensors=1),
+    "a tensor twice": header(tensor("t", [1]) * 2, bytes(64), tensors=2),
+    "half a block": header(tensor("t", [33], kind=2), bytes(640), tensors=1),
+    "no model in it": header(),
+    "a tensor and no size": header(tensor("t", [1]), bytes(64), tensors=1),
+    "more layers than tensors": tiny(layers=3),
+    "a billion layers": tiny(layers=10**9),
+    "all defaults but one tensor": tiny(),
+    "an unknown architecture": header(value("general.architecture", 8, text("mine")), values=1),
+}
+
+
+@pytest.mark.parametrize("kind", GGUF)
+def test_a_gguf_file_that_holds_no_model_is_refused(
+    kind: str, tmp_path: Path, capsys: Capture
+) -> None:
+    (tmp_path / "it.gguf").write_bytes(GGUF[kind])
+    refused(["generate", "a", "--model", str(tmp_path / "it.gguf")], tmp_path, capsys)
+
+
+def test_a_gguf_header_is_followed_to_its_end(tmp_path: Path) -> None:
+    """What is whole passes, and one byte less does not."""
+    (tmp_path / "it.gguf").write_bytes(tiny())
+    read_header(tmp_path / "it.gguf")
+    (tmp_path / "it.gguf").write_bytes(tiny()[:-1])
+    with pytest.raises(InvalidData, match="its tensors end at byte"):
+        read_header(tmp_path / "it.gguf")

@@ -371,10 +371,3 @@ def test_results_that_lack_something_are_named(finished: Results) -> None:
     for broken in (finished._replace(run={"run": 1}), finished._replace(summary=nothing)):
         with pytest.raises(InvalidData, match="the results first lack what a report shows"):
             report.page([broken])
-
-
-def test_a_folder_without_a_finished_run_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["report", str(tmp_path), "--output", str(tmp_path / "out")]) == 2
-    assert "holds no finished run of selfspec bench" in capsys.readouterr().err

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from selfspec.errors import InvalidData, InvalidOption
+from selfspec.errors import InvalidData
 from selfspec.eval import results
 from selfspec.eval.results import (
     TASKS,
@@ -102,22 +102,6 @@ def test_a_broken_line_is_named_with_its_reason(file: Path, second: str, reason:
     file.write_text("\n")
     with pytest.raises(InvalidData, match="holds no questions"):
         load_suite(str(file))
-
-
-@pytest.mark.parametrize(
-    ("asked", "reason"),
-    [
-        (("six-task",), "Did you mean six-tasks?"),
-        (("spec-bench",), "Give --questions FILE"),
-        (("six-tasks", Path("a.jsonl")), "Leave out --questions"),
-        (("b.jsonl", Path("a.jsonl")), "Leave out --questions"),
-        (("six-tasks", None, 0), "limit is 0"),
-    ],
-)
-def test_a_wrong_choice_says_what_to_do(asked: tuple[Any, ...], reason: str) -> None:
-    with pytest.raises(InvalidOption) as error:
-        load_suite(*asked)
-    assert reason in str(error.value)
 
 
 # --- the file of answers

@@ -277,17 +277,6 @@ def test_only_an_executor_that_claims_it_is_held_to_it(
     assert not any_split(fused, PassShape(rows=6, slots=64))
 
 
-@needs_compiler
-def test_a_session_gives_the_text_of_a_fresh_start_bit_for_bit() -> None:
-    """Turns that go on behind what the last one left."""
-    speculator = wrap(make_model("llama", torch.bfloat16), executor="fused")
-    session, ids = speculator.session(), random_ids(30)
-    first = session.generate(ids, max_new_tokens=20)
-    again = torch.cat([ids, torch.tensor([first.token_ids]), random_ids(9, seed=3)], 1)
-    second = session.generate(again, max_new_tokens=20)
-    assert second.token_ids == speculator.generate(again, max_new_tokens=20).token_ids
-
-
 # --- what they compare
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from selfspec.decoding.work import alone, done_alone
@@ -19,7 +18,7 @@ from selfspec.heads.attending import AttendingHeads, TextRows
 from selfspec.heads.folder import attends
 from selfspec.model.backbone import Backbone
 from selfspec.model.parts import Unembedding
-from tests.bad_input import NAN, Change, one_line, snapshot
+from tests.bad_input import NAN, Change, config, one_line, snapshot, tensor, tensors
 from tests.heads.eagle3.make import (
     DRAFTED,
     HEADS,
@@ -114,35 +113,12 @@ def test_no_head_is_asked_about_a_single_row() -> None:
 # --- damaged folders ------------------------------------------------------------------------------
 
 
-def config(change: Callable[[dict[str, Any]], Any]) -> Change:
-    def apply(folder: Path) -> None:
-        path = folder / "config.json"
-        values = json.loads(path.read_text())
-        change(values)
-        path.write_text(json.dumps(values))
-
-    return apply
-
-
-def put(name: str, value: Any) -> Change:
-    return config(lambda values: values.update({name: value}))
-
-
 def layer(name: str, value: Any) -> Change:
-    return config(lambda values: values["transformer_layer_config"].update({name: value}))
+    def damage(folder: Path) -> None:
+        own = json.loads((folder / "config.json").read_text())["transformer_layer_config"]
+        config(transformer_layer_config=own | {name: value})(folder)
 
-
-def tensors(change: Callable[[dict[str, Tensor]], Any]) -> Change:
-    def apply(folder: Path) -> None:
-        held = load_file(folder / "model.safetensors")
-        change(held)
-        save_file({k: v.contiguous() for k, v in held.items()}, folder / "model.safetensors")
-
-    return apply
-
-
-def tensor(name: str, make: Callable[[Tensor], Tensor]) -> Change:
-    return tensors(lambda held: held.update({name: make(held[name])}))
+    return damage
 
 
 def pickled(folder: Path) -> None:
@@ -152,8 +128,8 @@ def pickled(folder: Path) -> None:
 Q = "layers.0.self_attn.q_proj.weight"
 STATES = "eagle_aux_hidden_state_layer_ids"
 DAMAGES: list[tuple[Change, str]] = [
-    (put("speculators_model_type", "dflash"), "speculators_model_type is 'dflash'"),
-    (config(lambda v: v.pop("transformer_layer_config")), "hidden_size is None"),
+    (config(speculators_model_type="dflash"), "speculators_model_type is 'dflash'"),
+    (config(transformer_layer_config=None), "hidden_size is None"),
     *(
         (layer(name, value), f"{name} is ")
         for name, value in [
@@ -170,11 +146,11 @@ DAMAGES: list[tuple[Change, str]] = [
         ]
     ),
     (layer("rope_parameters", {"rope_type": "llama3"}), "factor"),
-    (config(lambda v: v.update(fc_norm=True, norm_before_fc=True)), "fc_norm"),
-    (put("fc_norm", value=True), "no fc_norm.0.weight"),
+    (config(fc_norm=True, norm_before_fc=True), "fc_norm"),
+    (config(fc_norm=True), "no fc_norm.0.weight"),
     (layer("intermediate_size", 1 << 20), "expected"),
-    *((put(STATES, value), STATES) for value in ([1, 1, 2], [], [-1, 2, 3])),
-    (put(STATES, [1, 2, 3, 4]), "fc.weight"),
+    *((config(**{STATES: value}), STATES) for value in ([1, 1, 2], [], [-1, 2, 3])),
+    (config(**{STATES: [1, 2, 3, 4]}), "fc.weight"),
     (lambda folder: (folder / "model.safetensors").unlink(), "no *.safetensors"),
     (pickled, "pickles"),
     (lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 9), "model.safetensors"),
@@ -209,8 +185,8 @@ def test_a_damaged_folder_is_one_line_that_says_where(
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (put("eagle_aux_hidden_state_layer_ids", [1, 4, 9]), "8 layers"),
-        (put("target_hidden_size", WIDTH * 2), "width 64"),
+        (config(**{STATES: [1, 4, 9]}), "8 layers"),
+        (config(target_hidden_size=WIDTH * 2), "width 64"),
         (layer("vocab_size", VOCABULARY + 1), "129 tokens"),
     ],
 )

@@ -11,16 +11,11 @@ import pytest
 import selfspec
 from selfspec.api.speculator import Speculator
 from tests.api.test_text import byte_level_bpe
-from tests.models import CHEAP, make_model
+from tests.models import make_model
 from tests.serve.live import Running, answers, running
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 DRAFTS: dict[str, Any] = {"heads": "logit-lens", "drafter": "exit:layers=2/5,threshold=0.05"}
-
-
-@pytest.fixture(scope="session")
-def default() -> Speculator:
-    return selfspec.load(costs=CHEAP)
 
 
 @pytest.fixture(scope="session")

@@ -19,37 +19,6 @@ from selfspec.serve.gate import COPY, OPEN
 from selfspec.serve.options import VARIABLE, ServeOptions
 
 
-@pytest.mark.parametrize(
-    ("flags", "reason"),
-    [
-        (["--host", "0.0.0.0"], "which others can reach. Set SELFSPEC_API_KEY"),
-        (["--host", "no.such.host.example"], "which others can reach"),
-        (["--cors-origin", "*"], "every web page that"),
-        (["--cors-origin", "https://a.example", "--cors-origin", "*"], "every web page that"),
-        (["--port", "70000"], "port is 70000, expected a value"),
-        (["--concurrency", "0"], "concurrency is 0, expected a value"),
-        (["--timeout", "0"], "timeout is 0.0, expected a value"),
-        (["--kv-memory", "much"], "expected a size like 500MB or 2GB"),
-        (["--api-key-file", "nowhere"], "cannot read nowhere"),
-        (["--api-key-file", "empty"], "empty holds no API key"),
-        (["--api-key-file", "spaced"], "characters that no header can carry"),
-    ],
-)
-def test_what_makes_no_sense_is_refused_before_anything_is_loaded(
-    flags: list[str],
-    reason: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv(VARIABLE, raising=False)
-    Path("empty").write_text("# none\n\n", encoding="utf-8")
-    Path("spaced").write_text("two words\n", encoding="utf-8")
-    assert main(["serve", "--model", "nowhere", *flags]) == 2
-    assert reason in capsys.readouterr().err
-
-
 def test_an_address_that_is_taken_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

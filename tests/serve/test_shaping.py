@@ -175,12 +175,6 @@ def test_a_call_that_is_asked_for_follows_its_schema(
     assert chat(caller, messages=back, tools=[WEATHER, TIME], max_tokens=5).choices[0].finish_reason
 
 
-def test_what_may_be_called_is_left_to_the_model(caller: openai.OpenAI) -> None:
-    for more in ({"tool_choice": "none"}, {}):
-        answer = chat(caller, tools=[WEATHER], max_tokens=20, **more)
-        assert answer.choices[0].message.content or answer.choices[0].message.tool_calls
-
-
 CALL = '{"name": "get_time", "arguments": {}}'
 
 

@@ -1,17 +1,37 @@
-"""A trace comes back from its file as it was; any other file is refused in one line."""
+"""A trace in a file, on a terminal, as a card: it comes back as it was, no text breaks a view."""
 
 from __future__ import annotations
 
+import io
 import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from matplotlib.image import imread
+from rich.console import Console
+from rich.text import Text
 
 from selfspec.config import SpeculationOptions
 from selfspec.errors import InvalidData
-from selfspec.visualise.layers import LayerTrace, head_right, rejected, right_from, visible
-from tests.traces import INFO, TOKEN, entry, long_trace, small_trace, trace_of
+from selfspec.pages import palette
+from selfspec.visualise import picture
+from selfspec.visualise.layers import (
+    Gain,
+    LayerTrace,
+    gain,
+    givers,
+    head_right,
+    ranked,
+    rejected,
+    right_from,
+    visible,
+)
+from selfspec.visualise.picture import drawable, fitting
+from selfspec.visualise.terminal import show
+from tests.traces import INFO, TOKEN, entry, long_trace, small_trace, some_costs, trace_of
 
 
 def saved(tmp_path: Path) -> Path:
@@ -130,3 +150,170 @@ def test_rejected_drafts_stand_where_they_began(
 )
 def test_what_cannot_be_seen_is_shown(text: str, shown: str) -> None:
     assert visible(text) == shown
+
+
+STRUCK, RED = "\x1b[9", "38;2;{};{};{}m".format(*palette.rgb(palette.REJECTED))
+
+
+def printed(trace: LayerTrace, *, rejected: bool = True, **console: Any) -> str:
+    """What a console shows; not a terminal unless asked."""
+    out = io.StringIO()
+    show(trace, Console(file=out, _environ={}, **console), rejected=rejected)
+    return out.getvalue()
+
+
+def terminal(trace: LayerTrace, width: int = 80, **console: Any) -> str:
+    options: dict[str, Any] = {"force_terminal": True, "color_system": "truecolor", "width": width}
+    return printed(trace, **options | console)
+
+
+def test_a_pipe_gets_text_with_marks_and_no_escapes() -> None:
+    words = (
+        "\n"
+        "33 % of this answer came as drafts, 1.7 tokens per verification\n"
+        "exit layer 2²: 1 of 1 drafts kept\n"
+        "exit layer 4⁴: 1 of 2 drafts kept\n"
+    )
+    counts = (
+        "6 tokens, 3 rounds, 1.67 tokens per verification, 2 of 3 drafts kept; why drafts ended: "
+        "longest allowed 2, deepest exit layer 1\n"
+    )
+    answer = "A line⏎\n kept² checked deep⁴\n"
+    assert printed(small_trace(), rejected=False, width=20) == answer + words + counts
+    assert printed(small_trace(), width=20) == (
+        "A· line⏎\n· kept² [-dropped-] checked· deep⁴<end>\n"
+        + words
+        + "[-token-]: a draft that was rejected   ·: the next round\n"
+        + counts
+    )
+
+
+def test_a_terminal_shows_the_answer_in_colours_and_strikes_drafts() -> None:
+    shown = Text.from_ansi(terminal(small_trace(), rejected=False))
+    assert shown.plain.startswith("A line\n kept checked deep\n\n33 % of this answer")
+    looks = {shown.plain[s.start : s.end].strip(): str(s.style) for s in shown.spans}
+    for word, layer in (("kept", 2), ("exit layer 2", 2), ("deep", 4), ("exit layer 4", 4)):
+        assert palette.of_layer(layer, 6) in looks[word]
+    struck = terminal(small_trace())
+    assert f"{STRUCK};{RED}dropped" in struck
+    assert "[-" not in struck
+
+
+@pytest.mark.parametrize("console", [{"no_color": True}, {"color_system": None}])
+def test_without_colours_there_are_marks(console: dict[str, Any]) -> None:
+    shown = terminal(small_trace(), **console)
+    assert "38;2" not in shown
+    assert ("\x1b" in shown) is ("no_color" in console)
+    assert "[-dropped-]" in shown
+    assert "kept²" in shown
+
+
+@pytest.mark.parametrize("width", [12, 30, 60])
+def test_lines_fit_a_narrow_terminal(width: int) -> None:
+    shown = terminal(small_trace(), width, color_system=None)
+    assert max(map(len, shown.splitlines())) <= width
+    assert "checked" in shown
+
+
+def test_a_console_that_knows_ascii_only_gets_ascii() -> None:
+    raw = io.BytesIO()
+    out = io.TextIOWrapper(raw, encoding="ascii")
+    show(long_trace(["A", " \u4f60", "\n"]), Console(file=out, _environ={}), rejected=True)
+    show(small_trace(), Console(file=out, _environ={}), rejected=True)
+    out.flush()
+    shown = raw.getvalue().decode("ascii")
+    assert "A| \\u4f60|\\u23ce" in shown
+    assert " kept^2 [-dropped-] checked| deep^4<end>" in shown
+
+
+def test_control_characters_cannot_reach_the_terminal() -> None:
+    shown = printed(long_trace(["\x1b[31mred", "[bold]x[/bold]", "\r\x07", "\u202e"]))
+    assert "\x1b" not in shown
+    assert "\\u001b[31mred· [bold]x[/bold]".replace(" ", "") in shown.replace(" ", "")
+    assert "␍\\u0007" in shown
+    assert "\\u202e" in shown
+
+
+def test_drafts_from_elsewhere_have_marks_of_their_own() -> None:
+    rounds = entry(1, prefill=True, ended="off"), entry(2, [0, 0], 1, sources=["ngram"] * 2)
+    shown = printed(trace_of(rounds, ("A", " b", " c"), ((), (" b", " x\n"))))
+    assert "A· bⁿ [-x⏎-] c\n" in shown
+    assert "prompt lookupⁿ: 1 of 2 drafts kept" in shown
+
+
+ODD = [
+    *("你好世界你好世界", "🎉", "", "\ufffd", "שלום", "\u0301"),
+    *("\x00", "$x^2$", "x" * 300, " ", "\n"),
+]
+
+
+def test_a_gain_is_what_rounds_and_costs_say() -> None:
+    trace = small_trace()
+    found = gain(trace)
+    assert (found.tokens, found.drafted) == (6, 2)
+    assert found.headline == "33 % of this answer came as drafts, 1.7 tokens per verification"
+    costs = some_costs(6, 3)
+    speed_up = 5 * costs.plain_step() / costs.seconds_of(trace.rounds)
+    assert gain(trace, costs).headline.endswith(f", {speed_up:.1f}× plain decoding")
+    assert gain(long_trace(["a", "b"])).headline.startswith("No draft was kept")
+    words = [(giver.words, count) for giver, count in ranked(givers(trace))]
+    assert words == [("the model", 4), ("exit layer 2", 1), ("exit layer 4", 1)]
+
+
+@pytest.mark.parametrize(
+    ("times", "words"),
+    [
+        (None, "came as drafts, 1.5 tokens per verification"),
+        (1.1, "came as drafts, 1.1× plain decoding"),
+        (1.0, "came as drafts, which cost what they gave: 1.0× plain decoding"),
+        (0.9, "came as drafts, which cost more than they gave: 0.9× plain decoding"),
+    ],
+)
+def test_a_headline_says_what_drafts_gave(times: float | None, words: str) -> None:
+    found = Gain(tokens=50, drafted=22, per_verification=1.5, times=times)
+    assert found.headline == f"44 % of this answer {words}"
+    assert found._replace(drafted=0).headline.endswith(
+        ", 0.9× plain decoding" if times == 0.9 else "of the whole model"
+    )
+
+
+def test_a_card_holds_any_text_without_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    loss = Gain(tokens=50, drafted=22, per_verification=1.5, times=0.8)
+    monkeypatch.setattr(picture, "gain", lambda *_: loss)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name, trace in {"small": small_trace(), "long": long_trace(ODD * 20)}.items():
+            picture.save_card(trace, tmp_path / f"{name}.png")
+            picture.save_card(trace, tmp_path / "again.png")
+            made = (tmp_path / f"{name}.png").read_bytes()
+            assert made == (tmp_path / "again.png").read_bytes()
+            shown = imread(tmp_path / f"{name}.png")
+            assert shown.shape[:2] == (675, 1200)
+            assert (shown[:, 320:336, :3].std(axis=(0, 1)) < 0.01).all()  # words stay in their box
+
+
+def test_a_card_has_each_draft_in_its_colour(tmp_path: Path) -> None:
+    picture.save_card(small_trace(), tmp_path / "card.png")
+    shown = {
+        tuple(pixel)
+        for pixel in (imread(tmp_path / "card.png")[..., :3] * 255).round().reshape(-1, 3)
+    }
+    for layer in (2, 4):
+        assert tuple(bytes.fromhex(palette.of_layer(layer, 6)[1:])) in shown
+    assert tuple(bytes.fromhex(palette.SEEN[1:])) not in shown
+
+
+def test_characters_without_a_glyph_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert drawable("aä␣⏎…") == "aä␣⏎…"
+    monkeypatch.setattr(picture, "_glyphs", lambda: frozenset(map(ord, "abc")))
+    assert drawable("a你🎉") == "aU+4F60U+1F389"
+
+
+@pytest.mark.parametrize(
+    ("text", "columns", "shown"),
+    [("abcdef", 6, "abcdef"), ("abcdefg", 6, "abcde…"), ("你好世界", 6, "你好…"), ("", 3, "")],
+)
+def test_wide_characters_count_twice(text: str, columns: int, shown: str) -> None:
+    assert fitting(text, columns) == shown
