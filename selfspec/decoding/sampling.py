@@ -305,6 +305,12 @@ class Sampler:
             return Choice(self.draw(probs, ids.shape[1]), probs, probs)
         return Choice(int(scores.argmax(-1)), None, probs)
 
+    def behind(self, ids: Tensor, token: int) -> Tensor:
+        """`ids` [1, n] and a token; as they are where no choice looks at them."""
+        if self.is_plain_greedy:
+            return ids
+        return torch.cat([ids, ids.new_full((1, 1), token)], dim=1)
+
     def draw(self, probs: Tensor, place: int | None = None) -> int:
         """One token from [V], behind `place` ids, to which a seed ties it; None: to no place.
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from selfspec.decoding.acceptance import Target
 from selfspec.heads.heads import Answer, ExitHead, Signal, answer, joined
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv import Lease, Rows
+from selfspec.model.kv import Lease, Rows, uploaded
 
 Result = TypeVar("Result")
 Key = TypeVar("Key", bound=Hashable)
@@ -63,7 +63,7 @@ class Embed(Work):
 
     def done(self, alike: Sequence[Embed], _others: Sequence[Work]) -> Sequence[Tensor]:
         ids = [token for work in alike for token in work.ids]
-        hidden = self.backbone.embed(torch.tensor(ids, device=self.backbone.device))
+        hidden = self.backbone.embed(uploaded(ids, self.backbone.device))
         parts: Sequence[Tensor] = hidden.split([len(work.ids) for work in alike])
         return parts
 

@@ -33,7 +33,7 @@ from selfspec.errors import HeadsMismatch, InvalidHeads, InvalidOption, first_li
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig, check_numbers
 from selfspec.heads.folder import EAGLE3, METADATA, SWITCHES, attends
 from selfspec.heads.heads import DraftVocabulary, LinearHead
-from selfspec.model.kv import Lease
+from selfspec.model.kv import Lease, uploaded
 from selfspec.model.parts import Unembedding
 from selfspec.untrusted import check_safetensors
 
@@ -242,16 +242,17 @@ class AttendingHeads(ExitHeads):
         """The layer's output for rows of many texts, [n, d] of each; its weights are read once."""
         counts = [len(one.tokens) for one in rows]
         states = torch.cat([one.states for one in rows])
-        tokens = torch.tensor([token for one in rows for token in one.tokens])
-        places = torch.tensor([place for one in rows for place in one.positions])
+        tokens = [token for one in rows for token in one.tokens]
+        places = [place for one in rows for place in one.positions]
+        both = uploaded([*tokens, *places], states.device).split(len(tokens))
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             queries, keys, values = (one.split(counts, 1) for one in (query, key, value))
             each = zip(rows, queries, keys, values, strict=True)
             return torch.cat([text.attend(q, k, v) for text, q, k, v in each], 1)
 
-        embedded = rows[0].text.embed(tokens)
-        output = self.layer(embedded[None], states[None], places.to(states.device), attend)
+        embedded = rows[0].text.embed(both[0])
+        output = self.layer(embedded[None], states[None], both[1], attend)
         return list(output[0].split(counts))
 
     def layer(

@@ -358,6 +358,7 @@ def entropy(probs: Tensor) -> Tensor:
     return nats
 
 
+@dataclass(frozen=True)
 class Ensemble:
     """CM-ASD's confidence C, section III-B: a weighted mean of three signals.
 
@@ -366,13 +367,11 @@ class Ensemble:
     | C(ent), an uncertainty | 1 - H / log V: turned round, so that 1 is certain in all three |
     | C(margin), beta | sigmoid(margin_scale * (z1 - z2)), at least 1/2 |
     | C(soft) | (p1 - p2) / p1 |
-    | lambda 1, 2, 3 | `weights`, which sum to 1 |
+    | lambda 1, 2, 3 | `weights` of these, which sum to 1 |
     """
 
-    def __init__(self, weights: Sequence[float], margin_scale: float) -> None:
-        """`weights` of entropy, logit margin, softmax margin."""
-        self._weights = tuple(weights)
-        self._margin_scale = margin_scale
+    weights: tuple[float, ...]
+    margin_scale: float
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Logits [.., V] (or logarithms of a distribution) -> [..]."""
@@ -380,10 +379,10 @@ class Ensemble:
         first, second = log_probs.topk(2, dim=-1).values.unbind(-1)
         signals = (
             1.0 - entropy(log_probs.exp()) / math.log(logits.shape[-1]),
-            torch.sigmoid(self._margin_scale * (first - second)),
+            torch.sigmoid(self.margin_scale * (first - second)),
             1.0 - (second - first).exp(),
         )
-        parts = [weight * signal for weight, signal in zip(self._weights, signals, strict=True)]
+        parts = [weight * signal for weight, signal in zip(self.weights, signals, strict=True)]
         return torch.stack(parts).sum(0)
 
 

@@ -23,7 +23,7 @@ from transformers.masking_utils import (
 )
 
 from selfspec.errors import UnsupportedModel
-from selfspec.model.kv import Lease, PageLayout, Rows, ancestors, held_behind
+from selfspec.model.kv import Lease, PageLayout, Rows, ancestors, held_behind, uploaded
 from selfspec.model.parts import (
     CACHE,
     CHUNKED,
@@ -88,7 +88,7 @@ def tree_mask(kind: str, config: PreTrainedConfig, rows: Rows, layer: int, like:
     start, end = span.lease.length(layer), span.lease.length(layer) + span.count
     slots = torch.arange(span.lease.get_mask_sizes(span.count, layer)[0], device=positions.device)
     slots[start:end] = positions  # siblings share a position
-    unseen = torch.tensor(held_behind(parents), device=positions.device)
+    unseen = uploaded(held_behind(parents), positions.device)
     visible = slots < start - unseen[:, None]
     visible[:, start:end] = ancestors(parents, positions.device)
     if kind == SLIDING:

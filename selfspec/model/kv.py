@@ -289,7 +289,7 @@ class Rows:
         span = Span(lease, count, None if parents is None else tuple(parents))
         if span.parents is None:
             return cls(torch.arange(start, start + count, device=device), (span,))
-        return cls(torch.tensor(depths(span.parents), device=device) + start, (span,))
+        return cls(uploaded(depths(span.parents), device) + start, (span,))
 
     @classmethod
     def joined(cls, parts: Sequence[Rows]) -> Rows:
@@ -314,6 +314,14 @@ class Rows:
         parts = zip(hidden.split(counts), self.positions.split(counts), self.spans, strict=True)
         for part, positions, span in parts:
             yield part, Rows(positions, (span,))
+
+
+def uploaded(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """[T] int64 on `device`; the host does not wait until they are there."""
+    if len(numbers) == 1:  # goes with the launch: nothing is copied
+        return torch.full((1,), numbers[0], device=device)
+    pinned = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return pinned.to(device, non_blocking=True)
 
 
 def depths(parents: Sequence[int]) -> list[int]:

@@ -22,7 +22,6 @@ from transformers import (
 )
 from transformers.generation import logits_process, stopping_criteria
 from transformers.generation.logits_process import (
-    LogitNormalization,
     NoRepeatNGramLogitsProcessor,
     PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
@@ -269,13 +268,6 @@ def test_processors_of_other_models_are_refused_by_name_in_a_batch(name: str) ->
     processor = kind.__new__(kind)
     with pytest.raises(InvalidOption, match=f"^{name} may treat rows"):
         processor_for(processor, 0, 2)
-
-
-def test_stateless_processors_are_shared_by_all_rows() -> None:
-    processor = TemperatureLogitsWarper(0.5)
-    assert processor_for(processor, 1, 2) is processor
-    normal = LogitNormalization()
-    assert processor_for(normal, 0, 2) is normal
 
 
 # Criteria

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from selfspec.errors import InvalidOption
-from selfspec.model.kv import POSITIONS, KVStore, Lease, Page, PageLayout, PooledLease, fixed_slots
+from selfspec.model.kv import POSITIONS, KVStore, Lease, Page, PageLayout, PooledLease
 
 
 def block(rows: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -96,10 +96,6 @@ def test_raising_the_slots_keeps_what_a_layer_holds_and_not_what_was_truncated()
     cache.truncate(0)
     cache.slots = 192
     assert not any(part.isnan().any() for part in cache.update(*block(2), 0))
-
-
-def test_fixed_slots_are_the_next_multiple_of_64() -> None:
-    assert [fixed_slots(length) for length in (1, 64, 65, 128)] == [64, 64, 128, 128]
 
 
 # --- of many texts

@@ -76,7 +76,7 @@ class DraftModelDrafter(ChoosingDrafter):
             choice = self.sampler.choose(ids, logits, believe=self.beliefs)
             writer.add(choice, 1.0 if signal is None else float(signal(logits)))
             rows = [choice.token]
-            ids = torch.cat([ids, ids.new_tensor([rows])], dim=1)
+            ids = self.sampler.behind(ids, choice.token)
         return writer.draft
 
 

@@ -22,6 +22,7 @@ from selfspec.decoding.work import Ask, Embed, Steps, Work
 from selfspec.heads.attending import AttendingHeads
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import Answer, ExitHead, ExitJudge, answer, top_probability
+from selfspec.model.kv import uploaded
 
 # --- heads on the embedding: what they think of the next token ------------------------------------
 
@@ -87,8 +88,8 @@ class HeadGuesser:
             return Known([], [])
         if self._sampler.is_plain_greedy:
             return Known(tokens, chances)
-        path = self._state.ids.new_tensor([draft.tokens_to(node)])
-        ids = torch.cat([self._state.ids, path], dim=1)
+        path = uploaded(draft.tokens_to(node), self._state.ids.device)
+        ids = torch.cat([self._state.ids, path[None]], dim=1)
         return processed(self._sampler, ids, self._head.to_target_logits(logits), len(tokens))
 
 
@@ -246,7 +247,7 @@ class ExitDrafter(ChoosingDrafter):
                 break
             writer.add(found.choice, found.confidence, layer=found.layer)
             newest, deep = [found.choice.token], found.features
-            ids = torch.cat([ids, ids.new_tensor([[found.choice.token]])], dim=1)
+            ids = self.sampler.behind(ids, found.choice.token)
         return writer.draft
 
     def _first_exit(
@@ -325,6 +326,6 @@ class AttendingDrafter(ExitDrafter):
             if not writer.room:
                 break
             token = found.choice.token
-            ids = torch.cat([ids, ids.new_tensor([[token]])], dim=1)
+            ids = self.sampler.behind(ids, token)
             output = yield text.draft([token], output, [len(writer.draft.proposed) - 2])
         return writer.draft

@@ -118,7 +118,7 @@ class SkipDrafter(ChoosingDrafter):
             if writer.room and sure < self._confidence.threshold:
                 writer.stop("unsure")
             rows = [choice.token]
-            ids = torch.cat([ids, ids.new_tensor([rows])], dim=1)
+            ids = self.sampler.behind(ids, choice.token)
         state.lease.truncate(held)
         return writer.draft
 
