@@ -200,7 +200,7 @@ def captures(hour: Hour, found: Found) -> None:
     """Of passes of 1 to 16 rows: how many graphs, how long they take to make, their memory."""
     on, seconds = hour.on(DEFAULT), list[float]()
     executor: Any = on.backbone._executor
-    found |= {"model": on.label, "captured": executor.captures}
+    found |= {"model": on.label, "captured": executor.replays.captures}
 
     def strategy() -> Capture:
         inner = graph_capture(hour.device) if hour.cuda else uncaptured
@@ -223,7 +223,7 @@ def captures(hour: Hour, found: Found) -> None:
         hour.answer(planted(on, rows - 1, 0.5))
     found |= {"graphs": len(seconds), "seconds": sum(seconds)}
     found["memory_mb"] = (torch.cuda.memory_reserved() - before) / 1e6
-    if hour.cuda and not executor.captures:
+    if hour.cuda and not executor.replays.captures:
         raise RuntimeError("nothing was captured")
 
 

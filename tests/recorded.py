@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from selfspec.model.cuda_graph import Work
@@ -56,13 +56,14 @@ class RecordedCapture:
         with recording:
             output = work()
         self.recordings.append(recording)
-        self._outputs.append(output)
+        self._outputs += output
 
-        def replay() -> Tensor:
+        def replay() -> tuple[Tensor, ...]:
             self.replays += 1
-            for other in self._outputs:
-                other.fill_(torch.nan)
-            recording.replay()
+            with _disable_current_modes():  # on a GPU it is one launch
+                for other in self._outputs:
+                    other.fill_(torch.nan)
+                recording.replay()
             return output
 
         return replay

@@ -122,6 +122,11 @@ class Runtime(Sources):
             self._tell("lossy acceptance: the output differs from the model's own")
         watch = Stopwatch()
         drafter = self.drafter(asked, options, draft_cache, load)
+        least, start = state.hidden.least, len(state.committed(0))
+        counts = range(least, 1 + max(least, options.widest_pass if options.speculate else 1))
+        self.backbone.capture(start, state.hidden.schedule.depths, counts, state.lease.slots)
+        if options.uses("draft-model") and (second := self.draft_model) is not None:
+            second.capture(start, (0, second.num_layers), range(1, 3))
         steps = written(state, drafter, rule, asked.stop, watch)
         return Running(state=state, steps=steps, stats=stats, watch=watch, logprobs=noted)
 

@@ -29,7 +29,7 @@ from selfspec.decoding.stats import Stopwatch
 from selfspec.decoding.work import alone, done_alone
 from selfspec.heads.attending import AttendingHeads, Attention
 from selfspec.heads.exit_heads import ExitHeads
-from selfspec.heads.heads import ExitHead, ExitJudge, answer
+from selfspec.heads.heads import Answer, ExitHead, ExitJudge, scored
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv import Lease, Rows
 from selfspec.options import Costs
@@ -37,19 +37,13 @@ from selfspec.options import Costs
 Name = TypeVar("Name", bound=Hashable)
 
 
+@dataclass(frozen=True)
 class Clock:
     """Runs works on one device a few times."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        repeats: int,
-        now: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        """`repeats`: at least 1. `now` gives seconds; tests inject their own."""
-        self.device = device
-        self._repeats = repeats
-        self._now = now
+    device: torch.device
+    repeats: int  # at least 1
+    now: Callable[[], float] = time.perf_counter  # seconds; tests inject their own
 
     def seconds(self, works: Mapping[Name, Callable[[], object]]) -> dict[Name, float]:
         return {name: statistics.median(laps) for name, laps in self.laps(works).items()}
@@ -57,13 +51,13 @@ class Clock:
     def laps(self, works: Mapping[Name, Callable[[], object]]) -> dict[Name, list[float]]:
         """Seconds of every run, after one that does not count (it captures, and warms up)."""
         found: dict[Name, list[float]] = {name: [] for name in works}
-        for _ in range(self._repeats + 1):
+        for _ in range(self.repeats + 1):
             for name, work in works.items():
                 self._wait(self.device)
-                start = self._now()
+                start = self.now()
                 made = work()
                 self._wait(made.device if isinstance(made, Tensor) else self.device)
-                found[name].append(self._now() - start)
+                found[name].append(self.now() - start)
         return {name: laps[1:] for name, laps in found.items()}
 
     def _wait(self, device: torch.device) -> None:
@@ -313,7 +307,7 @@ def _question(
             features = heads.ahead(hidden)
         else:
             features = head.features(reads, hidden if heads.reads_deep else None)
-        return answer(head, features, temperature=judge.temperature(layer), count=1)
+        return Answer.read(*scored(head, features, judge.temperature(layer), 1))
 
     return ask
 

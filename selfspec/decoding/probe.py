@@ -139,8 +139,6 @@ def any_split(backbone: Backbone, shape: PassShape) -> bool:
 
 
 class _Text:
-    """A context, through the first `layers`, and what may come behind it."""
-
     def __init__(
         self,
         backbone: Backbone,
@@ -149,7 +147,7 @@ class _Text:
         layers: int,
         pieces: Sequence[Tensor],
     ) -> None:
-        """The context comes in `pieces` of ids."""
+        """A context, in `pieces` of ids, through the first `layers`."""
         self._backbone, self._widest = backbone, widest
         self._lease = Lease(backbone.num_layers, shape.slots)
         upto = (layers,) if layers < backbone.num_layers else ()

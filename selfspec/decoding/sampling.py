@@ -389,7 +389,6 @@ def is_stateless(processor: object) -> bool:
 
 
 def _processed(processor: Any, ids: Tensor, scores: Tensor) -> Tensor:
-    """[1, n], [1, V] -> [1, V]."""
     try:
         found = processor(ids, scores)
     except (IndexError, RuntimeError, TypeError, ValueError) as error:

@@ -191,7 +191,6 @@ class HiddenCache:
         )
 
     def _tree(self, step: Pass) -> list[int] | None:
-        """Parents of a pass's rows; None for a chain."""
         if self._is_chain:
             return None
         # no row of the round is through all layers before its last pass

@@ -13,13 +13,12 @@ from itertools import accumulate, pairwise
 from typing import Any, Protocol, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from selfspec.decoding.acceptance import Target
-from selfspec.heads.heads import Answer, ExitHead, Signal, answer, joined
+from selfspec.heads.heads import Answer, ExitHead, Signal, joined, scored
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv import Lease, Rows, uploaded
+from selfspec.model.kv import Lease, Rows, uploaded, with_zeros
 
 Result = TypeVar("Result")
 Key = TypeVar("Key", bound=Hashable)
@@ -112,7 +111,7 @@ class Run(Work):
 
     def _alone(self, stop: int) -> Tensor:
         count, start = len(self.hidden), self.lease.length(self.first)
-        block = padded(self.hidden, self.least)
+        block = with_zeros(self.hidden, self.least)
         output = self.backbone.run(block, self.first, stop, self._rows(len(block)))
         if len(block) > count:
             self.lease.truncate(start + count, self.first, stop)
@@ -130,6 +129,7 @@ class Run(Work):
 class Ask(Work):
     """One exit head asked about rows of a text; gives an Answer."""
 
+    backbone: Backbone
     head: ExitHead
     hidden: Tensor
     """[n, d]"""
@@ -146,14 +146,20 @@ class Ask(Work):
 
     def done(self, alike: Sequence[Ask], _others: Sequence[Work]) -> list[Answer]:
         hidden = [work.hidden for work in alike]
-        deep = joined([work.deep for work in alike], hidden)
-        features = self.head.features(hidden[0] if len(alike) == 1 else torch.cat(hidden), deep)
-        whole = answer(
-            self.head, features, temperature=self.temperature, count=self.count, signal=self.signal
-        )
+        inputs = [hidden[0] if len(alike) == 1 else torch.cat(hidden)]
+        if (deep := joined([work.deep for work in alike], hidden)) is not None:
+            inputs.append(deep)
+        if (replayed := self.backbone.claims.replayed) is None:
+            whole = Answer.read(*self._asked(*inputs))
+        else:
+            whole = Answer.read(*replayed(self.likeness, self._asked, *inputs))
         if len(alike) == 1:
             return [whole]
         return [whole.part(slice(*ends)) for ends in _ends(hidden)]
+
+    def _asked(self, hidden: Tensor, deep: Tensor | None = None) -> tuple[Tensor, ...]:
+        features = self.head.features(hidden, deep)
+        return scored(self.head, features, self.temperature, self.count, self.signal)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -173,7 +179,7 @@ class Unembed(Work):
 
     def done(self, alike: Sequence[Unembed], _others: Sequence[Work]) -> list[Target]:
         if len(alike) == 1:
-            logits = self.backbone.logits(padded(self.hidden, self.least))
+            logits = self.backbone.logits(with_zeros(self.hidden, self.least))
             return [Target(logits[: len(self.hidden)])]
         hidden = [work.hidden for work in alike]
         together = Target(self.backbone.logits(torch.cat(hidden)))
@@ -227,12 +233,6 @@ def next_together(waiting: Mapping[Key, Work]) -> list[Key]:
         return [first]
     alike = waiting[first].likeness
     return [key for key, work in waiting.items() if work.likeness == alike]
-
-
-def padded(hidden: Tensor, least: int) -> Tensor:
-    """[T, d] with zero rows up to `least`."""
-    missing = least - len(hidden)
-    return F.pad(hidden, (0, 0, 0, missing)) if missing > 0 else hidden
 
 
 def _joins(work: Run | Unembed) -> bool:

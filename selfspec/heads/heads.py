@@ -404,6 +404,18 @@ class Answer:
     signals: list[float]
     """What else was asked about each row; empty if nothing."""
 
+    @classmethod
+    def read(cls, features: Tensor, logits: Tensor, numbers: Tensor) -> Answer:
+        """What was `scored`: one device read."""
+        rows, best = numbers.tolist(), numbers.shape[1] // 2
+        return cls(
+            features=features,
+            logits=logits,
+            tokens=[[*map(int, row[:best])] for row in rows],
+            chances=[row[best : 2 * best] for row in rows],
+            signals=[row[-1] for row in rows if len(row) > 2 * best],
+        )
+
     def part(self, rows: slice) -> Answer:
         """The answer about some rows."""
         return Answer(
@@ -415,33 +427,20 @@ class Answer:
         )
 
 
-def answer(
-    head: ExitHead,
-    features: Tensor,
-    *,
-    temperature: float,
-    count: int,
-    signal: Signal | None = None,
-) -> Answer:
-    """What `head` says behind its features [n, d].
+def scored(
+    head: ExitHead, features: Tensor, temperature: float, count: int, signal: Signal | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `head` says behind its features [n, d]: they, draft logits, and what an Answer reads.
 
     The likeliest `count` tokens of softmax(logits / temperature), and `signal` of these logits.
-    One device read; float32 is exact up to 2^24 token ids.
+    float32 is exact up to 2^24 token ids.
     """
     logits = head.unembed(features)
     indices, chances = likeliest(logits, temperature, count)
     found = [head.to_target_ids(indices).float(), chances.float()]
     if signal is not None:
         found.append(signal(logits / temperature).float()[:, None])
-    read = torch.cat(found, dim=1).tolist()
-    best = indices.shape[1]
-    return Answer(
-        features=features,
-        logits=logits,
-        tokens=[[*map(int, row[:best])] for row in read],
-        chances=[row[best : 2 * best] for row in read],
-        signals=[row[-1] for row in read] if signal is not None else [],
-    )
+    return features, logits, torch.cat(found, dim=1)
 
 
 def joined(deep: Sequence[Tensor | None], hidden: Sequence[Tensor]) -> Tensor | None:

@@ -7,8 +7,9 @@ everything above; only `model/` knows how transformers builds a decoder.
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext, suppress
 from functools import cached_property
 from typing import NoReturn
@@ -42,7 +43,7 @@ from selfspec.model.cuda_graph import CudaGraphExecutor
 from selfspec.model.fingerprint import FileStamp
 from selfspec.model.fused import FusedExecutor
 from selfspec.model.generic import Claims, Decoder, Executor, without_gradients
-from selfspec.model.kv import POSITIONS, Rows
+from selfspec.model.kv import POSITIONS, Lease, Rows
 from selfspec.model.parts import INSTEAD, check_model
 from selfspec.model.watch import ModelWatch
 from selfspec.model.weights import keep_numbers
@@ -73,7 +74,7 @@ def _graphs(decoder: Decoder, passages: Sequence[Passage], asked: bool) -> Execu
             graphs.start_capture()
     else:
         logger.warning("no CUDA device: segments run uncaptured, which gains nothing")
-    if not (asked or graphs.captures):
+    if not (asked or graphs.replays.captures):
         raise ValueError("segments cannot be captured")
     return graphs
 
@@ -144,6 +145,7 @@ class Backbone(Decoder):
                 self.mixing,
             )
         self._watch = ModelWatch(model)
+        self._captured: set[Hashable] = set()
 
     def __reduce__(self) -> NoReturn:
         """A copy is refused: compiled code knows the addresses of this one. Raises TypeError."""
@@ -200,6 +202,24 @@ class Backbone(Decoder):
         """Output of layer L, [T, d] -> target logits [T, V], float32."""
         with self.mode():
             return self.finish(self._executor.logits(hidden))
+
+    @torch.inference_mode()
+    def capture(
+        self, start: int, depths: tuple[int, ...], counts: range, slots: int | None = None
+    ) -> None:
+        """Run each pass between `depths`, once: no text waits while graphs are made of them."""
+        kind = depths, counts, slots
+        if self.claims.replayed is None or kind in self._captured:
+            return
+        self._captured.add(kind)
+        lease = Lease(self.num_layers, slots)
+        lease.extend(start, 0, self.num_layers)
+        for count in counts:
+            hidden = self.embed(torch.zeros(count, dtype=torch.int64, device=self.device))
+            for first, last in itertools.combinations(sorted({*depths}), 2):
+                self.run(hidden, first, last, Rows.of(lease, start, count, self.device))
+                lease.truncate(start)
+            self.logits(hidden)
 
     def check_ids(self, ids: Tensor) -> None:
         """Raise InvalidPrompt unless `ids` [B, T] hold ids of the vocabulary, at least one."""

@@ -294,7 +294,6 @@ class PlantedLease(Lease):
 def _random_ids(
     decoder: Decoder, *, seed: int, count: int = _CHECK_PREFIX + _CHECK_BLOCK
 ) -> Tensor:
-    """[count] ids for a check."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(decoder.vocab_size, (count,), generator=generator).to(decoder.device)
 

@@ -12,6 +12,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from selfspec.errors import first_line
 from selfspec.model.generic import Claims, GenericExecutor, as_mask
-from selfspec.model.kv import Lease, Rows
+from selfspec.model.kv import Lease, Rows, with_zeros
 from selfspec.model.parts import SLIDING, require_own_code
 
 
@@ -81,15 +82,15 @@ def _zeros(like: Tensor, slots: int) -> Tensor:
     return like.new_zeros(*like.shape[:-2], slots, like.shape[-1])
 
 
-_MOST_GRAPHS = 64  # kept at a time; the one unused for longest makes room
+_MOST_GRAPHS = 128  # kept at a time; the one unused for longest makes room
 
 _WARM_UPS = 3
 """Runs before a capture: libraries set up workspaces at first use, which must not be captured."""
 
 logger = logging.getLogger(__name__)
 
-Work = Callable[[], Tensor]
-"""Computes from buffers at fixed addresses."""
+Work = Callable[..., tuple[Tensor, ...]]
+"""Computes from buffers at fixed addresses, given or its own."""
 
 Capture = Callable[[Work], Work]
 """Turns work into the same work, captured; its result may be overwritten by the next one."""
@@ -122,7 +123,7 @@ def graph_capture(device: torch.device) -> Capture:
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 output = work()
 
-        def replay() -> Tensor:
+        def replay() -> tuple[Tensor, ...]:
             graph.replay()
             return output
 
@@ -138,21 +139,20 @@ class Replays:
         """`strategy` makes a Capture: one for all graphs that live together."""
         self._strategy = strategy
         self._capture = strategy()
-        self._graphs: dict[Hashable, Work] = {}
+        self._graphs: dict[Hashable, tuple[Work, list[Tensor]]] = {}
 
     @property
     def captures(self) -> bool:
         """Whether work is captured, rather than run as it is."""
         return self._capture is not uncaptured
 
-    def run(self, key: Hashable, work: Work) -> Tensor:
-        """What `work` computes, by the graph under `key`; copy it before the next run."""
-        graph = self._graphs.pop(key, None)
-        if graph is None:
-            if len(self._graphs) >= _MOST_GRAPHS:
-                self._graphs.pop(next(iter(self._graphs)))
-            graph = self._captured(work)
-        self._graphs[key] = graph  # newest last
+    def run(self, key: Hashable, work: Work, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """What `work` makes of `inputs`, by the graph under `key`; copy it before the next run."""
+        found = self._graphs.pop(key, None)
+        graph, held = found or self._captured(work, inputs)
+        self._graphs[key] = graph, held  # newest last
+        for address, one in zip(held, inputs, strict=True):
+            address.copy_(one)
         return graph()
 
     def clear(self) -> None:
@@ -161,16 +161,21 @@ class Replays:
         if self.captures:  # a pool is not used again once the last graph in it is gone
             self._capture = self._strategy()
 
-    def _captured(self, work: Work) -> Work:
+    def _captured(self, work: Work, inputs: Sequence[Tensor]) -> tuple[Work, list[Tensor]]:
         """Falls back to the work itself, for good, where capturing it fails."""
+        if len(self._graphs) >= _MOST_GRAPHS:
+            self._graphs.pop(next(iter(self._graphs)))
+        with torch.inference_mode(False):  # else only inference mode could write to them
+            held = [torch.zeros_like(one) for one in inputs]
+        work = partial(work, *held)
         try:
-            return self._capture(work)
+            return self._capture(work), held
         except RuntimeError as error:
             logger.warning(
                 "no CUDA graphs (%s): segments run uncaptured from now on", first_line(error)
             )
             self._capture = uncaptured
-            return work
+            return work, held
 
 
 ROW_COUNTS = (1, 2, 4, 8, 16)
@@ -196,8 +201,6 @@ kernel for a capture, but an input that a graph misses is off by much more."""
 class CudaGraphExecutor:
     """Segments at fixed addresses, each captured once per number of rows and of slots."""
 
-    claims = Claims()
-
     def __init__(self, decoder: Any, lm_head: nn.Module, *, slots: int = _FIRST_SLOTS) -> None:
         """Nothing is captured before `start_capture`. `slots`: positions with room at first.
 
@@ -207,6 +210,7 @@ class CudaGraphExecutor:
         _require_capturable(decoder, lm_head)
         self._decoder = decoder
         self._generic = GenericExecutor(decoder, lm_head)
+        self.weight_bytes = self._generic.weight_bytes
         self._num_layers = len(decoder.layers)
         self._samples = self._one_position()
         config = decoder.config
@@ -219,18 +223,9 @@ class CudaGraphExecutor:
             self._places = torch.zeros_like(self._positions)  # the slots of the rows
             self._offsets = torch.arange(_MOST_ROWS, device=weight.device)
         self._slots = StaticSlots(self._samples, self._count(min(slots, self._limit)))
-        self._replays = Replays(lambda: uncaptured)
+        self.replays = Replays(lambda: uncaptured)
         self._lock = threading.Lock()  # answers may be written in several threads
-
-    @property
-    def captures(self) -> bool:
-        """Whether segments are captured."""
-        return self._replays.captures
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all layers, the final norm and lm_head."""
-        return self._generic.weight_bytes
+        self.claims = Claims(replayed=self._replayed)
 
     def start_capture(self, strategy: Callable[[], Capture] | None = None) -> None:
         """From now on capture each segment at its first use; `strategy` makes a Capture.
@@ -239,7 +234,7 @@ class CudaGraphExecutor:
         """
         strategy = strategy or (lambda: graph_capture(self._hidden.device))
         expected = self._trial()
-        self._replays = Replays(strategy)
+        self.replays = Replays(strategy)
         for found, right in zip(self._trial(), expected, strict=True):
             error = (found.float() - right.float()).square().mean().sqrt()
             if not float(error) <= _TRIAL_ERROR * float(right.float().square().mean().sqrt()):
@@ -258,35 +253,35 @@ class CudaGraphExecutor:
             self._lend(lease, needed)
             if padded is None:
                 return self._generic.run(hidden, first, last, rows)
-            self._fill(hidden, padded)
+            # what lay behind may be NaN, which masks let through
+            self._hidden[:padded] = with_zeros(hidden, padded)
             torch.add(self._offsets[:padded], rows.positions[:1], out=self._positions[:padded])
             torch.add(self._offsets[:padded], start, out=self._places[:padded])
-            seen = self._count(needed)
-            output = self._replays.run(
-                (first, last, padded, seen), lambda: self._segment(first, last, padded, seen)
-            )
+            segment = first, last, padded, self._count(needed)
+            (output,) = self.replays.run(segment, partial(self._segment, *segment))
             lease.extend(count, first, last)
             return output[:count].clone()  # the next replay overwrites it
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Output of layer L, [T, d] -> what lm_head gives, [T, V]."""
-        if (padded := _padded(len(hidden))) is None:
-            return self._generic.logits(hidden)
-        with self._lock:
-            self._fill(hidden, padded)
-            output = self._replays.run(
-                (padded,), lambda: self._generic.logits(self._hidden[:padded])
-            )
-            return output[: len(hidden)].clone()
+        return self._replayed("logits", lambda rows: (self._generic.logits(rows),), hidden)[0]
 
-    def _segment(self, first: int, last: int, count: int, seen: int) -> Tensor:
+    def _replayed(self, key: Hashable, work: Work, *inputs: Tensor) -> tuple[Tensor, ...]:
+        if (padded := _padded(count := len(inputs[0]))) is None:
+            return work(*inputs)
+        rows = [with_zeros(one, padded) for one in inputs]
+        with self._lock:
+            outputs = self.replays.run((key, padded, len(inputs)), work, *rows)
+            return tuple(output[:count].clone() for output in outputs)
+
+    def _segment(self, first: int, last: int, count: int, seen: int) -> tuple[Tensor]:
         """Layers first+1..last from the fixed buffers: what is captured."""
         positions, places = self._positions[None, :count], self._places[:count]
         kinds = set(self._generic.layer_types[first:last])
         masks = {kind: self._mask(kind, places, seen) for kind in kinds}
         view = SlotView(self._slots, places, seen)
         hidden = self._hidden[None, :count]
-        return self._generic.run_layers(hidden, first, last, positions, view, masks)[0]
+        return (self._generic.run_layers(hidden, first, last, positions, view, masks)[0],)
 
     def _mask(self, kind: str, places: Tensor, seen: int) -> Tensor:
         """[1, 1, rows, seen] as transformers makes it, but from slots on the device, [rows]."""
@@ -297,20 +292,12 @@ class CudaGraphExecutor:
             visible &= behind < config.sliding_window
         return as_mask(visible, config, self._hidden)
 
-    def _fill(self, hidden: Tensor, rows: int) -> None:
-        """Copy [T, d] into the fixed buffer, zeros behind it up to `rows`."""
-        count = len(hidden)
-        self._hidden[:count] = hidden
-        if count < rows:
-            # what lay there may be NaN, which masks let through; assigning uploads (torch 2.11)
-            self._hidden[count:rows].zero_()
-
     def _lend(self, lease: Lease, needed: int) -> None:
         if needed > self._slots.slots:
             self._slots.recall()
             # dropped before the new ones are made: both at once may not fit the device
             self._slots = StaticSlots(self._samples, 0)
-            self._replays.clear()
+            self.replays.clear()
             self._slots = StaticSlots(self._samples, self._count(needed))
         self._slots.lend(lease)
 

@@ -49,6 +49,7 @@ class Claims:
     trees: bool = False  # runs rows that have siblings
     spans: int = 1  # sequences of one pass at most; the backbone splits what has more
     pages: PageLayout | None = None  # of keys and values, where texts can share them
+    replayed: Callable[..., tuple[Tensor, ...]] | None = None  # does a key's work by a graph
 
 
 class Executor(Protocol):

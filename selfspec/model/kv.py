@@ -16,6 +16,7 @@ from itertools import accumulate, chain, groupby
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from selfspec.errors import InvalidOption
@@ -322,6 +323,12 @@ def uploaded(numbers: Sequence[int], device: torch.device) -> Tensor:
         return torch.full((1,), numbers[0], device=device)
     pinned = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
     return pinned.to(device, non_blocking=True)
+
+
+def with_zeros(hidden: Tensor, least: int) -> Tensor:
+    """[T, d] with zero rows up to `least`."""
+    missing = least - len(hidden)
+    return F.pad(hidden, (0, 0, 0, missing)) if missing > 0 else hidden
 
 
 def depths(parents: Sequence[int]) -> list[int]:

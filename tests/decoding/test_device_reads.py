@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.decoding.stats import Round
 from tests.models import make_model, random_ids
+from tests.recorded import RecordedCapture
 
 WAITING = {
     "_local_scalar_dense": "number",  # int(), float(), bool(), item() of a tensor
@@ -32,14 +33,17 @@ WAITING = {
 
 
 class Waits(TorchDispatchMode):
-    """Counts operators that would make the host wait for a GPU."""
+    """Counts operators that would make the host wait for a GPU, and all that compute."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
+        self.launches = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
+        aliases = [one.alias_info for one in func._schema.returns]
+        self.launches += not any(one and not one.is_write for one in aliases)  # else a view
         if name in WAITING:
             self.counts[WAITING[name]] += 1
         if name in ("index", "index_put_"):
@@ -98,32 +102,31 @@ def test_plain_decoding_reads_once_per_token(speculator: Speculator) -> None:
         assert counts == {"list": 1}  # the argmax of the logits
 
 
-@pytest.mark.parametrize("tau", [0.05, 0.4])
+@pytest.mark.parametrize(("tau", "controller"), [(0.05, "fixed"), (0.4, "fixed"), (0.05, "cm-asd")])
 def test_exit_heads_read_once_per_judgement_and_once_per_verification(
-    speculator: Speculator, tau: float
+    speculator: Speculator, tau: float, controller: str
 ) -> None:
+    """Also where the controller asks for more than the judge."""
     endings = set()
-    for entry, counts in rounds_of(speculator, drafter=f"exit:threshold={tau}"):
+    drafter = f"exit:threshold={tau}"
+    for entry, counts in rounds_of(speculator, drafter=drafter, controller=controller):
         assert counts == {"list": judged(entry) + 1}
         endings.add(entry.ended)
     assert "depth" in endings or tau < 0.4
 
 
-def test_a_controller_that_asks_for_more_than_the_judge_reads_no_more(
-    speculator: Speculator,
+@pytest.mark.parametrize(
+    ("drafter", "asks"), [("ngram", 0), ("skip:skipped=3,threshold=0.2,max_tokens=4", 1)]
+)
+def test_seen_text_reads_the_verdicts_alone_and_fewer_layers_once_per_token(
+    speculator: Speculator, drafter: str, asks: int
 ) -> None:
-    for entry, counts in rounds_of(speculator, drafter="exit:threshold=0.05", controller="cm-asd"):
-        assert counts["list"] == judged(entry) + 1
-        assert not counts.keys() - {"list"}
-
-
-def test_text_already_seen_reads_the_verdicts_alone(speculator: Speculator) -> None:
-    drafted = 0
-    for entry, counts in rounds_of(speculator, drafter="ngram", costs="row=0.0"):
-        drafted += (drafts := len(entry.draft_tokens))
+    total = 0
+    for entry, counts in rounds_of(speculator, drafter=drafter, costs="row=0.0"):
+        total += (drafted := len(entry.draft_tokens))
         # with the newest token; a single number goes up with a launch, not by itself
-        assert counts == Counter({"list": 1, "upload": drafts > 0})
-    assert drafted
+        assert counts == Counter({"list": 1 + asks * drafted, "upload": drafted > 0})
+    assert total
 
 
 def test_sampling_reads_once_per_verdict_and_draws(speculator: Speculator) -> None:
@@ -167,11 +170,25 @@ def test_a_draft_model_reads_once_per_token(speculator: Speculator) -> None:
         behind = entry.accepted == drafted
 
 
-def test_fewer_layers_are_read_once_per_token(speculator: Speculator) -> None:
-    drafter = "skip:skipped=3,threshold=0.2,max_tokens=4"
-    for entry, counts in rounds_of(speculator, drafter=drafter):
-        drafted = len(entry.draft_tokens)
-        assert counts == Counter({"list": 1 + drafted, "upload": drafted > 0})
+def test_a_round_launches_little_beside_graphs_and_captures_nothing() -> None:
+    made = wrap(make_model("llama"), heads="logit-lens", executor="cuda-graph", never_slower=False)
+    capture, found = RecordedCapture(), dict[int, tuple[int, int]]()
+    made.backbone._executor.start_capture(lambda: capture)  # type: ignore[attr-defined]
+    drafter = "exit:layers=5,threshold=0.0001,max_tokens=4"
+    for speculate in (False, True):
+        options: Any = {"speculate": speculate, "drafter": drafter, "max_new_tokens": 24}
+        entries = made.stream(random_ids(13), **options)._entries
+        next(entries)
+        captured = len(capture.recordings)
+        for _ in range(3):
+            replays = capture.replays
+            with Waits() as mode:
+                drafted = len(next(entries).draft_tokens)
+            counts = mode.launches, capture.replays - replays
+            found[drafted] = max(counts, found.get(drafted, counts))
+        assert len(capture.recordings) == captured
+    # before heads were captured 127 beside 7 graphs
+    assert found == {0: (11, 2), 4: (64, 11)}
 
 
 def test_a_read_would_be_noticed() -> None:

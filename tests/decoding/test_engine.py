@@ -21,7 +21,7 @@ from selfspec.decoding.sampling import Sampler
 from selfspec.errors import InvalidOption
 from selfspec.eval.scripted import Listening, Recorder
 from selfspec.heads.exit_heads import logit_lens
-from selfspec.heads.heads import answer
+from selfspec.heads.heads import scored
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv import Rows
 from tests.models import make_model, needs_compiler, random_ids
@@ -135,22 +135,22 @@ def test_all_texts_of_a_round_draft_and_verify_together(
     """Each pass of a round, of the model and of one that drafts, has a row of every text."""
     seen: list[tuple[int, int, int]] = []
     asked: list[int] = []
-    run, ask = Backbone.run, answer
+    run, ask = Backbone.run, scored
 
     def watched(self: Backbone, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
         seen.append((len(rows.spans), first, last))
         return run(self, hidden, first, last, rows)
 
-    def heard(head: Any, features: Tensor, **rest: Any) -> Any:
+    def heard(head: Any, features: Tensor, *rest: Any) -> Any:
         asked.append(len(features))
-        return ask(head, features, **rest)
+        return ask(head, features, *rest)
 
     engine = Engine(runtime)
     for number in range(5):
         engine.add(Wanted(random_ids(9 + number, seed=number), None, options).asked(), options)
     engine.step()  # the prompts
     monkeypatch.setattr(Backbone, "run", watched)
-    monkeypatch.setattr(work, "answer", heard)
+    monkeypatch.setattr(work, "scored", heard)
     engine.step()
     assert {texts for texts, _, _ in seen} == {5}
     layers = runtime.backbone.num_layers

@@ -14,7 +14,9 @@ from selfspec.errors import PinnedUnavailable
 from selfspec.model import compiled
 from selfspec.model.backbone import Backbone
 from selfspec.model.fused import FusedExecutor
+from selfspec.model.generic import GenericExecutor
 from tests.models import make_model, needs_compiler, random_ids
+from tests.recorded import RecordedCapture
 
 FIXED = PassShape(8, 64)
 EXACT = FusedExecutor.logits
@@ -30,9 +32,10 @@ def depends_on_rows(self: FusedExecutor, rows: Tensor) -> Tensor:
     return found * (1 + 2**-22) if len(rows) >= 4 else found
 
 
-def assert_drafts_leave_the_pinned_text(speculator: Speculator) -> None:
-    plain = speculator.generate(random_ids(9), max_new_tokens=20, pinned=True, speculate=False)
-    drafted = speculator.generate(random_ids(9), max_new_tokens=20, pinned=True)
+def assert_drafts_leave_the_pinned_text(speculator: Speculator, rows: int = 8) -> None:
+    options: Any = {"max_new_tokens": 20, "pinned": True, "pinned_rows": rows}
+    plain = speculator.generate(random_ids(9), speculate=False, **options)
+    drafted = speculator.generate(random_ids(9), **options)
     assert drafted.token_ids == plain.token_ids
     assert drafted.stats.drafted > 0
 
@@ -54,6 +57,20 @@ def test_kernels_that_depend_on_the_number_of_rows_get_passes_of_one_shape(
         check_pinned(again.backbone, PassShape(), 8)
     assert again.runtime.probe.shape(FIXED, 8) == FIXED
     assert_drafts_leave_the_pinned_text(again)
+
+
+def test_graphs_of_such_kernels_are_of_8_rows_or_16(monkeypatch: pytest.MonkeyPatch) -> None:
+    speculator, exact = wrapped(make_model("llama"), "cuda-graph"), GenericExecutor.run_layers
+    monkeypatch.setattr(
+        GenericExecutor,
+        "run_layers",
+        lambda self, hidden, *rest: exact(self, hidden, *rest) + 0.01 * hidden.shape[1],
+    )
+    speculator.backbone._executor.start_capture(RecordedCapture)  # type: ignore[attr-defined]
+    with pytest.raises(PinnedUnavailable, match="do not treat all rows alike"):
+        check_pinned(speculator.backbone, PassShape(), 8)
+    for rows in (8, 16):
+        assert_drafts_leave_the_pinned_text(speculator, rows)
 
 
 @needs_compiler

@@ -19,12 +19,12 @@ from selfspec.decoding.drafters.heads import ExitDrafter
 from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState, HiddenCache, Schedule
 from selfspec.decoding.stats import Round, Stopwatch
-from selfspec.decoding.work import Steps, alone, padded
+from selfspec.decoding.work import Steps, alone
 from selfspec.eval.scripted import MixedDrafter
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import ExitJudge
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv import Lease, Rows
+from selfspec.model.kv import Lease, Rows, with_zeros
 from tests import ladder
 from tests.models import VOCAB_SIZE, random_ids
 from tests.watched import EXIT_LAYERS, WatchedBackbone
@@ -111,7 +111,7 @@ def test_logits_are_padded_as_passes_are_and_come_back_without_padding(
     monkeypatch.setattr(WatchedBackbone, "logits", logits)
     hidden = torch.ones(2, 32)
     target = alone(HiddenCache(watched, Lease(8), pinned_rows=4).unembed(hidden))
-    assert torch.equal(seen[0], padded(hidden, 4))
+    assert torch.equal(seen[0], with_zeros(hidden, 4))
     assert torch.equal(target.logits, hidden[:, :5])
 
 
@@ -208,26 +208,20 @@ DIFFICULT_TOKEN: list[tuple[list[int], int, int]] = [
 """SpecBound, section 2.3: a difficult token."""
 
 
-def test_appendix_a_exits_at_2_4_6_2_pass_by_pass(watched: WatchedBackbone) -> None:
-    state = make_state(watched)
-    loop = decode(state, scripted([2, 4, 6, 2]))
+@pytest.mark.parametrize(
+    ("exits", "runs", "ended"),
+    [([2, 4, 6, 2], LONG_SHALLOW_CHAIN, "width"), ([2, 4, None], DIFFICULT_TOKEN, "depth")],
+)
+def test_appendix_a_pass_by_pass(
+    watched: WatchedBackbone, exits: list[int | None], runs: list[Any], ended: str
+) -> None:
+    loop = decode(make_state(watched), scripted(exits))
     prefill, entry = next(loop), next(loop)
     assert prefill.passes == [(5, 0, 8)]
-    assert (entry.draft_tokens, entry.exit_layers) == ([10, 11, 12, 13], [2, 4, 6, 2])
-    assert entry.ended == "width"
-    assert watched.runs == [([0, 1, 2, 3, 4], 0, 8), *LONG_SHALLOW_CHAIN]
-    assert entry.passes == [(len(rows), first, last) for rows, first, last in LONG_SHALLOW_CHAIN]
-
-
-def test_a_difficult_token_ends_drafting_at_the_depth_bound(watched: WatchedBackbone) -> None:
-    state = make_state(watched)
-    loop = decode(state, scripted([2, 4, None]))
-    next(loop)
-    entry = next(loop)
-    assert (entry.draft_tokens, entry.exit_layers) == ([10, 11], [2, 4])
-    assert entry.ended == "depth"
-    assert watched.runs[1:] == DIFFICULT_TOKEN
-    assert entry.passes == [(len(rows), first, last) for rows, first, last in DIFFICULT_TOKEN]
+    left = [layer for layer in exits if layer]
+    assert (entry.draft_tokens, entry.exit_layers) == ([10, 11, 12, 13][: len(left)], left)
+    assert (entry.ended, watched.runs) == (ended, [([0, 1, 2, 3, 4], 0, 8), *runs])
+    assert entry.passes == [(len(rows), first, last) for rows, first, last in runs]
 
 
 @pytest.mark.parametrize(

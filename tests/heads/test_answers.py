@@ -15,9 +15,9 @@ from selfspec.heads.heads import (
     Ensemble,
     ExitHead,
     ExitJudge,
-    answer,
     entropy,
     joined,
+    scored,
     spread,
     top_probability,
 )
@@ -132,7 +132,7 @@ def states(count: int, seed: int = 0) -> Tensor:
 
 def asked(head: ExitHead, hidden: Tensor, count: int = 3, **options: Any) -> Answer:
     features = head.features(hidden, states(len(hidden), seed=1))
-    return answer(head, features, temperature=TEMPERATURE, count=count, **options)
+    return Answer.read(*scored(head, features, TEMPERATURE, count, **options))
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -230,10 +230,10 @@ def test_many_rows_are_answered_as_each_alone(kind: str, unembedding: Unembeddin
     head = train(make_heads(kind, unembedding)).requires_grad_(False)[LAYER]
     hidden, deep = states(6), states(6, seed=1)
     options: dict[str, Any] = {"temperature": TEMPERATURE, "count": 2}
-    together = answer(head, head.features(hidden, deep), **options)
+    together = Answer.read(*scored(head, head.features(hidden, deep), **options))
     for row in range(6):
         features = head.features(hidden[row : row + 1], deep[row : row + 1])
-        single = answer(head, features, **options)
+        single = Answer.read(*scored(head, features, **options))
         assert together.tokens[row] == single.tokens[0]
         # float32 products of other shapes; largest difference measured: 8.9e-7
         assert together.chances[row] == pytest.approx(single.chances[0], abs=1e-5)

@@ -193,7 +193,6 @@ def _chains(
     end_tokens: Collection[int],
     cache: DraftCache | None,
 ) -> Drafter:
-
     def how(longest: int) -> Drafting:
         controller, beliefs = make_controller(options, longest), options.acceptance.reads_beliefs
         return Drafting(sampler, controller, end_tokens, beliefs)
@@ -222,7 +221,10 @@ def _chains(
         raise HeadsNotFound(f"drafter {options.drafter} needs exit heads. Give heads=... or ngram")
     heads.layers_in_use(options)  # raises for those that it does not have
     kind = AttendingDrafter if isinstance(heads, AttendingHeads) else ExitDrafter
-    return kind(heads, _judge(heads, options), how(options.exit.max_tokens))
+    drafter = kind(heads, _judge(heads, options), how(options.exit.max_tokens))
+    if sources.backbone.claims.replayed is not None:
+        drafter.ask_once(sources.backbone)
+    return drafter
 
 
 def _judge(heads: ExitHeads, options: SpeculationOptions) -> ExitJudge:

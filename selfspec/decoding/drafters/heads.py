@@ -18,10 +18,11 @@ from selfspec.decoding.drafters.trees import ROOT, Guesses, Known, processed
 from selfspec.decoding.sampling import Choice, Sampler
 from selfspec.decoding.state import DecodeState
 from selfspec.decoding.stats import EXIT, Stopwatch
-from selfspec.decoding.work import Ask, Embed, Steps, Work
+from selfspec.decoding.work import Ask, Embed, Steps, Work, done_alone
 from selfspec.heads.attending import AttendingHeads
 from selfspec.heads.exit_heads import ExitHeads
-from selfspec.heads.heads import Answer, ExitHead, ExitJudge, answer, top_probability
+from selfspec.heads.heads import Answer, ExitHead, ExitJudge, scored, top_probability
+from selfspec.model.backbone import Backbone
 from selfspec.model.kv import uploaded
 
 # --- heads on the embedding: what they think of the next token ------------------------------------
@@ -54,6 +55,7 @@ class HeadGuesser:
         hidden, deep = yield from self._rows(draft, asked)
         watch.lap("draft")
         said: Answer = yield Ask(
+            backbone=self._state.backbone,
             head=self._head,
             hidden=hidden,
             deep=deep,
@@ -168,7 +170,7 @@ class AskAhead(Work):
     def done(self, alike: Sequence[AskAhead], _others: Sequence[Work]) -> list[Answer]:
         features = self.heads.ahead(torch.cat([work.state for work in alike]))
         head, each = self.heads.first, len(features) // len(alike)
-        whole = answer(head, features, temperature=self.temperature, count=self.count)
+        whole = Answer.read(*scored(head, features, self.temperature, self.count))
         return [whole.part(slice(at, at + each)) for at in range(0, len(features), each)]
 
 
@@ -246,7 +248,8 @@ class ExitDrafter(ChoosingDrafter):
                 writer.stop("depth")
                 break
             writer.add(found.choice, found.confidence, layer=found.layer)
-            newest, deep = [found.choice.token], found.features
+            newest = [found.choice.token]
+            deep = found.features if self.heads.reads_deep else None
             ids = self.sampler.behind(ids, found.choice.token)
         return writer.draft
 
@@ -266,16 +269,28 @@ class ExitDrafter(ChoosingDrafter):
             head = self.heads[layer]
             draft.heads += 1
             # the row being drafted
-            said: Answer = yield self._question(head, layer, hidden[-1:], deep)
+            said: Answer = yield self._question(state.backbone, head, layer, hidden[-1:], deep)
             found = self._exit(head, said, layer, ids)
             watch.lap("heads")
             if found is not None:
                 return found
         return None
 
-    def _question(self, head: ExitHead, layer: int, hidden: Tensor, deep: Tensor | None) -> Ask:
+    @torch.inference_mode()
+    def ask_once(self, backbone: Backbone) -> None:
+        """Ask each head about some row, so that no text waits while graphs are made of that."""
+        row = backbone.embed(uploaded([0], backbone.device))
+        for layer in self._judge.thresholds:
+            head = cast("ExitHead", self.heads.by_layer[str(layer)])
+            deep = row if head.reads_deep else None
+            done_alone(self._question(backbone, head, layer, row, deep))
+
+    def _question(
+        self, backbone: Backbone, head: ExitHead, layer: int, hidden: Tensor, deep: Tensor | None
+    ) -> Ask:
         signal = self.controller.signal
         return Ask(
+            backbone=backbone,
             head=head,
             hidden=hidden,
             deep=deep,
@@ -316,7 +331,7 @@ class AttendingDrafter(ExitDrafter):
         output = yield from text.read(state.committed(0))
         while output is not None:
             writer.draft.heads += 1
-            said: Answer = yield self._question(head, 0, output, None)
+            said: Answer = yield self._question(state.backbone, head, 0, output, None)
             watch.lap("heads")
             found = self._exit(head, said, 0, ids)
             if found is None:

@@ -161,6 +161,7 @@ class Guesser(Protocol[State_contra]):
 
 class _Node(NamedTuple):
     at: int
+    """A token of the draft, or ROOT."""
     free: float
     """Its chance, less that of a child that it has already."""
     child: int | None
