@@ -19,20 +19,15 @@ import hashlib
 import json
 import logging
 import os
-import secrets
-import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from typing import Any, cast
 
-os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # read when Ray is imported
-os.environ["RAY_AUTH_MODE"] = "token"
-if "ray" not in sys.modules:  # else this is a copy's process, which has the token of the front's
-    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # Ray runs what comes to its ports
-os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # no cluster: all ports on loopback
+from selfspec import cluster  # before Ray, which reads the environment that it sets
+
+# isort: split
 
 import psutil
-import ray
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import RequestRouterConfig
@@ -165,15 +160,8 @@ def copies(
         request_router_config=RequestRouterConfig.model_validate({"request_router_class": _ROUTER}),
         logging_config=quiet,
     )(Replica)
-    ray.init(
-        address="local",
-        num_cpus=threads * count,
-        object_store_memory=_OBJECTS_BYTES,
-        include_dashboard=False,
-        logging_level=logging.ERROR,
-        namespace=_NAME,
-    )
-    try:
+    cpus = threads * count
+    with cluster.started(num_cpus=cpus, object_store_memory=_OBJECTS_BYTES):
         logging.getLogger("ray.serve").setLevel(logging.CRITICAL)  # its errors are raised, too
         serve.start(proxy_location="Disabled", logging_config=quiet)
         bound = deployment.bind(loading, options, memory // count)
@@ -185,9 +173,7 @@ def copies(
             _, found, why = told.partition(_MARK)  # the line of a copy that could not load
             said = why.splitlines()[0] if found else f"no copy of the model could start: {error}"
             raise InvalidOption(said) from error
-        yield handle
-    finally:
-        ray.shutdown()  # of Serve, too; `serve.shutdown` would wait for what is gone already
+        yield handle  # Serve ends with Ray; `serve.shutdown` would wait for what is gone already
 
 
 def make_front(handle: DeploymentHandle[Replica], options: ServeOptions, keys: Keys) -> Starlette:
