@@ -440,9 +440,10 @@ class _Adaptation:
         author = selfgen.Author(backbone, self._tokenizer, options, count)
         own = [turns for number, turns in enumerate(self._given.own) if number % 5]
         prompts = author.prompts(self._given.recipe, self._given.passages, own)
-        source = selfgen.Written(author, prompts, writer.records(), excluded)
+        propose = selfgen.here(selfgen.Written(author, prompts, excluded).propose)
+        source = selfgen.Admission(options, writer.records(), excluded)
         while self._left(_TEXT_UNTIL) > 0.0 or not writer.batches:
-            counts = next(selfgen.write(source, writer, options))
+            counts = next(selfgen.write(source, writer, options, propose))
             done, fresh = counts.answer_tokens, 0
             self._save()
         state.tokens = writer.counts.answer_tokens

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,16 @@ from transformers import PreTrainedTokenizerBase
 from selfspec.model.backbone import Backbone
 from selfspec.training.options import DataOptions
 from selfspec.training.recipe import Passages, Recipe, read_recipe
-from selfspec.training.selfgen import Author, Counts, Writer, Written, write
+from selfspec.training.selfgen import (
+    Admission,
+    Author,
+    Batch,
+    Counts,
+    Proposal,
+    Writer,
+    Written,
+    write,
+)
 from tests.models import make_model
 from tests.talks import WORDS, make_tokenizer
 
@@ -70,13 +81,25 @@ def recipe_of(text: str, folder: Path) -> Recipe:
     return read_recipe(path)
 
 
-def invent(author: Author, output: Path, recipe: str = RECIPE) -> Counts:
+def invent(author: Author, output: Path, recipe: str = RECIPE, ahead: int = 1) -> Counts:
     """Write what `author` makes of a recipe, up to its options' tokens."""
     writer = Writer(output, {}, {})
     prompts = author.prompts(recipe_of(recipe, output.parent), Passages())
-    for _ in write(Written(author, prompts, writer.records()), writer, author.options):
+    source = Admission(author.options, writer.records())
+    submit = at_once(Written(author, prompts).propose)
+    for _ in write(source, writer, author.options, submit, ahead):
         pass
     return writer.counts
+
+
+def at_once(propose: Callable[[Any], Proposal]) -> Callable[[Batch], Callable[[], Proposal]]:
+    """What is begun is done at once, of a copy, as if by a worker with time to spare."""
+
+    def submit(batch: Batch) -> Callable[[], Proposal]:
+        found = propose(copy.deepcopy(batch))
+        return lambda: found
+
+    return submit
 
 
 def counted(**values: int) -> Counts:

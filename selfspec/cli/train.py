@@ -6,7 +6,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from selfspec.heads.exit_heads import ExitHeads
     from selfspec.model.backbone import Backbone
     from selfspec.training.calibrate import Calibration
-    from selfspec.training.features import FeatureSpec, Selection
+    from selfspec.training.features import Features, FeatureSpec, Selection
     from selfspec.training.fit import Fitted, Job
-    from selfspec.training.recipe import Passages, Recipe
-    from selfspec.training.selfgen import Counts, Source, Writer
+    from selfspec.training.recipe import Passages, Prompts, Recipe
+    from selfspec.training.selfgen import Author, Counts, Proposal, Source, Writer
     from selfspec.training.text import Conversation, Reader
 
 _FROZEN = ("model", "dtype", "device", "chat_template")
@@ -58,6 +58,13 @@ MODEL = base.grouped(
 _PROMPTS = (
     Flag("recipe", str, "YAML file of prompt families; without it the built-in one."),
     Flag("passages", str, "Folder of .txt, .md and .rst files to ask about; de/ for German ones."),
+)
+
+WORKERS = Flag(
+    "workers",
+    int,
+    "Processes that share the work by Ray, each with a model of its own; what is written is the "
+    "same. They are on this machine, or on those of the Ray cluster at RAY_ADDRESS. Built in: 1.",
 )
 
 _TEXT = "Conversations: .jsonl, .jsonl.gz, .json, or a data set's id."
@@ -138,6 +145,38 @@ def _chat_template(asked: Asked) -> str | None:
 def writing(output: str | Path) -> AbstractContextManager[None]:
     """While open, this command alone writes `output`; of several processes the first sees to it."""
     return files.locked(Path(output).absolute()) if base.is_first() else nullcontext()
+
+
+def _workers(asked: Asked) -> int:
+    """How many processes are to share the work. Raises InvalidOption."""
+    count: int = asked.get("workers", 1)
+    if count < 1:
+        raise InvalidOption(f"workers is {count}, expected a value of at least 1")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InvalidOption("a launcher started several processes. Start one, with --workers N")
+    if count > 1:
+        from selfspec.eval.results import check_packages
+
+        check_packages("more than one worker", "ray", extra="ray")
+    return count
+
+
+def _load_like(asked: Asked, model: Base, *, writes: bool = False) -> Callable[[], Base]:
+    """What loads the same model in another process, which may have no files but the model's."""
+    given = base.picked(asked, MODEL) | {"dtype": str(model.backbone.dtype).removeprefix("torch.")}
+    given.pop("chat_template", None)
+    return partial(_loaded, given, writes, model.backbone.fingerprint, model.chat_template)
+
+
+def _loaded(asked: Asked, writes: bool, fingerprint: str, template: str | None) -> Base:
+    from selfspec.api import chat_template as templates
+
+    found = _load(asked, writes=writes)
+    if found.backbone.fingerprint != fingerprint:
+        raise InvalidData(f"a worker found other weights of {found.name} than this process")
+    if template is None or found.tokenizer is None:
+        return found
+    return found._replace(tokenizer=templates.having(found.tokenizer, template))
 
 
 def _read(
@@ -221,17 +260,19 @@ def adapt(*, asked: Asked) -> None:
         "row with them; those of a recipe none with the built-in suite either.",
     ),
     Flag("endpoint", str, "URL of an OpenAI server that answers in the model's place."),
+    WORKERS,
     *MODEL,
     *option_flags(DataOptions),
 )
 def data(*, asked: Asked) -> None:
     """Write the text that heads are fitted to. The model answers prompts of many kinds.
 
-    The same command continues a killed run where it was. On several machines, give each its own
-    --shard and --output.
+    The same command continues a killed run where it was.
     """
     options = options_of(DataOptions, asked)
     base.require(asked, "output")
+    if _workers(asked) > 1 and "endpoint" in asked:
+        raise InvalidOption("workers with endpoint: the server's answers need no more. Drop one")
     if "source" in asked and (given := {"recipe", "passages", "questions", "raw"} & asked.keys()):
         raise InvalidOption(
             f"{min(given)} with --from: the prompts come from one of them. Drop one"
@@ -257,7 +298,8 @@ def _write_data(asked: Asked, options: DataOptions) -> Counts:
     recipe = None if "source" in asked else read_recipe(asked.get("recipe"))
     languages = () if recipe is None else tuple(recipe.languages)
     passages = Passages(asked.get("passages"), languages)
-    model = _load(asked, writes=True)
+    workers = asked.get("workers", 1)
+    model = _load({"dtype": "bfloat16"} | asked, writes=workers == 1)
     recorded = asdict(options) | {
         "source": _identity(asked.get("source")),
         "recipe": None if recipe is None else recipe.digest,
@@ -281,16 +323,25 @@ def _write_data(asked: Asked, options: DataOptions) -> Counts:
         )
         return writer.counts
     generated = 0
-    with base.bar("data", "answer tokens") as show:
+    with base.bar("data", "answer tokens") as show, ExitStack() as stack:
 
         def count(tokens: int) -> None:
             nonlocal generated
             generated += tokens
-            show(done, options.tokens, f"{generated:,} tokens generated")
+            show(done, options.tokens, f"{generated:,} tokens generated" if generated else "")
 
         try:
-            source, rows = _source(asked, options, model, writer, count, recipe, passages, excluded)
-            for counts in selfgen.write(source, writer, options):
+            author = selfgen.Author(*model[:2], options, count, asked.get("endpoint"))
+            source, prompts, rows = _source(asked, author, writer, recipe, passages, excluded)
+            submit = selfgen.here(_proposer(author, prompts, excluded))
+            if workers > 1:
+                from selfspec import cluster
+
+                load = _load_like(asked, model, writes=True)
+                make = partial(_proposer_of, load, options, prompts, excluded)
+                del author, model  # the workers have their own
+                submit = stack.enter_context(cluster.workers(workers, make))
+            for counts in selfgen.write(source, writer, options, submit, 2 * workers - 1):
                 done = counts.answer_tokens
                 count(0)
             if "source" in asked and not writer.batches:
@@ -303,22 +354,36 @@ def _write_data(asked: Asked, options: DataOptions) -> Counts:
     return writer.counts
 
 
+def _proposer(
+    author: Author, prompts: Prompts | None, excluded: set[int]
+) -> Callable[[Any], Proposal]:
+    from selfspec.training.selfgen import Written
+
+    return Written(author, prompts, excluded).propose if prompts else author.answer
+
+
+def _proposer_of(
+    load: Callable[[], Base], options: DataOptions, prompts: Prompts | None, excluded: set[int]
+) -> Callable[[Any], Proposal]:
+    """A worker's, with the model that it loads."""
+    from selfspec.training.selfgen import Author
+
+    return _proposer(Author(*load()[:2], options, lambda _: None), prompts, excluded)
+
+
 def _source(
     asked: Asked,
-    options: DataOptions,
-    model: Base,
+    author: Author,
     writer: Writer,
-    watch: Callable[[int], None],
     recipe: Recipe | None,
     passages: Passages,
     excluded: set[int],
-) -> tuple[Source, Reader[Any] | None]:
-    """Where the conversations come from, and the reader of the file if it is one."""
+) -> tuple[Source, Prompts | None, Reader[Any] | None]:
+    """Where the conversations come from: prompts of a recipe, or rows of a file."""
     from selfspec.training import selfgen
     from selfspec.training.text import Reader, user_turns
 
-    skip = asked.get("skip_bad_rows", False)
-    author = selfgen.Author(model.backbone, model.tokenizer, options, watch, asked.get("endpoint"))
+    skip, options = asked.get("skip_bad_rows", False), author.options
     if recipe is not None:
         own: list[tuple[str, ...]] = []
         if "questions" in asked:
@@ -329,10 +394,10 @@ def _source(
         if prompts.left_out:
             why = "no such --passages" + ("" if author.invents else ", or invented turns")
             base.note(f"selfspec: left out, {why}: {', '.join(prompts.left_out)}")
-        return selfgen.Written(author, prompts, writer.records(), excluded), None
-    parse = partial(selfgen.talk_of, tokenizer=model.tokenizer, system=options.system)
+        return selfgen.Admission(options, writer.records(), excluded), prompts, None
+    parse = partial(selfgen.talk_of, tokenizer=author.turns.tokenizer, system=options.system)
     rows = Reader(asked["source"], parse, skip_bad_rows=skip)
-    return selfgen.Given(rows, writer.batches, author, excluded), rows
+    return selfgen.Given(rows, writer.batches, options, excluded), None, rows
 
 
 def _excluded_ngrams(asked: Asked) -> set[int]:
@@ -374,27 +439,28 @@ def described(counts: Counts) -> str:
     Flag("data", str, f"{_TEXT} Required."),
     Flag("output", str, "Folder to write the features to. Required."),
     Flag("max_size", float, "Gigabytes at most; refused before any work if it would be more."),
+    WORKERS,
     *MODEL,
     *option_flags(CacheOptions),
 )
 def cache(*, asked: Asked) -> None:
     """Keep what heads are fitted to. The frozen model runs once over conversations.
 
-    A killed run goes on where it was. With `accelerate launch -m selfspec cache ...` several
-    processes share the shards.
+    A killed run goes on where it was.
     """
     base.require(asked, "data", "output")
+    workers = _workers(asked)
     _check(asked)
     options = options_of(CacheOptions, asked)
     from selfspec.training import features as store
 
     store.check_output(asked["output"], base.inputs(asked))
     with writing(asked["output"]):
-        _write_features(asked, options)
+        _write_features(asked, options, workers)
     base.say_next("fit", asked, "--cache", asked["output"], "--output", "heads")
 
 
-def _write_features(asked: Asked, options: CacheOptions) -> None:
+def _write_features(asked: Asked, options: CacheOptions, workers: int) -> None:
     model = _load(asked)
     from selfspec.heads.exit_heads import check_exit_layers
     from selfspec.training import features as store
@@ -424,19 +490,37 @@ def _write_features(asked: Asked, options: CacheOptions) -> None:
             "fewer --exit-layers or --max-tokens, or fit with --data, which keeps nothing on disk"
         )
     done = 0
-    with base.bar("cache", "tokens", rate=True) as show:
+    with base.bar("cache", "tokens", rate=True) as show, ExitStack() as stack:
 
         def count(positions: int, computed: bool) -> None:
             nonlocal done
             done += positions
             show(done, total, found=not computed)
 
-        store.write(Path(asked["output"]), source, manifest, model.processes, count)
-    if model.processes.is_main_process:
-        base.emit(
-            f"{asked['output']}: {total:,} positions, {sum(source.answers):,} of them answers, "
-            f"{size:.2f} GB\n"
-        )
+        computed = None
+        if workers > 1:
+            from selfspec import cluster
+
+            make = partial(_computer_of, _load_like(asked, model), spec)
+            submit = stack.enter_context(cluster.workers(workers, make))
+            computed = partial(cluster.in_order, submit, 2 * workers)
+        store.write(Path(asked["output"]), source, manifest, count, computed)
+    base.emit(
+        f"{asked['output']}: {total:,} positions, {sum(source.answers):,} of them answers, "
+        f"{size:.2f} GB\n"
+    )
+
+
+def _computer_of(
+    load: Callable[[], Base], spec: FeatureSpec
+) -> Callable[[list[Conversation]], Features]:
+    """A worker's, with the model that it loads."""
+    import torch
+
+    from selfspec.training.features import features, padded
+
+    backbone, main_memory = load().backbone, torch.device("cpu")
+    return lambda batch: features(backbone, spec, padded(batch)).to(main_memory)
 
 
 # --- datastore

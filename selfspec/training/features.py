@@ -1,7 +1,7 @@
 """What heads are fitted to: hidden states and logits of a model, by batch, on the way or from disk.
 
-Comes in: conversations, or a folder that was filled from some. Goes out: Features, batch by batch,
-shared out among processes. Called by `selfspec cache`, `fit` and `calibrate`.
+Comes in: conversations, or a folder that was filled from some. Goes out: Features, batch by batch.
+Called by `selfspec cache`, `fit` and `calibrate`.
 """
 
 from __future__ import annotations
@@ -238,15 +238,16 @@ class StreamSource:
         self.spec, self._backbone, self._keep = spec, backbone, keep
         if not spec.everywhere:
             conversations = [entry for entry in conversations if entry.answers]
-        self._plan = planned(conversations, batch_tokens)
+        self.plan = planned(conversations, batch_tokens)
+        """The conversations of each batch."""
         self._kept: dict[tuple[int, int, int], Features] = {}
-        self.answers = [sum(len(entry.answer_ids) for entry in group) for group in self._plan]
+        self.answers = [sum(len(entry.answer_ids) for entry in group) for group in self.plan]
         self.sizes = self.answers
         if spec.everywhere:
-            self.sizes = [sum(len(entry.ids) - 1 for entry in group) for group in self._plan]
-        self.conversations = [len(group) for group in self._plan]
+            self.sizes = [sum(len(entry.ids) - 1 for entry in group) for group in self.plan]
+        self.conversations = [len(group) for group in self.plan]
         found = hashlib.sha256()
-        for group in self._plan:
+        for group in self.plan:
             for entry in group:
                 found.update(repr((entry.ids, entry.answers)).encode())
             found.update(b"|")
@@ -257,7 +258,7 @@ class StreamSource:
         """Batch `index`, or every `count`-th text of it, from `number` on."""
         found = self._kept.get((index, number, count))
         if found is None:
-            talks = self._plan[index][number::count]
+            talks = self.plan[index][number::count]
             found = features(self._backbone, self.spec, padded(talks))
             if self._keep:
                 self._kept[index, number, count] = found
@@ -265,7 +266,7 @@ class StreamSource:
 
     def token_counts(self) -> Counter[int]:
         """How often each token stands in an answer."""
-        return Counter(t for group in self._plan for entry in group for t in entry.answer_ids)
+        return Counter(t for group in self.plan for entry in group for t in entry.answer_ids)
 
 
 class Selection(NamedTuple):
@@ -460,44 +461,45 @@ def write(
     folder: Path,
     source: StreamSource,
     manifest: Manifest,
-    processes: PartialState | None = None,
     progress: Callable[[int, bool], object] = lambda *_: None,
+    computed: Callable[[Iterable[list[Conversation]]], Iterator[Features]] | None = None,
 ) -> None:
     """Fill `folder`; goes on where a killed run of the same `manifest` was.
 
     A shard that is whole is done, unless a finished manifest says that it was another one.
-    `progress` hears of positions, and whether this run computed them or found them there. Raises
+    `progress` hears of positions, and whether this run computed them or found them there.
+    `computed` gives the features of batches in order, where other processes compute them. Raises
     InvalidOption for a folder of other features, CannotWrite when a shard cannot be written (what
     is there stays).
     """
-    processes = processes or launched()
     folder.mkdir(parents=True, exist_ok=True)
-    if processes.is_main_process and (folder / MANIFEST).exists():
+    known = [""] * len(manifest.shards)
+    if (folder / MANIFEST).exists():
         begun = Manifest.read(folder)
-        found, wanted = ({n: getattr(m, n) for n in _IDENTITY} for m in (begun, manifest))
-        require_same(folder, found, wanted, "remove the folder")
-    elif processes.is_main_process:
+        found, own = ({n: getattr(m, n) for n in _IDENTITY} for m in (begun, manifest))
+        require_same(folder, found, own, "remove the folder")
+        known = begun.sha256 or known
+    else:
         manifest.write(folder)
-    processes.wait_for_everyone()
-    count = len(manifest.shards)
-    known = Manifest.read(folder).sha256 or [""] * count
-    processes.wait_for_everyone()
-    for number in range(processes.process_index, count, processes.num_processes):
-        path, batches = _shard(folder, number), manifest.shards[number]
-        if _is_whole(path, known[number]):
+    missing: dict[Path, list[int]] = {}
+    for number, batches in enumerate(manifest.shards):
+        if _is_whole(_shard(folder, number), known[number]):
             progress(sum(source.sizes[index] for index in batches), False)
-            continue
+        else:
+            missing[_shard(folder, number)] = batches
+    wanted = [index for batches in missing.values() for index in batches]
+    plan = (source.plan[index] for index in wanted)
+    made = computed(plan) if computed else map(source.batch, wanted)
+    for path, batches in missing.items():
         tensors: dict[str, Tensor] = {}
         for index in batches:
-            for name, tensor in source.batch(index).tensors().items():
+            for name, tensor in next(made).tensors().items():
                 tensors[f"{index}.{name}"] = tensor.cpu().contiguous()
             progress(source.sizes[index], True)
         with files.replacing(path) as new:
             save_file(tensors, new)
-    processes.wait_for_everyone()
-    if processes.is_main_process:
-        hashes = [sha256(_shard(folder, number)) for number in range(count)]
-        replace(manifest, sha256=hashes).write(folder)
+    hashes = [sha256(_shard(folder, number)) for number in range(len(manifest.shards))]
+    replace(manifest, sha256=hashes).write(folder)
 
 
 class CacheSource:

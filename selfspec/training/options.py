@@ -5,7 +5,6 @@ Imports no torch, so that `selfspec fit --help` stays fast.
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
@@ -32,17 +31,11 @@ def at_least(least: int) -> Range:
     return Range(lambda value: value >= least, f"of at least {least}")
 
 
-def _is_part(shard: str) -> bool:
-    match = re.fullmatch(r"([0-9]+)/([0-9]+)", shard)
-    return match is not None and 1 <= int(match[1]) <= int(match[2])
-
-
 Count = Annotated[int, at_least(1)]
 Limit = Annotated[int | None, at_least(1)]
 Positive = Annotated[float, Range(lambda value: value > 0.0, "above 0")]
 _BELOW_1 = Range(lambda value: 0.0 <= value < 1.0, "in [0, 1)")
 _HEAD_TYPE = Range(FITTED_HEAD_TYPES.__contains__, f"out of {', '.join(FITTED_HEAD_TYPES)}")
-_PART = Range(_is_part, "I/N with I in 1..N")
 _RANGE = Range(
     lambda values: len(values) == 2 and 0.0 < values[0] <= values[1],
     "of a lowest and a highest one, above 0",
@@ -89,9 +82,6 @@ class DataOptions:
     max_new_tokens: Count = 400
     """Tokens of an answer, at least 1; longer ones are cut there."""
 
-    shard: Annotated[str, _PART] = "1/1"
-    """I/N: write the I-th of N parts. Parts share no seeds and no rows of --from."""
-
     seed: Annotated[int, at_least(0)] = 0
     """Fixes every draw, and so the text."""
 
@@ -99,12 +89,6 @@ class DataOptions:
         check_fields(self)
         if self.raw and self.system:
             raise InvalidOption(f"system is {self.system}, expected none with raw")
-
-    @property
-    def part(self) -> tuple[int, int]:
-        """Which part, counted from 0, of how many."""
-        first, count = self.shard.split("/")
-        return int(first) - 1, int(count)
 
 
 @dataclass(frozen=True, kw_only=True)

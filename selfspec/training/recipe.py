@@ -196,6 +196,7 @@ class Prompts:
         model to write on, and of a conversation the first turn alone is used.
         """
         self._recipe, self._passages, self._seed, self._own = recipe, passages, seed, own
+        self._raw = raw
         usable = [
             family
             for family in recipe.families
@@ -214,6 +215,10 @@ class Prompts:
         for family in self._cycle:
             self._ranks.append(self._counts[family.name])
             self._counts[family.name] += 1
+        self._asked: dict[
+            bytes, int
+        ] = {}  # first turns that no model writes, where they come first
+        self._looked_at = 0  # rows below it are in there
 
     def row(self, number: int) -> Row | None:
         """Row `number`, from 0; None where all of a user's own prompts were asked."""
@@ -248,6 +253,24 @@ class Prompts:
             row.article = row.language == "en" and (written or "en" not in have)
         return row
 
+    def is_repeat(self, row: Row) -> bool:
+        """Whether a row with a lower number asks the same, where that is known without a model."""
+        for number in range(self._looked_at, row.number + 1):
+            if (known := self._known(self.row(number))) is not None:
+                self._asked.setdefault(known, number)
+        self._looked_at = max(self._looked_at, row.number + 1)
+        known = self._known(row)
+        return known is not None and self._asked[known] < row.number
+
+    def _known(self, row: Row | None) -> bytes | None:
+        """The `key` of a row's first turn, unless a model or a passage has a part in it."""
+        if row is None:
+            return None
+        family = row.family
+        if family.passage or family.question or (family.continues and not self._raw):
+            return None
+        return key(row.text(row.turns[0]) or "")
+
     def passages_of(self, row: Row, sizes: Sequence[int]) -> list[str]:
         """Texts of the folder, each long enough for so many tokens where a file goes on."""
         first = row.number * _MOST_PARTS  # no two rows take the same place of a deck
@@ -260,6 +283,11 @@ class Prompts:
         if family.passage is None or set(family.passage.language) & self._passages.languages():
             return True
         return "en" in family.passage.language and any(f.passages for f in self._recipe.families)
+
+
+def key(text: str) -> bytes:
+    """What duplicates share: case and white space do not count."""
+    return hashlib.blake2b(" ".join(text.casefold().split()).encode(), digest_size=16).digest()
 
 
 def dealt(count: int, number: int, seed: str) -> int:

@@ -1,11 +1,12 @@
 """Text that is made for training: answers of a model, or rows as they are, in a file that grows.
 
 Comes in: a model and the prompts of `recipe`, or a reader of rows. Goes out: records, batch by
-batch; a batch depends on its number and seed alone, but for rows that the file holds already. They
-are lines of OUTPUT, plain or gzipped, beside OUTPUT.run.json, which says how it is made, how many
-of its bytes are whole batches, and which lines come next, so that what a killed run left
-half-written is told from lines of somebody else: it can be killed at any moment and continued.
-Called by `selfspec data`.
+batch. A batch is proposed by a model, in this process or another, and depends on the numbers of its
+rows alone; then, in order, rows are admitted that the file does not hold already. They are lines of
+OUTPUT, plain or gzipped, beside OUTPUT.run.json, which says how it is made, how many of its bytes
+are whole batches, and which lines come next, so that what a killed run left half-written is told
+from lines of somebody else: it can be killed at any moment and continued. Called by `selfspec data`
+and `adaptation`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import logging
 import os
 import random
 import re
+import sys
 from collections import deque
 from collections.abc import (
     Callable,
@@ -32,6 +34,7 @@ from collections.abc import (
 )
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +47,7 @@ from selfspec.model.backbone import Backbone
 from selfspec.training.asking import Ask, Server, Texts, Turns, end_ids, loop_start
 from selfspec.training.checkpoint import record_of, require_same
 from selfspec.training.options import DataOptions
-from selfspec.training.recipe import Passage, Passages, Prompts, Recipe, Row
+from selfspec.training.recipe import Passage, Passages, Prompts, Recipe, Row, key
 from selfspec.training.text import Message, Reader, T, encoded, messages_of, user_turns
 from selfspec.untrusted import open_bytes, read_json
 
@@ -52,8 +55,8 @@ logger = logging.getLogger(__name__)
 
 Record = dict[str, Any]
 
-FORMAT_VERSION = 3
-"""2: draws came from a generator of the batch, not of the row."""
+FORMAT_VERSION = 4
+"""2: draws came from a generator of the batch, not of the row. 3: rows of a batch knew the file."""
 
 _MOST_BYTES = 1 << 30
 """Size limit of a run's record: it holds the lines of a batch while they are written."""
@@ -91,6 +94,12 @@ class Counts:
         values = (1, len(ids), len(answers), sum(end - first for first, end in answers))
         for name, value in zip(KEPT, (*values, record.get("loops", 0)), strict=True):
             self.add(record.get("family", ""), name, value)
+
+    def merge(self, more: Counts) -> None:
+        """Add other rows' counts."""
+        for family, found in more.families.items():
+            for name, count in found.items():
+                self.add(family, name, count)
 
     def total(self, name: str) -> int:
         """The count called `name`, over all families."""
@@ -284,20 +293,40 @@ _LEAST_ROOM = 32
 """Tokens of a prompt for which any model must have room."""
 
 
-def write(source: Source, writer: Writer, options: DataOptions) -> Iterator[Counts]:
-    """Write batch after batch, up to `options.tokens`; gives the counts behind each."""
-    first, parts = options.part
+def write(
+    source: Source, writer: Writer, options: DataOptions, submit: Submit, ahead: int = 1
+) -> Iterator[Counts]:
+    """Write batch after batch, up to `options.tokens`; gives the counts behind each.
+
+    `submit` has a batch proposed, `ahead` says how many are under way: the file is the same.
+    """
     counts = writer.counts
-    while options.tokens is None or counts.answer_tokens < options.tokens:
-        index = first + parts * writer.batches
-        seed = batch_seed(options.seed, index)
-        records = source.batch(index, seed, counts)
-        if records is None:
+    begun: dict[int, tuple[Batch, Callable[[], Proposal]]] = {}
+    while (missing := (options.tokens or sys.maxsize) - counts.answer_tokens) > 0:
+        index = writer.batches
+        for number in range(index, index + ahead):
+            left = missing - (number - index) * options.batch_size * _TALK_TOKENS
+            batch = source.batch(number, left) if left > 0 and number not in begun else None
+            if batch is not None:
+                begun[number] = batch, submit(batch)
+        batch = source.batch(index, missing)
+        if batch is None:
             return
+        expected, wait = begun.pop(index)
+        # the rows before gave more or less than was expected: the last batch has another size
+        proposed, dropped = (wait if expected == batch else submit(batch))()
+        counts.merge(dropped)
+        seed = batch_seed(options.seed, index)
+        records = [one | {"seed": seed} for one in source.admit(index, proposed, counts)]
         for record in records:
             counts.add_row(record)
         writer.append([json.dumps(entry, ensure_ascii=False) for entry in records], seed, counts)
         yield counts
+
+
+def here(propose: Callable[[Any], Proposal]) -> Submit:
+    """Batches are proposed in this process, each when it is waited for."""
+    return lambda batch: partial(propose, batch)
 
 
 def batch_seed(seed: int, index: int) -> int:
@@ -363,6 +392,12 @@ class Talk:
             row["answers"] = spans
         return row if read else row | {"sampled": self.sampled, "loops": self.loops}
 
+
+Proposal = tuple[list[Record], Counts]
+"""Rows of a batch as a model wrote them, and what became of those that gave none."""
+
+Submit = Callable[["Batch"], Callable[[], Proposal]]
+"""Has a batch proposed; what it returns waits for that."""
 
 Script = Generator[Ask | None, list[int], T]
 """What a row wants of the model, one text after the other; None: nothing yet, for it waits for
@@ -442,6 +477,12 @@ class Author:
                 go_on(*running.pop(text), ids)
         return [found[place] for place in sorted(found)]
 
+    def answer(self, talks: Iterable[Talk]) -> Proposal:
+        """What is said in conversations whose user turns are there."""
+        counts = Counts()
+        found = self.write(self.converse(talk, counts) for talk in talks)
+        return [one for one in found if one is not None], counts
+
     def ask(self, header: list[int], rng: random.Random) -> Script[str | None]:
         """What a user says behind a header; None where that loops or does not end."""
         options = self.options
@@ -494,53 +535,21 @@ class Author:
 class Written:
     """Rows of a recipe, answered; endless."""
 
-    def __init__(
-        self,
-        author: Author,
-        prompts: Prompts,
-        written: Iterable[Record] = (),
-        excluded: Set[int] = frozenset(),
-    ) -> None:
-        """`written` are the records so far: what they ask and answer does not come again.
-
-        Rows with one of the `excluded` n-grams are dropped, before they are asked where they can.
-        """
+    def __init__(self, author: Author, prompts: Prompts, excluded: Set[int] = frozenset()) -> None:
+        """Rows that ask one of the `excluded` n-grams are dropped where they can before that."""
         self._author = author
         self._prompts = prompts
         self._excluded = excluded
-        self._asked: set[bytes] = set()
-        self._said: set[int] = set()
-        self._idle = 0
-        for record in written:
-            self._asked.add(key(_asked_in(record)))
-            self._said |= _sample(ngrams(_answered_in(record)))
 
-    def batch(self, index: int, seed: int, counts: Counts) -> list[Record]:
-        """The batch's rows, side by side; those about its articles wait for these."""
-        first = index * self._author.options.batch_size
-        found = [self._prompts.row(first + place) for place in range(self._size(counts))]
-        rows = [row for row in found if row is not None]
-        makers = self._prompts.article_families
+    def propose(self, numbers: range) -> Proposal:
+        """A batch's rows, side by side; those about its articles wait for these."""
+        rows = [row for number in numbers if (row := self._prompts.row(number)) is not None]
+        makers, counts = self._prompts.article_families, Counts()
         articles: dict[int, str | None] = {
             row.number: None for row in rows if row.family.name in makers and not row.article
         }
-        written = self._author.write(self._written(row, articles, counts) for row in rows)
-        kept = [one for one in written if one is not None and self._is_new(one, counts)]
-        self._idle = 0 if kept or not found else self._idle + 1
-        if self._idle == _PATIENCE:
-            dropped = ", ".join(f"{n} {what}" for what, n in counts.dropped().items() if n)
-            raise InvalidOption(
-                f"no row of {_PATIENCE} batches could be used; in all: {dropped}. Raise "
-                "--max-question-tokens, give another --recipe, or read user turns with --from"
-            )
-        return [record | {"seed": seed} for record in kept]
-
-    def _size(self, counts: Counts) -> int:
-        options = self._author.options
-        if options.tokens is None:
-            return options.batch_size
-        missing = options.tokens - counts.answer_tokens
-        return min(options.batch_size, max(_FEWEST_TALKS, missing // _TALK_TOKENS))
+        found = self._author.write(self._written(row, articles, counts) for row in rows)
+        return [one for one in found if one is not None], counts
 
     def _written(
         self, row: Row, articles: dict[int, str | None], counts: Counts
@@ -570,6 +579,8 @@ class Written:
         Or why there is none, as `Counts` calls it.
         """
         options = self._author.options
+        if self._prompts.is_repeat(row):
+            return "duplicates"
         if row.article and not articles:
             return "empty"
         if row.family.passage is not None:
@@ -591,7 +602,7 @@ class Written:
             return "too_long"
         if _holds(self._excluded, talk.asked()):
             return "excluded"
-        return "duplicates" if key(talk.question) in self._asked else talk
+        return talk
 
     def _invented(self, row: Row) -> Script[bool]:
         """Put in what the model writes of the first turn; whether it is a user's turn."""
@@ -631,6 +642,43 @@ class Written:
         kept = turns.text(ids[:tokens])
         end = max(kept.rfind(mark) for mark in (". ", ".\n", "! ", "? ", "\n\n", "。", "！", "？"))
         return kept[: end + 1].strip() if end > len(kept) // 3 else kept.rpartition(" ")[0] or kept
+
+
+class Admission:
+    """Which rows of a recipe the file takes: those that ask and say what none before them did."""
+
+    def __init__(
+        self,
+        options: DataOptions,
+        written: Iterable[Record] = (),
+        excluded: Set[int] = frozenset(),
+    ) -> None:
+        """`written` are the records so far. Rows with one of the `excluded` n-grams stay out."""
+        self._options, self._excluded = options, excluded
+        self._asked: set[bytes] = set()
+        self._said: set[int] = set()
+        self._idle = 0
+        for record in written:
+            self._asked.add(key(_asked_in(record)))
+            self._said |= _sample(ngrams(_answered_in(record)))
+
+    def batch(self, index: int, missing: int) -> range:
+        """The numbers of a batch's rows, where so many answer tokens are missing."""
+        first = index * self._options.batch_size
+        rows = min(self._options.batch_size, max(_FEWEST_TALKS, missing // _TALK_TOKENS))
+        return range(first, first + rows)
+
+    def admit(self, index: int, proposed: list[Record], counts: Counts) -> list[Record]:  # noqa: ARG002  # in order
+        """Raises InvalidOption where no row of several batches was of use."""
+        kept = [one for one in proposed if self._is_new(one, counts)]
+        self._idle = 0 if kept else self._idle + 1
+        if self._idle == _PATIENCE:
+            dropped = ", ".join(f"{n} {what}" for what, n in counts.dropped().items() if n)
+            raise InvalidOption(
+                f"no row of {_PATIENCE} batches could be used; in all: {dropped}. Raise "
+                "--max-question-tokens, give another --recipe, or read user turns with --from"
+            )
+        return kept
 
     def _is_new(self, record: Record, counts: Counts) -> bool:
         """Whether a row asks and says what none before it did; it counts as said then.
@@ -691,47 +739,49 @@ def _answered_in(record: Record) -> str:
     return "\n".join(said) if turns else str(record.get("completion", ""))
 
 
-def key(text: str) -> bytes:
-    """What duplicates share: case and white space do not count."""
-    return hashlib.blake2b(" ".join(text.casefold().split()).encode(), digest_size=16).digest()
-
-
 class Given:
-    """User turns of a file or data set, answered by an author."""
+    """User turns of a file or data set, to be answered."""
 
     def __init__(
-        self, reader: Reader[Talk], done: int, author: Author, excluded: Set[int] = frozenset()
+        self,
+        reader: Reader[Talk],
+        done: int,
+        options: DataOptions,
+        excluded: Set[int] = frozenset(),
     ) -> None:
         """`reader` parses with `talk_of`; `done` batches are written already.
 
         Rows with one of the `excluded` n-grams are dropped.
         """
-        self._reader, self._author, self._options = reader, author, author.options
-        self._excluded = excluded
-        first, parts = self._options.part
-        self._rows = itertools.islice(reader, first, None, parts)
+        self._reader, self._options, self._excluded = reader, options, excluded
+        self._rows = iter(reader)
         self._known = {key(talk.asked()) for talk in self._next(done)}
+        self._read = done
+        self._waiting: dict[int, tuple[list[Talk] | None, int, int]] = {}
 
-    def batch(self, index: int, seed: int, counts: Counts) -> list[Record] | None:  # noqa: ARG002  # in order
-        """The next rows, without duplicates; which answers are sampled is drawn."""
-        talks, fresh = self._next(1), []
-        counts.add("", "bad_rows", self._reader.skipped - counts.total("bad_rows"))
-        for talk in talks:
-            if (asked := key(talk.asked())) in self._known:
-                counts.add("", "duplicates")
-            else:
-                self._known.add(asked)
-                fresh.append(talk)
-        if not talks:
-            return None
-        rng = random.Random(seed)
-        for talk in fresh:
-            talk.sampled = rng.random() >= self._options.greedy_share
-            talk.rng = random.Random(rng.getrandbits(62))
-        found = self._author.write(self._author.converse(talk, counts) for talk in fresh)
-        records = [record | {"seed": seed} for record in found if record is not None]
-        kept = [one for one in records if not _holds(self._excluded, _words_of(one))]
-        counts.add("", "excluded", len(records) - len(kept))
+    def batch(self, index: int, missing: int) -> list[Talk] | None:  # noqa: ARG002  # all of them
+        """The next rows, without duplicates; which answers are sampled is drawn. None: no more."""
+        while self._read <= index:
+            rng = random.Random(batch_seed(self._options.seed, self._read))
+            talks, fresh = self._next(1), []
+            for talk in talks:
+                if (asked := key(talk.asked())) not in self._known:
+                    self._known.add(asked)
+                    fresh.append(talk)
+                    talk.sampled = rng.random() >= self._options.greedy_share
+                    talk.rng = random.Random(rng.getrandbits(62))
+            found = fresh if talks else None
+            self._waiting[self._read] = found, len(talks) - len(fresh), self._reader.skipped
+            self._read += 1
+        return self._waiting[index][0]
+
+    def admit(self, index: int, proposed: list[Record], counts: Counts) -> list[Record]:
+        """All but those with excluded words."""
+        _, duplicates, skipped = self._waiting.pop(index)
+        kept = [one for one in proposed if not _holds(self._excluded, _words_of(one))]
+        counts.add("", "duplicates", duplicates)
+        counts.add("", "bad_rows", skipped - counts.total("bad_rows"))
+        counts.add("", "excluded", len(proposed) - len(kept))
         return kept
 
     def _next(self, batches: int) -> list[Talk]:
@@ -752,5 +802,8 @@ def talk_of(record: Record, tokenizer: PreTrainedTokenizerBase | None, system: s
     return Talk(Turns.of(tokenizer, system), first, [*later])
 
 
-Source = Written | Given
-"""Where batches of records come from."""
+Source = Admission | Given
+"""What batches hold, and which of their records the file takes."""
+
+Batch = range | list[Talk]
+"""What is proposed at a time: rows of a recipe by number, or user turns to be answered."""

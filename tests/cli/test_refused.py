@@ -165,7 +165,8 @@ calibrate M --data talks.jsonl                   | no --heads
 calibrate H --data talks.jsonl --precision 1.5   | precision is 1.5
 data --tokens 5                                  | no --output
 data --output new.jsonl                          | no --tokens
-data --output new.jsonl --tokens 9 --shard 2     | shard is 2, expected a value I/N
+data --output new.jsonl --tokens 9 --workers 0   | workers is 0, expected a value of at least 1
+data --output new.jsonl --tokens 9 --workers 2 --endpoint U | workers with endpoint
 data --output new.jsonl --tokens 9 --recipe none | cannot read none
 data --output new.jsonl --tokens 9 --passages no | no is no folder
 data --output new.jsonl --tokens 9 --config wrong.yaml | Did you mean tokens?

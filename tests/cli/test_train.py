@@ -174,16 +174,16 @@ def test_an_interrupted_or_killed_run_is_continued(
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     written = Counts(run_record()["counts"]["families"]).answer_tokens
-    batch, begun = selfgen.Written.batch, len(seeds())
+    propose, begun = selfgen.Written.propose, len(seeds())
 
     def once(*arguments: Any) -> Any:
         if len(seeds()) > begun:
             raise KeyboardInterrupt
-        return batch(*arguments)
+        return propose(*arguments)
 
     more = [*COMMAND, "--tokens", str(written + 200)]
     with monkeypatch.context() as patch:
-        patch.setattr(selfgen.Written, "batch", once)
+        patch.setattr(selfgen.Written, "propose", once)
         assert main(more) == 130
     assert "out.jsonl: the same command continues it" in capsys.readouterr().err
     assert main(more) == 0

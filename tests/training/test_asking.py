@@ -18,7 +18,7 @@ from selfspec.errors import InvalidData, InvalidPrompt, SelfspecError
 from selfspec.model.backbone import Backbone
 from selfspec.training.asking import Ask, Texts, Turns, end_ids, loop_start
 from selfspec.training.recipe import Passages
-from selfspec.training.selfgen import Author, Counts, Written
+from selfspec.training.selfgen import Author, Written
 from tests.api.test_text import byte_level_bpe
 from tests.authors import RECIPE, make_author, prompt_ids, recipe_of
 from tests.models import VOCAB_SIZE, make_model, random_ids
@@ -273,7 +273,7 @@ def test_answers_are_the_servers_as_the_models_ids(url: str, tmp_path: Path) -> 
     author = remote(url, system="c", greedy_share=0.5)
     prompts = author.prompts(recipe_of(RECIPE, tmp_path), Passages())
     assert prompts.left_out == ["free", "pair"]
-    rows = Written(author, prompts).batch(0, 0, Counts())
+    rows, _ = Written(author, prompts).propose(range(24))
     answered = [row for row in rows if row["family"] != "read"]
     assert len(answered) > 3
     for row in answered:

@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -310,20 +309,6 @@ def test_a_folder_of_other_features_is_refused(
     store.write(tmp_path, stream, manifest_of(stream, base_fingerprint="abc"))
     with pytest.raises(InvalidData, match=r"features of tiny \(abc\)"):
         CacheSource(tmp_path, backbone)
-
-
-@pytest.mark.usefixtures("small_shards")
-def test_several_processes_write_what_one_would(stream: StreamSource, tmp_path: Path) -> None:
-    write(tmp_path / "alone", stream)
-    for rank in (1, 0):
-        part = SimpleNamespace(process_index=rank, num_processes=2, is_main_process=rank == 0)
-        part.wait_for_everyone = lambda: None
-        if rank:  # the first has written what is known before any work
-            (tmp_path / "shared").mkdir()
-            manifest_of(stream).write(tmp_path / "shared")
-        write(tmp_path / "shared", stream, processes=part)
-    for path in (tmp_path / "alone").iterdir():
-        assert (tmp_path / "shared" / path.name).read_bytes() == path.read_bytes()
 
 
 # --- damage: one line that names the file

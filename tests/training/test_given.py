@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from selfspec.errors import InvalidData
 from selfspec.training.selfgen import Counts, Given, Writer, talk_of, write
 from selfspec.training.text import Reader
-from tests.authors import make_author, prompt_ids, read
+from tests.authors import at_once, make_author, prompt_ids, read
 from tests.talks import make_tokenizer
 
 QUESTIONS = ["a", "b", "c", "a b", "A  b", "b a", "c c", "a c", "b c", "c a b"]
@@ -34,13 +34,13 @@ def rows(tmp_path: Path) -> Path:
     return path
 
 
-def answer(rows: Path, output: Path, **options: Any) -> Counts:
+def answer(rows: Path, output: Path, ahead: int = 1, **options: Any) -> Counts:
     author = make_author(**{"batch_size": 4, "greedy_share": 1.0} | options)
     parse = partial(talk_of, tokenizer=make_tokenizer(), system=author.options.system)
     writer = Writer(output, {}, {})
     reader = Reader(rows, parse, skip_bad_rows=True)
-    source = Given(reader, writer.batches, author)
-    for _ in write(source, writer, author.options):
+    source = Given(reader, writer.batches, author.options)
+    for _ in write(source, writer, author.options, at_once(author.answer), ahead):
         pass
     return writer.counts
 
@@ -116,17 +116,6 @@ def test_a_run_that_is_broken_off_is_continued_with_the_next_rows(
 ) -> None:
     expected = answer(rows, tmp_path / "whole")
     for tokens in (1, 12, None):
-        counts = answer(rows, tmp_path / "parts", tokens=tokens)
+        counts = answer(rows, tmp_path / "parts", ahead=3, tokens=tokens)
     assert (tmp_path / "parts").read_bytes() == (tmp_path / "whole").read_bytes()
     assert counts == expected
-
-
-def test_shards_share_no_rows_and_leave_none_out(rows: Path, tmp_path: Path) -> None:
-    asked = []
-    for shard in ("1/3", "2/3", "3/3"):
-        answer(rows, tmp_path / shard[0], shard=shard)
-        asked += [line["messages"][0]["content"] for line in read(tmp_path / shard[0])]
-    assert len(asked) == len(set(asked))
-    answer(rows, tmp_path / "whole")
-    whole = {line["messages"][0]["content"] for line in read(tmp_path / "whole")}
-    assert whole <= set(asked) <= set(QUESTIONS)

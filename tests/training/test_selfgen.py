@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from dataclasses import asdict
 from pathlib import Path
@@ -12,10 +11,19 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from selfspec.errors import InvalidOption
-from selfspec.training import text
+from selfspec.training import selfgen, text
 from selfspec.training.asking import Ask, Texts, Turns, loop_start
-from selfspec.training.recipe import Passages, Prompts
-from selfspec.training.selfgen import DROPPED, Author, Counts, Written, batch_seed, key, ngrams
+from selfspec.training.options import DataOptions
+from selfspec.training.recipe import Passages, Prompts, key
+from selfspec.training.selfgen import (
+    DROPPED,
+    Admission,
+    Author,
+    Counts,
+    Written,
+    batch_seed,
+    ngrams,
+)
 from tests.authors import RECIPE, SMALL, invent, make_author, prompt_ids, read, recipe_of
 from tests.talks import WORDS
 
@@ -106,14 +114,11 @@ def test_rows_differ_and_every_one_is_counted(written: tuple[list[dict[str, Any]
     assert counts.families.keys() == {line["family"] for line in lines}
 
 
-def test_the_last_batch_is_small_where_few_tokens_are_missing(tmp_path: Path) -> None:
-    author, sizes = make_author(tokens=3000, batch_size=32), list[int]()
-    prompts = Prompts(recipe_of(RECIPE, tmp_path), Passages(), 0)
-    for written in (0, 1500, 2900):
-        counts = Counts()
-        counts.add("", "answer_tokens", written)
-        sizes.append(Written(author, prompts)._size(counts))
+def test_the_last_batch_is_small_where_few_tokens_are_missing() -> None:
+    source = Admission(DataOptions(batch_size=32))
+    sizes = [len(source.batch(2, missing)) for missing in (3000, 1500, 100)]
     assert sizes == [32, 23, 16]
+    assert source.batch(2, 100) == range(64, 80)
 
 
 # --- options that change the text
@@ -142,7 +147,6 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
         {"greedy_share": 0.0, "temperature": 5.0},
         {"max_new_tokens": 3},
         {"batch_size": 5},
-        {"shard": "2/2"},
     ],
 )
 def test_another_value_is_another_text(
@@ -220,7 +224,7 @@ def test_answers_are_cut_where_they_loop_and_counted(
     assert sum(line["loops"] for line in read(tmp_path / "a")) == loops
 
 
-# --- seeds, shards, resuming
+# --- seeds, resuming
 
 
 def test_seeds_of_a_run_are_all_different_and_stay_within_32_bits() -> None:
@@ -229,22 +233,24 @@ def test_seeds_of_a_run_are_all_different_and_stay_within_32_bits() -> None:
     assert all(0 <= seed < 2**32 for seed in seeds)
 
 
-def test_shards_are_the_batches_of_one_run(tmp_path: Path) -> None:
-    """Rows are the same whoever writes them, but for those that the same file held already."""
-    for shard, tokens in (("1/1", 240), ("1/2", 120), ("2/2", 120)):
-        name = tmp_path / shard.replace("/", "-")
-        counts = invent(make_author(tokens=tokens, shard=shard), name)
-        assert counts.answer_tokens >= tokens
-    whole, *parts = (
-        {json.dumps(line) for line in read(tmp_path / name)} for name in ("1-1", "1-2", "2-2")
-    )
-    assert not parts[0] & parts[1]
-    seeds = [{json.loads(line)["seed"] for line in part} for part in (whole, *parts)]
-    assert not seeds[1] & seeds[2]
-    common = seeds[0] & (seeds[1] | seeds[2])
-    assert len(common) > 2
-    rows = {line for line in whole if json.loads(line)["seed"] in common}
-    assert rows <= parts[0] | parts[1]
+def test_batches_begun_ahead_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those at the end were begun with another size than they turn out to need."""
+    monkeypatch.setattr(selfgen, "_TALK_TOKENS", 8)
+    author = make_author(tokens=500, batch_size=20)
+    asked, propose = list[int](), Written.propose
+
+    def counted(self: Written, numbers: range) -> Any:
+        asked.append(numbers.start)
+        return propose(self, numbers)
+
+    monkeypatch.setattr(Written, "propose", counted)
+    for ahead in (1, 4):
+        invent(author, tmp_path / str(ahead), ahead=ahead)
+    assert len(set(asked)) < len(asked) - len(set(asked)), "a batch was proposed again"
+    assert (tmp_path / "1").read_bytes() == (tmp_path / "4").read_bytes()
+    assert (tmp_path / "1.run.json").read_bytes() == (tmp_path / "4.run.json").read_bytes()
 
 
 @pytest.mark.parametrize("stop", [1, 3, 8])
@@ -307,8 +313,8 @@ def test_empty_questions_and_answers_are_dropped(
     monkeypatch.setattr(author, "ask", ask)
     monkeypatch.setattr(Turns, "continuation", lambda turns, start, new: " ")  # answers only
     recipe = recipe_of("families: {free: {weight: 1, continues: true, ask: [b]}}", tmp_path)
-    counts = Counts()
-    assert Written(author, Prompts(recipe, Passages(), 0)).batch(0, 3, counts) == []
+    kept, counts = Written(author, Prompts(recipe, Passages(), 0)).propose(range(4))
+    assert kept == []
     found = {name: n for name, n in counts.families["free"].items() if n}
     assert found == {"unfinished": 2, "empty": 2}
 
@@ -333,9 +339,8 @@ lists: {word: [a, c, a a, c c, a b, c b]}
     author = make_author(tokens=10_000)
     prompts = Prompts(recipe_of(recipe, tmp_path), Passages(), 0)
     excluded = ngrams("C b b b b b b b")
-    source = Written(author, prompts, (), excluded)
-    counts = Counts()
-    kept = source.batch(0, 0, counts)
+    kept, counts = Written(author, prompts, excluded).propose(range(6))
+    source = Admission(author.options, excluded=excluded)
     assert counts.total("excluded") == 3  # c, c c and c b
     assert not any(row["messages"][0]["content"].startswith("c b b b b b b b") for row in kept)
     question = {"role": "user", "content": "is it kept"}
@@ -356,12 +361,12 @@ def test_rows_are_written_side_by_side(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Texts, "step", counted)
     prompts = Prompts(recipe_of(RECIPE, tmp_path), Passages(), 0)
-    assert Written(author, prompts).batch(0, 0, Counts())
+    assert Written(author, prompts).propose(range(12))[0]
     assert texts[0] > 6, "rows that need nothing of another one begin together"
 
 
 def test_an_answer_that_was_given_nearly_so_is_dropped() -> None:
-    source = Written(make_author(), None)  # type: ignore[arg-type]  # no prompts are asked for
+    source = Admission(DataOptions())
     counts, words, asked = Counts(), [f"w{n}" for n in range(60)], itertools.count()
 
     def new(said: list[str]) -> bool:
