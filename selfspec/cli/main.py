@@ -145,7 +145,8 @@ def _hints(error: Any, words: Sequence[str]) -> str:
     if said.startswith("No such command") and "Did you mean" not in said:
         return f" Known: {', '.join(context.command.list_commands(context))}"
     if said.startswith("No such option") and "(" not in said:
-        return f". For all of them: {context.command_path} --help-all"
+        rare = any("--help-all" in flag.opts for flag in context.command.params)
+        return f". For all of them: {context.command_path} {'--help-all' if rare else '-h'}"
     several = "unexpected extra argument" in said
     asks = {"generate", "demo", "trace"} & {*words}
     return ". Put a prompt of several words in quotes" if several and asks else ""

@@ -107,6 +107,7 @@ generate a --json-schema schema.json             | is 7
 generte a                                        | Did you mean 'generate'?
 nothing                                          | 'nothing'. Known: generate, chat, demo
 generate a --frobnicate                          | For all of them: selfspec generate --help-all
+heads list --frobnicate                          | For all of them: selfspec heads list -h
 heads show                                       | Missing argument 'DIR'
 heads show nowhere                               | 'nowhere' is neither a folder nor a known name
 heads show model                                 |
