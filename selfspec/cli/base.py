@@ -533,8 +533,11 @@ def loading(name: str) -> Iterator[list[str]]:
             sys.stderr.write(_ERASE)
 
 
-def check_template(asked: Asked) -> None:
-    """Say before anything is loaded that messages need a template, and nothing brings one."""
+def check_template(asked: Asked, command: str = "generate") -> None:
+    """Say before anything is loaded that messages need a template, and nothing brings one.
+
+    `command` is the one that works with such a model.
+    """
     name, heads = asked.get("model"), asked.get("heads")
     if name is None or asked.keys() & {"raw", "chat_template"} or hub.brings_template(name):
         return
@@ -543,7 +546,7 @@ def check_template(asked: Asked) -> None:
     if not any(read_config(folder).get("chat_template") for folder in known_ones):
         raise InvalidPrompt(
             f"{name} has no chat template: is it a base model? {advice(name)}; or continue a text: "
-            "selfspec generate --raw"
+            f"{shlex.join(['selfspec', command, '--raw', '--model', name])}"
         )
 
 

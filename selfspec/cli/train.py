@@ -281,6 +281,8 @@ def data(*, asked: Asked) -> None:
     if "source" not in asked and options.tokens is None:
         raise InvalidOption("no --tokens. Say how many answer tokens the model should write")
     _check(asked)
+    if not asked.keys() & {"endpoint", "source"}:
+        base.check_template(asked, "data")
     from selfspec.training.selfgen import check_output
 
     check_output(asked["output"], base.inputs(asked))
