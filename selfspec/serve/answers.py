@@ -48,9 +48,10 @@ class Reply:
         piece = await self._queue.get()
         if piece.error is not None:
             self.leave()
-            if not isinstance(piece.error, Refused):
+            said = of_error(piece.error, self._field)
+            if said.status >= 500 and said is not piece.error:
                 logger.info("an answer failed:\n%s", places(piece.error))
-            raise of_error(piece.error, self._field)
+            raise said
         self._pieces[piece.choice].append(piece)
         return piece
 
