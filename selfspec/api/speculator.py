@@ -511,7 +511,8 @@ def without_heads(
     if drafting.uses("exit"):
         said = "plain decoding"
     if said is not None and drafting.speculate and wanted:
-        logger.warning("no exit heads for %s: %s. Make some: selfspec adapt", label, said)
+        how = "Make some: selfspec adapt --model MODEL"
+        logger.warning("no exit heads for %s: %s. %s", label, said, how)
     return base
 
 
