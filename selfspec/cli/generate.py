@@ -124,16 +124,20 @@ def answer_all(asked: Asked, options: dict[str, Any]) -> str:
         speculator = base.load(asked)
         numbers = [number for number in range(len(prompts)) if number not in run.lines]
         seed = options.pop("seed", None)
-        with base.bar("generate", "answers") as show:
-            show(len(run.lines), len(prompts), found=True)
-            for place, found in speculator.generate_each(
-                (prompts[number] for number in numbers),
-                seeds=None if seed is None else (seed + number for number in numbers),
-                **room,
-                **options,
-            ):
-                run.add(numbers[place], found)
-                show(len(run.lines), len(prompts))
+        try:
+            with base.bar("generate", "answers") as show:
+                show(len(run.lines), len(prompts), found=True)
+                for place, found in speculator.generate_each(
+                    (prompts[number] for number in numbers),
+                    seeds=None if seed is None else (seed + number for number in numbers),
+                    **room,
+                    **options,
+                ):
+                    run.add(numbers[place], found)
+                    show(len(run.lines), len(prompts))
+        except KeyboardInterrupt:
+            base.note(f"{len(run.lines)} of {len(prompts)} answered; the same command goes on")
+            raise
         return run.finish()
 
 

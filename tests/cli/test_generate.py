@@ -192,10 +192,11 @@ def test_answers_come_in_the_order_of_their_prompts(
 
 
 def test_the_same_command_goes_on_where_a_run_was_stopped(
-    speculator: FakeSpeculator, asked: list[str]
+    speculator: FakeSpeculator, asked: list[str], capsys: Capture
 ) -> None:
     speculator.broken = {1: KeyboardInterrupt()}
     assert main([*asked, "--seed", "5"]) == 130
+    assert "2 of 4 answered; the same command goes on" in capsys.readouterr().err
     assert not OUT.exists()
     PARTIAL.write_text(PARTIAL.read_text() + '{"index": 3, "te')
     assert main([*asked, "--seed", "6"]) == 2  # other options
