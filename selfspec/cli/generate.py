@@ -158,8 +158,8 @@ def _read(path: Path, system: str | None, *, raw: bool) -> list[Messages]:
                 found.append(messages)
             case other:
                 raise InvalidData(
-                    f'{where} is {shown(other)}, expected one of {{"prompt": "…"}} and '
-                    '{"messages": […]}'
+                    f'{where} is {shown(other)}, expected one of {{"prompt": "…"}}, not empty, '
+                    'and {"messages": […]}'
                 )
     if not found:
         raise InvalidData(f'{path} holds no prompts. Give lines like {{"prompt": "…"}}')
