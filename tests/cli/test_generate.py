@@ -236,7 +236,7 @@ def test_an_old_run_gives_way_on_request_and_a_damaged_one_is_named(
     [
         ([], "{", "line 2 is not JSON"),
         *(
-            ([], line, f'line 2 is {json.loads(line)}, expected one of {{"prompt": "…"}}, not empty')
+            ([], line, f'line 2 is {json.loads(line)}, expected one of {{"prompt": "…"}}, not')
             for line in (
                 *("[1]", "{}", '{"prompt": "a", "seed": 1}', '{"prompt": 3}'),
                 *('{"prompt": " "}', '{"messages": "a"}'),
