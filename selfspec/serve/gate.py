@@ -245,7 +245,8 @@ def bound(options: ServeOptions) -> socket.socket:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
         found.bind(address)
     except OSError as error:
-        raise InvalidOption(f"cannot listen at {where}: {error.strerror or error}") from error
+        said = f"{where}: {error.strerror or error}. Give another --port or --host"
+        raise InvalidOption(f"cannot listen at {said}") from error
     return found
 
 

@@ -403,7 +403,7 @@ def of_validation(error: ValidationError) -> Refused:
             field += f"[{place}]"
         elif place.isidentifier() and place not in _TYPES:
             field += f".{place}" if field else place
-    said = f"is wrong: {found['msg'].removeprefix('Value error, ')}"
+    said = f"is wrong: {found['msg'].removeprefix('Value error, ').partition(' or instance of')[0]}"
     known = {"extra_forbidden": "is not supported here. Leave it out", "missing": "is missing"}
     message = f"{field or 'the body'} {known.get(found['type'], said)}"
     return Refused(400, message, field=field or None)
