@@ -58,7 +58,7 @@ class StopRule:
 def remind(positions: int) -> None:
     """Log, once, that a text goes on behind the positions that its model was made for."""
     logger.warning(
-        "the text goes beyond the %d positions that the model was made for: it may get worse",
+        "the text goes beyond the model's context length, %d positions: it may get worse",
         positions,
     )
 
