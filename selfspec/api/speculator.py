@@ -511,8 +511,7 @@ def without_heads(
     if drafting.uses("exit"):
         said = "plain decoding"
     if said is not None and drafting.speculate and wanted:
-        how = "Make some: selfspec adapt --model MODEL"
-        logger.warning("no exit heads for %s: %s. %s", label, said, how)
+        logger.warning("no exit heads for %s: %s. Fit: selfspec adapt --model MODEL", label, said)
     return base
 
 

@@ -534,10 +534,7 @@ def loading(name: str) -> Iterator[list[str]]:
 
 
 def check_template(asked: Asked, command: str = "generate") -> None:
-    """Say before anything is loaded that messages need a template, and nothing brings one.
-
-    `command` is the one that works with such a model.
-    """
+    """Say before anything is loaded that messages need a template, and nothing brings one."""
     name, heads = asked.get("model"), asked.get("heads")
     if name is None or asked.keys() & {"raw", "chat_template"} or hub.brings_template(name):
         return

@@ -159,7 +159,6 @@ class Chat:
                 self.tokens = encode(tokenizer, list(messages)).shape[1]
 
     def _take_back(self) -> str | None:
-        """The newest question, which is said no more, nor is its answer."""
         places = [at for at, entry in enumerate(self.messages) if entry["role"] == "user"]
         if not places:
             return None

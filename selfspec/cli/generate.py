@@ -142,7 +142,6 @@ def answer_all(asked: Asked, options: dict[str, Any]) -> str:
 
 
 def _read(path: Path, system: str | None, *, raw: bool) -> list[Messages]:
-    """The prompts of a file: a line each, `{"prompt": "…"}` or `{"messages": […]}`."""
     found: list[Messages] = []
     for number, text in untrusted.json_lines(path, base.MOST_PROMPT_BYTES):
         where = f"{path}, line {number}"

@@ -38,7 +38,6 @@ def run() -> None:
 
 
 def _interrupt(*_: object) -> None:
-    """Python's own handler, which keeps a note."""
     interrupts.append(None)
     raise KeyboardInterrupt
 

@@ -110,7 +110,6 @@ def trace(prompt: base.Prompt = None, *, as_json: base.AsJson = False, asked: ba
 
 
 def _check_targets(asked: Asked) -> dict[str, Path]:
-    """The paths of the outputs, before any work. Raises InvalidOption, CannotWrite."""
     found: dict[str, Path] = {}
     for name, text in sorted(picked(asked, _TARGETS).items()):
         path = base.check_file(asked, text)

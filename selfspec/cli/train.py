@@ -197,7 +197,6 @@ def _read(
 
 
 def _require_features(found: FeatureSpec, needed: FeatureSpec) -> None:
-    """Raise InvalidOption where a cache lacks what heads read."""
     if missing := sorted(set(needed.layers) - set(found.layers)):
         raise InvalidOption(
             f"the cache holds exit layers {list(found.layers)}, not {missing}. Choose among them, "
@@ -404,7 +403,6 @@ def _source(
 
 
 def _excluded_ngrams(asked: Asked) -> set[int]:
-    """N-grams of the built-in suite and of the files of --exclude."""
     from selfspec.eval.results import load_suite
     from selfspec.training.selfgen import ngrams
     from selfspec.training.text import Reader, texts_of
@@ -650,7 +648,6 @@ def _say_fitted(fitted: Fitted, model: Base, asked: Asked) -> None:
 
 
 def _check_heads_output(asked: Asked) -> None:
-    """Raise CannotWrite where no heads may be written."""
     from selfspec.training import checkpoint
 
     name: str = asked["output"]

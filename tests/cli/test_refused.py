@@ -87,9 +87,7 @@ generate a --file text.txt                       | a prompt and --file at once
 generate --file nowhere                          | cannot read the prompt
 generate a --raw --system s                      | --raw and --system at once
 generate a --max-new-tokens                      | requires an argument
-generate a --max-new-tokens 0                    | max_new_tokens is 0, expected at least 1
 generate a --drafter exit:layers=7               | exit layer 7 is not among those of smollm2
-generate a --exit-threshold 0.9                  | No such option: --exit-threshold
 generate a --hedas x                             | --heads
 generate a --config nowhere                      | cannot take the config: cannot read nowhere
 generate a --dtype float31                       | 'float31' is not one of 'float32'
@@ -110,11 +108,9 @@ nothing                                          | 'nothing'. Known: generate, c
 generate a --frobnicate                          | For all of them: selfspec generate --help-all
 heads list --frobnicate                          | For all of them: selfspec heads list -h
 heads show                                       | Missing argument 'DIR'
-heads show nowhere                               | 'nowhere' is neither a folder nor a known name
 heads show model                                 |
 heads pull model                                 |
 heads list -q -v                                 | --quiet and --verbose at once
-chat a                                           | unexpected extra argument
 chat --chat-template none.jinja                  | cannot read none.jinja
 env --model nowhere                              | nowhere
 report                                           | Missing argument
