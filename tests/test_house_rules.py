@@ -38,15 +38,15 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 31875,
+    "tests/": 31872,
     "model": 7103,
     "decoding": 5590,
     "training": 4337,
     "eval/": 4336,
     "eval": 3850,
-    "cli": 3502,
-    "serve": 3164,
-    "api": 2519,
+    "cli": 3492,
+    "serve": 3165,
+    "api": 2518,
     "heads": 1898,
     "visualise": 1752,
     "hub": 1515,

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import time
+import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from selfspec.cli.main import main
+from selfspec.training.selfgen import Writer
 from tests.authors import RECIPE
 from tests.models import make_model
 from tests.talks import WORDS, make_talks, make_tokenizer
@@ -45,28 +46,28 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             yield folder
 
 
-def killed_at_work(record: Path) -> int:
-    """Ends a worker in the middle of a batch, once others are in the file."""
-    until = time.monotonic() + 120
-    while time.monotonic() < until:
-        for one in psutil.Process().children(recursive=True) if record.exists() else ():
-            if "_Worker.do" in " ".join(one.cmdline()):
-                one.kill()
-                return one.pid
-        time.sleep(0.01)
-    raise TimeoutError("no worker is at work")
-
-
-def test_a_killed_workers_batch_is_written_by_another_and_the_file_is_the_same(place: Path) -> None:
+def test_a_killed_workers_batch_is_written_by_another_and_the_file_is_the_same(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the first batch one stops, with the batch that it has or is given, and is killed."""
     assert main([*DATA, "--output", "alone.jsonl"]) == 0
-    with ThreadPoolExecutor(1) as beside:
-        killed = beside.submit(killed_at_work, place / "shared.jsonl.run.json")
-        assert main([*DATA, "--output", "shared.jsonl", "--workers", "2"]) == 0
-        assert not psutil.pid_exists(killed.result())
+    victims, append = list[psutil.Process](), Writer.append
+
+    def appended(self: Writer, *batch: Any) -> None:
+        append(self, *batch)
+        if not victims:
+            everything = psutil.Process().children(recursive=True)
+            workers = [one for one in everything if "ray::_Worker" in " ".join(one.cmdline())]
+            victims.append(workers[0])
+            victims[0].suspend()
+            threading.Timer(2.0, victims[0].kill).start()
+
+    monkeypatch.setattr(Writer, "append", appended)
+    assert main([*DATA, "--output", "shared.jsonl", "--workers", "2"]) == 0
+    assert not psutil.pid_exists(victims[0].pid)
     for end in ("", ".run.json"):  # the counts, too
-        assert (place / f"alone.jsonl{end}").read_bytes() == (
-            place / f"shared.jsonl{end}"
-        ).read_bytes()
+        alone, shared = (place / f"{name}.jsonl{end}" for name in ("alone", "shared"))
+        assert shared.read_bytes() == alone.read_bytes()
 
 
 def test_shards_are_the_same_and_those_that_are_there_stay(place: Path) -> None:
