@@ -367,9 +367,10 @@ def written(hour: Hour, found: Found) -> None:
     author = selfgen.Author(on.backbone, on.tokenizer, options, lambda _: None)
     recipe = read_recipe()
     prompts = author.prompts(recipe, Passages(None, tuple(recipe.languages)))
-    source = selfgen.Written(author, prompts, writer.records())
+    propose = selfgen.here(selfgen.Written(author, prompts).propose)
+    source = selfgen.Admission(options, writer.records())
     start, most = time.monotonic(), 0.0 if hour.tiny else 60 * hour.minutes * 0.45
-    for counts in selfgen.write(source, writer, options):
+    for counts in selfgen.write(source, writer, options, propose):
         found |= {"seconds": time.monotonic() - start, "answer_tokens": counts.answer_tokens}
         if found["seconds"] >= most:
             break

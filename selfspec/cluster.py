@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,9 +19,9 @@ from typing import Any
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # read when Ray is imported
 os.environ.setdefault("RAY_AUTH_MODE", "token")
-if "RAY_ADDRESS" not in os.environ and "ray" not in sys.modules:  # else this is a worker
-    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # Ray runs what comes to its ports
-    os.environ["RAY_AUTH_MODE"] = "token"
+if "RAY_ADDRESS" not in os.environ:
+    os.environ["RAY_AUTH_MODE"] = "token"  # Ray runs what comes to its ports
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # a worker has it already
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # no cluster: all ports on loopback
 
 import ray

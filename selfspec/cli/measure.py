@@ -487,9 +487,10 @@ PACKAGES = ("selfspec", "torch", "transformers", "accelerate", "safetensors")
 
 
 def lm_eval(words: Annotated[list[str] | None, typer.Argument(metavar="..")] = None) -> None:
-    """Evaluate on tasks of EleutherAI's lm-eval, whose command line gets all that follows.
+    """Evaluate on tasks of EleutherAI's lm-eval.
 
-    Its model is selfspec: --model_args pretrained=NAME,heads=NAME. Help: selfspec lm-eval run -h
+    Its command line gets all that follows, and its model is selfspec: --model_args
+    pretrained=NAME,heads=NAME. Help: selfspec lm-eval run -h
     """
     check_packages("lm-eval", "lm_eval", extra="lm-eval")
     from selfspec.plugins.lm_eval import run

@@ -224,10 +224,11 @@ def _require_features(found: FeatureSpec, needed: FeatureSpec) -> None:
     *(flag for flag in MODEL if flag.name in _FROZEN),
 )
 def adapt(*, asked: Asked) -> None:
-    """Make heads for a model: text, fit, settings for this machine, and a comparison.
+    """Make heads for a model: all steps in one.
 
-    The time given is used up. A killed run goes on where it was; with a larger --budget a finished
-    one writes more text, and its heads learn on. Nothing else should run meanwhile.
+    Text, fit, settings for this machine, and a comparison. The time given is used up. A killed run
+    goes on where it was; with a larger --budget a finished one writes more text, and its heads
+    learn on. Nothing else should run meanwhile.
     """
     _check(asked)
     given = {name: value for name, value in asked.items() if name != "config"}
@@ -394,8 +395,8 @@ def _source(
             questions.report()
         prompts = author.prompts(recipe, passages, own)
         if prompts.left_out:
-            why = "no such --passages" + ("" if author.invents else ", or invented turns")
-            base.note(f"selfspec: left out, {why}: {', '.join(prompts.left_out)}")
+            why = "for want of --passages" + ("" if author.invents else ", or of invented turns")
+            base.note(f"selfspec: left out {why}: {', '.join(prompts.left_out)}")
         return selfgen.Admission(options, writer.records(), excluded), prompts, None
     parse = partial(selfgen.talk_of, tokenizer=author.turns.tokenizer, system=options.system)
     rows = Reader(asked["source"], parse, skip_bad_rows=skip)

@@ -417,11 +417,12 @@ def _convert(gguf: Path, out: Path, dtype: str) -> None:
 def resolve_heads(name: str | Path) -> Path:
     """The folder of exit heads: a local folder, a known name or its last part, or a hub id.
 
-    Raises HeadsNotFound with the names that exist.
+    A folder of `selfspec adapt` has them in `heads`. Raises HeadsNotFound with the names that are.
     """
     path = files.local_path(name)
-    if (path / "config.json").is_file():
-        return path
+    for folder in (path, path / "heads"):
+        if (folder / "config.json").is_file():
+            return folder
     named = _named_heads()
     if str(name) in named:
         return named[str(name)]

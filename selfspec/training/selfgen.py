@@ -675,8 +675,8 @@ class Admission:
         if self._idle == _PATIENCE:
             dropped = ", ".join(f"{n} {what}" for what, n in counts.dropped().items() if n)
             raise InvalidOption(
-                f"no row of {_PATIENCE} batches could be used; in all: {dropped}. Raise "
-                "--max-question-tokens, give another --recipe, or read user turns with --from"
+                f"no row of {_PATIENCE} batches could be used; in all: {dropped}. Give prompts of "
+                "your own with --questions; a base model wants --raw"
             )
         return kept
 

@@ -341,6 +341,9 @@ def test_local_heads_folder_wins_over_a_known_name(
     (mine / "config.json").write_text("{}", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     assert hub.resolve_heads("a-heads").resolve() == mine
+    (tmp_path / "of-adapt").mkdir()
+    mine.rename(tmp_path / "of-adapt" / "heads")
+    assert hub.resolve_heads("of-adapt") == Path("of-adapt/heads")
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from tests.serve.test_protocol import (  # noqa: F401  # the same tests, through
     test_models_and_health,
 )
 
-pytest.importorskip("ray")
+pytest.importorskip("selfspec.cluster", exc_type=ImportError)  # before ray: it sets how Ray starts
 from ray.exceptions import ActorDiedError  # after the check, as all of these
 from ray.serve.exceptions import RequestCancelledError
 

@@ -18,8 +18,7 @@ from tests.authors import RECIPE
 from tests.models import make_model
 from tests.talks import WORDS, make_talks, make_tokenizer
 
-pytest.importorskip("ray")
-from selfspec import cluster  # after the check
+cluster: Any = pytest.importorskip("selfspec.cluster", exc_type=ImportError)  # before ray itself
 
 MODEL = ["--model", "words", "--dtype", "float32"]
 SMALL = ["--batch-size=6", "--question-temperature=4,6", "--max-question-tokens=12"]
