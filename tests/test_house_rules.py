@@ -38,10 +38,10 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 31874,
+    "tests/": 31889,
     "model": 7103,
     "decoding": 5590,
-    "training": 4337,
+    "training": 4338,
     "eval/": 4337,
     "eval": 3850,
     "cli": 3494,

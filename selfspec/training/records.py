@@ -138,7 +138,7 @@ def card(
     Raises jinja2.TemplateError, LookupError, TypeError or ValueError for records of other things.
     """
     size, ce_share = config.draft_vocab_size, config.training["ce_share"]
-    before = config.training.get("before")
+    before, wide = config.training.get("before"), config.training.get("narrowed_from")
     on_hub = "/" in config.base_model and HUB_ID.fullmatch(config.base_model) is not None
     loss = "divergence from the model's own distribution"
     if ce_share > 0.0:
@@ -157,7 +157,8 @@ def card(
         heads=heads,
         run=config.training,
         before=f", from heads of {before['answer_tokens']:,} before" if before else "",
-        vocabulary="the whole vocabulary" if size is None else f"{size:,} tokens",
+        vocabulary=("the whole vocabulary" if size is None else f"{size:,} tokens")
+        + (f", the most frequent of {wide:,}, which the figures below are of" if wide else ""),
         loss="cross-entropy on the next token" if ce_share == 1.0 else loss,
         template=name_of(config.chat_template or ""),
         metrics=metrics,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from selfspec.model.backbone import Backbone
 from selfspec.model.parts import Unembedding
 from tests.heads.kinds import DRAFT_IDS, KINDS, TRAINED, make_config, make_heads, train
 from tests.models import VOCAB_SIZE, make_model, random_ids
+from training.narrow import narrowed
 
 # What heads compute
 
@@ -188,6 +190,19 @@ def test_draft_logits_are_the_full_heads_logits_of_the_chosen_tokens(
     found, expected = narrow(hidden.double()), full(hidden.double())[..., DRAFT_IDS]
     # both were computed in float64 and rounded to float32; largest difference measured: 0
     assert (found - expected).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["linear-draft", "deep-fused-draft", "translator"])
+def test_narrowed_heads_say_the_same_of_fewer_tokens(kind: str, unembedding: Unembedding) -> None:
+    heads = train(make_heads(kind, unembedding))
+    narrow = narrowed(heads, unembedding, 3, Counter({17: 2, 95: 5, 40: 4}), always=[3])
+    kept, hidden = narrow.first.draft_ids, torch.randn(3, unembedding.weight.shape[1])
+    assert kept is not None
+    assert kept.tolist() == [3, 40, 95]
+    wide = heads.first.to_target_logits(heads.first(hidden))
+    torch.testing.assert_close(narrow.first(hidden), wide[:, kept])
+    with pytest.raises(InvalidOption, match="draft_vocab_size"):
+        narrowed(narrow, unembedding, 4, Counter())
 
 
 def test_draft_logits_widen_to_the_vocabulary_without_the_other_tokens(
