@@ -215,10 +215,9 @@ class Prompts:
         for family in self._cycle:
             self._ranks.append(self._counts[family.name])
             self._counts[family.name] += 1
-        self._asked: dict[
-            bytes, int
-        ] = {}  # first turns that no model writes, where they come first
-        self._looked_at = 0  # rows below it are in there
+        self._asked: dict[bytes, int] = {}
+        """Where first turns that no model writes come first, of the rows below `_looked_at`."""
+        self._looked_at = 0
 
     def row(self, number: int) -> Row | None:
         """Row `number`, from 0; None where all of a user's own prompts were asked."""
