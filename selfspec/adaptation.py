@@ -32,9 +32,8 @@ from selfspec.eval import tune
 from selfspec.eval.options import RecordOptions, TuneOptions
 from selfspec.eval.record import Recorder
 from selfspec.eval.results import SpeedUp, load_suite, speed_up, spread
-from selfspec.heads import known
 from selfspec.heads.exit_heads import ExitHeads
-from selfspec.heads.folder import is_heads_folder
+from selfspec.heads.folder import is_heads_folder, remember
 from selfspec.hub import models as hub
 from selfspec.model import fingerprint
 from selfspec.model.backbone import Backbone
@@ -372,7 +371,7 @@ class _Adaptation:
         del self._backbone, self._model
         self._compare([talk for _, talk in families])
         if self._report().faster:
-            state.used = known.remember(self._heads) and self._loading["model"] is not None
+            state.used = remember(self._heads) and self._loading["model"] is not None
         state.finished = True
         self._save()
         files.write(self._folder / REPORT, self._report().markdown())

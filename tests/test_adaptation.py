@@ -14,8 +14,7 @@ import selfspec
 from selfspec.adaptation import BEFORE, HEADS, REPORT, STATE, TEXT, WAYS, Report, Row, seconds_of
 from selfspec.cli.main import main
 from selfspec.errors import CannotWrite, InvalidData, InvalidOption, SelfspecError
-from selfspec.heads import known
-from selfspec.heads.folder import read_config
+from selfspec.heads.folder import known_folders, read_config
 from tests.authors import RECIPE
 from tests.models import make_model
 from tests.talks import WORDS, make_tokenizer
@@ -160,7 +159,7 @@ def test_own_questions_are_asked_or_kept_back(tmp_path: Path) -> None:
     report = made(tmp_path / "out", questions="own.jsonl")
     assert [row.task for row in report.rows] == ["your questions"] * 2
     assert not report.used, "two prompts show nothing"
-    assert tmp_path / "out" / HEADS not in known.folders()
+    assert tmp_path / "out" / HEADS not in known_folders()
 
 
 @pytest.mark.parametrize(
@@ -183,7 +182,7 @@ def test_heads_that_are_faster_are_used_by_themselves(
     (folder / STATE).write_text(json.dumps(state))  # as before its last step
     monkeypatch.setattr(Report, "faster", True)
     assert made(folder).used
-    assert folder / HEADS in known.folders()
+    assert folder / HEADS in known_folders()
     assert selfspec.load("chat", dtype="float32").heads is not None
 
 

@@ -52,9 +52,9 @@ from selfspec.decoding.state import DecodeState
 from selfspec.decoding.stats import common
 from selfspec.errors import HeadsMismatch, InvalidOption, InvalidPrompt, ModelChanged, SelfspecError
 from selfspec.files import local_path
-from selfspec.heads import known
 from selfspec.heads.attending import heads_of
 from selfspec.heads.exit_heads import ExitHeads, logit_lens
+from selfspec.heads.folder import find_known
 from selfspec.hub import models as hub
 from selfspec.model import fingerprint
 from selfspec.model.backbone import Backbone
@@ -468,7 +468,7 @@ def heads_for(
     bundled: list[Path] = []
     if not chosen:
         bundled = sorted(hub.list_heads(), key=lambda one: one.name != hub.DEFAULT_HEADS)
-    folder = known.find(sizes, fingerprint, bundled, chosen=chosen)
+    folder = find_known(sizes, fingerprint, bundled, chosen=chosen)
     if folder is not None:
         name = hub.heads_name(folder)
         logger.info("exit heads %s fit this model and are used; --heads none: without", name)

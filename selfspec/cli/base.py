@@ -42,8 +42,7 @@ from selfspec.errors import (
     SelfspecError,
     first_line,
 )
-from selfspec.heads import known
-from selfspec.heads.folder import read_config
+from selfspec.heads.folder import known_folders, read_config
 from selfspec.hub import models as hub
 from selfspec.options import KINDS, Costs, Kinds, Part, laid_over, members, typed, word
 from selfspec.typed import annotations_of, check_keys
@@ -539,7 +538,7 @@ def check_template(asked: Asked, command: str = "generate") -> None:
     if name is None or asked.keys() & {"raw", "chat_template"} or hub.brings_template(name):
         return
     named = [] if heads in _NO_FOLDER else [hub.resolve_heads(heads)] if heads else None
-    known_ones = [*hub.list_heads(), *known.folders()] if named is None else named
+    known_ones = [*hub.list_heads(), *known_folders()] if named is None else named
     if not any(read_config(folder).get("chat_template") for folder in known_ones):
         raise InvalidPrompt(
             f"{name} has no chat template: is it a base model? {advice(name)}; or continue a text: "

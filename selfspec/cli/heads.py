@@ -15,7 +15,13 @@ from selfspec import files
 from selfspec.cli import base
 from selfspec.cli.base import AsJson
 from selfspec.errors import HeadsMismatch, InvalidData, InvalidHeads, InvalidOption
-from selfspec.heads.folder import attends, is_heads_folder, read_config
+from selfspec.heads.folder import (
+    attends,
+    is_heads_folder,
+    known_folders,
+    read_config,
+    remember,
+)
 from selfspec.hub import models as hub
 from selfspec.untrusted import open_bytes
 
@@ -34,11 +40,9 @@ def heads(context: typer.Context) -> None:
 @app.command("list")
 def list_command(*, as_json: AsJson = False) -> None:
     """List the exit heads that come with selfspec, were pulled, or were fitted here."""
-    from selfspec.heads import known
-
     coming = hub.list_heads()
     rows = []
-    for folder in (*coming, *(own for own in known.folders() if own not in coming)):
+    for folder in (*coming, *(own for own in known_folders() if own not in coming)):
         try:
             config = read_config(folder)
         except InvalidHeads as error:
@@ -112,11 +116,9 @@ def check(
 @app.command()
 def use(folder: Folder) -> None:
     """Use these heads with their model from now on, where no others are named."""
-    from selfspec.heads import known
-
     found = hub.resolve_heads(folder)
     base_model = read_config(found)["base_model"]
-    if not known.remember(found, chosen=True):
+    if not remember(found, chosen=True):
         raise InvalidOption(f"{found} do not say which weights they are for. Name them: --heads")
     base.emit(f"{found} are used with {base_model} from now on; without: --heads none\n")
 
@@ -129,7 +131,6 @@ def pull(
 ) -> None:
     """Fetch heads, so that --heads finds them by OWNER/NAME or NAME from then on."""
     source, target = hub.heads_to_pull(name)
-    from selfspec.heads import known
     from selfspec.heads.attending import config_of
 
     if target.resolve() == source.resolve():
@@ -152,7 +153,7 @@ def pull(
                 if file.exists():
                     with open_bytes(file) as opened, (new / file.name).open("wb") as copy:
                         shutil.copyfileobj(opened, copy)
-    known.remember(target)
+    remember(target)
     base.emit(f"{hub.heads_name(target)}: {target}\n")
 
 

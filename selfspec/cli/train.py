@@ -25,6 +25,7 @@ from selfspec.heads.folder import (
     MEDUSA,
     is_heads_folder,
     read_config,
+    remember,
 )
 from selfspec.hub import models as hub
 from selfspec.options import FITTED
@@ -604,7 +605,6 @@ def fit(*, asked: Asked) -> None:
     _check(asked)
     options = options_of(FitOptions, asked)
     _check_heads_output(asked)
-    from selfspec.heads import known
     from selfspec.training import checkpoint, records
     from selfspec.training import fit as fitting
 
@@ -621,7 +621,7 @@ def fit(*, asked: Asked) -> None:
             named = {flag.name: asked.get(flag.name) for flag in _FILES}
             run = {**named, "base_model": job.base_model, **plain(job.options)}
             records.write(output, fitted, run)
-            known.remember(output)
+            remember(output)
             checkpoint.remove(output / UNFINISHED)
             _say_fitted(fitted, model, asked)
 

@@ -2,7 +2,8 @@
 
 Comes in: `config.json`, ours or that of published EAGLE-3 heads, and the header of
 `model.safetensors`, which repeats ours as it was when the weights were saved. Goes out: plain
-values of the right types, or InvalidHeads.
+values of the right types, or InvalidHeads. The last folder that `fit`, `adapt`, `heads pull` or
+`heads use` named for a model, else one that came with selfspec, is found by its fingerprint.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ from __future__ import annotations
 import json
 import logging
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
+from selfspec import files
 from selfspec.config import SpeculationOptions
-from selfspec.errors import HeadsNotFound, InvalidData, InvalidHeads, InvalidOption
+from selfspec.errors import CannotWrite, HeadsNotFound, InvalidData, InvalidHeads, InvalidOption
 from selfspec.untrusted import parse_json, read_json
 
 CONFIG_FILE = "config.json"
@@ -336,3 +338,109 @@ def _layer(values: Mapping[str, Any]) -> dict[str, Any]:
 def as_json(config: Mapping[str, Any]) -> str:
     """A config as both files hold it."""
     return json.dumps(config, indent=2) + "\n"
+
+
+# --- which heads on this machine fit a model: a small file for each in the cache folder -----------
+
+_MOST_KNOWN_BYTES = 1 << 18
+_MOST_KNOWN = 32
+"""Folders that are listed for a model."""
+
+
+def remember(folder: Path, *, chosen: bool = False) -> bool:
+    """From now on the heads in `folder` are those of their model; False where it cannot be known.
+
+    `chosen` by the user: also before heads that come with selfspec for its default model.
+    """
+    config = read_config(folder)
+    base = config["base_fingerprint"]
+    if not base.isalnum():
+        return False  # a model without a fingerprint is never found by it
+    own = folder.absolute()
+    others = [one for one in _folders(_known(_file_of(base))) if one != own and one.exists()]
+    entry = {
+        "folders": [str(one) for one in [own, *others][:_MOST_KNOWN]],
+        "chosen": chosen,
+        "base_model": config["base_model"],
+        "base_fingerprint": base,
+        "sizes": [config["num_layers"], config["hidden_size"]],
+    }
+    try:
+        files.write(_file_of(base), json.dumps(entry, indent=2) + "\n")
+    except CannotWrite as error:  # the heads themselves are written
+        logger.warning("%s are not found by themselves: %s. Name them: --heads", folder, error)
+        return False
+    return True
+
+
+def find_known(
+    sizes: tuple[int, int],
+    fingerprint: Callable[[], str],
+    bundled: Iterable[Path] = (),
+    *,
+    chosen: bool = False,
+) -> Path | None:
+    """The folder for a model of `sizes`, its layers and width, which tell most models apart.
+
+    Its `fingerprint` is asked for only where they are known. What was written here goes before the
+    `bundled` folders, and those go in their order. A folder that is gone, or holds other heads by
+    now, is passed over. `chosen`: only what the user chose.
+    """
+    entries = [_known(file) for file in known_place().glob("*.json")]
+    written = any(
+        entry.get("sizes") == list(sizes) and (not chosen or entry.get("chosen") is True)
+        for entry in entries
+    )
+    coming = [one for one in bundled if _sizes(_said(one)) == sizes]
+    if not (written or coming) or not (base := fingerprint()):
+        return None
+    named = _folders(_known(_file_of(base))) if written else []
+    for gone in (folder for folder in named if not folder.exists()):
+        logger.info(
+            "exit heads of this model were in %s and are gone. If they were moved: "
+            "selfspec heads pull FOLDER",
+            gone,
+        )
+    fitting = (one for one in (*named, *coming) if _said(one).get("base_fingerprint") == base)
+    return next(fitting, None)
+
+
+def known_folders() -> list[Path]:
+    """Folders of heads that were written here and are still there; those in use first."""
+    entries = map(_known, sorted(known_place().glob("*.json")))
+    return [folder for entry in entries for folder in _folders(entry) if _said(folder)]
+
+
+def known_place() -> Path:
+    """The folder of these files."""
+    return files.cache_folder() / "known-heads"
+
+
+def _file_of(base: str) -> Path:
+    return known_place() / f"{base[:32]}.json"
+
+
+def _folders(entry: dict[str, Any]) -> list[Path]:
+    names = entry.get("folders")
+    named = names if isinstance(names, list) else []
+    return [files.local_path(name) for name in named if isinstance(name, str)]
+
+
+def _said(folder: Path) -> dict[str, Any]:
+    """What a folder of heads says of itself; empty where it holds none."""
+    try:
+        return read_config(folder)
+    except (HeadsNotFound, InvalidHeads):
+        return {}
+
+
+def _sizes(config: dict[str, Any]) -> tuple[Any, Any]:
+    return config.get("num_layers"), config.get("hidden_size")
+
+
+def _known(file: Path) -> dict[str, Any]:
+    try:
+        values = read_json(file, _MOST_KNOWN_BYTES)
+    except InvalidData:
+        return {}
+    return values if isinstance(values, dict) else {}

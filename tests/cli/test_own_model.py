@@ -25,8 +25,8 @@ from selfspec.cli.heads import incomplete
 from selfspec.cli.main import main
 from selfspec.decoding.costs import MeasuredCosts
 from selfspec.errors import HeadsMismatch, HeadsNotFound
-from selfspec.heads import known
 from selfspec.heads.exit_heads import HeadsConfig
+from selfspec.heads.folder import known_place, remember
 from selfspec.hub import models as hub
 from tests.authors import RECIPE
 from tests.models import make_model
@@ -119,7 +119,7 @@ def test_heads_that_were_fitted_here_are_found_by_the_weights_of_their_model(
     workplace: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: Capture
 ) -> None:
     assert load("tiny-vicuna", dtype="float32").heads is None
-    known.remember(Path("heads"))
+    remember(Path("heads"))
     with caplog.at_level(logging.INFO):
         found = load("tiny-vicuna", dtype="float32")
     assert found.heads is not None
@@ -144,16 +144,16 @@ def test_heads_that_were_fitted_here_are_found_by_the_weights_of_their_model(
     assert getattr(load("tiny-vicuna", dtype="float32").heads, "folder", None) == tmp_path / "mine"
     assert main(["heads", "pull", "heads"]) == 0
     assert load("tiny-vicuna", dtype="float32").heads is not None
-    assert json.loads(next(known.place().glob("*.json")).read_text())["folders"][0].endswith(
+    assert json.loads(next(known_place().glob("*.json")).read_text())["folders"][0].endswith(
         "selfspec/heads/heads"
     )
-    shutil.rmtree(known.place().parent / "heads" / "heads")
+    shutil.rmtree(known_place().parent / "heads" / "heads")
     with caplog.at_level(logging.INFO):
         before = load("tiny-vicuna", dtype="float32").heads
     assert before is not None
     assert before.folder == tmp_path / "mine", "those before it"
     assert "selfspec/heads/heads and are gone. If they were moved" in caplog.text
-    next(known.place().glob("*.json")).write_text('{"sizes": [6, 32], "folders": [5]}')
+    next(known_place().glob("*.json")).write_text('{"sizes": [6, 32], "folders": [5]}')
     assert load("tiny-vicuna", dtype="float32").heads is None
 
 
