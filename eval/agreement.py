@@ -28,7 +28,7 @@ from selfspec.hub.models import load_model, resolve_heads, training_dtype
 from selfspec.model import fingerprint
 from selfspec.model.backbone import Backbone
 from selfspec.training.features import FeatureSpec, StreamSource, whole
-from selfspec.training.measure import counted
+from selfspec.training.fit import counted
 from selfspec.training.options import DataOptions
 from selfspec.training.selfgen import Author, Counts, talk_of
 from selfspec.training.text import Conversation, encoded

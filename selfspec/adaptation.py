@@ -37,12 +37,17 @@ from selfspec.heads.folder import is_heads_folder, remember
 from selfspec.hub import models as hub
 from selfspec.model import fingerprint
 from selfspec.model.backbone import Backbone
-from selfspec.training import calibrate, checkpoint, fit, records, selfgen
+from selfspec.training import calibrate, fit, records, selfgen
 from selfspec.training.asking import Ask, Texts
-from selfspec.training.checkpoint import record_of
 from selfspec.training.features import Selection, StreamSource, whole
-from selfspec.training.measure import agreements
-from selfspec.training.options import CacheOptions, DataOptions, FitOptions, plain
+from selfspec.training.options import (
+    CacheOptions,
+    DataOptions,
+    FitOptions,
+    plain,
+    record_of,
+    require_same,
+)
 from selfspec.training.recipe import Passages, Recipe, read_recipe
 from selfspec.training.text import Conversation, Reader, encoded, special_ids, user_turns
 from selfspec.typed import annotations_of, check_types
@@ -52,7 +57,6 @@ logger = logging.getLogger(__name__)
 
 TEXT, HEADS, REPORT, STATE = "text.jsonl", "heads", "report.md", "adapt.json"
 BEFORE = "heads-before"
-_UNFINISHED = "unfinished"
 
 _TEXT_UNTIL, _FIT_UNTIL = 0.5, 0.8
 """Shares of the budget. What is left is for settings and for the comparison."""
@@ -345,7 +349,7 @@ class _Adaptation:
             state = record_of(_State, read_json(file))
         except (InvalidOption, ValueError) as error:
             raise InvalidData(f"{file} is damaged: {error}. Remove its folder") from error
-        checkpoint.require_same(self._folder, state.made_from, made_from, "remove the folder")
+        require_same(self._folder, state.made_from, made_from, "remove the folder")
         if budget_s > state.budget_s:
             if is_heads_folder(self._heads):  # which the next ones go on from
                 shutil.copytree(self._heads, self._folder / BEFORE, dirs_exist_ok=True)
@@ -543,10 +547,8 @@ class _Adaptation:
             self._say("fitting: looking how long a step takes")
             state.epochs = self._epochs(job)
             self._save()
-        workplace = self._heads / _UNFINISHED
-        if not self._heads.exists() or not (workplace / checkpoint.FILE).is_file():
-            checkpoint.remove(workplace)
-        job = replace(job, options=self._fit_options(), workplace=workplace)
+        begun = self._heads / fit.CHECKPOINT
+        job = replace(job, options=self._fit_options(), checkpoint=begun)
 
         def advance(step: int, steps: int, words: str) -> None:
             self._say(f"fitting: step {step} of {steps}, {words}")
@@ -554,7 +556,7 @@ class _Adaptation:
         fitted = fit.fit(job, advance, left=lambda: self._left(_FIT_UNTIL))
         run = {"command": "adapt", "budget_s": state.budget_s, "base_model": self._label}
         records.write(self._heads, fitted, run | plain(job.options))
-        checkpoint.remove(workplace)
+        begun.unlink(missing_ok=True)
         state.fitted, state.seen = True, fitted.metrics["steps"] / len(train.indices)
         self._save()
 
@@ -593,7 +595,7 @@ class _Adaptation:
         spec, batch_tokens = held_out.source.spec, CacheOptions().batch_tokens
         for kind, talks in kinds.items():
             source = StreamSource(self._backbone, spec, talks, batch_tokens)
-            shares = agreements(heads, whole(source).batches()).values()
+            shares = fit.agreements(heads, whole(source).batches()).values()
             best = max(shares, key=lambda one: one.agreement)
             self._state.agreement[kind] = [best.positions, best.agreement]
 

@@ -24,8 +24,8 @@ from selfspec.eval import report, results
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.hub import models as hub
 from selfspec.model.backbone import Backbone
-from selfspec.training import checkpoint
 from selfspec.training import features as store
+from selfspec.training import fit
 from selfspec.training.features import FeatureSpec, StreamSource
 from selfspec.training.selfgen import Writer
 from selfspec.training.text import read_conversations
@@ -120,7 +120,9 @@ def begin_data(folder: Path, _: Backbone) -> None:
 
 def save_checkpoint(folder: Path, backbone: Backbone) -> None:
     heads = make_heads("linear", backbone.unembedding)
-    checkpoint.save(folder / checkpoint.FILE, dict(heads.state_dict()), {"job": {"a": [1, None]}})
+    fit.save_checkpoint(
+        folder / fit.CHECKPOINT, dict(heads.state_dict()), {"job": {"a": [1, None]}}
+    )
 
 
 FORMATS = {
@@ -155,9 +157,9 @@ FORMATS = {
     ),
     "features": Format(("manifest.json", "shard-00000.*"), make_features, read_features),
     "a checkpoint": Format(
-        (checkpoint.FILE,),
+        (fit.CHECKPOINT,),
         save_checkpoint,
-        lambda folder, _: checkpoint.load(folder / checkpoint.FILE),
+        lambda folder, _: fit.load_checkpoint(folder / fit.CHECKPOINT),
     ),
     "a datastore": Format(
         ("it.safetensors",),

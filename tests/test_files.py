@@ -29,7 +29,7 @@ from selfspec.errors import CannotWrite
 from selfspec.eval import report
 from selfspec.eval.results import ANSWERS
 from selfspec.model.backbone import Backbone
-from selfspec.training import checkpoint
+from selfspec.training.fit import save_checkpoint
 from selfspec.training.selfgen import Writer
 from selfspec.visualise import picture
 from tests.authors import counted
@@ -214,7 +214,7 @@ def fill_folder(folder: Path, _: Backbone) -> None:
     with files.replacing_folder(folder / "whole") as new:
         (new / "inner").mkdir()
         (new / "inner" / "text").write_text("words")
-        checkpoint.save(new / "it.safetensors", {"a": torch.zeros(9)}, {"job": {}})
+        save_checkpoint(new / "it.safetensors", {"a": torch.zeros(9)}, {"job": {}})
 
 
 def finish_prompts(folder: Path, _: Backbone) -> None:

@@ -30,7 +30,7 @@ from selfspec.model.backbone import Backbone
 from selfspec.model.parts import Unembedding
 from selfspec.training import fit
 from selfspec.training.features import CacheSource, Features, Selection, split
-from selfspec.training.measure import unrolled
+from selfspec.training.fit import unrolled
 from selfspec.training.options import FitOptions
 from selfspec.training.text import special_ids
 

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from selfspec import files, untrusted
 from selfspec.cli import base
 from selfspec.cli.base import Asked, Flag, option_flags, options_of, with_flags
 from selfspec.config import SpeculationOptions
-from selfspec.errors import CannotWrite, InvalidData, InvalidOption
+from selfspec.errors import InvalidData, InvalidOption
 from selfspec.heads.folder import (
     CONFIG_FILE,
     EAGLE3,
@@ -586,8 +586,6 @@ _FILES = (
 
 _OF_HEADS = {"exit_layers", "head_type", "inner_size", "draft_vocab_size", "state_layers"}
 
-UNFINISHED = "unfinished"  # folder within the output that holds the checkpoint
-
 
 @with_flags(*_FILES, *option_flags(FitOptions))
 def fit(*, asked: Asked) -> None:
@@ -605,16 +603,17 @@ def fit(*, asked: Asked) -> None:
     _check(asked)
     options = options_of(FitOptions, asked)
     _check_heads_output(asked)
-    from selfspec.training import checkpoint, records
     from selfspec.training import fit as fitting
+    from selfspec.training import records
 
     output = Path(asked["output"])
     with writing(output):
         _check_heads_output(asked)  # another fit may have ended since
+        begun = output / fitting.CHECKPOINT
         if asked.get("overwrite"):
-            checkpoint.remove(output / UNFINISHED)
+            begun.unlink(missing_ok=True)
         model = _load(asked)
-        job = _job(asked, options, model, output / UNFINISHED)
+        job = _job(asked, options, model, begun)
         with base.bar("fit", "steps") as show:
             fitted = fitting.fit(job, show)
         if job.processes.is_main_process:
@@ -622,7 +621,7 @@ def fit(*, asked: Asked) -> None:
             run = {**named, "base_model": job.base_model, **plain(job.options)}
             records.write(output, fitted, run)
             remember(output)
-            checkpoint.remove(output / UNFINISHED)
+            begun.unlink(missing_ok=True)
             _say_fitted(fitted, model, asked)
 
 
@@ -649,21 +648,20 @@ def _say_fitted(fitted: Fitted, model: Base, asked: Asked) -> None:
 
 
 def _check_heads_output(asked: Asked) -> None:
-    from selfspec.training import checkpoint
+    from selfspec.training.fit import CHECKPOINT
 
-    name: str = asked["output"]
-    workplace = Path(name) / UNFINISHED
     # a fit that was killed while it wrote has its checkpoint still, and goes on
-    begun = bool(name) and (workplace / checkpoint.FILE).is_file()
-    if name and not begun and workplace.is_dir():  # killed between removing the one and the other
-        with suppress(CannotWrite, OSError), files.locked(workplace.parent.absolute()):
-            workplace.rmdir()  # an error unless it is empty
-    overwrite = begun or asked.get("overwrite", False)
-    reads = base.inputs(asked)
-    files.check_folder(name, FILES_OF_A_FIT, is_heads_folder, overwrite=overwrite, reads=reads)
+    overwrite = asked.get("overwrite", False) or Path(asked["output"], CHECKPOINT).is_file()
+    files.check_folder(
+        asked["output"],
+        FILES_OF_A_FIT,
+        is_heads_folder,
+        overwrite=overwrite,
+        reads=base.inputs(asked),
+    )
 
 
-def _job(asked: Asked, options: FitOptions, model: Base, workplace: Path) -> Job:
+def _job(asked: Asked, options: FitOptions, model: Base, checkpoint: Path) -> Job:
     """The features of a model to fit on, and those to measure on."""
     from selfspec.training import fit
     from selfspec.training.features import CacheSource, StreamSource, split, whole
@@ -712,7 +710,7 @@ def _job(asked: Asked, options: FitOptions, model: Base, workplace: Path) -> Job
         special_ids=special_ids(tokenizer) if tokenizer else (),
         data=data,
         **({"held_out": Path(validation).name} if validation else {}),
-        workplace=workplace,
+        checkpoint=checkpoint,
         processes=model.processes,
     )
 

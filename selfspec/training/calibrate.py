@@ -27,7 +27,7 @@ from selfspec.model.backbone import Backbone
 from selfspec.options import FITTED, Exit, Ngram, NoDrafts
 from selfspec.training import records
 from selfspec.training.features import LOGIT_ROWS, Features, FeatureSpec, Selection, StreamSource
-from selfspec.training.measure import coverage, judged
+from selfspec.training.fit import coverage, judged
 from selfspec.training.text import Conversation
 
 TEMPERATURES = tuple(round(0.5 * 1.06**step, 4) for step in range(31))

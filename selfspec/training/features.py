@@ -27,7 +27,7 @@ from selfspec.errors import InvalidData, InvalidOption
 from selfspec.heads.attending import AttendingHeads
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.model.backbone import Backbone
-from selfspec.training.checkpoint import record_of, require_same
+from selfspec.training.options import record_of, require_same
 from selfspec.training.text import Conversation
 from selfspec.typed import shown
 from selfspec.untrusted import read_json

@@ -2,11 +2,12 @@
 
 All exit layers learn from the same features, each head on its own loss. Heads are float32 while
 they learn; what is measured and saved is their copy in the model's dtype: each layer's from its
-best epoch. Called by `selfspec fit`.
+best epoch. Called by `selfspec fit` and `adapt`; agreement is measured for `calibrate`, too.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections import Counter
@@ -20,11 +21,15 @@ from typing import Any, TypeVar, cast
 
 import torch
 from accelerate import PartialState
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, distributed, nn
+from torch.nn.utils.rnn import pad_sequence
 
+from selfspec import files
 from selfspec.decoding.stats import Stopwatch
 from selfspec.errors import InvalidData, InvalidOption, SelfspecError
-from selfspec.heads.attending import AttendingConfig, AttendingHeads, layer_like
+from selfspec.heads.attending import AttendingConfig, AttendingHeads, attention, layer_like
 from selfspec.heads.exit_heads import (
     ExitHeads,
     HeadsConfig,
@@ -36,11 +41,9 @@ from selfspec.heads.heads import ExitHead
 from selfspec.hub.models import fast_products
 from selfspec.model.backbone import Backbone
 from selfspec.options import FITTED, MEDUSA_FITTED
-from selfspec.training import checkpoint
-from selfspec.training.checkpoint import record_of
 from selfspec.training.features import CacheSource, Features, FeatureSpec, Selection, launched
-from selfspec.training.measure import agreements, coverage, total, unrolled
-from selfspec.training.options import FitOptions, plain
+from selfspec.training.options import FitOptions, plain, record_of, require_same
+from selfspec.untrusted import parse_json
 
 Show = Callable[[int, int, str], None]
 """Called after each step with the steps done, the steps in all, and how it goes."""
@@ -62,8 +65,8 @@ class Job:
     """The chat template of the text, where it is not the model's own."""
     data: str = ""  # name of the text, for the record
     held_out: str = "a 20th of the data"  # name of the text that is measured on
-    workplace: Path | None = None
-    """Folder for the checkpoint of an unfinished fit; None: it cannot be resumed."""
+    checkpoint: Path | None = None
+    """File that holds an unfinished fit's state; None: it cannot be resumed."""
     processes: PartialState = field(default_factory=launched)
 
 
@@ -75,6 +78,17 @@ class Fitted:
     """In the model's dtype, ready to draft or to save: each layer's from its best epoch."""
     metrics: dict[str, Any]  # for `metrics.json`
     epochs: list[dict[str, Any]]  # for `metrics.jsonl`: one entry per epoch and layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """Shares in 0..1 of one exit layer."""
+
+    positions: int  # held-out answer positions
+    agreement: float  # share where the head's top token is the model's
+    agreement_second: float | None = None
+    """The share for the second draft of a round behind a right first one, where it reads what the
+    heads made of that, or comes from a head of its own."""
 
 
 @dataclass
@@ -232,6 +246,153 @@ def cross_entropy(draft_logits: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     return (weights.sum(-1) * totals - (weights * picked).sum(-1)).sum()
 
 
+# --- how often heads are right
+
+
+def unrolled(
+    heads: ExitHeads, layer: int, batch: Features, steps: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Features of the first, the second, ... draft at each position, and where there is one.
+
+    [N, d] and [N] bool each. From the second on heads that read what the model made of the token
+    before read what they made of it themselves, as they will when they draft; of those that look
+    ahead the next one reads a state one position earlier; other heads have the first only.
+    """
+    if isinstance(heads, AttendingHeads):
+        yield from _attended(heads, batch, steps)
+        return
+    valid = torch.ones_like(batch.continues)
+    if heads.looks_ahead and batch.deep is not None:
+        states = batch.deep
+        for _, ahead in zip(range(steps), heads.by_layer.values(), strict=False):
+            yield cast("ExitHead", ahead).features(states), valid
+            states, valid = states.roll(1, dims=0), batch.continues & valid.roll(1)
+        return
+    head, hidden, deep = heads[layer], batch.hidden[layer], batch.deep
+    for _ in range(steps if head.reads_deep else 1):
+        features = head.features(hidden, deep)
+        yield features, valid
+        deep, valid = features.roll(1, dims=0), batch.continues & valid.roll(1)
+
+
+def _attended(
+    heads: AttendingHeads, batch: Features, steps: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """All texts of a batch side by side; a row attends to what it will when it drafts.
+
+    The row of the s-th draft attends to first rows at least s - 1 places before it, and to the rows
+    of the drafts in between (EAGLE-3's training-time test).
+    """
+    starts = (~batch.continues).nonzero()[:, 0]
+    lengths = starts.diff(append=starts.new_tensor([len(batch)])).tolist()
+
+    def padded(rows: Tensor) -> Tensor:
+        """[N, ...] -> [B, T, ...], T at least 2."""
+        texts = pad_sequence(rows.split(lengths), batch_first=True)
+        short = max(0, 2 - texts.shape[1])
+        return nn.functional.pad(texts, (*(0, 0) * (rows.dim() - 1), 0, short))
+
+    inside = padded(torch.ones_like(batch.continues))
+    embeddings = padded(batch.hidden[0])[:, 1:]
+    states = torch.cat([batch.hidden[layer] for layer in heads.layers], -1)
+    states = heads.fuse(padded(states)[:, :-1])
+    count = embeddings.shape[1]
+    places = torch.arange(1, count + 1, device=states.device)
+    own = torch.eye(count, dtype=torch.bool, device=states.device)
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+    for step in range(steps):
+        drafts = [own.roll(step - before, 0) for before in range(1, step + 1)]
+        sees = torch.cat([torch.ones_like(own).tril(-step), *drafts], -1)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, sees: Tensor = sees) -> Tensor:
+            keys.append(key.transpose(1, 2))
+            values.append(value.transpose(1, 2))
+            return attention(query, torch.cat(keys, 2), torch.cat(values, 2), sees)
+
+        output = heads.layer(embeddings, states, places, attend)
+        features = nn.functional.pad(heads.head.features(output), (0, 0, 1, 0))
+        valid = nn.functional.pad(places > step, (1, 0))
+        yield features[inside], valid.expand_as(inside)[inside]
+        states = heads.fed(output).roll(1, 1)
+
+
+@torch.no_grad()
+def judged(
+    heads: ExitHeads, layer: int, batch: Features, drafts: int = 1
+) -> list[tuple[Tensor, Tensor]]:
+    """Draft logits [N, V_draft] where the text answers, [N] bool whether their best is the model's.
+
+    As first drafts, as second ones, ...: of later ones where the tokens before are the answer's.
+    """
+    head, answers, found = cast("ExitHead", heads.by_layer[str(layer)]), batch.answers, []
+    top_ids, _ = batch.targets
+    for features, valid in unrolled(heads, layer, batch, drafts):
+        rows = (answers & valid).nonzero()[:, 0]
+        logits = head.unembed(features[rows])
+        found.append((logits, head.to_target_ids(logits.argmax(-1)) == top_ids[rows, 0]))
+        answers = batch.answers & answers.roll(1)
+    return found
+
+
+def _summed(sums: Tensor, processes: PartialState | None) -> Tensor:
+    """Sums of this process -> those of all together."""
+    if processes is not None and processes.num_processes > 1:
+        sums = sums.to(processes.device)
+        distributed.all_reduce(sums)
+    return sums
+
+
+def agreements(
+    heads: ExitHeads, batches: Iterable[Features], processes: PartialState | None = None
+) -> dict[int, Agreement]:
+    """By exit layer, over the full vocabulary: a token that heads cannot draft counts against them.
+
+    `processes`: those of which each has batches of its own.
+    """
+    counts = _summed(counted(heads, batches, 2), processes).tolist()
+    return {
+        layer: Agreement(
+            positions=positions,
+            agreement=right / positions,
+            agreement_second=later_right / later if later else None,
+        )
+        for layer, ((positions, right), (later, later_right)) in zip(
+            heads.config.exit_layers, counts, strict=True
+        )
+    }
+
+
+def counted(heads: ExitHeads, batches: Iterable[Features], drafts: int) -> Tensor:
+    """[layers, drafts, 2] int64: answers to first drafts, to second ones, ..., and right ones."""
+    layers = heads.config.exit_layers
+    counts = torch.zeros(len(layers), drafts, 2, dtype=torch.int64)
+    for batch in batches:
+        for place, layer in enumerate(layers):
+            for draft, (_, right) in enumerate(judged(heads, layer, batch, drafts)):
+                counts[place, draft] += _counted(right)
+    return counts
+
+
+def coverage(
+    heads: ExitHeads, batches: Iterable[Features], processes: PartialState | None = None
+) -> float:
+    """Share of positions where the model's next token is one that heads can draft."""
+    ids = heads.first.draft_ids
+    if ids is None:
+        return 1.0
+    known = [_counted(torch.isin(batch.targets[0][batch.answers, 0], ids)) for batch in batches]
+    positions, found = _summed(torch.zeros(2, dtype=torch.int64) + sum(known), processes).tolist()
+    return float(found / positions)
+
+
+def _counted(right: Tensor) -> Tensor:
+    """[N] bool -> how many, and how many of them are true."""
+    return torch.tensor([len(right), int(right.sum())])
+
+
+# --- the fit
+
 _HEAD_ROWS = 1024
 """Rows whose draft logits exist at a time; 34 MB for 8,192 of them. A step takes twice as long with
 256 rows, and no less with 2,048 (2 cores, AVX512-bf16)."""
@@ -243,7 +404,6 @@ class Trainer:
     """Heads, their optimiser and its schedule."""
 
     def __init__(self, job: Job, steps: int) -> None:
-        """Heads as they begin, for `steps` steps in all."""
         self._options = job.options
         self._processes = job.processes
         self._steps = steps
@@ -292,7 +452,7 @@ class Trainer:
                 totals[layer] += self._backward(layer, batch, ids, weights, positions)
             if self._processes.num_processes > 1:  # added up while the next layer is computed
                 on_the_way.append(distributed.all_reduce(gradients, async_op=True))
-        losses = total(torch.tensor([*totals.values()], dtype=torch.float64), self._processes)
+        losses = _summed(torch.tensor([*totals.values()], dtype=torch.float64), self._processes)
         totals = dict(zip(totals, losses.tolist(), strict=True))
         for sum_of_all in on_the_way:
             sum_of_all.wait()
@@ -312,7 +472,7 @@ class Trainer:
         return totals
 
     def finished(self) -> ExitHeads:
-        """A copy in the model's dtype, on the model's own unembedding, no longer learning."""
+        """A copy in the model's dtype, on its own unembedding, that learns no longer."""
         return self.heads.twin(self._own)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -405,7 +565,6 @@ class _Fit:
         self._resume()
 
     def run(self, progress: Show) -> Fitted:
-        """All that is left to do."""
         course, stride = self._course, self._job.options.accumulate
         begun, before = time.perf_counter(), course.step
         while course.validated < self._job.options.epochs and course.schedule < self._steps:
@@ -430,7 +589,7 @@ class _Fit:
         return self._fitted()
 
     def _paced(self, took: float) -> float:
-        """How much of the schedule a step is that `took` so many seconds."""
+        """Steps of the schedule that a step is worth which `took` so many seconds."""
         rest = self._steps - self._course.schedule
         return min(rest, max(1.0, rest * took / max(took, self._left())))
 
@@ -451,7 +610,7 @@ class _Fit:
         return read_ahead(found) if isinstance(self._job.train.source, CacheSource) else found
 
     def _step(self, positions: int, mine: list[Features], epoch: int) -> str:
-        """One update, by this process's part of its positions; how it went, for people."""
+        """One update; how it went, for people."""
         course = self._course
         losses = self._trainer.step(course.schedule, mine, positions)
         course.step += 1
@@ -498,26 +657,24 @@ class _Fit:
 
     def _save(self) -> None:
         job = self._job
-        if job.workplace is None or not job.processes.is_main_process:
-            return
-        record = {"job": _description(job), "course": asdict(self._course)}
-        checkpoint.save(job.workplace / checkpoint.FILE, self._tensors(), record)
+        if job.checkpoint is not None and job.processes.is_main_process:
+            record = {"job": _description(job), "course": asdict(self._course)}
+            save_checkpoint(job.checkpoint, self._tensors(), record)
 
     def _resume(self) -> None:
         """Go on from the checkpoint of the same job, if there is one."""
-        job = self._job
-        if job.workplace is None or not (job.workplace / checkpoint.FILE).is_file():
+        job, path = self._job, self._job.checkpoint
+        if path is None or not path.is_file():
             return
-        path = job.workplace / checkpoint.FILE
-        tensors, record = checkpoint.load(path)
-        checkpoint.require_same(path, record["job"], _description(job), "--overwrite")
+        tensors, record = load_checkpoint(path)
+        require_same(path, record["job"], _description(job), "--overwrite")
         try:
             self._course = record_of(_Course, record.get("course"))
         except InvalidOption as error:
-            raise checkpoint.damaged(path, f"its course makes no sense: {error}") from error
+            raise _damaged(path, f"its course makes no sense: {error}") from error
         own = self._tensors()
         if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in own.items()}:
-            raise checkpoint.damaged(path, "its tensors have other names or shapes")
+            raise _damaged(path, "its tensors have other names or shapes")
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
         for state in self._trainer.optimizer.state.values():
@@ -623,3 +780,38 @@ def _record(job: Job, steps: int) -> dict[str, Any]:
         "seed": options.seed,
         "versions": {name: metadata.version(name) for name in ("torch", "transformers")},
     }
+
+
+# --- the checkpoint: a fit's whole state in one file, bit for bit
+
+CHECKPOINT = "unfinished.checkpoint"
+"""Name of its file, beside the heads. The only randomness of a fit, the order of batches, follows
+from its seed and step, so nothing else is kept."""
+
+_MARK = "selfspec"  # what marks a file as ours has to stand near its beginning
+
+
+def save_checkpoint(path: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
+    """Replace the checkpoint at `path`. Raises CannotWrite, with the one before it whole."""
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    with files.replacing(path) as new:
+        save_file(whole, new, {_MARK: json.dumps(record)})
+
+
+def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and record. Raises InvalidData if damaged."""
+    try:
+        with safe_open(path, "pt") as file:
+            record = parse_json((file.metadata() or {})[_MARK], "its record")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
+    except (OSError, SafetensorError, InvalidData, KeyError, RuntimeError) as error:
+        raise _damaged(path, error) from error
+    if not isinstance(record, dict) or not isinstance(record.get("job"), dict):
+        raise _damaged(path, "it does not say of what")
+    return tensors, record
+
+
+def _damaged(path: Path, reason: object) -> InvalidData:
+    """What to raise for a file that a fit cannot go on from."""
+    words = " ".join(str(reason).split())
+    return InvalidData(f"{path} is no checkpoint: {words}. Remove it to start over")

@@ -1,16 +1,20 @@
 """Options of writing text, of caching features and of fitting; flags are derived from them.
 
-Imports no torch, so that `selfspec fit --help` stays fast.
+Records of a run are checked against a run that goes on from them. Imports no torch, so that
+`selfspec fit --help` stays fast.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
-from selfspec.errors import InvalidOption
+from selfspec.errors import InvalidOption, first_line
 from selfspec.heads.folder import EAGLE3, MEDUSA
 from selfspec.options import SHARE, Probability, Range, check_fields
+from selfspec.typed import annotations_of, check_keys, check_types, shown
 
 FITTED_HEAD_TYPES = ("linear", "translator", "low-rank", "mlp", "deep-fused", EAGLE3, MEDUSA)
 
@@ -208,3 +212,44 @@ class FitOptions:
 def plain(options: Any) -> dict[str, Any]:
     """Options by name, ready for JSON and YAML: what is read again is the same."""
     return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(options).items()}
+
+
+# --- records of a run, which the next one goes on from
+
+_MOST_SHOWN = 100  # characters of an option and its two values
+
+Kind = TypeVar("Kind")
+
+
+def record_of(kind: type[Kind], values: Any) -> Kind:
+    """A dataclass made of plain values from a file, their names and types checked.
+
+    Raises InvalidOption naming the first entry that is wrong.
+    """
+    if not isinstance(values, dict):
+        raise InvalidOption(f"it is {shown(values)}, expected a mapping")
+    hints = annotations_of(kind)
+    check_keys(values, hints, "entry")
+    check_types(values, hints)
+    try:
+        return kind(**values)
+    except TypeError as error:  # an entry is missing
+        raise InvalidOption(first_line(error).partition("() ")[2]) from error
+
+
+def require_same(
+    place: Path, begun_with: Mapping[str, Any], given: Mapping[str, Any], way_out: str
+) -> None:
+    """Raise InvalidOption naming the first entry in which a run is not the one begun at `place`.
+
+    `way_out` is what one may do there besides giving the same options or another --output.
+    """
+    for name in sorted(begun_with.keys() | given.keys()):
+        before, now = begun_with.get(name), given.get(name)
+        if before != now:
+            words = f"{name} {before}, not {now}"
+            words = words if len(words) <= _MOST_SHOWN else f"another {name}"
+            raise InvalidOption(
+                f"{place} was begun with {words}. Give the same options to go on, another "
+                f"--output, or {way_out}"
+            )

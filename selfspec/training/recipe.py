@@ -22,7 +22,7 @@ from typing import Any
 
 from selfspec.errors import InvalidData, InvalidOption
 from selfspec.files import local_path
-from selfspec.training.checkpoint import record_of
+from selfspec.training.options import record_of
 from selfspec.typed import check_keys, check_types
 from selfspec.untrusted import read_text, read_yaml
 

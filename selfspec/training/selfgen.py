@@ -45,8 +45,7 @@ from selfspec.decoding.engine import MOST_TEXTS
 from selfspec.errors import CannotWrite, InvalidData, InvalidOption
 from selfspec.model.backbone import Backbone
 from selfspec.training.asking import Ask, Server, Texts, Turns, end_ids, loop_start
-from selfspec.training.checkpoint import record_of, require_same
-from selfspec.training.options import DataOptions
+from selfspec.training.options import DataOptions, record_of, require_same
 from selfspec.training.recipe import Passage, Passages, Prompts, Recipe, Row, key
 from selfspec.training.text import Message, Reader, T, encoded, messages_of, user_turns
 from selfspec.untrusted import open_bytes, read_json

@@ -29,6 +29,7 @@ from selfspec.heads.exit_heads import HeadsConfig
 from selfspec.heads.folder import attends
 from selfspec.options import Easd
 from selfspec.training import selfgen
+from selfspec.training.fit import CHECKPOINT
 from selfspec.training.selfgen import Counts
 from tests.authors import RECIPE as PROMPTS
 from tests.authors import counted, read
@@ -253,7 +254,7 @@ def test_features_are_cached_and_fitted_to(workplace: Path, capsys: Capture) -> 
     assert capsys.readouterr().out.count("second draft") == 4
     one, other = (workplace / name / "model.safetensors" for name in ("a", "b"))
     assert one.read_bytes() == other.read_bytes()
-    assert not (workplace / "a" / train.UNFINISHED).exists()
+    assert not (workplace / "a" / CHECKPOINT).exists()
     assert HeadsConfig.read(workplace / "a").exit_layers == (0, 3)
 
 

@@ -24,14 +24,17 @@ from selfspec.heads.exit_heads import logit_lens
 from selfspec.heads.folder import read_config
 from selfspec.heads.heads import DraftVocabulary, TranslatorHead
 from selfspec.model.backbone import Backbone
-from selfspec.training import checkpoint, records
+from selfspec.training import records
 from selfspec.training.features import Features, FeatureSpec, Selection, StreamSource, whole
 from selfspec.training.fit import (
+    CHECKPOINT,
     Fitted,
     Job,
     Show,
     Trainer,
+    agreements,
     answer_weights,
+    coverage,
     cross_entropy,
     default_exit_layers,
     draft_index,
@@ -39,9 +42,11 @@ from selfspec.training.fit import (
     feature_spec,
     fit,
     going_on,
+    load_checkpoint,
+    save_checkpoint,
     targets,
+    unrolled,
 )
-from selfspec.training.measure import agreements, coverage, unrolled
 from selfspec.training.options import FITTED_HEAD_TYPES, FitOptions
 from selfspec.training.text import Conversation
 from tests.bad_input import NAN, one_line
@@ -73,7 +78,7 @@ def make_job(
     backbone: Backbone,
     talks: list[Conversation],
     batch_tokens: int = BATCH_TOKENS,
-    workplace: Path | None = None,
+    checkpoint: Path | None = None,
     special_ids: Any = (),
     base_model: str = "tiny",
     **changes: Any,
@@ -87,7 +92,7 @@ def make_job(
         validation=text,
         options=options,
         special_ids=special_ids,
-        workplace=workplace,
+        checkpoint=checkpoint,
     )
 
 
@@ -367,8 +372,11 @@ def test_a_killed_fit_goes_on_to_the_very_same_heads(
     seen: list[int] = []
     for stop in stops:
         with pytest.raises(KeyboardInterrupt):
-            fit(make_job(backbone, talks, workplace=tmp_path, **changes), stop_after(stop))
-    job = make_job(backbone, talks, workplace=tmp_path, **changes)
+            fit(
+                make_job(backbone, talks, checkpoint=tmp_path / CHECKPOINT, **changes),
+                stop_after(stop),
+            )
+    job = make_job(backbone, talks, checkpoint=tmp_path / CHECKPOINT, **changes)
     found = fit(job, lambda step, *_: seen.append(step))
     assert_same(found, expected)
     assert seen[0] in (stops[-1] - stops[-1] % 2 + 1, stops[-1])
@@ -401,8 +409,8 @@ def begun(
     """The checkpoint of a fit killed in its second epoch."""
     folder = tmp_path_factory.mktemp("begun")
     with pytest.raises(KeyboardInterrupt):
-        fit(make_job(backbone, talks, workplace=folder), stop_after(5))
-    return folder / checkpoint.FILE
+        fit(make_job(backbone, talks, checkpoint=folder / CHECKPOINT), stop_after(5))
+    return folder / CHECKPOINT
 
 
 def test_a_checkpoint_of_another_job_is_refused(
@@ -410,9 +418,9 @@ def test_a_checkpoint_of_another_job_is_refused(
 ) -> None:
     shutil.copy(begun, tmp_path)
     with pytest.raises(InvalidOption, match="was begun with epochs 2, not 3"):
-        fit(make_job(backbone, talks, workplace=tmp_path, epochs=3))
+        fit(make_job(backbone, talks, checkpoint=tmp_path / CHECKPOINT, epochs=3))
     with pytest.raises(InvalidOption, match="was begun with another data"):
-        fit(make_job(backbone, talks[1:], workplace=tmp_path))
+        fit(make_job(backbone, talks[1:], checkpoint=tmp_path / CHECKPOINT))
 
 
 NORM = "by_layer.2.norm.weight"
@@ -438,13 +446,13 @@ def test_a_strange_checkpoint_is_one_line(
     talks: list[Conversation],
     damage: Callable[[dict[str, Tensor], Any], Any],
 ) -> None:
-    tensors, record = checkpoint.load(begun)
+    tensors, record = load_checkpoint(begun)
     damage(tensors, record)
-    path = tmp_path / checkpoint.FILE
-    checkpoint.save(path, tensors, record)
+    path = tmp_path / CHECKPOINT
+    save_checkpoint(path, tensors, record)
     before = path.read_bytes()
     with pytest.raises(InvalidData, match="is no checkpoint") as caught:
-        fit(make_job(backbone, talks, workplace=tmp_path))
+        fit(make_job(backbone, talks, checkpoint=tmp_path / CHECKPOINT))
     one_line(caught, path)
     assert path.read_bytes() == before
 
@@ -513,11 +521,16 @@ def test_a_loss_that_is_not_finite_stops_with_step_and_layer(
     backbone: Backbone, talks: list[Conversation], tmp_path: Path
 ) -> None:
     job = make_job(
-        backbone, talks, learning_rate=1e37, warmup=0.0, checkpoint_steps=1, workplace=tmp_path
+        backbone,
+        talks,
+        learning_rate=1e37,
+        warmup=0.0,
+        checkpoint_steps=1,
+        checkpoint=tmp_path / CHECKPOINT,
     )
     with pytest.raises(SelfspecError, match=r"the loss is (nan|inf) .* at step 2, exit layer 2"):
         fit(job)
-    assert checkpoint.load(tmp_path / checkpoint.FILE)[1]["course"]["step"] == 1
+    assert load_checkpoint(tmp_path / CHECKPOINT)[1]["course"]["step"] == 1
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from selfspec.cli.main import main
 from selfspec.heads import exit_heads as heads_module
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.model.backbone import Backbone
-from selfspec.training import checkpoint, fit
+from selfspec.training import fit
 from tests.models import make_model
 from tests.talks import make_talks, make_tokenizer
 
@@ -47,7 +47,7 @@ class Moments:
             (fit, "agreements"),
         ]:
             patch.setattr(place, name, self._watched(getattr(place, name), name))
-        for module in (checkpoint, heads_module):
+        for module in (fit, heads_module):
             patch.setattr(module, "save_file", self._half(module.save_file))
 
     def pass_by(self, name: str) -> None:

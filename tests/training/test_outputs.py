@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from selfspec import files
 from selfspec.cli import train
 from selfspec.cli.main import BUG, main
 from selfspec.errors import CannotWrite
 from selfspec.model.backbone import Backbone
-from selfspec.training import checkpoint
 from selfspec.training.selfgen import Writer
 from tests.authors import counted
 from tests.bad_input import snapshot
@@ -120,11 +118,3 @@ def test_a_full_disk_keeps_the_batches_before(
     assert snapshot(tmp_path) == before
     writer.append(['{"a": 2}'], 8, counted(rows=2))
     assert [record["a"] for record in Writer(tmp_path / name, {}, {}).records()] == [1, 2]
-
-
-def test_overwrite_removes_the_checkpoint_and_nothing_of_others(tmp_path: Path) -> None:
-    place = tmp_path / "unfinished"
-    checkpoint.save(place / checkpoint.FILE, {"a": torch.zeros(2)}, {"job": {}})
-    (place / "mine.txt").write_text("mine")
-    checkpoint.remove(place)
-    assert [path.name for path in place.iterdir()] == ["mine.txt"]
