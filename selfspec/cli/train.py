@@ -728,7 +728,6 @@ _INSTEAD = {  # by drafter, why
     Flag("data", str, "Conversations that the heads were not fitted to: .jsonl or .jsonl.gz."),
     Flag("cache", str, "Features of such a text, from selfspec cache; instead of --data."),
     Flag("max_tokens", int, "Answer tokens to use; all without it."),
-    Flag("precision", float, "Choose thresholds for this share of right drafts, not for speed."),
     Flag("max_exit_layers", int, "Exit layers used together at most. Built in: 2."),
     Flag("entropy", bool, "Only the entropy threshold that --acceptance easd needs, from --data."),
     Flag("dry_run", bool, "Report only."),
@@ -741,8 +740,6 @@ def calibrate(*, as_json: base.AsJson = False, asked: Asked) -> None:
     """
     entropy, text = asked.get("entropy", False), "cache" if "cache" in asked else "data"
     base.require(asked, *(("data",) if entropy else ("heads", text)))
-    if not 0.0 < asked.get("precision", 1.0) <= 1.0:
-        raise InvalidOption(f"precision is {asked['precision']}, expected in (0, 1]")
     _check(asked)
     heads = hub.resolve_heads(asked["heads"]) if "heads" in asked else None
     output = None if asked.get("dry_run", False) else heads
@@ -790,13 +787,8 @@ def _calibrate(asked: Asked, folder: Path, output: Path | None) -> Calibration:
         batch_tokens = CacheOptions().batch_tokens
         talks = _read(asked["data"], model, asked, batch_tokens, limit)
         features = whole(StreamSource(model.backbone, needed, talks, batch_tokens, keep=True))
-    found = measuring.calibrate(
-        heads,
-        features,
-        measure(Backbone(model.backbone.model), heads),
-        precision=asked.get("precision"),
-        most_layers=asked.get("max_exit_layers", 2),
-    )
+    costs = measure(Backbone(model.backbone.model), heads)
+    found = measuring.calibrate(heads, features, costs, asked.get("max_exit_layers", 2))
     if output is not None:
         recorded = {name: asked[name] for name in sorted(asked) if name != "config"}
         measuring.write(heads, output, found, recorded)
@@ -812,7 +804,7 @@ def _calibrate_entropy(asked: Asked, output: Path | None, *, as_json: bool) -> N
     texts = _read(asked["data"], model, asked, batch_tokens, asked.get("max_tokens"))
     with base.bar("entropies", "batches") as show:
         found = measured_entropy(model.backbone, texts, batch_tokens, show)
-    value = found.entropy_threshold
+    value = found["entropy_threshold"]
     where = f"not stored: give it as --acceptance easd:entropy={value}"
     if output is not None:
         heads = _heads_of(output, model)
@@ -823,21 +815,18 @@ def _calibrate_entropy(asked: Asked, output: Path | None, *, as_json: bool) -> N
         where = f"written to {output}"
     words = (
         f"entropy threshold {value} nats, the mean of the highest {SHARE:.0%} at "
-        f"{found.positions:,} answer positions (mean of all {found.mean_entropy}); {where}"
+        f"{found['positions']:,} answer positions (mean of all {found['mean_entropy']}); {where}"
     )
-    base.emit((json.dumps(asdict(found)) if as_json else words) + "\n")
+    base.emit((json.dumps(found) if as_json else words) + "\n")
 
 
 def calibration_words(found: Calibration) -> str:
     """For people."""
     from rich.table import Table
 
-    precisions = list(next(iter(found.thresholds.values())))
-    columns = ["layer", "agreement", "2nd draft", "ECE", "T", "ECE at T"]
-    columns += [f"tau for {share:.0%}" for share in precisions]
+    columns = ("layer", "agreement", "2nd draft", "ECE", "T", "ECE at T")
     grid = Table(*columns, box=None, pad_edge=False)
     for layer, entry in found.reliabilities.items():
-        taus = [found.thresholds[layer][share] for share in precisions]
         grid.add_row(
             str(layer),
             f"{entry.agreement:.1%}",
@@ -845,7 +834,6 @@ def calibration_words(found: Calibration) -> str:
             f"{entry.ece_before:.3f}",
             f"{entry.temperature:.2f}",
             f"{entry.ece:.3f}",
-            *("-" if tau is None else f"{tau:.3f}" for tau in taus),
         )
     setting = found.setting
     words = (

@@ -1,7 +1,7 @@
 """From fitted heads to calibrated ones: temperatures, thresholds, and settings worth using.
 
 Comes in: heads, features of held-out text, measured costs. Goes out: what to write into the heads'
-config, and a record of why. Called by `selfspec calibrate`.
+config, and a record of why. Called by `selfspec calibrate` and `adapt`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from selfspec.config import SpeculationOptions
 from selfspec.decoding.costs import Exits, MeasuredCosts, expected
 from selfspec.errors import InvalidData
 from selfspec.heads.exit_heads import ExitHeads
-from selfspec.heads.heads import ExitJudge, entropy
+from selfspec.heads.heads import entropy, top_probability
 from selfspec.model.backbone import Backbone
 from selfspec.options import FITTED, Exit, Ngram, NoDrafts
 from selfspec.training import records
@@ -34,6 +34,13 @@ TEMPERATURES = tuple(round(0.5 * 1.06**step, 4) for step in range(31))
 """Candidates, 0.5 to 2.9."""
 
 _BINS = 15
+
+_SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+"""Candidate thresholds let this share of the positions exit."""
+
+_GUESSES = 8
+"""Guesses at a place by heads that read embeddings: the right token is among so many in 68 % of
+places of SmolLM2-135M's own text, the first in 39 %. Costs say how many are proposed."""
 
 
 @dataclass(frozen=True)
@@ -65,35 +72,27 @@ class Reliability:
 
 
 @torch.no_grad()
-def score(
-    heads: ExitHeads, batches: Iterable[Features]
-) -> tuple[dict[int, Scores], dict[int, Scores]]:
+def score(heads: ExitHeads, batches: Iterable[Features]) -> dict[int, tuple[Scores, Scores]]:
     """By exit layer: first drafts of a round, and later ones (the same where nothing is read)."""
-    layers = heads.config.exit_layers
-    depth = heads.config.num_layers
-    judges = [
-        ExitJudge(depth, dict.fromkeys(layers, 1.0), 0.0, dict.fromkeys(layers, temperature))
-        for temperature in TEMPERATURES
-    ]
-    seen: dict[int, tuple[list[Scores], list[Scores]]] = {layer: ([], []) for layer in layers}
+    seen: dict[int, tuple[list[Scores], list[Scores]]]
+    seen = {layer: ([], []) for layer in heads.config.exit_layers}
     for batch in batches:
         for layer, (first, later) in seen.items():
             drafts = [
                 Scores(
-                    torch.stack([judge.confidence(found.logits, layer) for judge in judges]).cpu(),
-                    found.right.cpu(),
+                    torch.stack([top_probability(logits, each) for each in TEMPERATURES]).cpu(),
+                    right.cpu(),
                 )
-                for found in judged(heads, layer, batch, drafts=2)
+                for logits, right in judged(heads, layer, batch, drafts=2)
             ]
             first.append(drafts[0])
             later.append(drafts[-1])
+    return {layer: (_joined(first), _joined(later)) for layer, (first, later) in seen.items()}
 
-    def joined(parts: list[Scores]) -> Scores:
-        confidence = torch.cat([part.confidence for part in parts], dim=1)
-        return Scores(confidence, torch.cat([part.right for part in parts]))
 
-    once = {layer: joined(first) for layer, (first, _) in seen.items()}
-    return once, {layer: joined(later) for layer, (_, later) in seen.items()}
+def _joined(parts: Sequence[Scores]) -> Scores:
+    confidence = torch.cat([part.confidence for part in parts], dim=1)
+    return Scores(confidence, torch.cat([part.right for part in parts]))
 
 
 def reliability(scores: Scores) -> Reliability:
@@ -117,18 +116,6 @@ def calibration_error(confidence: Tensor, right: Tensor) -> float:
     sure = zeros.index_add(0, bins, confidence.double())
     correct = zeros.index_add(0, bins, right.double())
     return float((sure - correct).abs().sum() / len(confidence))
-
-
-def threshold(confidence: Tensor, right: Tensor, precision: float) -> float | None:
-    """The lowest threshold from which on a share of at least `precision` is right, or None.
-
-    `confidence` and `right` are [N]; positions of the same confidence stay together.
-    """
-    ranked, order = confidence.sort(descending=True)
-    shares = right[order].double().cumsum(0) / torch.arange(1, len(ranked) + 1)
-    last_of_its_kind = torch.cat([ranked[1:] != ranked[:-1], torch.tensor([True])])
-    enough = ((shares >= precision) & last_of_its_kind).nonzero()[:, 0]
-    return float(ranked[enough[-1]]) if len(enough) else None
 
 
 @dataclass(frozen=True)
@@ -179,70 +166,6 @@ def best_setting(
     return max(found, key=lambda setting: setting.speed_up)
 
 
-SHARE = 0.05
-"""p, the share of high-entropy steps (EASD section 3.6)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EntropyThreshold:
-    """What was found."""
-
-    entropy_threshold: float
-    """tau_H, in nats."""
-    positions: int
-    """Answer positions of the text."""
-    mean_entropy: float
-    """Over all of them, in nats."""
-
-
-def measured_entropy(
-    backbone: Backbone,
-    conversations: Sequence[Conversation],
-    batch_tokens: int,
-    progress: Callable[[int, int], None],
-) -> EntropyThreshold:
-    """tau_H of a model over the answers of a text; `progress` hears of batches done and in all.
-
-    Raises InvalidData for a text without answers.
-    """
-    last = backbone.num_layers
-    source = StreamSource(backbone, FeatureSpec((last,)), conversations, batch_tokens)
-    if not source.sizes:
-        raise InvalidData("the text holds no answers to measure. Give another --data")
-    parts = []
-    for index in range(len(source.sizes)):
-        parts.append(entropies(backbone, source.batch(index).hidden[last]))
-        progress(index + 1, len(source.sizes))
-    found = torch.cat(parts)
-    return EntropyThreshold(
-        entropy_threshold=round(high_entropy(found), 4),
-        positions=len(found),
-        mean_entropy=round(found.mean().item(), 4),
-    )
-
-
-@torch.no_grad()
-def entropies(backbone: Backbone, hidden: Tensor) -> Tensor:
-    """The model's entropy behind the last layer's states, [N, d] -> [N] in nats, temperature 1."""
-    parts = [entropy(backbone.logits(rows).softmax(-1)) for rows in hidden.split(LOGIT_ROWS)]
-    return torch.cat(parts).cpu()
-
-
-def high_entropy(found: Tensor) -> float:
-    """Mean of the highest ceil(p N) of N entropies, equation 10."""
-    return found.double().topk(math.ceil(SHARE * len(found))).values.mean().item()
-
-
-PRECISIONS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
-
-_SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-"""Candidate thresholds let this share of the positions exit."""
-
-_GUESSES = 8
-"""Guesses at a place by heads that read embeddings: the right token is among so many in 68 % of
-places of SmolLM2-135M's own text, the first in 39 %. Costs say how many are proposed."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
     """What was found."""
@@ -254,19 +177,14 @@ class Calibration:
     reliabilities: dict[int, Reliability]
     second: dict[int, float] | None
     """By exit layer, the share of second drafts that are right; None: as first drafts."""
-    thresholds: dict[int, dict[float, float | None]]
-    """By exit layer: the threshold for each of PRECISIONS, None where no threshold gives it."""
     setting: Setting
     costs: MeasuredCosts
 
     def record(self) -> dict[str, Any]:
         """For `calibration.json`."""
         layers = {
-            str(layer): {
-                **asdict(found),
-                "agreement_second": None if self.second is None else self.second[layer],
-                "thresholds": self.thresholds[layer],
-            }
+            str(layer): asdict(found)
+            | {"agreement_second": None if self.second is None else self.second[layer]}
             for layer, found in self.reliabilities.items()
         }
         return {
@@ -308,49 +226,42 @@ class Calibration:
 
 
 def calibrate(
-    heads: ExitHeads,
-    text: Selection,
-    costs: MeasuredCosts,
-    *,
-    precision: float | None = None,
-    most_layers: int = 2,
+    heads: ExitHeads, text: Selection, costs: MeasuredCosts, most_layers: int = 2
 ) -> Calibration:
-    """Measure, fit temperatures, and choose layers, thresholds and bounds by the cost model.
-
-    `precision` leaves only the threshold that gives it to each layer, where there is one.
-    """
-    first, later = score(heads, text.batches())
-    found = {layer: reliability(scores) for layer, scores in first.items()}
-    sure = {layer: first[layer].at(found[layer].temperature) for layer in first}
-    sure_later = {layer: later[layer].at(found[layer].temperature) for layer in later}
-    thresholds = {
-        layer: {share: threshold(sure[layer], first[layer].right, share) for share in PRECISIONS}
-        for layer in first
+    """Measure, fit temperatures, and choose layers, thresholds and bounds by the cost model."""
+    scores = score(heads, text.batches())
+    found = {layer: reliability(first) for layer, (first, _) in scores.items()}
+    sure = {
+        layer: [drafts.at(found[layer].temperature) for drafts in both]
+        for layer, both in scores.items()
     }
-    candidates = {layer: _candidates(sure[layer], first[layer].right, precision) for layer in first}
 
     def evaluate(layers: tuple[int, ...], taus: tuple[float, ...]) -> tuple[Exits, Exits]:
-        once, again = (
-            exits([known[i] for i in layers], [scores[i].right for i in layers], taus)
-            for known, scores in ((sure, first), (sure_later, later))
+        first, later = (
+            exits([sure[i][draft] for i in layers], [scores[i][draft].right for i in layers], taus)
+            for draft in (0, 1)
         )
-        return once, again
+        return first, later
 
-    setting = best_setting(
-        costs, {layer: taus for layer, taus in candidates.items() if taus}, evaluate, most_layers
-    )
+    candidates = {layer: _candidates(first) for layer, (first, _) in sure.items()}
+    setting = best_setting(costs, candidates, evaluate, most_layers)
     rounded = tuple(round(tau, 3) for tau in setting.exit_threshold)
+    seconds = {layer: later.right.double().mean().item() for layer, (_, later) in scores.items()}
     return Calibration(
         positions=text.answers,
         coverage=coverage(heads, text.batches()),
         reliabilities=found,
-        second={layer: entry.right.double().mean().item() for layer, entry in later.items()}
-        if heads.feeds_itself
-        else None,
-        thresholds=thresholds,
+        second=seconds if heads.feeds_itself else None,
         setting=replace(setting, exit_threshold=rounded),
         costs=costs,
     )
+
+
+def _candidates(confidence: Tensor) -> list[float]:
+    """Thresholds to try."""
+    ranked = confidence.sort(descending=True).values
+    places = (torch.tensor(_SHARES) * (len(ranked) - 1)).long()
+    return sorted({max(float(value), 1e-3) for value in ranked[places]})
 
 
 def write(heads: ExitHeads, folder: Path, found: Calibration, run: dict[str, Any]) -> None:
@@ -371,11 +282,45 @@ def write(heads: ExitHeads, folder: Path, found: Calibration, run: dict[str, Any
         files.write(folder / "README.md", records.card_of(folder))
 
 
-def _candidates(confidence: Tensor, right: Tensor, precision: float | None) -> list[float]:
-    """Thresholds to try."""
-    if precision is not None:
-        found = threshold(confidence, right, precision)
-        return [] if found is None else [found]
-    ranked = confidence.sort(descending=True).values
-    places = (torch.tensor(_SHARES) * (len(ranked) - 1)).long()
-    return sorted({max(float(value), 1e-3) for value in ranked[places]})
+# --- the entropy threshold of the lossy rule easd
+
+SHARE = 0.05
+"""p, the share of high-entropy steps (EASD section 3.6)."""
+
+
+def measured_entropy(
+    backbone: Backbone,
+    conversations: Sequence[Conversation],
+    batch_tokens: int,
+    progress: Callable[[int, int], None],
+) -> dict[str, float]:
+    """tau_H of a model over the answers of a text, and the mean entropy there, in nats.
+
+    `progress` hears of batches done and in all. Raises InvalidData for a text without answers.
+    """
+    last = backbone.num_layers
+    source = StreamSource(backbone, FeatureSpec((last,)), conversations, batch_tokens)
+    if not source.sizes:
+        raise InvalidData("the text holds no answers to measure. Give another --data")
+    parts = []
+    for index in range(len(source.sizes)):
+        parts.append(entropies(backbone, source.batch(index).hidden[last]))
+        progress(index + 1, len(source.sizes))
+    found = torch.cat(parts)
+    return {
+        "entropy_threshold": round(high_entropy(found), 4),
+        "positions": len(found),
+        "mean_entropy": round(found.mean().item(), 4),
+    }
+
+
+@torch.no_grad()
+def entropies(backbone: Backbone, hidden: Tensor) -> Tensor:
+    """The model's entropy behind the last layer's states, [N, d] -> [N] in nats, temperature 1."""
+    parts = [entropy(backbone.logits(rows).softmax(-1)) for rows in hidden.split(LOGIT_ROWS)]
+    return torch.cat(parts).cpu()
+
+
+def high_entropy(found: Tensor) -> float:
+    """Mean of the highest ceil(p N) of N entropies, equation 10."""
+    return found.double().topk(math.ceil(SHARE * len(found))).values.mean().item()

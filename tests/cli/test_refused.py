@@ -160,7 +160,6 @@ fit T --config wrong.yaml                        | Did you mean
 fit T --config list.yaml                         | expected `option: value` lines
 fit --cache nowhere --output new                 | nowhere is no feature cache
 calibrate M --data talks.jsonl                   | no --heads
-calibrate H --data talks.jsonl --precision 1.5   | precision is 1.5
 data --tokens 5                                  | no --output
 data --output new.jsonl                          | no --tokens
 data --output new.jsonl --tokens 9 --workers 0   | workers is 0, expected a value of at least 1
