@@ -58,16 +58,11 @@ class FeatureSpec:
         return cls(heads.config.exit_layers, heads.reads_deep, top_k=1)
 
     @property
-    def to_the_end(self) -> bool:
-        """Whether the layers behind the last exit have to run."""
-        return self.deep or self.top_k > 0
-
-    @property
     def names(self) -> set[str]:
-        """Of the tensors of a batch."""
-        kept = {"deep": self.deep, "top_ids": self.top_k, "top_log_probs": self.top_k}
-        found = {"following", "continues", "answers", *(name for name in kept if kept[name])}
-        return found | {f"hidden.{layer}" for layer in self.layers}
+        """Names of a batch's tensors."""
+        found = {"following", "continues", "answers", *(f"hidden.{n}" for n in self.layers)}
+        found |= {"deep"} if self.deep else set()
+        return found | {"top_ids", "top_log_probs"} if self.top_k else found
 
     def bytes_per_token(self, hidden_size: int, element_size: int) -> int:
         """Size of one position in memory and on disk; `element_size` of a hidden state's number."""
@@ -106,11 +101,9 @@ class Features:
 
     def tensors(self) -> dict[str, Tensor]:
         """By name, for a file."""
-        named = {f"hidden.{layer}": tensor for layer, tensor in self.hidden.items()}
-        for name in ("following", "continues", "answers", "deep", "top_ids", "top_log_probs"):
-            if (tensor := getattr(self, name)) is not None:
-                named[name] = tensor
-        return named
+        hidden = {f"hidden.{layer}": tensor for layer, tensor in self.hidden.items()}
+        others = {name: t for name, t in vars(self).items() if name != "hidden" and t is not None}
+        return hidden | others
 
     @classmethod
     def of(cls, tensors: dict[str, Tensor]) -> Features:
@@ -166,8 +159,9 @@ def padded(conversations: Sequence[Conversation]) -> Batch:
 
 
 def features(backbone: Backbone, spec: FeatureSpec, batch: Batch) -> Features:
-    """One frozen pass over a batch."""
-    stops = (*spec.layers, backbone.num_layers) if spec.to_the_end else spec.layers
+    """One frozen pass over a batch, no further than to the last state that is asked for."""
+    to_the_end = spec.deep or spec.top_k > 0
+    stops = (*spec.layers, backbone.num_layers) if to_the_end else spec.layers
     ids = batch.ids.to(backbone.device)
     device = backbone.unembedding.weight.device
     predicts = batch.predicts.to(device)
@@ -175,12 +169,13 @@ def features(backbone: Backbone, spec: FeatureSpec, batch: Batch) -> Features:
     # right padding behind causal attention needs no mask: no position of a text can see it
     with _frozen(backbone.model):
         states = [hidden.to(device) for hidden in backbone.states(ids, stops)]
-        last_output = states.pop() if spec.to_the_end else None
         deep = top_ids = top_log_probs = None
-        if last_output is not None and spec.deep:
-            deep = _shifted(backbone.unembedding.norm(last_output))[kept]
-        if last_output is not None and spec.top_k:
-            top_ids, top_log_probs = _top(backbone, last_output[kept], spec.top_k)
+        if to_the_end:
+            last_output = states.pop()
+            if spec.deep:
+                deep = _shifted(backbone.unembedding.norm(last_output))[kept]
+            if spec.top_k:
+                top_ids, top_log_probs = _top(backbone, last_output[kept], spec.top_k)
     return Features(
         hidden={layer: s[kept] for layer, s in zip(spec.layers, states, strict=True)},
         following=batch.ids.roll(-1, dims=1).to(device)[kept],
@@ -242,9 +237,8 @@ class StreamSource:
         """The conversations of each batch."""
         self._kept: dict[tuple[int, int, int], Features] = {}
         self.answers = [sum(len(entry.answer_ids) for entry in group) for group in self.plan]
-        self.sizes = self.answers
-        if spec.everywhere:
-            self.sizes = [sum(len(entry.ids) - 1 for entry in group) for group in self.plan]
+        everywhere = [sum(len(entry.ids) - 1 for entry in group) for group in self.plan]
+        self.sizes = everywhere if spec.everywhere else self.answers
         self.conversations = [len(group) for group in self.plan]
         found = hashlib.sha256()
         for group in self.plan:
@@ -256,12 +250,11 @@ class StreamSource:
 
     def batch(self, index: int, number: int = 0, count: int = 1) -> Features:
         """Batch `index`, or every `count`-th text of it, from `number` on."""
-        found = self._kept.get((index, number, count))
-        if found is None:
-            talks = self.plan[index][number::count]
-            found = features(self._backbone, self.spec, padded(talks))
-            if self._keep:
-                self._kept[index, number, count] = found
+        if (kept := self._kept.get((index, number, count))) is not None:
+            return kept
+        found = features(self._backbone, self.spec, padded(self.plan[index][number::count]))
+        if self._keep:
+            self._kept[index, number, count] = found
         return found
 
     def token_counts(self) -> Counter[int]:
@@ -396,8 +389,7 @@ class Manifest:
     @classmethod
     def of(cls, source: StreamSource, base: dict[str, Any], size_of: int) -> Manifest:
         """What is known before any work; `base`: model, dtype and text, `size_of`: a position's."""
-        shards: list[list[int]] = []
-        room = 0
+        shards, room = list[list[int]](), 0
         for index, positions in enumerate(source.sizes):
             if room < positions * size_of:
                 shards.append([])
@@ -421,11 +413,10 @@ class Manifest:
         path = folder / MANIFEST
         try:
             found = read_json(path)
-            version = found.get("format_version") if isinstance(found, dict) else None
-            if version != FORMAT_VERSION:
+            if not isinstance(found, dict) or found.get("format_version") != FORMAT_VERSION:
                 raise InvalidOption(
-                    f"format version {shown(version)}, expected {FORMAT_VERSION}. Run selfspec "
-                    "cache with another --output"
+                    f"its format version is not {FORMAT_VERSION}. Run selfspec cache with another "
+                    "--output"
                 )
             spec = record_of(FeatureSpec, found.get("spec"))
             return record_of(cls, found | {"spec": replace(spec, layers=tuple(spec.layers))})
@@ -439,10 +430,7 @@ class Manifest:
 
 
 def check_output(name: str, reads: Iterable[object] = ()) -> Path:
-    """The folder, if features may be written there: new, free of such files, or a feature cache.
-
-    Raises CannotWrite.
-    """
+    """The folder, if it is new, free of such files, or a feature cache. Raises CannotWrite."""
     folder = Path(name)
     shards = [path.name for path in folder.glob("shard-*")] if name and folder.is_dir() else []
 
@@ -473,7 +461,8 @@ def write(
     is there stays).
     """
     folder.mkdir(parents=True, exist_ok=True)
-    known = [""] * len(manifest.shards)
+    paths = [_shard(folder, number) for number in range(len(manifest.shards))]
+    known = [""] * len(paths)
     if (folder / MANIFEST).exists():
         begun = Manifest.read(folder)
         found, own = ({n: getattr(m, n) for n in _IDENTITY} for m in (begun, manifest))
@@ -482,11 +471,11 @@ def write(
     else:
         manifest.write(folder)
     missing: dict[Path, list[int]] = {}
-    for number, batches in enumerate(manifest.shards):
-        if _is_whole(_shard(folder, number), known[number]):
+    for path, sha, batches in zip(paths, known, manifest.shards, strict=True):
+        if _is_whole(path, sha):
             progress(sum(source.sizes[index] for index in batches), False)
         else:
-            missing[_shard(folder, number)] = batches
+            missing[path] = batches
     wanted = [index for batches in missing.values() for index in batches]
     plan = (source.plan[index] for index in wanted)
     made = computed(plan) if computed else map(source.batch, wanted)
@@ -498,8 +487,7 @@ def write(
             progress(source.sizes[index], True)
         with files.replacing(path) as new:
             save_file(tensors, new)
-    hashes = [sha256(_shard(folder, number)) for number in range(len(manifest.shards))]
-    replace(manifest, sha256=hashes).write(folder)
+    replace(manifest, sha256=[*map(sha256, paths)]).write(folder)
 
 
 class CacheSource:
@@ -511,27 +499,23 @@ class CacheSource:
         Process `number` of `count` looks for damage in every `count`-th shard.
         """
         self._sizes = backbone.hidden_size, backbone.vocab_size
-        self.manifest = Manifest.read(folder)
-        if self.manifest.sha256 is None:
+        self.manifest = known = Manifest.read(folder)
+        if known.sha256 is None:
             raise InvalidData(f"{folder} is unfinished. Run the selfspec cache command again")
-        if backbone.fingerprint != self.manifest.base_fingerprint:
+        if backbone.fingerprint != known.base_fingerprint:
             raise InvalidData(
-                f"{folder} holds features of {self.manifest.base_model} "
-                f"({self.manifest.base_fingerprint[:12]}), the model is another one "
-                f"({backbone.fingerprint[:12]})"
+                f"{folder} holds features of {known.base_model} ({known.base_fingerprint[:12]}), "
+                f"the model is another one ({backbone.fingerprint[:12]})"
             )
-        self.spec = self.manifest.spec
-        self.digest = self.manifest.digest
-        self.conversations = self.manifest.conversations
-        self.answers = self.manifest.answers
+        self.spec, self.digest = known.spec, known.digest
+        self.conversations, self.answers = known.conversations, known.answers
         self.sizes: list[int] = []
         """Positions in each batch."""
         self._places: list[Path] = []
-        for shard, batches in enumerate(self.manifest.shards):
+        for shard, batches in enumerate(known.shards):
             path = _shard(folder, shard)
             with _explained(path):
-                own = shard % count == number
-                if own and sha256(path) != self.manifest.sha256[shard]:
+                if shard % count == number and sha256(path) != known.sha256[shard]:
                     raise InvalidData("its bytes are not those that were written")
                 with safe_open(path, "pt") as file:
                     shapes = [file.get_slice(f"{n}.following").get_shape() for n in batches]
@@ -539,20 +523,19 @@ class CacheSource:
             self._places += [path] * len(batches)
 
     def batch(self, index: int, number: int = 0, count: int = 1) -> Features:
-        """Batch `index`, 0..len(sizes)-1, or every `count`-th text of it, from `number` on."""
+        """As `StreamSource.batch`."""
         found = Features.of(self._read(index, self.spec.names))
         return found if count == 1 else found.part(number, count)
 
     def token_counts(self) -> Counter[int]:
         """How often each token stands in an answer."""
-        counts: Counter[int] = Counter()
+        counts = Counter[int]()
         for index in range(len(self.sizes)):
             found = self._read(index, {"following", "answers"})
             counts.update(found["following"][found["answers"]].tolist())
         return counts
 
     def _read(self, index: int, names: set[str]) -> dict[str, Tensor]:
-        """These tensors of a batch."""
         path, prefix = self._places[index], f"{index}."
         with _explained(path):
             with safe_open(path, "pt") as file:
