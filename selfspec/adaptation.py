@@ -252,7 +252,7 @@ def adapt(
         given = _Given(
             recipe=asks,
             own=own,
-            passages=Passages(passages, tuple(asks.languages)),
+            passages=Passages(passages, asks.languages),
             template=None if chat_template is None else templates.read(chat_template),
         )
         return _Adaptation(folder, seconds, loading, text, given, show or (lambda *_: None)).run()

@@ -38,13 +38,13 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 31870,
+    "tests/": 31869,
     "model": 7103,
     "decoding": 5590,
-    "training": 4225,
+    "training": 4241,
     "eval/": 4337,
     "eval": 3850,
-    "cli": 3480,
+    "cli": 3444,
     "serve": 3165,
     "api": 2518,
     "heads": 1883,

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from selfspec import files, untrusted
+from selfspec import files
 from selfspec.cli import base
 from selfspec.cli.base import Asked, Flag, option_flags, options_of, with_flags
 from selfspec.config import SpeculationOptions
@@ -30,11 +30,10 @@ from selfspec.heads.folder import (
 from selfspec.hub import models as hub
 from selfspec.options import FITTED
 from selfspec.training.options import PRESETS, CacheOptions, DataOptions, FitOptions, plain
-from selfspec.training.text import check_source
+from selfspec.training.text import check_source, texts_in
 from selfspec.typed import check_keys
 
 if TYPE_CHECKING:
-    from accelerate import PartialState
     from transformers import PreTrainedTokenizerBase
 
     from selfspec.heads.exit_heads import ExitHeads
@@ -78,8 +77,7 @@ class Base(NamedTuple):
     backbone: Backbone
     tokenizer: PreTrainedTokenizerBase | None
     name: str  # for the record
-    processes: PartialState
-    chat_template: str | None = None  # where it is not the model's own
+    chat_template: str | None  # where it is not the model's own
 
 
 def _check(asked: Asked) -> None:
@@ -89,37 +87,43 @@ def _check(asked: Asked) -> None:
         check_source(asked[name])
 
 
-def _load(asked: Asked, *, writes: bool = False) -> Base:
+def _load(
+    asked: Asked, *, writes: bool = False, template: str | None = None, expected: str | None = None
+) -> Base:
     """The model that the flags ask for, once the files that they name are there.
 
     Where it `writes` text it runs on the best executor, else by its own modules, which give states.
+    A worker is given the `template` and the `expected` fingerprint: it may have the model alone.
     """
     from selfspec.api import chat_template as templates
     from selfspec.model import fingerprint
     from selfspec.model.backbone import Backbone
     from selfspec.training.features import launched
 
-    template = _chat_template(asked)
+    template = template or _chat_template(asked)
     processes = launched()
     own = processes.num_processes > 1 and processes.device.type != "cpu"
     device = asked.get("device", str(processes.device) if own else None)
-    model, tokenizer, found = hub.load_model(
-        asked.get("model"),
-        dtype=asked.get("dtype", "bfloat16" if writes else hub.training_dtype(device)),
-        device=device,
-    )
+    dtype = asked.get("dtype") or hub.training_dtype(device)
+    model, tokenizer, found = hub.load_model(asked.get("model"), dtype=dtype, device=device)
     known = fingerprint.of_loaded(model, found.stamps)
+    if expected not in (None, known):
+        raise InvalidData(f"a worker found other weights of {found.label} than the first process")
     backbone = Backbone(model, executor="auto" if writes else "generic", fingerprint=known)
     if template is not None and tokenizer is not None:
         tokenizer = templates.having(tokenizer, template)
-    return Base(backbone, tokenizer, asked.get("base_model", found.label), processes, template)
+    return Base(backbone, tokenizer, asked.get("base_model", found.label), template)
+
+
+def _load_like(asked: Asked, model: Base, *, writes: bool = False) -> Callable[[], Base]:
+    """What loads the same model in another process."""
+    given = base.picked(asked, MODEL) | {"dtype": str(model.backbone.dtype).removeprefix("torch.")}
+    same = {"template": model.chat_template, "expected": model.backbone.fingerprint}
+    return partial(_load, given, writes=writes, **same)
 
 
 def _chat_template(asked: Asked) -> str | None:
-    """The text of a template: as asked for, else that of the heads, of the text or its features.
-
-    A line says where they differ.
-    """
+    """The text of a template, as asked for, else of heads, text or features; notes others."""
     from selfspec.api import chat_template as templates
     from selfspec.training.features import Manifest
     from selfspec.training.selfgen import template_of
@@ -131,7 +135,7 @@ def _chat_template(asked: Asked) -> str | None:
     for flag, template_in in (
         ("heads", of_heads),
         ("start_from", of_heads),
-        ("data", lambda name: template_of(Path(name))),
+        ("data", template_of),
         ("cache", lambda name: Manifest.read(Path(name)).chat_template),
     ):
         other = template_in(asked[flag]) if flag in asked else None
@@ -150,7 +154,6 @@ def writing(output: str | Path) -> AbstractContextManager[None]:
 
 
 def _workers(asked: Asked) -> int:
-    """How many processes are to share the work. Raises InvalidOption."""
     count: int = asked.get("workers", 1)
     if count < 1:
         raise InvalidOption(f"workers is {count}, expected a value of at least 1")
@@ -161,24 +164,6 @@ def _workers(asked: Asked) -> int:
 
         check_packages("more than one worker", "ray", extra="ray")
     return count
-
-
-def _load_like(asked: Asked, model: Base, *, writes: bool = False) -> Callable[[], Base]:
-    """What loads the same model in another process, which may have no files but the model's."""
-    given = base.picked(asked, MODEL) | {"dtype": str(model.backbone.dtype).removeprefix("torch.")}
-    given.pop("chat_template", None)
-    return partial(_loaded, given, writes, model.backbone.fingerprint, model.chat_template)
-
-
-def _loaded(asked: Asked, writes: bool, fingerprint: str, template: str | None) -> Base:
-    from selfspec.api import chat_template as templates
-
-    found = _load(asked, writes=writes)
-    if found.backbone.fingerprint != fingerprint:
-        raise InvalidData(f"a worker found other weights of {found.name} than this process")
-    if template is None or found.tokenizer is None:
-        return found
-    return found._replace(tokenizer=templates.having(found.tokenizer, template))
 
 
 def _read(
@@ -289,7 +274,7 @@ def data(*, asked: Asked) -> None:
     check_output(asked["output"], base.inputs(asked))
     with writing(asked["output"]):
         counts = _write_data(asked, options)
-    base.emit(f"{asked['output']}: {described(counts)}\n")
+    base.emit(f"{asked['output']}: {counts.words()}\n")
     base.say_next("fit", asked, "--data", asked["output"], "--output", "heads")
 
 
@@ -300,8 +285,7 @@ def _write_data(asked: Asked, options: DataOptions) -> Counts:
 
     excluded = _excluded_ngrams(asked)
     recipe = None if "source" in asked else read_recipe(asked.get("recipe"))
-    languages = () if recipe is None else tuple(recipe.languages)
-    passages = Passages(asked.get("passages"), languages)
+    passages = Passages(asked.get("passages"), recipe.languages if recipe else ())
     workers = asked.get("workers", 1)
     model = _load({"dtype": "bfloat16"} | asked, writes=workers == 1)
     recorded = asdict(options) | {
@@ -337,12 +321,13 @@ def _write_data(asked: Asked, options: DataOptions) -> Counts:
         try:
             author = selfgen.Author(*model[:2], options, count, asked.get("endpoint"))
             source, prompts, rows = _source(asked, author, writer, recipe, passages, excluded)
-            submit = selfgen.here(_proposer(author, prompts, excluded))
+            proposer = partial(_proposer, prompts=prompts, excluded=excluded)
+            submit = selfgen.here(proposer(author))
             if workers > 1:
                 from selfspec import cluster
 
                 load = _load_like(asked, model, writes=True)
-                make = partial(_proposer_of, load, options, prompts, excluded)
+                make = partial(_author, load, options, proposer)
                 del author, model  # the workers have their own
                 submit = stack.enter_context(cluster.workers(workers, make))
             for counts in selfgen.write(source, writer, options, submit, 2 * workers - 1):
@@ -366,13 +351,11 @@ def _proposer(
     return Written(author, prompts, excluded).propose if prompts else author.answer
 
 
-def _proposer_of(
-    load: Callable[[], Base], options: DataOptions, prompts: Prompts | None, excluded: set[int]
-) -> Callable[[Any], Proposal]:
-    """A worker's, with the model that it loads."""
+def _author(load: Callable[[], Base], options: DataOptions, then: Callable[[Author], Any]) -> Any:
+    """What a worker has `then` made of an author, with the model that it loads."""
     from selfspec.training.selfgen import Author
 
-    return _proposer(Author(*load()[:2], options, lambda _: None), prompts, excluded)
+    return then(Author(*load()[:2], options, lambda _: None))
 
 
 def _source(
@@ -383,7 +366,6 @@ def _source(
     passages: Passages,
     excluded: set[int],
 ) -> tuple[Source, Prompts | None, Reader[Any] | None]:
-    """Where the conversations come from: prompts of a recipe, or rows of a file."""
     from selfspec.training import selfgen
     from selfspec.training.text import Reader, user_turns
 
@@ -421,18 +403,6 @@ def _identity(source: str | None) -> str | None:
     """What tells a file from a changed one: its name and size; a data set by its name."""
     path = files.local_path(source or "")
     return f"{path.name}, {path.stat().st_size} bytes" if path.is_file() else source
-
-
-def described(counts: Counts) -> str:
-    """Counts in words; what did not occur is left out."""
-    answers, loops = counts.total("answers"), counts.total("loops_cut")
-    parts = [
-        f"{counts.total('rows'):,} conversations",
-        f"{counts.answer_tokens:,} answer tokens",
-        f"{loops:,} of {answers:,} answers cut where they loop ({loops / max(1, answers):.0%})",
-    ]
-    words = [f"{count:,} {name}" for name, count in counts.dropped().items() if count]
-    return ", ".join(parts) + (f"; dropped: {', '.join(words)}" if words else "")
 
 
 # --- cache
@@ -546,19 +516,13 @@ def datastore(*, asked: Asked) -> None:
     output = base.check_file(asked, asked["output"])
     with writing(output):
         from selfspec.decoding.drafters.rest import Datastore
-        from selfspec.training.recipe import TEXT_SUFFIXES
 
         on = _load(asked)
         if on.tokenizer is None:
             raise InvalidOption("the model has no tokenizer, whose tokens a datastore is made of")
         texts: list[Sequence[int]] = []
         if "texts" in asked:
-            place = files.local_path(asked["texts"])
-            paths = sorted(path for path in place.rglob("*") if path.suffix in TEXT_SUFFIXES)
-            texts += (on.tokenizer(untrusted.read_text(path))["input_ids"] for path in paths)
-            if not texts:
-                known = ", ".join(TEXT_SUFFIXES)
-                raise InvalidData(f"{asked['texts']} holds no text. Put {known} files there")
+            texts += (on.tokenizer(text)["input_ids"] for _, text in texts_in(asked["texts"]))
         if "data" in asked:
             texts += (talk.ids for talk in _read(asked["data"], on, asked, None))
         store = Datastore.of(texts, on.tokenizer)
@@ -618,7 +582,7 @@ def fit(*, asked: Asked) -> None:
             fitted = fitting.fit(job, show)
         if job.processes.is_main_process:
             named = {flag.name: asked.get(flag.name) for flag in _FILES}
-            run = {**named, "base_model": job.base_model, **plain(job.options)}
+            run = named | {"base_model": job.base_model} | plain(job.options)
             records.write(output, fitted, run)
             remember(output)
             begun.unlink(missing_ok=True)
@@ -664,7 +628,7 @@ def _check_heads_output(asked: Asked) -> None:
 def _job(asked: Asked, options: FitOptions, model: Base, checkpoint: Path) -> Job:
     """The features of a model to fit on, and those to measure on."""
     from selfspec.training import fit
-    from selfspec.training.features import CacheSource, StreamSource, split, whole
+    from selfspec.training.features import CacheSource, StreamSource, launched, split, whole
     from selfspec.training.text import special_ids
     from selfspec.training.text import split as split_talks
 
@@ -681,7 +645,8 @@ def _job(asked: Asked, options: FitOptions, model: Base, checkpoint: Path) -> Jo
         start = _heads_of(hub.resolve_heads(asked["start_from"]), model)
         options = fit.going_on(options, start)
     if "cache" in asked:
-        part = model.processes.process_index, model.processes.num_processes
+        here = launched()
+        part = here.process_index, here.num_processes
         source = CacheSource(Path(asked["cache"]), backbone, *part)
         data, found, kind = source.manifest.data, source.spec.layers, options.head_type
         train, held_out = (whole(source),) * 2 if validation else split(source)
@@ -711,7 +676,6 @@ def _job(asked: Asked, options: FitOptions, model: Base, checkpoint: Path) -> Jo
         data=data,
         **({"held_out": Path(validation).name} if validation else {}),
         checkpoint=checkpoint,
-        processes=model.processes,
     )
 
 

@@ -14,7 +14,7 @@ import random
 import re
 import string
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
@@ -23,8 +23,9 @@ from typing import Any
 from selfspec.errors import InvalidData, InvalidOption
 from selfspec.files import local_path
 from selfspec.training.options import record_of
+from selfspec.training.text import texts_in
 from selfspec.typed import check_keys, check_types
-from selfspec.untrusted import read_text, read_yaml
+from selfspec.untrusted import read_yaml
 
 BUILT_IN = Path(str(resources.files(__package__).joinpath("text.yaml")))
 """The recipe that is read where no other is named."""
@@ -36,7 +37,6 @@ _OWN_SHARE = 0.1
 _CYCLE = 1000
 """Rows after which the order of the families begins anew; weights are rounded to parts of it."""
 
-TEXT_SUFFIXES = (".txt", ".md", ".rst")
 _MOST_PASSAGES = 256 << 20
 """Characters of a folder of passages that are kept in memory."""
 
@@ -129,7 +129,7 @@ class Passages:
     """Paragraphs of the text files in a folder; a sub-folder `de` holds German ones, and so on."""
 
     def __init__(
-        self, folder: str | Path | None = None, languages: Sequence[str] = ("en",)
+        self, folder: str | Path | None = None, languages: Collection[str] = ("en",)
     ) -> None:
         """Raises InvalidData for a folder without text, or with more than fits into memory."""
         self.digest = ""
@@ -137,16 +137,12 @@ class Passages:
         self._starts: dict[str, list[tuple[int, int]]] = {}
         if folder is None:
             return
-        folder, suffixes = local_path(folder), ", ".join(TEXT_SUFFIXES)
-        if not folder.is_dir():
-            raise InvalidData(f"{folder} is no folder. Give one with {suffixes} files")
         digest, room = hashlib.sha256(), _MOST_PASSAGES
-        for path in sorted(path for path in folder.rglob("*") if path.suffix in TEXT_SUFFIXES):
-            name = path.relative_to(folder).as_posix()
+        for name, content in texts_in(folder):
             named = re.match(r"([a-z]{2})/", name)
             if named and named[1] not in languages:
                 continue  # of a language that the recipe has no name for
-            text = read_text(path).replace("\r\n", "\n")
+            text = content.replace("\r\n", "\n")
             room -= len(text)
             if room < 0:
                 raise InvalidData(f"{folder} holds more than {_MOST_PASSAGES >> 20} MB of text")
@@ -156,8 +152,6 @@ class Passages:
             self._starts.setdefault(named[1] if named else "en", []).extend(places)
             self._files.append(paragraphs)
         self.digest = digest.hexdigest()[:16]
-        if not self._files:
-            raise InvalidData(f"{folder} holds no text. Put {suffixes} files there")
 
     def languages(self) -> set[str]:
         """Those that have a passage."""

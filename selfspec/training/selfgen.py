@@ -104,9 +104,19 @@ class Counts:
         """The count called `name`, over all families."""
         return sum(found[name] for found in self.families.values())
 
-    def dropped(self) -> dict[str, int]:
-        """What was dropped in all families: counts by reason, in words for people."""
-        return {words: self.total(name) for name, words in DROPPED.items()}
+    def dropped(self) -> str:
+        """What was dropped in all families, in words."""
+        found = {words: self.total(name) for name, words in DROPPED.items()}
+        return ", ".join(f"{count:,} {words}" for words, count in found.items() if count)
+
+    def words(self) -> str:
+        """For people; what did not occur is left out."""
+        answers, loops, dropped = self.total("answers"), self.total("loops_cut"), self.dropped()
+        found = (
+            f"{self.total('rows'):,} conversations, {self.answer_tokens:,} answer tokens, "
+            f"{loops:,} of {answers:,} answers cut where they loop ({loops / max(1, answers):.0%})"
+        )
+        return f"{found}; dropped: {dropped}" if dropped else found
 
     @property
     def answer_tokens(self) -> int:
@@ -259,7 +269,7 @@ def check_output(output: str | Path, reads: Iterable[object] = ()) -> Path:
     return files.check_file(output)
 
 
-def template_of(output: Path) -> str | None:
+def template_of(output: str | Path) -> str | None:
     """The chat template that a file of `selfspec data` was written with, if not the model's own."""
     try:
         template = read_json(_record_of(output))["options"]["chat_template"]
@@ -672,10 +682,9 @@ class Admission:
         kept = [one for one in proposed if self._is_new(one, counts)]
         self._idle = 0 if kept else self._idle + 1
         if self._idle == _PATIENCE:
-            dropped = ", ".join(f"{n} {what}" for what, n in counts.dropped().items() if n)
             raise InvalidOption(
-                f"no row of {_PATIENCE} batches could be used; in all: {dropped}. Give prompts of "
-                "your own with --questions; a base model wants --raw"
+                f"no row of {_PATIENCE} batches could be used; in all: {counts.dropped()}. Give "
+                "prompts of your own with --questions; a base model wants --raw"
             )
         return kept
 

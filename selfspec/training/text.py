@@ -22,6 +22,7 @@ from selfspec.errors import InvalidData, InvalidPrompt, first_line
 from selfspec.files import local_path
 from selfspec.hub.models import HUB_ID
 from selfspec.typed import fits, shown
+from selfspec.untrusted import read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -152,6 +153,18 @@ def check_source(source: str | Path) -> None:
     if (path := _file_of(source)) is not None:
         with _opened(path):
             pass
+
+
+def texts_in(folder: str | Path) -> Iterator[tuple[str, str]]:
+    """Name and text of each .txt, .md and .rst file. Raises InvalidData where there is none."""
+    folder, suffixes = local_path(folder), (".txt", ".md", ".rst")
+    if not folder.is_dir():
+        raise InvalidData(f"{folder} is no folder. Give one with {', '.join(suffixes)} files")
+    paths = sorted(path for path in folder.rglob("*") if path.suffix in suffixes)
+    if not paths:
+        raise InvalidData(f"{folder} holds no text. Put {', '.join(suffixes)} files there")
+    for path in paths:
+        yield path.relative_to(folder).as_posix(), read_text(path)
 
 
 def rows(source: str | Path) -> Iterator[tuple[str, Any]]:

@@ -21,7 +21,6 @@ from accelerate import PartialState
 from safetensors.torch import load_file
 
 from selfspec.api.speculator import load
-from selfspec.cli import train
 from selfspec.cli.main import main
 from selfspec.config import SpeculationOptions
 from selfspec.heads.attending import AttendingConfig
@@ -103,7 +102,7 @@ def test_the_model_writes_conversations_and_the_last_line_counts_them(
     output = capsys.readouterr()
     lines = read(recipes / "out.jsonl")
     counts = Counts(run_record()["counts"]["families"])
-    assert output.out.splitlines()[-1] == f"out.jsonl: {train.described(counts)}"
+    assert output.out.splitlines()[-1] == f"out.jsonl: {counts.words()}"
     assert counts.total("rows") == len(lines)
     assert counts.answer_tokens >= 200
     assert "tokens generated" in output.err
@@ -196,7 +195,7 @@ def test_counts_in_words_name_what_was_dropped() -> None:
     counts = counted(
         rows=3, duplicates=1, unfinished=2, too_long=5, answers=4, answer_tokens=1234, loops_cut=1
     )
-    assert train.described(counts) == (
+    assert counts.words() == (
         "3 conversations, 1,234 answer tokens, 1 of 4 answers cut where they loop (25%); dropped: "
         "1 duplicates, 2 user turns without an end, 5 too long for the model"
     )
