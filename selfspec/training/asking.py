@@ -32,15 +32,13 @@ from selfspec.errors import InvalidData, SelfspecError, first_line
 from selfspec.model.backbone import Backbone
 from selfspec.training.text import Message, special_ids
 
-# --- turns ----------------------------------------------------------------------------------------
-
 # stand for turns of unknown text; letters only, so that no template trims or escapes them
 _FIRST, _ANSWER, _SECOND = "selfspecfirst", "selfspecanswer", "selfspecsecond"
 
 
 @dataclass(frozen=True)
 class Turns:
-    """The text around the turns of one conversation, so that a model can write the turns itself."""
+    """The text around the turns of a conversation, so that a model can write the turns itself."""
 
     tokenizer: PreTrainedTokenizerBase
     system: str | None
@@ -96,10 +94,8 @@ class Turns:
 
     def question_ends(self) -> frozenset[int]:
         """Tokens that end a user's turn: what the template puts there, and all special ones."""
-        first = self.ids(self.asked)[:1]
-        return frozenset(special_ids(self.tokenizer)) | (
-            set(first) & self.tokenizer.added_tokens_decoder.keys()
-        )
+        own = self.tokenizer.added_tokens_decoder.keys() & self.ids(self.asked)[:1]
+        return frozenset(special_ids(self.tokenizer) | own)
 
     def ids(self, text: str) -> list[int]:
         """Tokens of text that already holds the template's own."""
@@ -112,8 +108,7 @@ class Turns:
         """
         text = self.continuation(header, new)
         sign = self.asked.strip().split("\n")[0]
-        first = self.ids(self.asked)[:1]
-        if sign and not set(first) & self.tokenizer.added_tokens_decoder.keys() and sign in text:
+        if sign and sign in text:
             return text.partition(sign)[0]
         return text if new[-1] in self.question_ends() else None
 
@@ -218,7 +213,7 @@ class Texts:
     """Texts that one model writes side by side. Prompt lookup drafts where that pays."""
 
     def __init__(self, backbone: Backbone, watch: Callable[[int], None]) -> None:
-        """`watch` hears of tokens as they come."""
+        """`watch` hears how many tokens come."""
         self._backbone, self._watch = backbone, watch
         self._engine = Engine(Runtime(backbone, None, None))
         self._options = SpeculationOptions(drafter="ngram")
@@ -253,9 +248,6 @@ class Texts:
         return ended
 
 
-_TIMEOUT_S = 600.0
-
-
 class Server:
     """Texts that an OpenAI server writes in the model's place, as the ids of its tokenizer.
 
@@ -267,11 +259,10 @@ class Server:
         import httpx
 
         self._turns, self._seed, self._watch = turns, seed, watch
-        base = url.rstrip("/")
-        self._url = base if base.endswith("/v1") else f"{base}/v1"
+        self._url = f"{url.rstrip('/').removesuffix('/v1')}/v1"
         key = os.environ.get("OPENAI_API_KEY")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._client = httpx.Client(headers=headers, timeout=_TIMEOUT_S, trust_env=False)
+        self._client = httpx.Client(headers=headers, timeout=600.0, trust_env=False)
         self._failures = httpx.HTTPError, httpx.InvalidURL
         self._model = self._said("models", None, lambda found: found["data"][0]["id"])
         self._end = turn_end(turns.tokenizer).token or turns.tokenizer.eos_token_id
@@ -279,13 +270,13 @@ class Server:
         self._open: set[Future[list[int]]] = set()
 
     def add(self, ask: Ask) -> Hashable:
-        """Send a request; the server puts those together that it can."""
+        """Send a request, as `Texts.add`."""
         answer = self._pool.submit(self._answered, ask)
         self._open.add(answer)
         return answer
 
     def step(self) -> list[tuple[Hashable, list[int]]]:
-        """Answers that have come, with their end where the server ended them."""
+        """Answers that have come, as `Texts.step`."""
         done, self._open = wait(self._open, return_when=FIRST_COMPLETED)
         return [(answer, answer.result()) for answer in done]
 
@@ -297,14 +288,10 @@ class Server:
             "temperature": ask.temperature or 0.0,
             "seed": self._seed,
         }
-        text, reason = self._said(
-            "chat/completions",
-            body,
-            lambda found: (found["choices"][0]["message"]["content"] or "", found["choices"][0]),
-        )
-        ids = self._turns.ids(str(text))[: ask.max_new_tokens]
+        text, reason = self._said("chat/completions", body, _first_choice)
+        ids = self._turns.ids(text)[: ask.max_new_tokens]
         self._watch(len(ids))
-        ended = reason.get("finish_reason") != "length" and self._end is not None
+        ended = reason != "length" and self._end is not None
         return [*ids, int(self._end)] if ended else ids
 
     def _said(self, path: str, body: dict[str, Any] | None, wanted: Callable[[Any], Any]) -> Any:
@@ -318,3 +305,8 @@ class Server:
             raise SelfspecError(f"{self._url} did not answer: {first_line(error)}") from error
         except (ValueError, LookupError, TypeError) as error:
             raise SelfspecError(f"{self._url}/{path} is not as OpenAI's: {error!r}") from error
+
+
+def _first_choice(found: Any) -> tuple[str, Any]:
+    (choice, *_) = found["choices"]
+    return str(choice["message"]["content"] or ""), choice.get("finish_reason")
