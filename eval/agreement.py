@@ -30,8 +30,8 @@ from selfspec.model.backbone import Backbone
 from selfspec.training.features import FeatureSpec, StreamSource, whole
 from selfspec.training.fit import counted
 from selfspec.training.options import DataOptions
-from selfspec.training.selfgen import Author, Counts, talk_of
-from selfspec.training.text import Conversation, encoded
+from selfspec.training.selfgen import Author, talk_of
+from selfspec.training.text import Conversation, Counts, encoded
 
 DRAFTS, BATCH_TOKENS = 3, 2048
 

@@ -363,7 +363,7 @@ def written(hour: Hour, found: Found) -> None:
     options = DataOptions(batch_size=16)
     if hour.tiny:
         options = replace(options, batch_size=24, max_new_tokens=8, max_question_tokens=4)
-    writer = selfgen.Writer(hour.output / TEXT, {**plain(options), "model": on.label}, {})
+    writer = text.Writer(hour.output / TEXT, {**plain(options), "model": on.label}, {})
     author = selfgen.Author(on.backbone, on.tokenizer, options, lambda _: None)
     recipe = read_recipe()
     prompts = author.prompts(recipe, Passages(None, tuple(recipe.languages)))

@@ -38,7 +38,6 @@ from selfspec.hub import models as hub
 from selfspec.model import fingerprint
 from selfspec.model.backbone import Backbone
 from selfspec.training import calibrate, fit, records, selfgen
-from selfspec.training.asking import Ask, Texts
 from selfspec.training.features import Selection, StreamSource, whole
 from selfspec.training.options import (
     CacheOptions,
@@ -49,7 +48,15 @@ from selfspec.training.options import (
     require_same,
 )
 from selfspec.training.recipe import Passages, Recipe, read_recipe
-from selfspec.training.text import Conversation, Reader, encoded, special_ids, user_turns
+from selfspec.training.selfgen import Ask, Texts
+from selfspec.training.text import (
+    Conversation,
+    Reader,
+    Writer,
+    encoded,
+    special_ids,
+    user_turns,
+)
 from selfspec.typed import annotations_of, check_types
 from selfspec.untrusted import read_json
 
@@ -427,7 +434,7 @@ class _Adaptation:
         longest = min(self._text.max_new_tokens, backbone.max_positions // 2)
         options = replace(self._text, batch_size=state.batch_size, max_new_tokens=longest)
         excluded = {n for q in load_suite() for turn in q.turns for n in selfgen.ngrams(turn)}
-        writer = selfgen.Writer(
+        writer = Writer(
             self._folder / TEXT,
             asdict(options) | state.made_from | {"chat_template": self._given.template},
             records.machine(),

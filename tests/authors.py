@@ -14,16 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from selfspec.model.backbone import Backbone
 from selfspec.training.options import DataOptions
 from selfspec.training.recipe import Passages, Recipe, read_recipe
-from selfspec.training.selfgen import (
-    Admission,
-    Author,
-    Batch,
-    Counts,
-    Proposal,
-    Writer,
-    Written,
-    write,
-)
+from selfspec.training.selfgen import Admission, Author, Batch, Proposal, Written, write
+from selfspec.training.text import Counts, Writer
 from tests.models import make_model
 from tests.talks import WORDS, make_tokenizer
 

@@ -27,8 +27,7 @@ from selfspec.model.backbone import Backbone
 from selfspec.training import features as store
 from selfspec.training import fit
 from selfspec.training.features import FeatureSpec, StreamSource
-from selfspec.training.selfgen import Writer
-from selfspec.training.text import read_conversations
+from selfspec.training.text import Writer, read_conversations
 from selfspec.visualise.layers import LayerTrace
 from tests.authors import counted
 from tests.bad_input import INF, NAN, patience, snapshot, steps_into

@@ -30,7 +30,7 @@ from selfspec.eval import report
 from selfspec.eval.results import ANSWERS
 from selfspec.model.backbone import Backbone
 from selfspec.training.fit import save_checkpoint
-from selfspec.training.selfgen import Writer
+from selfspec.training.text import Writer
 from selfspec.visualise import picture
 from tests.authors import counted
 from tests.bad_input import largest_file, snapshot

@@ -21,8 +21,7 @@ import selfspec
 from selfspec.files import write
 from selfspec.training.calibrate import entropies
 from selfspec.training.features import padded, planned
-from selfspec.training.selfgen import DROPPED
-from selfspec.training.text import encoded
+from selfspec.training.text import DROPPED, encoded
 
 
 def main(

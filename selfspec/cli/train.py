@@ -30,7 +30,7 @@ from selfspec.heads.folder import (
 from selfspec.hub import models as hub
 from selfspec.options import FITTED
 from selfspec.training.options import PRESETS, CacheOptions, DataOptions, FitOptions, plain
-from selfspec.training.text import check_source, texts_in
+from selfspec.training.text import Writer, check_output, check_source, template_of, texts_in
 from selfspec.typed import check_keys
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from selfspec.training.features import Features, FeatureSpec, Selection
     from selfspec.training.fit import Fitted, Job
     from selfspec.training.recipe import Passages, Prompts, Recipe
-    from selfspec.training.selfgen import Author, Counts, Proposal, Source, Writer
-    from selfspec.training.text import Conversation, Reader
+    from selfspec.training.selfgen import Author, Proposal, Source
+    from selfspec.training.text import Conversation, Counts, Reader
 
 _FROZEN = ("model", "dtype", "device", "chat_template")
 MODEL = base.grouped(
@@ -126,7 +126,6 @@ def _chat_template(asked: Asked) -> str | None:
     """The text of a template, as asked for, else of heads, text or features; notes others."""
     from selfspec.api import chat_template as templates
     from selfspec.training.features import Manifest
-    from selfspec.training.selfgen import template_of
 
     def of_heads(name: str) -> Any:
         return read_config(hub.resolve_heads(name)).get("chat_template")
@@ -269,8 +268,6 @@ def data(*, asked: Asked) -> None:
     _check(asked)
     if not asked.keys() & {"endpoint", "source"}:
         base.check_template(asked, "data")
-    from selfspec.training.selfgen import check_output
-
     check_output(asked["output"], base.inputs(asked))
     with writing(asked["output"]):
         counts = _write_data(asked, options)
@@ -302,7 +299,7 @@ def _write_data(asked: Asked, options: DataOptions) -> Counts:
         "fingerprint": model.backbone.fingerprint,
     }
     del recorded["tokens"]  # a file may grow
-    writer = selfgen.Writer(Path(asked["output"]), recorded, machine())
+    writer = Writer(Path(asked["output"]), recorded, machine())
     done = writer.counts.answer_tokens
     if options.tokens is not None and done >= options.tokens:
         base.note(

@@ -1,286 +1,58 @@
-"""Text that is made for training: answers of a model, or rows as they are, in a file that grows.
+"""Text that is made for training: a model, or a server in its place, writes turns and answers.
 
-Comes in: a model and the prompts of `recipe`, or a reader of rows. Goes out: records, batch by
-batch. A batch is proposed by a model, in this process or another, and depends on the numbers of its
-rows alone; then, in order, rows are admitted that the file does not hold already. They are lines of
-OUTPUT, plain or gzipped, beside OUTPUT.run.json, which says how it is made, how many of its bytes
-are whole batches, and which lines come next, so that what a killed run left half-written is told
-from lines of somebody else: it can be killed at any moment and continued. Called by `selfspec data`
-and `adaptation`.
+Comes in: a model and the prompts of `recipe`, or a reader of rows. Goes out: records for `text`'s
+Writer, batch by batch. A batch is proposed by a model, in this process or another, and depends on
+the numbers of its rows alone; then, in order, rows are admitted that the file does not hold
+already. Called by `selfspec data` and `adapt`.
 """
 
 from __future__ import annotations
 
-import copy
-import gzip
 import hashlib
 import itertools
 import json
-import logging
 import os
 import random
 import re
 import sys
 from collections import deque
-from collections.abc import (
-    Callable,
-    Generator,
-    Hashable,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-    Set,
-)
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence, Set
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from transformers import PreTrainedTokenizerBase
+import torch
+from transformers import (
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+)
 
-from selfspec import files
-from selfspec.decoding.engine import MOST_TEXTS
-from selfspec.errors import CannotWrite, InvalidData, InvalidOption
+from selfspec.api.chat_template import advice, templated, turn_end
+from selfspec.config import SpeculationOptions
+from selfspec.decoding.decode import StopRule
+from selfspec.decoding.engine import MOST_TEXTS, Asked, Engine, Runtime
+from selfspec.decoding.sampling import Sampler
+from selfspec.decoding.state import DecodeState
+from selfspec.decoding.stats import StopReason
+from selfspec.errors import InvalidData, InvalidOption, SelfspecError, first_line
 from selfspec.model.backbone import Backbone
-from selfspec.training.asking import Ask, Server, Texts, Turns, end_ids, loop_start
-from selfspec.training.options import DataOptions, record_of, require_same
+from selfspec.training.options import DataOptions
 from selfspec.training.recipe import Passage, Passages, Prompts, Recipe, Row, key
-from selfspec.training.text import Message, Reader, T, encoded, messages_of, user_turns
-from selfspec.untrusted import open_bytes, read_json
-
-logger = logging.getLogger(__name__)
-
-Record = dict[str, Any]
-
-FORMAT_VERSION = 4
-"""2: draws came from a generator of the batch, not of the row. 3: rows of a batch knew the file."""
-
-_MOST_BYTES = 1 << 30
-"""Size limit of a run's record: it holds the lines of a batch while they are written."""
-
-DROPPED = {
-    "duplicates": "duplicates",
-    "alike": "answers that were there nearly so",
-    "excluded": "rows with words of an excluded text",
-    "unfinished": "user turns without an end",
-    "empty": "empty ones",
-    "too_long": "too long for the model",
-    "bad_rows": "bad rows",
-}
-"""Why a row is not in the file, and how people read it."""
-
-KEPT = ("rows", "tokens", "answers", "answer_tokens", "loops_cut")
-"""What is counted of rows in the file; `tokens` are all of a row, `loops_cut` answers that fell
-into a loop, and end with its first turn."""
-
-
-@dataclass
-class Counts:
-    """What became of rows, by family of a recipe; rows from elsewhere have the family ""."""
-
-    families: dict[str, dict[str, int]] = field(default_factory=dict)
-
-    def add(self, family: str, name: str, count: int = 1) -> None:
-        """Count one of KEPT or DROPPED."""
-        found = self.families.setdefault(family, dict.fromkeys((*KEPT, *DROPPED), 0))
-        found[name] += count
-
-    def add_row(self, record: Record) -> None:
-        """Count a record that goes into the file."""
-        ids, answers = encoded(record, None)
-        values = (1, len(ids), len(answers), sum(end - first for first, end in answers))
-        for name, value in zip(KEPT, (*values, record.get("loops", 0)), strict=True):
-            self.add(record.get("family", ""), name, value)
-
-    def merge(self, more: Counts) -> None:
-        """Add other rows' counts."""
-        for family, found in more.families.items():
-            for name, count in found.items():
-                self.add(family, name, count)
-
-    def total(self, name: str) -> int:
-        """The count called `name`, over all families."""
-        return sum(found[name] for found in self.families.values())
-
-    def dropped(self) -> str:
-        """What was dropped in all families, in words."""
-        found = {words: self.total(name) for name, words in DROPPED.items()}
-        return ", ".join(f"{count:,} {words}" for words, count in found.items() if count)
-
-    def words(self) -> str:
-        """For people; what did not occur is left out."""
-        answers, loops, dropped = self.total("answers"), self.total("loops_cut"), self.dropped()
-        found = (
-            f"{self.total('rows'):,} conversations, {self.answer_tokens:,} answer tokens, "
-            f"{loops:,} of {answers:,} answers cut where they loop ({loops / max(1, answers):.0%})"
-        )
-        return f"{found}; dropped: {dropped}" if dropped else found
-
-    @property
-    def answer_tokens(self) -> int:
-        """Tokens of answers in the file."""
-        return self.total("answer_tokens")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Run:
-    """What OUTPUT.run.json holds."""
-
-    format_version: int = FORMAT_VERSION
-    made_by: str = "selfspec data"
-    options: dict[str, Any]
-    versions: dict[str, Any]
-    counts: dict[str, dict[str, dict[str, int]]] = field(default_factory=lambda: asdict(Counts()))
-    seeds: list[int] = field(default_factory=list)
-    """Seeds of the batches that are written."""
-    bytes: int = 0
-    """Bytes of the file that are whole batches."""
-    next: list[str] = field(default_factory=list)
-    """Lines of the batch that is being written."""
-
-    def __post_init__(self) -> None:
-        families = self.counts.get("families", {"": {}}).values()
-        kinds = {*KEPT, *DROPPED}
-        numbers = [self.bytes, *self.seeds, *(n for found in families for n in found.values())]
-        if (
-            self.format_version != FORMAT_VERSION
-            or any(found.keys() != kinds for found in families)
-            or not all(0 <= number < 2**63 for number in numbers)
-        ):
-            raise InvalidOption("it is of another version, or its counts are no counts")
-
-
-class Writer:
-    """Appends batches of lines; what it holds is what `run.json` counted last."""
-
-    def __init__(
-        self, output: Path, options: Mapping[str, Any], versions: Mapping[str, Any]
-    ) -> None:
-        """Begin a file, or continue one that was begun with the same options.
-
-        Raises InvalidOption for other options, CannotWrite for a file of another origin,
-        InvalidData for one that lost lines.
-        """
-        self.output = check_output(output)
-        self._record = _record_of(output)
-        plain = json.loads(json.dumps(dict(options)))  # as it will be read: lists, no tuples
-        self._run = _Run(options=plain, versions=dict(versions))
-        if self._record.exists():
-            self._resume()
-
-    @property
-    def batches(self) -> int:
-        """How many are written."""
-        return len(self._run.seeds)
-
-    @property
-    def counts(self) -> Counts:
-        """The counts of all batches so far; a copy."""
-        return Counts(copy.deepcopy(self._run.counts["families"]))
-
-    def append(self, lines: Sequence[str], seed: int, counts: Counts) -> None:
-        """Add a batch. Raises CannotWrite if the disk is full; earlier batches stay whole."""
-        block = self._block(lines)
-        written = replace(
-            self._run,
-            seeds=[*self._run.seeds, seed],
-            counts=asdict(counts),
-            bytes=self._run.bytes + len(block),
-        )
-        try:
-            self._save(replace(self._run, next=list(lines)))
-            with files.appended(self.output, block) as file:
-                os.fsync(file.fileno())
-                self._save(written)
-        except CannotWrite:
-            with suppress(CannotWrite):
-                self._save(self._run)
-            raise
-        self._run = written
-
-    def records(self) -> Iterator[Record]:
-        """What is written so far."""
-        if self.batches:
-            yield from Reader(self.output, lambda record: record)
-
-    def _block(self, lines: Sequence[str]) -> bytes:
-        block = "".join(f"{line}\n" for line in lines).encode()
-        if block and self.output.suffix == ".gz":
-            block = gzip.compress(block, mtime=0)  # members in a row are one file, and no clock
-        return block
-
-    def _save(self, run: _Run) -> None:
-        files.write(self._record, json.dumps(asdict(run), indent=1) + "\n")
-
-    def _resume(self) -> None:
-        """Take over what is recorded and cut off what a killed run wrote behind it."""
-        try:
-            found = record_of(_Run, read_json(self._record, _MOST_BYTES))
-        except (InvalidData, InvalidOption) as error:
-            raise InvalidData(
-                f"{self._record} is no record of this version of selfspec data: {error}. Delete it "
-                f"and {self.output.name} to start over"
-            ) from error
-        own, way_out = self._run.versions, f"remove it and {self._record.name}"
-        require_same(self.output, found.options, self._run.options, way_out)
-        if changed := {k: v for k, v in own.items() if found.versions.get(k) != v}:
-            logger.warning("%s was begun with other versions than %s", self.output, changed)
-        with files.appended(self.output, b""):  # a run may be killed between its record and it
-            pass
-        cut = self._block(found.next)
-        with open_bytes(self.output) as file:
-            size = file.seek(0, os.SEEK_END)
-            if size < found.bytes:
-                raise InvalidData(
-                    f"{self.output} has {size} bytes, its record says {found.bytes}. Delete both "
-                    "to start over"
-                )
-            file.seek(found.bytes)
-            added = file.read(len(cut) + 1)
-        if not cut.startswith(added):
-            raise InvalidData(
-                f"{self.output}: what follows byte {found.bytes} was not written by this run. Move "
-                "it to a file of its own, or give another --output"
-            )
-        os.truncate(self.output, found.bytes)
-        self._run = replace(found, next=[])
-
-
-def check_output(output: str | Path, reads: Iterable[object] = ()) -> Path:
-    """The name of a file that is new, or that its record lets `Writer` continue.
-
-    Asked before a model is loaded. Raises CannotWrite, for a file that the command `reads`, too.
-    """
-    path, record = Path(output), _record_of(output)
-    files.refuse_inputs([path, record], reads)
-    there = [name for name in (path, record) if path.name and os.path.lexists(name)]
-    if odd := [name for name in there if name.is_symlink() or not name.is_file()]:
-        raise CannotWrite(f"{odd[0]} is a link, a folder or a device. Name a file")
-    if record in there:
-        return path
-    if there:
-        raise CannotWrite(
-            f"{path} exists and there is no {record.name} to continue it by. Give another --output"
-        )
-    if path.suffix not in ("", ".jsonl", ".json", ".gz"):
-        raise CannotWrite(f"{path} would hold lines of JSON. Name it {path.with_suffix('.jsonl')}")
-    return files.check_file(output)
-
-
-def template_of(output: str | Path) -> str | None:
-    """The chat template that a file of `selfspec data` was written with, if not the model's own."""
-    try:
-        template = read_json(_record_of(output))["options"]["chat_template"]
-    except (InvalidData, LookupError, TypeError, ValueError):
-        return None
-    return template if isinstance(template, str) else None
-
-
-def _record_of(output: str | Path) -> Path:
-    return Path(f"{output}.run.json")
-
+from selfspec.training.text import (
+    Counts,
+    Message,
+    Reader,
+    Record,
+    T,
+    Writer,
+    messages_of,
+    special_ids,
+    user_turns,
+)
 
 NGRAM = 8
 """Words in a row that a benchmark and a text must not share."""
@@ -342,6 +114,288 @@ def batch_seed(seed: int, index: int) -> int:
     """The seed of a batch: no two of a run are the same, within the 32 bits that torch keeps."""
     start = hashlib.sha256(str(seed).encode()).digest()
     return (int.from_bytes(start[:4], "big") + index) % 2**32
+
+
+# --- turns ----------------------------------------------------------------------------------------
+
+# stand for turns of unknown text; letters only, so that no template trims or escapes them
+_FIRST, _ANSWER, _SECOND = "selfspecfirst", "selfspecanswer", "selfspecsecond"
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The text around the turns of a conversation, so that a model can write the turns itself."""
+
+    tokenizer: PreTrainedTokenizerBase
+    system: str | None
+    before: str
+    """In front of the first user turn, system message included."""
+    asked: str
+    """From the end of a user turn to the start of its answer."""
+    raw: bool = False
+    """No turns: the model writes on behind a text."""
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase | None, system: str | None = None) -> Turns:
+        """Raises InvalidData for no template, or one that hides turns, InvalidPrompt for others."""
+        if tokenizer is None or tokenizer.chat_template is None:
+            raise InvalidData(
+                "the model has no chat template, so it cannot write conversations. "
+                f"{advice('' if tokenizer is None else tokenizer.name_or_path)}; or for a base "
+                "model --raw; text that is there already: selfspec fit --data FILE"
+            )
+        unknown = cls(tokenizer, system, "", "")
+        return cls(tokenizer, system, *_around(unknown._written(_FIRST), _FIRST))
+
+    @classmethod
+    def plain(cls, tokenizer: PreTrainedTokenizerBase | None) -> Turns:
+        """Nothing around: a base model writes on. Raises InvalidData without a tokenizer."""
+        if tokenizer is None:
+            raise InvalidData("the model has no tokenizer, so it cannot write text")
+        return cls(tokenizer, None, "", "", raw=True)
+
+    def messages(self) -> list[Message]:
+        """What stands ahead of the first user turn."""
+        return [] if self.system is None else [{"role": "system", "content": self.system}]
+
+    def header(self, opening: str = "") -> list[int]:
+        """Ids up to where the user's first words start, or go on behind `opening`."""
+        return self.ids(self.before + opening)
+
+    def first_prompt(self, question: str) -> list[int]:
+        """Ids up to where the answer to the first question starts."""
+        if self.raw:  # with what the tokenizer puts in front, as `generate --raw` has it
+            return list(self.tokenizer(question)["input_ids"])
+        return self.ids(self.before + question + self.asked)
+
+    def next_prompt(self, said: list[int], question: str | None) -> list[int]:
+        """`said`, through the last token of an answer, and `question`, up to its answer.
+
+        None: up to where the user goes on.
+        """
+        between = _around(self._written(_FIRST, _ANSWER, _SECOND), _ANSWER)[1]
+        between = _around(between, _SECOND)[0]
+        new = self.ids(between if question is None else between + question + self.asked)
+        return said + (new[1:] if said[-1:] == new[:1] else new)  # the model wrote the end token
+
+    def question_ends(self) -> frozenset[int]:
+        """Tokens that end a user's turn: what the template puts there, and all special ones."""
+        own = self.tokenizer.added_tokens_decoder.keys() & self.ids(self.asked)[:1]
+        return frozenset(special_ids(self.tokenizer) | own)
+
+    def ids(self, text: str) -> list[int]:
+        """Tokens of text that already holds the template's own."""
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def question(self, header: list[int], new: list[int]) -> str | None:
+        """The user turn that `new` adds to a header; None for one that does not end.
+
+        It ends with one of `question_ends`, or where the template's text for the answer begins.
+        """
+        text = self.continuation(header, new)
+        sign = self.asked.strip().split("\n")[0]
+        if sign and sign in text:
+            return text.partition(sign)[0]
+        return text if new[-1] in self.question_ends() else None
+
+    def continuation(self, start: list[int], new: list[int]) -> str:
+        """The text that `new` adds to `start`: some tokenizers drop a leading blank of the rest."""
+        known = self.text(start)
+        return self.text(start + new)[len(known) :]
+
+    def text(self, ids: list[int]) -> str:
+        """What ids say, without special tokens."""
+        return str(
+            self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )
+
+    def _written(self, *turns: str) -> str:
+        """What the template makes of turns of user and assistant, up to the next answer."""
+        said = zip(("user", "assistant", "user"), turns, strict=False)
+        messages = [*self.messages(), *({"role": role, "content": text} for role, text in said)]
+        return templated(self.tokenizer, messages, add_generation_prompt=True)
+
+
+def _around(text: str, sign: str) -> tuple[str, str]:
+    """What stands before and behind the only `sign`."""
+    if text.count(sign) != 1:
+        raise InvalidData(f"the chat template shows a turn {text.count(sign)} times, expected once")
+    before, behind = text.split(sign)
+    return before, behind
+
+
+def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Tokens with which the model ends an answer. Raises InvalidData if there are none."""
+    configured: Any = model.generation_config.eos_token_id if model.generation_config else None
+    ids = configured if isinstance(configured, list) else [configured]
+    found = frozenset({*ids, tokenizer.eos_token_id, turn_end(tokenizer).token} - {None})
+    if not found:
+        raise InvalidData("the model has no end token, so its answers never end")
+    return found
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+LOOP_NGRAM = 8
+"""Tokens whose third occurrence makes a loop."""
+
+
+def loop_start(ids: Sequence[int]) -> int | None:
+    """Where the second turn of a loop begins, so that one stays; None without a loop."""
+    places: dict[tuple[int, ...], list[int]] = {}
+    for start in range(len(ids) - LOOP_NGRAM + 1):
+        found = places.setdefault(tuple(ids[start : start + LOOP_NGRAM]), [])
+        found.append(start)
+        if len(found) == 3:
+            return found[1]
+    return None
+
+
+class Ask(NamedTuple):
+    """New ids that are wanted behind a prompt."""
+
+    prompt: list[int]
+    max_new_tokens: int
+    ends: frozenset[int]
+    seed: int
+    """What a sampled text draws depends on it alone."""
+    temperature: float | None = None
+    """None: greedy, the likeliest token."""
+    top_k: int = 0
+    """Draw from this many of the likeliest tokens; 0: from all."""
+    messages: tuple[Message, ...] = ()
+    """What the prompt says, for those who read no ids."""
+
+    def sampler(self, device: torch.device) -> Sampler:
+        """How the next token is chosen."""
+        processors = LogitsProcessorList()
+        if self.temperature is None:
+            return Sampler(processors)
+        if self.temperature != 1.0:
+            processors.append(TemperatureLogitsWarper(self.temperature))
+        if self.top_k:
+            processors.append(TopKLogitsWarper(self.top_k))
+        return Sampler(processors, do_sample=True).seeded(self.seed, device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _EndOrLoop(StopRule):
+    """Also ends a text where it begins to repeat itself a third time."""
+
+    places: dict[tuple[int, ...], int] = field(default_factory=dict)
+    """How often each n-gram of the answer was seen."""
+    prompt: int
+
+    def reason(self, state: DecodeState, token: int) -> StopReason | None:
+        if state.length - self.prompt >= LOOP_NGRAM:
+            newest = tuple(state.committed(-LOOP_NGRAM))
+            self.places[newest] = self.places.get(newest, 0) + 1
+            if self.places[newest] == 3:
+                return "stop"
+        return super().reason(state, token)
+
+
+class Texts:
+    """Texts that one model writes side by side. Prompt lookup drafts where that pays."""
+
+    def __init__(self, backbone: Backbone, watch: Callable[[int], None]) -> None:
+        """`watch` hears how many tokens come."""
+        self._backbone, self._watch = backbone, watch
+        self._engine = Engine(Runtime(backbone, None, None))
+        self._options = SpeculationOptions(drafter="ngram")
+        self._written: dict[Hashable, list[int]] = {}
+
+    def add(self, ask: Ask) -> Hashable:
+        """Begin a text; `step` gives what this returns, with the text's ids."""
+        stop = _EndOrLoop(
+            max_length=len(ask.prompt) + ask.max_new_tokens,
+            end_tokens=ask.ends,
+            prompt=len(ask.prompt),
+        )
+        device = self._backbone.device
+        ids = torch.tensor([ask.prompt], device=device)
+        asked = Asked(ids=ids, sampler=ask.sampler(device), stop=stop)
+        running = self._engine.add(asked, self._options)
+        self._written[running] = []
+        return running
+
+    def step(self) -> list[tuple[Hashable, list[int]]]:
+        """Texts that have ended now: what `add` gave, and their new ids.
+
+        At most `max_new_tokens`, with the one of `ends` that ended them; one that loops ends so.
+        """
+        ended: list[tuple[Hashable, list[int]]] = []
+        for running in self._engine.step():
+            fresh = [token for entry in running.take() for token in entry.tokens]
+            self._written[running] += fresh
+            self._watch(len(fresh))
+            if running.ended:
+                ended.append((running, self._written.pop(running)))
+        return ended
+
+
+class Server:
+    """Texts that an OpenAI server writes in the model's place, as the ids of its tokenizer.
+
+    OPENAI_API_KEY is sent where it is set.
+    """
+
+    def __init__(self, url: str, turns: Turns, seed: int, watch: Callable[[int], None]) -> None:
+        """Raises SelfspecError where the server does not say which model it has."""
+        import httpx
+
+        self._turns, self._seed, self._watch = turns, seed, watch
+        self._url = f"{url.rstrip('/').removesuffix('/v1')}/v1"
+        key = os.environ.get("OPENAI_API_KEY")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._client = httpx.Client(headers=headers, timeout=600.0, trust_env=False)
+        self._failures = httpx.HTTPError, httpx.InvalidURL
+        self._model = self._said("models", None, lambda found: found["data"][0]["id"])
+        self._end = turn_end(turns.tokenizer).token or turns.tokenizer.eos_token_id
+        self._pool = ThreadPoolExecutor(MOST_TEXTS)
+        self._open: set[Future[list[int]]] = set()
+
+    def add(self, ask: Ask) -> Hashable:
+        """Send a request, as `Texts.add`."""
+        answer = self._pool.submit(self._answered, ask)
+        self._open.add(answer)
+        return answer
+
+    def step(self) -> list[tuple[Hashable, list[int]]]:
+        """Answers that have come, as `Texts.step`."""
+        done, self._open = wait(self._open, return_when=FIRST_COMPLETED)
+        return [(answer, answer.result()) for answer in done]
+
+    def _answered(self, ask: Ask) -> list[int]:
+        body = {
+            "model": self._model,
+            "messages": ask.messages,
+            "max_tokens": ask.max_new_tokens,
+            "temperature": ask.temperature or 0.0,
+            "seed": self._seed,
+        }
+        text, reason = self._said("chat/completions", body, _first_choice)
+        ids = self._turns.ids(text)[: ask.max_new_tokens]
+        self._watch(len(ids))
+        ended = reason != "length" and self._end is not None
+        return [*ids, int(self._end)] if ended else ids
+
+    def _said(self, path: str, body: dict[str, Any] | None, wanted: Callable[[Any], Any]) -> Any:
+        """What is `wanted` of the server's answer. Raises SelfspecError in one line."""
+        try:
+            method = "GET" if body is None else "POST"
+            answer = self._client.request(method, f"{self._url}/{path}", json=body)
+            answer.raise_for_status()
+            return wanted(answer.json())
+        except self._failures as error:
+            raise SelfspecError(f"{self._url} did not answer: {first_line(error)}") from error
+        except (ValueError, LookupError, TypeError) as error:
+            raise SelfspecError(f"{self._url}/{path} is not as OpenAI's: {error!r}") from error
+
+
+def _first_choice(found: Any) -> tuple[str, Any]:
+    (choice, *_) = found["choices"]
+    return str(choice["message"]["content"] or ""), choice.get("finish_reason")
 
 
 # --- the model's part -----------------------------------------------------------------------------

@@ -1,28 +1,35 @@
 """Text for training: rows in the formats that people have come in, conversations go out.
 
 A caller's `parse` makes something of each row, with file, line and reason where it cannot:
-messages, or a Conversation, ids and which of them are answers. Imports no torch, so that commands
-can look for a file before anything long begins. Called by them, `selfgen` and `adaptation`.
+messages, or a Conversation, ids and which of them are answers. Rows that are made become lines of
+OUTPUT, plain or gzipped, beside OUTPUT.run.json, which says how they are made, how many bytes are
+whole batches, and which lines come next, so that what a killed run left half-written is told from
+lines of somebody else. Imports no torch, so that commands can look for a file before anything long
+begins. Called by them, `selfgen` and `adaptation`.
 """
 
 from __future__ import annotations
 
+import copy
 import gzip
 import itertools
 import json
 import logging
+import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from selfspec.errors import InvalidData, InvalidPrompt, first_line
+from selfspec import files
+from selfspec.errors import CannotWrite, InvalidData, InvalidOption, InvalidPrompt, first_line
 from selfspec.files import local_path
 from selfspec.hub.models import HUB_ID
+from selfspec.training.options import record_of, require_same
 from selfspec.typed import fits, shown
-from selfspec.untrusted import read_text
+from selfspec.untrusted import open_bytes, read_json, read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,6 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Message = dict[str, str]
+Record = dict[str, Any]
 
 _ROLES = {"system": "system", "user": "user", "assistant": "assistant"}
 _SHAREGPT_ROLES = _ROLES | {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
@@ -413,3 +421,233 @@ def _from_messages(messages: list[Message], tokenizer: PreTrainedTokenizerBase) 
                 end -= turn[::-1].index(stop)
             answers.append((len(before), end))
     return Conversation(tuple(ids), tuple(answers))
+
+
+# --- a file of rows that grows --------------------------------------------------------------------
+
+FORMAT_VERSION = 4
+"""2: draws came from a generator of the batch, not of the row. 3: rows of a batch knew the file."""
+
+_MOST_BYTES = 1 << 30
+"""Size limit of a run's record: it holds the lines of a batch while they are written."""
+
+DROPPED = {
+    "duplicates": "duplicates",
+    "alike": "answers that were there nearly so",
+    "excluded": "rows with words of an excluded text",
+    "unfinished": "user turns without an end",
+    "empty": "empty ones",
+    "too_long": "too long for the model",
+    "bad_rows": "bad rows",
+}
+"""Why a row is not in the file, and how people read it."""
+
+KEPT = ("rows", "tokens", "answers", "answer_tokens", "loops_cut")
+"""What is counted of rows in the file; `tokens` are all of a row, `loops_cut` answers that fell
+into a loop, and end with its first turn."""
+
+
+@dataclass
+class Counts:
+    """What became of rows, by family of a recipe; rows from elsewhere have the family ""."""
+
+    families: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def add(self, family: str, name: str, count: int = 1) -> None:
+        """Count one of KEPT or DROPPED."""
+        found = self.families.setdefault(family, dict.fromkeys((*KEPT, *DROPPED), 0))
+        found[name] += count
+
+    def add_row(self, record: Record) -> None:
+        """Count a record that goes into the file."""
+        ids, answers = encoded(record, None)
+        values = (1, len(ids), len(answers), sum(end - first for first, end in answers))
+        for name, value in zip(KEPT, (*values, record.get("loops", 0)), strict=True):
+            self.add(record.get("family", ""), name, value)
+
+    def merge(self, more: Counts) -> None:
+        """Add other rows' counts."""
+        for family, found in more.families.items():
+            for name, count in found.items():
+                self.add(family, name, count)
+
+    def total(self, name: str) -> int:
+        """The count called `name`, over all families."""
+        return sum(found[name] for found in self.families.values())
+
+    def dropped(self) -> str:
+        """What was dropped in all families, in words."""
+        found = {words: self.total(name) for name, words in DROPPED.items()}
+        return ", ".join(f"{count:,} {words}" for words, count in found.items() if count)
+
+    def words(self) -> str:
+        """For people; what did not occur is left out."""
+        answers, loops, dropped = self.total("answers"), self.total("loops_cut"), self.dropped()
+        found = (
+            f"{self.total('rows'):,} conversations, {self.answer_tokens:,} answer tokens, "
+            f"{loops:,} of {answers:,} answers cut where they loop ({loops / max(1, answers):.0%})"
+        )
+        return f"{found}; dropped: {dropped}" if dropped else found
+
+    @property
+    def answer_tokens(self) -> int:
+        """Tokens of answers in the file."""
+        return self.total("answer_tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """What OUTPUT.run.json holds."""
+
+    format_version: int = FORMAT_VERSION
+    made_by: str = "selfspec data"
+    options: dict[str, Any]
+    versions: dict[str, Any]
+    counts: dict[str, dict[str, dict[str, int]]] = field(default_factory=lambda: asdict(Counts()))
+    seeds: list[int] = field(default_factory=list)
+    """Seeds of the batches that are written."""
+    bytes: int = 0
+    """Bytes of the file that are whole batches."""
+    next: list[str] = field(default_factory=list)
+    """Lines of the batch that is being written."""
+
+    def __post_init__(self) -> None:
+        families = self.counts.get("families", {"": {}}).values()
+        kinds = {*KEPT, *DROPPED}
+        numbers = [self.bytes, *self.seeds, *(n for found in families for n in found.values())]
+        if (
+            self.format_version != FORMAT_VERSION
+            or any(found.keys() != kinds for found in families)
+            or not all(0 <= number < 2**63 for number in numbers)
+        ):
+            raise InvalidOption("it is of another version, or its counts are no counts")
+
+
+class Writer:
+    """Appends batches of lines; what it holds is what `run.json` counted last."""
+
+    def __init__(
+        self, output: Path, options: Mapping[str, Any], versions: Mapping[str, Any]
+    ) -> None:
+        """Begin a file, or continue one that was begun with the same options.
+
+        Raises InvalidOption for other options, CannotWrite for a file of another origin,
+        InvalidData for one that lost lines.
+        """
+        self.output = check_output(output)
+        self._record = _record_of(output)
+        plain = json.loads(json.dumps(dict(options)))  # as it will be read: lists, no tuples
+        self._run = _Run(options=plain, versions=dict(versions))
+        if self._record.exists():
+            self._resume()
+
+    @property
+    def batches(self) -> int:
+        """How many are written."""
+        return len(self._run.seeds)
+
+    @property
+    def counts(self) -> Counts:
+        """The counts of all batches so far; a copy."""
+        return Counts(copy.deepcopy(self._run.counts["families"]))
+
+    def append(self, lines: Sequence[str], seed: int, counts: Counts) -> None:
+        """Add a batch. Raises CannotWrite if the disk is full; earlier batches stay whole."""
+        block = self._block(lines)
+        written = replace(
+            self._run,
+            seeds=[*self._run.seeds, seed],
+            counts=asdict(counts),
+            bytes=self._run.bytes + len(block),
+        )
+        try:
+            self._save(replace(self._run, next=list(lines)))
+            with files.appended(self.output, block) as file:
+                os.fsync(file.fileno())
+                self._save(written)
+        except CannotWrite:
+            with suppress(CannotWrite):
+                self._save(self._run)
+            raise
+        self._run = written
+
+    def records(self) -> Iterator[Record]:
+        """What is written so far."""
+        if self.batches:
+            yield from Reader(self.output, lambda record: record)
+
+    def _block(self, lines: Sequence[str]) -> bytes:
+        block = "".join(f"{line}\n" for line in lines).encode()
+        if block and self.output.suffix == ".gz":
+            block = gzip.compress(block, mtime=0)  # members in a row are one file, and no clock
+        return block
+
+    def _save(self, run: _Run) -> None:
+        files.write(self._record, json.dumps(asdict(run), indent=1) + "\n")
+
+    def _resume(self) -> None:
+        """Take over what is recorded and cut off what a killed run wrote behind it."""
+        try:
+            found = record_of(_Run, read_json(self._record, _MOST_BYTES))
+        except (InvalidData, InvalidOption) as error:
+            raise InvalidData(
+                f"{self._record} is no record of this version of selfspec data: {error}. Delete it "
+                f"and {self.output.name} to start over"
+            ) from error
+        own, way_out = self._run.versions, f"remove it and {self._record.name}"
+        require_same(self.output, found.options, self._run.options, way_out)
+        if changed := {k: v for k, v in own.items() if found.versions.get(k) != v}:
+            logger.warning("%s was begun with other versions than %s", self.output, changed)
+        with files.appended(self.output, b""):  # a run may be killed between its record and it
+            pass
+        cut = self._block(found.next)
+        with open_bytes(self.output) as file:
+            size = file.seek(0, os.SEEK_END)
+            if size < found.bytes:
+                raise InvalidData(
+                    f"{self.output} has {size} bytes, its record says {found.bytes}. Delete both "
+                    "to start over"
+                )
+            file.seek(found.bytes)
+            added = file.read(len(cut) + 1)
+        if not cut.startswith(added):
+            raise InvalidData(
+                f"{self.output}: what follows byte {found.bytes} was not written by this run. Move "
+                "it to a file of its own, or give another --output"
+            )
+        os.truncate(self.output, found.bytes)
+        self._run = replace(found, next=[])
+
+
+def check_output(output: str | Path, reads: Iterable[object] = ()) -> Path:
+    """The name of a file that is new, or that its record lets `Writer` continue.
+
+    Asked before a model is loaded. Raises CannotWrite, for a file that the command `reads`, too.
+    """
+    path, record = Path(output), _record_of(output)
+    files.refuse_inputs([path, record], reads)
+    there = [name for name in (path, record) if path.name and os.path.lexists(name)]
+    if odd := [name for name in there if name.is_symlink() or not name.is_file()]:
+        raise CannotWrite(f"{odd[0]} is a link, a folder or a device. Name a file")
+    if record in there:
+        return path
+    if there:
+        raise CannotWrite(
+            f"{path} exists and there is no {record.name} to continue it by. Give another --output"
+        )
+    if path.suffix not in ("", ".jsonl", ".json", ".gz"):
+        raise CannotWrite(f"{path} would hold lines of JSON. Name it {path.with_suffix('.jsonl')}")
+    return files.check_file(output)
+
+
+def template_of(output: str | Path) -> str | None:
+    """The chat template that a file of `selfspec data` was written with, if not the model's own."""
+    try:
+        template = read_json(_record_of(output))["options"]["chat_template"]
+    except (InvalidData, LookupError, TypeError, ValueError):
+        return None
+    return template if isinstance(template, str) else None
+
+
+def _record_of(output: str | Path) -> Path:
+    return Path(f"{output}.run.json")

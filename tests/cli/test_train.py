@@ -29,7 +29,7 @@ from selfspec.heads.folder import attends
 from selfspec.options import Easd
 from selfspec.training import selfgen
 from selfspec.training.fit import CHECKPOINT
-from selfspec.training.selfgen import Counts
+from selfspec.training.text import Counts
 from tests.authors import RECIPE as PROMPTS
 from tests.authors import counted, read
 from tests.training.test_calibrate import FLAT

@@ -16,9 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from selfspec.api.chat_template import having, read
 from selfspec.errors import InvalidData, InvalidPrompt, SelfspecError
 from selfspec.model.backbone import Backbone
-from selfspec.training.asking import Ask, Texts, Turns, end_ids, loop_start
 from selfspec.training.recipe import Passages
-from selfspec.training.selfgen import Author, Written
+from selfspec.training.selfgen import Ask, Author, Texts, Turns, Written, end_ids, loop_start
 from tests.api.test_text import byte_level_bpe
 from tests.authors import RECIPE, make_author, prompt_ids, recipe_of
 from tests.models import VOCAB_SIZE, make_model, random_ids

@@ -9,8 +9,8 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from selfspec.errors import InvalidData
-from selfspec.training.selfgen import Counts, Given, Writer, talk_of, write
-from selfspec.training.text import Reader
+from selfspec.training.selfgen import Given, talk_of, write
+from selfspec.training.text import Counts, Reader, Writer
 from tests.authors import at_once, make_author, prompt_ids, read
 from tests.talks import make_tokenizer
 

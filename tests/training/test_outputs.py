@@ -15,7 +15,7 @@ from selfspec.cli import train
 from selfspec.cli.main import BUG, main
 from selfspec.errors import CannotWrite
 from selfspec.model.backbone import Backbone
-from selfspec.training.selfgen import Writer
+from selfspec.training.text import Writer
 from tests.authors import counted
 from tests.bad_input import snapshot
 from tests.heads.kinds import make_heads

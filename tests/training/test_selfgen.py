@@ -12,18 +12,20 @@ from transformers import PreTrainedTokenizerBase
 
 from selfspec.errors import InvalidOption
 from selfspec.training import selfgen, text
-from selfspec.training.asking import Ask, Texts, Turns, loop_start
 from selfspec.training.options import DataOptions
 from selfspec.training.recipe import Passages, Prompts, key
 from selfspec.training.selfgen import (
-    DROPPED,
     Admission,
+    Ask,
     Author,
-    Counts,
+    Texts,
+    Turns,
     Written,
     batch_seed,
+    loop_start,
     ngrams,
 )
+from selfspec.training.text import DROPPED, Counts
 from tests.authors import RECIPE, SMALL, invent, make_author, prompt_ids, read, recipe_of
 from tests.talks import WORDS
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from selfspec.cli.main import main
-from selfspec.training.selfgen import Writer
+from selfspec.training.text import Writer
 from tests.authors import RECIPE
 from tests.models import make_model
 from tests.talks import WORDS, make_talks, make_tokenizer

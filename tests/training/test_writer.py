@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from selfspec.errors import CannotWrite, InvalidData, InvalidOption
-from selfspec.training.selfgen import DROPPED, KEPT, Counts, Writer
+from selfspec.training.text import DROPPED, KEPT, Counts, Writer
 from tests.authors import counted
 from tests.bad_input import one_line, snapshot
 
