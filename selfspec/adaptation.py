@@ -57,7 +57,6 @@ from selfspec.training.text import (
     special_ids,
     user_turns,
 )
-from selfspec.typed import annotations_of, check_types
 from selfspec.untrusted import read_json
 
 logger = logging.getLogger(__name__)
@@ -69,27 +68,20 @@ _TEXT_UNTIL, _FIT_UNTIL = 0.5, 0.8
 """Shares of the budget. What is left is for settings and for the comparison."""
 
 _BATCHES = (8, 16, 32, 64, 128)
-_ROW_TOKENS = 250
-"""Steps of a batch of rows, the last of them alone: an answer has some 100 tokens on average."""
-_STEPS = 12
-"""That are timed to know how many rows a batch may have."""
-_LEAST_BATCHES = 6
-"""Batches that the text's time should hold, so that it ends in time and families are mixed."""
+_ROW_TOKENS = 250  # steps of a batch, of its longest rows: an answer has some 100 tokens on average
+_STEPS = 12  # that are timed to know how many rows a batch may have
+_LEAST_BATCHES = 6  # in the text's time, so that it ends in time and families are mixed
 
 _MOST_EPOCHS = 8
-_LEAST_STEP, _STEPS_EACH = 256, 150
-"""Tokens of a step, and steps of an epoch as far as these allow."""
-_HELPFUL = 20_000
-"""Answer tokens from which on heads of SmolLM2-135M gained over prompt lookup."""
+_LEAST_STEP, _STEPS_EACH = 256, 150  # tokens of a step, and steps of an epoch as far as these allow
+_HELPFUL = 20_000  # answer tokens from which on heads of SmolLM2-135M gained over prompt lookup
 
 _TUNE_ON = 6
-_TUNE_SHARE = 0.1
-"""Most of the budget that tuning gets: replays take some 15 s for each prompt beside its answer."""
-_REPLAY_S = 15.0
+_TUNE_SHARE = 0.1  # most of the budget that tuning gets
+_REPLAY_S = 15.0  # that a prompt's replays take beside its answer
 
-_FEWEST, _MOST, _ANSWER = 6, 60, 64
-"""Prompts that are timed, and tokens of their answers."""
-_LEAST_ANSWER = 16
+_FEWEST, _MOST = 6, 60  # prompts that are timed
+_LEAST_ANSWER, _ANSWER = 16, 64  # tokens of their answers
 
 WAYS: dict[str, dict[str, Any]] = {
     "without drafts": {"speculate": False},
@@ -98,8 +90,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 """What is compared, by name."""
 
-Show = Callable[[float, float, str], None]
-"""Called with seconds spent, seconds in all, and words."""
+Show = Callable[[float, float, str], None]  # gets seconds spent, seconds in all, and words
 
 
 def seconds_of(budget: str) -> float:
@@ -115,14 +106,10 @@ class Row(NamedTuple):
     """A prompt that was answered in all WAYS."""
 
     task: str
-    tokens: int
-    """Behind the first."""
-    seconds: list[float]
-    """By way, behind the first token."""
-    verifications: int
-    """With these heads."""
-    same: bool
-    """All texts are one."""
+    tokens: int  # behind the first
+    seconds: list[float]  # by way, behind the first token
+    verifications: int  # with these heads
+    same: bool  # all texts are one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,14 +118,12 @@ class Report:
 
     model: str
     heads: Path
-    used: bool
-    """Whether `load` and the commands use the heads by themselves from now on."""
+    used: bool  # from now on by `load` and the commands, where no others are named
     answer_tokens: int
     epochs: float
     spent_s: float
     agreement: Mapping[str, tuple[int, float]]
-    """Held-out positions, and the share where the heads say what the model says; by kind of text,
-    "all" first."""
+    """Held-out positions, and the share where the heads are right; by kind of text, "all" first."""
     rows: Sequence[Row]
 
     def tokens_per_s(self, way: str) -> float:
@@ -155,10 +140,11 @@ class Report:
     @property
     def faster(self) -> bool:
         """Whether it is shown that the heads help: nothing that slows is to be used by itself."""
-        if len(self.rows) < _FEWEST:
-            return False
-        plain, lookup = self.gain("without drafts"), self.gain("prompt lookup")
-        return plain.low > 1.0 and lookup.ratio > 1.0
+        return (
+            len(self.rows) >= _FEWEST
+            and self.gain("without drafts").low > 1.0
+            and self.gain("prompt lookup").ratio > 1.0
+        )
 
     def markdown(self) -> str:
         """For people."""
@@ -252,60 +238,39 @@ def adapt(
     ).absolute()
     with files.locked(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        loading = {"model": model, "dtype": dtype, "device": device}
-        text = DataOptions(raw=raw, seed=seed)
-        own = [] if questions is None else list(Reader(questions, user_turns))
-        asks = read_recipe(recipe)
-        given = _Given(
-            recipe=asks,
-            own=own,
-            passages=Passages(passages, asks.languages),
+        read = read_recipe(recipe)
+        return _Adaptation(
+            folder,
+            seconds,
+            loading={"model": model, "dtype": dtype, "device": device},
+            text=DataOptions(raw=raw, seed=seed),
+            recipe=read,
+            passages=Passages(passages, read.languages),
+            own=[] if questions is None else list(Reader(questions, user_turns)),
             template=None if chat_template is None else templates.read(chat_template),
-        )
-        return _Adaptation(folder, seconds, loading, text, given, show or (lambda *_: None)).run()
-
-
-class _Given(NamedTuple):
-    """What a user gives beside the model, or what is built in."""
-
-    recipe: Recipe
-    own: list[tuple[str, ...]]
-    """Prompts, the turns of each."""
-    passages: Passages
-    template: str | None
+            show=show or (lambda *_: None),
+        ).run()
 
 
 @dataclass
 class _State:
     """How far it is, as `adapt.json` holds it."""
 
-    made_from: dict[str, Any]
-    """What must be the same for a folder to be continued."""
+    made_from: dict[str, Any]  # what must be the same for a folder to be continued
     budget_s: float
-    begun_s: float = 0.0
-    """Spent before with a smaller budget."""
+    begun_s: float = 0.0  # spent before with a smaller budget
     spent_s: float = 0.0
-    batch_size: int = 0
-    """Rows; 0: not chosen yet."""
-    tokens: int = 0
-    """Answer tokens of the text; 0: it is being written."""
-    epochs: int = 0
-    """0: not chosen yet."""
-    seen: float = 0.0
-    """Epochs that were done: fewer where the time got short."""
+    batch_size: int = 0  # rows; 0: not chosen yet
+    tokens: int = 0  # answer tokens of the text; 0: it is being written
+    epochs: int = 0  # 0: not chosen yet
+    seen: float = 0.0  # epochs that were done: fewer where the time got short
     fitted: bool = False
     tuned: bool = False
-    agreement: dict[str, list[float]] = field(default_factory=dict)
-    asked: int = 0
-    """Prompts; of those that have a row in `rows` the answer has two tokens at least."""
-    rows: list[list[Any]] = field(default_factory=list)
-    """Each a Row."""
+    agreement: dict[str, tuple[int, float]] = field(default_factory=dict)
+    asked: int = 0  # prompts, of which those have a row whose answer has two tokens at least
+    rows: list[tuple[str, int, list[float], int, bool]] = field(default_factory=list)  # each a Row
     used: bool = False
     finished: bool = False
-
-    def __post_init__(self) -> None:
-        for row in self.rows:
-            check_types(dict(zip(Row._fields, row, strict=True)), annotations_of(Row))
 
 
 class _Adaptation:
@@ -315,25 +280,28 @@ class _Adaptation:
         self,
         folder: Path,
         budget_s: float,
+        *,
         loading: dict[str, Any],
         text: DataOptions,
-        given: _Given,
+        recipe: Recipe,
+        passages: Passages,
+        own: list[tuple[str, ...]],
+        template: str | None,
         show: Show,
     ) -> None:
         """Loads the model. Raises InvalidOption where the folder was begun otherwise."""
         self._began = time.monotonic()
-        self._folder, self._show, self._text, self._given = folder, show, text, given
+        self._folder, self._loading, self._text, self._show = folder, loading, text, show
+        self._recipe, self._passages, self._own, self._template = recipe, passages, own, template
         show(0.0, budget_s, "loading the model")
-        self._loading = loading
         self._dtype = loading["dtype"] or hub.training_dtype(loading["device"])
-        self._model, tokenizer, found = hub.load_model(
+        self._model, self._tokenizer, found = hub.load_model(
             loading["model"], dtype=self._dtype, device=loading["device"]
         )
         self._label = found.label
         self._fingerprint = fingerprint.of_loaded(self._model, found.stamps)
-        if given.template is not None and tokenizer is not None:
-            tokenizer = templates.having(tokenizer, given.template)
-        self._tokenizer = tokenizer
+        if template is not None and self._tokenizer is not None:
+            self._tokenizer = templates.having(self._tokenizer, template)
         self._state = self._begun(budget_s)
         self._before = self._state.spent_s
 
@@ -344,10 +312,10 @@ class _Adaptation:
             "dtype": self._dtype,
             "raw": self._text.raw,
             "seed": self._text.seed,
-            "questions": len(self._given.own),
-            "recipe": self._given.recipe.digest,
-            "passages": self._given.passages.digest,
-            "chat_template": self._given.template,
+            "questions": len(self._own),
+            "recipe": self._recipe.digest,
+            "passages": self._passages.digest,
+            "chat_template": self._template,
         }
         file = self._folder / STATE
         if not file.exists():
@@ -397,7 +365,7 @@ class _Adaptation:
             answer_tokens=state.tokens,
             epochs=state.seen,
             spent_s=state.spent_s,
-            agreement={kind: (int(n), share) for kind, (n, share) in state.agreement.items()},
+            agreement=state.agreement,
             rows=[Row(*row) for row in state.rows],
         )
 
@@ -434,13 +402,9 @@ class _Adaptation:
         longest = min(self._text.max_new_tokens, backbone.max_positions // 2)
         options = replace(self._text, batch_size=state.batch_size, max_new_tokens=longest)
         excluded = {n for q in load_suite() for turn in q.turns for n in selfgen.ngrams(turn)}
-        writer = Writer(
-            self._folder / TEXT,
-            asdict(options) | state.made_from | {"chat_template": self._given.template},
-            records.machine(),
-        )
-        done = writer.counts.answer_tokens
-        fresh = 0
+        made_from = asdict(options) | state.made_from
+        writer = Writer(self._folder / TEXT, made_from, records.machine())
+        done, fresh = writer.counts.answer_tokens, 0
 
         def count(tokens: int) -> None:
             nonlocal fresh
@@ -448,8 +412,8 @@ class _Adaptation:
             self._say(f"writing text: {done:,} answer tokens, {fresh:,} more in this batch")
 
         author = selfgen.Author(backbone, self._tokenizer, options, count)
-        own = [turns for number, turns in enumerate(self._given.own) if number % 5]
-        prompts = author.prompts(self._given.recipe, self._given.passages, own)
+        own = [turns for number, turns in enumerate(self._own) if number % 5]
+        prompts = author.prompts(self._recipe, self._passages, own)
         propose = selfgen.here(selfgen.Written(author, prompts, excluded).propose)
         source = selfgen.Admission(options, writer.records(), excluded)
         while self._left(_TEXT_UNTIL) > 0.0 or not writer.batches:
@@ -508,20 +472,18 @@ class _Adaptation:
         count = min(max(_FEWEST + 2, len(answered) // 20), len(answered) // 4)
         held_out = answered[-max(1, count) :]
         kept = {id(row) for row in held_out}
-        backbone, options = self._backbone, self._fit_options()
-        batch_tokens = CacheOptions().batch_tokens
-        spec = fit.feature_spec(backbone, options, measured=False)
         train = [row[1] for row in rows if id(row) not in kept]
+        backbone, options, most = self._backbone, self._fit_options(), CacheOptions().batch_tokens
+        spec, measured = (fit.feature_spec(backbone, options, measured=m) for m in (False, True))
         # heads learn by steps: a small text is cut into as many as pay
-        tokens = min(batch_tokens, max(_LEAST_STEP, sum(len(t.ids) for t in train) // _STEPS_EACH))
-        size = spec.bytes_per_token(backbone.hidden_size, backbone.dtype.itemsize)
-        room = psutil.virtual_memory().available / 2
-        keep = size * sum(len(talk.ids) for talk in train) < room
-        measured = fit.feature_spec(backbone, options, measured=True)
+        ids = sum(len(talk.ids) for talk in train)
+        step = min(most, max(_LEAST_STEP, ids // _STEPS_EACH))
+        size = ids * spec.bytes_per_token(backbone.hidden_size, backbone.dtype.itemsize)
+        keep = size < psutil.virtual_memory().available / 2
         others = [talk for _, talk in held_out]
         return (
-            whole(StreamSource(backbone, spec, train, tokens, keep=keep)),
-            whole(StreamSource(backbone, measured, others, batch_tokens, keep=True)),
+            whole(StreamSource(backbone, spec, train, step, keep=keep)),
+            whole(StreamSource(backbone, measured, others, most, keep=True)),
             held_out,
         )
 
@@ -546,7 +508,7 @@ class _Adaptation:
             options=self._fit_options(),
             start=self._read(before) if is_heads_folder(before) else None,
             special_ids=special_ids(self._tokenizer) if self._tokenizer else (),
-            chat_template=self._given.template,
+            chat_template=self._template,
             data=TEXT,
             held_out="other conversations",
         )
@@ -556,11 +518,11 @@ class _Adaptation:
             self._save()
         begun = self._heads / fit.CHECKPOINT
         job = replace(job, options=self._fit_options(), checkpoint=begun)
-
-        def advance(step: int, steps: int, words: str) -> None:
-            self._say(f"fitting: step {step} of {steps}, {words}")
-
-        fitted = fit.fit(job, advance, left=lambda: self._left(_FIT_UNTIL))
+        fitted = fit.fit(
+            job,
+            lambda step, steps, words: self._say(f"fitting: step {step} of {steps}, {words}"),
+            left=lambda: self._left(_FIT_UNTIL),
+        )
         run = {"command": "adapt", "budget_s": state.budget_s, "base_model": self._label}
         records.write(self._heads, fitted, run | plain(job.options))
         begun.unlink(missing_ok=True)
@@ -569,29 +531,26 @@ class _Adaptation:
 
     def _epochs(self, job: fit.Job) -> int:
         """How many the time is enough for, at least one; by a few steps."""
-        few = job.train.indices[:3]
-        watch = Stopwatch()
+        few, watch = job.train.indices[:3], Stopwatch()
         trial = replace(
             job,
             train=Selection(job.train.source, few),
             validation=Selection(job.validation.source, job.validation.indices[:1]),
         )
         fit.fit(trial, watch=watch)
-        seconds = {part: watch.seconds.get(part, 0.0) / len(few) for part in ("features", "heads")}
-        batches, left = len(job.train.indices), max(self._left(_FIT_UNTIL), 0.0)
-        left -= seconds["features"] * len(job.validation.indices)
-        once, each = seconds["features"] * batches, seconds["heads"] * batches
-        return max(1, min(int((left - once) / each), _MOST_EPOCHS))
+        features, heads = (
+            watch.seconds.get(part, 0.0) / len(few) for part in ("features", "heads")
+        )
+        batches, others = len(job.train.indices), len(job.validation.indices)
+        left = max(self._left(_FIT_UNTIL), 0.0) - features * (batches + others)
+        return max(1, min(int(left / (heads * batches)), _MOST_EPOCHS))
 
     def _read(self, heads: Path) -> ExitHeads:
         own = self._backbone.unembedding
         return ExitHeads.from_pretrained(heads, own, self._fingerprint, self._label)
 
     def _calibrate(self, held_out: Selection, families: Sequence[tuple[str, Conversation]]) -> None:
-        """Temperatures and settings into the heads' config; agreement by kind of text.
-
-        A kind is the first word of a family's name.
-        """
+        """Temperatures and settings; agreement by the first word of families' names."""
         self._say("temperatures")
         heads = self._read(self._heads)
         found = calibrate.calibrate(heads, held_out, measure(Backbone(self._model), heads))
@@ -604,7 +563,7 @@ class _Adaptation:
             source = StreamSource(self._backbone, spec, talks, batch_tokens)
             shares = fit.agreements(heads, whole(source).batches()).values()
             best = max(shares, key=lambda one: one.agreement)
-            self._state.agreement[kind] = [best.positions, best.agreement]
+            self._state.agreement[kind] = best.positions, best.agreement
 
     # --- this machine
 
@@ -620,7 +579,9 @@ class _Adaptation:
             self._save()
         found = tuned.read(speculator.backbone, speculator.heads)
         speculator.options = speculator.options.updated(found)
-        step = self._warmed(speculator, prompts[0][1])
+        for options in WAYS.values():  # each runs once before it is timed
+            stats = self._answered(speculator, prompts[0][1], 8, options).stats
+        step = max(stats.decode_s / max(1, stats.rounds), 1e-4)  # seconds
         paid = 2 * len(WAYS) * _FEWEST * step  # prompts take time, too
         tokens = int(min(_ANSWER, max(_LEAST_ANSWER, self._left() / paid)))
         for task, prompt in prompts[state.asked : _MOST]:
@@ -630,7 +591,7 @@ class _Adaptation:
             row = self._timed(speculator, task, prompt, tokens)
             state.asked += 1
             if all(row.seconds):
-                state.rows.append(list(row))
+                state.rows.append(row)
             self._save()
 
     def _prompts(
@@ -639,9 +600,8 @@ class _Adaptation:
         """To tune on: beginnings of text held out. To compare on: questions held out, or such."""
         begun: list[Prompt] = [[*talk.ids[: talk.answers[0][0]]] for talk in held_out]
         tuning = spread(begun, min(_TUNE_ON, max(1, len(begun) // 2)))
-        if self._given.own:
-            own = [turns[0] for number, turns in enumerate(self._given.own) if number % 5 == 0]
-            return tuning, [("your questions", prompt) for prompt in own]
+        if self._own:
+            return tuning, [("your questions", turns[0]) for turns in self._own[::5]]
         if self._text.raw:
             rest = [prompt for prompt in begun if prompt not in tuning] or begun
             return tuning, [("held out", prompt) for prompt in spread(rest, min(_MOST, len(rest)))]
@@ -652,47 +612,32 @@ class _Adaptation:
         return tuning, [(task, prompt) for task, _, prompt in sorted(mixed, key=lambda one: one[1])]
 
     def _tune(self, speculator: Speculator, prompts: Sequence[Prompt]) -> None:
-        options = RecordOptions(max_new_tokens=_ANSWER)
-        costs = measure(speculator.backbone, speculator.heads)
-        answer = 4 * options.max_new_tokens * costs.plain_step()
+        backbone, heads = speculator.backbone, speculator.heads
+        answer = 4 * _ANSWER * measure(backbone, heads).plain_step()
         room = min(_TUNE_SHARE * self._state.budget_s, self._left() / 2)
         count = min(len(prompts), int(room / (answer + _REPLAY_S)))
         if count < 2:
             return
-        recorder = Recorder(speculator, options)
+        recorder = Recorder(speculator, RecordOptions(max_new_tokens=_ANSWER))
         for number, prompt in enumerate(prompts[:count]):
             self._say(f"tuning: prompt {number + 1} of {count}")
             recorder.prompt(prompt, str(number))
         record = recorder.record()
-        costs = measure(
-            speculator.backbone, speculator.heads, rows=record.widest, context=record.mean_context
-        )
+        costs = measure(backbone, heads, rows=record.widest, context=record.mean_context)
         found = tune.tune(
             record,
             costs,
             TuneOptions(),
             lambda done, total, words: self._say(f"tuning: {done:,} of {total:,} settings {words}"),
         )
-        tuned.write(
-            speculator.backbone,
-            speculator.heads,
-            found.options,
-            asdict(found) | {"costs": asdict(costs)},
-        )
-
-    def _warmed(self, speculator: Speculator, prompt: Prompt) -> float:
-        """Seconds of a step; every way has run once."""
-        for options in WAYS.values():
-            answer = self._answered(speculator, prompt, 8, options)
-        return float(max(answer.stats.decode_s / max(1, answer.stats.rounds), 1e-4))
+        kept = asdict(found) | {"costs": asdict(costs)}
+        tuned.write(backbone, heads, found.options, kept)
 
     def _answered(
         self, speculator: Speculator, prompt: Prompt, tokens: int, options: dict[str, Any]
     ) -> Any:
-        raw = self._text.raw and isinstance(prompt, str)
-        return speculator.generate(
-            prompt, max_new_tokens=tokens, do_sample=False, raw=raw, **options
-        )
+        asked = {"raw": self._text.raw and isinstance(prompt, str), "max_new_tokens": tokens}
+        return speculator.generate(prompt, do_sample=False, **asked, **options)
 
     def _timed(self, speculator: Speculator, task: str, prompt: Prompt, tokens: int) -> Row:
         """One prompt in all ways, each time another one first."""

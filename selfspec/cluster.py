@@ -32,11 +32,9 @@ from selfspec.files import cores
 
 CLUSTER = os.environ.get("RAY_ADDRESS")
 
-Submit = Callable[[Any], Callable[[], Any]]
-"""Begins a task; what it returns waits for the result."""
+Submit = Callable[[Any], Callable[[], Any]]  # begins a task; what it returns waits for the result
 
-_TRIES = 3
-"""How often a task is given again to a worker that ended over it."""
+_TRIES = 3  # how often a task is given again to a worker that ended over it
 
 
 @contextmanager
@@ -68,16 +66,15 @@ def workers(count: int, make: Callable[[], Callable[[Any], Any]]) -> Iterator[Su
         cpus, gpus = int(found.get("CPU", 0)), int(found.get("GPU", 0))
         if count > (most := gpus or cpus):
             raise InvalidOption(f"workers is {count}, Ray has {most} {'GPUs' if gpus else 'cores'}")
-        threads = str(max(1, (cpus if CLUSTER else cores()) // count))
+        each = str(max(1, (cpus if CLUSTER else cores()) // count))
+        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", each)}
         kind = ray.remote(
             num_cpus=1,
             num_gpus=min(1, gpus),
             max_restarts=-1,
             max_task_retries=_TRIES,
             scheduling_strategy="SPREAD",
-            runtime_env={
-                "env_vars": {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
-            },
+            runtime_env={"env_vars": threads},
         )(_Worker)
         given = [ray.put(make)]  # in a list it stays one until a worker asks for it
         made: list[Any] = [kind.remote() for _ in range(count)]

@@ -28,8 +28,9 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
+from typing_extensions import Self
 
-from selfspec.errors import HeadsMismatch, InvalidHeads, InvalidOption, first_line
+from selfspec.errors import HeadsMismatch, InvalidHeads, InvalidOption
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig, check_numbers
 from selfspec.heads.folder import EAGLE3, METADATA, SWITCHES, attends
 from selfspec.heads.heads import DraftVocabulary, LinearHead
@@ -38,11 +39,9 @@ from selfspec.model.parts import Unembedding
 from selfspec.untrusted import check_safetensors
 
 _LAYERS = {"llama": (LlamaConfig, LlamaDecoderLayer), "qwen3": (Qwen3Config, Qwen3DecoderLayer)}
-_IGNORED = ("t2d", "verifier_norm.", "verifier_lm_head.", "rotary_emb.")
-"""Tensors that say nothing more, or belong to the model."""
+_IGNORED = ("t2d", "verifier_norm.", "verifier_lm_head.", "rotary_emb.")  # or the model's own
 
-_PIECE = 256
-"""Rows that run through the layer at once: its mask has so many times the text's length."""
+_PIECE = 256  # rows that run at once: the layer's mask has so many times the text's length
 
 _TEXTS, _REMEMBERED = 32, 1 << 16
 """Texts, and positions of them, whose keys and values are kept for others that begin alike."""
@@ -52,16 +51,13 @@ _TEXTS, _REMEMBERED = 32, 1 << 16
 class AttendingConfig(HeadsConfig):
     """What `config.json` of such a folder says; sizes are the model's."""
 
-    format: str
-    """speculators or original."""
     state_layers: tuple[int, ...] | None
     """Whose states are read, counted as `hidden_states`; None: 2, L // 2, L - 3."""
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
-    layer: dict[str, Any]
-    """The config of its decoder layer, as far as it is known here."""
+    layer: dict[str, Any]  # the config of its decoder layer, as far as it is known here
 
     def __post_init__(self) -> None:
         """`heads.folder` has checked all; `num_layers` is 0 until there is a model."""
@@ -86,8 +82,13 @@ class AttendingConfig(HeadsConfig):
             METADATA: {name: getattr(self, name) for name in _OURS},
         }
 
-    def of_model(self, folder: Path, weight: Tensor, name: str, layers: int) -> AttendingConfig:
+    def for_model(
+        self, folder: Path, weight: Tensor, fingerprint: str, name: str, num_layers: int | None
+    ) -> Self:
         """The config, with what this model's depth and unembedding add. Raises HeadsMismatch."""
+        if self.base_fingerprint:  # others' folders know none
+            super().for_model(folder, weight, fingerprint, name, num_layers)
+        layers = num_layers or 0
         if self.hidden_size != weight.shape[1] or self.vocab_size > weight.shape[0]:
             raise HeadsMismatch(
                 f"{folder} is for a model of width {self.hidden_size} with {self.vocab_size} "
@@ -106,18 +107,13 @@ class AttendingConfig(HeadsConfig):
 
 
 _OURS = (
-    "base_fingerprint",
-    "num_layers",
-    "temperatures",
-    "defaults",
-    "training",
-    "chat_template",
-    "weights",
+    *("base_fingerprint", "num_layers", "temperatures", "defaults", "training"),
+    *("chat_template", "weights"),
 )
 
 
 def config_of(folder: Path) -> HeadsConfig:
-    """The config of heads of any kind. Raises HeadsNotFound or InvalidHeads."""
+    """Of heads of any kind. Raises HeadsNotFound or InvalidHeads."""
     return (AttendingConfig if attends(folder) else HeadsConfig).read(folder)
 
 
@@ -136,6 +132,7 @@ class AttendingHeads(ExitHeads):
     """
 
     config: AttendingConfig
+    _config_kind = AttendingConfig
 
     def __init__(
         self, config: AttendingConfig, unembedding: Unembedding, tensors: Mapping[str, Tensor]
@@ -160,7 +157,7 @@ class AttendingHeads(ExitHeads):
         self.by_layer = nn.ModuleDict({"0": self.head})
         weights = [*self.parts.named_parameters(), *self.head.named_parameters()]
         self.nbytes = sum(one.nbytes for name, one in weights if not name.startswith("embed_"))
-        """Bytes of the weights that a draft token reads; copies in 8 bits are fewer."""
+        """Of the weights that a draft token reads; copies in 8 bits are fewer."""
         self._texts: deque[Attention] = deque(maxlen=_TEXTS)
 
     def __getitem__(self, layer: int) -> Any:
@@ -170,15 +167,8 @@ class AttendingHeads(ExitHeads):
             "itself. Give heads of another type"
         )
 
-    @property
-    def reads_deep(self) -> bool:
-        """False: these heads read deep layers in a way of their own."""
-        return False
-
-    @property
-    def feeds_itself(self) -> bool:
-        """The layer's output, in place of the states that are not known yet."""
-        return True
+    reads_deep = False  # but deep layers, in a way of its own
+    feeds_itself = True  # the layer's output, in place of the states that are not known yet
 
     @classmethod
     def fresh(
@@ -203,28 +193,8 @@ class AttendingHeads(ExitHeads):
         return cls(config, unembedding, tensors | _vocabulary(draft_ids, config.vocab_size))
 
     @classmethod
-    def from_pretrained(
-        cls,
-        folder: Path,
-        unembedding: Unembedding,
-        base_fingerprint: str,
-        base_model: str,
-        num_layers: int | None = None,
-    ) -> AttendingHeads:
-        """Heads from `folder`, under the terms of `ExitHeads.from_pretrained`."""
-        config = AttendingConfig.read(folder)
-        weight = unembedding.weight
-        if config.base_fingerprint:  # others' folders know none
-            config.require_model(folder, weight, base_fingerprint, base_model, num_layers)
-        config = config.of_model(folder, weight, base_model, num_layers or 0)
-        try:
-            heads = cls(config, unembedding, _tensors(folder))
-        except Exception as error:  # an odd config makes transformers fail anywhere
-            raise InvalidHeads(
-                f"{folder} does not hold the heads of its config: {first_line(error)}"
-            ) from error
-        heads.folder = Path(folder)
-        return heads.eval().requires_grad_(False)
+    def _filled(cls, config: Any, unembedding: Unembedding, folder: Path) -> Self:
+        return cls(config, unembedding, _tensors(folder))
 
     def fuse(self, states: Tensor) -> Tensor:
         """[n, layers * d], in the order of `layers`, -> [n, d]."""
@@ -295,7 +265,7 @@ class AttendingHeads(ExitHeads):
         return text
 
     def _embed(self, ids: Tensor) -> Tensor:
-        """Embed by the table of the heads, which lacks what pads the model's vocabulary."""
+        """By the table of the heads, which lacks what pads the model's vocabulary."""
         table = self.parts["embed_tokens"]
         found: Tensor = table(ids.to(table.weight.device).clamp(max=table.num_embeddings - 1))
         return found
@@ -337,11 +307,9 @@ class TextRows:
 
     text: Attention
     tokens: Sequence[int]
-    states: Tensor
-    """[n, d]: what stands beside the tokens."""
+    states: Tensor  # [n, d]: what stands beside the tokens
     positions: Sequence[int]
-    sees: Tensor | None
-    """[n, rows held + n]: what each row attends to; None: everything."""
+    sees: Tensor | None  # [n, rows held + n]: what each row attends to; None: everything
     turn = (0, 0, 0)
 
     @property
@@ -365,8 +333,7 @@ class Attention:
     def __init__(self, heads: AttendingHeads, embed: Callable[[Tensor], Tensor]) -> None:
         """Made by `AttendingHeads.attention`; `embed`: ids [n] -> [n, d]."""
         self.heads, self.embed = heads, embed
-        self.ids: list[int] = []
-        """Tokens of its rows, from position 1 on."""
+        self.ids: list[int] = []  # tokens of its rows, from position 1 on
         self.lease = Lease(1)
         self._waiting: list[Tensor] = []
         """Fused states of the positions from the last row's on, whose tokens are not read yet."""
@@ -386,10 +353,7 @@ class Attention:
         return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(self.ids), len(ids)))
 
     def begin(self, ids: Sequence[int], held: int) -> int:
-        """A text with `ids` of which the model holds the first positions: how many it may keep.
-
-        Rows are taken over from a text that began alike; the states of others are gone.
-        """
+        """How many of the `held` first positions it may keep: rows of a text that began alike."""
         if self.ids:
             return min(len(self.ids), held)
         other = self.heads.longest(ids[1:])
@@ -493,7 +457,7 @@ def _layer_config(config: AttendingConfig) -> Any:
 
 
 def _scale(unembedding: Unembedding) -> Tensor:
-    """[d]: what the final norm multiplies by: its answer to a vector of mean 0 and variance 1."""
+    """[d]: what the final norm multiplies by: its answer to mean 0 and variance 1."""
     norm, weight = unembedding.norm, unembedding.weight
     signs = 1.0 - 2.0 * (torch.arange(weight.shape[1]) % 2)
     with torch.no_grad():  # OLMo's norm has no weights
@@ -536,8 +500,7 @@ def _check(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]
         if name not in expected:
             raise InvalidHeads(f"{name} is unknown, expected one layer, as EAGLE-3 has it")
         if tuple(tensor.shape) != expected[name]:
-            wanted = list(expected[name])
-            raise InvalidHeads(f"{name} is {list(tensor.shape)}, expected {wanted}")
+            raise InvalidHeads(f"{name} is {[*tensor.shape]}, expected {[*expected[name]]}")
         check_numbers(name, tensor)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -21,7 +21,7 @@ from typing_extensions import Self
 
 from selfspec import files
 from selfspec.config import SpeculationOptions
-from selfspec.errors import HeadsMismatch, InvalidData, InvalidHeads, InvalidOption, first_line
+from selfspec.errors import HeadsMismatch, InvalidHeads, InvalidOption, first_line
 from selfspec.heads.folder import (
     CONFIG_FILE,
     FORMAT_VERSION,
@@ -51,20 +51,14 @@ class HeadsConfig:
     exit_layers: tuple[int, ...]
     head_type: str
     base_revision: str | None = None
-    inner_size: int | None = None
-    """Width of the head's inner layer; None is the head type's own choice."""
-    draft_vocab_size: int | None = None
-    """Tokens that heads can draft; None is all."""
+    inner_size: int | None = None  # of the head's inner layer; None: the head type's own choice
+    draft_vocab_size: int | None = None  # tokens that heads can draft; None: all
     num_heads: int | None = None
     """Of a kind that looks ahead: how many tokens. None: one head at each exit layer."""
-    temperatures: dict[str, float] = field(default_factory=dict)
-    """Calibrated temperature per exit layer; 1 where missing."""
-    defaults: dict[str, Any] = field(default_factory=dict)
-    """SpeculationOptions that suit these heads."""
-    training: dict[str, Any] = field(default_factory=dict)
-    """Tokens, data, steps, seed, versions."""
-    chat_template: str | None = None
-    """What the text of their fit was written with; None: the model's own."""
+    temperatures: dict[str, float] = field(default_factory=dict)  # by exit layer; 1 where missing
+    defaults: dict[str, Any] = field(default_factory=dict)  # SpeculationOptions that suit
+    training: dict[str, Any] = field(default_factory=dict)  # tokens, data, steps, seed, versions
+    chat_template: str | None = None  # of the text of their fit; None: the model's own
     weights: str | None = None
     """Hash of the weights that this belongs to, for folders half replaced by a killed run."""
     format_version: int = FORMAT_VERSION
@@ -103,10 +97,10 @@ class HeadsConfig:
         """Replace `config.json`; the weights stay. Raises CannotWrite."""
         files.write(Path(folder) / CONFIG_FILE, as_json(self.record()))
 
-    def require_model(
+    def for_model(
         self, folder: Path, weight: Tensor, fingerprint: str, name: str, num_layers: int | None
-    ) -> None:
-        """Raise HeadsMismatch unless the model called `name` is the one they were fitted to.
+    ) -> Self:
+        """The config. Raises HeadsMismatch unless the model called `name` is the one of the fit.
 
         Where there is no fingerprint, sizes decide, and a warning says so.
         """
@@ -124,6 +118,7 @@ class HeadsConfig:
                 folder,
                 name,
             )
+        return self
 
     def require_sizes(self, heads: str, weight: Tensor, name: str, num_layers: int | None) -> None:
         """Raise HeadsMismatch unless a model with this unembedding [V, d] may have such heads."""
@@ -137,10 +132,7 @@ class HeadsConfig:
 
 
 def possible_exit_layers(head_type: str, num_layers: int) -> range:
-    """1..L-1, and 0, the embedding, for heads that know more than the embedding.
-
-    Heads that look ahead stand at 0 alone: no layer runs for their drafts.
-    """
+    """1..L-1; also 0, the embedding, for heads that know more; 0 alone if they look ahead."""
     kind = HEAD_TYPES[head_type]
     return range(1) if kind.looks_ahead else range(0 if kind.reads_deep else 1, num_layers)
 
@@ -159,11 +151,7 @@ def check_exit_layers(asked: Iterable[int], allowed: Iterable[int]) -> None:
 
 
 def layers_in_use(fitted: Sequence[int], options: SpeculationOptions) -> tuple[int, ...]:
-    """The `fitted` exit layers that `options` ask for, else all, up to D_max.
-
-    Raises InvalidOption for a layer without a head, a D_max that is no exit layer in use, or
-    thresholds of another number than the layers.
-    """
+    """The `fitted` exit layers that `options` ask for, or all, to D_max. Raises InvalidOption."""
     layers = tuple(fitted) if options.exit.layers is None else options.exit.layers
     check_exit_layers(layers, fitted)
     if len(options.exit.thresholds) not in (1, len(layers)):
@@ -182,27 +170,24 @@ def layers_in_use(fitted: Sequence[int], options: SpeculationOptions) -> tuple[i
 class ExitHeads(nn.Module):
     """The exit heads of one model, one per exit layer, with their config."""
 
+    _config_kind: ClassVar[type[HeadsConfig]] = HeadsConfig
+
     def __init__(
         self, config: HeadsConfig, unembedding: Unembedding, draft_ids: Tensor | None = None
     ) -> None:
-        """Untrained heads, in the dtype and on the device of the unembedding.
-
-        `draft_ids` [V_draft] are the tokens of the config's draft vocabulary. Raises InvalidHeads
-        if they are not.
-        """
+        """Untrained ones. Raises InvalidHeads for `draft_ids` [V_draft] of another config."""
         super().__init__()
         self.config = config
-        self.folder: Path | None = None
-        """Where they were read from, if they were."""
+        self.folder: Path | None = None  # where they were read from, if they were
         head = HEAD_TYPES[config.head_type]
         draft_ids = _checked_draft_ids(draft_ids, config, unembedding)
         vocabulary = DraftVocabulary.of(unembedding, draft_ids)
+        # those that look ahead stand behind the first of them, at 0, in order
         names = [*map(str, config.exit_layers)]
         names += [f"ahead_{number}" for number in range(2, (config.num_heads or 1) + 1)]
         self.by_layer = nn.ModuleDict(
             {name: head(unembedding, vocabulary, config.inner_size) for name in names}
         )
-        """By exit layer; behind the first of those that look ahead, at 0, the others in order."""
 
     def __getitem__(self, layer: int) -> ExitHead:
         """The head of exit layer `layer`, counted from 1. Raises InvalidOption if none reads it."""
@@ -215,7 +200,7 @@ class ExitHeads(nn.Module):
 
     @property
     def first(self) -> ExitHead:
-        """Any of them: all have the same draft vocabulary."""
+        """One of them: all have the same draft vocabulary."""
         return cast("ExitHead", next(iter(self.by_layer.values())))
 
     @property
@@ -283,30 +268,34 @@ class ExitHeads(nn.Module):
         base_fingerprint: str,
         base_model: str,
         num_layers: int | None = None,
-    ) -> ExitHeads:
+    ) -> Self:
         """Heads from `folder`, for the model with `base_fingerprint`, in its dtype and device.
 
         Raises HeadsNotFound, InvalidHeads (damaged or foreign file), HeadsMismatch (other model;
         other number of layers, where it is given).
         """
-        config = HeadsConfig.read(folder)
-        config.require_model(folder, unembedding.weight, base_fingerprint, base_model, num_layers)
-        path = Path(folder) / WEIGHTS_FILE
+        config = cls._config_kind.read(folder).for_model(
+            folder, unembedding.weight, base_fingerprint, base_model, num_layers
+        )
         try:
-            tensors = _read_tensors(path, config)
-            heads = cls(config, unembedding, tensors.pop(_DRAFT_IDS, None))
-            ids = {k: v for k, v in heads.state_dict().items() if k.endswith(f".{_DRAFT_IDS}")}
-            heads.load_state_dict(tensors | ids)
-        except (RuntimeError, InvalidData, InvalidHeads, InvalidOption) as error:
+            heads = cls._filled(config, unembedding, Path(folder))
+        except Exception as error:  # an odd config makes libraries fail anywhere
             raise InvalidHeads(
-                f"{path} does not hold the heads of its config: {first_line(error)}"
+                f"{folder} does not hold the heads of its config: {first_line(error)}"
             ) from error
         heads.folder = Path(folder)
         return heads.eval().requires_grad_(False)
 
+    @classmethod
+    def _filled(cls, config: Any, unembedding: Unembedding, folder: Path) -> Self:
+        tensors = _read_tensors(folder / WEIGHTS_FILE, config)
+        heads = cls(config, unembedding, tensors.pop(_DRAFT_IDS, None))
+        ids = {k: v for k, v in heads.state_dict().items() if k.endswith(f".{_DRAFT_IDS}")}
+        heads.load_state_dict(tensors | ids)
+        return heads
 
-_DRAFT_IDS = "draft_ids"
-"""All heads of a folder share one draft vocabulary, so the file holds it once."""
+
+_DRAFT_IDS = "draft_ids"  # all heads of a folder share one draft vocabulary, held once
 
 
 def logit_lens(unembedding: Unembedding, num_layers: int, base_model: str) -> ExitHeads:
@@ -329,17 +318,14 @@ def logit_lens(unembedding: Unembedding, num_layers: int, base_model: str) -> Ex
 
 
 def _read_tensors(path: Path, config: HeadsConfig) -> dict[str, Tensor]:
-    """All of a weights file. Raises what `from_pretrained` catches, with the reason alone.
-
-    Sizes of the config must not ask for more than the file holds, before any head is built.
-    """
+    """All of a weights file; before any head is built no size may ask for more than it holds."""
     check_safetensors(path)
     tensors = load_file(path)
     numbers = sum(tensor.numel() for tensor in tensors.values())
     for name, each in (("inner_size", 1), ("num_heads", config.hidden_size)):
-        if (getattr(config, name) or 0) * each * config.hidden_size > numbers:
-            found = getattr(config, name)
-            raise InvalidHeads(f"{name} is {found}, the file holds {numbers} numbers")
+        count = getattr(config, name) or 0
+        if count * each * config.hidden_size > numbers:
+            raise InvalidHeads(f"{name} is {count}, the file holds {numbers} numbers")
     for name, tensor in tensors.items():
         if name != _DRAFT_IDS:
             check_numbers(name, tensor)
@@ -366,14 +352,12 @@ def hash_of(tensors: Mapping[str, Tensor], kind: bytes = b"") -> str:
 def _checked_draft_ids(
     ids: Tensor | None, config: HeadsConfig, unembedding: Unembedding
 ) -> Tensor | None:
-    """Draft ids as int64 on the model's device. Raises InvalidHeads if they do not fit."""
+    """As int64 on the model's device. Raises InvalidHeads if they do not fit."""
     if ids is not None and (ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64)):
         raise InvalidHeads(f"draft vocabulary is {ids.dtype} {list(ids.shape)}, expected whole ids")
-    if (0 if ids is None else len(ids)) != (config.draft_vocab_size or 0):
-        raise InvalidHeads(
-            f"a draft vocabulary of {0 if ids is None else len(ids)} tokens, "
-            f"{config.draft_vocab_size} in {CONFIG_FILE}"
-        )
+    count, wanted = 0 if ids is None else len(ids), config.draft_vocab_size
+    if count != (wanted or 0):
+        raise InvalidHeads(f"a draft vocabulary of {count} tokens, {wanted} in {CONFIG_FILE}")
     if ids is None:
         return None
     if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:

@@ -36,15 +36,13 @@ FORMAT_VERSION = 2
 METADATA = "selfspec"
 """Name of the config in the header of the weights, and of our part of a config of EAGLE-3's."""
 
-MOST_TEMPLATE_CHARACTERS = 1 << 16
-"""Limit for a chat template; those of models have some thousand."""
+MOST_TEMPLATE_CHARACTERS = 1 << 16  # of a chat template; those of models have some thousand
 
 EAGLE3 = "eagle3"
 """Head type of heads that attend, ours and those that others publish. Ours say what only selfspec
 reads under one more key of the config, METADATA."""
 
-MEDUSA = "medusa"
-"""Head type of several heads on the last layer, each for a token further ahead."""
+MEDUSA = "medusa"  # several heads on the last layer, each for a token further ahead
 
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
@@ -70,16 +68,15 @@ def read_config(folder: Path) -> dict[str, Any]:
         found = _checked(read_json(path, _MOST_CONFIG_BYTES))
     except (InvalidData, InvalidHeads) as error:
         raise InvalidHeads(f"{path} is not a config of exit heads: {error}") from error
-    repeated = repeated_config(Path(folder) / WEIGHTS_FILE)
-    if repeated is not None and _weights_of(repeated) != found.get("weights"):
-        logger.warning("%s is not that of the weights beside it, which is used instead", path)
-        try:
-            return _checked(repeated)
-        except InvalidHeads as error:
-            raise InvalidHeads(
-                f"{Path(folder) / WEIGHTS_FILE} repeats no config: {error}"
-            ) from error
-    return found
+    weights = Path(folder) / WEIGHTS_FILE
+    repeated = repeated_config(weights)
+    if repeated is None or _weights_of(repeated) == found.get("weights"):
+        return found
+    logger.warning("%s is not that of the weights beside it, which is used instead", path)
+    try:
+        return _checked(repeated)
+    except InvalidHeads as error:
+        raise InvalidHeads(f"{weights} repeats no config: {error}") from error
 
 
 def _weights_of(config: Mapping[str, Any]) -> Any:
@@ -305,7 +302,6 @@ def _eagle3(values: Mapping[str, Any]) -> dict[str, Any]:
         "exit_layers": (0,),
         "head_type": EAGLE3,
         "defaults": dict(_EAGLE3_DEFAULTS),
-        "format": "original" if original else "speculators",
         "state_layers": None if states is None else tuple(states),
         "layer": layer,
         **ours,
@@ -343,8 +339,7 @@ def as_json(config: Mapping[str, Any]) -> str:
 # --- which heads on this machine fit a model: a small file for each in the cache folder -----------
 
 _MOST_KNOWN_BYTES = 1 << 18
-_MOST_KNOWN = 32
-"""Folders that are listed for a model."""
+_MOST_KNOWN = 32  # folders that are listed for a model
 
 
 def remember(folder: Path, *, chosen: bool = False) -> bool:
@@ -386,12 +381,13 @@ def find_known(
     `bundled` folders, and those go in their order. A folder that is gone, or holds other heads by
     now, is passed over. `chosen`: only what the user chose.
     """
-    entries = [_known(file) for file in known_place().glob("*.json")]
     written = any(
         entry.get("sizes") == list(sizes) and (not chosen or entry.get("chosen") is True)
-        for entry in entries
+        for entry in map(_known, known_place().glob("*.json"))
     )
-    coming = [one for one in bundled if _sizes(_said(one)) == sizes]
+    said = {one: _said(one) for one in bundled}
+    named = ("num_layers", "hidden_size")
+    coming = [one for one, config in said.items() if tuple(map(config.get, named)) == sizes]
     if not (written or coming) or not (base := fingerprint()):
         return None
     named = _folders(_known(_file_of(base))) if written else []
@@ -432,10 +428,6 @@ def _said(folder: Path) -> dict[str, Any]:
         return read_config(folder)
     except (HeadsNotFound, InvalidHeads):
         return {}
-
-
-def _sizes(config: dict[str, Any]) -> tuple[Any, Any]:
-    return config.get("num_layers"), config.get("hidden_size")
 
 
 def _known(file: Path) -> dict[str, Any]:

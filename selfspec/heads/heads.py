@@ -31,12 +31,9 @@ from selfspec.model.weights import QuantisedWeight
 class DraftVocabulary(NamedTuple):
     """The tokens that heads can draft; one for all heads of a model."""
 
-    ids: Tensor | None
-    """[V_draft] ids of the model, rising; None: all."""
-    rows: Tensor
-    """[V_draft, d]: their rows of the frozen unembedding."""
-    bias: Tensor | None = None
-    """[V_draft]: their entries of its bias."""
+    ids: Tensor | None  # [V_draft] ids of the model, rising; None: all
+    rows: Tensor  # [V_draft, d]: their rows of the frozen unembedding
+    bias: Tensor | None = None  # [V_draft]: their entries of its bias
 
     @classmethod
     def of(cls, unembedding: Unembedding, ids: Tensor | None) -> DraftVocabulary:
@@ -52,19 +49,16 @@ class DraftVocabulary(NamedTuple):
 class Parts(NamedTuple):
     """What a head's features are made of: x + direct(x) + outer(silu(inner(x))), as far as given.
 
-    Without `outer` what `inner` gives is a term itself.
-
-    x: the normed state, with `deep` beside it where the head reads that.
+    x is the normed state, with `deep` beside it where the head reads that. Without `outer` what
+    `inner` gives is a term itself.
     """
 
     norm: nn.Module
-    keeps: bool = True
-    """Whether x itself is a term; it is the only one where there is no other."""
+    keeps: bool = True  # x itself is a term; it is the only one where there is no other
     direct: nn.Linear | None = None
     inner: nn.Linear | None = None
     outer: nn.Linear | None = None
-    activated: bool = True
-    """Whether there is a silu behind `inner`."""
+    activated: bool = True  # there is a silu behind `inner`
 
 
 class Packed(Protocol):
@@ -87,17 +81,13 @@ class ExitHead(nn.Module, ABC):
     reads_deep: ClassVar[bool] = False
     """Whether `features` looks at `deep`, the normed output of layer L one position earlier."""
     looks_ahead: ClassVar[bool] = False
-    """Whether there are several, each for a token further ahead; `hidden` is then the
-    normed output of layer L one position earlier."""
-    has_inner: ClassVar[bool] = False
-    """Whether there is an inner layer whose width can be chosen."""
+    """Whether there are several, each for a token further ahead; `hidden` is then what is `deep`
+    for others."""
+    has_inner: ClassVar[bool] = False  # an inner layer whose width can be chosen
     draft_ids: Tensor | None
 
     def __init__(
-        self,
-        unembedding: Unembedding,
-        vocabulary: DraftVocabulary,
-        inner_size: int | None = None,
+        self, unembedding: Unembedding, vocabulary: DraftVocabulary, inner_size: int | None = None
     ) -> None:
         """Raises InvalidOption for an `inner_size` where there is no inner layer."""
         super().__init__()
@@ -110,18 +100,14 @@ class ExitHead(nn.Module, ABC):
         self._shared = [vocabulary.rows]
         self._bias = (vocabulary.bias,)  # a tuple, for the same reason
         self._packed: Packed | None = None
-        self.parts = self._build(unembedding, inner_size)
-        """What its features are made of: in a tuple, which adds no names to state_dict."""
+        self.parts = self._build(unembedding, inner_size)  # a tuple adds no names to state_dict
 
     @abstractmethod
     def _build(self, unembedding: Unembedding, inner_size: int | None) -> Parts:
         """Make the head's own modules, as they are before any fitting."""
 
     def features(self, hidden: Tensor, deep: Tensor | None = None) -> Tensor:
-        """[.., d] and the `deep` of the position before, [.., d], -> [.., d].
-
-        A `deep` that is not known is all zeros.
-        """
+        """[.., d] and `deep`, [.., d], zeros where it is not known, -> [.., d]."""
         hidden = hidden.to(self.rows.device)  # from where its layer is; heads are beside lm_head
         if (packed := self._packed_for(hidden)) is not None:
             return packed.features(hidden, deep)
@@ -192,10 +178,7 @@ class LogitLensHead(ExitHead):
 
 
 class LinearHead(ExitHead):
-    """Norm and a trained LM head of its own (SpecBound section 3.1; AdaDecode).
-
-    Starts as the model's own norm and (rows of the) unembedding.
-    """
+    """Norm and a trained LM head (SpecBound section 3.1; AdaDecode); they start as the model's."""
 
     def _build(self, unembedding: Unembedding, inner_size: int | None) -> Parts:  # noqa: ARG002  # the base's
         self.norm = _own_norm(unembedding)
@@ -209,11 +192,7 @@ class LinearHead(ExitHead):
 
 
 class TranslatorHead(ExitHead):
-    """Norm, an affine map on top of the identity, then the model's own frozen unembedding.
-
-    The map translates from the language of layer l to that of the last layer (the idea of the
-    tuned lens). Starts as the identity.
-    """
+    """Norm, identity and an affine map, the model's unembedding (the tuned lens's idea)."""
 
     def _build(self, unembedding: Unembedding, inner_size: int | None) -> Parts:  # noqa: ARG002  # the base's
         self.norm = _own_norm(unembedding)
@@ -223,10 +202,7 @@ class TranslatorHead(ExitHead):
 
 
 class LowRankHead(ExitHead):
-    """A translator whose map is the product of two narrow matrices; `inner_size` is the rank.
-
-    None: a quarter of d.
-    """
+    """A translator through two narrow matrices of rank `inner_size`; None: a quarter of d."""
 
     has_inner = True
 
@@ -240,10 +216,7 @@ class LowRankHead(ExitHead):
 
 
 class MlpHead(ExitHead):
-    """A translator with one hidden layer beside its affine map; `inner_size` is its width.
-
-    None: d.
-    """
+    """A translator, a hidden layer of width `inner_size` beside its affine map; None: d."""
 
     has_inner = True
 
@@ -326,7 +299,6 @@ HEAD_TYPES: dict[str, type[ExitHead]] = {
 
 # --- how certain: by the whole distribution, never by the token that was drawn --------------------
 
-
 Signal = Callable[[Tensor], Tensor]
 """Draft logits [.., V] -> confidence [..], in [0, 1], 1 is certain."""
 
@@ -339,9 +311,9 @@ def top_probability(logits: Tensor, temperature: float = 1.0) -> Tensor:
 
 
 def likeliest(logits: Tensor, temperature: float, count: int) -> tuple[Tensor, Tensor]:
-    """[.., V] -> where the largest of softmax(logits / temperature) are, and they, falling.
+    """Places of the largest of softmax(logits / temperature), and they, falling.
 
-    [.., min(count, V)] each.
+    [.., V] -> [.., min(count, V)] each.
     """
     if count == 1:  # of equal ones the first, as greedy decoding takes it
         best, indices = logits.max(-1, keepdim=True)  # three times as fast as argmax
@@ -393,16 +365,11 @@ class Ensemble:
 class Answer:
     """What a head says behind n rows."""
 
-    features: Tensor
-    """[n, d]: what it believes layer L would give here."""
-    logits: Tensor
-    """Draft logits, [n, V_draft]."""
-    tokens: list[list[int]]
-    """The likeliest tokens of each row, best first; ids of the model."""
-    chances: list[list[float]]
-    """Their probabilities, falling, by the judge's distribution."""
-    signals: list[float]
-    """What else was asked about each row; empty if nothing."""
+    features: Tensor  # [n, d]: what it believes layer L would give here
+    logits: Tensor  # draft logits, [n, V_draft]
+    tokens: list[list[int]]  # the likeliest tokens of each row, best first; ids of the model
+    chances: list[list[float]]  # their probabilities, falling, by the judge's distribution
+    signals: list[float]  # what else was asked about each row; empty if nothing
 
     @classmethod
     def read(cls, features: Tensor, logits: Tensor, numbers: Tensor) -> Answer:
@@ -418,13 +385,7 @@ class Answer:
 
     def part(self, rows: slice) -> Answer:
         """The answer about some rows."""
-        return Answer(
-            features=self.features[rows],
-            logits=self.logits[rows],
-            tokens=self.tokens[rows],
-            chances=self.chances[rows],
-            signals=self.signals[rows],
-        )
+        return Answer(**{name: values[rows] for name, values in vars(self).items()})
 
 
 def scored(
@@ -477,7 +438,7 @@ class ExitJudge:
         }
 
     def temperature(self, layer: int) -> float:
-        """T_l of `layer`, calibration included."""
+        """T_l, calibration included."""
         return self._temperatures[layer]
 
     def confidence(self, logits: Tensor, layer: int) -> Tensor:

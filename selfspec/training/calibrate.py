@@ -30,8 +30,7 @@ from selfspec.training.features import LOGIT_ROWS, Features, FeatureSpec, Select
 from selfspec.training.fit import coverage, judged
 from selfspec.training.text import Conversation
 
-TEMPERATURES = tuple(round(0.5 * 1.06**step, 4) for step in range(31))
-"""Candidates, 0.5 to 2.9."""
+TEMPERATURES = tuple(round(0.5 * 1.06**step, 4) for step in range(31))  # candidates, 0.5 to 2.9
 
 _BINS = 15
 
@@ -47,10 +46,8 @@ places of SmolLM2-135M's own text, the first in 39 %. Costs say how many are pro
 class Scores:
     """Answers of one exit layer at N held-out positions."""
 
-    confidence: Tensor
-    """[len(TEMPERATURES), N], under each candidate."""
-    right: Tensor
-    """[N] bool: the model says the same."""
+    confidence: Tensor  # [len(TEMPERATURES), N], under each candidate
+    right: Tensor  # [N] bool: the model says the same
 
     def at(self, temperature: float) -> Tensor:
         """[N] confidences under one of TEMPERATURES."""
@@ -61,14 +58,10 @@ class Scores:
 class Reliability:
     """One exit layer's confidence against the truth."""
 
-    agreement: float
-    """Share of positions where the head is right, in 0..1."""
-    temperature: float
-    """Fitted."""
-    ece_before: float
-    """Expected calibration error at temperature 1, in 0..1."""
-    ece: float
-    """The same at the fitted one."""
+    agreement: float  # share of positions where the head is right, in 0..1
+    temperature: float  # fitted
+    ece_before: float  # expected calibration error at temperature 1, in 0..1
+    ece: float  # at the fitted one
 
 
 @torch.no_grad()
@@ -125,10 +118,8 @@ class Setting:
     exit_layers: tuple[int, ...]
     exit_threshold: tuple[float, ...]
     max_draft_tokens: int
-    compression_rate: float
-    """Tokens per verification."""
-    speed_up: float
-    """Over plain decoding on the same runtime."""
+    compression_rate: float  # tokens per verification
+    speed_up: float  # over plain decoding on the same runtime
 
 
 def exits(
@@ -151,10 +142,7 @@ def best_setting(
     evaluate: Callable[[tuple[int, ...], tuple[float, ...]], tuple[Exits, Exits]],
     most_layers: int = 2,
 ) -> Setting:
-    """The fastest of all settings: at most `most_layers` exit layers, each with its thresholds.
-
-    Drafts are as long as the rows whose costs were measured allow.
-    """
+    """The fastest: at most `most_layers` exit layers, drafts as long as costs were measured."""
     found: list[Setting] = []
     for count in range(1, most_layers + 1):
         for layers in itertools.combinations(sorted(candidates), count):
@@ -170,13 +158,10 @@ def best_setting(
 class Calibration:
     """What was found."""
 
-    positions: int
-    """Held-out answer positions."""
-    coverage: float
-    """Share of the positions where the heads can draft the model's token."""
-    reliabilities: dict[int, Reliability]
-    second: dict[int, float] | None
-    """By exit layer, the share of second drafts that are right; None: as first drafts."""
+    positions: int  # held-out answer positions
+    coverage: float  # share of them where the heads can draft the model's token
+    reliabilities: dict[int, Reliability]  # by exit layer
+    second: dict[int, float] | None  # share of second drafts that are right; None: as first ones
     setting: Setting
     costs: MeasuredCosts
 
@@ -198,11 +183,7 @@ class Calibration:
 
     @property
     def drafter(self) -> str:
-        """What should draft: exit heads only where they should be faster than plain decoding.
-
-        Prompt lookup costs nothing; where rows of a verification cost so much that
-        not even right drafts pay, nothing drafts.
-        """
+        """What should draft: heads if they should beat plain decoding, else what pays."""
         if self.setting.speed_up > 1.0:
             return FITTED
         costs, several = self.costs, range(2, len(self.costs.layers) + 1)
@@ -265,10 +246,7 @@ def _candidates(confidence: Tensor) -> list[float]:
 
 
 def write(heads: ExitHeads, folder: Path, found: Calibration, run: dict[str, Any]) -> None:
-    """Put temperatures and defaults into the heads' config, and the record beside it.
-
-    The card follows; the weights stay as they are. Raises CannotWrite.
-    """
+    """Temperatures and defaults into the heads' config, the record beside it, the card anew."""
     options = SpeculationOptions().updated(heads.config.defaults)
     heads.config = replace(
         heads.config,
@@ -284,8 +262,7 @@ def write(heads: ExitHeads, folder: Path, found: Calibration, run: dict[str, Any
 
 # --- the entropy threshold of the lossy rule easd
 
-SHARE = 0.05
-"""p, the share of high-entropy steps (EASD section 3.6)."""
+SHARE = 0.05  # p, the share of high-entropy steps (EASD section 3.6)
 
 
 def measured_entropy(

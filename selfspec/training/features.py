@@ -32,20 +32,16 @@ from selfspec.training.text import Conversation
 from selfspec.typed import shown
 from selfspec.untrusted import read_json
 
-LOGIT_ROWS = 128
-"""Rows whose full logits exist at a time; 25 MB for 49,152 tokens."""
+LOGIT_ROWS = 128  # rows whose full logits exist at a time; 25 MB for 49,152 tokens
 
 
 @dataclass(frozen=True)
 class FeatureSpec:
     """What is taken from each position."""
 
-    layers: tuple[int, ...]
-    """Exit layers, rising; 0 is the embedding."""
-    deep: bool = False
-    """Also the normed output of layer L one position earlier."""
-    top_k: int = 0
-    """Also this many of the model's own most likely next tokens."""
+    layers: tuple[int, ...]  # exit layers, rising; 0 is the embedding
+    deep: bool = False  # also the normed output of layer L one position earlier
+    top_k: int = 0  # also this many of the model's own most likely next tokens
     everywhere: bool = False
     """From all positions that have a token behind them, not only those that predict an answer's:
     the model's own next token teaches there, too."""
@@ -74,20 +70,14 @@ class FeatureSpec:
 class Features:
     """N positions in the order of the text, on one device."""
 
-    hidden: dict[int, Tensor]
-    """By exit layer, [N, d], raw, in the model's dtype."""
-    following: Tensor
-    """[N] int64: the next token of the text."""
-    continues: Tensor
-    """[N] bool: the position stands right behind the one of the row before."""
-    answers: Tensor
-    """[N] bool: the next token belongs to an answer."""
+    hidden: dict[int, Tensor]  # by exit layer, [N, d], raw, in the model's dtype
+    following: Tensor  # [N] int64: the next token of the text
+    continues: Tensor  # [N] bool: the position stands right behind the one of the row before
+    answers: Tensor  # [N] bool: the next token belongs to an answer
     deep: Tensor | None = None
     """[N, d]: final norm of layer L's output one position earlier, zeros where there is none."""
-    top_ids: Tensor | None = None
-    """[N, k] int32: the model's own most likely next tokens, best first."""
-    top_log_probs: Tensor | None = None
-    """[N, k] float16, over the full vocabulary."""
+    top_ids: Tensor | None = None  # [N, k] int32: the model's likeliest next tokens, best first
+    top_log_probs: Tensor | None = None  # [N, k] float16, over the full vocabulary
 
     def __len__(self) -> int:
         return len(self.following)
@@ -125,12 +115,9 @@ class Features:
 class Batch(NamedTuple):
     """Conversations side by side, padded on the right."""
 
-    ids: Tensor
-    """[B, T]"""
-    predicts: Tensor
-    """[B, T] bool: the token behind this position belongs to an answer."""
-    known: Tensor
-    """[B, T] bool: there is a token behind this position."""
+    ids: Tensor  # [B, T]
+    predicts: Tensor  # [B, T] bool: the token behind this position belongs to an answer
+    known: Tensor  # [B, T] bool: there is a token behind this position
 
 
 def planned(conversations: Sequence[Conversation], batch_tokens: int) -> list[list[Conversation]]:
@@ -234,7 +221,6 @@ class StreamSource:
         if not spec.everywhere:
             conversations = [entry for entry in conversations if entry.answers]
         self.plan = planned(conversations, batch_tokens)
-        """The conversations of each batch."""
         self._kept: dict[tuple[int, int, int], Features] = {}
         self.answers = [sum(len(entry.answer_ids) for entry in group) for group in self.plan]
         everywhere = [sum(len(entry.ids) - 1 for entry in group) for group in self.plan]
@@ -245,8 +231,7 @@ class StreamSource:
             for entry in group:
                 found.update(repr((entry.ids, entry.answers)).encode())
             found.update(b"|")
-        self.digest = found.hexdigest()
-        """Of all ids, answers and batch borders."""
+        self.digest = found.hexdigest()  # of all ids, answers and batch borders
 
     def batch(self, index: int, number: int = 0, count: int = 1) -> Features:
         """Batch `index`, or every `count`-th text of it, from `number` on."""
@@ -340,11 +325,8 @@ def launched() -> PartialState:
 
 # --- on disk --------------------------------------------------------------------------------------
 
-FORMAT_VERSION = 3
-"""2: answer positions alone were kept."""
-
+FORMAT_VERSION = 3  # 2: answer positions alone were kept
 MANIFEST = "manifest.json"
-
 _SHARD_BYTES = 256 << 20
 
 
@@ -356,21 +338,16 @@ class Manifest:
     base_model: str
     base_fingerprint: str
     dtype: str
-    data: str
-    """The text's name."""
-    chat_template: str | None = None
-    """Where it is not the model's own."""
+    data: str  # the text's name
+    chat_template: str | None = None  # where it is not the model's own
     spec: FeatureSpec
     digest: str
-    conversations: list[int]
-    """In each batch."""
+    conversations: list[int]  # in each batch
     answers: list[int]
     positions: int
     bytes: int
-    shards: list[list[int]]
-    """Numbers of the batches of each, in order."""
-    sha256: list[str] | None = None
-    """The hash of each shard; None until all are there."""
+    shards: list[list[int]]  # numbers of the batches of each, in order
+    sha256: list[str] | None = None  # of each shard; None until all are there
 
     def __post_init__(self) -> None:
         layers = list(self.spec.layers)
@@ -494,10 +471,7 @@ class CacheSource:
     """Batches from a cache folder."""
 
     def __init__(self, folder: Path, backbone: Backbone, number: int = 0, count: int = 1) -> None:
-        """Raises InvalidData if it is incomplete, damaged, or of another model.
-
-        Process `number` of `count` looks for damage in every `count`-th shard.
-        """
+        """Raises InvalidData. Process `number` of `count` hashes every `count`-th shard."""
         self._sizes = backbone.hidden_size, backbone.vocab_size
         self.manifest = known = Manifest.read(folder)
         if known.sha256 is None:
@@ -509,8 +483,7 @@ class CacheSource:
             )
         self.spec, self.digest = known.spec, known.digest
         self.conversations, self.answers = known.conversations, known.answers
-        self.sizes: list[int] = []
-        """Positions in each batch."""
+        self.sizes: list[int] = []  # positions in each batch
         self._places: list[Path] = []
         for shard, batches in enumerate(known.shards):
             path = _shard(folder, shard)
@@ -573,7 +546,7 @@ FeatureSource = StreamSource | CacheSource
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Whatever is wrong with a shard is an InvalidData that names it."""
+    """All that is wrong with a shard is InvalidData that names it."""
     try:
         yield
     except (OSError, SafetensorError, InvalidData) as error:

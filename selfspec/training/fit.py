@@ -61,12 +61,10 @@ class Job:
     start: ExitHeads | None = None
     """Heads to go on from, which say what the fitted ones are; None: new ones as `options` say."""
     special_ids: Collection[int] = ()  # always in the draft vocabulary
-    chat_template: str | None = None
-    """The chat template of the text, where it is not the model's own."""
+    chat_template: str | None = None  # of the text, where it is not the model's own
     data: str = ""  # name of the text, for the record
     held_out: str = "a 20th of the data"  # name of the text that is measured on
-    checkpoint: Path | None = None
-    """File that holds an unfinished fit's state; None: it cannot be resumed."""
+    checkpoint: Path | None = None  # an unfinished fit's state; None: it cannot be resumed
     processes: PartialState = field(default_factory=launched)
 
 
@@ -74,8 +72,7 @@ class Job:
 class Fitted:
     """What a fit gives."""
 
-    heads: ExitHeads
-    """In the model's dtype, ready to draft or to save: each layer's from its best epoch."""
+    heads: ExitHeads  # in the model's dtype, ready to draft or to save: each layer's best epoch's
     metrics: dict[str, Any]  # for `metrics.json`
     epochs: list[dict[str, Any]]  # for `metrics.jsonl`: one entry per epoch and layer
 
@@ -97,8 +94,7 @@ class _Course:
 
     sums: dict[str, float]  # loss of this epoch by layer, times positions
     step: int = 0  # steps done
-    schedule: float = 0.0
-    """How much of the learning rate's schedule is done, in steps: more where time is short."""
+    schedule: float = 0.0  # of the learning rate, in steps: more are done where time is short
     positions: int = 0  # positions of this epoch so far
     entries: list[dict[str, Any]] = field(default_factory=list)  # one per closed epoch and layer
 
@@ -173,12 +169,11 @@ def state_layers(backbone: Backbone, options: FitOptions) -> tuple[int, ...]:
     return layers
 
 
-TOP_K = 32
-"""Likeliest next tokens to fit to, where nothing else is asked for."""
+TOP_K = 32  # likeliest next tokens to fit to, where nothing else is asked for
 
 
 def answer_weights(text: Selection, share: float | None) -> tuple[float, float]:
-    """Weights of a position that predicts an answer's token, and of any other: 1 on average."""
+    """Of a position that predicts an answer's token, and of any other: 1 on average."""
     others = text.positions - text.answers
     if share is None or not others:
         return 1.0, 1.0
@@ -336,7 +331,7 @@ def judged(
 
 
 def _summed(sums: Tensor, processes: PartialState | None) -> Tensor:
-    """Sums of this process -> those of all together."""
+    """Over all processes."""
     if processes is not None and processes.num_processes > 1:
         sums = sums.to(processes.device)
         distributed.all_reduce(sums)
@@ -346,10 +341,7 @@ def _summed(sums: Tensor, processes: PartialState | None) -> Tensor:
 def agreements(
     heads: ExitHeads, batches: Iterable[Features], processes: PartialState | None = None
 ) -> dict[int, Agreement]:
-    """By exit layer, over the full vocabulary: a token that heads cannot draft counts against them.
-
-    `processes`: those of which each has batches of its own.
-    """
+    """By exit layer, over the full vocabulary; `processes`: those with batches of their own."""
     counts = _summed(counted(heads, batches, 2), processes).tolist()
     return {
         layer: Agreement(
@@ -387,7 +379,7 @@ def coverage(
 
 
 def _counted(right: Tensor) -> Tensor:
-    """[N] bool -> how many, and how many of them are true."""
+    """[N] bool -> [2]: N, and how many are true."""
     return torch.tensor([len(right), int(right.sum())])
 
 
@@ -442,10 +434,8 @@ class Trainer:
         SelfspecError, with the weights as they were, when one is not finite.
         """
         totals = dict.fromkeys(self.heads.config.exit_layers, 0.0)
-        wanted = [
-            targets(batch, self._index, self._options.ce_share, self._answer_weights)
-            for batch in batches
-        ]
+        weighing = self._options.ce_share, self._answer_weights
+        wanted = [targets(batch, self._index, *weighing) for batch in batches]
         on_the_way = []
         for layer, gradients in self._gradients.items():
             for batch, (ids, weights) in zip(batches, wanted, strict=True):
@@ -522,7 +512,7 @@ class Trainer:
 
 
 def _side_by_side(part: nn.Module) -> Tensor:
-    """[numbers that learn] zeros: the gradients of `part`, which are views of it from now on."""
+    """[numbers that learn] zeros, of which the gradients of `part` are views from now on."""
     learning = [entry for entry in part.parameters() if entry.requires_grad]
     counts = [entry.numel() for entry in learning]
     gradients = torch.zeros(sum(counts), device=learning[0].device)
@@ -535,7 +525,7 @@ Item = TypeVar("Item")
 
 
 def read_ahead(items: Iterator[Item]) -> Iterator[Item]:
-    """The same; each is made in a thread while the caller is busy with the one before."""
+    """The same, each made in a thread while the caller is busy with the one before."""
     with ThreadPoolExecutor(1) as reader:
         coming = reader.submit(next, items, None)
         while (item := coming.result()) is not None:
@@ -552,9 +542,7 @@ class _Fit:
                 f"{job.train.answers} answer tokens to fit, {job.validation.answers} to "
                 "validate. Give more text"
             )
-        self._job = job
-        self._watch = watch
-        self._left = left
+        self._job, self._watch, self._left = job, watch, left
         self._part = job.processes.process_index, job.processes.num_processes
         self._steps_per_epoch = math.ceil(len(job.train.indices) / job.options.accumulate)
         self._steps = self._steps_per_epoch * job.options.epochs
@@ -594,13 +582,13 @@ class _Fit:
         return min(rest, max(1.0, rest * took / max(took, self._left())))
 
     def _order(self, epoch: int) -> list[int]:
-        """The batches of an epoch, shuffled by seed and epoch alone."""
+        """Batches, shuffled by seed and epoch alone."""
         generator = torch.Generator().manual_seed(self._job.options.seed + epoch)
         indices = self._job.train.indices
         return [indices[i] for i in torch.randperm(len(indices), generator=generator).tolist()]
 
     def _batches(self, steps: Iterable[list[int]]) -> Iterator[tuple[int, list[Features]]]:
-        """Of each step how many positions it has, and this process's part of them."""
+        """Each step's count of positions, and this process's part of them."""
         device = self._job.backbone.unembedding.weight.device
         selected = (Selection(self._job.train.source, indices) for indices in steps)
         found = (
@@ -623,7 +611,7 @@ class _Fit:
         return f"epoch {epoch + 1}  loss {sum(losses.values()) / len(losses):.3f}{known}"
 
     def _validate(self, epoch: int) -> None:
-        """Close an epoch: measure, note, and keep the heads of layers that have got better."""
+        """Close an epoch: keep the heads of layers that have got better."""
         course, heads = self._course, self._trainer.finished()
         validation = self._job.validation.batches(*self._part)
         shares = agreements(heads, validation, self._job.processes)
@@ -641,14 +629,14 @@ class _Fit:
         self._watch.lap("validation")
 
     def _fitted(self) -> Fitted:
-        course, validation = self._course, self._job.validation.batches(*self._part)
+        course, job = self._course, self._job
         metrics = {
             "layers": {str(layer): course.best(layer) for layer in self._layers},
-            "coverage": coverage(self._best, validation, self._job.processes),
-            "train_answer_tokens": self._job.train.answers,
-            "train_positions": self._job.train.positions,
+            "coverage": coverage(self._best, job.validation.batches(*self._part), job.processes),
+            "train_answer_tokens": job.train.answers,
+            "train_positions": job.train.positions,
             "steps": course.step,
-            "processes": self._job.processes.num_processes,
+            "processes": job.processes.num_processes,
             "seconds": {part: round(seconds, 1) for part, seconds in self._watch.seconds.items()},
         }
         training = self._best.config.training | {"steps": course.step}
@@ -713,7 +701,7 @@ def draft_vocabulary(
 
 
 def _draft_ids(job: Job) -> Tensor | None:
-    """Rising ids [V_draft], or None for all. Raises InvalidOption for more than the model has."""
+    """Rising ids [V_draft]; None: all."""
     if job.start is not None:
         return job.start.first.draft_ids
     size, vocab_size = job.options.draft_vocab_size, job.backbone.vocab_size
@@ -728,12 +716,15 @@ def _draft_ids(job: Job) -> Tensor | None:
 
 def _config(job: Job, draft_ids: Tensor | None, record: dict[str, Any]) -> HeadsConfig:
     backbone, options = job.backbone, job.options
-    if job.start is not None:
-        drafter = MEDUSA_FITTED if job.start.looks_ahead else FITTED
-        fresh: dict[str, Any] = {"temperatures": {}, "defaults": {"drafter": drafter}}
-        fresh |= {"training": record, "chat_template": job.chat_template}
-        return replace(job.start.config, **fresh)
+    medusa = options.head_type == MEDUSA
     common: dict[str, Any] = {
+        "chat_template": job.chat_template,
+        "defaults": {"drafter": MEDUSA_FITTED if medusa else FITTED},
+        "training": record,
+    }
+    if job.start is not None:
+        return replace(job.start.config, temperatures={}, **common)
+    common |= {
         "base_model": job.base_model,
         "base_fingerprint": backbone.fingerprint,
         "hidden_size": backbone.hidden_size,
@@ -742,17 +733,12 @@ def _config(job: Job, draft_ids: Tensor | None, record: dict[str, Any]) -> Heads
         "exit_layers": exit_layers(backbone, options),
         "head_type": options.head_type,
         "draft_vocab_size": None if draft_ids is None else len(draft_ids),
-        "chat_template": job.chat_template,
-        "defaults": {"drafter": FITTED},
-        "training": record,
+        "num_heads": options.ahead if medusa else None,
     }
-    if options.head_type == MEDUSA:
-        common |= {"num_heads": options.ahead, "defaults": {"drafter": MEDUSA_FITTED}}
     if options.head_type != EAGLE3:
         return HeadsConfig(inner_size=options.inner_size, **common)
     common["draft_vocab_size"] = backbone.vocab_size if draft_ids is None else len(draft_ids)
     return AttendingConfig(
-        format="speculators",
         state_layers=state_layers(backbone, options),
         fc_norm=True,
         layer=layer_like(
@@ -782,12 +768,9 @@ def _record(job: Job, steps: int) -> dict[str, Any]:
     }
 
 
-# --- the checkpoint: a fit's whole state in one file, bit for bit
+# --- the checkpoint: all of a fit but the order of batches, which follows from seed and step
 
-CHECKPOINT = "unfinished.checkpoint"
-"""Name of its file, beside the heads. The only randomness of a fit, the order of batches, follows
-from its seed and step, so nothing else is kept."""
-
+CHECKPOINT = "unfinished.checkpoint"  # its file, beside the heads
 _MARK = "selfspec"  # what marks a file as ours has to stand near its beginning
 
 
@@ -812,6 +795,5 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _damaged(path: Path, reason: object) -> InvalidData:
-    """What to raise for a file that a fit cannot go on from."""
     words = " ".join(str(reason).split())
     return InvalidData(f"{path} is no checkpoint: {words}. Remove it to start over")

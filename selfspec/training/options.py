@@ -222,10 +222,7 @@ Kind = TypeVar("Kind")
 
 
 def record_of(kind: type[Kind], values: Any) -> Kind:
-    """A dataclass made of plain values from a file, their names and types checked.
-
-    Raises InvalidOption naming the first entry that is wrong.
-    """
+    """A dataclass of plain values. Raises InvalidOption naming the first wrong entry."""
     if not isinstance(values, dict):
         raise InvalidOption(f"it is {shown(values)}, expected a mapping")
     hints = annotations_of(kind)
@@ -240,10 +237,7 @@ def record_of(kind: type[Kind], values: Any) -> Kind:
 def require_same(
     place: Path, begun_with: Mapping[str, Any], given: Mapping[str, Any], way_out: str
 ) -> None:
-    """Raise InvalidOption naming the first entry in which a run is not the one begun at `place`.
-
-    `way_out` is what one may do there besides giving the same options or another --output.
-    """
+    """Raise InvalidOption naming the first entry in which a run is not that begun at `place`."""
     for name in sorted(begun_with.keys() | given.keys()):
         before, now = begun_with.get(name), given.get(name)
         if before != now:

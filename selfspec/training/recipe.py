@@ -28,20 +28,15 @@ from selfspec.typed import check_keys, check_types
 from selfspec.untrusted import read_yaml
 
 BUILT_IN = Path(str(resources.files(__package__).joinpath("text.yaml")))
-"""The recipe that is read where no other is named."""
 
-OWN = "questions"
-"""The family of a user's own prompts."""
-
+OWN = "questions"  # the family of a user's own prompts
 _OWN_SHARE = 0.1
+
 _CYCLE = 1000
 """Rows after which the order of the families begins anew; weights are rounded to parts of it."""
 
-_MOST_PASSAGES = 256 << 20
-"""Characters of a folder of passages that are kept in memory."""
-
-_MOST_PARTS = 8
-"""Passages in a prompt."""
+_MOST_PASSAGES = 256 << 20  # characters of a folder of passages that are kept in memory
+_MOST_PARTS = 8  # passages in a prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +87,7 @@ class Recipe:
 
     families: tuple[Family, ...]
     lists: Mapping[str, tuple[str, ...]]
-    languages: Mapping[str, str]
-    """English names of the languages that passages can have, by their two letters."""
+    languages: Mapping[str, str]  # English names of those that passages can have, by two letters
     written_share: float  # share of the English passages that are articles of the same batch
     digest: str  # the hash of all this, for the record
 
@@ -209,30 +203,23 @@ class Prompts:
         for family in self._cycle:
             self._ranks.append(self._counts[family.name])
             self._counts[family.name] += 1
+        self._looked_at = 0  # rows, of which no model writes these first turns; and where first
         self._asked: dict[bytes, int] = {}
-        """Where first turns that no model writes come first, of the rows below `_looked_at`."""
-        self._looked_at = 0
 
     def row(self, number: int) -> Row | None:
         """Row `number`, from 0; None where all of a user's own prompts were asked."""
         cycle, place = divmod(number, len(self._cycle))
         family = self._cycle[place]
         turn = cycle * self._counts[family.name] + self._ranks[place]  # the family's turn-th row
+        rng = random.Random(f"{self._seed} {number}")
         if family.name == OWN:
             if turn >= len(self._own):
                 return None
             # the prompt is a value: its braces are no placeholders
             own = {f"turn{index}": text for index, text in enumerate(self._own[turn])}
-            turns = tuple(f"{{{name}}}" for name in own)
-            return Row(family, number, turns, own, random.Random(f"{self._seed} {number}"))
+            return Row(family, number, tuple(f"{{{name}}}" for name in own), own, rng)
         seed = f"{self._seed} {family.name}"
-        row = Row(
-            family,
-            number,
-            family.ask[dealt(len(family.ask), turn, seed)],
-            {},
-            random.Random(f"{self._seed} {number}"),
-        )
+        row = Row(family, number, family.ask[dealt(len(family.ask), turn, seed)], {}, rng)
         used = {name for turn in row.turns if turn for name in _placeholders(turn)}
         for name in sorted(used & self._recipe.lists.keys()):
             values = self._recipe.lists[name]
@@ -266,11 +253,9 @@ class Prompts:
 
     def passages_of(self, row: Row, sizes: Sequence[int]) -> list[str]:
         """Texts of the folder, each long enough for so many tokens where a file goes on."""
-        first = row.number * _MOST_PARTS  # no two rows take the same place of a deck
-        return [
-            self._passages.drawn(row.language, first + place, str(self._seed), 8 * size)
-            for place, size in enumerate(sizes)
-        ]
+        places = enumerate(sizes, start=row.number * _MOST_PARTS)  # no two rows take the same
+        drawn, seed = self._passages.drawn, str(self._seed)
+        return [drawn(row.language, place, seed, 8 * size) for place, size in places]
 
     def _has_text(self, family: Family) -> bool:
         if family.passage is None or set(family.passage.language) & self._passages.languages():
@@ -279,12 +264,12 @@ class Prompts:
 
 
 def key(text: str) -> bytes:
-    """What duplicates share: case and white space do not count."""
+    """The same for duplicates: case and white space do not count."""
     return hashlib.blake2b(" ".join(text.casefold().split()).encode(), digest_size=16).digest()
 
 
 def dealt(count: int, number: int, seed: str) -> int:
-    """The `number`-th card of a deck of `count`, which is shuffled each time it was dealt."""
+    """Card `number` of a deck of `count`, which is shuffled each time it was dealt."""
     deck, place = divmod(number, count)
     return _deck(count, f"{seed} {deck}")[place]
 
@@ -307,7 +292,6 @@ def _interleaved(families: Sequence[Family]) -> list[Family]:
 
 
 # --- reading a recipe -----------------------------------------------------------------------------
-
 
 _KEYS = {"families": dict, "lists": dict, "languages": dict, "written-share": float}
 

@@ -212,10 +212,7 @@ _PATHS = (
 
 
 def write(folder: Path, fitted: Fitted, run: Mapping[str, Any]) -> None:
-    """Write all files of `folder`; `run` holds the options of the command, ready for YAML.
-
-    Raises CannotWrite; `ExitHeads.save` says what is there then.
-    """
+    """Write all files of `folder`; `run`: the command's options, for YAML. Raises CannotWrite."""
     others: dict[str, str | bytes] = {
         "README.md": card(fitted.heads.config, fitted.metrics),
         "run.yaml": yaml.safe_dump({"run": dict(run), "machine": machine()}, sort_keys=False),

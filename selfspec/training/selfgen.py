@@ -1,9 +1,9 @@
 """Text that is made for training: a model, or a server in its place, writes turns and answers.
 
 Comes in: a model and the prompts of `recipe`, or a reader of rows. Goes out: records for `text`'s
-Writer, batch by batch. A batch is proposed by a model, in this process or another, and depends on
-the numbers of its rows alone; then, in order, rows are admitted that the file does not hold
-already. Called by `selfspec data` and `adapt`.
+Writer. A batch is proposed by a model, in this process or another, and depends on the numbers of
+its rows alone; then, in order, rows are admitted that the file does not hold already. Called by
+`selfspec data` and `adapt`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import random
 import re
 import sys
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -54,11 +54,9 @@ from selfspec.training.text import (
     user_turns,
 )
 
-NGRAM = 8
-"""Words in a row that a benchmark and a text must not share."""
+NGRAM = 8  # words in a row that a benchmark and a text must not share
 
-_ALIKE = 0.8
-"""An answer is near another where this share of its n-grams were written before."""
+_ALIKE = 0.8  # share of an answer's n-grams from which on it is near what was written before
 _FEWEST_NGRAMS = 8
 """Shorter answers may be alike: "The sentiment is positive." is a good answer to many reviews."""
 
@@ -70,8 +68,7 @@ _PATIENCE = 3  # batches in a row without a row of use: no more are to be expect
 _TALK_TOKENS, _FEWEST_TALKS = 64, 16
 """The last batch is small where few tokens are missing: a conversation gives about a hundred."""
 
-_LEAST_ROOM = 32
-"""Tokens of a prompt for which any model must have room."""
+_LEAST_ROOM = 32  # tokens of a prompt for which any model must have room
 
 
 def write(
@@ -106,12 +103,12 @@ def write(
 
 
 def here(propose: Callable[[Any], Proposal]) -> Submit:
-    """Batches are proposed in this process, each when it is waited for."""
+    """In this process, when the batch is waited for."""
     return lambda batch: partial(propose, batch)
 
 
 def batch_seed(seed: int, index: int) -> int:
-    """The seed of a batch: no two of a run are the same, within the 32 bits that torch keeps."""
+    """A batch's own within a run, in the 32 bits that torch keeps."""
     start = hashlib.sha256(str(seed).encode()).digest()
     return (int.from_bytes(start[:4], "big") + index) % 2**32
 
@@ -128,12 +125,9 @@ class Turns:
 
     tokenizer: PreTrainedTokenizerBase
     system: str | None
-    before: str
-    """In front of the first user turn, system message included."""
-    asked: str
-    """From the end of a user turn to the start of its answer."""
-    raw: bool = False
-    """No turns: the model writes on behind a text."""
+    before: str  # in front of the first user turn, system message included
+    asked: str  # from the end of a user turn to the start of its answer
+    raw: bool = False  # no turns: the model writes on behind a text
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase | None, system: str | None = None) -> Turns:
@@ -155,7 +149,7 @@ class Turns:
         return cls(tokenizer, None, "", "", raw=True)
 
     def messages(self) -> list[Message]:
-        """What stands ahead of the first user turn."""
+        """Those ahead of the first user turn."""
         return [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def header(self, opening: str = "") -> list[int]:
@@ -169,10 +163,7 @@ class Turns:
         return self.ids(self.before + question + self.asked)
 
     def next_prompt(self, said: list[int], question: str | None) -> list[int]:
-        """`said`, through the last token of an answer, and `question`, up to its answer.
-
-        None: up to where the user goes on.
-        """
+        """`said`, through an answer, and `question` up to its answer; None: to the user's words."""
         between = _around(self._written(_FIRST, _ANSWER, _SECOND), _ANSWER)[1]
         between = _around(between, _SECOND)[0]
         new = self.ids(between if question is None else between + question + self.asked)
@@ -188,10 +179,7 @@ class Turns:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def question(self, header: list[int], new: list[int]) -> str | None:
-        """The user turn that `new` adds to a header; None for one that does not end.
-
-        It ends with one of `question_ends`, or where the template's text for the answer begins.
-        """
+        """The user turn that `new` adds to a header; None for one that does not end."""
         text = self.continuation(header, new)
         sign = self.asked.strip().split("\n")[0]
         if sign and sign in text:
@@ -217,7 +205,6 @@ class Turns:
 
 
 def _around(text: str, sign: str) -> tuple[str, str]:
-    """What stands before and behind the only `sign`."""
     if text.count(sign) != 1:
         raise InvalidData(f"the chat template shows a turn {text.count(sign)} times, expected once")
     before, behind = text.split(sign)
@@ -236,15 +223,14 @@ def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> froze
 
 # --- answers --------------------------------------------------------------------------------------
 
-LOOP_NGRAM = 8
-"""Tokens whose third occurrence makes a loop."""
+LOOP_NGRAM = 8  # tokens whose third occurrence makes a loop
 
 
 def loop_start(ids: Sequence[int]) -> int | None:
     """Where the second turn of a loop begins, so that one stays; None without a loop."""
-    places: dict[tuple[int, ...], list[int]] = {}
+    places = defaultdict[tuple[int, ...], list[int]](list)
     for start in range(len(ids) - LOOP_NGRAM + 1):
-        found = places.setdefault(tuple(ids[start : start + LOOP_NGRAM]), [])
+        found = places[tuple(ids[start : start + LOOP_NGRAM])]
         found.append(start)
         if len(found) == 3:
             return found[1]
@@ -257,14 +243,10 @@ class Ask(NamedTuple):
     prompt: list[int]
     max_new_tokens: int
     ends: frozenset[int]
-    seed: int
-    """What a sampled text draws depends on it alone."""
-    temperature: float | None = None
-    """None: greedy, the likeliest token."""
-    top_k: int = 0
-    """Draw from this many of the likeliest tokens; 0: from all."""
-    messages: tuple[Message, ...] = ()
-    """What the prompt says, for those who read no ids."""
+    seed: int  # a sampled text depends on it alone
+    temperature: float | None = None  # None: greedy
+    top_k: int = 0  # of the likeliest tokens; 0: all
+    messages: tuple[Message, ...] = ()  # what the prompt says, for those who read no ids
 
     def sampler(self, device: torch.device) -> Sampler:
         """How the next token is chosen."""
@@ -282,15 +264,14 @@ class Ask(NamedTuple):
 class _EndOrLoop(StopRule):
     """Also ends a text where it begins to repeat itself a third time."""
 
-    places: dict[tuple[int, ...], int] = field(default_factory=dict)
-    """How often each n-gram of the answer was seen."""
+    seen: Counter[tuple[int, ...]] = field(default_factory=Counter)  # n-grams of the answer
     prompt: int
 
     def reason(self, state: DecodeState, token: int) -> StopReason | None:
         if state.length - self.prompt >= LOOP_NGRAM:
             newest = tuple(state.committed(-LOOP_NGRAM))
-            self.places[newest] = self.places.get(newest, 0) + 1
-            if self.places[newest] == 3:
+            self.seen[newest] += 1
+            if self.seen[newest] == 3:
                 return "stop"
         return super().reason(state, token)
 
@@ -320,10 +301,7 @@ class Texts:
         return running
 
     def step(self) -> list[tuple[Hashable, list[int]]]:
-        """Texts that have ended now: what `add` gave, and their new ids.
-
-        At most `max_new_tokens`, with the one of `ends` that ended them; one that loops ends so.
-        """
+        """Texts that have ended: what `add` gave, and new ids, with one of `ends` if it did."""
         ended: list[tuple[Hashable, list[int]]] = []
         for running in self._engine.step():
             fresh = [token for entry in running.take() for token in entry.tokens]
@@ -335,10 +313,7 @@ class Texts:
 
 
 class Server:
-    """Texts that an OpenAI server writes in the model's place, as the ids of its tokenizer.
-
-    OPENAI_API_KEY is sent where it is set.
-    """
+    """Texts that an OpenAI server writes in the model's place; OPENAI_API_KEY is sent if set."""
 
     def __init__(self, url: str, turns: Turns, seed: int, watch: Callable[[int], None]) -> None:
         """Raises SelfspecError where the server does not say which model it has."""
@@ -406,22 +381,16 @@ class Talk:
     """A conversation that is being written."""
 
     turns: Turns
-    question: str
-    """The user turn that waits for its answer."""
-    pending: list[str | None]
-    """User turns to come; the model invents where there is None."""
+    question: str  # the user turn that waits for its answer
+    pending: list[str | None]  # user turns to come; the model invents where there is None
     rng: random.Random = field(default_factory=random.Random)
-    """What is drawn for it."""
     sampled: bool = False
     family: str = ""
-    prompt: list[int] = field(init=False)
-    """Ids up to where the next answer starts."""
+    prompt: list[int] = field(init=False)  # ids up to where the next answer starts
     messages: list[Message] = field(init=False)
-    ids: list[int] = field(default_factory=list)
-    """Ids through the last answer."""
+    ids: list[int] = field(default_factory=list)  # through the last answer
     answers: list[tuple[int, int]] = field(default_factory=list)
-    loops: int = 0
-    """Answers that were cut where they began to repeat themselves."""
+    loops: int = 0  # answers that were cut where they began to repeat themselves
 
     def __post_init__(self) -> None:
         self.prompt, self.messages = self.turns.first_prompt(self.question), self.turns.messages()
@@ -456,15 +425,11 @@ class Talk:
         return row if read else row | {"sampled": self.sampled, "loops": self.loops}
 
 
-Proposal = tuple[list[Record], Counts]
-"""Rows of a batch as a model wrote them, and what became of those that gave none."""
-
-Submit = Callable[["Batch"], Callable[[], Proposal]]
-"""Has a batch proposed; what it returns waits for that."""
+Proposal = tuple[list[Record], Counts]  # a batch's rows, and what became of those that gave none
+Submit = Callable[["Batch"], Callable[[], Proposal]]  # has it proposed; what it returns waits
 
 Script = Generator[Ask | None, list[int], T]
-"""What a row wants of the model, one text after the other; None: nothing yet, for it waits for
-another row."""
+"""What a row wants of the model, text by text; None: nothing yet, it waits for another row."""
 
 
 class Author:
@@ -483,11 +448,10 @@ class Author:
         Raises InvalidData for no chat template, InvalidOption where an answer leaves no room,
         SelfspecError where the server does not answer.
         """
-        self.options = options
+        self.options, self.backbone, self._watch = options, backbone, watch
         raw = options.raw
         self.turns = Turns.plain(tokenizer) if raw else Turns.of(tokenizer, options.system)
-        self.invents = endpoint is None
-        """It can write user turns, too."""
+        self.invents = endpoint is None  # user turns, too
         self.room = min(options.max_prompt_tokens, backbone.max_positions - options.max_new_tokens)
         """Tokens of the longest prompt."""
         if self.room < _LEAST_ROOM:
@@ -495,10 +459,8 @@ class Author:
                 f"max_new_tokens is {options.max_new_tokens}: of the model's "
                 f"{backbone.max_positions} positions no {_LEAST_ROOM} are left for a prompt"
             )
-        self.backbone = backbone
         self._ends = end_ids(backbone.model, self.turns.tokenizer)
         self._question_ends = self.turns.question_ends()
-        self._watch = watch
         self._server = Server(endpoint, self.turns, options.seed, watch) if endpoint else None
 
     def prompts(
@@ -509,11 +471,7 @@ class Author:
         return Prompts(recipe, passages, seed, own, invents=self.invents and not raw, raw=raw)
 
     def write(self, scripts: Iterable[Script[T]]) -> list[T]:
-        """What all of them return, in their order.
-
-        Each text begins as soon as the one before it in its own script is there, so that many are
-        written at any time.
-        """
+        """What all of them return, in their order; many texts are written at any time."""
         texts, found = self._server or Texts(self.backbone, self._watch), dict[int, T]()
         fresh = deque(enumerate(scripts))
         idle: list[tuple[int, Script[T]]] = []
@@ -637,10 +595,7 @@ class Written:
                 articles[row.number] = articles[row.number] or ""
 
     def _begun(self, row: Row, articles: list[str]) -> Script[Talk | str]:
-        """A row's conversation with all that the model writes of its first user turn.
-
-        Or why there is none, as `Counts` calls it.
-        """
+        """A row's conversation with its first user turn, or why there is none, by `Counts`."""
         options = self._author.options
         if self._prompts.is_repeat(row):
             return "duplicates"
@@ -716,14 +671,14 @@ class Admission:
         written: Iterable[Record] = (),
         excluded: Set[int] = frozenset(),
     ) -> None:
-        """`written` are the records so far. Rows with one of the `excluded` n-grams stay out."""
+        """`written`: the records so far. Rows with one of the `excluded` n-grams stay out."""
         self._options, self._excluded = options, excluded
         self._asked: set[bytes] = set()
         self._said: set[int] = set()
         self._idle = 0
         for record in written:
             self._asked.add(key(_asked_in(record)))
-            self._said |= _sample(ngrams(_answered_in(record)))
+            self._said |= _sample(record)
 
     def batch(self, index: int, missing: int) -> range:
         """The numbers of a batch's rows, where so many answer tokens are missing."""
@@ -743,11 +698,8 @@ class Admission:
         return kept
 
     def _is_new(self, record: Record, counts: Counts) -> bool:
-        """Whether a row asks and says what none before it did; it counts as said then.
-
-        A dropped row leaves nothing: a killed run knows of those in the file alone.
-        """
-        asked, sample = key(_asked_in(record)), _sample(ngrams(_answered_in(record)))
+        """Whether none asked or said so; a dropped row leaves nothing: a killed run forgets it."""
+        asked, sample = key(_asked_in(record)), _sample(record)
         reason = ""
         if _holds(self._excluded, _words_of(record)):
             reason = "excluded"
@@ -780,9 +732,9 @@ def _holds(excluded: Set[int], text: str) -> bool:
     return bool(excluded) and not excluded.isdisjoint(ngrams(text))
 
 
-def _sample(found: set[int]) -> set[int]:
-    """A fixed half: millions of them are kept in memory."""
-    return {number for number in found if number % 2}
+def _sample(record: Record) -> set[int]:
+    """A fixed half of an answer's n-grams: millions of them are kept in memory."""
+    return {number for number in ngrams(_answered_in(record)) if number % 2}
 
 
 def _words_of(record: Record) -> str:
@@ -811,10 +763,7 @@ class Given:
         options: DataOptions,
         excluded: Set[int] = frozenset(),
     ) -> None:
-        """`reader` parses with `talk_of`; `done` batches are written already.
-
-        Rows with one of the `excluded` n-grams are dropped.
-        """
+        """`reader` parses with `talk_of`; `done` batches are written already."""
         self._reader, self._options, self._excluded = reader, options, excluded
         self._rows = iter(reader)
         self._known = {key(talk.asked()) for talk in self._next(done)}
@@ -851,10 +800,7 @@ class Given:
 
 
 def talk_of(record: Record, tokenizer: PreTrainedTokenizerBase | None, system: str | None) -> Talk:
-    """A row's user turns, to be answered; `system` is for rows without a system message.
-
-    Raises InvalidData with the reason.
-    """
+    """A row's user turns; `system` is for rows without such a message. Raises InvalidData."""
     messages = messages_of(record)
     if messages[0]["role"] == "system":
         system = messages.pop(0)["content"]
@@ -864,8 +810,5 @@ def talk_of(record: Record, tokenizer: PreTrainedTokenizerBase | None, system: s
     return Talk(Turns.of(tokenizer, system), first, [*later])
 
 
-Source = Admission | Given
-"""What batches hold, and which of their records the file takes."""
-
-Batch = range | list[Talk]
-"""What is proposed at a time: rows of a recipe by number, or user turns to be answered."""
+Source = Admission | Given  # what batches hold, and which of their records the file takes
+Batch = range | list[Talk]  # rows of a recipe by number, or user turns to be answered

@@ -16,6 +16,7 @@ import itertools
 import json
 import logging
 import os
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -45,11 +46,8 @@ _FILE_SUFFIXES = (".jsonl", ".json", ".gz", ".txt")
 _BLANK = b"\xef\xbb\xbf \t\r\n"  # the mark that some editors put in front, and white space
 _EXPECTED = "input_ids and answer_start or loss_mask, messages, conversations, turns or text"
 
-_MOST_LINE = 16 << 20
-"""Bytes of a line, and of blank ones in a row."""
-
-_MOST_ARRAY = 1 << 30
-"""Bytes of a .json file that is one array: it is read as a whole."""
+_MOST_LINE = 16 << 20  # bytes of a line, and of blank ones in a row
+_MOST_ARRAY = 1 << 30  # bytes of a .json file that is one array: it is read as a whole
 
 T = TypeVar("T")
 
@@ -71,8 +69,7 @@ class Conversation(NamedTuple):
 class Reader(Generic[T]):
     """What `parse` makes of each row; a bad row is an error, or skipped and counted."""
 
-    source: str | Path
-    """A file, a folder that the package datasets reads, or a data set's hub id."""
+    source: str | Path  # a file, a folder that the package datasets reads, or a data set's hub id
     parse: Callable[[dict[str, Any]], T]
     """Raises InvalidData or InvalidPrompt with the reason alone for a row that is of no use."""
     skip_bad_rows: bool = False
@@ -126,12 +123,11 @@ def read_conversations(
         return found
 
     reader = Reader(path, parse, skip_bad_rows=skip_bad_rows)
-    read: list[Conversation] = []
-    answer_tokens = 0
+    read, left = list[Conversation](), max_tokens or sys.maxsize
     for conversation in reader:
         read.append(conversation)
-        answer_tokens += len(conversation.answer_ids)
-        if max_tokens is not None and answer_tokens >= max_tokens:
+        left -= len(conversation.answer_ids)
+        if left <= 0:
             break
     reader.report()
     if not read:
@@ -176,10 +172,7 @@ def texts_in(folder: str | Path) -> Iterator[tuple[str, str]]:
 
 
 def rows(source: str | Path) -> Iterator[tuple[str, Any]]:
-    """Place and content of each row: the bytes of a JSON line, or a value that is read already.
-
-    Raises InvalidData if the source cannot be read at all.
-    """
+    """Place and content of each row: the bytes of a JSON line, or a value. Raises InvalidData."""
     if (path := _file_of(source)) is None:
         yield from _data_set(str(source))
         return
@@ -207,10 +200,7 @@ def _file_of(source: str | Path) -> Path | None:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """The bytes of a file, unpacked.
-
-    Raises InvalidData for what is no file, cannot be read, or is damaged further on.
-    """
+    """A file's bytes, unpacked. Raises InvalidData, where it is damaged further on, too."""
     opener: Any = gzip.open if path.suffix == ".gz" else open
     try:
         if path.exists() and not path.is_file():
@@ -250,7 +240,7 @@ def _items(path: Path, array: bytes) -> Iterator[tuple[str, Any]]:
 
 
 def _data_set(name: str) -> Iterator[tuple[str, Any]]:
-    """The rows of a data set's split `train`. Raises InvalidData if it cannot be loaded."""
+    """The rows of its split `train`."""
     try:
         import datasets
     except ImportError as error:
@@ -268,7 +258,7 @@ def _data_set(name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _record(row: Any) -> dict[str, Any]:
-    """A row as an object; bytes are parsed. Raises InvalidData with the reason."""
+    """A row as an object; bytes are parsed."""
     if isinstance(row, bytes):
         if len(row) > _MOST_LINE:
             raise InvalidData(f"has more than {_MOST_LINE} bytes")
@@ -307,10 +297,7 @@ def encoded(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -
 
 
 def messages_of(record: dict[str, Any]) -> list[Message]:
-    """A record's turns, by role and content.
-
-    Raises InvalidData for a record without any, for unknown roles and for turns without text.
-    """
+    """A record's turns, by role and content. Raises InvalidData for others than text of roles."""
     keys = [name for name in ("messages", "conversations", "turns") if name in record]
     if not keys:
         raise InvalidData(
@@ -336,7 +323,7 @@ def messages_of(record: dict[str, Any]) -> list[Message]:
 
 
 def user_turns(record: dict[str, Any]) -> tuple[str, ...]:
-    """What the user says in a row, turn by turn. Raises InvalidData for a row without any."""
+    """What the user says in a row, turn by turn. Raises InvalidData where that is nothing."""
     if isinstance(record.get("text"), str) and "messages" not in record:
         record = {"turns": [record["text"]]}
     turns = [entry["content"].strip() for entry in messages_of(record) if entry["role"] == "user"]
@@ -428,8 +415,7 @@ def _from_messages(messages: list[Message], tokenizer: PreTrainedTokenizerBase) 
 FORMAT_VERSION = 4
 """2: draws came from a generator of the batch, not of the row. 3: rows of a batch knew the file."""
 
-_MOST_BYTES = 1 << 30
-"""Size limit of a run's record: it holds the lines of a batch while they are written."""
+_MOST_BYTES = 1 << 30  # of a run's record, which holds the lines of a batch while they are written
 
 DROPPED = {
     "duplicates": "duplicates",
@@ -449,7 +435,7 @@ into a loop, and end with its first turn."""
 
 @dataclass
 class Counts:
-    """What became of rows, by family of a recipe; rows from elsewhere have the family ""."""
+    """What became of rows, by family of a recipe, "" of those from elsewhere."""
 
     families: dict[str, dict[str, int]] = field(default_factory=dict)
 
@@ -460,9 +446,9 @@ class Counts:
 
     def add_row(self, record: Record) -> None:
         """Count a record that goes into the file."""
-        ids, answers = encoded(record, None)
-        values = (1, len(ids), len(answers), sum(end - first for first, end in answers))
-        for name, value in zip(KEPT, (*values, record.get("loops", 0)), strict=True):
+        talk, loops = encoded(record, None), record.get("loops", 0)
+        values = (1, len(talk.ids), len(talk.answers), len(talk.answer_ids), loops)
+        for name, value in zip(KEPT, values, strict=True):
             self.add(record.get("family", ""), name, value)
 
     def merge(self, more: Counts) -> None:
@@ -472,7 +458,7 @@ class Counts:
                 self.add(family, name, count)
 
     def total(self, name: str) -> int:
-        """The count called `name`, over all families."""
+        """Over all families."""
         return sum(found[name] for found in self.families.values())
 
     def dropped(self) -> str:
@@ -491,7 +477,7 @@ class Counts:
 
     @property
     def answer_tokens(self) -> int:
-        """Tokens of answers in the file."""
+        """In the file."""
         return self.total("answer_tokens")
 
 
@@ -504,12 +490,9 @@ class _Run:
     options: dict[str, Any]
     versions: dict[str, Any]
     counts: dict[str, dict[str, dict[str, int]]] = field(default_factory=lambda: asdict(Counts()))
-    seeds: list[int] = field(default_factory=list)
-    """Seeds of the batches that are written."""
-    bytes: int = 0
-    """Bytes of the file that are whole batches."""
-    next: list[str] = field(default_factory=list)
-    """Lines of the batch that is being written."""
+    seeds: list[int] = field(default_factory=list)  # of the batches that are written
+    bytes: int = 0  # of the file that are whole batches
+    next: list[str] = field(default_factory=list)  # lines of the batch that is being written
 
     def __post_init__(self) -> None:
         families = self.counts.get("families", {"": {}}).values()
@@ -529,11 +512,7 @@ class Writer:
     def __init__(
         self, output: Path, options: Mapping[str, Any], versions: Mapping[str, Any]
     ) -> None:
-        """Begin a file, or continue one that was begun with the same options.
-
-        Raises InvalidOption for other options, CannotWrite for a file of another origin,
-        InvalidData for one that lost lines.
-        """
+        """Raises InvalidOption for other options, InvalidData or CannotWrite for another's file."""
         self.output = check_output(output)
         self._record = _record_of(output)
         plain = json.loads(json.dumps(dict(options)))  # as it will be read: lists, no tuples
@@ -543,12 +522,12 @@ class Writer:
 
     @property
     def batches(self) -> int:
-        """How many are written."""
+        """That are written."""
         return len(self._run.seeds)
 
     @property
     def counts(self) -> Counts:
-        """The counts of all batches so far; a copy."""
+        """Of all batches so far; a copy."""
         return Counts(copy.deepcopy(self._run.counts["families"]))
 
     def append(self, lines: Sequence[str], seed: int, counts: Counts) -> None:
@@ -578,9 +557,8 @@ class Writer:
 
     def _block(self, lines: Sequence[str]) -> bytes:
         block = "".join(f"{line}\n" for line in lines).encode()
-        if block and self.output.suffix == ".gz":
-            block = gzip.compress(block, mtime=0)  # members in a row are one file, and no clock
-        return block
+        packed = block and self.output.suffix == ".gz"
+        return gzip.compress(block, mtime=0) if packed else block  # members in a row are one file
 
     def _save(self, run: _Run) -> None:
         files.write(self._record, json.dumps(asdict(run), indent=1) + "\n")
@@ -620,10 +598,7 @@ class Writer:
 
 
 def check_output(output: str | Path, reads: Iterable[object] = ()) -> Path:
-    """The name of a file that is new, or that its record lets `Writer` continue.
-
-    Asked before a model is loaded. Raises CannotWrite, for a file that the command `reads`, too.
-    """
+    """The name of a file that is new, or that a Writer continues. Raises CannotWrite."""
     path, record = Path(output), _record_of(output)
     files.refuse_inputs([path, record], reads)
     there = [name for name in (path, record) if path.name and os.path.lexists(name)]
@@ -641,7 +616,7 @@ def check_output(output: str | Path, reads: Iterable[object] = ()) -> Path:
 
 
 def template_of(output: str | Path) -> str | None:
-    """The chat template that a file of `selfspec data` was written with, if not the model's own."""
+    """The chat template that a Writer's file was written with, if not the model's own."""
     try:
         template = read_json(_record_of(output))["options"]["chat_template"]
     except (InvalidData, LookupError, TypeError, ValueError):
