@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
+from selfspec.api.chat_template import read
 from selfspec.cli.train import calibration_words
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.costs import Exits, MeasuredCosts, expected
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
+from selfspec.heads.folder import FILES_OF_A_FIT
 from selfspec.model.backbone import Backbone
 from selfspec.options import Exit
 from selfspec.training import calibrate, records
@@ -32,8 +35,10 @@ from selfspec.training.calibrate import (
 from selfspec.training.features import FeatureSpec, features, padded
 from selfspec.training.fit import Fitted, Job, fit
 from selfspec.training.text import Conversation
+from tests.models import make_model
 from tests.talks import make_talks
-from tests.training.test_fit import make_job
+from tests.training.test_fit import LAYERS, make_job
+from tests.training.test_fit import fitted as fit_to
 
 NOTHING = (0.0,) * 8
 FLAT = MeasuredCosts(
@@ -67,45 +72,26 @@ def test_exits_are_at_the_first_sure_layer() -> None:
     assert exits(sure, right, (0.5, 0.5)) == Exits((0.5, 0.25), 0.5)
 
 
-@pytest.mark.parametrize(("acceptance", "width"), [(0.3, 1), (0.3, 7), (0.8, 3)])
-def test_the_cost_model_is_the_papers_formula_where_its_assumptions_hold(
-    acceptance: float, width: int
-) -> None:
-    """One exit layer at 3 of 10, always taken; deep layers for all, and shallow ones once more."""
-    always = Exits((1.0,), acceptance)
-    tokens, gain = expected(FLAT, (3,), always, always, width)
-    assert tokens == pytest.approx((1 - acceptance ** (width + 1)) / (1 - acceptance))
-    seconds = width * 0.3 + 0.7  # k D_max / L + (L - D_max) / L
-    # ours runs the last draft's own row through the shallow layers too: it gives the bonus token
-    assert gain == pytest.approx(tokens / (seconds + 0.3))
-
-
-def test_later_drafts_have_their_own_chances() -> None:
-    first, later = Exits((1.0,), 0.5), Exits((1.0,), 0.1)
-    assert expected(FLAT, (3,), first, later, 3)[0] == pytest.approx(1 + 0.5 + 0.05 + 0.005)
-    never = Exits((0.0,), 0.0)  # a difficult token is not run twice through the shallow layers
-    assert expected(FLAT, (3,), never, never, 4) == pytest.approx((1.0, 1.0))
-
-
 def test_the_model_foretells_a_simulated_scheduler() -> None:
     """Independent places, two layers, rows that cost nothing: counted over 40,000 rounds."""
-    found = Exits((0.5, 0.3), 0.6)
+    found = (Exits((0.5, 0.3), 0.6), Exits((0.4, 0.2), 0.3))  # of a first draft, of later ones
     tokens, seconds, rounds = 0, 0.0, 40_000
     dice = random.Random(0)
     for _ in range(rounds):
         kept, alive = 0, True
-        for _place in range(3):
+        for place in range(3):
+            exits_at, right = found[place > 0].at, found[place > 0].right
             seconds += 0.2
             at = dice.random()
-            if at >= 0.5:
+            if at >= exits_at[0]:
                 seconds += 0.4
-            if at >= 0.8:
+            if at >= sum(exits_at):
                 seconds -= 0.6  # this row has come to layer 6
                 break
-            alive &= dice.random() < 0.6 / 0.8
+            alive &= dice.random() < right / sum(exits_at)
             kept += alive
         tokens, seconds = tokens + kept + 1, seconds + 1.0
-    rate, gain = expected(FLAT, (2, 6), found, found, 3)
+    rate, gain = expected(FLAT, (2, 6), *found, 3)
     assert rate == pytest.approx(tokens / rounds, rel=0.01)
     assert gain == pytest.approx(tokens / seconds, rel=0.01)
 
@@ -220,3 +206,61 @@ def test_entropies_are_those_of_the_models_own_laws_at_answer_positions(backbone
     assert heard == [(step + 1, len(heard)) for step in range(len(heard))]
     one_batch = measured_entropy(backbone, talks, 10_000, lambda *_: None)
     assert one_batch == pytest.approx(whole, abs=2e-4)
+
+
+# --- records
+
+
+def test_a_written_folder_gives_the_same_bits_back(
+    tmp_path: Path, talks: list[Conversation]
+) -> None:
+    backbone = Backbone(make_model("llama", dtype := torch.bfloat16))
+    result = fit_to(backbone, talks, head_type="deep-fused")
+    records.write(tmp_path, result, {"epochs": 2})
+    assert {file.name for file in tmp_path.iterdir()} == {*FILES_OF_A_FIT}
+    unembedding = backbone.unembedding
+    loaded = ExitHeads.from_pretrained(tmp_path, unembedding, backbone.fingerprint, "tiny")
+    hidden = torch.randn(7, backbone.hidden_size).to(dtype)
+    for layer in LAYERS:
+        assert torch.equal(loaded[layer](hidden, -hidden), result.heads[layer](hidden, -hidden))
+        assert next(loaded[layer].parameters()).dtype == dtype
+
+
+def test_the_card_and_the_run_are_made_from_the_records(
+    backbone: Backbone, talks: list[Conversation], tmp_path: Path
+) -> None:
+    result = fit_to(backbone, talks)
+    records.write(tmp_path, result, {"exit_layers": [2, 4]})
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics == result.metrics
+    card = (tmp_path / "README.md").read_text()
+    assert f"| 4 | {100 * metrics['layers']['4']['agreement']:.1f} % |" in card
+    assert "210 answer positions (a 20th of the data)" in card
+    assert f"{metrics['steps']} steps" in " ".join(card.split())
+    assert "second draft" not in card
+    run = yaml.safe_load((tmp_path / "run.yaml").read_text())
+    assert run["run"] == {"exit_layers": [2, 4]}
+    assert run["machine"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == result.epochs
+    deep = fit_to(backbone, talks, head_type="deep-fused", ce_share=0.5)
+    card = records.card(deep.heads.config, deep.metrics)
+    share = deep.metrics["layers"]["2"]["agreement_second"]
+    assert f"| {100 * share:.1f} % |" in card
+    assert "0.5 of it cross-entropy" in card
+
+
+def test_the_header_names_a_model_of_the_hub_and_the_card_how_to_use_the_heads(
+    backbone: Backbone, talks: list[Conversation]
+) -> None:
+    result = fit_to(backbone, talks)
+    known = replace(result.heads.config, base_model="lmsys/vicuna-7b", chat_template=read("vicuna"))
+    text = records.card(known, result.metrics, licence="apache-2.0")
+    header = yaml.safe_load(text.split("---\n")[1])
+    assert header["base_model"] == "lmsys/vicuna-7b"
+    assert (header["license"], header["library_name"]) == ("apache-2.0", "selfspec")
+    assert "selfspec generate --model lmsys/vicuna-7b --heads HEADS" in text
+    assert "chat template that the model does not bring, `vicuna`" in text
+    local = records.card(result.heads.config, result.metrics)
+    assert "base_model" not in yaml.safe_load(local.split("---\n")[1])
+    assert "--model MODEL --heads HEADS" in local

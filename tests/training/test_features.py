@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import json
 import os
@@ -17,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from selfspec.errors import InvalidData, InvalidOption, SelfspecError
+from selfspec.errors import InvalidData, InvalidOption
 from selfspec.heads.heads import HEAD_TYPES, DeepFusedHead
 from selfspec.model.backbone import Backbone
 from selfspec.training import features as store
@@ -47,13 +46,6 @@ def test_batches_hold_every_conversation_once_within_the_limit(talks: list[Conve
     assert sorted(talk.ids for group in plan for talk in group) == sorted(t.ids for t in talks)
     assert all(padded(group).ids.numel() <= 64 for group in plan)
     assert len(plan) < len(talks)
-
-
-def test_a_position_predicts_the_token_behind_it() -> None:
-    batch = padded(
-        [Conversation((5, 6, 7, 8, 9), ((1, 2), (3, 5))), Conversation((5, 6), ((1, 2),))]
-    )
-    assert batch.predicts.int().tolist() == [[1, 0, 1, 1, 0], [1, 0, 0, 0, 0]]
 
 
 def test_features_are_the_models_own_states_at_answer_positions(
@@ -275,22 +267,6 @@ def test_a_damaged_shard_is_named_and_rebuilt(stream: StreamSource, tmp_path: Pa
     os.truncate(victim, len(whole) - 1)
     write(tmp_path, stream)
     assert victim.read_bytes() == whole
-
-
-def test_a_full_disk_is_reported_and_leaves_nothing_half_written(
-    stream: StreamSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(tensors: dict[str, Any], path: Path) -> None:
-        path.write_bytes(b"half")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store, "save_file", full)
-        with pytest.raises(SelfspecError, match=r"shard-00000.safetensors: .*No space left"):
-            write(tmp_path, stream)
-    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
-    write(tmp_path, stream)
-    CacheSource(tmp_path, stream._backbone)
 
 
 def test_a_folder_of_other_features_is_refused(

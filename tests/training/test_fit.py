@@ -503,20 +503,6 @@ def test_a_fit_without_answers_is_refused(backbone: Backbone, talks: list[Conver
             fitted(backbone, unanswered)
 
 
-def test_answers_alone_are_learned_from_where_they_have_the_whole_loss(
-    backbone: Backbone, talks: list[Conversation]
-) -> None:
-    everywhere = make_job(backbone, talks)
-    alone = make_job(backbone, talks, answer_share=1.0)
-    assert alone.train.positions == alone.train.answers == everywhere.train.answers
-    # the same loss, once by leaving positions out, once by weights of 0
-    found = [
-        fit(replace(alone, train=job.train)).epochs[0]["train_loss"] for job in (alone, everywhere)
-    ]
-    assert found[0] == pytest.approx(found[1], rel=0.05)
-    assert everywhere.train.positions > everywhere.train.answers
-
-
 def test_a_loss_that_is_not_finite_stops_with_step_and_layer(
     backbone: Backbone, talks: list[Conversation], tmp_path: Path
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 from pathlib import Path
@@ -13,10 +12,7 @@ import pytest
 from selfspec import files
 from selfspec.cli import train
 from selfspec.cli.main import BUG, main
-from selfspec.errors import CannotWrite
 from selfspec.model.backbone import Backbone
-from selfspec.training.text import Writer
-from tests.authors import counted
 from tests.bad_input import snapshot
 from tests.heads.kinds import make_heads
 
@@ -91,30 +87,3 @@ def test_an_output_that_another_process_writes_is_refused(
         assert "is being written by another process" in capsys.readouterr().err
     assert main(command) == BUG
     assert "the model was loaded" in capsys.readouterr().err
-
-
-def full(*_: object) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-@pytest.mark.parametrize("fails_at", [1, 2])
-def test_a_full_disk_keeps_the_batches_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int
-) -> None:
-    """The first write to disk of a batch is the text, the second its record."""
-    name = "a.jsonl.gz"
-    writer = Writer(tmp_path / name, {}, {})
-    writer.append(['{"a": 1}'], 7, counted(rows=1))
-    before, real, calls = snapshot(tmp_path), os.fsync, [0]
-
-    def fsync(handle: int) -> None:
-        calls[0] += 1
-        (full if calls[0] == fails_at else real)(handle)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", fsync)
-        with pytest.raises(CannotWrite, match="No space left on device"):
-            writer.append(['{"a": 2}'], 8, counted(rows=2))
-    assert snapshot(tmp_path) == before
-    writer.append(['{"a": 2}'], 8, counted(rows=2))
-    assert [record["a"] for record in Writer(tmp_path / name, {}, {}).records()] == [1, 2]
