@@ -77,9 +77,7 @@ def make_features(folder: Path, backbone: Backbone) -> None:
     source = StreamSource(
         backbone, FeatureSpec((2, 4), top_k=4), make_talks(backbone.model)[:3], 64
     )
-    base = {"base_model": "tiny", "dtype": "float32", "data": "talks"}
-    base["base_fingerprint"] = backbone.fingerprint
-    store.write(folder, source, store.Manifest.of(source, base, 800))
+    store.write(folder, source, store.Manifest.of(source, base_model="tiny", data="talks"))
 
 
 def read_features(folder: Path, backbone: Backbone) -> None:

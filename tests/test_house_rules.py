@@ -38,13 +38,13 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 31576,
+    "tests/": 31570,
     "model": 7103,
     "decoding": 5590,
-    "training": 4038,
+    "training": 4042,
     "eval/": 4337,
     "eval": 3850,
-    "cli": 3441,
+    "cli": 3435,
     "serve": 3165,
     "api": 2518,
     "heads": 1783,

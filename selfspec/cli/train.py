@@ -443,17 +443,11 @@ def _write_features(asked: Asked, options: CacheOptions, workers: int) -> None:
     spec = store.FeatureSpec(layers, options.deep, options.top_k, not options.answers_only)
     texts = _read(asked["data"], model, asked, options.batch_tokens, options.max_tokens)
     source = store.StreamSource(backbone, spec, texts, options.batch_tokens)
-    size_of = spec.bytes_per_token(backbone.hidden_size, backbone.dtype.itemsize)
-    known = {
-        "base_model": model.name,
-        "base_fingerprint": backbone.fingerprint,
-        "dtype": str(backbone.dtype).removeprefix("torch."),
-        "data": Path(asked["data"]).name,
-        **({} if model.chat_template is None else {"chat_template": model.chat_template}),
-    }
-    manifest = store.Manifest.of(source, known, size_of)
+    names = {"base_model": model.name, "data": Path(asked["data"]).name}
+    manifest = store.Manifest.of(source, **names, chat_template=model.chat_template)
     total, size = manifest.positions, manifest.bytes / 1e9
-    base.note(f"selfspec: {total:,} positions at {size_of:,} bytes: {size:.2f} GB")
+    each = manifest.bytes // max(1, total)
+    base.note(f"selfspec: {total:,} positions at {each:,} bytes: {size:.2f} GB")
     if "max_size" in asked and size > asked["max_size"]:
         raise InvalidOption(
             f"the features would take {size:.2f} GB, more than max_size {asked['max_size']}. Take "

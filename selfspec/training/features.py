@@ -217,7 +217,7 @@ class StreamSource:
         keep: bool = False,
     ) -> None:
         """`keep` holds what was computed once in memory."""
-        self.spec, self._backbone, self._keep = spec, backbone, keep
+        self.spec, self.backbone, self._keep = spec, backbone, keep
         if not spec.everywhere:
             conversations = [entry for entry in conversations if entry.answers]
         self.plan = planned(conversations, batch_tokens)
@@ -237,7 +237,7 @@ class StreamSource:
         """Batch `index`, or every `count`-th text of it, from `number` on."""
         if (kept := self._kept.get((index, number, count))) is not None:
             return kept
-        found = features(self._backbone, self.spec, padded(self.plan[index][number::count]))
+        found = features(self.backbone, self.spec, padded(self.plan[index][number::count]))
         if self._keep:
             self._kept[index, number, count] = found
         return found
@@ -364,23 +364,27 @@ class Manifest:
             raise InvalidOption("shards, conversations, answers and sha256 are of other batches")
 
     @classmethod
-    def of(cls, source: StreamSource, base: dict[str, Any], size_of: int) -> Manifest:
-        """What is known before any work; `base`: model, dtype and text, `size_of`: a position's."""
+    def of(cls, source: StreamSource, **base: Any) -> Manifest:
+        """What is known before any work; `base`: names of model and text, the chat template."""
+        backbone = source.backbone
+        size = source.spec.bytes_per_token(backbone.hidden_size, backbone.dtype.itemsize)
         shards, room = list[list[int]](), 0
         for index, positions in enumerate(source.sizes):
-            if room < positions * size_of:
+            if room < positions * size:
                 shards.append([])
                 room = _SHARD_BYTES
             shards[-1].append(index)
-            room -= positions * size_of
+            room -= positions * size
         return cls(
             **base,
+            base_fingerprint=backbone.fingerprint,
+            dtype=str(backbone.dtype).removeprefix("torch."),
             spec=source.spec,
             digest=source.digest,
             conversations=source.conversations,
             answers=source.answers,
             positions=sum(source.sizes),
-            bytes=sum(source.sizes) * size_of,
+            bytes=sum(source.sizes) * size,
             shards=shards,
         )
 

@@ -126,12 +126,8 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "_SHARD_BYTES", 40_000)
 
 
-def manifest_of(source: StreamSource, **changes: str) -> Manifest:
-    names = ("base_model", "base_fingerprint", "dtype", "data")
-    known = dict(
-        zip(names, ("tiny", source._backbone.fingerprint, "float32", "talks"), strict=True)
-    )
-    return Manifest.of(source, known | changes, SPEC.bytes_per_token(32, 4))
+def manifest_of(source: StreamSource, **changes: Any) -> Manifest:
+    return replace(Manifest.of(source, base_model="tiny", data="talks"), **changes)
 
 
 def write(folder: Path, source: StreamSource, **options: Any) -> None:
@@ -236,7 +232,7 @@ def test_a_stopped_run_goes_on_at_the_next_shard(
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path / "stopped", stream)
     with pytest.raises(InvalidData, match="is unfinished"):
-        CacheSource(tmp_path / "stopped", stream._backbone)
+        CacheSource(tmp_path / "stopped", stream.backbone)
     kept = len(shards(tmp_path / "stopped"))
     monkeypatch.setattr(StreamSource, "batch", batch)
     seen: list[tuple[int, bool]] = []
@@ -259,10 +255,10 @@ def test_a_damaged_shard_is_named_and_rebuilt(stream: StreamSource, tmp_path: Pa
     whole = victim.read_bytes()
     victim.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(InvalidData, match=f"{victim.name} is damaged"):
-        CacheSource(tmp_path, stream._backbone)
+        CacheSource(tmp_path, stream.backbone)
     write(tmp_path, stream)
     assert victim.read_bytes() == whole
-    CacheSource(tmp_path, stream._backbone)
+    CacheSource(tmp_path, stream.backbone)
     manifest_of(stream).write(tmp_path)  # as a killed run leaves it
     os.truncate(victim, len(whole) - 1)
     write(tmp_path, stream)
