@@ -26,12 +26,9 @@ class Range:
     """Which values an option may have; written into its annotation with `Annotated`."""
 
     holds: Callable[[Any], bool]
-    expected: str
-    """How an error says so."""
-    whole: bool = False
-    """Whether it holds for a tuple as a whole, not for each value in it."""
-    most: float | None = None
-    """The largest value, which costs a few megabytes and milliseconds at most."""
+    expected: str  # how an error says so
+    whole: bool = False  # it holds for a tuple as a whole, not for each value in it
+    most: float | None = None  # the largest value, which costs a few megabytes and milliseconds
     request: float | None = None
     """The largest that somebody else, a server's client, may ask for; None: nobody else may."""
 
@@ -40,6 +37,11 @@ def between(least: float, most: float, request: float | None = None) -> Range:
     """From the one to the other, both included."""
     expected = f"in [{least}, {most}]"
     return Range(lambda value: least <= value <= most, expected, most=most, request=request)
+
+
+def at_least(least: float) -> Range:
+    """From `least` on."""
+    return Range(lambda value: value >= least, f"of at least {least}")
 
 
 AMOUNT = between(0, 1000)
@@ -52,12 +54,10 @@ LAYER = between(0, 4096)
 class Part:
     """Settings of one drafter, controller or rule. Lists are kept as tuples."""
 
-    kind: ClassVar[str]
-    """Its name on the command line."""
+    kind: ClassVar[str]  # its name on the command line
     reads_confidence: ClassVar[bool] = False
     """Whether a controller goes by a token's confidence; such controllers know chains alone."""
-    reads_beliefs: ClassVar[bool] = False
-    """Whether an acceptance rule looks at the whole distribution of each draft token."""
+    reads_beliefs: ClassVar[bool] = False  # a rule looks at each draft token's whole distribution
 
     def __init_subclass__(cls, kind: str = "") -> None:
         if kind:

@@ -41,7 +41,7 @@ MOST_LINES = {
     "tests/": 31570,
     "model": 7103,
     "decoding": 5590,
-    "training": 4042,
+    "training": 4037,
     "eval/": 4337,
     "eval": 3850,
     "cli": 3435,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from selfspec.eval.results import SIX_TASKS
-from selfspec.options import SHARE, Range, check_fields
+from selfspec.options import SHARE, Range, at_least, check_fields
 from selfspec.typed import check_keys
 
 OBJECTIVES = ("speed", "latency")
@@ -20,11 +20,6 @@ _RISING = Range(
     "of values that are at least 0 and rise",
     whole=True,
 )
-
-
-def at_least(least: int) -> Range:
-    """From `least` on."""
-    return Range(lambda value: value >= least, f"of at least {least}")
 
 
 @dataclass(frozen=True, kw_only=True)

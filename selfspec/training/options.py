@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 
 from selfspec.errors import InvalidOption, first_line
 from selfspec.heads.folder import EAGLE3, MEDUSA
-from selfspec.options import SHARE, Probability, Range, check_fields
+from selfspec.options import SHARE, Probability, Range, at_least, check_fields
 from selfspec.typed import annotations_of, check_keys, check_types, shown
 
 FITTED_HEAD_TYPES = ("linear", "translator", "low-rank", "mlp", "deep-fused", EAGLE3, MEDUSA)
@@ -28,11 +28,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 """Named sets of FitOptions. specbound: what the paper prints (its section 3.1)."""
-
-
-def at_least(least: int) -> Range:
-    """From `least` on."""
-    return Range(lambda value: value >= least, f"of at least {least}")
 
 
 Count = Annotated[int, at_least(1)]
