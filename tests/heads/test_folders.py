@@ -25,14 +25,14 @@ from selfspec.config import SpeculationOptions
 from selfspec.errors import HeadsNotFound, InvalidHeads, SelfspecError
 from selfspec.heads.attending import config_of
 from selfspec.heads.exit_heads import ExitHeads
-from selfspec.heads.folder import CONFIG_FILE, FORMAT_VERSION, METADATA, WEIGHTS_FILE
+from selfspec.heads.folder import CONFIG_FILE, METADATA, WEIGHTS_FILE
 from selfspec.model.backbone import Backbone
 from selfspec.model.parts import Unembedding
 from selfspec.options import ACCEPTANCE, CONTROLLERS, TOGETHER
 from selfspec.typed import require_types
 from tests.bad_input import DEEP, INF, NAN, Change, one_line, snapshot, steps_into, tensor, tensors
 from tests.heads.eagle3.make import HERE
-from tests.heads.kinds import DRAFT_IDS, FINGERPRINT, TRAINED, make_heads, train
+from tests.heads.kinds import FINGERPRINT, TRAINED, make_heads, train
 from tests.models import VOCAB_SIZE, addressless, make_model
 
 
@@ -79,24 +79,6 @@ def test_heads_saved_in_float32_load_in_the_models_dtype_ready_to_use(heads: Pat
     assert not loaded.training
     assert loaded.first.draft_ids is not None
     assert loaded.first.draft_ids.dtype == torch.int64
-
-
-def test_the_draft_vocabulary_is_stored_once_as_small_integers(heads: Path) -> None:
-    tensors = load_file(heads / WEIGHTS_FILE)
-    stored = [name for name in tensors if "draft_ids" in name]
-    assert stored == ["draft_ids"]
-    assert tensors["draft_ids"].dtype == torch.int32
-    assert tensors["draft_ids"].tolist() == DRAFT_IDS.tolist()
-
-
-def test_saving_twice_replaces_the_first(
-    heads: Path, unembedding: Unembedding, hidden: Tensor
-) -> None:
-    newer = train(make_heads("linear", unembedding))
-    newer.save(heads)
-    assert torch.equal(load(heads, unembedding)[2](hidden), newer[2](hidden))
-    assert {path.name for path in heads.iterdir()} == {CONFIG_FILE, WEIGHTS_FILE}
-    assert json.loads((heads / CONFIG_FILE).read_text())["format_version"] == FORMAT_VERSION == 2
 
 
 def test_loading_writes_nothing_into_the_model(backbone: Backbone, tmp_path: Path) -> None:

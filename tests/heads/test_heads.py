@@ -273,14 +273,6 @@ def test_each_signal_of_the_ensemble_by_hand(
     assert torch.equal(logits, before)
 
 
-def test_a_certain_law_has_confidence_one_and_a_flat_one_the_least() -> None:
-    certain = torch.tensor([0.0, -torch.inf, -torch.inf, -torch.inf])
-    for weights in ((1, 0, 0), (0, 1, 0), (0, 0, 1)):
-        assert Ensemble(weights, 1.0)(certain).item() == pytest.approx(1.0, abs=1e-6)
-    flat = [Ensemble(w, 1.0)(torch.zeros(4)).item() for w in ((1, 0, 0), (0, 1, 0), (0, 0, 1))]
-    assert flat == pytest.approx([0.0, 0.5, 0.0], abs=1e-6)
-
-
 # --- answers
 
 
@@ -360,29 +352,12 @@ def test_tokens_chances_and_signals_come_in_one_read(
     assert reads == [(4, 6 if signal is None else 7)]
 
 
-class Certain(ExitHead):
-    """Stands in for a head of a huge vocabulary that names one token of it."""
-
-    def __init__(self, token: int) -> None:
-        torch.nn.Module.__init__(self)
-        self.token = token
-
-    def features(self, hidden: Tensor, deep: Tensor | None = None) -> Tensor:
-        return hidden
-
-    def unembed(self, features: Tensor) -> Tensor:
-        return features[:, :2]
-
-    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
-        return torch.full_like(draft_ids, self.token)
-
-    _build: Any = None
-
-
 @pytest.mark.parametrize("token", [0, 7, 151_935, 2**24])
-def test_ids_are_exact_beside_chances(token: int) -> None:
-    said = asked(Certain(token), states(1), 1)
-    assert said.tokens == [[token]]
+def test_ids_are_exact_beside_chances(
+    token: int, unembedding: Unembedding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ExitHead, "to_target_ids", lambda _, ids: torch.full_like(ids, token))
+    assert asked(make_heads("linear", unembedding)[LAYER], states(1), 1).tokens == [[token]]
 
 
 # Rows of many texts

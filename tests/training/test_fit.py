@@ -39,6 +39,7 @@ from selfspec.training.fit import (
     default_exit_layers,
     draft_index,
     draft_vocabulary,
+    exit_layers,
     feature_spec,
     fit,
     going_on,
@@ -460,16 +461,13 @@ def test_a_strange_checkpoint_is_one_line(
 def test_heads_of_the_asked_kind_and_the_default_layers(
     backbone: Backbone, talks: list[Conversation]
 ) -> None:
-    config = fitted(
-        backbone, talks, head_type="low-rank", inner_size=4, exit_layers=None
-    ).heads.config
+    kind: dict[str, Any] = {"head_type": "low-rank", "inner_size": 4}
+    config = fitted(backbone, talks, exit_layers=None, **kind).heads.config
     assert (config.head_type, config.inner_size) == ("low-rank", 4)
     assert config.exit_layers == default_exit_layers(backbone.num_layers)
     assert default_exit_layers(30) == (4, 8, 12, 16, 20)
     assert default_exit_layers(2) == (1,)
-    assert fitted(
-        backbone, talks, head_type="deep-fused", exit_layers=None
-    ).heads.config.exit_layers == (0,)
+    assert exit_layers(backbone, FitOptions()) == (0,)
     assert config.training["answer_tokens"] == sum(len(talk.answer_ids) for talk in talks)
 
 

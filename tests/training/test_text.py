@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.errors import CannotWrite, InvalidData, InvalidOption, InvalidPrompt
+from selfspec.errors import InvalidData, InvalidOption, InvalidPrompt
 from selfspec.training import text
 from selfspec.training.text import (
     DROPPED,
@@ -196,12 +196,6 @@ def test_lines_may_be_anywhere_and_arrays_in_json(
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
     whole = content == LINES or name.removesuffix(".gz") == "a.json"
     assert numbers(tmp_path / name, skip_bad_rows=True) == ([1, 2] if whole else [])
-
-
-def test_an_item_is_named_by_its_place(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_bytes(b'[{"n": 1}, "text"]')
-    with pytest.raises(InvalidData, match=r"a\.json, item 2 holds a str, expected an object"):
-        numbers(tmp_path / "a.json")
 
 
 def test_skipped_rows_are_counted_and_reported(
@@ -413,18 +407,6 @@ def test_lines_of_somebody_else_behind_ours_are_kept(
     assert path.read_bytes() == before
 
 
-def test_a_run_killed_before_its_first_batch_is_continued(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    writer = opened(path)
-    assert not any(tmp_path.iterdir()), "nothing is left of a run that could not begin"
-    writer._save(replace(writer._run, next=BATCHES[0]))
-    writer = filled(path)
-    assert list(writer.records()) == [{"a": "é"}, {"a": 2}, {"a": 3}]
-    before = writer.counts
-    writer.counts.add("", "rows")  # to a copy
-    assert writer.counts == before
-
-
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -490,16 +472,6 @@ def test_other_versions_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureF
         assert not caplog.messages
         Writer(tmp_path / "a.jsonl", OPTIONS, {"torch": "2"})
     assert "other versions than {'torch': '2'}" in caplog.messages[0]
-
-
-def test_an_output_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(CannotWrite, match="cannot write"):
-        opened(tmp_path / "file" / "a.jsonl")
-    writer = opened(tmp_path / "a.jsonl")
-    writer.output.mkdir()
-    with pytest.raises(CannotWrite, match="cannot write"):
-        writer.append(["{}"], 0, Counts())
 
 
 def test_a_row_counts_its_answers_and_loops_by_family() -> None:
