@@ -274,8 +274,6 @@ class _State:
 
 
 class _Adaptation:
-    """One folder on its way."""
-
     def __init__(
         self,
         folder: Path,
@@ -377,7 +375,6 @@ class _Adaptation:
 
     @property
     def _spent(self) -> float:
-        """Seconds, those of earlier calls included."""
         return self._before + time.monotonic() - self._began
 
     def _left(self, until: float = 1.0) -> float:
@@ -442,7 +439,6 @@ class _Adaptation:
         return rows
 
     def _timed_step(self, backbone: Backbone, rows: int) -> float:
-        """Seconds of one step of so many texts; the second of two tries."""
         for _ in range(2):
             began, left = time.monotonic(), rows
             texts = Texts(backbone, watch=lambda _: None)
@@ -530,7 +526,6 @@ class _Adaptation:
         self._save()
 
     def _epochs(self, job: fit.Job) -> int:
-        """How many the time is enough for, at least one; by a few steps."""
         few, watch = job.train.indices[:3], Stopwatch()
         trial = replace(
             job,
@@ -640,7 +635,6 @@ class _Adaptation:
         return speculator.generate(prompt, do_sample=False, **asked, **options)
 
     def _timed(self, speculator: Speculator, task: str, prompt: Prompt, tokens: int) -> Row:
-        """One prompt in all ways, each time another one first."""
         first = self._state.asked % len(WAYS)
         order = [*WAYS][first:] + [*WAYS][:first]
         answers = {way: self._answered(speculator, prompt, tokens, WAYS[way]) for way in order}

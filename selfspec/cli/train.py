@@ -116,7 +116,6 @@ def _load(
 
 
 def _load_like(asked: Asked, model: Base, *, writes: bool = False) -> Callable[[], Base]:
-    """What loads the same model in another process."""
     given = base.picked(asked, MODEL) | {"dtype": str(model.backbone.dtype).removeprefix("torch.")}
     same = {"template": model.chat_template, "expected": model.backbone.fingerprint}
     return partial(_load, given, writes=writes, **same)
@@ -478,7 +477,6 @@ def _write_features(asked: Asked, options: CacheOptions, workers: int) -> None:
 def _computer_of(
     load: Callable[[], Base], spec: FeatureSpec
 ) -> Callable[[list[Conversation]], Features]:
-    """A worker's, with the model that it loads."""
     import torch
 
     from selfspec.training.features import features, padded
@@ -617,7 +615,6 @@ def _check_heads_output(asked: Asked) -> None:
 
 
 def _job(asked: Asked, options: FitOptions, model: Base, checkpoint: Path) -> Job:
-    """The features of a model to fit on, and those to measure on."""
     from selfspec.training import fit
     from selfspec.training.features import CacheSource, StreamSource, launched, split, whole
     from selfspec.training.text import special_ids
@@ -751,7 +748,6 @@ def _calibrate(asked: Asked, folder: Path, output: Path | None) -> Calibration:
 
 
 def _calibrate_entropy(asked: Asked, output: Path | None, *, as_json: bool) -> None:
-    """Measure EASD's tau_H; it becomes one of the defaults of the heads in `output`."""
     model = _load(asked)
     from selfspec.training.calibrate import SHARE, measured_entropy
 

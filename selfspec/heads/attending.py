@@ -478,7 +478,6 @@ def _vocabulary(ids: Tensor | None, count: int) -> dict[str, Tensor]:
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
-    """All of a folder, named as in the speculators format. Raises InvalidData, InvalidHeads."""
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
         pickled = any(True for _ in Path(folder).glob("*.bin"))
@@ -493,7 +492,6 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _check(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise InvalidHeads unless they are exactly the expected, floating and finite."""
     for name in sorted(expected.keys() - tensors.keys()):
         raise InvalidHeads(f"no {name}. Is the file whole?")
     for name, tensor in tensors.items():

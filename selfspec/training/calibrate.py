@@ -239,7 +239,6 @@ def calibrate(
 
 
 def _candidates(confidence: Tensor) -> list[float]:
-    """Thresholds to try."""
     ranked = confidence.sort(descending=True).values
     places = (torch.tensor(_SHARES) * (len(ranked) - 1)).long()
     return sorted({max(float(value), 1e-3) for value in ranked[places]})

@@ -525,7 +525,6 @@ class CacheSource:
         return tensors
 
     def _check(self, name: str, tensor: Tensor, count: int) -> None:
-        """Raise InvalidData for a tensor that no batch of `count` positions has."""
         hidden_size, vocab_size = self._sizes
         shape: tuple[int, ...] = (count,)
         if name in ("continues", "answers"):
@@ -570,7 +569,6 @@ def sha256(path: Path) -> str:
 
 
 def _is_whole(path: Path, known: str) -> bool:
-    """By the length that its header says, and by its hash where it is known."""
     try:
         with safe_open(path, "pt"):
             return known in ("", sha256(path))

@@ -104,7 +104,6 @@ class _Course:
         return len(self.entries) // len(self.sums)
 
     def best(self, layer: int) -> dict[str, Any]:
-        """A layer's entry of its best epoch."""
         own = (entry for entry in self.entries if entry["layer"] == layer)
         return max(own, key=lambda entry: float(entry["agreement"]))
 
@@ -331,7 +330,6 @@ def judged(
 
 
 def _summed(sums: Tensor, processes: PartialState | None) -> Tensor:
-    """Over all processes."""
     if processes is not None and processes.num_processes > 1:
         sums = sums.to(processes.device)
         distributed.all_reduce(sums)
@@ -534,8 +532,6 @@ def read_ahead(items: Iterator[Item]) -> Iterator[Item]:
 
 
 class _Fit:
-    """One job on its way."""
-
     def __init__(self, job: Job, watch: Stopwatch, left: Callable[[], float]) -> None:
         if not job.train.answers or not job.validation.answers:
             raise InvalidData(
@@ -582,7 +578,6 @@ class _Fit:
         return min(rest, max(1.0, rest * took / max(took, self._left())))
 
     def _order(self, epoch: int) -> list[int]:
-        """Batches, shuffled by seed and epoch alone."""
         generator = torch.Generator().manual_seed(self._job.options.seed + epoch)
         indices = self._job.train.indices
         return [indices[i] for i in torch.randperm(len(indices), generator=generator).tolist()]
@@ -598,7 +593,6 @@ class _Fit:
         return read_ahead(found) if isinstance(self._job.train.source, CacheSource) else found
 
     def _step(self, positions: int, mine: list[Features], epoch: int) -> str:
-        """One update; how it went, for people."""
         course = self._course
         losses = self._trainer.step(course.schedule, mine, positions)
         course.step += 1
@@ -650,7 +644,6 @@ class _Fit:
             save_checkpoint(job.checkpoint, self._tensors(), record)
 
     def _resume(self) -> None:
-        """Go on from the checkpoint of the same job, if there is one."""
         job, path = self._job, self._job.checkpoint
         if path is None or not path.is_file():
             return
@@ -749,7 +742,6 @@ def _config(job: Job, draft_ids: Tensor | None, record: dict[str, Any]) -> Heads
 
 
 def _record(job: Job, steps: int) -> dict[str, Any]:
-    """The `training` entry of the heads' config."""
     options = job.options
     before = {} if job.start is None else {"before": job.start.config.training}
     return before | {

@@ -297,7 +297,6 @@ _KEYS = {"families": dict, "lists": dict, "languages": dict, "written-share": fl
 
 
 def _recipe(found: Any) -> Recipe:
-    """Raises InvalidOption for anything but a whole recipe."""
     if not isinstance(found, dict):
         raise InvalidOption("expected families and lists, each with a name")
     check_keys(map(str, found), _KEYS, "key")
@@ -346,7 +345,6 @@ def _family(name: str, values: Any) -> Family:
 
 
 def _check_family(family: Family, lists: set[str], languages: set[str]) -> None:
-    """Raise InvalidOption for a family whose prompts cannot be made."""
     if family.weight <= 0.0:
         raise InvalidOption(f"weight is {family.weight}, expected above 0")
     if not family.ask or not all(ask and ask[0] is not None for ask in family.ask):

@@ -240,7 +240,6 @@ def _items(path: Path, array: bytes) -> Iterator[tuple[str, Any]]:
 
 
 def _data_set(name: str) -> Iterator[tuple[str, Any]]:
-    """The rows of its split `train`."""
     try:
         import datasets
     except ImportError as error:
@@ -258,7 +257,6 @@ def _data_set(name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _record(row: Any) -> dict[str, Any]:
-    """A row as an object; bytes are parsed."""
     if isinstance(row, bytes):
         if len(row) > _MOST_LINE:
             raise InvalidData(f"has more than {_MOST_LINE} bytes")
@@ -483,8 +481,6 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """What OUTPUT.run.json holds."""
-
     format_version: int = FORMAT_VERSION
     made_by: str = "selfspec data"
     options: dict[str, Any]
