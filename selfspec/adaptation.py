@@ -37,7 +37,7 @@ from selfspec.heads.folder import is_heads_folder, remember
 from selfspec.hub import models as hub
 from selfspec.model import fingerprint
 from selfspec.model.backbone import Backbone
-from selfspec.training import calibrate, fit, records, selfgen
+from selfspec.training import fit, records, selfgen
 from selfspec.training.features import Selection, StreamSource, whole
 from selfspec.training.options import (
     CacheOptions,
@@ -548,8 +548,8 @@ class _Adaptation:
         """Temperatures and settings; agreement by the first word of families' names."""
         self._say("temperatures")
         heads = self._read(self._heads)
-        found = calibrate.calibrate(heads, held_out, measure(Backbone(self._model), heads))
-        calibrate.write(heads, self._heads, found, {"data": TEXT})
+        found = records.calibrate(heads, held_out, measure(Backbone(self._model), heads))
+        records.write_calibration(heads, self._heads, found, {"data": TEXT})
         kinds = {"all": [talk for _, talk in families]}
         for family, talk in families:
             kinds.setdefault(family.partition("-")[0], []).append(talk)

@@ -19,8 +19,8 @@ import typer
 
 import selfspec
 from selfspec.files import write
-from selfspec.training.calibrate import entropies
 from selfspec.training.features import padded, planned
+from selfspec.training.records import entropies
 from selfspec.training.text import DROPPED, encoded
 
 

@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
     from selfspec.heads.exit_heads import ExitHeads
     from selfspec.model.backbone import Backbone
-    from selfspec.training.calibrate import Calibration
     from selfspec.training.features import Features, FeatureSpec, Selection
     from selfspec.training.fit import Fitted, Job
     from selfspec.training.recipe import Passages, Prompts, Recipe
+    from selfspec.training.records import Calibration
     from selfspec.training.selfgen import Author, Proposal, Source
     from selfspec.training.text import Conversation, Counts, Reader
 
@@ -720,7 +720,7 @@ def _calibrate(asked: Asked, folder: Path, output: Path | None) -> Calibration:
     model = _load(asked)
     from selfspec.decoding.measure import measure
     from selfspec.model.backbone import Backbone
-    from selfspec.training import calibrate as measuring
+    from selfspec.training import records
     from selfspec.training.features import CacheSource, FeatureSpec, StreamSource, whole
 
     heads = _heads_of(folder, model)
@@ -740,16 +740,16 @@ def _calibrate(asked: Asked, folder: Path, output: Path | None) -> Calibration:
         talks = _read(asked["data"], model, asked, batch_tokens, limit)
         features = whole(StreamSource(model.backbone, needed, talks, batch_tokens, keep=True))
     costs = measure(Backbone(model.backbone.model), heads)
-    found = measuring.calibrate(heads, features, costs, asked.get("max_exit_layers", 2))
+    found = records.calibrate(heads, features, costs, asked.get("max_exit_layers", 2))
     if output is not None:
         recorded = {name: asked[name] for name in sorted(asked) if name != "config"}
-        measuring.write(heads, output, found, recorded)
+        records.write_calibration(heads, output, found, recorded)
     return found
 
 
 def _calibrate_entropy(asked: Asked, output: Path | None, *, as_json: bool) -> None:
     model = _load(asked)
-    from selfspec.training.calibrate import SHARE, measured_entropy
+    from selfspec.training.records import SHARE, measured_entropy
 
     batch_tokens = CacheOptions().batch_tokens
     texts = _read(asked["data"], model, asked, batch_tokens, asked.get("max_tokens"))

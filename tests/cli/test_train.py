@@ -32,7 +32,7 @@ from selfspec.training.fit import CHECKPOINT
 from selfspec.training.text import Counts
 from tests.authors import RECIPE as PROMPTS
 from tests.authors import counted, read
-from tests.training.test_calibrate import FLAT
+from tests.training.test_records import FLAT
 
 MODEL = ["--model", "model", "--dtype", "float32"]
 Capture = pytest.CaptureFixture[str]

@@ -21,8 +21,10 @@ from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
 from selfspec.heads.folder import FILES_OF_A_FIT
 from selfspec.model.backbone import Backbone
 from selfspec.options import Exit
-from selfspec.training import calibrate, records
-from selfspec.training.calibrate import (
+from selfspec.training import records
+from selfspec.training.features import FeatureSpec, features, padded
+from selfspec.training.fit import Fitted, Job, fit
+from selfspec.training.records import (
     TEMPERATURES,
     Scores,
     best_setting,
@@ -32,8 +34,6 @@ from selfspec.training.calibrate import (
     high_entropy,
     measured_entropy,
 )
-from selfspec.training.features import FeatureSpec, features, padded
-from selfspec.training.fit import Fitted, Job, fit
 from selfspec.training.text import Conversation
 from tests.models import make_model
 from tests.talks import make_talks
@@ -61,7 +61,7 @@ def test_the_fitted_temperature_makes_confidence_true() -> None:
     truth = torch.rand(4000, generator=generator) * 2.0  # logit of the first token, at least 0
     right = torch.rand(4000, generator=generator) < truth.sigmoid()
     confidence = torch.stack([(2.0 * truth / t).sigmoid() for t in TEMPERATURES])
-    found = calibrate.reliability(Scores(confidence, right))
+    found = records.reliability(Scores(confidence, right))
     assert found.temperature == pytest.approx(2.0, rel=0.1)
     assert found.ece < 0.02 < found.ece_before
 
@@ -134,8 +134,8 @@ def test_calibrated_heads_carry_settings_that_the_runtime_takes(
     backbone: Backbone, learned: tuple[Job, Fitted], fitted: Fitted, tmp_path: Path
 ) -> None:
     records.write(tmp_path, fitted, {})
-    found = calibrate.calibrate(fitted.heads, learned[0].validation, FLAT)
-    calibrate.write(fitted.heads, tmp_path, found, {"data": "talks"})
+    found = records.calibrate(fitted.heads, learned[0].validation, FLAT)
+    records.write_calibration(fitted.heads, tmp_path, found, {"data": "talks"})
     loaded = ExitHeads.from_pretrained(tmp_path, backbone.unembedding, backbone.fingerprint, "tiny")
     options = SpeculationOptions().updated(loaded.config.defaults)
     assert options.exit.layers == found.setting.exit_layers
@@ -155,8 +155,8 @@ def test_what_is_slower_is_never_written_and_the_report_says_what_is(
     records.write(tmp_path, fitted, {})
 
     def defaults(costs: MeasuredCosts) -> tuple[SpeculationOptions, str]:
-        found = calibrate.calibrate(fitted.heads, learned[0].validation, costs)
-        calibrate.write(fitted.heads, tmp_path, found, {})
+        found = records.calibrate(fitted.heads, learned[0].validation, costs)
+        records.write_calibration(fitted.heads, tmp_path, found, {})
         kept = HeadsConfig.read(tmp_path).defaults
         return SpeculationOptions().updated(kept), calibration_words(found)
 
