@@ -218,9 +218,9 @@ def adapt(*, asked: Asked) -> None:
     given = {name: value for name, value in asked.items() if name != "config"}
     from selfspec.adaptation import adapt as made
 
-    with base.bar("adapt", "s") as show:
-        seen = lambda at, end, words: show(int(at), int(end), words)  # noqa: E731
-        report = made(given.pop("model", None), **given, show=seen)
+    with base.bar("adapt", "s") as bar:
+        given["show"] = lambda at, end, words: bar(int(at), int(end), words)
+        report = made(given.pop("model", None), **given)
     base.emit(report.markdown())
 
 

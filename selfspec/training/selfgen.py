@@ -473,8 +473,7 @@ class Author:
     def write(self, scripts: Iterable[Script[T]]) -> list[T]:
         """What all of them return, in their order; many texts are written at any time."""
         texts, found = self._server or Texts(self.backbone, self._watch), dict[int, T]()
-        fresh = deque(enumerate(scripts))
-        idle: list[tuple[int, Script[T]]] = []
+        ready = deque(enumerate(scripts))
         running: dict[Hashable, tuple[int, Script[T]]] = {}
 
         def go_on(place: int, script: Script[T], ids: list[int] | None = None) -> None:
@@ -484,16 +483,14 @@ class Author:
                 found[place] = end.value
                 return
             if ask is None:
-                idle.append((place, script))
+                ready.append((place, script))
             else:
                 running[texts.add(ask)] = (place, script)
 
-        while fresh or idle or running:
-            waiting, idle = idle, []
-            for one in waiting:
-                go_on(*one)
-            while fresh and len(running) < MOST_TEXTS:
-                go_on(*fresh.popleft())
+        while ready or running:
+            for _ in range(len(ready)):
+                if len(running) < MOST_TEXTS:
+                    go_on(*ready.popleft())
             for text, ids in texts.step():
                 go_on(*running.pop(text), ids)
         return [found[place] for place in sorted(found)]
