@@ -240,8 +240,8 @@ def adapt(
         folder.mkdir(parents=True, exist_ok=True)
         read = read_recipe(recipe)
         return _Adaptation(
-            folder,
-            seconds,
+            folder=folder,
+            budget_s=seconds,
             loading={"model": model, "dtype": dtype, "device": device},
             text=DataOptions(raw=raw, seed=seed),
             recipe=read,
@@ -273,61 +273,59 @@ class _State:
     finished: bool = False
 
 
+@dataclass(kw_only=True)
 class _Adaptation:
-    def __init__(
-        self,
-        folder: Path,
-        budget_s: float,
-        *,
-        loading: dict[str, Any],
-        text: DataOptions,
-        recipe: Recipe,
-        passages: Passages,
-        own: list[tuple[str, ...]],
-        template: str | None,
-        show: Show,
-    ) -> None:
+    folder: Path
+    budget_s: float
+    loading: dict[str, Any]
+    text: DataOptions
+    recipe: Recipe
+    passages: Passages
+    own: list[tuple[str, ...]]
+    template: str | None
+    show: Show
+
+    def __post_init__(self) -> None:
         """Loads the model. Raises InvalidOption where the folder was begun otherwise."""
         self._began = time.monotonic()
-        self._folder, self._loading, self._text, self._show = folder, loading, text, show
-        self._recipe, self._passages, self._own, self._template = recipe, passages, own, template
-        show(0.0, budget_s, "loading the model")
-        self._dtype = loading["dtype"] or hub.training_dtype(loading["device"])
+        self.show(0.0, self.budget_s, "loading the model")
+        device = self.loading["device"]
+        self._dtype = self.loading["dtype"] or hub.training_dtype(device)
         self._model, self._tokenizer, found = hub.load_model(
-            loading["model"], dtype=self._dtype, device=loading["device"]
+            self.loading["model"], dtype=self._dtype, device=device
         )
         self._label = found.label
         self._fingerprint = fingerprint.of_loaded(self._model, found.stamps)
-        if template is not None and self._tokenizer is not None:
-            self._tokenizer = templates.having(self._tokenizer, template)
-        self._state = self._begun(budget_s)
+        if self.template is not None and self._tokenizer is not None:
+            self._tokenizer = templates.having(self._tokenizer, self.template)
+        self._state = self._begun()
         self._before = self._state.spent_s
 
-    def _begun(self, budget_s: float) -> _State:
+    def _begun(self) -> _State:
         """A new folder's state, or that of a begun one; with a larger budget it is reopened."""
         made_from = {
             "model": self._fingerprint,
             "dtype": self._dtype,
-            "raw": self._text.raw,
-            "seed": self._text.seed,
-            "questions": len(self._own),
-            "recipe": self._recipe.digest,
-            "passages": self._passages.digest,
-            "chat_template": self._template,
+            "raw": self.text.raw,
+            "seed": self.text.seed,
+            "questions": len(self.own),
+            "recipe": self.recipe.digest,
+            "passages": self.passages.digest,
+            "chat_template": self.template,
         }
-        file = self._folder / STATE
+        file = self.folder / STATE
         if not file.exists():
-            return _State(made_from=made_from, budget_s=budget_s)
+            return _State(made_from=made_from, budget_s=self.budget_s)
         try:
             state = record_of(_State, read_json(file))
         except (InvalidOption, ValueError) as error:
             raise InvalidData(f"{file} is damaged: {error}. Remove its folder") from error
-        require_same(self._folder, state.made_from, made_from, "remove the folder")
-        if budget_s > state.budget_s:
+        require_same(self.folder, state.made_from, made_from, "remove the folder")
+        if self.budget_s > state.budget_s:
             if is_heads_folder(self._heads):  # which the next ones go on from
-                shutil.copytree(self._heads, self._folder / BEFORE, dirs_exist_ok=True)
+                shutil.copytree(self._heads, self.folder / BEFORE, dirs_exist_ok=True)
             batch_size, spent_s = state.batch_size, state.spent_s
-            state = _State(made_from, budget_s, spent_s, spent_s, batch_size)
+            state = _State(made_from, self.budget_s, spent_s, spent_s, batch_size)
         return state
 
     def run(self) -> Report:
@@ -348,10 +346,10 @@ class _Adaptation:
         del self._backbone, self._model
         self._compare([talk for _, talk in families])
         if self._report().faster:
-            state.used = remember(self._heads) and self._loading["model"] is not None
+            state.used = remember(self._heads) and self.loading["model"] is not None
         state.finished = True
         self._save()
-        files.write(self._folder / REPORT, self._report().markdown())
+        files.write(self.folder / REPORT, self._report().markdown())
         return self._report()
 
     def _report(self) -> Report:
@@ -371,7 +369,7 @@ class _Adaptation:
 
     @property
     def _heads(self) -> Path:
-        return self._folder / HEADS
+        return self.folder / HEADS
 
     @property
     def _spent(self) -> float:
@@ -383,11 +381,11 @@ class _Adaptation:
         return begun + until * (self._state.budget_s - begun) - self._spent
 
     def _say(self, words: str) -> None:
-        self._show(min(self._spent, self._state.budget_s), self._state.budget_s, words)
+        self.show(min(self._spent, self._state.budget_s), self._state.budget_s, words)
 
     def _save(self) -> None:
         self._state.spent_s = self._spent
-        files.write(self._folder / STATE, json.dumps(asdict(self._state), indent=1) + "\n")
+        files.write(self.folder / STATE, json.dumps(asdict(self._state), indent=1) + "\n")
 
     # --- text
 
@@ -396,11 +394,11 @@ class _Adaptation:
         if not state.batch_size:
             state.batch_size = self._batch_size(backbone)
             self._save()
-        longest = min(self._text.max_new_tokens, backbone.max_positions // 2)
-        options = replace(self._text, batch_size=state.batch_size, max_new_tokens=longest)
+        longest = min(self.text.max_new_tokens, backbone.max_positions // 2)
+        options = replace(self.text, batch_size=state.batch_size, max_new_tokens=longest)
         excluded = {n for q in load_suite() for turn in q.turns for n in selfgen.ngrams(turn)}
         made_from = asdict(options) | state.made_from
-        writer = Writer(self._folder / TEXT, made_from, records.machine())
+        writer = Writer(self.folder / TEXT, made_from, records.machine())
         done, fresh = writer.counts.answer_tokens, 0
 
         def count(tokens: int) -> None:
@@ -409,8 +407,8 @@ class _Adaptation:
             self._say(f"writing text: {done:,} answer tokens, {fresh:,} more in this batch")
 
         author = selfgen.Author(backbone, self._tokenizer, options, count)
-        own = [turns for number, turns in enumerate(self._own) if number % 5]
-        prompts = author.prompts(self._recipe, self._passages, own)
+        own = [turns for number, turns in enumerate(self.own) if number % 5]
+        prompts = author.prompts(self.recipe, self.passages, own)
         propose = selfgen.here(selfgen.Written(author, prompts, excluded).propose)
         source = selfgen.Admission(options, writer.records(), excluded)
         while self._left(_TEXT_UNTIL) > 0.0 or not writer.batches:
@@ -457,7 +455,7 @@ class _Adaptation:
         def parse(record: dict[str, Any]) -> tuple[str, Conversation]:
             return str(record.get("family", "")), encoded(record, self._tokenizer)
 
-        rows = list(Reader(self._folder / TEXT, parse))
+        rows = list(Reader(self.folder / TEXT, parse))
         answered = [row for row in rows if row[1].answers]
         if len(answered) < 2:
             raise InvalidData(
@@ -490,12 +488,12 @@ class _Adaptation:
             draft_vocab_size=min(built_in.draft_vocab_size or 0, self._backbone.vocab_size),
             epochs=self._state.epochs or 1,
             checkpoint_steps=50,
-            seed=self._text.seed,
+            seed=self.text.seed,
         )
 
     def _fit(self, train: Selection, held_out: Selection) -> None:
         """Fit for as many epochs as there is time for; less where it turns out to be short."""
-        state, before = self._state, self._folder / BEFORE
+        state, before = self._state, self.folder / BEFORE
         job = fit.Job(
             backbone=self._backbone,
             base_model=self._label,
@@ -504,7 +502,7 @@ class _Adaptation:
             options=self._fit_options(),
             start=self._read(before) if is_heads_folder(before) else None,
             special_ids=special_ids(self._tokenizer) if self._tokenizer else (),
-            chat_template=self._template,
+            chat_template=self.template,
             data=TEXT,
             held_out="other conversations",
         )
@@ -566,7 +564,7 @@ class _Adaptation:
         """Tune, then answer prompts in all WAYS; what is tuned on is not timed."""
         state = self._state
         self._say("loading the model with its heads")
-        speculator = load(heads=self._heads, **self._loading)
+        speculator = load(heads=self._heads, **self.loading)
         tuning, prompts = self._prompts(held_out)
         if not state.tuned:
             self._tune(speculator, tuning)
@@ -595,9 +593,9 @@ class _Adaptation:
         """To tune on: beginnings of text held out. To compare on: questions held out, or such."""
         begun: list[Prompt] = [[*talk.ids[: talk.answers[0][0]]] for talk in held_out]
         tuning = spread(begun, min(_TUNE_ON, max(1, len(begun) // 2)))
-        if self._own:
-            return tuning, [("your questions", turns[0]) for turns in self._own[::5]]
-        if self._text.raw:
+        if self.own:
+            return tuning, [("your questions", turns[0]) for turns in self.own[::5]]
+        if self.text.raw:
             rest = [prompt for prompt in begun if prompt not in tuning] or begun
             return tuning, [("held out", prompt) for prompt in spread(rest, min(_MOST, len(rest)))]
         tasks: dict[str, list[Prompt]] = {}
@@ -631,7 +629,7 @@ class _Adaptation:
     def _answered(
         self, speculator: Speculator, prompt: Prompt, tokens: int, options: dict[str, Any]
     ) -> Any:
-        asked = {"raw": self._text.raw and isinstance(prompt, str), "max_new_tokens": tokens}
+        asked = {"raw": self.text.raw and isinstance(prompt, str), "max_new_tokens": tokens}
         return speculator.generate(prompt, do_sample=False, **asked, **options)
 
     def _timed(self, speculator: Speculator, task: str, prompt: Prompt, tokens: int) -> Row:

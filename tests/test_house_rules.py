@@ -50,7 +50,7 @@ MOST_LINES = {
     "heads": 1781,
     "visualise": 1752,
     "hub": 1516,
-    "adaptation": 648,
+    "adaptation": 646,
     "options": 671,
     "files": 412,
     "config": 350,
