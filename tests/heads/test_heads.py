@@ -55,66 +55,46 @@ def test_heads_are_in_the_models_dtype_and_give_float32(dtype: torch.dtype) -> N
         assert {weight.dtype for weight in head.parameters()} <= {dtype}
 
 
-def test_a_linear_head_is_a_norm_and_a_matrix_of_its_layer(
-    unembedding: Unembedding, hidden: Tensor
+@pytest.mark.parametrize("kind", ["linear", "translator", "low-rank", "mlp", "deep-fused"])
+def test_features_are_the_sum_of_a_heads_terms(
+    kind: str, unembedding: Unembedding, hidden: Tensor
 ) -> None:
-    heads = train(make_heads("linear", unembedding))
-    for layer in (2, 4):
-        normed = heads[layer].parts.norm(hidden)
-        expected = nn.functional.linear(normed, heads[layer].state_dict()["weight"])
-        assert torch.equal(heads[layer](hidden), expected)
-    assert not torch.equal(heads[2](hidden), heads[4](hidden))
+    heads, deep = train(make_heads(kind, unembedding)), hidden.flip(-1)
+    head, weights = heads[2], heads[2].state_dict()
+    x = head.parts.norm(hidden)
+    x = torch.cat([x, deep], dim=-1) if kind == "deep-fused" else x
+
+    def mapped(name: str, rows: Tensor) -> Tensor:
+        return nn.functional.linear(
+            rows, weights[f"{name}.weight"], weights.get(f"{name}.bias", torch.zeros(1))
+        )
+
+    def mlp() -> Tensor:
+        inner = nn.functional.silu(mapped("change.inner", x))
+        return mapped("change.direct", x) + mapped("change.outer", inner)
+
+    terms = {
+        "linear": lambda: x,
+        "translator": lambda: x + mapped("up", x),
+        "low-rank": lambda: x + mapped("up", mapped("down", x)),
+        "mlp": lambda: x + mlp(),
+        "deep-fused": mlp,
+    }
+    expected, rows = terms[kind](), weights.get("weight", unembedding.weight)
+    # float32; largest difference measured: 1.9e-6
+    assert (head.features(hidden, deep) - expected).abs().max() < 1e-5
+    assert (head(hidden, deep) - expected @ rows.T).abs().max() < 1e-5
+    assert not torch.equal(head(hidden), heads[4](hidden))
+    assert torch.equal(head(hidden), head(hidden, deep)) is (kind != "deep-fused")
+    assert torch.equal(head(hidden), head(hidden, torch.zeros_like(deep)))
     with pytest.raises(KeyError):
         heads[3]
 
 
-@pytest.mark.parametrize("kind", ["translator", "low-rank"])
-def test_a_translator_adds_an_affine_map_to_the_identity(
-    kind: str, unembedding: Unembedding, hidden: Tensor
-) -> None:
-    head = train(make_heads(kind, unembedding))[2]
-    weights, normed = head.state_dict(), head.parts.norm(hidden)
-    narrow = normed if kind == "translator" else normed @ weights["down.weight"].T
-    if kind == "low-rank":
-        assert weights["down.weight"].shape == (3, 32)
-        assert weights["up.weight"].shape == (32, 3)
-    moved = normed + narrow @ weights["up.weight"].T + weights["up.bias"]
-    # float32; largest difference measured: 1.9e-6
-    assert (head(hidden) - moved @ unembedding.weight.T).abs().max() < 1e-5
-
-
-def test_an_mlp_adds_a_hidden_layer_to_a_translator(
+def test_an_untrained_deep_fused_head_foretells_nothing(
     unembedding: Unembedding, hidden: Tensor
 ) -> None:
-    head = train(make_heads("mlp", unembedding))[2]
-    weights, normed = head.state_dict(), head.parts.norm(hidden)
-    inner = nn.functional.silu(
-        normed @ weights["change.inner.weight"].T + weights["change.inner.bias"]
-    )
-    assert inner.shape[-1] == 7
-    moved = normed + normed @ weights["change.direct.weight"].T + weights["change.direct.bias"]
-    moved = moved + inner @ weights["change.outer.weight"].T + weights["change.outer.bias"]
-    # float32; largest difference measured: 1.9e-6
-    assert (head(hidden) - moved @ unembedding.weight.T).abs().max() < 1e-5
-
-
-def test_a_deep_fused_head_is_an_mlp_over_both_states(
-    unembedding: Unembedding, hidden: Tensor
-) -> None:
-    untrained = make_heads("deep-fused", unembedding)
-    assert not untrained[2](hidden, hidden).any()  # it foretells nothing
-    head, deep = train(untrained)[2], hidden.flip(-1)
-    weights = head.state_dict()
-    both = torch.cat([head.parts.norm(hidden), deep], dim=-1)
-    inner = nn.functional.silu(
-        both @ weights["change.inner.weight"].T + weights["change.inner.bias"]
-    )
-    moved = both @ weights["change.direct.weight"].T + weights["change.direct.bias"]
-    moved = moved + inner @ weights["change.outer.weight"].T + weights["change.outer.bias"]
-    # float32; largest difference measured: 1.9e-6
-    assert (head.features(hidden, deep) - moved).abs().max() < 1e-5
-    assert torch.equal(head(hidden), head(hidden, torch.zeros_like(deep)))
-    assert not torch.equal(head(hidden), head(hidden, deep))
+    assert not make_heads("deep-fused", unembedding)[2](hidden, hidden).any()
 
 
 # The unembedding is the model's
