@@ -83,12 +83,11 @@ _REPLAY_S = 15.0  # that a prompt's replays take beside its answer
 _FEWEST, _MOST = 6, 60  # prompts that are timed
 _LEAST_ANSWER, _ANSWER = 16, 64  # tokens of their answers
 
-WAYS: dict[str, dict[str, Any]] = {
+WAYS: dict[str, dict[str, Any]] = {  # what is compared
     "without drafts": {"speculate": False},
     "prompt lookup": {"speculate": True, "drafter": "ngram"},
     "these heads": {},
 }
-"""What is compared, by name."""
 
 Show = Callable[[float, float, str], None]  # gets seconds spent, seconds in all, and words
 
@@ -629,8 +628,9 @@ class _Adaptation:
     def _answered(
         self, speculator: Speculator, prompt: Prompt, tokens: int, options: dict[str, Any]
     ) -> Any:
-        asked = {"raw": self.text.raw and isinstance(prompt, str), "max_new_tokens": tokens}
-        return speculator.generate(prompt, do_sample=False, **asked, **options)
+        raw = self.text.raw and isinstance(prompt, str)
+        options = options | {"max_new_tokens": tokens, "do_sample": False, "raw": raw}
+        return speculator.generate(prompt, **options)
 
     def _timed(self, speculator: Speculator, task: str, prompt: Prompt, tokens: int) -> Row:
         first = self._state.asked % len(WAYS)

@@ -198,6 +198,7 @@ def attending_heads(backbone: Backbone) -> AttendingHeads:
         base_fingerprint="",
         exit_layers=(0,),
         head_type="eagle3",
+        format="speculators",
         hidden_size=width,
         vocab_size=len(weight),
         draft_vocab_size=drafted,

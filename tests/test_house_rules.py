@@ -38,16 +38,16 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 31478,
+    "tests/": 31479,
     "model": 7103,
     "decoding": 5590,
-    "training": 4004,
+    "training": 3991,
     "eval/": 4337,
     "eval": 3850,
     "cli": 3431,
     "serve": 3165,
     "api": 2518,
-    "heads": 1781,
+    "heads": 1777,
     "visualise": 1752,
     "hub": 1516,
     "adaptation": 646,

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from selfspec.cli.base import bar
 from selfspec.errors import InvalidOption
 from selfspec.files import write
+from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import HEAD_TYPES, DeepFusedHead, Parts
 from selfspec.hub.models import load_model, training_dtype
 from selfspec.model.backbone import Backbone
@@ -89,7 +90,7 @@ class Biased(DeepFusedHead):
 
 
 @torch.no_grad()
-def chains(heads: fit.ExitHeads, text: Selection) -> list[float]:
+def chains(heads: ExitHeads, text: Selection) -> list[float]:
     """Share of positions where a chain's first draft is kept, its first two, its first three."""
     kept, counted = [0] * DRAFTS, [0] * DRAFTS
     for batch in text.batches():
@@ -106,7 +107,7 @@ def chains(heads: fit.ExitHeads, text: Selection) -> list[float]:
     return [n / of for n, of in zip(kept, counted, strict=True)]
 
 
-def to_the_first_error(heads: fit.ExitHeads, layer: int, batch: Features, steps: int) -> Drafts:
+def to_the_first_error(heads: ExitHeads, layer: int, batch: Features, steps: int) -> Drafts:
     """Later drafts only behind right ones: behind a wrong one they are never looked at."""
     right = torch.ones_like(batch.continues)
     top_ids, _ = batch.targets

@@ -51,8 +51,8 @@ _TEXTS, _REMEMBERED = 32, 1 << 16
 class AttendingConfig(HeadsConfig):
     """What `config.json` of such a folder says; sizes are the model's."""
 
-    state_layers: tuple[int, ...] | None
-    """Whose states are read, counted as `hidden_states`; None: 2, L // 2, L - 3."""
+    format: str  # speculators or original
+    state_layers: tuple[int, ...] | None  # counted as `hidden_states`; None: 2, L // 2, L - 3
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
@@ -335,8 +335,7 @@ class Attention:
         self.heads, self.embed = heads, embed
         self.ids: list[int] = []  # tokens of its rows, from position 1 on
         self.lease = Lease(1)
-        self._waiting: list[Tensor] = []
-        """Fused states of the positions from the last row's on, whose tokens are not read yet."""
+        self._waiting: list[Tensor] = []  # fused states from the last row's position on
         self.output: Tensor | None = None
         """The layer's output at the last row, [1, d]; None: nothing read since the text began."""
         self._paths: list[list[int]] = []

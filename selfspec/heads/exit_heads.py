@@ -53,14 +53,12 @@ class HeadsConfig:
     base_revision: str | None = None
     inner_size: int | None = None  # of the head's inner layer; None: the head type's own choice
     draft_vocab_size: int | None = None  # tokens that heads can draft; None: all
-    num_heads: int | None = None
-    """Of a kind that looks ahead: how many tokens. None: one head at each exit layer."""
+    num_heads: int | None = None  # of a kind that looks ahead; None: one at each exit layer
     temperatures: dict[str, float] = field(default_factory=dict)  # by exit layer; 1 where missing
     defaults: dict[str, Any] = field(default_factory=dict)  # SpeculationOptions that suit
     training: dict[str, Any] = field(default_factory=dict)  # tokens, data, steps, seed, versions
     chat_template: str | None = None  # of the text of their fit; None: the model's own
-    weights: str | None = None
-    """Hash of the weights that this belongs to, for folders half replaced by a killed run."""
+    weights: str | None = None  # hash of its weights: a killed run may have replaced one file
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:

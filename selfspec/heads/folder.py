@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,18 +19,17 @@ from safetensors import SafetensorError, safe_open
 from selfspec import files
 from selfspec.config import SpeculationOptions
 from selfspec.errors import CannotWrite, HeadsNotFound, InvalidData, InvalidHeads, InvalidOption
+from selfspec.typed import shown
 from selfspec.untrusted import parse_json, read_json
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
-FILES_OF_A_FIT = (
+FILES_OF_A_FIT = (  # what `fit` writes
     *("README.md", CONFIG_FILE, "curves.png", "metrics.json", "metrics.jsonl"),
     *(WEIGHTS_FILE, "run.yaml"),
 )
-"""What `fit` writes."""
 
-FORMAT_VERSION = 2
-"""1: `base_fingerprint` is that of the unembedding alone."""
+FORMAT_VERSION = 2  # 1: `base_fingerprint` is that of the unembedding alone
 
 METADATA = "selfspec"
 """Name of the config in the header of the weights, and of our part of a config of EAGLE-3's."""
@@ -204,8 +202,7 @@ _DECODER_LAYER = {
     "layer_types": _one_of(["full_attention"]),
     **dict.fromkeys(("rope_parameters", "rope_scaling"), _OBJECT),
 }
-_ROTATIONS = _one_of("default", "linear", "llama3", "yarn")
-"""Those that do not depend on how long a text is."""
+_ROTATIONS = _one_of("default", "linear", "llama3", "yarn")  # of a text of any length
 _TURN = _Rule(
     "a number",
     lambda value: type(value) is bool or (type(value) in (int, float) and 0 <= value < 1e12),
@@ -214,9 +211,7 @@ _TURN = _Rule(
 
 def _require(name: str, value: Any, rule: _Rule) -> None:
     if not rule.fits(value):
-        text = reprlib.repr(value)
-        text = text if len(text) <= 120 else text[:117] + "..."
-        raise InvalidHeads(f"{name} is {text}, expected {rule.expected}")
+        raise InvalidHeads(f"{name} is {shown(value)}, expected {rule.expected}")
 
 
 def _some(values: Mapping[str, Any], rules: Mapping[str, _Rule]) -> dict[str, Any]:
@@ -240,8 +235,9 @@ def _checked(values: Any) -> dict[str, Any]:
     _require("it", values, _OBJECT)
     version = values.get("format_version")
     if type(version) is not int or version != FORMAT_VERSION:
-        found = reprlib.repr(version)
-        raise InvalidHeads(f"it has format version {found}, this selfspec reads {FORMAT_VERSION}")
+        raise InvalidHeads(
+            f"it has format version {shown(version)}, this selfspec reads {FORMAT_VERSION}"
+        )
     _all(values, _OURS)
     _some(values, _OURS_TOO)
     _check_fit(values, values["exit_layers"])
@@ -302,6 +298,7 @@ def _eagle3(values: Mapping[str, Any]) -> dict[str, Any]:
         "exit_layers": (0,),
         "head_type": EAGLE3,
         "defaults": dict(_EAGLE3_DEFAULTS),
+        "format": "original" if original else "speculators",
         "state_layers": None if states is None else tuple(states),
         "layer": layer,
         **ours,
@@ -385,9 +382,12 @@ def find_known(
         entry.get("sizes") == list(sizes) and (not chosen or entry.get("chosen") is True)
         for entry in map(_known, known_place().glob("*.json"))
     )
-    said = {one: _said(one) for one in bundled}
-    named = ("num_layers", "hidden_size")
-    coming = [one for one, config in said.items() if tuple(map(config.get, named)) == sizes]
+    own = {one: _said(one) for one in bundled}
+    coming = [
+        one
+        for one, config in own.items()
+        if (config.get("num_layers"), config.get("hidden_size")) == sizes
+    ]
     if not (written or coming) or not (base := fingerprint()):
         return None
     named = _folders(_known(_file_of(base))) if written else []

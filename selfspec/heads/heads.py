@@ -299,8 +299,7 @@ HEAD_TYPES: dict[str, type[ExitHead]] = {
 
 # --- how certain: by the whole distribution, never by the token that was drawn --------------------
 
-Signal = Callable[[Tensor], Tensor]
-"""Draft logits [.., V] -> confidence [..], in [0, 1], 1 is certain."""
+Signal = Callable[[Tensor], Tensor]  # draft logits [.., V] -> [..] in [0, 1], 1 is certain
 
 
 def top_probability(logits: Tensor, temperature: float = 1.0) -> Tensor:

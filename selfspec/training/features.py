@@ -74,8 +74,7 @@ class Features:
     following: Tensor  # [N] int64: the next token of the text
     continues: Tensor  # [N] bool: the position stands right behind the one of the row before
     answers: Tensor  # [N] bool: the next token belongs to an answer
-    deep: Tensor | None = None
-    """[N, d]: final norm of layer L's output one position earlier, zeros where there is none."""
+    deep: Tensor | None = None  # [N, d]: layer L's normed output one position earlier, or zeros
     top_ids: Tensor | None = None  # [N, k] int32: the model's likeliest next tokens, best first
     top_log_probs: Tensor | None = None  # [N, k] float16, over the full vocabulary
 

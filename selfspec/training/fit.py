@@ -45,8 +45,7 @@ from selfspec.training.features import CacheSource, Features, FeatureSpec, Selec
 from selfspec.training.options import FitOptions, plain, record_of, require_same
 from selfspec.untrusted import parse_json
 
-Show = Callable[[int, int, str], None]
-"""Called after each step with the steps done, the steps in all, and how it goes."""
+Show = Callable[[int, int, str], None]  # gets steps done, steps in all, and how it goes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -732,6 +731,7 @@ def _config(job: Job, draft_ids: Tensor | None, record: dict[str, Any]) -> Heads
         return HeadsConfig(inner_size=options.inner_size, **common)
     common["draft_vocab_size"] = backbone.vocab_size if draft_ids is None else len(draft_ids)
     return AttendingConfig(
+        format="speculators",
         state_layers=state_layers(backbone, options),
         fc_norm=True,
         layer=layer_like(

@@ -32,9 +32,7 @@ BUILT_IN = Path(str(resources.files(__package__).joinpath("text.yaml")))
 OWN = "questions"  # the family of a user's own prompts
 _OWN_SHARE = 0.1
 
-_CYCLE = 1000
-"""Rows after which the order of the families begins anew; weights are rounded to parts of it."""
-
+_CYCLE = 1000  # rows in which each family has its share; weights are rounded to parts of it
 _MOST_PASSAGES = 256 << 20  # characters of a folder of passages that are kept in memory
 _MOST_PARTS = 8  # passages in a prompt
 
@@ -43,8 +41,7 @@ _MOST_PARTS = 8  # passages in a prompt
 class Passage:
     """Which text stands for {passage} in a family."""
 
-    tokens: tuple[int, int]
-    """Fewest and most tokens of one; drawn so that half and double are as likely anywhere."""
+    tokens: tuple[int, int]  # fewest and most of one; half and double are as likely anywhere
     count: tuple[int, int] = (1, 1)  # fewest and most of them in a prompt; several are numbered
     language: tuple[str, ...] = ("en",)
 
@@ -69,8 +66,7 @@ class Family:
     ask: tuple[tuple[str | None, ...], ...]
     """Ways to ask, each the user's turns of a conversation; the model invents a turn of None."""
     passage: Passage | None = None
-    question: tuple[str, ...] = ()
-    """Words with which the model begins a question about the passage, for {question}."""
+    question: tuple[str, ...] = ()  # how the model begins one about the passage, for {question}
     continues: bool = False  # the model writes on behind the first turn until the user's turn ends
     passages: bool = False  # answers are articles: passages for other families of the same batch
     read: bool = False  # the text is read only: nothing is answered

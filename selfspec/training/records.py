@@ -98,7 +98,8 @@ Text of another kind than the conversations has lower shares.
 | exit layer | first draft |{{ " second draft |" if second }}
 |---|---|{{ "---|" if second }}
 {% for layer, found in metrics.layers.items() %}
-| {{ layer }} | {{ shares(found)|join(" | ") }} |
+| {{ layer }} | {{ "%.1f %%"|format(100 * found.agreement) }} |\
+{{ " %.1f %% |"|format(100 * found.agreement_second) if second }}
 {% endfor %}
 {% if calibration is not none %}
 
@@ -177,11 +178,6 @@ def card(
         metrics=metrics,
         first=first,
         second=first["agreement_second"] is not None,
-        shares=lambda found: [
-            f"{100 * found[name]:.1f} %"
-            for name in ("agreement", "agreement_second")
-            if found[name] is not None
-        ],
         calibration=calibration,
         setting={} if calibration is None else calibration["setting"],
     )
@@ -217,11 +213,10 @@ FILES = ("README.md", "config.json", "metrics.json", "model.safetensors", "run.y
 
 CALIBRATION = "calibration.json"
 
-_PATHS = (
+_PATHS = (  # options that may name files; a model's hub id stands in the config
     *("data", "cache", "output", "validation", "heads"),
     *("start_from", "config", "chat_template", "model"),
 )
-"""Options that may name files; a model's hub id stands in the config."""
 
 
 def write(folder: Path, fitted: Fitted, run: Mapping[str, Any]) -> None:

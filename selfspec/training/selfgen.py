@@ -57,11 +57,9 @@ from selfspec.training.text import (
 NGRAM = 8  # words in a row that a benchmark and a text must not share
 
 _ALIKE = 0.8  # share of an answer's n-grams from which on it is near what was written before
-_FEWEST_NGRAMS = 8
-"""Shorter answers may be alike: "The sentiment is positive." is a good answer to many reviews."""
+_FEWEST_NGRAMS = 8  # shorter answers may be alike, as "The sentiment is positive."
 
-_WORD = re.compile(r"[\u3040-\u9fff]|[^\W\u3040-\u9fff]+")
-"""A word; in Chinese and Japanese a character."""
+_WORD = re.compile(r"[\u3040-\u9fff]|[^\W\u3040-\u9fff]+")  # in Chinese and Japanese a character
 
 _PATIENCE = 3  # batches in a row without a row of use: no more are to be expected
 

@@ -415,7 +415,7 @@ FORMAT_VERSION = 4
 
 _MOST_BYTES = 1 << 30  # of a run's record, which holds the lines of a batch while they are written
 
-DROPPED = {
+DROPPED = {  # why a row is not in the file, and how people read it
     "duplicates": "duplicates",
     "alike": "answers that were there nearly so",
     "excluded": "rows with words of an excluded text",
@@ -424,7 +424,6 @@ DROPPED = {
     "too_long": "too long for the model",
     "bad_rows": "bad rows",
 }
-"""Why a row is not in the file, and how people read it."""
 
 KEPT = ("rows", "tokens", "answers", "answer_tokens", "loops_cut")
 """What is counted of rows in the file; `tokens` are all of a row, `loops_cut` answers that fell
