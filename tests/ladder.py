@@ -20,10 +20,9 @@ from selfspec.api.speculator import wrap
 from selfspec.api.stream import Stream
 from selfspec.config import OPTION_NAMES
 from selfspec.decoding.acceptance import GreedyMatch
-from selfspec.decoding.controllers import DraftController
 from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.decode import StopRule, rounds
-from selfspec.decoding.drafters.base import Drafter, Drafting, NoDrafter
+from selfspec.decoding.drafters.base import DraftController, Drafter, Drafting, NoDrafter
 from selfspec.decoding.drafters.draft_model import DraftCache, DraftModelDrafter
 from selfspec.decoding.drafters.heads import (
     AttendingDrafter,

@@ -8,6 +8,7 @@ processors always see the true prefix.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
@@ -17,9 +18,10 @@ from torch import Tensor
 from selfspec import options as rules
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.sampling import Sampler
-from selfspec.decoding.stats import EXIT
+from selfspec.decoding.stats import EXIT, Ended, Round, StopReason
 from selfspec.errors import InvalidOption
 from selfspec.heads.heads import Ensemble, Signal, entropy
+from selfspec.model.kv import depths
 
 
 class DraftToken(NamedTuple):
@@ -43,6 +45,102 @@ class DraftToken(NamedTuple):
 
 Proposed = Sequence[DraftToken]
 """What may stand in one place, tried in order."""
+
+
+@dataclass(kw_only=True)
+class Draft:
+    """k proposed tokens: a chain, each behind the one before, or a tree, each behind its parent."""
+
+    proposed: list[DraftToken] = field(default_factory=list)
+    heads: int = 0
+    """How often exit heads were asked: for one token at one layer, or for a level of a tree."""
+    ended: Ended = "off"
+    target: Target | None = None
+    """What verification held of it: of the newest token's row, and of each token's."""
+
+    @classmethod
+    def of(
+        cls,
+        tokens: Sequence[int],
+        parents: Sequence[int] | None = None,
+        *,
+        source: str = EXIT,
+        ended: Ended = "off",
+    ) -> Draft:
+        """Tokens that ran through no layer; None: a chain."""
+        behind = range(-1, len(tokens) - 1) if parents is None else parents
+        rows = zip(tokens, behind, strict=True)
+        return cls(proposed=[DraftToken(*row, source=source) for row in rows], ended=ended)
+
+    @classmethod
+    def again(cls, entry: Round) -> Draft:
+        """What was proposed in a round, without what drafters knew of it."""
+        parents = range(-1, len(entry.sources) - 1) if entry.parents is None else entry.parents
+        rows = zip(entry.draft_tokens, parents, entry.exit_layers, entry.sources, strict=True)
+        return cls(proposed=[DraftToken(*row) for row in rows], heads=entry.heads)
+
+    def verified(
+        self,
+        tokens: list[int],
+        kept: list[int],
+        passes: Sequence[tuple[int, int, int]],
+        *,
+        prefill: bool = False,
+        stop_reason: StopReason | None = None,
+    ) -> Round:
+        """The round in which verification committed `tokens`, of which the draft's are `kept`."""
+        return Round(
+            tokens=tokens,
+            draft_tokens=self.tokens,
+            exit_layers=[one.layer for one in self.proposed],
+            sources=[one.source for one in self.proposed],
+            parents=None if self.is_chain else self.parents,
+            kept=kept,
+            ended=self.ended,
+            heads=self.heads,
+            passes=passes,
+            prefill=prefill,
+            stop_reason=stop_reason,
+        )
+
+    @property
+    def tokens(self) -> list[int]:
+        return [one.token for one in self.proposed]
+
+    @property
+    def parents(self) -> list[int]:
+        return [one.parent for one in self.proposed]
+
+    @property
+    def trunk(self) -> int:
+        """Tokens of its first path, each behind the one before."""
+        turned = (at for at, one in enumerate(self.proposed) if one.parent != at - 1)
+        return next(turned, len(self.proposed))
+
+    @property
+    def is_chain(self) -> bool:
+        return self.trunk == len(self.proposed)
+
+    @property
+    def depth(self) -> int:
+        """Tokens of its longest path."""
+        return len(self.proposed) if self.is_chain else 1 + max(depths(self.parents))
+
+    def path(self, index: int) -> list[int]:
+        """The places of the tokens down to one of them, itself included; -1: none."""
+        found: list[int] = []
+        while index >= 0:
+            found.append(index)
+            index = self.proposed[index].parent
+        return found[::-1]
+
+    def tokens_to(self, index: int) -> list[int]:
+        """The tokens of that path."""
+        return [self.proposed[at].token for at in self.path(index)]
+
+    def following(self, row: int) -> list[int]:
+        """Tokens that follow a row of verification: 0 the newest token's, i + 1 that of token i."""
+        return [at for at, one in enumerate(self.proposed) if one.parent == row - 1]
 
 
 class Verdict(NamedTuple):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import nn
 
-    from selfspec.decoding.drafters.base import Draft
+    from selfspec.decoding.acceptance import Draft
     from selfspec.model.backbone import Backbone
     from selfspec.options import Costs
 

@@ -21,11 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfspec.decoding.acceptance import AcceptanceRule, Target, Verdict
-from selfspec.decoding.drafters.base import Draft, Drafter
-from selfspec.decoding.state import DecodeState, Pass
+from selfspec.decoding.acceptance import AcceptanceRule, Draft, Target, Verdict
+from selfspec.decoding.drafters.base import Drafter
+from selfspec.decoding.state import DecodeState, Embed, Enter, Pass, Steps, Work, done_alone
 from selfspec.decoding.stats import Round, StopReason, Stopwatch
-from selfspec.decoding.work import Embed, Enter, Steps, Work, done_alone
 from selfspec.errors import InvalidDraft
 
 logger = logging.getLogger(__name__)

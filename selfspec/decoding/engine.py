@@ -35,9 +35,8 @@ from selfspec.decoding.drafters.draft_model import DraftCache
 from selfspec.decoding.drafters.ngram import Remembering
 from selfspec.decoding.probe import PassShape, PinnedProbe, any_split
 from selfspec.decoding.sampling import Sampler
-from selfspec.decoding.state import DecodeState
+from selfspec.decoding.state import DecodeState, Enter, Work, next_together
 from selfspec.decoding.stats import GenerationStats, Round, Stopwatch, common
-from selfspec.decoding.work import Enter, Work, next_together
 from selfspec.errors import InvalidOption
 from selfspec.heads.attending import AttendingHeads
 from selfspec.model.compiled import TEAM

@@ -24,9 +24,8 @@ from selfspec.decoding.costs import MeasuredCosts
 from selfspec.decoding.decode import StopRule, rounds
 from selfspec.decoding.drafters.base import NoDrafter
 from selfspec.decoding.sampling import Sampler
-from selfspec.decoding.state import DecodeState, HiddenCache
+from selfspec.decoding.state import DecodeState, HiddenCache, alone, done_alone
 from selfspec.decoding.stats import Stopwatch
-from selfspec.decoding.work import alone, done_alone
 from selfspec.heads.attending import AttendingHeads, Attention
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import Answer, ExitHead, ExitJudge, scored

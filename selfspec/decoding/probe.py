@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from selfspec.decoding.state import HiddenCache
-from selfspec.decoding.work import alone
+from selfspec.decoding.state import HiddenCache, alone
 from selfspec.errors import InvalidOption, PinnedUnavailable
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv import Lease

@@ -16,13 +16,12 @@ from selfspec.api.request import Request
 from selfspec.api.speculator import Speculator
 from selfspec.api.text import Prompt
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.acceptance import AcceptanceRule, Proposed, Target, Verdict
-from selfspec.decoding.drafters.base import Draft, Drafter
+from selfspec.decoding.acceptance import AcceptanceRule, Draft, Proposed, Target, Verdict
+from selfspec.decoding.drafters.base import Drafter
 from selfspec.decoding.engine import Engine, Runtime
 from selfspec.decoding.sampling import Sampler
-from selfspec.decoding.state import DecodeState
+from selfspec.decoding.state import DecodeState, Steps, ready
 from selfspec.decoding.stats import Ended, Stopwatch
-from selfspec.decoding.work import Steps, ready
 from selfspec.model.kv import depths
 
 _EAGER = 1e-6

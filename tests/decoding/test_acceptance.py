@@ -24,13 +24,13 @@ from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import (
     AcceptanceRule,
     CmAsd,
+    Draft,
     Easd,
     GreedyMatch,
     SpeculativeSampling,
     acceptance_rule,
     residual,
 )
-from selfspec.decoding.drafters.base import Draft
 from selfspec.decoding.sampling import Sampler
 from selfspec.errors import InvalidOption
 from selfspec.heads.heads import entropy

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.controllers import (
+from selfspec.decoding.drafters.base import (
     Bounds,
     CmAsdLength,
     DraftController,

@@ -15,11 +15,10 @@ from transformers.generation.logits_process import TemperatureLogitsWarper
 from selfspec.api import speculator as facade
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.acceptance import Target, Verdict
-from selfspec.decoding.controllers import DraftController
+from selfspec.decoding.acceptance import Draft, Target, Verdict
 from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.drafters import ngram
-from selfspec.decoding.drafters.base import Draft, Drafting, DraftsFrom
+from selfspec.decoding.drafters.base import ROOT, DraftController, Drafting, DraftsFrom
 from selfspec.decoding.drafters.draft_model import DraftCache, DraftModelDrafter, check_same_tokens
 from selfspec.decoding.drafters.lookahead import LookaheadDrafter, NgramPool
 from selfspec.decoding.drafters.ngram import (
@@ -32,11 +31,9 @@ from selfspec.decoding.drafters.ngram import (
 )
 from selfspec.decoding.drafters.rest import Datastore
 from selfspec.decoding.drafters.skip import WINDOW, Confidence, LayerSearch, SkipDrafter, again
-from selfspec.decoding.drafters.trees import ROOT
 from selfspec.decoding.sampling import Sampler
-from selfspec.decoding.state import DecodeState
+from selfspec.decoding.state import DecodeState, Steps, alone, ready
 from selfspec.decoding.stats import Stopwatch
-from selfspec.decoding.work import Steps, alone, ready
 from selfspec.errors import DraftModelMismatch, HeadsNotFound, InvalidOption
 from selfspec.heads.heads import top_probability
 from selfspec.hub import models as hub

@@ -17,15 +17,14 @@ from torch import Tensor
 from selfspec.api.speculator import wrap
 from selfspec.cli.main import main
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.acceptance import GreedyMatch
+from selfspec.decoding.acceptance import Draft, GreedyMatch
 from selfspec.decoding.decode import StopRule, rounds
-from selfspec.decoding.drafters.base import Draft, NoDrafter
+from selfspec.decoding.drafters.base import NoDrafter
 from selfspec.decoding.drafters.heads import CHOICES, AskAhead, AttendingDrafter
 from selfspec.decoding.drafters.trees import TreeDrafter
 from selfspec.decoding.engine import Asked, Engine, Runtime
-from selfspec.decoding.state import DecodeState
+from selfspec.decoding.state import DecodeState, Run, Steps, alone
 from selfspec.decoding.stats import Round, Stopwatch
-from selfspec.decoding.work import Run, Steps, alone
 from selfspec.errors import InvalidOption
 from selfspec.eval.scripted import OracleDrafter
 from selfspec.heads.attending import AttendingHeads

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from selfspec.config import SpeculationOptions
-from selfspec.decoding import work
+from selfspec.decoding import state
 from selfspec.decoding.costs import beside
 from selfspec.decoding.decode import StopRule
 from selfspec.decoding.engine import BULK_ROWS, Asked, Engine, Pace, Running, Runtime
@@ -150,7 +150,7 @@ def test_all_texts_of_a_round_draft_and_verify_together(
         engine.add(Wanted(random_ids(9 + number, seed=number), None, options).asked(), options)
     engine.step()  # the prompts
     monkeypatch.setattr(Backbone, "run", watched)
-    monkeypatch.setattr(work, "scored", heard)
+    monkeypatch.setattr(state, "scored", heard)
     engine.step()
     assert {texts for texts, _, _ in seen} == {5}
     layers = runtime.backbone.num_layers

@@ -13,12 +13,10 @@ from torch import Tensor
 import selfspec.decoding.acceptance
 import selfspec.decoding.decode
 import selfspec.decoding.drafters
-from selfspec.decoding.acceptance import GreedyMatch, Proposed, Target, Verdict
-from selfspec.decoding.drafters.base import Draft
+from selfspec.decoding.acceptance import Draft, GreedyMatch, Proposed, Target, Verdict
 from selfspec.decoding.drafters.heads import ExitDrafter
 from selfspec.decoding.sampling import Choice, Sampler
-from selfspec.decoding.state import DecodeState, HiddenCache
-from selfspec.decoding.work import Steps
+from selfspec.decoding.state import DecodeState, HiddenCache, Steps
 from selfspec.errors import SelfspecError
 from selfspec.model.backbone import Backbone
 from selfspec.model.generic import GenericExecutor

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.decoding.packed_heads import pack
-from selfspec.decoding.work import alone
+from selfspec.decoding.state import alone
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import HEAD_TYPES
 from selfspec.model.backbone import Backbone

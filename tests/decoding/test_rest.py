@@ -13,12 +13,12 @@ from safetensors.numpy import load_file, save_file
 
 from selfspec import files
 from selfspec.api.speculator import wrap
+from selfspec.decoding.acceptance import Draft
 from selfspec.decoding.drafters import rest
-from selfspec.decoding.drafters.base import Draft
+from selfspec.decoding.drafters.base import ROOT
 from selfspec.decoding.drafters.rest import BEHIND, DOUBT, END, Datastore, RestGuesser, suffix_array
-from selfspec.decoding.drafters.trees import ROOT
+from selfspec.decoding.state import alone
 from selfspec.decoding.stats import Stopwatch
-from selfspec.decoding.work import alone
 from selfspec.errors import InvalidData
 from tests.decoding.test_drafters import Text
 from tests.models import EXECUTORS, make_model, random_ids

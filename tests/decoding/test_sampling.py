@@ -32,8 +32,7 @@ from transformers.generation.logits_process import (
 
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.api.stream import Generation
-from selfspec.decoding.controllers import DraftController
-from selfspec.decoding.drafters.base import Drafter, Drafting, NoDrafter
+from selfspec.decoding.drafters.base import DraftController, Drafter, Drafting, NoDrafter
 from selfspec.decoding.drafters.heads import ExitDrafter
 from selfspec.decoding.engine import Engine, Running
 from selfspec.decoding.sampling import (

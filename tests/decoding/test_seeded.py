@@ -20,12 +20,12 @@ from transformers import LogitsProcessorList
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.api.stream import Stream
 from selfspec.decoding import sampling
-from selfspec.decoding.acceptance import SeededMatch, SpeculativeSampling, acceptance_rule
+from selfspec.decoding.acceptance import Draft, SeededMatch, SpeculativeSampling, acceptance_rule
 from selfspec.decoding.decode import rounds
-from selfspec.decoding.drafters.base import Draft, NoDrafter
+from selfspec.decoding.drafters.base import NoDrafter
 from selfspec.decoding.sampling import Sampler, mixed
+from selfspec.decoding.state import alone
 from selfspec.decoding.stats import Stopwatch
-from selfspec.decoding.work import alone
 from selfspec.model.backbone import Backbone
 from tests import ladder, laws
 from tests.ladder import TEMPERATURE, chi_square_p, enumerate_sequences

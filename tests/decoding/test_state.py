@@ -11,15 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from selfspec.decoding.acceptance import GreedyMatch
-from selfspec.decoding.controllers import DraftController
+from selfspec.decoding.acceptance import Draft, GreedyMatch
 from selfspec.decoding.decode import StopRule, propose, rounds, verify
-from selfspec.decoding.drafters.base import Draft, Drafting, NoDrafter
+from selfspec.decoding.drafters.base import DraftController, Drafting, NoDrafter
 from selfspec.decoding.drafters.heads import ExitDrafter
 from selfspec.decoding.sampling import Sampler
-from selfspec.decoding.state import DecodeState, HiddenCache, Schedule
+from selfspec.decoding.state import DecodeState, HiddenCache, Schedule, Steps, alone
 from selfspec.decoding.stats import Round, Stopwatch
-from selfspec.decoding.work import Steps, alone
 from selfspec.eval.scripted import MixedDrafter
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import ExitJudge

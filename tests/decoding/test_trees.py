@@ -13,17 +13,22 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from selfspec.decoding.acceptance import DraftToken, GreedyMatch, SpeculativeSampling, Target
-from selfspec.decoding.controllers import DraftController
+from selfspec.decoding.acceptance import Draft, DraftToken, GreedyMatch, SpeculativeSampling, Target
 from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.decode import StopRule, rounds
-from selfspec.decoding.drafters.base import Draft, Drafter, NoDrafter
+from selfspec.decoding.drafters.base import (
+    DraftController,
+    Drafter,
+    Drawn,
+    Guesses,
+    Known,
+    NoDrafter,
+)
 from selfspec.decoding.drafters.ngram import NgramDrafter
-from selfspec.decoding.drafters.trees import Drawn, Guesses, Known, TreeDrafter
+from selfspec.decoding.drafters.trees import TreeDrafter
 from selfspec.decoding.sampling import Sampler
-from selfspec.decoding.state import DecodeState
+from selfspec.decoding.state import DecodeState, Steps, alone, ready
 from selfspec.decoding.stats import EXIT, Stopwatch
-from selfspec.decoding.work import Steps, alone, ready
 from selfspec.errors import InvalidDraft, UnsupportedModel
 from selfspec.eval.scripted import BranchingDrafter
 from selfspec.model.backbone import Backbone

@@ -7,9 +7,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.controllers import make_controller
 from selfspec.decoding.costs import DraftCost, Load, token_cost, token_cost_without
-from selfspec.decoding.drafters.base import Drafter, Drafting, NoDrafter, StateT, Trunks
+from selfspec.decoding.drafters.base import (
+    Drafter,
+    Drafting,
+    Guesser,
+    NoDrafter,
+    StateT,
+    Trunks,
+    make_controller,
+)
 from selfspec.decoding.drafters.draft_model import DraftCache, DraftModelDrafter
 from selfspec.decoding.drafters.heads import (
     AttendingDrafter,
@@ -28,7 +35,7 @@ from selfspec.decoding.drafters.ngram import (
 )
 from selfspec.decoding.drafters.rest import Datastore, RestGuesser
 from selfspec.decoding.drafters.skip import LayerSearch, SkipDrafter
-from selfspec.decoding.drafters.trees import Guesser, TreeDrafter, WhilePaying
+from selfspec.decoding.drafters.trees import TreeDrafter, WhilePaying
 from selfspec.decoding.sampling import Sampler
 from selfspec.errors import HeadsNotFound, InvalidOption
 from selfspec.heads.attending import AttendingHeads

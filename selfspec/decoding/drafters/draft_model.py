@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.decoding.drafters.base import ChoosingDrafter, Draft, Drafting, DraftWriter
-from selfspec.decoding.state import DecodeState, HiddenCache
+from selfspec.decoding.acceptance import Draft
+from selfspec.decoding.drafters.base import ChoosingDrafter, Drafting, DraftWriter
+from selfspec.decoding.state import DecodeState, Embed, HiddenCache, Steps
 from selfspec.decoding.stats import DRAFT_MODEL, Stopwatch, common
-from selfspec.decoding.work import Embed, Steps
 from selfspec.errors import DraftModelMismatch
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv import Lease

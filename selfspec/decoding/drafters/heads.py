@@ -13,12 +13,19 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from selfspec.decoding.drafters.base import ChoosingDrafter, Draft, Drafting, DraftWriter
-from selfspec.decoding.drafters.trees import ROOT, Guesses, Known, processed
+from selfspec.decoding.acceptance import Draft
+from selfspec.decoding.drafters.base import (
+    ROOT,
+    ChoosingDrafter,
+    Drafting,
+    DraftWriter,
+    Guesses,
+    Known,
+    processed,
+)
 from selfspec.decoding.sampling import Choice, Sampler
-from selfspec.decoding.state import DecodeState
+from selfspec.decoding.state import Ask, DecodeState, Embed, Steps, Work, done_alone
 from selfspec.decoding.stats import EXIT, Stopwatch
-from selfspec.decoding.work import Ask, Embed, Steps, Work, done_alone
 from selfspec.heads.attending import AttendingHeads
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import Answer, ExitHead, ExitJudge, scored, top_probability

@@ -17,12 +17,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from random import Random
 
-from selfspec.decoding.acceptance import DraftToken
-from selfspec.decoding.controllers import DraftController
-from selfspec.decoding.drafters.base import Committed, Draft, PacedDrafter
-from selfspec.decoding.drafters.trees import ROOT
+from selfspec.decoding.acceptance import Draft, DraftToken
+from selfspec.decoding.drafters.base import ROOT, Committed, DraftController, PacedDrafter
+from selfspec.decoding.state import Steps, ready
 from selfspec.decoding.stats import LOOKAHEAD, Stopwatch
-from selfspec.decoding.work import Steps, ready
 
 
 class NgramPool:

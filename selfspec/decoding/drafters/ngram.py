@@ -14,22 +14,29 @@ from typing import Generic
 
 from torch import Tensor
 
-from selfspec.decoding.acceptance import AcceptanceRule, DraftToken, Proposed, Target, Verdict
-from selfspec.decoding.controllers import DraftController
+from selfspec.decoding.acceptance import (
+    AcceptanceRule,
+    Draft,
+    DraftToken,
+    Proposed,
+    Target,
+    Verdict,
+)
 from selfspec.decoding.costs import DraftCost, each_row
 from selfspec.decoding.drafters.base import (
     Committed,
-    Draft,
+    DraftController,
     DraftsFrom,
     DraftWriter,
+    Guesses,
+    Known,
     PacedDrafter,
     StateT,
     Trunks,
 )
-from selfspec.decoding.drafters.trees import Guesses, Known
 from selfspec.decoding.sampling import Choice, GrammarMask
+from selfspec.decoding.state import Steps, ready
 from selfspec.decoding.stats import GRAMMAR, NGRAM, SUCCESSORS, Stopwatch
-from selfspec.decoding.work import Steps, ready
 
 NEWEST = 1 / 8
 """Weight of the newest observation in a running mean: half of it is younger than six."""

@@ -23,10 +23,10 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from selfspec import files
-from selfspec.decoding.drafters.base import Committed, Draft
-from selfspec.decoding.drafters.trees import Guesses, Known
+from selfspec.decoding.acceptance import Draft
+from selfspec.decoding.drafters.base import Committed, Guesses, Known
+from selfspec.decoding.state import Steps, ready
 from selfspec.decoding.stats import REST, Stopwatch
-from selfspec.decoding.work import Steps, ready
 from selfspec.errors import InvalidData
 from selfspec.untrusted import check_safetensors
 

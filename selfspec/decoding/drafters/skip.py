@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from selfspec import options as asked
-from selfspec.decoding.acceptance import Target
-from selfspec.decoding.drafters.base import ChoosingDrafter, Draft, Drafting, DraftWriter
+from selfspec.decoding.acceptance import Draft, Target
+from selfspec.decoding.drafters.base import ChoosingDrafter, Drafting, DraftWriter
 from selfspec.decoding.sampling import Choice
-from selfspec.decoding.state import DecodeState
+from selfspec.decoding.state import DecodeState, Embed, Run, Steps
 from selfspec.decoding.stats import SKIP, Stopwatch
-from selfspec.decoding.work import Embed, Run, Steps
 from selfspec.heads.heads import likeliest
 
 WINDOW = 32

@@ -11,19 +11,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Generic, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple
 
-from torch import Tensor
-
-from selfspec.decoding.acceptance import DraftToken
-from selfspec.decoding.controllers import DraftController
+from selfspec.decoding.acceptance import Draft, DraftToken
 from selfspec.decoding.costs import DraftCost, each_row
-from selfspec.decoding.drafters.base import Draft, DraftsFrom, State_contra, StateT, Trunks
-from selfspec.decoding.sampling import Choice, Sampler
+from selfspec.decoding.drafters.base import (
+    ROOT,
+    DraftController,
+    DraftsFrom,
+    Guesser,
+    Guesses,
+    StateT,
+    Trunks,
+)
+from selfspec.decoding.state import Steps, ready
 from selfspec.decoding.stats import FREE, Stopwatch
-from selfspec.decoding.work import Steps, ready
 
 # --- the never-slower rule: by past rounds alone, so sampling stays exact -------------------------
 
@@ -110,9 +113,6 @@ class WhilePaying(Generic[StateT]):
 # --- trees: a Guesser says what follows a token, nothing here knows a model -----------------------
 
 
-ROOT = -1
-"""Stands for the newest committed token, where a draft token is named."""
-
 _ROUNDING = 1e-6
 
 _REMEMBERED = 16
@@ -124,39 +124,6 @@ there is of little worth, and a record of all that it could be asked stays small
 
 _FIRST_HOPE = 0.5
 """Probability of the head's best guess that is expected before it was ever asked."""
-
-
-class Guesses(Protocol):
-    """What may follow a token, the likeliest first."""
-
-    @property
-    def chances(self) -> Sequence[float]:
-        """Falling. They depend on the text in front alone, not on what is drawn."""
-
-    def choice(self, rank: int) -> Choice | None:
-        """The guess of a rank, from 0, asked in order; None: nothing is left to draw."""
-
-    def without(self, token: int) -> tuple[Guesses, float]:
-        """All but `token`, with chances as they are, and the chance that it had."""
-
-
-class Guesser(Protocol[State_contra]):
-    """Says what follows the tokens of a draft."""
-
-    layer: int
-    """The exit layer that it looks at."""
-
-    source: str
-    """Who proposes its tokens, as `stats` names them."""
-
-    once: bool
-    """Whether a round's first question answers all others, which cost nothing then."""
-
-    def begin(self, state: State_contra) -> None:
-        """A round begins: the next draft follows what `state` holds."""
-
-    def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
-        """Guesses behind each of `asked`: ROOT, or tokens of `draft` with parents asked before."""
 
 
 class _Node(NamedTuple):
@@ -377,68 +344,3 @@ class TreeDrafter(Generic[StateT]):
                 for rank, said in enumerate(guesses.chances)
             ]
         return level + tree.take(offers)
-
-
-# --- what heads think of the next token: the likeliest few, or draws ------------------------------
-
-
-@dataclass(frozen=True)
-class Known:
-    """The likeliest tokens, for greedy decoding."""
-
-    tokens: Sequence[int]
-    chances: Sequence[float]
-
-    def choice(self, rank: int) -> Choice:
-        return Choice(self.tokens[rank])
-
-    def without(self, token: int) -> tuple[Known, float]:
-        if token not in self.tokens:
-            return self, 0.0
-        at = self.tokens.index(token)
-        tokens, chances = list(self.tokens), list(self.chances)
-        del tokens[at]
-        said = chances.pop(at)
-        return Known(tokens, chances), said
-
-
-class Drawn:
-    """Tokens drawn from a distribution without replacement.
-
-    Each comes with the distribution that it was drawn from, without what was drawn before: tried in
-    this order, each against what the ones before left of the target's, they keep the target's
-    distribution (recursive rejection sampling: Jeon et al. 2024, "Recursive Speculative Decoding").
-    """
-
-    def __init__(self, probs: Tensor, sampler: Sampler, count: int, place: int) -> None:
-        """`probs` [V] of the token behind `place` ids; at most `count` are drawn."""
-        self._probs, self._sampler, self._count, self._place = probs, sampler, count, place
-        best = probs.topk(min(count, len(probs))).values
-        self.chances: list[float] = [chance for chance in best.tolist() if chance > 0.0]
-
-    def choice(self, rank: int) -> Choice | None:  # noqa: ARG002  # the protocol's
-        """The next draw; None where rounding left nothing to draw from."""
-        probs = self._probs
-        total = probs.sum()
-        if not bool(total > 0.0):
-            return None
-        probs = probs / total
-        token = self._sampler.draw(probs, self._place)
-        self._probs = probs.clone()
-        self._probs[token] = 0.0
-        return Choice(token, probs)
-
-    def without(self, token: int) -> tuple[Drawn, float]:
-        """The rest of the distribution without `token`, and the token's probability."""
-        probs = self._probs.clone()
-        probs[token] = 0.0
-        return Drawn(probs, self._sampler, self._count, self._place), float(self._probs[token])
-
-
-def processed(sampler: Sampler, ids: Tensor, logits: Tensor, count: int) -> Guesses:
-    """At most `count` guesses behind `ids` [1, n] under processors, or draws; logits [1, V]."""
-    probs = sampler.probs(ids, logits)
-    if sampler.do_sample:
-        return Drawn(probs, sampler, count, ids.shape[1])
-    best = probs.topk(min(count, len(probs)))
-    return Known(best.indices.tolist(), best.values.tolist())
