@@ -23,7 +23,12 @@ from selfspec.decoding.acceptance import GreedyMatch
 from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.decode import StopRule, rounds
 from selfspec.decoding.drafters.base import DraftController, Drafter, Drafting, NoDrafter
-from selfspec.decoding.drafters.draft_model import DraftCache, DraftModelDrafter
+from selfspec.decoding.drafters.draft_model import (
+    DraftCache,
+    DraftModelDrafter,
+    LayerSearch,
+    SkipDrafter,
+)
 from selfspec.decoding.drafters.heads import (
     AttendingDrafter,
     AttendingGuesser,
@@ -31,15 +36,14 @@ from selfspec.decoding.drafters.heads import (
     HeadGuesser,
     MedusaGuesser,
 )
-from selfspec.decoding.drafters.lookahead import LookaheadDrafter
 from selfspec.decoding.drafters.ngram import (
+    LookaheadDrafter,
     NgramDrafter,
     SeenTextFirst,
     SuccessorGuesser,
     Successors,
 )
 from selfspec.decoding.drafters.rest import Datastore, RestGuesser
-from selfspec.decoding.drafters.skip import LayerSearch, SkipDrafter
 from selfspec.decoding.drafters.trees import TreeDrafter, WhilePaying
 from selfspec.decoding.probe import PassShape
 from selfspec.decoding.sampling import Sampler

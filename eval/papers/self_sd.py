@@ -22,7 +22,7 @@ from eval import lab
 from selfspec.api.speculator import Speculator
 from selfspec.decoding.acceptance import Draft
 from selfspec.decoding.costs import DraftCost, token_cost_without
-from selfspec.decoding.drafters.skip import again
+from selfspec.decoding.drafters.draft_model import again
 from selfspec.decoding.state import DecodeState, alone
 from selfspec.decoding.stats import SKIP
 from selfspec.eval.results import SIX_TASKS

@@ -19,18 +19,27 @@ from selfspec.decoding.acceptance import Draft, Target, Verdict
 from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.drafters import ngram
 from selfspec.decoding.drafters.base import ROOT, DraftController, Drafting, DraftsFrom
-from selfspec.decoding.drafters.draft_model import DraftCache, DraftModelDrafter, check_same_tokens
-from selfspec.decoding.drafters.lookahead import LookaheadDrafter, NgramPool
+from selfspec.decoding.drafters.draft_model import (
+    WINDOW,
+    Confidence,
+    DraftCache,
+    DraftModelDrafter,
+    LayerSearch,
+    SkipDrafter,
+    again,
+    check_same_tokens,
+)
 from selfspec.decoding.drafters.ngram import (
+    LookaheadDrafter,
     NgramDrafter,
     NgramIndex,
+    NgramPool,
     Remembering,
     SeenTextFirst,
     SuccessorGuesser,
     Successors,
 )
 from selfspec.decoding.drafters.rest import Datastore
-from selfspec.decoding.drafters.skip import WINDOW, Confidence, LayerSearch, SkipDrafter, again
 from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState, Steps, alone, ready
 from selfspec.decoding.stats import Stopwatch

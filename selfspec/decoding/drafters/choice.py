@@ -17,7 +17,12 @@ from selfspec.decoding.drafters.base import (
     Trunks,
     make_controller,
 )
-from selfspec.decoding.drafters.draft_model import DraftCache, DraftModelDrafter
+from selfspec.decoding.drafters.draft_model import (
+    DraftCache,
+    DraftModelDrafter,
+    LayerSearch,
+    SkipDrafter,
+)
 from selfspec.decoding.drafters.heads import (
     AttendingDrafter,
     AttendingGuesser,
@@ -25,16 +30,15 @@ from selfspec.decoding.drafters.heads import (
     HeadGuesser,
     MedusaGuesser,
 )
-from selfspec.decoding.drafters.lookahead import LookaheadDrafter
 from selfspec.decoding.drafters.ngram import (
     GrammarDrafter,
+    LookaheadDrafter,
     NgramDrafter,
     SeenTextFirst,
     SuccessorGuesser,
     Successors,
 )
 from selfspec.decoding.drafters.rest import Datastore, RestGuesser
-from selfspec.decoding.drafters.skip import LayerSearch, SkipDrafter
 from selfspec.decoding.drafters.trees import TreeDrafter, WhilePaying
 from selfspec.decoding.sampling import Sampler
 from selfspec.errors import HeadsNotFound, InvalidOption
