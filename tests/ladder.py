@@ -45,7 +45,7 @@ from selfspec.decoding.drafters.ngram import (
 )
 from selfspec.decoding.drafters.rest import Datastore, RestGuesser
 from selfspec.decoding.drafters.trees import TreeDrafter, WhilePaying
-from selfspec.decoding.probe import PassShape
+from selfspec.decoding.measure import PassShape
 from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState
 from selfspec.decoding.stats import Round, Stopwatch

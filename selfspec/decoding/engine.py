@@ -33,7 +33,7 @@ from selfspec.decoding.drafters.base import Drafter
 from selfspec.decoding.drafters.choice import Sources, make_drafter
 from selfspec.decoding.drafters.draft_model import DraftCache
 from selfspec.decoding.drafters.ngram import Remembering
-from selfspec.decoding.probe import PassShape, PinnedProbe, any_split
+from selfspec.decoding.measure import PassShape, PinnedProbe, any_split
 from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState, Enter, Work, next_together
 from selfspec.decoding.stats import GenerationStats, Round, Stopwatch, common

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from selfspec.decoding.packed_heads import pack
+from selfspec.decoding.drafters.heads import pack
 from selfspec.decoding.state import alone
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import HEAD_TYPES
