@@ -24,9 +24,9 @@ from selfspec.decoding.drafters.base import (
     PacedDrafter,
     make_controller,
 )
-from selfspec.decoding.drafters.choice import make_ngram, make_tree
 from selfspec.decoding.drafters.ngram import SeenTextFirst
 from selfspec.decoding.drafters.trees import WhilePaying
+from selfspec.decoding.engine import make_ngram, make_tree
 from selfspec.decoding.sampling import Choice
 from selfspec.decoding.state import Pass, Schedule, Steps, alone, ready
 from selfspec.decoding.stats import EXIT, Round, StopReason, Stopwatch

@@ -5,7 +5,7 @@ for a tree, around text already seen; for any model, without heads. As REST (He 
 longest suffix of 16 down to 2 tokens that occurs there, at most 5,000 hits, 10 tokens behind each,
 of these the heaviest prefixes. Here hits beyond the most are thinned evenly, where REST takes the
 first in the order of tokens; nothing goes on into the next text; and what a prefix weighs gives its
-chance, so that it has to pay its row. Called by `choice`, the facade and the command line.
+chance, so that it has to pay its row. Called by the engine, the facade and the command line.
 """
 
 from __future__ import annotations
