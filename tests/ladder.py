@@ -335,7 +335,7 @@ def check_draft_invariance(
     sequence = ids[0].tolist() + plain.tokens
     for name, (drafter, exits) in drafters(backbone, sequence).items():
         if name in TREES and not backbone.claims.steady:
-            continue  # not made there: see `Sources.runs_trees`
+            continue  # not made there: see `Runtime.runs_trees`
         if kinds is not None and name not in kinds:
             continue
         found = decode(
