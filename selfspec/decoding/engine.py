@@ -269,10 +269,14 @@ class Runtime:
         if options.drafter == "ngram" or (options.drafter == "exit" and self.heads is None):
             return NoDrafter() if seen is None else SeenTextFirst(seen, NoDrafter())
         if (guesser := self._guesser(options, sampler)) is not None:
-            return make_tree(guesser, options, cost, ends, seen)
-        chains = self._chains(options, sampler, ends, draft_cache)
-        if options.never_slower:
-            chains = WhilePaying(chains, cost)
+            if self.runs_trees(options):
+                return make_tree(guesser, options, cost, ends, seen)
+            # of one guess for a place it is a chain, as long as it does not stand beside another
+            chains: Drafter = make_tree(guesser, options, cost, ends, None)
+        else:
+            chains = self._chains(options, sampler, ends, draft_cache)
+            if options.never_slower:
+                chains = WhilePaying(chains, cost)
         return chains if seen is None else SeenTextFirst(seen, chains)
 
     def _guesser(self, options: SpeculationOptions, sampler: Sampler) -> Guesser[Any] | None:
