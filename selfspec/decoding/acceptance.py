@@ -1,4 +1,4 @@
-"""Acceptance rules: which draft stays at a row, or the token that verification itself gives.
+"""Drafts, and acceptance rules: which draft stays at a row, or what verification itself gives.
 
 Come in: the target's logits of a row, and the drafts that follow it. Goes out: a verdict. The walk
 along a draft is `decode.commit`'s; it commits each token before it asks for the next, so that
@@ -127,7 +127,7 @@ class Draft:
         return len(self.proposed) if self.is_chain else 1 + max(depths(self.parents))
 
     def path(self, index: int) -> list[int]:
-        """The places of the tokens down to one of them, itself included; -1: none."""
+        """Places of the tokens down to one of them, itself included; -1: none."""
         found: list[int] = []
         while index >= 0:
             found.append(index)
@@ -183,7 +183,7 @@ class AcceptanceRule(Protocol):
 
 
 class GreedyMatch:
-    """A draft stays if it is the target's most likely token."""
+    """A draft stays if it is the target's own choice: its most likely token."""
 
     lossless = True
 
@@ -195,12 +195,13 @@ class GreedyMatch:
         if self._sampler.is_plain_greedy:
             token = target.best[row]
         else:
-            token = int(self._sampler.scores(ids, target.row(row)).argmax(-1))
-        return _match(token, proposed)
+            token = self._sampler.choose(ids, target.row(row)).token
+        tokens = [draft.token for draft in proposed]
+        return Verdict(token, tokens.index(token) if token in tokens else None)
 
 
-class SeededMatch:
-    """A draft stays if it is the token that the target draws by itself.
+class SeededMatch(GreedyMatch):
+    """The same of a `sampler` with a seed: its choice is the token that it draws.
 
     Draws are tied to a seed and a position, so the text is that of plain sampling with this seed,
     whatever the drafts were. A draft that was drawn from q at its position is the target's draw
@@ -208,15 +209,6 @@ class SeededMatch:
     take the winner of one race, [V] arrival times divided by probabilities (Daliri, Musco and
     Suresh 2024, "Coupling without Communication and Drafter-Invariant Speculative Decoding").
     """
-
-    lossless = True
-
-    def __init__(self, sampler: Sampler) -> None:
-        """`sampler` must sample, with a seed."""
-        self._sampler = sampler
-
-    def verdict(self, ids: Tensor, target: Target, row: int, proposed: Proposed) -> Verdict:
-        return _match(self._sampler.choose(ids, target.row(row)).token, proposed)
 
 
 class SpeculativeSampling:
@@ -238,17 +230,14 @@ class SpeculativeSampling:
     def verdict(self, ids: Tensor, target: Target, row: int, proposed: Proposed) -> Verdict:
         probs = self._sampler.probs(ids, target.row(row))
         for index, draft in enumerate(proposed):
-            drafted = _one_hot(probs, draft.token) if draft.probs is None else draft.probs
+            if (drafted := draft.probs) is None:  # it was certain
+                drafted = torch.zeros_like(probs)
+                drafted[draft.token] = 1.0
             u = self._sampler.uniform(probs.device)
             if bool(u * drafted[draft.token] * self._lenience < probs[draft.token]):
                 return Verdict(draft.token, index)
             probs = residual(probs, drafted)
         return Verdict(self._sampler.draw(probs))
-
-
-def _match(token: int, proposed: Proposed) -> Verdict:
-    tokens = [draft.token for draft in proposed]
-    return Verdict(token, tokens.index(token) if token in tokens else None)
 
 
 def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
@@ -260,12 +249,6 @@ def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
     rest = (target_probs - draft_probs).clamp_(min=0.0)
     total = rest.sum()
     return rest / total if total > 0 else target_probs
-
-
-def _one_hot(like: Tensor, token: int) -> Tensor:
-    probs = like.new_zeros(like.shape)
-    probs[token] = 1.0
-    return probs
 
 
 # --- how likely the model found each token, where asked for ---------------------------------------
@@ -293,16 +276,11 @@ class Noting:
 
     def verdict(self, ids: Tensor, target: Target, row: int, proposed: Proposed) -> Verdict:
         found = self._rule.verdict(ids, target, row, proposed)
-        self._noted.append(logprob(target.row(row)[0], found.token, self._count))
+        logs = target.logits[row].float().log_softmax(-1)
+        best = logs.topk(min(self._count, logs.numel()))
+        top = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        self._noted.append(Logprob(found.token, float(logs[found.token]), tuple(top)))
         return found
-
-
-def logprob(logits: Tensor, token: int, count: int) -> Logprob:
-    """Log-probabilities of a token, and of the `count` likeliest; logits [V]."""
-    logs = logits.float().log_softmax(-1)
-    best = logs.topk(min(count, logs.numel()))
-    top = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return Logprob(token, float(logs[token]), tuple(top))
 
 
 # --- rules that change the output on purpose, labelled, never a default ---------------------------
@@ -408,9 +386,6 @@ class Easd:
 def chosen(sampler: Sampler, scores: Tensor) -> int:
     """The target's own choice from processed scores [V]: the best, or a draw."""
     return sampler.draw(scores.softmax(-1)) if sampler.do_sample else int(scores.argmax(-1))
-
-
-# --- which rule ---------------------------------------------------------------------------------
 
 
 def acceptance_rule(sampler: Sampler, options: SpeculationOptions) -> AcceptanceRule:

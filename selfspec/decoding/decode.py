@@ -123,10 +123,10 @@ def enter(state: DecodeState) -> Steps[list[Pass]]:
     passes: list[Pass] = []
     while True:
         waiting = state.waiting
-        count: int = yield Enter(rows=len(waiting))
+        count: int = yield Enter(len(waiting))
         if count >= len(waiting):
             return passes
-        state.hidden.push((yield Embed(backbone=state.backbone, ids=waiting[:count])))
+        state.hidden.push((yield Embed(state.backbone, waiting[:count])))
         yield from state.hidden.advance_all()
         state.keep_states(range(count))
         passes += state.hidden.schedule.passes
@@ -154,7 +154,7 @@ def verify(state: DecodeState, draft: Draft) -> Steps[Target]:
     missing = pending[schedule.pushed :]
     if missing:
         parents = [*range(-1, len(waiting) - 1), *(len(waiting) + one for one in draft.parents)]
-        hidden = yield Embed(backbone=state.backbone, ids=missing)
+        hidden = yield Embed(state.backbone, missing)
         state.hidden.push(hidden, parents[schedule.pushed :])
     if schedule.pushed != len(pending):
         raise InvalidDraft(f"{schedule.pushed} rows were queued for {len(pending)} tokens")

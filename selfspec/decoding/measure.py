@@ -248,9 +248,29 @@ def measure(
     Without heads their cost is 0.
     """
     context = min(context, backbone.max_positions // 2)
-    short = max(1, backbone.num_layers // _SHORT)
+    num_layers, short = backbone.num_layers, max(1, backbone.num_layers // _SHORT)
     works = dict(_works(backbone, heads, rows, context, short))
-    return _costs(Clock(backbone.device, _REPEATS, now).laps(works), backbone.num_layers, short)
+    laps = Clock(backbone.device, _REPEATS, now).laps(works)
+
+    def middle(name: str) -> tuple[float, ...]:
+        return tuple(statistics.median(laps[name, count]) for count in range(1, rows + 1))
+
+    layers = middle("layers")
+    starts = (
+        (num_layers * few - short * whole) / (num_layers - short)
+        for few, whole in zip(middle("short"), layers, strict=True)
+    )
+    parts = zip(*(laps[name, 1] for name in ("round", "layers", "logits")), strict=True)
+    rest = statistics.median(whole - run - read for whole, run, read in parts)
+    asked = [lap for (name, _), seconds in laps.items() if name == "head" for lap in seconds]
+    return MeasuredCosts(
+        num_layers=num_layers,
+        layers=layers,
+        start=tuple(min(max(one, 0.0), whole) for one, whole in zip(starts, layers, strict=True)),
+        logits=middle("logits"),
+        head=statistics.median(asked) if asked else 0.0,
+        round=max(rest, 0.0),
+    )
 
 
 def _works(
@@ -317,29 +337,6 @@ def _question(
     return ask
 
 
-def _costs(laps: Mapping[_Part, list[float]], num_layers: int, short: int) -> MeasuredCosts:
-    middle = {part: statistics.median(seconds) for part, seconds in laps.items()}
-    counts = [rows for name, rows in laps if name == "layers"]
-    layers = tuple(middle["layers", rows] for rows in counts)
-    starts = (
-        (num_layers * middle["short", rows] - short * whole) / (num_layers - short)
-        for rows, whole in zip(counts, layers, strict=True)
-    )
-    parts = zip(*(laps[name, 1] for name in ("round", "layers", "logits")), strict=True)
-    rest = statistics.median(whole - run - read for whole, run, read in parts)
-    heads = [lap for rows in counts for lap in laps.get(("head", rows), ())]
-    return MeasuredCosts(
-        num_layers=num_layers,
-        layers=layers,
-        start=tuple(
-            min(max(start, 0.0), whole) for start, whole in zip(starts, layers, strict=True)
-        ),
-        logits=tuple(middle["logits", rows] for rows in counts),
-        head=statistics.median(heads) if heads else 0.0,
-        round=max(rest, 0.0),
-    )
-
-
 # --- whether a row's bits depend on what runs with it ---------------------------------------------
 
 
@@ -348,7 +345,6 @@ logger = logging.getLogger(__name__)
 _CONTEXTS = (16, 180)
 """Tokens in front of the probed ones: kernels may cut longer sums otherwise than short ones (MKL
 with AVX512 does between 192 and 384)."""
-
 
 _PIECE = 13
 """Rows of the pieces that a prompt is cut into."""
@@ -405,9 +401,9 @@ class PinnedProbe:
     ) -> PinnedUnavailable | None:
         key = (shape, widest, quick)
         if key not in self._found:
+            self._found[key] = None
             try:
                 check_pinned(self._backbone, shape, widest, quick=quick)
-                self._found[key] = None
             except PinnedUnavailable as error:
                 self._found[key] = error
         return self._found[key]

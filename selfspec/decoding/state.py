@@ -40,7 +40,7 @@ class Work(Protocol):
 
     @property
     def turn(self) -> tuple[int, int, int]:
-        """Its turn, the least first: before all others what brings a text on without a pass."""
+        """The least comes first: before all others what brings a text on without a pass."""
         return 0, 0, 0
 
     @property
@@ -60,7 +60,7 @@ Steps = Generator[Work, Any, Result]
 """Yields Work, is sent what it gives, and returns a result in the end."""
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class Embed(Work):
     """Ids of one text; gives hidden states at boundary 0, [n, d]."""
 
@@ -78,14 +78,13 @@ class Embed(Work):
         return parts
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class Run(Work):
-    """Rows of one text through layers first+1..last; gives what comes out, [T, d]."""
+    """Rows [T, d] of one text through layers first+1..last; gives what comes out, [T, d]."""
 
     backbone: Backbone
     lease: Lease
     hidden: Tensor
-    """[T, d]"""
     first: int
     last: int
     parents: Sequence[int] | None = None
@@ -136,14 +135,13 @@ class Run(Work):
         return Rows.of(self.lease, start, count, self.hidden.device, parents)
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class Ask(Work):
-    """One exit head asked about rows of a text; gives an Answer."""
+    """One exit head asked about rows [n, d] of a text; gives an Answer."""
 
     backbone: Backbone
     head: ExitHead
     hidden: Tensor
-    """[n, d]"""
     deep: Tensor | None
     """[n, d], or None where it is not known."""
     temperature: float
@@ -161,9 +159,10 @@ class Ask(Work):
         if (deep := joined([work.deep for work in alike], hidden)) is not None:
             inputs.append(deep)
         if (replayed := self.backbone.claims.replayed) is None:
-            whole = Answer.read(*self._asked(*inputs))
+            found = self._asked(*inputs)
         else:
-            whole = Answer.read(*replayed(self.likeness, self._asked, *inputs))
+            found = replayed(self.likeness, self._asked, *inputs)
+        whole = Answer.read(*found)
         if len(alike) == 1:
             return [whole]
         return [whole.part(slice(*ends)) for ends in _ends(hidden)]
@@ -173,13 +172,12 @@ class Ask(Work):
         return scored(self.head, features, self.temperature, self.count, self.signal)
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class Unembed(Work):
-    """The way from the output of layer L to logits; gives a Target."""
+    """The way from the output of layer L, [T, d], to logits; gives a Target."""
 
     backbone: Backbone
     hidden: Tensor
-    """[T, d]"""
     least: int = 1
     """Rows that its pass has at least, as in a Run."""
 
@@ -197,7 +195,7 @@ class Unembed(Work):
         return [together.part(slice(*ends)) for ends in _ends(hidden)]
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class Enter(Work):
     """A prompt that waits; gives how many of its rows may run now, at least one.
 
@@ -374,7 +372,10 @@ class HiddenCache:
         step = self.schedule.advance(boundary, until)
         hidden = self.rows(boundary)
         if step is not None:
-            hidden = yield self._run(hidden, step)
+            tree, least = self._tree(step), self.least
+            hidden = yield Run(
+                self._backbone, self._lease, hidden, step.first, step.last, tree, least
+            )
         self._queues[boundary].clear()
         self._queues[until].append(hidden)
         return hidden
@@ -396,7 +397,7 @@ class HiddenCache:
 
     def unembed(self, hidden: Tensor) -> Steps[Target]:
         """The target's logits of rows at boundary L, [T, d]."""
-        target: Target = yield Unembed(backbone=self._backbone, hidden=hidden, least=self.least)
+        target: Target = yield Unembed(self._backbone, hidden, self.least)
         return target
 
     def clear(self) -> None:
@@ -410,18 +411,8 @@ class HiddenCache:
     def _is_chain(self) -> bool:
         return self._parents == list(range(-1, len(self._parents) - 1))
 
-    def _run(self, hidden: Tensor, step: Pass) -> Run:
-        return Run(
-            backbone=self._backbone,
-            lease=self._lease,
-            hidden=hidden,
-            first=step.first,
-            last=step.last,
-            parents=self._tree(step),
-            least=self.least,
-        )
-
     def _tree(self, step: Pass) -> list[int] | None:
+        """The parents of a pass's rows; None: a chain."""
         if self._is_chain:
             return None
         # no row of the round is through all layers before its last pass
@@ -515,8 +506,7 @@ class DecodeState:
         """Output of layer L at the position before the newest token, [1, d]; None if not known."""
         if self._outputs is None or not self._path:
             return None
-        last = self._path[-1]
-        return self._outputs[last : last + 1]
+        return self._outputs[self._path[-1]][None]
 
     def keep_outputs(self, outputs: Tensor) -> None:
         """Outputs of layer L, [k + 1, d], that the next committed tokens come from."""

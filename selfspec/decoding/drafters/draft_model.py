@@ -60,7 +60,7 @@ class DraftCache:
         self._hidden.clear()
         # an id of the target's padding has no embedding here: any other one costs a draft at most
         known = [min(token, self.backbone.vocab_size - 1) for token in ids]
-        self._hidden.push((yield Embed(backbone=self.backbone, ids=known)))
+        self._hidden.push((yield Embed(self.backbone, known)))
         hidden = yield from self._hidden.advance_all()
         self._ran += ids
         target = yield from self._hidden.unembed(hidden[-1:])
@@ -269,19 +269,11 @@ def shallow(
     Adds keys and values of T positions to the others; `parents` as in a Span.
     """
     backbone, lease, least = state.backbone, state.lease, state.hidden.least
-    hidden: Tensor = yield Embed(backbone=backbone, ids=ids)
+    hidden: Tensor = yield Embed(backbone, ids)
     for gone, next_gone in pairwise((0, *skipped, backbone.num_layers + 1)):
         first, last = gone, next_gone - 1
         if first < last:
-            hidden = yield Run(
-                backbone=backbone,
-                lease=lease,
-                hidden=hidden,
-                first=first,
-                last=last,
-                parents=parents,
-                least=least,
-            )
+            hidden = yield Run(backbone, lease, hidden, first, last, parents, least)
     return (yield from state.hidden.unembed(hidden))
 
 

@@ -71,14 +71,8 @@ class HeadGuesser:
         """One product over all of `asked`, and one device read."""
         hidden, deep = yield from self._rows(draft, asked)
         watch.lap("draft")
-        said: Answer = yield Ask(
-            backbone=self._state.backbone,
-            head=self._head,
-            hidden=hidden,
-            deep=deep,
-            temperature=self._judge.temperature(self.layer),
-            count=self._count,
-        )
+        backbone, temperature = self._state.backbone, self._judge.temperature(self.layer)
+        said: Answer = yield Ask(backbone, self._head, hidden, deep, temperature, self._count)
         self._features |= zip(asked, said.features.split(1), strict=True)
         found = [
             self._guesses(draft, node, said.logits[row : row + 1], tokens, chances)
@@ -93,7 +87,7 @@ class HeadGuesser:
         """What the head reads for each of `asked`, [n, d]: embeddings, and what stands beside."""
         (newest,) = self._state.committed(-1)
         ids = [newest if at == ROOT else draft.proposed[at].token for at in asked]
-        hidden: Tensor = yield Embed(backbone=self._state.backbone, ids=ids)
+        hidden: Tensor = yield Embed(self._state.backbone, ids)
         if not self._heads.reads_deep or asked[0] == ROOT:
             return hidden, self._known
         # the head's own features one token earlier
@@ -169,7 +163,7 @@ medusa/model/medusa_choices.py), which grew by how often the ranks of Vicuna 7B'
 None is longer than four tokens: what a fifth head says is not used."""
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class AskAhead(Work):
     """All heads asked about the newest state of a text; gives an Answer of K rows."""
 
@@ -208,12 +202,8 @@ class MedusaGuesser(HeadGuesser):
     def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
         """Nothing where no state is known, or behind paths as long as there are heads."""
         if self._said is None and self._known is not None:
-            self._said = yield AskAhead(
-                heads=self._heads,
-                state=self._known,
-                temperature=self._judge.temperature(self.layer),
-                count=min(self._count, CHOICES[()]),
-            )
+            count, temperature = min(self._count, CHOICES[()]), self._judge.temperature(self.layer)
+            self._said = yield AskAhead(self._heads, self._known, temperature, count)
             watch.lap("heads")
         return [self._behind(draft, node) for node in asked]
 
@@ -259,7 +249,7 @@ class ExitDrafter(ChoosingDrafter):
         deep = known_deep(self.heads, state)
         newest = state.committed(-1)
         while writer.room:
-            state.hidden.push((yield Embed(backbone=state.backbone, ids=newest)))
+            state.hidden.push((yield Embed(state.backbone, newest)))
             found = yield from self._first_exit(state, ids, deep, writer.draft, watch)
             if found is None:
                 writer.stop("depth")
@@ -306,16 +296,9 @@ class ExitDrafter(ChoosingDrafter):
         self, backbone: Backbone, head: ExitHead, layer: int, hidden: Tensor, deep: Tensor | None
     ) -> Ask:
         signal = self.controller.signal
-        return Ask(
-            backbone=backbone,
-            head=head,
-            hidden=hidden,
-            deep=deep,
-            temperature=self._judge.temperature(layer),
-            count=1,
-            # the judge computes the top probability anyway
-            signal=None if signal is top_probability else signal,
-        )
+        if signal is top_probability:  # which the judge computes anyway
+            signal = None
+        return Ask(backbone, head, hidden, deep, self._judge.temperature(layer), 1, signal)
 
     def _exit(self, head: ExitHead, said: Answer, layer: int, ids: Tensor) -> _Exit | None:
         """The token that leaves; None: the judge is not sure."""

@@ -10,9 +10,9 @@ Replay grows the same trees from records, and follows the never-slower rule with
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from itertools import islice
-from typing import Any, Generic, NamedTuple
+from typing import Generic, NamedTuple
 
 from selfspec.decoding.acceptance import Draft, DraftToken
 from selfspec.decoding.costs import DraftCost, each_row
@@ -22,6 +22,7 @@ from selfspec.decoding.drafters.base import (
     DraftsFrom,
     Guesser,
     Guesses,
+    PacedDrafter,
     StateT,
     Trunks,
 )
@@ -135,7 +136,7 @@ class _Node(NamedTuple):
     """That child, of the trunk."""
 
 
-class Offer(NamedTuple):
+class _Offer(NamedTuple):
     """A guess that may become a token of the tree."""
 
     chance: float
@@ -147,100 +148,7 @@ class Offer(NamedTuple):
     guesses: Guesses
 
 
-class Tree:
-    """A draft while it grows: what it should give, what it costs, what fits."""
-
-    def __init__(
-        self,
-        trunk: Draft,
-        guesser: Guesser[Any],
-        cost: DraftCost,
-        most: int,
-        ends: Collection[int],
-    ) -> None:
-        """`trunk`: a chain with chances. `most`: draft tokens. Nothing goes behind `ends`."""
-        self._layer, self._source = guesser.layer, guesser.source
-        self._least = 0.0 if guesser.once else LEAST_SAID
-        self._said = {ROOT: 1.0}
-        """By token: the head's own probability of its path, as far as it was asked."""
-        self.draft = trunk
-        self._cost, self._most, self._ends = cost, most, ends
-        self._rows = tuple(islice(each_row(cost.row_costs), most))
-        self._tokens = 1.0 + sum(one.chance for one in trunk.proposed)
-        self._steps = 1.0 + sum(self._rows[: len(trunk.proposed)])
-
-    @property
-    def rate(self) -> float:
-        return self._tokens / self._steps
-
-    @property
-    def full(self) -> bool:
-        return len(self.draft.proposed) >= self._most
-
-    @property
-    def next_row(self) -> float:
-        """The chance at which one more token pays."""
-        return self._rows[len(self.draft.proposed)] * self.rate
-
-    def node(self, index: int) -> _Node:
-        proposed = self.draft.proposed
-        chance = 1.0 if index == ROOT else proposed[index].chance
-        behind = index + 1  # the trunk's tokens come first, in order
-        if behind < len(proposed) and proposed[behind].parent == index:
-            return _Node(index, max(chance - proposed[behind].chance, 0.0), behind)
-        return _Node(index, chance, None)
-
-    def closes(self, index: int) -> bool:
-        return index != ROOT and self.draft.proposed[index].token in self._ends
-
-    def askable(self, index: int) -> bool:
-        """Whether the head can say more there, and would mean it."""
-        return not self.closes(index) and self._said.get(index, 0.0) >= self._least
-
-    def note(self, index: int, parent: int, said: float) -> None:
-        """What the head gives a token behind its parent."""
-        self._said[index] = self._said.get(parent, 0.0) * said
-
-    def pay_head(self) -> None:
-        self.draft.heads += 1
-        self._steps += self._cost.asking
-
-    def take(self, offers: Iterable[Offer]) -> list[int]:
-        """Add those that pay, the likeliest first; returns their indices."""
-        taken: list[int] = []
-        for offer in sorted(offers, key=lambda offer: -offer.chance):
-            if self.full or offer.chance <= self.next_row:
-                break
-            choice = offer.guesses.choice(offer.rank)
-            if choice is None:
-                continue
-            token, probs, belief = choice
-            behind, chance, at = offer.parent, offer.chance, len(self.draft.proposed)
-            self.draft.proposed.append(
-                DraftToken(token, behind, self._layer, self._source, chance, probs, belief)
-            )
-            self._steps += self._rows[at]
-            self._tokens += chance
-            self.note(at, behind, offer.said)
-            taken.append(at)
-        return taken
-
-    def finished(self) -> Draft:
-        """Depth first, the likeliest child in front: the best path is a chain that can be kept."""
-        old, children = self.draft.proposed, dict[int, list[int]]()
-        for index, one in enumerate(old):
-            children.setdefault(one.parent, []).append(index)
-        order, waiting = list[int](), children.get(ROOT, [])[::-1]
-        while waiting:
-            order.append(waiting.pop())
-            waiting += children.get(order[-1], [])[::-1]
-        if order != list(range(len(old))):
-            places = {ROOT: ROOT} | {at: new for new, at in enumerate(order)}
-            self.draft.proposed = [old[at]._replace(parent=places[old[at].parent]) for at in order]
-        return self.draft
-
-
-class TreeDrafter(Generic[StateT]):
+class TreeDrafter(PacedDrafter, Generic[StateT]):
     """Grows a tree per round. Acceptance must be lossless, and the executor run trees."""
 
     def __init__(
@@ -255,25 +163,24 @@ class TreeDrafter(Generic[StateT]):
         never_slower: bool = True,
     ) -> None:
         """`most`: draft tokens of a round. The `controller` sets the longest path."""
-        self._guesser, self._cost, self._controller = guesser, cost, controller
-        self._end_tokens, self._most = frozenset(end_tokens), most
-        self._seen = seen
+        super().__init__(controller, end_tokens)
+        self._guesser, self._cost, self._most, self._seen = guesser, cost, most, seen
         self._paying = Paying(cost) if never_slower else None
         self._best = deque([_FIRST_HOPE], maxlen=_REMEMBERED)
-        self._trunk = Draft()
+        self._trunk = self._draft = Draft()
         self._asked = False
+        """Whether the guesser was, in this round."""
 
     def draft(self, state: StateT, limit: int, watch: Stopwatch) -> Steps[Draft]:
-        self._trunk = Draft()
+        trunk, self._asked = Draft(), False
         if self._seen is not None:
-            self._trunk = self._seen.propose(state, min(limit, self._most))
-        draft = Draft(proposed=list(self._trunk.proposed), ended=self._trunk.ended)
-        self._asked = False
-        if limit <= 0 or (self._paying is not None and self._paying.pauses()):
-            return draft
-        tree = Tree(draft, self._guesser, self._cost, self._most, self._end_tokens)
-        yield from self._grow(tree, state, limit, watch)
-        return tree.finished()
+            trunk = self._seen.propose(state, min(limit, self._most))
+        self._trunk = trunk
+        self._draft = Draft(proposed=list(trunk.proposed), ended=trunk.ended)
+        if limit > 0 and (self._paying is None or not self._paying.pauses()):
+            yield from self._grow(state, limit, watch)
+            self._sort()
+        return self._draft
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
         if self._seen is not None:
@@ -282,52 +189,83 @@ class TreeDrafter(Generic[StateT]):
         if self._asked:
             if self._paying is not None:
                 self._paying.learn(draft, kept)
-            if draft.proposed:
-                self._controller.end(draft.depth, len(kept))
+            super().learn(draft, kept)
 
-    def _grow(self, tree: Tree, state: StateT, limit: int, watch: Stopwatch) -> Steps[None]:
-        width = self._controller.begin()
-        level = [ROOT]
+    @property
+    def _full(self) -> bool:
+        return len(self._draft.proposed) >= self._most
+
+    @property
+    def _rate(self) -> float:
+        """Tokens expected per step."""
+        return self._tokens / self._steps
+
+    @property
+    def _next_row(self) -> float:
+        """The chance at which one more token pays."""
+        return self._rows[len(self._draft.proposed)] * self._rate
+
+    def _grow(self, state: StateT, limit: int, watch: Stopwatch) -> Steps[None]:
+        """Level by level, from a trunk whose tokens have chances."""
+        self._rows = tuple(islice(each_row(self._cost.row_costs), self._most))
+        self._tokens = 1.0 + sum(one.chance for one in self._draft.proposed)
+        self._steps = 1.0 + sum(self._rows[: len(self._draft.proposed)])
+        self._said = {ROOT: 1.0}
+        """By token: the head's own probability of its path, as far as it was asked."""
+        width, level = self.controller.begin(), [ROOT]
         self._guesser.begin(state)
-        tree.draft.ended = "width" if width <= limit else "budget"
+        self._draft.ended = "width" if width <= limit else "budget"
         for _ in range(min(width, limit)):
-            asked = self._worth_asking(tree, level)
+            asked = self._worth_asking(level)
             if not asked:
-                tree.draft.ended = "width" if tree.full else "unsure"
+                self._draft.ended = "width" if self._full else "unsure"
                 return
             if not (self._asked and self._guesser.once):
-                tree.pay_head()
+                self._draft.heads += 1
+                self._steps += self._cost.asking
             self._asked = True
             nodes = [node.at for node in asked]
-            answers = yield from self._guesser.ask(tree.draft, nodes, watch)
-            level = self._add(tree, asked, answers)
-            if level and all(map(tree.closes, level)):
-                tree.draft.ended = "eos"
+            answers = yield from self._guesser.ask(self._draft, nodes, watch)
+            level = self._add(asked, answers)
+            if level and all(map(self._closes, level)):
+                self._draft.ended = "eos"
                 return
 
-    def _worth_asking(self, tree: Tree, level: Sequence[int]) -> list[_Node]:
+    def _node(self, index: int) -> _Node:
+        proposed = self._draft.proposed
+        chance = 1.0 if index == ROOT else proposed[index].chance
+        behind = index + 1  # the trunk's tokens come first, in order
+        if behind < len(proposed) and proposed[behind].parent == index:
+            return _Node(index, max(chance - proposed[behind].chance, 0.0), behind)
+        return _Node(index, chance, None)
+
+    def _closes(self, index: int) -> bool:
+        return index != ROOT and self._draft.proposed[index].token in self.end_tokens
+
+    def _worth_asking(self, level: Sequence[int]) -> list[_Node]:
         """Nodes of the newest level behind which a guess should pay its row, if all pay the head.
 
         The root is asked whenever prompt lookup has nothing: else nobody would hear of heads
         that have become better.
         """
-        if tree.full:
+        if self._full:
             return []
-        if level == [ROOT] and not tree.draft.proposed:
-            return [tree.node(ROOT)]
-        row = tree.next_row
-        nodes = [tree.node(index) for index in level if tree.askable(index)]
+        if level == [ROOT] and not self._draft.proposed:
+            return [self._node(ROOT)]
+        row, least = self._next_row, 0.0 if self._guesser.once else LEAST_SAID
+        open_ones = (at for at in level if not self._closes(at))
+        nodes = [self._node(at) for at in open_ones if self._said.get(at, 0.0) >= least]
         # what the best guess behind each should bring, its row paid
         gains = [
             sum(max(node.free * best - row, 0.0) for best in self._best) / len(self._best)
             for node in nodes
         ]
         paid = self._asked and self._guesser.once
-        if sum(gains) <= (0.0 if paid else self._cost.asking * tree.rate):
+        if sum(gains) <= (0.0 if paid else self._cost.asking * self._rate):
             return []
         return [node for node, gain in zip(nodes, gains, strict=True) if gain > 0.0]
 
-    def _add(self, tree: Tree, asked: Sequence[_Node], answers: Sequence[Guesses]) -> list[int]:
+    def _add(self, asked: Sequence[_Node], answers: Sequence[Guesses]) -> list[int]:
         """The guesses that pay; returns the next level, which the trunk is part of."""
         level, offers = [], []
         for node, guesses in zip(asked, answers, strict=True):
@@ -336,11 +274,36 @@ class TreeDrafter(Generic[StateT]):
             taken = 0.0
             if node.child is not None:
                 level.append(node.child)
-                guesses, taken = guesses.without(tree.draft.proposed[node.child].token)
-                tree.note(node.child, node.at, taken)
+                guesses, taken = guesses.without(self._draft.proposed[node.child].token)
+                self._said[node.child] = self._said.get(node.at, 0.0) * taken
             share = node.free / max(1.0 - taken, _ROUNDING)
             offers += [
-                Offer(min(share * said, node.free), said, node.at, rank, guesses)
+                _Offer(min(share * said, node.free), said, node.at, rank, guesses)
                 for rank, said in enumerate(guesses.chances)
             ]
-        return level + tree.take(offers)
+        proposed, layer, source = self._draft.proposed, self._guesser.layer, self._guesser.source
+        for chance, said, parent, rank, guesses in sorted(offers, key=lambda one: -one.chance):
+            if self._full or chance <= self._next_row:
+                break
+            if (choice := guesses.choice(rank)) is None:
+                continue
+            token, probs, belief = choice
+            at = len(proposed)
+            proposed.append(DraftToken(token, parent, layer, source, chance, probs, belief))
+            self._steps += self._rows[at]
+            self._tokens += chance
+            self._said[at] = self._said.get(parent, 0.0) * said
+            level.append(at)
+        return level
+
+    def _sort(self) -> None:
+        """Depth first, the likeliest child in front: the best path is a chain that can be kept."""
+        old, children = self._draft.proposed, dict[int, list[int]]()
+        for index, one in enumerate(old):
+            children.setdefault(one.parent, []).append(index)
+        order, waiting = list[int](), children.get(ROOT, [])[::-1]
+        while waiting:
+            order.append(waiting.pop())
+            waiting += children.get(order[-1], [])[::-1]
+        places = {ROOT: ROOT} | {at: new for new, at in enumerate(order)}
+        self._draft.proposed = [old[at]._replace(parent=places[old[at].parent]) for at in order]
