@@ -182,6 +182,22 @@ class AcceptanceRule(Protocol):
         """The token behind `ids` [1, n], the text up to `row`."""
 
 
+class Heard:
+    """Base of rules that decide as another does, and note each decision."""
+
+    def __init__(self, rule: AcceptanceRule) -> None:
+        self._rule, self.lossless = rule, rule.lossless
+
+    def verdict(self, ids: Tensor, target: Target, row: int, proposed: Proposed) -> Verdict:
+        found = self._rule.verdict(ids, target, row, proposed)
+        self.note(target.logits[row], found.token)
+        return found
+
+    def note(self, logits: Tensor, token: int) -> None:
+        """A token was committed by these logits, [V]."""
+        raise NotImplementedError
+
+
 class GreedyMatch:
     """A draft stays if it is the target's own choice: its most likely token."""
 
@@ -263,24 +279,22 @@ class Logprob(NamedTuple):
     """The likeliest tokens in its place and their logarithms, falling."""
 
 
-class Noting:
-    """Another rule, of whose tokens it is noted how likely they were.
+class Noting(Heard):
+    """It is noted how likely a rule's tokens were.
 
     By the model's own logits, before temperature and other processors, as vLLM has it by default.
     """
 
     def __init__(self, rule: AcceptanceRule, count: int, noted: list[Logprob]) -> None:
         """`count`: of the likeliest tokens that are noted beside; `noted` gets an entry a token."""
-        self._rule, self._count, self._noted = rule, count, noted
-        self.lossless = rule.lossless
+        super().__init__(rule)
+        self._count, self._noted = count, noted
 
-    def verdict(self, ids: Tensor, target: Target, row: int, proposed: Proposed) -> Verdict:
-        found = self._rule.verdict(ids, target, row, proposed)
-        logs = target.logits[row].float().log_softmax(-1)
-        best = logs.topk(min(self._count, logs.numel()))
+    def note(self, logits: Tensor, token: int) -> None:
+        logs = logits.float().log_softmax(-1)
+        best = logs.topk(min(self._count, len(logs)))
         top = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        self._noted.append(Logprob(found.token, float(logs[found.token]), tuple(top)))
-        return found
+        self._noted.append(Logprob(token, float(logs[token]), tuple(top)))
 
 
 # --- rules that change the output on purpose, labelled, never a default ---------------------------

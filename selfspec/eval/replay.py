@@ -101,7 +101,6 @@ class _State:
 class _Guesser:
     """`drafters.HeadGuesser` on a record."""
 
-    layer = 0
     source = EXIT
     once = False
 

@@ -16,7 +16,7 @@ from selfspec.api.request import Request
 from selfspec.api.speculator import Speculator
 from selfspec.api.text import Prompt
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.acceptance import AcceptanceRule, Draft, Proposed, Target, Verdict
+from selfspec.decoding.acceptance import AcceptanceRule, Draft, Heard
 from selfspec.decoding.drafters.base import Drafter
 from selfspec.decoding.engine import Engine, Runtime
 from selfspec.decoding.sampling import Sampler
@@ -158,13 +158,11 @@ def planted(
 # --- decoding that is heard -----------------------------------------------------------------------
 
 
-class Recorder:
+class Recorder(Heard):
     """An acceptance rule that keeps the target logits of every committed token."""
 
-    lossless = True
-
     def __init__(self, rule: AcceptanceRule) -> None:
-        self._rule = rule
+        super().__init__(rule)
         self._rows: list[Tensor] = []
 
     @property
@@ -172,11 +170,9 @@ class Recorder:
         """The target logits of all tokens so far, [n, V]."""
         return torch.stack(self._rows)
 
-    def verdict(self, ids: Tensor, target: Target, row: int, proposed: Proposed) -> Verdict:
-        """What the rule says."""
-        verdict = self._rule.verdict(ids, target, row, proposed)
-        self._rows.append(target.row(row)[0].clone())
-        return verdict
+    def note(self, logits: Tensor, token: int) -> None:  # noqa: ARG002  # the base's
+        """Keep them."""
+        self._rows.append(logits.clone())
 
 
 class Listening(Runtime):

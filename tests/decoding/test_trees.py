@@ -246,7 +246,6 @@ BEST = ((10, 0.5), (11, 0.25), (12, 0.1))
 class Fan:
     """Guesses the same everywhere; notes what it is asked."""
 
-    layer = 0
     source = EXIT
     once = False
 
@@ -389,7 +388,6 @@ def test_a_token_that_the_trunk_has_is_not_drawn_again() -> None:
 class Draws:
     """Draws what follows a token from a table of laws [V, V]."""
 
-    layer = 0
     source = EXIT
     once = False
 

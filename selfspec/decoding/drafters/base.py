@@ -287,12 +287,8 @@ class Guesses(Protocol):
 class Guesser(Protocol[State_contra]):
     """Says what follows the tokens of a draft."""
 
-    layer: int
-    """The exit layer that it looks at."""
-
     source: str
     """Who proposes its tokens, as `stats` names them."""
-
     once: bool
     """Whether a round's first question answers all others, which cost nothing then."""
 
@@ -309,6 +305,9 @@ class Known:
 
     tokens: Sequence[int]
     chances: Sequence[float]
+
+    def best(self, count: int | None) -> Known:
+        return Known(self.tokens[:count], self.chances[:count])
 
     def choice(self, rank: int) -> Choice:
         return Choice(self.tokens[rank])

@@ -48,13 +48,12 @@ from selfspec.model.weights import (
 class HeadGuesser:
     """Asks the head of exit layer 0, which reads embeddings: no layer runs before verification."""
 
-    layer = 0
     source = EXIT
     once = False
 
     def __init__(self, heads: ExitHeads, judge: ExitJudge, sampler: Sampler, count: int) -> None:
         self._heads = heads
-        self._head = cast("ExitHead", heads.by_layer[str(self.layer)])
+        self._head = cast("ExitHead", heads.by_layer["0"])
         self._judge, self._sampler, self._count = judge, sampler.for_drafts(), count
         self._state: DecodeState
         self._known: Tensor | None = None
@@ -71,15 +70,10 @@ class HeadGuesser:
         """One product over all of `asked`, and one device read."""
         hidden, deep = yield from self._rows(draft, asked)
         watch.lap("draft")
-        backbone, temperature = self._state.backbone, self._judge.temperature(self.layer)
+        backbone, temperature = self._state.backbone, self._judge.temperature(0)
         said: Answer = yield Ask(backbone, self._head, hidden, deep, temperature, self._count)
         self._features |= zip(asked, said.features.split(1), strict=True)
-        found = [
-            self._guesses(draft, node, said.logits[row : row + 1], tokens, chances)
-            for row, (node, tokens, chances) in enumerate(
-                zip(asked, said.tokens, said.chances, strict=True)
-            )
-        ]
+        found = [self._guesses(draft, node, said, row) for row, node in enumerate(asked)]
         watch.lap("heads")
         return found
 
@@ -94,16 +88,18 @@ class HeadGuesser:
         return hidden, torch.cat([self._features[draft.proposed[at].parent] for at in asked])
 
     def _guesses(
-        self, draft: Draft, node: int, logits: Tensor, tokens: list[int], chances: list[float]
+        self, draft: Draft, node: int, said: Answer, row: int, count: int | None = None
     ) -> Guesses:
-        """Guesses behind one token; none where the judge is not sure. Draft logits [1, V_draft]."""
-        if not self._judge.exits(chances[0], self.layer):
+        """At most `count` guesses behind one token, of a row; none where the judge is not sure."""
+        tokens, chances = said.tokens[row][:count], said.chances[row][:count]
+        if not self._judge.exits(chances[0], 0):
             return Known([], [])
         if self._sampler.is_plain_greedy:
             return Known(tokens, chances)
         path = uploaded(draft.tokens_to(node), self._state.ids.device)
         ids = torch.cat([self._state.ids, path[None]], dim=1)
-        return processed(self._sampler, ids, self._head.to_target_logits(logits), len(tokens))
+        logits = self._head.to_target_logits(said.logits[row : row + 1])
+        return processed(self._sampler, ids, logits, len(tokens))
 
 
 def known_deep(heads: ExitHeads, state: DecodeState) -> Tensor | None:
@@ -202,7 +198,7 @@ class MedusaGuesser(HeadGuesser):
     def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
         """Nothing where no state is known, or behind paths as long as there are heads."""
         if self._said is None and self._known is not None:
-            count, temperature = min(self._count, CHOICES[()]), self._judge.temperature(self.layer)
+            count, temperature = min(self._count, CHOICES[()]), self._judge.temperature(0)
             self._said = yield AskAhead(self._heads, self._known, temperature, count)
             watch.lap("heads")
         return [self._behind(draft, node) for node in asked]
@@ -214,9 +210,7 @@ class MedusaGuesser(HeadGuesser):
         count, place = CHOICES.get(ranks, 0), len(ranks)
         if self._said is None or place >= len(self._said.tokens) or count == 0:
             return Known([], [])
-        row = self._said.part(slice(place, place + 1))
-        (tokens,), (chances,) = row.tokens, row.chances
-        return self._guesses(draft, node, row.logits, tokens[:count], chances[:count])
+        return self._guesses(draft, node, self._said, place, count)
 
 
 # --- rows run through the hidden cache and wait where they left -----------------------------------

@@ -24,14 +24,7 @@ from typing import Generic
 
 from torch import Tensor
 
-from selfspec.decoding.acceptance import (
-    AcceptanceRule,
-    Draft,
-    DraftToken,
-    Proposed,
-    Target,
-    Verdict,
-)
+from selfspec.decoding.acceptance import AcceptanceRule, Draft, DraftToken, Heard
 from selfspec.decoding.costs import DraftCost, each_row
 from selfspec.decoding.drafters.base import (
     ROOT,
@@ -217,9 +210,9 @@ class GrammarDrafter:
             return Draft()
         draft = self._seen.propose(state, limit, rival)
         allowed = self._mask.allows(text, draft.tokens)
-        if allowed == len(draft.proposed):
-            return draft
-        return Draft(proposed=draft.proposed[:allowed], ended="unsure")
+        if allowed < len(draft.proposed):
+            return Draft(proposed=draft.proposed[:allowed], ended="unsure")
+        return draft
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
         if self._seen is not None and not self._forced:
@@ -291,26 +284,23 @@ def _keys(tokens: Sequence[int]) -> tuple[object, object]:
     return tuple(tokens[-2:]), tokens[-1]
 
 
-class Remembering:
-    """An acceptance rule beside which a table learns from every row that it decides."""
+class Remembering(Heard):
+    """A table learns from every row that a rule decides."""
 
     def __init__(self, rule: AcceptanceRule, table: Successors, newest: Sequence[int]) -> None:
         """`newest`: the last two ids of the prompt, or its only one."""
-        self._rule, self._table, self._newest = rule, table, list(newest)
-        self.lossless = rule.lossless
+        super().__init__(rule)
+        self._table, self._newest = table, list(newest)
 
-    def verdict(self, ids: Tensor, target: Target, row: int, proposed: Proposed) -> Verdict:
-        found = self._rule.verdict(ids, target, row, proposed)
-        likely = target.logits[row].topk(min(KEPT, target.logits.shape[-1])).indices.tolist()
-        self._table.learn(self._newest, likely, found.token)
-        self._newest = [self._newest[-1], found.token]
-        return found
+    def note(self, logits: Tensor, token: int) -> None:
+        likely = logits.topk(min(KEPT, len(logits))).indices.tolist()
+        self._table.learn(self._newest, likely, token)
+        self._newest = [self._newest[-1], token]
 
 
 class SuccessorGuesser:
     """Asks the table; nothing is computed."""
 
-    layer = 0
     source = SUCCESSORS
     once = False
 
@@ -322,9 +312,8 @@ class SuccessorGuesser:
         self._newest = state.committed(-2)
 
     def ask(self, draft: Draft, asked: Sequence[int], _watch: Stopwatch) -> Steps[list[Guesses]]:
-        count = self._count
         known = (self._table.behind([*self._newest, *draft.tokens_to(at)]) for at in asked)
-        return ready([Known(one.tokens[:count], one.chances[:count]) for one in known])
+        return ready([one.best(self._count) for one in known])
 
 
 # --- lookahead: n-grams that came out beside earlier verifications --------------------------------
@@ -355,24 +344,6 @@ class NgramPool:
 
     def following(self, token: int) -> list[tuple[int, ...]]:
         return list(self._behind.get(token, ()))[::-1]
-
-
-class Branches:
-    """Draft tokens while they are put together; nothing goes behind one of `ends`."""
-
-    def __init__(self, ends: Collection[int]) -> None:
-        self.proposed: list[DraftToken] = []
-        self._ends = ends
-        self._places: dict[tuple[int, int], int] = {}
-
-    def add(self, parent: int, token: int) -> int:
-        """Where this token behind this parent is, new or not; the parent if that is an end."""
-        if parent != ROOT and self.proposed[parent].token in self._ends:
-            return parent
-        place = self._places.setdefault((parent, token), len(self.proposed))
-        if place == len(self.proposed):
-            self.proposed.append(DraftToken(token, parent, source=LOOKAHEAD))
-        return place
 
 
 class LookaheadDrafter(PacedDrafter):
@@ -415,13 +386,15 @@ class LookaheadDrafter(PacedDrafter):
         self._pool.read(state.committed(len(self._pool.text)))
         if self._columns and not self._levels:
             self._levels = [self._drawn(self._columns)]
-        levels, found = len(self._levels), Branches(self.end_tokens)
+        self._draft, self._places, self._ends = Draft(), dict[tuple[int, int], int](), []
+        levels = len(self._levels)
         fits = levels > 0 and levels + self._columns - 2 <= limit
-        self._add_guesses(found, limit, self._most - (levels * self._columns - 1 if fits else 0))
-        self._ends = []
+        self._add_guesses(limit, self._most - (levels * self._columns - 1 if fits else 0))
         if fits:
-            self._add_window(found)
-        return ready(Draft(proposed=found.proposed, ended="width" if found.proposed else "off"))
+            self._add_window()
+        if self._draft.proposed:
+            self._draft.ended = "width"
+        return ready(self._draft)
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
         if self._ends and draft.target is not None:
@@ -429,23 +402,32 @@ class LookaheadDrafter(PacedDrafter):
         if self._guessed:
             self.controller.end(self._guessed, min(len(kept), self._guessed))
 
-    def _add_guesses(self, found: Branches, limit: int, room: int) -> None:
+    def _add(self, parent: int, token: int) -> int:
+        """Where this token behind this parent is, new or not; the parent if that is an end."""
+        proposed = self._draft.proposed
+        if parent != ROOT and proposed[parent].token in self.end_tokens:
+            return parent
+        place = self._places.setdefault((parent, token), len(proposed))
+        if place == len(proposed):
+            proposed.append(DraftToken(token, parent, source=LOOKAHEAD))
+        return place
+
+    def _add_guesses(self, limit: int, room: int) -> None:
         width, self._guessed = min(self.controller.begin(), limit), 0
         for ngram in self._pool.following(self._pool.text[-1]):
             at = ROOT
             for count, token in enumerate(ngram[:width], start=1):
-                if len(found.proposed) >= room:
+                if len(self._draft.proposed) >= room:
                     return
-                at, self._guessed = found.add(at, token), max(self._guessed, count)
+                at, self._guessed = self._add(at, token), max(self._guessed, count)
 
-    def _add_window(self, found: Branches) -> None:
+    def _add_window(self) -> None:
         self._levels[0][0] = self._pool.text[-1]
         first = ROOT
         for column, tokens in enumerate(zip(*self._levels, strict=True)):
-            first = found.add(first, tokens[0]) if column else ROOT
-            end = first
+            end = first = self._add(first, tokens[0]) if column else ROOT
             for token in tokens[1:]:
-                end = found.add(end, token)
+                end = self._add(end, token)
             self._ends.append(end)
 
     def _move(self, said: list[int]) -> None:

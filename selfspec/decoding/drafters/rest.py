@@ -171,7 +171,6 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> bytes:
 class RestGuesser:
     """Looks up once in a round, when that begins; then it knows all guesses."""
 
-    layer = 0
     source = REST
     once = True
 
@@ -183,6 +182,5 @@ class RestGuesser:
         self._trie: Trie = self._store.behind(state.committed(-LONGEST), self._most)
 
     def ask(self, draft: Draft, asked: Sequence[int], _watch: Stopwatch) -> Steps[list[Guesses]]:
-        count = self._siblings
         known = (self._trie.get(tuple(draft.tokens_to(at)), Known((), ())) for at in asked)
-        return ready([Known(one.tokens[:count], one.chances[:count]) for one in known])
+        return ready([one.best(self._siblings) for one in known])

@@ -281,7 +281,7 @@ class TreeDrafter(PacedDrafter, Generic[StateT]):
                 _Offer(min(share * said, node.free), said, node.at, rank, guesses)
                 for rank, said in enumerate(guesses.chances)
             ]
-        proposed, layer, source = self._draft.proposed, self._guesser.layer, self._guesser.source
+        proposed, source = self._draft.proposed, self._guesser.source
         for chance, said, parent, rank, guesses in sorted(offers, key=lambda one: -one.chance):
             if self._full or chance <= self._next_row:
                 break
@@ -289,7 +289,7 @@ class TreeDrafter(PacedDrafter, Generic[StateT]):
                 continue
             token, probs, belief = choice
             at = len(proposed)
-            proposed.append(DraftToken(token, parent, layer, source, chance, probs, belief))
+            proposed.append(DraftToken(token, parent, 0, source, chance, probs, belief))
             self._steps += self._rows[at]
             self._tokens += chance
             self._said[at] = self._said.get(parent, 0.0) * said
