@@ -21,7 +21,6 @@ from selfspec.decoding.drafters import ngram
 from selfspec.decoding.drafters.base import ROOT, DraftController, Drafting, DraftsFrom
 from selfspec.decoding.drafters.draft_model import (
     WINDOW,
-    Confidence,
     DraftCache,
     DraftModelDrafter,
     LayerSearch,
@@ -619,7 +618,7 @@ def test_an_unsure_token_ends_a_draft_and_a_dropped_draft_leaves_nothing(target:
 
 def test_the_threshold_moves_as_self_sd_moves_it() -> None:
     """Worked by hand: the rate goes 0.5, 0.75, 0.875, 0.9375, 0.96875, 0.484375."""
-    rule, fixed = Confidence(0.8, 0.9), Confidence(0.8, None)
+    rule, fixed = (skipping(threshold=0.8, target=target) for target in (0.9, None))
     whole, wide = Draft.of([1, 2], ended="unsure"), Draft.of([1, 2], ended="width")
     seen = []
     for draft, kept in ((whole, 2), (whole, 2), (whole, 2), (whole, 2), (wide, 2), (whole, 0)):

@@ -175,37 +175,20 @@ class LayerSearch:
             self.skipped, self._best, self._failed = skipped, right, 0
 
 
-class Confidence:
-    """How sure a draft token must be for the next: it moves towards a rate of acceptance.
-
-    Self-SD's rule. Where too few drafts stay it rises; else it falls, unless W_max ended the draft.
-    """
-
-    def __init__(self, threshold: float, target: float | None) -> None:
-        """`target`: the rate that is wanted; None: the threshold stays as it is."""
-        self.threshold, self._target = threshold, target
-        self._rate = 0.0
-
-    def learn(self, draft: Draft, kept: Sequence[int]) -> None:
-        if self._target is None or not draft.proposed:
-            return
-        self._rate += _NEWEST * (len(kept) / len(draft.proposed) - self._rate)
-        step = _STEP if self._rate < self._target else 0.0 if draft.ended == "width" else -_STEP
-        self.threshold += (1.0 - _MOMENTUM) * step
-
-
 class SkipDrafter(ChoosingDrafter):
     """Drafts token by token through the layers that are left, until one is not sure enough.
 
     That one is proposed, too: it is paid for. Confidence is the likeliest token's probability, as
     in Self-SD's greedy form; its sampling form takes the drawn token's, which would bias samples.
+    The threshold moves by Self-SD's rule: where too few drafts stay it rises; else it falls, unless
+    W_max ended the draft.
     """
 
     def __init__(self, options: asked.Skip, search: LayerSearch, how: Drafting) -> None:
         """`search`: says which layers go where `options` do not."""
         super().__init__(how)
         self._skipped, self._search = options.skipped, search
-        self._confidence = Confidence(options.threshold, options.target)
+        self.threshold, self._target, self._rate = options.threshold, options.target, 0.0
         self._begun: int | None = None
         """Ids in front of the answer."""
 
@@ -219,7 +202,7 @@ class SkipDrafter(ChoosingDrafter):
             found = yield from shallow(state, rows, self._skipped or self._search.skipped)
             choice, sure, signal = self._said(ids, found.row(0))
             writer.add(choice, signal)
-            if writer.room and sure < self._confidence.threshold:
+            if writer.room and sure < self.threshold:
                 writer.stop("unsure")
             rows = [choice.token]
             ids = self.sampler.behind(ids, choice.token)
@@ -228,7 +211,10 @@ class SkipDrafter(ChoosingDrafter):
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
         super().learn(draft, kept)
-        self._confidence.learn(draft, kept)
+        if self._target is not None and draft.proposed:
+            self._rate += _NEWEST * (len(kept) / len(draft.proposed) - self._rate)
+            step = _STEP if self._rate < self._target else 0.0 if draft.ended == "width" else -_STEP
+            self.threshold += (1.0 - _MOMENTUM) * step
 
     def _said(self, ids: Tensor, logits: Tensor) -> tuple[Choice, float, float]:
         """The token behind `ids`, of [1, V]; the top probability, and what the controller asks.
@@ -270,10 +256,9 @@ def shallow(
     """
     backbone, lease, least = state.backbone, state.lease, state.hidden.least
     hidden: Tensor = yield Embed(backbone, ids)
-    for gone, next_gone in pairwise((0, *skipped, backbone.num_layers + 1)):
-        first, last = gone, next_gone - 1
-        if first < last:
-            hidden = yield Run(backbone, lease, hidden, first, last, parents, least)
+    for first, gone in pairwise((0, *skipped, backbone.num_layers + 1)):
+        if first < gone - 1:
+            hidden = yield Run(backbone, lease, hidden, first, gone - 1, parents, least)
     return (yield from state.hidden.unembed(hidden))
 
 
