@@ -63,6 +63,8 @@ def logits_of(backbone: Backbone, ids: Tensor) -> Tensor:
 
 def test_a_tree_s_depths_and_ancestors() -> None:
     assert depths(PARENTS) == [0, 0, 1, 1, 1, 2, 2, 2]
+    assert depths((-3, -1, 0, 1)) == [-2, 0, -1, 1]  # behind older held positions
+    assert held_behind((-3, -1, 0, 1)) == [2, 0, 2, 0]
     seen = ancestors(PARENTS, torch.device("cpu"))
     assert [row.nonzero().flatten().tolist() for row in seen] == paths(PARENTS)
 
@@ -154,26 +156,21 @@ def test_an_error_while_a_tree_is_committed_keeps_the_text_s_own_rows(broken: in
     assert state.ids[0].tolist() == text
 
 
-def test_an_executor_of_chains_refuses_a_tree() -> None:
-    backbone = Backbone(make_model("llama"), executor="cuda-graph")
-    ids = random_ids(5)
+@pytest.mark.parametrize(
+    ("family", "executor", "kind", "words"),
+    [
+        ("llama", "cuda-graph", InvalidDraft, "the cuda-graph executor runs chains of drafts"),
+        # Llama 4 scales queries by how many rows lie in front, which siblings are not
+        ("llama4", "generic", UnsupportedModel, "comes out otherwise beside siblings"),
+    ],
+)
+def test_what_runs_chains_only_refuses_a_tree(
+    family: str, executor: str, kind: type[Exception], words: str
+) -> None:
+    backbone, ids = Backbone(make_model(family), executor=executor), random_ids(5)
     drafter = BranchingDrafter([*ids[0].tolist(), *range(20)], 1, backbone.vocab_size, 7)
-    with pytest.raises(InvalidDraft, match="the cuda-graph executor runs chains of drafts"):
+    with pytest.raises(kind, match=words):
         ladder.decode(backbone, ids, drafter)
-
-
-def test_layers_that_count_positions_by_themselves_run_no_trees() -> None:
-    """Llama 4 scales queries by how many rows lie in front, which siblings are not."""
-    backbone = Backbone(make_model("llama4"), executor="generic")
-    ids = random_ids(5)
-    drafter = BranchingDrafter([*ids[0].tolist(), *range(20)], 1, backbone.vocab_size, 7)
-    with pytest.raises(UnsupportedModel, match="comes out otherwise beside siblings"):
-        ladder.decode(backbone, ids, drafter)
-
-
-def test_rows_of_a_tree_may_follow_held_positions_that_are_not_the_newest() -> None:
-    assert depths((-3, -1, 0, 1)) == [-2, 0, -1, 1]
-    assert held_behind((-3, -1, 0, 1)) == [2, 0, 2, 0]
 
 
 @torch.inference_mode()
@@ -339,9 +336,8 @@ def test_text_already_seen_is_the_trunk_and_heads_stand_beside_and_behind_it() -
     assert [draft.tokens[index] for index in draft.following(0)] == [4, 9]  # nothing twice
     first = next(index for index in beside if len(draft.path(index)) == 1)
     left = 1.0 - draft.proposed[trunk[0]].chance
-    assert draft.proposed[first].chance == pytest.approx(
-        left * 0.3 / 0.5
-    )  # 4 is taken: what is left
+    # 4 is taken: what is left
+    assert draft.proposed[first].chance == pytest.approx(left * 0.3 / 0.5)
 
 
 def test_a_sure_trunk_is_left_alone() -> None:
