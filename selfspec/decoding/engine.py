@@ -18,7 +18,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Any, TypeVar
 
 import psutil
@@ -27,14 +26,7 @@ from torch import Tensor
 
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import AcceptanceRule, Logprob, Noting, acceptance_rule
-from selfspec.decoding.costs import (
-    DraftCost,
-    Load,
-    each_row,
-    token_cost,
-    token_cost_without,
-    whole_round,
-)
+from selfspec.decoding.costs import USUAL, DraftCost, Load, token_cost, token_cost_without
 from selfspec.decoding.decode import StopRule, written
 from selfspec.decoding.drafters.base import (
     Drafter,
@@ -418,9 +410,7 @@ _NEWEST = 0.5
 class Pace:
     """Learns from every round of an engine."""
 
-    def __init__(self, row_costs: tuple[float, ...]) -> None:
-        """`row_costs`: as `DraftCost.rows`."""
-        self._row_costs = row_costs
+    def __init__(self) -> None:
         self._usual_s: dict[int, float] = {}
         """Seconds of a round without prompts, by its number of texts."""
         self._row_s: float | None = None
@@ -446,8 +436,9 @@ class Pace:
         """
         if texts == 0:
             return BULK_ROWS
-        if self._row_s is None:
-            return self._by_costs(texts, patience)
+        if self._row_s is None:  # as rows cost where nobody measured them
+            rows = patience * (1.0 + (texts - 1) * USUAL) / USUAL
+            return min(max(int(rows), 1), BULK_ROWS)
         most = min(2 * self._newest, BULK_ROWS)  # one quick round may be chance
         if self._row_s * most <= patience * self._usual(texts):
             return most
@@ -456,14 +447,6 @@ class Pace:
     def _usual(self, texts: int) -> float:
         """Seconds of a round without prompts, for the nearest number of texts that was seen."""
         return self._usual_s[min(self._usual_s, key=lambda seen: abs(seen - texts))]
-
-    def _by_costs(self, texts: int, patience: float) -> int:
-        left = patience * whole_round(self._row_costs, texts)
-        for count, cost in enumerate(islice(each_row(self._row_costs), texts - 1, None)):
-            left -= cost
-            if left < 0.0 or count == BULK_ROWS:
-                return max(1, count)
-        raise AssertionError  # costs go on without end
 
 
 def _mean(before: float | None, newest: float) -> float:
@@ -564,7 +547,7 @@ class Engine:
         )
         self._most = most
         self._patience = patience
-        self._pace = Pace(DraftCost.for_model(backbone).rows)
+        self._pace = Pace()
         self._load = Load()
         self._waiting: deque[Running] = deque()
         """Texts that have not begun."""
