@@ -17,31 +17,11 @@ from torch import Tensor
 
 from selfspec import options as rules
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.sampling import Sampler
+from selfspec.decoding.sampling import DraftToken, Sampler
 from selfspec.decoding.stats import EXIT, Ended, Round, StopReason
 from selfspec.errors import InvalidOption
 from selfspec.heads.heads import Ensemble, Signal, entropy
 from selfspec.model.kv import depths
-
-
-class DraftToken(NamedTuple):
-    """A draft token, and what its drafter knows of it."""
-
-    token: int
-    parent: int = -1
-    """Which token of the draft it follows; -1: the newest committed one."""
-    layer: int = 0
-    """Where it left; 0 for tokens that ran through no layer."""
-    source: str = EXIT
-    """Who proposed it, as `stats` names them."""
-    chance: float = 0.0
-    """Its chance to stay, with all before it, as its drafter has it; where that says."""
-    probs: Tensor | None = None
-    """[V] it was drawn from, after the processors; None: it was certain."""
-    belief: Tensor | None = None
-    """[V] that the drafter thought of this place, after the processors, also of tokens that were
-    not drawn: where the acceptance rule reads it. None: not kept, or there is none."""
-
 
 Proposed = Sequence[DraftToken]
 """What may stand in one place, tried in order."""

@@ -27,7 +27,7 @@ from selfspec.decoding.drafters.base import (
 from selfspec.decoding.drafters.ngram import SeenTextFirst
 from selfspec.decoding.drafters.trees import WhilePaying
 from selfspec.decoding.engine import make_ngram, make_tree
-from selfspec.decoding.sampling import Choice
+from selfspec.decoding.sampling import DraftToken
 from selfspec.decoding.state import Pass, Schedule, Steps, alone, ready
 from selfspec.decoding.stats import EXIT, Round, StopReason, Stopwatch
 from selfspec.errors import InvalidOption
@@ -148,7 +148,7 @@ class _ExitDrafter(PacedDrafter):
                 writer.stop("depth")
                 break
             layer, token, confidence, node = found
-            writer.add(Choice(token), confidence, layer=layer)
+            writer.add(DraftToken(token, layer=layer), confidence)
         return ready(writer.draft)
 
     def _first_exit(

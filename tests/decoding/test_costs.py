@@ -16,12 +16,13 @@ import torch
 
 from selfspec.api.speculator import wrap
 from selfspec.decoding import measure as measuring
-from selfspec.decoding.acceptance import Draft, DraftToken
+from selfspec.decoding.acceptance import Draft
 from selfspec.decoding.costs import DraftCost, Load, MeasuredCosts, token_cost
 from selfspec.decoding.drafters.base import DraftController
 from selfspec.decoding.drafters.ngram import NgramDrafter, SeenTextFirst
 from selfspec.decoding.drafters.trees import LONGEST_PAUSE, SHORTEST_PAUSE, Paying, WhilePaying
 from selfspec.decoding.measure import ROWS, Clock, StepSpeed, measure, memory_rate, step_speed
+from selfspec.decoding.sampling import DraftToken
 from selfspec.decoding.state import Steps, alone, ready
 from selfspec.decoding.stats import Round, Stopwatch
 from selfspec.heads.exit_heads import ExitHeads, logit_lens

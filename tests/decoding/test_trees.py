@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from selfspec.decoding.acceptance import Draft, DraftToken, GreedyMatch, SpeculativeSampling, Target
+from selfspec.decoding.acceptance import Draft, GreedyMatch, SpeculativeSampling, Target
 from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.decode import StopRule, rounds
 from selfspec.decoding.drafters.base import (
@@ -26,7 +26,7 @@ from selfspec.decoding.drafters.base import (
 )
 from selfspec.decoding.drafters.ngram import NgramDrafter
 from selfspec.decoding.drafters.trees import TreeDrafter
-from selfspec.decoding.sampling import Sampler
+from selfspec.decoding.sampling import DraftToken, Sampler
 from selfspec.decoding.state import DecodeState, Steps, alone, ready
 from selfspec.decoding.stats import EXIT, Stopwatch
 from selfspec.errors import InvalidDraft, UnsupportedModel

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from selfspec import options as asked
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.acceptance import Draft, DraftToken
-from selfspec.decoding.sampling import Choice, Sampler
+from selfspec.decoding.acceptance import Draft
+from selfspec.decoding.sampling import DraftToken, Sampler
 from selfspec.decoding.state import DecodeState, Steps, ready
 from selfspec.decoding.stats import Ended, Stopwatch
 from selfspec.heads.heads import Ensemble, Signal, top_probability
@@ -115,17 +115,12 @@ class DraftWriter:
         self.draft = Draft(ended="width" if width <= limit else "budget")
         self._source, self._drafter = source, drafter
 
-    def add(
-        self, choice: Choice, confidence: float, *, layer: int = 0, chance: float = 0.0
-    ) -> None:
-        """Propose a token that left at `layer`; `chance` of the whole path to stay."""
+    def add(self, one: DraftToken, confidence: float) -> None:
+        """Propose a token behind the one before."""
         proposed = self.draft.proposed
-        token, probs, belief = choice
-        proposed.append(
-            DraftToken(token, len(proposed) - 1, layer, self._source, chance, probs, belief)
-        )
+        proposed.append(one._replace(parent=len(proposed) - 1, source=self._source))
         self.room -= 1
-        if token in self._drafter.end_tokens:
+        if one.token in self._drafter.end_tokens:
             self.stop("eos")
         elif self.room and not self._drafter.controller.go_on(confidence):
             self.stop("unsure")
@@ -277,7 +272,7 @@ class Guesses(Protocol):
     def chances(self) -> Sequence[float]:
         """Falling. They depend on the text in front alone, not on what is drawn."""
 
-    def choice(self, rank: int) -> Choice | None:
+    def choice(self, rank: int) -> DraftToken | None:
         """The guess of a rank, from 0, asked in order; None: nothing is left to draw."""
 
     def without(self, token: int) -> tuple[Guesses, float]:
@@ -309,8 +304,8 @@ class Known:
     def best(self, count: int | None) -> Known:
         return Known(self.tokens[:count], self.chances[:count])
 
-    def choice(self, rank: int) -> Choice:
-        return Choice(self.tokens[rank])
+    def choice(self, rank: int) -> DraftToken:
+        return DraftToken(self.tokens[rank])
 
     def without(self, token: int) -> tuple[Known, float]:
         if token not in self.tokens:
@@ -336,7 +331,7 @@ class Drawn:
         best = probs.topk(min(count, len(probs))).values
         self.chances: list[float] = [chance for chance in best.tolist() if chance > 0.0]
 
-    def choice(self, rank: int) -> Choice | None:  # noqa: ARG002  # the protocol's
+    def choice(self, rank: int) -> DraftToken | None:  # noqa: ARG002  # the protocol's
         """The next draw; None where rounding left nothing to draw from."""
         probs = self._probs
         total = probs.sum()
@@ -346,7 +341,7 @@ class Drawn:
         token = self._sampler.draw(probs, self._place)
         self._probs = probs.clone()
         self._probs[token] = 0.0
-        return Choice(token, probs)
+        return DraftToken(token, probs=probs)
 
     def without(self, token: int) -> tuple[Drawn, float]:
         """The rest of the distribution without `token`, and the token's probability."""

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from selfspec import options as asked
 from selfspec.decoding.acceptance import Draft, Target
 from selfspec.decoding.drafters.base import ChoosingDrafter, Drafting, DraftWriter
-from selfspec.decoding.sampling import Choice
+from selfspec.decoding.sampling import DraftToken
 from selfspec.decoding.state import DecodeState, Embed, HiddenCache, Run, Steps
 from selfspec.decoding.stats import DRAFT_MODEL, SKIP, Stopwatch, common
 from selfspec.errors import DraftModelMismatch
@@ -216,7 +216,7 @@ class SkipDrafter(ChoosingDrafter):
             step = _STEP if self._rate < self._target else 0.0 if draft.ended == "width" else -_STEP
             self.threshold += (1.0 - _MOMENTUM) * step
 
-    def _said(self, ids: Tensor, logits: Tensor) -> tuple[Choice, float, float]:
+    def _said(self, ids: Tensor, logits: Tensor) -> tuple[DraftToken, float, float]:
         """The token behind `ids`, of [1, V]; the top probability, and what the controller asks.
 
         One device read where the likeliest token is taken.
@@ -226,7 +226,7 @@ class SkipDrafter(ChoosingDrafter):
         told = chances if signal is None else signal(logits)[:, None]
         token, sure, said = torch.cat([tokens, chances, told], dim=1)[0].tolist()
         if self.sampler.is_plain_greedy and not self.beliefs:
-            return Choice(int(token)), sure, said
+            return DraftToken(int(token)), sure, said
         return self.sampler.choose(ids, logits, believe=self.beliefs), sure, said
 
     def _try_one(self, state: DecodeState) -> Steps[None]:

@@ -24,7 +24,7 @@ from selfspec.decoding.drafters.base import (
     Known,
     processed,
 )
-from selfspec.decoding.sampling import Choice, Sampler
+from selfspec.decoding.sampling import DraftToken, Sampler
 from selfspec.decoding.state import Ask, DecodeState, Embed, Steps, Work, done_alone
 from selfspec.decoding.stats import EXIT, Stopwatch
 from selfspec.heads.attending import AttendingHeads
@@ -217,8 +217,7 @@ class MedusaGuesser(HeadGuesser):
 
 
 class _Exit(NamedTuple):
-    layer: int
-    choice: Choice
+    choice: DraftToken
     confidence: float
     """What the controller wants to know; the judge's own where it wants nothing."""
     features: Tensor
@@ -248,7 +247,7 @@ class ExitDrafter(ChoosingDrafter):
             if found is None:
                 writer.stop("depth")
                 break
-            writer.add(found.choice, found.confidence, layer=found.layer)
+            writer.add(found.choice, found.confidence)
             newest = [found.choice.token]
             deep = found.features if self.heads.reads_deep else None
             ids = self.sampler.behind(ids, found.choice.token)
@@ -301,11 +300,11 @@ class ExitDrafter(ChoosingDrafter):
             return None
         confidence = said.signals[0] if said.signals else chances[0]
         if self.sampler.is_plain_greedy and not self.beliefs:
-            choice = Choice(tokens[0])
+            choice = DraftToken(tokens[0])
         else:
             wide = head.to_target_logits(said.logits)
             choice = self.sampler.choose(ids, wide, believe=self.beliefs)
-        return _Exit(layer, choice, confidence, said.features)
+        return _Exit(choice._replace(layer=layer), confidence, said.features)
 
 
 class AttendingDrafter(ExitDrafter):

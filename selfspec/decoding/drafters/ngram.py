@@ -24,7 +24,7 @@ from typing import Generic
 
 from torch import Tensor
 
-from selfspec.decoding.acceptance import AcceptanceRule, Draft, DraftToken, Heard
+from selfspec.decoding.acceptance import AcceptanceRule, Draft, Heard
 from selfspec.decoding.costs import DraftCost, each_row
 from selfspec.decoding.drafters.base import (
     ROOT,
@@ -38,7 +38,7 @@ from selfspec.decoding.drafters.base import (
     StateT,
     Trunks,
 )
-from selfspec.decoding.sampling import Choice, GrammarMask
+from selfspec.decoding.sampling import DraftToken, GrammarMask
 from selfspec.decoding.state import Steps, ready
 from selfspec.decoding.stats import GRAMMAR, LOOKAHEAD, NGRAM, SUCCESSORS, Stopwatch
 
@@ -130,7 +130,7 @@ class NgramDrafter(PacedDrafter):
         if sum(chances[:length]) > rival:
             rows = zip(self._guess[:length], rates, chances, strict=False)
             for token, rate, chance in rows:
-                writer.add(Choice(token), rate, chance=chance)
+                writer.add(DraftToken(token, chance=chance), rate)
                 if not writer.room:
                     break
         if writer.room:

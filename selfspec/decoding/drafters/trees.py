@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from itertools import islice
 from typing import Generic, NamedTuple
 
-from selfspec.decoding.acceptance import Draft, DraftToken
+from selfspec.decoding.acceptance import Draft
 from selfspec.decoding.costs import DraftCost, each_row
 from selfspec.decoding.drafters.base import (
     ROOT,
@@ -287,9 +287,8 @@ class TreeDrafter(PacedDrafter, Generic[StateT]):
                 break
             if (choice := guesses.choice(rank)) is None:
                 continue
-            token, probs, belief = choice
             at = len(proposed)
-            proposed.append(DraftToken(token, parent, 0, source, chance, probs, belief))
+            proposed.append(choice._replace(parent=parent, source=source, chance=chance))
             self._steps += self._rows[at]
             self._tokens += chance
             self._said[at] = self._said.get(parent, 0.0) * said
