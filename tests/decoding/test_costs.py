@@ -18,8 +18,6 @@ from selfspec.api.speculator import wrap
 from selfspec.decoding import measure as measuring
 from selfspec.decoding.acceptance import Draft
 from selfspec.decoding.costs import DraftCost, Load, MeasuredCosts, token_cost
-from selfspec.decoding.drafters.base import DraftController
-from selfspec.decoding.drafters.ngram import NgramDrafter, SeenTextFirst
 from selfspec.decoding.drafters.trees import LONGEST_PAUSE, SHORTEST_PAUSE, Paying, WhilePaying
 from selfspec.decoding.measure import ROWS, Clock, StepSpeed, measure, memory_rate, step_speed
 from selfspec.decoding.sampling import DraftToken
@@ -268,32 +266,6 @@ def test_what_text_already_seen_gives_is_no_gain_of_heads() -> None:
         else:
             rule.learn(both, [0])
     assert pauses > 50
-
-
-def test_a_pause_is_no_failure_of_the_other_drafter_and_leaves_the_field_to_seen_text() -> None:
-    heads = Heads()
-    paying = WhilePaying(heads, priced(0.9))
-    both = SeenTextFirst(NgramDrafter(DraftController(1), size=3), paying)
-    text = Text([1, 2, 3, 4, 5])
-
-    def go(accepted: int) -> Draft:
-        draft = alone(both.draft(text, 9, Stopwatch()))
-        both.learn(draft, range(min(accepted, len(draft.tokens))))
-        return draft
-
-    while not go(1).tokens:  # such dear drafts begin with a pause
-        pass
-    for _ in range(3):
-        assert [one.source for one in go(1).proposed] == ["exit"]  # 0.41 tokens a round by now
-    while go(0).tokens:  # no text matches
-        pass
-    gives = both._other_gives
-    heard = len(heads.heard)
-    go(0)
-    assert (both._other_gives, len(heads.heard)) == (gives, heard)
-    both._other_gives = 0.41  # more than the 1/4 that a match of one token promises
-    draft = alone(both.draft(Text([*text.tokens, 1]), 9, Stopwatch()))
-    assert draft.proposed == [DraftToken(2, source="ngram", chance=0.25)]
 
 
 # Through the facade

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
 
 from selfspec.api import speculator as facade
 from selfspec.api.speculator import Speculator, wrap
@@ -36,7 +35,6 @@ from selfspec.decoding.drafters.ngram import (
     Successors,
 )
 from selfspec.decoding.drafters.rest import Datastore
-from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState, Steps, alone, ready
 from selfspec.decoding.stats import Stopwatch
 from selfspec.errors import DraftModelMismatch, HeadsNotFound, InvalidOption
@@ -195,45 +193,50 @@ def test_the_controller_hears_the_rate_of_each_match_and_ends_the_draft() -> Non
 
 
 class Other:
-    """Drafts 90, 91, ..; notes what it is asked and told."""
+    """Drafts 90, 91, .. unless it pauses; notes what it is asked and told."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.asked, self.pauses = 0, False
         self.heard: list[tuple[int, int]] = []
 
     def draft(self, state: Text, limit: int, watch: Stopwatch) -> Steps[Draft]:
         self.asked += 1
-        return ready(Draft.of([90, 91][:limit]))
+        return ready(Draft() if self.pauses else Draft.of([90, 91][:limit]))
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
         self.heard.append((len(draft.tokens), len(kept)))
 
 
 def test_the_other_drafts_where_no_text_matches_and_hears_only_of_its_own() -> None:
-    controller = Listening(1)
-    other = Other()
-    both = SeenTextFirst(NgramDrafter(cast(DraftController, controller), size=3), other)
-    text = Text([1, 2, 3])
-    draft = ask(both, text)
-    assert draft.tokens == [90, 91]
-    both.learn(draft, [0])
-    text.tokens += [1]
-    draft = ask(both, text)
-    assert draft.tokens == [2]
-    both.learn(draft, [0])
+    controller, other, text = Listening(1), Other(), Text([1, 2, 3])
+    both = SeenTextFirst(NgramDrafter(controller, size=3), other)
+    for expected in ([90, 91], [2]):
+        draft = ask(both, text)
+        assert draft.tokens == expected
+        both.learn(draft, [0])
+        text.tokens += [1]
     assert (other.asked, other.heard, controller.heard) == (1, [(2, 1)], [(1, 1)])
 
 
-def test_seen_text_has_to_promise_more_than_the_other_has_been_giving() -> None:
-    both = SeenTextFirst(make_drafter(width=1), Other())
-    text = Text([1, 2, 3, 4, 5])
-    for _ in range(2):  # 1/8 after the first, 0.234 after the second: below 1/4
+@pytest.mark.parametrize(
+    ("rounds", "pauses", "expected"),
+    # of the other's tokens 1/8 stayed after the first round, 0.234 after the second: below 1/4
+    [(2, False, [2]), (3, False, [90, 91]), (3, True, [2])],
+)
+def test_seen_text_has_to_promise_more_than_the_other_has_been_giving(
+    rounds: int, pauses: bool, expected: list[int]
+) -> None:
+    """A pause is no failure of the other, and leaves the field to seen text."""
+    other, text = Other(), Text([1, 2, 3, 4, 5])
+    both = SeenTextFirst(make_drafter(width=1), other)
+    for _ in range(rounds):
         both.learn(ask(both, text), [0])
-    assert [one.source for one in ask(both, Text([*text.tokens, 1])).proposed] == ["ngram"]
-    both = SeenTextFirst(make_drafter(width=1), Other())
-    for _ in range(3):  # 0.33 after the third
-        both.learn(ask(both, text), [0])
-    assert ask(both, Text([*text.tokens, 1])).tokens == [90, 91]
+    gave = both._other_gives
+    other.pauses = pauses
+    if pauses:
+        both.learn(ask(both, text), [])
+    assert (both._other_gives, len(other.heard)) == (gave, rounds)
+    assert ask(both, Text([*text.tokens, 1])).tokens == expected
 
 
 # Through the facade
@@ -396,9 +399,9 @@ def target(exact: Any) -> Backbone:
     return Backbone(exact, executor="generic")
 
 
-def make_sampler(*processors: Any, do_sample: bool = False) -> Sampler:
-    generator = torch.Generator().manual_seed(0)
-    return Sampler(LogitsProcessorList(processors), do_sample, generator)
+@torch.inference_mode()
+def drafted(drafter: DraftsFrom[DecodeState], state: DecodeState) -> Draft:
+    return alone(drafter.draft(state, 20, Stopwatch()))
 
 
 def own_text(backbone: Backbone, ids: Tensor, count: int) -> list[int]:
@@ -411,10 +414,10 @@ def test_drafts_are_the_other_models_own_text_and_no_row_runs_twice(
     second: CountingBackbone, target: Backbone
 ) -> None:
     state = DecodeState(target, random_ids(7))
-    drafter = DraftModelDrafter(DraftCache(second), Drafting(make_sampler(), DraftController(4)))
+    drafter = DraftModelDrafter(DraftCache(second), ladder.drafting(4))
     second.passes.clear()
     for kept in (2, 4, 0):
-        draft = alone(drafter.draft(state, 20, Stopwatch()))
+        draft = drafted(drafter, state)
         assert draft.tokens == own_text(second, state.ids, 4)
         told = {(one.source, one.layer, one.probs) for one in draft.proposed}
         assert told == {("draft-model", 0, None)}
@@ -422,18 +425,9 @@ def test_drafts_are_the_other_models_own_text_and_no_row_runs_twice(
             state.append(token, 0)
         state.append((draft.tokens[kept] if kept < 4 else 0) ^ 1, 0)  # the target's own
     assert second.passes == [
-        [*range(7)],
-        [7],
-        [8],
-        [9],  # the fourth draft does not run
-        [9],  # two of four were kept and are there; 9 is now the target's token
-        [10],
-        [11],
-        [12],
-        [13, 14],  # all four were kept: the last of them had not run, 14 is the target's
-        [15],
-        [16],
-        [17],
+        *([*range(7)], [7], [8], [9]),  # the fourth draft does not run
+        *([9], [10], [11], [12]),  # two of four were kept; 9 is now the target's token
+        *([13, 14], [15], [16], [17]),  # of four that were kept the last had not run; 14: as above
     ]
 
 
@@ -443,24 +437,22 @@ def test_the_controller_sees_the_other_models_top_probability(
 ) -> None:
     state = DecodeState(target, random_ids(7))
     whole, cut_short = (
-        DraftModelDrafter(DraftCache(second), Drafting(make_sampler(), controller))
+        drafted(DraftModelDrafter(DraftCache(second), Drafting(ladder.greedy(), controller)), state)
         for controller in (DraftController(9), DraftController(9, 0.5))
     )
-    tokens = alone(whole.draft(state, 9, Stopwatch())).tokens
-    text = torch.cat([state.ids, torch.tensor([tokens])], dim=1)
+    text = torch.cat([state.ids, torch.tensor([whole.tokens])], dim=1)
     sure = top_probability(second.model(text).logits[0, 6:-1].float()).tolist()
     unsure = next(place for place, value in enumerate(sure) if value < 0.5)
-    draft = alone(cut_short.draft(state, 20, Stopwatch()))
-    assert draft.tokens == tokens[: unsure + 1]
+    assert cut_short.tokens == whole.tokens[: unsure + 1]
 
 
 @torch.inference_mode()
 def test_nothing_is_drafted_beyond_the_other_models_last_position(target: Backbone) -> None:
     short = Backbone(make_model("llama", num_hidden_layers=1, max_position_embeddings=16))
-    drafter = DraftModelDrafter(DraftCache(short), Drafting(make_sampler(), DraftController(4)))
+    drafter = DraftModelDrafter(DraftCache(short), ladder.drafting(4))
     for length, room in ((10, 4), (14, 3), (16, 1), (17, 0), (30, 0)):
         state = DecodeState(target, random_ids(length))
-        assert len(alone(drafter.draft(state, 20, Stopwatch())).tokens) == room
+        assert len(drafted(drafter, state).tokens) == room
 
 
 def test_a_conversation_runs_what_is_new_only_in_the_other_model_too(
@@ -542,7 +534,7 @@ def test_another_number_of_logits_is_refused_unless_padding_begins_behind_the_la
 
 def skipping(search: LayerSearch | None = None, width: int = 8, **options: Any) -> SkipDrafter:
     layers = search or LayerSearch(6)
-    return SkipDrafter(Skip(**options), layers, Drafting(make_sampler(), DraftController(width)))
+    return SkipDrafter(Skip(**options), layers, ladder.drafting(width))
 
 
 def entered(backbone: Backbone, ids: Tensor) -> DecodeState:
@@ -570,8 +562,8 @@ def test_drafts_are_what_a_model_without_these_layers_says(
     for at, layer in enumerate(kept):
         cut.model.layers[at].load_state_dict(layer.state_dict())
     state = DecodeState(target, torch.tensor([[7]]))
-    draft = alone(skipping(skipped=skipped, threshold=0.0).draft(state, 5, Stopwatch()))
-    assert draft.tokens == own_text(Backbone(cut, executor="generic"), state.ids, 5)
+    draft = drafted(skipping(skipped=skipped, threshold=0.0), state)
+    assert draft.tokens == own_text(Backbone(cut, executor="generic"), state.ids, 8)
     assert {one.source for one in draft.proposed} == {"skip"}
     assert lengths(state) == {0}
 
@@ -586,20 +578,15 @@ def test_a_window_tried_again_has_what_the_model_said_and_leaves_caches(executor
     assert alone(again(state, (), 12)).best == text[0, 9:].tolist()
     assert alone(again(state, (2, 3, 4, 5), 12)).best != text[0, 9:].tolist()
     assert lengths(state) == {20}
-    found, expected = (
-        alone(skipping(skipped=(3,)).draft(one, 8, Stopwatch())).tokens
-        for one in (state, untouched)
-    )
-    assert found == expected
+    found, expected = (drafted(skipping(skipped=(3,)), one) for one in (state, untouched))
+    assert found.tokens == expected.tokens
 
 
 @torch.inference_mode()
 def test_an_unsure_token_ends_a_draft_and_a_dropped_draft_leaves_nothing(target: Backbone) -> None:
     state = entered(target, random_ids(9, 1))  # sure by 0.72, 0.97, 0.94, 0.92, 0.47, 0.38, ..
-    drafts = [
-        alone(skipping(skipped=(3,), threshold=tau).draft(state, 20, Stopwatch()))
-        for tau in (0.0, 0.5, 1.0)
-    ]
+    taus = (0.0, 0.5, 1.0)
+    drafts = [drafted(skipping(skipped=(3,), threshold=tau), state) for tau in taus]
     ends = [(8, "width"), (5, "unsure"), (1, "unsure")]
     assert [(len(one.tokens), one.ended) for one in drafts] == ends
     assert drafts[1].tokens == drafts[0].tokens[:5]
