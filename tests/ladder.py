@@ -22,7 +22,7 @@ from selfspec.config import OPTION_NAMES
 from selfspec.decoding.acceptance import GreedyMatch
 from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.decode import StopRule, rounds
-from selfspec.decoding.drafters.base import DraftController, Drafter, Drafting, NoDrafter
+from selfspec.decoding.drafters.base import DraftController, Drafting
 from selfspec.decoding.drafters.draft_model import (
     DraftCache,
     DraftModelDrafter,
@@ -47,7 +47,7 @@ from selfspec.decoding.drafters.rest import Datastore, RestGuesser
 from selfspec.decoding.drafters.trees import TreeDrafter, WhilePaying
 from selfspec.decoding.measure import PassShape
 from selfspec.decoding.sampling import Sampler
-from selfspec.decoding.state import DecodeState
+from selfspec.decoding.state import DecodeState, Drafter, NoDrafter
 from selfspec.decoding.stats import Round, Stopwatch
 from selfspec.eval.scripted import (
     MixedDrafter,

@@ -22,8 +22,16 @@ import torch
 from torch import Tensor
 
 from selfspec.decoding.acceptance import AcceptanceRule, Draft, Target, Verdict
-from selfspec.decoding.drafters.base import Drafter
-from selfspec.decoding.state import DecodeState, Embed, Enter, Pass, Steps, Work, done_alone
+from selfspec.decoding.state import (
+    DecodeState,
+    Drafter,
+    Embed,
+    Enter,
+    Pass,
+    Steps,
+    Work,
+    done_alone,
+)
 from selfspec.decoding.stats import Round, StopReason, Stopwatch
 from selfspec.errors import InvalidDraft
 

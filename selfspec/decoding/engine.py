@@ -28,15 +28,7 @@ from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import AcceptanceRule, Logprob, Noting, acceptance_rule
 from selfspec.decoding.costs import USUAL, DraftCost, Load, token_cost, token_cost_without
 from selfspec.decoding.decode import StopRule, written
-from selfspec.decoding.drafters.base import (
-    Drafter,
-    Drafting,
-    Guesser,
-    NoDrafter,
-    StateT,
-    Trunks,
-    make_controller,
-)
+from selfspec.decoding.drafters.base import Drafting, Guesser, Trunks, make_controller
 from selfspec.decoding.drafters.draft_model import (
     DraftCache,
     DraftModelDrafter,
@@ -63,7 +55,15 @@ from selfspec.decoding.drafters.rest import Datastore, RestGuesser
 from selfspec.decoding.drafters.trees import TreeDrafter, WhilePaying
 from selfspec.decoding.measure import PassShape, PinnedProbe, any_split
 from selfspec.decoding.sampling import Sampler
-from selfspec.decoding.state import DecodeState, Enter, Work, next_together
+from selfspec.decoding.state import (
+    DecodeState,
+    Drafter,
+    Enter,
+    NoDrafter,
+    StateT,
+    Work,
+    next_together,
+)
 from selfspec.decoding.stats import GenerationStats, Round, Stopwatch, common
 from selfspec.errors import HeadsNotFound, InvalidOption
 from selfspec.heads.attending import AttendingHeads

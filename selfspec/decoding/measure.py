@@ -27,9 +27,8 @@ from transformers import LogitsProcessorList
 from selfspec.decoding.acceptance import GreedyMatch
 from selfspec.decoding.costs import MeasuredCosts
 from selfspec.decoding.decode import StopRule, rounds
-from selfspec.decoding.drafters.base import NoDrafter
 from selfspec.decoding.sampling import Sampler
-from selfspec.decoding.state import DecodeState, HiddenCache, alone, done_alone
+from selfspec.decoding.state import DecodeState, HiddenCache, NoDrafter, alone, done_alone
 from selfspec.decoding.stats import Stopwatch
 from selfspec.errors import InvalidOption, PinnedUnavailable
 from selfspec.heads.attending import AttendingHeads, Attention

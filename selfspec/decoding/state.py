@@ -21,7 +21,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from selfspec.decoding.acceptance import Target
+from selfspec.decoding.acceptance import Draft, Target
+from selfspec.decoding.stats import Stopwatch
 from selfspec.errors import InvalidDraft
 from selfspec.heads.attending import AttendingHeads
 from selfspec.heads.heads import Answer, ExitHead, Signal, joined, scored
@@ -547,3 +548,44 @@ class DecodeState:
                 before = len(self.hidden.states) - len(self._outputs)
                 self.keep_states([*range(before), *(before + row for row in path)])
         self.hidden.clear()
+
+
+# --- what proposes tokens -------------------------------------------------------------------------
+
+
+class Committed(Protocol):
+    """A text that grows: what a drafter that runs no layers has to know of a DecodeState."""
+
+    def committed(self, start: int) -> list[int]:
+        """The text's ids from the `start`-th on, without padding."""
+
+
+StateT = TypeVar("StateT", bound=Committed)
+State_contra = TypeVar("State_contra", bound=Committed, contravariant=True)
+
+
+class DraftsFrom(Protocol[State_contra]):
+    """Proposes at most `limit` tokens to follow the committed ones of some kind of state."""
+
+    def draft(self, state: State_contra, limit: int, watch: Stopwatch) -> Steps[Draft]:
+        """A draft of 0..limit tokens, and the work that leads there.
+
+        Rows may be left waiting in a DecodeState's `hidden`: first that of the newest committed
+        token, then those of the drafts, in order, none twice.
+        """
+
+    def learn(self, draft: Draft, kept: Sequence[int]) -> None:
+        """What became of the draft that was asked for last: which of its tokens stayed."""
+
+
+Drafter = DraftsFrom[DecodeState]
+"""What `decode` asks."""
+
+
+class NoDrafter:
+    """Proposes nothing: plain decoding."""
+
+    def draft(self, state: Committed, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
+        return ready(Draft())
+
+    def learn(self, draft: Draft, kept: Sequence[int]) -> None: ...

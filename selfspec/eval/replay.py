@@ -16,11 +16,9 @@ from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.drafters.base import (
     ROOT,
     DraftController,
-    DraftsFrom,
     DraftWriter,
     Guesses,
     Known,
-    NoDrafter,
     PacedDrafter,
     make_controller,
 )
@@ -28,7 +26,7 @@ from selfspec.decoding.drafters.ngram import SeenTextFirst
 from selfspec.decoding.drafters.trees import WhilePaying
 from selfspec.decoding.engine import make_ngram, make_tree
 from selfspec.decoding.sampling import DraftToken
-from selfspec.decoding.state import Pass, Schedule, Steps, alone, ready
+from selfspec.decoding.state import DraftsFrom, NoDrafter, Pass, Schedule, Steps, alone, ready
 from selfspec.decoding.stats import EXIT, Round, StopReason, Stopwatch
 from selfspec.errors import InvalidOption
 from selfspec.eval.record import GUESSES, Record

@@ -17,10 +17,9 @@ from selfspec.api.speculator import Speculator
 from selfspec.api.text import Prompt
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import AcceptanceRule, Draft, Heard
-from selfspec.decoding.drafters.base import Drafter
 from selfspec.decoding.engine import Engine, Runtime
 from selfspec.decoding.sampling import Sampler
-from selfspec.decoding.state import DecodeState, Steps, ready
+from selfspec.decoding.state import DecodeState, Drafter, Steps, ready
 from selfspec.decoding.stats import Ended, Stopwatch
 from selfspec.model.kv import depths
 

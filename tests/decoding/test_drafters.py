@@ -16,7 +16,7 @@ from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import Draft, Target
 from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.drafters import ngram
-from selfspec.decoding.drafters.base import DraftController, Drafting, DraftsFrom
+from selfspec.decoding.drafters.base import DraftController, Drafting
 from selfspec.decoding.drafters.draft_model import (
     WINDOW,
     DraftCache,
@@ -35,7 +35,7 @@ from selfspec.decoding.drafters.ngram import (
     Successors,
 )
 from selfspec.decoding.drafters.rest import Datastore
-from selfspec.decoding.state import DecodeState, Steps, alone, ready
+from selfspec.decoding.state import DecodeState, DraftsFrom, Steps, alone, ready
 from selfspec.decoding.stats import Stopwatch
 from selfspec.errors import DraftModelMismatch, HeadsNotFound, InvalidOption
 from selfspec.heads.heads import top_probability

@@ -20,11 +20,10 @@ from selfspec.cli.main import main
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import Draft, GreedyMatch
 from selfspec.decoding.decode import StopRule, rounds
-from selfspec.decoding.drafters.base import NoDrafter
 from selfspec.decoding.drafters.heads import CHOICES, AskAhead, AttendingDrafter
 from selfspec.decoding.drafters.trees import TreeDrafter
 from selfspec.decoding.engine import Asked, Engine, Runtime
-from selfspec.decoding.state import DecodeState, Run, Steps, alone
+from selfspec.decoding.state import DecodeState, NoDrafter, Run, Steps, alone
 from selfspec.decoding.stats import Round, Stopwatch
 from selfspec.errors import InvalidOption
 from selfspec.eval.scripted import OracleDrafter

@@ -32,7 +32,6 @@ from transformers.generation.logits_process import (
 
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.api.stream import Generation
-from selfspec.decoding.drafters.base import Drafter, NoDrafter
 from selfspec.decoding.engine import Engine, Running
 from selfspec.decoding.sampling import (
     STATELESS,
@@ -43,6 +42,7 @@ from selfspec.decoding.sampling import (
     is_stateless,
     processor_for,
 )
+from selfspec.decoding.state import Drafter, NoDrafter
 from selfspec.errors import InvalidOption
 from selfspec.eval.scripted import MixedDrafter, OracleDrafter, RandomDrafter, WrongDrafter
 from selfspec.model.backbone import Backbone

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from selfspec.decoding.acceptance import Draft, GreedyMatch
 from selfspec.decoding.decode import StopRule, propose, rounds, verify
-from selfspec.decoding.drafters.base import DraftController, Drafting, NoDrafter
+from selfspec.decoding.drafters.base import DraftController, Drafting
 from selfspec.decoding.drafters.heads import ExitDrafter
 from selfspec.decoding.sampling import Sampler
-from selfspec.decoding.state import DecodeState, HiddenCache, Schedule, Steps, alone
+from selfspec.decoding.state import DecodeState, HiddenCache, NoDrafter, Schedule, Steps, alone
 from selfspec.decoding.stats import Round, Stopwatch
 from selfspec.eval.scripted import MixedDrafter
 from selfspec.heads.exit_heads import ExitHeads

@@ -16,18 +16,11 @@ from transformers import LogitsProcessorList
 from selfspec.decoding.acceptance import Draft, GreedyMatch, SpeculativeSampling, Target
 from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.decode import StopRule, rounds
-from selfspec.decoding.drafters.base import (
-    DraftController,
-    Drafter,
-    Drawn,
-    Guesses,
-    Known,
-    NoDrafter,
-)
+from selfspec.decoding.drafters.base import DraftController, Drawn, Guesses, Known
 from selfspec.decoding.drafters.ngram import NgramDrafter
 from selfspec.decoding.drafters.trees import TreeDrafter
 from selfspec.decoding.sampling import DraftToken, Sampler
-from selfspec.decoding.state import DecodeState, Steps, alone, ready
+from selfspec.decoding.state import DecodeState, Drafter, NoDrafter, Steps, alone, ready
 from selfspec.decoding.stats import EXIT, Stopwatch
 from selfspec.errors import InvalidDraft, UnsupportedModel
 from selfspec.eval.scripted import BranchingDrafter

@@ -1,8 +1,7 @@
-"""What a drafter is: it gets the state of a sequence and gives a Draft; how long, and of what.
+"""What drafters are made of: bases, controllers of how long they draft, guesses for trees.
 
-Rows that were run for it wait in the hidden cache, where verification takes them on. It asks its
-controller before a round and after each draft token, and tells it afterwards what was kept: with
-exit heads that sets W_max of the next round, while the judge keeps the depth. Called by `decode`.
+A drafter asks its controller before a round and after each draft token, and tells it afterwards
+what was kept: with exit heads that sets W_max of the next round, while the judge keeps the depth.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -18,16 +17,9 @@ from selfspec import options as asked
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import Draft
 from selfspec.decoding.sampling import DraftToken, Sampler
-from selfspec.decoding.state import DecodeState, Steps, ready
+from selfspec.decoding.state import Committed, State_contra, Steps
 from selfspec.decoding.stats import Ended, Stopwatch
 from selfspec.heads.heads import Ensemble, Signal, top_probability
-
-
-class Committed(Protocol):
-    """A text that grows: what a drafter that runs no layers has to know of a DecodeState."""
-
-    def committed(self, start: int) -> list[int]:
-        """The text's ids from the `start`-th on, without padding."""
 
 
 class Trunks(Protocol):
@@ -38,37 +30,6 @@ class Trunks(Protocol):
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
         """What became of the draft that was proposed last: which of its tokens stayed."""
-
-
-StateT = TypeVar("StateT", bound=Committed)
-State_contra = TypeVar("State_contra", bound=Committed, contravariant=True)
-
-
-class DraftsFrom(Protocol[State_contra]):
-    """Proposes at most `limit` tokens to follow the committed ones of some kind of state."""
-
-    def draft(self, state: State_contra, limit: int, watch: Stopwatch) -> Steps[Draft]:
-        """A draft of 0..limit tokens, and the work that leads there.
-
-        Rows may be left waiting in a DecodeState's `hidden`: first that of the newest committed
-        token, then those of the drafts, in order, none twice.
-        """
-
-    def learn(self, draft: Draft, kept: Sequence[int]) -> None:
-        """What became of the draft that was asked for last: which of its tokens stayed."""
-
-
-Drafter = DraftsFrom[DecodeState]
-"""What `decode` asks."""
-
-
-class NoDrafter:
-    """Proposes nothing: plain decoding."""
-
-    def draft(self, state: Committed, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
-        return ready(Draft())
-
-    def learn(self, draft: Draft, kept: Sequence[int]) -> None: ...
 
 
 class PacedDrafter:

@@ -28,18 +28,15 @@ from selfspec.decoding.acceptance import AcceptanceRule, Draft, Heard
 from selfspec.decoding.costs import DraftCost, each_row
 from selfspec.decoding.drafters.base import (
     ROOT,
-    Committed,
     DraftController,
-    DraftsFrom,
     DraftWriter,
     Guesses,
     Known,
     PacedDrafter,
-    StateT,
     Trunks,
 )
 from selfspec.decoding.sampling import DraftToken, GrammarMask
-from selfspec.decoding.state import Steps, ready
+from selfspec.decoding.state import Committed, DraftsFrom, StateT, Steps, ready
 from selfspec.decoding.stats import GRAMMAR, LOOKAHEAD, NGRAM, SUCCESSORS, Stopwatch
 
 NEWEST = 1 / 8

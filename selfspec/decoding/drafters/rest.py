@@ -24,8 +24,8 @@ from safetensors.numpy import save_file
 
 from selfspec import files
 from selfspec.decoding.acceptance import Draft
-from selfspec.decoding.drafters.base import Committed, Guesses, Known
-from selfspec.decoding.state import Steps, ready
+from selfspec.decoding.drafters.base import Guesses, Known
+from selfspec.decoding.state import Committed, Steps, ready
 from selfspec.decoding.stats import REST, Stopwatch
 from selfspec.errors import InvalidData
 from selfspec.untrusted import check_safetensors

@@ -19,14 +19,12 @@ from selfspec.decoding.costs import DraftCost, each_row
 from selfspec.decoding.drafters.base import (
     ROOT,
     DraftController,
-    DraftsFrom,
     Guesser,
     Guesses,
     PacedDrafter,
-    StateT,
     Trunks,
 )
-from selfspec.decoding.state import Steps, ready
+from selfspec.decoding.state import DraftsFrom, StateT, Steps, ready
 from selfspec.decoding.stats import FREE, Stopwatch
 
 # --- the never-slower rule: by past rounds alone, so sampling stays exact -------------------------
