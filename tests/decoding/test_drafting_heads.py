@@ -124,7 +124,7 @@ def test_a_text_has_the_drafts_that_it_has_alone(
 
     monkeypatch.setattr(owner, name, counted)
     common = random_ids(90, seed=9)
-    prompts = [torch.cat([common, random_ids(3 + n, seed=n)], 1) for n in range(5)]
+    prompts = [torch.cat([common, random_ids(3 + n, seed=n)], 1) for n in range(3)]
     prompts += [random_ids(4, seed=20), random_ids(40, seed=21), prompts[0]]
     alone = [drafts(list(Engine(runtime()).add(asked(prompt), options))) for prompt in prompts]
     plain = SpeculationOptions(speculate=False)

@@ -136,7 +136,8 @@ def test_a_row_of_a_batch_is_its_prompt_alone_with_the_seed_plus_its_number(
     assert all(answer.stats.lossless for answer in answers)
     drafted = sum(answer.stats.drafted for answer in answers)
     accepted = sum(answer.stats.accepted for answer in answers)
-    assert method is None or 0 < accepted < drafted  # some were right, some were wrong
+    # some were right, some were wrong; prompt lookup has nothing right here
+    assert method in (None, "ngram") or 0 < accepted < drafted
 
 
 def test_seeds_go_round_at_64_bits(speculator: Speculator) -> None:
@@ -202,7 +203,7 @@ def test_sampled_sequences_follow_the_model_s_law_over_seeds() -> None:
     """Of plain decoding, 32 at a time: drafts change no text, as shown above."""
     model = make_model("llama", vocab_size=4, num_hidden_layers=2)
     speculator = wrap(model, drafter="none", executor="generic")
-    ids, seeds, length = random_ids(3, vocab_size=4), 1500, 3
+    ids, seeds, length = random_ids(3, vocab_size=4), 1000, 3
     call = speculator.call(  # read once: keywords take longer than the answer
         ids,
         {"max_new_tokens": length, "do_sample": True, "top_k": 0, "temperature": TEMPERATURE},
