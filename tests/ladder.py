@@ -20,11 +20,15 @@ from selfspec.api.speculator import wrap
 from selfspec.api.stream import Stream
 from selfspec.config import OPTION_NAMES
 from selfspec.decoding.acceptance import GreedyMatch
-from selfspec.decoding.controllers import DraftController
 from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.decode import StopRule, rounds
-from selfspec.decoding.drafters.base import Drafter, Drafting, NoDrafter
-from selfspec.decoding.drafters.draft_model import DraftCache, DraftModelDrafter
+from selfspec.decoding.drafters.base import DraftController, Drafting
+from selfspec.decoding.drafters.draft_model import (
+    DraftCache,
+    DraftModelDrafter,
+    LayerSearch,
+    SkipDrafter,
+)
 from selfspec.decoding.drafters.heads import (
     AttendingDrafter,
     AttendingGuesser,
@@ -32,19 +36,18 @@ from selfspec.decoding.drafters.heads import (
     HeadGuesser,
     MedusaGuesser,
 )
-from selfspec.decoding.drafters.lookahead import LookaheadDrafter
 from selfspec.decoding.drafters.ngram import (
+    LookaheadDrafter,
     NgramDrafter,
     SeenTextFirst,
     SuccessorGuesser,
     Successors,
 )
 from selfspec.decoding.drafters.rest import Datastore, RestGuesser
-from selfspec.decoding.drafters.skip import LayerSearch, SkipDrafter
 from selfspec.decoding.drafters.trees import TreeDrafter, WhilePaying
-from selfspec.decoding.probe import PassShape
+from selfspec.decoding.measure import PassShape
 from selfspec.decoding.sampling import Sampler
-from selfspec.decoding.state import DecodeState
+from selfspec.decoding.state import DecodeState, Drafter, NoDrafter
 from selfspec.decoding.stats import Round, Stopwatch
 from selfspec.eval.scripted import (
     MixedDrafter,
@@ -332,7 +335,7 @@ def check_draft_invariance(
     sequence = ids[0].tolist() + plain.tokens
     for name, (drafter, exits) in drafters(backbone, sequence).items():
         if name in TREES and not backbone.claims.steady:
-            continue  # not made there: see `Sources.runs_trees`
+            continue  # not made there: see `Runtime.runs_trees`
         if kinds is not None and name not in kinds:
             continue
         found = decode(

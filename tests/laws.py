@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from selfspec.decoding.acceptance import AcceptanceRule, DraftToken, Target
+from selfspec.decoding.acceptance import AcceptanceRule, Draft, Target
 from selfspec.decoding.decode import walk
-from selfspec.decoding.drafters.base import Draft
-from selfspec.decoding.sampling import Sampler
+from selfspec.decoding.sampling import DraftToken, Sampler
 from selfspec.decoding.state import DecodeState
 
 CELLS = 8

@@ -20,12 +20,11 @@ import typer
 
 from eval import lab
 from selfspec.api.speculator import Speculator
+from selfspec.decoding.acceptance import Draft
 from selfspec.decoding.costs import DraftCost, token_cost_without
-from selfspec.decoding.drafters.base import Draft
-from selfspec.decoding.drafters.skip import again
-from selfspec.decoding.state import DecodeState
+from selfspec.decoding.drafters.draft_model import again
+from selfspec.decoding.state import DecodeState, alone
 from selfspec.decoding.stats import SKIP
-from selfspec.decoding.work import alone
 from selfspec.eval.results import SIX_TASKS
 from selfspec.eval.scripted import greedy_request
 from selfspec.model.kv import Lease

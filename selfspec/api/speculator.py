@@ -45,9 +45,9 @@ from selfspec.api.stream import Generation, Stream
 from selfspec.api.text import Prompt, encode
 from selfspec.config import OPTION_NAMES, GenerateOptions, SpeculationOptions, check
 from selfspec.decoding.drafters.draft_model import check_same_size, check_same_tokens
+from selfspec.decoding.drafters.heads import pack
 from selfspec.decoding.drafters.rest import Datastore
 from selfspec.decoding.engine import MOST_TEXTS, Asked, Engine, Running, Runtime, eager
-from selfspec.decoding.packed_heads import pack
 from selfspec.decoding.state import DecodeState
 from selfspec.decoding.stats import common
 from selfspec.errors import HeadsMismatch, InvalidOption, InvalidPrompt, ModelChanged, SelfspecError

@@ -12,8 +12,7 @@ import torch
 from selfspec.api.givers import Giver, Piece, html
 from selfspec.api.request import Request
 from selfspec.api.text import TextDecoder, UntilStop, is_end
-from selfspec.decoding.acceptance import Logprob
-from selfspec.decoding.drafters.base import Draft
+from selfspec.decoding.acceptance import Draft, Logprob
 from selfspec.decoding.engine import Running
 from selfspec.decoding.stats import MODEL, GenerationStats, Round, StopReason
 from selfspec.typed import shown

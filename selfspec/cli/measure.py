@@ -551,8 +551,7 @@ def _model_facts(asked: Asked) -> tuple[dict[str, Any], StepSpeed]:
     """Which executor runs a model, why no other does, what drafts do to its bits; its speed."""
     import torch
 
-    from selfspec.decoding.measure import step_speed
-    from selfspec.decoding.probe import PinnedProbe
+    from selfspec.decoding.measure import PinnedProbe, step_speed
     from selfspec.model.backbone import Backbone
 
     executor = asked.pop("executor", "auto")

@@ -1,4 +1,4 @@
-"""Acceptance rules: which draft stays at a row, or the token that verification itself gives.
+"""Drafts, and acceptance rules: which draft stays at a row, or what verification itself gives.
 
 Come in: the target's logits of a row, and the drafts that follow it. Goes out: a verdict. The walk
 along a draft is `decode.commit`'s; it commits each token before it asks for the next, so that
@@ -8,6 +8,7 @@ processors always see the true prefix.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
@@ -16,33 +17,110 @@ from torch import Tensor
 
 from selfspec import options as rules
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.sampling import Sampler
-from selfspec.decoding.stats import EXIT
+from selfspec.decoding.sampling import DraftToken, Sampler
+from selfspec.decoding.stats import EXIT, Ended, Round, StopReason
 from selfspec.errors import InvalidOption
 from selfspec.heads.heads import Ensemble, Signal, entropy
-
-
-class DraftToken(NamedTuple):
-    """A draft token, and what its drafter knows of it."""
-
-    token: int
-    parent: int = -1
-    """Which token of the draft it follows; -1: the newest committed one."""
-    layer: int = 0
-    """Where it left; 0 for tokens that ran through no layer."""
-    source: str = EXIT
-    """Who proposed it, as `stats` names them."""
-    chance: float = 0.0
-    """Its chance to stay, with all before it, as its drafter has it; where that says."""
-    probs: Tensor | None = None
-    """[V] it was drawn from, after the processors; None: it was certain."""
-    belief: Tensor | None = None
-    """[V] that the drafter thought of this place, after the processors, also of tokens that were
-    not drawn: where the acceptance rule reads it. None: not kept, or there is none."""
-
+from selfspec.model.kv import depths
 
 Proposed = Sequence[DraftToken]
 """What may stand in one place, tried in order."""
+
+
+@dataclass(kw_only=True)
+class Draft:
+    """k proposed tokens: a chain, each behind the one before, or a tree, each behind its parent."""
+
+    proposed: list[DraftToken] = field(default_factory=list)
+    heads: int = 0
+    """How often exit heads were asked: for one token at one layer, or for a level of a tree."""
+    ended: Ended = "off"
+    target: Target | None = None
+    """What verification held of it: of the newest token's row, and of each token's."""
+
+    @classmethod
+    def of(
+        cls,
+        tokens: Sequence[int],
+        parents: Sequence[int] | None = None,
+        *,
+        source: str = EXIT,
+        ended: Ended = "off",
+    ) -> Draft:
+        """Tokens that ran through no layer; None: a chain."""
+        behind = range(-1, len(tokens) - 1) if parents is None else parents
+        rows = zip(tokens, behind, strict=True)
+        return cls(proposed=[DraftToken(*row, source=source) for row in rows], ended=ended)
+
+    @classmethod
+    def again(cls, entry: Round) -> Draft:
+        """What was proposed in a round, without what drafters knew of it."""
+        parents = range(-1, len(entry.sources) - 1) if entry.parents is None else entry.parents
+        rows = zip(entry.draft_tokens, parents, entry.exit_layers, entry.sources, strict=True)
+        return cls(proposed=[DraftToken(*row) for row in rows], heads=entry.heads)
+
+    def verified(
+        self,
+        tokens: list[int],
+        kept: list[int],
+        passes: Sequence[tuple[int, int, int]],
+        *,
+        prefill: bool = False,
+        stop_reason: StopReason | None = None,
+    ) -> Round:
+        """The round in which verification committed `tokens`, of which the draft's are `kept`."""
+        return Round(
+            tokens=tokens,
+            draft_tokens=self.tokens,
+            exit_layers=[one.layer for one in self.proposed],
+            sources=[one.source for one in self.proposed],
+            parents=None if self.is_chain else self.parents,
+            kept=kept,
+            ended=self.ended,
+            heads=self.heads,
+            passes=passes,
+            prefill=prefill,
+            stop_reason=stop_reason,
+        )
+
+    @property
+    def tokens(self) -> list[int]:
+        return [one.token for one in self.proposed]
+
+    @property
+    def parents(self) -> list[int]:
+        return [one.parent for one in self.proposed]
+
+    @property
+    def trunk(self) -> int:
+        """Tokens of its first path, each behind the one before."""
+        turned = (at for at, one in enumerate(self.proposed) if one.parent != at - 1)
+        return next(turned, len(self.proposed))
+
+    @property
+    def is_chain(self) -> bool:
+        return self.trunk == len(self.proposed)
+
+    @property
+    def depth(self) -> int:
+        """Tokens of its longest path."""
+        return len(self.proposed) if self.is_chain else 1 + max(depths(self.parents))
+
+    def path(self, index: int) -> list[int]:
+        """Places of the tokens down to one of them, itself included; -1: none."""
+        found: list[int] = []
+        while index >= 0:
+            found.append(index)
+            index = self.proposed[index].parent
+        return found[::-1]
+
+    def tokens_to(self, index: int) -> list[int]:
+        """The tokens of that path."""
+        return [self.proposed[at].token for at in self.path(index)]
+
+    def following(self, row: int) -> list[int]:
+        """Tokens that follow a row of verification: 0 the newest token's, i + 1 that of token i."""
+        return [at for at, one in enumerate(self.proposed) if one.parent == row - 1]
 
 
 class Verdict(NamedTuple):
@@ -84,8 +162,24 @@ class AcceptanceRule(Protocol):
         """The token behind `ids` [1, n], the text up to `row`."""
 
 
+class Heard:
+    """Base of rules that decide as another does, and note each decision."""
+
+    def __init__(self, rule: AcceptanceRule) -> None:
+        self._rule, self.lossless = rule, rule.lossless
+
+    def verdict(self, ids: Tensor, target: Target, row: int, proposed: Proposed) -> Verdict:
+        found = self._rule.verdict(ids, target, row, proposed)
+        self.note(target.logits[row], found.token)
+        return found
+
+    def note(self, logits: Tensor, token: int) -> None:
+        """A token was committed by these logits, [V]."""
+        raise NotImplementedError
+
+
 class GreedyMatch:
-    """A draft stays if it is the target's most likely token."""
+    """A draft stays if it is the target's own choice: its most likely token."""
 
     lossless = True
 
@@ -97,12 +191,13 @@ class GreedyMatch:
         if self._sampler.is_plain_greedy:
             token = target.best[row]
         else:
-            token = int(self._sampler.scores(ids, target.row(row)).argmax(-1))
-        return _match(token, proposed)
+            token = self._sampler.choose(ids, target.row(row)).token
+        tokens = [draft.token for draft in proposed]
+        return Verdict(token, tokens.index(token) if token in tokens else None)
 
 
-class SeededMatch:
-    """A draft stays if it is the token that the target draws by itself.
+class SeededMatch(GreedyMatch):
+    """The same of a `sampler` with a seed: its choice is the token that it draws.
 
     Draws are tied to a seed and a position, so the text is that of plain sampling with this seed,
     whatever the drafts were. A draft that was drawn from q at its position is the target's draw
@@ -110,15 +205,6 @@ class SeededMatch:
     take the winner of one race, [V] arrival times divided by probabilities (Daliri, Musco and
     Suresh 2024, "Coupling without Communication and Drafter-Invariant Speculative Decoding").
     """
-
-    lossless = True
-
-    def __init__(self, sampler: Sampler) -> None:
-        """`sampler` must sample, with a seed."""
-        self._sampler = sampler
-
-    def verdict(self, ids: Tensor, target: Target, row: int, proposed: Proposed) -> Verdict:
-        return _match(self._sampler.choose(ids, target.row(row)).token, proposed)
 
 
 class SpeculativeSampling:
@@ -140,17 +226,14 @@ class SpeculativeSampling:
     def verdict(self, ids: Tensor, target: Target, row: int, proposed: Proposed) -> Verdict:
         probs = self._sampler.probs(ids, target.row(row))
         for index, draft in enumerate(proposed):
-            drafted = _one_hot(probs, draft.token) if draft.probs is None else draft.probs
+            if (drafted := draft.probs) is None:  # it was certain
+                drafted = torch.zeros_like(probs)
+                drafted[draft.token] = 1.0
             u = self._sampler.uniform(probs.device)
             if bool(u * drafted[draft.token] * self._lenience < probs[draft.token]):
                 return Verdict(draft.token, index)
             probs = residual(probs, drafted)
         return Verdict(self._sampler.draw(probs))
-
-
-def _match(token: int, proposed: Proposed) -> Verdict:
-    tokens = [draft.token for draft in proposed]
-    return Verdict(token, tokens.index(token) if token in tokens else None)
 
 
 def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
@@ -162,12 +245,6 @@ def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
     rest = (target_probs - draft_probs).clamp_(min=0.0)
     total = rest.sum()
     return rest / total if total > 0 else target_probs
-
-
-def _one_hot(like: Tensor, token: int) -> Tensor:
-    probs = like.new_zeros(like.shape)
-    probs[token] = 1.0
-    return probs
 
 
 # --- how likely the model found each token, where asked for ---------------------------------------
@@ -182,29 +259,22 @@ class Logprob(NamedTuple):
     """The likeliest tokens in its place and their logarithms, falling."""
 
 
-class Noting:
-    """Another rule, of whose tokens it is noted how likely they were.
+class Noting(Heard):
+    """It is noted how likely a rule's tokens were.
 
     By the model's own logits, before temperature and other processors, as vLLM has it by default.
     """
 
     def __init__(self, rule: AcceptanceRule, count: int, noted: list[Logprob]) -> None:
         """`count`: of the likeliest tokens that are noted beside; `noted` gets an entry a token."""
-        self._rule, self._count, self._noted = rule, count, noted
-        self.lossless = rule.lossless
+        super().__init__(rule)
+        self._count, self._noted = count, noted
 
-    def verdict(self, ids: Tensor, target: Target, row: int, proposed: Proposed) -> Verdict:
-        found = self._rule.verdict(ids, target, row, proposed)
-        self._noted.append(logprob(target.row(row)[0], found.token, self._count))
-        return found
-
-
-def logprob(logits: Tensor, token: int, count: int) -> Logprob:
-    """Log-probabilities of a token, and of the `count` likeliest; logits [V]."""
-    logs = logits.float().log_softmax(-1)
-    best = logs.topk(min(count, logs.numel()))
-    top = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return Logprob(token, float(logs[token]), tuple(top))
+    def note(self, logits: Tensor, token: int) -> None:
+        logs = logits.float().log_softmax(-1)
+        best = logs.topk(min(self._count, len(logs)))
+        top = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        self._noted.append(Logprob(token, float(logs[token]), tuple(top)))
 
 
 # --- rules that change the output on purpose, labelled, never a default ---------------------------
@@ -310,9 +380,6 @@ class Easd:
 def chosen(sampler: Sampler, scores: Tensor) -> int:
     """The target's own choice from processed scores [V]: the best, or a draw."""
     return sampler.draw(scores.softmax(-1)) if sampler.do_sample else int(scores.argmax(-1))
-
-
-# --- which rule ---------------------------------------------------------------------------------
 
 
 def acceptance_rule(sampler: Sampler, options: SpeculationOptions) -> AcceptanceRule:

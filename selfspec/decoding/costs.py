@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import nn
 
-    from selfspec.decoding.drafters.base import Draft
+    from selfspec.decoding.acceptance import Draft
     from selfspec.model.backbone import Backbone
     from selfspec.options import Costs
 
-_USUAL = 0.08
+USUAL = 0.08
 """What a row adds, and what a head takes, in plain steps, where nobody measured it."""
 
 Count = TypeVar("Count", float, "npt.NDArray[Any]")
@@ -176,7 +176,7 @@ class DraftCost:
     @classmethod
     def for_model(cls, model: Backbone, load: Load | None = None) -> DraftCost:
         """A guess, where nobody measured."""
-        return cls(rows=(_USUAL,), load=load or Load(), head=_USUAL, num_layers=model.num_layers)
+        return cls(rows=(USUAL,), load=load or Load(), head=USUAL, num_layers=model.num_layers)
 
     def with_costs(self, asked: Costs) -> DraftCost:
         """This, or what was asked for."""

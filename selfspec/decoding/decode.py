@@ -21,11 +21,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfspec.decoding.acceptance import AcceptanceRule, Target, Verdict
-from selfspec.decoding.drafters.base import Draft, Drafter
-from selfspec.decoding.state import DecodeState, Pass
+from selfspec.decoding.acceptance import AcceptanceRule, Draft, Target, Verdict
+from selfspec.decoding.state import (
+    DecodeState,
+    Drafter,
+    Embed,
+    Enter,
+    Pass,
+    Steps,
+    Work,
+    done_alone,
+)
 from selfspec.decoding.stats import Round, StopReason, Stopwatch
-from selfspec.decoding.work import Embed, Enter, Steps, Work, done_alone
 from selfspec.errors import InvalidDraft
 
 logger = logging.getLogger(__name__)
@@ -124,10 +131,10 @@ def enter(state: DecodeState) -> Steps[list[Pass]]:
     passes: list[Pass] = []
     while True:
         waiting = state.waiting
-        count: int = yield Enter(rows=len(waiting))
+        count: int = yield Enter(len(waiting))
         if count >= len(waiting):
             return passes
-        state.hidden.push((yield Embed(backbone=state.backbone, ids=waiting[:count])))
+        state.hidden.push((yield Embed(state.backbone, waiting[:count])))
         yield from state.hidden.advance_all()
         state.keep_states(range(count))
         passes += state.hidden.schedule.passes
@@ -155,7 +162,7 @@ def verify(state: DecodeState, draft: Draft) -> Steps[Target]:
     missing = pending[schedule.pushed :]
     if missing:
         parents = [*range(-1, len(waiting) - 1), *(len(waiting) + one for one in draft.parents)]
-        hidden = yield Embed(backbone=state.backbone, ids=missing)
+        hidden = yield Embed(state.backbone, missing)
         state.hidden.push(hidden, parents[schedule.pushed :])
     if schedule.pushed != len(pending):
         raise InvalidDraft(f"{schedule.pushed} rows were queued for {len(pending)} tokens")

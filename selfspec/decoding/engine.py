@@ -16,9 +16,8 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Any, TypeVar
 
 import psutil
@@ -27,21 +26,53 @@ from torch import Tensor
 
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import AcceptanceRule, Logprob, Noting, acceptance_rule
-from selfspec.decoding.costs import DraftCost, Load, each_row, whole_round
+from selfspec.decoding.costs import USUAL, DraftCost, Load, token_cost, token_cost_without
 from selfspec.decoding.decode import StopRule, written
-from selfspec.decoding.drafters.base import Drafter
-from selfspec.decoding.drafters.choice import Sources, make_drafter
-from selfspec.decoding.drafters.draft_model import DraftCache
-from selfspec.decoding.drafters.ngram import Remembering
-from selfspec.decoding.probe import PassShape, PinnedProbe, any_split
+from selfspec.decoding.drafters.base import Drafting, Guesser, Trunks, make_controller
+from selfspec.decoding.drafters.draft_model import (
+    DraftCache,
+    DraftModelDrafter,
+    LayerSearch,
+    SkipDrafter,
+)
+from selfspec.decoding.drafters.heads import (
+    AttendingDrafter,
+    AttendingGuesser,
+    ExitDrafter,
+    HeadGuesser,
+    MedusaGuesser,
+)
+from selfspec.decoding.drafters.ngram import (
+    GrammarDrafter,
+    LookaheadDrafter,
+    NgramDrafter,
+    Remembering,
+    SeenTextFirst,
+    SuccessorGuesser,
+    Successors,
+)
+from selfspec.decoding.drafters.rest import Datastore, RestGuesser
+from selfspec.decoding.drafters.trees import TreeDrafter, WhilePaying
+from selfspec.decoding.measure import PassShape, PinnedProbe, any_split
 from selfspec.decoding.sampling import Sampler
-from selfspec.decoding.state import DecodeState
+from selfspec.decoding.state import (
+    DecodeState,
+    Drafter,
+    Enter,
+    NoDrafter,
+    StateT,
+    Work,
+    next_together,
+)
 from selfspec.decoding.stats import GenerationStats, Round, Stopwatch, common
-from selfspec.decoding.work import Enter, Work, next_together
-from selfspec.errors import InvalidOption
+from selfspec.errors import HeadsNotFound, InvalidOption
 from selfspec.heads.attending import AttendingHeads
+from selfspec.heads.exit_heads import ExitHeads
+from selfspec.heads.heads import ExitJudge, spread
+from selfspec.model.backbone import Backbone
 from selfspec.model.compiled import TEAM
 from selfspec.model.kv import POSITIONS, KVStore, Lease, Memory, PooledLease, fixed_slots
+from selfspec.options import word
 from selfspec.typed import check_types
 
 # --- what all texts of one model share ------------------------------------------------------------
@@ -73,14 +104,20 @@ class Asked:
 
 
 @dataclass(eq=False)
-class Runtime(Sources):
-    """Makes texts to be written of what is asked."""
+class Runtime:
+    """A model and what its drafts can come from; makes texts to be written of what is asked."""
 
+    backbone: Backbone
+    heads: ExitHeads | None
+    draft_model: Backbone | None
+    datastore: Datastore | None = None
+    successors: Successors = field(init=False, default_factory=Successors)
+    layers: LayerSearch = field(init=False)
     probe: PinnedProbe = field(init=False)
     _told: set[str] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        self.layers = LayerSearch(self.backbone.num_layers)
         self.probe = PinnedProbe(self.backbone)
 
     def text(
@@ -157,6 +194,46 @@ class Runtime(Sources):
             pinned_rows=shape.rows,
         )
 
+    def draft_cache(self) -> DraftCache | None:
+        """An empty one for the draft model, if there is one."""
+        if self.draft_model is None:
+            return None
+        return DraftCache(self.draft_model, self.backbone.vocab_size)
+
+    def runs_trees(self, options: SpeculationOptions) -> bool:
+        """Whether heads may guess several tokens for a place, and the model can look at siblings.
+
+        Padded passes draft chains: what a row sums over lies elsewhere there, once a sibling was in
+        between.
+        """
+        steady = not options.pinned or self.backbone.claims.steady
+        return options.grows_trees and steady and self.backbone.runs_trees
+
+    def draft_cost(self, options: SpeculationOptions, load: Load | None = None) -> DraftCost:
+        """What drafting costs under `options`, as far as it is known.
+
+        Raises InvalidOption for layers that the model does not have.
+        """
+        cost = DraftCost.for_model(self.backbone, load).with_costs(options.costs)
+        if options.uses("skip"):
+            skipped, layers = options.skip.skipped or self.layers.skipped, self.backbone.num_layers
+            if max(skipped, default=0) > layers:
+                raise InvalidOption(
+                    f"skip:skipped is {word(skipped)}, the model has {layers} layers. "
+                    "Leave out those behind"
+                )
+            cost = replace(cost, token=token_cost_without(skipped, self.backbone))
+        elif self.draft_model is not None and options.uses("draft-model"):
+            cost = replace(cost, token=token_cost(self.draft_model, self.backbone))
+        if not options.uses("exit"):
+            return cost if options.uses("successors") else replace(cost, head=0.0)
+        if not isinstance(self.heads, AttendingHeads):
+            return cost
+        read = self.heads.nbytes / self.backbone.weight_bytes
+        if not self.runs_trees(options):  # the layer runs for each token
+            return replace(cost, head=0.0, token=read)
+        return cost if options.costs.head is not None else replace(cost, head=read)
+
     def drafter(
         self,
         asked: Asked,
@@ -164,9 +241,98 @@ class Runtime(Sources):
         draft_cache: DraftCache | None = None,
         load: Load | None = None,
     ) -> Drafter:
-        """What proposes tokens under `options`; nothing behind an end token."""
-        ends = asked.stop.end_tokens
-        return make_drafter(options, self, asked.sampler, ends, cache=draft_cache, load=load)
+        """What proposes tokens under `options`; nothing behind an end token.
+
+        The default, exit, drafts nothing where there are no heads. Raises HeadsNotFound where heads
+        were asked for by another name, InvalidOption where there is no draft model, no datastore,
+        or not the layers that are to be left out.
+        """
+        if not options.speculate or options.drafter == "none":
+            return NoDrafter()
+        sampler, ends = asked.sampler, asked.stop.end_tokens
+        cost = self.draft_cost(options, load)
+        seen: Trunks | None = None
+        if options.uses("ngram"):
+            seen = ngram = make_ngram(options, cost, ends)
+            if options.drafter == "ngram" and sampler.grammar is None:
+                return ngram
+        if sampler.grammar is not None:  # nothing is proposed that it forbids
+            seen = GrammarDrafter(sampler.grammar, sampler.pad, options.widest_pass - 1, seen)
+        if options.drafter == "ngram" or (options.drafter == "exit" and self.heads is None):
+            return NoDrafter() if seen is None else SeenTextFirst(seen, NoDrafter())
+        if (guesser := self._guesser(options, sampler)) is not None:
+            if self.runs_trees(options):
+                return make_tree(guesser, options, cost, ends, seen)
+            # of one guess for a place it is a chain, as long as it does not stand beside another
+            chains: Drafter = make_tree(guesser, options, cost, ends, None)
+        else:
+            chains = self._chains(options, sampler, ends, draft_cache)
+            if options.never_slower:
+                chains = WhilePaying(chains, cost)
+        return chains if seen is None else SeenTextFirst(seen, chains)
+
+    def _guesser(self, options: SpeculationOptions, sampler: Sampler) -> Guesser[Any] | None:
+        """What says the tokens of a tree; None: drafts are chains."""
+        trees, heads = self.runs_trees(options), self.heads
+        if options.uses("rest"):
+            if self.datastore is None:
+                raise InvalidOption(
+                    f"drafter {options.drafter} needs a datastore. Give --datastore"
+                )
+            return RestGuesser(self.datastore, options.most_drafts, trees=trees)
+        if options.uses("successors"):
+            return SuccessorGuesser(self.successors, options.successors.guesses if trees else 1)
+        if heads is None or not options.uses("exit"):
+            return None
+        used = heads.layers_in_use(options)  # raises for those that it does not have
+        judge, guesses = _judge(heads, options), options.exit.guesses if trees else 1
+        if heads.looks_ahead:
+            return MedusaGuesser(heads, judge, sampler, guesses)
+        if not trees or used != (0,):
+            return None
+        kind = AttendingGuesser if isinstance(heads, AttendingHeads) else HeadGuesser
+        return kind(heads, judge, sampler, guesses)
+
+    def _chains(
+        self,
+        options: SpeculationOptions,
+        sampler: Sampler,
+        ends: Collection[int],
+        cache: DraftCache | None,
+    ) -> Drafter:
+        def how(longest: int) -> Drafting:
+            beliefs = options.acceptance.reads_beliefs
+            return Drafting(sampler, make_controller(options, longest), ends, beliefs)
+
+        if options.uses("lookahead"):
+            wanted, trees = options.lookahead, self.runs_trees(options)
+            return LookaheadDrafter(
+                make_controller(options, wanted.level - 1),
+                ends,
+                level=wanted.level,
+                window=wanted.window if trees else 0,
+                guesses=wanted.guesses if trees else 1,
+                most=options.most_drafts,
+            )
+        if options.uses("draft-model"):
+            cache = cache or self.draft_cache()
+            if cache is None:
+                raise InvalidOption(
+                    f"drafter {options.drafter} needs a second model. Give --draft-model"
+                )
+            return DraftModelDrafter(cache, how(options.draft_model.max_tokens))
+        if options.uses("skip"):
+            return SkipDrafter(options.skip, self.layers, how(options.skip.max_tokens))
+        heads = self.heads
+        if heads is None:
+            raise HeadsNotFound(
+                f"drafter {options.drafter} needs exit heads. Give heads=... or ngram"
+            )
+        kind = AttendingDrafter if isinstance(heads, AttendingHeads) else ExitDrafter
+        drafter = kind(heads, _judge(heads, options), how(options.exit.max_tokens))
+        if self.backbone.claims.replayed is not None:
+            drafter.ask_once(self.backbone)
+        return drafter
 
     def _refusal(self, options: SpeculationOptions) -> str | None:
         """Why nothing may be drafted, in words, or None."""
@@ -191,6 +357,46 @@ class Runtime(Sources):
         return options.speculate and self.probe.holds_unpadded(options.widest_pass)
 
 
+def make_ngram(
+    options: SpeculationOptions, cost: DraftCost, end_tokens: Collection[int]
+) -> NgramDrafter:
+    """A drafter of prompt lookup."""
+    controller = make_controller(options, options.ngram.max_tokens)
+    return NgramDrafter(controller, end_tokens, size=options.ngram.size, cost=cost)
+
+
+def make_tree(
+    guesser: Guesser[StateT],
+    options: SpeculationOptions,
+    cost: DraftCost,
+    end_tokens: Collection[int],
+    seen: Trunks | None,
+) -> TreeDrafter[StateT]:
+    """Trees of what `guesser` says, around what `seen` proposes."""
+    if not options.never_slower:  # nothing need pay
+        cost = replace(cost, rows=(0.0,), head=0.0)
+    return TreeDrafter(
+        guesser,
+        cost,
+        make_controller(options, options.tree.max_tokens),
+        end_tokens,
+        most=options.most_drafts,
+        seen=seen,
+        never_slower=options.never_slower,
+    )
+
+
+def _judge(heads: ExitHeads, options: SpeculationOptions) -> ExitJudge:
+    """With the thresholds of `options`, and temperatures that were fitted to the heads."""
+    config = heads.config
+    return ExitJudge(
+        config.num_layers,
+        spread(options.exit.thresholds, options.exit.layers or config.exit_layers),
+        options.exit.anneal_strength,
+        {int(layer): value for layer, value in config.temperatures.items()},
+    )
+
+
 # --- how much of a prompt enters with a round: no sum depends on it -------------------------------
 
 
@@ -204,9 +410,7 @@ _NEWEST = 0.5
 class Pace:
     """Learns from every round of an engine."""
 
-    def __init__(self, row_costs: tuple[float, ...]) -> None:
-        """`row_costs`: as `DraftCost.rows`."""
-        self._row_costs = row_costs
+    def __init__(self) -> None:
         self._usual_s: dict[int, float] = {}
         """Seconds of a round without prompts, by its number of texts."""
         self._row_s: float | None = None
@@ -232,8 +436,9 @@ class Pace:
         """
         if texts == 0:
             return BULK_ROWS
-        if self._row_s is None:
-            return self._by_costs(texts, patience)
+        if self._row_s is None:  # as rows cost where nobody measured them
+            rows = patience * (1.0 + (texts - 1) * USUAL) / USUAL
+            return min(max(int(rows), 1), BULK_ROWS)
         most = min(2 * self._newest, BULK_ROWS)  # one quick round may be chance
         if self._row_s * most <= patience * self._usual(texts):
             return most
@@ -242,14 +447,6 @@ class Pace:
     def _usual(self, texts: int) -> float:
         """Seconds of a round without prompts, for the nearest number of texts that was seen."""
         return self._usual_s[min(self._usual_s, key=lambda seen: abs(seen - texts))]
-
-    def _by_costs(self, texts: int, patience: float) -> int:
-        left = patience * whole_round(self._row_costs, texts)
-        for count, cost in enumerate(islice(each_row(self._row_costs), texts - 1, None)):
-            left -= cost
-            if left < 0.0 or count == BULK_ROWS:
-                return max(1, count)
-        raise AssertionError  # costs go on without end
 
 
 def _mean(before: float | None, newest: float) -> float:
@@ -350,7 +547,7 @@ class Engine:
         )
         self._most = most
         self._patience = patience
-        self._pace = Pace(DraftCost.for_model(backbone).rows)
+        self._pace = Pace()
         self._load = Load()
         self._waiting: deque[Running] = deque()
         """Texts that have not begun."""

@@ -1,19 +1,24 @@
-"""What layers, logits, heads and rounds cost here, and how near a step comes to the memory's limit.
+"""What is measured of this machine and model: what things cost, and whether drafts can move bits.
 
 Works are timed in turns, so that a change of the machine's speed meets all alike, and each finds
 the processor's caches as full of other things as in a round. Called by the commands that choose
 settings or predict by costs (calibrate, tune, trace), and by `selfspec env --model`.
+
+Two ways lead to rows whose bits do not depend on what runs with them: kernels whose result for a
+row is the same for any number of rows, or passes of one fixed shape, padded, over a fixed number of
+slots. Either is a property of the kernels, so it is probed here before anyone relies on it.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -22,11 +27,10 @@ from transformers import LogitsProcessorList
 from selfspec.decoding.acceptance import GreedyMatch
 from selfspec.decoding.costs import MeasuredCosts
 from selfspec.decoding.decode import StopRule, rounds
-from selfspec.decoding.drafters.base import NoDrafter
 from selfspec.decoding.sampling import Sampler
-from selfspec.decoding.state import DecodeState, HiddenCache
+from selfspec.decoding.state import DecodeState, HiddenCache, NoDrafter, alone, done_alone
 from selfspec.decoding.stats import Stopwatch
-from selfspec.decoding.work import alone, done_alone
+from selfspec.errors import InvalidOption, PinnedUnavailable
 from selfspec.heads.attending import AttendingHeads, Attention
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import Answer, ExitHead, ExitJudge, scored
@@ -243,9 +247,29 @@ def measure(
     Without heads their cost is 0.
     """
     context = min(context, backbone.max_positions // 2)
-    short = max(1, backbone.num_layers // _SHORT)
+    num_layers, short = backbone.num_layers, max(1, backbone.num_layers // _SHORT)
     works = dict(_works(backbone, heads, rows, context, short))
-    return _costs(Clock(backbone.device, _REPEATS, now).laps(works), backbone.num_layers, short)
+    laps = Clock(backbone.device, _REPEATS, now).laps(works)
+
+    def middle(name: str) -> tuple[float, ...]:
+        return tuple(statistics.median(laps[name, count]) for count in range(1, rows + 1))
+
+    layers = middle("layers")
+    starts = (
+        (num_layers * few - short * whole) / (num_layers - short)
+        for few, whole in zip(middle("short"), layers, strict=True)
+    )
+    parts = zip(*(laps[name, 1] for name in ("round", "layers", "logits")), strict=True)
+    rest = statistics.median(whole - run - read for whole, run, read in parts)
+    asked = [lap for (name, _), seconds in laps.items() if name == "head" for lap in seconds]
+    return MeasuredCosts(
+        num_layers=num_layers,
+        layers=layers,
+        start=tuple(min(max(one, 0.0), whole) for one, whole in zip(starts, layers, strict=True)),
+        logits=middle("logits"),
+        head=statistics.median(asked) if asked else 0.0,
+        round=max(rest, 0.0),
+    )
 
 
 def _works(
@@ -312,24 +336,160 @@ def _question(
     return ask
 
 
-def _costs(laps: Mapping[_Part, list[float]], num_layers: int, short: int) -> MeasuredCosts:
-    middle = {part: statistics.median(seconds) for part, seconds in laps.items()}
-    counts = [rows for name, rows in laps if name == "layers"]
-    layers = tuple(middle["layers", rows] for rows in counts)
-    starts = (
-        (num_layers * middle["short", rows] - short * whole) / (num_layers - short)
-        for rows, whole in zip(counts, layers, strict=True)
+# --- whether a row's bits depend on what runs with it ---------------------------------------------
+
+
+logger = logging.getLogger(__name__)
+
+_CONTEXTS = (16, 180)
+"""Tokens in front of the probed ones: kernels may cut longer sums otherwise than short ones (MKL
+with AVX512 does between 192 and 384)."""
+
+_PIECE = 13
+"""Rows of the pieces that a prompt is cut into."""
+
+_FEW_LAYERS = 4
+
+_MOST_SLOTS = 1 << 20
+"""Positions with memory of their own from the start: a slip of the pen asks for more."""
+
+
+class PassShape(NamedTuple):
+    """What all passes of a pinned decoding have in common."""
+
+    rows: int | None = None
+    """Fixed number of rows; None where the kernels do not care."""
+    slots: int | None = None
+    """Fixed number of key slots; None where the kernels do not care."""
+
+
+class PinnedProbe:
+    """What was found about one model on this machine; each question is probed once."""
+
+    def __init__(self, backbone: Backbone) -> None:
+        self._backbone = backbone
+        self._found: dict[tuple[PassShape, int, bool], PinnedUnavailable | None] = {}
+
+    def shape(self, fixed: PassShape, widest: int) -> PassShape:
+        """What makes bits independent of drafts: the kernels by themselves, else a `fixed` shape.
+
+        Raises PinnedUnavailable if neither does, InvalidOption for more slots than could be had.
+        """
+        if self._backbone.claims.steady and self._failure(PassShape(), widest) is None:
+            return PassShape()
+        if (fixed.slots or 0) > _MOST_SLOTS:
+            raise InvalidOption(
+                f"pinned passes would look at {fixed.slots} positions each, expected at most "
+                f"{_MOST_SLOTS}. Lower max_new_tokens, or leave pinned out"
+            )
+        if (failure := self._failure(fixed, widest)) is not None:
+            raise failure
+        return fixed
+
+    def holds_unpadded(self, widest: int) -> bool:
+        """Whether kernels treat rows alike by themselves, as a quick look has it."""
+        if not self._backbone.claims.steady:
+            return False
+        failure = self._failure(PassShape(), widest, quick=True)
+        if failure is not None:
+            logger.info("drafts may move bits here: %s", failure)
+        return failure is None
+
+    def _failure(
+        self, shape: PassShape, widest: int, *, quick: bool = False
+    ) -> PinnedUnavailable | None:
+        key = (shape, widest, quick)
+        if key not in self._found:
+            self._found[key] = None
+            try:
+                check_pinned(self._backbone, shape, widest, quick=quick)
+            except PinnedUnavailable as error:
+                self._found[key] = error
+        return self._found[key]
+
+
+@torch.inference_mode()
+def check_pinned(backbone: Backbone, shape: PassShape, widest: int, *, quick: bool = False) -> None:
+    """Raise PinnedUnavailable unless logits are bitwise the same for every grouping of rows.
+
+    The same random tokens run one at a time, in blocks of `widest` rows (which `shape` must have
+    room for), and in uneven blocks; every second block has wrong tokens behind it, as rejected
+    drafts would be. What is in front of them runs at once, and for the blocks in pieces where the
+    executor claims that this changes nothing either. Costs about 3 * `widest` passes at each of two
+    contexts; `quick` looks at the longer one alone, at half as many tokens and at the first few
+    layers; `selfspec verify` looks at all.
+    """
+    contexts: Sequence[int] = _CONTEXTS
+    count, layers = 2 * widest, backbone.num_layers
+    if quick:
+        contexts, count, layers = _CONTEXTS[-1:], widest, min(layers, _FEW_LAYERS)
+    for context in contexts:
+        room = (shape.slots or backbone.max_positions) - widest - context
+        if room > 0:
+            _check_at(backbone, shape, widest, context, min(count, room), layers)
+
+
+def _check_at(
+    backbone: Backbone, shape: PassShape, widest: int, context: int, count: int, layers: int
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(backbone.vocab_size, (context + count,), generator=generator)
+    front, ids = ids.to(backbone.device).split([context, count])
+    pieces = _PIECE if any_split(backbone, shape) else context
+    whole, parts = (
+        _Text(backbone, shape, widest, layers, front.split(size)) for size in (context, pieces)
     )
-    parts = zip(*(laps[name, 1] for name in ("round", "layers", "logits")), strict=True)
-    rest = statistics.median(whole - run - read for whole, run, read in parts)
-    heads = [lap for rows in counts for lap in laps.get(("head", rows), ())]
-    return MeasuredCosts(
-        num_layers=num_layers,
-        layers=layers,
-        start=tuple(
-            min(max(start, 0.0), whole) for start, whole in zip(starts, layers, strict=True)
-        ),
-        logits=tuple(middle["logits", rows] for rows in counts),
-        head=statistics.median(heads) if heads else 0.0,
-        round=max(rest, 0.0),
-    )
+    alone = whole.logits(ids, [1] * count)
+    uneven = [1 + step % (widest - 1) for step in range(count)]
+    for name, widths in {"full": [widest] * count, "uneven": uneven}.items():
+        differing = int((alone != parts.logits(ids, widths)).any(-1).sum())
+        if differing:
+            raise PinnedUnavailable(
+                f"{differing} of {count} positions behind {context} others changed bits between "
+                f"single rows and {name} blocks of up to {widest} rows: these kernels do not treat "
+                "all rows alike"
+            )
+
+
+def any_split(backbone: Backbone, shape: PassShape) -> bool:
+    """Whether a text is claimed to have the same bits however it is cut into passes."""
+    return shape == PassShape() and backbone.claims.steady
+
+
+class _Text:
+    def __init__(
+        self,
+        backbone: Backbone,
+        shape: PassShape,
+        widest: int,
+        layers: int,
+        pieces: Sequence[Tensor],
+    ) -> None:
+        """A context, in `pieces` of ids, through the first `layers`."""
+        self._backbone, self._widest = backbone, widest
+        self._lease = Lease(backbone.num_layers, shape.slots)
+        upto = (layers,) if layers < backbone.num_layers else ()
+        self._hidden = HiddenCache(backbone, self._lease, upto, pinned_rows=shape.rows)
+        for piece in pieces:
+            self._run(piece)
+        self._context = self._lease.length(0)
+
+    def logits(self, ids: Tensor, widths: Sequence[int]) -> Tensor:
+        """Logits [count, V] of `ids` [count] behind the context, run in blocks of `widths`."""
+        found: list[Tensor] = []
+        done = 0
+        while done < len(ids):
+            block = ids[done : done + widths[len(found)]]
+            wrong = (block[-1:] + 1) % self._backbone.vocab_size
+            drafted = torch.cat([block, wrong.expand(self._widest - len(block))])
+            states = self._run(drafted if len(found) % 2 else block)
+            found.append(alone(self._hidden.unembed(states)).logits[: len(block)])
+            done += len(block)
+            self._lease.truncate(self._context + done)
+        self._lease.truncate(self._context)
+        return torch.cat(found)
+
+    def _run(self, ids: Tensor) -> Tensor:
+        self._hidden.clear()
+        self._hidden.push(self._backbone.embed(ids))
+        return alone(self._hidden.advance(0))

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process, stopping_criteria
 
-from selfspec.decoding.stats import common
+from selfspec.decoding.stats import EXIT, common
 from selfspec.errors import InvalidOption
 
 if TYPE_CHECKING:
@@ -246,14 +246,23 @@ _UNKNOWN = -3e4
 """Score of a token that a head does not know, where it must choose among such; fits any dtype."""
 
 
-class Choice(NamedTuple):
-    """One token and where it came from."""
+class DraftToken(NamedTuple):
+    """A token that was chosen, and what its drafter knows of it."""
 
     token: int
+    parent: int = -1
+    """Which token of the draft it follows; -1: the newest committed one."""
+    layer: int = 0
+    """Where it left; 0 for tokens that ran through no layer."""
+    source: str = EXIT
+    """Who proposed it, as `stats` names them."""
+    chance: float = 0.0
+    """Its chance to stay, with all before it, as its drafter has it; where that says."""
     probs: Tensor | None = None
-    """The distribution it was drawn from, [V]; None: it is certain."""
+    """[V] it was drawn from, after the processors; None: it was certain."""
     belief: Tensor | None = None
-    """The distribution at its place, [V], drawn from or not; None: not kept."""
+    """[V] that was thought of its place, after the processors, also where nothing was drawn: where
+    the acceptance rule reads it. None: not kept, or there is none."""
 
 
 @dataclass(frozen=True)
@@ -297,13 +306,13 @@ class Sampler:
         """Distribution of the token after `ids` [1, n]; [1, V] -> [V], float32."""
         return self.scores(ids, logits)[0].softmax(-1)
 
-    def choose(self, ids: Tensor, logits: Tensor, *, believe: bool = False) -> Choice:
+    def choose(self, ids: Tensor, logits: Tensor, *, believe: bool = False) -> DraftToken:
         """A token to follow `ids` [1, n], from [1, V]; with its belief if asked to `believe`."""
         scores = self.scores(ids, logits)
         probs = scores[0].softmax(-1) if self.do_sample or believe else None
         if self.do_sample and probs is not None:
-            return Choice(self.draw(probs, ids.shape[1]), probs, probs)
-        return Choice(int(scores.argmax(-1)), None, probs)
+            return DraftToken(self.draw(probs, ids.shape[1]), probs=probs, belief=probs)
+        return DraftToken(int(scores.argmax(-1)), belief=probs)
 
     def behind(self, ids: Tensor, token: int) -> Tensor:
         """`ids` [1, n] and a token; as they are where no choice looks at them."""

@@ -4,24 +4,254 @@ Exit layers cut the decoder into segments. A position's hidden state waits at th
 reached; `advance` takes all that wait at one boundary through the next segment in one pass. This is
 SpecBound's cache manager (section 2.3): *write* is leaving a row where it is, *reuse* is that a
 deeper token takes its predecessors along.
+
+A text is written by a generator: it yields Work, and is sent what came of it. So everything about
+one text reads as if it were alone, while works that are alike, of all texts that run, become one
+pass, one question to a head, one product. The engine does them; `alone` drives a single text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
-from typing import NamedTuple
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from selfspec.decoding.acceptance import Target
-from selfspec.decoding.work import Run, Steps, Unembed, alone
+from selfspec.decoding.acceptance import Draft, Target
+from selfspec.decoding.stats import Stopwatch
 from selfspec.errors import InvalidDraft
 from selfspec.heads.attending import AttendingHeads
+from selfspec.heads.heads import Answer, ExitHead, Signal, joined, scored
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv import Lease
+from selfspec.model.kv import Lease, Rows, uploaded, with_zeros
+
+# --- work: what a text needs computed next, met together with the needs of others -----------------
+
+
+Result = TypeVar("Result")
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Work(Protocol):
+    """What one text needs."""
+
+    @property
+    def turn(self) -> tuple[int, int, int]:
+        """The least comes first: before all others what brings a text on without a pass."""
+        return 0, 0, 0
+
+    @property
+    def likeness(self) -> Hashable:
+        """Works of equal likeness can be done together."""
+        return id(self)
+
+    def done(self, alike: Sequence[Any], others: Sequence[Work], /) -> Sequence[Any]:
+        """Do works of this likeness, itself among them: what each gives; None: more is to be done.
+
+        Passes stop where rows of `others` wait, which then go on with them.
+        """
+        ...
+
+
+Steps = Generator[Work, Any, Result]
+"""Yields Work, is sent what it gives, and returns a result in the end."""
+
+
+@dataclass(eq=False)
+class Embed(Work):
+    """Ids of one text; gives hidden states at boundary 0, [n, d]."""
+
+    backbone: Backbone
+    ids: Sequence[int]
+
+    @property
+    def likeness(self) -> Hashable:
+        return Embed, id(self.backbone)
+
+    def done(self, alike: Sequence[Embed], _others: Sequence[Work]) -> Sequence[Tensor]:
+        ids = [token for work in alike for token in work.ids]
+        hidden = self.backbone.embed(uploaded(ids, self.backbone.device))
+        parts: Sequence[Tensor] = hidden.split([len(work.ids) for work in alike])
+        return parts
+
+
+@dataclass(eq=False)
+class Run(Work):
+    """Rows [T, d] of one text through layers first+1..last; gives what comes out, [T, d]."""
+
+    backbone: Backbone
+    lease: Lease
+    hidden: Tensor
+    first: int
+    last: int
+    parents: Sequence[int] | None = None
+    """What each row follows, as in a Span."""
+    least: int = 1
+    """Rows that its passes have at least: shorter ones are padded."""
+
+    @property
+    def turn(self) -> tuple[int, int, int]:
+        """Small models first, which draft; then the earliest layers."""
+        return 1, self.backbone.num_layers, self.first
+
+    @property
+    def likeness(self) -> Hashable:
+        """Equal for runs from one layer on, if rows of other texts may stand beside these."""
+        return (Run, id(self.backbone), self.first) if _joins(self) else id(self)
+
+    def done(self, alike: Sequence[Run], others: Sequence[Work]) -> list[Tensor | None]:
+        """One pass, up to where the first of them ends, or others wait."""
+        backbone, first, stop = self.backbone, self.first, min(work.last for work in alike)
+        for other in others:
+            if isinstance(other, Run) and other.backbone is backbone and first < other.first < stop:
+                stop = other.first
+        if len(alike) == 1:
+            outputs: Sequence[Tensor] = [self._alone(stop)]
+        else:
+            rows = Rows.joined([work._rows(len(work.hidden)) for work in alike])
+            hidden = torch.cat([work.hidden for work in alike])
+            counts = [span.count for span in rows.spans]
+            outputs = backbone.run(hidden, first, stop, rows).split(counts)
+        for work, output in zip(alike, outputs, strict=True):
+            work.hidden, work.first = output, stop
+        return [work.hidden if work.first == work.last else None for work in alike]
+
+    def _alone(self, stop: int) -> Tensor:
+        count, start = len(self.hidden), self.lease.length(self.first)
+        block = with_zeros(self.hidden, self.least)
+        output = self.backbone.run(block, self.first, stop, self._rows(len(block)))
+        if len(block) > count:
+            self.lease.truncate(start + count, self.first, stop)
+        return output[:count]
+
+    def _rows(self, count: int) -> Rows:
+        parents = self.parents
+        if parents is not None:
+            parents = [*parents, *range(len(parents) - 1, count - 1)]
+        start = self.lease.length(self.first)
+        return Rows.of(self.lease, start, count, self.hidden.device, parents)
+
+
+@dataclass(eq=False)
+class Ask(Work):
+    """One exit head asked about rows [n, d] of a text; gives an Answer."""
+
+    backbone: Backbone
+    head: ExitHead
+    hidden: Tensor
+    deep: Tensor | None
+    """[n, d], or None where it is not known."""
+    temperature: float
+    count: int
+    """Tokens wanted."""
+    signal: Signal | None = None
+
+    @property
+    def likeness(self) -> Hashable:
+        return Ask, id(self.head), self.temperature, self.count, self.signal
+
+    def done(self, alike: Sequence[Ask], _others: Sequence[Work]) -> list[Answer]:
+        hidden = [work.hidden for work in alike]
+        inputs = [hidden[0] if len(alike) == 1 else torch.cat(hidden)]
+        if (deep := joined([work.deep for work in alike], hidden)) is not None:
+            inputs.append(deep)
+        if (replayed := self.backbone.claims.replayed) is None:
+            found = self._asked(*inputs)
+        else:
+            found = replayed(self.likeness, self._asked, *inputs)
+        whole = Answer.read(*found)
+        if len(alike) == 1:
+            return [whole]
+        return [whole.part(slice(*ends)) for ends in _ends(hidden)]
+
+    def _asked(self, hidden: Tensor, deep: Tensor | None = None) -> tuple[Tensor, ...]:
+        features = self.head.features(hidden, deep)
+        return scored(self.head, features, self.temperature, self.count, self.signal)
+
+
+@dataclass(eq=False)
+class Unembed(Work):
+    """The way from the output of layer L, [T, d], to logits; gives a Target."""
+
+    backbone: Backbone
+    hidden: Tensor
+    least: int = 1
+    """Rows that its pass has at least, as in a Run."""
+
+    @property
+    def likeness(self) -> Hashable:
+        """All of one model, if rows of other texts may stand beside these."""
+        return (Unembed, id(self.backbone)) if _joins(self) else id(self)
+
+    def done(self, alike: Sequence[Unembed], _others: Sequence[Work]) -> list[Target]:
+        if len(alike) == 1:
+            logits = self.backbone.logits(with_zeros(self.hidden, self.least))
+            return [Target(logits[: len(self.hidden)])]
+        hidden = [work.hidden for work in alike]
+        together = Target(self.backbone.logits(torch.cat(hidden)))
+        return [together.part(slice(*ends)) for ends in _ends(hidden)]
+
+
+@dataclass(eq=False)
+class Enter(Work):
+    """A prompt that waits; gives how many of its rows may run now, at least one.
+
+    The engine that runs the texts decides; alone, all rows may.
+    """
+
+    rows: int
+
+    def done(self, alike: Sequence[Enter], _others: Sequence[Work]) -> list[int]:
+        return [work.rows for work in alike]
+
+
+def ready(result: Result) -> Steps[Result]:
+    """Steps of what needs no work."""
+    return result
+    yield  # which makes it a generator
+
+
+def alone(steps: Steps[Result]) -> Result:
+    """Do all its works, one after the other."""
+    try:
+        work = next(steps)
+        while True:
+            work = steps.send(done_alone(work))
+    except StopIteration as end:
+        result: Result = end.value
+        return result
+
+
+def done_alone(work: Work) -> Any:
+    """What a work gives, where no other waits."""
+    (found,) = work.done([work], [])
+    return found
+
+
+def next_together(waiting: Mapping[Key, Work]) -> list[Key]:
+    """Whose works come next and can be done at once; of passes, those of the earliest layers.
+
+    So texts that still draft catch up with those that wait for deeper layers, and all rows of a
+    round run through these together. A second model, which drafts, goes before both.
+    """
+    first = min(waiting, key=lambda key: waiting[key].turn)
+    if len(waiting) == 1:
+        return [first]
+    alike = waiting[first].likeness
+    return [key for key, work in waiting.items() if work.likeness == alike]
+
+
+def _joins(work: Run | Unembed) -> bool:
+    return work.least == 1 and work.backbone.runs_many
+
+
+def _ends(parts: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
+    return pairwise(accumulate(map(len, parts), initial=0))
+
 
 # --- the schedule: counts, no tensors; replay follows it on paper ---------------------------------
 
@@ -143,7 +373,10 @@ class HiddenCache:
         step = self.schedule.advance(boundary, until)
         hidden = self.rows(boundary)
         if step is not None:
-            hidden = yield self._run(hidden, step)
+            tree, least = self._tree(step), self.least
+            hidden = yield Run(
+                self._backbone, self._lease, hidden, step.first, step.last, tree, least
+            )
         self._queues[boundary].clear()
         self._queues[until].append(hidden)
         return hidden
@@ -165,7 +398,7 @@ class HiddenCache:
 
     def unembed(self, hidden: Tensor) -> Steps[Target]:
         """The target's logits of rows at boundary L, [T, d]."""
-        target: Target = yield Unembed(backbone=self._backbone, hidden=hidden, least=self.least)
+        target: Target = yield Unembed(self._backbone, hidden, self.least)
         return target
 
     def clear(self) -> None:
@@ -179,18 +412,8 @@ class HiddenCache:
     def _is_chain(self) -> bool:
         return self._parents == list(range(-1, len(self._parents) - 1))
 
-    def _run(self, hidden: Tensor, step: Pass) -> Run:
-        return Run(
-            backbone=self._backbone,
-            lease=self._lease,
-            hidden=hidden,
-            first=step.first,
-            last=step.last,
-            parents=self._tree(step),
-            least=self.least,
-        )
-
     def _tree(self, step: Pass) -> list[int] | None:
+        """The parents of a pass's rows; None: a chain."""
         if self._is_chain:
             return None
         # no row of the round is through all layers before its last pass
@@ -284,8 +507,7 @@ class DecodeState:
         """Output of layer L at the position before the newest token, [1, d]; None if not known."""
         if self._outputs is None or not self._path:
             return None
-        last = self._path[-1]
-        return self._outputs[last : last + 1]
+        return self._outputs[self._path[-1]][None]
 
     def keep_outputs(self, outputs: Tensor) -> None:
         """Outputs of layer L, [k + 1, d], that the next committed tokens come from."""
@@ -326,3 +548,44 @@ class DecodeState:
                 before = len(self.hidden.states) - len(self._outputs)
                 self.keep_states([*range(before), *(before + row for row in path)])
         self.hidden.clear()
+
+
+# --- what proposes tokens -------------------------------------------------------------------------
+
+
+class Committed(Protocol):
+    """A text that grows: what a drafter that runs no layers has to know of a DecodeState."""
+
+    def committed(self, start: int) -> list[int]:
+        """The text's ids from the `start`-th on, without padding."""
+
+
+StateT = TypeVar("StateT", bound=Committed)
+State_contra = TypeVar("State_contra", bound=Committed, contravariant=True)
+
+
+class DraftsFrom(Protocol[State_contra]):
+    """Proposes at most `limit` tokens to follow the committed ones of some kind of state."""
+
+    def draft(self, state: State_contra, limit: int, watch: Stopwatch) -> Steps[Draft]:
+        """A draft of 0..limit tokens, and the work that leads there.
+
+        Rows may be left waiting in a DecodeState's `hidden`: first that of the newest committed
+        token, then those of the drafts, in order, none twice.
+        """
+
+    def learn(self, draft: Draft, kept: Sequence[int]) -> None:
+        """What became of the draft that was asked for last: which of its tokens stayed."""
+
+
+Drafter = DraftsFrom[DecodeState]
+"""What `decode` asks."""
+
+
+class NoDrafter:
+    """Proposes nothing: plain decoding."""
+
+    def draft(self, state: Committed, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
+        return ready(Draft())
+
+    def learn(self, draft: Draft, kept: Sequence[int]) -> None: ...

@@ -29,7 +29,7 @@ class Source(NamedTuple):
     line: str = "solid"
     """Under its tokens, for eyes that see no colours."""
     mark: str = ""
-    """A letter behind its tokens, for terminals without colours; exit layers have their number."""
+    """Behind its tokens in terminals without colours; exit layers have their number."""
     free: bool = False
     """Whether its drafts take no work before their verification."""
 
@@ -90,7 +90,6 @@ class Stopwatch:
         self._last = self._now()
 
     def lap(self, part: str) -> None:
-        """Charge the time since the last reading to `part`."""
         now = self._now()
         self.seconds[part] += now - self._last  # type: ignore[assignment]  # Counter of seconds
         self._last = now
@@ -122,7 +121,6 @@ class Round:
 
     @property
     def accepted(self) -> int:
-        """How many drafts are among `tokens`."""
         return len(self.kept)
 
     @property
@@ -134,11 +132,10 @@ class Round:
     @property
     def depths(self) -> list[int]:
         """How many drafts lie on the way to each, itself included."""
-        if self.parents is None:
-            return [*range(1, len(self.draft_tokens) + 1)]
-        from selfspec.model.kv import depths  # with torch, which commands that read names spare
-
-        return [depth + 1 for depth in depths(self.parents)]
+        found: list[int] = []
+        for parent in self.parents or range(-1, len(self.draft_tokens) - 1):
+            found.append(1 + (found[parent] if parent >= 0 else 0))
+        return found
 
 
 @dataclass(kw_only=True)

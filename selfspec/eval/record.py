@@ -24,14 +24,12 @@ from selfspec.api.request import Request
 from selfspec.api.speculator import Speculator
 from selfspec.api.text import Prompt
 from selfspec.decoding import costs
-from selfspec.decoding.acceptance import GreedyMatch
+from selfspec.decoding.acceptance import Draft, GreedyMatch
 from selfspec.decoding.decode import rounds
-from selfspec.decoding.drafters.base import Draft
 from selfspec.decoding.drafters.heads import known_deep
 from selfspec.decoding.drafters.trees import LEAST_SAID
-from selfspec.decoding.state import DecodeState
+from selfspec.decoding.state import DecodeState, Steps, alone, ready
 from selfspec.decoding.stats import Stopwatch
-from selfspec.decoding.work import Steps, alone, ready
 from selfspec.errors import HeadsNotFound, InvalidOption
 from selfspec.eval.options import RecordOptions
 from selfspec.eval.results import Question, Show

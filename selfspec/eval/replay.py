@@ -11,16 +11,23 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.controllers import DraftController, make_controller
+from selfspec.decoding.acceptance import Draft
 from selfspec.decoding.costs import DraftCost
-from selfspec.decoding.drafters.base import Draft, DraftsFrom, DraftWriter, NoDrafter, PacedDrafter
-from selfspec.decoding.drafters.choice import make_ngram, make_tree
+from selfspec.decoding.drafters.base import (
+    ROOT,
+    DraftController,
+    DraftWriter,
+    Guesses,
+    Known,
+    PacedDrafter,
+    make_controller,
+)
 from selfspec.decoding.drafters.ngram import SeenTextFirst
-from selfspec.decoding.drafters.trees import ROOT, Guesses, Known, WhilePaying
-from selfspec.decoding.sampling import Choice
-from selfspec.decoding.state import Pass, Schedule
+from selfspec.decoding.drafters.trees import WhilePaying
+from selfspec.decoding.engine import make_ngram, make_tree
+from selfspec.decoding.sampling import DraftToken
+from selfspec.decoding.state import DraftsFrom, NoDrafter, Pass, Schedule, Steps, alone, ready
 from selfspec.decoding.stats import EXIT, Round, StopReason, Stopwatch
-from selfspec.decoding.work import Steps, alone, ready
 from selfspec.errors import InvalidOption
 from selfspec.eval.record import GUESSES, Record
 from selfspec.heads.exit_heads import layers_in_use
@@ -92,7 +99,6 @@ class _State:
 class _Guesser:
     """`drafters.HeadGuesser` on a record."""
 
-    layer = 0
     source = EXIT
     once = False
 
@@ -140,7 +146,7 @@ class _ExitDrafter(PacedDrafter):
                 writer.stop("depth")
                 break
             layer, token, confidence, node = found
-            writer.add(Choice(token), confidence, layer=layer)
+            writer.add(DraftToken(token, layer=layer), confidence)
         return ready(writer.draft)
 
     def _first_exit(

@@ -16,13 +16,11 @@ from selfspec.api.request import Request
 from selfspec.api.speculator import Speculator
 from selfspec.api.text import Prompt
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.acceptance import AcceptanceRule, Proposed, Target, Verdict
-from selfspec.decoding.drafters.base import Draft, Drafter
+from selfspec.decoding.acceptance import AcceptanceRule, Draft, Heard
 from selfspec.decoding.engine import Engine, Runtime
 from selfspec.decoding.sampling import Sampler
-from selfspec.decoding.state import DecodeState
+from selfspec.decoding.state import DecodeState, Drafter, Steps, ready
 from selfspec.decoding.stats import Ended, Stopwatch
-from selfspec.decoding.work import Steps, ready
 from selfspec.model.kv import depths
 
 _EAGER = 1e-6
@@ -159,13 +157,11 @@ def planted(
 # --- decoding that is heard -----------------------------------------------------------------------
 
 
-class Recorder:
+class Recorder(Heard):
     """An acceptance rule that keeps the target logits of every committed token."""
 
-    lossless = True
-
     def __init__(self, rule: AcceptanceRule) -> None:
-        self._rule = rule
+        super().__init__(rule)
         self._rows: list[Tensor] = []
 
     @property
@@ -173,11 +169,9 @@ class Recorder:
         """The target logits of all tokens so far, [n, V]."""
         return torch.stack(self._rows)
 
-    def verdict(self, ids: Tensor, target: Target, row: int, proposed: Proposed) -> Verdict:
-        """What the rule says."""
-        verdict = self._rule.verdict(ids, target, row, proposed)
-        self._rows.append(target.row(row)[0].clone())
-        return verdict
+    def note(self, logits: Tensor, token: int) -> None:  # noqa: ARG002  # the base's
+        """Keep them."""
+        self._rows.append(logits.clone())
 
 
 class Listening(Runtime):

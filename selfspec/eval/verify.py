@@ -23,9 +23,8 @@ from transformers import PreTrainedModel
 from selfspec.api.request import Request
 from selfspec.api.speculator import Speculator
 from selfspec.decoding.engine import Engine, Running
-from selfspec.decoding.probe import PassShape, any_split
-from selfspec.decoding.state import HiddenCache
-from selfspec.decoding.work import alone
+from selfspec.decoding.measure import PassShape, any_split
+from selfspec.decoding.state import HiddenCache, alone
 from selfspec.errors import PinnedUnavailable, SelfspecError
 from selfspec.eval.results import Question, first_divergence
 from selfspec.eval.scripted import Listening, Text, decode, greedy_request, planted

@@ -3,7 +3,7 @@
 Come in: a hidden state [.., d], raw, before the final norm; for some kinds also what the model made
 of the token before. Go out: draft logits over the draft vocabulary, how certain they are, and
 whether a token leaves at this layer. All kinds are made of the same few parts, so that
-`decoding.packed_heads` runs each from 8-bit weights.
+`decoding.drafters.heads` runs each from 8-bit weights.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from selfspec.api.request import Request
 from selfspec.api.text import TextDecoder, UntilStop, begun, is_end
+from selfspec.decoding.acceptance import Draft
 from selfspec.decoding.costs import DraftCost
-from selfspec.decoding.drafters.base import Draft
 from selfspec.decoding.engine import Running
 from selfspec.decoding.stats import EXIT, GenerationStats, Round
 from selfspec.errors import InvalidData

@@ -12,7 +12,7 @@ import torch
 import selfspec
 from selfspec.api.speculator import Speculator
 from selfspec.api.text import encode
-from selfspec.decoding.probe import PassShape
+from selfspec.decoding.measure import PassShape
 from selfspec.errors import InvalidOption
 from selfspec.hub.models import DEFAULT_MODEL_PACKAGE, default_model_file
 from selfspec.model.kv import fixed_slots

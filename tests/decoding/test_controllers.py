@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.controllers import (
+from selfspec.decoding.drafters.base import (
     Bounds,
     CmAsdLength,
     DraftController,
@@ -67,6 +67,10 @@ def test_lengths_of_rounds_by_hand(
     assert lengths(controller, kept) == expected
 
 
+def cm_asd(bounds: Bounds, scale: float) -> CmAsdLength:
+    return CmAsdLength(bounds, scale, lambda law: law)
+
+
 @pytest.mark.parametrize(
     ("controller", "confidences", "drafted"),
     [
@@ -75,43 +79,20 @@ def test_lengths_of_rounds_by_hand(
         (DraftController(2, 0.4), [0.9, 0.9], 2),
         (GammaTune(4, BOUNDS, 0.5, 2.0), [0.9, 0.3, 0.9, 0.9], 4),
         (GammaTune(4, BOUNDS, 0.5, 2.0, 0.4), [0.9, 0.3, 0.9, 0.9], 2),
+        (cm_asd(Bounds(2, 10), 1.0), [1.0] * 10, 10),
+        (cm_asd(Bounds(2, 10), 1.0), [0.5] * 10, 5),  # k after each: floor(0.5 * 10) all along
+        # k: 9, floor(10 * 0.55) = 5, floor(10 * 0.4333) = 4, floor(10 * 0.35) = 3 < 4 drafted
+        (cm_asd(Bounds(2, 10), 1.0), [0.9, 0.2, 0.2, 0.1, 0.9], 4),
+        (cm_asd(Bounds(2, 10), 1.0), [0.05, 0.0], 2),
+        (cm_asd(BOUNDS, 0.5), [1.0] * 10, 5),
+        (cm_asd(BOUNDS, 0.5), [0.2] * 10, 1),
     ],
 )
-def test_a_threshold_stops_behind_the_first_unsure_token(
+def test_a_round_goes_on_while_its_tokens_are_sure_enough(
     controller: DraftController, confidences: list[float], drafted: int
 ) -> None:
-    assert confident(controller, confidences) == drafted
-
-
-def mean_confidence(law: torch.Tensor) -> torch.Tensor:
-    return law
-
-
-@pytest.mark.parametrize(
-    ("confidences", "expected"),
-    [
-        ([1.0] * 10, 10),
-        # k after each: floor(0.5 * 10) = 5 all along
-        ([0.5] * 10, 5),
-        # k: 9, floor(10 * 0.55) = 5, floor(10 * 0.4333) = 4, floor(10 * 0.35) = 3 < 4 drafted
-        ([0.9, 0.2, 0.2, 0.1, 0.9], 4),
-        ([0.05], 2),
-    ],
-)
-def test_cm_asd_drafts_while_the_running_mean_leaves_room(
-    confidences: list[float], expected: int
-) -> None:
-    controller = CmAsdLength(Bounds(2, 10), 1.0, mean_confidence)
-    confidences = confidences + [0.0] * 10
-    assert confident(controller, confidences) == expected
-
-
-def test_cm_asd_scales_and_forgets_between_rounds() -> None:
-    controller = CmAsdLength(BOUNDS, 0.5, mean_confidence)
-    assert confident(controller, [1.0] * 10) == 5
-    assert confident(controller, [0.2] * 10) == 1
-    assert confident(controller, [1.0] * 10) == 5
-    assert lengths(controller, [3, 0]) == [10, 10, 10]
+    for _ in range(2):  # nothing is left of the round before
+        assert confident(controller, confidences) == drafted
 
 
 @pytest.mark.parametrize("name", CONTROLLERS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
@@ -17,15 +18,13 @@ from torch import Tensor
 from selfspec.api.speculator import wrap
 from selfspec.cli.main import main
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.acceptance import GreedyMatch
+from selfspec.decoding.acceptance import Draft, GreedyMatch
 from selfspec.decoding.decode import StopRule, rounds
-from selfspec.decoding.drafters.base import Draft, NoDrafter
 from selfspec.decoding.drafters.heads import CHOICES, AskAhead, AttendingDrafter
 from selfspec.decoding.drafters.trees import TreeDrafter
 from selfspec.decoding.engine import Asked, Engine, Runtime
-from selfspec.decoding.state import DecodeState
+from selfspec.decoding.state import DecodeState, NoDrafter, Run, Steps, alone
 from selfspec.decoding.stats import Round, Stopwatch
-from selfspec.decoding.work import Run, Steps, alone
 from selfspec.errors import InvalidOption
 from selfspec.eval.scripted import OracleDrafter
 from selfspec.heads.attending import AttendingHeads
@@ -90,6 +89,11 @@ def backbone(request: pytest.FixtureRequest) -> Backbone:
     return Backbone(make_model("llama", max_position_embeddings=512), executor=request.param)
 
 
+@pytest.fixture(scope="module")
+def generic() -> Backbone:
+    return Backbone(make_model("llama"), executor="generic")
+
+
 def asked(prompt: Tensor) -> Asked:
     stop = StopRule(max_length=prompt.shape[1] + 14)
     return Asked(ids=prompt, sampler=ladder.greedy(), stop=stop)
@@ -120,7 +124,7 @@ def test_a_text_has_the_drafts_that_it_has_alone(
 
     monkeypatch.setattr(owner, name, counted)
     common = random_ids(90, seed=9)
-    prompts = [torch.cat([common, random_ids(3 + n, seed=n)], 1) for n in range(5)]
+    prompts = [torch.cat([common, random_ids(3 + n, seed=n)], 1) for n in range(3)]
     prompts += [random_ids(4, seed=20), random_ids(40, seed=21), prompts[0]]
     alone = [drafts(list(Engine(runtime()).add(asked(prompt), options))) for prompt in prompts]
     plain = SpeculationOptions(speculate=False)
@@ -193,42 +197,32 @@ def test_rows_that_stay_are_read_and_no_others(backbone: Backbone, drafter: Any)
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("at", range(4, 16))
 def test_what_broke_in_the_middle_of_a_round_is_read_again(
-    monkeypatch: pytest.MonkeyPatch,
+    at: int, generic: Backbone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backbone = Backbone(make_model("llama"), executor="generic")
-    heads = ladder.attending_heads(backbone)
-    judge, ids = ExitJudge(6, {0: 0.001}), random_ids(30)
-    expected = ladder.decode(backbone, ids, AttendingDrafter(heads, judge, ladder.drafting(4)))
-    for at in range(4, 16):
-        drafter = AttendingDrafter(heads, judge, ladder.drafting(4))
-        state = DecodeState(backbone, ids, reader=ladder.attending_heads(backbone))
-        drafter.heads = state.attention.heads if state.attention else heads
-        entries: list[Round] = []
-        passes = 0
-        own = Run.done
+    ids = random_ids(30)
+    expected = ladder.decode(generic, ids, ladder.attending_drafter(generic, 0.001, 4))
+    drafter = ladder.attending_drafter(generic, 0.001, 4)
+    state = DecodeState(generic, ids, reader=drafter.heads)
+    given = (
+        *(state, drafter, GreedyMatch(ladder.greedy())),
+        *(StopRule(max_length=30 + ladder.NEW_TOKENS), Stopwatch()),
+    )
+    passes, own = itertools.count(1), Run.done
 
-        def done(work: Any, *args: Any, own: Any = own, at: int = at) -> Any:
-            nonlocal passes
-            passes += 1
-            if passes == at:
-                raise KeyboardInterrupt
-            return own(work, *args)
+    def done(work: Any, *args: Any) -> Any:
+        if next(passes) == at:
+            raise KeyboardInterrupt
+        return own(work, *args)
 
-        with monkeypatch.context() as patch:
-            patch.setattr(Run, "done", done)
-            stop = StopRule(max_length=30 + ladder.NEW_TOKENS)
-            rule = GreedyMatch(ladder.greedy())
-            with pytest.raises(KeyboardInterrupt):
-                entries += rounds(state, drafter, rule, stop, Stopwatch())
-        assert passes == at
-        for entry in rounds(state, drafter, rule, stop, Stopwatch()):
-            entries.append(entry)
-        tokens = state.ids[0, 30:].tolist()
-        assert tokens == expected.tokens
-        assert state.attention is not None
-        held = state.attention.waiting + len(state.attention.ids)
-        assert held == state.lease.length(0)
+    monkeypatch.setattr(Run, "done", done)
+    with pytest.raises(KeyboardInterrupt):
+        list(rounds(*given))
+    list(rounds(*given))
+    assert state.ids[0, 30:].tolist() == expected.tokens
+    assert state.attention is not None
+    assert state.attention.waiting + len(state.attention.ids) == state.lease.length(0)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from selfspec.config import SpeculationOptions
-from selfspec.decoding import work
+from selfspec.decoding import state
 from selfspec.decoding.costs import beside
 from selfspec.decoding.decode import StopRule
 from selfspec.decoding.engine import BULK_ROWS, Asked, Engine, Pace, Running, Runtime
@@ -150,7 +150,7 @@ def test_all_texts_of_a_round_draft_and_verify_together(
         engine.add(Wanted(random_ids(9 + number, seed=number), None, options).asked(), options)
     engine.step()  # the prompts
     monkeypatch.setattr(Backbone, "run", watched)
-    monkeypatch.setattr(work, "scored", heard)
+    monkeypatch.setattr(state, "scored", heard)
     engine.step()
     assert {texts for texts, _, _ in seen} == {5}
     layers = runtime.backbone.num_layers
@@ -287,16 +287,16 @@ def test_a_row_costs_more_of_a_fuller_round() -> None:
 
 
 def test_costs_say_until_rounds_were_seen() -> None:
-    pace = Pace((0.1,))
-    assert pace.rows(1, 1.02) == 10
-    assert pace.rows(11, 1.02) == 20  # a round of eleven texts takes twice as long
+    pace = Pace()
+    assert pace.rows(1, 1.01) == 12  # of 0.08 each
+    assert pace.rows(26, 1.01) == 37  # a round of 26 texts takes three times as long
     assert pace.rows(1, 0.0) == 1
     assert pace.rows(0, 0.0) == BULK_ROWS
 
 
 @pytest.mark.parametrize("row_s", [0.02, 0.5, 3.0])
 def test_rounds_get_as_long_as_asked_whatever_the_costs_said(row_s: float) -> None:
-    pace = Pace((0.1,))
+    pace = Pace()
     usual, patience = 2.0, 1.5
     for _ in range(3):
         pace.note(8, 0, usual)
@@ -308,7 +308,7 @@ def test_rounds_get_as_long_as_asked_whatever_the_costs_said(row_s: float) -> No
 
 
 def test_a_quick_round_doubles_the_rows_at_most() -> None:
-    pace = Pace((0.1,))
+    pace = Pace()
     pace.note(1, 0, 1.0)
     pace.note(1, 5, 1.0)
     assert pace.rows(1, 1.0) == 10
@@ -318,7 +318,7 @@ def test_a_quick_round_doubles_the_rows_at_most() -> None:
 
 
 def test_rounds_of_prompts_alone_say_nothing_of_waiting() -> None:
-    pace = Pace((0.1,))
+    pace = Pace()
     pace.note(0, 100, 9.0)
     pace.note(3, 100, 9.0)  # and none without prompts was seen
-    assert pace.rows(1, 1.05) == 10
+    assert pace.rows(1, 1.01) == 12

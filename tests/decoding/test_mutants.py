@@ -13,12 +13,10 @@ from torch import Tensor
 import selfspec.decoding.acceptance
 import selfspec.decoding.decode
 import selfspec.decoding.drafters
-from selfspec.decoding.acceptance import GreedyMatch, Proposed, Target, Verdict
-from selfspec.decoding.drafters.base import Draft
+from selfspec.decoding.acceptance import Draft, GreedyMatch, Proposed, Target, Verdict
 from selfspec.decoding.drafters.heads import ExitDrafter
-from selfspec.decoding.sampling import Choice, Sampler
-from selfspec.decoding.state import DecodeState, HiddenCache
-from selfspec.decoding.work import Steps
+from selfspec.decoding.sampling import DraftToken, Sampler
+from selfspec.decoding.state import DecodeState, HiddenCache, Steps
 from selfspec.errors import SelfspecError
 from selfspec.model.backbone import Backbone
 from selfspec.model.generic import GenericExecutor
@@ -161,7 +159,7 @@ def law_of_another_temperature(patch: pytest.MonkeyPatch) -> None:
     """The law that acceptance divides by is not the one the draft was drawn from."""
     right = Sampler.choose
 
-    def wrong(self: Sampler, ids: Tensor, logits: Tensor, **options: Any) -> Choice:
+    def wrong(self: Sampler, ids: Tensor, logits: Tensor, **options: Any) -> DraftToken:
         choice = right(self, ids, logits, **options)
         return choice._replace(probs=(logits[0] / 2).softmax(-1))
 

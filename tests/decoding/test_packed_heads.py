@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from selfspec.decoding.packed_heads import pack
-from selfspec.decoding.work import alone
-from selfspec.heads.exit_heads import ExitHeads
+from selfspec.decoding.drafters.heads import pack
+from selfspec.decoding.state import alone
 from selfspec.heads.heads import HEAD_TYPES
 from selfspec.model.backbone import Backbone
 from selfspec.model.weights import blocks_pay
@@ -72,32 +73,28 @@ def near(found: Tensor, expected: Tensor) -> bool:
     return float((found - expected).abs().max()) < 0.02 * float(expected.abs().max())
 
 
-def test_without_a_compiler_heads_stay_as_they_are(
-    backbone: Backbone, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    heads = train(make_heads("deep-fused-draft", backbone.unembedding))
-    assert pack_leaves_as_it_is(heads, backbone)
-
-
-def test_so_do_heads_with_a_norm_of_another_kind(backbone: Backbone) -> None:
-    heads = train(make_heads("mlp", backbone.unembedding, draft_vocab_size=5))
-    heads[2].parts = heads[2].parts._replace(norm=nn.Softmax(dim=-1))
-    assert pack_leaves_as_it_is(heads, backbone)
-
-
-@pytest.mark.parametrize("kind", ["linear", "deep-fused", "logit-lens"])
-def test_so_do_heads_that_draft_any_token(kind: str, backbone: Backbone) -> None:
-    assert pack_leaves_as_it_is(train(make_heads(kind, backbone.unembedding)), backbone)
-
-
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("deep-fused-draft", {"compiler": "no-such-compiler"}),
+        ("mlp", {"draft_vocab_size": 5, "norm": nn.Softmax(dim=-1)}),  # of a kind of its own
+        *((kind, {}) for kind in ("linear", "deep-fused", "logit-lens")),  # these draft any token
+    ],
+)
 @torch.no_grad()
-def pack_leaves_as_it_is(heads: ExitHeads, backbone: Backbone) -> bool:
-    """Whether the head of layer 2 answers with the same bits."""
+def test_some_heads_stay_as_they_are(
+    kind: str, options: dict[str, Any], backbone: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "compiler" in options:
+        monkeypatch.setenv("CXX", options["compiler"])
+    sizes = {name: value for name, value in options.items() if name == "draft_vocab_size"}
+    heads = train(make_heads(kind, backbone.unembedding, **sizes))
+    if "norm" in options:
+        heads[2].parts = heads[2].parts._replace(norm=options["norm"])
     hidden = backbone.embed(random_ids(3)[0])
     whole = heads[2](hidden, hidden)
     pack(heads)
-    return torch.equal(heads[2](hidden, hidden), whole)
+    assert torch.equal(heads[2](hidden, hidden), whole)
 
 
 def test_packed_heads_can_still_be_fitted(backbone: Backbone) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from selfspec.api.speculator import Speculator, wrap
-from selfspec.decoding.probe import PassShape, check_pinned
+from selfspec.decoding.measure import PassShape, check_pinned
 from selfspec.errors import PinnedUnavailable
 from selfspec.model import compiled
 from selfspec.model.backbone import Backbone

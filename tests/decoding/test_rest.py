@@ -13,15 +13,15 @@ from safetensors.numpy import load_file, save_file
 
 from selfspec import files
 from selfspec.api.speculator import wrap
+from selfspec.decoding.acceptance import Draft
 from selfspec.decoding.drafters import rest
-from selfspec.decoding.drafters.base import Draft
+from selfspec.decoding.drafters.base import ROOT
 from selfspec.decoding.drafters.rest import BEHIND, DOUBT, END, Datastore, RestGuesser, suffix_array
-from selfspec.decoding.drafters.trees import ROOT
+from selfspec.decoding.state import alone
 from selfspec.decoding.stats import Stopwatch
-from selfspec.decoding.work import alone
 from selfspec.errors import InvalidData
 from tests.decoding.test_drafters import Text
-from tests.models import EXECUTORS, make_model, random_ids
+from tests.models import make_model, random_ids
 from tests.talks import make_tokenizer
 
 Prefix = tuple[int, ...]
@@ -155,26 +155,6 @@ def test_another_vocabulary_is_refused(tmp_path: Path, exact: Any) -> None:
 
 
 # --- through the facade ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("drafter", ["rest", "ngram+rest"])
-def test_a_text_stays_what_it_is_and_is_drafted_where_it_was_written_before(
-    drafter: str, executor: str, tmp_path: Path
-) -> None:
-    model, ids, path = make_model("llama"), random_ids(9), tmp_path / "store.safetensors"
-    many: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
-    plain = wrap(model, executor=executor, speculate=False).generate(ids, **many)
-    text = [*ids[0].tolist(), *plain.token_ids]
-    store_of(text, [(token + at % 3) % 96 for at, token in enumerate(text)]).save(path)
-    speculator = wrap(model, executor=executor, datastore=path, drafter=drafter)
-    found = speculator.generate(ids, **many)
-    assert found.token_ids == plain.token_ids
-    assert found.stats.accepted_by_source["rest"] > 12
-    for other in ({"controller": "threshold"}, {"pinned": True, "pinned_rows": 12}):
-        assert speculator.generate(ids, **many, **other).token_ids == plain.token_ids
-    answers = speculator.generate_batch([ids, random_ids(5, 1)], **many)
-    assert answers[0].token_ids == plain.token_ids
 
 
 def test_longest_paths_and_rows_are_bounded(tmp_path: Path, exact: Any) -> None:

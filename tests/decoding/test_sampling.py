@@ -32,9 +32,6 @@ from transformers.generation.logits_process import (
 
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.api.stream import Generation
-from selfspec.decoding.controllers import DraftController
-from selfspec.decoding.drafters.base import Drafter, Drafting, NoDrafter
-from selfspec.decoding.drafters.heads import ExitDrafter
 from selfspec.decoding.engine import Engine, Running
 from selfspec.decoding.sampling import (
     STATELESS,
@@ -45,11 +42,9 @@ from selfspec.decoding.sampling import (
     is_stateless,
     processor_for,
 )
-from selfspec.decoding.stats import Round
+from selfspec.decoding.state import Drafter, NoDrafter
 from selfspec.errors import InvalidOption
 from selfspec.eval.scripted import MixedDrafter, OracleDrafter, RandomDrafter, WrongDrafter
-from selfspec.heads.exit_heads import logit_lens
-from selfspec.heads.heads import ExitJudge
 from selfspec.model.backbone import Backbone
 from tests import ladder
 from tests.models import VOCAB_SIZE, make_model, random_ids
@@ -159,73 +154,70 @@ def test_every_criterion_of_transformers_is_known() -> None:
     }
 
 
-def compare(exact: Any, eager: Speculator, options: dict[str, Any]) -> Tensor:
-    """Ours, after it was compared with transformers' own batch and with `generate_batch`."""
-    options = {"max_new_tokens": NEW, "do_sample": False} | options
-    expected = exact.generate(**options)
-    found = exact.generate(custom_generate=eager.hf(), **options)
-    assert torch.equal(found, expected)
-    return found
+Compare = Callable[..., Tensor]
+
+
+@pytest.fixture
+def compare(exact: Any, eager: Speculator, batch: dict[str, Tensor]) -> Compare:
+    """What we give for some rows of the batch, after it was compared with transformers' own."""
+
+    def go(rows: slice = slice(None), **options: Any) -> Tensor:
+        usual = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+        given = {name: value[rows] for name, value in batch.items()} | usual | options
+        found: Tensor = exact.generate(custom_generate=eager.hf(), **given)
+        assert torch.equal(found, exact.generate(**given))
+        return found
+
+    return go
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_two_rows_give_what_they_give_in_hugging_faces_batch(
-    name: str, exact: Any, eager: Speculator, batch: dict[str, Tensor]
-) -> None:
-    given = {"pad_token_id": 0} | batch | ROWS[name]
-    found = compare(exact, eager, given)
-    without = exact.generate(**batch, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+def test_two_rows_give_what_they_give_in_hugging_faces_batch(name: str, compare: Compare) -> None:
+    found = compare(**ROWS[name])
     if name not in ("InfNanRemoveLogitsProcessor", "ForcedBOSTokenLogitsProcessor"):
-        assert not torch.equal(found, without), "the processor changes nothing here"
+        assert not torch.equal(found, compare()), "the processor changes nothing here"
     for row in range(2):  # and a row alone gives what it gives in the batch
-        alone = {key: value[row : row + 1] for key, value in batch.items()}
-        options = {"pad_token_id": 0} | alone | ROWS[name]
+        options = dict(ROWS[name])
         if name == "PrefixConstrainedLogitsProcessor":
             options["prefix_allowed_tokens_fn"] = lambda _, ids, row=row: allowed(row, ids)
-        answer = compare(exact, eager, options)
-        length = answer.shape[1]
-        assert torch.equal(answer[0], found[row, :length])
+        answer = compare(slice(row, row + 1), **options)
+        assert torch.equal(answer[0], found[row, : answer.shape[1]])
 
 
 @pytest.mark.parametrize("name", SAMPLING)
 def test_rows_drawn_from_one_token_are_those_of_hugging_faces_batch(
-    name: str, exact: Any, eager: Speculator, batch: dict[str, Tensor]
+    name: str, compare: Compare
 ) -> None:
-    options = {"do_sample": True, "top_k": 1, "pad_token_id": 0} | SAMPLING[name]
-    compare(exact, eager, batch | options)
+    compare(**{"do_sample": True, "top_k": 1} | SAMPLING[name])
 
 
-@pytest.mark.parametrize("name", ["encoder_repetition_penalty", "encoder_no_repeat_ngram_size"])
+@pytest.mark.parametrize(
+    "options", [{"encoder_repetition_penalty": 3.0}, {"encoder_no_repeat_ngram_size": 1}], ids=str
+)
 def test_sequences_of_one_prompt_share_what_is_held_for_it(
-    name: str, exact: Any, eager: Speculator, batch: dict[str, Tensor]
+    options: dict[str, Any], compare: Compare
 ) -> None:
-    value: Any = 3.0 if "penalty" in name else 1
-    options = {name: value, "num_return_sequences": 2, "do_sample": True, "top_k": 1}
-    found = compare(exact, eager, batch | options | {"pad_token_id": 0})
+    found = compare(**options, num_return_sequences=2, do_sample=True, top_k=1)
     assert found.shape[0] == 4
     assert torch.equal(found[0], found[1])
 
 
-def test_negative_prompts_belong_to_their_rows(
-    exact: Any, eager: Speculator, batch: dict[str, Tensor]
-) -> None:
+def test_negative_prompts_belong_to_their_rows(compare: Compare) -> None:
     mask = torch.ones_like(NEGATIVE)
     mask[1, :2] = 0
-    options = {"negative_prompt_ids": NEGATIVE, "negative_prompt_attention_mask": mask}
-    found = compare(exact, eager, batch | {"guidance_scale": 1.8} | options)
-    swapped = options | {"negative_prompt_ids": NEGATIVE.flip(0)}
-    assert not torch.equal(found, compare(exact, eager, batch | {"guidance_scale": 1.8} | swapped))
+    options = {"guidance_scale": 1.8, "negative_prompt_attention_mask": mask}
+    found = compare(**options, negative_prompt_ids=NEGATIVE)
+    assert not torch.equal(found, compare(**options, negative_prompt_ids=NEGATIVE.flip(0)))
 
 
 def test_prompt_lengths_of_a_users_own_penalty_belong_to_their_rows(
-    exact: Any, eager: Speculator, batch: dict[str, Tensor]
+    compare: Compare, eager: Speculator, batch: dict[str, Tensor]
 ) -> None:
     def penalty(*lengths: int) -> list[Any]:
         return [RepetitionPenaltyLogitsProcessor(2.0, torch.tensor(lengths))]
 
-    found = compare(exact, eager, batch | {"logits_processor": penalty(4, LENGTH)})
-    other = compare(exact, eager, batch | {"logits_processor": penalty(LENGTH, 0)})
-    assert not torch.equal(found, other)
+    found = compare(logits_processor=penalty(4, LENGTH))
+    assert not torch.equal(found, compare(logits_processor=penalty(LENGTH, 0)))
     with pytest.raises(InvalidOption, match="made for 3 rows, the batch has 2"):
         eager.generate_batch(batch["input_ids"], logits_processor=penalty(1, 2, 3))
 
@@ -251,23 +243,21 @@ class Cuttable(PerRow):
 
 
 def test_a_users_processor_runs_in_a_row_and_in_a_batch_only_if_it_can_be_cut(
-    exact: Any, eager: Speculator, batch: dict[str, Tensor]
+    compare: Compare, exact: Any, eager: Speculator, batch: dict[str, Tensor]
 ) -> None:
     with pytest.raises(InvalidOption, match=r"^PerRow may treat rows .*for_row\(row\)"):
         exact.generate(**batch, custom_generate=eager.hf(), logits_processor=[PerRow(0, 1)])
     with pytest.raises(InvalidOption, match=r"^<lambda> may treat rows"):
         eager.generate_batch(batch["input_ids"], logits_processor=[lambda _, scores: scores])
-    alone = {key: value[1:] for key, value in batch.items()}
-    compare(exact, eager, alone | {"logits_processor": [PerRow(1)]})
-    compare(exact, eager, batch | {"logits_processor": [Cuttable(0, 1)]})
+    compare(slice(1, 2), logits_processor=[PerRow(1)])
+    compare(logits_processor=[Cuttable(0, 1)])
 
 
-@pytest.mark.parametrize("name", sorted(OF_OTHER_MODELS))
-def test_processors_of_other_models_are_refused_by_name_in_a_batch(name: str) -> None:
-    kind = getattr(logits_process, name)
-    processor = kind.__new__(kind)
-    with pytest.raises(InvalidOption, match=f"^{name} may treat rows"):
-        processor_for(processor, 0, 2)
+def test_processors_of_other_models_are_refused_by_name_in_a_batch() -> None:
+    for name in OF_OTHER_MODELS:
+        kind = getattr(logits_process, name)
+        with pytest.raises(InvalidOption, match=f"^{name} may treat rows"):
+            processor_for(kind.__new__(kind), 0, 2)
 
 
 # Criteria
@@ -286,15 +276,12 @@ class Longer(StoppingCriteria):
         return Longer(self.lengths[row])
 
 
-def test_criteria_of_the_users_own_end_their_own_row(
-    exact: Any, eager: Speculator, batch: dict[str, Tensor]
-) -> None:
-    options = batch | {"stopping_criteria": [Longer(LENGTH + 2, LENGTH + 6)], "pad_token_id": 0}
-    found = compare(exact, eager, options | {"eos_token_id": END})
+def test_criteria_of_the_users_own_end_their_own_row(compare: Compare) -> None:
+    found = compare(stopping_criteria=[Longer(LENGTH + 2, LENGTH + 6)], eos_token_id=END)
     assert found.shape[1] == LENGTH + 6
     assert found[0, LENGTH + 2 :].eq(0).all()
     # without a pad token transformers takes the first end token
-    compare(exact, eager, batch | {"eos_token_id": [*range(40, 60), 3]})
+    compare(eos_token_id=[*range(40, 60), 3], pad_token_id=None)
 
 
 @pytest.mark.parametrize(
@@ -314,16 +301,11 @@ def test_criteria_that_cannot_be_asked_are_refused_by_name(
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_lengths_and_end_tokens_given_as_criteria_count(
-    exact: Any, eager: Speculator, batch: dict[str, Tensor], rows: int
-) -> None:
-    part = {key: value[:rows] for key, value in batch.items()}
+def test_lengths_and_end_tokens_given_as_criteria_count(compare: Compare, rows: int) -> None:
     ends = stopping_criteria.EosTokenCriteria(list(range(30)))
-    found = compare(exact, eager, part | {"stopping_criteria": [ends], "pad_token_id": 0})
-    assert found.shape[1] < LENGTH + NEW
+    assert compare(slice(rows), stopping_criteria=[ends]).shape[1] < LENGTH + NEW
     length = stopping_criteria.MaxLengthCriteria(LENGTH + 3)
-    found = compare(exact, eager, part | {"stopping_criteria": [length]})
-    assert found.shape[1] == LENGTH + 3
+    assert compare(slice(rows), stopping_criteria=[length]).shape[1] == LENGTH + 3
 
 
 def test_every_row_has_the_whole_time_to_itself(
@@ -387,40 +369,11 @@ def watermark() -> SynthIDTextWatermarkLogitsProcessor:
     )
 
 
-def decoded(
-    backbone: Backbone,
-    sampler: Sampler,
-    drafter: Drafter | None = None,
-    exit_layers: tuple[int, ...] = (),
-) -> tuple[list[int], list[Round]]:
-    """Greedy decoding of LENGTH ids: the ids and the rounds."""
+def decoded(backbone: Backbone, sampler: Sampler, drafter: Drafter | None = None) -> list[int]:
+    """LENGTH ids, greedily."""
     ids, new = random_ids(PROMPT), LENGTH - PROMPT
-    found = ladder.decode(
-        backbone,
-        ids,
-        drafter or NoDrafter(),
-        new_tokens=new,
-        exit_layers=exit_layers,
-        sampler=sampler,
-    )
-    return ids[0].tolist() + found.tokens, found.entries
-
-
-# One call
-
-
-def test_processors_run_in_their_order() -> None:
-    ids, logits = torch.tensor([[1]]), torch.tensor([[1.0, 2.0]])
-    sampler = make_sampler(lambda _, scores: scores + 1.0, TemperatureLogitsWarper(0.5))
-    assert sampler.scores(ids, logits).tolist() == [[4.0, 6.0]]
-    assert make_sampler().scores(ids, logits) is logits
-
-
-def test_probabilities_are_those_of_the_processed_scores() -> None:
-    logits = torch.tensor([[3.0, 1.0, 4.0, 1.0]])
-    probs = make_sampler(TopKLogitsWarper(2)).probs(torch.tensor([[1]]), logits)
-    kept = torch.tensor([3.0, -torch.inf, 4.0, -torch.inf]).softmax(-1)
-    assert torch.equal(probs, kept)
+    found = ladder.decode(backbone, ids, drafter or NoDrafter(), new_tokens=new, sampler=sampler)
+    return ids[0].tolist() + found.tokens
 
 
 def draws(sampler: Sampler) -> list[float]:
@@ -482,7 +435,7 @@ def test_drafts_are_chosen_without_processors_that_keep_state() -> None:
 @pytest.fixture(scope="module")
 def truth(backbone: Backbone) -> list[int]:
     """Prompt and greedy continuation."""
-    return decoded(backbone, make_sampler())[0]
+    return decoded(backbone, make_sampler())
 
 
 SCRIPTS: dict[str, Callable[[list[int]], Drafter]] = {
@@ -499,45 +452,8 @@ def test_target_processors_see_each_true_prefix_once_whatever_was_drafted(
     name: str, backbone: Backbone, truth: list[int]
 ) -> None:
     note = Note()
-    ids, _ = decoded(backbone, make_sampler(note), SCRIPTS[name](truth))
-    assert ids == truth
+    assert decoded(backbone, make_sampler(note), SCRIPTS[name](truth)) == truth
     assert note.seen == [truth[:length] for length in range(PROMPT, LENGTH)]
-
-
-@pytest.fixture
-def seen_by_all(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The ids of each call of any NoRepeatNGramLogitsProcessor, on either side."""
-    seen: list[list[int]] = []
-    original = NoRepeatNGramLogitsProcessor.__call__
-
-    def noting(self: Any, input_ids: Any, scores: Any) -> Any:
-        seen.append(input_ids[0].tolist())
-        return original(self, input_ids, scores)
-
-    monkeypatch.setattr(NoRepeatNGramLogitsProcessor, "__call__", noting)
-    return seen
-
-
-def exit_drafter(backbone: Backbone, sampler: Sampler) -> ExitDrafter:
-    """Drafts 3 tokens a round at layer 4, however unsure."""
-    heads = logit_lens(backbone.unembedding, backbone.num_layers, "tiny")
-    judge = ExitJudge(backbone.num_layers, {4: 1e-9})
-    return ExitDrafter(heads, judge, Drafting(sampler, DraftController(3)))
-
-
-def test_the_exit_drafter_shows_its_drafts_to_stateless_processors_only(
-    backbone: Backbone, seen_by_all: list[list[int]]
-) -> None:
-    note = Note()
-    sampler = make_sampler(note, NoRepeatNGramLogitsProcessor(1))
-    ids, entries = decoded(backbone, sampler, exit_drafter(backbone, sampler), exit_layers=(4,))
-    assert note.seen == [ids[:length] for length in range(PROMPT, LENGTH)]
-    first = entries[1]  # the round after the prompt's pass
-    assert len(first.draft_tokens) == 3
-    drafted = [ids[: PROMPT + 1] + first.draft_tokens[:count] for count in range(3)]
-    assert seen_by_all[1:4] == drafted
-    # and so no draft repeats anything
-    assert len({*ids[: PROMPT + 1], *first.draft_tokens}) == len({*ids[: PROMPT + 1]}) + 3
 
 
 def test_a_head_that_knows_no_allowed_token_has_a_law_all_the_same() -> None:
@@ -598,11 +514,10 @@ def test_they_are_noted_only_where_asked_for(speaker: Speculator) -> None:
 
 
 def test_penalties_count_the_answer_alone() -> None:
-    penalty = OccurrencePenalty(0.5, 0.25, start=2)
-    scores = torch.zeros(1, 6)
-    found = penalty(torch.tensor([[1, 2, 3, 3, 4]]), scores)
+    found = OccurrencePenalty(0.5, 0.25, start=2)(
+        torch.tensor([[1, 2, 3, 3, 4]]), torch.zeros(1, 6)
+    )
     assert found.tolist() == [[0.0, 0.0, 0.0, -1.0, -0.75, 0.0]]
-    assert scores.eq(0).all()
 
 
 @pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty"])

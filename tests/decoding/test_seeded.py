@@ -20,12 +20,11 @@ from transformers import LogitsProcessorList
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.api.stream import Stream
 from selfspec.decoding import sampling
-from selfspec.decoding.acceptance import SeededMatch, SpeculativeSampling, acceptance_rule
+from selfspec.decoding.acceptance import Draft, SeededMatch, SpeculativeSampling, acceptance_rule
 from selfspec.decoding.decode import rounds
-from selfspec.decoding.drafters.base import Draft, NoDrafter
 from selfspec.decoding.sampling import Sampler, mixed
+from selfspec.decoding.state import NoDrafter, alone
 from selfspec.decoding.stats import Stopwatch
-from selfspec.decoding.work import alone
 from selfspec.model.backbone import Backbone
 from tests import ladder, laws
 from tests.ladder import TEMPERATURE, chi_square_p, enumerate_sequences
@@ -82,27 +81,6 @@ def plain(speculator: Speculator, ids: Tensor, **options: Any) -> list[int]:
 # The text
 
 
-@pytest.fixture(scope="module")
-def texts(speculator: Speculator) -> list[list[int]]:
-    """Of seeds 0, 1, 2, each behind a prompt of its own."""
-    return [plain(speculator, repeating(13, seed), seed=seed) for seed in range(3)]
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_no_drafts_change_a_sampled_token(
-    speculator: Speculator, method: str, texts: list[list[int]]
-) -> None:
-    drafted = accepted = 0
-    for seed, text in enumerate(texts):
-        given = FLAT | {"max_new_tokens": NEW_TOKENS, "seed": seed}
-        answer = speculator.generate(repeating(13, seed), **given | METHODS[method])
-        assert answer.token_ids == text
-        assert answer.stats.lossless
-        drafted += answer.stats.drafted
-        accepted += answer.stats.accepted
-    assert 0 < accepted < drafted  # some were right, some were wrong
-
-
 def test_a_text_that_its_own_law_goes_on_is_the_text_itself(speculator: Speculator) -> None:
     """A draw knows its position, not how the prompt came to be."""
     ids = repeating(13)
@@ -139,17 +117,27 @@ def left_padded() -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
+@pytest.fixture(scope="module")
+def texts(speculator: Speculator) -> list[list[int]]:
+    """Of each prompt alone, without drafts."""
+    given = ((prompt, SEED + row) for row, prompt in enumerate(PROMPTS))
+    return [plain(speculator, prompt, max_new_tokens=20, seed=seed) for prompt, seed in given]
+
+
 @pytest.mark.parametrize("method", [None, *METHODS], ids=str)
 def test_a_row_of_a_batch_is_its_prompt_alone_with_the_seed_plus_its_number(
-    speculator: Speculator, method: str | None
+    speculator: Speculator, method: str | None, texts: list[list[int]]
 ) -> None:
     drafting = {"drafter": "none"} if method is None else METHODS[method]
     ids, mask = left_padded()
     given = FLAT | {"max_new_tokens": 20, "attention_mask": mask} | drafting
     answers = speculator.generate_batch(ids, **given, seed=SEED)
-    for row, (answer, prompt) in enumerate(zip(answers, PROMPTS, strict=True)):
-        assert answer.token_ids == plain(speculator, prompt, max_new_tokens=20, seed=SEED + row)
-    assert method is None or any(answer.stats.drafted for answer in answers)
+    assert [answer.token_ids for answer in answers] == texts
+    assert all(answer.stats.lossless for answer in answers)
+    drafted = sum(answer.stats.drafted for answer in answers)
+    accepted = sum(answer.stats.accepted for answer in answers)
+    # some were right, some were wrong; prompt lookup has nothing right here
+    assert method in (None, "ngram") or 0 < accepted < drafted
 
 
 def test_seeds_go_round_at_64_bits(speculator: Speculator) -> None:
@@ -215,7 +203,7 @@ def test_sampled_sequences_follow_the_model_s_law_over_seeds() -> None:
     """Of plain decoding, 32 at a time: drafts change no text, as shown above."""
     model = make_model("llama", vocab_size=4, num_hidden_layers=2)
     speculator = wrap(model, drafter="none", executor="generic")
-    ids, seeds, length = random_ids(3, vocab_size=4), 1500, 3
+    ids, seeds, length = random_ids(3, vocab_size=4), 1000, 3
     call = speculator.call(  # read once: keywords take longer than the answer
         ids,
         {"max_new_tokens": length, "do_sample": True, "top_k": 0, "temperature": TEMPERATURE},

@@ -71,15 +71,6 @@ def test_a_lap_is_charged_to_its_part_and_the_callers_time_to_nobody() -> None:
     assert watch.seconds == {"draft": 3.0, "verify": 0.5}
 
 
-def test_the_prompts_pass_is_no_verification() -> None:
-    stats = GenerationStats(num_layers=8, prompt_tokens=5)
-    stats.add(PREFILL)
-    assert (stats.rounds, stats.bonus, stats.compression_rate) == (0, 0, 0.0)
-    assert (stats.new_tokens, stats.row_layers) == (1, 40)
-    assert stats.ended == {}
-    assert stats.accepted_lengths == {}
-
-
 def test_without_rounds_or_time_all_rates_are_zero() -> None:
     stats = GenerationStats(num_layers=8)
     rates = (stats.acceptance_rate, stats.compression_rate, stats.decode_tokens_per_s)

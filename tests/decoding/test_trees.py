@@ -13,17 +13,15 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from selfspec.decoding.acceptance import DraftToken, GreedyMatch, SpeculativeSampling, Target
-from selfspec.decoding.controllers import DraftController
+from selfspec.decoding.acceptance import Draft, GreedyMatch, SpeculativeSampling, Target
 from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.decode import StopRule, rounds
-from selfspec.decoding.drafters.base import Draft, Drafter, NoDrafter
+from selfspec.decoding.drafters.base import DraftController, Drawn, Guesses, Known
 from selfspec.decoding.drafters.ngram import NgramDrafter
-from selfspec.decoding.drafters.trees import Drawn, Guesses, Known, TreeDrafter
-from selfspec.decoding.sampling import Sampler
-from selfspec.decoding.state import DecodeState
+from selfspec.decoding.drafters.trees import TreeDrafter
+from selfspec.decoding.sampling import DraftToken, Sampler
+from selfspec.decoding.state import DecodeState, Drafter, NoDrafter, Steps, alone, ready
 from selfspec.decoding.stats import EXIT, Stopwatch
-from selfspec.decoding.work import Steps, alone, ready
 from selfspec.errors import InvalidDraft, UnsupportedModel
 from selfspec.eval.scripted import BranchingDrafter
 from selfspec.model.backbone import Backbone
@@ -58,6 +56,8 @@ def logits_of(backbone: Backbone, ids: Tensor) -> Tensor:
 
 def test_a_tree_s_depths_and_ancestors() -> None:
     assert depths(PARENTS) == [0, 0, 1, 1, 1, 2, 2, 2]
+    assert depths((-3, -1, 0, 1)) == [-2, 0, -1, 1]  # behind older held positions
+    assert held_behind((-3, -1, 0, 1)) == [2, 0, 2, 0]
     seen = ancestors(PARENTS, torch.device("cpu"))
     assert [row.nonzero().flatten().tolist() for row in seen] == paths(PARENTS)
 
@@ -149,26 +149,21 @@ def test_an_error_while_a_tree_is_committed_keeps_the_text_s_own_rows(broken: in
     assert state.ids[0].tolist() == text
 
 
-def test_an_executor_of_chains_refuses_a_tree() -> None:
-    backbone = Backbone(make_model("llama"), executor="cuda-graph")
-    ids = random_ids(5)
+@pytest.mark.parametrize(
+    ("family", "executor", "kind", "words"),
+    [
+        ("llama", "cuda-graph", InvalidDraft, "the cuda-graph executor runs chains of drafts"),
+        # Llama 4 scales queries by how many rows lie in front, which siblings are not
+        ("llama4", "generic", UnsupportedModel, "comes out otherwise beside siblings"),
+    ],
+)
+def test_what_runs_chains_only_refuses_a_tree(
+    family: str, executor: str, kind: type[Exception], words: str
+) -> None:
+    backbone, ids = Backbone(make_model(family), executor=executor), random_ids(5)
     drafter = BranchingDrafter([*ids[0].tolist(), *range(20)], 1, backbone.vocab_size, 7)
-    with pytest.raises(InvalidDraft, match="the cuda-graph executor runs chains of drafts"):
+    with pytest.raises(kind, match=words):
         ladder.decode(backbone, ids, drafter)
-
-
-def test_layers_that_count_positions_by_themselves_run_no_trees() -> None:
-    """Llama 4 scales queries by how many rows lie in front, which siblings are not."""
-    backbone = Backbone(make_model("llama4"), executor="generic")
-    ids = random_ids(5)
-    drafter = BranchingDrafter([*ids[0].tolist(), *range(20)], 1, backbone.vocab_size, 7)
-    with pytest.raises(UnsupportedModel, match="comes out otherwise beside siblings"):
-        ladder.decode(backbone, ids, drafter)
-
-
-def test_rows_of_a_tree_may_follow_held_positions_that_are_not_the_newest() -> None:
-    assert depths((-3, -1, 0, 1)) == [-2, 0, -1, 1]
-    assert held_behind((-3, -1, 0, 1)) == [2, 0, 2, 0]
 
 
 @torch.inference_mode()
@@ -241,7 +236,6 @@ BEST = ((10, 0.5), (11, 0.25), (12, 0.1))
 class Fan:
     """Guesses the same everywhere; notes what it is asked."""
 
-    layer = 0
     source = EXIT
     once = False
 
@@ -335,9 +329,8 @@ def test_text_already_seen_is_the_trunk_and_heads_stand_beside_and_behind_it() -
     assert [draft.tokens[index] for index in draft.following(0)] == [4, 9]  # nothing twice
     first = next(index for index in beside if len(draft.path(index)) == 1)
     left = 1.0 - draft.proposed[trunk[0]].chance
-    assert draft.proposed[first].chance == pytest.approx(
-        left * 0.3 / 0.5
-    )  # 4 is taken: what is left
+    # 4 is taken: what is left
+    assert draft.proposed[first].chance == pytest.approx(left * 0.3 / 0.5)
 
 
 def test_a_sure_trunk_is_left_alone() -> None:
@@ -384,7 +377,6 @@ def test_a_token_that_the_trunk_has_is_not_drawn_again() -> None:
 class Draws:
     """Draws what follows a token from a table of laws [V, V]."""
 
-    layer = 0
     source = EXIT
     once = False
 

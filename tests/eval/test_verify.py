@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.cli.main import main
 from selfspec.decoding.acceptance import Target
-from selfspec.decoding.probe import PassShape, any_split
+from selfspec.decoding.measure import PassShape, any_split
 from selfspec.errors import PinnedUnavailable
 from selfspec.eval import verify as ladder
 from selfspec.eval.scripted import greedy_request
@@ -136,7 +136,7 @@ def test_what_is_skipped_says_why(speculator: Speculator, monkeypatch: pytest.Mo
     def refuse(*_: Any, **__: Any) -> None:
         raise PinnedUnavailable("3 of 8 positions changed bits")
 
-    monkeypatch.setattr("selfspec.decoding.probe.check_pinned", refuse)
+    monkeypatch.setattr("selfspec.decoding.measure.check_pinned", refuse)
     unprobed = speculator_of(speculator.model)
     rungs = [rung for _, rung in climb(subject_of(unprobed, 4, rungs=(1, 2, 4, 5, 6, 7)))]
     skipped = [number for number, rung in enumerate(rungs, 1) if rung.outcome == "skipped"]

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from selfspec.decoding.work import alone, done_alone
+from selfspec.decoding.state import alone, done_alone
 from selfspec.errors import HeadsMismatch, InvalidHeads, InvalidOption
 from selfspec.heads.attending import AttendingHeads, TextRows
 from selfspec.heads.folder import attends

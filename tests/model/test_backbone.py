@@ -29,8 +29,7 @@ from transformers import (
 
 from selfspec.api.speculator import Speculator, find_heads, wrap
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.state import HiddenCache
-from selfspec.decoding.work import alone
+from selfspec.decoding.state import HiddenCache, alone
 from selfspec.errors import InvalidPrompt, UnsupportedModel
 from selfspec.heads.heads import DraftVocabulary, LinearHead, LogitLensHead
 from selfspec.model.backbone import Backbone

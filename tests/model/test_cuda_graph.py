@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eval.families import tiny_model
 from selfspec.api.speculator import wrap
-from selfspec.decoding.drafters.base import NoDrafter
+from selfspec.decoding.state import NoDrafter
 from selfspec.errors import UnsupportedModel
 from selfspec.model import cuda_graph
 from selfspec.model.backbone import Backbone

@@ -1,125 +1,25 @@
-"""What a drafter is: it gets the state of a sequence and gives a Draft.
+"""What drafters are made of: bases, controllers of how long they draft, guesses for trees.
 
-Rows that were run for it wait in the hidden cache, where verification takes them on. Called by
-`decode`.
+A drafter asks its controller before a round and after each draft token, and tells it afterwards
+what was kept: with exit heads that sets W_max of the next round, while the judge keeps the depth.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
-from selfspec.decoding.acceptance import DraftToken, Target
-from selfspec.decoding.controllers import DraftController
-from selfspec.decoding.sampling import Choice, Sampler
-from selfspec.decoding.state import DecodeState, Pass
-from selfspec.decoding.stats import EXIT, Ended, Round, StopReason, Stopwatch
-from selfspec.decoding.work import Steps, ready
-from selfspec.model.kv import depths
+from torch import Tensor
 
-
-@dataclass(kw_only=True)
-class Draft:
-    """k proposed tokens: a chain, each behind the one before, or a tree, each behind its parent."""
-
-    proposed: list[DraftToken] = field(default_factory=list)
-    heads: int = 0
-    """How often exit heads were asked: for one token at one layer, or for a level of a tree."""
-    ended: Ended = "off"
-    target: Target | None = None
-    """What verification held of it: of the newest token's row, and of each token's."""
-
-    @classmethod
-    def of(
-        cls,
-        tokens: Sequence[int],
-        parents: Sequence[int] | None = None,
-        *,
-        source: str = EXIT,
-        ended: Ended = "off",
-    ) -> Draft:
-        """Tokens that ran through no layer; None: a chain."""
-        behind = range(-1, len(tokens) - 1) if parents is None else parents
-        rows = zip(tokens, behind, strict=True)
-        return cls(proposed=[DraftToken(*row, source=source) for row in rows], ended=ended)
-
-    @classmethod
-    def again(cls, entry: Round) -> Draft:
-        """What was proposed in a round, without what drafters knew of it."""
-        parents = range(-1, len(entry.sources) - 1) if entry.parents is None else entry.parents
-        rows = zip(entry.draft_tokens, parents, entry.exit_layers, entry.sources, strict=True)
-        return cls(proposed=[DraftToken(*row) for row in rows], heads=entry.heads)
-
-    def verified(
-        self,
-        tokens: list[int],
-        kept: list[int],
-        passes: Sequence[Pass],
-        *,
-        prefill: bool = False,
-        stop_reason: StopReason | None = None,
-    ) -> Round:
-        """The round in which verification committed `tokens`, of which the draft's are `kept`."""
-        return Round(
-            tokens=tokens,
-            draft_tokens=self.tokens,
-            exit_layers=[one.layer for one in self.proposed],
-            sources=[one.source for one in self.proposed],
-            parents=None if self.is_chain else self.parents,
-            kept=kept,
-            ended=self.ended,
-            heads=self.heads,
-            passes=passes,
-            prefill=prefill,
-            stop_reason=stop_reason,
-        )
-
-    @property
-    def tokens(self) -> list[int]:
-        return [one.token for one in self.proposed]
-
-    @property
-    def parents(self) -> list[int]:
-        return [one.parent for one in self.proposed]
-
-    @property
-    def trunk(self) -> int:
-        """Tokens of its first path, each behind the one before."""
-        turned = (at for at, one in enumerate(self.proposed) if one.parent != at - 1)
-        return next(turned, len(self.proposed))
-
-    @property
-    def is_chain(self) -> bool:
-        return self.trunk == len(self.proposed)
-
-    @property
-    def depth(self) -> int:
-        """Tokens of its longest path."""
-        return len(self.proposed) if self.is_chain else 1 + max(depths(self.parents))
-
-    def path(self, index: int) -> list[int]:
-        """The places of the tokens down to one of them, itself included; -1: none."""
-        found: list[int] = []
-        while index >= 0:
-            found.append(index)
-            index = self.proposed[index].parent
-        return found[::-1]
-
-    def tokens_to(self, index: int) -> list[int]:
-        """The tokens of that path."""
-        return [self.proposed[at].token for at in self.path(index)]
-
-    def following(self, row: int) -> list[int]:
-        """Tokens that follow a row of verification: 0 the newest token's, i + 1 that of token i."""
-        return [at for at, one in enumerate(self.proposed) if one.parent == row - 1]
-
-
-class Committed(Protocol):
-    """A text that grows: what a drafter that runs no layers has to know of a DecodeState."""
-
-    def committed(self, start: int) -> list[int]:
-        """The text's ids from the `start`-th on, without padding."""
+from selfspec import options as asked
+from selfspec.config import SpeculationOptions
+from selfspec.decoding.acceptance import Draft
+from selfspec.decoding.sampling import DraftToken, Sampler
+from selfspec.decoding.state import Committed, State_contra, Steps
+from selfspec.decoding.stats import Ended, Stopwatch
+from selfspec.heads.heads import Ensemble, Signal, top_probability
 
 
 class Trunks(Protocol):
@@ -130,37 +30,6 @@ class Trunks(Protocol):
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
         """What became of the draft that was proposed last: which of its tokens stayed."""
-
-
-StateT = TypeVar("StateT", bound=Committed)
-State_contra = TypeVar("State_contra", bound=Committed, contravariant=True)
-
-
-class DraftsFrom(Protocol[State_contra]):
-    """Proposes at most `limit` tokens to follow the committed ones of some kind of state."""
-
-    def draft(self, state: State_contra, limit: int, watch: Stopwatch) -> Steps[Draft]:
-        """A draft of 0..limit tokens, and the work that leads there.
-
-        Rows may be left waiting in a DecodeState's `hidden`: first that of the newest committed
-        token, then those of the drafts, in order, none twice.
-        """
-
-    def learn(self, draft: Draft, kept: Sequence[int]) -> None:
-        """What became of the draft that was asked for last: which of its tokens stayed."""
-
-
-Drafter = DraftsFrom[DecodeState]
-"""What `decode` asks."""
-
-
-class NoDrafter:
-    """Proposes nothing: plain decoding."""
-
-    def draft(self, state: Committed, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
-        return ready(Draft())
-
-    def learn(self, draft: Draft, kept: Sequence[int]) -> None: ...
 
 
 class PacedDrafter:
@@ -207,17 +76,12 @@ class DraftWriter:
         self.draft = Draft(ended="width" if width <= limit else "budget")
         self._source, self._drafter = source, drafter
 
-    def add(
-        self, choice: Choice, confidence: float, *, layer: int = 0, chance: float = 0.0
-    ) -> None:
-        """Propose a token that left at `layer`; `chance` of the whole path to stay."""
+    def add(self, one: DraftToken, confidence: float) -> None:
+        """Propose a token behind the one before."""
         proposed = self.draft.proposed
-        token, probs, belief = choice
-        proposed.append(
-            DraftToken(token, len(proposed) - 1, layer, self._source, chance, probs, belief)
-        )
+        proposed.append(one._replace(parent=len(proposed) - 1, source=self._source))
         self.room -= 1
-        if token in self._drafter.end_tokens:
+        if one.token in self._drafter.end_tokens:
             self.stop("eos")
         elif self.room and not self._drafter.controller.go_on(confidence):
             self.stop("unsure")
@@ -225,3 +89,232 @@ class DraftWriter:
     def stop(self, reason: Ended) -> None:
         self.draft.ended = reason
         self.room = 0
+
+
+# --- controllers: how many tokens a round drafts, from how earlier rounds went --------------------
+
+
+class DraftController:
+    """Sets the draft lengths of one drafter on one sequence; this one to the same in every round.
+
+    With a `threshold` a draft is cut short behind a token of lower confidence: Hugging Face's
+    `assistant_confidence_threshold` (GammaTune's baseline AssistantThreshold; Mamou et al. 2024),
+    on the draft's top probability: that of the drawn token would bias samples. The unsure token
+    itself is still proposed, as there: it is paid for.
+    """
+
+    signal: Signal | None = None
+    """What `go_on` wants to know of each draft token's distribution; None: nothing."""
+
+    def __init__(self, length: int, threshold: float | None = None) -> None:
+        self._length = self.longest = length
+        """`longest`: what `begin` never exceeds."""
+        self._threshold = 0.0 if threshold is None else threshold
+        if threshold is not None:
+            self.signal = top_probability
+
+    def begin(self) -> int:
+        """W_max of the round that begins, at least 1."""
+        return self._length
+
+    def go_on(self, confidence: float) -> bool:
+        """Whether to draft on behind a token of this confidence; asked while W_max leaves room."""
+        return confidence >= self._threshold
+
+    def end(self, drafted: int, accepted: int) -> None:
+        """What became of a round's drafts; not told of rounds without any."""
+
+
+class Bounds(NamedTuple):
+    """Shortest and longest draft."""
+
+    low: int
+    high: int
+
+    def clip(self, length: float) -> float:
+        """`length`, or the bound that it exceeds."""
+        return min(float(self.high), max(float(self.low), length))
+
+
+class Heuristic(DraftController):
+    """Two more when all drafts were accepted, else one less.
+
+    Hugging Face's schedule "heuristic" (GammaTune's baseline HFHeuristic), with bounds. A drafter
+    may stop before the length is reached: what counts is that all it drafted was kept.
+    """
+
+    def __init__(self, length: int, bounds: Bounds, threshold: float | None = None) -> None:
+        super().__init__(int(bounds.clip(length)), threshold)
+        self._bounds, self.longest = bounds, bounds.high
+
+    def end(self, drafted: int, accepted: int) -> None:
+        step = 2 if accepted == drafted else -1
+        self._length = int(self._bounds.clip(self._length + step))
+
+
+class GammaTune(Heuristic):
+    """An exponential mean of accepted lengths, GammaTune section 4.1.
+
+    | document | here |
+    |---|---|
+    | gamma | the length of a round; where the drafter stopped before it, what was drafted |
+    | A | `accepted`, raised by delta when all drafts of a round were |
+    | delta, eta | `step`, `rate` |
+    | gamma_min, gamma_max | `bounds` |
+
+    Algorithm 1 assigns gamma twice and would lose the first; equation 8 read with the raised A is
+    what the text describes. With a `threshold` it is GammaTune+, section 4.2.
+    """
+
+    def __init__(
+        self, length: int, bounds: Bounds, rate: float, step: float, threshold: float | None = None
+    ) -> None:
+        super().__init__(length, bounds, threshold)
+        self._rate, self._step = rate, step
+        self._mean = float(self._length)
+
+    def end(self, drafted: int, accepted: int) -> None:
+        """Equations 7 and 8, then gamma = ceil(mean)."""
+        seen = accepted + self._step if accepted == drafted else accepted
+        self._mean = self._bounds.clip((1 - self._rate) * self._mean + self._rate * seen)
+        self._length = math.ceil(self._mean)
+
+
+class CmAsdLength(DraftController):
+    """CM-ASD's draft length, section III-B (b): as long as the drafter is confident.
+
+    `k = min(k_max, max(k_min, floor(alpha * mean(C) * k_max)))`, where k_min and k_max are
+    `bounds`, alpha is `scale`, C the ensemble. The document averages C over the *next* k_max
+    positions, which a sequential drafter cannot know: here over those drafted so far, and k is
+    found anew after each.
+    """
+
+    def __init__(self, bounds: Bounds, scale: float, signal: Signal) -> None:
+        super().__init__(bounds.high)
+        self.signal = signal
+        self._bounds, self._scale = bounds, scale
+
+    def begin(self) -> int:
+        self._drafted, self._total = 0, 0.0
+        return self._bounds.high
+
+    def go_on(self, confidence: float) -> bool:
+        self._drafted += 1
+        self._total += confidence
+        mean = self._total / self._drafted
+        return self._drafted < self._bounds.clip(math.floor(self._scale * mean * self._bounds.high))
+
+
+def make_controller(options: SpeculationOptions, length: int) -> DraftController:
+    """The controller that `options` name, starting at `length`."""
+    wanted = options.controller
+    threshold = getattr(wanted, "threshold", None)
+    if not isinstance(wanted, asked.Bounded):
+        return DraftController(length, threshold)
+    bounds = Bounds(wanted.shortest, options.longest_draft(length))
+    if isinstance(wanted, asked.CmAsdLength):
+        return CmAsdLength(bounds, wanted.scale, Ensemble(wanted.weights, wanted.margin_scale))
+    if isinstance(wanted, asked.GammaTune):
+        return GammaTune(length, bounds, wanted.rate, wanted.step, threshold)
+    return Heuristic(length, bounds)
+
+
+# --- guesses: what may follow a token of a tree ---------------------------------------------------
+
+
+ROOT = -1
+"""Stands for the newest committed token, where a draft token is named."""
+
+
+class Guesses(Protocol):
+    """What may follow a token, the likeliest first."""
+
+    @property
+    def chances(self) -> Sequence[float]:
+        """Falling. They depend on the text in front alone, not on what is drawn."""
+
+    def choice(self, rank: int) -> DraftToken | None:
+        """The guess of a rank, from 0, asked in order; None: nothing is left to draw."""
+
+    def without(self, token: int) -> tuple[Guesses, float]:
+        """All but `token`, with chances as they are, and the chance that it had."""
+
+
+class Guesser(Protocol[State_contra]):
+    """Says what follows the tokens of a draft."""
+
+    source: str
+    """Who proposes its tokens, as `stats` names them."""
+    once: bool
+    """Whether a round's first question answers all others, which cost nothing then."""
+
+    def begin(self, state: State_contra) -> None:
+        """A round begins: the next draft follows what `state` holds."""
+
+    def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
+        """Guesses behind each of `asked`: ROOT, or tokens of `draft` with parents asked before."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """The likeliest tokens, for greedy decoding."""
+
+    tokens: Sequence[int]
+    chances: Sequence[float]
+
+    def best(self, count: int | None) -> Known:
+        return Known(self.tokens[:count], self.chances[:count])
+
+    def choice(self, rank: int) -> DraftToken:
+        return DraftToken(self.tokens[rank])
+
+    def without(self, token: int) -> tuple[Known, float]:
+        if token not in self.tokens:
+            return self, 0.0
+        at = self.tokens.index(token)
+        tokens, chances = list(self.tokens), list(self.chances)
+        del tokens[at]
+        said = chances.pop(at)
+        return Known(tokens, chances), said
+
+
+class Drawn:
+    """Tokens drawn from a distribution without replacement.
+
+    Each comes with the distribution that it was drawn from, without what was drawn before: tried in
+    this order, each against what the ones before left of the target's, they keep the target's
+    distribution (recursive rejection sampling: Jeon et al. 2024, "Recursive Speculative Decoding").
+    """
+
+    def __init__(self, probs: Tensor, sampler: Sampler, count: int, place: int) -> None:
+        """`probs` [V] of the token behind `place` ids; at most `count` are drawn."""
+        self._probs, self._sampler, self._count, self._place = probs, sampler, count, place
+        best = probs.topk(min(count, len(probs))).values
+        self.chances: list[float] = [chance for chance in best.tolist() if chance > 0.0]
+
+    def choice(self, rank: int) -> DraftToken | None:  # noqa: ARG002  # the protocol's
+        """The next draw; None where rounding left nothing to draw from."""
+        probs = self._probs
+        total = probs.sum()
+        if not bool(total > 0.0):
+            return None
+        probs = probs / total
+        token = self._sampler.draw(probs, self._place)
+        self._probs = probs.clone()
+        self._probs[token] = 0.0
+        return DraftToken(token, probs=probs)
+
+    def without(self, token: int) -> tuple[Drawn, float]:
+        """The rest of the distribution without `token`, and the token's probability."""
+        probs = self._probs.clone()
+        probs[token] = 0.0
+        return Drawn(probs, self._sampler, self._count, self._place), float(self._probs[token])
+
+
+def processed(sampler: Sampler, ids: Tensor, logits: Tensor, count: int) -> Guesses:
+    """At most `count` guesses behind `ids` [1, n] under processors, or draws; logits [1, V]."""
+    probs = sampler.probs(ids, logits)
+    if sampler.do_sample:
+        return Drawn(probs, sampler, count, ids.shape[1])
+    best = probs.topk(min(count, len(probs)))
+    return Known(best.indices.tolist(), best.values.tolist())

@@ -1,21 +1,35 @@
-"""Drafts from a second, smaller model with the same vocabulary: speculative decoding as it began.
+"""Drafts from a smaller model: a second one, or the model itself without some of its layers.
 
-Source: speculative_decoding_and_lenience.txt; Leviathan et al. 2023. The draft model runs on this
-package's own backbone, with keys and values of its own.
+A second one is speculative decoding as it began (Leviathan et al. 2023;
+speculative_decoding_and_lenience.txt). It runs on this package's own backbone, with keys and values
+of its own.
+
+Without some of its layers the model reads its own keys and values, as in Self-SD (Zhang et al.
+2023, dilab-zju/self-speculative-decoding), so a prompt runs once; what drafts add behind them is
+cut off before verification. Which layers go is given, or searched for while texts are written, as
+in SWIFT (Xia et al. 2024, hemingkx/SWIFT). Both skip attention and MLPs apart; here whole layers
+go, because executors run whole ones. `eval.papers.self_sd` searches ahead.
 """
 
 from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.decoding.drafters.base import ChoosingDrafter, Draft, Drafting, DraftWriter
-from selfspec.decoding.state import DecodeState, HiddenCache
-from selfspec.decoding.stats import DRAFT_MODEL, Stopwatch, common
-from selfspec.decoding.work import Embed, Steps
+from selfspec import options as asked
+from selfspec.decoding.acceptance import Draft, Target
+from selfspec.decoding.drafters.base import ChoosingDrafter, Drafting, DraftWriter
+from selfspec.decoding.sampling import DraftToken
+from selfspec.decoding.state import DecodeState, Embed, HiddenCache, Run, Steps
+from selfspec.decoding.stats import DRAFT_MODEL, SKIP, Stopwatch, common
 from selfspec.errors import DraftModelMismatch
+from selfspec.heads.heads import likeliest
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv import Lease
 
@@ -46,7 +60,7 @@ class DraftCache:
         self._hidden.clear()
         # an id of the target's padding has no embedding here: any other one costs a draft at most
         known = [min(token, self.backbone.vocab_size - 1) for token in ids]
-        self._hidden.push((yield Embed(backbone=self.backbone, ids=known)))
+        self._hidden.push((yield Embed(self.backbone, known)))
         hidden = yield from self._hidden.advance_all()
         self._ran += ids
         target = yield from self._hidden.unembed(hidden[-1:])
@@ -110,3 +124,151 @@ def check_same_size(
             f"the draft model has {theirs} rows in its unembedding, the model {ours}. Choose a "
             "smaller model of the same family"
         )
+
+
+# --- the model itself without some of its layers: Self-SD, and SWIFT's search for them ------------
+
+
+WINDOW = 32
+"""Newest tokens of an answer by which layers are tried; SWIFT's context window."""
+
+_RATIO = 0.45
+"""Share of the layers between the first and the last that a tried set leaves out; SWIFT's."""
+
+_ENOUGH, _PATIENCE, _MOST = 0.95, 300, 1000
+"""The search ends with more than this share of tokens right, after so many sets in a row that were
+no better, or after so many in all; SWIFT's `max_score`, `max_tolerance_iter`, `max_opt_iter`."""
+
+_STEP, _NEWEST, _MOMENTUM = 0.01, 0.5, 0.9
+"""Of Self-SD's threshold: epsilon, weight of the newest round's rate, weight of the value so far
+(its `auto_parameters`)."""
+
+
+class LayerSearch:
+    """Which layers drafts leave out, counted from 1; all texts of a model search together.
+
+    Each set is drawn at random, and replaces a worse one. SWIFT also asks a Gaussian process, for
+    every 25th set.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self.skipped = tuple(range(2, num_layers, 2))
+        """The best so far; every other one at first, as in SWIFT."""
+        self._between = range(2, num_layers)
+        self._random = random.Random(0)
+        self._best, self._tries, self._failed = 0.0, 0, 0
+
+    @property
+    def goes_on(self) -> bool:
+        enough = self._best > _ENOUGH or not self._between
+        return not (enough or self._failed > _PATIENCE or self._tries > _MOST)
+
+    def drawn(self) -> tuple[int, ...]:
+        count = int(_RATIO * len(self._between))
+        return tuple(sorted(self._random.sample(self._between, count)))
+
+    def learn(self, skipped: tuple[int, ...], right: float) -> None:
+        """Note which share of tokens was `right` without the layers of this set."""
+        self._tries += 1
+        self._failed += 1
+        if right > self._best:
+            self.skipped, self._best, self._failed = skipped, right, 0
+
+
+class SkipDrafter(ChoosingDrafter):
+    """Drafts token by token through the layers that are left, until one is not sure enough.
+
+    That one is proposed, too: it is paid for. Confidence is the likeliest token's probability, as
+    in Self-SD's greedy form; its sampling form takes the drawn token's, which would bias samples.
+    The threshold moves by Self-SD's rule: where too few drafts stay it rises; else it falls, unless
+    W_max ended the draft.
+    """
+
+    def __init__(self, options: asked.Skip, search: LayerSearch, how: Drafting) -> None:
+        """`search`: says which layers go where `options` do not."""
+        super().__init__(how)
+        self._skipped, self._search = options.skipped, search
+        self.threshold, self._target, self._rate = options.threshold, options.target, 0.0
+        self._begun: int | None = None
+        """Ids in front of the answer."""
+
+    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
+        """Up to min(limit, W_max) tokens; caches are left as they were found."""
+        if self._skipped is None:
+            yield from self._try_one(state)
+        writer = DraftWriter(self, limit, source=SKIP)
+        held, ids, rows = state.lease.length(), state.ids, state.committed(-1)
+        while writer.room:
+            found = yield from shallow(state, rows, self._skipped or self._search.skipped)
+            choice, sure, signal = self._said(ids, found.row(0))
+            writer.add(choice, signal)
+            if writer.room and sure < self.threshold:
+                writer.stop("unsure")
+            rows = [choice.token]
+            ids = self.sampler.behind(ids, choice.token)
+        state.lease.truncate(held)
+        return writer.draft
+
+    def learn(self, draft: Draft, kept: Sequence[int]) -> None:
+        super().learn(draft, kept)
+        if self._target is not None and draft.proposed:
+            self._rate += _NEWEST * (len(kept) / len(draft.proposed) - self._rate)
+            step = _STEP if self._rate < self._target else 0.0 if draft.ended == "width" else -_STEP
+            self.threshold += (1.0 - _MOMENTUM) * step
+
+    def _said(self, ids: Tensor, logits: Tensor) -> tuple[DraftToken, float, float]:
+        """The token behind `ids`, of [1, V]; the top probability, and what the controller asks.
+
+        One device read where the likeliest token is taken.
+        """
+        signal = self.controller.signal
+        tokens, chances = likeliest(logits, 1.0, 1)
+        told = chances if signal is None else signal(logits)[:, None]
+        token, sure, said = torch.cat([tokens, chances, told], dim=1)[0].tolist()
+        if self.sampler.is_plain_greedy and not self.beliefs:
+            return DraftToken(int(token)), sure, said
+        return self.sampler.choose(ids, logits, believe=self.beliefs), sure, said
+
+    def _try_one(self, state: DecodeState) -> Steps[None]:
+        """Try another set of layers on the newest tokens of the answer, as far as it has them.
+
+        By one pass of a branch that leaves the held ones as they are: the executor must run trees,
+        and fixed slots leave no room for it. SWIFT looks at the first tokens of an answer.
+        """
+        self._begun = state.length if self._begun is None else self._begun
+        able = state.lease.slots is None and state.backbone.runs_trees
+        if state.length - self._begun > WINDOW and self._search.goes_on and able:
+            skipped, right = self._search.drawn(), state.committed(-WINDOW)
+            said = (yield from again(state, skipped, WINDOW)).best
+            hits = sum(one == other for one, other in zip(said, right, strict=True))
+            self._search.learn(skipped, hits / WINDOW)
+
+
+def shallow(
+    state: DecodeState,
+    ids: Sequence[int],
+    skipped: Sequence[int],
+    parents: Sequence[int] | None = None,
+) -> Steps[Target]:
+    """Logits behind `ids` [T] without the layers in `skipped`, which rise from 2 at least.
+
+    Adds keys and values of T positions to the others; `parents` as in a Span.
+    """
+    backbone, lease, least = state.backbone, state.lease, state.hidden.least
+    hidden: Tensor = yield Embed(backbone, ids)
+    for first, gone in pairwise((0, *skipped, backbone.num_layers + 1)):
+        if first < gone - 1:
+            hidden = yield Run(backbone, lease, hidden, first, gone - 1, parents, least)
+    return (yield from state.hidden.unembed(hidden))
+
+
+def again(state: DecodeState, skipped: Sequence[int], count: int) -> Steps[Target]:
+    """What a draft would have said in place of each of the newest `count` committed tokens.
+
+    Caches are left as they were found. The text in front has the model's own keys and values; the
+    tokens themselves run on a branch beside those that are held. Needs more than `count` ids.
+    """
+    held, rows = state.lease.length(), state.committed(-count - 1)[:-1]
+    found = yield from shallow(state, rows, skipped, [-1 - count, *range(count - 1)])
+    state.lease.truncate(held)
+    return found

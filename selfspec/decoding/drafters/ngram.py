@@ -1,8 +1,17 @@
-"""Drafts without work: prompt lookup, what a grammar forces, and successors seen before.
+"""Drafts without work: prompt lookup, what a grammar forces, successors seen before, lookahead.
 
 Prompt lookup (Saxena 2023; Hugging Face's `prompt_lookup_num_tokens`) says what followed the same
 words before, in prompt or answer, with an index that grows with the text, and a memory of how often
 it was right. Successors are what verification found likely behind the same tokens, in any text.
+
+Lookahead decoding (Fu et al. 2024, "Break the Sequential Dependency of LLM Inference Using
+Lookahead Decoding"; names as in hao-ai-lab/LookaheadDecoding): a window of guessed tokens runs
+beside each verification. What the model says behind them (Jacobi iteration) makes n-grams for a
+pool; those that begin with the newest token are drafted. Rows of the window stand where the paper's
+mask has them: level 0 is a chain behind the newest token, which is its first column; level j of
+column i follows level j - 1 of that column, at position i + j. As parents that is a tree, so here
+the window is a part of the draft: equal rows behind one parent are one row, and a token of the
+window that is right stays. In the project rows may be equal, and only n-grams from the pool stay.
 """
 
 from __future__ import annotations
@@ -10,26 +19,25 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from itertools import accumulate
 from operator import mul
+from random import Random
 from typing import Generic
 
 from torch import Tensor
 
-from selfspec.decoding.acceptance import AcceptanceRule, DraftToken, Proposed, Target, Verdict
-from selfspec.decoding.controllers import DraftController
+from selfspec.decoding.acceptance import AcceptanceRule, Draft, Heard
 from selfspec.decoding.costs import DraftCost, each_row
 from selfspec.decoding.drafters.base import (
-    Committed,
-    Draft,
-    DraftsFrom,
+    ROOT,
+    DraftController,
     DraftWriter,
+    Guesses,
+    Known,
     PacedDrafter,
-    StateT,
     Trunks,
 )
-from selfspec.decoding.drafters.trees import Guesses, Known
-from selfspec.decoding.sampling import Choice, GrammarMask
-from selfspec.decoding.stats import GRAMMAR, NGRAM, SUCCESSORS, Stopwatch
-from selfspec.decoding.work import Steps, ready
+from selfspec.decoding.sampling import DraftToken, GrammarMask
+from selfspec.decoding.state import Committed, DraftsFrom, StateT, Steps, ready
+from selfspec.decoding.stats import GRAMMAR, LOOKAHEAD, NGRAM, SUCCESSORS, Stopwatch
 
 NEWEST = 1 / 8
 """Weight of the newest observation in a running mean: half of it is younger than six."""
@@ -119,7 +127,7 @@ class NgramDrafter(PacedDrafter):
         if sum(chances[:length]) > rival:
             rows = zip(self._guess[:length], rates, chances, strict=False)
             for token, rate, chance in rows:
-                writer.add(Choice(token), rate, chance=chance)
+                writer.add(DraftToken(token, chance=chance), rate)
                 if not writer.room:
                     break
         if writer.room:
@@ -199,9 +207,9 @@ class GrammarDrafter:
             return Draft()
         draft = self._seen.propose(state, limit, rival)
         allowed = self._mask.allows(text, draft.tokens)
-        if allowed == len(draft.proposed):
-            return draft
-        return Draft(proposed=draft.proposed[:allowed], ended="unsure")
+        if allowed < len(draft.proposed):
+            return Draft(proposed=draft.proposed[:allowed], ended="unsure")
+        return draft
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
         if self._seen is not None and not self._forced:
@@ -273,26 +281,23 @@ def _keys(tokens: Sequence[int]) -> tuple[object, object]:
     return tuple(tokens[-2:]), tokens[-1]
 
 
-class Remembering:
-    """An acceptance rule beside which a table learns from every row that it decides."""
+class Remembering(Heard):
+    """A table learns from every row that a rule decides."""
 
     def __init__(self, rule: AcceptanceRule, table: Successors, newest: Sequence[int]) -> None:
         """`newest`: the last two ids of the prompt, or its only one."""
-        self._rule, self._table, self._newest = rule, table, list(newest)
-        self.lossless = rule.lossless
+        super().__init__(rule)
+        self._table, self._newest = table, list(newest)
 
-    def verdict(self, ids: Tensor, target: Target, row: int, proposed: Proposed) -> Verdict:
-        found = self._rule.verdict(ids, target, row, proposed)
-        likely = target.logits[row].topk(min(KEPT, target.logits.shape[-1])).indices.tolist()
-        self._table.learn(self._newest, likely, found.token)
-        self._newest = [self._newest[-1], found.token]
-        return found
+    def note(self, logits: Tensor, token: int) -> None:
+        likely = logits.topk(min(KEPT, len(logits))).indices.tolist()
+        self._table.learn(self._newest, likely, token)
+        self._newest = [self._newest[-1], token]
 
 
 class SuccessorGuesser:
     """Asks the table; nothing is computed."""
 
-    layer = 0
     source = SUCCESSORS
     once = False
 
@@ -304,6 +309,136 @@ class SuccessorGuesser:
         self._newest = state.committed(-2)
 
     def ask(self, draft: Draft, asked: Sequence[int], _watch: Stopwatch) -> Steps[list[Guesses]]:
-        count = self._count
         known = (self._table.behind([*self._newest, *draft.tokens_to(at)]) for at in asked)
-        return ready([Known(one.tokens[:count], one.chances[:count]) for one in known])
+        return ready([one.best(self._count) for one in known])
+
+
+# --- lookahead: n-grams that came out beside earlier verifications --------------------------------
+
+
+class NgramPool:
+    """n-grams by their first token, of each the newest few."""
+
+    def __init__(self, level: int, most: int) -> None:
+        """`level`: tokens of an n-gram; `most`: kept with the same first token."""
+        self.text: list[int] = []
+        """What was read; its n-grams are in."""
+        self._level, self._most = level, most
+        self._behind: dict[int, dict[tuple[int, ...], None]] = {}
+
+    def read(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            self.text.append(token)
+            if len(self.text) >= self._level:
+                self.add(self.text[-self._level :])
+
+    def add(self, ngram: Sequence[int]) -> None:
+        behind, rest = self._behind.setdefault(ngram[0], {}), tuple(ngram[1:])
+        behind.pop(rest, None)
+        behind[rest] = None
+        if len(behind) > self._most:
+            del behind[next(iter(behind))]
+
+    def following(self, token: int) -> list[tuple[int, ...]]:
+        return list(self._behind.get(token, ()))[::-1]
+
+
+class LookaheadDrafter(PacedDrafter):
+    """Of one text: its window, and its pool, which begins with the n-grams of the prompt.
+
+    As published with POOL_FROM_PROMPT=1 and ALWAYS_FWD_ONE=1, except that the pool is asked before
+    the window is full, too; that a window which fills up stays as wide as it is, where the
+    project's begins wider and narrows; and that it rests where the text has no room for its paths.
+    """
+
+    def __init__(
+        self,
+        controller: DraftController,
+        end_tokens: Collection[int] = (),
+        *,
+        level: int,
+        window: int,
+        guesses: int,
+        most: int,
+    ) -> None:
+        """`level`: N, tokens of an n-gram, the newest included; at most `guesses` are drafted.
+
+        `window`: W columns; 0 drafts from the text alone. `most`: draft tokens of a round. The
+        window loses columns until a whole n-gram fits beside it. The `controller` sets how much of
+        an n-gram is drafted.
+        """
+        super().__init__(controller, end_tokens)
+        self._level, self._most = level, most
+        self._columns = max(min(window, (most + 1) // (level - 1) - 1), 0)
+        self._pool = NgramPool(level, guesses)
+        self._levels: list[list[int]] = []
+        """Tokens by level and column; the first one is the newest of the text."""
+        self._ends: list[int] = []
+        """Draft tokens of the last level in this round, by column; empty if none run."""
+        self._guessed = 0
+        """Tokens of the longest n-gram in this round."""
+        self._random = Random(0)
+
+    def draft(self, state: Committed, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
+        self._pool.read(state.committed(len(self._pool.text)))
+        if self._columns and not self._levels:
+            self._levels = [self._drawn(self._columns)]
+        self._draft, self._places, self._ends = Draft(), dict[tuple[int, int], int](), []
+        levels = len(self._levels)
+        fits = levels > 0 and levels + self._columns - 2 <= limit
+        self._add_guesses(limit, self._most - (levels * self._columns - 1 if fits else 0))
+        if fits:
+            self._add_window()
+        if self._draft.proposed:
+            self._draft.ended = "width"
+        return ready(self._draft)
+
+    def learn(self, draft: Draft, kept: Sequence[int]) -> None:
+        if self._ends and draft.target is not None:
+            self._move([draft.target.best[end + 1] for end in self._ends])
+        if self._guessed:
+            self.controller.end(self._guessed, min(len(kept), self._guessed))
+
+    def _add(self, parent: int, token: int) -> int:
+        """Where this token behind this parent is, new or not; the parent if that is an end."""
+        proposed = self._draft.proposed
+        if parent != ROOT and proposed[parent].token in self.end_tokens:
+            return parent
+        place = self._places.setdefault((parent, token), len(proposed))
+        if place == len(proposed):
+            proposed.append(DraftToken(token, parent, source=LOOKAHEAD))
+        return place
+
+    def _add_guesses(self, limit: int, room: int) -> None:
+        width, self._guessed = min(self.controller.begin(), limit), 0
+        for ngram in self._pool.following(self._pool.text[-1]):
+            at = ROOT
+            for count, token in enumerate(ngram[:width], start=1):
+                if len(self._draft.proposed) >= room:
+                    return
+                at, self._guessed = self._add(at, token), max(self._guessed, count)
+
+    def _add_window(self) -> None:
+        self._levels[0][0] = self._pool.text[-1]
+        first = ROOT
+        for column, tokens in enumerate(zip(*self._levels, strict=True)):
+            end = first = self._add(first, tokens[0]) if column else ROOT
+            for token in tokens[1:]:
+                end = self._add(end, token)
+            self._ends.append(end)
+
+    def _move(self, said: list[int]) -> None:
+        """One level up, by what the target said behind each column, and so one position on.
+
+        While levels are missing the columns move instead, and one that is drawn comes in.
+        """
+        self._levels.append(said)
+        if len(self._levels) == self._level:
+            for ngram in zip(*self._levels, strict=True):
+                self._pool.add(ngram)
+            del self._levels[0]
+        else:
+            self._levels = [tokens[1:] + self._drawn(1) for tokens in self._levels]
+
+    def _drawn(self, count: int) -> list[int]:
+        return self._random.choices(self._pool.text, k=count)

@@ -5,7 +5,7 @@ for a tree, around text already seen; for any model, without heads. As REST (He 
 longest suffix of 16 down to 2 tokens that occurs there, at most 5,000 hits, 10 tokens behind each,
 of these the heaviest prefixes. Here hits beyond the most are thinned evenly, where REST takes the
 first in the order of tokens; nothing goes on into the next text; and what a prefix weighs gives its
-chance, so that it has to pay its row. Called by `choice`, the facade and the command line.
+chance, so that it has to pay its row. Called by the engine, the facade and the command line.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from selfspec import files
-from selfspec.decoding.drafters.base import Committed, Draft
-from selfspec.decoding.drafters.trees import Guesses, Known
+from selfspec.decoding.acceptance import Draft
+from selfspec.decoding.drafters.base import Guesses, Known
+from selfspec.decoding.state import Committed, Steps, ready
 from selfspec.decoding.stats import REST, Stopwatch
-from selfspec.decoding.work import Steps, ready
 from selfspec.errors import InvalidData
 from selfspec.untrusted import check_safetensors
 
@@ -171,7 +171,6 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> bytes:
 class RestGuesser:
     """Looks up once in a round, when that begins; then it knows all guesses."""
 
-    layer = 0
     source = REST
     once = True
 
@@ -183,6 +182,5 @@ class RestGuesser:
         self._trie: Trie = self._store.behind(state.committed(-LONGEST), self._most)
 
     def ask(self, draft: Draft, asked: Sequence[int], _watch: Stopwatch) -> Steps[list[Guesses]]:
-        count = self._siblings
         known = (self._trie.get(tuple(draft.tokens_to(at)), Known((), ())) for at in asked)
-        return ready([Known(one.tokens[:count], one.chances[:count]) for one in known])
+        return ready([one.best(self._siblings) for one in known])

@@ -10,20 +10,22 @@ Replay grows the same trees from records, and follows the never-slower rule with
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from itertools import islice
-from typing import Any, Generic, NamedTuple, Protocol
+from typing import Generic, NamedTuple
 
-from torch import Tensor
-
-from selfspec.decoding.acceptance import DraftToken
-from selfspec.decoding.controllers import DraftController
+from selfspec.decoding.acceptance import Draft
 from selfspec.decoding.costs import DraftCost, each_row
-from selfspec.decoding.drafters.base import Draft, DraftsFrom, State_contra, StateT, Trunks
-from selfspec.decoding.sampling import Choice, Sampler
+from selfspec.decoding.drafters.base import (
+    ROOT,
+    DraftController,
+    Guesser,
+    Guesses,
+    PacedDrafter,
+    Trunks,
+)
+from selfspec.decoding.state import DraftsFrom, StateT, Steps, ready
 from selfspec.decoding.stats import FREE, Stopwatch
-from selfspec.decoding.work import Steps, ready
 
 # --- the never-slower rule: by past rounds alone, so sampling stays exact -------------------------
 
@@ -110,9 +112,6 @@ class WhilePaying(Generic[StateT]):
 # --- trees: a Guesser says what follows a token, nothing here knows a model -----------------------
 
 
-ROOT = -1
-"""Stands for the newest committed token, where a draft token is named."""
-
 _ROUNDING = 1e-6
 
 _REMEMBERED = 16
@@ -126,39 +125,6 @@ _FIRST_HOPE = 0.5
 """Probability of the head's best guess that is expected before it was ever asked."""
 
 
-class Guesses(Protocol):
-    """What may follow a token, the likeliest first."""
-
-    @property
-    def chances(self) -> Sequence[float]:
-        """Falling. They depend on the text in front alone, not on what is drawn."""
-
-    def choice(self, rank: int) -> Choice | None:
-        """The guess of a rank, from 0, asked in order; None: nothing is left to draw."""
-
-    def without(self, token: int) -> tuple[Guesses, float]:
-        """All but `token`, with chances as they are, and the chance that it had."""
-
-
-class Guesser(Protocol[State_contra]):
-    """Says what follows the tokens of a draft."""
-
-    layer: int
-    """The exit layer that it looks at."""
-
-    source: str
-    """Who proposes its tokens, as `stats` names them."""
-
-    once: bool
-    """Whether a round's first question answers all others, which cost nothing then."""
-
-    def begin(self, state: State_contra) -> None:
-        """A round begins: the next draft follows what `state` holds."""
-
-    def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
-        """Guesses behind each of `asked`: ROOT, or tokens of `draft` with parents asked before."""
-
-
 class _Node(NamedTuple):
     at: int
     """A token of the draft, or ROOT."""
@@ -168,7 +134,7 @@ class _Node(NamedTuple):
     """That child, of the trunk."""
 
 
-class Offer(NamedTuple):
+class _Offer(NamedTuple):
     """A guess that may become a token of the tree."""
 
     chance: float
@@ -180,100 +146,7 @@ class Offer(NamedTuple):
     guesses: Guesses
 
 
-class Tree:
-    """A draft while it grows: what it should give, what it costs, what fits."""
-
-    def __init__(
-        self,
-        trunk: Draft,
-        guesser: Guesser[Any],
-        cost: DraftCost,
-        most: int,
-        ends: Collection[int],
-    ) -> None:
-        """`trunk`: a chain with chances. `most`: draft tokens. Nothing goes behind `ends`."""
-        self._layer, self._source = guesser.layer, guesser.source
-        self._least = 0.0 if guesser.once else LEAST_SAID
-        self._said = {ROOT: 1.0}
-        """By token: the head's own probability of its path, as far as it was asked."""
-        self.draft = trunk
-        self._cost, self._most, self._ends = cost, most, ends
-        self._rows = tuple(islice(each_row(cost.row_costs), most))
-        self._tokens = 1.0 + sum(one.chance for one in trunk.proposed)
-        self._steps = 1.0 + sum(self._rows[: len(trunk.proposed)])
-
-    @property
-    def rate(self) -> float:
-        return self._tokens / self._steps
-
-    @property
-    def full(self) -> bool:
-        return len(self.draft.proposed) >= self._most
-
-    @property
-    def next_row(self) -> float:
-        """The chance at which one more token pays."""
-        return self._rows[len(self.draft.proposed)] * self.rate
-
-    def node(self, index: int) -> _Node:
-        proposed = self.draft.proposed
-        chance = 1.0 if index == ROOT else proposed[index].chance
-        behind = index + 1  # the trunk's tokens come first, in order
-        if behind < len(proposed) and proposed[behind].parent == index:
-            return _Node(index, max(chance - proposed[behind].chance, 0.0), behind)
-        return _Node(index, chance, None)
-
-    def closes(self, index: int) -> bool:
-        return index != ROOT and self.draft.proposed[index].token in self._ends
-
-    def askable(self, index: int) -> bool:
-        """Whether the head can say more there, and would mean it."""
-        return not self.closes(index) and self._said.get(index, 0.0) >= self._least
-
-    def note(self, index: int, parent: int, said: float) -> None:
-        """What the head gives a token behind its parent."""
-        self._said[index] = self._said.get(parent, 0.0) * said
-
-    def pay_head(self) -> None:
-        self.draft.heads += 1
-        self._steps += self._cost.asking
-
-    def take(self, offers: Iterable[Offer]) -> list[int]:
-        """Add those that pay, the likeliest first; returns their indices."""
-        taken: list[int] = []
-        for offer in sorted(offers, key=lambda offer: -offer.chance):
-            if self.full or offer.chance <= self.next_row:
-                break
-            choice = offer.guesses.choice(offer.rank)
-            if choice is None:
-                continue
-            token, probs, belief = choice
-            behind, chance, at = offer.parent, offer.chance, len(self.draft.proposed)
-            self.draft.proposed.append(
-                DraftToken(token, behind, self._layer, self._source, chance, probs, belief)
-            )
-            self._steps += self._rows[at]
-            self._tokens += chance
-            self.note(at, behind, offer.said)
-            taken.append(at)
-        return taken
-
-    def finished(self) -> Draft:
-        """Depth first, the likeliest child in front: the best path is a chain that can be kept."""
-        old, children = self.draft.proposed, dict[int, list[int]]()
-        for index, one in enumerate(old):
-            children.setdefault(one.parent, []).append(index)
-        order, waiting = list[int](), children.get(ROOT, [])[::-1]
-        while waiting:
-            order.append(waiting.pop())
-            waiting += children.get(order[-1], [])[::-1]
-        if order != list(range(len(old))):
-            places = {ROOT: ROOT} | {at: new for new, at in enumerate(order)}
-            self.draft.proposed = [old[at]._replace(parent=places[old[at].parent]) for at in order]
-        return self.draft
-
-
-class TreeDrafter(Generic[StateT]):
+class TreeDrafter(PacedDrafter, Generic[StateT]):
     """Grows a tree per round. Acceptance must be lossless, and the executor run trees."""
 
     def __init__(
@@ -288,25 +161,24 @@ class TreeDrafter(Generic[StateT]):
         never_slower: bool = True,
     ) -> None:
         """`most`: draft tokens of a round. The `controller` sets the longest path."""
-        self._guesser, self._cost, self._controller = guesser, cost, controller
-        self._end_tokens, self._most = frozenset(end_tokens), most
-        self._seen = seen
+        super().__init__(controller, end_tokens)
+        self._guesser, self._cost, self._most, self._seen = guesser, cost, most, seen
         self._paying = Paying(cost) if never_slower else None
         self._best = deque([_FIRST_HOPE], maxlen=_REMEMBERED)
-        self._trunk = Draft()
+        self._trunk = self._draft = Draft()
         self._asked = False
+        """Whether the guesser was, in this round."""
 
     def draft(self, state: StateT, limit: int, watch: Stopwatch) -> Steps[Draft]:
-        self._trunk = Draft()
+        trunk, self._asked = Draft(), False
         if self._seen is not None:
-            self._trunk = self._seen.propose(state, min(limit, self._most))
-        draft = Draft(proposed=list(self._trunk.proposed), ended=self._trunk.ended)
-        self._asked = False
-        if limit <= 0 or (self._paying is not None and self._paying.pauses()):
-            return draft
-        tree = Tree(draft, self._guesser, self._cost, self._most, self._end_tokens)
-        yield from self._grow(tree, state, limit, watch)
-        return tree.finished()
+            trunk = self._seen.propose(state, min(limit, self._most))
+        self._trunk = trunk
+        self._draft = Draft(proposed=list(trunk.proposed), ended=trunk.ended)
+        if limit > 0 and (self._paying is None or not self._paying.pauses()):
+            yield from self._grow(state, limit, watch)
+            self._sort()
+        return self._draft
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
         if self._seen is not None:
@@ -315,52 +187,83 @@ class TreeDrafter(Generic[StateT]):
         if self._asked:
             if self._paying is not None:
                 self._paying.learn(draft, kept)
-            if draft.proposed:
-                self._controller.end(draft.depth, len(kept))
+            super().learn(draft, kept)
 
-    def _grow(self, tree: Tree, state: StateT, limit: int, watch: Stopwatch) -> Steps[None]:
-        width = self._controller.begin()
-        level = [ROOT]
+    @property
+    def _full(self) -> bool:
+        return len(self._draft.proposed) >= self._most
+
+    @property
+    def _rate(self) -> float:
+        """Tokens expected per step."""
+        return self._tokens / self._steps
+
+    @property
+    def _next_row(self) -> float:
+        """The chance at which one more token pays."""
+        return self._rows[len(self._draft.proposed)] * self._rate
+
+    def _grow(self, state: StateT, limit: int, watch: Stopwatch) -> Steps[None]:
+        """Level by level, from a trunk whose tokens have chances."""
+        self._rows = tuple(islice(each_row(self._cost.row_costs), self._most))
+        self._tokens = 1.0 + sum(one.chance for one in self._draft.proposed)
+        self._steps = 1.0 + sum(self._rows[: len(self._draft.proposed)])
+        self._said = {ROOT: 1.0}
+        """By token: the head's own probability of its path, as far as it was asked."""
+        width, level = self.controller.begin(), [ROOT]
         self._guesser.begin(state)
-        tree.draft.ended = "width" if width <= limit else "budget"
+        self._draft.ended = "width" if width <= limit else "budget"
         for _ in range(min(width, limit)):
-            asked = self._worth_asking(tree, level)
+            asked = self._worth_asking(level)
             if not asked:
-                tree.draft.ended = "width" if tree.full else "unsure"
+                self._draft.ended = "width" if self._full else "unsure"
                 return
             if not (self._asked and self._guesser.once):
-                tree.pay_head()
+                self._draft.heads += 1
+                self._steps += self._cost.asking
             self._asked = True
             nodes = [node.at for node in asked]
-            answers = yield from self._guesser.ask(tree.draft, nodes, watch)
-            level = self._add(tree, asked, answers)
-            if level and all(map(tree.closes, level)):
-                tree.draft.ended = "eos"
+            answers = yield from self._guesser.ask(self._draft, nodes, watch)
+            level = self._add(asked, answers)
+            if level and all(map(self._closes, level)):
+                self._draft.ended = "eos"
                 return
 
-    def _worth_asking(self, tree: Tree, level: Sequence[int]) -> list[_Node]:
+    def _node(self, index: int) -> _Node:
+        proposed = self._draft.proposed
+        chance = 1.0 if index == ROOT else proposed[index].chance
+        behind = index + 1  # the trunk's tokens come first, in order
+        if behind < len(proposed) and proposed[behind].parent == index:
+            return _Node(index, max(chance - proposed[behind].chance, 0.0), behind)
+        return _Node(index, chance, None)
+
+    def _closes(self, index: int) -> bool:
+        return index != ROOT and self._draft.proposed[index].token in self.end_tokens
+
+    def _worth_asking(self, level: Sequence[int]) -> list[_Node]:
         """Nodes of the newest level behind which a guess should pay its row, if all pay the head.
 
         The root is asked whenever prompt lookup has nothing: else nobody would hear of heads
         that have become better.
         """
-        if tree.full:
+        if self._full:
             return []
-        if level == [ROOT] and not tree.draft.proposed:
-            return [tree.node(ROOT)]
-        row = tree.next_row
-        nodes = [tree.node(index) for index in level if tree.askable(index)]
+        if level == [ROOT] and not self._draft.proposed:
+            return [self._node(ROOT)]
+        row, least = self._next_row, 0.0 if self._guesser.once else LEAST_SAID
+        open_ones = (at for at in level if not self._closes(at))
+        nodes = [self._node(at) for at in open_ones if self._said.get(at, 0.0) >= least]
         # what the best guess behind each should bring, its row paid
         gains = [
             sum(max(node.free * best - row, 0.0) for best in self._best) / len(self._best)
             for node in nodes
         ]
         paid = self._asked and self._guesser.once
-        if sum(gains) <= (0.0 if paid else self._cost.asking * tree.rate):
+        if sum(gains) <= (0.0 if paid else self._cost.asking * self._rate):
             return []
         return [node for node, gain in zip(nodes, gains, strict=True) if gain > 0.0]
 
-    def _add(self, tree: Tree, asked: Sequence[_Node], answers: Sequence[Guesses]) -> list[int]:
+    def _add(self, asked: Sequence[_Node], answers: Sequence[Guesses]) -> list[int]:
         """The guesses that pay; returns the next level, which the trunk is part of."""
         level, offers = [], []
         for node, guesses in zip(asked, answers, strict=True):
@@ -369,76 +272,35 @@ class TreeDrafter(Generic[StateT]):
             taken = 0.0
             if node.child is not None:
                 level.append(node.child)
-                guesses, taken = guesses.without(tree.draft.proposed[node.child].token)
-                tree.note(node.child, node.at, taken)
+                guesses, taken = guesses.without(self._draft.proposed[node.child].token)
+                self._said[node.child] = self._said.get(node.at, 0.0) * taken
             share = node.free / max(1.0 - taken, _ROUNDING)
             offers += [
-                Offer(min(share * said, node.free), said, node.at, rank, guesses)
+                _Offer(min(share * said, node.free), said, node.at, rank, guesses)
                 for rank, said in enumerate(guesses.chances)
             ]
-        return level + tree.take(offers)
+        proposed, source = self._draft.proposed, self._guesser.source
+        for chance, said, parent, rank, guesses in sorted(offers, key=lambda one: -one.chance):
+            if self._full or chance <= self._next_row:
+                break
+            if (choice := guesses.choice(rank)) is None:
+                continue
+            at = len(proposed)
+            proposed.append(choice._replace(parent=parent, source=source, chance=chance))
+            self._steps += self._rows[at]
+            self._tokens += chance
+            self._said[at] = self._said.get(parent, 0.0) * said
+            level.append(at)
+        return level
 
-
-# --- what heads think of the next token: the likeliest few, or draws ------------------------------
-
-
-@dataclass(frozen=True)
-class Known:
-    """The likeliest tokens, for greedy decoding."""
-
-    tokens: Sequence[int]
-    chances: Sequence[float]
-
-    def choice(self, rank: int) -> Choice:
-        return Choice(self.tokens[rank])
-
-    def without(self, token: int) -> tuple[Known, float]:
-        if token not in self.tokens:
-            return self, 0.0
-        at = self.tokens.index(token)
-        tokens, chances = list(self.tokens), list(self.chances)
-        del tokens[at]
-        said = chances.pop(at)
-        return Known(tokens, chances), said
-
-
-class Drawn:
-    """Tokens drawn from a distribution without replacement.
-
-    Each comes with the distribution that it was drawn from, without what was drawn before: tried in
-    this order, each against what the ones before left of the target's, they keep the target's
-    distribution (recursive rejection sampling: Jeon et al. 2024, "Recursive Speculative Decoding").
-    """
-
-    def __init__(self, probs: Tensor, sampler: Sampler, count: int, place: int) -> None:
-        """`probs` [V] of the token behind `place` ids; at most `count` are drawn."""
-        self._probs, self._sampler, self._count, self._place = probs, sampler, count, place
-        best = probs.topk(min(count, len(probs))).values
-        self.chances: list[float] = [chance for chance in best.tolist() if chance > 0.0]
-
-    def choice(self, rank: int) -> Choice | None:  # noqa: ARG002  # the protocol's
-        """The next draw; None where rounding left nothing to draw from."""
-        probs = self._probs
-        total = probs.sum()
-        if not bool(total > 0.0):
-            return None
-        probs = probs / total
-        token = self._sampler.draw(probs, self._place)
-        self._probs = probs.clone()
-        self._probs[token] = 0.0
-        return Choice(token, probs)
-
-    def without(self, token: int) -> tuple[Drawn, float]:
-        """The rest of the distribution without `token`, and the token's probability."""
-        probs = self._probs.clone()
-        probs[token] = 0.0
-        return Drawn(probs, self._sampler, self._count, self._place), float(self._probs[token])
-
-
-def processed(sampler: Sampler, ids: Tensor, logits: Tensor, count: int) -> Guesses:
-    """At most `count` guesses behind `ids` [1, n] under processors, or draws; logits [1, V]."""
-    probs = sampler.probs(ids, logits)
-    if sampler.do_sample:
-        return Drawn(probs, sampler, count, ids.shape[1])
-    best = probs.topk(min(count, len(probs)))
-    return Known(best.indices.tolist(), best.values.tolist())
+    def _sort(self) -> None:
+        """Depth first, the likeliest child in front: the best path is a chain that can be kept."""
+        old, children = self._draft.proposed, dict[int, list[int]]()
+        for index, one in enumerate(old):
+            children.setdefault(one.parent, []).append(index)
+        order, waiting = list[int](), children.get(ROOT, [])[::-1]
+        while waiting:
+            order.append(waiting.pop())
+            waiting += children.get(order[-1], [])[::-1]
+        places = {ROOT: ROOT} | {at: new for new, at in enumerate(order)}
+        self._draft.proposed = [old[at]._replace(parent=places[old[at].parent]) for at in order]
