@@ -38,8 +38,8 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 31889,
-    "model": 7103,
+    "tests/": 31888,
+    "model": 7099,
     "decoding": 5590,
     "training": 4338,
     "eval/": 4337,

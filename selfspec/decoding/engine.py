@@ -40,8 +40,8 @@ from selfspec.decoding.stats import GenerationStats, Round, Stopwatch, common
 from selfspec.decoding.work import Enter, Work, next_together
 from selfspec.errors import InvalidOption
 from selfspec.heads.attending import AttendingHeads
-from selfspec.model.compiled import TEAM
 from selfspec.model.kv import POSITIONS, KVStore, Lease, Memory, PooledLease, fixed_slots
+from selfspec.model.weights import TEAM
 from selfspec.typed import check_types
 
 # --- what all texts of one model share ------------------------------------------------------------

@@ -24,9 +24,8 @@ from transformers import PreTrainedModel
 from selfspec import files
 from selfspec.errors import CannotWrite, InvalidData
 from selfspec.files import cache_folder
-from selfspec.model.compiled import processor_features
 from selfspec.model.compiler import KERNELS
-from selfspec.model.weights import QuantisedWeight
+from selfspec.model.weights import QuantisedWeight, processor_features
 from selfspec.untrusted import read_json
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,6 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor, nn
 
-from selfspec.model.compiled import TEAM, compiled
 from selfspec.model.compiler import KERNELS
 from selfspec.model.generic import Claims
 from selfspec.model.kv import Page, PageLayout, Rows, Span
@@ -37,7 +36,15 @@ from selfspec.model.recipe import (
     plain_linear,
     recipe_of,
 )
-from selfspec.model.weights import PANEL, CompiledLinear, FilePages, Stripes, in_panels
+from selfspec.model.weights import (
+    PANEL,
+    TEAM,
+    CompiledLinear,
+    FilePages,
+    Stripes,
+    compiled,
+    in_panels,
+)
 
 # --- operations that compiled code runs in one call -----------------------------------------------
 

@@ -19,17 +19,16 @@ import pytest
 import torch
 
 from selfspec.files import cache_folder, cores, open_to_others
-from selfspec.model import compiled as compiled_module
-from selfspec.model import compiler
-from selfspec.model.compiled import Team, compiled, origin
+from selfspec.model import compiler, weights
 from selfspec.model.compiler import CONSTANTS, SOURCES, TARGETS, Target, library_name, make_library
+from selfspec.model.weights import Team, compiled, origin
 from tests.bad_input import snapshot
 from tests.models import needs_compiler
 
 ROOT = Path(__file__).parents[2]
 
 OURS = TARGETS.get(platform.machine(), ())
-HAS = compiled_module.processor_features()
+HAS = weights.processor_features()
 FITTING = [target for target in OURS if target.needs <= HAS]
 needs_a_fitting_target = pytest.mark.skipif(
     shutil.which("c++") is None or not FITTING,
@@ -70,8 +69,8 @@ def test_a_missing_compiler_is_said_once(
     source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler -pipe")
-    monkeypatch.setattr(compiled_module, "_prebuilt", lambda *_: None)
-    compiled_module._log_once.cache_clear()
+    monkeypatch.setattr(weights, "_prebuilt", lambda *_: None)
+    weights._log_once.cache_clear()
     for _ in range(2):
         with pytest.raises(ValueError, match="compiler no-such-compiler"):
             compiled(source, NUMBER=42)
@@ -125,14 +124,14 @@ def test_places_that_others_can_change_are_told(kind: str, source: Path) -> None
 def test_code_that_others_can_change_is_not_loaded(
     source: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    target = compiler.this_machine(tiles=compiled_module._tiles_allowed())
+    target = compiler.this_machine(tiles=weights._tiles_allowed())
     library = cache_folder() / "compiled" / library_name(source, {"NUMBER": 42}, target)
     library.parent.mkdir(parents=True)
     make_library(library, source, {"NUMBER": 13}, target)
     library.chmod(0o600)
     assert compiled(source, NUMBER=42).answer() == 13  # nobody else can have put it there
     library.parent.chmod(0o777)
-    compiled_module._log_once.cache_clear()
+    weights._log_once.cache_clear()
     before = snapshot(cache_folder())
     for _ in range(2):
         assert compiled(source, NUMBER=42).answer() == 42
@@ -221,7 +220,7 @@ def test_one_that_does_not_fit_is_passed_over(
         (source.parent / "header.hpp").write_text("// new", encoding="utf-8")
     elif wrong == "file":
         library.write_bytes(b"\x7fELF of a newer system")
-    with caplog.at_level(logging.DEBUG, logger=compiled_module.__name__):
+    with caplog.at_level(logging.DEBUG, logger=weights.__name__):
         found = compiled(source, NUMBER=42)
     assert found.answer() == 42
     assert Path(found._name).is_relative_to(cache_folder())
@@ -247,7 +246,7 @@ def test_features_are_those_of_the_first_core_if_the_system_names_any(
         return text
 
     monkeypatch.setattr(Path, "read_text", read)
-    assert compiled_module.processor_features() == features
+    assert weights.processor_features() == features
 
 
 @pytest.mark.parametrize("allowed", [True, False])
@@ -256,9 +255,9 @@ def test_matrix_registers_that_the_system_refuses_are_none(
 ) -> None:
     said = b"#define __AMX_TILE__ 1\n"
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: "flags : fpu amx_tile amx_bf16\n")
-    monkeypatch.setattr(compiled_module, "_tiles_allowed", lambda: allowed)
+    monkeypatch.setattr(weights, "_tiles_allowed", lambda: allowed)
     monkeypatch.setattr(compiler, "_run", lambda *_: said)
-    assert ("amx_tile" in compiled_module.processor_features()) is allowed
+    assert ("amx_tile" in weights.processor_features()) is allowed
     assert ("-mno-amx-tile" in compiler.this_machine(tiles=allowed).flags) is not allowed
 
 
@@ -407,7 +406,7 @@ def test_a_limit_of_cores_is_kept_and_a_busy_machine_said(
     machine.team = Team(lambda: machine.wall_s, lambda: machine.processor_s, cores=1)
     assert set(machine.run(1.0)) == {1}
     machine.team, machine.others = Team(lambda: machine.wall_s, lambda: machine.processor_s, 2), 1.0
-    compiled_module._log_once.cache_clear()
+    weights._log_once.cache_clear()
     with caplog.at_level("INFO", "selfspec"):
         machine.run(5.0)
     assert len(caplog.messages) == 1

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from selfspec.files import cache_folder
-from selfspec.model import compiled, weights
+from selfspec.model import weights
 from selfspec.model.compiler import TARGETS, Target, library_name, make_library
 from selfspec.model.weights import (
     DTYPES,
@@ -131,7 +131,7 @@ def test_layers_side_by_side_in_another_order() -> None:
 def test_it_compiles_for_every_processor_and_runs_where_it_is_one(
     target: Target, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs = target.needs <= compiled.processor_features()
+    runs = target.needs <= weights.processor_features()
     constants = {"BFLOAT16": int(dtype == torch.bfloat16)}
     quickly = "" if runs else " -O0"
     strict = target._replace(flags=f"{target.flags} -Wall -Wextra -Werror{quickly}")
@@ -142,7 +142,7 @@ def test_it_compiles_for_every_processor_and_runs_where_it_is_one(
         shutil.move(tmp_path / library.name, library)
     if not runs:
         pytest.skip(f"compiled; this processor does not run {target.name}")
-    monkeypatch.setattr(weights, "compiled", lambda *_, **__: compiled._load(library))
+    monkeypatch.setattr(weights, "compiled", lambda *_, **__: weights._load(library))
     monkeypatch.setattr(weights, "_library", weights._library.__wrapped__)
     (weight, bias), x = made_weights(50, 333, dtype), inputs(40, 333, dtype)
     linear = CompiledLinear(weight, bias)
