@@ -40,12 +40,11 @@ from selfspec.model.check import (
     refuse_unsupported,
 )
 from selfspec.model.cuda_graph import CudaGraphExecutor
-from selfspec.model.fingerprint import FileStamp
+from selfspec.model.fingerprint import FileStamp, ModelWatch
 from selfspec.model.fused import FusedExecutor
 from selfspec.model.generic import Claims, Decoder, Executor, without_gradients
 from selfspec.model.kv import POSITIONS, Lease, Rows
 from selfspec.model.parts import INSTEAD, check_model
-from selfspec.model.watch import ModelWatch
 from selfspec.model.weights import keep_numbers
 
 # --- which executor: the best that gives the model's numbers --------------------------------------

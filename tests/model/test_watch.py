@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from eval.memory import resident
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.errors import ModelChanged
+from selfspec.model.fingerprint import PARTS, ModelWatch
 from selfspec.model.parts import captured_outputs
-from selfspec.model.watch import PARTS, ModelWatch
 from tests.models import BREADTH, FAMILIES, make_model, random_ids
 
 
