@@ -16,14 +16,8 @@ from selfspec.heads.attending import AttendingHeads
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import ExitHead, Parts
 from selfspec.model.fused import HIDDEN, Operation, Program
-from selfspec.model.recipe import Activation, norm_of
-from selfspec.model.weights import (
-    CompiledLinear,
-    QuantisedWeight,
-    blocks_pay,
-    in_8_bits,
-    why_unusual,
-)
+from selfspec.model.recipe import Activation, norm_of, why_unusual
+from selfspec.model.weights import CompiledLinear, QuantisedWeight, blocks_pay, in_8_bits
 
 
 @torch.no_grad()
@@ -47,7 +41,7 @@ def pack(heads: ExitHeads) -> None:
             if id(rows) not in shared:
                 shared[id(rows)] = _light(rows, head.bias)
             head.pack(PackedHead(head, shared[id(rows)]))
-        except ValueError:  # no compiler, or a norm of a kind of its own
+        except ValueError:  # no compiler, or numbers or a norm of a kind of its own
             continue
 
 
@@ -57,7 +51,7 @@ def _pack_layer(heads: AttendingHeads) -> None:
         if isinstance(linear, nn.Linear) and why_unusual(linear.weight) is None:
             try:
                 light = _light(linear.weight, linear.bias)
-            except ValueError:  # no compiler
+            except ValueError:  # no compiler, or other numbers
                 return
             heads.nbytes += light.nbytes - linear.weight.nbytes
             linear.forward = light.__call__  # type: ignore[method-assign,assignment]  # heads are ours

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec import files
@@ -44,8 +44,8 @@ from selfspec.model.fingerprint import FileStamp, ModelWatch
 from selfspec.model.fused import FusedExecutor
 from selfspec.model.generic import Claims, Decoder, Executor, without_gradients
 from selfspec.model.kv import POSITIONS, Lease, Rows
-from selfspec.model.parts import INSTEAD, check_model
-from selfspec.model.weights import keep_numbers
+from selfspec.model.parts import INSTEAD, Unembedding, check_model
+from selfspec.model.weights import QuantisedWeight, keep_numbers
 
 # --- which executor: the best that gives the model's numbers --------------------------------------
 
@@ -181,6 +181,28 @@ class Backbone(Decoder):
     def fingerprint(self) -> str:
         """Hash of all weights of the model; "" where they cannot be read."""
         return fingerprints.of(self.model)
+
+    @property
+    def unembedding(self) -> Unembedding:
+        """The model's own way from a hidden state to logits, shared with exit heads.
+
+        Raises UnsupportedModel where lm_head keeps its weight in another form.
+        """
+        weight, what = self.lm_head.weight, "lm_head's weight"
+        kinds, reason = (Tensor, nn.Parameter, QuantisedWeight), None
+        if type(weight) not in kinds or not weight.is_floating_point():
+            kind = type(getattr(weight, "data", weight)).__name__
+            reason = f"quantised ({kind}). Leave lm_head as it was when quantising"
+        elif weight.is_meta or any(one.is_meta for one in self.parts.norm.parameters()):
+            what = what if weight.is_meta else "the final norm"
+            reason = "offloaded. Keep it on a device"
+        if reason is not None:
+            raise UnsupportedModel(
+                f"exit heads read {what}, which is {reason}, or draft without heads: "
+                "drafter='ngram'"
+            )
+        bias = getattr(self.lm_head, "bias", None)
+        return Unembedding(weight, self.parts.norm, self.finish, bias)
 
     def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
         """Layers first+1..last on [T, d]; adds keys and values of T positions to the leases.

@@ -19,7 +19,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor, nn
 
-from selfspec.model.compiler import KERNELS
+from selfspec.model.compiler import PANEL
 from selfspec.model.generic import Claims
 from selfspec.model.kv import Page, PageLayout, Rows, Span
 from selfspec.model.parts import DecoderParts, attention_types, require_own_code
@@ -36,15 +36,7 @@ from selfspec.model.recipe import (
     plain_linear,
     recipe_of,
 )
-from selfspec.model.weights import (
-    PANEL,
-    TEAM,
-    CompiledLinear,
-    FilePages,
-    Stripes,
-    compiled,
-    in_panels,
-)
+from selfspec.model.weights import TEAM, CompiledLinear, FilePages, Stripes, in_panels, kernels
 
 # --- operations that compiled code runs in one call -----------------------------------------------
 
@@ -147,8 +139,7 @@ class Program:
 
         Raises ValueError, with the reason, if nothing can be compiled.
         """
-        library = compiled(KERNELS / "layers.cpp", BFLOAT16=int(dtype == torch.bfloat16))
-        self._run = library.run
+        self._run = kernels("layers.cpp", dtype).run
         self._run.argtypes = Pointer, Long, Pointer
         self._run.restype = None
         self._dtype, self._widths = dtype, [width]

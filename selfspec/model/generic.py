@@ -31,11 +31,9 @@ from selfspec.model.parts import (
     SHARED,
     SLIDING,
     DecoderParts,
-    Unembedding,
     attention_types,
     parts_of,
 )
-from selfspec.model.weights import QuantisedWeight
 
 # --- what an executor is --------------------------------------------------------------------------
 
@@ -268,28 +266,6 @@ class Decoder:
             places = (getattr(one, "execution_device", None) for one in hooks)
             return torch.device(next(place for place in places if place is not None))
         return embedding.weight.device  # type: ignore[no-any-return]  # untyped module attribute
-
-    @property
-    def unembedding(self) -> Unembedding:
-        """The model's own way from a hidden state to logits, shared with exit heads.
-
-        Raises UnsupportedModel where lm_head keeps its weight in another form.
-        """
-        weight, what = self.lm_head.weight, "lm_head's weight"
-        kinds, reason = (Tensor, nn.Parameter, QuantisedWeight), None
-        if type(weight) not in kinds or not weight.is_floating_point():
-            kind = type(getattr(weight, "data", weight)).__name__
-            reason = f"quantised ({kind}). Leave lm_head as it was when quantising"
-        elif weight.is_meta or any(one.is_meta for one in self.parts.norm.parameters()):
-            what = what if weight.is_meta else "the final norm"
-            reason = "offloaded. Keep it on a device"
-        if reason is not None:
-            raise UnsupportedModel(
-                f"exit heads read {what}, which is {reason}, or draft without heads: "
-                "drafter='ngram'"
-            )
-        bias = getattr(self.lm_head, "bias", None)
-        return Unembedding(weight, self.parts.norm, self.finish, bias)
 
     def embed(self, ids: Tensor) -> Tensor:
         """[T] ids -> [T, d] hidden states at boundary 0.

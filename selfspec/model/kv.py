@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selfspec.errors import InvalidOption
-from selfspec.model.weights import PANEL
+from selfspec.model.compiler import PANEL
 
 # --- pages: 64 positions of all layers each; one that several leases hold is never written --------
 

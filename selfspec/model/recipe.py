@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.model.parts import FULL, DecoderParts
-from selfspec.model.weights import why_unusual
 
 _ERROR = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 5e-3}
 """Largest error of an answer, relative to the largest number in it."""
@@ -321,6 +320,14 @@ def plain_linear(found: Any, name: str, dtype: torch.dtype) -> nn.Linear:
         raise ValueError(f"{name} is {type(found).__module__}.{type(found).__name__}")
     _require_usual(name, found.weight, dtype)
     return found
+
+
+def why_unusual(weight: Tensor) -> str | None:
+    """The reason why no compiled code takes `weight`, if there is one."""
+    numbers = getattr(weight, "blocks", weight.detach())  # blocks of a file are as good
+    if type(numbers) is not Tensor:
+        return f"weights are of type {type(numbers).__name__}"
+    return None if weight.device.type == "cpu" else f"weights are on {weight.device}"
 
 
 def _require_usual(name: str, weight: Tensor, dtype: torch.dtype) -> None:

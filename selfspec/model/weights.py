@@ -35,7 +35,7 @@ from selfspec import files
 from selfspec.errors import CannotWrite
 from selfspec.files import cache_folder
 from selfspec.model import compiler
-from selfspec.model.compiler import KERNELS
+from selfspec.model.compiler import KERNELS, PANEL
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +116,10 @@ TEAM = Team()
 # --- libraries of C++: one that the wheel brings, or made here ------------------------------------
 
 
+DTYPES = (torch.float32, torch.bfloat16)
+"""Of numbers that compiled code reads, and that blocks are expanded to."""
+
+
 def compiled(source: Path, **constants: int) -> ctypes.CDLL:
     """The library made from `source` with `constants` as macros: prebuilt if one fits, else made.
 
@@ -140,6 +144,13 @@ def compiled(source: Path, **constants: int) -> ctypes.CDLL:
             reason,
         )
         raise ValueError(reason) from error
+
+
+def kernels(name: str, dtype: torch.dtype) -> ctypes.CDLL:
+    """The library of KERNELS with this name, for numbers of `dtype`. Raises ValueError as above."""
+    if dtype not in DTYPES:
+        raise ValueError(f"weights are {dtype}")
+    return compiled(KERNELS / name, BFLOAT16=int(dtype == torch.bfloat16))
 
 
 def origin() -> str | None:
@@ -313,8 +324,6 @@ def _unchanged() -> Iterator[tuple[int, int]]:
 # --- weights as blocks of a file, numbers wherever somebody reads them ----------------------------
 
 
-_PRODUCTS = KERNELS / "products.cpp"
-
 _UNCHANGEABLE = (
     "weights that are blocks of a file cannot be changed. Change a copy (copy.deepcopy), or load "
     "the model with executor='generic', which de-quantises it"
@@ -348,8 +357,6 @@ ZEROED: Mapping[int, Format] = {
     8: Format(9, 32, 35, (0,)),
 }
 """By bits: Q4_0 and Q8_0 with a byte behind the scale, which is taken off each number as well."""
-
-DTYPES = (torch.float32, torch.bfloat16)  # what blocks are expanded to
 
 
 class QuantisedWeight(Tensor):
@@ -499,10 +506,6 @@ _SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 # --- panels of outputs, by stripes that are kept in one form --------------------------------------
 
 
-PANEL = 16
-"""Outputs side by side, as in `panels.hpp`."""
-
-
 class _Stripe(ctypes.Structure):
     """The struct `Stripe` of `linear.hpp`: panels side by side that are kept in one form."""
 
@@ -520,7 +523,7 @@ def library(dtype: torch.dtype) -> ctypes.CDLL:
 
 @cache
 def _library(dtype: torch.dtype, _compiler: str | None) -> ctypes.CDLL:
-    found = compiled(_PRODUCTS, BFLOAT16=int(dtype == torch.bfloat16))
+    found = kernels("products.cpp", dtype)
     whole, pointer = ctypes.c_long, ctypes.c_void_p
     found.pack.argtypes = (*(whole,) * 2, *(pointer,) * 2)
     found.product.argtypes = (*(whole,) * 3, *(pointer,) * 4)
@@ -632,17 +635,6 @@ def _blocks_in_panels(weight: QuantisedWeight) -> tuple[int, Tensor]:
 
 
 # --- linear layers --------------------------------------------------------------------------------
-
-
-def why_unusual(weight: Tensor) -> str | None:
-    """The reason why no product here takes `weight`, if there is one."""
-    if type(weight.detach()) not in (Tensor, QuantisedWeight):
-        return f"weights are of type {type(weight.detach()).__name__}"
-    if weight.device.type != "cpu":
-        return f"weights are on {weight.device}"
-    if weight.dtype not in DTYPES:
-        return f"weights are {weight.dtype}"
-    return None
 
 
 class CompiledLinear:

@@ -311,7 +311,7 @@ def test_a_missing_or_unknown_part_is_named(change: Callable[[Any], None], words
 @pytest.mark.parametrize("ids", [None, torch.tensor([3, 4, 90])])
 def test_heads_add_the_bias_of_lm_head(ids: Tensor | None) -> None:
     model: Any = make_model("phi")
-    unembedding = Decoder(model).unembedding
+    unembedding = Backbone(model, executor="generic").unembedding
     vocabulary = DraftVocabulary.of(unembedding, ids)
     hidden = torch.randn(2, 32)
     whole = model.lm_head(model.model.final_layernorm(hidden))

@@ -79,7 +79,7 @@ CHANGES: list[tuple[Callable[[Any], object], str]] = [
         "layer 4: up_proj is tests.model.test_check.Doubling",
     ),
     (lambda m: mlp(m).double(), "layer 4: .*torch.float64"),
-    (lambda m: m.double(), "lm_head: weights are torch.float64"),
+    (lambda m: m.double(), "weights are torch.float64"),
     (lambda m: m.lm_head.register_forward_pre_hook(lambda _, args: None), "lm_head has hooks"),
     (lambda m: m.model.norm.register_forward_hook(lambda *_: None), "norm has hooks"),
     (lambda m: parametrizations.weight_norm(mlp(m).up_proj), "layer 4: .*up_proj"),
