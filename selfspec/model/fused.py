@@ -67,7 +67,7 @@ class Heads(ctypes.Structure):
 
 
 class ExpertsStruct(ctypes.Structure):
-    """The struct `Experts` of `experts.hpp`, which says what the fields mean."""
+    """The struct `Experts` of `layers.cpp`, which says what the fields mean."""
 
     _fields_ = (
         *((name, Long) for name in ("count", "each", "normalised", "rounds", "inner")),
@@ -94,7 +94,7 @@ class Operation(ctypes.Structure):
 
 
 class SpanStruct(ctypes.Structure):
-    """The struct `Span` of `layers.cpp`."""
+    """The struct `Span` of `attention.hpp`."""
 
     _fields_ = (
         *((name, Long) for name in ("first", "rows", "held")),

@@ -75,7 +75,7 @@ def norm_of(module: Any, width: int, dtype: torch.dtype) -> Norm:
 
 
 class Activation(IntEnum):
-    """`Activations` of `activations.hpp`."""
+    """The functions of `activate` in `functions.hpp`, by number."""
 
     SILU = 0
     GELU = 1

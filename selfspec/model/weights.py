@@ -334,7 +334,7 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # a descriptor
 class Format(NamedTuple):
     """How ggml keeps weights: whole numbers, in blocks of neighbours of a row."""
 
-    number: int  # its place in FORMATS of `gguf.hpp`
+    number: int  # its place in FORMATS of `products.cpp`
     inputs: int  # of a block
     nbytes: int  # of a block
     scales: tuple[int, ...]  # where float16 numbers lie in a block, in bytes
@@ -638,7 +638,7 @@ def _blocks_in_panels(weight: QuantisedWeight) -> tuple[int, Tensor]:
 
 
 class CompiledLinear:
-    """A linear layer by `products.cpp`, its weight laid out in panels: a copy."""
+    """A linear layer by `products.cpp`: a copy in panels. Raises ValueError without a compiler."""
 
     def __init__(
         self,
