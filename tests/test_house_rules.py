@@ -38,8 +38,8 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 31888,
-    "model": 6963,
+    "tests/": 31750,
+    "model": 6824,
     "decoding": 5590,
     "training": 4338,
     "eval/": 4337,

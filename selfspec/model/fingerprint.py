@@ -13,8 +13,10 @@ import hashlib
 import json
 import logging
 import os
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from ctypes import string_at
 from importlib import metadata
 from math import gcd
@@ -28,7 +30,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from selfspec import files
-from selfspec.errors import CannotWrite, InvalidData
+from selfspec.errors import CannotWrite
 from selfspec.files import cache_folder
 from selfspec.model.compiler import KERNELS
 from selfspec.model.parts import foreign_hooks
@@ -39,7 +41,6 @@ from selfspec.model.weights import (
     tells_written,
     written_pages,
 )
-from selfspec.untrusted import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -80,21 +81,16 @@ def of_loaded(model: PreTrainedModel, loaded_from: tuple[FileStamp, ...]) -> str
     Looked up where the files were hashed before. Only for the loader: what a caller may have
     done to a model in the meantime cannot be seen.
     """
-    if not loaded_from or stamps(Path(path) for path, _, _ in loaded_from) != loaded_from:
-        return of(model)  # not known, or replaced while they were read
-    key = [
-        *(_FORMAT_VERSION, metadata.version("transformers"), str(model.dtype)),
-        *map(list, loaded_from),
-    ]
-    name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
-    place = cache_folder() / "fingerprints" / f"{name}.json"
-    if (known := _kept(place, key)) is not None:
-        return known
+    if not _as_stamped(loaded_from):
+        return of(model)
+    key = _FORMAT_VERSION, metadata.version("transformers"), str(model.dtype), loaded_from
+    place = cache_folder() / "fingerprints" / hashlib.sha256(json.dumps(key).encode()).hexdigest()
+    with suppress(OSError, ValueError):  # not there, or damaged
+        if re.fullmatch("[0-9a-f]{64}", known := place.read_text(encoding="ascii")):
+            return known
     if (found := of(model)) != UNKNOWN:
-        try:
-            files.write(place, json.dumps({"selfspec": key, "fingerprint": found}) + "\n")
-        except CannotWrite as error:  # a folder that takes no files costs time, nothing else
-            logger.debug("the fingerprint is not kept: %s", error)
+        with suppress(CannotWrite):  # a folder that takes no files costs time, nothing else
+            files.write(place, found)
     return found
 
 
@@ -106,7 +102,7 @@ def mark_of_checks(
     It stands for all that the checks look at: files, config, versions, our own code, processor.
     None where they have to be made.
     """
-    if not loaded_from or stamps(Path(path) for path, _, _ in loaded_from) != loaded_from:
+    if not _as_stamped(loaded_from):
         return None
     config: Any = model.config
     facts = [
@@ -118,18 +114,6 @@ def mark_of_checks(
     for file in sorted((*KERNELS.parent.glob("*.py"), *KERNELS.glob("*.[ch]pp"))):
         digest.update(file.read_bytes())
     return cache_folder() / "checked" / digest.hexdigest()
-
-
-def _kept(place: Path, key: list[object]) -> str | None:
-    """What an earlier run found; None where there is nothing that can be used."""
-    if not place.is_file():
-        return None
-    try:
-        found = read_json(place)
-        usable = found["selfspec"] == key and len(bytes.fromhex(found["fingerprint"])) == 32
-    except (InvalidData, LookupError, TypeError, ValueError):
-        return None
-    return str(found["fingerprint"]) if usable else None
 
 
 def _kept_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -184,6 +168,11 @@ def stamps(paths: Iterable[Path]) -> tuple[FileStamp, ...]:
         return tuple((str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in real)
     except OSError:
         return ()
+
+
+def _as_stamped(files: tuple[FileStamp, ...]) -> bool:
+    """False where none are known, or one was replaced while it was read."""
+    return bool(files) and stamps(Path(path) for path, _, _ in files) == files
 
 
 def of_folder(folder: Path) -> tuple[FileStamp, ...]:
@@ -333,7 +322,9 @@ def _facts(model: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
     for path, one in owners:
         kind, names = type(one), vars(one).keys() - _IDLE
         yield (path, "kind"), kind
-        yield (path, "names"), {name for name in names if _is_read(name, kind)}
+        # what code may look for; not what a class has not and nobody asks for
+        read = {name for name in names if not name.startswith("_") or hasattr(kind, name)}
+        yield (path, "names"), read | names & {"_hf_hook"}
     for weight in _weights(named):
         path, tensor = weight.path, weight.tensor
         yield (path, "object"), None if tensor.is_meta else id(tensor)
@@ -388,11 +379,6 @@ def _configs(named: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, Any]]:
     for path, module in named:
         look(path, module)
     return list(found.values())
-
-
-def _is_read(name: str, kind: type) -> bool:
-    """Whether code may look for an attribute that a module of this kind had not."""
-    return name == "_hf_hook" or not name.startswith("_") or hasattr(kind, name)
 
 
 def _watched(one: Any) -> set[str]:

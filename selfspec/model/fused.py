@@ -38,9 +38,6 @@ from selfspec.model.recipe import (
 )
 from selfspec.model.weights import TEAM, CompiledLinear, FilePages, Stripes, in_panels, kernels
 
-# --- operations that compiled code runs in one call -----------------------------------------------
-
-
 Long, Float, Pointer = ctypes.c_long, ctypes.c_float, ctypes.c_void_p
 
 
@@ -135,10 +132,7 @@ class Program:
     """
 
     def __init__(self, dtype: torch.dtype, width: int) -> None:
-        """`width`: numbers of a row of HIDDEN.
-
-        Raises ValueError, with the reason, if nothing can be compiled.
-        """
+        """`width`: numbers of a row of HIDDEN. Raises ValueError if nothing can be compiled."""
         self._run = kernels("layers.cpp", dtype).run
         self._run.argtypes = Pointer, Long, Pointer
         self._run.restype = None
@@ -202,10 +196,7 @@ class Program:
         )
 
     def attend(self, source: int, target: int, attention: Attention, *, rotation: int) -> Operation:
-        """Causal attention of the next layer: queries, keys and values in, one row of heads out.
-
-        `rotation`: which of those that `run` is given.
-        """
+        """Causal attention of the next layer; `rotation`: which of those that `run` is given."""
         size, kv, norms = attention.size, attention.kv_heads, attention.head_norms
         self._need(source, (attention.heads + 2 * kv) * size)
         self._need(target, attention.heads * size)
@@ -332,10 +323,7 @@ class Program:
         return found
 
     def transform(self, rows: Tensor, target: int) -> Tensor:
-        """[T, d] through the first layer, which attends to nothing; what buffer `target` then is.
-
-        Raises ValueError for rows of another kind.
-        """
+        """[T, d] through the first layer, which attends to nothing -> buffer `target`."""
         return self._call(Pass(), rows, 0, 1, target)
 
     def _call(self, asked: Pass, rows: Tensor, first: int, last: int, target: int) -> Tensor:
@@ -363,9 +351,6 @@ class Program:
             return None
         self._kept.append(held)
         return held.address if isinstance(held, Stripes) else held.data_ptr()
-
-
-# --- the executor ---------------------------------------------------------------------------------
 
 
 class Rotations:

@@ -35,8 +35,6 @@ from selfspec.model.parts import (
     parts_of,
 )
 
-# --- what an executor is --------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Claims:
@@ -78,10 +76,7 @@ MASKS = {
 
 
 def tree_mask(kind: str, config: PreTrainedConfig, rows: Rows, layer: int, like: Tensor) -> Tensor:
-    """The mask for rows of one tree in layer+1, [1, 1, T, width].
-
-    The slots that the layer holds have a position each; behind them lie the rows, in order.
-    """
+    """For rows of one tree in layer+1, [1, 1, T, width]: behind slots of one position each."""
     span, positions = rows.only, rows.positions
     parents = span.parents or ()
     start, end = span.lease.length(layer), span.lease.length(layer) + span.count
@@ -105,9 +100,6 @@ def as_mask(visible: Tensor, config: PreTrainedConfig, like: Tensor) -> Tensor:
         lowest = torch.finfo(like.dtype).min
         visible = torch.where(visible, like.new_zeros(()), lowest)
     return visible[None, None]
-
-
-# --- the model's own layers -----------------------------------------------------------------------
 
 
 class GenericExecutor:
@@ -147,10 +139,7 @@ class GenericExecutor:
         kv: Any,
         masks: Mapping[str, Any],
     ) -> Tensor:
-        """Layers first+1..last on [B, T, d], with a mask for each attention type among them.
-
-        `kv`: a Lease, or what has its `update`.
-        """
+        """Layers first+1..last on [B, T, d]; a mask for each kind; `kv`: a Lease, or alike."""
         if first == 0:
             hidden = self.decoder.with_positions(hidden, positions)
         rotations = self._rotations(hidden, positions, list(masks))
@@ -177,10 +166,7 @@ class GenericExecutor:
     def masks(
         self, kinds: Iterable[str], hidden: Tensor, first: int, positions: Tensor, lease: Lease
     ) -> dict[str, Any]:
-        """Masks by attention type, for [B, T, d] behind what layer first+1 holds.
-
-        None where sdpa needs none.
-        """
+        """By attention type, for [B, T, d] behind layer first+1's; None: sdpa needs none."""
         return {
             kind: MASKS[kind](
                 config=self.decoder.config,
@@ -204,9 +190,6 @@ class GenericExecutor:
         else:
             made = dict.fromkeys(kinds, decoder.rotations(hidden, positions, kinds[0]))
         return {kind: {"position_embeddings": rotations} for kind, rotations in made.items()}
-
-
-# --- the whole decoder ----------------------------------------------------------------------------
 
 
 class Decoder:
@@ -268,18 +251,12 @@ class Decoder:
         return embedding.weight.device  # type: ignore[no-any-return]  # untyped module attribute
 
     def embed(self, ids: Tensor) -> Tensor:
-        """[T] ids -> [T, d] hidden states at boundary 0.
-
-        Positions, learned ones too, enter where layers run.
-        """
+        """[T] ids -> [T, d] at boundary 0; positions, learned ones too, enter where layers run."""
         with self.mode():
             return self.parts.embed(ids[None])[0]
 
     def states(self, ids: Tensor, layers: Sequence[int]) -> list[Tensor]:
-        """Hidden states of texts of one length, [B, T], after each of the rising `layers`.
-
-        Each [B, T, d]; by the model's own modules, without drafts.
-        """
+        """[B, T] ids -> [B, T, d] after each of the rising `layers`, by the model's own modules."""
         found, lease = [], Lease(self.num_layers)
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         with self.mode():

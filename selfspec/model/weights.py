@@ -360,10 +360,7 @@ ZEROED: Mapping[int, Format] = {
 
 
 class QuantisedWeight(Tensor):
-    """Weights [out, in] of a linear layer or an embedding, as blocks.
-
-    Each has the value that de-quantising gives, rounded to the dtype.
-    """
+    """Weights [out, in] as blocks: the values that de-quantising gives, in the dtype."""
 
     blocks: Tensor  # [rows, bytes], uint8
     format: Format
@@ -609,10 +606,7 @@ def _in_stripes(weights: Sequence[Tensor], order: Tensor | None) -> list[Tensor]
 
 
 def in_panels(weights: Tensor) -> Tensor:
-    """Plain weights [E, out, in] of linear layers in panels, [E, ..]: a copy.
-
-    Raises ValueError, with the reason, where nothing compiles.
-    """
+    """Plain weights [E, out, in] copied to panels, [E, ..]. ValueError without a compiler."""
     functions = library(weights.dtype)
     count, outputs, inner = weights.shape
     odd = inner % 2 if weights.dtype == torch.bfloat16 else 0
@@ -634,9 +628,6 @@ def _blocks_in_panels(weight: QuantisedWeight) -> tuple[int, Tensor]:
     return functions.form_of(number), panels
 
 
-# --- linear layers --------------------------------------------------------------------------------
-
-
 class CompiledLinear:
     """A linear layer by `products.cpp`: a copy in panels. Raises ValueError without a compiler."""
 
@@ -646,10 +637,7 @@ class CompiledLinear:
         bias: Tensor | None = None,
         order: Tensor | None = None,
     ) -> None:
-        """[out, in] and [out]; several weights lie side by side, `order` [out] rearranges outputs.
-
-        Raises ValueError, with the reason, where nothing compiles.
-        """
+        """[out, in] and [out]; several lie side by side, `order` [out] rearranges outputs."""
         weights = [weight] if isinstance(weight, Tensor) else weight
         self.dtype, self.in_features = weights[0].dtype, weights[0].shape[1]
         self.out_features = sum(map(len, weights)) if order is None else len(order)
