@@ -39,7 +39,7 @@ NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
     "tests/": 31750,
-    "model": 6824,
+    "model": 6826,
     "decoding": 5590,
     "training": 4338,
     "eval/": 4337,

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from selfspec.model.parts import FULL, DecoderParts
 
-_ERROR = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 5e-3}
-"""Largest error of an answer, relative to the largest number in it."""
+_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.02}
+"""Largest error of an answer, relative to its largest number, by dtype: others are refused."""
 
 
 @dataclass(frozen=True)
@@ -327,7 +327,9 @@ def why_unusual(weight: Tensor) -> str | None:
     numbers = getattr(weight, "blocks", weight.detach())  # blocks of a file are as good
     if type(numbers) is not Tensor:
         return f"weights are of type {type(numbers).__name__}"
-    return None if weight.device.type == "cpu" else f"weights are on {weight.device}"
+    if weight.device.type != "cpu":
+        return f"weights are on {weight.device}"
+    return None if weight.dtype in _ERROR else f"weights are {weight.dtype}"
 
 
 def _require_usual(name: str, weight: Tensor, dtype: torch.dtype) -> None:
