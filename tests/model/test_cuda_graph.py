@@ -116,28 +116,18 @@ def test_sequences_that_take_turns_keep_the_bits_they_have_alone(backbone: Backb
     assert together == alone
 
 
-def test_a_sequence_that_is_gone_leaves_nothing_behind(backbone: Backbone) -> None:
+def test_what_a_sequence_or_padding_left_behind_reaches_no_row(backbone: Backbone) -> None:
+    """A prompt of 12 rows is padded to 16."""
     expected = ladder.decode(backbone, random_ids(12), NoDrafter()).logits
-    poisoned = Lease(6)
-    hidden = torch.full((40, 32), torch.nan)
+    poisoned, hidden, executor = Lease(6), torch.full((40, 32), torch.nan), executor_of(backbone)
     with torch.inference_mode():
         backbone.run(hidden, 0, 6, behind(poisoned, 0, 40))
         backbone.run(hidden[:4], 0, 6, behind(poisoned, 0, 4))
-    slots = executor_of(backbone)._slots
-    assert slots.keys[0].isnan().any()
+        executor._hidden.fill_(torch.nan)
+    assert executor._slots.keys[0].isnan().any()
     del poisoned
     gc.collect()
     assert torch.equal(ladder.decode(backbone, random_ids(12), NoDrafter()).logits, expected)
-
-
-def test_what_padding_rows_held_before_reaches_no_other_row(backbone: Backbone) -> None:
-    kv = Lease(6)
-    with torch.inference_mode():
-        hidden = backbone.embed(random_ids(3)[0])
-        expected = backbone.run(hidden, 0, 6, behind(kv, 0, 3))
-        executor_of(backbone)._hidden.fill_(torch.nan)
-        kv.truncate(0)
-        assert torch.equal(backbone.run(hidden, 0, 6, behind(kv, 0, 3)), expected)
 
 
 def test_slots_grow_with_the_text_and_segments_are_captured_anew(
