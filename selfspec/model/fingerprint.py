@@ -170,9 +170,9 @@ def stamps(paths: Iterable[Path]) -> tuple[FileStamp, ...]:
         return ()
 
 
-def _as_stamped(files: tuple[FileStamp, ...]) -> bool:
-    """False where none are known, or one was replaced while it was read."""
-    return bool(files) and stamps(Path(path) for path, _, _ in files) == files
+def _as_stamped(known: tuple[FileStamp, ...]) -> bool:
+    """False where no file is known, or one was replaced while it was read."""
+    return bool(known) and stamps(Path(path) for path, _, _ in known) == known
 
 
 def of_folder(folder: Path) -> tuple[FileStamp, ...]:
