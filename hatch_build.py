@@ -18,7 +18,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 INSIDE = Path("selfspec", "model", "kernels", "prebuilt")
-"""The folder of the wheel in which compiled.py looks for libraries."""
+"""The folder of the wheel in which weights.py looks for libraries."""
 
 
 class CompiledLibraries(BuildHookInterface):

@@ -531,7 +531,7 @@ def machine() -> dict[str, Any]:
     """What a measured figure depends on."""
     import torch
 
-    from selfspec.model.compiled import origin
+    from selfspec.model.weights import origin
 
     cuda = torch.cuda.is_available()
     return {

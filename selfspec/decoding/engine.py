@@ -70,8 +70,8 @@ from selfspec.heads.attending import AttendingHeads
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import ExitJudge, spread
 from selfspec.model.backbone import Backbone
-from selfspec.model.compiled import TEAM
 from selfspec.model.kv import POSITIONS, KVStore, Lease, Memory, PooledLease, fixed_slots
+from selfspec.model.weights import TEAM
 from selfspec.options import word
 from selfspec.typed import check_types
 

@@ -311,14 +311,14 @@ def _from_folder(
     import torch
 
     from selfspec.hub import grouped
-    from selfspec.model.weights import DTYPES, blocks_pay, can_compile
+    from selfspec.model.weights import blocks_pay, can_compile
 
     try:
         method = grouped.method_of(said)
     except ValueError as why:
         logger.info("%s is left to transformers: %s", source, why)
         return None
-    blocks = blocks and dtype in DTYPES and can_compile(dtype)
+    blocks = blocks and can_compile(dtype)
     if blocks and free and not blocks_pay(dtype):
         dtype = torch.float32
     folder, config, tokenizer, generation = pretrained.load_parts(source)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext, suppress
 from functools import cached_property
 from typing import NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec import files
@@ -40,57 +40,17 @@ from selfspec.model.check import (
     refuse_unsupported,
 )
 from selfspec.model.cuda_graph import CudaGraphExecutor
-from selfspec.model.fingerprint import FileStamp
+from selfspec.model.fingerprint import FileStamp, ModelWatch
 from selfspec.model.fused import FusedExecutor
 from selfspec.model.generic import Claims, Decoder, Executor, without_gradients
 from selfspec.model.kv import POSITIONS, Lease, Rows
-from selfspec.model.parts import INSTEAD, check_model
-from selfspec.model.watch import ModelWatch
-from selfspec.model.weights import keep_numbers
-
-# --- which executor: the best that gives the model's numbers --------------------------------------
-
+from selfspec.model.parts import INSTEAD, Unembedding, check_model
+from selfspec.model.weights import QuantisedWeight, keep_numbers
 
 logger = logging.getLogger(__name__)
 
-
-def _compiled(decoder: Decoder, passages: Sequence[Passage], _asked: bool) -> Executor:
-    with evaluation(decoder.model):  # parts are asked what they compute
-        fused = FusedExecutor(decoder.parts, decoder.lm_head)
-    check_agreement(decoder, fused, passages)
-    return fused
-
-
-def _graphs(decoder: Decoder, passages: Sequence[Passage], asked: bool) -> Executor:
-    """Raises ValueError where nothing is captured and nobody asked for it.
-
-    Uncaptured it computes the same as the generic executor, and looks at masked slots as well.
-    """
-    # far positions take memory: what they were checked with is not what runs
-    check_agreement(decoder, CudaGraphExecutor(decoder.parts, decoder.lm_head), passages)
-    graphs = CudaGraphExecutor(decoder.parts, decoder.lm_head)
-    if decoder.device.type == "cuda":
-        with evaluation(decoder.model):
-            graphs.start_capture()
-    else:
-        logger.warning("no CUDA device: segments run uncaptured, which gains nothing")
-    if not (asked or graphs.replays.captures):
-        raise ValueError("segments cannot be captured")
-    return graphs
-
-
 AUTO = "auto"
-
-EXECUTORS: dict[str, Callable[[Decoder, Sequence[Passage], bool], Executor]] = {
-    "fused": _compiled,
-    "cuda-graph": _graphs,
-    "generic": lambda decoder, *_: decoder.own,
-}
-"""What makes each, for a model, what it computes, and whether the executor was asked for by name.
-Raises where it cannot run the model, or computes something else."""
-
-
-# --- the backbone ---------------------------------------------------------------------------------
+EXECUTORS = ("fused", "cuda-graph", "generic")
 
 
 class Backbone(Decoder):
@@ -183,6 +143,25 @@ class Backbone(Decoder):
         """Hash of all weights of the model; "" where they cannot be read."""
         return fingerprints.of(self.model)
 
+    @property
+    def unembedding(self) -> Unembedding:
+        """What exit heads share. Raises UnsupportedModel for a quantised or offloaded weight."""
+        weight, what = self.lm_head.weight, "lm_head's weight"
+        kinds, reason = (Tensor, nn.Parameter, QuantisedWeight), None
+        if type(weight) not in kinds or not weight.is_floating_point():
+            kind = type(getattr(weight, "data", weight)).__name__
+            reason = f"quantised ({kind}). Leave lm_head as it was when quantising"
+        elif weight.is_meta or any(one.is_meta for one in self.parts.norm.parameters()):
+            what = what if weight.is_meta else "the final norm"
+            reason = "offloaded. Keep it on a device"
+        if reason is not None:
+            raise UnsupportedModel(
+                f"exit heads read {what}, which is {reason}, or draft without heads: "
+                "drafter='ngram'"
+            )
+        bias = getattr(self.lm_head, "bias", None)
+        return Unembedding(weight, self.parts.norm, self.finish, bias)
+
     def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
         """Layers first+1..last on [T, d]; adds keys and values of T positions to the leases.
 
@@ -260,10 +239,7 @@ class Backbone(Decoder):
 
     @cached_property
     def runs_many(self) -> bool:
-        """Whether rows of many texts may share a pass: each has the bits that it has alone.
-
-        What the executor claims of that is tried here, when the first ones come.
-        """
+        """Whether texts may share a pass, bit for bit: tried when the first ones come."""
         if self.claims.spans == 1:
             return False
         apart = keeps_apart(self, self._executor)
@@ -275,14 +251,11 @@ class Backbone(Decoder):
         return apart
 
     def _choose(self, name: str, passages: Sequence[Passage]) -> tuple[str, Executor]:
-        """The executor called `name`, for auto the best that runs, and what it is called.
-
-        Raises UnsupportedModel where one that was asked for does not run the model.
-        """
+        """The best that runs, or the one asked for, and its name. Raises UnsupportedModel."""
         best = {"cpu": "fused", "cuda": "cuda-graph"}.get(self.device.type, "generic")
         asked, tried = name != AUTO, best if name == AUTO else name
         try:
-            return tried, EXECUTORS[tried](self, passages, asked)
+            return tried, self._made(tried, passages, asked=asked)
         except Exception as error:  # whatever fails: the model's own modules run
             self.refused[tried] = first_line(error)
             if asked:
@@ -293,11 +266,29 @@ class Backbone(Decoder):
             logger.debug("no %s executor: %s", tried, self.refused[tried])
             return "generic", self.own
 
-    def _conform(self) -> list[Passage]:
-        """What the check came to, in inference mode or, where layers cannot run in it, without it.
+    def _made(self, name: str, passages: Sequence[Passage], *, asked: bool) -> Executor:
+        """Raises where it cannot run the model, or computes something else."""
+        if name == "generic":
+            return self.own
+        if name == "fused":
+            with evaluation(self.model):  # parts are asked what they compute
+                fused = FusedExecutor(self.parts, self.lm_head)
+            check_agreement(self, fused, passages)
+            return fused
+        # far positions take memory: what they were checked with is not what runs
+        check_agreement(self, CudaGraphExecutor(self.parts, self.lm_head), passages)
+        graphs = CudaGraphExecutor(self.parts, self.lm_head)
+        if self.device.type == "cuda":
+            with evaluation(self.model):
+                graphs.start_capture()
+        else:
+            logger.warning("no CUDA device: segments run uncaptured, which gains nothing")
+        if not (asked or graphs.replays.captures):
+            raise ValueError("segments cannot be captured")
+        return graphs
 
-        Raises UnsupportedModel, also for whatever the model's own modules raise.
-        """
+    def _conform(self) -> list[Passage]:
+        """What the check came to, without inference mode where layers cannot run in it."""
         errors: list[Exception] = []
         for mode in (torch.inference_mode, torch.no_grad):
             try:

@@ -7,7 +7,7 @@ blocks, or an error that says where they part. Called by the backbone when it is
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 from selfspec.errors import UnsupportedModel
 from selfspec.model.generic import MASKS, Decoder, Executor
 from selfspec.model.kv import POSITIONS, Lease, Page, PageLayout, Rows
-from selfspec.model.parts import CACHE, INSTEAD, attention_types, captured_outputs, text_config
+from selfspec.model.parts import CACHE, INSTEAD, attention_types, text_config
 from selfspec.model.weights import FilePages
 
 _CHECK_PREFIX, _CHECK_BLOCK = 7, 3  # rows: a first pass on an empty cache, a block behind it
@@ -86,6 +86,25 @@ def _uncompiled(model: PreTrainedModel) -> Any:
     return plain
 
 
+@contextmanager
+def captured_outputs(
+    layers: Iterable[nn.Module], done: Callable[[nn.Module], object] = lambda _: None
+) -> Iterator[dict[nn.Module, Tensor]]:
+    """While open: what each layer returned in the newest pass, [B, T, d]; `done` is told."""
+    outputs: dict[nn.Module, Tensor] = {}
+
+    def hook(layer: nn.Module, _args: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        outputs[layer] = output[0] if isinstance(output, tuple) else output
+        done(layer)
+
+    handles = [layer.register_forward_hook(hook) for layer in layers]
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 class Passage(NamedTuple):
     """What the model's own modules made of a block of random ids."""
 
@@ -128,7 +147,7 @@ def _conform(
 ) -> Passage:
     """Compare one block at positions from `start` on, behind what both hold."""
     rows = Rows.of(ours, start, len(ids), ids.device)
-    with captured_outputs(list(decoder.layers), pages.release) as expected:
+    with captured_outputs(decoder.layers, pages.release) as expected:
         whole = _uncompiled(decoder.model)
         output = whole(ids[None], position_ids=rows.positions[None], **{CACHE: theirs})
     if (found := output.logits.shape[1]) != len(ids):
@@ -137,10 +156,10 @@ def _conform(
             f"its own (prompt tuning does). {INSTEAD}"
         )
     hidden = [decoder.embed(ids)]
-    for layer in range(decoder.num_layers):
-        hidden.append(decoder.own.run(hidden[-1], layer, layer + 1, rows))
-        pages.release(decoder.layers[layer])
-        where = f"layer {layer + 1}" + (f" behind {start} positions" if start else "")
+    for index, layer in enumerate(decoder.layers[: decoder.num_layers]):
+        hidden.append(decoder.own.run(hidden[-1], index, index + 1, rows))
+        pages.release(layer)
+        where = f"layer {index + 1}" + (f" behind {start} positions" if start else "")
         _require_equal(hidden[-1], expected[layer][0], where, decoder)
     logits = decoder.own.logits(hidden[-1])
     pages.release(decoder.lm_head)

@@ -1,7 +1,7 @@
 """Makes a library of a C++ file, for this machine or for the processors that a wheel is built for.
 
 Comes in: a source, its constants, a target. Goes out: a file, named after all that decides what is
-in it. Called by compiled.py on the user's machine. hatch_build.py loads this file by its path, with
+in it. Called by weights.py on the user's machine. hatch_build.py loads this file by its path, with
 no package around it and no torch: it needs the standard library alone.
 """
 
@@ -17,6 +17,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 KERNELS = Path(__file__).parent / "kernels"
+
+PANEL = 16
+"""Outputs side by side, as in `panels.hpp`."""
+
 SOURCES = ("products.cpp", "layers.cpp")
 CONSTANTS: tuple[Mapping[str, int], ...] = ({"BFLOAT16": 0}, {"BFLOAT16": 1})
 """What a wheel has libraries of: each source in KERNELS with each of the constants."""

@@ -57,11 +57,7 @@ class StaticSlots:
 
 
 class SlotView:
-    """What the layers of one segment see of the slots: their cache, in transformers' terms.
-
-    Where a row is written is read from `places` on the device: a replay with other places writes
-    elsewhere.
-    """
+    """A segment's cache, in transformers' terms; a replay with other `places` writes elsewhere."""
 
     def __init__(self, slots: StaticSlots, places: Tensor, seen: int) -> None:
         """`places` [rows]: slots; layers look at the first `seen` slots."""
@@ -202,10 +198,7 @@ class CudaGraphExecutor:
     """Segments at fixed addresses, each captured once per number of rows and of slots."""
 
     def __init__(self, decoder: Any, lm_head: nn.Module, *, slots: int = _FIRST_SLOTS) -> None:
-        """Nothing is captured before `start_capture`. `slots`: positions with room at first.
-
-        Raises ValueError, with the reason, for layers that cannot be captured.
-        """
+        """`slots`: positions with room at first. Raises ValueError for what cannot be captured."""
         require_own_code(decoder, lm_head)
         _require_capturable(decoder, lm_head)
         self._decoder = decoder
@@ -228,10 +221,7 @@ class CudaGraphExecutor:
         self.claims = Claims(replayed=self._replayed)
 
     def start_capture(self, strategy: Callable[[], Capture] | None = None) -> None:
-        """From now on capture each segment at its first use; `strategy` makes a Capture.
-
-        Raises ValueError if a replay does not compute what the segment does.
-        """
+        """Capture each segment at its first use from now on. Raises ValueError if a replay errs."""
         strategy = strategy or (lambda: graph_capture(self._hidden.device))
         expected = self._trial()
         self.replays = Replays(strategy)
@@ -241,10 +231,7 @@ class CudaGraphExecutor:
                 raise ValueError("a captured segment, replayed, comes out differently")
 
     def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
-        """Layers first+1..last on [T, d]; adds keys and values of T positions to the lease.
-
-        Positions rise by one. The rows go to the slots behind those that these layers have filled.
-        """
+        """Layers first+1..last on [T, d], whose positions rise by one; adds to the lease."""
         lease, count = rows.only.lease, len(hidden)
         start, padded = lease.length(first), _padded(count)
         lease.check_room(start + count)
@@ -338,10 +325,7 @@ def _padded(count: int) -> int | None:
 
 
 def _require_capturable(decoder: Any, lm_head: nn.Module) -> None:
-    """Raise ValueError for experts, and for weights on several devices.
-
-    Python reads back which experts rows take, which breaks a capture off.
-    """
+    """Raise ValueError for experts, which Python reads back, and for several devices."""
     for kind in {type(part) for layer in decoder.layers for part in layer.modules()}:
         if any(word in kind.__name__.lower() for word in ("expert", "moe")):
             raise ValueError(f"{kind.__name__} reads values back")

@@ -19,8 +19,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor, nn
 
-from selfspec.model.compiled import TEAM, compiled
-from selfspec.model.compiler import KERNELS
+from selfspec.model.compiler import PANEL
 from selfspec.model.generic import Claims
 from selfspec.model.kv import Page, PageLayout, Rows, Span
 from selfspec.model.parts import DecoderParts, attention_types, require_own_code
@@ -37,10 +36,7 @@ from selfspec.model.recipe import (
     plain_linear,
     recipe_of,
 )
-from selfspec.model.weights import PANEL, CompiledLinear, FilePages, Stripes, in_panels
-
-# --- operations that compiled code runs in one call -----------------------------------------------
-
+from selfspec.model.weights import TEAM, CompiledLinear, FilePages, Stripes, in_panels, kernels
 
 Long, Float, Pointer = ctypes.c_long, ctypes.c_float, ctypes.c_void_p
 
@@ -68,7 +64,7 @@ class Heads(ctypes.Structure):
 
 
 class ExpertsStruct(ctypes.Structure):
-    """The struct `Experts` of `experts.hpp`, which says what the fields mean."""
+    """The struct `Experts` of `layers.cpp`, which says what the fields mean."""
 
     _fields_ = (
         *((name, Long) for name in ("count", "each", "normalised", "rounds", "inner")),
@@ -95,7 +91,7 @@ class Operation(ctypes.Structure):
 
 
 class SpanStruct(ctypes.Structure):
-    """The struct `Span` of `layers.cpp`."""
+    """The struct `Span` of `attention.hpp`."""
 
     _fields_ = (
         *((name, Long) for name in ("first", "rows", "held")),
@@ -136,12 +132,8 @@ class Program:
     """
 
     def __init__(self, dtype: torch.dtype, width: int) -> None:
-        """`width`: numbers of a row of HIDDEN.
-
-        Raises ValueError, with the reason, if nothing can be compiled.
-        """
-        library = compiled(KERNELS / "layers.cpp", BFLOAT16=int(dtype == torch.bfloat16))
-        self._run = library.run
+        """`width`: numbers of a row of HIDDEN. Raises ValueError if nothing can be compiled."""
+        self._run = kernels("layers.cpp", dtype).run
         self._run.argtypes = Pointer, Long, Pointer
         self._run.restype = None
         self._dtype, self._widths = dtype, [width]
@@ -204,10 +196,7 @@ class Program:
         )
 
     def attend(self, source: int, target: int, attention: Attention, *, rotation: int) -> Operation:
-        """Causal attention of the next layer: queries, keys and values in, one row of heads out.
-
-        `rotation`: which of those that `run` is given.
-        """
+        """Causal attention of the next layer; `rotation`: which of those that `run` is given."""
         size, kv, norms = attention.size, attention.kv_heads, attention.head_norms
         self._need(source, (attention.heads + 2 * kv) * size)
         self._need(target, attention.heads * size)
@@ -334,10 +323,7 @@ class Program:
         return found
 
     def transform(self, rows: Tensor, target: int) -> Tensor:
-        """[T, d] through the first layer, which attends to nothing; what buffer `target` then is.
-
-        Raises ValueError for rows of another kind.
-        """
+        """[T, d] through the first layer, which attends to nothing -> buffer `target`."""
         return self._call(Pass(), rows, 0, 1, target)
 
     def _call(self, asked: Pass, rows: Tensor, first: int, last: int, target: int) -> Tensor:
@@ -365,9 +351,6 @@ class Program:
             return None
         self._kept.append(held)
         return held.address if isinstance(held, Stripes) else held.data_ptr()
-
-
-# --- the executor ---------------------------------------------------------------------------------
 
 
 class Rotations:

@@ -31,13 +31,9 @@ from selfspec.model.parts import (
     SHARED,
     SLIDING,
     DecoderParts,
-    Unembedding,
     attention_types,
     parts_of,
 )
-from selfspec.model.weights import QuantisedWeight
-
-# --- what an executor is --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -80,10 +76,7 @@ MASKS = {
 
 
 def tree_mask(kind: str, config: PreTrainedConfig, rows: Rows, layer: int, like: Tensor) -> Tensor:
-    """The mask for rows of one tree in layer+1, [1, 1, T, width].
-
-    The slots that the layer holds have a position each; behind them lie the rows, in order.
-    """
+    """For rows of one tree in layer+1, [1, 1, T, width]: behind slots of one position each."""
     span, positions = rows.only, rows.positions
     parents = span.parents or ()
     start, end = span.lease.length(layer), span.lease.length(layer) + span.count
@@ -107,9 +100,6 @@ def as_mask(visible: Tensor, config: PreTrainedConfig, like: Tensor) -> Tensor:
         lowest = torch.finfo(like.dtype).min
         visible = torch.where(visible, like.new_zeros(()), lowest)
     return visible[None, None]
-
-
-# --- the model's own layers -----------------------------------------------------------------------
 
 
 class GenericExecutor:
@@ -149,10 +139,7 @@ class GenericExecutor:
         kv: Any,
         masks: Mapping[str, Any],
     ) -> Tensor:
-        """Layers first+1..last on [B, T, d], with a mask for each attention type among them.
-
-        `kv`: a Lease, or what has its `update`.
-        """
+        """Layers first+1..last on [B, T, d]; a mask for each kind; `kv`: a Lease, or alike."""
         if first == 0:
             hidden = self.decoder.with_positions(hidden, positions)
         rotations = self._rotations(hidden, positions, list(masks))
@@ -179,10 +166,7 @@ class GenericExecutor:
     def masks(
         self, kinds: Iterable[str], hidden: Tensor, first: int, positions: Tensor, lease: Lease
     ) -> dict[str, Any]:
-        """Masks by attention type, for [B, T, d] behind what layer first+1 holds.
-
-        None where sdpa needs none.
-        """
+        """By attention type, for [B, T, d] behind layer first+1's; None: sdpa needs none."""
         return {
             kind: MASKS[kind](
                 config=self.decoder.config,
@@ -206,9 +190,6 @@ class GenericExecutor:
         else:
             made = dict.fromkeys(kinds, decoder.rotations(hidden, positions, kinds[0]))
         return {kind: {"position_embeddings": rotations} for kind, rotations in made.items()}
-
-
-# --- the whole decoder ----------------------------------------------------------------------------
 
 
 class Decoder:
@@ -269,41 +250,13 @@ class Decoder:
             return torch.device(next(place for place in places if place is not None))
         return embedding.weight.device  # type: ignore[no-any-return]  # untyped module attribute
 
-    @property
-    def unembedding(self) -> Unembedding:
-        """The model's own way from a hidden state to logits, shared with exit heads.
-
-        Raises UnsupportedModel where lm_head keeps its weight in another form.
-        """
-        weight, what = self.lm_head.weight, "lm_head's weight"
-        kinds, reason = (Tensor, nn.Parameter, QuantisedWeight), None
-        if type(weight) not in kinds or not weight.is_floating_point():
-            kind = type(getattr(weight, "data", weight)).__name__
-            reason = f"quantised ({kind}). Leave lm_head as it was when quantising"
-        elif weight.is_meta or any(one.is_meta for one in self.parts.norm.parameters()):
-            what = what if weight.is_meta else "the final norm"
-            reason = "offloaded. Keep it on a device"
-        if reason is not None:
-            raise UnsupportedModel(
-                f"exit heads read {what}, which is {reason}, or draft without heads: "
-                "drafter='ngram'"
-            )
-        bias = getattr(self.lm_head, "bias", None)
-        return Unembedding(weight, self.parts.norm, self.finish, bias)
-
     def embed(self, ids: Tensor) -> Tensor:
-        """[T] ids -> [T, d] hidden states at boundary 0.
-
-        Positions, learned ones too, enter where layers run.
-        """
+        """[T] ids -> [T, d] at boundary 0; positions, learned ones too, enter where layers run."""
         with self.mode():
             return self.parts.embed(ids[None])[0]
 
     def states(self, ids: Tensor, layers: Sequence[int]) -> list[Tensor]:
-        """Hidden states of texts of one length, [B, T], after each of the rising `layers`.
-
-        Each [B, T, d]; by the model's own modules, without drafts.
-        """
+        """[B, T] ids -> [B, T, d] after each of the rising `layers`, by the model's own modules."""
         found, lease = [], Lease(self.num_layers)
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         with self.mode():

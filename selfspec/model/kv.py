@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selfspec.errors import InvalidOption
-from selfspec.model.weights import PANEL
+from selfspec.model.compiler import PANEL
 
 # --- pages: 64 positions of all layers each; one that several leases hold is never written --------
 
@@ -157,10 +157,7 @@ class Lease:
         return keys[..., :count, :], values[..., :count, :]
 
     def pages(self, count: int, first: int, layout: PageLayout) -> list[Page]:
-        """All pages, with room for `count` positions more in the layers from first+1 on.
-
-        For code that writes there by itself and then calls `extend`.
-        """
+        """All pages, with room for `count` positions from layer first+1 on; then `extend`."""
         start = self._lengths[first]
         end = start + count
         self.check_room(end)
@@ -189,10 +186,7 @@ class Lease:
             raise IndexError(f"{end} positions do not fit {self.slots} fixed slots")
 
     def move_to(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """Keep keys and values in these buffers from now on, [B, kv heads, slots, head_dim] each.
-
-        One of each per layer, with slots for what is held, which is copied.
-        """
+        """Copy what is held to these, [B, kv heads, slots, head_dim] per layer, and stay there."""
         for ours, theirs in ((self._keys, keys), (self._values, values)):
             for layer, length in enumerate(self._lengths):
                 if (held := ours[layer]) is not None:
@@ -249,14 +243,8 @@ class Lease:
 
 
 def fixed_slots(length: int) -> int:
-    """Slots for sequences of up to `length` positions: the next multiple of 64.
-
-    Few distinct values mean few shapes, and each shape in use is probed once.
-    """
+    """Slots for up to `length` positions: the next multiple of 64, as each shape is probed once."""
     return -(-length // 64) * 64
-
-
-# --- rows of a pass -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -447,10 +435,7 @@ class KVStore:
         return PooledLease(self, _pages(positions))
 
     def admit(self, lease: PooledLease, ids: Sequence[int]) -> bool:
-        """Begin with the longest prefix of `ids` that is held; at least one id is left to run.
-
-        False: there is no room now.
-        """
+        """Begin with the longest held prefix of `ids` but the last. False: there is no room now."""
         nodes, partial, length = self._prefix(tuple(ids[:-1]))
         pages = [node.page for node in nodes if node.page is not None]
         grows = max(0, lease.most - len(pages))

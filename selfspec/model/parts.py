@@ -1,16 +1,13 @@
 """The parts of a decoder, under one name each, whatever its family calls them; hooks around them.
 
 Comes in: a PreTrainedModel. Goes out: a DecoderParts, or UnsupportedModel with the part that is
-missing or unknown. `captured_outputs` shows what a normal forward pass computes layer by layer: for
-conformance checks, training, tracing. Called by the backbone; read by everything that runs a
-decoder's modules.
+missing or unknown. Called by the backbone; read by everything that runs a decoder's modules.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -145,10 +142,7 @@ def attention_types(config: PreTrainedConfig) -> list[str]:
 
 
 def parts_of(model: PreTrainedModel) -> DecoderParts:
-    """The parts of a model's decoder.
-
-    Raises UnsupportedModel, by name, for a part that is missing and for one that is not known.
-    """
+    """The parts of a model's decoder. Raises UnsupportedModel for one missing or not known."""
     name, config = type(model).__name__, text_config(model)
     if model.config.is_encoder_decoder:
         raise UnsupportedModel(f"{name} has an encoder, expected a decoder alone. {INSTEAD}")
@@ -257,39 +251,12 @@ def kind_of(value: Any) -> str:
 # --- hooks, and code of others --------------------------------------------------------------------
 
 
-_IDLE_HOOKS = ("transformers.utils.output_capturing", "selfspec.model.parts")
+_IDLE_HOOKS = ("transformers.utils.output_capturing", "selfspec.model.check")
 """Where hooks come from that change nothing: transformers leaves some behind after a call with
 output_hidden_states."""
 
 _OWN = ("torch.", "transformers.", "selfspec.")
 """Packages whose code an executor may replace, or capture, once its numbers agree."""
-
-
-@contextmanager
-def captured_outputs(
-    modules: Sequence[nn.Module], done: Callable[[nn.Module], object] = lambda _: None
-) -> Iterator[dict[int, Tensor]]:
-    """While open, each forward pass stores what `modules[i]` returned under key i.
-
-    `done` is called with each module that has returned.
-
-    Yields a dict that is filled by the passes, [B, T, d] per module; a later pass replaces the
-    values of an earlier one. No hook is left behind, also after an exception.
-    """
-    outputs: dict[int, Tensor] = {}
-
-    def store(index: int) -> object:
-        def hook(module: nn.Module, _args: object, output: Tensor | tuple[Tensor, ...]) -> None:
-            outputs[index] = output[0] if isinstance(output, tuple) else output
-            done(module)
-
-        return hook
-
-    with ExitStack() as stack:
-        for index, module in enumerate(modules):
-            handle = module.register_forward_hook(store(index))  # type: ignore[arg-type]  # torch types hooks as Callable[..., Any]
-            stack.enter_context(handle)
-        yield outputs
 
 
 def foreign_hooks(part: nn.Module) -> list[Any]:

@@ -20,10 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.model.parts import FULL, DecoderParts
-from selfspec.model.weights import why_unusual
 
-_ERROR = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 5e-3}
-"""Largest error of an answer, relative to the largest number in it."""
+_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.02}
+"""Largest error of an answer, relative to its largest number, by dtype: others are refused."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ def norm_of(module: Any, width: int, dtype: torch.dtype) -> Norm:
 
 
 class Activation(IntEnum):
-    """`Activations` of `activations.hpp`."""
+    """The functions of `activate` in `functions.hpp`, by number."""
 
     SILU = 0
     GELU = 1
@@ -321,6 +320,16 @@ def plain_linear(found: Any, name: str, dtype: torch.dtype) -> nn.Linear:
         raise ValueError(f"{name} is {type(found).__module__}.{type(found).__name__}")
     _require_usual(name, found.weight, dtype)
     return found
+
+
+def why_unusual(weight: Tensor) -> str | None:
+    """The reason why no compiled code takes `weight`, if there is one."""
+    numbers = getattr(weight, "blocks", weight.detach())  # blocks of a file are as good
+    if type(numbers) is not Tensor:
+        return f"weights are of type {type(numbers).__name__}"
+    if weight.device.type != "cpu":
+        return f"weights are on {weight.device}"
+    return None if weight.dtype in _ERROR else f"weights are {weight.dtype}"
 
 
 def _require_usual(name: str, weight: Tensor, dtype: torch.dtype) -> None:

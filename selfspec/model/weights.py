@@ -1,19 +1,27 @@
-"""Weights in the form that compiled code reads, and linear layers made of them.
+"""Compiled code, and weights in the form that it reads: linear layers made of them.
 
-Weights stay as blocks of a GGUF file, or as numbers of a mapped file, as long as nobody needs them
-otherwise; copies for compiled code are laid out for one pass over memory. A row's bits depend on
-the row alone, whatever runs beside it. Made by `hub` and the fused executor; read by transformers'
-modules.
+Libraries of C++ are for the few loops that torch has no operator for: the wheel brings them, or the
+user's compiler makes them, once; who has neither does without. Weights stay as blocks of a GGUF
+file, or as numbers of a mapped file, as long as nobody needs them otherwise; copies for compiled
+code are laid out for one pass over memory. A row's bits depend on the row alone, whatever runs
+beside it. Made by `hub` and the fused executor; read by transformers' modules.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import logging
 import mmap
 import os
+import platform
 import re
+import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -23,8 +31,224 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from selfspec.model.compiled import compiled
-from selfspec.model.compiler import KERNELS
+from selfspec import files
+from selfspec.errors import CannotWrite
+from selfspec.files import cache_folder
+from selfspec.model import compiler
+from selfspec.model.compiler import KERNELS, PANEL
+
+logger = logging.getLogger(__name__)
+
+# --- as many threads as find a core ---------------------------------------------------------------
+
+_WINDOW_S = 0.06  # of work, some twenty slices of a scheduler: fewer say little about neighbours
+
+_PAUSES = 2, 32
+"""Wait before all threads are tried again, in lengths of the failed try: at first, and at most. It
+doubles while they find no room."""
+
+
+class Team:
+    """How many threads compute a round: no more than the machine has free cores for.
+
+    Threads wait for each other several hundred times a token, and one that waits burns its core, in
+    torch's operators as in ours. Tokens/s beside 0, 1, 2 busy processes (default model, no drafts,
+    two cores with AVX512-BF16): always two threads 142, 43, 35; always one 90, 84, 54; a team 150,
+    87, 56. No bit depends on the number of threads.
+    """
+
+    def __init__(
+        self,
+        wall: Callable[[], float] = time.perf_counter,
+        processor: Callable[[], float] = time.process_time,
+        cores: int | None = None,
+    ) -> None:
+        """`wall` and `processor`: clocks, in seconds. `cores` None: those of `cores()`."""
+        self._wall, self._processor = wall, processor
+        self._cores = cores or files.cores()
+        self._free: int | None = None
+        """Threads that found a core each; None: all of them."""
+        self._worked_s = self._got_s = 0.0
+        self._again_at, self._pause = 0.0, _PAUSES[0]
+
+    @contextmanager
+    def limited(self) -> Iterator[None]:
+        """Around a round: torch's number of threads is that of the team, and then what it was."""
+        most = torch.get_num_threads()
+        if self._free is not None and self._wall() >= self._again_at:
+            self._free = None
+        wanted = min(most, self._cores, self._free or most)
+        if wanted == most:
+            yield
+            return
+        torch.set_num_threads(wanted)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(most)
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Around compiled layers: a team with a core for each thread keeps all of them busy."""
+        start, got = self._wall(), self._processor()
+        yield
+        end = self._wall()
+        self._worked_s += end - start
+        self._got_s += self._processor() - got
+        if self._worked_s < _WINDOW_S:
+            return
+        threads, cores = torch.get_num_threads(), round(self._got_s / self._worked_s)
+        if cores < threads and threads > 1:
+            self._free = max(cores, 1)
+            text = "other programs keep this machine busy: %d of %d threads compute meanwhile"
+            _log_once(logging.INFO, text, self._free, threads)
+            self._again_at = end + self._pause * self._worked_s
+            self._pause = min(2 * self._pause, _PAUSES[1])
+        elif self._free is None:
+            self._pause = _PAUSES[0]
+        self._worked_s = self._got_s = 0.0
+
+
+TEAM = Team()
+"""One for the process, as the threads are."""
+
+
+# --- libraries of C++: one that the wheel brings, or made here ------------------------------------
+
+
+DTYPES = (torch.float32, torch.bfloat16)
+"""Of numbers that compiled code reads, and that blocks are expanded to."""
+
+
+def compiled(source: Path, **constants: int) -> ctypes.CDLL:
+    """The library made from `source` with `constants` as macros: prebuilt if one fits, else made.
+
+    A prebuilt one lies in the folder `prebuilt` beside the source, others in the cache folder;
+    where others could put something there, one is made for this process alone. Its threads are
+    torch's own. Raises ValueError, with the reason, if it cannot be had.
+    """
+    try:
+        found = _prebuilt(source, constants)
+        return _made_here(source, constants) if found is None else found[0]
+    except (OSError, ValueError, subprocess.SubprocessError, CannotWrite) as error:
+        reason = f"no compiled library: {error}"
+        if isinstance(error, subprocess.CalledProcessError):
+            lines = error.stderr.decode(errors="replace").strip().splitlines() or [str(error)]
+            reason = f"the compiler failed: {lines[-1]}"
+        elif isinstance(error, FileNotFoundError) and error.filename == compiler.command()[0]:
+            reason = f"no compiled library: there is no C++ compiler {error.filename}"
+        _log_once(
+            logging.WARNING,
+            "%s. The model's own modules run: slower, and where two tokens are nearly as likely "
+            "a draft may decide. Install a wheel that brings compiled code, or g++ 11 or newer",
+            reason,
+        )
+        raise ValueError(reason) from error
+
+
+def kernels(name: str, dtype: torch.dtype) -> ctypes.CDLL:
+    """The library of KERNELS with this name, for numbers of `dtype`. Raises ValueError as above."""
+    if dtype not in DTYPES:
+        raise ValueError(f"weights are {dtype}")
+    return compiled(KERNELS / name, BFLOAT16=int(dtype == torch.bfloat16))
+
+
+def origin() -> str | None:
+    """Where compiled code comes from: the wheel, a compiler, or None if from neither."""
+    with contextlib.suppress(ValueError):
+        found = _prebuilt(compiler.KERNELS / compiler.SOURCES[0], compiler.CONSTANTS[0])
+        if found is not None:
+            return f"in the wheel, for {found[1].name}"
+    name = compiler.version()
+    return name and f"here, by {name}"
+
+
+def _prebuilt(
+    source: Path, constants: Mapping[str, int]
+) -> tuple[ctypes.CDLL, compiler.Target] | None:
+    """The fastest that was made from this very source and that this processor runs."""
+    folder = source.parent / "prebuilt"
+    if not folder.is_dir():
+        return None
+    features = processor_features()
+    for target in compiler.TARGETS.get(platform.machine(), ()):
+        library = folder / compiler.library_name(source, constants, target)
+        if lacking := target.needs - features:
+            why = f"this processor lacks {', '.join(sorted(lacking))}"
+        elif not library.exists():
+            why = f"not in {folder}: what is there was made from another source"
+        else:
+            try:
+                return _load(library), target
+            except OSError as error:
+                why = str(error)
+        logger.debug("%s is passed over: %s", library.name, why)
+    return None
+
+
+def _made_here(source: Path, constants: Mapping[str, int]) -> ctypes.CDLL:
+    """A library of the cache folder: whole, or not there. Nobody loads a half-written one."""
+    target = compiler.this_machine(tiles=_tiles_allowed())
+    name = compiler.library_name(source, constants, target)
+    folder = cache_folder() / "compiled"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = folder.resolve()  # what a link leads to is looked at, and no link again
+    library = folder / name
+    if (place := files.open_to_others(library)) is not None:
+        _log_once(
+            logging.WARNING,
+            "code in %s is not used but compiled anew for each process: others can change %s. Own "
+            "it, and take their right to write away: chmod go-w",
+            folder,
+            place,
+        )
+        with tempfile.TemporaryDirectory() as own:
+            compiler.make_library(Path(own) / name, source, constants, target)
+            return _load(Path(own) / name)
+    if not library.exists():
+        _log_once(logging.INFO, "compiling for this processor, once, into %s", folder)
+        with files.replacing(library, private=True) as new:
+            compiler.make_library(new, source, constants, target)
+    return _load(library)
+
+
+@cache
+def _log_once(level: int, text: str, *values: object) -> None:
+    logger.log(level, text, *values)
+
+
+def _load(library: Path) -> ctypes.CDLL:
+    """Its OpenMP is the one that torch has loaded: with a second, two teams would compete."""
+    openmp = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    if not openmp:
+        raise ValueError("this torch has no libgomp to share threads with")
+    ctypes.CDLL(openmp[0].name, ctypes.RTLD_GLOBAL | os.RTLD_NOLOAD)  # makes its names visible
+    return ctypes.CDLL(str(library))
+
+
+def processor_features() -> set[str]:
+    """What this processor can do, as Linux calls it; matrix registers only if they are allowed."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return set()
+    facts = (line.partition(":") for line in lines)
+    said = (words for name, _, words in facts if name.strip() in ("flags", "Features"))
+    found = set(next(said, "").split())
+    return found if _tiles_allowed() else found - {"amx_tile"}
+
+
+@cache
+def _tiles_allowed() -> bool:
+    """Ask Linux for matrix registers (AMX), for this process from now on.
+
+    A process that uses them unasked is killed; a container may refuse (Linux, x86/xstate.html).
+    """
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18  # numbers of Linux
+    return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
+
 
 # --- weights that lie in a mapped file ------------------------------------------------------------
 
@@ -100,8 +324,6 @@ def _unchanged() -> Iterator[tuple[int, int]]:
 # --- weights as blocks of a file, numbers wherever somebody reads them ----------------------------
 
 
-_PRODUCTS = KERNELS / "products.cpp"
-
 _UNCHANGEABLE = (
     "weights that are blocks of a file cannot be changed. Change a copy (copy.deepcopy), or load "
     "the model with executor='generic', which de-quantises it"
@@ -112,7 +334,7 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # a descriptor
 class Format(NamedTuple):
     """How ggml keeps weights: whole numbers, in blocks of neighbours of a row."""
 
-    number: int  # its place in FORMATS of `gguf.hpp`
+    number: int  # its place in FORMATS of `products.cpp`
     inputs: int  # of a block
     nbytes: int  # of a block
     scales: tuple[int, ...]  # where float16 numbers lie in a block, in bytes
@@ -136,14 +358,9 @@ ZEROED: Mapping[int, Format] = {
 }
 """By bits: Q4_0 and Q8_0 with a byte behind the scale, which is taken off each number as well."""
 
-DTYPES = (torch.float32, torch.bfloat16)  # what blocks are expanded to
-
 
 class QuantisedWeight(Tensor):
-    """Weights [out, in] of a linear layer or an embedding, as blocks.
-
-    Each has the value that de-quantising gives, rounded to the dtype.
-    """
+    """Weights [out, in] as blocks: the values that de-quantising gives, in the dtype."""
 
     blocks: Tensor  # [rows, bytes], uint8
     format: Format
@@ -286,10 +503,6 @@ _SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 # --- panels of outputs, by stripes that are kept in one form --------------------------------------
 
 
-PANEL = 16
-"""Outputs side by side, as in `panels.hpp`."""
-
-
 class _Stripe(ctypes.Structure):
     """The struct `Stripe` of `linear.hpp`: panels side by side that are kept in one form."""
 
@@ -307,7 +520,7 @@ def library(dtype: torch.dtype) -> ctypes.CDLL:
 
 @cache
 def _library(dtype: torch.dtype, _compiler: str | None) -> ctypes.CDLL:
-    found = compiled(_PRODUCTS, BFLOAT16=int(dtype == torch.bfloat16))
+    found = kernels("products.cpp", dtype)
     whole, pointer = ctypes.c_long, ctypes.c_void_p
     found.pack.argtypes = (*(whole,) * 2, *(pointer,) * 2)
     found.product.argtypes = (*(whole,) * 3, *(pointer,) * 4)
@@ -393,10 +606,7 @@ def _in_stripes(weights: Sequence[Tensor], order: Tensor | None) -> list[Tensor]
 
 
 def in_panels(weights: Tensor) -> Tensor:
-    """Plain weights [E, out, in] of linear layers in panels, [E, ..]: a copy.
-
-    Raises ValueError, with the reason, where nothing compiles.
-    """
+    """Plain weights [E, out, in] copied to panels, [E, ..]. ValueError without a compiler."""
     functions = library(weights.dtype)
     count, outputs, inner = weights.shape
     odd = inner % 2 if weights.dtype == torch.bfloat16 else 0
@@ -418,22 +628,8 @@ def _blocks_in_panels(weight: QuantisedWeight) -> tuple[int, Tensor]:
     return functions.form_of(number), panels
 
 
-# --- linear layers --------------------------------------------------------------------------------
-
-
-def why_unusual(weight: Tensor) -> str | None:
-    """The reason why no product here takes `weight`, if there is one."""
-    if type(weight.detach()) not in (Tensor, QuantisedWeight):
-        return f"weights are of type {type(weight.detach()).__name__}"
-    if weight.device.type != "cpu":
-        return f"weights are on {weight.device}"
-    if weight.dtype not in DTYPES:
-        return f"weights are {weight.dtype}"
-    return None
-
-
 class CompiledLinear:
-    """A linear layer by `products.cpp`, its weight laid out in panels: a copy."""
+    """A linear layer by `products.cpp`: a copy in panels. Raises ValueError without a compiler."""
 
     def __init__(
         self,
@@ -441,10 +637,7 @@ class CompiledLinear:
         bias: Tensor | None = None,
         order: Tensor | None = None,
     ) -> None:
-        """[out, in] and [out]; several weights lie side by side, `order` [out] rearranges outputs.
-
-        Raises ValueError, with the reason, where nothing compiles.
-        """
+        """[out, in] and [out]; several lie side by side, `order` [out] rearranges outputs."""
         weights = [weight] if isinstance(weight, Tensor) else weight
         self.dtype, self.in_features = weights[0].dtype, weights[0].shape[1]
         self.out_features = sum(map(len, weights)) if order is None else len(order)

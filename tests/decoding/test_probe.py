@@ -11,7 +11,7 @@ from torch import Tensor
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.decoding.measure import PassShape, check_pinned
 from selfspec.errors import PinnedUnavailable
-from selfspec.model import compiled
+from selfspec.model import weights
 from selfspec.model.backbone import Backbone
 from selfspec.model.fused import FusedExecutor
 from selfspec.model.generic import GenericExecutor
@@ -108,8 +108,8 @@ def test_without_compiled_code_own_modules_run_and_a_line_says_what_to_install(
 ) -> None:
     """Drafts may decide near ties then; passes of one shape keep bits."""
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(compiled, "_prebuilt", lambda *_: None)
-    compiled._log_once.cache_clear()
+    monkeypatch.setattr(weights, "_prebuilt", lambda *_: None)
+    weights._log_once.cache_clear()
     speculator = wrapped(make_model("llama", dtype), "auto")
     assert speculator.backbone.executor_name == "generic"
     (line,) = caplog.messages

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import re
 from collections.abc import Callable
 from functools import partial
 from operator import setitem
@@ -22,7 +24,6 @@ from transformers import (
     MptConfig,
     OPTConfig,
     PreTrainedConfig,
-    PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -33,10 +34,11 @@ from selfspec.decoding.state import HiddenCache, alone
 from selfspec.errors import InvalidPrompt, UnsupportedModel
 from selfspec.heads.heads import DraftVocabulary, LinearHead, LogitLensHead
 from selfspec.model.backbone import Backbone
+from selfspec.model.check import captured_outputs
 from selfspec.model.fused import FusedExecutor
 from selfspec.model.generic import Decoder
 from selfspec.model.kv import Lease
-from selfspec.model.parts import CACHE, captured_outputs, parts_of
+from selfspec.model.parts import parts_of
 from selfspec.model.weights import CompiledLinear
 from tests import ladder
 from tests.models import (
@@ -44,6 +46,7 @@ from tests.models import (
     FAMILIES,
     MAX_POSITIONS,
     VOCAB_SIZE,
+    addressless,
     make_model,
     needs_compiler,
     random_ids,
@@ -61,12 +64,12 @@ def test_segments_give_the_bits_of_the_whole(family: str, dtype: torch.dtype, at
     assert backbone.mixing is None
     ids = random_ids(30)  # longer than the sliding windows
     hidden = HiddenCache(backbone, Lease(backbone.num_layers), (2, 3))
-    with torch.inference_mode(), captured_outputs(list(backbone.layers)) as outputs:
+    with torch.inference_mode(), captured_outputs(backbone.layers) as outputs:
         expected = model(ids).logits.float()
-        layers = dict(outputs)
+        states = [outputs[layer][0] for layer in backbone.layers]
         hidden.push(backbone.embed(ids[0]))
         for boundary, depth in enumerate((2, 3, 6)):
-            assert torch.equal(alone(hidden.advance(boundary)), layers[depth - 1][0])
+            assert torch.equal(alone(hidden.advance(boundary)), states[depth - 1])
         assert torch.equal(backbone.logits(hidden.rows(3)), expected[0])
 
 
@@ -126,23 +129,19 @@ def test_wrapping_and_generating_leave_the_model_as_it_was() -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_a_decoder_that_does_more_is_refused_with_the_layer_and_the_difference() -> None:
+@pytest.mark.parametrize(
+    ("first", "where"), [(0, "layer 1 by up to [0-9]"), (200, "layer 1 behind 246 positions by")]
+)
+def test_a_decoder_that_does_more_near_or_far_is_refused(first: int, where: str) -> None:
     model: Any = make_model("llama")
-    layer, inside = model.model.layers[3], list[bool]()
-    right, whole = layer.forward, model.model.forward
+    whole, embed = model.model.forward, model.model.embed_tokens
 
-    def forward(*args: Any, **kwargs: Any) -> Tensor:
-        return right(*args, **kwargs) * (1.5 if inside else 1.0)
+    def forward(input_ids: Tensor, position_ids: Tensor, **more: Any) -> Any:
+        more["inputs_embeds"] = embed(input_ids) * (2 if int(position_ids.max()) >= first else 1)
+        return whole(position_ids=position_ids, **more)
 
-    def outer(*args: Any, **kwargs: Any) -> Any:
-        inside.append(True)
-        try:
-            return whole(*args, **kwargs)
-        finally:
-            inside.clear()
-
-    layer.forward, model.model.forward = forward, outer
-    with pytest.raises(UnsupportedModel, match=r"at layer 4 by up to [0-9.e+-]+"):
+    model.model.forward = forward
+    with pytest.raises(UnsupportedModel, match=where):
         Backbone(model)
 
 
@@ -180,17 +179,10 @@ def test_rope_of_fixed_frequencies_is_run() -> None:
     same_as_the_model(make_model("llama", **llama3), drafter="ngram")
 
 
-@pytest.mark.parametrize(
-    ("ids", "reason"),
-    [
-        (torch.empty(1, 0, dtype=torch.long), "empty"),
-        (torch.tensor([[3, VOCAB_SIZE]]), f"token id {VOCAB_SIZE} is outside"),
-        (torch.tensor([[-1, 3]]), "token id -1 is outside"),
-    ],
-)
-def test_prompts_that_do_not_fit_are_refused(backbone: Backbone, ids: Tensor, reason: str) -> None:
-    with pytest.raises(InvalidPrompt, match=reason):
-        backbone.check_ids(ids)
+@pytest.mark.parametrize("ids", [[], [3, VOCAB_SIZE], [-1, 3]], ids=str)
+def test_prompts_that_do_not_fit_are_refused(backbone: Backbone, ids: list[int]) -> None:
+    with pytest.raises(InvalidPrompt):
+        backbone.check_ids(torch.tensor([ids], dtype=torch.int64))
 
 
 # --- a decoder's parts under any family's names
@@ -217,18 +209,6 @@ def test_positions_end_where_they_are_learned_and_not_where_they_are_rotated() -
     rotary = parts_of(make_model("gptj")).rotary_emb  # transformers 5.24 has one
     table_in_each_layer = {"gptj": MAX_POSITIONS if rotary is None else None}
     assert limits == dict.fromkeys(families) | learned | table_in_each_layer
-
-
-def test_layers_are_found_under_the_names_of_each_family() -> None:
-    neox: Any = make_model("gpt_neox")
-    parts = parts_of(neox)
-    assert parts.embed_tokens is neox.gpt_neox.embed_in
-    assert parts.norm is neox.gpt_neox.final_layer_norm
-    assert parts.cache_keyword in ("cache", "layer_past")
-    gpt2: Any = make_model("gpt2")
-    assert parts_of(gpt2).layers is gpt2.transformer.h
-    assert parts_of(gpt2).rotary_emb is None
-    assert parts_of(make_model("llama")).cache_keyword == CACHE
 
 
 def tiny(config: PreTrainedConfig) -> Any:
@@ -310,7 +290,7 @@ def test_a_missing_or_unknown_part_is_named(change: Callable[[Any], None], words
 @pytest.mark.parametrize("ids", [None, torch.tensor([3, 4, 90])])
 def test_heads_add_the_bias_of_lm_head(ids: Tensor | None) -> None:
     model: Any = make_model("phi")
-    unembedding = Decoder(model).unembedding
+    unembedding = Backbone(model, executor="generic").unembedding
     vocabulary = DraftVocabulary.of(unembedding, ids)
     hidden = torch.randn(2, 32)
     whole = model.lm_head(model.model.final_layernorm(hidden))
@@ -318,49 +298,6 @@ def test_heads_add_the_bias_of_lm_head(ids: Tensor | None) -> None:
     for kind in (LogitLensHead, LinearHead):
         vocabulary = DraftVocabulary.of(unembedding, ids)
         torch.testing.assert_close(kind(unembedding, vocabulary)(hidden), expected)
-
-
-# --- outputs of a normal pass
-
-
-class Pair(nn.Module):
-    """Returns a tuple, as decoder layers of some families do."""
-
-    def forward(self, hidden: Tensor) -> tuple[Tensor, str]:
-        return 2 * hidden, "other"
-
-
-@torch.inference_mode()
-def test_each_layers_output_is_its_hidden_state(model: PreTrainedModel, backbone: Backbone) -> None:
-    with captured_outputs(list(backbone.layers)) as outputs:
-        expected = model(random_ids(9), output_hidden_states=True).hidden_states
-    assert sorted(outputs) == list(range(backbone.num_layers))
-    # transformers' last entry is behind the final norm, ours is in front of it
-    for layer in range(1, backbone.num_layers):
-        assert torch.equal(outputs[layer - 1], expected[layer])
-    assert torch.equal(model.get_decoder().norm(outputs[backbone.num_layers - 1]), expected[-1])
-
-
-def test_the_newest_first_part_of_each_given_module_is_kept_and_the_pass_not_changed() -> None:
-    modules = [Pair(), nn.Identity(), nn.Identity()]
-    modules[0].register_forward_hook(lambda *_: None)
-    with captured_outputs([modules[2], modules[0]]) as outputs:
-        for place, value in ((0, 1.0), (1, 6.0), (2, 7.0)):
-            modules[place](torch.tensor(value))
-        assert modules[0](torch.tensor(3.0)) == (torch.tensor(6.0), "other")
-    modules[2](torch.tensor(1.0))
-    assert {key: value.item() for key, value in outputs.items()} == {0: 7.0, 1: 6.0}
-    assert [len(module._forward_hooks) for module in modules] == [1, 0, 0]  # another's
-
-
-def test_no_hook_is_left_behind_by_an_error_or_if_a_later_module_takes_none() -> None:
-    first = nn.Identity()
-    with pytest.raises(RuntimeError, match="in the middle"), captured_outputs([first]):
-        raise RuntimeError("in the middle")
-    assert not first._forward_hooks
-    with pytest.raises(AttributeError), captured_outputs([first, "no module"]):  # type: ignore[list-item]  # the mistake
-        raise AssertionError("not reached")
-    assert not first._forward_hooks
 
 
 # --- what another executor cannot run, the model's own modules do
@@ -375,28 +312,34 @@ def same_as_the_model(model: Any, **options: Any) -> Backbone:
     return speculator.backbone
 
 
+def raises(error: Exception) -> Callable[..., Any]:
+    def run(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return run
+
+
+LOGITS = FusedExecutor.logits
+FAILURES: list[tuple[Any, str, Any, str]] = [
+    (CompiledLinear, "of", raises(NotImplementedError("no kernel\nand a tale")), "no kernel"),
+    (FusedExecutor, "run", raises(RuntimeError("out of luck")), "out of luck"),
+    (ctypes, "CDLL", raises(OSError("cannot map segment")), "no compiled .*cannot map segment"),
+    (FusedExecutor, "logits", lambda *asked: LOGITS(*asked) * 1.001, "logits come out differently"),
+]
+
+
 @needs_compiler
-def test_any_failure_of_compiled_weights_leaves_the_models_own_modules(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("owner", "name", "broken", "why"), FAILURES, ids=addressless)
+def test_any_failure_of_compiled_code_leaves_the_models_own_modules(
+    owner: Any, name: str, broken: Any, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: Any, **__: Any) -> CompiledLinear:
-        raise NotImplementedError("no such kernel\nand a long tale")
-
-    monkeypatch.setattr(CompiledLinear, "of", fails)
-    backbone = Backbone(make_model("llama"))
+    monkeypatch.setattr(owner, name, broken)
+    backbone = same_as_the_model(make_model("llama"))
     assert backbone.executor_name == "generic"
-    assert "no such kernel" in backbone.refused["fused"]
+    assert re.search(why, backbone.refused["fused"])
     assert "tale" not in backbone.refused["fused"]
-    with pytest.raises(UnsupportedModel, match=r"no such kernel.*choose generic"):
+    with pytest.raises(UnsupportedModel, match=f"{why}.*choose generic"):
         Backbone(make_model("llama"), executor="fused")
-
-
-def test_a_failure_while_it_runs_does_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any, **__: Any) -> Tensor:
-        raise RuntimeError("out of luck")
-
-    monkeypatch.setattr(FusedExecutor, "run", fails)
-    assert set(same_as_the_model(make_model("llama")).refused) == {"fused"}
 
 
 class Hidden(Tensor):
@@ -513,3 +456,4 @@ def test_a_model_that_breaks_is_refused_in_one_line() -> None:
     with pytest.raises(UnsupportedModel, match="does not run layer by layer: 'a") as caught:
         Backbone(model)
     assert "\n" not in str(caught.value)
+    assert not any(layer._forward_hooks for layer in model.model.layers)

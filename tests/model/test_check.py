@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-from transformers import Ministral3Config
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from selfspec.api.speculator import wrap
@@ -22,16 +21,7 @@ from selfspec.model.check import named_positions, stretches
 from selfspec.model.cuda_graph import CudaGraphExecutor
 from selfspec.model.fused import FusedExecutor, Rotations
 from selfspec.model.parts import parts_of
-from tests.models import FAMILIES, make_model, needs_compiler, random_ids
-
-
-@needs_compiler
-def test_what_knows_no_scaling_by_position_does_not_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0}
-    rope |= {"llama_4_scaling_beta": 0.9, "original_max_position_embeddings": 32}
-    monkeypatch.setitem(FAMILIES, "ministral3", (Ministral3Config, {"rope_parameters": rope}))
-    with pytest.raises(UnsupportedModel, match=r"layer 1: .*position_ids"):
-        Backbone(make_model("ministral3"), executor="fused")
+from tests.models import make_model, needs_compiler, random_ids
 
 
 class Doubling(nn.Linear):
@@ -71,6 +61,10 @@ def _sinks(model: Any) -> None:
 
 CHANGES: list[tuple[Callable[[Any], object], str]] = [
     (_sinks, "layer 4: self_attn has sinks"),
+    (
+        lambda m: m.model.layers[3].add_module("extra_norm", nn.LayerNorm(32)),
+        "layer 4: the layer holds extra_norm, input_layernorm",
+    ),
     (lambda m: mlp(m).register_buffer("scale", torch.ones(1)), "layer 4: mlp has scale"),
     (_replaced, "the forward of layers.3.mlp was replaced"),
     (lambda m: setattr(mlp(m), "__class__", Gated), r"3.mlp \(Gated\) runs code of tests.model"),
@@ -149,21 +143,6 @@ def test_a_window_that_is_wrong_by_one_is_found_behind_it(monkeypatch: pytest.Mo
         Backbone(model, executor="fused")
 
 
-def test_a_decoder_that_does_more_far_from_the_start_is_refused() -> None:
-    model: Any = make_model("llama")
-    whole = model.model.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        output = whole(*args, **kwargs)
-        if int(kwargs["position_ids"].max()) >= 200:
-            output.last_hidden_state = output.last_hidden_state * 2
-        return output
-
-    model.model.forward = forward
-    with pytest.raises(UnsupportedModel, match="the logits"):
-        Backbone(model)
-
-
 def test_far_places_are_those_that_the_config_names(monkeypatch: pytest.MonkeyPatch) -> None:
     rope = {"original_max_position_embeddings": 64.0, "factor": 8.0, "rope_theta": 10000.0}
     fields = {"sliding_window": 100, "rope_parameters": {"full_attention": rope}, "max_length": 20}
@@ -183,54 +162,46 @@ def test_far_places_are_those_that_the_config_names(monkeypatch: pytest.MonkeyPa
 class OneScale(nn.Linear):
     """Rounds activations to 8 bits, with one scale for all rows of a pass."""
 
+    def scale(self, rows: Tensor) -> Tensor:
+        return rows.abs().max()
+
     def forward(self, rows: Tensor) -> Tensor:
-        scale = rows.abs().max().clamp(min=1e-9) / 127
+        scale = self.scale(rows).clamp(min=1e-9) / 127
         return super().forward((rows / scale).round() * scale)
 
 
-class OwnScale(nn.Linear):
-    """The same with a scale for each row."""
+class OwnScale(OneScale):
+    """With a scale for each row."""
 
-    def forward(self, rows: Tensor) -> Tensor:
-        scale = rows.abs().amax(-1, keepdim=True).clamp(min=1e-9) / 127
-        return super().forward((rows / scale).round() * scale)
+    def scale(self, rows: Tensor) -> Tensor:
+        return rows.abs().amax(-1, keepdim=True)
 
 
-def quantised(kind: type[nn.Linear], dtype: torch.dtype = torch.float32, layer: int = 3) -> Any:
-    model: Any = make_model("llama", dtype)
-    model.model.layers[layer].mlp.down_proj.__class__ = kind
+def quantised(kind: type[nn.Linear], part: str, dtype: torch.dtype = torch.float32) -> Any:
+    model: Any = make_model("llama", dtype, tie_word_embeddings=False)
+    model.get_submodule(part).__class__ = kind
     return model
 
 
-@pytest.mark.parametrize(("dtype", "layer"), [(torch.float32, 0), (torch.bfloat16, 5)], ids=str)
-def test_one_scale_for_all_rows_is_found_in_its_layer(dtype: torch.dtype, layer: int) -> None:
-    found = Backbone(quantised(OneScale, dtype, layer)).mixing
-    assert found is not None
-    assert found.startswith(f"layer {layer + 1}, by 0.")
-    assert Backbone(quantised(OwnScale, dtype, layer)).mixing is None
+MIXED: dict[str, tuple[str, torch.dtype]] = {
+    "layer 1": ("model.layers.0.mlp.down_proj", torch.float32),
+    "layer 6": ("model.layers.5.mlp.down_proj", torch.bfloat16),
+    "the logits": ("lm_head", torch.float32),
+}
 
 
-def test_it_is_found_in_the_unembedding() -> None:
-    model = make_model("llama", tie_word_embeddings=False)
-    head: Any = model.lm_head
-    head.__class__ = OneScale
-    assert str(Backbone(model).mixing).startswith("the logits, by ")
+@pytest.mark.parametrize("where", MIXED)
+def test_one_scale_for_all_rows_is_found_where_it_is(where: str) -> None:
+    assert str(Backbone(quantised(OneScale, *MIXED[where])).mixing).startswith(f"{where}, by ")
+    assert Backbone(quantised(OwnScale, *MIXED[where])).mixing is None
 
 
 @pytest.mark.filterwarnings("ignore")  # torch has it no longer in view of torchao
-def test_dynamic_quantisation_of_activations_is_found() -> None:
-    model = torch.ao.quantization.quantize_dynamic(make_model("llama"), {nn.Linear})
-    backbone = Backbone(model)
-    assert backbone.executor_name == "generic"
-    assert backbone.mixing is not None
-    ids = random_ids(9)
-    answer = wrap(model, drafter="ngram").generate(ids, max_new_tokens=12)
-    expected = model.generate(ids, max_new_tokens=12, do_sample=False)
-    assert answer.token_ids == expected[0, 9:].tolist()
-
-
 def test_such_a_model_gets_no_drafts_and_is_told_why(caplog: pytest.LogCaptureFixture) -> None:
-    model, ids = quantised(OneScale), random_ids(9)
+    """By torch's own dynamic quantisation, which has one scale for the activations of a pass."""
+    model: Any = make_model("llama")
+    ids = random_ids(9)
+    torch.ao.quantization.quantize_dynamic(model, {"model.layers.3.mlp.down_proj"}, inplace=True)
     with caplog.at_level(logging.WARNING):
         speculator = wrap(model, heads="logit-lens", drafter="exit:threshold=0.01")
     assert "no drafts for LlamaForCausalLM: the rows of a pass change each other" in caplog.text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -108,36 +108,22 @@ def test_sequences_that_take_turns_keep_the_bits_they_have_alone(backbone: Backb
         return [speculator.stream(ids, max_new_tokens=12) for ids in prompts]
 
     alone = [list(stream._entries) for stream in answers()]
-    together: list[list[Any]] = [[] for _ in prompts]
-    streams = [iter(stream._entries) for stream in answers()]
-    for _ in alone[0]:
-        for found, stream in zip(together, streams, strict=True):
-            found.append(next(stream))
-    assert together == alone
+    turns = zip(*(stream._entries for stream in answers()), strict=True)
+    assert [list(entries) for entries in zip(*turns, strict=True)] == alone
 
 
-def test_a_sequence_that_is_gone_leaves_nothing_behind(backbone: Backbone) -> None:
+def test_what_a_sequence_or_padding_left_behind_reaches_no_row(backbone: Backbone) -> None:
+    """A prompt of 12 rows is padded to 16."""
     expected = ladder.decode(backbone, random_ids(12), NoDrafter()).logits
-    poisoned = Lease(6)
-    hidden = torch.full((40, 32), torch.nan)
+    poisoned, hidden, executor = Lease(6), torch.full((40, 32), torch.nan), executor_of(backbone)
     with torch.inference_mode():
         backbone.run(hidden, 0, 6, behind(poisoned, 0, 40))
         backbone.run(hidden[:4], 0, 6, behind(poisoned, 0, 4))
-    slots = executor_of(backbone)._slots
-    assert slots.keys[0].isnan().any()
+        executor._hidden.fill_(torch.nan)
+    assert executor._slots.keys[0].isnan().any()
     del poisoned
     gc.collect()
     assert torch.equal(ladder.decode(backbone, random_ids(12), NoDrafter()).logits, expected)
-
-
-def test_what_padding_rows_held_before_reaches_no_other_row(backbone: Backbone) -> None:
-    kv = Lease(6)
-    with torch.inference_mode():
-        hidden = backbone.embed(random_ids(3)[0])
-        expected = backbone.run(hidden, 0, 6, behind(kv, 0, 3))
-        executor_of(backbone)._hidden.fill_(torch.nan)
-        kv.truncate(0)
-        assert torch.equal(backbone.run(hidden, 0, 6, behind(kv, 0, 3)), expected)
 
 
 def test_slots_grow_with_the_text_and_segments_are_captured_anew(
@@ -197,18 +183,13 @@ def test_with_fixed_slots_a_pass_always_looks_at_as_many_and_never_beyond() -> N
 
 def test_answers_in_two_threads_are_those_of_one(backbone: Backbone) -> None:
     prompts = [random_ids(12, seed) for seed in (1, 2)]
-    expected = [ladder.decode(backbone, ids, NoDrafter()).tokens for ids in prompts]
-    found: dict[int, list[int]] = {}
 
-    def answer(index: int) -> None:
-        found[index] = ladder.decode(backbone, prompts[index], NoDrafter()).tokens
+    def answer(ids: Tensor) -> list[int]:
+        return ladder.decode(backbone, ids, NoDrafter()).tokens
 
-    threads = [threading.Thread(target=answer, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [found[0], found[1]] == expected
+    expected = [answer(ids) for ids in prompts]
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(answer, prompts)) == expected
 
 
 def forgetful(work: Work) -> Work:

@@ -1,4 +1,4 @@
-"""Weights in a mapped file: their memory is given back, their values and the model stay."""
+"""Weights in a mapped file: their memory is given back, and stays so while changes are noticed."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from eval.memory import grown, resident
 from selfspec.model.backbone import Backbone
 from selfspec.model.check import check_conformance
+from selfspec.model.fingerprint import PARTS, ModelWatch
 from selfspec.model.generic import Decoder
 from selfspec.model.weights import FilePages
 from tests.models import make_model, needs_compiler, random_ids
@@ -20,46 +21,42 @@ from tests.models import make_model, needs_compiler, random_ids
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is let go")
 
 MIB = 2**20
-COUNT = 2 * MIB  # 8 MiB of float32
-
-
-class OneWeight(nn.Module):
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)
+SIZE = 32  # MiB
 
 
 @pytest.fixture
-def mapped(tmp_path: Path) -> OneWeight:
-    """One parameter of ones: a private mapping of a file, as safetensors makes it; all read."""
+def mapped(tmp_path: Path) -> nn.Linear:
+    """8,192 rows of ones: a private mapping of a file, as safetensors makes it; none are read."""
+    rows, width = 1 << 13, 1 << 10  # a page that is read brings its neighbours, up to two megabytes
     path = tmp_path / "weights"
-    path.write_bytes(torch.ones(COUNT).numpy().tobytes())
-    weight = torch.from_file(str(path), shared=False, size=COUNT, dtype=torch.float32)
-    module = OneWeight(weight)
-    assert module.weight.sum() == COUNT
+    path.write_bytes(torch.ones(rows * width).numpy().tobytes())
+    weight = torch.from_file(str(path), shared=False, size=rows * width, dtype=torch.float32)
+    module = nn.Linear(1, 1, bias=False)
+    module.weight = nn.Parameter(weight.view(rows, width), requires_grad=False)
     return module
 
 
-def test_memory_is_given_back_and_values_come_again(mapped: OneWeight) -> None:
+def test_memory_is_given_back_and_values_come_again(mapped: nn.Linear) -> None:
+    assert (mapped.weight == 1).all()
     before = resident("RssFile")
     FilePages().release(mapped)
-    assert before - resident("RssFile") > 7
-    assert mapped.weight.sum() == COUNT
+    assert before - resident("RssFile") > SIZE - 1
+    assert (mapped.weight == 1).all()
     assert before - resident("RssFile") < 1  # read again, because somebody asked
 
 
 @pytest.mark.parametrize("listed", [True, False])
 def test_weights_that_somebody_changed_or_nobody_knows_stay(
-    listed: bool, mapped: OneWeight, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    listed: bool, mapped: nn.Linear, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     if listed:
-        mapped.weight[COUNT // 2] = 3.0
+        mapped.weight.data[700, 3] = 3
     else:
         monkeypatch.setattr("selfspec.model.weights._MAPPINGS", tmp_path / "absent")
-    before = resident("RssFile")
+    expected, before = mapped.weight.clone(), resident("RssFile")
     FilePages().release(mapped)
     assert before - resident("RssFile") < 1
-    assert mapped.weight.sum() == COUNT + 2 * listed
+    assert torch.equal(mapped.weight, expected)
 
 
 def test_weights_in_memory_alone_stay() -> None:
@@ -67,6 +64,26 @@ def test_weights_in_memory_alone_stay() -> None:
     expected = module.weight.clone()
     FilePages().release(module)
     assert torch.equal(module.weight, expected)
+
+
+def test_one_number_of_a_mapped_file_is_found_and_nothing_is_read_for_that(
+    mapped: nn.Linear,
+) -> None:
+    before = resident("RssFile")
+    watch = ModelWatch(mapped)
+    assert [watch.change() for _ in range(PARTS)] == [None] * PARTS
+    assert resident("RssFile") - before < mapped.weight.nbytes / 4e6
+    mapped.weight.data[700, 3] = 2
+    assert "weight was changed" in [watch.change() for _ in range(PARTS)]
+
+
+def test_a_mapped_file_is_read_where_no_kernel_tells(
+    mapped: nn.Linear, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("selfspec.model.weights._PAGES", tmp_path / "absent")
+    watch = ModelWatch(mapped)
+    mapped.weight.data[700] = 2
+    assert "weight was changed" in [watch.change() for _ in range(PARTS)]
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from selfspec.model import recipe
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv import Lease, Rows
 from selfspec.model.parts import attention_types, parts_of
-from selfspec.model.recipe import norm_of, recipe_of, rotation_of, shares_of
+from selfspec.model.recipe import norm_of, rotation_of, shares_of
 from tests.models import make_model, needs_compiler, random_ids
 
 FAMILIES = [
@@ -73,7 +73,9 @@ def test_compiled_code_runs_the_family(family: str) -> None:
         )
 
 
-def test_norms_that_are_none_are_refused() -> None:
+def test_norms_and_routers_of_another_kind_are_refused() -> None:
+    with pytest.raises(ValueError, match="Linear shares rows out in an unknown way"):
+        shares_of(nn.Linear(32, 4), torch.float32)
     with pytest.raises(ValueError, match="Softmax is neither RMSNorm nor LayerNorm"):
         norm_of(nn.Softmax(-1), 16, torch.float32)
     with pytest.raises(ValueError, match="Flatten gives"):
@@ -107,12 +109,6 @@ def test_a_model_in_training_is_asked_as_in_evaluation() -> None:
     assert model.training
 
 
-def test_routers_of_another_kind_are_refused() -> None:
-    router: Any = nn.Linear(32, 4)
-    with pytest.raises(ValueError, match="Linear shares rows out in an unknown way"):
-        shares_of(router, torch.float32)
-
-
 def test_rotations_in_another_way_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = parts_of(make_model("llama"))
     attention: Any = parts.layers[0].self_attn
@@ -126,11 +122,3 @@ def test_rotations_in_another_way_are_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(module, third)
     with pytest.raises(ValueError, match="rotated in an unknown way"):
         rotation_of(parts, attention, kind, 8, torch.float32)
-
-
-def test_layers_without_a_recipe_say_what_they_hold() -> None:
-    parts = parts_of(make_model("llama"))
-    layer: Any = parts.layers[0]
-    layer.add_module("extra_layernorm", nn.LayerNorm(32))
-    with pytest.raises(ValueError, match="the layer holds extra_layernorm, input_layernorm"):
-        recipe_of(parts, layer, attention_types(parts.config)[0], torch.float32)

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from selfspec.files import cache_folder
-from selfspec.model import compiled, weights
-from selfspec.model.compiler import TARGETS, Target, library_name, make_library
+from selfspec.model import weights
+from selfspec.model.compiler import KERNELS, TARGETS, Target, library_name, make_library
 from selfspec.model.weights import (
     DTYPES,
     FORMATS,
@@ -131,18 +131,18 @@ def test_layers_side_by_side_in_another_order() -> None:
 def test_it_compiles_for_every_processor_and_runs_where_it_is_one(
     target: Target, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs = target.needs <= compiled.processor_features()
-    constants = {"BFLOAT16": int(dtype == torch.bfloat16)}
+    runs = target.needs <= weights.processor_features()
+    source, constants = KERNELS / "products.cpp", {"BFLOAT16": int(dtype == torch.bfloat16)}
     quickly = "" if runs else " -O0"
     strict = target._replace(flags=f"{target.flags} -Wall -Wextra -Werror{quickly}")
     # kept like all that is compiled: its name has a digest of source and flags
-    library = cache_folder() / "compiled" / library_name(weights._PRODUCTS, constants, strict)
+    library = cache_folder() / "compiled" / library_name(source, constants, strict)
     if not library.exists():
-        make_library(tmp_path / library.name, weights._PRODUCTS, constants, strict)
+        make_library(tmp_path / library.name, source, constants, strict)
         shutil.move(tmp_path / library.name, library)
     if not runs:
         pytest.skip(f"compiled; this processor does not run {target.name}")
-    monkeypatch.setattr(weights, "compiled", lambda *_, **__: compiled._load(library))
+    monkeypatch.setattr(weights, "compiled", lambda *_, **__: weights._load(library))
     monkeypatch.setattr(weights, "_library", weights._library.__wrapped__)
     (weight, bias), x = made_weights(50, 333, dtype), inputs(40, 333, dtype)
     linear = CompiledLinear(weight, bias)
@@ -152,9 +152,6 @@ def test_it_compiles_for_every_processor_and_runs_where_it_is_one(
 
 
 # --- weights that stay as blocks: their values, sums from them, and tensors made of them
-
-
-EVERY = [(kind, dtype) for kind in FORMATS for dtype in DTYPES]
 
 
 @pytest.fixture(autouse=True)
@@ -173,7 +170,16 @@ def weight_of(
     return weight, de_quantised(kind, data)[rows].to(dtype)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), EVERY)
+def zeroed(bits: int, dtype: torch.dtype) -> tuple[QuantisedWeight, Tensor]:
+    """Blocks that are counted from anywhere, and their numbers, which hub's tests look at."""
+    blocks = usual_blocks(f"Q{bits}_0", 53, 512).reshape(53, 16, -1)
+    blocks = np.insert(blocks, 2, np.random.default_rng(bits).integers(0, 8, (53, 16)), axis=-1)
+    weight = QuantisedWeight(torch.from_numpy(blocks.reshape(53, -1)), ZEROED[bits], dtype)
+    return weight, weight.expanded()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", FORMATS)
 def test_weights_are_those_of_the_gguf_package(kind: str, dtype: torch.dtype) -> None:
     weight, expected = weight_of(kind, dtype, usual=False)  # denormal and large scales among them
     assert weight.shape == expected.shape
@@ -181,54 +187,27 @@ def test_weights_are_those_of_the_gguf_package(kind: str, dtype: torch.dtype) ->
     assert torch.equal(weight.expanded().view(bits), expected.view(bits))  # signs of zeros, too
 
 
-def same_sums(found: CompiledLinear, x: Tensor, numbers: Tensor, *, rounded: bool = True) -> None:
-    """Those of numbers, to the bit; where no weight is `rounded` as near as float32 sums can be."""
-    if rounded:
-        assert torch.equal(found(x), CompiledLinear(numbers.to(x.dtype))(x))
-        return
-    truth = x.double() @ numbers.double().T
-    sizes = x.double().abs() @ numbers.double().abs().T
-    error = (found(x).double() - truth).abs()
-    assert bool((error <= truth.abs() * 2**-8 + sizes * 2**-20).all())
-
-
-@pytest.mark.parametrize(("kind", "dtype"), EVERY)
-def test_sums_are_those_of_numbers_whatever_runs_beside(kind: str, dtype: torch.dtype) -> None:
-    weight, numbers = weight_of(kind, dtype)
-    rounded = not library(dtype).as_they_are(FORMATS[kind].number)
-    exact = numbers if rounded else weight_of(kind, torch.float32)[1]
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [*FORMATS, *ZEROED])
+def test_sums_are_those_of_numbers_whatever_runs_beside(
+    kind: str | int, dtype: torch.dtype
+) -> None:
+    made: Any = zeroed if isinstance(kind, int) else weight_of
+    weight, numbers = made(kind, dtype)
     x = torch.randn(40, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(dtype)
     found, bias = CompiledLinear(weight), torch.randn(len(weight)).to(dtype)
     assert found.nbytes < 0.75 * numbers.nbytes
-    same_sums(found, x, exact, rounded=rounded)
     whole = found(x)
     for rows in (1, 2, 3, 4, 5, 7, 8, 9, 17):
         assert torch.equal(found(x[-rows:]), whole[-rows:]), rows
-    if rounded:
+    if library(dtype).as_they_are(weight.format.number):  # no weight is rounded
+        exact = made(kind, torch.float32)[1].double().T
+        sizes = x.double().abs() @ exact.abs()
+        error = (whole.double() - x.double() @ exact).abs()
+        assert bool((error <= (x.double() @ exact).abs() * 2**-8 + sizes * 2**-20).all())
+    else:
+        assert torch.equal(whole, CompiledLinear(numbers)(x))
         assert torch.equal(CompiledLinear(weight, bias)(x), CompiledLinear(numbers, bias)(x))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", ZEROED)
-def test_weights_may_be_counted_from_anywhere(bits: int, dtype: torch.dtype) -> None:
-    draw = np.random.default_rng(bits)
-    out, groups = 53, 16
-    scales = draw.normal(0, 0.02, (out, groups, 1)).astype(np.float16)
-    zeros = draw.integers(-8 if bits == 4 else -128, 8 if bits == 4 else 128, (out, groups, 1))
-    quants = draw.integers(0, 1 << bits, (out, groups, 32))
-    usual = 1 << (bits - 1)
-    numbers = torch.from_numpy(scales.astype(np.float64) * (quants - usual - zeros))
-    exact = numbers.flatten(1)
-    numbers = exact.to(dtype)
-    kept = quants[..., :16] | quants[..., 16:] << 4 if bits == 4 else quants - 128
-    parts = [scales.view(np.uint8), zeros.astype(np.int8).view(np.uint8)]
-    blocks = np.concatenate([*parts, (kept & 255).astype(np.uint8)], -1).reshape(out, -1)
-    weight = QuantisedWeight(torch.from_numpy(blocks), ZEROED[bits], dtype)
-    assert torch.equal(weight.expanded(), numbers)
-    rounded = not library(dtype).as_they_are(ZEROED[bits].number)
-    for rows in (1, 2, 3, 4, 8, 9, 40):
-        x = torch.randn(rows, 512, generator=torch.Generator().manual_seed(rows)).to(dtype)
-        same_sums(CompiledLinear(weight), x, exact, rounded=rounded)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

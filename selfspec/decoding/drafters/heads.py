@@ -33,14 +33,8 @@ from selfspec.heads.heads import Answer, ExitHead, ExitJudge, Parts, scored, top
 from selfspec.model.backbone import Backbone
 from selfspec.model.fused import HIDDEN, Operation, Program
 from selfspec.model.kv import uploaded
-from selfspec.model.recipe import Activation, norm_of
-from selfspec.model.weights import (
-    CompiledLinear,
-    QuantisedWeight,
-    blocks_pay,
-    in_8_bits,
-    why_unusual,
-)
+from selfspec.model.recipe import Activation, norm_of, why_unusual
+from selfspec.model.weights import CompiledLinear, QuantisedWeight, blocks_pay, in_8_bits
 
 # --- heads on the embedding: what they think of the next token ------------------------------------
 
@@ -363,7 +357,7 @@ def pack(heads: ExitHeads) -> None:
             if id(rows) not in shared:
                 shared[id(rows)] = _light(rows, head.bias)
             head.pack(PackedHead(head, shared[id(rows)]))
-        except ValueError:  # no compiler, or a norm of a kind of its own
+        except ValueError:  # no compiler, or numbers or a norm of a kind of its own
             continue
 
 

@@ -52,15 +52,17 @@ struct Store {
   Number* key_block(long slot) const { return pages[slot / BLOCK] + keys; }
   Number* value_block(long slot) const { return pages[slot / BLOCK] + values; }
 
-  // A position's key and value, [width], to their places of a block and back. Of the lines that a
-  // value shares with its neighbours no other number is touched: other threads write these.
+  // A position's key and value, [width], to their places of a block, or from those of another. Of the
+  // lines that a value shares with its neighbours no other number is touched: other threads write
+  // these.
   void put_key(const Number* key, long place, Number* block) const {
     Number* const to = block + key_at(place);
     for (long j = 0; j < width; j += STEP) std::copy_n(key + j, STEP, to + j * PANEL);
   }
-  void take_key(const Number* block, long place, Number* key) const {
-    const Number* const from = block + key_at(place);
-    for (long j = 0; j < width; j += STEP) std::copy_n(from + j * PANEL, STEP, key + j);
+  void copy_key(const Number* block, long there, long place, Number* to) const {
+    const Number* const from = block + key_at(there);
+    to += key_at(place);
+    for (long j = 0; j < width; j += STEP) std::copy_n(from + j * PANEL, STEP, to + j * PANEL);
   }
   void put_value(const Number* value, long place, Number* block) const {
     for (long j = 0; j < width; j += PANEL) {
@@ -73,11 +75,14 @@ struct Store {
 #endif
     }
   }
-  void take_value(const Number* block, long place, Number* value) const {
-    for (long j = 0; j < width; j += PANEL) {
-      const Number* const from = block + value_at(place, j);
-      for (long i = 0; i < PANEL; i++) value[j + i] = from[i * STEP];
-    }
+  void copy_value(const Number* block, long there, long place, Number* to) const {
+    for (long j = 0; j < width; j += PANEL)
+      for (long i = 0; i < PANEL; i++)
+        to[value_at(place, j) + i * STEP] = block[value_at(there, j) + i * STEP];
+  }
+  void clear_value(long place, Number* block) const {
+    for (long j = 0; j < width; j += PANEL)
+      for (long i = 0; i < PANEL; i++) block[value_at(place, j) + i * STEP] = 0;
   }
 
  private:
@@ -85,12 +90,12 @@ struct Store {
   static long value_at(long place, long j) { return j * BLOCK + place / STEP * STEP * PANEL + place % STEP; }
 };
 
-// Rows of one sequence, and what is before them.
-struct Places {
-  long rows, held;
+// Rows of one sequence, side by side in a pass.
+struct Span {
+  long first, rows, held;  // of the pass's rows; positions before them
   const long* parents;     // [rows] the row that each follows; -1: the newest held position, -2 the
                            // one before, and so on. None: a chain
-  const float* rotations;  // [rows, rotated / 2] cosines and sines
+  Number* const* pages;    // of BLOCK positions and all layers each
 
   long position(long row) const {
     if (!parents) return held + row;
@@ -115,20 +120,16 @@ struct Places {
   }
 };
 
-inline float dot(const float* a, const float* b, long size) {
-  float sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (long j = 0; j < size; j++) sum += a[j] * b[j];
-  return sum;
-}
-
 inline void norm_head(const Heads& heads, const float* weight, float* x) {
   if (heads.centred) {
     float sum = 0;
     for (long j = 0; j < heads.size; j++) sum += x[j];
     for (long j = 0; j < heads.size; j++) x[j] -= sum / heads.size;
   }
-  const float scale = 1 / std::sqrt(dot(x, x, heads.size) / heads.size + heads.eps);
+  float squares = 0;
+#pragma omp simd reduction(+ : squares)
+  for (long j = 0; j < heads.size; j++) squares += x[j] * x[j];
+  const float scale = 1 / std::sqrt(squares / heads.size + heads.eps);
   for (long j = 0; j < heads.size; j++) x[j] *= scale * weight[j];
 }
 
@@ -306,11 +307,11 @@ struct Running {
   }
 };
 
-// Rows of one sequence, side by side in a pass.
+// A span as one layer has it.
 struct Text {
-  Places places;
+  const Span& span;
+  const float* rotations;  // [rows, rotated / 2] cosines and sines
   Store store;
-  long first;  // of the pass's rows
 };
 
 // How a text is shared out: rows that read keys and values together, and where few of them have a
@@ -319,12 +320,11 @@ struct Parts {
   long tile, tiles, chunks;
   bool by_chunk;
 
-  Parts(long rows, long held) {
-    tile = rows <= FEW_ROWS ? rows : std::min(16L, (rows + 1) / 2), tiles = up(rows, tile);
-    chunks = up(held + rows, CHUNK);
+  explicit Parts(const Span& span) {
+    tile = span.rows <= FEW_ROWS ? span.rows : std::min(16L, (span.rows + 1) / 2);
+    tiles = up(span.rows, tile), chunks = up(span.held + span.rows, CHUNK);
     by_chunk = tiles <= 2 && chunks > 1;
   }
-  explicit Parts(const Places& places) : Parts(places.rows, places.held) {}
 };
 
 // What the threads of a pass share among them, for each key head.
@@ -337,18 +337,19 @@ struct Work {
   std::vector<long> owners;        // of each row of the pass, its text
   long most = 0, room = 0;         // rows of a tile; of sums
 
-  void add(long text, long rows, long held) {
-    if (!rows) return;
-    const Parts parts(rows, held);
+  void add(long text, const Span& span) {
+    if (!span.rows) return;
+    const Parts parts(span);
     for (long part = 0; part < parts.tiles; part++) {
-      if (parts.by_chunk) joins.push_back({text, part, 0, room});
-      for (long chunk = parts.by_chunk ? 0 : -1; chunk < (parts.by_chunk ? parts.chunks : 0);
-           chunk++) {
-        items.push_back({text, part, chunk, room});
-        if (parts.by_chunk) room += parts.tile;
+      if (!parts.by_chunk) {
+        items.push_back({text, part, -1, 0});
+        continue;
       }
+      joins.push_back({text, part, 0, room});
+      for (long chunk = 0; chunk < parts.chunks; chunk++, room += parts.tile)
+        items.push_back({text, part, chunk, room});
     }
-    owners.insert(owners.end(), rows, text);
+    owners.insert(owners.end(), span.rows, text);
     most = std::max(most, parts.tile);
   }
 
@@ -367,32 +368,36 @@ void keep(const Heads& heads, const Work& work, const std::vector<Text>& texts,
   for (long at = 0; at < rows; at++)
     for (long head = 0; head < heads.kv; head++) {
       const Text& text = texts[work.owners[at]];
-      const long row = at - text.first, slot = text.places.held + row, place = slot % BLOCK;
+      const long row = at - text.span.first, slot = text.span.held + row, place = slot % BLOCK;
       const long number = heads.queries() + head;
       const Number* const key = projected + at * heads.row() + number * heads.size;
       const Store store = text.store.of(heads, head);
-      turn(heads, number, key, text.places.rotations + row * heads.rotated, turned.data());
+      turn(heads, number, key, text.rotations + row * heads.rotated, turned.data());
       for (long j = 0; j < heads.size; j++) numbers[j] = narrow(turned[j]);
       store.put_key(numbers.data(), place, store.key_block(slot));
       std::copy_n(key + heads.kv * heads.size, heads.size, numbers.data());
       store.put_value(numbers.data(), place, store.value_block(slot));
-      if (row + 1 < text.places.rows || !((place + 1) % STEP)) continue;
+      if (row + 1 < text.span.rows || !((place + 1) % STEP)) continue;
       // nothing times what another text left there may be no number
-      std::fill(numbers.begin(), numbers.end(), Number(0));
-      store.put_value(numbers.data(), place + 1, store.value_block(slot));
+      store.clear_value(place + 1, store.value_block(slot));
     }
 }
 
 // The queries of one key head and some rows: from projections to what they see, and back.
 struct Tile {
   const Heads& heads;
-  const Places& places;
+  const Text& text;
+  const Parts parts;
   long head, first, last;  // of the rows
 
-  Tile(const Heads& heads, const Places& places, const Parts& parts, long part, long head)
-      : heads(heads), places(places), head(head), first(part * parts.tile),
-        last(std::min(first + parts.tile, places.rows)) {}
+  Tile(const Heads& heads, const Text& text, long part, long head)
+      : heads(heads), text(text), parts(text.span), head(head), first(part * parts.tile),
+        last(std::min(first + parts.tile, text.span.rows)) {}
 
+  // Where its sums are among those that are kept, behind `room` rows.
+  long kept(long room) const {
+    return (room * heads.kv + head * parts.tile) * Running::room(heads, heads.group);
+  }
   long queries() const { return (last - first) * heads.group; }
   long row(long query) const { return first + query / heads.group; }
   long number(long query) const { return head * heads.group + query % heads.group; }
@@ -402,15 +407,16 @@ struct Tile {
     turned.resize(heads.size);
     seen.shape(heads, queries());
     for (long q = 0; q < queries(); q++) {
-      turn(heads, number(q), projected + row(q) * heads.row() + number(q) * heads.size,
-           places.rotations + row(q) * heads.rotated, turned.data());
+      const Number* const row_of_pass = projected + (text.span.first + row(q)) * heads.row();
+      turn(heads, number(q), row_of_pass + number(q) * heads.size,
+           text.rotations + row(q) * heads.rotated, turned.data());
       seen.ask(q, turned.data());
     }
   }
 
   void close(const float* kept, Number* out) const {
     for (long q = 0; q < queries(); q++, kept += Running::room(heads, 1)) {
-      Number* o = out + (row(q) * heads.queries() + number(q)) * heads.size;
+      Number* o = out + ((text.span.first + row(q)) * heads.queries() + number(q)) * heads.size;
       for (long j = 0; j < heads.size; j++) o[j] = narrow(kept[HEADER + j] / kept[1]);
     }
   }
@@ -427,11 +433,8 @@ struct Own {
   void keys(Number* to) const {
     const long panel = PANEL * store.width;
     std::copy_n(store.key_block(block) + cut / PANEL * panel, up(same, PANEL) * panel, to);
-    std::vector<Number>& key = room();
-    for (long i = same; i < count; i++) {
-      store.take_key(store.key_block(slots[i]), slots[i] % BLOCK, key.data());
-      store.put_key(key.data(), i, to);
-    }
+    for (long i = same; i < count; i++)
+      store.copy_key(store.key_block(slots[i]), slots[i] % BLOCK, i, to);
   }
 
   // Those before number `seen` are 0.
@@ -440,21 +443,10 @@ struct Own {
     for (long p = 0; p < store.width / PANEL; p++)
       std::copy_n(store.value_block(block) + p * panel + cut * PANEL, up(same, STEP) * line,
                   to + p * panel);
-    std::vector<Number>& value = room();
-    for (long i = same; i < count; i++) {
-      store.take_value(store.value_block(slots[i]), slots[i] % BLOCK, value.data());
-      store.put_value(value.data(), i, to);
-    }
-    std::fill(value.begin(), value.end(), Number(0));
-    if (count % STEP) store.put_value(value.data(), count, to);
-    for (long i = 0; i < seen; i++) store.put_value(value.data(), i, to);
-  }
-
- private:
-  std::vector<Number>& room() const {  // for a key or a value
-    thread_local std::vector<Number> numbers;
-    numbers.resize(store.width);
-    return numbers;
+    for (long i = same; i < count; i++)
+      store.copy_value(store.value_block(slots[i]), slots[i] % BLOCK, i, to);
+    if (count % STEP) store.clear_value(count, to);
+    for (long i = 0; i < seen; i++) store.clear_value(i, to);
   }
 };
 
@@ -471,19 +463,18 @@ inline bool are_numbers(const Number* values, long low, long high, long width) {
 }
 
 // The queries of a tile look at what they may see of one chunk. `room`: BLOCK * width.
-void look(const Store& of_text, const Tile& tile, long chunk, const Arithmetic& by, Running& seen,
-          Number* room) {
+void look(const Tile& tile, long chunk, const Arithmetic& by, Running& seen, Number* room) {
   const Heads& heads = tile.heads;
-  const Places& places = tile.places;
-  const Store store = of_text.of(heads, tile.head);
+  const Span& span = tile.text.span;
+  const Store store = tile.text.store.of(heads, tile.head);
   const auto start = [&](long position) {
     return heads.window ? std::max(0L, position + 1 - heads.window) : 0;
   };
-  const long held = places.common();
-  long low = places.position(tile.first), high = low;  // of the rows
+  const long held = span.common();
+  long low = span.position(tile.first), high = low;  // of the rows
   for (long row = tile.first; row < tile.last; row++) {
-    low = std::min(low, places.position(row));
-    high = std::max(high, places.position(row));
+    low = std::min(low, span.position(row));
+    high = std::max(high, span.position(row));
   }
   const long end = std::min(high + 1, (chunk + 1) * CHUNK);
   for (long at = std::max(start(low) / BLOCK * BLOCK, chunk * CHUNK); at < end; at += BLOCK) {
@@ -493,17 +484,17 @@ void look(const Store& of_text, const Tile& tile, long chunk, const Arithmetic& 
     // from `cut` on each row sees its own path, or no more than it should
     const long old = std::max(0L, std::min(BLOCK, held - at)), seen_by_all = start(high) > at ? 0 : old;
     const bool apart = !alike && !are_numbers(values, seen_by_all, there, store.width);
-    const long common = places.parents ? old : BLOCK;
+    const long common = span.parents ? old : BLOCK;
     const long cut = apart ? 0 : common / UNBROKEN * UNBROKEN, shared = std::min(cut, there);
     for (long first = 0; first < tile.queries(); first += QUERIES) {
       const long last = std::min(first + QUERIES, tile.queries());
       // what a row's queries from `query` on do with its own positions
       const auto alone = [&](long query, const auto& work) {
-        const long row = tile.row(query), to = std::min(BLOCK, places.position(row) + 1 - at);
+        const long row = tile.row(query), to = std::min(BLOCK, span.position(row) + 1 - at);
         const long end = std::min(last, (row + 1 - tile.first) * heads.group);
         if (to > cut) {
           long slots[BLOCK];
-          places.path(row, at + cut, at + to, slots);
+          span.path(row, at + cut, at + to, slots);
           const long count = to - cut, same = std::max(0L, std::min(common - cut, count));
           work(Own{store, at, cut, count, same, slots}, Arithmetic(end - query), query, to);
           by.use();
@@ -517,13 +508,13 @@ void look(const Store& of_text, const Tile& tile, long chunk, const Arithmetic& 
           seen.meet(few, query, cut, to, room, 0);
         });
       seen.weigh(first, last - first, whole, [&](long query) {
-        const long position = places.position(tile.row(query));
+        const long position = span.position(tile.row(query));
         return std::pair(std::max(0L, start(position) - at), std::min(BLOCK, position + 1 - at));
       });
       if (shared) seen.mix(by, first, 0, shared, values, bytes(values, store.value_block(next)));
       for (long q = first; cut < BLOCK && q < last;)
         q = alone(q, [&](const Own& own, const Arithmetic& few, long query, long to) {
-          own.values(start(places.position(tile.row(query))) - at - cut, room);
+          own.values(start(span.position(tile.row(query))) - at - cut, room);
           seen.mix(few, query, cut, to, room, 0);
         });
     }
@@ -534,47 +525,44 @@ void look(const Store& of_text, const Tile& tile, long chunk, const Arithmetic& 
 // all threads of a team, which share `shared`.
 void attend(const Heads& heads, const Work& work, const std::vector<Text>& texts,
             const Number* projected, Number* out, float* shared) {
-  const long row = Running::room(heads, heads.group);  // of sums
+  const long of_query = Running::room(heads, 1);  // of sums
   thread_local Running seen;
   thread_local std::vector<float> own;
   thread_local std::vector<Number> room;
-  room.resize(BLOCK * heads.width()), own.resize(work.most * row);
+  room.resize(BLOCK * heads.width()), own.resize(work.most * heads.group * of_query);
   keep(heads, work, texts, projected);
   const long items = work.items.size(), joins = work.joins.size();
 #pragma omp for collapse(2) schedule(dynamic, 1)
   for (long head = 0; head < heads.kv; head++)  // whose keys and values stay in the cache
     for (long i = 0; i < items; i++) {
       const Work::Item& item = work.items[i];
-      const Text& text = texts[item.text];
-      const Parts parts(text.places);
-      const Tile tile(heads, text.places, parts, item.part, head);
+      const Tile tile(heads, texts[item.text], item.part, head);
       const Arithmetic by(std::min(QUERIES, tile.queries()));
-      tile.open(projected + text.first * heads.row(), seen);
+      tile.open(projected, seen);
       const bool all = item.chunk < 0;
-      float* const kept = all ? own.data() : shared + (item.room * heads.kv + head * parts.tile) * row;
-      for (long chunk = all ? 0 : item.chunk; chunk < (all ? parts.chunks : item.chunk + 1); chunk++) {
+      float* const kept = all ? own.data() : shared + tile.kept(item.room);
+      const long first = all ? 0 : item.chunk, end = all ? tile.parts.chunks : first + 1;
+      for (long chunk = first; chunk < end; chunk++) {
         seen.start();
-        look(text.store, tile, chunk, by, seen, room.data());
-        seen.give(kept, !all || !chunk);
+        look(tile, chunk, by, seen, room.data());
+        seen.give(kept, chunk == first);
       }
-      if (all) tile.close(kept, out + text.first * heads.queries() * heads.size);
+      if (all) tile.close(kept, out);
     }
   if (!joins) return;
 #pragma omp for collapse(2)
   for (long i = 0; i < joins; i++)
     for (long head = 0; head < heads.kv; head++) {
       const Work::Item& item = work.joins[i];
-      const Text& text = texts[item.text];
-      const Parts parts(text.places);
-      const Tile tile(heads, text.places, parts, item.part, head);
-      const long of_query = Running::room(heads, 1), of_chunk = parts.tile * heads.kv * row;
-      float* const kept = shared + (item.room * heads.kv + head * parts.tile) * row;
-      for (long chunk = 1; chunk < parts.chunks; chunk++)
+      const Tile tile(heads, texts[item.text], item.part, head);
+      float* const kept = shared + tile.kept(item.room);
+      for (long chunk = 1; chunk < tile.parts.chunks; chunk++)
         for (long q = 0; q < tile.queries(); q++) {
-          const float* const next = kept + chunk * of_chunk + q * of_query;
+          const float* const next =
+              shared + tile.kept(item.room + chunk * tile.parts.tile) + q * of_query;
           Running::join(heads, kept + q * of_query, next[0], next[1], next + HEADER);
         }
-      tile.close(kept, out + text.first * heads.queries() * heads.size);
+      tile.close(kept, out);
     }
 }
 

@@ -201,8 +201,7 @@ struct Blocks : Layout<BITS, GROUP, SCALE, OFFSET> {
       const Vector scale = Kept::factor(unit, small);
       least = OFFSET == STORED ? Kept::factor(unit + 2 * PANEL, small + PANEL) : scale * -zero(small);
       quants = group + Kept::SMALL + 4 * v * LANES;
-#pragma GCC unroll 7
-      for (int j = 0; j < WORD - 1; j++) scales[j] = scale * (1.0f / (1 << BITS * j));
+      UNROLL for (int j = 0; j < WORD - 1; j++) scales[j] = scale * (1.0f / (1 << BITS * j));
     }
 
     Bits word(int k, long ahead = AHEAD) const {
@@ -234,8 +233,7 @@ struct Blocks : Layout<BITS, GROUP, SCALE, OFFSET> {
         group.find(panel, k, v);
         for (int i = 0; i < GROUP; i += WORD) {
           const Bits word = group.word(i);
-#pragma GCC unroll 4
-          for (int j = 0; j < WORD; j += 2)
+          UNROLL for (int j = 0; j < WORD; j += 2)
             store(group.value(word, j), group.value(word, j + 1), to + (i + j) * PANEL + v * ACROSS);
         }
       }
@@ -264,20 +262,16 @@ struct Blocks : Layout<BITS, GROUP, SCALE, OFFSET> {
       return sums.at + r * sums.row + v / VECTORS * sums.panel + v % VECTORS * LANES;
     };
     Vector s[ROWS][COUNT];
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 8
-      for (int v = 0; v < COUNT; v++) s[r][v] = *(const Floats*)sum(r, v);
+    UNROLL for (int r = 0; r < ROWS; r++)
+      UNROLL for (int v = 0; v < COUNT; v++) s[r][v] = *(const Floats*)sum(r, v);
     for (long k = first; k < end; k += GROUP) {
       Group groups[COUNT];
-#pragma GCC unroll 8
-      for (int v = 0; v < COUNT; v++) groups[v].find(panel + v / VECTORS * size, k, v % VECTORS);
+      UNROLL for (int v = 0; v < COUNT; v++)
+        groups[v].find(panel + v / VECTORS * size, k, v % VECTORS);
       for (int i = 0; i < GROUP; i += WORD) add_word(groups, i, k + i, x, s, ahead);
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 8
-      for (int v = 0; v < COUNT; v++) *(Floats*)sum(r, v) = s[r][v];
+    UNROLL for (int r = 0; r < ROWS; r++)
+      UNROLL for (int v = 0; v < COUNT; v++) *(Floats*)sum(r, v) = s[r][v];
   }
 
   // The inputs of word `i` of the groups, which are `first`.. of a row, to the sums of all rows.
@@ -286,21 +280,15 @@ struct Blocks : Layout<BITS, GROUP, SCALE, OFFSET> {
                                                              long first, Block<const Input> x,
                                                              Vector (&s)[ROWS][COUNT], long ahead) {
     Bits words[COUNT];
-#pragma GCC unroll 8
-    for (int v = 0; v < COUNT; v++) words[v] = groups[v].word(i, ahead);
-#pragma GCC unroll 4
-    for (int j = 0; j < WORD; j += 2) {
+    UNROLL for (int v = 0; v < COUNT; v++) words[v] = groups[v].word(i, ahead);
+    UNROLL for (int j = 0; j < WORD; j += 2) {
       Bits terms[COUNT][TERMS];
-#pragma GCC unroll 8
-      for (int v = 0; v < COUNT; v++)
+      UNROLL for (int v = 0; v < COUNT; v++)
         take(groups[v].value(words[v], j), groups[v].value(words[v], j + 1), terms[v]);
-#pragma GCC unroll 8
-      for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 2
-        for (int t = 0; t < TERMS; t++) {
+      UNROLL for (int r = 0; r < ROWS; r++)
+        UNROLL for (int t = 0; t < TERMS; t++) {
           const auto input = Kind::spread(x.at[r * x.row + (first + j) / 2 * TERMS + t]);
-#pragma GCC unroll 8
-          for (int v = 0; v < COUNT; v++) s[r][v] = Kind::add(s[r][v], terms[v][t], input);
+          UNROLL for (int v = 0; v < COUNT; v++) s[r][v] = Kind::add(s[r][v], terms[v][t], input);
         }
     }
   }

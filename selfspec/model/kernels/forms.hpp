@@ -38,7 +38,7 @@ struct Form {
                          Block<float> sums);  // if any
   void (*put)(const uint8_t* from, int o, uint8_t* to);  // quants of a group of output o
   Scale scale;
-  int bits, group, offset, unit, parts, head, small, group_bytes, unit_bytes;
+  int group, offset, unit, parts, head, small, group_bytes, unit_bytes;
 
   long bytes(long in) const { return in / unit * unit_bytes; }  // of a panel
 };
@@ -55,8 +55,8 @@ template <int BITS, int GROUP, Scale SCALE, int OFFSET, int... ROWS>
 constexpr Form form_with(std::integer_sequence<int, ROWS...>) {
   using Kept = KeptAs<BITS, GROUP, SCALE, OFFSET>;
   return {Kept::expand, {Kept::template multiply<ROWS + 1>...}, tiles_of<Kept>(), Kept::put,
-          SCALE, BITS, GROUP, OFFSET, Kept::UNIT, Kept::PARTS, Kept::HEAD, Kept::SMALL,
-          Kept::GROUP_BYTES, Kept::UNIT_BYTES};
+          SCALE, GROUP, OFFSET, Kept::UNIT, Kept::PARTS, Kept::HEAD, Kept::SMALL, Kept::GROUP_BYTES,
+          Kept::UNIT_BYTES};
 }
 
 template <int BITS, int GROUP, Scale SCALE, int OFFSET>

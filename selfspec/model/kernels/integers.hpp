@@ -118,8 +118,7 @@ struct Integers : Layout<BITS, GROUP, SCALE, OFFSET> {
     void take(const uint8_t* panel, long k) {
       Group group;
       group.find(panel, k);
-#pragma GCC unroll 16
-      for (int line = 0; line < LINES; line++)
+      UNROLL for (int line = 0; line < LINES; line++)
         *(Words*)weights[line] = group.terms(line / 4 * 8, line % 4);
       scale = group.scale;
       if (LEAST) least = group.least;
@@ -133,8 +132,7 @@ struct Integers : Layout<BITS, GROUP, SCALE, OFFSET> {
     alignas(64) float products[4][ROWS_OF_TILE][PANEL];
     if (height < ROWS) std::memset(products, 0, sizeof products);  // no odd numbers: they are slow
     Vector sums[ROWS];
-#pragma GCC unroll 16
-    for (int r = 0; r < ROWS; r++)
+    UNROLL for (int r = 0; r < ROWS; r++)
       sums[r] = r < height ? Vector(*(const Floats*)(to.at + r * to.row)) : Vector{};
     // registers have no names but in the text of a program
 #define MULTIPLY(SUMS, ROW, WEIGHTS, PLACE)                              \
@@ -148,8 +146,7 @@ struct Integers : Layout<BITS, GROUP, SCALE, OFFSET> {
       if (place >= end) return;
       const Vector scale = tiles[place - first].scale, least = tiles[place - first].least;
       const Total* const total = totals + place * ROWS_OF_TILE;
-#pragma GCC unroll 16
-      for (int r = 0; r < ROWS; r++) {
+      UNROLL for (int r = 0; r < ROWS; r++) {
         sums[r] += scale * *(const Floats*)products[which][r];
         if (LEAST) sums[r] += least * total[r];
       }
@@ -170,8 +167,7 @@ struct Integers : Layout<BITS, GROUP, SCALE, OFFSET> {
       add(2, place + 2), add(3, place + 3);
     }
 #undef MULTIPLY
-#pragma GCC unroll 16
-    for (int r = 0; r < ROWS; r++)
+    UNROLL for (int r = 0; r < ROWS; r++)
       if (r < height) *(Floats*)(to.at + r * to.row) = sums[r];
   }
 
@@ -216,41 +212,30 @@ struct Integers : Layout<BITS, GROUP, SCALE, OFFSET> {
                    long size, long ahead, Block<float> sums) {
     const Total* totals = (const Total*)(x.at + in / 2);
     Vector s[ROWS][PANELS];
-#pragma GCC unroll 10
-    for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 6
-      for (int p = 0; p < PANELS; p++)
+    UNROLL for (int r = 0; r < ROWS; r++)
+      UNROLL for (int p = 0; p < PANELS; p++)
         s[r][p] = *(const Floats*)(sums.at + r * sums.row + p * sums.panel);
     for (long k = first; k < end; k += GROUP) {
       Group groups[PANELS];
-#pragma GCC unroll 6
-      for (int p = 0; p < PANELS; p++) groups[p].find(panel + p * size, k);
+      UNROLL for (int p = 0; p < PANELS; p++) groups[p].find(panel + p * size, k);
       Vector t[ROWS][PANELS] = {};
       for (int i = 0; i < GROUP; i += 8)
-#pragma GCC unroll 4
-        for (int pair = 0; pair < 4; pair++) {
+        UNROLL for (int pair = 0; pair < 4; pair++) {
           Bits terms[PANELS];
-#pragma GCC unroll 6
-          for (int p = 0; p < PANELS; p++) terms[p] = groups[p].terms(i, pair, ahead);
-#pragma GCC unroll 10
-          for (int r = 0; r < ROWS; r++) {
+          UNROLL for (int p = 0; p < PANELS; p++) terms[p] = groups[p].terms(i, pair, ahead);
+          UNROLL for (int r = 0; r < ROWS; r++) {
             const auto input = Kind::spread(x.at[r * x.row + (k + i) / 2 + pair]);
-#pragma GCC unroll 6
-            for (int p = 0; p < PANELS; p++) t[r][p] = Kind::add(t[r][p], terms[p], input);
+            UNROLL for (int p = 0; p < PANELS; p++) t[r][p] = Kind::add(t[r][p], terms[p], input);
           }
         }
-#pragma GCC unroll 10
-      for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 6
-        for (int p = 0; p < PANELS; p++) {
+      UNROLL for (int r = 0; r < ROWS; r++)
+        UNROLL for (int p = 0; p < PANELS; p++) {
           s[r][p] += groups[p].scale * t[r][p];
           if (LEAST) s[r][p] += groups[p].least * totals[r * x.row + k / TOGETHER];
         }
     }
-#pragma GCC unroll 10
-    for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 6
-      for (int p = 0; p < PANELS; p++)
+    UNROLL for (int r = 0; r < ROWS; r++)
+      UNROLL for (int p = 0; p < PANELS; p++)
         *(Floats*)(sums.at + r * sums.row + p * sums.panel) = s[r][p];
   }
 };

@@ -20,6 +20,9 @@ typedef uint32_t Bits __attribute__((vector_size(LANES * 4)));
 typedef float Floats __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 
+// In front of a loop whose length is known: what it fills stays in registers.
+#define UNROLL _Pragma("GCC unroll 16")
+
 // Keeps a vector in a register: compilers read it anew for each row, and loads become the limit.
 inline void hold([[maybe_unused]] Bits& vector) {
 #ifdef __AVX__

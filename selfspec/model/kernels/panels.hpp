@@ -39,30 +39,28 @@ constexpr long ahead_of(int panels, long size) {
 // a row's Input, TERMS additions.
 
 struct Float32 {
-  using Weight = float;
   using Input = float;
   static constexpr int STEP = 1, INPUTS = 1, TERMS = 1;
 
-  static void load(const Weight* weights, Bits* terms) { *terms = *(const Words*)weights; }
+  static void load(const Number* weights, Bits* terms) { *terms = *(const Words*)weights; }
   static Vector spread(Input number) { return number - Vector{}; }
   static Vector add(Vector sum, Bits weights, Vector input) { return sum + (Vector)weights * input; }
-  static void prepare(const Weight* row, long count, Input* to) { std::copy(row, row + count, to); }
+  static void prepare(const Number* row, long count, Input* to) { std::copy(row, row + count, to); }
 };
 
 struct Bfloat16 {  // two weights side by side
-  using Weight = uint16_t;
   static constexpr int STEP = 2;
 
 #ifdef __AVX512BF16__
   using Input = uint32_t;  // two numbers
   static constexpr int INPUTS = 1, TERMS = 1;
 
-  static void load(const Weight* weights, Bits* terms) { *terms = *(const Words*)weights; }
+  static void load(const Number* weights, Bits* terms) { *terms = *(const Words*)weights; }
   static __m512bh spread(Input pair) { return (__m512bh)_mm512_set1_epi32(int(pair)); }
   static Vector add(Vector sum, Bits weights, __m512bh input) {
     return (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, input);
   }
-  static void prepare(const Weight* row, long count, Input* to) {
+  static void prepare(const Number* row, long count, Input* to) {
     std::memcpy(to, row, count / 2 * sizeof(Input));
     if (count % 2) to[count / 2] = row[count - 1];
   }
@@ -70,7 +68,7 @@ struct Bfloat16 {  // two weights side by side
   using Input = float;
   static constexpr int INPUTS = 2, TERMS = 2;
 
-  static void load(const Weight* weights, Bits* terms) {
+  static void load(const Number* weights, Bits* terms) {
     const Bits pairs = *(const Words*)weights;
     terms[0] = pairs << 16, terms[1] = pairs & 0xffff0000u;
   }
@@ -78,7 +76,7 @@ struct Bfloat16 {  // two weights side by side
   static Vector add(Vector sum, Bits weights, Vector input) {
     return Float32::add(sum, weights, input);
   }
-  static void prepare(const Weight* row, long count, Input* to) {
+  static void prepare(const Number* row, long count, Input* to) {
     for (long j = 0; j < count; j++) to[j] = wide(row[j]);
     if (count % 2) to[count] = 0;
   }
@@ -98,49 +96,39 @@ struct Block {
   T* at;
   long row, panel;
 
+  Block from_row(long r) const { return {at + r * row, row, panel}; }
   Block from_panel(long p) const { return {at + p * panel, row, panel}; }
 };
 
 // Adds `steps` of the inner dimension to the sums of ROWS rows and PANELS panels. `w.row` is from
 // step to step. What lies `ahead` bytes behind weights is fetched with them.
-template <typename Kind, int ROWS, int PANELS>
-void group(long steps, Block<const typename Kind::Input> x, Block<const typename Kind::Weight> w,
-           Block<float> sums, long ahead) {
+template <int ROWS, int PANELS>
+void group(long steps, Block<const Input> x, Block<const Number> w, Block<float> sums, long ahead) {
   Vector s[ROWS][PANELS][VECTORS];
-#pragma GCC unroll 10
-  for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 8
-    for (int p = 0; p < PANELS; p++)
-#pragma GCC unroll 4
-      for (int v = 0; v < VECTORS; v++)
+  UNROLL for (int r = 0; r < ROWS; r++)
+    UNROLL for (int p = 0; p < PANELS; p++)
+      UNROLL for (int v = 0; v < VECTORS; v++)
         s[r][p][v] = *(const Floats*)(sums.at + r * sums.row + p * sums.panel + v * LANES);
   for (long k = 0; k < steps; k++) {
-#pragma GCC unroll 8
-    for (int p = 0; p < PANELS; p++) {
-      const typename Kind::Weight* from = w.at + p * w.panel + k * w.row;
+    UNROLL for (int p = 0; p < PANELS; p++) {
+      const Number* from = w.at + p * w.panel + k * w.row;
       __builtin_prefetch((const char*)from + ahead);
       Bits terms[VECTORS][Kind::TERMS];
-#pragma GCC unroll 4
-      for (int v = 0; v < VECTORS; v++) {
+      UNROLL for (int v = 0; v < VECTORS; v++) {
         Kind::load(from + v * LANES * Kind::STEP, terms[v]);
         if (LANES == 8 && PANELS == 1) hold(terms[v][0]);
       }
-#pragma GCC unroll 10
-      for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 2
-        for (int i = 0; i < Kind::TERMS; i++) {
+      UNROLL for (int r = 0; r < ROWS; r++)
+        UNROLL for (int i = 0; i < Kind::TERMS; i++) {
           const auto input = Kind::spread(x.at[r * x.row + k * Kind::INPUTS + i]);
-#pragma GCC unroll 4
-          for (int v = 0; v < VECTORS; v++) s[r][p][v] = Kind::add(s[r][p][v], terms[v][i], input);
+          UNROLL for (int v = 0; v < VECTORS; v++)
+            s[r][p][v] = Kind::add(s[r][p][v], terms[v][i], input);
         }
     }
   }
-#pragma GCC unroll 10
-  for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 8
-    for (int p = 0; p < PANELS; p++)
-#pragma GCC unroll 4
-      for (int v = 0; v < VECTORS; v++)
+  UNROLL for (int r = 0; r < ROWS; r++)
+    UNROLL for (int p = 0; p < PANELS; p++)
+      UNROLL for (int v = 0; v < VECTORS; v++)
         *(Floats*)(sums.at + r * sums.row + p * sums.panel + v * LANES) = s[r][p][v];
 }
 
@@ -152,11 +140,10 @@ constexpr int panels_at_once(long rows) {
 
 // Any number of panels, in groups as even as registers allow: few sums alone would wait for
 // themselves.
-template <typename Kind, int ROWS, int... PANELS>
-void share(std::integer_sequence<int, PANELS...>, long count, long steps,
-           Block<const typename Kind::Input> x, Block<const typename Kind::Weight> w,
-           Block<float> sums, long ahead) {
-  static constexpr decltype(&group<Kind, ROWS, 1>) all[] = {group<Kind, ROWS, PANELS + 1>...};
+template <int ROWS, int... PANELS>
+void share(std::integer_sequence<int, PANELS...>, long count, long steps, Block<const Input> x,
+           Block<const Number> w, Block<float> sums, long ahead) {
+  static constexpr decltype(&group<ROWS, 1>) all[] = {group<ROWS, PANELS + 1>...};
   const long groups = up(count, sizeof...(PANELS));
   for (long g = 0; g < groups; g++) {
     const long first = count * g / groups, last = count * (g + 1) / groups;
@@ -164,33 +151,30 @@ void share(std::integer_sequence<int, PANELS...>, long count, long steps,
   }
 }
 
-template <typename Kind, int ROWS>
-void panels(long count, long steps, Block<const typename Kind::Input> x,
-            Block<const typename Kind::Weight> w, Block<float> sums, long ahead) {
+template <int ROWS>
+void panels(long count, long steps, Block<const Input> x, Block<const Number> w, Block<float> sums,
+            long ahead) {
   constexpr int MOST = panels_at_once(ROWS);
-  share<Kind, ROWS>(std::make_integer_sequence<int, MOST>(), count, steps, x, w, sums, ahead);
+  share<ROWS>(std::make_integer_sequence<int, MOST>(), count, steps, x, w, sums, ahead);
 }
 
-template <typename Kind, int... ROWS>
+template <int... ROWS>
 void choose(std::integer_sequence<int, ROWS...>, long rows, long count, long steps,
-            Block<const typename Kind::Input> x, Block<const typename Kind::Weight> w,
-            Block<float> sums, long ahead) {
-  static constexpr decltype(&panels<Kind, 1>) all[] = {panels<Kind, ROWS + 1>...};
+            Block<const Input> x, Block<const Number> w, Block<float> sums, long ahead) {
+  static constexpr decltype(&panels<1>) all[] = {panels<ROWS + 1>...};
   all[rows - 1](count, steps, x, w, sums, ahead);
 }
 
 constexpr long groups_of(long rows) { return up(rows, MOST_ROWS); }
 
 // Any number of rows, in groups that differ by one row at most.
-template <typename Kind>
-void multiply(long rows, long count, long steps, Block<const typename Kind::Input> x,
-              Block<const typename Kind::Weight> w, Block<float> sums, long ahead) {
+inline void multiply(long rows, long count, long steps, Block<const Input> x, Block<const Number> w,
+                     Block<float> sums, long ahead) {
   const long groups = groups_of(rows);
   for (long g = 0; g < groups; g++) {
     const long first = rows * g / groups, last = rows * (g + 1) / groups;
-    choose<Kind>(std::make_integer_sequence<int, MOST_ROWS>(), last - first, count, steps,
-                 {x.at + first * x.row, x.row, x.panel}, w,
-                 {sums.at + first * sums.row, sums.row, sums.panel}, ahead);
+    choose(std::make_integer_sequence<int, MOST_ROWS>(), last - first, count, steps,
+           x.from_row(first), w, sums.from_row(first), ahead);
   }
 }
 

@@ -96,8 +96,8 @@ class Tiles {
     float* const below = sums.at + height * sums.row;
     const auto weights = [&](long t, long p) {
       const Number* const tile = w.at + p * w.panel + t * SIZE;
-#pragma GCC unroll 16
-      for (long line = 0; line < 16; line++) __builtin_prefetch((const char*)tile + ahead + 64 * line);
+      UNROLL for (long line = 0; line < 16; line++)
+        __builtin_prefetch((const char*)tile + ahead + 64 * line);
       return tile;
     };
     if (fresh) {

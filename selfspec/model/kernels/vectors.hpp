@@ -28,7 +28,7 @@ class Vectors {
     for (long r = 0; fresh && r < rows; r++)
       for (long p = 0; p < count; p++)
         std::fill_n(sums.at + r * sums.row + p * sums.panel, PANEL, 0.0f);
-    ::multiply<Kind>(rows, count, steps, x, w, sums, ahead);
+    ::multiply(rows, count, steps, x, w, sums, ahead);
   }
 
   void total_row(long in, long row, Input* room) const {
@@ -46,8 +46,8 @@ class Vectors {
       for (long g = 0; g < groups; g++) {
         const long start = rows * g / groups, end = rows * (g + 1) / groups;
         form.multiply[end - start - 1](in, k, std::min(in, k + piece), count,
-                                       {x.at + start * x.row, x.row, 0}, blocks, form.bytes(in),
-                                       {sums.at + start * sums.row, sums.row, sums.panel});
+                                       x.from_row(start), blocks, form.bytes(in),
+                                       sums.from_row(start));
       }
   }
 
