@@ -6,7 +6,6 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -66,8 +65,14 @@ def generate(prompt: base.Prompt = None, *, as_json: base.AsJson = False, asked:
     speculator = base.load(asked)
     messages: Messages = text if raw else base.conversation(system, text)
     if as_json:
-        answer = speculator.generate(messages, **options)
-        base.emit(json.dumps(_described(speculator, answer, asked, options)) + "\n")
+        answer, heads = speculator.generate(messages, **options), speculator.heads
+        found = None if heads is None or heads.folder is None else heads_name(heads.folder)
+        about = {
+            "model": speculator.label,
+            "heads": heads and (asked.get("heads") or found),
+            "options": speculator.options.described() | options,
+        }
+        base.emit(json.dumps(_facts(answer) | about) + "\n")
     else:
         last = ""
         stream = speculator.stream(messages, **options)
@@ -79,19 +84,6 @@ def generate(prompt: base.Prompt = None, *, as_json: base.AsJson = False, asked:
         base.say_if_cut(answer, asked)
     if "stats" in asked:
         base.note(base.statistics(answer, asked["stats"]))
-
-
-def _described(
-    speculator: Speculator, answer: Generation, asked: Asked, options: dict[str, Any]
-) -> dict[str, Any]:
-    """What `--json` prints."""
-    heads = speculator.heads
-    found = None if heads is None or heads.folder is None else heads_name(heads.folder)
-    return _facts(answer) | {
-        "model": speculator.label,
-        "heads": None if heads is None else asked.get("heads") or found,
-        "options": speculator.options.described() | options,
-    }
 
 
 def _facts(answer: Generation) -> dict[str, Any]:
@@ -188,8 +180,12 @@ class Run:
             whole = text[: text.rfind("\n") + 1]  # a killed run may have cut off its last line
             first, *lines = whole.split("\n")[:-1] or [""]
             if first == head:
-                for line in lines:
-                    run.lines[_index(line, run.partial)] = line
+                try:
+                    numbers = [int(untrusted.parse_json(line, "it")["index"]) for line in lines]
+                except (InvalidData, ValueError, TypeError, LookupError) as error:
+                    damaged = f"{run.partial} is damaged. Remove it to begin anew"
+                    raise CannotWrite(damaged) from error
+                run.lines = dict(zip(numbers, lines, strict=True))
             elif not overwrite:
                 raise CannotWrite(
                     f"{run.partial} belongs to a run with other prompts or options. Go on with "
@@ -215,15 +211,6 @@ class Run:
         errors = sum("error" in line for line in found)
         failed = f", {errors} without an answer" if errors else ""
         return f"{self.output}: {len(found)} answers, {tokens} tokens{failed}\n"
-
-
-def _index(line: str, path: Path) -> int:
-    """Which prompt a line answers. Raises CannotWrite for what is no such line."""
-    with suppress(InvalidData):
-        match untrusted.parse_json(line, str(path)):
-            case {"index": int(index)}:
-                return index
-    raise CannotWrite(f"{path} is damaged. Remove it to begin anew")
 
 
 # --- demo
