@@ -29,9 +29,8 @@ from selfspec.decoding.measure import measure
 from selfspec.decoding.stats import Stopwatch
 from selfspec.errors import InvalidData, InvalidOption
 from selfspec.eval import tune
-from selfspec.eval.options import RecordOptions, TuneOptions
 from selfspec.eval.record import Recorder
-from selfspec.eval.results import SpeedUp, load_suite, speed_up, spread
+from selfspec.eval.results import RecordOptions, SpeedUp, TuneOptions, load_suite, speed_up, spread
 from selfspec.heads import known
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.folder import is_heads_folder

@@ -12,8 +12,7 @@ import numpy as np
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.costs import DraftCost, MeasuredCosts
 from selfspec.decoding.stats import Round
-from selfspec.eval import replay
-from selfspec.eval.record import Ints, Record
+from selfspec.eval.record import Ints, Record, replay
 from selfspec.heads.exit_heads import layers_in_use
 from selfspec.heads.heads import spread
 from selfspec.options import Costs, Exit
@@ -206,7 +205,7 @@ def make_trace(
     looked_at = known.exit_layers if layers is None else tuple(layers)
     resolved = _resolved(record, options)
     taus = spread(resolved.exit.thresholds, resolved.exit.layers or ())
-    rounds = replay.rounds(record, 0, options)
+    rounds = replay(record, 0, options)
     info = replace(
         INFO,
         num_layers=known.num_layers,

@@ -27,7 +27,7 @@ from selfspec.decoding.state import DecodeState
 from selfspec.decoding.stats import SKIP
 from selfspec.decoding.work import alone
 from selfspec.eval.results import SIX_TASKS
-from selfspec.eval.scripted import greedy_request
+from selfspec.eval.verify import greedy_request
 from selfspec.model.kv import Lease
 from selfspec.options import Skip, word
 

@@ -287,7 +287,7 @@ def theirs(speculator: Speculator, ids: Tensor, count: int, show: Show) -> list[
     """By transformers' own generate."""
     from transformers import TextStreamer
 
-    from selfspec.eval.methods import METHODS
+    from selfspec.eval.bench import METHODS
 
     class Shown(TextStreamer):
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:  # noqa: ARG002

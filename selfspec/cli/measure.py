@@ -29,9 +29,16 @@ from selfspec.cli.base import (
 )
 from selfspec.config import SpeculationOptions
 from selfspec.errors import InvalidOption, ModelNotFound
-from selfspec.eval.methods import METHODS, moved
-from selfspec.eval.options import BenchOptions, RecordOptions, TuneOptions
-from selfspec.eval.results import SIX_TASKS, Question, check_packages, load_suite
+from selfspec.eval.bench import METHODS, moved
+from selfspec.eval.results import (
+    SIX_TASKS,
+    BenchOptions,
+    Question,
+    RecordOptions,
+    TuneOptions,
+    check_packages,
+    load_suite,
+)
 from selfspec.hub import models as hub
 from selfspec.typed import check_keys
 
@@ -39,9 +46,8 @@ if TYPE_CHECKING:
     from selfspec.api.speculator import Speculator
     from selfspec.decoding.costs import MeasuredCosts
     from selfspec.decoding.measure import StepSpeed
-    from selfspec.eval.bench import Bench
+    from selfspec.eval.bench import Bench, Contender
     from selfspec.eval.concurrency import Load
-    from selfspec.eval.methods import Contender
     from selfspec.eval.verify import Rung
     from selfspec.visualise.layers import LayerTrace
 
@@ -257,7 +263,7 @@ def bench(*, as_json: base.AsJson = False, asked: Asked) -> None:
         load_suite(options.tune_on)  # before the work, and where no method has a grid too
     speculator = base.load(asked)
     from selfspec.eval import bench as measuring
-    from selfspec.eval.methods import candidates, swept
+    from selfspec.eval.bench import candidates, swept
     from selfspec.model.weights import keep_numbers
 
     keep_numbers(speculator.model)  # methods of Hugging Face run the model itself
@@ -289,8 +295,7 @@ def _measured(
     questions: tuple[list[Question], list[Question]],
     folder: Path,
 ) -> dict[str, Any]:
-    from selfspec.eval.bench import chosen
-    from selfspec.eval.methods import described
+    from selfspec.eval.bench import chosen, described
     from selfspec.eval.report import summarise
     from selfspec.eval.results import ANSWERS, TUNING
 

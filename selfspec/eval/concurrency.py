@@ -23,7 +23,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from selfspec.api.speculator import Speculator
 from selfspec.api.text import encode
 from selfspec.decoding.engine import Running
-from selfspec.eval.methods import unchanged
+from selfspec.eval.bench import unchanged
 from selfspec.eval.results import ratio_interval
 
 

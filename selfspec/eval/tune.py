@@ -22,10 +22,8 @@ from selfspec.config import SpeculationOptions
 from selfspec.decoding.costs import Exits, MeasuredCosts, expected
 from selfspec.decoding.stats import Round
 from selfspec.errors import InvalidOption
-from selfspec.eval import replay
-from selfspec.eval.options import TuneOptions
-from selfspec.eval.record import NONE, Record
-from selfspec.eval.results import Show
+from selfspec.eval.record import NONE, Record, replay
+from selfspec.eval.results import Show, TuneOptions
 from selfspec.options import Costs, Exit, Ngram, as_text, settings_text
 
 _SHARES = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0)
@@ -182,7 +180,7 @@ class _Search:
         return settings[int(self._score(seconds, prompts).argmax())]
 
     def rounds(self, setting: SpeculationOptions) -> list[list[Round]]:
-        return [replay.rounds(self._record, number, setting) for number in self.longer]
+        return [replay(self._record, number, setting) for number in self.longer]
 
     def seconds(self, setting: SpeculationOptions) -> Seconds:
         """[P]."""

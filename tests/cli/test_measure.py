@@ -19,7 +19,7 @@ from selfspec.decoding.costs import MeasuredCosts
 from selfspec.decoding.measure import StepSpeed
 from selfspec.decoding.measure import measure as measured
 from selfspec.errors import ModelNotFound
-from selfspec.eval.methods import METHODS, Method, moved
+from selfspec.eval.bench import METHODS, Method, moved
 from selfspec.hub import models as hub
 from selfspec.visualise.layers import LayerTrace
 from tests.models import make_model

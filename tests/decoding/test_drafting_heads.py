@@ -27,7 +27,7 @@ from selfspec.decoding.state import DecodeState
 from selfspec.decoding.stats import Round, Stopwatch
 from selfspec.decoding.work import Run, Steps, alone
 from selfspec.errors import InvalidOption
-from selfspec.eval.scripted import OracleDrafter
+from selfspec.eval.verify import OracleDrafter
 from selfspec.heads.attending import AttendingHeads
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.folder import MEDUSA

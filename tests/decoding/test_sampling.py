@@ -47,7 +47,7 @@ from selfspec.decoding.sampling import (
 )
 from selfspec.decoding.stats import Round
 from selfspec.errors import InvalidOption
-from selfspec.eval.scripted import MixedDrafter, OracleDrafter, RandomDrafter, WrongDrafter
+from selfspec.eval.verify import MixedDrafter, OracleDrafter, RandomDrafter, WrongDrafter
 from selfspec.heads.exit_heads import logit_lens
 from selfspec.heads.heads import ExitJudge
 from selfspec.model.backbone import Backbone

@@ -20,7 +20,7 @@ from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState, HiddenCache, Schedule
 from selfspec.decoding.stats import Round, Stopwatch
 from selfspec.decoding.work import Steps, alone
-from selfspec.eval.scripted import MixedDrafter
+from selfspec.eval.verify import MixedDrafter
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import ExitJudge
 from selfspec.model.backbone import Backbone

@@ -25,7 +25,7 @@ from selfspec.decoding.state import DecodeState
 from selfspec.decoding.stats import EXIT, Stopwatch
 from selfspec.decoding.work import Steps, alone, ready
 from selfspec.errors import InvalidDraft, UnsupportedModel
-from selfspec.eval.scripted import BranchingDrafter
+from selfspec.eval.verify import BranchingDrafter
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv import Lease, Rows, ancestors, depths, held_behind
 from tests import ladder, laws

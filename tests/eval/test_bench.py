@@ -17,13 +17,30 @@ from selfspec.api.speculator import Speculator, wrap
 from selfspec.api.text import encode
 from selfspec.decoding.stats import Round
 from selfspec.errors import InvalidOption
-from selfspec.eval import bench as runner
-from selfspec.eval.bench import Bench, arrivals, chosen, parted
+from selfspec.eval.bench import (
+    METHODS,
+    Bench,
+    Contender,
+    Method,
+    Written,
+    arrivals,
+    candidates,
+    chosen,
+    parted,
+)
 from selfspec.eval.concurrency import Load, table
-from selfspec.eval.methods import METHODS, Contender, Method, Written, candidates
-from selfspec.eval.options import BenchOptions, RecordOptions, TuneOptions
-from selfspec.eval.results import Answer, Question, Run, edit_distance, first_divergence, read
-from selfspec.eval.verify import log_likelihood
+from selfspec.eval.results import (
+    Answer,
+    BenchOptions,
+    Question,
+    RecordOptions,
+    Run,
+    TuneOptions,
+    edit_distance,
+    first_divergence,
+    log_likelihood,
+    read,
+)
 from tests.models import make_model
 from tests.talks import make_tokenizer
 
@@ -132,7 +149,7 @@ def test_the_second_turn_follows_plain_decodings_answer(
         asked.append(prompt if isinstance(prompt, str) else [dict(entry) for entry in prompt])
         return encode(tokenizer, prompt)
 
-    monkeypatch.setattr(runner, "encode", spy)
+    monkeypatch.setattr("selfspec.api.text.encode", spy)
     answers = measure(bench, contenders, tmp_path)
     first = next(answer for answer in answers if answer.key == ("two", 1, 1))
     assert asked[-2] == [
@@ -206,7 +223,7 @@ def test_texts_of_all_methods_are_judged_once_where_that_is_asked_for(
         for run in answer.runs.values():
             assert (run.quality is not None) == (answer.repeat == 1)
             assert run.quality is None or run.quality.first_divergence is None
-    monkeypatch.setattr(runner, "edit_distance", fails)  # of some not at all
+    monkeypatch.setattr("selfspec.eval.bench.edit_distance", fails)  # of some not at all
     lossy = replace(contenders[-1], lossy=True)
     answer, *_ = bench.measure(QUESTIONS[:1], [contenders[1], lossy], tmp_path / "again", quiet)
     assert answer.runs["speculation"].error == "RuntimeError: out of luck"

@@ -12,10 +12,10 @@ import torch
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.decoding.drafters.rest import Datastore
 from selfspec.errors import HeadsNotFound, InvalidOption
-from selfspec.eval import methods
-from selfspec.eval.methods import (
+from selfspec.eval.bench import (
     METHODS,
     NO_BOUND,
+    SKIPPED,
     Contender,
     Written,
     candidates,
@@ -23,7 +23,7 @@ from selfspec.eval.methods import (
     endless,
     swept,
 )
-from selfspec.eval.methods import moved as moves
+from selfspec.eval.bench import moved as moves
 from tests import ladder
 from tests.models import make_model, random_ids
 from tests.talks import make_tokenizer
@@ -217,7 +217,7 @@ def test_self_sd_leaves_out_what_was_found_for_the_model(
 ) -> None:
     assert grid(speculator, "self-sd")[0].setting["drafter"] == "skip:skipped=3"
     known = copy.copy(bare)
-    known.label = next(iter(methods.SKIPPED))
+    known.label = next(iter(SKIPPED))
     with pytest.raises(InvalidOption, match="the model has 6 layers"):  # not those of 30
         candidates(known, ["self-sd"])
 

@@ -17,10 +17,8 @@ from selfspec.config import SpeculationOptions
 from selfspec.decoding.drafters.trees import LEAST_SAID
 from selfspec.decoding.stats import Round
 from selfspec.errors import HeadsNotFound, InvalidOption
-from selfspec.eval import replay
-from selfspec.eval.options import RecordOptions
-from selfspec.eval.record import GUESSES, NONE, Record, Recorder, record
-from selfspec.eval.results import Question
+from selfspec.eval.record import GUESSES, NONE, Record, Recorder, record, replay
+from selfspec.eval.results import Question, RecordOptions
 from selfspec.model.backbone import Backbone
 from selfspec.options import CONTROLLERS, Controller, Costs, Exit, GammaTune, Ngram
 from tests.api.test_default_model import pytestmark as default_model
@@ -107,7 +105,7 @@ def test_random_settings_replay_as_they_run(
         options = learning_setting(record, seed, drafter)
         prompt = seed % len(PROMPTS)
         expected = real_rounds(speculator, random_ids(5, prompt), NEW_TOKENS, options)
-        found = replay.rounds(record, prompt, options)
+        found = replay(record, prompt, options)
         assert found == expected, options
         sources.update(source for entry in found for source in entry.sources)
         ended.update(entry.ended for entry in found)
@@ -129,7 +127,7 @@ def test_plain_decoding_is_replayed_too(drafter: str) -> None:
     record, speculator = recorded("translator")
     options = SpeculationOptions(drafter=drafter, speculate=drafter != "exit")
     expected = real_rounds(speculator, random_ids(5, 0), NEW_TOKENS, options)
-    assert replay.rounds(record, 0, options) == expected
+    assert replay(record, 0, options) == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -170,7 +168,7 @@ def test_trees_replay_as_they_grow(
         options = replace(options, exit=exits)
         prompt = seed % len(PROMPTS)
         expected = real_rounds(speculator, random_ids(5, prompt), NEW_TOKENS, options)
-        found = replay.rounds(record, prompt, options)
+        found = replay(record, prompt, options)
         assert found == expected, options
         if not options.grows_trees:
             continue  # the controller asks for chains
@@ -197,7 +195,7 @@ def test_where_a_model_runs_no_trees_chains_are_recorded_and_replayed(
         exit=Exit(threshold=0.2, guesses=4, max_tokens=3), never_slower=False
     )
     options = replace(asked, exit=replace(asked.exit, anneal_strength=0.0))
-    found = replay.rounds(record, 0, options)
+    found = replay(record, 0, options)
     assert found == real_rounds(speculator, random_ids(5, 1), NEW_TOKENS, options)
     assert sum(len(entry.draft_tokens) for entry in found) > 0
 
@@ -222,7 +220,7 @@ def test_what_was_not_recorded_is_refused(changes: dict[str, object]) -> None:
     record, _ = recorded("translator")
     options = SpeculationOptions(exit=Exit(anneal_strength=0.5, max_tokens=4)).updated(changes)
     with pytest.raises(InvalidOption):
-        replay.rounds(record, 0, options)
+        replay(record, 0, options)
 
 
 @pytest.mark.parametrize("new_tokens", [pytest.param(12, marks=default_model)])
@@ -236,7 +234,7 @@ def test_the_default_model_replays_as_it_runs(default: Speculator, new_tokens: i
     record = recorder.record()
     for seed in range(3):
         options = random_setting(record, seed)
-        found = replay.rounds(record, 0, options)
+        found = replay(record, 0, options)
         assert found == real_rounds(default, prompt, new_tokens, options), options
         both = replace(
             options,
@@ -244,7 +242,7 @@ def test_the_default_model_replays_as_it_runs(default: Speculator, new_tokens: i
             controller=GammaTune(longest=3),
             never_slower=True,
         )
-        found = replay.rounds(record, 0, both)
+        found = replay(record, 0, both)
         assert found == real_rounds(default, prompt, new_tokens, both), both
 
 

@@ -25,10 +25,10 @@ from selfspec.eval.results import (
     edit_distance,
     first_divergence,
     load_suite,
+    log_likelihood,
     quality_summary,
     rouge_l,
 )
-from selfspec.eval.verify import log_likelihood
 from tests.models import random_ids
 
 # --- suites

@@ -12,9 +12,8 @@ from selfspec.api.tuned import TUNED_OPTIONS
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.costs import Exits, MeasuredCosts, expected
 from selfspec.errors import InvalidOption
-from selfspec.eval import replay
-from selfspec.eval.options import TuneOptions
-from selfspec.eval.record import NONE, Record
+from selfspec.eval.record import NONE, Record, Setting, replay
+from selfspec.eval.results import TuneOptions
 from selfspec.eval.tune import (
     Tuned,
     cross_validated,
@@ -120,13 +119,13 @@ def test_every_candidate_can_be_replayed_and_widths_are_neighbours() -> None:
     assert {len(setting.exit.layers or ()) for setting in found} == {1, 2}
     assert [setting.exit.max_tokens for setting in found[:8]] == [1, 2, 3, 4, 1, 2, 3, 4]
     for setting in found[:: len(found) // 50]:
-        replay.Setting.of(record, setting)
+        Setting.of(record, setting)
     assert len(screened(record, COSTS, 1, unseen)[0]) < len(found)
 
 
 def exits(record: Record, prompt: int, setting: SpeculationOptions) -> tuple[Exits, Exits]:
     """What the cost model goes by, place by place."""
-    asked = replay.Setting.of(record, setting)
+    asked = Setting.of(record, setting)
     counts: list[list[tuple[int | None, bool]]] = [[], []]
 
     def look(node: int, place: int) -> int:
@@ -187,8 +186,7 @@ COSTS_HERE = Costs(row=(0.083, 0.083), head=0.038)
 def followed(record: Record, setting: SpeculationOptions) -> float:
     """Seconds on all prompts."""
     return sum(
-        COSTS.seconds_of(replay.rounds(record, prompt, setting))
-        for prompt in range(len(record.prompts))
+        COSTS.seconds_of(replay(record, prompt, setting)) for prompt in range(len(record.prompts))
     )
 
 
@@ -208,7 +206,7 @@ def test_no_setting_is_faster_on_the_prompts_it_was_chosen_on() -> None:
     assert len(settings) + 202 <= found.settings <= len(settings) + 2 + 200 * (4 + 1)
     assert found.prompts == 4
     chosen = SpeculationOptions().updated(found.options)
-    every = [replay.rounds(record, prompt, chosen) for prompt in range(4)]
+    every = [replay(record, prompt, chosen) for prompt in range(4)]
     behind = [entry for entries in every for entry in entries[1:]]
     rate = sum(len(entry.tokens) for entry in behind) / len(behind)
     assert found.compression_rate == pytest.approx(rate)

@@ -19,7 +19,6 @@ from selfspec.decoding.acceptance import Target
 from selfspec.decoding.probe import PassShape, any_split
 from selfspec.errors import PinnedUnavailable
 from selfspec.eval import verify as ladder
-from selfspec.eval.scripted import greedy_request
 from selfspec.eval.verify import (
     RUNGS,
     WAYS,
@@ -31,6 +30,7 @@ from selfspec.eval.verify import (
     Subject,
     Way,
     climb,
+    greedy_request,
     largest_difference,
     logits_of,
     margin,
