@@ -15,8 +15,9 @@ followed on paper. Called by `tune` and by the trace's page.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,8 +59,27 @@ Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordInfo:
-    """What was recorded."""
+class PromptInfo:
+    """One prompt, the answer of plain decoding, and where drafting may begin."""
+
+    id: str
+    """The question's: all its turns have it."""
+    ids: list[int]
+    answer: list[int]
+    """A token for each place, an end token included."""
+    roots: list[int]
+    """The node where the place's token is the newest; NONE where nothing can be drafted."""
+    max_new_tokens: int
+    """What was asked for; the answer is shorter if it ended by itself."""
+    end_tokens: Collection[int]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Record:
+    """Answers of plain decoding, and what exit layers would have drafted at each place.
+
+    T places (the answers of all prompts, one behind the other), N nodes, E exit layers, A alphas.
+    """
 
     num_layers: int
     exit_layers: tuple[int, ...]
@@ -70,42 +90,9 @@ class RecordInfo:
     """Branches are followed down to this confidence, at the alpha where it is highest."""
     max_draft_tokens: int
     """Branches are followed for so many drafts."""
-    end_tokens: tuple[int, ...]
-    row_costs: tuple[float, ...]
-    """What the model pays for a verification's second row, its third and so on, unless measured."""
-    head_cost: float
-    """What it pays for an exit head that is asked, likewise."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptInfo:
-    """One prompt and the length of its answer."""
-
-    id: str
-    """The question's: all its turns have it."""
-    prompt_tokens: int
-    new_tokens: int
-    """Places: tokens of the answer, an end token included."""
-    max_new_tokens: int
-    """What was asked for; the answer is shorter if it ended by itself."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Record:
-    """Answers of plain decoding, and what exit layers would have drafted at each place.
-
-    P prompts, T places (the answers of all prompts, one behind the other), N nodes, E exit layers,
-    A alphas.
-    """
-
-    info: RecordInfo
+    cost: DraftCost
+    """What the model pays for rows and heads, unless measured."""
     prompts: tuple[PromptInfo, ...]
-    contexts: Ints
-    """The tokens of all prompts, one prompt behind the other."""
-    answers: Ints
-    """[T] the tokens of plain decoding."""
-    roots: Ints
-    """[T] the node where the place's token is the newest; NONE where nothing can be drafted."""
     tokens: Ints
     """[N, E] the top-1 token of each exit layer."""
     confidence: Floats
@@ -119,27 +106,26 @@ class Record:
     behind: Ints
     """[N, G] the node behind each; NONE where no tree goes on."""
 
-    def places(self, prompt: int) -> range:
-        """The places of one prompt."""
-        start = sum(entry.new_tokens for entry in self.prompts[:prompt])
-        return range(start, start + self.prompts[prompt].new_tokens)
+    @cached_property
+    def answers(self) -> Ints:
+        """[T]."""
+        return np.concatenate([entry.answer for entry in self.prompts]).astype(np.int32)
 
-    def context(self, prompt: int) -> list[int]:
-        """The tokens of one prompt."""
-        start = sum(entry.prompt_tokens for entry in self.prompts[:prompt])
-        stop = start + self.prompts[prompt].prompt_tokens
-        return list(self.contexts[start:stop].tolist())
+    @cached_property
+    def roots(self) -> Ints:
+        """[T]."""
+        return np.concatenate([entry.roots for entry in self.prompts]).astype(np.int32)
 
     @property
     def widest(self) -> int:
         """Rows of a verification at most, under settings that are tried on it."""
-        chain = self.info.max_draft_tokens + 1
+        chain = self.max_draft_tokens + 1
         return max(chain, Exit().max_rows) if self.guesses.shape[-1] else chain
 
     @property
     def mean_context(self) -> int:
         """Tokens in front of a place, on average."""
-        contexts = (entry.prompt_tokens + entry.new_tokens / 2 for entry in self.prompts)
+        contexts = (len(entry.ids) + len(entry.answer) / 2 for entry in self.prompts)
         return round(sum(contexts) / len(self.prompts))
 
 
@@ -326,8 +312,7 @@ class Recorder:
         self.threshold = options.min_threshold or _FLOORS[len(layers) == 1]
         self.trees = layers[:1] == (0,) and speculator.backbone.runs_trees
         self._speculator, self._options, self._layers = speculator, options, layers
-        self._end_tokens, self._prompts = set[int](), list[PromptInfo]()
-        self._contexts, self._answers, self._roots = list[int](), list[int](), list[int]()
+        self._prompts: list[PromptInfo] = []
 
     def prompt(self, prompt: Prompt, name: str) -> str:
         """The answer's text. Raises InvalidOption where greedy is more than the likeliest token."""
@@ -342,17 +327,14 @@ class Recorder:
                 "replayed. Leave it out there"
             )
         plain = speculator.generate(prompt, **options, speculate=False)
-        start = asked.ids.shape[1]
-        self._contexts += asked.ids[0, asked.pad :].tolist()
-        self._answers += plain.token_ids
-        self._roots += self._explored(request, plain.token_ids)
-        self._end_tokens |= set(asked.stop.end_tokens)
         self._prompts.append(
             PromptInfo(
                 id=name,
-                prompt_tokens=start - asked.pad,
-                new_tokens=len(plain.token_ids),
-                max_new_tokens=asked.stop.max_length - start,
+                ids=asked.ids[0, asked.pad :].tolist(),
+                answer=plain.token_ids,
+                roots=self._explored(request, plain.token_ids),
+                max_new_tokens=asked.stop.max_length - asked.ids.shape[1],
+                end_tokens=asked.stop.end_tokens,
             )
         )
         return plain.text
@@ -382,17 +364,6 @@ class Recorder:
     def record(self) -> Record:
         """Everything so far."""
         backbone, alphas = self._speculator.backbone, tuple(self._options.anneal_strengths)
-        cost = DraftCost.for_model(backbone).with_costs(self._speculator.options.costs)
-        info = RecordInfo(
-            num_layers=backbone.num_layers,
-            exit_layers=tuple(self._layers),
-            anneal_strengths=alphas,
-            min_threshold=self.threshold,
-            max_draft_tokens=self.drafts,
-            end_tokens=tuple(sorted(self._end_tokens)),
-            row_costs=cost.rows,
-            head_cost=cost.head,
-        )
         layers, strengths = len(self._layers), len(alphas)
         guesses = max((len(node.guesses) for node in self.nodes), default=0)
 
@@ -401,11 +372,13 @@ class Recorder:
             return np.array(values, kind).reshape(len(values), *shape)  # where there are none, too
 
         return Record(
-            info=info,
+            num_layers=backbone.num_layers,
+            exit_layers=tuple(self._layers),
+            anneal_strengths=alphas,
+            min_threshold=self.threshold,
+            max_draft_tokens=self.drafts,
+            cost=DraftCost.for_model(backbone).with_costs(self._speculator.options.costs),
             prompts=tuple(self._prompts),
-            contexts=np.array(self._contexts, np.int32),
-            answers=np.array(self._answers, np.int32),
-            roots=np.array(self._roots, np.int32),
             tokens=by_node("tokens", np.int32, layers),
             confidence=by_node("confidence", np.float32, layers, strengths),
             children=by_node("children", np.int32, layers),
@@ -433,15 +406,15 @@ class Setting(NamedTuple):
     @classmethod
     def of(cls, record: Record, options: SpeculationOptions) -> Setting:
         """Raises InvalidOption for a setting that the record does not reach."""
-        info, own = record.info, options.exit
-        used = layers_in_use(info.exit_layers, options)
-        by_layer = spread(own.thresholds, own.layers or info.exit_layers)
+        own, fitted = options.exit, record.exit_layers
+        used = layers_in_use(fitted, options)
+        by_layer = spread(own.thresholds, own.layers or fitted)
         thresholds = tuple(by_layer[layer] for layer in used)
         controller = make_controller(options, own.max_tokens)
         if (
-            own.anneal_strength not in info.anneal_strengths
-            or min(thresholds) < info.min_threshold
-            or controller.longest > info.max_draft_tokens
+            own.anneal_strength not in record.anneal_strengths
+            or min(thresholds) < record.min_threshold
+            or controller.longest > record.max_draft_tokens
             or controller.signal not in (None, top_probability)
             or (options.grows_trees and (used != (0,) or own.guesses > GUESSES))
         ):
@@ -449,9 +422,9 @@ class Setting(NamedTuple):
         # a record without guesses is of a model that drafts chains, whatever is asked for
         return cls(
             layers=used,
-            columns=tuple(info.exit_layers.index(layer) for layer in used),
+            columns=tuple(map(fitted.index, used)),
             thresholds=thresholds,
-            alpha=info.anneal_strengths.index(own.anneal_strength),
+            alpha=record.anneal_strengths.index(own.anneal_strength),
             guesses=own.guesses if options.grows_trees and record.guesses.size else 1,
         )
 
@@ -459,25 +432,22 @@ class Setting(NamedTuple):
 class _State:
     """What drafters see of a sequence: DecodeState without a model."""
 
-    def __init__(self, record: Record, prompt: int, layers: tuple[int, ...]) -> None:
-        places = record.places(prompt)
-        self.answer: list[int] = record.answers[places.start : places.stop].tolist()
+    def __init__(self, prompt: PromptInfo, schedule: Schedule) -> None:
+        self.prompt, self.answer, self.schedule = prompt, prompt.answer, schedule
         self.known = 1
         """Committed tokens of the answer."""
-        self.schedule = Schedule(layers, record.info.num_layers)
-        self._record, self._places, self._context = record, places, record.context(prompt)
 
     def committed(self, start: int) -> list[int]:
-        return (self._context + self.answer[: self.known])[start:]
+        return (self.prompt.ids + self.answer[: self.known])[start:]
 
     @property
     def root(self) -> int:
-        return int(self._record.roots[self._places.start + self.known - 1])
+        return self.prompt.roots[self.known - 1]
 
     def stop_reason(self) -> StopReason | None:
         if self.known < len(self.answer):
             return None
-        return "eos" if self.answer[-1] in self._record.info.end_tokens else "length"
+        return "eos" if self.answer[-1] in self.prompt.end_tokens else "length"
 
 
 class _Guesser:
@@ -516,8 +486,14 @@ class _Guesser:
 class _ExitDrafter(PacedDrafter):
     """`drafters.ExitDrafter` on a record."""
 
-    def __init__(self, record: Record, setting: Setting, controller: DraftController) -> None:
-        super().__init__(controller, record.info.end_tokens)
+    def __init__(
+        self,
+        record: Record,
+        setting: Setting,
+        controller: DraftController,
+        end_tokens: Collection[int],
+    ) -> None:
+        super().__init__(controller, end_tokens)
         self._record, self._setting = record, setting
 
     def draft(self, state: _State, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
@@ -559,9 +535,9 @@ def replay(record: Record, prompt: int, options: SpeculationOptions) -> list[Rou
     Raises InvalidOption for a setting that the record does not reach.
     """
     info = record.prompts[prompt]
-    drafter, layers = _drafter(record, options)
-    state, watch = _State(record, prompt, layers), Stopwatch()
-    passes, reason = [Pass(info.prompt_tokens, 0, record.info.num_layers)], state.stop_reason()
+    drafter, layers = _drafter(record, options, info.end_tokens)
+    state, watch = _State(info, Schedule(layers, record.num_layers)), Stopwatch()
+    passes, reason = [Pass(len(info.ids), 0, record.num_layers)], state.stop_reason()
     entries = [Draft().verified(state.answer[:1], [], passes, prefill=True, stop_reason=reason)]
     while state.known < len(state.answer):
         state.schedule.clear()
@@ -572,26 +548,24 @@ def replay(record: Record, prompt: int, options: SpeculationOptions) -> list[Rou
 
 
 def _drafter(
-    record: Record, options: SpeculationOptions
+    record: Record, options: SpeculationOptions, end_tokens: Collection[int]
 ) -> tuple[DraftsFrom[_State], tuple[int, ...]]:
     """What proposes tokens, and the exit layers at which rows may wait; as `make_drafter`."""
     if not options.speculate or options.drafter == "none":
         return NoDrafter(), ()
     if options.loss is not None or any(map(options.uses, ("draft-model", "rest", "skip"))):
         raise InvalidOption("lossy rules, other layers and datastores say what was not recorded")
-    info = record.info
-    cost = DraftCost(rows=info.row_costs, head=info.head_cost, num_layers=info.num_layers)
-    cost = cost.with_costs(options.costs)
-    ngram = make_ngram(options, cost, info.end_tokens)
+    cost = record.cost.with_costs(options.costs)
+    ngram = make_ngram(options, cost, end_tokens)
     if not options.uses("exit"):
         return ngram, ()
     setting = Setting.of(record, options)
     if setting.guesses > 1:
         seen = ngram if options.uses("ngram") else None
         guesser = _Guesser(record, setting)
-        return make_tree(guesser, options, cost, info.end_tokens, seen), setting.layers
+        return make_tree(guesser, options, cost, end_tokens, seen), setting.layers
     controller = make_controller(options, options.exit.max_tokens)
-    exits: DraftsFrom[_State] = _ExitDrafter(record, setting, controller)
+    exits: DraftsFrom[_State] = _ExitDrafter(record, setting, controller, end_tokens)
     if options.never_slower:
         exits = WhilePaying(exits, cost)
     return SeenTextFirst(ngram, exits) if options.uses("ngram") else exits, setting.layers

@@ -114,9 +114,9 @@ def tune(record: Record, costs: MeasuredCosts, options: TuneOptions, show: Show)
 
 def thresholds(record: Record, layer: int, alpha: float) -> list[float]:
     """Thresholds of an exit layer worth trying: quantiles of its confidence at the places."""
-    info, roots = record.info, record.roots[record.roots != NONE]
-    column, strength = info.exit_layers.index(layer), info.anneal_strengths.index(alpha)
-    confidence, floor = record.confidence[roots, column, strength], info.min_threshold
+    roots = record.roots[record.roots != NONE]
+    column, strength = record.exit_layers.index(layer), record.anneal_strengths.index(alpha)
+    confidence, floor = record.confidence[roots, column, strength], record.min_threshold
     sure = np.sort(confidence[confidence >= floor])[::-1]
     places = [int(share * (len(sure) - 1)) for share in _SHARES] if len(sure) else []
     rounded = (math.floor(float(sure[place]) * 1e3) / 1e3 for place in places)
@@ -164,7 +164,7 @@ class _Search:
     ) -> None:
         self.screened, seconds = screened(record, costs, options.max_exit_layers, show)
         self.followed: dict[SpeculationOptions, Seconds] = {}
-        self.longer = [n for n, prompt in enumerate(record.prompts) if prompt.new_tokens > 1]
+        self.longer = [n for n, prompt in enumerate(record.prompts) if len(prompt.answer) > 1]
         """Prompts: an answer of one token is the prompt's pass alone."""
         self.plain = plain_seconds(record, costs)[self.longer]
         self._record, self._costs, self._objective = record, costs, options.objective
@@ -197,20 +197,19 @@ class _Search:
 
 def plain_seconds(record: Record, costs: MeasuredCosts) -> Seconds:
     """Wall time of plain decoding behind the prompt's pass, [P]."""
-    return np.array([(entry.new_tokens - 1) * costs.plain_step() for entry in record.prompts])
+    return np.array([(len(entry.answer) - 1) * costs.plain_step() for entry in record.prompts])
 
 
 def screened(
     record: Record, costs: MeasuredCosts, most_layers: int, show: Show
 ) -> tuple[list[SpeculationOptions], Seconds]:
     """All exit settings without the never-slower rule, their seconds by the cost model, [S, P]."""
-    info, plain = record.info, plain_seconds(record, costs)
-    widths = range(1, info.max_draft_tokens + 1)
+    plain, widths = plain_seconds(record, costs), range(1, record.max_draft_tokens + 1)
     families = [
         (layers, alpha, [*itertools.product(*(thresholds(record, one, alpha) for one in layers))])
-        for alpha in info.anneal_strengths
+        for alpha in record.anneal_strengths
         for count in range(1, most_layers + 1)
-        for layers in itertools.combinations(info.exit_layers, count)
+        for layers in itertools.combinations(record.exit_layers, count)
     ]
     total = len(widths) * sum(len(taus) for *_, taus in families)
     settings, seconds = list[SpeculationOptions](), [np.empty((0, len(plain)))]
@@ -234,11 +233,11 @@ def _exits(
     record: Record, layers: Sequence[int], alpha: float, taus: Seconds
 ) -> tuple[Exits, Exits]:
     """At a round's first place and behind a draft that was right; each [C, P], for taus [C, E]."""
-    columns = [record.info.exit_layers.index(layer) for layer in layers]
-    confidence = record.confidence[:, columns, record.info.anneal_strengths.index(alpha)]
+    columns = [record.exit_layers.index(layer) for layer in layers]
+    confidence = record.confidence[:, columns, record.anneal_strengths.index(alpha)]
     tokens, children = record.tokens[:, columns], record.children[:, columns]
     asked = np.flatnonzero(record.roots != NONE)  # [T]
-    ends = np.cumsum([entry.new_tokens for entry in record.prompts])
+    ends = np.cumsum([len(entry.answer) for entry in record.prompts])
     prompts = np.eye(len(ends))[np.searchsorted(ends, asked, side="right")]  # [T, P]
 
     def looked(nodes: _Ints, truth: _Ints) -> tuple[Exits, _Ints]:
@@ -265,13 +264,13 @@ def _to_follow(
 
     With what rows cost here, and with the built-in reserve, which is safer where guesses get worse.
     """
-    built_in, most = SpeculationOptions(), record.info.max_draft_tokens
+    built_in, most = SpeculationOptions(), record.max_draft_tokens
     ngram = Ngram(max_tokens=min(built_in.ngram.max_tokens, most))
     # to what a measurement can tell
     head, *here = (round(share, 3) for share in (costs.head_cost, *costs.row_costs))
     seen = replace(built_in, drafter="ngram", ngram=ngram, costs=Costs(head=head))
     kinds = [seen]
-    if not record.info.exit_layers:
+    if not record.exit_layers:
         lengths = {min(length, ngram.max_tokens) for length in (*_LENGTHS, ngram.max_tokens)}
         sizes = itertools.product(_NGRAMS, sorted(lengths))
         kinds = [replace(seen, ngram=Ngram(size=n, max_tokens=length)) for n, length in sizes]
@@ -289,11 +288,11 @@ def _trees(record: Record, rows: int) -> list[Exit]:
     return [
         Exit(
             layers=(0,),
-            threshold=record.info.min_threshold,
+            threshold=record.min_threshold,
             anneal_strength=alpha,
-            max_tokens=min(_LONGEST_PATH, record.info.max_draft_tokens),
+            max_tokens=min(_LONGEST_PATH, record.max_draft_tokens),
             guesses=record.guesses.shape[-1],
             max_rows=min(Exit().max_rows, rows),
         )
-        for alpha in record.info.anneal_strengths[:2]
+        for alpha in record.anneal_strengths[:2]
     ]

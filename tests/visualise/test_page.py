@@ -36,7 +36,7 @@ def test_texts_of_tokens_cannot_leave_their_element_and_nothing_is_loaded() -> N
 @pytest.mark.parametrize("kind", ["translator", "deep-fused-0"])
 def test_rounds_say_who_gave_what_and_when(kind: str) -> None:
     record = alone(recorded(kind).record)
-    trace, costs = make_trace(record, USED), some_costs(record.info.num_layers, 16)
+    trace, costs = make_trace(record, USED), some_costs(record.num_layers, 16)
     data = page_data(trace, costs)
     told = data["rounds"]
     given = [[data["givers"][giver]["words"] for giver in one[0]] for one in told]

@@ -205,7 +205,7 @@ def test_axe_finds_nothing_and_a_phone_has_room(
 
 def test_128_tokens_and_30_layers_stay_small(unfolded: Open, record: Record) -> None:
     long = tiled(record, 128)
-    long = replace(long, info=replace(long.info, num_layers=31, exit_layers=(4, 12, 20)))
+    long = replace(long, num_layers=31, exit_layers=(4, 12, 20))
     html = render(make_trace(long, USED, range(1, 31)), some_costs(31, 16))
     assert len(html.encode("utf-8")) < 1_500_000
     page = unfolded(html)
