@@ -45,7 +45,7 @@ from selfspec.errors import (
 from selfspec.heads import known
 from selfspec.heads.folder import read_config
 from selfspec.hub import models as hub
-from selfspec.options import KINDS, Costs, Kinds, Part, laid_over, members, typed, word
+from selfspec.options import PARTS, Kinds, Part, laid_over, members, typed, word
 from selfspec.typed import annotations_of, check_keys
 
 if TYPE_CHECKING:
@@ -154,16 +154,24 @@ class Flag:
 
 
 def option_flags(options: type, names: Iterable[str] | None = None) -> tuple[Flag, ...]:
-    """A flag per field of an option dataclass, or for `names`; its docstring is the help."""
+    """A flag per field of an option dataclass, or for `names`; its docstring is the help.
+
+    Options with settings of their own are text on the command line, text or a mapping in YAML.
+    """
     hints, texts, built_in = annotations_of(options), docstrings(options), options()
     flags = []
     for name in names or [entry.name for entry in fields(options)]:
-        default, hint, text = getattr(built_in, name), hints[name], texts[name]
+        default, hint, text, metavar = getattr(built_in, name), hints[name], texts[name], None
+        if name in PARTS:
+            hint, metavar = (
+                str | dict,
+                "KEY=VALUE,.." if "" in PARTS[name] else "KIND[:KEY=VALUE,..]",
+            )
         if isinstance(default, Part):
             default = default.kind if default.kind != name else None
         if default is not None and hint is not bool:
             text = f"{text} Built in: {default}."
-        flags.append(Flag(name, hint, text))
+        flags.append(Flag(name, hint, text, metavar=metavar))
     return tuple(flags)
 
 
@@ -334,8 +342,6 @@ def kv_memory(asked: Asked) -> int | None:
 
 # --- help
 
-PARTS: dict[str, Kinds] = {**KINDS, "costs": {"": Costs}}  # options in parts: kinds by name
-
 
 class GroupedCommand(TyperCommand):
     """A command whose help has its options in groups, as their flags say."""
@@ -440,20 +446,7 @@ LOADING = grouped(
     _USUAL,
 )
 
-_NESTED = {
-    **dict.fromkeys(("drafter", "controller", "acceptance"), "KIND[:KEY=VALUE,..]"),
-    "costs": "KEY=VALUE,..",
-}
-"""Options with settings of their own: text on the command line, text or a mapping in YAML."""
-
-SPECULATION = grouped(
-    "Drafts",
-    (
-        replace(flag, metavar=_NESTED[flag.name], hint=str | dict) if flag.name in _NESTED else flag
-        for flag in option_flags(SpeculationOptions, OPTION_NAMES)
-    ),
-    _USUAL,
-)
+SPECULATION = grouped("Drafts", option_flags(SpeculationOptions, OPTION_NAMES), _USUAL)
 
 GENERATION = grouped(
     "Answer",

@@ -40,15 +40,7 @@ from selfspec.eval.results import (
     repeated_share,
     spread,
 )
-from selfspec.options import (
-    ACCEPTANCE,
-    CONTROLLERS,
-    KINDS,
-    Costs,
-    Kinds,
-    typed,
-    word,
-)
+from selfspec.options import ACCEPTANCE, CONTROLLERS, PARTS, typed, word
 from selfspec.typed import annotations_of, check_keys
 
 if TYPE_CHECKING:
@@ -356,8 +348,6 @@ METHODS = {
 
 # --- sweeps: `--sweep exit.threshold=0.1,0.3` -----------------------------------------------------
 
-_GROUPS: dict[str, Kinds] = {**KINDS, "costs": {"": Costs}}
-
 
 def moved(said: str) -> dict[str, Setting]:
     """`NAME=VALUE,VALUE,..` as one setting by `NAME=VALUE`; `/` stands between those of a list.
@@ -383,11 +373,11 @@ def _known() -> dict[str, tuple[str, str, Any]]:
     """By name: the option, what stands in front of the value in its text, the value's type."""
     hints = annotations_of(SpeculationOptions)
     found = {
-        name: (name, "", str if name in _GROUPS else hints[name])
+        name: (name, "", str if name in PARTS else hints[name])
         for name in OPTION_NAMES
         if name != "costs"
     }
-    for option, kinds in _GROUPS.items():
+    for option, kinds in PARTS.items():
         for kind, made in kinds.items():
             path = f"{option}.{kind}" if kind in CONTROLLERS and kind in ACCEPTANCE else kind
             for entry in fields(made):  # type: ignore[arg-type]  # all parts are dataclasses
