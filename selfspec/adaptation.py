@@ -30,7 +30,7 @@ from selfspec.decoding.stats import Stopwatch
 from selfspec.errors import InvalidData, InvalidOption
 from selfspec.eval import tune
 from selfspec.eval.record import Recorder
-from selfspec.eval.results import RecordOptions, SpeedUp, TuneOptions, load_suite, speed_up, spread
+from selfspec.eval.results import RecordOptions, SpeedUp, load_suite, speed_up, spread
 from selfspec.heads import known
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.folder import is_heads_folder
@@ -661,7 +661,6 @@ class _Adaptation:
         found = tune.tune(
             record,
             costs,
-            TuneOptions(),
             lambda done, total, words: self._say(f"tuning: {done:,} of {total:,} settings {words}"),
         )
         tuned.write(

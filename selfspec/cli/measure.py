@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -27,7 +27,6 @@ from selfspec.eval.results import (
     BenchOptions,
     Question,
     RecordOptions,
-    TuneOptions,
     check_packages,
     load_suite,
 )
@@ -151,12 +150,17 @@ def costs_of(speculator: Speculator, found: LayerTrace) -> MeasuredCosts:
 
 _QUESTIONS = 12  # without --limit: two of each task, a few minutes for the default model
 
+_OBJECTIVE = (
+    "speed: the least time over all prompts. latency: the best 5th percentile of the prompts' own "
+    "speed-ups, so that hardly any prompt is slower than without drafts. Built in: speed."
+)
+
 
 @base.with_flags(
     *SUITE,
     *base.LOADING,
     *base.grouped("Record", base.option_flags(RecordOptions), ("max_new_tokens",)),
-    *base.grouped("Choice", base.option_flags(TuneOptions), ("objective",)),
+    Flag("objective", Literal["speed", "latency"], _OBJECTIVE),
     Flag("dry_run", bool, "Report only."),
     Flag("forget", bool, "Forget what was measured and chosen for this model on this machine."),
 )
@@ -167,7 +171,7 @@ def tune(*, as_json: base.AsJson = False, asked: Asked) -> None:
     should run meanwhile. Then a cost model screens thousands of settings on recorded prompts, the
     best are replayed, and what is promised is measured on prompts held out.
     """
-    options, noted = base.options_of(TuneOptions, asked), base.options_of(RecordOptions, asked)
+    options = base.options_of(RecordOptions, asked)
     questions = suite_of(asked, _QUESTIONS)
     from selfspec.api import tuned
     from selfspec.decoding.measure import measure
@@ -183,10 +187,10 @@ def tune(*, as_json: base.AsJson = False, asked: Asked) -> None:
         base.emit("".join(gone) or nothing)
         return
     with base.bar("record", "questions") as show:
-        record = recording.record(speculator, questions, noted, show)
+        record = recording.record(speculator, questions, options, show)
     costs = measure(backbone, heads, rows=record.widest, context=record.mean_context)
     with base.bar("replay", "settings") as show:
-        found = choosing.tune(record, costs, options, show)
+        found = choosing.tune(record, costs, show, asked.get("objective", "speed"))
     known = asdict(found) | {"costs": asdict(costs)}
     dry_run = asked.get("dry_run", False)
     file = None if dry_run else tuned.write(backbone, heads, found.options, known)
@@ -250,8 +254,6 @@ def bench(*, as_json: base.AsJson = False, asked: Asked) -> None:
         asked["output"], overwrite=overwrite, resume=resume, reads=base.inputs(asked)
     )
     suite = load_suite(options.suite, options.questions)
-    if options.tune_on is not None:
-        load_suite(options.tune_on)  # before the work, and where no method has a grid too
     speculator = base.load(asked)
     from selfspec.model.weights import keep_numbers
 

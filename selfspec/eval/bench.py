@@ -34,7 +34,6 @@ from selfspec.eval.results import (
     drop_unfinished,
     edit_distance,
     first_divergence,
-    load_suite,
     log_likelihood,
     read,
     repeated_share,
@@ -102,7 +101,7 @@ def endless(speculator: Speculator) -> Iterator[None]:
 def on_our_runtime(
     speculator: Speculator, ids: Tensor, count: int, setting: Setting, streamer: Any
 ) -> Written:
-    """With some options changed."""
+    """As Decode has it, with some options changed."""
     options = {"speculate": True, "do_sample": False, "streamer": streamer, **setting}
     stream = speculator.stream(ids, max_new_tokens=count, **options)
     answer = stream.drain()
@@ -136,10 +135,6 @@ EXIT: Setting = {"drafter": "exit", "never_slower": False}
 """The paper's own, without our pauses: the defaults of heads, or what was tuned, may name another
 drafter."""
 
-_PEER = {"max_depth": None, "anneal_strength": 0}
-"""None of the peers anneals or bounds the depth. Calibrated temperatures, a part of the heads,
-stay."""
-
 _DRAWN = {"do_sample": True, "seed": 0, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 """Draws from the model's whole distribution: lenience says nothing about greedy drafts."""
 
@@ -161,10 +156,6 @@ def _only(**setting: Any) -> Grid:
     return lambda _: [setting]
 
 
-def _no_annealing(speculator: Speculator) -> list[Setting]:
-    return [exits(anneal_strength=0)] if speculator.options.exit.anneal_strength else []
-
-
 def _no_depth_bound(speculator: Speculator) -> list[Setting]:
     """A layer without a threshold of its own gets that of the next shallower one that has one."""
     heads, own = _heads(speculator), speculator.options.exit
@@ -178,31 +169,24 @@ def _no_depth_bound(speculator: Speculator) -> list[Setting]:
     return [exits(max_depth=None, layers=fitted, threshold=thresholds)]
 
 
-def _single_exit(taus: Sequence[float], widths: Sequence[int]) -> Grid:
-    """At the shallowest, the middle and the deepest of the fitted exit layers."""
+def _peer(taus: Sequence[float], widths: Sequence[int], *, single: bool = True) -> Grid:
+    """At all fitted exit layers, or at the shallowest, the middle and the deepest of them alone.
+
+    None of the peers anneals or bounds the depth. Calibrated temperatures, a part of the heads,
+    stay.
+    """
 
     def settings(speculator: Speculator) -> list[Setting]:
         layers = _heads(speculator).config.exit_layers
-        some = sorted({layers[0], layers[len(layers) // 2], layers[-1]})
+        alone = sorted({layers[0], layers[len(layers) // 2], layers[-1]})
         return [
-            exits(**_PEER, layers=(layer,), threshold=tau, max_tokens=width)
-            for layer, tau, width in itertools.product(some, taus, widths)
+            exits(max_depth=None, anneal_strength=0, layers=at, threshold=tau, max_tokens=width)
+            for at, tau, width in itertools.product(
+                [(layer,) for layer in alone] if single else [layers], taus, widths
+            )
         ]
 
     return settings
-
-
-def _threshold_exit(speculator: Speculator) -> list[Setting]:
-    layers = _heads(speculator).config.exit_layers
-    return [
-        exits(**_PEER, layers=layers, threshold=tau, max_tokens=NO_BOUND) for tau in (0.5, 0.7, 0.9)
-    ]
-
-
-def _assistant_early_exit(speculator: Speculator) -> list[Setting]:
-    depth = speculator.backbone.num_layers
-    layers = sorted({max(1, depth // part) for part in (8, 4, 2)})
-    return [{"assistant_early_exit": layer} for layer in layers]
 
 
 def _medusa(speculator: Speculator) -> list[Setting]:
@@ -291,7 +275,7 @@ METHODS = {
     ),
     "no-annealing": Method(
         "speculation without annealing: alpha = 0, the thresholds stay (Figure 4 of SpecBound)",
-        _no_annealing,
+        lambda it: [exits(anneal_strength=0)] if it.options.exit.anneal_strength else [],
     ),
     "no-depth-bound": Method(
         "speculation without D_max: all fitted exit layers (Figure 4 of SpecBound)",
@@ -307,19 +291,24 @@ METHODS = {
         _hugging_face,
     ),
     "assistant-early-exit": Method(
-        "transformers' assistant_early_exit", _assistant_early_exit, _hugging_face
+        "transformers' assistant_early_exit",
+        lambda speculator: [
+            {"assistant_early_exit": layer}
+            for layer in sorted({max(1, speculator.backbone.num_layers // n) for n in (8, 4, 2)})
+        ],
+        _hugging_face,
     ),
     "fixed-exit": Method(
         "after LayerSkip: one exit layer, always exits; on our runtime, with our heads",
-        _single_exit((ALWAYS,), (1, 2, 4)),
+        _peer((ALWAYS,), (1, 2, 4)),
     ),
     "threshold-exit": Method(
         "after AdaDecode: exits above a threshold, no bounds; our runtime, our heads",
-        _threshold_exit,
+        _peer((0.5, 0.7, 0.9), (NO_BOUND,), single=False),
     ),
     "one-exit": Method(
         "after Kangaroo: one exit, an unsure token ends a draft; our runtime, our heads",
-        _single_exit((0.4, 0.6, 0.8), (6,)),
+        _peer((0.4, 0.6, 0.8), (6,)),
     ),
     "medusa": Method("Medusa-1 on our runtime, with heads of its kind (--heads)", _medusa),
     "cm-asd": Method(
@@ -423,14 +412,11 @@ def candidates(speculator: Speculator, names: Sequence[str]) -> dict[str, list[C
     that the heads do not allow; HeadsNotFound.
     """
     check_keys(names, METHODS, "method")
-    found = {
-        name: [
-            _contender(speculator, name, setting) for setting in METHODS[name].settings(speculator)
-        ]
-        for name in names
-    }
-    for name, grid in found.items():
-        if not grid:
+    found = {}
+    for name in names:
+        settings = METHODS[name].settings(speculator)
+        found[name] = [_contender(speculator, name, setting) for setting in settings]
+        if not settings:
             raise InvalidOption(
                 f"{name} is the same as speculation with these heads and options. Leave it out of "
                 "--methods"
@@ -451,15 +437,14 @@ def described(
     methods: Sequence[Contender], grid: Mapping[str, Sequence[Contender]]
 ) -> dict[str, dict[str, Any]]:
     """By label, for the record: what each is, its setting, and out of which it was chosen."""
+    tried = {name: [one.label for one in entries] for name, entries in grid.items()}
     return {
         entry.label: {
             "method": entry.method,
             "source": METHODS[entry.method].source,
             "setting": dict(entry.setting),
             "lossy": entry.lossy,
-            "chosen_from": [
-                one.label for one in grid.get(entry.label, ()) if len(grid[entry.label]) > 1
-            ],
+            "chosen_from": labels if len(labels := tried.get(entry.label, [])) > 1 else [],
         }
         for entry in methods
     }
@@ -667,16 +652,13 @@ def parted(
 
     Raises InvalidOption if nothing would be left to report.
     """
-    others: list[Question] = []
-    if tuning:
-        pool = suite if options.tune_on is None else load_suite(options.tune_on)
-        others = spread(pool, options.tune_questions)
+    others = spread(suite, options.tune_questions) if tuning else []
     taken = {question.turns for question in others}
     rest = [question for question in suite if question.turns not in taken]
     if not rest:
         raise InvalidOption(
-            f"all {len(others)} questions would be used to choose settings. Give --tune-on, or "
-            "fewer --tune-questions"
+            f"all {len(others)} questions would be used to choose settings. Give fewer "
+            "--tune-questions"
         )
     return spread(rest, options.limit), others
 
@@ -700,7 +682,7 @@ class Arrivals:
         self._prompt_came = True
 
     def end(self) -> None:
-        """Nothing is left to do."""
+        """As transformers has it."""
 
 
 def arrivals(

@@ -162,8 +162,6 @@ def _reference(value: Any) -> str | None:
 
 # --- what `bench` and `tune` can be asked: their flags derive from here -------------------------
 
-OBJECTIVES = ("speed", "latency")
-
 _RISING = Range(
     lambda values: values and list(values) == sorted({*values}) and values[0] >= 0.0,
     "of values that are at least 0 and rise",
@@ -189,12 +187,9 @@ class BenchOptions:
     limit: int | None = None
     """Questions to report at most, spread over the suite."""
 
-    tune_on: str | None = None
-    """Suite or file whose questions choose the settings of methods that have several. Without it
-    questions of the suite itself, which the report leaves out."""
-
     tune_questions: Annotated[int, at_least(1)] = 6
-    """Questions for that, spread evenly; at least 1."""
+    """Questions of the suite, spread evenly, that choose the settings of methods that have several;
+    the report leaves them out. At least 1."""
 
     max_new_tokens: Annotated[int, at_least(1)] = 64
     """Tokens per answer at most; each method writes as many."""
@@ -211,8 +206,12 @@ class BenchOptions:
 
     def record(self) -> dict[str, Any]:
         """The options as values; files are named without their folder."""
-        paths = ("suite", "questions", "tune_on")
-        return asdict(self) | {n: Path(path).name for n in paths if (path := getattr(self, n))}
+        paths = {
+            name: Path(path).name
+            for name in ("suite", "questions")
+            if (path := getattr(self, name))
+        }
+        return asdict(self) | paths
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -239,26 +238,6 @@ class RecordOptions:
     """Values of exit:anneal_strength to be replayed, at least 0, rising."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TuneOptions:
-    """How a setting is chosen among those replayed."""
-
-    objective: str = "speed"
-    """speed: the least time over all prompts. latency: the best 5th percentile of the prompts'
-    own speed-ups, so that hardly any prompt is slower than without drafts."""
-
-    max_exit_layers: Annotated[int, at_least(1)] = 2
-    """Exit layers used together at most, at least 1."""
-
-    folds: Annotated[int, at_least(2)] = 4
-    """Prompts are divided into so many parts; each is judged by the setting that suits the others
-    best. At least 2."""
-
-    def __post_init__(self) -> None:
-        check_keys([self.objective], OBJECTIVES, "objective")
         check_fields(self)
 
 

@@ -23,7 +23,7 @@ from selfspec.decoding.costs import Exits, MeasuredCosts, expected
 from selfspec.decoding.stats import Round
 from selfspec.errors import InvalidOption
 from selfspec.eval.record import NONE, Record, replay
-from selfspec.eval.results import Show, TuneOptions
+from selfspec.eval.results import Show
 from selfspec.options import Costs, Exit, Ngram, as_text, settings_text
 
 _SHARES = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0)
@@ -31,6 +31,12 @@ _SHARES = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0)
 
 _SHORTLIST = 50
 """Exit settings that are replayed: each alone and behind prompt lookup, at two costs of a row."""
+
+_MOST_LAYERS = 2
+"""Exit layers used together."""
+
+_FOLDS = 4
+"""Parts of the prompts; each is judged by the setting that suits the others best."""
 
 _LONGEST_PATH = 4
 """Most levels of a tree; more gained < 0.1 % on 36 Spec-Bench questions, whatever a row cost."""
@@ -84,16 +90,19 @@ class Tuned:
         )
 
 
-def tune(record: Record, costs: MeasuredCosts, options: TuneOptions, show: Show) -> Tuned:
-    """The best of all that is `screened`. Raises InvalidOption for fewer than two questions."""
-    parts = folds(record, options.folds)
-    search = _Search(record, costs, options, show)
+def tune(record: Record, costs: MeasuredCosts, show: Show, objective: str = "speed") -> Tuned:
+    """The best of all that is `screened`. Raises InvalidOption for fewer than two questions.
+
+    `objective`: speed is about the time over all prompts, latency about the prompts' own.
+    """
+    parts = folds(record, _FOLDS)
+    search = _Search(record, costs, objective, show)
     plain = search.plain
     held_out = cross_validated(lambda some: search.seconds(search.best(some)), parts[search.longer])
     setting = search.best(np.ones_like(plain, np.bool_))
     kept = [len(one.tokens) for each in search.rounds(setting) for one in each if not one.prefill]
     own = plain / held_out
-    speculates = float(score(held_out[None], plain, options.objective)[0]) > 1.0
+    speculates = float(score(held_out[None], plain, objective)[0]) > 1.0
     drafters = [part for part in (setting.ngram, setting.exit) if setting.uses(part.kind)]
     runtime = {
         "drafter": "+".join(as_text(part, full=True) for part in drafters),
@@ -101,7 +110,7 @@ def tune(record: Record, costs: MeasuredCosts, options: TuneOptions, show: Show)
     }  # in full, over whatever the heads say
     return Tuned(
         options={"speculate": speculates, **(runtime if speculates else {})},
-        objective=options.objective,
+        objective=objective,
         speed_up=float(plain.sum() / held_out.sum()),
         percentile_5=float(np.percentile(own, _PERCENTILE)),
         worst=float(own.min()),
@@ -159,15 +168,13 @@ def cross_validated(best: Callable[[Prompts], Seconds], parts: npt.NDArray[np.in
 class _Search:
     """For the setting that suits some prompts best; what was followed for it is kept."""
 
-    def __init__(
-        self, record: Record, costs: MeasuredCosts, options: TuneOptions, show: Show
-    ) -> None:
-        self.screened, seconds = screened(record, costs, options.max_exit_layers, show)
+    def __init__(self, record: Record, costs: MeasuredCosts, objective: str, show: Show) -> None:
+        self.screened, seconds = screened(record, costs, show)
         self.followed: dict[SpeculationOptions, Seconds] = {}
         self.longer = [n for n, prompt in enumerate(record.prompts) if len(prompt.answer) > 1]
         """Prompts: an answer of one token is the prompt's pass alone."""
         self.plain = plain_seconds(record, costs)[self.longer]
-        self._record, self._costs, self._objective = record, costs, options.objective
+        self._record, self._costs, self._objective = record, costs, objective
         self._show = show
         self._seconds = seconds[:, self.longer]
 
@@ -201,14 +208,14 @@ def plain_seconds(record: Record, costs: MeasuredCosts) -> Seconds:
 
 
 def screened(
-    record: Record, costs: MeasuredCosts, most_layers: int, show: Show
+    record: Record, costs: MeasuredCosts, show: Show
 ) -> tuple[list[SpeculationOptions], Seconds]:
     """All exit settings without the never-slower rule, their seconds by the cost model, [S, P]."""
     plain, widths = plain_seconds(record, costs), range(1, record.max_draft_tokens + 1)
     families = [
         (layers, alpha, [*itertools.product(*(thresholds(record, one, alpha) for one in layers))])
         for alpha in record.anneal_strengths
-        for count in range(1, most_layers + 1)
+        for count in range(1, _MOST_LAYERS + 1)
         for layers in itertools.combinations(record.exit_layers, count)
     ]
     total = len(widths) * sum(len(taus) for *_, taus in families)

@@ -229,7 +229,7 @@ def test_what_was_tuned_is_kept_used_and_forgotten(workplace: Path, capsys: Capt
     assert tuned.files() == []
     assert main(["tune", *HEADS, "--forget"]) == 0
     assert "nothing was tuned" in capsys.readouterr().out
-    suite = [*SUITE, "--limit", "2", "--max-exit-layers", "1", "--objective", "latency"]
+    suite = [*SUITE, "--limit", "2", "--objective", "latency"]
     assert main(["tune", *HEADS, *SHORT, *suite, "--dry-run"]) == 0
     output = capsys.readouterr().out
     assert "settings tried on 2 prompts" in output

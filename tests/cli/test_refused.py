@@ -130,7 +130,7 @@ tune --suite spec-bench                          | Give --questions FILE
 tune --suite sixtasks                            | Did you mean six-tasks?
 tune --suite prompts.jsonl --limit 0             | limit is 0
 tune --min-threshold 2                           | min_threshold is 2.0
-tune --objective fast                            | unknown objective 'fast'
+tune --objective fast                            | 'fast' is not one of 'speed', 'latency'
 bench                                            | no --output
 bench P --methods plain,specualtion              | Did you mean speculation?
 bench P --overwrite --resume                     | --overwrite and --resume at once
@@ -277,7 +277,6 @@ generate a M --heads @
 trace --from @
 tune L --suite @.jsonl
 tune L --suite spec-bench --questions @
-bench L P --methods plain,speculation --max-new-tokens 1 --tune-on @.jsonl
 report @ --output new
 heads show @
 heads pull @

@@ -13,7 +13,6 @@ from selfspec.config import SpeculationOptions
 from selfspec.decoding.costs import Exits, MeasuredCosts, expected
 from selfspec.errors import InvalidOption
 from selfspec.eval.record import NONE, Record, Setting, replay
-from selfspec.eval.results import TuneOptions
 from selfspec.eval.tune import (
     Tuned,
     cross_validated,
@@ -66,14 +65,14 @@ def unseen(done: int, total: int, words: str) -> None:
 def best(objective: str = "speed") -> tuple[Tuned, list[tuple[int, int]]]:
     """What is chosen for the translator's record, and the progress that was shown."""
     shown: list[tuple[int, int]] = []
-    record, options = recorded("translator").record, TuneOptions(objective=objective)
-    return tune(record, COSTS, options, lambda done, total, _: shown.append((done, total))), shown
+    record = recorded("translator").record
+    return tune(record, COSTS, lambda done, of, _: shown.append((done, of)), objective), shown
 
 
 @cache
 def screening(kind: str = "translator") -> tuple[list[SpeculationOptions], np.ndarray]:
     """All settings, and their seconds by the cost model."""
-    return screened(recorded(kind).record, COSTS, 2, unseen)
+    return screened(recorded(kind).record, COSTS, unseen)
 
 
 def test_speed_is_a_ratio_of_totals_and_latency_the_fifth_percentile_of_the_prompts() -> None:
@@ -129,7 +128,6 @@ def test_every_candidate_can_be_replayed_and_widths_are_neighbours() -> None:
     assert [setting.exit.max_tokens for setting in found[:8]] == [1, 2, 3, 4, 1, 2, 3, 4]
     for setting in found[:: len(found) // 50]:
         Setting.of(record, setting)
-    assert len(screened(record, COSTS, 1, unseen)[0]) < len(found)
 
 
 def exits(record: Record, prompt: int, setting: SpeculationOptions) -> tuple[Exits, Exits]:
@@ -240,11 +238,11 @@ def repeating(record: Record) -> Record:
 
 def test_drafts_from_text_already_seen_are_chosen_where_texts_repeat() -> None:
     record = repeating(recorded("translator").record)
-    found = tune(record, COSTS, TuneOptions(), unseen)
+    found = tune(record, COSTS, unseen)
     chosen = SpeculationOptions().updated(found.options)
     assert chosen.uses("ngram")
     assert chosen.ngram.max_tokens == OPTIONS.max_draft_tokens
-    dear = tune(record, replace(COSTS, head=5.0), TuneOptions(), unseen)
+    dear = tune(record, replace(COSTS, head=5.0), unseen)
     assert dear.options == {
         "speculate": True,
         "drafter": "ngram:size=4,max_tokens=4",
@@ -255,6 +253,6 @@ def test_drafts_from_text_already_seen_are_chosen_where_texts_repeat() -> None:
 def test_dear_heads_and_rows_switch_drafting_off() -> None:
     record = recorded("translator").record
     dear = replace(COSTS, head=5.0, layers=tuple(1.0 + 5.0 * row for row in range(ROWS)))
-    found = tune(record, dear, TuneOptions(), unseen)
+    found = tune(record, dear, unseen)
     assert found.options == {"speculate": False}
     assert found.sentence().startswith("plain decoding is faster here")
