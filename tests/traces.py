@@ -13,8 +13,6 @@ from selfspec.config import SpeculationOptions
 from selfspec.decoding.costs import MeasuredCosts
 from selfspec.decoding.stats import Round
 from selfspec.eval.record import Record, replay
-from selfspec.heads.exit_heads import layers_in_use
-from selfspec.heads.heads import spread
 from selfspec.options import Costs, Exit
 from selfspec.visualise.layers import Kind, LayerSays, LayerTrace, Place, TraceInfo
 
@@ -194,24 +192,23 @@ def tiled(record: Record, places: int) -> Record:
     )
 
 
-def make_trace(
-    record: Record, options: SpeculationOptions, layers: Sequence[int] | None = None
-) -> LayerTrace:
-    """The decode of a record's one prompt under `options`, looked at in `layers`."""
+def make_trace(record: Record, layers: Sequence[int] | None = None) -> LayerTrace:
+    """The decode of a record's one prompt as USED has it, looked at in `layers`."""
     (prompt,) = record.prompts
-    looked_at = record.exit_layers if layers is None else tuple(layers)
-    resolved = _resolved(record, options)
-    taus = spread(resolved.exit.thresholds, resolved.exit.layers or ())
-    rounds = replay(record, 0, options)
+    fitted = record.exit_layers
+    looked_at = fitted if layers is None else tuple(layers)
+    rounds = replay(record, 0, USED)
     info = replace(
         INFO,
         num_layers=record.num_layers,
         exit_layers=looked_at,
-        head_kinds=tuple(
-            "translator" if e in record.exit_layers else "logit-lens" for e in looked_at
+        head_kinds=tuple("translator" if e in fitted else "logit-lens" for e in looked_at),
+        thresholds=USED.exit.thresholds * len(looked_at),
+        options=replace(
+            USED,
+            exit=replace(USED.exit, layers=fitted, threshold=USED.exit.thresholds * len(fitted)),
+            costs=Costs(row=record.cost.rows, head=record.cost.head),
         ),
-        thresholds=tuple(taus.get(e, max(taus.values(), default=1.0)) for e in looked_at),
-        options=resolved,
         prompt_texts=tuple(f"p{n} " for n in range(len(prompt.ids))),
     )
     texts = [text_of(token) for token in prompt.answer]
@@ -221,23 +218,6 @@ def make_trace(
     # the page can show what JSON has no number for
     far = tuple(replace(says, divergence=float("inf")) for says in place.layers[:1])
     return replace(made, places=(replace(place, layers=far + place.layers[1:]), *places))
-
-
-def _resolved(record: Record, options: SpeculationOptions) -> SpeculationOptions:
-    """What `options` come to, as `inspect` has them."""
-    fitted, exits = record.exit_layers, options.exit
-    if fitted:
-        by_layer = spread(exits.thresholds, exits.layers or fitted)
-        used = layers_in_use(fitted, options)
-        exits = replace(
-            exits,
-            layers=used,
-            threshold=tuple(by_layer[layer] for layer in used),
-            max_depth=None,
-            guesses=exits.guesses if options.grows_trees else 1,
-        )
-    cost = record.cost.with_costs(options.costs)
-    return replace(options, exit=exits, costs=Costs(row=cost.rows, head=cost.head))
 
 
 def some_costs(num_layers: int, rows: int) -> MeasuredCosts:

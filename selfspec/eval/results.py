@@ -26,9 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-SIX_TASKS = "six-tasks"
-SPEC_BENCH = "spec-bench"
-SUITES = (SIX_TASKS, SPEC_BENCH)
+SIX_TASKS, SPEC_BENCH = SUITES = ("six-tasks", "spec-bench")
 
 TASKS = ("math", "chat", "QA", "RAG", "summary", "translation")
 """The six groups of Spec-Bench, in the order of our tables."""
@@ -92,13 +90,12 @@ def _file(name: str, questions: str | Path | None) -> Path:
     own = name not in SUITES and (Path(name).suffix == ".jsonl" or Path(name).is_file())
     if not own:
         check_keys([name], SUITES, "suite")
-    if name == SPEC_BENCH:
-        if questions is None:
-            raise InvalidOption("the suite spec-bench is not built in. Give --questions FILE")
-        return Path(questions)
-    if questions is not None:
+    if name != SPEC_BENCH and questions is not None:
         raise InvalidOption(f"{name} and {questions} at once. Leave out --questions")
-    return Path(name) if own else Path(__file__).with_name("six-tasks.jsonl")
+    if name == SPEC_BENCH and questions is None:
+        raise InvalidOption("the suite spec-bench is not built in. Give --questions FILE")
+    found = questions or (name if own else Path(__file__).with_name("six-tasks.jsonl"))
+    return Path(found)
 
 
 def _questions(file: Path) -> Iterator[Question]:
@@ -376,19 +373,18 @@ def speed_up(base: Sequence[float], method: Sequence[float], seed: int = 0) -> S
     """Seconds of both by prompt, the same prompts. Raises ValueError where there are none."""
     import numpy as np
 
+    if len(base) != len(method) or not len(base):
+        raise ValueError(f"{len(base)} and {len(method)} prompts, expected the same and some")
     above, below = np.asarray(base, np.float64), np.asarray(method, np.float64)
-    if above.shape != below.shape or not len(above):
-        raise ValueError(f"{len(above)} and {len(below)} prompts, expected the same and some")
-    ratios = above / below
     low, high = ratio_interval(above, below, seed)
     return SpeedUp(
         ratio=float(above.sum() / below.sum()),
         low=low,
         high=high,
-        mean=float(ratios.mean()),
-        p5=float(np.quantile(ratios, 0.05)),
-        worst=float(ratios.min()),
-        prompts=len(ratios),
+        mean=float((above / below).mean()),
+        p5=float(np.quantile(above / below, 0.05)),
+        worst=float((above / below).min()),
+        prompts=len(above),
     )
 
 

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
@@ -222,28 +221,17 @@ def test_what_the_system_refuses_is_no_bug(
     assert words in capsys.readouterr().err
 
 
-@pytest.fixture
-def interrupts() -> Iterator[list[None]]:
-    """Ctrl-C so far."""
-    yield cli.interrupts
-    cli.interrupts.clear()
-
-
-def test_an_import_that_ctrl_c_broke_is_no_bug_however_late_it_fails(
-    interrupts: list[None], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+def test_what_ctrl_c_broke_is_no_bug_however_late_it_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    """A library may swallow the interrupt while it imports, and miss a name much later."""
+    """A library may swallow the interrupt while it is imported, or miss a name much later."""
     late = ModuleNotFoundError("Could not import module 'PreTrainedModel'")
+    monkeypatch.setattr(facade, "load", lambda **_: cli.interrupts.append(None))
+    try:
+        assert main(["generate", "a"]) == INTERRUPTED
+        assert "selfspec: interrupted" in capsys.readouterr().err
+        assert raised(late, monkeypatch) == INTERRUPTED
+        assert capsys.readouterr().err == "\nselfspec: interrupted\n"
+    finally:
+        cli.interrupts.clear()
     assert raised(late, monkeypatch) == BUG
-    capsys.readouterr()
-    interrupts.append(None)
-    assert raised(late, monkeypatch) == INTERRUPTED
-    assert capsys.readouterr().err == "\nselfspec: interrupted\n"
-
-
-def test_a_ctrl_c_that_a_library_swallowed_ends_it_before_the_first_answer(
-    interrupts: list[None], monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    monkeypatch.setattr(facade, "load", lambda **_: interrupts.append(None))
-    assert main(["generate", "a"]) == INTERRUPTED
-    assert "selfspec: interrupted" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`selfspec trace`, `tune`, `bench` and `env`: what they print, write and refuse."""
+"""`selfspec trace`, `tune`, `bench`, `verify` and `env`: what they print, write and refuse."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from selfspec.errors import ModelNotFound
 from selfspec.eval.bench import METHODS, Method, moved
 from selfspec.hub import models as hub
 from selfspec.visualise.layers import LayerTrace
+from tests.decoding.test_mutants import every_draft_stays
 from tests.models import make_model
 from tests.talks import make_tokenizer
 from tests.traces import long_trace
@@ -259,6 +260,34 @@ def test_a_model_without_heads_is_tuned_for_text_already_seen(
     assert options == SpeculationOptions().updated(found["options"])
     assert main(["tune", *MODEL, *suite, "--exit-layers", "2"]) == 2
     assert "exit layers [2] without exit heads" in capsys.readouterr().err
+
+
+# --- verify
+
+VERIFY = ["verify", *MODEL, "--heads", "logit-lens", "--suite", "suite.jsonl", *SIX]
+
+
+def test_verify_prints_a_line_per_rung_and_a_verdict(workplace: Path, capsys: Capture) -> None:
+    assert main([*VERIFY, "--limit", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[0:10:2]] == [
+        [str(number), "skipped" if number == 5 else "passed"] for number in range(1, 6)
+    ]
+    assert lines[-1].endswith("no draft moves a bit")
+
+
+def test_verify_fails_with_a_planted_bug(
+    workplace: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every_draft_stays(monkeypatch)
+    flags = "--executor generic --limit 1 --rungs 1,2,4,5,6,7 --json"
+    assert main([*VERIFY, *flags.split()]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["passed"] is False
+    assert found["verdict"].startswith("NOT lossless")
+    assert (found["prompts"], found["max_new_tokens"]) == (1, 6)
+    assert found["rungs"][2]["outcome"] == "skipped"
+    assert {rung["outcome"] for rung in found["rungs"]} >= {"passed", "failed"}
 
 
 # --- env

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from selfspec.api import speculator as facade
-from selfspec.cli.base import LOADING, SHARED, SPECULATION, merged
+from selfspec.cli.base import SHARED, merged
 from selfspec.cli.main import main
-from selfspec.config import OPTION_NAMES, SpeculationOptions
+from selfspec.config import SpeculationOptions
 from selfspec.options import Costs, Easd, Exit, GammaTune
 from tests.cli.fakes import FakeSpeculator
 
@@ -30,18 +28,6 @@ def config(tmp_path: Path) -> Written:
         return file
 
     return write
-
-
-def test_help_states_the_defaults_of_the_facade() -> None:
-    defaults = inspect.signature(facade.load).parameters
-    texts = {flag.name: flag.help for flag in LOADING}
-    found = defaults["attn_implementation"].default
-    assert f"{found} (the default)" in texts["attn_implementation"]
-    assert defaults["dtype"].default is None
-    assert "Built in: bfloat16, or float32 where" in texts["dtype"]
-    known = {flag.name: flag.help for flag in SPECULATION}
-    assert known.keys() == set(OPTION_NAMES)
-    assert all(known.values())
 
 
 def test_flags_have_no_defaults_of_their_own_and_reach_who_takes_them(
