@@ -43,7 +43,7 @@ MOST_LINES = {
     "decoding": 5590,
     "training": 4338,
     "eval/": 4333,
-    "eval": 3733,
+    "eval": 3712,
     "cli": 3425,
     "serve": 3165,
     "api": 2518,

@@ -31,7 +31,7 @@ from selfspec.api.text import Prompt
 from selfspec.config import SpeculationOptions
 from selfspec.decoding import decode
 from selfspec.decoding.acceptance import GreedyMatch
-from selfspec.decoding.controllers import DraftController, make_controller
+from selfspec.decoding.controllers import make_controller
 from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.drafters.base import Draft, DraftsFrom, DraftWriter, NoDrafter, PacedDrafter
 from selfspec.decoding.drafters.choice import make_ngram, make_tree
@@ -486,47 +486,29 @@ class _Guesser:
 class _ExitDrafter(PacedDrafter):
     """`drafters.ExitDrafter` on a record."""
 
-    def __init__(
-        self,
-        record: Record,
-        setting: Setting,
-        controller: DraftController,
-        end_tokens: Collection[int],
-    ) -> None:
-        super().__init__(controller, end_tokens)
+    def __init__(self, record: Record, setting: Setting, *paced: Any) -> None:
+        super().__init__(*paced)
         self._record, self._setting = record, setting
 
     def draft(self, state: _State, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
         """Up to min(limit, W_max) tokens; the rows that gave them wait where they left."""
         writer = DraftWriter(self, limit, source=EXIT)
-        node = state.root
+        record, setting, node = self._record, self._setting, state.root
         while writer.room:
             state.schedule.push(1)
-            found = self._first_exit(state.schedule, node, writer.draft)
-            if found is None:
+            asked = zip(setting.layers, setting.columns, setting.thresholds, strict=True)
+            for boundary, (layer, column, tau) in enumerate(asked):
+                state.schedule.advance(boundary)
+                writer.draft.heads += 1
+                confidence = float(record.confidence[node, column, setting.alpha])
+                if confidence >= tau:
+                    writer.add(Choice(int(record.tokens[node, column])), confidence, layer=layer)
+                    node = int(record.children[node, column])
+                    break
+            else:  # a difficult token
                 writer.stop("depth")
                 break
-            layer, token, confidence, node = found
-            writer.add(Choice(token), confidence, layer=layer)
         return ready(writer.draft)
-
-    def _first_exit(
-        self, schedule: Schedule, node: int, draft: Draft
-    ) -> tuple[int, int, float, int] | None:
-        """The first confident layer at a node, its token, how sure it is, and the node behind it.
-
-        None: difficult token. `draft` counts heads.
-        """
-        record, setting = self._record, self._setting
-        asked = zip(setting.layers, setting.columns, setting.thresholds, strict=True)
-        for boundary, (layer, column, tau) in enumerate(asked):
-            schedule.advance(boundary)
-            draft.heads += 1
-            confidence = float(record.confidence[node, column, setting.alpha])
-            if confidence >= tau:
-                token, child = record.tokens[node, column], record.children[node, column]
-                return layer, int(token), confidence, int(child)
-        return None
 
 
 def replay(record: Record, prompt: int, options: SpeculationOptions) -> list[Round]:

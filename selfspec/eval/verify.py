@@ -192,10 +192,8 @@ def _float64(subject: Subject) -> Rung:
         return Rung("skipped", reason)
     exact = speculator_in(subject.speculator, torch.float64)
     compared = compare_texts(exact, subject.cases, _FLOAT64_DRAFTS)
-    if compared.partings:
-        words = f"{compared.equal}. First {compared.partings[0]}"
-        return Rung("failed", words, compared.figures)
-    return Rung("passed", compared.equal, compared.figures)
+    first = "".join(f". First {parting}" for parting in compared.partings[:1])
+    return Rung("failed" if first else "passed", compared.equal + first, compared.figures)
 
 
 def _near_ties(subject: Subject) -> Rung:
@@ -325,10 +323,10 @@ class Bits:
     def rung(self, words: str) -> Rung:
         """Passed if no bit differed."""
         figures = {"positions": self.positions, "differing": self.differing}
-        if self.differing:
-            found = f"{self.differing:,} of {words} differ. First {self.first}"
-            return Rung("failed", found, figures)
-        return Rung("passed", f"{words}: 0 differ", figures)
+        if not self.differing:
+            return Rung("passed", f"{words}: 0 differ", figures)
+        found = f"{self.differing:,} of {words} differ. First {self.first}"
+        return Rung("failed", found, figures)
 
 
 @dataclass(frozen=True)
@@ -579,15 +577,15 @@ class ScriptedDrafter:
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
         """At most min(limit, width) tokens, none of which ran through a layer."""
-        room = max(min(limit, self.width), 0)
-        tokens = self._tokens(state.length - state.pad, room)[:room]
+        room, position = max(min(limit, self.width), 0), state.length - state.pad
+        tokens = self._tokens(self.sequence[position : position + room], room)[:room]
         ended: Ended = "width" if len(tokens) == self.width else "budget"
         return ready(Draft.of(tokens, ended=ended))
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
         """The script stays as it is."""
 
-    def _tokens(self, position: int, count: int) -> list[int]:
+    def _tokens(self, truth: list[int], count: int) -> list[int]:
         raise NotImplementedError
 
     def _number(self, end: int) -> int:
@@ -600,15 +598,14 @@ class ScriptedDrafter:
 class OracleDrafter(ScriptedDrafter):
     """Drafts the known continuation, fewer tokens at its end."""
 
-    def _tokens(self, position: int, count: int) -> list[int]:
-        return self.sequence[position : position + count]
+    def _tokens(self, truth: list[int], count: int) -> list[int]:  # noqa: ARG002  # the base's
+        return truth
 
 
 class WrongDrafter(ScriptedDrafter):
     """Drafts tokens next to the true ones, and junk behind the end of what is known."""
 
-    def _tokens(self, position: int, count: int) -> list[int]:
-        truth = self.sequence[position : position + count]
+    def _tokens(self, truth: list[int], count: int) -> list[int]:
         padded = truth + [0] * (count - len(truth))
         return [(token + 1) % self.vocab_size for token in padded]
 
@@ -616,16 +613,16 @@ class WrongDrafter(ScriptedDrafter):
 class RandomDrafter(ScriptedDrafter):
     """Drafts 0..width random tokens."""
 
-    def _tokens(self, position: int, count: int) -> list[int]:  # noqa: ARG002  # the base's
+    def _tokens(self, truth: list[int], count: int) -> list[int]:  # noqa: ARG002  # the base's
         return self._junk(self._number(count + 1))
 
 
 class MixedDrafter(ScriptedDrafter):
     """Drafts a true prefix of random length, then random tokens up to the full width."""
 
-    def _tokens(self, position: int, count: int) -> list[int]:
-        truth = self.sequence[position : position + self._number(count + 1)]
-        return truth + self._junk(count - len(truth))
+    def _tokens(self, truth: list[int], count: int) -> list[int]:
+        right = truth[: self._number(count + 1)]
+        return right + self._junk(count - len(right))
 
 
 class BranchingDrafter(ScriptedDrafter):
