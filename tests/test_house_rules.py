@@ -38,12 +38,12 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 31533,
+    "tests/": 31523,
     "model": 7103,
     "decoding": 5590,
     "training": 4338,
     "eval/": 4333,
-    "eval": 3712,
+    "eval": 3698,
     "cli": 3425,
     "serve": 3165,
     "api": 2518,

@@ -183,12 +183,9 @@ def tiled(record: Record, places: int) -> Record:
     return replace(
         record,
         prompts=(long,),
-        tokens=np.tile(record.tokens, (copies, 1)),
+        tokens=np.tile(record.tokens, (copies, 1, 1)),
+        chances=np.tile(record.chances, (copies, 1, 1, 1)),
         children=shifted(record.children),
-        confidence=np.tile(record.confidence, (copies, 1, 1)),
-        guesses=np.tile(record.guesses, (copies, 1)),
-        chances=np.tile(record.chances, (copies, 1, 1)),
-        behind=shifted(record.behind),
     )
 
 

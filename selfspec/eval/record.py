@@ -10,7 +10,7 @@ does not know that a draft is wrong and goes on behind it, so the explorer goes 
 
 `replay` gives what a real run gives, field by field, without a model. Controllers, drafts from
 prompt lookup, the never-slower rule and the schedule are the runtime's own; only exit heads are
-followed on paper. Called by `tune` and by the trace's page.
+followed on paper. Called by `tune`.
 """
 
 from __future__ import annotations
@@ -94,17 +94,22 @@ class Record:
     """What the model pays for rows and heads, unless measured."""
     prompts: tuple[PromptInfo, ...]
     tokens: Ints
-    """[N, E] the top-1 token of each exit layer."""
-    confidence: Floats
-    """[N, E, A] its probability after annealing."""
-    children: Ints
-    """[N, E] the node behind that token; NONE where no setting goes on."""
-    guesses: Ints
-    """[N, G] the best tokens of exit layer 0, for trees; G is 0 where it was not recorded."""
+    """[N, E, G] the best tokens of each exit layer; G is 1 unless exit layer 0 may make trees. NONE
+    fills the rows of other layers."""
     chances: Floats
-    """[N, A, G] their probabilities after annealing, falling."""
-    behind: Ints
-    """[N, G] the node behind each; NONE where no tree goes on."""
+    """[N, E, A, G] their probabilities after annealing, falling."""
+    children: Ints
+    """[N, E, G] the node behind each; NONE where no setting goes on."""
+
+    @property
+    def guesses(self) -> int:
+        """G: more than one make trees."""
+        return self.tokens.shape[-1]
+
+    @property
+    def confidence(self) -> Floats:
+        """[N, E, A] the probability of the best token."""
+        return self.chances[..., 0]
 
     @cached_property
     def answers(self) -> Ints:
@@ -120,7 +125,7 @@ class Record:
     def widest(self) -> int:
         """Rows of a verification at most, under settings that are tried on it."""
         chain = self.max_draft_tokens + 1
-        return max(chain, Exit().max_rows) if self.guesses.shape[-1] else chain
+        return max(chain, Exit().max_rows) if self.guesses > 1 else chain
 
     @property
     def mean_context(self) -> int:
@@ -147,14 +152,11 @@ class _Said(NamedTuple):
 
 
 class _Node(NamedTuple):
-    """A row of a Record's arrays; what lies behind it is entered later."""
+    """A row of a Record's arrays, by exit layer; what lies behind it is entered later."""
 
-    tokens: list[int]
-    confidence: list[list[float]]
-    children: list[int]
-    guesses: list[int]
-    chances: list[list[float]]
-    behind: list[int]
+    tokens: list[list[int]]
+    chances: list[list[list[float]]]
+    children: list[list[int]]
 
 
 @dataclass
@@ -189,10 +191,10 @@ class Explorer:
         if place > 0 and not self.heads.reads_deep:
             # the right drafts of the place before lead to this place's root
             last = nodes[self.roots[-1]]
-            for tokens, behind in ((last.tokens, last.children), (last.guesses, last.behind)):
-                for column, token in enumerate(tokens):
+            for tokens, children in zip(last.tokens, last.children, strict=True):
+                for rank, token in enumerate(tokens):
                     if token == self.answer[place]:
-                        behind[column] = root
+                        children[rank] = root
         self.roots.append(root)
         return ready(Draft())
 
@@ -214,42 +216,27 @@ class Explorer:
         replayed goes on: no threshold lets a draft leave, no tree asks behind it. `paths`: what
         exit layer 0 gives the way to here, by alpha.
         """
-        nodes, trees = self.recorder.nodes, self.recorder.trees
-        held, index = state.lease.length(0), len(nodes)
+        nodes, held, index = self.recorder.nodes, state.lease.length(0), len(self.recorder.nodes)
         said = self._ask(state, token, deep)
-        confidence = [[chances[0] for chances in entry.chances] for entry in said]
-        guesses = said[0].tokens if trees else []
-        node = _Node(
-            tokens=[entry.tokens[0] for entry in said],
-            confidence=confidence,
-            children=[NONE] * len(said),
-            guesses=guesses,
-            chances=said[0].chances if trees else [[] for _ in self.judges],
-            behind=[NONE] * len(guesses),
+        children = [[NONE] * len(entry.tokens) for entry in said]
+        nodes.append(
+            _Node([entry.tokens for entry in said], [entry.chances for entry in said], children)
         )
-        nodes.append(node)
         found: dict[tuple[int, int], int] = {}
-
-        def follow(column: int, rank: int, paths: Sequence[float]) -> int:
-            draft = said[column].tokens[rank]
-            if room == 1 or draft == right or draft in self.end_tokens:
-                return NONE
-            branch = (column if self.heads.reads_deep else 0, draft)
-            if branch not in found:
-                features = said[column].features
-                found[branch] = self._look(state, draft, features, room - 1, None, paths)
-            return found[branch]
-
-        def ways(rank: int) -> list[float]:
-            return [path * by[rank] for path, by in zip(paths, said[0].chances, strict=True)]
-
-        for rank in range(len(guesses)):
-            if max(ways(rank)) >= LEAST_SAID:
-                node.behind[rank] = follow(0, rank, ways(rank))
-        for column, sure in enumerate(confidence):
-            if max(sure) >= self.recorder.threshold:
-                on = ways(0) if trees and column == 0 else [0.0] * len(paths)
-                node.children[column] = follow(column, 0, on)
+        for column, entry in enumerate(said):
+            for rank, draft in enumerate(entry.tokens):
+                chances = [by[rank] for by in entry.chances]
+                on = [0.0] * len(paths)
+                if self.recorder.trees and column == 0:
+                    on = [path * chance for path, chance in zip(paths, chances, strict=True)]
+                taken = rank == 0 and max(chances) >= self.recorder.threshold
+                ends = room == 1 or draft == right or draft in self.end_tokens
+                if ends or not (taken or max(on) >= LEAST_SAID):
+                    continue
+                branch = (column if self.heads.reads_deep else 0, draft)
+                if branch not in found:
+                    found[branch] = self._look(state, draft, entry.features, room - 1, None, on)
+                children[column][rank] = found[branch]
         state.lease.truncate(held)
         return index
 
@@ -364,13 +351,14 @@ class Recorder:
     def record(self) -> Record:
         """Everything so far."""
         backbone, alphas = self._speculator.backbone, tuple(self._options.anneal_strengths)
-        layers, strengths = len(self._layers), len(alphas)
-        guesses = max((len(node.guesses) for node in self.nodes), default=0)
-
-        def by_node(name: str, kind: type[np.generic], *shape: int) -> Any:
-            values = [getattr(node, name) for node in self.nodes]
-            return np.array(values, kind).reshape(len(values), *shape)  # where there are none, too
-
+        shape = len(self.nodes), len(self._layers), len(alphas), GUESSES if self.trees else 1
+        tokens, children = (np.full((*shape[:2], shape[3]), NONE, np.int32) for _ in range(2))
+        chances = np.zeros(shape, np.float32)
+        for index, node in enumerate(self.nodes):
+            for column, said in enumerate(node.tokens):
+                tokens[index, column, : len(said)] = said
+                chances[index, column, :, : len(said)] = node.chances[column]
+                children[index, column, : len(said)] = node.children[column]
         return Record(
             num_layers=backbone.num_layers,
             exit_layers=tuple(self._layers),
@@ -379,12 +367,9 @@ class Recorder:
             max_draft_tokens=self.drafts,
             cost=DraftCost.for_model(backbone).with_costs(self._speculator.options.costs),
             prompts=tuple(self._prompts),
-            tokens=by_node("tokens", np.int32, layers),
-            confidence=by_node("confidence", np.float32, layers, strengths),
-            children=by_node("children", np.int32, layers),
-            guesses=by_node("guesses", np.int32, guesses),
-            chances=by_node("chances", np.float32, strengths, guesses),
-            behind=by_node("behind", np.int32, guesses),
+            tokens=tokens,
+            chances=chances,
+            children=children,
         )
 
 
@@ -425,7 +410,7 @@ class Setting(NamedTuple):
             columns=tuple(map(fitted.index, used)),
             thresholds=thresholds,
             alpha=record.anneal_strengths.index(own.anneal_strength),
-            guesses=own.guesses if options.grows_trees and record.guesses.size else 1,
+            guesses=own.guesses if options.grows_trees and record.guesses > 1 else 1,
         )
 
 
@@ -471,16 +456,16 @@ class _Guesser:
     def _node(self, draft: Draft, index: int) -> int:
         if index not in self._nodes:
             parent = self._nodes[draft.proposed[index].parent]
-            rank = self._record.guesses[parent].tolist().index(draft.proposed[index].token)
-            self._nodes[index] = int(self._record.behind[parent, rank])
+            rank = self._record.tokens[parent, 0].tolist().index(draft.proposed[index].token)
+            self._nodes[index] = int(self._record.children[parent, 0, rank])
         return self._nodes[index]
 
     def _guesses(self, node: int) -> Known:
         record, setting = self._record, self._setting
-        chances = record.chances[node, setting.alpha, : setting.guesses].tolist()
-        if not chances or chances[0] < setting.thresholds[0]:
+        chances = record.chances[node, 0, setting.alpha, : setting.guesses].tolist()
+        if chances[0] < setting.thresholds[0]:
             return Known([], [])
-        return Known(record.guesses[node, : setting.guesses].tolist(), chances)
+        return Known(record.tokens[node, 0, : setting.guesses].tolist(), chances)
 
 
 class _ExitDrafter(PacedDrafter):
@@ -502,8 +487,9 @@ class _ExitDrafter(PacedDrafter):
                 writer.draft.heads += 1
                 confidence = float(record.confidence[node, column, setting.alpha])
                 if confidence >= tau:
-                    writer.add(Choice(int(record.tokens[node, column])), confidence, layer=layer)
-                    node = int(record.children[node, column])
+                    token = int(record.tokens[node, column, 0])
+                    writer.add(Choice(token), confidence, layer=layer)
+                    node = int(record.children[node, column, 0])
                     break
             else:  # a difficult token
                 writer.stop("depth")

@@ -242,7 +242,7 @@ def _exits(
     """At a round's first place and behind a draft that was right; each [C, P], for taus [C, E]."""
     columns = [record.exit_layers.index(layer) for layer in layers]
     confidence = record.confidence[:, columns, record.anneal_strengths.index(alpha)]
-    tokens, children = record.tokens[:, columns], record.children[:, columns]
+    tokens, children = record.tokens[:, columns, 0], record.children[:, columns, 0]
     asked = np.flatnonzero(record.roots != NONE)  # [T]
     ends = np.cumsum([len(entry.answer) for entry in record.prompts])
     prompts = np.eye(len(ends))[np.searchsorted(ends, asked, side="right")]  # [T, P]
@@ -290,7 +290,7 @@ def _to_follow(
 
 def _trees(record: Record, rows: int) -> list[Exit]:
     """Trees of exit layer 0, where it was recorded; costs say how wide they are, up to `rows`."""
-    if not record.guesses.shape[-1]:
+    if record.guesses == 1:
         return []
     return [
         Exit(
@@ -298,7 +298,7 @@ def _trees(record: Record, rows: int) -> list[Exit]:
             threshold=record.min_threshold,
             anneal_strength=alpha,
             max_tokens=min(_LONGEST_PATH, record.max_draft_tokens),
-            guesses=record.guesses.shape[-1],
+            guesses=record.guesses,
             max_rows=min(Exit().max_rows, rows),
         )
         for alpha in record.anneal_strengths[:2]
