@@ -28,9 +28,8 @@ from selfspec.api.text import Prompt
 from selfspec.decoding.measure import measure
 from selfspec.decoding.stats import Stopwatch
 from selfspec.errors import InvalidData, InvalidOption
-from selfspec.eval import tune
-from selfspec.eval.record import Recorder
 from selfspec.eval.results import RecordOptions, SpeedUp, load_suite, speed_up, spread
+from selfspec.eval.tune import Recorder, tune
 from selfspec.heads import known
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.folder import is_heads_folder
@@ -658,7 +657,7 @@ class _Adaptation:
         costs = measure(
             speculator.backbone, speculator.heads, rows=record.widest, context=record.mean_context
         )
-        found = tune.tune(
+        found = tune(
             record,
             costs,
             lambda done, total, words: self._say(f"tuning: {done:,} of {total:,} settings {words}"),

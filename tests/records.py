@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from selfspec.api.speculator import Speculator, wrap
-from selfspec.eval.record import Record, Recorder
 from selfspec.eval.results import RecordOptions
+from selfspec.eval.tune import Record, Recorder
 from selfspec.model.backbone import Backbone
 from tests.models import make_model, random_ids
 from tests.talks import make_talks

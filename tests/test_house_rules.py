@@ -38,13 +38,13 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 31523,
+    "tests/": 31529,
     "model": 7103,
     "decoding": 5590,
     "training": 4338,
     "eval/": 4333,
-    "eval": 3698,
-    "cli": 3425,
+    "eval": 3671,
+    "cli": 3424,
     "serve": 3165,
     "api": 2518,
     "heads": 1898,

@@ -12,7 +12,7 @@ import numpy as np
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.costs import MeasuredCosts
 from selfspec.decoding.stats import Round
-from selfspec.eval.record import Record, replay
+from selfspec.eval.tune import Record, replay
 from selfspec.options import Costs, Exit
 from selfspec.visualise.layers import Kind, LayerSays, LayerTrace, Place, TraceInfo
 

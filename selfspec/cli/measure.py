@@ -175,7 +175,6 @@ def tune(*, as_json: base.AsJson = False, asked: Asked) -> None:
     questions = suite_of(asked, _QUESTIONS)
     from selfspec.api import tuned
     from selfspec.decoding.measure import measure
-    from selfspec.eval import record as recording
     from selfspec.eval import tune as choosing
 
     choosing.require_two(len(questions))
@@ -187,7 +186,7 @@ def tune(*, as_json: base.AsJson = False, asked: Asked) -> None:
         base.emit("".join(gone) or nothing)
         return
     with base.bar("record", "questions") as show:
-        record = recording.record(speculator, questions, options, show)
+        record = choosing.record(speculator, questions, options, show)
     costs = measure(backbone, heads, rows=record.widest, context=record.mean_context)
     with base.bar("replay", "settings") as show:
         found = choosing.tune(record, costs, show, asked.get("objective", "speed"))

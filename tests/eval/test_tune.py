@@ -19,13 +19,19 @@ from selfspec.decoding.costs import Exits, MeasuredCosts, expected
 from selfspec.decoding.drafters.trees import LEAST_SAID
 from selfspec.decoding.stats import Round
 from selfspec.errors import HeadsNotFound, InvalidOption
-from selfspec.eval.record import GUESSES, NONE, Record, Recorder, Setting, record, replay
 from selfspec.eval.results import Question, RecordOptions
 from selfspec.eval.tune import (
+    GUESSES,
+    NONE,
+    Record,
+    Recorder,
+    Setting,
     Tuned,
     cross_validated,
     folds,
     plain_seconds,
+    record,
+    replay,
     score,
     screened,
     thresholds,

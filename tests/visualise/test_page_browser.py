@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from selfspec.eval.record import Record
+from selfspec.eval.tune import Record
 from selfspec.visualise.layers import LayerTrace, gain, rejected, visible
 from selfspec.visualise.page import render
 from tests.browsers import (  # noqa: F401  # fixtures
