@@ -18,7 +18,6 @@ import os
 import re
 import shlex
 import sys
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -163,10 +162,8 @@ def option_flags(options: type, names: Iterable[str] | None = None) -> tuple[Fla
     for name in names or [entry.name for entry in fields(options)]:
         default, hint, text, metavar = getattr(built_in, name), hints[name], texts[name], None
         if name in PARTS:
-            hint, metavar = (
-                str | dict,
-                "KEY=VALUE,.." if "" in PARTS[name] else "KIND[:KEY=VALUE,..]",
-            )
+            hint = str | dict
+            metavar = "KEY=VALUE,.." if "" in PARTS[name] else "KIND[:KEY=VALUE,..]"
         if isinstance(default, Part):
             default = default.kind if default.kind != name else None
         if default is not None and hint is not bool:
@@ -487,13 +484,16 @@ def answering(asked: Asked) -> Asked:
 
 
 def load(asked: Asked) -> Speculator:
-    """The speculator that the flags ask for; this is where torch is imported."""
+    """The speculator that the flags ask for; this is where torch is imported.
+
+    On a terminal a line says what is done, until another is written or loading ends.
+    """
     check_model(asked)
-    with loading(asked.get("model", "the default model")) as doing:
-        doing.append("importing torch and transformers")
+    doing = f"loading {asked.get('model', 'the default model')}: "
+    with _status(f"{doing}importing torch and transformers") as say:
         from selfspec.api import speculator
 
-        doing.append("reading and checking it")
+        say(f"{doing}reading and checking it")
         loaded = speculator.load(**picked(asked, LOADING), **picked(asked, SPECULATION))
     if interrupts:  # and swallowed on the way
         raise KeyboardInterrupt
@@ -501,29 +501,23 @@ def load(asked: Asked) -> Speculator:
 
 
 @contextlib.contextmanager
-def loading(name: str) -> Iterator[list[str]]:
-    """On a terminal, what is done to load `name`: the list's last entry, shown once a second.
+def _status(doing: str) -> Iterator[Callable[[str], None]]:
+    if not sys.stderr.isatty() or logging.getLogger("selfspec").level == logging.ERROR:
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
 
-    The line goes when another is written, or loading ends.
-    """
-    doing, ended = [""], threading.Event()
-
-    def show() -> None:
-        while not ended.wait(1.0):
-            sys.stderr.write(f"{_ERASE}loading {name}: {doing[-1]} ...")
-            sys.stderr.flush()
-
-    shown = sys.stderr.isatty() and logging.getLogger("selfspec").level != logging.ERROR
-    thread = threading.Thread(target=show, daemon=True)
-    if shown:
-        thread.start()
-    try:
-        yield doing
-    finally:
-        ended.set()
-        if shown:
-            thread.join()
-            sys.stderr.write(_ERASE)
+    with Live(
+        Text(doing),
+        console=Console(stderr=True),
+        refresh_per_second=1,
+        transient=True,
+        redirect_stdout=False,  # downloads have bars of their own
+        redirect_stderr=False,
+    ) as line:
+        yield lambda doing: line.update(Text(doing))
 
 
 def check_template(asked: Asked, command: str = "generate") -> None:

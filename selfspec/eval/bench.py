@@ -235,20 +235,17 @@ METHODS = {
     "speculation": Method(
         "SpecBound on our runtime, with the settings of the heads", _only(**EXIT)
     ),
-    "ngram": Method("prompt lookup on our runtime", _only(drafter="ngram")),
-    "ngram+exit": Method("prompt lookup, else speculation", _only(drafter="ngram+exit")),
-    "ngram+successors": Method(
-        "prompt lookup, and successors of verified tokens (Token Recycling)",
-        _only(drafter="ngram+successors"),
-    ),
-    "rest": Method(
-        "what follows the same tokens in a datastore (REST) on our runtime", _only(drafter="rest")
-    ),
-    "ngram+rest": Method("prompt lookup, and a datastore (REST)", _only(drafter="ngram+rest")),
-    "lookahead": Method(
-        "lookahead decoding (Fu et al. 2024) on our runtime, N, W, G = 3, 2, 2",
-        _only(drafter="lookahead"),
-    ),
+    **{
+        name: Method(f"{source}, on our runtime", _only(drafter=name))
+        for name, source in (
+            ("ngram", "prompt lookup"),
+            ("ngram+exit", "prompt lookup, else speculation"),
+            ("ngram+successors", "prompt lookup, and successors of tokens (Token Recycling)"),
+            ("rest", "what follows the same tokens in a datastore (REST)"),
+            ("ngram+rest", "prompt lookup, and a datastore (REST)"),
+            ("lookahead", "lookahead decoding (Fu et al. 2024), N, W, G = 3, 2, 2"),
+        )
+    },
     "lookahead-5-7-7": Method(
         "lookahead decoding as its project has it: N, W, G = 5, 7, 7, and no pauses",
         _only(drafter="lookahead:level=5,window=7,guesses=7", never_slower=False),
