@@ -640,16 +640,3 @@ def test_a_sweep_moves_one_option_at_a_time_of_exit_heads_whatever_the_defaults_
         assert entries[0].setting["drafter"] == "exit:threshold=0.3"
     with pytest.raises(InvalidOption, match="exit:max_depth 3 is not among"):
         swept(speculator, moves("exit.max_depth=3"))
-
-
-def test_the_record_says_what_a_method_is_and_what_it_was_chosen_from(
-    speculator: Speculator,
-) -> None:
-    grid = candidates(speculator, ["plain", "prompt-lookup"])
-    best = replace(grid["prompt-lookup"][1], label="prompt-lookup")
-    found = described([grid["plain"][0], best], grid)
-    assert found["prompt-lookup"]["setting"] == {"prompt_lookup_num_tokens": 4}
-    assert len(found["prompt-lookup"]["chosen_from"]) == 3
-    (label,) = set(found) - {"prompt-lookup"}
-    assert label == "plain(speculate=False)"
-    assert found[label]["chosen_from"] == []

@@ -71,8 +71,9 @@ SHORTLIST = 8
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fewer settings are replayed, which takes most of the time."""
+    """Fewer settings are screened and replayed, which takes most of the time."""
     monkeypatch.setattr("selfspec.eval.tune._SHORTLIST", SHORTLIST)
+    monkeypatch.setattr("selfspec.eval.tune._SHARES", (0.05, 0.35, 1.0))
 
 
 def unseen(done: int, total: int, words: str) -> None:
@@ -141,7 +142,7 @@ def test_thresholds_are_quantiles_of_what_was_recorded_and_never_below_the_floor
 def test_every_candidate_can_be_replayed_and_widths_are_neighbours() -> None:
     record = recorded("translator").record
     found = screening()[0]
-    assert len(found) == len(set(found)) > 1000
+    assert len(found) == len(set(found)) > 500
     assert {len(setting.exit.layers or ()) for setting in found} == {1, 2}
     assert [setting.exit.max_tokens for setting in found[:8]] == [1, 2, 3, 4, 1, 2, 3, 4]
     for setting in found[:: len(found) // 50]:
@@ -343,7 +344,7 @@ def test_random_settings_replay_as_they_run(
 ) -> None:
     # else a whole answer is a first pause
     monkeypatch.setattr("selfspec.decoding.drafters.trees.DEAR", 100.0)
-    record, speculator = recorded(kind)
+    record, speculator = recorded(kind).record, recorded(kind).speculator
     trees, runs = 0 in record.exit_layers, []
     for seed in range(SEEDS):
         options = random_setting(record, seed, drafter, trees=trees and seed % 2 == 0)
@@ -374,16 +375,16 @@ def test_random_settings_replay_as_they_run(
 
 @pytest.mark.parametrize("drafter", ["none", "exit"])
 def test_plain_decoding_is_replayed_too(drafter: str) -> None:
-    record, speculator = recorded("translator")
+    of = recorded("translator")
     options = SpeculationOptions(drafter=drafter, speculate=drafter != "exit")
-    expected = real_rounds(speculator, random_ids(5, 0), NEW_TOKENS, options)
-    assert replay(record, 0, options) == expected
+    expected = real_rounds(of.speculator, random_ids(5, 0), NEW_TOKENS, options)
+    assert replay(of.record, 0, options) == expected
 
 
 def test_where_a_model_runs_no_trees_chains_are_recorded_and_replayed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    _, speculator = recorded("deep-fused-0")
+    speculator = recorded("deep-fused-0").speculator
     monkeypatch.setattr(Backbone, "runs_trees", False)
     recorder = Recorder(speculator, OPTIONS)
     recorder.prompt(random_ids(5, 1), "1")
@@ -413,7 +414,7 @@ def test_where_a_model_runs_no_trees_chains_are_recorded_and_replayed(
     ids=str,
 )
 def test_what_was_not_recorded_is_refused(changes: dict[str, object]) -> None:
-    record, _ = recorded("translator")
+    record = recorded("translator").record
     options = SpeculationOptions(exit=Exit(anneal_strength=0.5, max_tokens=4)).updated(changes)
     with pytest.raises(InvalidOption):
         replay(record, 0, options)
@@ -438,7 +439,7 @@ def test_the_default_model_replays_as_it_runs(default: Speculator, new_tokens: i
 @pytest.mark.parametrize("kind", ["translator", "deep-fused"])
 def test_branches_are_followed_as_far_as_a_setting_may_go(kind: str) -> None:
     """A child where the draft may be taken and another may follow; a tree no deeper than W_max."""
-    found, _ = recorded(kind)
+    found = recorded(kind).record
     assert found.guesses == (GUESSES if kind == "deep-fused" else 1)
     truth = {int(r): int(t) for r, t in zip(found.roots, found.answers[1:], strict=False)}
     truth.pop(NONE)
@@ -459,7 +460,7 @@ def test_branches_are_followed_as_far_as_a_setting_may_go(kind: str) -> None:
 
 
 def test_confidence_falls_with_alpha_and_layers_of_one_mind_share_a_branch() -> None:
-    found, _ = recorded("translator")
+    found = recorded("translator").record
     assert (np.diff(found.confidence, axis=-1) <= 0).all()
     shared = [
         (tokens[a] == tokens[b], children[a] == children[b])
