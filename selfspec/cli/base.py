@@ -634,13 +634,9 @@ def note(text: str) -> None:
     typer.echo(text, err=True)
 
 
-_LONGEST_LINE = 2000  # characters of an error: a name or a value in it may be of any length
-
-
 def complain(error: SelfspecError | str) -> None:
     """Write an error as its one line, without what would move a terminal's cursor."""
-    line = " ".join(str(error).split())
-    line = line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]} …"
+    line = " ".join(str(SelfspecError(str(error))).split())  # which is of a bounded length
     note("selfspec: error: " + "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))
 
 
