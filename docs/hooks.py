@@ -23,9 +23,9 @@ import typer
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from selfspec.cli.base import PARTS, docstrings, part_settings
+from selfspec.cli.base import docstrings, part_settings
 from selfspec.cli.main import app, main
-from selfspec.options import Part
+from selfspec.options import PARTS, Part
 
 ROOT = Path(__file__).parents[1]
 TRACES = ROOT / "docs" / "gallery"

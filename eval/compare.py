@@ -18,10 +18,9 @@ import typer
 from eval import lab
 from selfspec.errors import InvalidOption
 from selfspec.eval import report
-from selfspec.eval.methods import Contender, described
-from selfspec.eval.options import BenchOptions
+from selfspec.eval.bench import Contender, described
 from selfspec.eval.report import frame_of, seconds_by_prompt, summarise
-from selfspec.eval.results import SIX_TASKS, speed_up
+from selfspec.eval.results import SIX_TASKS, BenchOptions, speed_up
 from selfspec.files import write
 
 

@@ -50,8 +50,8 @@ from selfspec.decoding.measure import Clock, quick_costs, step_speed
 from selfspec.decoding.stats import GenerationStats
 from selfspec.errors import InvalidData, ModelNotFound, first_line
 from selfspec.eval import concurrency, verify
-from selfspec.eval.methods import endless
-from selfspec.eval.scripted import WrongDrafter, greedy_request
+from selfspec.eval.bench import endless
+from selfspec.eval.verify import WrongDrafter, greedy_request
 from selfspec.files import write
 from selfspec.hub.models import default_model_file, load_model
 from selfspec.model.cuda_graph import Capture, Work, graph_capture, uncaptured

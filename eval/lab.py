@@ -21,12 +21,11 @@ from selfspec.cli.base import bar
 from selfspec.cli.measure import machine
 from selfspec.errors import InvalidOption, SelfspecError
 from selfspec.eval import report
-from selfspec.eval.bench import Bench
-from selfspec.eval.methods import Contender
-from selfspec.eval.options import BenchOptions
+from selfspec.eval.bench import Bench, Contender
 from selfspec.eval.results import (
     ANSWERS,
     Answer,
+    BenchOptions,
     Question,
     failures,
     load_suite,

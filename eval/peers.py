@@ -31,8 +31,7 @@ from torch import Tensor
 import selfspec
 from eval import lab
 from selfspec.api.text import encode
-from selfspec.eval.bench import Arrivals
-from selfspec.eval.methods import METHODS, endless
+from selfspec.eval.bench import METHODS, Arrivals, endless
 from selfspec.eval.results import SIX_TASKS, Question, load_suite
 from selfspec.files import write
 from selfspec.hub.models import default_model_file

@@ -45,8 +45,7 @@ from selfspec.api.speculator import Speculator
 from selfspec.api.text import TextDecoder, encode
 from selfspec.cli.main import main as selfspec
 from selfspec.errors import InvalidOption
-from selfspec.eval.bench import Arrivals
-from selfspec.eval.methods import METHODS
+from selfspec.eval.bench import METHODS, Arrivals
 from selfspec.files import write
 from selfspec.model.weights import keep_numbers
 from selfspec.pages.palette import TONES

@@ -28,10 +28,8 @@ from selfspec.api.text import Prompt
 from selfspec.decoding.measure import measure
 from selfspec.decoding.stats import Stopwatch
 from selfspec.errors import InvalidData, InvalidOption
-from selfspec.eval import tune
-from selfspec.eval.options import RecordOptions, TuneOptions
-from selfspec.eval.record import Recorder
-from selfspec.eval.results import SpeedUp, load_suite, speed_up, spread
+from selfspec.eval.results import RecordOptions, SpeedUp, load_suite, speed_up, spread
+from selfspec.eval.tune import Recorder, tune
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.folder import is_heads_folder, remember
 from selfspec.hub import models as hub
@@ -616,10 +614,9 @@ class _Adaptation:
             recorder.prompt(prompt, str(number))
         record = recorder.record()
         costs = measure(backbone, heads, rows=record.widest, context=record.mean_context)
-        found = tune.tune(
+        found = tune(
             record,
             costs,
-            TuneOptions(),
             lambda done, total, words: self._say(f"tuning: {done:,} of {total:,} settings {words}"),
         )
         kept = asdict(found) | {"costs": asdict(costs)}

@@ -114,15 +114,11 @@ class SpeculationOptions:
         check_keys([self.drafter], TOGETHER, "drafter")
         if self.require_lossless and self.loss is not None:
             raise InvalidOption(f"{self.loss} is lossy, but require_lossless is set. Leave one out")
-        if self.pinned:
-            self._check_rows()
-
-    def _check_rows(self) -> None:
         needed = {f"{kind}:max_tokens": width for kind, width in self.widths.items()}
         if isinstance(self.controller, Bounded):
             needed[f"{self.controller.kind}:shortest"] = self.controller.shortest
         for name, width in needed.items():
-            if self.pinned_rows <= width:
+            if self.pinned and self.pinned_rows <= width:
                 raise InvalidOption(
                     f"pinned_rows is {self.pinned_rows}, but {name} {width} needs at least "
                     f"{width + 1} rows. Raise the one or lower the other"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from selfspec.errors import InvalidOption
-from selfspec.typed import annotations_of, check_keys, check_types, described, fits, shown
+from selfspec.typed import annotations_of, check_keys, described, fits, shown
 
 # --- what all share -------------------------------------------------------------------------------
 
@@ -80,7 +80,8 @@ def check_fields(options: Any, prefix: str = "") -> None:
     hints, limits = annotations_of(kind), ranges(kind)
     for entry in fields(kind):
         name, value = f"{prefix}{entry.name}", getattr(options, entry.name)
-        check_types({name: value}, {name: hints[entry.name]})
+        if not fits(value, hint := hints[entry.name]):
+            raise InvalidOption(f"{name} is {shown(value)}, expected {described(hint)}")
         limit = limits.get(entry.name)
         every = value if isinstance(value, tuple) and not (limit and limit.whole) else (value,)
         if limit and not every:
@@ -165,9 +166,8 @@ class Exit(Part, kind="exit"):
     """Rows of a tree's verification at most, with the newest token's."""
 
     def __post_init__(self) -> None:
-        """Keep one threshold as a number: it is for all layers. Raises InvalidOption."""
         super().__post_init__()
-        if isinstance(self.threshold, tuple) and len(self.threshold) == 1:
+        if isinstance(self.threshold, tuple) and len(self.threshold) == 1:  # it is for all layers
             object.__setattr__(self, "threshold", self.threshold[0])
 
     @property
@@ -277,7 +277,6 @@ class Skip(Part, kind="skip"):
     """Draft tokens per round at most (W_max), or where a controller starts."""
 
     def __post_init__(self) -> None:
-        """Keep layers as they rise, each once. Raises InvalidOption."""
         super().__post_init__()
         if self.skipped is not None:
             object.__setattr__(self, "skipped", tuple(sorted(set(self.skipped))))
@@ -415,7 +414,6 @@ Controller = Fixed | Threshold | Heuristic | GammaTune | CmAsdLength
 CONTROLLERS: dict[str, type[Controller]] = {
     one.kind: one for one in (Fixed, Heuristic, Threshold, GammaTune, GammaTunePlus, CmAsdLength)
 }
-"""Controllers by name."""
 
 
 # --- acceptance rules: what decides how many drafts stay ------------------------------------------
@@ -481,8 +479,6 @@ Acceptance = Lossless | Lenient | CmAsd | Easd
 ACCEPTANCE: dict[str, type[Acceptance]] = {
     one.kind: one for one in (Lossless, Lenient, CmAsd, Easd)
 }
-"""Acceptance rules by name."""
-
 
 Kinds = Mapping[str, type[Part]]
 
@@ -514,6 +510,10 @@ class Costs(Part, kind="costs"):
     def rows(self) -> tuple[float, ...] | None:
         """`row` as a tuple; the last value holds for all rows beyond."""
         return self.row if self.row is None or isinstance(self.row, tuple) else (self.row,)
+
+
+PARTS: dict[str, Kinds] = {**KINDS, "costs": {"": Costs}}
+"""All options that have settings of their own; costs are of one kind, which has no name."""
 
 
 # --- values from text, YAML and JSON, as a type hint wants them -----------------------------------
@@ -651,21 +651,20 @@ def _entries(group: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _named(kind: str, settings: Any) -> dict[str, Any]:
-    """Settings by name: of text, a mapping, or nothing. Raises InvalidOption."""
-    values = _pairs(kind, settings) if isinstance(settings, str) else settings or {}
+    """Settings by name: of `KEY=VALUE,..`, a mapping, or nothing.
+
+    Raises InvalidOption for anything else, and for a key given twice.
+    """
+    values: Any = settings or {}
+    if isinstance(settings, str):
+        values = {}
+        for entry in settings.split(","):
+            name, equals, value = (piece.strip() for piece in entry.partition("="))
+            if not equals or not name:
+                raise InvalidOption(f"{kind} is followed by {shown(entry)}, expected KEY=VALUE,..")
+            if name in values:
+                raise InvalidOption(f"{kind}:{name} is given twice. Leave one out")
+            values[name] = value
     if not isinstance(values, Mapping):
         raise InvalidOption(f"{kind} is {shown(settings)}, expected KEY=VALUE,.. or a mapping")
     return {str(name).strip().replace("-", "_"): value for name, value in values.items()}
-
-
-def _pairs(kind: str, said: str) -> dict[str, str]:
-    """`KEY=VALUE,..` by key. Raises InvalidOption for anything else, and for a key given twice."""
-    values: dict[str, str] = {}
-    for entry in said.split(","):
-        name, equals, value = (piece.strip() for piece in entry.partition("="))
-        if not equals or not name:
-            raise InvalidOption(f"{kind} is followed by {shown(entry)}, expected KEY=VALUE,..")
-        if name in values:
-            raise InvalidOption(f"{kind}:{name} is given twice. Leave one out")
-        values[name] = value
-    return values

@@ -49,14 +49,15 @@ from selfspec.decoding.measure import PassShape
 from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState, Drafter, NoDrafter
 from selfspec.decoding.stats import Round, Stopwatch
-from selfspec.eval.scripted import (
+from selfspec.eval.results import block_logits
+from selfspec.eval.verify import (
     MixedDrafter,
     OracleDrafter,
     RandomDrafter,
     Recorder,
     WrongDrafter,
+    hugging_face,
 )
-from selfspec.eval.verify import block_logits, hugging_face
 from selfspec.heads.attending import AttendingConfig, AttendingHeads, unfilled
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig, logit_lens
 from selfspec.heads.folder import MEDUSA

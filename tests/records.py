@@ -6,14 +6,15 @@ are often right; some answers end by themselves.
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
 
 import torch
 
 from selfspec.api.speculator import Speculator, wrap
-from selfspec.eval.options import RecordOptions
-from selfspec.eval.record import Record, Recorder
+from selfspec.eval.results import RecordOptions
+from selfspec.eval.tune import Record, Recorder
 from selfspec.model.backbone import Backbone
 from tests.models import make_model, random_ids
 from tests.talks import make_talks
@@ -37,11 +38,19 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-class Recorded(NamedTuple):
-    """A record, and what it was made of."""
+@dataclass(frozen=True)
+class Recorded:
+    """A record, and what it is made of."""
 
-    record: Record
     speculator: Speculator
+
+    @cached_property
+    def record(self) -> Record:
+        """Made where it is asked for: the trees of `deep-fused` take their time."""
+        recorder = Recorder(self.speculator, OPTIONS)
+        for seed in PROMPTS:
+            recorder.prompt(random_ids(5, seed), str(seed))
+        return recorder.record()
 
 
 @cache
@@ -53,8 +62,4 @@ def recorded(kind: str) -> Recorded:
     heads.config.temperatures.update({str(layer): 1.3 for layer in heads.config.exit_layers[1:]})
     plain = wrap(model, executor="generic").generate(random_ids(5, 1), max_new_tokens=NEW_TOKENS)
     model.generation_config.eos_token_id = [plain.token_ids[12], 90]
-    speculator = wrap(model, heads=heads, executor="generic")
-    recorder = Recorder(speculator, OPTIONS)
-    for seed in PROMPTS:
-        recorder.prompt(random_ids(5, seed), str(seed))
-    return Recorded(recorder.record(), speculator)
+    return Recorded(wrap(model, heads=heads, executor="generic"))

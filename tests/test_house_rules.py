@@ -38,6 +38,7 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
+<<<<<<< HEAD
     "tests/": 31479,
     "model": 7103,
     "decoding": 5590,
@@ -45,15 +46,29 @@ MOST_LINES = {
     "eval/": 4337,
     "eval": 3850,
     "cli": 3431,
+=======
+    "tests/": 31522,
+    "model": 7103,
+    "decoding": 5590,
+    "training": 4338,
+    "eval/": 4333,
+    "eval": 3668,
+    "cli": 3414,
+>>>>>>> cli/main
     "serve": 3165,
     "api": 2518,
     "heads": 1777,
     "visualise": 1752,
     "hub": 1516,
+<<<<<<< HEAD
     "adaptation": 646,
     "options": 671,
+=======
+    "adaptation": 701,
+    "options": 670,
+>>>>>>> cli/main
     "files": 412,
-    "config": 350,
+    "config": 346,
     "pages": 233,
     "untrusted": 216,
     "plugins": 149,

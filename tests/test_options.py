@@ -1,4 +1,4 @@
-"""Options: their bounds and names, as text and back, what is kept of what was there, and errors."""
+"""Options: types, bounds, names, as text and back, what is kept of what was there, and errors."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import dataclasses
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import fields
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from hypothesis import given
@@ -19,6 +22,7 @@ from selfspec.api.speculator import Speculator, wrap
 from selfspec.config import OPTION_NAMES, GenerateOptions, SpeculationOptions, check, check_request
 from selfspec.decoding.drafters.rest import Datastore
 from selfspec.errors import InvalidOption
+from selfspec.eval.results import BenchOptions, RecordOptions
 from selfspec.options import (
     ACCEPTANCE,
     CONTROLLERS,
@@ -45,9 +49,9 @@ from selfspec.options import (
     changed,
     ranges,
 )
-from selfspec.typed import annotations_of
+from selfspec.typed import annotations_of, check_types, described, fits, shown
 from tests.bad_input import patience
-from tests.models import make_model
+from tests.models import addressless, make_model
 from tests.talks import make_tokenizer
 
 BAD: list[tuple[type, str, list[Any]]] = [
@@ -78,6 +82,9 @@ BAD: list[tuple[type, str, list[Any]]] = [
     (Lenient, "lenience", [0.0, 1.5]),
     (Costs, "row", [-0.1, (0.1, 2.0), ()]),
     (Costs, "head", [-0.1, "0.1", math.nan, math.inf]),
+    (BenchOptions, "tune_questions", [0]),
+    (RecordOptions, "max_new_tokens", [1]),
+    (RecordOptions, "anneal_strengths", [(0.5, 0.1), (-0.1, 0.1)]),
     (SpeculationOptions, "pinned_rows", ["6", 2.5, True, 0, 10**9]),
     (SpeculationOptions, "speculate", ["no"]),
     (SpeculationOptions, "drafter", [3]),
@@ -128,23 +135,12 @@ def test_values_that_exclude_each_other_are_named(
         made(**values)
 
 
-@pytest.mark.parametrize(
-    ("made", "values"),
-    [
-        (Exit, {"threshold": 1.0}),
-        (Exit, {"threshold": 1e-9}),
-        (Exit, {"threshold": (1.0, 0.5)}),
-        (Exit, {"anneal_strength": 0.0}),
-        (Exit, {"max_tokens": 1}),
-        (Lenient, {"lenience": 1e-9}),
-        (SpeculationOptions, {"pinned": True, "exit": Exit(max_tokens=7), "pinned_rows": 8}),
-        (SpeculationOptions, {"pinned": False, "exit": Exit(max_tokens=8), "pinned_rows": 8}),
-        (SpeculationOptions, {"pinned": True, "ngram": Ngram(max_tokens=8), "pinned_rows": 8}),
-    ],
-)
-def test_values_at_the_edge_of_their_range_are_kept(made: type, values: dict[str, Any]) -> None:
-    options = made(**values)
-    assert {name: getattr(options, name) for name in values} == values
+@pytest.mark.parametrize("pinned", [True, False])
+def test_values_at_the_edge_of_their_range_are_kept(pinned: bool) -> None:
+    exits = Exit(threshold=(1.0, 1e-9), anneal_strength=0.0, max_tokens=7 if pinned else 8)
+    options = SpeculationOptions(pinned=pinned, exit=exits, pinned_rows=8)
+    assert (options.exit, options.pinned_rows) == (exits, 8)
+    assert Lenient(lenience=1e-9).lenience == 1e-9
 
 
 PARTS: list[Any] = [part for kinds in KINDS.values() for part in kinds.values()]
@@ -483,3 +479,88 @@ def test_an_error_is_one_line_that_names_the_nearest(values: dict[str, Any], mes
         SpeculationOptions().updated(values)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
+
+
+# --- types
+
+
+@pytest.mark.parametrize(
+    ("value", "hint", "expected"),
+    [
+        (3, int, True),
+        (np.int64(3), int, True),
+        (True, int, False),
+        (3.0, int, False),
+        ("3", int, False),
+        (0.5, float, True),
+        (1, float, True),
+        (np.float32(0.5), float, True),
+        (Fraction(1, 2), float, True),
+        (True, float, False),
+        (float("nan"), float, False),
+        (float("inf"), float, False),
+        (10**400, float, False),
+        (1j, float, False),
+        (True, bool, True),
+        (1, bool, False),
+        ("a", str, True),
+        (b"a", str, False),
+        (None, int | None, True),
+        (None, int, False),
+        ([1, 2], tuple[int, ...], True),
+        ((1, 2), list[int], True),
+        ([1, "2"], list[int], False),
+        ("12", list[int], False),
+        ([], list[int], True),
+        ((5, 1.2), tuple[int, float], True),
+        ((5,), tuple[int, float], False),
+        ([[1], [2]], list[list[int]], True),
+        ([1], list[list[int]], False),
+        (len, Callable[[int], int], True),
+        (3, Callable[[int], int], False),
+        (object(), Any, True),
+        ({}, dict[str, int], True),
+    ],
+    ids=addressless,
+)
+def test_a_value_fits_its_annotation(value: Any, hint: Any, expected: bool) -> None:
+    assert fits(value, hint) == expected
+
+
+@pytest.mark.parametrize(
+    ("hint", "words"),
+    [
+        (int, "a whole number"),
+        (tuple[int, ...] | None, "a list of whole numbers or None"),
+        (tuple[int, float], "a list of whole numbers and finite numbers"),
+        (Callable[[int], int], "a function"),
+        (str | list[str], "text or a list of texts"),
+    ],
+    ids=addressless,
+)
+def test_annotations_in_words(hint: Any, words: str) -> None:
+    assert described(hint) == words
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+
+@pytest.mark.parametrize("value", ["x" * 500, "a\nb", Unprintable(), [None] * 900])
+def test_a_value_is_shown_on_one_short_line(value: object) -> None:
+    assert len(shown(value)) < 70
+    assert "\n" not in shown(value)
+
+
+def test_an_error_names_the_option_and_what_was_expected() -> None:
+    with pytest.raises(InvalidOption) as caught:
+        check_types({"a": 1, "other": "x", "b": "x"}, {"a": int, "b": float})
+    assert str(caught.value) == "b is 'x', expected a finite number"
+
+
+@pytest.mark.parametrize("options", [SpeculationOptions, GenerateOptions])
+def test_every_option_has_a_type_in_words(options: type) -> None:
+    for hint in annotations_of(options).values():
+        assert described(hint)
+        assert "typing." not in described(hint)

@@ -10,12 +10,9 @@ from typing import Any
 import numpy as np
 
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.costs import DraftCost, MeasuredCosts
+from selfspec.decoding.costs import MeasuredCosts
 from selfspec.decoding.stats import Round
-from selfspec.eval import replay
-from selfspec.eval.record import Ints, Record
-from selfspec.heads.exit_heads import layers_in_use
-from selfspec.heads.heads import spread
+from selfspec.eval.tune import Record, replay
 from selfspec.options import Costs, Exit
 from selfspec.visualise.layers import Kind, LayerSays, LayerTrace, Place, TraceInfo
 
@@ -164,85 +161,60 @@ USED = SpeculationOptions(
 
 def alone(record: Record, prompt: int = 1) -> Record:
     """One prompt of a record."""
-    places = record.places(prompt)
-    span = slice(places.start, places.stop)
-    return replace(
-        record,
-        prompts=(record.prompts[prompt],),
-        contexts=np.array(record.context(prompt), np.int32),
-        answers=record.answers[span],
-        roots=record.roots[span],
-    )
+    return replace(record, prompts=(record.prompts[prompt],))
 
 
 def tiled(record: Record, places: int) -> Record:
     """A short answer over and over: many places, and nodes of their own for each copy."""
-    copies, nodes = -(-places // len(record.answers)), len(record.tokens)
+    (prompt,), nodes = record.prompts, len(record.tokens)
+    copies = -(-places // len(prompt.answer))
 
-    def shifted(found: Ints) -> Ints:
+    def shifted(found: Any) -> Any:
         each = [np.where(found >= 0, found + nodes * copy, nodes * copy) for copy in range(copies)]
         return np.concatenate(each).astype(np.int32)
 
+    long = replace(
+        prompt,
+        answer=(prompt.answer * copies)[:places],
+        roots=shifted(np.array(prompt.roots))[:places].tolist(),
+        max_new_tokens=places,
+        end_tokens=(),
+    )
     return replace(
         record,
-        info=replace(record.info, end_tokens=()),
-        prompts=(replace(record.prompts[0], new_tokens=places, max_new_tokens=places),),
-        answers=np.tile(record.answers, copies)[:places],
-        roots=shifted(record.roots)[:places],
-        tokens=np.tile(record.tokens, (copies, 1)),
+        prompts=(long,),
+        tokens=np.tile(record.tokens, (copies, 1, 1)),
+        chances=np.tile(record.chances, (copies, 1, 1, 1)),
         children=shifted(record.children),
-        confidence=np.tile(record.confidence, (copies, 1, 1)),
-        guesses=np.tile(record.guesses, (copies, 1)),
-        chances=np.tile(record.chances, (copies, 1, 1)),
-        behind=shifted(record.behind),
     )
 
 
-def make_trace(
-    record: Record, options: SpeculationOptions, layers: Sequence[int] | None = None
-) -> LayerTrace:
-    """The decode of a record's one prompt under `options`, looked at in `layers`."""
-    known = record.info
-    looked_at = known.exit_layers if layers is None else tuple(layers)
-    resolved = _resolved(record, options)
-    taus = spread(resolved.exit.thresholds, resolved.exit.layers or ())
-    rounds = replay.rounds(record, 0, options)
+def make_trace(record: Record, layers: Sequence[int] | None = None) -> LayerTrace:
+    """The decode of a record's one prompt as USED has it, looked at in `layers`."""
+    (prompt,) = record.prompts
+    fitted = record.exit_layers
+    looked_at = fitted if layers is None else tuple(layers)
+    rounds = replay(record, 0, USED)
     info = replace(
         INFO,
-        num_layers=known.num_layers,
+        num_layers=record.num_layers,
         exit_layers=looked_at,
-        head_kinds=tuple(
-            "translator" if e in known.exit_layers else "logit-lens" for e in looked_at
+        head_kinds=tuple("translator" if e in fitted else "logit-lens" for e in looked_at),
+        thresholds=USED.exit.thresholds * len(looked_at),
+        options=replace(
+            USED,
+            exit=replace(USED.exit, layers=fitted, threshold=USED.exit.thresholds * len(fitted)),
+            costs=Costs(row=record.cost.rows, head=record.cost.head),
         ),
-        thresholds=tuple(taus.get(e, max(taus.values(), default=1.0)) for e in looked_at),
-        options=resolved,
-        prompt_texts=tuple(f"p{n} " for n in range(record.prompts[0].prompt_tokens)),
+        prompt_texts=tuple(f"p{n} " for n in range(len(prompt.ids))),
     )
-    texts = [text_of(token) for token in record.answers.tolist()]
+    texts = [text_of(token) for token in prompt.answer]
     drafts = [tuple(map(text_of, entry.draft_tokens)) for entry in rounds]
     made = trace_of(rounds, texts, drafts, info)
     place, *places = made.places
     # the page can show what JSON has no number for
     far = tuple(replace(says, divergence=float("inf")) for says in place.layers[:1])
     return replace(made, places=(replace(place, layers=far + place.layers[1:]), *places))
-
-
-def _resolved(record: Record, options: SpeculationOptions) -> SpeculationOptions:
-    """What `options` come to, as `inspect` has them."""
-    fitted, exits = record.info.exit_layers, options.exit
-    if fitted:
-        by_layer = spread(exits.thresholds, exits.layers or fitted)
-        used = layers_in_use(fitted, options)
-        exits = replace(
-            exits,
-            layers=used,
-            threshold=tuple(by_layer[layer] for layer in used),
-            max_depth=None,
-            guesses=exits.guesses if options.grows_trees else 1,
-        )
-    cost = DraftCost(rows=record.info.row_costs, head=record.info.head_cost)
-    cost = cost.with_costs(options.costs)
-    return replace(options, exit=exits, costs=Costs(row=cost.rows, head=cost.head))
 
 
 def some_costs(num_layers: int, rows: int) -> MeasuredCosts:

@@ -28,12 +28,12 @@ from eval import lab
 from selfspec.api.speculator import Speculator
 from selfspec.errors import InvalidOption
 from selfspec.eval import report
-from selfspec.eval.methods import Contender, described
-from selfspec.eval.options import BenchOptions
+from selfspec.eval.bench import Contender, described
 from selfspec.eval.report import Table, markdown, summarise
 from selfspec.eval.results import (
     SIX_TASKS,
     Answer,
+    BenchOptions,
     Question,
     check_packages,
 )

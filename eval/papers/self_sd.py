@@ -26,7 +26,7 @@ from selfspec.decoding.drafters.draft_model import again
 from selfspec.decoding.state import DecodeState, alone
 from selfspec.decoding.stats import SKIP
 from selfspec.eval.results import SIX_TASKS
-from selfspec.eval.scripted import greedy_request
+from selfspec.eval.verify import greedy_request
 from selfspec.model.kv import Lease
 from selfspec.options import Skip, word
 

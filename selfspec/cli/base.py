@@ -18,7 +18,6 @@ import os
 import re
 import shlex
 import sys
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -44,7 +43,7 @@ from selfspec.errors import (
 )
 from selfspec.heads.folder import known_folders, read_config
 from selfspec.hub import models as hub
-from selfspec.options import KINDS, Costs, Kinds, Part, laid_over, members, typed, word
+from selfspec.options import PARTS, Kinds, Part, laid_over, members, typed, word
 from selfspec.typed import annotations_of, check_keys
 
 if TYPE_CHECKING:
@@ -153,16 +152,22 @@ class Flag:
 
 
 def option_flags(options: type, names: Iterable[str] | None = None) -> tuple[Flag, ...]:
-    """A flag per field of an option dataclass, or for `names`; its docstring is the help."""
+    """A flag per field of an option dataclass, or for `names`; its docstring is the help.
+
+    Options with settings of their own are text on the command line, text or a mapping in YAML.
+    """
     hints, texts, built_in = annotations_of(options), docstrings(options), options()
     flags = []
     for name in names or [entry.name for entry in fields(options)]:
-        default, hint, text = getattr(built_in, name), hints[name], texts[name]
+        default, hint, text, metavar = getattr(built_in, name), hints[name], texts[name], None
+        if name in PARTS:
+            hint = str | dict
+            metavar = "KEY=VALUE,.." if "" in PARTS[name] else "KIND[:KEY=VALUE,..]"
         if isinstance(default, Part):
             default = default.kind if default.kind != name else None
         if default is not None and hint is not bool:
             text = f"{text} Built in: {default}."
-        flags.append(Flag(name, hint, text))
+        flags.append(Flag(name, hint, text, metavar=metavar))
     return tuple(flags)
 
 
@@ -333,8 +338,6 @@ def kv_memory(asked: Asked) -> int | None:
 
 # --- help
 
-PARTS: dict[str, Kinds] = {**KINDS, "costs": {"": Costs}}  # options in parts: kinds by name
-
 
 class GroupedCommand(TyperCommand):
     """A command whose help has its options in groups, as their flags say."""
@@ -439,20 +442,7 @@ LOADING = grouped(
     _USUAL,
 )
 
-_NESTED = {
-    **dict.fromkeys(("drafter", "controller", "acceptance"), "KIND[:KEY=VALUE,..]"),
-    "costs": "KEY=VALUE,..",
-}
-"""Options with settings of their own: text on the command line, text or a mapping in YAML."""
-
-SPECULATION = grouped(
-    "Drafts",
-    (
-        replace(flag, metavar=_NESTED[flag.name], hint=str | dict) if flag.name in _NESTED else flag
-        for flag in option_flags(SpeculationOptions, OPTION_NAMES)
-    ),
-    _USUAL,
-)
+SPECULATION = grouped("Drafts", option_flags(SpeculationOptions, OPTION_NAMES), _USUAL)
 
 GENERATION = grouped(
     "Answer",
@@ -493,13 +483,16 @@ def answering(asked: Asked) -> Asked:
 
 
 def load(asked: Asked) -> Speculator:
-    """The speculator that the flags ask for; this is where torch is imported."""
+    """The speculator that the flags ask for; this is where torch is imported.
+
+    On a terminal a line says what is done, until another is written or loading ends.
+    """
     check_model(asked)
-    with loading(asked.get("model", "the default model")) as doing:
-        doing.append("importing torch and transformers")
+    doing = f"loading {asked.get('model', 'the default model')}: "
+    with _status(f"{doing}importing torch and transformers") as say:
         from selfspec.api import speculator
 
-        doing.append("reading and checking it")
+        say(f"{doing}reading and checking it")
         loaded = speculator.load(**picked(asked, LOADING), **picked(asked, SPECULATION))
     if interrupts:  # and swallowed on the way
         raise KeyboardInterrupt
@@ -507,29 +500,23 @@ def load(asked: Asked) -> Speculator:
 
 
 @contextlib.contextmanager
-def loading(name: str) -> Iterator[list[str]]:
-    """On a terminal, what is done to load `name`: the list's last entry, shown once a second.
+def _status(doing: str) -> Iterator[Callable[[str], None]]:
+    if not sys.stderr.isatty() or logging.getLogger("selfspec").level == logging.ERROR:
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
 
-    The line goes when another is written, or loading ends.
-    """
-    doing, ended = [""], threading.Event()
-
-    def show() -> None:
-        while not ended.wait(1.0):
-            sys.stderr.write(f"{_ERASE}loading {name}: {doing[-1]} ...")
-            sys.stderr.flush()
-
-    shown = sys.stderr.isatty() and logging.getLogger("selfspec").level != logging.ERROR
-    thread = threading.Thread(target=show, daemon=True)
-    if shown:
-        thread.start()
-    try:
-        yield doing
-    finally:
-        ended.set()
-        if shown:
-            thread.join()
-            sys.stderr.write(_ERASE)
+    with Live(
+        Text(doing),
+        console=Console(stderr=True),
+        refresh_per_second=1,
+        transient=True,
+        redirect_stdout=False,  # downloads have bars of their own
+        redirect_stderr=False,
+    ) as line:
+        yield lambda doing: line.update(Text(doing))
 
 
 def check_template(asked: Asked, command: str = "generate") -> None:
@@ -646,13 +633,9 @@ def note(text: str) -> None:
     typer.echo(text, err=True)
 
 
-_LONGEST_LINE = 2000  # characters of an error: a name or a value in it may be of any length
-
-
 def complain(error: SelfspecError | str) -> None:
     """Write an error as its one line, without what would move a terminal's cursor."""
-    line = " ".join(str(error).split())
-    line = line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]} …"
+    line = " ".join(str(SelfspecError(str(error))).split())  # which is of a bounded length
     note("selfspec: error: " + "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))
 
 

@@ -1,4 +1,4 @@
-"""`selfspec generate` and `demo`: prompts in, answers out, as text while they come or as JSON."""
+"""`selfspec generate`, `demo` and `serve`: prompts in, answers out, in a terminal or over HTTP."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,8 +19,9 @@ from selfspec.cli.chat import Writer
 from selfspec.config import DEFAULT_MAX_NEW_TOKENS
 from selfspec.decoding.stats import MODEL, rate
 from selfspec.errors import CannotWrite, InvalidData, InvalidOption, SelfspecError
-from selfspec.eval.results import first_divergence
+from selfspec.eval.results import check_packages, first_divergence
 from selfspec.hub.models import heads_name
+from selfspec.serve.options import VARIABLE, Keys, ServeOptions, is_loopback
 from selfspec.typed import shown
 
 if TYPE_CHECKING:
@@ -66,8 +66,14 @@ def generate(prompt: base.Prompt = None, *, as_json: base.AsJson = False, asked:
     speculator = base.load(asked)
     messages: Messages = text if raw else base.conversation(system, text)
     if as_json:
-        answer = speculator.generate(messages, **options)
-        base.emit(json.dumps(_described(speculator, answer, asked, options)) + "\n")
+        answer, heads = speculator.generate(messages, **options), speculator.heads
+        found = None if heads is None or heads.folder is None else heads_name(heads.folder)
+        about = {
+            "model": speculator.label,
+            "heads": heads and (asked.get("heads") or found),
+            "options": speculator.options.described() | options,
+        }
+        base.emit(json.dumps(_facts(answer) | about) + "\n")
     else:
         last = ""
         stream = speculator.stream(messages, **options)
@@ -79,19 +85,6 @@ def generate(prompt: base.Prompt = None, *, as_json: base.AsJson = False, asked:
         base.say_if_cut(answer, asked)
     if "stats" in asked:
         base.note(base.statistics(answer, asked["stats"]))
-
-
-def _described(
-    speculator: Speculator, answer: Generation, asked: Asked, options: dict[str, Any]
-) -> dict[str, Any]:
-    """What `--json` prints."""
-    heads = speculator.heads
-    found = None if heads is None or heads.folder is None else heads_name(heads.folder)
-    return _facts(answer) | {
-        "model": speculator.label,
-        "heads": None if heads is None else asked.get("heads") or found,
-        "options": speculator.options.described() | options,
-    }
 
 
 def _facts(answer: Generation) -> dict[str, Any]:
@@ -188,8 +181,12 @@ class Run:
             whole = text[: text.rfind("\n") + 1]  # a killed run may have cut off its last line
             first, *lines = whole.split("\n")[:-1] or [""]
             if first == head:
-                for line in lines:
-                    run.lines[_index(line, run.partial)] = line
+                try:
+                    numbers = [int(untrusted.parse_json(line, "it")["index"]) for line in lines]
+                except (InvalidData, ValueError, TypeError, LookupError) as error:
+                    damaged = f"{run.partial} is damaged. Remove it to begin anew"
+                    raise CannotWrite(damaged) from error
+                run.lines = dict(zip(numbers, lines, strict=True))
             elif not overwrite:
                 raise CannotWrite(
                     f"{run.partial} belongs to a run with other prompts or options. Go on with "
@@ -215,15 +212,6 @@ class Run:
         errors = sum("error" in line for line in found)
         failed = f", {errors} without an answer" if errors else ""
         return f"{self.output}: {len(found)} answers, {tokens} tokens{failed}\n"
-
-
-def _index(line: str, path: Path) -> int:
-    """Which prompt a line answers. Raises CannotWrite for what is no such line."""
-    with suppress(InvalidData):
-        match untrusted.parse_json(line, str(path)):
-            case {"index": int(index)}:
-                return index
-    raise CannotWrite(f"{path} is damaged. Remove it to begin anew")
 
 
 # --- demo
@@ -300,7 +288,7 @@ def theirs(speculator: Speculator, ids: Tensor, count: int, show: Show) -> list[
     """By transformers' own generate."""
     from transformers import TextStreamer
 
-    from selfspec.eval.methods import METHODS
+    from selfspec.eval.bench import METHODS
 
     class Shown(TextStreamer):
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:  # noqa: ARG002
@@ -317,3 +305,62 @@ def ours(speculator: Speculator, ids: Tensor, count: int, show: Show) -> Generat
     for piece in stream:
         show(piece, *stream.giver)
     return stream.result
+
+
+# --- serve
+
+SERVING = (
+    *base.grouped(
+        "Server", base.option_flags(ServeOptions), ("host", "port", "concurrency", "timeout")
+    ),
+    Flag("api_key_file", str, "File of API keys, one a line; besides those of SELFSPEC_API_KEY."),
+    base.KV_MEMORY,
+    *LOADING,
+    *SPECULATION,
+)
+
+
+@with_flags(*SERVING)
+def serve(*, asked: Asked) -> None:
+    """Serve a model over HTTP, as OpenAI does. The page at / is a chat; /metrics has counters.
+
+    Answers are written together, each with the text that it has alone. Ctrl-C stops the server when
+    running answers are complete.
+    """
+    options = base.options_of(ServeOptions, asked)
+    kv_memory = base.kv_memory(asked)
+    keys = Keys.found(Path(asked["api_key_file"]) if "api_key_file" in asked else None)
+    if not is_loopback(options.host) and not keys:
+        raise InvalidOption(
+            f"host is {options.host}, which others can reach. Set {VARIABLE}, or give "
+            "--api-key-file"
+        )
+    if "*" in (options.cors_origin or ()) and not keys:
+        raise InvalidOption(
+            "cors_origin is *: every web page that this machine's browser shows could ask. Name "
+            f"the page, set {VARIABLE}, or give --api-key-file"
+        )
+    check_packages("a server", "fastapi", "uvicorn", "prometheus_client", extra="serve")
+    from selfspec.serve.gate import Server, bound
+
+    def ready(address: str) -> None:
+        several = f", {options.replicas} copies," if options.replicas > 1 else ""
+        base.note(f"{label}{several} at {address}/v1, a page at {address}. Ctrl-C stops it.")
+
+    with bound(options) as at:
+        if options.replicas == 1:
+            speculator = base.load(asked)
+            from selfspec.serve.app import make_app
+            from selfspec.serve.writer import Writer
+
+            label = speculator.label
+            app = make_app(Writer(speculator, options, kv_memory), keys)
+            Server(app, options, ready).run(sockets=[at])
+            return
+        check_packages("more than one copy", "ray", extra="ray")
+        from selfspec.serve.replicas import copies, make_front
+
+        loading = base.picked(asked, (*LOADING, *SPECULATION))
+        with copies(loading, options, kv_memory) as handle:
+            label = handle.label.remote().result()
+            Server(make_front(handle, options, keys), options, ready).run(sockets=[at])

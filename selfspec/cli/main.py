@@ -69,7 +69,7 @@ def app() -> typer.Typer:
     """The program: its commands, in the order of its help."""
     import typer
 
-    from selfspec.cli import base, chat, generate, heads, measure, serve, train
+    from selfspec.cli import base, chat, generate, heads, measure, train
 
     made = typer.Typer(
         name="selfspec",
@@ -79,7 +79,7 @@ def app() -> typer.Typer:
     )
     made.callback(invoke_without_command=True)(base.selfspec)
     for command in (
-        *(generate.generate, chat.chat, generate.demo, serve.serve, measure.env),
+        *(generate.generate, chat.chat, generate.demo, generate.serve, measure.env),
         *(train.adapt, train.data, train.cache, train.datastore, train.fit, train.calibrate),
         *(measure.trace, measure.tune, measure.bench, measure.report, measure.verify),
     ):

@@ -6,32 +6,30 @@ import contextlib
 import json
 import os
 import platform
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from selfspec import files
 from selfspec.cli import base
-from selfspec.cli.base import (
-    LOADING,
-    SHARED,
-    SPECULATION,
-    Asked,
-    Flag,
-    grouped,
-    option_flags,
-    options_of,
-    picked,
-    with_flags,
-)
+from selfspec.cli.base import Asked, Flag
 from selfspec.config import SpeculationOptions
 from selfspec.errors import InvalidOption, ModelNotFound
-from selfspec.eval.methods import METHODS, moved
-from selfspec.eval.options import BenchOptions, RecordOptions, TuneOptions
-from selfspec.eval.results import SIX_TASKS, Question, check_packages, load_suite
+from selfspec.eval.bench import METHODS, Bench, candidates, chosen, described, moved, parted, swept
+from selfspec.eval.results import (
+    ANSWERS,
+    SIX_TASKS,
+    TUNING,
+    BenchOptions,
+    Question,
+    RecordOptions,
+    check_packages,
+    load_suite,
+)
 from selfspec.hub import models as hub
 from selfspec.typed import check_keys
 
@@ -39,9 +37,6 @@ if TYPE_CHECKING:
     from selfspec.api.speculator import Speculator
     from selfspec.decoding.costs import MeasuredCosts
     from selfspec.decoding.measure import StepSpeed
-    from selfspec.eval.bench import Bench
-    from selfspec.eval.concurrency import Load
-    from selfspec.eval.methods import Contender
     from selfspec.eval.verify import Rung
     from selfspec.visualise.layers import LayerTrace
 
@@ -69,13 +64,13 @@ _TARGETS = (
 _FROM = {"source", "html", "card", "rejected", "overwrite"}  # what means something with --from
 
 
-@with_flags(
+@base.with_flags(
     Flag("source", str, "Show what --output kept, without a prompt.", ("--from",), metavar="FILE"),
     *_TARGETS,
     Flag("all_layers", bool, "Also layers without heads. Built in: on."),
     Flag("rejected", bool, "Also show rejected drafts."),
     Flag("overwrite", bool, "Replace what an earlier trace wrote there."),
-    *SHARED,
+    *base.SHARED,
 )
 def trace(prompt: base.Prompt = None, *, as_json: base.AsJson = False, asked: base.Named) -> None:
     """Show who gave each token of an answer. And what each layer would have said, and how sure."""
@@ -93,9 +88,9 @@ def trace(prompt: base.Prompt = None, *, as_json: base.AsJson = False, asked: ba
         if "output" in targets:
             found.save(targets["output"])
         if "card" in targets:
-            from selfspec.visualise import picture
+            from selfspec.visualise.picture import save_card
 
-            picture.save_card(found, targets["card"], costs)
+            save_card(found, targets["card"], costs)
         if "html" in targets:
             from selfspec.visualise.page import render
 
@@ -111,7 +106,7 @@ def trace(prompt: base.Prompt = None, *, as_json: base.AsJson = False, asked: ba
 
 def _check_targets(asked: Asked) -> dict[str, Path]:
     found: dict[str, Path] = {}
-    for name, text in sorted(picked(asked, _TARGETS).items()):
+    for name, text in sorted(base.picked(asked, _TARGETS).items()):
         path = base.check_file(asked, text)
         suffix = {"card": ".png", "html": ".html"}.get(name, path.suffix)
         if not path.parent.is_dir():
@@ -155,12 +150,17 @@ def costs_of(speculator: Speculator, found: LayerTrace) -> MeasuredCosts:
 
 _QUESTIONS = 12  # without --limit: two of each task, a few minutes for the default model
 
+_OBJECTIVE = (
+    "speed: the least time over all prompts. latency: the best 5th percentile of the prompts' own "
+    "speed-ups, so that hardly any prompt is slower than without drafts. Built in: speed."
+)
 
-@with_flags(
+
+@base.with_flags(
     *SUITE,
-    *LOADING,
-    *grouped("Record", option_flags(RecordOptions), ("max_new_tokens",)),
-    *grouped("Choice", option_flags(TuneOptions), ("objective",)),
+    *base.LOADING,
+    *base.grouped("Record", base.option_flags(RecordOptions), ("max_new_tokens",)),
+    Flag("objective", Literal["speed", "latency"], _OBJECTIVE),
     Flag("dry_run", bool, "Report only."),
     Flag("forget", bool, "Forget what was measured and chosen for this model on this machine."),
 )
@@ -171,15 +171,14 @@ def tune(*, as_json: base.AsJson = False, asked: Asked) -> None:
     should run meanwhile. Then a cost model screens thousands of settings on recorded prompts, the
     best are replayed, and what is promised is measured on prompts held out.
     """
-    options, noted = options_of(TuneOptions, asked), options_of(RecordOptions, asked)
+    options = base.options_of(RecordOptions, asked)
     questions = suite_of(asked, _QUESTIONS)
     from selfspec.api import tuned
     from selfspec.decoding.measure import measure
-    from selfspec.eval import record as recording
     from selfspec.eval import tune as choosing
 
     choosing.require_two(len(questions))
-    speculator = base.load(picked(asked, LOADING))
+    speculator = base.load(base.picked(asked, base.LOADING))
     backbone, heads = speculator.backbone, speculator.heads
     if asked.get("forget", False):
         gone = [f"removed {file}\n" for file in tuned.forget(backbone, heads)]
@@ -187,10 +186,10 @@ def tune(*, as_json: base.AsJson = False, asked: Asked) -> None:
         base.emit("".join(gone) or nothing)
         return
     with base.bar("record", "questions") as show:
-        record = recording.record(speculator, questions, noted, show)
+        record = choosing.record(speculator, questions, options, show)
     costs = measure(backbone, heads, rows=record.widest, context=record.mean_context)
     with base.bar("replay", "settings") as show:
-        found = choosing.tune(record, costs, options, show)
+        found = choosing.tune(record, costs, show, asked.get("objective", "speed"))
     known = asdict(found) | {"costs": asdict(costs)}
     dry_run = asked.get("dry_run", False)
     file = None if dry_run else tuned.write(backbone, heads, found.options, known)
@@ -216,7 +215,7 @@ def tune(*, as_json: base.AsJson = False, asked: Asked) -> None:
 _METHODS = ("hugging-face", "plain", "speculation", "ngram", "ngram+exit")
 
 
-@with_flags(
+@base.with_flags(
     Flag("output", str, "Folder to write the results to. Required."),
     Flag("methods", tuple[str, ...], f"Some of {', '.join(METHODS)}. Built in: the first five."),
     Flag(
@@ -227,11 +226,11 @@ _METHODS = ("hugging-face", "plain", "speculation", "ngram", "ngram+exit")
     Flag("concurrency", tuple[int, ...], "Measure 1,8,32 answers at once instead."),
     Flag("overwrite", bool, "Start over where the output holds results."),
     Flag("resume", bool, "Go on where an interrupted run stopped."),
-    *grouped(
-        "Prompts", option_flags(BenchOptions), ("suite", "limit", "max_new_tokens", "repeats")
+    *base.grouped(
+        "Prompts", base.option_flags(BenchOptions), ("suite", "limit", "max_new_tokens", "repeats")
     ),
-    *LOADING,
-    *SPECULATION,
+    *base.LOADING,
+    *base.SPECULATION,
 )
 def bench(*, as_json: base.AsJson = False, asked: Asked) -> None:
     """Measure methods side by side. All answer the same prompts, in random order.
@@ -239,7 +238,7 @@ def bench(*, as_json: base.AsJson = False, asked: Asked) -> None:
     Nothing else should run on the machine meanwhile. Exit code 1 where a method failed.
     """
     base.require(asked, "output")
-    options = options_of(BenchOptions, asked)
+    options = base.options_of(BenchOptions, asked)
     check_packages("bench", "pandas", "tabulate", "matplotlib")
     if "concurrency" in asked:
         base.emit(_concurrency(asked, options))
@@ -249,30 +248,33 @@ def bench(*, as_json: base.AsJson = False, asked: Asked) -> None:
     sweep = {said: move for text in asked.get("sweep", []) for said, move in moved(text).items()}
     from selfspec.eval import report
 
-    resume = asked.get("resume", False)
-    overwrite, reads = asked.get("overwrite", False), base.inputs(asked)
-    folder = report.check_results(asked["output"], overwrite=overwrite, resume=resume, reads=reads)
+    resume, overwrite = asked.get("resume", False), asked.get("overwrite", False)
+    folder = report.check_results(
+        asked["output"], overwrite=overwrite, resume=resume, reads=base.inputs(asked)
+    )
     suite = load_suite(options.suite, options.questions)
-    if options.tune_on is not None:
-        load_suite(options.tune_on)  # before the work, and where no method has a grid too
     speculator = base.load(asked)
-    from selfspec.eval import bench as measuring
-    from selfspec.eval.methods import candidates, swept
     from selfspec.model.weights import keep_numbers
 
     keep_numbers(speculator.model)  # methods of Hugging Face run the model itself
-
     grid, moves = candidates(speculator, names), swept(speculator, sweep)
-    entries = [entry for entries in (*grid.values(), moves) for entry in entries]
-    if options.quality or any(entry.own_text for entry in entries):
+    own_text = any(one.own_text for entries in (*grid.values(), moves) for one in entries)
+    if options.quality or own_text:
         check_packages("the quality of texts", "sacrebleu", "rouge_score")
-    tuning = any(len(entries) > 1 for entries in grid.values())
-    questions = measuring.parted(suite, options, tuning=tuning)
+    tried = [entry for entries in grid.values() if len(entries) > 1 for entry in entries]
+    questions = parted(suite, options, tuning=bool(tried))
     with files.locked(folder):
-        run = _run_record(asked, options, speculator, questions)
-        report.begin_results(folder, run, resume=resume)
-        runner = measuring.Bench(speculator=speculator, options=options)
-        summary = _measured(runner, grid, moves, questions, folder)
+        report.begin_results(
+            folder, _record(asked, names, options, speculator, questions), resume=resume
+        )
+        runner, tuning = Bench(speculator=speculator, options=options), []
+        if tried:
+            with base.bar("settings", "questions") as show:
+                tuning = runner.measure(questions[1], tried, folder / TUNING, show)
+        methods = [*chosen(grid, tuning).values(), *moves]
+        with base.bar("bench", "questions") as show:
+            answers = runner.measure(questions[0], methods, folder / ANSWERS, show)
+        summary = report.summarise(answers, described(methods, grid), options.seed)
         report.write_results(folder, summary)
     words = f"{report.verdict(summary)}\nTables: {folder / 'table.md'}\n{report.rates(summary)}\n"
     base.emit(json.dumps(summary) + "\n" if as_json else words)
@@ -282,44 +284,19 @@ def bench(*, as_json: base.AsJson = False, asked: Asked) -> None:
         raise typer.Exit(1)
 
 
-def _measured(
-    runner: Bench,
-    grid: dict[str, list[Contender]],
-    moves: list[Contender],
-    questions: tuple[list[Question], list[Question]],
-    folder: Path,
-) -> dict[str, Any]:
-    from selfspec.eval.bench import chosen
-    from selfspec.eval.methods import described
-    from selfspec.eval.report import summarise
-    from selfspec.eval.results import ANSWERS, TUNING
-
-    reported, others = questions
-    tuning = []
-    if others:
-        tried = [entry for entries in grid.values() if len(entries) > 1 for entry in entries]
-        with base.bar("settings", "questions") as show:
-            tuning = runner.measure(others, tried, folder / TUNING, show)
-    methods = [*chosen(grid, tuning).values(), *moves]
-    with base.bar("bench", "questions") as show:
-        answers = runner.measure(reported, methods, folder / ANSWERS, show)
-    return summarise(answers, described(methods, grid), runner.options.seed)
-
-
-def _run_record(
+def _record(
     asked: Asked,
+    names: Sequence[str],
     options: BenchOptions,
     speculator: Speculator,
     questions: tuple[list[Question], list[Question]],
 ) -> dict[str, dict[str, Any]]:
     """All that the figures depend on, ready for YAML. Files are named without their folder."""
     backbone, heads = speculator.backbone, speculator.heads
+    named = ("heads", "draft_model", "datastore")
+    file = {name: Path(asked[name]).name for name in named if asked.get(name)}
     facts = {
-        "run": {
-            "methods": asked.get("methods", _METHODS),
-            "sweep": asked.get("sweep", []),
-            **options.record(),
-        },
+        "run": {"methods": names, "sweep": asked.get("sweep", []), **options.record()},
         "questions": {
             "reported": len(questions[0]),
             "settings_chosen_on": [entry.id for entry in questions[1]],
@@ -329,13 +306,11 @@ def _run_record(
             "dtype": str(backbone.dtype).removeprefix("torch."),
             "device": str(backbone.device),
             "executor": backbone.executor_name,
-            "heads": Path(asked["heads"]).name if "heads" in asked else "default",
+            "heads": file.get("heads", "default"),
             "head_type": heads and heads.config.head_type,
             "exit_layers": heads and heads.config.exit_layers,
-            **{
-                name: asked.get(name) and Path(asked[name]).name
-                for name in ("draft_model", "datastore")
-            },
+            "draft_model": file.get("draft_model"),
+            "datastore": file.get("datastore"),
         },
         "speculation": speculator.options.described(),
         "machine": machine(),
@@ -354,39 +329,21 @@ def _concurrency(asked: Asked, options: BenchOptions) -> str:
         base.check_file(asked, path)
     suite = load_suite(options.suite, options.questions, options.limit)
     from selfspec.eval import concurrency
-    from selfspec.eval.concurrency import table
     from selfspec.model.weights import keep_numbers
 
     names: tuple[str, ...] = asked.get("methods", tuple(concurrency.METHODS))
     check_keys(names, concurrency.METHODS, "method")
     speculator = base.load(asked)
     keep_numbers(speculator.model)  # methods of Hugging Face run the model itself
-    loads: list[Load] = []
+    loads, total = [], len(texts) * len(names) * options.repeats
     with base.bar("concurrency", "measurements") as show:
-        total = len(texts) * len(names) * options.repeats
         show(0, total)
-        for load in concurrency.measured(
-            speculator,
-            [question.turns[0] for question in suite],
-            texts=texts,
-            new_tokens=options.max_new_tokens,
-            methods=names,
-            repeats=options.repeats,
-            seed=options.seed,
-        ):
+        for load in concurrency.measured(speculator, suite, texts, names, options):
             loads.append(load)
             show(len(loads), total, f"{load.method}, {load.texts} texts")
-    summary = {
-        "made_by": "selfspec bench",
-        "run": {**options.record(), "methods": names, "concurrency": texts},
-        "prompts": len(suite),
-        "model": speculator.label,
-        "dtype": str(speculator.backbone.dtype).removeprefix("torch."),
-        "executor": speculator.backbone.executor_name,
-        "machine": machine(),
-        "loads": [load.summary() for load in loads],
-    }
-    text = table(loads)
+    record = _record(asked, names, options, speculator, (suite, []))
+    summary = {"made_by": "selfspec bench", **record, "loads": [one.summary() for one in loads]}
+    text = concurrency.table(loads)
     files.write(outputs[0], json.dumps(summary, indent=2) + "\n")
     files.write(outputs[1], f"<!-- written by selfspec bench -->\n{text}")
     return text
@@ -417,12 +374,12 @@ def report(
 
 _PROMPTS, _NEW_TOKENS, _COPY_GB = 6, 48, 8.0
 
-_DRAFTS = tuple(flag for flag in SPECULATION if flag.name != "pinned")
+_DRAFTS = tuple(flag for flag in base.SPECULATION if flag.name != "pinned")
 """Bits are pinned where the ladder compares them."""
 
 
-@with_flags(
-    *LOADING,
+@base.with_flags(
+    *base.LOADING,
     *_DRAFTS,
     *SUITE,
     Flag("max_new_tokens", int, f"Tokens per prompt at most. Built in: {_NEW_TOKENS}."),
@@ -461,7 +418,7 @@ def verify(*, as_json: base.AsJson = False, asked: Asked) -> None:
     words = ladder.verdict(list(rungs.values()))
     passed = all(rung.outcome != "failed" for rung in rungs.values())
     if as_json:
-        described = {
+        said = {
             "model": speculator.label,
             "prompts": len(questions),
             "max_new_tokens": new_tokens,
@@ -470,7 +427,7 @@ def verify(*, as_json: base.AsJson = False, asked: Asked) -> None:
             "passed": passed,
             "verdict": words,
         }
-        base.emit(json.dumps(described) + "\n")
+        base.emit(json.dumps(said) + "\n")
     else:
         for number, (claim, rung) in enumerate(rungs.items(), start=1):
             base.emit(f"{number} {rung.outcome:<8} {claim}\n           {rung.found}\n")
@@ -498,7 +455,7 @@ def lm_eval(words: Annotated[list[str] | None, typer.Argument(metavar="..")] = N
     run(words or [])
 
 
-@with_flags(*(flag for flag in LOADING if flag.name not in _NOT_OF_MODELS))
+@base.with_flags(*(flag for flag in base.LOADING if flag.name not in _NOT_OF_MODELS))
 def env(*, as_json: base.AsJson = False, asked: base.Named) -> None:
     """Show versions, device, threads, folders. With --model: how it runs, and how fast."""
     loading = {name: asked[name] for name in asked.names}

@@ -1,33 +1,31 @@
-"""Methods side by side on the same prompts: a speculator and questions in, answers out.
+"""The methods that `bench` compares, sweeps of an option, and the runner.
 
-Per prompt and turn all methods run in random order, so that machine drift hits them alike, and
-write the same number of tokens: as many as plain decoding writes before its end token. A second
-turn's prompt holds plain decoding's first answer, for every method. Called by `selfspec bench`.
+A speculator and questions come in, answers go out. Per prompt and turn all methods run in random
+order, so that machine drift hits them alike, and write the same number of tokens: as many as plain
+decoding writes before its end token. A second turn's prompt holds plain decoding's first answer,
+for every method.
+
+To add a method is to add an entry to METHODS. Imports no torch, so that `--help` is fast.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor
-from transformers.generation.streamers import BaseStreamer
-
-from selfspec.api.speculator import Speculator
-from selfspec.api.stream import Generation
-from selfspec.api.text import Prompt, encode
-from selfspec.decoding.stats import GenerationStats
-from selfspec.errors import InvalidOption, SelfspecError, first_line
-from selfspec.eval.methods import Contender, Written, endless, unchanged
-from selfspec.eval.options import BenchOptions
+from selfspec.config import OPTION_NAMES, SpeculationOptions
+from selfspec.errors import HeadsNotFound, InvalidOption, SelfspecError, first_line
 from selfspec.eval.results import (
     Answer,
+    BenchOptions,
     Quality,
     Question,
     Run,
@@ -36,12 +34,437 @@ from selfspec.eval.results import (
     drop_unfinished,
     edit_distance,
     first_divergence,
-    load_suite,
+    log_likelihood,
     read,
     repeated_share,
     spread,
 )
-from selfspec.eval.verify import log_likelihood
+from selfspec.options import ACCEPTANCE, CONTROLLERS, PARTS, typed, word
+from selfspec.typed import annotations_of, check_keys
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from selfspec.api.speculator import Speculator
+    from selfspec.api.stream import Generation
+    from selfspec.api.text import Prompt
+    from selfspec.decoding.stats import GenerationStats, Round
+    from selfspec.heads.exit_heads import ExitHeads
+
+Setting = Mapping[str, Any]
+"""Keywords: SpeculationOptions for our runtime, `generate`'s own for Hugging Face."""
+
+Grid = Callable[["Speculator"], Sequence[Setting]]
+"""Settings from which the fastest is chosen, on other prompts than those reported. None: here the
+method would be `speculation` itself."""
+
+
+class Written(NamedTuple):
+    """An answer, and what our runtime counted; Hugging Face counts nothing."""
+
+    token_ids: list[int]
+    rounds: Sequence[Round] = ()
+    stats: GenerationStats | None = None
+
+
+Decode = Callable[["Speculator", "Tensor", int, Setting, Any], Written]
+"""Writes so many tokens behind ids [1, P], greedily unless the setting says otherwise, or up to an
+end token where one ends answers; the streamer hears of each."""
+
+
+@contextmanager
+def unchanged(speculator: Speculator) -> Iterator[None]:
+    """Afterwards the model is as it was, whatever ran.
+
+    Assisted decoding keeps what it learns in the model's generation config, and early exit sets
+    the number of layers, which an error would leave behind.
+    """
+    model: Any = speculator.model
+    config: Any = speculator.backbone.config
+    before, layers = model.generation_config, config.num_hidden_layers
+    model.generation_config = copy.deepcopy(before)
+    try:
+        yield
+    finally:
+        model.generation_config, config.num_hidden_layers = before, layers
+
+
+@contextmanager
+def endless(speculator: Speculator) -> Iterator[None]:
+    """While open no end token ends an answer; afterwards the model is as it was."""
+    with unchanged(speculator):
+        model: Any = speculator.model
+        model.generation_config.eos_token_id = None
+        yield
+
+
+def on_our_runtime(
+    speculator: Speculator, ids: Tensor, count: int, setting: Setting, streamer: Any
+) -> Written:
+    """As Decode has it, with some options changed."""
+    options = {"speculate": True, "do_sample": False, "streamer": streamer, **setting}
+    stream = speculator.stream(ids, max_new_tokens=count, **options)
+    answer = stream.drain()
+    return Written(answer.token_ids, stream.rounds, answer.stats)
+
+
+def _hugging_face(
+    speculator: Speculator, ids: Tensor, count: int, setting: Setting, streamer: Any
+) -> Written:
+    model: Any = speculator.model
+    sequences = model.generate(
+        ids,
+        attention_mask=ids.new_ones(ids.shape),
+        max_new_tokens=count,
+        do_sample=False,
+        streamer=streamer,
+        **setting,
+    )
+    return Written(sequences[0, ids.shape[1] :].tolist())
+
+
+# --- grids of settings ----------------------------------------------------------------------------
+
+NO_BOUND = 64
+"""W_max where there is to be none: the largest, which no chain of confident drafts reaches."""
+
+ALWAYS = 1e-9
+"""tau that every token reaches: no top-1 probability is smaller."""
+
+EXIT: Setting = {"drafter": "exit", "never_slower": False}
+"""The paper's own, without our pauses: the defaults of heads, or what was tuned, may name another
+drafter."""
+
+_DRAWN = {"do_sample": True, "seed": 0, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+"""Draws from the model's whole distribution: lenience says nothing about greedy drafts."""
+
+
+def exits(**settings: Any) -> dict[str, Any]:
+    """EXIT with some settings of exit heads changed."""
+    said = ",".join(f"{name}={word(value)}" for name, value in settings.items())
+    return {**EXIT, "drafter": f"exit:{said}"}
+
+
+def _heads(speculator: Speculator) -> ExitHeads:
+    if speculator.heads is None:
+        raise HeadsNotFound("speculation needs exit heads. Give heads=...")
+    return speculator.heads
+
+
+def _only(**setting: Any) -> Grid:
+    """Nothing to choose: the fastest setting of a lossy rule would be the lossiest."""
+    return lambda _: [setting]
+
+
+def _no_depth_bound(speculator: Speculator) -> list[Setting]:
+    """A layer without a threshold of its own gets that of the next shallower one that has one."""
+    heads, own = _heads(speculator), speculator.options.exit
+    fitted = heads.config.exit_layers
+    if heads.layers_in_use(speculator.options) == fitted:
+        return []
+    given = own.layers or fitted
+    by_layer = dict(zip(given, itertools.cycle(own.thresholds), strict=False))
+    nearest = [max((at for at in given if at <= layer), default=given[0]) for layer in fitted]
+    thresholds = tuple(by_layer[layer] for layer in nearest)
+    return [exits(max_depth=None, layers=fitted, threshold=thresholds)]
+
+
+def _peer(taus: Sequence[float], widths: Sequence[int], *, single: bool = True) -> Grid:
+    """At all fitted exit layers, or at the shallowest, the middle and the deepest of them alone.
+
+    None of the peers anneals or bounds the depth. Calibrated temperatures, a part of the heads,
+    stay.
+    """
+
+    def settings(speculator: Speculator) -> list[Setting]:
+        layers = _heads(speculator).config.exit_layers
+        alone = sorted({layers[0], layers[len(layers) // 2], layers[-1]})
+        return [
+            exits(max_depth=None, anneal_strength=0, layers=at, threshold=tau, max_tokens=width)
+            for at, tau, width in itertools.product(
+                [(layer,) for layer in alone] if single else [layers], taus, widths
+            )
+        ]
+
+    return settings
+
+
+def _medusa(speculator: Speculator) -> list[Setting]:
+    """Medusa-1: its published tree in full, 63 drafts, and cut to the rows that pay."""
+    if not _heads(speculator).looks_ahead:
+        raise InvalidOption(
+            "medusa needs heads of its own. Fit them, and give them alone: selfspec fit "
+            "--head-type medusa"
+        )
+    full = exits(threshold=ALWAYS, anneal_strength=0, guesses=10, max_tokens=4, max_rows=64)
+    return [full, {**full, "never_slower": True}]
+
+
+SKIPPED: dict[str, tuple[str, ...]] = {
+    "SmolLM2-135M": ("4", "4/5/6/13/14/26", "4/5/6/7/13/14/15/18/21/22/26/27")
+}
+"""By the model's name: layers that Self-SD may leave out, the best one, six and twelve that
+`eval.papers.self_sd` found; its command stands in eval/results/papers/self-sd."""
+
+
+def _self_sd(speculator: Speculator) -> list[Setting]:
+    own = speculator.options.skip.skipped
+    known = (sets for name, sets in SKIPPED.items() if name in speculator.label)
+    sets = next(known, ()) if own is None else (word(own),)
+    if not sets:
+        raise InvalidOption(
+            "nobody has searched which layers self-sd should leave out. Say it: "
+            "--drafter skip:skipped=LAYER/LAYER/.."
+        )
+    return [{"drafter": f"skip:skipped={one}", "never_slower": False} for one in sets]
+
+
+class Method(NamedTuple):
+    """One way to decode; `source` says what it is, for readers of the results."""
+
+    source: str
+    settings: Grid
+    decode: Decode = on_our_runtime
+
+
+METHODS = {
+    "hugging-face": Method(
+        "transformers' model.generate, plain greedy decoding", _only(), _hugging_face
+    ),
+    "plain": Method("plain greedy decoding on our runtime", _only(speculate=False)),
+    "speculation": Method(
+        "SpecBound on our runtime, with the settings of the heads", _only(**EXIT)
+    ),
+    **{
+        name: Method(f"{source}, on our runtime", _only(drafter=name))
+        for name, source in (
+            ("ngram", "prompt lookup"),
+            ("ngram+exit", "prompt lookup, else speculation"),
+            ("ngram+successors", "prompt lookup, and successors of tokens (Token Recycling)"),
+            ("rest", "what follows the same tokens in a datastore (REST)"),
+            ("ngram+rest", "prompt lookup, and a datastore (REST)"),
+            ("lookahead", "lookahead decoding (Fu et al. 2024), N, W, G = 3, 2, 2"),
+        )
+    },
+    "lookahead-5-7-7": Method(
+        "lookahead decoding as its project has it: N, W, G = 5, 7, 7, and no pauses",
+        _only(drafter="lookahead:level=5,window=7,guesses=7", never_slower=False),
+    ),
+    "default": Method("as `generate` drafts here by itself, tuned or not", _only()),
+    "no-value-rule": Method(
+        "ngram+exit, but whatever the text has said before is proposed in full",
+        _only(drafter="ngram+exit", costs="row=0"),
+    ),
+    "no-never-slower": Method(
+        "ngram+exit, but exit heads go on drafting where that does not pay",
+        _only(drafter="ngram+exit", never_slower=False),
+    ),
+    "draft-model": Method(
+        "a second, smaller model (speculative decoding as it began) on our runtime",
+        _only(drafter="draft-model", never_slower=False),
+    ),
+    "self-sd": Method(
+        "Self-SD: the model without layers that were found before drafts; on our runtime", _self_sd
+    ),
+    "swift": Method(
+        "after SWIFT: layers are searched for while it writes; chains in place of trees",
+        _only(drafter="skip:skipped=none,target=none,max_tokens=25", never_slower=False),
+    ),
+    "no-annealing": Method(
+        "speculation without annealing: alpha = 0, the thresholds stay (Figure 4 of SpecBound)",
+        lambda it: [exits(anneal_strength=0)] if it.options.exit.anneal_strength else [],
+    ),
+    "no-depth-bound": Method(
+        "speculation without D_max: all fitted exit layers (Figure 4 of SpecBound)",
+        _no_depth_bound,
+    ),
+    "no-width-bound": Method(
+        "speculation without W_max (Figure 4 of SpecBound)",
+        _only(**exits(max_tokens=NO_BOUND)),
+    ),
+    "prompt-lookup": Method(
+        "transformers' prompt_lookup_num_tokens",
+        lambda _: [{"prompt_lookup_num_tokens": count} for count in (2, 4, 10)],
+        _hugging_face,
+    ),
+    "assistant-early-exit": Method(
+        "transformers' assistant_early_exit",
+        lambda speculator: [
+            {"assistant_early_exit": layer}
+            for layer in sorted({max(1, speculator.backbone.num_layers // n) for n in (8, 4, 2)})
+        ],
+        _hugging_face,
+    ),
+    "fixed-exit": Method(
+        "after LayerSkip: one exit layer, always exits; on our runtime, with our heads",
+        _peer((ALWAYS,), (1, 2, 4)),
+    ),
+    "threshold-exit": Method(
+        "after AdaDecode: exits above a threshold, no bounds; our runtime, our heads",
+        _peer((0.5, 0.7, 0.9), (NO_BOUND,), single=False),
+    ),
+    "one-exit": Method(
+        "after Kangaroo: one exit, an unsure token ends a draft; our runtime, our heads",
+        _peer((0.4, 0.6, 0.8), (6,)),
+    ),
+    "medusa": Method("Medusa-1 on our runtime, with heads of its kind (--heads)", _medusa),
+    "cm-asd": Method(
+        "speculation under CM-ASD's rule: drafts close to the model's best token stay",
+        _only(**EXIT, acceptance="cm-asd"),
+    ),
+    "easd": Method(
+        "speculation under EASD's rule: no drafts where both models waver",
+        _only(**EXIT, acceptance="easd"),
+    ),
+    "sampling": Method(
+        "plain sampling on our runtime, temperature 1: what lenience is to be held against",
+        _only(speculate=False, **_DRAWN),
+    ),
+    "sampled-speculation": Method(
+        "speculation under lossless speculative sampling, temperature 1",
+        _only(**EXIT, **_DRAWN),
+    ),
+    "lenience": Method(
+        "speculative sampling that keeps more drafts: lenience 0.6, temperature 1",
+        _only(**EXIT, acceptance="lenient:lenience=0.6", **_DRAWN),
+    ),
+}
+"""By name; the ablations and peers that share our runtime differ in settings alone."""
+
+
+# --- sweeps: `--sweep exit.threshold=0.1,0.3` -----------------------------------------------------
+
+
+def moved(said: str) -> dict[str, Setting]:
+    """`NAME=VALUE,VALUE,..` as one setting by `NAME=VALUE`; `/` stands between those of a list.
+
+    NAME is an option (pinned_rows, acceptance), or a setting of one: exit.threshold, costs.row,
+    acceptance.cm-asd.tolerance. A drafter's setting is moved with this drafter alone. Raises
+    InvalidOption.
+    """
+    name, equals, values = (piece.strip() for piece in said.partition("="))
+    if not equals:
+        raise InvalidOption(f"sweep is {said!r}, expected NAME=VALUE,VALUE,..")
+    known = _known()
+    check_keys([name], known, "option to sweep")
+    option, prefix, hint = known[name]
+    typed_values = [typed(name, text.strip(), hint) for text in values.split(",")]
+    return {
+        f"{name}={word(value)}": {option: prefix + word(value) if prefix else value}
+        for value in typed_values
+    }
+
+
+def _known() -> dict[str, tuple[str, str, Any]]:
+    """By name: the option, what stands in front of the value in its text, the value's type."""
+    hints = annotations_of(SpeculationOptions)
+    found = {
+        name: (name, "", str if name in PARTS else hints[name])
+        for name in OPTION_NAMES
+        if name != "costs"
+    }
+    for option, kinds in PARTS.items():
+        for kind, made in kinds.items():
+            path = f"{option}.{kind}" if kind in CONTROLLERS and kind in ACCEPTANCE else kind
+            for entry in fields(made):  # type: ignore[arg-type]  # all parts are dataclasses
+                prefix = f"{kind}:{entry.name}=" if kind else f"{entry.name}="
+                hint = annotations_of(made)[entry.name]
+                found[f"{path or option}.{entry.name}"] = (option, prefix, hint)
+    return found
+
+
+# --- what is ready to be measured -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """A method with one of its settings."""
+
+    label: str
+    method: str
+    setting: Setting
+    lossy: bool = False
+    """Its rule changes the output; tables say so."""
+
+    def decode(
+        self,
+        speculator: Speculator,
+        ids: Tensor,
+        count: int,
+        streamer: Any = None,
+    ) -> Written:
+        """Write `count` tokens behind ids [1, P], fewer if an end token ends the answer."""
+        return METHODS[self.method].decode(speculator, ids, count, self.setting, streamer)
+
+    @property
+    def own_text(self) -> bool:
+        """Its answers are not meant to be those of plain greedy decoding."""
+        return self.lossy or bool(self.setting.get("do_sample"))
+
+
+def candidates(speculator: Speculator, names: Sequence[str]) -> dict[str, list[Contender]]:
+    """Each method with all its settings.
+
+    Raises InvalidOption for unknown names, methods that would be `speculation` itself and settings
+    that the heads do not allow; HeadsNotFound.
+    """
+    check_keys(names, METHODS, "method")
+    found = {}
+    for name in names:
+        settings = METHODS[name].settings(speculator)
+        found[name] = [_contender(speculator, name, setting) for setting in settings]
+        if not settings:
+            raise InvalidOption(
+                f"{name} is the same as speculation with these heads and options. Leave it out of "
+                "--methods"
+            )
+    return found
+
+
+def swept(speculator: Speculator, moves: Mapping[str, Setting]) -> list[Contender]:
+    """Speculation with some options moved. Raises as `candidates` does."""
+    base = EXIT if speculator.options.uses("exit") else {}
+    return [
+        _contender(speculator, "speculation", {**base, **setting}, said)
+        for said, setting in moves.items()
+    ]
+
+
+def described(
+    methods: Sequence[Contender], grid: Mapping[str, Sequence[Contender]]
+) -> dict[str, dict[str, Any]]:
+    """By label, for the record: what each is, its setting, and out of which it was chosen."""
+    tried = {name: [one.label for one in entries] for name, entries in grid.items()}
+    return {
+        entry.label: {
+            "method": entry.method,
+            "source": METHODS[entry.method].source,
+            "setting": dict(entry.setting),
+            "lossy": entry.lossy,
+            "chosen_from": labels if len(labels := tried.get(entry.label, [])) > 1 else [],
+        }
+        for entry in methods
+    }
+
+
+def _contender(
+    speculator: Speculator, name: str, setting: Setting, said: str | None = None
+) -> Contender:
+    lossy = False
+    if METHODS[name].decode is on_our_runtime:
+        options = {"speculate": True, "do_sample": False, **setting}
+        # what would fail on every prompt is raised here
+        speculator.stream([0], max_new_tokens=1, **options).close()
+        changed = {key: value for key, value in options.items() if key in OPTION_NAMES}
+        effective = speculator.options.updated(changed)
+        if "exit" in setting.get("drafter", ""):
+            _heads(speculator)
+        lossy = effective.speculate and effective.loss is not None
+    said = said or ", ".join(f"{key}={word(value)}" for key, value in setting.items())
+    return Contender(label=f"{name}({said})", method=name, setting=setting, lossy=lossy)
+
+
+# --- the runner -----------------------------------------------------------------------------------
 
 _WARM_UP, _WARM_UP_TOKENS = "Count to ten.", 16
 
@@ -181,6 +604,8 @@ class Bench:
         return found
 
     def _ids(self, prompt: Prompt) -> Tensor:
+        from selfspec.api.text import encode
+
         return encode(self.speculator.tokenizer, prompt).to(self.speculator.backbone.device)
 
     def _finished(self, question: Question, found: Mapping[tuple[str, int, int], Answer]) -> bool:
@@ -224,16 +649,13 @@ def parted(
 
     Raises InvalidOption if nothing would be left to report.
     """
-    others: list[Question] = []
-    if tuning:
-        pool = suite if options.tune_on is None else load_suite(options.tune_on)
-        others = spread(pool, options.tune_questions)
+    others = spread(suite, options.tune_questions) if tuning else []
     taken = {question.turns for question in others}
     rest = [question for question in suite if question.turns not in taken]
     if not rest:
         raise InvalidOption(
-            f"all {len(others)} questions would be used to choose settings. Give --tune-on, or "
-            "fewer --tune-questions"
+            f"all {len(others)} questions would be used to choose settings. Give fewer "
+            "--tune-questions"
         )
     return spread(rest, options.limit), others
 
@@ -241,7 +663,7 @@ def parted(
 # --- what is heard of a method --------------------------------------------------------------------
 
 
-class Arrivals(BaseStreamer):
+class Arrivals:
     """When tokens came."""
 
     def __init__(self, now: Callable[[], float]) -> None:
@@ -257,7 +679,7 @@ class Arrivals(BaseStreamer):
         self._prompt_came = True
 
     def end(self) -> None:
-        """Nothing is left to do."""
+        """As transformers has it."""
 
 
 def arrivals(

@@ -23,8 +23,8 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from selfspec.api.speculator import Speculator
 from selfspec.api.text import encode
 from selfspec.decoding.engine import Running
-from selfspec.eval.methods import unchanged
-from selfspec.eval.results import ratio_interval
+from selfspec.eval.bench import unchanged
+from selfspec.eval.results import BenchOptions, Question, ratio_interval
 
 
 @dataclass(kw_only=True)
@@ -169,24 +169,21 @@ METHODS: dict[str, Write] = {
 
 def measured(
     speculator: Speculator,
-    prompts: Sequence[str],
-    *,
+    questions: Sequence[Question],
     texts: Sequence[int],
-    new_tokens: int,
     methods: Sequence[str],
-    repeats: int = 1,
-    seed: int = 0,
+    options: BenchOptions,
 ) -> Iterator[Load]:
     """All methods at each number of texts, in random order, several times over."""
-    device = speculator.backbone.device
-    ids = [encode(speculator.tokenizer, prompt).to(device) for prompt in prompts]
+    device, new_tokens = speculator.backbone.device, options.max_new_tokens
+    ids = [encode(speculator.tokenizer, one.turns[0]).to(device) for one in questions]
     _, expected = METHODS["plain"](speculator, ids, new_tokens, 1)
     with unchanged(speculator):
         for name in methods:  # what is made at the first use does not count
             METHODS[name](speculator, ids[:2], 2, 2)
-        for repeat, count in product(range(repeats), texts):
+        for repeat, count in product(range(options.repeats), texts):
             order = list(methods)
-            random.Random(f"{seed} {repeat} {count}").shuffle(order)
+            random.Random(f"{options.seed} {repeat} {count}").shuffle(order)
             for name in order:
                 load, answers = METHODS[name](speculator, ids, new_tokens, count)
                 load.method, load.repeat, load.tokens = name, repeat, sum(map(len, answers))

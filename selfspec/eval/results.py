@@ -1,4 +1,4 @@
-"""Prompts to measure on, what `bench` measured on them, and statistics of it.
+"""What `bench` and `tune` are asked, prompts to measure on, answers to them, statistics of these.
 
 Suites: a name or a file comes in, questions by task group go out. Answers: one record per prompt
 and turn, as lines of a file that `bench` writes while it runs. Imports no torch by itself, because
@@ -14,16 +14,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from selfspec import files
 from selfspec.errors import InvalidData, InvalidOption
+from selfspec.options import SHARE, Range, check_fields
 from selfspec.typed import check_keys
 from selfspec.untrusted import json_lines, parse_json, read_bytes
 
-SIX_TASKS = "six-tasks"
-SPEC_BENCH = "spec-bench"
-SUITES = (SIX_TASKS, SPEC_BENCH)
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+SIX_TASKS, SPEC_BENCH = SUITES = ("six-tasks", "spec-bench")
 
 TASKS = ("math", "chat", "QA", "RAG", "summary", "translation")
 """The six groups of Spec-Bench, in the order of our tables."""
@@ -87,13 +90,12 @@ def _file(name: str, questions: str | Path | None) -> Path:
     own = name not in SUITES and (Path(name).suffix == ".jsonl" or Path(name).is_file())
     if not own:
         check_keys([name], SUITES, "suite")
-    if name == SPEC_BENCH:
-        if questions is None:
-            raise InvalidOption("the suite spec-bench is not built in. Give --questions FILE")
-        return Path(questions)
-    if questions is not None:
+    if name != SPEC_BENCH and questions is not None:
         raise InvalidOption(f"{name} and {questions} at once. Leave out --questions")
-    return Path(name) if own else Path(__file__).with_name("six-tasks.jsonl")
+    if name == SPEC_BENCH and questions is None:
+        raise InvalidOption("the suite spec-bench is not built in. Give --questions FILE")
+    found = questions or (name if own else Path(__file__).with_name("six-tasks.jsonl"))
+    return Path(found)
 
 
 def _questions(file: Path) -> Iterator[Question]:
@@ -153,6 +155,87 @@ def _reference(value: Any) -> str | None:
     if value is not None and not isinstance(value, str):
         raise InvalidData("has a reference that is no text")
     return value or None
+
+
+# --- what `bench` and `tune` can be asked: their flags derive from here -------------------------
+
+_RISING = Range(
+    lambda values: values and list(values) == sorted({*values}) and values[0] >= 0.0,
+    "of values that are at least 0 and rise",
+    whole=True,
+)
+
+
+def at_least(least: int) -> Range:
+    """From `least` on."""
+    return Range(lambda value: value >= least, f"of at least {least}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """Which prompts, how many tokens, how often."""
+
+    suite: str = SIX_TASKS
+    """six-tasks, spec-bench, or a JSONL file of prompts."""
+
+    questions: str | None = None
+    """File of a suite that is not built in: Spec-Bench's question.jsonl."""
+
+    limit: int | None = None
+    """Questions to report at most, spread over the suite."""
+
+    tune_questions: Annotated[int, at_least(1)] = 6
+    """Questions of the suite, spread evenly, that choose the settings of methods that have several;
+    the report leaves them out. At least 1."""
+
+    max_new_tokens: Annotated[int, at_least(1)] = 64
+    """Tokens per answer at most; each method writes as many."""
+
+    repeats: Annotated[int, at_least(1)] = 1
+    """Times that each prompt is measured."""
+
+    quality: bool = False
+    """Judge the texts of all methods by their references, not only of those that are lossy or
+    sample."""
+
+    seed: int = 0
+    """Seed of the order of methods and of the bootstrap."""
+
+    def record(self) -> dict[str, Any]:
+        """The options as values; files are named without their folder."""
+        paths = {
+            name: Path(path).name
+            for name in ("suite", "questions")
+            if (path := getattr(self, name))
+        }
+        return asdict(self) | paths
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordOptions:
+    """What is recorded, and so which settings can be replayed."""
+
+    exit_layers: tuple[int, ...] | None = None
+    """Exit layers to record. None: all that the heads were fitted for. Fewer take less time."""
+
+    max_new_tokens: Annotated[int, at_least(2)] = 64
+    """Tokens of each answer, at least 2."""
+
+    max_draft_tokens: Annotated[int, at_least(1)] = 7
+    """Draft tokens per round of the longest setting to be replayed (W_max)."""
+
+    min_threshold: Annotated[float | None, SHARE] = None
+    """Lowest exit threshold to be replayed, in (0, 1]; a lower one makes larger records. None: 0.2,
+    or 0.01 for a single exit layer."""
+
+    anneal_strengths: Annotated[tuple[float, ...], _RISING] = (0.0, 0.2, 0.5, 1.0)
+    """Values of exit:anneal_strength to be replayed, at least 0, rising."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 # --- the file of answers --------------------------------------------------------------------------
@@ -290,19 +373,18 @@ def speed_up(base: Sequence[float], method: Sequence[float], seed: int = 0) -> S
     """Seconds of both by prompt, the same prompts. Raises ValueError where there are none."""
     import numpy as np
 
+    if len(base) != len(method) or not len(base):
+        raise ValueError(f"{len(base)} and {len(method)} prompts, expected the same and some")
     above, below = np.asarray(base, np.float64), np.asarray(method, np.float64)
-    if above.shape != below.shape or not len(above):
-        raise ValueError(f"{len(above)} and {len(below)} prompts, expected the same and some")
-    ratios = above / below
     low, high = ratio_interval(above, below, seed)
     return SpeedUp(
         ratio=float(above.sum() / below.sum()),
         low=low,
         high=high,
-        mean=float(ratios.mean()),
-        p5=float(np.quantile(ratios, 0.05)),
-        worst=float(ratios.min()),
-        prompts=len(ratios),
+        mean=float((above / below).mean()),
+        p5=float(np.quantile(above / below, 0.05)),
+        worst=float((above / below).min()),
+        prompts=len(above),
     )
 
 
@@ -395,6 +477,23 @@ def edit_distance(found: Sequence[int], expected: Sequence[int]) -> int:
             cheapest = min(row[place] + 1, row[place - 1] + 1, above + (token != other))
             above, row[place] = row[place], cheapest
     return row[-1]
+
+
+def block_logits(model: PreTrainedModel, ids: Tensor, tokens: Sequence[int]) -> Tensor:
+    """Logits of each of `tokens` behind `ids` [1, P], from one pass over all: [n, V] float32."""
+    import torch
+
+    whole = torch.cat([ids, ids.new_tensor([list(tokens)])], dim=1)
+    with torch.inference_mode():
+        kept: Tensor = model(whole, logits_to_keep=len(tokens) + 1).logits
+    return kept[0, :-1].float()
+
+
+def log_likelihood(model: PreTrainedModel, ids: Tensor, tokens: Sequence[int]) -> float:
+    """Nats of `tokens` behind `ids` [1, P], summed, from logits in float32."""
+    logits = block_logits(model, ids, tokens)
+    chosen = logits.log_softmax(-1).gather(1, ids.new_tensor([list(tokens)]).T)
+    return float(chosen.double().sum())
 
 
 def bleu(texts: Sequence[str], references: Sequence[str]) -> float:

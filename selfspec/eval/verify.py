@@ -1,7 +1,8 @@
 """The losslessness ladder on a user's own model: seven claims, each exact at its own level.
 
 Comes in: a Speculator and questions. Goes out: a Rung per claim, with what was compared and, where
-it fails, the first place. Called by `selfspec verify`.
+it fails, the first place. Called by `selfspec verify`; what losslessness is put to, planted drafts
+and rules that are heard, also by the tests of the decoding loop.
 
 Sampling is not on it: to compare distributions takes thousands of texts over a vocabulary that can
 be enumerated. The tests do that.
@@ -22,14 +23,18 @@ from transformers import PreTrainedModel
 
 from selfspec.api.request import Request
 from selfspec.api.speculator import Speculator
-from selfspec.decoding.engine import Engine, Running
+from selfspec.api.text import Prompt
+from selfspec.config import SpeculationOptions
+from selfspec.decoding.acceptance import AcceptanceRule, Draft, Heard
+from selfspec.decoding.engine import Engine, Running, Runtime
 from selfspec.decoding.measure import PassShape, any_split
-from selfspec.decoding.state import HiddenCache, alone
+from selfspec.decoding.sampling import Sampler
+from selfspec.decoding.state import DecodeState, Drafter, HiddenCache, Steps, alone, ready
+from selfspec.decoding.stats import Ended, Stopwatch
 from selfspec.errors import PinnedUnavailable, SelfspecError
-from selfspec.eval.results import Question, first_divergence
-from selfspec.eval.scripted import Listening, Text, decode, greedy_request, planted
+from selfspec.eval.results import Question, block_logits, first_divergence
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv import Lease, Rows
+from selfspec.model.kv import Lease, Rows, depths
 
 Outcome = Literal["passed", "failed", "skipped"]
 
@@ -185,10 +190,8 @@ def _float64(subject: Subject) -> Rung:
         return Rung("skipped", reason)
     exact = speculator_in(subject.speculator, torch.float64)
     compared = compare_texts(exact, subject.cases, _FLOAT64_DRAFTS)
-    if compared.partings:
-        words = f"{compared.equal}. First {compared.partings[0]}"
-        return Rung("failed", words, compared.figures)
-    return Rung("passed", compared.equal, compared.figures)
+    first = "".join(f". First {parting}" for parting in compared.partings[:1])
+    return Rung("failed" if first else "passed", compared.equal + first, compared.figures)
 
 
 def _near_ties(subject: Subject) -> Rung:
@@ -318,10 +321,10 @@ class Bits:
     def rung(self, words: str) -> Rung:
         """Passed if no bit differed."""
         figures = {"positions": self.positions, "differing": self.differing}
-        if self.differing:
-            found = f"{self.differing:,} of {words} differ. First {self.first}"
-            return Rung("failed", found, figures)
-        return Rung("passed", f"{words}: 0 differ", figures)
+        if not self.differing:
+            return Rung("passed", f"{words}: 0 differ", figures)
+        found = f"{self.differing:,} of {words} differ. First {self.first}"
+        return Rung("failed", found, figures)
 
 
 @dataclass(frozen=True)
@@ -440,21 +443,6 @@ def hugging_face(model: PreTrainedModel, ids: Tensor, new_tokens: int) -> tuple[
     return output.sequences[0, ids.shape[1] :].tolist(), torch.cat(output.logits).float()
 
 
-@torch.inference_mode()
-def block_logits(model: PreTrainedModel, ids: Tensor, tokens: Sequence[int]) -> Tensor:
-    """Logits of each of `tokens` behind `ids` [1, P], from one pass over all: [n, V] float32."""
-    whole = torch.cat([ids, ids.new_tensor([list(tokens)])], dim=1)
-    kept: Tensor = model(whole, logits_to_keep=len(tokens) + 1).logits
-    return kept[0, :-1].float()
-
-
-def log_likelihood(model: PreTrainedModel, ids: Tensor, tokens: Sequence[int]) -> float:
-    """Nats of `tokens` behind `ids` [1, P], summed, from logits in float32."""
-    logits = block_logits(model, ids, tokens)
-    chosen = logits.log_softmax(-1).gather(1, ids.new_tensor([list(tokens)]).T)
-    return float(chosen.double().sum())
-
-
 def why_no_copy(model: PreTrainedModel, dtype: torch.dtype, most_gb: float) -> str | None:
     """Why no copy in `dtype` is made, or None."""
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
@@ -561,3 +549,197 @@ def _cuts(count: int, way: Way) -> Iterator[tuple[int, int]]:
             end = min(high, low + next(sizes))
             yield low, end
             low = end
+
+
+# --- planted drafts -------------------------------------------------------------------------------
+
+_EAGER = 1e-6
+"""A threshold that every token reaches: all exits are taken, also the wrong ones."""
+
+_RIGHT = 5
+"""Right tokens of a planted tree at most: there is room for others beside them."""
+
+
+class ScriptedDrafter:
+    """Base: subclasses say which tokens. No head is asked.
+
+    `sequence`: the prompt (without padding) and its known continuation. Drafts go by position, so
+    they also serve where the decoder has parted from it. `width` is W_max.
+    """
+
+    def __init__(
+        self, sequence: Sequence[int] = (), seed: int = 0, vocab_size: int = 1, width: int = 4
+    ) -> None:
+        self.sequence, self.vocab_size, self.width = list(sequence), vocab_size, width
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
+        """At most min(limit, width) tokens, none of which ran through a layer."""
+        room, position = max(min(limit, self.width), 0), state.length - state.pad
+        tokens = self._tokens(self.sequence[position : position + room], room)[:room]
+        ended: Ended = "width" if len(tokens) == self.width else "budget"
+        return ready(Draft.of(tokens, ended=ended))
+
+    def learn(self, draft: Draft, kept: Sequence[int]) -> None:
+        """The script stays as it is."""
+
+    def _tokens(self, truth: list[int], count: int) -> list[int]:
+        raise NotImplementedError
+
+    def _number(self, end: int) -> int:
+        return int(torch.randint(end, (), generator=self._generator))
+
+    def _junk(self, count: int) -> list[int]:
+        return torch.randint(self.vocab_size, (count,), generator=self._generator).tolist()
+
+
+class OracleDrafter(ScriptedDrafter):
+    """Drafts the known continuation, fewer tokens at its end."""
+
+    def _tokens(self, truth: list[int], count: int) -> list[int]:  # noqa: ARG002  # the base's
+        return truth
+
+
+class WrongDrafter(ScriptedDrafter):
+    """Drafts tokens next to the true ones, and junk behind the end of what is known."""
+
+    def _tokens(self, truth: list[int], count: int) -> list[int]:
+        padded = truth + [0] * (count - len(truth))
+        return [(token + 1) % self.vocab_size for token in padded]
+
+
+class RandomDrafter(ScriptedDrafter):
+    """Drafts 0..width random tokens."""
+
+    def _tokens(self, truth: list[int], count: int) -> list[int]:  # noqa: ARG002  # the base's
+        return self._junk(self._number(count + 1))
+
+
+class MixedDrafter(ScriptedDrafter):
+    """Drafts a true prefix of random length, then random tokens up to the full width."""
+
+    def _tokens(self, truth: list[int], count: int) -> list[int]:
+        right = truth[: self._number(count + 1)]
+        return right + self._junk(count - len(right))
+
+
+class BranchingDrafter(ScriptedDrafter):
+    """Plants a true prefix of random length in a random tree of other tokens.
+
+    Where there are exit layers, the first rows wait at some of them, as if they had left there.
+    """
+
+    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
+        """Up to `width` tokens, whose paths fit into `limit`."""
+        position = state.length - state.pad
+        right = self.sequence[position : position + self._number(min(max(limit, 0), _RIGHT) + 1)]
+        tokens: list[int] = []
+        parents: list[int] = []
+        below = -1  # the newest of the right ones
+        placed = 0
+        while len(tokens) < self.width and limit > 0:
+            if placed < len(right) and self._number(5) < 3:
+                tokens.append(right[placed])
+                parents.append(below)
+                below, placed = len(tokens) - 1, placed + 1
+                continue
+            parent = self._number(len(tokens) + 1) - 1
+            if parent < 0 or depths(parents)[parent] + 1 < limit:
+                tokens += self._junk(1)
+                parents.append(parent)
+        draft = Draft.of(tokens, parents, ended="width" if tokens else "budget")
+        exits = len(state.hidden.schedule.depths) - 2
+        trunk = [*state.committed(-1), *tokens[: draft.trunk]]
+        for token in trunk[: self._number(len(trunk) + 1) if exits else 0]:
+            state.hidden.push(state.backbone.embed(state.ids.new_tensor([token])))
+            for boundary in range(self._number(exits) + 1):
+                yield from state.hidden.advance(boundary)
+        return draft
+
+
+def planted(
+    speculator: Speculator, options: SpeculationOptions, text: Sequence[int]
+) -> dict[str, tuple[Drafter | None, SpeculationOptions]]:
+    """Good, bad and random drafts for a prompt whose known continuation ends `text`; real exits.
+
+    By name; a drafter of None is the heads'. Scripted ones fill a pinned pass.
+    """
+    size, width = speculator.backbone.vocab_size, options.pinned_rows - 1
+    alone = replace(options, speculate=False)
+    if speculator.backbone.mixing is not None:
+        return {"no": (None, alone)}  # drafts are refused
+    found: dict[str, tuple[Drafter | None, SpeculationOptions]] = {
+        "oracle": (OracleDrafter(text, width=width), alone),
+        "wrong": (WrongDrafter(text, 0, size, width), alone),
+        "random": (RandomDrafter((), 0, size, width), alone),
+        "mixed": (MixedDrafter(text, 1, size, width), options),
+    }
+    steady = not options.pinned or speculator.backbone.claims.steady
+    if steady and speculator.backbone.runs_trees:
+        found["tree"] = (BranchingDrafter(text, 2, size, width), options)
+    if speculator.heads is not None and options.speculate:
+        exits = {"exit": {"threshold": _EAGER, "max_tokens": width}, "costs": "row=0"}
+        found |= {"heads": (None, options), "eager heads": (None, options.updated(exits))}
+    return found
+
+
+# --- decoding that is heard -----------------------------------------------------------------------
+
+
+class Recorder(Heard):
+    """An acceptance rule that keeps the target logits of every committed token."""
+
+    def __init__(self, rule: AcceptanceRule) -> None:
+        super().__init__(rule)
+        self._rows: list[Tensor] = []
+
+    @property
+    def logits(self) -> Tensor:
+        """The target logits of all tokens so far, [n, V]."""
+        return torch.stack(self._rows)
+
+    def note(self, logits: Tensor, token: int) -> None:  # noqa: ARG002  # the base's
+        """Keep them."""
+        self._rows.append(logits.clone())
+
+
+class Listening(Runtime):
+    """Hears how every token is committed, text by text; `drafter` in place of the usual one."""
+
+    def __init__(self, other: Runtime, drafter: Drafter | None = None) -> None:
+        super().__init__(other.backbone, other.heads, other.draft_model, other.datastore)
+        self.probe = other.probe
+        self.heard: list[Recorder] = []
+        self._planted = drafter
+
+    def rule(self, sampler: Sampler, options: SpeculationOptions) -> AcceptanceRule:
+        """The usual one, heard."""
+        self.heard.append(Recorder(super().rule(sampler, options)))
+        return self.heard[-1]
+
+    def drafter(self, *asked: Any) -> Drafter:
+        """The planted one, if there is one."""
+        return self._planted or super().drafter(*asked)
+
+
+def greedy_request(speculator: Speculator, prompt: Prompt, new_tokens: int) -> Request:
+    """At most `new_tokens` of the most likely tokens, by the model's own generation settings."""
+    request = speculator.call(prompt, {"max_new_tokens": new_tokens, "do_sample": False})
+    request.only()
+    return request
+
+
+Text = tuple[list[int], Tensor]
+"""Tokens, and the target logits [n, V] that each was committed by."""
+
+
+def decode(
+    speculator: Speculator,
+    request: Request,
+    options: SpeculationOptions,
+    drafter: Drafter | None = None,
+) -> Text:
+    """What an engine writes, with the drafts that `options` ask for, or those of `drafter`."""
+    runtime = Listening(speculator.runtime, drafter)
+    entries = Engine(runtime).add(request.only(), options)
+    return [token for entry in entries for token in entry.tokens], runtime.heard[0].logits

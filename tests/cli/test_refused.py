@@ -130,7 +130,7 @@ tune --suite spec-bench                          | Give --questions FILE
 tune --suite sixtasks                            | Did you mean six-tasks?
 tune --suite prompts.jsonl --limit 0             | limit is 0
 tune --min-threshold 2                           | min_threshold is 2.0
-tune --objective fast                            | unknown objective 'fast'
+tune --objective fast                            | 'fast' is not one of 'speed', 'latency'
 bench                                            | no --output
 bench P --methods plain,specualtion              | Did you mean speculation?
 bench P --overwrite --resume                     | --overwrite and --resume at once
@@ -276,7 +276,6 @@ generate a M --heads @
 trace --from @
 tune L --suite @.jsonl
 tune L --suite spec-bench --questions @
-bench L P --methods plain,speculation --max-new-tokens 1 --tune-on @.jsonl
 report @ --output new
 heads show @
 heads pull @
@@ -392,22 +391,14 @@ def make_loop(path: Path) -> None:
 
 
 MODELS: dict[str, Change] = {
-    "config is an empty object": holding("config.json", "{}"),
     "config of nobody": config(model_type="nobody"),
     "config of code": config(model_type="mine", auto_map={"AutoConfig": "mine.Config"}),
     "config of an encoder": config(model_type="bert", architectures=["BertModel"]),
-    "a huge vocabulary": config(vocab_size=10**12),
     "another vocabulary": config(vocab_size=50),
-    "no positions": config(max_position_embeddings=0),
-    "no layers": config(num_hidden_layers=0),
-    "a billion layers": config(num_hidden_layers=10**9),
     "more layers than weights": config(num_hidden_layers=9),
     "another hidden size": config(hidden_size=48),
-    "no heads": config(num_attention_heads=0),
     "heads that do not divide": config(num_attention_heads=5, head_dim=None),
-    "an unknown activation": config(hidden_act="quick"),
     "rope of nobody": config(rope_parameters={"rope_type": "mine", "rope_theta": 1.0}),
-    "a dtype of nobody": config(dtype="float33", torch_dtype="float33"),
     "weights lack one": tensors(lambda t: t.pop("model.layers.3.mlp.up_proj.weight")),
     "weights of another shape": tensors(lambda t: t.update({NORM: torch.zeros(31)})),
     "weights of whole numbers": tensors(lambda t: t.update({NORM: t[NORM].int()})),
@@ -447,32 +438,19 @@ NESTED = struct.pack("<IQ", 9, 1) * 50 + struct.pack("<IQ", 4, 0)
 
 GGUF = {
     "another format": b"GGML" + bytes(60),
-    "version 99": header(version=99),
-    "2^60 values": header(values=2**60),
     "a key beyond the end": header(text(b"a", 200), values=1),
     "a key that is no text": header(value(b"\xff\xfe", 4, bytes(4)), values=1),
     "a key twice": header(value("a", 4, bytes(4)) * 2, values=2),
-    "an unknown type": header(value("a", 77, bytes(8)), values=1),
     "an array of 2^60 numbers": header(value("a", 9, struct.pack("<IQ", 4, 2**60)), values=1),
-    "strings beyond the end": header(
-        value("a", 9, struct.pack("<IQ", 8, 2) + text("x") + text("y", 500) + bytes(40)), values=1
-    ),
-    "an array of an unknown type": header(
-        value("a", 9, struct.pack("<IQ", 99, 1) + bytes(8)), values=1
-    ),
     "nested arrays": header(value("a", 9, NESTED), values=1),
-    "alignment 0": header(value("general.alignment", 4, struct.pack("<I", 0)), values=1),
     "alignment as text": header(value("general.alignment", 8, text("32")), values=1),
-    "a tensor of 2^32 dimensions": header(text("t"), b"\xff" * 40, tensors=1),
     "a tensor beyond the end": header(tensor("t", [64]), tensors=1),
     "a tensor of 2^120 elements": header(tensor("t", [2**60, 2**60]), bytes(64), tensors=1),
-    "a tensor of an unknown type": header(tensor("t", [1], kind=99), bytes(64), tensors=1),
     "a tensor twice": header(tensor("t", [1]) * 2, bytes(64), tensors=2),
     "half a block": header(tensor("t", [33], kind=2), bytes(640), tensors=1),
     "no model in it": header(),
     "a tensor and no size": header(tensor("t", [1]), bytes(64), tensors=1),
     "more layers than tensors": tiny(layers=3),
-    "a billion layers": tiny(layers=10**9),
     "all defaults but one tensor": tiny(),
     "an unknown architecture": header(value("general.architecture", 8, text("mine")), values=1),
 }

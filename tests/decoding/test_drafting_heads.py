@@ -26,7 +26,7 @@ from selfspec.decoding.engine import Asked, Engine, Runtime
 from selfspec.decoding.state import DecodeState, NoDrafter, Run, Steps, alone
 from selfspec.decoding.stats import Round, Stopwatch
 from selfspec.errors import InvalidOption
-from selfspec.eval.scripted import OracleDrafter
+from selfspec.eval.verify import OracleDrafter
 from selfspec.heads.attending import AttendingHeads
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.folder import MEDUSA

@@ -19,7 +19,7 @@ from selfspec.decoding.decode import StopRule
 from selfspec.decoding.engine import BULK_ROWS, Asked, Engine, Pace, Running, Runtime
 from selfspec.decoding.sampling import Sampler
 from selfspec.errors import InvalidOption
-from selfspec.eval.scripted import Listening, Recorder
+from selfspec.eval.verify import Listening, Recorder
 from selfspec.heads.exit_heads import logit_lens
 from selfspec.heads.heads import scored
 from selfspec.model.backbone import Backbone

@@ -44,7 +44,7 @@ from selfspec.decoding.sampling import (
 )
 from selfspec.decoding.state import Drafter, NoDrafter
 from selfspec.errors import InvalidOption
-from selfspec.eval.scripted import MixedDrafter, OracleDrafter, RandomDrafter, WrongDrafter
+from selfspec.eval.verify import MixedDrafter, OracleDrafter, RandomDrafter, WrongDrafter
 from selfspec.model.backbone import Backbone
 from tests import ladder
 from tests.models import VOCAB_SIZE, make_model, random_ids

@@ -18,7 +18,7 @@ from selfspec.decoding.drafters.heads import ExitDrafter
 from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState, HiddenCache, NoDrafter, Schedule, Steps, alone
 from selfspec.decoding.stats import Round, Stopwatch
-from selfspec.eval.scripted import MixedDrafter
+from selfspec.eval.verify import MixedDrafter
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import ExitJudge
 from selfspec.model.backbone import Backbone

@@ -23,7 +23,7 @@ from selfspec.decoding.sampling import DraftToken, Sampler
 from selfspec.decoding.state import DecodeState, Drafter, NoDrafter, Steps, alone, ready
 from selfspec.decoding.stats import EXIT, Stopwatch
 from selfspec.errors import InvalidDraft, UnsupportedModel
-from selfspec.eval.scripted import BranchingDrafter
+from selfspec.eval.verify import BranchingDrafter
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv import Lease, Rows, ancestors, depths, held_behind
 from tests import ladder, laws

@@ -1,9 +1,9 @@
-"""The runner: the same tokens for all, random order, failures recorded, settings chosen; tables."""
+"""Methods of a bench, all with plain decoding's tokens; its runner, and tables of many at once."""
 
 from __future__ import annotations
 
+import copy
 import itertools
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,19 +15,42 @@ from torch import Tensor
 
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.api.text import encode
+from selfspec.decoding.drafters.rest import Datastore
 from selfspec.decoding.stats import Round
-from selfspec.errors import InvalidOption
-from selfspec.eval import bench as runner
-from selfspec.eval.bench import Bench, arrivals, chosen, parted
+from selfspec.errors import HeadsNotFound, InvalidOption
+from selfspec.eval.bench import (
+    METHODS,
+    NO_BOUND,
+    SKIPPED,
+    Bench,
+    Contender,
+    Method,
+    Written,
+    arrivals,
+    candidates,
+    chosen,
+    described,
+    endless,
+    parted,
+    swept,
+)
+from selfspec.eval.bench import moved as moves
 from selfspec.eval.concurrency import Load, table
-from selfspec.eval.methods import METHODS, Contender, Method, Written, candidates
-from selfspec.eval.options import BenchOptions, RecordOptions, TuneOptions
-from selfspec.eval.results import Answer, Question, Run, edit_distance, first_divergence, read
-from selfspec.eval.verify import log_likelihood
-from tests.models import make_model
+from selfspec.eval.results import (
+    Answer,
+    BenchOptions,
+    Question,
+    Run,
+    edit_distance,
+    first_divergence,
+    log_likelihood,
+    read,
+)
+from tests import ladder
+from tests.models import make_model, random_ids
 from tests.talks import make_tokenizer
 
-COUNT = 8
+COUNT, LONG = 8, 20
 NAMES = ("hugging-face", "plain", "speculation")
 QUESTIONS = [
     Question(id="one", task="math", turns=("a b c",)),
@@ -38,13 +61,20 @@ QUESTIONS = [
 
 @pytest.fixture(scope="module")
 def speculator() -> Speculator:
-    """Float64, so that all methods write equal tokens."""
-    return wrap(
+    """Heads on layers 1 to 5, of which 2 and 4 are in use, beside a draft model of two layers.
+
+    And a datastore. All in float64, so that all methods write equal tokens.
+    """
+    found = wrap(
         make_model("llama", torch.float64),
         make_tokenizer(),
         heads="logit-lens",
-        drafter="exit:layers=2/4,threshold=0.05",
+        draft_model=make_model("llama", torch.float64, num_hidden_layers=2),
+        drafter="exit:layers=2/4,threshold=0.04/0.06,max_tokens=3",
     )
+    found.runtime.datastore = Datastore.of(random_ids(20_000).tolist(), make_tokenizer())
+    found.options = found.options.updated({"skip": "skipped=3"})
+    return found
 
 
 @pytest.fixture
@@ -132,7 +162,7 @@ def test_the_second_turn_follows_plain_decodings_answer(
         asked.append(prompt if isinstance(prompt, str) else [dict(entry) for entry in prompt])
         return encode(tokenizer, prompt)
 
-    monkeypatch.setattr(runner, "encode", spy)
+    monkeypatch.setattr("selfspec.api.text.encode", spy)
     answers = measure(bench, contenders, tmp_path)
     first = next(answer for answer in answers if answer.key == ("two", 1, 1))
     assert asked[-2] == [
@@ -206,7 +236,7 @@ def test_texts_of_all_methods_are_judged_once_where_that_is_asked_for(
         for run in answer.runs.values():
             assert (run.quality is not None) == (answer.repeat == 1)
             assert run.quality is None or run.quality.first_divergence is None
-    monkeypatch.setattr(runner, "edit_distance", fails)  # of some not at all
+    monkeypatch.setattr("selfspec.eval.bench.edit_distance", fails)  # of some not at all
     lossy = replace(contenders[-1], lossy=True)
     answer, *_ = bench.measure(QUESTIONS[:1], [contenders[1], lossy], tmp_path / "again", quiet)
     assert answer.runs["speculation"].error == "RuntimeError: out of luck"
@@ -288,36 +318,17 @@ def test_the_fastest_setting_that_did_not_fail_is_chosen() -> None:
     assert chosen(grid, [])["m"].setting == {"of": "a"}
 
 
-def test_settings_are_chosen_on_questions_that_are_not_reported(tmp_path: Path) -> None:
+def test_settings_are_chosen_on_questions_that_are_not_reported() -> None:
     suite = [Question(id=str(number), task="t", turns=(str(number),)) for number in range(8)]
     options = BenchOptions(tune_questions=2, limit=3)
     assert parted(suite, options, tuning=False) == ([suite[0], suite[2], suite[5]], [])
     reported, others = parted(suite, options, tuning=True)
     assert [question.id for question in others] == ["0", "4"]
     assert [question.id for question in reported] == ["1", "3", "6"]
-    file = tmp_path / "others.jsonl"
-    file.write_text('{"prompt": "2"}\n{"prompt": "x"}\n')
-    options = BenchOptions(tune_on=str(file))
-    reported, others = parted(suite, options, tuning=True)
-    assert [question.turns for question in others] == [("2",), ("x",)]
-    assert [question.id for question in reported] == ["0", "1", "3", "4", "5", "6", "7"]
-    with pytest.raises(InvalidOption, match="Give --tune-on"):  # nothing is left to report
+    with pytest.raises(
+        InvalidOption, match="Give fewer --tune-questions"
+    ):  # nothing is left to report
         parted(suite[:1], BenchOptions(), tuning=True)
-
-
-@pytest.mark.parametrize(
-    ("options", "name", "value"),
-    [
-        (BenchOptions, "tune_questions", 0),
-        (RecordOptions, "max_new_tokens", 1),
-        (RecordOptions, "anneal_strengths", (0.5, 0.1)),
-        (RecordOptions, "anneal_strengths", (-0.1, 0.1)),
-        (TuneOptions, "folds", 1),
-    ],
-)
-def test_options_out_of_range_are_refused(options: Any, name: str, value: Any) -> None:
-    with pytest.raises(InvalidOption, match=f"{name} (is )?{re.escape(repr(value))}"):
-        options(**{name: value})
 
 
 # --- looks at a clock
@@ -384,3 +395,248 @@ def test_a_summary_has_figures_and_no_lists(steps: int) -> None:
     assert found["first_s"] == pytest.approx([0.2, 0.29])
     assert found["gaps_s"] is None
     assert found["decode_tokens_per_s"] == (steps or None)
+
+
+# --- methods
+
+
+@pytest.fixture(scope="module")
+def plain(speculator: Speculator) -> list[int]:
+    answer = speculator.generate(random_ids(9), max_new_tokens=LONG, speculate=False)
+    return answer.token_ids
+
+
+def moved(speculator: Speculator, **values: Any) -> Speculator:
+    """The same speculator with other options."""
+    other = copy.copy(speculator)
+    other.options = speculator.options.updated(values)
+    return other
+
+
+@pytest.fixture(scope="module")
+def bare() -> Speculator:
+    """Without heads, without a second model."""
+    return wrap(make_model("llama"))
+
+
+def written(speculator: Speculator, name: str, number: int = 0) -> Written:
+    """What a method writes with one of its settings."""
+    contender = grid(speculator, name)[number]
+    with endless(speculator):
+        return contender.decode(speculator, random_ids(9), LONG)
+
+
+def grid(speculator: Speculator, name: str) -> list[Contender]:
+    return candidates(speculator, [name])[name]
+
+
+LOSSY = ("cm-asd", "easd", "lenience")
+DRAWN = ("sampling", "sampled-speculation", "lenience")
+
+
+OWN_TEXT_OR_HEADS = (*LOSSY, *DRAWN, "medusa")
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in OWN_TEXT_OR_HEADS])
+def test_every_setting_of_every_method_writes_the_tokens_of_plain_decoding(
+    speculator: Speculator, plain: list[int], name: str
+) -> None:
+    for number, entry in enumerate(grid(speculator, name)):
+        assert written(speculator, name, number).token_ids == plain
+        assert not entry.own_text
+
+
+def test_medusa_verifies_all_of_its_tree_or_what_pays(
+    speculator: Speculator, plain: list[int]
+) -> None:
+    own = wrap(speculator.model, heads=ladder.medusa_heads(speculator.backbone))
+    whole, cut = (written(own, "medusa", number) for number in range(2))
+    assert whole.token_ids == cut.token_ids == plain
+    widest = [max(len(one.draft_tokens) for one in found.rounds) for found in (whole, cut)]
+    assert widest[0] == 63 > widest[1] > 0
+
+
+# --- methods with a text of their own
+
+
+@pytest.mark.parametrize("name", dict.fromkeys((*LOSSY, *DRAWN)))
+def test_a_method_with_a_text_of_its_own_says_so_and_has_nothing_to_choose(
+    speculator: Speculator, plain: list[int], name: str
+) -> None:
+    wavering = moved(
+        speculator,
+        exit={"threshold": 1e-6},
+        acceptance="cm-asd:top_beta=100,tolerance=100" if name == "cm-asd" else "lossless",
+        easd={"entropy": 0.0, "overlap": 0.0},
+    )
+    (entry,) = grid(wavering, name)
+    assert entry.own_text
+    assert entry.lossy == (name in LOSSY)
+    assert described([entry], {})[entry.label]["lossy"] == entry.lossy
+    found = written(wavering, name)
+    assert len(found.token_ids) == LONG
+    assert found.token_ids != plain
+    assert found.stats is not None
+    assert found.stats.lossless == (name not in LOSSY)
+    assert written(wavering, name).token_ids == found.token_ids  # drawn ones too: they are seeded
+
+
+def test_options_and_sweeps_that_are_lossy_are_marked_but_plain_decoding_is_not(
+    speculator: Speculator,
+) -> None:
+    loose = moved(speculator, acceptance="cm-asd")
+    names = ["plain", "hugging-face", "speculation", "ngram"]
+    assert [grid(loose, name)[0].lossy for name in names] == [False, False, True, True]
+    entries = swept(speculator, moves("acceptance=lossless,cm-asd"))
+    assert [entry.lossy for entry in entries] == [False, True]
+
+
+def test_the_model_is_as_before_after_an_error_within_an_early_exit(
+    speculator: Speculator,
+) -> None:
+    model: Any = speculator.model
+    config = model.generation_config
+
+    def break_off() -> None:
+        with endless(speculator):
+            model.config.num_hidden_layers = 1
+            model.generation_config.num_assistant_tokens = 99
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        break_off()
+    assert model.generation_config is config
+    assert config.num_assistant_tokens != 99
+    assert speculator.backbone.num_layers == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "without", "options", "reason"),
+    [
+        ("prompt-look-up", False, {}, "Did you mean prompt-lookup"),
+        ("medusa", False, {}, "--head-type medusa"),
+        ("easd", False, {}, "calibrate --entropy"),
+        ("no-annealing", False, {"exit": {"anneal_strength": 0.0}}, "the same as speculation"),
+        ("no-depth-bound", False, {"exit": {"layers": None, "threshold": 0.1}}, "the same as"),
+        ("draft-model", True, {}, "Give --draft-model"),
+        ("rest", True, {}, "Give --datastore"),
+        ("self-sd", True, {}, "nobody has searched"),
+    ],
+)
+def test_a_method_that_is_not_to_be_had_says_what_to_do(
+    speculator: Speculator,
+    bare: Speculator,
+    name: str,
+    without: bool,
+    options: dict[str, Any],
+    reason: str,
+) -> None:
+    with pytest.raises(InvalidOption, match=reason):
+        candidates(bare if without else moved(speculator, **options), [name])
+
+
+def test_methods_with_drafts_need_heads_or_a_draft_model(bare: Speculator) -> None:
+    assert candidates(bare, ["plain", "hugging-face", "prompt-lookup"])
+    for name in ("speculation", "fixed-exit", "no-depth-bound", "no-never-slower"):
+        with pytest.raises(HeadsNotFound):
+            candidates(bare, [name])
+    with pytest.raises(HeadsNotFound):
+        swept(bare, moves("exit.threshold=0.5"))
+    second = wrap(bare.model, draft_model=bare.model)
+    entries = swept(second, moves("draft-model.max_tokens=1,4"))
+    drafters = [entry.setting["drafter"] for entry in entries]
+    assert drafters == [f"draft-model:max_tokens={count}" for count in (1, 4)]
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [("draft-model", "draft-model"), ("speculation", "exit"), ("rest", "rest")],
+)
+def test_the_draft_model_drafts_where_its_method_is_asked_for(
+    speculator: Speculator, name: str, source: str
+) -> None:
+    stats = written(speculator, name).stats
+    assert stats is not None
+    assert set(stats.drafted_by_source) == {source}
+
+
+def test_self_sd_leaves_out_what_was_found_for_the_model(
+    speculator: Speculator, bare: Speculator
+) -> None:
+    assert grid(speculator, "self-sd")[0].setting["drafter"] == "skip:skipped=3"
+    known = copy.copy(bare)
+    known.label = next(iter(SKIPPED))
+    with pytest.raises(InvalidOption, match="the model has 6 layers"):  # not those of 30
+        candidates(known, ["self-sd"])
+
+
+# --- ablations
+
+
+def test_ablations_change_one_thing(speculator: Speculator) -> None:
+    """Without a depth bound all layers are in use, each with the nearest threshold."""
+    bounded = moved(speculator, exit={"max_depth": 2})
+    for name, drafter in (
+        ("no-annealing", "exit:anneal_strength=0"),
+        (
+            "no-depth-bound",
+            "exit:max_depth=none,layers=1/2/3/4/5,threshold=0.04/0.04/0.04/0.06/0.06",
+        ),
+    ):
+        (entry,) = grid(bounded, name)
+        assert entry.setting == {"drafter": drafter, "never_slower": False}
+
+
+def test_without_a_width_bound_no_round_ends_because_of_its_width(speculator: Speculator) -> None:
+    bold = moved(speculator, exit={"threshold": 1e-6})
+    ends = {entry.ended for entry in written(bold, "speculation").rounds if not entry.prefill}
+    assert "width" in ends
+    ends = {entry.ended for entry in written(bold, "no-width-bound").rounds if not entry.prefill}
+    assert ends == {"budget"}
+
+
+@pytest.mark.parametrize(
+    ("name", "costs", "source"),
+    [("no-value-rule", "row=1/0.9", "ngram"), ("no-never-slower", "head=9", "exit")],
+)
+def test_without_a_rule_dear_drafts_go_on(
+    speculator: Speculator, name: str, costs: str, source: str
+) -> None:
+    dear = moved(speculator, costs=costs)
+    every = [written(dear, method).stats for method in ("ngram+exit", name)]
+    ruled, free = (stats.drafted_by_source[source] for stats in every if stats)
+    assert ruled < free
+
+
+# --- peers
+
+
+def test_schedules_of_peers_keep_their_rules(speculator: Speculator) -> None:
+    """A fixed exit always leaves there, thresholds know no bound, one exit stops where unsure."""
+    fixed = [speculator.options.updated(one.setting).exit for one in grid(speculator, "fixed-exit")]
+    assert [setting.layers for setting in fixed[::3]] == [(1,), (3,), (5,)]
+    for number, setting in enumerate(fixed):
+        for one in written(speculator, "fixed-exit", number).rounds[1:]:
+            assert set(one.exit_layers) <= set(setting.layers or ())
+            assert len(one.draft_tokens) == setting.max_tokens or one.ended == "budget"
+    for entry in grid(speculator, "threshold-exit"):
+        setting = speculator.options.updated(entry.setting).exit
+        found = setting.layers, setting.max_tokens, setting.anneal_strength
+        assert found == ((1, 2, 3, 4, 5), NO_BOUND, 0.0)
+    assert "depth" in {entry.ended for entry in written(speculator, "one-exit", 2).rounds[1:]}
+
+
+# --- sweeps and labels
+
+
+def test_a_sweep_moves_one_option_at_a_time_of_exit_heads_whatever_the_defaults_name(
+    speculator: Speculator,
+) -> None:
+    settings = moves("exit.threshold=0.3") | moves("exit.layers=4/5")
+    labels = ["speculation(exit.threshold=0.3)", "speculation(exit.layers=4/5)"]
+    for changes in ({"exit": {"threshold": 0.1}}, {"drafter": "ngram+exit"}):
+        entries = swept(moved(speculator, **changes), settings)
+        assert [entry.label for entry in entries] == labels
+        assert entries[0].setting["drafter"] == "exit:threshold=0.3"
+    with pytest.raises(InvalidOption, match="exit:max_depth 3 is not among"):
+        swept(speculator, moves("exit.max_depth=3"))

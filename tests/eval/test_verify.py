@@ -1,11 +1,8 @@
-"""`selfspec verify`: every rung on tiny models, what makes one fail, and the command around it."""
+"""`selfspec verify`: every rung on tiny models, and what makes one fail."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.api.speculator import Speculator, wrap
-from selfspec.cli.main import main
 from selfspec.decoding.acceptance import Target
 from selfspec.decoding.measure import PassShape, any_split
 from selfspec.errors import PinnedUnavailable
 from selfspec.eval import verify as ladder
-from selfspec.eval.scripted import greedy_request
 from selfspec.eval.verify import (
     RUNGS,
     WAYS,
@@ -31,6 +26,7 @@ from selfspec.eval.verify import (
     Subject,
     Way,
     climb,
+    greedy_request,
     largest_difference,
     logits_of,
     margin,
@@ -42,7 +38,6 @@ from selfspec.model.fused import FusedExecutor
 from tests.decoding.test_mutants import GREEDY_MUTANTS, Mutant, every_draft_stays
 from tests.heads.kinds import make_heads, train
 from tests.models import EXECUTORS, make_model, needs_compiler, random_ids
-from tests.talks import make_tokenizer
 
 OPTIONS: dict[str, Any] = {"drafter": "exit:layers=2/4,threshold=0.05,max_tokens=3"}
 
@@ -327,49 +322,3 @@ def test_a_float64_twin_has_the_same_heads(kind: str) -> None:
     # bfloat16 keeps 8 bits; logits are up to 20 here
     torch.testing.assert_close(exact, heads[4](hidden), rtol=0, atol=0.3)
     assert twin[4].features(hidden.double()).dtype == torch.float64
-
-
-# --- the command
-
-
-@pytest.fixture
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Runs verify on a tiny model and three prompts of one's own."""
-    make_model("llama").save_pretrained(tmp_path / "model")
-    make_tokenizer().save_pretrained(tmp_path / "model")
-    lines = [json.dumps({"prompt": words}) for words in ("a b c", "c a", "b b")]
-    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
-    monkeypatch.chdir(tmp_path)
-    common = ["--model", "model", "--heads", "logit-lens", "--dtype", "float32"]
-
-    def verify(*flags: str) -> int:
-        return main(["verify", *common, "--suite", "prompts.jsonl", *flags])
-
-    return verify
-
-
-def test_command_prints_a_line_per_rung_and_a_verdict(
-    workplace: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert workplace("--max-new-tokens", "6") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in lines[0:10:2]] == [
-        [str(number), "skipped" if number == 5 else "passed"] for number in range(1, 6)
-    ]
-    assert lines[-1].endswith("no draft moves a bit")
-
-
-def test_command_fails_with_a_planted_bug(
-    workplace: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    every_draft_stays(monkeypatch)
-    flags = "--executor generic --limit 1 --max-new-tokens 6 --rungs 1,2,4,5,6,7 --json"
-    assert workplace(*flags.split()) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["passed"] is False
-    assert found["verdict"].startswith("NOT lossless")
-    assert (found["prompts"], found["max_new_tokens"]) == (1, 6)
-    assert found["rungs"][2]["outcome"] == "skipped"
-    assert {rung["outcome"] for rung in found["rungs"]} >= {"passed", "failed"}

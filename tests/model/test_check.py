@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from selfspec.api.speculator import wrap
 from selfspec.errors import UnsupportedModel
-from selfspec.eval.scripted import planted
+from selfspec.eval.verify import planted
 from selfspec.model.backbone import Backbone
 from selfspec.model.check import named_positions, stretches
 from selfspec.model.cuda_graph import CudaGraphExecutor

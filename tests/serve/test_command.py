@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from selfspec.cli.generate import SERVING
 from selfspec.cli.main import main
-from selfspec.cli.serve import FLAGS
 from selfspec.serve.gate import COPY, OPEN
 from selfspec.serve.options import VARIABLE, ServeOptions
 
@@ -51,7 +51,7 @@ DOCKERFILE = (PAGE.parents[1] / "Dockerfile").read_text(encoding="utf-8")
 
 
 def test_each_flag_that_is_named_exists() -> None:
-    known = {flag.long_name for flag in FLAGS} | {"--config", "--help-all"}
+    known = {flag.long_name for flag in SERVING} | {"--config", "--help-all"}
     ours = re.sub(r"^docker (build|run).*?^```", "", TEXT, flags=re.DOTALL | re.MULTILINE)
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", re.sub(r"<!--.*?-->", "", ours)))
     assert named <= known

@@ -12,7 +12,7 @@ from selfspec.decoding.stats import Round
 from selfspec.visualise.layers import rejected
 from selfspec.visualise.page import page_data, render
 from tests.records import recorded
-from tests.traces import USED, alone, make_trace, some_costs, text_of
+from tests.traces import alone, make_trace, some_costs, text_of
 
 
 def embedded(page: str) -> dict:
@@ -23,7 +23,7 @@ def embedded(page: str) -> dict:
 
 
 def test_texts_of_tokens_cannot_leave_their_element_and_nothing_is_loaded() -> None:
-    page = render(make_trace(alone(recorded("translator").record), USED), None)
+    page = render(make_trace(alone(recorded("translator").record)), None)
     data = embedded(page)
     assert "</script>" in [text for _, text in data["words"]]
     assert "Say &lt;/script&gt; and &lt;script&gt;hacked = 1&lt;/script&gt;.</p>" in page
@@ -36,7 +36,7 @@ def test_texts_of_tokens_cannot_leave_their_element_and_nothing_is_loaded() -> N
 @pytest.mark.parametrize("kind", ["translator", "deep-fused-0"])
 def test_rounds_say_who_gave_what_and_when(kind: str) -> None:
     record = alone(recorded(kind).record)
-    trace, costs = make_trace(record, USED), some_costs(record.info.num_layers, 16)
+    trace, costs = make_trace(record), some_costs(record.num_layers, 16)
     data = page_data(trace, costs)
     told = data["rounds"]
     given = [[data["givers"][giver]["words"] for giver in one[0]] for one in told]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from selfspec.eval.record import Record
+from selfspec.eval.tune import Record
 from selfspec.visualise.layers import LayerTrace, gain, rejected, visible
 from selfspec.visualise.page import render
 from tests.browsers import (  # noqa: F401  # fixtures
@@ -23,7 +23,7 @@ from tests.browsers import (  # noqa: F401  # fixtures
     opened_fixture,
 )
 from tests.records import recorded
-from tests.traces import USED, alone, make_trace, some_costs, tiled
+from tests.traces import alone, make_trace, some_costs, tiled
 
 COSTS = some_costs(6, 16)
 PHONE: dict[str, Any] = {"viewport": {"width": 360, "height": 740}}
@@ -36,7 +36,7 @@ def record() -> Record:
 
 @pytest.fixture(scope="module")
 def trace(record: Record) -> LayerTrace:
-    return make_trace(record, USED, [layer for layer in range(6) if layer != 4])
+    return make_trace(record, [layer for layer in range(6) if layer != 4])
 
 
 @pytest.fixture
@@ -205,8 +205,8 @@ def test_axe_finds_nothing_and_a_phone_has_room(
 
 def test_128_tokens_and_30_layers_stay_small(unfolded: Open, record: Record) -> None:
     long = tiled(record, 128)
-    long = replace(long, info=replace(long.info, num_layers=31, exit_layers=(4, 12, 20)))
-    html = render(make_trace(long, USED, range(1, 31)), some_costs(31, 16))
+    long = replace(long, num_layers=31, exit_layers=(4, 12, 20))
+    html = render(make_trace(long, range(1, 31)), some_costs(31, 16))
     assert len(html.encode("utf-8")) < 1_500_000
     page = unfolded(html)
     assert page.locator("#map td").count() == 128 * 30
