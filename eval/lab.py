@@ -18,6 +18,7 @@ from torch import Tensor
 
 import selfspec
 from selfspec.cli.base import bar
+from selfspec.cli.main import main
 from selfspec.cli.measure import machine
 from selfspec.errors import InvalidOption, SelfspecError
 from selfspec.eval import report
@@ -104,6 +105,12 @@ def run(command: Callable[..., object]) -> None:
             typer.run(command)
     except SelfspecError as error:
         sys.exit(str(error))
+
+
+def selfspec_command(*words: str) -> None:
+    """Runs `selfspec WORDS` here. Raises RuntimeError if it fails."""
+    if main(words):
+        raise RuntimeError(shlex.join(["selfspec", *words]))
 
 
 def command() -> str:
