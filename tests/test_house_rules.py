@@ -38,11 +38,11 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 31869,
+    "tests/": 31710,
     "model": 7103,
     "decoding": 5590,
     "training": 4338,
-    "eval/": 4169,
+    "eval/": 3590,
     "eval": 3850,
     "cli": 3494,
     "serve": 3165,

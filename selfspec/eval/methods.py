@@ -110,8 +110,7 @@ EXIT: Setting = {"drafter": "exit", "never_slower": False}
 drafter."""
 
 _PEER = {"max_depth": None, "anneal_strength": 0}
-"""None of the peers anneals or bounds the depth. Calibrated temperatures, a part of the heads,
-stay."""
+"""None of the peers anneals or bounds the depth. Calibrated temperatures stay."""
 
 _DRAWN = {"do_sample": True, "seed": 0, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 """Draws from the model's whole distribution: lenience says nothing about greedy drafts."""
@@ -414,11 +413,12 @@ def candidates(speculator: Speculator, names: Sequence[str]) -> dict[str, list[C
 
 
 def swept(speculator: Speculator, moves: Mapping[str, Setting]) -> list[Contender]:
-    """Speculation with some options moved. Raises as `candidates` does."""
+    """Speculation with some options moved; lenience draws. Raises as `candidates` does."""
     base = EXIT if speculator.options.uses("exit") else {}
     return [
-        _contender(speculator, "speculation", {**base, **setting}, said)
+        _contender(speculator, "speculation", {**base, **drawn, **setting}, said)
         for said, setting in moves.items()
+        for drawn in [_DRAWN if "lenient" in setting.get("acceptance", "") else {}]
     ]
 
 
