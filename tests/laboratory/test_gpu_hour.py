@@ -11,6 +11,7 @@ import typer
 
 from eval import gpu_hour
 from eval.gpu_hour import COMMANDS, Hour, Step
+from eval.lab import SHAPES, Shape
 
 
 def steps_of(output: Path, command: str) -> dict[str, Any]:
@@ -67,7 +68,10 @@ def test_what_fails_hangs_or_no_longer_fits_is_recorded_and_the_others_run(tmp_p
     assert broken["trace"][-1].endswith(" breaks")
 
 
-def test_without_the_model_weights_are_random_and_the_result_says_why(tmp_path: Path) -> None:
+def test_without_the_model_weights_are_random_and_the_result_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SHAPES, gpu_hour.DEFAULT, Shape(32, 64, 2, 4, 2, 96, 64))
     hour = Hour(tmp_path, tmp_path / "no.gguf", 1, tiny=False)
     label = hour._loaded(gpu_hour.DEFAULT, gpu_hour.BF16)[2]
     assert label.startswith("random weights, smollm2-135m: ")

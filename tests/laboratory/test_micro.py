@@ -28,22 +28,15 @@ def run(command: Any, output: Path, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("command", "options", "things", "counts"),
+    ("command", "options", "things"),
     [
         pytest.param(
             micro.split,
-            {"rows": "1,2", "in_front": 5, "repeats": 1},
+            {"rows": "1,2", "in_front": 5},
             {*micro.PARTS, "unembedding"},
-            ["1", "2"],
             marks=needs_compiler,
         ),
-        pytest.param(
-            micro.prompts,
-            {"lengths": "40", "repeats": 1},
-            {"selfspec", "hugging-face"},
-            ["40"],
-            marks=LINUX,
-        ),
+        pytest.param(micro.prompts, {"lengths": "40"}, {micro.OURS, micro.HF}, marks=LINUX),
     ],
     ids=["split", "prompts"],
 )
@@ -54,14 +47,14 @@ def test_every_thing_is_timed_by_rows(
     command: Any,
     options: dict[str, Any],
     things: set[str],
-    counts: list[str],
 ) -> None:
     monkeypatch.setattr(micro, "apart", lambda work, *given: work(*given))
-    seconds = run(command, tmp_path, model=tiny_model, **options)["seconds"]
-    assert seconds.keys() == things
-    for found in seconds.values():
-        assert list(found) == counts
-        assert all(one > 0 for one in found.values())
+    found = run(command, tmp_path, model=tiny_model, repeats=1, **options)["seconds"]
+    assert found.keys() == things
+    counts = options.get("rows", options.get("lengths")).split(",")
+    for seconds in found.values():
+        assert list(seconds) == counts
+        assert all(one > 0 for one in seconds.values())
     assert (tmp_path / "table.md").read_text().count("\n| ") >= 3
 
 
