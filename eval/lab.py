@@ -26,13 +26,7 @@ from selfspec.eval import report
 from selfspec.eval.bench import Bench
 from selfspec.eval.methods import Contender, Decode, Written
 from selfspec.eval.options import BenchOptions
-from selfspec.eval.results import (
-    ANSWERS,
-    Answer,
-    Question,
-    failures,
-    load_suite,
-)
+from selfspec.eval.results import ANSWERS, Answer, Question, failures, load_suite
 from selfspec.files import write
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
 from selfspec.hub.models import load_model
