@@ -1,32 +1,73 @@
-r"""Drafters on the same prompts, each by all, in random order; first turns, greedy.
+r"""Ways of decoding on the same prompts, each by all, in random order; first turns, greedy.
 
     python -m eval.compare --drafter "chain=ngram+exit:guesses=1,max_tokens=2" \
         --drafter "tree=ngram+exit" --suite spec-bench --output eval/results/trees
+    python -m eval.compare --python PYTHON --output eval/results/llama-cpp
 
-Against plain decoding and against the first, with the tables of `selfspec bench`. Writes into the
-folder what that does, and goes on where it was stopped. Exit code 1 where a text differs. Nothing
-else should run on the machine.
+Plain decoding and the drafters, without any the default. With `--python`, an interpreter that has
+`llama-cpp-python`: llama.cpp on the same GGUF file, ids and threads, and with its prompt lookup; it
+runs in a process of its own, which waits while others work. With `--numbers` ours from de-quantised
+weights too, and Hugging Face's `generate` on those, with its prompt lookup (10 tokens) too.
+`--busy`: beside other programs, processes that compute without end; else nothing should run on the
+machine. Writes what `selfspec bench` does, and how often each way fits into the time of llama.cpp,
+or of the first drafter; goes on where it was stopped. Exit code 1 where drafts change a text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
+import pandas as pd
+import torch
 import typer
+from torch import Tensor
 
 from eval import lab
+from selfspec.api.speculator import Speculator
+from selfspec.api.text import encode
 from selfspec.errors import InvalidOption
 from selfspec.eval import report
-from selfspec.eval.bench import Contender, described
-from selfspec.eval.report import frame_of, seconds_by_prompt, summarise
-from selfspec.eval.results import SIX_TASKS, BenchOptions, speed_up
+from selfspec.eval.bench import METHODS, Contender, Setting, Written, endless
+from selfspec.eval.results import SIX_TASKS, Answer, BenchOptions, Question, speed_up
 from selfspec.files import write
+from selfspec.hub.models import default_model_file
+
+LLAMA, LOOKUP, DEFAULT, NUMBERS = "llama.cpp", "llama.cpp, prompt lookup", "default", "numbers, "
+THEIRS, THEIR_LOOKUP = "hugging-face", "hugging-face, prompt lookup"
+
+
+def llama(
+    ask: lab.Ask, _: Speculator, ids: Tensor, count: int, setting: Setting, streamer: Any
+) -> Written:
+    """In its own process."""
+    start = time.perf_counter()
+    found = ask({"ids": ids[0].tolist(), "count": count, **setting})
+    if streamer is not None:
+        heard = [(1, start + found["first_s"]), (count - 1, start + found["seconds"])]
+        streamer.heard += heard[:count]
+    return Written(found["token_ids"])
+
+
+def elsewhere(own: Speculator, method: str, _: Speculator, *asked: Any) -> Written:
+    """On a model of other weights than the bench's."""
+    with endless(own):
+        return METHODS[method].decode(own, *asked)
 
 
 def main(
     output: lab.Output,
-    drafter: Annotated[list[str], typer.Option(help="NAME=DRAFTER, or NAME=DRAFTER;COSTS.")],
+    drafter: Annotated[
+        list[str] | None, typer.Option(help="NAME=DRAFTER, or NAME=DRAFTER;COSTS.")
+    ] = None,
+    python: Annotated[str | None, typer.Option(help="One with llama-cpp-python.")] = None,
     model: lab.Model = None,
     heads: lab.Heads = None,
     dtype: lab.Dtype = None,
@@ -35,34 +76,54 @@ def main(
     questions: lab.Questions = None,
     limit: lab.Limit = None,
     new_tokens: lab.NewTokens = 64,
-    numbers: Annotated[bool, typer.Option(help="De-quantised weights.")] = False,
+    threads: lab.Threads = 2,
+    context: Annotated[int, typer.Option(help="Positions that llama.cpp keeps room for.")] = 4096,
+    numbers: Annotated[bool, typer.Option(help="De-quantised weights, too.")] = False,
+    lookup: Annotated[bool, typer.Option(help="llama.cpp's prompt lookup, too.")] = True,
+    in_front: Annotated[int, typer.Option(help="Tokens to repeat prompts to, at least.")] = 0,
+    busy: Annotated[int, typer.Option(help="Other processes that compute meanwhile.")] = 0,
 ) -> None:
     """Measure, then write."""
-    speculator = lab.loaded(model, heads, dtype, executor, numbers=numbers)
+    torch.set_num_threads(threads)
+    speculator = lab.loaded(model, heads, dtype, executor)
     asked = lab.first_turns(suite, questions, limit)
-    ways = [lab.PLAIN]
-    for name, setting in named_settings(drafter).items():
-        ways.append(Contender(label=name, method="ngram+exit", setting=setting))
-    options = BenchOptions(suite=suite, max_new_tokens=new_tokens)
-    answers = lab.benched(output, speculator, asked, ways, options, drafters=drafter)
-    summary = summarise(answers, described(ways, {}))
-    seconds = seconds_by_prompt(frame_of(answers), *(way.label for way in ways[1:]))
-    first, rows = ways[1].label, []
-    for label in seconds:
-        gain = speed_up(seconds[first], seconds[label])
-        interval = f"{gain.ratio:.3f} ({gain.low:.3f} to {gain.high:.3f})"
-        rows.append([label, interval, f"{gain.worst:.2f}"])
-    text = report.write_results(output, summary)
-    text += f"\n## Over {first}\n\n{lab.table(('setting', 'ratio', 'worst prompt'), rows)}"
+    if in_front:
+        asked = [longer(question, in_front, speculator.tokenizer) for question in asked]
+    ours = [lab.PLAIN]
+    for name, setting in named_settings(drafter or []).items():
+        ours.append(Contender(label=name, method="ngram+exit", setting=setting))
+    ways = list(ours)
+    if numbers:
+        own = lab.loaded(model, heads, dtype, executor, numbers=True)
+        more = [replace(way, label=NUMBERS + way.label) for way in ours]
+        more.append(Contender(label=THEIRS, method=THEIRS, setting={}))
+        setting = {"prompt_lookup_num_tokens": 10}
+        more.append(Contender(label=THEIR_LOOKUP, method="prompt-lookup", setting=setting))
+        ways += [lab.By(**vars(way), by=partial(elsewhere, own, way.method)) for way in more]
+    with ExitStack() as stack:
+        if python is not None:
+            gguf = Path(model) if model else default_model_file()
+            by = partial(llama, stack.enter_context(worker(python, gguf, threads, context)))
+            names = {LLAMA: False} | ({LOOKUP: True} if lookup else {})
+            ways[:0] = [
+                lab.By(label=name, method=LLAMA, setting={"lookup": drafts}, by=by)
+                for name, drafts in names.items()
+            ]
+        stack.enter_context(others(busy))
+        options = BenchOptions(suite=suite, max_new_tokens=new_tokens)
+        answers = lab.benched(output, speculator, asked, ways, options)
+    labels = [way.label for way in ways][0 if python else 1 :]
+    summary = summed(answers, ways)
+    text = f"{report.write_results(output, summary)}\n{over_first(answers, labels)}"
     write(output / "table.md", text)
     print(text, end="")
-    if any(summary["unequal"].values()):
-        raise SystemExit(1)
+    if any(summary["unequal"][way.label] for way in ours):
+        raise typer.Exit(1)
 
 
 def named_settings(drafters: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Keywords of `generate` by name, from NAME=DRAFTER[;COSTS]."""
-    found: dict[str, dict[str, Any]] = {}
+    """Keywords of `generate` by name, from NAME=DRAFTER[;COSTS]; without any the default's."""
+    found: dict[str, dict[str, Any]] = {} if drafters else {DEFAULT: {}}
     for text in drafters:
         name, equals, rest = text.partition("=")
         drafter, _, costs = rest.partition(";")
@@ -70,6 +131,65 @@ def named_settings(drafters: Sequence[str]) -> dict[str, dict[str, Any]]:
             raise InvalidOption(f"{text!r} is not NAME=DRAFTER. Give --drafter tree=ngram+exit")
         found[name] = {"drafter": drafter} | ({"costs": costs} if costs else {})
     return found
+
+
+def summed(answers: Sequence[Answer], ways: Sequence[Contender]) -> dict[str, Any]:
+    """All figures of a bench."""
+    methods = {
+        way.label: {
+            "method": way.label,
+            "source": way.method,
+            "setting": dict(way.setting),
+            "lossy": way.lossy,
+            "chosen_from": [],
+        }
+        for way in ways
+    }
+    return report.summarise(answers, methods)
+
+
+def over_first(answers: Sequence[Answer], labels: Sequence[str]) -> str:
+    """How often each method fits into the first's time, with the prompt and behind it.
+
+    Behind it answers of one token have no seconds, and are left out.
+    """
+    runs = report.frame_of(answers)
+    runs["behind the prompt"] = runs.token_s.map(sum)
+    runs["whole"] = runs.first_s + runs["behind the prompt"]
+    rows: dict[str, dict[str, str]] = {label: {} for label in labels}
+    for part in ("whole", "behind the prompt"):
+        wide = runs.pivot(index=["id", "turn", "repeat"], columns="method", values=part)
+        wide = wide[(wide > 0.0).all(axis=1)]
+        for label in labels:
+            gain = speed_up(wide[labels[0]], wide[label])
+            rows[label][part] = f"{gain.ratio:.3f} ({gain.low:.3f} to {gain.high:.3f})"
+            rows[label][f"{part}, worst"] = f"{gain.worst:.2f}"
+    found = pd.DataFrame(rows).T.rename_axis("method")
+    return report.markdown(report.Table(f"Over {labels[0]}", found.reset_index()))
+
+
+def longer(question: Question, tokens: int, tokenizer: Any) -> Question:
+    """Its turn again and again, until it has so many tokens."""
+    (turn,) = question.turns
+    times = -(-tokens // encode(tokenizer, turn).shape[1])
+    return replace(question, turns=("\n\n".join([turn] * times),))
+
+
+def worker(python: str, gguf: Path, threads: int, context: int) -> AbstractContextManager[lab.Ask]:
+    script = Path(__file__).with_name("llama_cpp_worker.py")
+    return lab.answering([python, str(script), str(gguf), str(threads), str(context)])
+
+
+@contextmanager
+def others(count: int) -> Iterator[None]:
+    code = [sys.executable, "-S", "-c", "while True: pass"]
+    running = [subprocess.Popen(code) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ from __future__ import annotations
 import dataclasses
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import transformers
@@ -30,25 +30,28 @@ from selfspec import files
 from selfspec.api.speculator import wrap
 from selfspec.errors import SelfspecError
 from selfspec.eval.results import first_divergence
-from selfspec.eval.verify import hugging_face
+from selfspec.eval.verify import Way, hugging_face, logits_of
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv import Lease, Rows
 
 PROMPTS = (5, 90)
 """Tokens of the prompts: inside every window, and beyond the windows and the original maximum."""
 NEW_TOKENS = 40
+_MOST_WORDS = 160
+"""Letters of a reason."""
 
 
-@dataclass(frozen=True)
-class Row:
+VERDICTS = ("exact", "WRONG", "refused", "not tried")
+
+
+class Row(NamedTuple):
     family: str
     model: str
+    text: str
+    """One of VERDICTS."""
     executor: str
     """In float32, as auto chooses; empty if none runs it."""
-    verdict: str
-    """exact, WRONG, refused, or not tried."""
-    reason: str
-    """Why it is not exact."""
+    why: str
+    """Why the text is not exact, or the executor not fused."""
 
 
 def main(
@@ -65,9 +68,10 @@ def main(
     rows = []
     for number, name in enumerate(names, 1):
         rows.append(tried(name))
-        print(f"{number}/{len(names)} {name}: {rows[-1].verdict} {rows[-1].reason}", flush=True)
-    files.write(output, "\n".join(page(rows)) + "\n")
-    if any(row.verdict == "WRONG" for row in rows):
+        print(f"{number}/{len(names)} {name}: {rows[-1].text} {rows[-1].why}", flush=True)
+    before = output.read_text(encoding="utf-8") if output.exists() else HEAD
+    files.write(output, before.partition(TABLE)[0] + TABLE + page(rows))
+    if any(row.text == "WRONG" for row in rows):
         raise typer.Exit(1)
 
 
@@ -77,20 +81,20 @@ def tried(family: str) -> Row:
     try:
         model = _running_model(family)
     except Exception as error:  # noqa: BLE001  # whatever a config may lack is said on the page
-        return Row(family, named, "", "not tried", f"{type(error).__name__}: {_line(error)}")
+        return Row(family, named, "not tried", "", f"{type(error).__name__}: {_line(error)}")
     try:
         wrap(model, heads="logit-lens")
         backbone, wrong = _compared(family, model)
     except SelfspecError as error:
-        return Row(family, named, "", "refused", _line(error))
+        return Row(family, named, "refused", "", _line(error))
     except Exception as error:  # noqa: BLE001  # a crash is a finding
-        return Row(family, named, "", "WRONG", f"{type(error).__name__}: {_line(error)}")
+        return Row(family, named, "WRONG", "", f"{type(error).__name__}: {_line(error)}")
     executor = backbone.executor_name
     if wrong:
-        return Row(family, named, executor, "WRONG", wrong)
+        return Row(family, named, "WRONG", executor, wrong)
     note = "" if model.dtype == torch.float64 else "texts compared in float32: no float64 there; "
     note += "" if executor == "fused" else f"not fused: {backbone.refused['fused'][:_MOST_WORDS]}"
-    return Row(family, named, executor, "exact", note)
+    return Row(family, named, "exact", executor, note)
 
 
 def _running_model(family: str) -> PreTrainedModel:
@@ -138,15 +142,10 @@ _DRAFTERS: dict[str, dict[str, Any]] = {
 def executor_error(model: PreTrainedModel) -> float:
     """Largest error of a position's logits on auto's executor, of the size of all logits."""
     backbone, ids = wrap(model, heads="logit-lens").backbone, random_ids(sum(PROMPTS))
-    lease, parts = Lease(backbone.num_layers), []
     with torch.inference_mode():
-        expected = model(ids).logits.float()
-        for block in ids[0].split(PROMPTS[1]):
-            rows = Rows.of(lease, lease.length(0), len(block), block.device)
-            hidden = backbone.embed(block)
-            parts.append(backbone.logits(backbone.run(hidden, 0, backbone.num_layers, rows)))
-    errors = (torch.cat(parts) - expected).square().mean(-1).sqrt().max()
-    return float(errors / expected.square().mean().sqrt())
+        expected = model(ids).logits[0].float()
+    errors = logits_of(backbone, ids[0], Way([PROMPTS[1]])) - expected
+    return float(errors.square().mean(-1).sqrt().max() / expected.square().mean().sqrt())
 
 
 def random_ids(length: int) -> Tensor:
@@ -161,43 +160,37 @@ def _line(error: Exception) -> str:
 
 # --- tiny models --------------------------------------------------------------------------------
 
-LAYERS, WINDOW, ORIGINAL, MAX_POSITIONS = 6, 8, 64, 256
+LAYERS, WINDOW, ORIGINAL = 6, 8, 64
 MAX_PARAMETERS = 10_000_000
 """Most parameters of a tiny model: a config whose sizes go by other names builds the real thing."""
 
-_NAMES = {
-    "hidden": "hidden_size n_embd d_model embed_dim word_embed_proj_dim",
-    "inner": "intermediate_size n_inner ffn_dim ffn_hidden_size decoder_ffn_dim encoder_ffn_dim "
-    "intermediate_size_mlp ffn_intermediate_size",
-    "layers": "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers "
-    "num_decoder_layers num_encoder_layers",
-    "heads": "num_attention_heads n_head n_heads num_heads decoder_attention_heads "
-    "encoder_attention_heads num_decoder_attention_heads num_encoder_attention_heads",
-    "kv_heads": "num_key_value_heads num_kv_heads n_head_kv kv_n_heads",
-    "head": "head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim query_pre_attn_scalar "
-    "kv_channels index_head_dim hidden_size_per_layer_input global_head_dim",
-    "rank": "q_lora_rank kv_lora_rank moe_intermediate_size shared_expert_intermediate_size "
-    "moe_shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size "
-    "shared_experts_intermediate_size",
-    "positions": "max_position_embeddings n_positions max_seq_len max_sequence_length n_ctx",
-    "window": "sliding_window attention_chunk_size window_size attention_window",
-    "experts": "num_local_experts num_experts n_routed_experts moe_num_experts",
-    "two": "num_experts_per_tok moe_topk moe_k moe_top_k num_experts_per_token index_n_heads",
-    "one": "n_shared_experts n_group topk_group first_k_dense_replace moe_num_shared_experts",
-    "rotary": "rotary_dim index_topk",
-    "vocabulary": "vocab_size vocab_size_per_layer_input",
-    "nothing": "bos_token_id eos_token_id pad_token_id",
-}
+_SIZES: tuple[tuple[int | None, str], ...] = (
+    (32, "hidden_size n_embd d_model embed_dim word_embed_proj_dim"),
+    (64, "intermediate_size n_inner ffn_dim ffn_hidden_size decoder_ffn_dim encoder_ffn_dim"),
+    (64, "intermediate_size_mlp ffn_intermediate_size"),
+    (LAYERS, "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers"),
+    (LAYERS, "num_decoder_layers num_encoder_layers"),
+    (4, "num_attention_heads n_head n_heads num_heads decoder_attention_heads"),
+    (4, "encoder_attention_heads num_decoder_attention_heads num_encoder_attention_heads"),
+    (2, "num_key_value_heads num_kv_heads n_head_kv kv_n_heads"),
+    (8, "head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim query_pre_attn_scalar"),
+    (8, "kv_channels index_head_dim hidden_size_per_layer_input global_head_dim"),
+    (16, "q_lora_rank kv_lora_rank moe_intermediate_size shared_expert_intermediate_size"),
+    (16, "moe_shared_expert_intermediate_size shared_intermediate_size"),
+    (16, "expert_ffn_hidden_size shared_experts_intermediate_size"),
+    (256, "max_position_embeddings n_positions max_seq_len max_sequence_length n_ctx"),
+    (WINDOW, "sliding_window attention_chunk_size window_size attention_window"),
+    (4, "num_local_experts num_experts n_routed_experts moe_num_experts"),
+    (2, "num_experts_per_tok moe_topk moe_k moe_top_k num_experts_per_token index_n_heads"),
+    (1, "n_shared_experts n_group topk_group first_k_dense_replace moe_num_shared_experts"),
+    (4, "rotary_dim index_topk"),
+    (96, "vocab_size vocab_size_per_layer_input"),
+    (None, "bos_token_id eos_token_id pad_token_id"),
+)
 """What families call their sizes; fields that a config class lacks are left out."""
 
 _ALSO_IF_NONE = {"head_dim", "num_key_value_heads", "v_head_dim", "n_inner"}
 """Sizes that are set although their default is None: some classes cannot do without."""
-
-TINY: dict[str, int | None] = {
-    **{"hidden": 32, "inner": 64, "layers": LAYERS, "heads": 4, "kv_heads": 2, "head": 8},
-    **{"rank": 16, "positions": MAX_POSITIONS, "window": WINDOW, "experts": 4, "two": 2, "one": 1},
-    **{"rotary": 4, "vocabulary": 96, "nothing": None},
-}
 
 _HYBRID: dict[str, Any] = {
     "mamba_d_head": 16,
@@ -283,13 +276,13 @@ def tiny_config(family: str) -> PreTrainedConfig:
     kind = type(AutoConfig.for_model(family).get_text_config(decoder=True))
     fields = {field.name: field.default for field in dataclasses.fields(kind)}
     given = {
-        name: TINY[size]
-        for size, names in _NAMES.items()
+        name: value
+        for value, names in _SIZES
         for name in names.split()
-        if name in fields and (size == "nothing" or _is_size(name, fields[name]))
+        if name in fields and (value is None or _is_size(name, fields[name]))
     }
     if "kv_lora_rank" in given:  # latent attention: as many keys as queries
-        given |= {"num_key_value_heads": TINY["heads"]}
+        given["num_key_value_heads"] = 4
     config = kind(**given | SPECIAL.get(family, {}))
     config._experts_implementation = "eager"  # the grouped product knows no float64
     for rope in _ropes(getattr(config, "rope_parameters", None)):
@@ -312,72 +305,22 @@ def _ropes(parameters: Any) -> Iterator[dict[str, Any]]:
 
 # --- the page -------------------------------------------------------------------------------------
 
-COLUMNS = ("family", "model", "text", "executor", "why")
+HEAD = "<!-- written by selfspec -->\n# Families of models\n\n"
+TABLE = "## All of them\n\n"
+"""What stands in front of it on the page stays."""
 
 
-def page(rows: list[Row]) -> list[str]:
-    count = {verdict: sum(row.verdict == verdict for row in rows) for verdict in VERDICTS}
-    summary = ", ".join(f"{number} {verdict}" for verdict, number in count.items() if number)
-    return [
-        "<!-- written by selfspec -->",
-        "# Families of models",
-        "",
-        f"Made by selfspec with `python -m eval.families --output docs/families.md`, "
-        f"transformers {transformers.__version__}, torch {torch.__version__}.",
-        f"{len(rows)} families: {summary}.",
-        "",
-        *_HOW,
-        "",
-        "| " + " | ".join(COLUMNS) + " |",
-        "|" + "---|" * len(COLUMNS),
-        *(_table_line(row) for row in sorted(rows, key=_order)),
-        "",
-        "## What a refusal means",
-        "",
-        *_REFUSALS,
-    ]
-
-
-_MOST_WORDS = 160
-"""Letters of a reason."""
-
-VERDICTS = ("exact", "WRONG", "refused", "not tried")
-
-_HOW = f"""\
-Each is a tiny model with random weights: {LAYERS} layers, windows and chunks of {WINDOW} positions,
-scaled RoPE from {ORIGINAL} positions on. *exact*: in float64 the greedy texts of {NEW_TOKENS}
-tokens behind prompts of {PROMPTS[0]} and {PROMPTS[1]} tokens, without drafts, with drafts of exit
-heads (wrong and right ones) and with n-grams, are those of `model.generate`; and in float32 the
-logits of the executor that `auto` takes are the model's own up to rounding. *executor*: what `auto`
-takes for float32 weights on a CPU. *not fused*: what the compiled code does not know; the model's
-own modules run.
-""".splitlines()
-
-_REFUSALS = """\
-* *layers that keep a running state* (linear attention, Mamba, convolutions): a rejected draft would
-  stay in the state, which cannot be rewound.
-* *layers of another attention* (compressed, indexed, hybrid): what they keep is not one key and one
-  value per position, so it cannot be cut behind the accepted tokens.
-* *layers that take* something (`alibi` and `position_bias` add the position to the mask,
-  `attention_scaling` scales queries): the decoder computes it on the way, which is not done here.
-* *no final norm*, *no list of layers*, *no embedding*, *a part that is not known*: the decoder has
-  another shape than embedding, layers, norm, lm_head, or does something in between.
-* *fewer layers than its config says*: a layer keeps more than one key and value per position.
-* *shares keys and values between layers*: a layer cannot be cut from the one that it reads.
-* *differs from its own forward*: the parts were found, and put together they give other bits.
-* *dynamic* and *longrope* RoPE: rotations depend on the longest position that was ever read, also
-  by a rejected draft.
-* *not tried*: no tiny config could be made, or its forward fails in transformers itself.
-""".splitlines()
-
-
-def _order(row: Row) -> tuple[int, str]:
-    return VERDICTS.index(row.verdict), row.family
-
-
-def _table_line(row: Row) -> str:
-    reason = row.reason.replace("|", "/")
-    return "| " + " | ".join((row.family, row.model, row.verdict, row.executor, reason)) + " |"
+def page(rows: list[Row]) -> str:
+    count = Counter(row.text for row in rows)
+    found = ", ".join(f"{count[verdict]} {verdict}" for verdict in VERDICTS if count[verdict])
+    versions = f"transformers {transformers.__version__}, torch {torch.__version__}"
+    ordered = sorted(rows, key=lambda row: (VERDICTS.index(row.text), row.family))
+    lines = [Row._fields, *([cell.replace("|", "/") for cell in row] for row in ordered)]
+    head, *table = (f"| {' | '.join(line)} |\n" for line in lines)
+    return (
+        f"Made by selfspec with `python -m eval.families --output docs/families.md`, {versions}.\n"
+        f"{len(rows)} families: {found}.\n\n{head}|{'---|' * len(Row._fields)}\n{''.join(table)}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,20 +1,18 @@
 """The first run on a GPU, as prepared commands that end by themselves and keep what they have.
 
-    python -m eval.gpu_hour parts --output parts    # where the default model is installed
-    python -m eval.gpu_hour check --weights parts --output out    # and there: speed, fit
+    python -m eval.gpu_hour check --output out    # then speed, fit
 
 `check`: whether graphs are captured and compute what they should, where rounds wait. `speed`: the
 default model, and random weights in larger shapes, beside Hugging Face. `fit`: heads on text that
 the model writes. A step begins only if it fits into `--minutes`, and is stopped after three times
 its reckoned seconds; OUTPUT/COMMAND.json is written after each. Exit code 1 where one failed.
-`--tiny`: a tiny random model, on a CPU too. Without the default model's file, or the package `gguf`
-to read it, weights of its shape are random, and the result says so.
+`--tiny`: a tiny random model, on a CPU too. Where the default model cannot be read (`--weights`
+names its file) weights of its shape are random, and the result says so.
 """
 
 from __future__ import annotations
 
 import gc
-import hashlib
 import json
 import random
 import shutil
@@ -26,10 +24,10 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, replace
-from functools import cached_property, partial
-from importlib.util import find_spec
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -40,7 +38,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from eval import lab, peers
+from eval import families, lab
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.api.text import encode
 from selfspec.config import SpeculationOptions
@@ -48,25 +46,18 @@ from selfspec.decoding.acceptance import Proposed, Target, Verdict
 from selfspec.decoding.engine import Runtime
 from selfspec.decoding.measure import Clock, quick_costs, step_speed
 from selfspec.decoding.stats import GenerationStats
-from selfspec.errors import InvalidData, ModelNotFound, first_line
+from selfspec.errors import SelfspecError, first_line
 from selfspec.eval import concurrency, verify
-from selfspec.eval.bench import endless
+from selfspec.eval.bench import Bench, Contender, endless
+from selfspec.eval.results import BenchOptions
 from selfspec.eval.verify import WrongDrafter, greedy_request
 from selfspec.files import write
-from selfspec.hub.models import default_model_file, load_model
+from selfspec.hub.models import load_model
 from selfspec.model.cuda_graph import Capture, Work, graph_capture, uncaptured
-from selfspec.training import fit, records, selfgen, text
-from selfspec.training.features import StreamSource, whole
-from selfspec.training.options import CacheOptions, DataOptions, FitOptions, plain
-from selfspec.training.recipe import Passages, read_recipe
+from selfspec.training import records
 from selfspec.untrusted import read_json
 
 DEFAULT, SMALL, LARGE = "smollm2-135m", "llama-3.2-1b", "llama-3.1-8b"
-TINY = lab.Shape(32, 64, 6, 4, 2, 96, 512)
-SIZES = (  # of a shape, as LlamaConfig calls them
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "vocab_size", "max_position_embeddings"),
-)
 GRAPHS, GENERIC = "cuda-graph", "generic"
 BF16, FP32 = torch.bfloat16, torch.float32
 ROWS, CHANCES, TEXTS = (2, 4, 8, 16), (0.5, 0.7, 0.8, 0.9), (1, 2, 4, 8, 16, 32)
@@ -92,31 +83,23 @@ class Hour:
         self.cuda = torch.cuda.is_available()
         self.device = torch.device("cuda" if self.cuda else "cpu")
         self.tokens = 12 if tiny else 64
-        self._ready: dict[tuple[str, torch.dtype, str], Speculator] = {}
-
-    @cached_property
-    def file(self) -> tuple[Path | None, str]:
-        """The default model's file, or none and why."""
-        try:
-            file = default_model_file() if self.weights is None else joined(self.weights)
-        except ModelNotFound as error:
-            return None, first_line(error)
-        return (file, "") if find_spec("gguf") else (None, f"no package gguf to read {file.name}")
+        self._held: tuple[Any, ...] = ()
+        self._ready: dict[str, Speculator] = {}
 
     def on(self, name: str, dtype: torch.dtype = BF16, executor: str = GRAPHS) -> Speculator:
-        """A model on an executor. Models of other names go."""
-        if any(other != name for other, *_ in self._ready):
+        """A model on an executor. Another model goes."""
+        if self._held[:2] != (name, dtype):
             self.drop()
-        if (name, dtype, executor) not in self._ready:
-            alike = (one for (_, other, _), one in self._ready.items() if other == dtype)
-            known = next(((one.model, one.tokenizer, one.label) for one in alike), None)
-            model, tokenizer, label = known or self._loaded(name, dtype)
+            self._held = name, dtype, *self._loaded(name, dtype)
+        if executor not in self._ready:
+            _, _, model, tokenizer, label = self._held
             heads = None if name == DEFAULT else "none"
             made = wrap(model, tokenizer, heads=heads, label=label, executor=executor)
-            self._ready[name, dtype, executor] = made
-        return self._ready[name, dtype, executor]
+            self._ready[executor] = made
+        return self._ready[executor]
 
     def drop(self) -> None:
+        self._held = ()
         self._ready.clear()
         if "torch._dynamo" in sys.modules:
             torch.compiler.reset()  # what it compiled holds the models
@@ -124,31 +107,58 @@ class Hour:
         torch.cuda.empty_cache()
 
     def _loaded(self, name: str, dtype: torch.dtype) -> tuple[Any, Any, str]:
-        file, why = self.file if name == DEFAULT and not self.tiny else (None, "")
-        if file is not None:
-            model, tokenizer, found = load_model(file, dtype=dtype, device=str(self.device))
-            return model, tokenizer, found.label
-        shape = TINY if self.tiny else lab.SHAPES[name]
-        own: Any = dict(zip(SIZES, shape, strict=True)) | {"tie_word_embeddings": name != LARGE}
-        own["initializer_range"] = 0.3 if self.tiny else 0.02
+        if self.tiny:
+            tiny = families.tiny_model("llama", dtype).to(self.device)
+            return tiny, any_words(), "random weights, tiny"
+        label = f"random weights, {name}"
+        if name == DEFAULT:
+            try:
+                model, tokenizer, found = load_model(
+                    self.weights, dtype=dtype, device=str(self.device)
+                )
+                return model, tokenizer, found.label
+            except (SelfspecError, ImportError) as error:
+                label += f": {first_line(error)}"
+        shape = lab.SHAPES[name]
+        config = LlamaConfig(
+            hidden_size=shape.hidden,
+            intermediate_size=shape.inner,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads,
+            vocab_size=shape.vocab,
+            max_position_embeddings=shape.positions,
+            tie_word_embeddings=name != LARGE,
+        )
         with self.device:
-            made: Any = AutoModelForCausalLM.from_config(LlamaConfig(**own), dtype=dtype)
-        label = f"random weights, {'tiny' if self.tiny else name}{why and f': {why}'}"
-        return made.eval(), tiny_tokenizer() if self.tiny else None, label
+            made = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return made.eval(), any_words(), label
+
+    @cached_property
+    def source(self) -> list[str]:
+        """The default model as commands are given it; random weights come from a folder."""
+        on = self.on(DEFAULT, executor=GENERIC)
+        found = [] if self.weights is None else ["--model", str(self.weights)]
+        if on.label.startswith("random"):
+            self._folder = tempfile.TemporaryDirectory()  # there as long as this
+            on.model.save_pretrained(self._folder.name)
+            on.tokenizer.save_pretrained(self._folder.name)
+            found = ["--model", self._folder.name]
+        self.drop()
+        return found
 
     def prompts(self, on: Speculator) -> list[Tensor]:
-        """[1, P] each; without a tokenizer one of any ids."""
-        if on.tokenizer is None:
-            return [torch.arange(64, device=self.device)[None]]
+        """[1, P] each."""
         return [encode(on.tokenizer, question).to(self.device) for question in QUESTIONS]
 
-    def answer(self, on: Speculator, prompt: int = 0, **options: Any) -> GenerationStats:
+    def answer(self, on: Speculator, **options: Any) -> GenerationStats:
         asked: Any = {"max_new_tokens": self.tokens, "do_sample": False, **options}
         with endless(on):
-            return on.generate(self.prompts(on)[prompt], **asked).stats
+            return on.generate(self.prompts(on)[0], **asked).stats
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
+def any_words() -> PreTrainedTokenizerFast:
+    """For random weights: 96 words, one of which stands for all that are none of these."""
     words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(96)}, "w1"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     made = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0")
@@ -190,7 +200,7 @@ def planted(on: Speculator, drafts: int, chance: float) -> Speculator:
 
 
 def machine(hour: Hour, found: Found) -> None:
-    found |= records.machine() | {"cuda": torch.version.cuda, "no_weights": hour.file[1]}
+    found |= records.machine() | {"cuda": torch.version.cuda}
     if hour.cuda:
         about = torch.cuda.get_device_properties(hour.device)
         found |= {"memory_gb": about.total_memory / 1e9, "capability": (about.major, about.minor)}
@@ -289,44 +299,45 @@ def lossless(hour: Hour, found: Found, executor: str, dtype: torch.dtype) -> Non
 # --- speed ----------------------------------------------------------------------------------------
 
 
-def copied(hour: Hour, found: Found) -> None:
-    """A copy within the device, bytes read and written."""
-    old = torch.ones(1 << (20 if hour.tiny else 30), device=hour.device, dtype=torch.uint8)
-    new = torch.empty_like(old)
-    seconds = Clock(hour.device, 5).seconds({"": lambda: new.copy_(old)})[""]
-    found["bytes_per_s"] = 2 * old.nbytes / seconds
+def pace(
+    hour: Hour, on: Speculator, method: str = "default", most: int = 3, **setting: Any
+) -> Found:
+    """Tokens per second behind the first, over the answers to some prompts.
 
-
-def theirs(hour: Hour, found: Found, name: str, setting: Found) -> None:
-    """Hugging Face's `generate`: tokens per second behind the first; a first try does not count.
-
-    The longest prompt goes first: what is compiled for a static cache serves shorter ones.
+    A try goes first, on the longest prompt: what is compiled for it serves shorter ones.
     """
+    asked = sorted(hour.prompts(on), key=Tensor.numel, reverse=True)[:most]
+    way = Contender(label=method, method=method, setting=setting)
+    runner = Bench(speculator=on, options=BenchOptions())
+    first, *runs = [runner.run(way, ids, [0] * hour.tokens) for ids in (asked[0], *asked)]
+    if errors := [run.error for run in (first, *runs) if run.error]:
+        raise RuntimeError(errors[0])
+    heard = [arrival for run in runs for arrival in run.arrivals[1:]]
+    tokens, seconds = (sum(part) for part in zip(*heard, strict=True))
+    rates = {"tokens_per_s": tokens / seconds, "tokens_a_round": tokens / len(heard)}
+    return {"first_try_s": first.seconds, **rates}
+
+
+THEIRS: dict[str, Found] = {
+    "eager": {},
+    "prompt lookup": {"prompt_lookup_num_tokens": 10},
+    "static cache": {"cache_implementation": "static"},  # `generate` compiles it on a GPU
+}
+
+
+def theirs(hour: Hour, found: Found, name: str, way: str) -> None:
+    """Hugging Face's `generate`."""
     on = hour.on(name, executor=GENERIC)
-    timed = partial(peers.timed, on, "hugging-face", setting)
-    asked = sorted(hour.prompts(on), key=Tensor.numel, reverse=True)
-    first, *tries = [timed(ids, hour.tokens) for ids in (asked[0], *asked)]
-    behind = sum(one["seconds"] - one["first_s"] for one in tries)
-    rate = sum(len(one["token_ids"]) - 1 for one in tries) / behind
-    found |= {"model": on.label, "first_try_s": first["seconds"], "tokens_per_s": rate}
-
-
-def pace(hour: Hour, on: Speculator, most: int = 3, **options: Any) -> Found:
-    """Tokens per second behind the first, over the answers to some prompts; a try goes first."""
-    prompts = range(len(hour.prompts(on)))[:most]
-    _, *answers = [hour.answer(on, prompt, **options) for prompt in (0, *prompts)]
-    tokens = sum(one.new_tokens - 1 for one in answers)
-    seconds, rounds = (sum(getattr(one, n) for one in answers) for n in ("decode_s", "rounds"))
-    return {"tokens_per_s": tokens / seconds, "tokens_a_round": tokens / rounds}
+    found |= {"model": on.label, **pace(hour, on, "hugging-face", **THEIRS[way])}
 
 
 def ours(hour: Hour, found: Found, name: str, executor: str) -> None:
     """Plain decoding, passes by rows against the memory's limit, and what `generate` drafts."""
     on = hour.on(name, executor=executor)
-    found |= {"model": on.label, "plain": pace(hour, on, speculate=False)}
+    found |= {"model": on.label, "plain": pace(hour, on, "plain", speculate=False)}
     found["step"] = step_speed(on.backbone, clock=Clock(hour.device, 5)).to_dict()
-    ids = torch.arange(min(8192, on.backbone.vocab_size), device=hour.device)
-    heads = on.heads or lab.untrained(on.backbone, 0, "deep-fused", ids)
+    some = torch.arange(min(8192, on.backbone.vocab_size), device=hour.device)
+    heads = on.heads or lab.untrained(on.backbone, 0, "deep-fused", some)
     found["costs_in_steps"] = asdict(quick_costs(on.backbone, heads))
     if name == DEFAULT:
         found["default"] = pace(hour, on)
@@ -334,11 +345,9 @@ def ours(hour: Hour, found: Found, name: str, executor: str) -> None:
 
 def swept(hour: Hour, found: Found, name: str) -> None:
     """Drafts that cost nothing to make and stay with a given chance, by how many a round."""
-    on = hour.on(name)
-    for rows in ROWS:
-        for chance in CHANCES:
-            drafted = planted(on, rows - 1, chance)
-            found[f"{rows - 1} drafts, {chance:g}"] = pace(hour, drafted, most=1)
+    for rows, chance in product(ROWS, CHANCES):
+        drafted = planted(hour.on(name), rows - 1, chance)
+        found[f"{rows - 1} drafts, {chance:g}"] = pace(hour, drafted, most=1)
 
 
 def batches(hour: Hour, found: Found, name: str) -> None:
@@ -355,66 +364,45 @@ def batches(hour: Hour, found: Found, name: str) -> None:
 
 # --- fit ------------------------------------------------------------------------------------------
 
+TINY_TEXT = ("--batch-size", "24", "--max-prompt-tokens", "200", "--max-new-tokens", "8")
+TINY_TEXT += ("--max-question-tokens", "4")
+
 
 def written(hour: Hour, found: Found) -> None:
-    """Text by the built-in recipe, for nearly half of the time; one batch at least."""
-    on = hour.on(DEFAULT, executor="auto")
-    found |= {"model": on.label, "executor": on.backbone.executor_name}
-    options = DataOptions(batch_size=16)
-    if hour.tiny:
-        options = replace(options, batch_size=24, max_new_tokens=8, max_question_tokens=4)
-    writer = text.Writer(hour.output / TEXT, {**plain(options), "model": on.label}, {})
-    author = selfgen.Author(on.backbone, on.tokenizer, options, lambda _: None)
-    recipe = read_recipe()
-    prompts = author.prompts(recipe, Passages(None, tuple(recipe.languages)))
-    propose = selfgen.here(selfgen.Written(author, prompts).propose)
-    source = selfgen.Admission(options, writer.records())
-    start, most = time.monotonic(), 0.0 if hour.tiny else 60 * hour.minutes * 0.45
-    for counts in selfgen.write(source, writer, options, propose):
-        found |= {"seconds": time.monotonic() - start, "answer_tokens": counts.answer_tokens}
-        if found["seconds"] >= most:
-            break
+    """Text by the built-in recipe, for nearly half of the time; one batch of a tiny model."""
+    tokens, more = ("1", TINY_TEXT) if hour.tiny else ("1000000000", ("--batch-size", "16"))
+    file, start = hour.output / TEXT, time.monotonic()
+    with suppress(TimeUp), within(60 * hour.minutes * 0.45):
+        commanded(hour, "data", "--tokens", tokens, *more, "--output", str(file))
+    found |= {"seconds": time.monotonic() - start, "mb": file.stat().st_size / 1e6}
 
 
 def fitted(hour: Hour, found: Found) -> None:
-    """Heads of the default recipe, features made on the way; agreement on a 20th of the talks."""
-    on, batch_tokens = hour.on(DEFAULT, executor=GENERIC), CacheOptions().batch_tokens
-    backbone, tokenizer, size = on.backbone, on.tokenizer, on.backbone.vocab_size
-    options = replace(
-        FitOptions(), draft_vocab_size=min(size, FitOptions().draft_vocab_size or size)
-    )
-    most, source = min(batch_tokens, backbone.max_positions), hour.output / TEXT
-    talks = text.read_conversations(source, tokenizer, vocab_size=size, max_length=most)
-    streams = []
-    for some, measured in zip(text.split(talks), (False, True), strict=True):
-        spec = fit.feature_spec(backbone, options, measured=measured)
-        streams.append(whole(StreamSource(backbone, spec, some, batch_tokens)))
-    job = fit.Job(
-        backbone=backbone,
-        base_model=on.label,
-        train=streams[0],
-        validation=streams[1],
-        options=options,
-        special_ids=text.special_ids(tokenizer) if tokenizer else (),
-        data=TEXT,
-    )
-    made = fit.fit(job)
-    found["metrics"] = made.metrics
-    with tempfile.TemporaryDirectory() as folder:
-        records.write(Path(folder, "heads"), made, {"base_model": on.label, **plain(options)})
-        archive = shutil.make_archive(f"{folder}/packed", "zip", f"{folder}/heads")
+    """Heads as `selfspec fit` makes them, agreement on a 20th of the talks; and what they give."""
+    more = ("--draft-vocab-size", "96", "--batch-tokens", "256") if hour.tiny else ()
+    with tempfile.TemporaryDirectory() as scratch:
+        heads, results, questions = (Path(scratch, one) for one in ("heads", "bench", "q.jsonl"))
+        commanded(hour, "fit", "--data", str(hour.output / TEXT), "--output", str(heads), *more)
+        found["metrics"] = read_json(heads / "metrics.json")
+        archive = shutil.make_archive(f"{scratch}/packed", "zip", heads)
         write(hour.output / HEADS, Path(archive).read_bytes())
-    found["heads_mb"] = (hour.output / HEADS).stat().st_size / 1e6
-    drafting = wrap(on.model, tokenizer, heads=made.heads, executor=GRAPHS)
-    for way, asked in (("plain", {"speculate": False}), ("heads", {"never_slower": False})):
-        found[way] = pace(hour, drafting, **asked)
+        found["heads_mb"] = (hour.output / HEADS).stat().st_size / 1e6
+        write(questions, "".join(json.dumps({"prompt": one}) + "\n" for one in QUESTIONS))
+        ways = ("--heads", str(heads), "--methods", "plain,no-never-slower")
+        prompts = ("--suite", str(questions), "--max-new-tokens", str(hour.tokens))
+        commanded(hour, "bench", *ways, *prompts, "--output", str(results))
+        found["gains"] = read_json(results / "summary.json")["all"]["overall"]
+
+
+def commanded(hour: Hour, *words: str) -> None:
+    """A command of selfspec's on the default model."""
+    lab.selfspec_command(*words, *hour.source, "--device", str(hour.device))
 
 
 # --- steps, within their time ---------------------------------------------------------------------
 
 
 class Step(NamedTuple):
-    name: str
     seconds: float
     """Reckoned, with what it loads."""
     work: Callable[..., None]
@@ -422,45 +410,39 @@ class Step(NamedTuple):
     cuda: bool = False
     """Whether it means nothing without."""
 
+    @property
+    def name(self) -> str:
+        return ", ".join([self.work.__name__, *map(str, self.given.values())])
+
 
 def check_steps() -> Iterator[Step]:
-    yield Step("machine", 2, machine, {})
-    yield Step("captures", 20, captures, {})
+    yield Step(2, machine, {})
+    yield Step(20, captures, {})
     for executor in (GRAPHS, GENERIC):
         given: Found = {"executor": executor}
-        yield Step(f"waits, {executor}", 8, waits, given, cuda=True)
-        yield Step(f"profile, {executor}", 8, profiled, given)
-    for dtype in (BF16, FP32):
-        for executor in (GRAPHS, GENERIC):
-            given = {"executor": executor, "dtype": dtype}
-            yield Step(f"bits, {executor}, {dtype}", 6, bits, given)
-            yield Step(f"verify, {executor}, {dtype}", 30, lossless, given)
-
-
-THEIRS: dict[str, tuple[float, Found]] = {
-    "eager": (8, {}),
-    "prompt lookup": (8, {"prompt_lookup_num_tokens": 10}),
-    "static cache": (20, {"cache_implementation": "static"}),  # `generate` compiles it on a GPU
-}
+        yield Step(8, waits, given, cuda=True)
+        yield Step(8, profiled, given)
+    for dtype, executor in product((BF16, FP32), (GRAPHS, GENERIC)):
+        given = {"executor": executor, "dtype": dtype}
+        yield Step(6, bits, given)
+        yield Step(30, lossless, given)
 
 
 def speed_steps() -> Iterator[Step]:
-    yield Step("copy", 3, copied, {})
     for name, load in ((DEFAULT, 5), (LARGE, 15), (SMALL, 5)):
         given: Found = {"name": name}
         for executor in (GRAPHS, GENERIC):
-            yield Step(f"{name}, {executor}", load + 10, ours, {**given, "executor": executor})
-        yield Step(f"{name}, planted drafts", 10, swept, given)
-        yield Step(f"{name}, batches", 15, batches, given)
-        for way, (seconds, setting) in THEIRS.items():
-            own = {**given, "setting": setting}
-            yield Step(f"{name}, Hugging Face, {way}", seconds, theirs, own)
+            yield Step(load + 10, ours, {**given, "executor": executor})
+        yield Step(10, swept, given)
+        yield Step(15, batches, given)
+        for way in THEIRS:
+            yield Step(20 if "static" in way else 8, theirs, {**given, "way": way})
 
 
 def fit_steps() -> Iterator[Step]:
-    yield Step("machine", 2, machine, {})
-    yield Step("text", 100, written, {})
-    yield Step("fit", 60, fitted, {})
+    yield Step(2, machine, {})
+    yield Step(100, written, {})
+    yield Step(60, fitted, {})
 
 
 class TimeUp(BaseException):
@@ -514,56 +496,23 @@ def begun(hour: Hour, step: Step, most: float) -> Found:
         places = traceback.extract_tb(error.__traceback__)[-5:]
         entry |= {"outcome": "failed", "error": type(error).__name__, "said": first_line(error)}
         entry["trace"] = [f"{Path(one.filename).name}:{one.lineno} {one.name}" for one in places]
-    if entry.get("error") == "OutOfMemoryError":
-        hour.drop()
+        if "OutOfMemory" in repr(error):
+            hour.drop()
     peak = torch.cuda.max_memory_allocated() / 1e9
     return entry | {"seconds": time.perf_counter() - start, "peak_gb": peak}
-
-
-# --- the file in parts ----------------------------------------------------------------------------
-
-PART, MANIFEST = 40 << 20, "parts.json"
-
-
-def parts(output: Path) -> None:
-    """The default model's file in parts of 40 MiB."""
-    file = default_model_file()
-    data = file.read_bytes()
-    for number, start in enumerate(range(0, len(data), PART)):
-        write(output / f"{file.name}.part-{number:02}", data[start : start + PART])
-    write(output / MANIFEST, json.dumps(identity(data)) + "\n")
-
-
-def joined(folder: Path) -> Path:
-    """The file that the parts make, beside them. Raises ModelNotFound, InvalidData."""
-    found = sorted(folder.glob("*.gguf.part-*"))
-    if not found:
-        raise ModelNotFound(f"{folder} holds no parts. Make them: python -m eval.gpu_hour parts")
-    data = b"".join(part.read_bytes() for part in found)
-    if read_json(folder / MANIFEST) != identity(data):
-        raise InvalidData(f"the parts in {folder} are not what {MANIFEST} says. Copy them again")
-    write(folder / found[0].stem, data)
-    return folder / found[0].stem
-
-
-def identity(data: bytes) -> Found:
-    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
 COMMANDS = {"check": (4.0, check_steps), "speed": (4.0, speed_steps), "fit": (5.0, fit_steps)}
 
 
 def main(
-    command: Literal["check", "speed", "fit", "parts"],
+    command: Literal["check", "speed", "fit"],
     output: lab.Output,
-    weights: Annotated[Path | None, typer.Option(help="Folder of parts.")] = None,
+    weights: Annotated[Path | None, typer.Option(help="The default model's file.")] = None,
     tiny: Annotated[bool, typer.Option("--tiny", help="A tiny random model.")] = False,
     minutes: Annotated[float | None, typer.Option(max=9, help="4; for fit 5.")] = None,
 ) -> None:
     """Run one command."""
-    if command == "parts":
-        parts(output)
-        return
     usual, steps = COMMANDS[command]
     hour = Hour(output, weights, usual if minutes is None else minutes, tiny=tiny)
     asked = [step for step in steps() if not tiny or step.given.get("name") in (None, DEFAULT)]

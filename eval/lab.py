@@ -8,30 +8,23 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Annotated, Any, NamedTuple, TypeVar, cast
 
-import pandas as pd
 import typer
 from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
 
 import selfspec
+from selfspec.api.speculator import Speculator
 from selfspec.cli.base import bar
+from selfspec.cli.main import main
 from selfspec.cli.measure import machine
 from selfspec.errors import InvalidOption, SelfspecError
 from selfspec.eval import report
-from selfspec.eval.bench import Bench, Contender
-from selfspec.eval.results import (
-    ANSWERS,
-    Answer,
-    BenchOptions,
-    Question,
-    failures,
-    load_suite,
-    speed_up,
-    spread,
-)
+from selfspec.eval.bench import Bench, Contender, Decode, Written
+from selfspec.eval.results import ANSWERS, Answer, BenchOptions, Question, failures, load_suite
 from selfspec.files import write
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
 from selfspec.hub.models import load_model
@@ -46,12 +39,23 @@ Questions = Annotated[Path | None, typer.Option(help="File of a suite that is no
 Limit = Annotated[int | None, typer.Option(help="Questions, spread evenly over the suite.")]
 NewTokens = Annotated[int, typer.Option(min=2, help="Per answer at most.")]
 Repeats = Annotated[int, typer.Option(min=1, help="In turns; medians count.")]
-DraftModel = Annotated[Path | None, typer.Option(help="Folder of a smaller model.")]
 Threads = Annotated[int, typer.Option(min=1, help="Of all.")]
 Numbers = Annotated[str, typer.Option(help="With commas.")]
-LlamaPython = Annotated[str, typer.Option(help="Interpreter with llama-cpp-python.")]
 
 PLAIN = Contender(label="plain", method="plain", setting={"speculate": False})
+
+
+@dataclass(frozen=True, kw_only=True)
+class By(Contender):
+    """A function decodes, in place of the method."""
+
+    by: Decode
+
+    def decode(
+        self, speculator: Speculator, ids: Tensor, count: int, streamer: BaseStreamer | None = None
+    ) -> Written:
+        return self.by(speculator, ids, count, self.setting, streamer)
+
 
 Item = TypeVar("Item")
 
@@ -105,6 +109,12 @@ def run(command: Callable[..., object]) -> None:
         sys.exit(str(error))
 
 
+def selfspec_command(*words: str) -> None:
+    """Runs `selfspec WORDS` here. Raises RuntimeError if it fails."""
+    if main(words):
+        raise RuntimeError(shlex.join(["selfspec", *words]))
+
+
 def command() -> str:
     """`python -m eval.NAME` with its arguments; of a path elsewhere only the name."""
     spec = sys.modules["__main__"].__spec__
@@ -128,7 +138,7 @@ def loaded(
     executor: str = "auto",
     *,
     numbers: bool = False,
-) -> selfspec.Speculator:
+) -> Speculator:
     """From the files as they are; `numbers`: from de-quantised weights."""
     chosen: dict[str, Any] = {} if executor == "auto" else {"executor": executor}
     asked: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
@@ -139,31 +149,11 @@ def loaded(
     return selfspec.wrap(plain, tokenizer, heads=like.heads or "none", label=files.label, **chosen)
 
 
-def drafting(
-    draft_model: Path | None, dtype: str, *, max_tokens: int = 6, controller: str = "fixed"
-) -> selfspec.Speculator:
-    """The default model with a draft model, or without one with the heads that come with it.
-
-    These are asked to draft whatever they think: how many is up to W_max and the controller.
-    """
-    options: dict[str, Any] = {"dtype": dtype, "never_slower": False, "controller": controller}
-    if draft_model is not None:
-        drafter = f"draft-model:max_tokens={max_tokens}"
-        return selfspec.load(draft_model=draft_model, drafter=drafter, **options)
-    return selfspec.load(drafter=f"ngram+exit:threshold=1e-6,max_tokens={max_tokens}", **options)
-
-
-def first_turns(
-    suite: str, questions: Path | None, limit: int | None, *tasks: str
-) -> list[Question]:
-    """Questions of some tasks (all without a name), first turns only: later ones need answers.
-
-    A reference is one for the last turn, so it goes where that is cut.
-    """
-    every = [q for q in load_suite(suite, questions) if not tasks or q.task in tasks]
+def first_turns(suite: str, questions: Path | None, limit: int | None) -> list[Question]:
+    """First turns only: later ones need answers. A reference is one for the last turn."""
     return [
         replace(q, turns=q.turns[:1], reference=q.reference if len(q.turns) == 1 else None)
-        for q in spread(every, limit)
+        for q in load_suite(suite, questions, limit)
     ]
 
 
@@ -218,24 +208,19 @@ def each(items: Sequence[Item], name: str, unit: str = "questions") -> Iterator[
 
 def benched(
     output: Path,
-    speculator: selfspec.Speculator,
+    speculator: Speculator,
     questions: Sequence[Question],
     contenders: Sequence[Contender],
     options: BenchOptions,
-    **facts: Any,
 ) -> list[Answer]:
     """Answers of all contenders, as `selfspec bench` measures them.
 
     The same command goes on where it was stopped. Raises InvalidOption for a folder of another run.
     """
-    ran = {
-        "command": command(),
-        "model": speculator.label,
-        "dtype": str(speculator.backbone.dtype),
-        "executor": speculator.backbone.executor_name,
-    }
+    backbone = speculator.backbone
+    model = {"dtype": str(backbone.dtype), "executor": backbone.executor_name}
     about = {
-        "run": {**ran, **options.record(), **facts},
+        "run": {"command": command(), "model": speculator.label, **model, **options.record()},
         "options": speculator.options.described(),
         "machine": machine(),
     }
@@ -246,29 +231,6 @@ def benched(
     if missing := failures(answers):
         raise SystemExit("\n".join(missing))
     return answers
-
-
-def faster(base: Iterable[float], mine: Iterable[float], tasks: Iterable[str]) -> dict[str, Any]:
-    """How often `mine` fits into `base`: of all, its interval, the worst one and by task.
-
-    Prompts whose answer is one token have no seconds behind the first, and are left out.
-    """
-    found = pd.DataFrame({"base": list(base), "mine": list(mine), "task": list(tasks)})
-    found = found[(found.base > 0.0) & (found.mine > 0.0)]
-    sums, gain = found.groupby("task", sort=False).sum(), speed_up(found.base, found.mine)
-    return {
-        "ratio": gain.ratio,
-        "interval": (gain.low, gain.high),
-        "worst": gain.worst,
-        "tasks": (sums.base / sums.mine).to_dict(),
-    }
-
-
-def faster_cells(found: Mapping[str, Any]) -> list[str]:
-    """Table cells of what `faster` found: all with its interval, the worst, the tasks."""
-    low, high = found["interval"]
-    tasks = [f"{ratio:.2f}" for ratio in found["tasks"].values()]
-    return [f"{found['ratio']:.3f} ({low:.3f} to {high:.3f})", f"{found['worst']:.2f}", *tasks]
 
 
 def table(header: Iterable[object], rows: Iterable[Iterable[object]]) -> str:

@@ -1,4 +1,4 @@
-"""llama.cpp for `eval.peers` and `eval.micro passes`, run where llama-cpp-python is.
+"""llama.cpp for `eval.compare` and `eval.micro passes`, run where llama-cpp-python is.
 
     PYTHON eval/llama_cpp_worker.py MODEL.gguf THREADS CONTEXT
 
@@ -9,12 +9,12 @@ greedy and have `count` tokens whatever they say. {"front": [..]} is read as a c
 selfspec.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
 import time
+from functools import cache
+from itertools import islice
 from typing import Any
 
 
@@ -26,49 +26,43 @@ def main(model: str, threads: str, context: str) -> None:
     from llama_cpp import Llama
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-    options: dict[str, Any] = {
-        "model_path": model,
-        "n_ctx": int(context),
-        "n_threads": int(threads),
-        "n_threads_batch": int(threads),
-        "verbose": False,
-    }
-    plain, lookup, passes = Llama(**options), None, None
+    @cache
+    def loaded(kind: str) -> Any:
+        sizes = {"n_ctx": int(context), "n_threads": int(threads), "n_threads_batch": int(threads)}
+        drafts = LlamaPromptLookupDecoding(num_pred_tokens=10) if kind == "lookup" else None
+        every = kind != "plain"
+        return Llama(model, draft_model=drafts, logits_all=every, verbose=False, **sizes)
+
     for line in sys.stdin:
         asked = json.loads(line)
-        if "front" in asked or "rows" in asked:
-            passes = passes or Llama(**options, logits_all=True)
-            run_pass(passes, asked)
-            print("{}", file=answers, flush=True)
-            continue
-        if asked["lookup"] and lookup is None:
-            drafts = LlamaPromptLookupDecoding(num_pred_tokens=10)
-            lookup = Llama(**options, draft_model=drafts, logits_all=True)
-        answer = written(lookup if asked["lookup"] else plain, asked["ids"], asked["count"])
+        if "ids" in asked:
+            kind = "lookup" if asked["lookup"] else "plain"
+            answer = written(loaded(kind), asked["ids"], asked["count"])
+        else:
+            answer = run_pass(loaded("passes"), asked)
         print(json.dumps(answer), file=answers, flush=True)
 
 
-def run_pass(llama: Any, asked: dict[str, list[int]]) -> None:
+def run_pass(llama: Any, asked: dict[str, list[int]]) -> dict[str, Any]:
     """A context, or rows behind it, which are forgotten again."""
     if "front" in asked:
         llama.reset()
         llama.eval(asked["front"])
-        return
-    front = llama.n_tokens
-    llama.eval(asked["rows"])
-    llama.n_tokens = front
+    else:
+        front = llama.n_tokens
+        llama.eval(asked["rows"])
+        llama.n_tokens = front
+    return {}
 
 
 def written(llama: Any, ids: list[int], count: int) -> dict[str, Any]:
+    start, times, found = time.perf_counter(), [], []
     llama.reset()
-    found, first, start = [], 0.0, time.perf_counter()
-    for token in llama.generate(ids, temp=0.0, top_k=1, repeat_penalty=1.0, reset=True):
+    tokens = llama.generate(ids, temp=0.0, top_k=1, repeat_penalty=1.0, reset=True)
+    for token in islice(tokens, count):
         found.append(int(token))
-        if len(found) == 1:
-            first = time.perf_counter() - start
-        if len(found) == count:
-            break
-    return {"token_ids": found, "first_s": first, "seconds": time.perf_counter() - start}
+        times.append(time.perf_counter() - start)
+    return {"token_ids": found, "first_s": times[0], "seconds": times[-1]}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 r"""What one thing costs by how many rows it has: all of a kind in turns, medians, in milliseconds.
 
-    python -m eval.micro steps --output results/step       # a plain step, by every executor
     python -m eval.micro split --output results/split      # what a pass spends its time on
     python -m eval.micro products --output results/products
     python -m eval.micro passes --python PYTHON --output results/passes  # beside llama.cpp
@@ -23,16 +22,13 @@ import numpy as np
 import torch
 import typer
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from eval import lab
+from eval.compare import LLAMA, worker
 from eval.lab import SHAPES, Shape
 from eval.memory import apart, grown
-from eval.peers import LLAMA, worker
-from selfspec.api.speculator import Speculator
-from selfspec.config import SpeculationOptions
-from selfspec.decoding.measure import ROWS, Clock, Passes, memory_rate, step_speed
-from selfspec.errors import InvalidOption, UnsupportedModel
+from selfspec.decoding.measure import Clock, Passes, memory_rate, step_speed
+from selfspec.errors import InvalidOption
 from selfspec.hub.models import default_model_file, load_model
 from selfspec.model.backbone import Backbone
 from selfspec.model.fused import Kind, Program
@@ -59,117 +55,25 @@ def timed(works: Mapping[tuple[str, int], Work], clock: Clock) -> dict[str, dict
     return found
 
 
-def times(seconds: Seconds, name: str, rows: int) -> str:
-    """In brackets: in the first column's."""
-    first = next(iter(seconds[name].values()))
-    return f" ({seconds[name][rows] / first:.2f})"
-
-
 def as_table(
     what: str,
     seconds: Seconds,
-    beside: Callable[[Seconds, str, int], str] = times,
+    whole: Mapping[int, float] | None = None,
     more: Mapping[str, Mapping[str, str]] | None = None,
 ) -> str:
-    """`more`: other columns, by thing."""
+    """In brackets: in the first column's, or in those of `whole`; `more`: columns, by thing."""
     rows = list(dict.fromkeys(count for found in seconds.values() for count in found))
     lines = []
     for name, found in seconds.items():
+        least = next(iter(found.values()))
         cells = [
-            f"{1e3 * found[count]:.3f}{beside(seconds, name, count)}" if count in found else ""
+            f"{1e3 * found[count]:.3f} ({found[count] / (whole[count] if whole else least):.2f})"
+            if count in found
+            else ""
             for count in rows
         ]
         lines.append([name, *cells, *(column.get(name, "") for column in (more or {}).values())])
     return lab.table([what, *(f"{count:,}" for count in rows), *(more or {})], lines)
-
-
-# --- a step ---------------------------------------------------------------------------------------
-
-
-@app.command()
-def steps(
-    output: lab.Output,
-    model: lab.Model = None,
-    dtype: str = "bfloat16",
-    context: Annotated[int, typer.Option(min=1, help="Tokens in front.")] = 256,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to write.")] = 64,
-    repeats: lab.Repeats = 5,
-) -> None:
-    """A plain step against the memory's limit: Hugging Face's and that of every executor."""
-    loaded, _, files = load_model(model, dtype=dtype, device="cpu")
-    found = step(loaded, context, new_tokens, Clock(CPU, repeats))
-    text = f"# {files.label}, {dtype}\n\n{step_page(found)}"
-    lab.finish(output, {"weights": files.label, "dtype": dtype, **found}, text)
-
-
-def step(model: PreTrainedModel, context: int, new_tokens: int, clock: Clock) -> dict[str, Any]:
-    """Plain greedy decoding by Hugging Face and by all executors; then passes by rows.
-
-    The model's end tokens are removed: all must write as much. A context that leaves no room for
-    that is shortened.
-    """
-    generation: Any = model.generation_config
-    generation.eos_token_id = None
-    backbones = dict(_executors(model))
-    generic = backbones["generic"]
-    context = max(1, min(context, generic.max_positions - max(new_tokens, *ROWS)))
-    ids = torch.arange(context)[None] % generic.vocab_size
-    decoders = {HF: partial(hugging_face, model, ids)} | {
-        name: partial(_ours, backbone, ids) for name, backbone in backbones.items()
-    }
-    works = {
-        (name, count): partial(decode, count)
-        for count in (1, new_tokens)
-        for name, decode in decoders.items()
-    }
-    whole = timed(works, clock)
-    return {
-        "parameters": sum(weight.numel() for weight in model.parameters()),
-        "context": context,
-        "token_s": {
-            name: (laps[new_tokens] - laps[1]) / (new_tokens - 1) for name, laps in whole.items()
-        },
-        "steps": {
-            name: step_speed(backbone, context=context, clock=clock).to_dict()
-            for name, backbone in backbones.items()
-        },
-    }
-
-
-def _executors(model: PreTrainedModel) -> Iterator[tuple[str, Backbone]]:
-    """By name, all that run `model`."""
-    for name in ("generic", "fused"):
-        try:
-            yield name, Backbone(model, executor=name)
-        except UnsupportedModel as error:
-            print(error)
-
-
-def hugging_face(model: Any, ids: Tensor, count: int) -> None:
-    asked = {"max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
-    model.generate(ids, attention_mask=torch.ones_like(ids), **asked)
-
-
-def _ours(backbone: Backbone, ids: Tensor, count: int) -> None:
-    speculator = Speculator(backbone, None, None, "", SpeculationOptions(drafter="none"))
-    speculator.generate(ids, max_new_tokens=count, do_sample=False)
-
-
-def step_page(found: Mapping[str, Any]) -> str:
-    """All decoders are held against the limit of the model's own modules."""
-    own, seconds = found["steps"]["generic"], found["token_s"]
-    text = (
-        f"{found['parameters']:,} parameters, {found['context']} tokens in front.\n\n"
-        f"A step reads {own['step_bytes'] / 1e6:,.1f} MB; reading memory here moves "
-        f"{own['memory_bytes_per_s'] / 1e9:,.1f} GB/s: at least {1e3 * own['limit_s']:.3f} ms.\n\n"
-    )
-    header = ("plain decoding", "ms per token", "times the limit", "against Hugging Face")
-    rows = [
-        [name, f"{1e3 * one:.3f}", f"{one / own['limit_s']:.2f}", f"{seconds[HF] / one:.2f}×"]
-        for name, one in seconds.items()
-    ]
-    passes = {name: one["rows_s"] for name, one in found["steps"].items()}
-    return text + lab.table(header, rows) + "\n" + as_table("one pass, ms, by rows", passes)
 
 
 # --- what a pass spends its time on ---------------------------------------------------------------
@@ -202,44 +106,32 @@ def split(
     whole.
     """
     loaded, _, files = load_model(model, dtype=dtype, device="cpu", blocks=blocks)
-    backbone = Backbone(loaded, executor="fused")
-    works = dict(_parts(backbone, lab.counts(rows), in_front))
-    whole = backbone._executor._program  # type: ignore[attr-defined]  # of the fused one
-    try:
-        seconds = timed(works, Clock(CPU, repeats))
-    finally:
-        backbone._executor._program = whole  # type: ignore[attr-defined]  # as above
+    backbone, counts = Backbone(loaded, executor="fused"), lab.counts(rows)
+    executor: Any = backbone._executor
+    whole: Program = executor._program
+    lease, layers = Lease(backbone.num_layers), backbone.num_layers
+    ids = torch.arange(in_front + max(counts)) % backbone.vocab_size
+    front, behind = backbone.embed(ids[:in_front]), backbone.embed(ids[in_front:])
+    backbone.run(front, 0, layers, Rows.of(lease, 0, in_front, CPU))
+
+    def run(program: Program, hidden: Tensor) -> None:
+        executor._program = program
+        backbone.run(hidden, 0, layers, Rows.of(lease, in_front, len(hidden), CPU))
+        lease.truncate(in_front)
+
+    works: dict[tuple[str, int], Work] = {}
+    for count in counts:
+        for name, kinds in PARTS.items():
+            works[name, count] = partial(run, whole.only(kinds), behind[:count])
+        works[UNEMBEDDING, count] = partial(backbone.logits, behind[:count])
+    seconds = timed(works, Clock(CPU, repeats))
     about = {"model": files.label, "dtype": str(backbone.dtype), "in_front": in_front}
     text = (
         f"Milliseconds of a pass by its parts and rows, {files.label}, {backbone.dtype}, behind "
         f"{in_front} ids; in brackets: share of layers and unembedding\n\n"
     )
-    lab.finish(output, {**about, "seconds": seconds}, text + as_table("part", seconds, _share))
-
-
-def _parts(
-    backbone: Backbone, counts: Sequence[int], in_front: int
-) -> Iterator[tuple[tuple[str, int], Work]]:
-    whole: Program = backbone._executor._program  # type: ignore[attr-defined]  # of the fused one
-    lease = Lease(backbone.num_layers)
-    ids = torch.arange(in_front + max(counts)) % backbone.vocab_size
-    front, behind = backbone.embed(ids[:in_front]), backbone.embed(ids[in_front:])
-    backbone.run(front, 0, backbone.num_layers, Rows.of(lease, 0, in_front, CPU))
-
-    def run(program: Program, hidden: Tensor) -> None:
-        backbone._executor._program = program  # type: ignore[attr-defined]  # `split` puts it back
-        rows = Rows.of(lease, in_front, len(hidden), CPU)
-        backbone.run(hidden, 0, backbone.num_layers, rows)
-        lease.truncate(in_front)
-
-    for count in counts:
-        for name, kinds in PARTS.items():
-            yield (name, count), partial(run, whole.only(kinds), behind[:count])
-        yield (UNEMBEDDING, count), partial(backbone.logits, behind[:count])
-
-
-def _share(seconds: Seconds, name: str, rows: int) -> str:
-    return f" ({seconds[name][rows] / (seconds[ALL][rows] + seconds[UNEMBEDDING][rows]):.0%})"
+    both = {count: one + seconds[UNEMBEDDING][count] for count, one in seconds[ALL].items()}
+    lab.finish(output, {**about, "seconds": seconds}, text + as_table("part", seconds, both))
 
 
 # --- products -------------------------------------------------------------------------------------
@@ -273,19 +165,25 @@ def products(
     memory, arithmetic = memory_rate(clock) / 1e9, arithmetic_rate(clock)
     asked = list(product(dtypes.split(","), shapes.split(",")))
     seconds: dict[str, dict[int, float]] = {}
-    rates: dict[str, dict[str, str]] = {"GB/s, one row": {}, f"GFLOP/s, {counts[-1]} rows": {}}
+    sizes: dict[str, tuple[int, int]] = {}  # weights, and bytes of each
     for dtype, shape in lab.each(asked, "time", "shapes"):
         for part, (out, inner) in _products(SHAPES[shape]):
-            kind, size = getattr(torch, dtype), out * inner
+            kind = getattr(torch, dtype)
             for kernel, found in one_product(out, inner, kind, counts, cold_mb, clock).items():
                 name = f"{shape} {dtype}, {part} {out}×{inner}, {kernel}"
-                seconds[name] = found
-                figures = (
-                    size * kind.itemsize / found[counts[0]] / 1e9,
-                    2e-9 * size * counts[-1] / found[counts[-1]] if counts[-1] in found else None,
-                )
-                for column, figure in zip(rates.values(), figures, strict=True):
-                    column[name] = "" if figure is None else f"{figure:.1f}"
+                seconds[name], sizes[name] = found, (out * inner, kind.itemsize)
+    least, most = counts[0], counts[-1]
+    rates = {
+        f"GB/s, {least} rows": {
+            name: f"{1e-9 * size * width / seconds[name][least]:.1f}"
+            for name, (size, width) in sizes.items()
+        },
+        f"GFLOP/s, {most} rows": {
+            name: f"{2e-9 * size * most / seconds[name][most]:.1f}"
+            for name, (size, _) in sizes.items()
+            if most in seconds[name]
+        },
+    }
     text = (
         f"{torch.get_num_threads()} threads. Read: {memory:.1f} GB/s of memory by torch's sum. "
         f"Computed: {arithmetic:.0f} GFLOP/s by torch's float32 product. Milliseconds by rows; in "
@@ -343,7 +241,7 @@ def arithmetic_rate(clock: Clock) -> float:
 @torch.inference_mode()
 def passes(
     output: lab.Output,
-    python: lab.LlamaPython,
+    python: Annotated[str, typer.Option(help="One with llama-cpp-python.")],
     model: Annotated[Path | None, typer.Option(help=".gguf file; the default model's.")] = None,
     rows: lab.Numbers = "1,2,4,8,16,64,512",
     in_front: InFront = 300,
@@ -387,9 +285,6 @@ def passes(
 
 # --- prompts --------------------------------------------------------------------------------------
 
-_VOCABULARY = 90
-"""Ids of the prompts lie below it: any model has so many."""
-
 
 @app.command()
 def prompts(
@@ -406,37 +301,34 @@ def prompts(
     """
     counts = lab.counts(lengths)
     readers = {name: reader(model, dtype, name) for name in (OURS, HF)}
-    seconds: dict[str, dict[int, float]] = {OURS: {}, HF: {}}
-    for count in counts:
-        works = {(name, count): partial(read, ids_of(count)) for name, read in readers.items()}
-        for name, found in timed(works, Clock(CPU, repeats)).items():
-            seconds[name] |= found
-    del readers
+    works = {
+        (name, count): partial(read, ids_of(count))
+        for count in counts
+        for name, read in readers.items()
+    }
+    seconds = timed(works, Clock(CPU, repeats))
+    del readers, works
     peaks = {
         name: {count: apart(peak_of, model, dtype, name, count) for count in counts}
         for name in seconds
     }
-    header = ("prompt", "ours, s", "Hugging Face, s", "ratio", "memory, ours", "Hugging Face")
-    rows = []
-    for count in counts:
-        ours, theirs = (seconds[name][count] for name in (OURS, HF))
-        cells = [f"{ours:.2f}", f"{theirs:.2f}", f"{ours / theirs:.2f}"]
-        rows.append([f"{count:,}", *cells, *(f"{peaks[n][count]:.0f} MB" for n in (OURS, HF))])
-    text = f"Time to first token and peak memory above the ready model, {dtype}\n\n"
+    text = f"Milliseconds to the first token by ids, {dtype}; in brackets: in Hugging Face's\n\n"
+    text += as_table("", seconds, seconds[HF]) + "\nPeak memory above the ready model, in MB\n\n"
+    rows = [[name, *(f"{peaks[name][count]:.0f}" for count in counts)] for name in peaks]
     summary = {"dtype": dtype, "seconds": seconds, "peak_mb": peaks}
-    lab.finish(output, summary, text + lab.table(header, rows))
+    lab.finish(output, summary, text + lab.table(["", *(f"{n:,}" for n in counts)], rows))
 
 
 def ids_of(length: int) -> Tensor:
-    return torch.arange(length)[None] % _VOCABULARY
+    return torch.arange(length)[None] % 90  # any model has so many ids
 
 
 def reader(model: str | None, dtype: str, name: str) -> Callable[[Tensor], object]:
     if name == OURS:
         speculator = lab.loaded(model, dtype=dtype)
         return partial(speculator.generate, max_new_tokens=1, do_sample=False)
-    theirs = load_model(model, dtype=dtype)[0]
-    return lambda ids: hugging_face(theirs, ids, 1)
+    theirs: Any = load_model(model, dtype=dtype)[0]
+    return partial(theirs.generate, max_new_tokens=1, do_sample=False)
 
 
 def peak_of(model: str | None, dtype: str, name: str, length: int) -> float:

@@ -4,14 +4,14 @@
     python -m eval.pictures gallery code story    some of it
     python -m eval.pictures pages docs/images     the chat, from a server of its own, and a trace
     python -m eval.pictures race docs/images --dtype float32
-    python -m eval.pictures bars eval/results/llama-cpp-bf16-avx512/summary.json docs/images
+    python -m eval.pictures bars results/llama-cpp/summary.json docs/images
 
 `gallery`: `selfspec trace --html NAME.html ..` becomes docs/gallery/NAME.jsonl.xz, the trace of
 which docs/hooks.py makes the page, and its card, docs/images/gallery/NAME.png. Nothing is timed, so
 that pages are the same wherever they are made. `pages` needs the packages of `serve`, playwright
 and a Chromium. `race`: one answer appears twice, by `model.generate` and by selfspec, each piece of
 text when it came, at true speed, over and over; who wants no motion sees both texts whole. Nothing
-else should run on the machine. `bars`: how fast each way answers, from a result of `eval.peers`.
+else should run on the machine. `bars`: how fast each way answers, by `eval.compare --numbers`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ import lzma
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from html import escape
-from itertools import groupby
+from itertools import groupby, starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -40,10 +39,9 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
-from eval import lab, peers
+from eval import compare, lab, serving
 from selfspec.api.speculator import Speculator
 from selfspec.api.text import TextDecoder, encode
-from selfspec.cli.main import main as selfspec
 from selfspec.errors import InvalidOption
 from selfspec.eval.bench import METHODS, Arrivals
 from selfspec.files import write
@@ -68,12 +66,6 @@ def small(picture: Path) -> None:
     made.save(picture, optimize=True, pnginfo=note)
 
 
-def run(words: list[str]) -> None:
-    """Raises RuntimeError if the command fails."""
-    if selfspec(words):
-        raise RuntimeError(f"selfspec {shlex.join(words)}")
-
-
 # --- the gallery ----------------------------------------------------------------------------------
 
 _COMMAND = re.compile(r"^selfspec (trace --html .*)", re.MULTILINE)
@@ -92,9 +84,9 @@ def gallery(
             continue
         with tempfile.TemporaryDirectory() as scratch:
             kept = Path(scratch, "trace.jsonl")
-            run(["trace", "--output", str(kept), *words[3:]])
+            lab.selfspec_command("trace", "--output", str(kept), *words[3:])
             card = ["--card", str(PICTURES / f"{name}.png"), "--overwrite"]
-            run(["trace", "--from", str(kept), *card])
+            lab.selfspec_command("trace", "--from", str(kept), *card)
             packed = lzma.compress(kept.read_bytes(), preset=9 | lzma.PRESET_EXTREME)
         write(TRACES / f"{name}.jsonl.xz", packed)
         small(PICTURES / f"{name}.png")
@@ -108,8 +100,6 @@ def commands() -> list[list[str]]:
 
 # --- pages, in a browser --------------------------------------------------------------------------
 
-QUESTION = "Write a Python function that counts the words in a file."
-TRACE = TRACES / "code.jsonl.xz"  # of its answer
 WIDE, PHONE = {"width": 1200, "height": 800}, {"width": 360, "height": 740}
 PATIENCE_MS = 120_000
 
@@ -124,22 +114,16 @@ def pages(
     folder.mkdir(parents=True, exist_ok=True)
     trace(folder)
     if not trace_only:
-        command = [sys.executable, "-m", "selfspec", "serve", "--port", "0"]
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-            try:
-                said = next(line for line in server.stderr or () if "http://" in line)
-                address = next(word for word in said.split() if word.startswith("http://"))
-                chat(address.rstrip(".,").removesuffix("/v1"), folder)
-            finally:
-                server.terminate()
+        with serving.served(serving.ours()) as address:
+            chat(address, folder)
 
 
 def trace(folder: Path) -> None:
     """The page of an answer; from a kept trace, so that no seconds are in it."""
     with tempfile.TemporaryDirectory() as scratch, browser() as driven:
         kept, html = Path(scratch, "trace.jsonl"), Path(scratch, "trace.html")
-        kept.write_bytes(lzma.decompress(TRACE.read_bytes()))
-        run(["trace", "--from", str(kept), "--html", str(html)])
+        kept.write_bytes(lzma.decompress((TRACES / "code.jsonl.xz").read_bytes()))
+        lab.selfspec_command("trace", "--from", str(kept), "--html", str(html))
         for name, scheme, size in (
             ("trace", "light", WIDE),
             ("trace-dark", "dark", WIDE),
@@ -159,7 +143,7 @@ def chat(address: str, folder: Path) -> None:
     with browser() as driven:
         page = opened(driven, address, "light", WIDE)
         page.get_by_label("rejected drafts").check()
-        ask(page, QUESTION, 90)
+        ask(page, "Write a Python function that counts the words in a file.", 90)
         page.screenshot(path=folder / "chat.png")
         page = opened(driven, address, "dark", WIDE)
         page.get_by_label("side by side").check()
@@ -205,6 +189,12 @@ LOOKS: dict[str, Look] = {
     scheme: {name: getattr(tone, scheme) for name, tone in TONES.items()}
     for scheme in ("light", "dark")
 }
+
+
+def drawn(folder: Path, name: str, draw: Callable[[Look], str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for scheme, look in LOOKS.items():
+        write(folder / f"{name}-{scheme}.svg", draw(look))
 
 
 def document(width: int, height: float, look: Look, title: str, body: str, style: str = "") -> str:
@@ -269,22 +259,15 @@ def race(
     speculator = lab.loaded(dtype=dtype)
     keep_numbers(speculator.model)  # theirs runs the model itself, at its best
     ids = encode(speculator.tokenizer, prompt)
-    runs = tuple(
-        usual([measured(name, speculator, method, ids, new_tokens) for _ in range(TIMES + 1)])
-        for name, method in (("selfspec", "ngram+exit"), ("model.generate", "hugging-face"))
-    )
+    runs = []
+    for name, method in (("selfspec", "ngram+exit"), ("model.generate", "hugging-face")):
+        _, *tries = [measured(name, speculator, method, ids, new_tokens) for _ in range(TIMES + 1)]
+        runs.append(sorted(tries, key=lambda run: run.seconds)[TIMES // 2])  # without the warm-up
     if len({run.text for run in runs}) > 1:
         raise InvalidOption("the texts part at a near tie. Give --dtype float32")
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, look in LOOKS.items():
-        write(folder / f"race-{name}.svg", race_drawn(runs, look))
+    drawn(folder, "race", partial(race_drawn, runs))
     for run in runs:
         print(f"{run.name}: {run.seconds:.2f} s, first text after {run.pieces[0][1]:.2f} s")
-
-
-def usual(runs: list[Run]) -> Run:
-    """The one in the middle by time; the first, which warms up, does not count."""
-    return sorted(runs[1:], key=lambda run: run.seconds)[len(runs) // 2 - 1]
 
 
 def measured(name: str, speculator: Speculator, method: str, ids: Tensor, count: int) -> Run:
@@ -311,19 +294,31 @@ def lines(run: Run) -> Iterator[list[tuple[str, float]]]:
         next(timed, None)  # of the line's end
 
 
-def race_drawn(runs: tuple[Run, ...], look: Look) -> str:
-    """The picture: ours on the left, because people read from there."""
+def race_drawn(runs: Sequence[Run], look: Look) -> str:
+    """The picture: each one's name, its text, how long it took. Ours is on the left: read first."""
     slow = max(run.seconds for run in runs)
-    columns = [list(lines(run)) for run in runs]
     moments = sorted({second for run in runs for _, second in run.pieces})
     names = {second: f"t{number}" for number, second in enumerate(moments)}
-    body = "".join(
-        column(run, lines, 18 + place * COLUMN, names, slow, look)
-        for place, (run, lines) in enumerate(zip(runs, columns, strict=True))
-    )
+
+    def appearing(text: str, second: float) -> str:
+        return f'<tspan class="{names[second]}">{escape(text)}</tspan>'
+
+    body, most = "", 0
+    for left, run in zip((18, 18 + COLUMN), runs, strict=True):
+        colour = look["good"] if run.seconds < slow else look["dim"]
+        body += label(escape(run.name), left, 34, colour, weight=700)
+        body += f'<path d="M{left} 44h{COLUMN - 32}" stroke="{look["rule"]}"/>'
+        count = 0
+        for count, line in enumerate(lines(run), 1):  # read below
+            text = "".join(starmap(appearing, line))
+            body += label(text, left, TOP + LINE * (count - 1), look["ink"])
+        times = f", {slow / run.seconds:.1f}× as fast" if run.seconds < slow else ""
+        end = appearing(f"{run.seconds:.1f} seconds{times}", run.seconds)
+        body += label(end, left, TOP + LINE * count + 14, colour, weight=700)
+        most = max(most, count)
     told = "; ".join(f"{run.name} in {run.seconds:.1f} seconds" for run in runs)
-    height = TOP + LINE * max(map(len, columns)) + 44
-    return document(WIDTH, height, look, f"The same answer twice: {told}", body, moves(names, slow))
+    title, style = f"The same answer twice: {told}", moves(names, slow)
+    return document(WIDTH, TOP + LINE * most + 44, look, title, body, style)
 
 
 def moves(names: dict[float, str], slow: float) -> str:
@@ -339,43 +334,15 @@ def moves(names: dict[float, str], slow: float) -> str:
     return shown + "@media (prefers-reduced-motion:reduce){*{animation:none!important}}"
 
 
-def column(
-    run: Run,
-    lines: list[list[tuple[str, float]]],
-    left: float,
-    names: dict[float, str],
-    slow: float,
-    look: Look,
-) -> str:
-    """One of the two: its name, its text, and at the end how long it took."""
-    colour = look["good"] if run.seconds < slow else look["dim"]
-    times = f", {slow / run.seconds:.1f}× as fast" if run.seconds < slow else ""
-    rows = [
-        label(
-            "".join(f'<tspan class="{names[at]}">{escape(text)}</tspan>' for text, at in line),
-            left,
-            TOP + LINE * number,
-            look["ink"],
-        )
-        for number, line in enumerate(lines)
-    ]
-    end = f'<tspan class="{names[run.seconds]}">{run.seconds:.1f} seconds{times}</tspan>'
-    rule, name = look["rule"], label(escape(run.name), left, 34, colour, weight=700)
-    name += f'<path d="M{left} 44h{COLUMN - 32}" stroke="{rule}"/>'
-    return "".join(
-        [name, *rows, label(end, left, TOP + LINE * len(lines) + 14, colour, weight=700)]
-    )
-
-
 # --- bars -----------------------------------------------------------------------------------------
 
 NAMES = {
-    peers.THEIRS: "Hugging Face",
-    peers.THEIR_LOOKUP: "Hugging Face, prompt lookup",
-    peers.LLAMA: "llama.cpp",
-    peers.LOOKUP: "llama.cpp, prompt lookup",
-    peers.PLAIN: "selfspec, no drafts",
-    peers.DEFAULT: "selfspec",
+    compare.THEIRS: "Hugging Face",
+    compare.THEIR_LOOKUP: "Hugging Face, prompt lookup",
+    compare.LLAMA: "llama.cpp",
+    compare.LOOKUP: "llama.cpp, prompt lookup",
+    lab.PLAIN.label: "selfspec, no drafts",
+    compare.DEFAULT: "selfspec",
 }
 LEFT, FIRST, ROW, THICK = 260, 54, 34, 20
 LONGEST = WIDTH - LEFT - 90
@@ -387,12 +354,10 @@ def bars(summary: Path, folder: Path) -> None:
 
     Raises KeyError for a result without Hugging Face (`--numbers`).
     """
-    tables = json.loads(summary.read_text(encoding="utf-8"))["tables"]
-    whole = {name: float(table["whole"]["ratio"]) for name, table in tables.items()}
-    times = {name: whole[name] / whole[peers.THEIRS] for name in NAMES if name in whole}
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, look in LOOKS.items():
-        write(folder / f"speed-{name}.svg", bars_drawn(times, look))
+    overall = json.loads(summary.read_text(encoding="utf-8"))["all"]["overall"]
+    base = f"over_{compare.THEIRS}"
+    times = {name: overall[name][base]["ratio"] for name in NAMES if name in overall}
+    drawn(folder, "speed", partial(bars_drawn, times))
 
 
 def bars_drawn(times: dict[str, float], look: Look) -> str:
@@ -400,8 +365,8 @@ def bars_drawn(times: dict[str, float], look: Look) -> str:
     most = max(times.values())
     rows = []
     for place, (name, value) in enumerate(sorted(times.items(), key=lambda entry: entry[1])):
-        y, ours = FIRST + ROW * place, name in (peers.PLAIN, peers.DEFAULT)
-        weight, length = 700 if name == peers.DEFAULT else 400, LONGEST * value / most
+        y, ours = FIRST + ROW * place, name in (lab.PLAIN.label, compare.DEFAULT)
+        weight, length = 700 if name == compare.DEFAULT else 400, LONGEST * value / most
         colour = look["good" if ours else "other"]
         rows += [
             label(NAMES[name], LEFT - 14, y + 15, look["ink"], weight=weight, anchor="end"),

@@ -33,7 +33,7 @@ def main(
 ) -> None:
     """Write it."""
     sizes = SHAPES[shape]
-    writer = GGUFWriter(path, "llama")
+    writer = GGUFWriter(path, "llama", use_temp_file=True)
     writer.add_block_count(sizes.layers)
     writer.add_context_length(sizes.positions)
     writer.add_embedding_length(sizes.hidden)
@@ -47,23 +47,15 @@ def main(
     writer.add_token_list(["a", "b", "ab", *(f"<{number}>" for number in range(sizes.vocab - 3))])
     writer.add_token_merges(["a b"])
     writer.add_eos_token_id(sizes.vocab - 1)
-    weights = list(_weights(sizes, kind))
+    for number, (name, of, outputs, inner) in enumerate(_weights(sizes, kind)):
+        data = _blocks(of, outputs, inner, number)
+        writer.add_tensor(name, data, raw_dtype=GGMLQuantizationType[of])
     norms = [f"blk.{n}.{part}_norm.weight" for n in range(sizes.layers) for part in ("attn", "ffn")]
-    norms.append("output_norm.weight")
-    flat = np.ones(sizes.hidden, np.float32)
-    for name, of, outputs, inner in weights:
-        stored = (outputs, _row_bytes(of, inner))
-        number = outputs * stored[1]
-        writer.add_tensor_info(name, stored, np.dtype(np.uint8), number, GGMLQuantizationType[of])
-    for name in norms:
-        writer.add_tensor_info(name, flat.shape, flat.dtype, flat.nbytes)
+    for name in (*norms, "output_norm.weight"):
+        writer.add_tensor(name, np.ones(sizes.hidden, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for number, (_, of, outputs, inner) in enumerate(weights):
-        writer.write_tensor_data(_blocks(of, outputs, inner, number))
-    for _ in norms:
-        writer.write_tensor_data(flat)
+    writer.write_tensors_to_file()
     writer.close()
 
 
@@ -78,21 +70,15 @@ def _weights(sizes: Shape, kind: str) -> Iterator[tuple[str, str, int, int]]:
         yield f"blk.{layer}.ffn_down.weight", kind, width, inner
 
 
-def _row_bytes(kind: str, inner: int) -> int:
-    block, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
-    return inner // block * size
-
-
 def _blocks(kind: str, outputs: int, inner: int, seed: int) -> np.ndarray:
     """[outputs, bytes]: random quants, and scales that give weights of about inner ** -0.5."""
-    size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]
-    shape = (outputs, _row_bytes(kind, inner))
+    block, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    shape = (outputs, inner // block, size)
     data = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
     scale = np.frombuffer(np.float16(inner**-0.5 / _LARGEST[kind]).tobytes(), np.uint8)
-    blocks = data.reshape(outputs, -1, size)
     for place in _SCALES[kind]:
-        blocks[..., place : place + 2] = scale
-    return data
+        data[..., place : place + 2] = scale
+    return data.reshape(outputs, -1)
 
 
 if __name__ == "__main__":

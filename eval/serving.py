@@ -21,7 +21,6 @@ import asyncio
 import itertools
 import json
 import os
-import platform
 import random
 import shlex
 import socket
@@ -30,13 +29,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import httpx
+import pandas as pd
 import typer
 
 from eval import lab
@@ -47,7 +46,6 @@ from selfspec.hub.models import DEFAULT_HEADS, resolve_model
 
 app = typer.Typer(pretty_exceptions_enable=False)
 
-Clients = Annotated[int, typer.Option(min=1, help="Clients at once.")]
 Tokens = Annotated[int, typer.Option(min=1, help="Of an answer at most.")]
 
 # --- a server in a process of its own, and its clients --------------------------------------------
@@ -58,23 +56,22 @@ _READY_S = 300.0
 _STOP_S = 40.0
 """For a server to stop when it is asked to; then it is killed."""
 
-_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None)
 
-
-@dataclass(frozen=True)
-class Server:
-    address: str
-    process: subprocess.Popen[bytes]
+class Said(NamedTuple):
+    text: str
+    finish: str | None
+    prompt_tokens: int | None
+    tokens: int | None
+    likely: list[tuple[str, float]]
+    """Each token, and the logarithm of its probability; where that was asked for."""
 
 
 @dataclass
 class Heard:
-    status: int = 0
     text: str = ""
     finish: str | None = None
     usage: dict[str, Any] = field(default_factory=dict)
     likely: list[tuple[str, float]] = field(default_factory=list)
-    """Each token and how likely it was, where that was asked for."""
     error: str | None = None
     arrivals: list[float] = field(default_factory=list)
     """Seconds from the request to each chunk with text, of streams."""
@@ -83,6 +80,11 @@ class Heard:
     def tokens(self) -> int:
         """Tokens as the server counts them; where it does not, a chunk is one."""
         return int(self.usage.get("completion_tokens", len(self.arrivals)))
+
+    @property
+    def said(self) -> Said:
+        counts = (self.usage.get(f"{kind}_tokens") for kind in ("prompt", "completion"))
+        return Said(self.error or self.text, self.finish, *counts, self.likely)
 
     def take(self, answer: Mapping[str, Any], seconds: float | None = None) -> None:
         """A whole answer, or a stream's chunk that came after so many seconds."""
@@ -105,15 +107,12 @@ def ours(*flags: str) -> list[str]:
     return [sys.executable, "-m", "selfspec", "serve", *flags]
 
 
-def theirs(folder: str, *flags: str) -> list[str]:
-    """The command of `transformers serve`, of the same environment."""
-    command = str(Path(sys.executable).with_name("transformers"))
-    return [command, "serve", folder, "--host", "127.0.0.1", *flags]
-
-
 @contextmanager
-def served(command: Sequence[str]) -> Iterator[Server]:
-    """A server that is ready. Raises RuntimeError with its last words where it never is."""
+def served(command: Sequence[str]) -> Iterator[str]:
+    """The address of a server that is ready.
+
+    Raises RuntimeError with its last words where it never is.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     address = f"http://127.0.0.1:{port}"
@@ -126,7 +125,7 @@ def served(command: Sequence[str]) -> Iterator[Server]:
         )
         try:
             _wait(address, process)
-            yield Server(address, process)
+            yield address
         except RuntimeError as error:
             said.seek(0)
             words = said.read().decode(errors="replace").strip()[-2000:]
@@ -153,38 +152,34 @@ def _wait(address: str, process: subprocess.Popen[bytes]) -> None:
     raise RuntimeError(f"was not ready within {_READY_S:g} seconds")
 
 
-def clients(server: Server) -> httpx.AsyncClient:
+def clients(address: str) -> httpx.AsyncClient:
     """A client with as many connections at once as are wanted."""
-    return httpx.AsyncClient(base_url=server.address, timeout=None, limits=_LIMITS)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    return httpx.AsyncClient(base_url=address, timeout=None, limits=limits)
 
 
 async def ask(client: httpx.AsyncClient, body: Mapping[str, Any]) -> Heard:
     """Sends one request; what is no stream is read whole."""
     heard, start = Heard(), time.perf_counter()
     async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
-        heard.status = answer.status_code
-        if not body.get("stream") or answer.status_code != httpx.codes.OK:
+        if answer.status_code != httpx.codes.OK:
+            heard.error = f"status {answer.status_code}: {(await answer.aread()).decode()}"
+        elif body.get("stream"):
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    heard.take(json.loads(line[6:]), time.perf_counter() - start)
+        else:
             heard.take(json.loads(await answer.aread()))
-            return heard
-        async for line in answer.aiter_lines():
-            if line.startswith("data: {"):
-                heard.take(json.loads(line[6:]), time.perf_counter() - start)
     return heard
-
-
-async def gone(client: httpx.AsyncClient, body: Mapping[str, Any], seconds: float) -> bool:
-    """A request whose client goes away after so many seconds, unless it was answered."""
-    try:
-        await asyncio.wait_for(ask(client, body), seconds)
-    except asyncio.TimeoutError:
-        return True
-    return False
 
 
 def question(text: str, tokens: int, **more: Any) -> dict[str, Any]:
     """A request of one user's turn; greedy unless told otherwise."""
     messages = [{"role": "user", "content": text}]
     return {"messages": messages, "max_tokens": tokens, "temperature": 0, **more}
+
+
+STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 
 
 def first_turns(questions: str, limit: int | None = None) -> list[str]:
@@ -195,17 +190,7 @@ def first_turns(questions: str, limit: int | None = None) -> list[str]:
 
 OURS, PLAIN, FILE = "selfspec", "selfspec, no drafts", "selfspec, the file's blocks"
 THEIRS, BATCHING = "transformers", "transformers, continuous batching"
-PEERS = THEIRS, BATCHING
-
-PACKAGES = ("uvicorn", "fastapi", "httpx", "h11")
-
-
-@dataclass(kw_only=True)
-class Served(Load):
-    """Also, what a server needed not compute."""
-
-    cached: int = 0
-    """Tokens of prompts that it had from earlier requests, as its usage says."""
+PEERS = [THEIRS, BATCHING]
 
 
 @app.command()
@@ -222,33 +207,32 @@ def load(
     """Each server at each load, again and again; the order of servers turns round."""
     folder = model or resolve_model(None, "bfloat16").source
     mine = ["--model", folder, "--heads", heads]
+    program = str(Path(sys.executable).with_name("transformers"))  # of the same environment
+    theirs = [program, "serve", folder, "--host", "127.0.0.1"]
     commands = {
         OURS: ours(*mine),
         PLAIN: ours(*mine, "--no-speculate"),
         **({FILE: ours()} if model is None else {}),
-        THEIRS: theirs(folder),
-        BATCHING: theirs(folder, "--continuous-batching"),
+        THEIRS: theirs,
+        BATCHING: [*theirs, "--continuous-batching"],
     }
     prompts = first_turns(questions)
     plan = {count: max(requests, count) for count in lab.counts(clients)}
     names = [*commands]
     turns = [(turn, name) for turn in range(repeats) for name in names[:: -1 if turn % 2 else 1]]
-    loads = list[Served]()
+    loads = list[Load]()
     for turn, name in lab.each(turns, "serving", "servers"):
-        named = {"model": folder} if name in PEERS else {}  # where a server asks for its name
-        with served(commands[name]) as server:
-            hello = [f"Hello, {number}." for number in range(max(plan))]
-            warm = Served(method=name, texts=max(plan))  # what a server does once is not measured
-            asyncio.run(loaded(server, bodies(hello, 8, named), warm))
-            start = 0
+        with served(commands[name]) as address:
+            more = {"model": folder, **STREAMED} if name in PEERS else STREAMED  # it wants a name
+            hello = [question(f"Hello, {number}.", 8, **more) for number in range(max(plan))]
+            warm = Load(texts=max(plan))  # what a server does once is not measured
+            asyncio.run(loaded(address, hello, warm))
+            others = itertools.cycle(prompts)
             for count, number in plan.items():
-                own = list(itertools.islice(itertools.cycle(prompts), start, start + number))
-                start += number
-                loads.append(Served(method=name, texts=count, repeat=turn))
-                asyncio.run(loaded(server, bodies(own, tokens, named), loads[-1]))
-    summary = {
-        "packages": {name: metadata.version(name) for name in PACKAGES},
-        "host": platform.processor(),
+                own = [question(text, tokens, **more) for text in itertools.islice(others, number)]
+                loads.append(Load(method=name, texts=count, repeat=turn))
+                asyncio.run(loaded(address, own, loads[-1]))
+    summary: dict[str, Any] = {
         "servers": {name: shlex.join(command) for name, command in commands.items()},
         "prompts": len(prompts),
         "tokens": tokens,
@@ -256,17 +240,14 @@ def load(
         "found": [load.summary() for load in loads],
         "ahead": ahead(loads),
     }
-    lab.finish(output, summary, as_text(loads))
+    text = "".join(
+        f"- {count} at once: {times:.2f} times the best of transformers serve\n"
+        for count, times in summary["ahead"].items()
+    )
+    lab.finish(output, summary, f"{table(loads)}\n{text}")
 
 
-def bodies(
-    prompts: Sequence[str], tokens: int, named: Mapping[str, str] | None = None
-) -> list[dict[str, Any]]:
-    more = {"stream": True, "stream_options": {"include_usage": True}, **(named or {})}
-    return [question(text, tokens, **more) for text in prompts]
-
-
-async def loaded(server: Server, asked: Sequence[Mapping[str, Any]], load: Served) -> None:
+async def loaded(address: str, asked: Sequence[Mapping[str, Any]], load: Load) -> None:
     """All requests, by so many clients, each of which takes the next one that is left.
 
     Raises RuntimeError for an error, which no figure may hide.
@@ -276,55 +257,29 @@ async def loaded(server: Server, asked: Sequence[Mapping[str, Any]], load: Serve
     async def work() -> None:
         for body in left:
             heard = await ask(client, body)
-            if heard.error is not None or heard.status != httpx.codes.OK:
-                raise RuntimeError(f"status {heard.status}: {heard.error}")
+            if heard.error is not None:
+                raise RuntimeError(heard.error)
             load.tokens += heard.tokens
-            details = heard.usage.get("prompt_tokens_details") or {}
-            load.cached += details.get("cached_tokens", 0)
             load.first_s += heard.arrivals[:1]
             pairs = zip(heard.arrivals, heard.arrivals[1:], strict=False)
             load.gaps_s += [later - earlier for earlier, later in pairs]
 
-    async with clients(server) as client:
+    async with clients(address) as client:
         start = time.perf_counter()
         await asyncio.gather(*(work() for _ in range(load.texts)))
         load.seconds = time.perf_counter() - start
 
 
 def ahead(loads: Sequence[Load]) -> dict[int, float]:
-    """By load: tokens per second of our best with drafts, in those of their best."""
-    found = {}
-    for count in sorted({load.texts for load in loads}):
-        mine, best = (
-            [one.tokens_per_s for one in loads if one.texts == count and one.method in names]
-            for names in ((OURS,), PEERS)
-        )
-        if mine and best:
-            found[count] = max(mine) / max(best)
-    return found
-
-
-def as_text(loads: Sequence[Load]) -> str:
-    """Figures by server and number of clients, over all repeats; then who is ahead."""
-    lines = [
-        f"- {count} at once: {times:.2f} times the best of transformers serve\n"
-        for count, times in ahead(loads).items()
-    ]
-    return f"{table(loads)}\n{''.join(lines)}"
+    """By clients: tokens per second of ours with drafts, in those of their best."""
+    rates = pd.DataFrame([(one.texts, one.method, one.tokens_per_s) for one in loads])
+    best = rates.pivot_table(index=0, columns=1, values=2, aggfunc="max")
+    return (best[OURS] / best.filter(PEERS).max(axis=1)).to_dict()  # type: ignore[no-any-return]
 
 
 # --- equal ----------------------------------------------------------------------------------------
 
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95}
-
-
-class Alone(NamedTuple):
-    text: str
-    finish: str
-    prompt_tokens: int
-    tokens: int
-    likely: list[tuple[str, float]]
-    """Each token, and the logarithm of its probability."""
 
 
 @app.command()
@@ -335,20 +290,20 @@ def equal(
     heads: lab.Heads = None,
     dtype: lab.Dtype = None,
     requests: Annotated[int, typer.Option(min=1)] = 60,
-    concurrency: Clients = 16,
+    concurrency: Annotated[int, typer.Option(min=1)] = 16,
     tokens: Tokens = 64,
 ) -> None:
     """Is each text over HTTP that of `generate` alone?"""
     prompts = first_turns(questions, requests)
     given = {"model": model, "heads": heads, "dtype": dtype}
-    speculator, alone = lab.loaded(model, heads, dtype), list[Alone]()
+    speculator, alone = lab.loaded(model, heads, dtype), list[Said]()
     for prompt in lab.each(prompts, "alone", "answers"):
         alone.append(without_server(speculator, len(alone), prompt, tokens))
     flags = [part for name, value in given.items() if value for part in (f"--{name}", value)]
     found = []
-    with served(ours(*flags)) as server:
+    with served(ours(*flags)) as address:
         for speculation in (True, False):
-            work = compared(server, prompts, alone, tokens, concurrency, speculation=speculation)
+            work = compared(address, prompts, alone, tokens, concurrency, speculation=speculation)
             found.append(asyncio.run(work))
             print(found[-1], flush=True)
     summary = {"requests": len(prompts), "concurrency": concurrency, "found": found}
@@ -359,14 +314,14 @@ def equal(
         raise typer.Exit(1)
 
 
-def without_server(speculator: Speculator, number: int, prompt: str, tokens: int) -> Alone:
+def without_server(speculator: Speculator, number: int, prompt: str, tokens: int) -> Said:
     options: Any = {"do_sample": False}
     if sampled(number):
         options = {"do_sample": True, "top_k": 0, "min_p": 0.0, "seed": number, **SAMPLED}
     options |= {"max_new_tokens": tokens, "speculate": False, "logprobs": 0}
     found = speculator.generate(prompt, **options)
     words: Any = speculator.tokenizer
-    return Alone(
+    return Said(
         found.text,
         "stop" if found.stop_reason == "eos" else "length",
         found.stats.prompt_tokens,
@@ -380,9 +335,9 @@ def sampled(number: int) -> bool:
 
 
 async def compared(
-    server: Server,
+    address: str,
     prompts: Sequence[str],
-    alone: Sequence[Alone],
+    alone: Sequence[Said],
     tokens: int,
     concurrency: int,
     *,
@@ -398,27 +353,18 @@ async def compared(
         for number in left:
             more: dict[str, Any] = {"speculation": speculation, "logprobs": True}
             if number % 2:
-                more |= {"stream": True, "stream_options": {"include_usage": True}}
+                more |= STREAMED
             if sampled(number):
                 more |= {"seed": number, **SAMPLED}
             asked = question(prompts[number], tokens, **more)
             if dice.random() < 0.25:
                 cancelled += 1
-                await gone(client, asked, dice.uniform(0.05, 1.0))
+                with suppress(asyncio.TimeoutError):  # its client goes away, unless it was answered
+                    await asyncio.wait_for(ask(client, asked), dice.uniform(0.05, 1.0))
             heard[number] = await ask(client, asked)
 
-    async with clients(server) as client:
+    async with clients(address) as client:
         await asyncio.gather(*(work() for _ in range(concurrency)))
-    said = {
-        number: (
-            one.text if one.error is None else one.error,
-            one.finish,
-            one.usage.get("prompt_tokens"),
-            one.usage.get("completion_tokens"),
-            one.likely,
-        )
-        for number, one in sorted(heard.items())
-    }
     drafts = [one.usage.get("speculation", {}) for one in heard.values()]
     return {
         "speculation": speculation,
@@ -430,9 +376,9 @@ async def compared(
         "drafted": sum(one.get("num_draft_tokens", 0) for one in drafts),
         "accepted": sum(one.get("num_accepted_tokens", 0) for one in drafts),
         "differing": {
-            number: [*alone[number], "over HTTP:", *words]
-            for number, words in said.items()
-            if tuple(alone[number]) != words
+            number: [*alone[number], "over HTTP:", *one.said]
+            for number, one in sorted(heard.items())
+            if one.said != alone[number]
         },
     }
 

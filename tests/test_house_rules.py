@@ -38,42 +38,27 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-<<<<<<< HEAD
-    "tests/": 31479,
-    "model": 7103,
-    "decoding": 5590,
-    "training": 3991,
-    "eval/": 4337,
-    "eval": 3850,
-    "cli": 3431,
-=======
-    "tests/": 31522,
+    "tests/": 31889,
     "model": 7103,
     "decoding": 5590,
     "training": 4338,
-    "eval/": 4333,
-    "eval": 3668,
-    "cli": 3414,
->>>>>>> cli/main
+    "eval/": 4337,
+    "eval": 3850,
+    "cli": 3494,
     "serve": 3165,
     "api": 2518,
-    "heads": 1777,
+    "heads": 1898,
     "visualise": 1752,
     "hub": 1516,
-<<<<<<< HEAD
-    "adaptation": 646,
-    "options": 671,
-=======
     "adaptation": 701,
-    "options": 670,
->>>>>>> cli/main
+    "options": 671,
     "files": 412,
-    "config": 346,
+    "config": 350,
     "pages": 233,
     "untrusted": 216,
     "plugins": 149,
     "typed": 144,
-    "cluster": 130,
+    "cluster": 133,
     "errors": 95,
     "__init__": 51,
     "__main__": 6,

@@ -36,12 +36,9 @@ RULE = Skip()
 class Found(NamedTuple):
     """A set of layers, and what drafts without them come to."""
 
-    speed: float
-    """Tokens per plain step."""
-    right: float
-    """Share of tokens that a draft says as the model does."""
-    cost: float
-    """What a draft token takes, in plain steps."""
+    speed: float  # tokens per plain step
+    right: float  # share of tokens that a draft says as the model does
+    cost: float  # of a draft token, in plain steps
     skipped: tuple[int, ...]
 
 
@@ -55,7 +52,7 @@ def main(
     ratio: Annotated[float, typer.Option(help="Share of the layers that may go.")] = 0.45,
 ) -> None:
     """Search, write."""
-    speculator = load(dtype)
+    speculator = lab.loaded(heads="none", dtype=dtype)
     asked = [question.turns[0] for question in lab.first_turns(suite, questions, limit)]
     with torch.inference_mode():
         answers = [written(speculator, turn, new_tokens) for turn in lab.each(asked, "answers")]
@@ -71,11 +68,6 @@ def main(
     text = f"# Layers that Self-SD leaves out: {word(chosen.skipped)}\n\n    {lab.command()}\n\n"
     text += lab.table(["tokens a step", "drafts right", "a draft's cost", "left out"], rows)
     lab.finish(output, summary, text)
-
-
-def load(dtype: str | None) -> Speculator:
-    """The default model."""
-    return lab.loaded(heads="none", dtype=dtype)
 
 
 def written(speculator: Speculator, prompt: str, count: int) -> tuple[DecodeState, int]:
@@ -95,12 +87,12 @@ def path(
 
     The first layer stays, which takes positions in.
     """
-    best = list[Found]()
+    best, had = list[Found](), set[int]()
     for _ in lab.each(range(most), "sizes", "sizes"):
-        had = best[-1].skipped if best else ()
-        sets = (sorted((*had, one)) for one in range(2, speculator.backbone.num_layers + 1))
-        tried = [tuple(one) for one in sets if len({*one}) > len(had)]
+        others = {*range(2, speculator.backbone.num_layers + 1)} - had
+        tried = (tuple(sorted({*had, one})) for one in others)
         best.append(max(worth(speculator, answers, skipped) for skipped in tried))
+        had = {*best[-1].skipped}
     return best
 
 

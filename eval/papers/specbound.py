@@ -2,26 +2,28 @@
 
     python -m eval.papers.specbound --output eval/results/dialled
 
+Plain decoding and speculation answer in turns; nothing else should run on the machine. The same
+command goes on where it was stopped. Writes `summary.json`, `table.md` and, in a folder for each
+depth, what `selfspec bench` keeps of answers.
+
 Synthetic: layers that add nothing are put behind the first ones, so an exit before them sees what
 the last layer gives; then a head there is made wrong at a chosen share of positions. That shows
-what the runtime does with good heads, and nothing about how good heads are. Acceptance, depth and
-draft length are turned; plain decoding and speculation are timed in turns. Nothing else should run
-on the machine. Writes `runs.jsonl`, `summary.json` and `table.md`.
+what the runtime does with good heads, and nothing about how good heads are.
 
-The formula, for k drafts per round, each kept with chance a if those before it were, and exits
-after D of L layers: a round commits (1 - a^(k+1)) / (1 - a) tokens and costs k D / L + (L - D) / L
-plain steps. It leaves out the heads, and one row: the last draft too runs through the first D
-layers, or there would be no token behind it. The complete formula has both.
+D / L: depth of the exit; k: drafts per round; a: chance that a draft is kept when those before it
+are, as measured. Speed-up is over plain decoding, after the prompt's pass. SpecBound's formula: a
+round commits (1 - a^(k+1)) / (1 - a) tokens and costs k D / L + (L - D) / L plain steps. It leaves
+out the heads, and one row: the last draft too runs through the first D layers, or there would be no
+token behind it. The complete formula has both, so what is missing to 100 % there are rows that are
+not free, and bookkeeping.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-import json
-import random
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from itertools import product, starmap
 from typing import Annotated, Any, NamedTuple
 
 import pandas as pd
@@ -34,24 +36,17 @@ from eval import lab
 from selfspec.api.speculator import Speculator
 from selfspec.config import SpeculationOptions
 from selfspec.errors import InvalidOption, UnsupportedModel
-from selfspec.eval.results import SIX_TASKS, Question, load_suite
-from selfspec.files import write
+from selfspec.eval.bench import Contender, Written, on_our_runtime
+from selfspec.eval.report import frame_of
+from selfspec.eval.results import SIX_TASKS, Answer, BenchOptions, Question, Run
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import DraftVocabulary, LogitLensHead
 from selfspec.model.backbone import Backbone
-from selfspec.model.parts import Unembedding, text_config
+from selfspec.model.parts import text_config
 from selfspec.options import Exit
 
-NOTE = """\
-Synthetic: a model that answers early by construction, and a head that is wrong where it is told to
-be. This shows what the runtime does where heads are good, not how good heads are. D / L: depth of
-the exit; k: drafts per round; a: chance that a draft is kept when those before it are. Speed-up
-over plain decoding on the same runtime, after the prompt's pass. The formula is SpecBound's, at the
-a that was measured: heads cost nothing, and no row is run for the token behind the last draft. The
-complete formula has both, so what is missing to 100 % there are rows that are not free, and
-bookkeeping.
-
-"""
+NOTE = (__doc__ or "")[(__doc__ or "").find("Synthetic: ") :]
+"""Of the page."""
 
 
 def main(
@@ -75,28 +70,19 @@ def main(
     model of 7B parameters.
     """
     base = lab.loaded(model, dtype=dtype, executor="generic")
-    questions, runs = load_suite(suite, limit=limit), list[Run]()
+    questions, found = lab.first_turns(suite, None, limit), list[dict[str, Any]]()
+    options = BenchOptions(suite=suite, max_new_tokens=max_new_tokens, repeats=repeats, seed=seed)
+    dials = list(starmap(Dial, product(lab.counts(max_draft_tokens), lab.shares(wrong_shares))))
     for extra in lab.counts(extra_layers):
-        rig = Rig(base, questions, layers, extra, draft_vocab_size, max_new_tokens, seed)
-        dials = [
-            Dial(rig.depth_ratio, width, share)
-            for width in lab.counts(max_draft_tokens)
-            for share in lab.shares(wrong_shares)
-        ]
-        runs += rig.runs(dials, repeats, seed)
-    found = points(runs)
-    output.mkdir(parents=True, exist_ok=True)
-    write(output / "runs.jsonl", "".join(json.dumps(asdict(run)) + "\n" for run in runs))
-    lab.finish(output, {"points": found.to_dict("records")}, NOTE + as_table(found))
+        speculator, head = rig(base, questions, layers, extra, draft_vocab_size, max_new_tokens)
+        folder = output / f"{extra}-layers-more"
+        ways = [lab.PLAIN, *(dial.turned(head) for dial in dials)]
+        answers = lab.benched(folder, speculator, questions, ways, options)
+        found += points(answers, dials, layers / (layers + extra))
+    lab.finish(output, {"points": found}, f"{NOTE}\n" + as_table(pd.DataFrame(found)))
 
 
 # --- a model that answers early -------------------------------------------------------------------
-
-_PLACES = 1 << 16
-"""Rows of the table that says where a head is wrong."""
-
-_SPIKE = 1e4
-"""Added to the logit of a wrong token: more than any logit."""
 
 
 def early_model(model: PreTrainedModel, layers: int, extra: int) -> PreTrainedModel:
@@ -137,200 +123,128 @@ def _silent(layer: Any, index: int) -> nn.Module:
 
 
 class DialledHead(LogitLensHead):
-    """The model's own norm and unembedding, made to prefer a wrong token now and then.
+    """The model's own norm and unembedding, made to prefer another token at a share of the rows."""
 
-    Where, and which token, is a function of the hidden state's bits and the seed: the same at
-    every run, independent from position to position, and the more places the larger
-    `wrong_share`, each in addition to those of a smaller one.
-    """
-
-    def __init__(
-        self, unembedding: Unembedding, vocabulary: DraftVocabulary, seed: int = 0
-    ) -> None:
-        super().__init__(unembedding, vocabulary)
-        self.wrong_share = 0.0
-        device, size = unembedding.weight.device, unembedding.weight.shape[1]
-        generator = torch.Generator().manual_seed(seed)
-        whole = torch.iinfo(torch.int64)
-        factors = torch.randint(whole.min, whole.max, (size,), generator=generator)
-        self._factors = factors.to(device)  # [d]
-        self._chance = torch.rand(_PLACES, generator=generator).to(device)
-        victims = torch.randint(len(self.rows), (_PLACES,), generator=generator)
-        self._victims = victims.to(device)
+    wrong_share = 0.0
 
     def unembed(self, features: Tensor) -> Tensor:
         """[.., d] -> draft logits [.., V_draft], float32."""
         logits = super().unembed(features)
-        place = self._place(features)
-        spike = (self._chance[place] < self.wrong_share).to(logits.dtype) * _SPIKE
-        return logits.scatter_add_(-1, self._victims[place][..., None], spike[..., None])
-
-    def _place(self, features: Tensor) -> Tensor:
-        """A hash of each row's bits, [.., d] -> 0.._PLACES-1, [..]."""
-        whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[features.element_size()]
-        mixed = (features.contiguous().view(whole).long() * self._factors).sum(-1)
-        return (mixed >> 40) & (_PLACES - 1)  # products are mixed best in their upper bits
+        wrong = torch.rand(features.shape[:-1], device=features.device) < self.wrong_share
+        return torch.where(wrong[..., None], logits.roll(1, -1), logits)
 
 
 def dialled_heads(
-    backbone: Backbone, layer: int, draft_ids: Tensor | None = None, seed: int = 0
+    backbone: Backbone, layer: int, draft_ids: Tensor | None = None
 ) -> tuple[ExitHeads, DialledHead]:
     """Heads of one exit at `layer`, and that head, whose `wrong_share` is to be dialled."""
     heads = lab.untrained(backbone, layer, "logit-lens", draft_ids)
-    vocabulary = DraftVocabulary.of(backbone.unembedding, draft_ids)
-    head = DialledHead(backbone.unembedding, vocabulary, seed)
+    head = DialledHead(backbone.unembedding, DraftVocabulary.of(backbone.unembedding, draft_ids))
     heads.by_layer[str(layer)] = head
     return heads.eval(), head
-
-
-def small_vocabulary(tokens: Iterable[int], size: int, vocab_size: int) -> Tensor:
-    """`size` ids, rising: all of `tokens`, then the lowest others. Raises InvalidOption.
-
-    A head over these alone costs little beside a layer, as a full one does in a large model.
-    """
-    needed = set(tokens)
-    if not len(needed) <= size <= vocab_size:
-        raise InvalidOption(
-            f"a draft vocabulary of {size} for {len(needed)} different tokens of {vocab_size}"
-        )
-    others = (token for token in range(vocab_size) if token not in needed)
-    return torch.tensor(sorted({*needed, *itertools.islice(others, size - len(needed))}))
 
 
 # --- timed ----------------------------------------------------------------------------------------
 
 
 class Dial(NamedTuple):
-    """One setting: D / L, drafts per round, share of wrong ones."""
+    """Drafts a round, and the share of places at which the head is wrong."""
 
-    depth_ratio: float
-    max_draft_tokens: int
+    drafts: int
     wrong_share: float
 
+    @property
+    def label(self) -> str:
+        return f"{self.drafts} drafts, {self.wrong_share:g} wrong"
 
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """One timed decoding. Seconds are those after the prompt's pass."""
+    def turned(self, head: DialledHead) -> Contender:
+        def decode(*asked: Any) -> Written:
+            head.wrong_share = self.wrong_share
+            return on_our_runtime(*asked)
 
-    prompt: str
-    depth_ratio: float
-    dial: Dial | None
-    """None: plain decoding of the same deep model."""
-    new_tokens: int
-    equal: bool
-    """To the text of plain decoding."""
-    decode_s: float
-    heads_s: float
-    """Part of these seconds: heads, judge, and reading the draft from the device."""
-    drafts: tuple[int, ...]
-    """Draft tokens of each round; the last of a text may have room for fewer."""
-    accepted: int
-    tried: int
-    """Drafts whose predecessors in the round were all kept."""
+        setting = {"drafter": f"exit:max_tokens={self.drafts}"}
+        return lab.By(label=self.label, method="speculation", setting=setting, by=decode)
 
 
-class Rig:
-    def __init__(
-        self,
-        base: Speculator,
-        questions: Sequence[Question],
-        layers: int,
-        extra: int,
-        draft_vocab_size: int,
-        new_tokens: int,
-        seed: int,
-    ) -> None:
-        backbone = Backbone(early_model(base.model, layers, extra))
-        # a threshold that every token reaches: all drafts leave at the one exit
-        options = SpeculationOptions(exit=Exit(threshold=1e-6), speculate=False, never_slower=False)
-        plain = Speculator(backbone, base.tokenizer, None, base.label, options)
-        self.depth_ratio = layers / (layers + extra)
-        self._new_tokens = new_tokens
-        self._prompts = {q.id: q.turns[0] for q in questions}
-        self._texts = {
-            name: plain.generate(prompt, max_new_tokens=new_tokens, do_sample=False).token_ids
-            for name, prompt in self._prompts.items()
-        }
-        used = itertools.chain.from_iterable(self._texts.values())
-        draft_ids = small_vocabulary(used, draft_vocab_size, backbone.vocab_size)
-        heads, self._head = dialled_heads(backbone, layers, draft_ids, seed)
-        self._speculator = Speculator(backbone, base.tokenizer, heads, base.label, options)
+def rig(
+    base: Speculator,
+    questions: Sequence[Question],
+    layers: int,
+    extra: int,
+    draft_vocab_size: int,
+    new_tokens: int,
+) -> tuple[Speculator, DialledHead]:
+    """A deep model with a head that can say all that it says on the questions.
 
-    def runs(self, dials: Sequence[Dial], repeats: int, seed: int) -> Iterator[Run]:
-        """Per prompt all settings, and plain decoding, in random order: drift hits all alike."""
-        shuffle = random.Random(seed)
-        self.timed(next(iter(self._prompts)), dials[-1])  # kernels and caches warm
-        prompts = [*self._prompts] * repeats
-        for prompt in lab.each(prompts, f"exit at {self.depth_ratio:.0%}", "prompts"):
-            for dial in shuffle.sample([None, *dials], len(dials) + 1):
-                yield self.timed(prompt, dial)
-
-    def timed(self, prompt: str, dial: Dial | None) -> Run:
-        options: Any = {"max_new_tokens": self._new_tokens, "do_sample": False}
-        if dial is not None:
-            self._head.wrong_share = dial.wrong_share
-            drafter = f"exit:max_tokens={dial.max_draft_tokens}"
-            options |= {"speculate": True, "drafter": drafter}
-        stream = self._speculator.stream(self._prompts[prompt], **options)
-        found = stream.drain()
-        rounds = stream.rounds[1:]  # behind the prompt's pass
-        return Run(
-            prompt=prompt,
-            depth_ratio=self.depth_ratio,
-            dial=dial,
-            new_tokens=len(found.token_ids),
-            equal=found.token_ids == self._texts[prompt],
-            decode_s=found.stats.decode_s,
-            heads_s=found.stats.seconds["heads"],
-            drafts=tuple(len(entry.draft_tokens) for entry in rounds),
-            accepted=sum(entry.accepted for entry in rounds),
-            tried=sum(min(entry.accepted + 1, len(entry.draft_tokens)) for entry in rounds),
-        )
+    A head over a few thousand tokens costs little beside a layer, as one over all does in a large
+    model.
+    """
+    backbone = Backbone(early_model(base.model, layers, extra))
+    # a threshold that every token reaches: all drafts leave at the one exit
+    options = SpeculationOptions(exit=Exit(threshold=1e-6), never_slower=False)
+    plain = Speculator(backbone, base.tokenizer, None, base.label, options)
+    asked: Any = {"max_new_tokens": new_tokens, "do_sample": False, "speculate": False}
+    texts = (plain.generate(question.turns[0], **asked).token_ids for question in questions)
+    used = set(itertools.chain.from_iterable(texts))
+    others = range(max(0, min(draft_vocab_size, backbone.vocab_size) - len(used)))
+    heads, head = dialled_heads(backbone, layers, torch.tensor(sorted(used | {*others})))
+    return Speculator(backbone, base.tokenizer, heads, base.label, options), head
 
 
 # --- the formula ----------------------------------------------------------------------------------
 
 
-def points(runs: Sequence[Run]) -> pd.DataFrame:
-    """A row per setting, in the order of their first runs: what it gave over all prompts.
+def points(
+    answers: Sequence[Answer], dials: Sequence[Dial], depth_ratio: float
+) -> list[dict[str, Any]]:
+    """What each setting gave over all prompts.
 
-    acceptance: a, accepted / tried. head_cost: one head, in plain steps. formula: over the rounds
-    as they were, with the drafts that each had room for.
+    acceptance: a, accepted / tried, which are drafts whose predecessors in the round were all kept.
+    head_cost: one head, in plain steps. formula: over the rounds as they were, with the drafts that
+    each had room for. Seconds are those behind the prompt's pass.
     """
-    every = pd.DataFrame(map(asdict, runs)).assign(dial=[run.dial for run in runs])
-    every["drafted"] = every.drafts.map(sum)
-    plain = every[every.dial.isna()]
-    found = []
-    for dial, own in every.dropna(subset="dial").groupby("dial", sort=False):
-        dial = Dial(*dial)
-        base = plain[plain.depth_ratio == dial.depth_ratio]
-        seconds, plain_seconds = _total(own.decode_s, own), _total(base.decode_s, base)
-        plain_step = plain_seconds / _total(base.new_tokens - 1, base)
-        head = _total(own.heads_s, own) / _total(own.drafted, own) / plain_step
-        a, drafts = own.accepted.sum() / own.tried.sum(), own.drafts.explode().astype(int)
-        tokens = sum(expected_tokens(a, k) for k in drafts)
+    runs = frame_of(answers)
+    runs["behind_s"] = runs.token_s.map(sum)
+    by_prompt = runs.groupby(["method", "id"])
+    seconds = by_prompt.behind_s.median().groupby("method").sum()
+    equal = by_prompt.equal.all().groupby("method").sum()
+    plain_s, d, found = seconds[lab.PLAIN.label], depth_ratio, []
+    step = plain_s / sum(answer.new_tokens - 1 for answer in answers if answer.repeat == 1)
+    for dial in dials:
+        own = [answer.runs[dial.label] for answer in answers]
+        passes = [entry for run in own for entry in rounds(run, dial.drafts)]
+        tried = sum(min(kept + 1, drafts) for drafts, kept in passes)
+        accepted = sum(kept for _, kept in passes)
+        heads_s = sum(run.counts["seconds"]["heads"] for run in own)
+        a, head = accepted / tried, heads_s / sum(drafts for drafts, _ in passes) / step
+        tokens = sum(expected_tokens(a, k) for k, _ in passes)
         # without drafts the newest token's own row still runs through the shallow layers
-        cost = sum(round_cost(k, dial.depth_ratio, rows=max(k, 1)) for k in drafts)
-        complete = sum(round_cost(k, dial.depth_ratio, rows=k + 1, head=head) for k in drafts)
+        cost = sum(round_cost(k, d, rows=max(k, 1)) for k, _ in passes)
+        complete = sum(round_cost(k, d, rows=k + 1, head=head) for k, _ in passes)
         found.append(
-            dial._asdict()
-            | {
-                "prompts": own.prompt.nunique(),
-                "equal_texts": int(own.groupby("prompt").equal.all().sum()),
-                "acceptance": float(a),
-                "compression_rate": float((own.new_tokens - 1).sum() / len(drafts)),
-                "head_cost": float(head),
-                "speed_up": float(plain_seconds / seconds),
-                "formula": float(tokens / cost),
-                "complete_formula": float(tokens / complete),
+            {
+                "depth_ratio": d,
+                "max_draft_tokens": dial.drafts,
+                "wrong_share": dial.wrong_share,
+                "equal_texts": int(equal[dial.label]),
+                "acceptance": a,
+                "compression_rate": 1 + accepted / len(passes),
+                "head_cost": head,
+                "speed_up": float(plain_s / seconds[dial.label]),
+                "formula": tokens / cost,
+                "complete_formula": tokens / complete,
             }
         )
-    return pd.DataFrame(found)
+    return found
 
 
-def _total(values: pd.Series, runs: pd.DataFrame) -> float:
-    """Sum over prompts of the median over repeats."""
-    return float(values.groupby(runs.prompt).median().sum())
+def rounds(run: Run, most: int) -> Iterator[tuple[int, int]]:
+    """Drafts of each round, and how many were kept; the last of a text has room for fewer."""
+    counts = [count for count, _ in run.arrivals[1:]]
+    left = sum(counts)
+    for count in counts:
+        yield min(most, left - 1), count - 1
+        left -= count
 
 
 def expected_tokens(acceptance: float, drafts: int) -> float:

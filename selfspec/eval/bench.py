@@ -422,11 +422,12 @@ def candidates(speculator: Speculator, names: Sequence[str]) -> dict[str, list[C
 
 
 def swept(speculator: Speculator, moves: Mapping[str, Setting]) -> list[Contender]:
-    """Speculation with some options moved. Raises as `candidates` does."""
+    """Speculation with some options moved; lenience draws. Raises as `candidates` does."""
     base = EXIT if speculator.options.uses("exit") else {}
     return [
-        _contender(speculator, "speculation", {**base, **setting}, said)
+        _contender(speculator, "speculation", {**base, **drawn, **setting}, said)
         for said, setting in moves.items()
+        for drawn in [_DRAWN if "lenient" in setting.get("acceptance", "") else {}]
     ]
 
 

@@ -487,8 +487,9 @@ def test_options_and_sweeps_that_are_lossy_are_marked_but_plain_decoding_is_not(
     loose = moved(speculator, acceptance="cm-asd")
     names = ["plain", "hugging-face", "speculation", "ngram"]
     assert [grid(loose, name)[0].lossy for name in names] == [False, False, True, True]
-    entries = swept(speculator, moves("acceptance=lossless,cm-asd"))
-    assert [entry.lossy for entry in entries] == [False, True]
+    entries = swept(speculator, moves("acceptance=lossless,cm-asd,lenient"))
+    assert [entry.lossy for entry in entries] == [False, True, True]
+    assert [entry.setting.get("do_sample") for entry in entries] == [None, None, True]
 
 
 def test_the_model_is_as_before_after_an_error_within_an_early_exit(

@@ -1,11 +1,8 @@
-"""The documents' experiments run end to end on tiny models, and go on where they were stopped."""
+"""The documents' experiments run end to end on tiny models, and compute what they should."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import replace
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,120 +12,26 @@ import torch
 from transformers import PreTrainedModel
 
 from eval import lab
-from eval.papers import lossy, self_sd, specbound
-from eval.papers.lossy import expected_number, final_number
+from eval.papers import self_sd, specbound
 from eval.papers.specbound import (
     Dial,
     DialledHead,
-    Run,
     dialled_heads,
     early_model,
     expected_tokens,
     points,
     round_cost,
-    small_vocabulary,
 )
-from selfspec.api.speculator import Speculator, wrap
+from selfspec.api.speculator import wrap
 from selfspec.errors import InvalidOption, UnsupportedModel
+from selfspec.eval.results import Answer, Run
 from selfspec.heads.heads import DraftVocabulary, LogitLensHead
 from selfspec.model.backbone import Backbone
 from selfspec.options import Skip
 from tests.models import make_model, random_ids
 from tests.talks import make_tokenizer
 
-TASKS = ("math", "translation", "summary")
-
-
-@cache
-def tiny(*_: Any, max_tokens: int = 6, controller: str = "fixed") -> Speculator:
-    """In the place of the default model; float64, so that texts are equal."""
-    model = make_model("llama", torch.float64, vocab_size=10)
-    small = make_model("llama", torch.float64, vocab_size=10, num_hidden_layers=4)
-    small.load_state_dict(model.state_dict(), strict=False)
-    drafter = f"draft-model:max_tokens={max_tokens}"
-    return wrap(model, make_tokenizer(), draft_model=small, drafter=drafter, controller=controller)
-
-
-@pytest.fixture
-def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What every script is asked for."""
-    lines = [
-        {"id": f"{task} {number}", "task": task, "prompt": "a b c a"[: 2 * number + 1]}
-        | {"reference": "a b 3"}
-        for task in TASKS
-        for number in (1, 2)
-    ]
-    suite = tmp_path / "suite.jsonl"
-    suite.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    monkeypatch.setattr(lab, "drafting", tiny)
-    output = tmp_path / "out"
-    return {"suite": str(suite), "output": output, "draft_model": Path("small"), "new_tokens": 12}
-
-
-def run(command: Callable[..., None], asked: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """The summary that a script wrote."""
-    command(**asked, **more)
-    summary: dict[str, Any] = json.loads((asked["output"] / "summary.json").read_text())
-    return summary
-
-
-def test_cm_asd_is_measured_in_both_readings_on_both_tasks(asked: dict[str, Any]) -> None:
-    summary = run(lossy.cm_asd, asked, limit=2, tolerances="0,9")
-    methods = summary["methods"]
-    assert list(methods)[:2] == ["plain", "lossless"]
-    assert [name for name, entry in methods.items() if entry["lossy"]] == list(methods)[2:]
-    assert len(methods) == 2 + 2 * 2
-    for task in ("translation", "summary"):
-        found = summary["quality"]["lossless"][task]
-        assert found["relative_bleu"] == pytest.approx(100.0)
-        assert found["exact_share"] == 1.0
-        rates = summary["all"][task]
-        loosest = rates["intent, tau_base 9"]
-        assert loosest["acceptance_rate"] >= rates["lossless"]["acceptance_rate"]
-
-
-def test_easd_counts_right_answers_along_both_thresholds(asked: dict[str, Any]) -> None:
-    options = {"entropy_threshold": 3.0, "entropies": "0", "overlaps": "0,0.8"}
-    summary = run(lossy.easd, asked, limit=1, **options)
-    assert len(summary["methods"]) == 2 + 2 * 2
-    for name in ("plain", "lossless"):
-        assert summary["numbers"][name]["plain's"] == 1.0
-    # no distribution over ten tokens has an entropy above log 10 = 2.3: nothing is penalised
-    assert summary["quality"]["tau_H 3, tau_O 0.8"]["overall"]["exact_share"] == 1.0
-    assert summary["quality"]["tau_H 0, tau_O 0"]["overall"]["exact_share"] < 1.0
-    assert "| plain " in (asked["output"] / "table.md").read_text().split("Answers to sums")[1]
-
-
-@pytest.mark.parametrize(
-    ("read", "text", "number"),
-    [
-        (final_number, "So 3 + 4 = 7.", 7.0),
-        (final_number, "It costs $1,234.50 in all", 1234.5),
-        (final_number, "-5 degrees", -5.0),
-        (final_number, "no idea", None),
-        (expected_number, "400+200=<<400+200=600>>600\n#### 1,000", 1000.0),
-        (expected_number, "23 bags, 3 left over", 23.0),
-        (expected_number, "four", None),
-    ],
-)
-def test_an_answer_arrives_at_its_last_number_and_a_reference_says_its_marked_or_first(
-    read: Any, text: str, number: float | None
-) -> None:
-    assert read(text) == number
-
-
-def test_lenience_keeps_more_drafts_the_lower_it_is(asked: dict[str, Any]) -> None:
-    summary = run(lossy.lenience, {**asked, "new_tokens": 60}, limit=1, leniences="1,0.5,0.1")
-    live = summary["all"]["overall"]
-    assert summary["methods"]["l = 0.1"]["lossy"]
-    before = (asked["output"] / "answers.jsonl").read_bytes()
-    run(lossy.lenience, {**asked, "new_tokens": 60}, limit=1, leniences="1,0.5,0.1")
-    assert (asked["output"] / "answers.jsonl").read_bytes() == before
-    with pytest.raises(InvalidOption, match="cannot resume"):
-        run(lossy.lenience, asked, limit=1, leniences="1,0.5,0.1")
-    assert live["l = 0.1"]["acceptance_rate"] > live["lossless"]["acceptance_rate"]
-    with pytest.raises(InvalidOption, match="hold no 1"):
-        lossy.lenience(**asked, leniences="0.5")
+# --- Self-SD: which layers drafts leave out
 
 
 def test_rounds_end_behind_an_unsure_draft_and_go_on_behind_the_first_wrong_one() -> None:
@@ -139,11 +42,17 @@ def test_rounds_end_behind_an_unsure_draft_and_go_on_behind_the_first_wrong_one(
 
 
 def test_the_search_leaves_out_more_layers_while_it_notes_what_drafts_come_to(
-    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(self_sd, "load", tiny)
-    del asked["draft_model"]
-    found = run(self_sd.main, asked, limit=2, ratio=0.5)
+    tiny = wrap(make_model("llama", torch.float64, vocab_size=10), make_tokenizer())
+    monkeypatch.setattr(lab, "loaded", lambda **_: tiny)
+
+    def run(**options: Any) -> dict[str, Any]:
+        self_sd.main(tmp_path, suite=prompts, new_tokens=12, limit=2, **options)
+        found: dict[str, Any] = json.loads((tmp_path / "summary.json").read_text())
+        return found
+
+    found = run(ratio=0.5)
     sizes = [one["skipped"] for one in found["sizes"]]
     assert [len(one) for one in sizes] == [1, 2, 3]
     assert all(set(one) < set(more) <= {2, 3, 4, 5, 6} for one, more in pairwise(sizes))
@@ -151,8 +60,7 @@ def test_the_search_leaves_out_more_layers_while_it_notes_what_drafts_come_to(
     costs = [one["cost"] for one in found["sizes"]]
     assert 1.0 > costs[0] > costs[1] > costs[2] > 0.5
     monkeypatch.setattr(self_sd, "RULE", Skip(threshold=0.0, max_tokens=1))
-    single = run(self_sd.main, asked, limit=2, ratio=0.2)
-    assert single["sizes"][0]["speed"] != found["sizes"][0]["speed"]
+    assert run(ratio=0.2)["sizes"][0]["speed"] != found["sizes"][0]["speed"]
 
 
 # --- SpecBound: early models, heads that are wrong on demand, what a round should cost
@@ -201,33 +109,16 @@ def test_a_model_that_cannot_be_made_early_is_refused() -> None:
 # --- the head
 
 
-def test_wrong_places_grow_with_the_dial_and_come_again() -> None:
+def test_a_head_is_wrong_as_often_as_it_is_dialled() -> None:
     states = torch.randn(4000, 32, generator=torch.Generator().manual_seed(4))  # [4000, d]
     unembedding = Backbone(make_model("llama"), executor="generic").unembedding
     vocabulary = DraftVocabulary.of(unembedding, None)
     head = DialledHead(unembedding, vocabulary)
     right = LogitLensHead(unembedding, vocabulary)(states).argmax(-1)
-    wrong = {}
-    for share in (0.0, 0.1, 0.3, 1.0):
+    for share in (0.0, 0.3, 1.0):
         head.wrong_share = share
-        wrong[share] = head(states).argmax(-1) != right
-        assert torch.equal(head(states).argmax(-1) != right, wrong[share])
-        alone = torch.cat([head(row).argmax(-1) for row in states[:16].split(1)])
-        assert torch.equal(alone != right[:16], wrong[share][:16])
-    # of 4,000 places; four standard deviations are 0.02 and 0.03. A spike hits the best token
-    # itself at one place in 96
-    assert wrong[0.1].double().mean() == pytest.approx(0.1 * 95 / 96, abs=0.02)
-    assert wrong[0.3].double().mean() == pytest.approx(0.3 * 95 / 96, abs=0.03)
-    assert wrong[1.0].double().mean() == pytest.approx(95 / 96, abs=0.01)
-    assert not wrong[0.0].any()
-    assert not (wrong[0.1] & ~wrong[0.3]).any()
-
-
-def test_vocabulary_holds_what_is_needed_then_the_lowest() -> None:
-    assert small_vocabulary([9, 4, 9], 5, 10).tolist() == [0, 1, 2, 4, 9]
-    for ids, size in (([1, 2, 3], 2), ([1], 11)):
-        with pytest.raises(InvalidOption, match=f"vocabulary of {size} for"):
-            small_vocabulary(ids, size, 10)
+        wrong = (head(states).argmax(-1) != right).double().mean()
+        assert wrong == pytest.approx(share, abs=0.03)  # four standard deviations
 
 
 def test_a_right_head_keeps_every_draft() -> None:
@@ -251,32 +142,37 @@ def test_a_round_commits_what_stays_and_costs_plain_steps() -> None:
 
 
 def test_points_are_ratios_of_totals_of_medians() -> None:
-    same: dict[str, Any] = {"depth_ratio": 0.25, "new_tokens": 11, "equal": True}
-    none = {"drafts": (0,) * 10, "accepted": 0, "tried": 0, "heads_s": 0.0}
-    some = {"drafts": (2, 2, 2, 2, 1), "accepted": 6, "tried": 8, "heads_s": 0.18}
-    runs = [
-        Run(dial=dial, prompt=prompt, decode_s=seconds, **same | counts)
-        for dial, counts, times in (
-            (None, none, {"a": (2.0, 2.0, 9.0), "b": (6.0, 6.0, 6.0)}),
-            (Dial(0.25, 2, 0.1), some, {"a": (1.0, 1.0, 7.0), "b": (3.0, 4.0, 3.0)}),
-        )
-        for prompt, each in times.items()
-        for seconds in each
+    dial = Dial(2, 0.1)
+    plain = [1] * 10
+    kept = [3, 1, 3, 2, 1]  # tokens of each round; behind nine of ten there is room for none
+
+    def run(tokens: list[int], seconds: float, equal: bool = True) -> Run:
+        heard = [(1, 9.0), *((count, seconds / len(tokens)) for count in tokens)]
+        return Run(arrivals=heard, equal=equal, counts={"seconds": {"heads": 0.16}})
+
+    times = {"a": [(2, 1), (2, 1), (9, 7)], "b": [(6, 3), (6, 4), (6, 3)]}
+    answers = [
+        Answer(id=name, task="", turn=1, repeat=repeat, new_tokens=11)
+        for name in times
+        for repeat in (1, 2, 3)
     ]
-    runs.append(replace(runs[-1], equal=False))
-    (point,) = points(runs).itertuples()
-    assert (point.prompts, point.equal_texts) == (2, 1)
-    assert point.speed_up == (2 + 6) / (1 + 3)
-    assert point.acceptance == 6 / 8
-    assert point.compression_rate == 10 / 5
-    # 18 drafts took 0.36 s; 20 plain steps took 8 s
-    assert point.head_cost == pytest.approx(0.02 / 0.4)
-    # four rounds of two drafts, one of one
-    tokens = 4 * (1 + 0.75 + 0.75**2) + (1 + 0.75)
+    for answer in answers:
+        slow, fast = times[answer.id][answer.repeat - 1]
+        same = (answer.id, answer.repeat) != ("b", 3)
+        answer.runs.update({"plain": run(plain, slow), dial.label: run(kept, fast, same)})
+    (point,) = points(answers, [dial], 0.25)
+    assert point["equal_texts"] == 1
+    assert point["speed_up"] == pytest.approx((2 + 6) / (1 + 3))
+    assert point["acceptance"] == 5 / 7  # drafts of a text: 2 + 2 + 2 + 2 + 0, of which 7 are tried
+    assert point["compression_rate"] == 10 / 5
+    # 48 drafts took 0.96 s; 20 plain steps took 8 s
+    assert point["head_cost"] == pytest.approx(0.02 / 0.4)
+    a = 5 / 7
+    tokens = 4 * (1 + a + a**2) + 1
     cost = 4 * (2 * 0.25 + 0.75) + (1 * 0.25 + 0.75)
-    complete = 4 * (3 * 0.25 + 0.75 + 2 * 0.05) + (2 * 0.25 + 0.75 + 0.05)
-    assert point.formula == pytest.approx(tokens / cost)
-    assert point.complete_formula == pytest.approx(tokens / complete)
+    complete = 4 * (3 * 0.25 + 0.75 + 2 * 0.05) + (1 * 0.25 + 0.75)
+    assert point["formula"] == pytest.approx(tokens / cost)
+    assert point["complete_formula"] == pytest.approx(tokens / complete)
 
 
 # --- all of it
@@ -299,15 +195,14 @@ def test_every_setting_is_timed_in_turn_with_plain_decoding(
         max_new_tokens=13,
         repeats=2,
     )
-    runs = list(map(json.loads, (tmp_path / "out/runs.jsonl").read_text().splitlines()))
-    assert len(runs) == 2 * 5 * 2 * 2
-    turns = [runs[start : start + 5] for start in range(0, len(runs), 5)]
-    for turn in turns:
-        assert len({entry["prompt"] for entry in turn}) == 1
-        assert len({str(entry["dial"]) for entry in turn}) == 5
-    assert len({str([entry["dial"] for entry in turn]) for turn in turns[:4]}) > 1  # shuffled
-    assert all(entry["equal"] and entry["new_tokens"] == 13 for entry in runs)
-    assert all((sum(entry["drafts"]) == 0) == (entry["dial"] is None) for entry in runs)
+    for extra in (9, 3):
+        lines = (tmp_path / f"out/{extra}-layers-more/answers.jsonl").read_text().splitlines()
+        answers = list(map(json.loads, lines))
+        assert len(answers) == 2 * 2
+        for answer in answers:
+            assert len(answer["runs"]) == 5
+            assert answer["new_tokens"] == 13
+            assert all(run["equal"] for run in answer["runs"].values())
     points = json.loads((tmp_path / "out/summary.json").read_text())["points"]
     assert len(points) == 8
     for point in points:
