@@ -38,14 +38,14 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 31889,
+    "tests/": 31888,
     "model": 7103,
     "decoding": 5590,
     "training": 4338,
     "eval/": 4337,
     "eval": 3850,
     "cli": 3494,
-    "serve": 3165,
+    "serve": 3137,
     "api": 2518,
     "heads": 1898,
     "visualise": 1752,

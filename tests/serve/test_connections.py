@@ -13,11 +13,10 @@ import pytest
 
 from selfspec.api.speculator import Speculator
 from selfspec.decoding.engine import Engine
-from selfspec.serve import answers as answering
+from selfspec.serve import app
 from selfspec.serve.options import ServeOptions
-from selfspec.serve.pieces import Answer, Job, Piece
 from selfspec.serve.protocol import Choice
-from selfspec.serve.writer import Writer
+from selfspec.serve.writer import Answer, Job, Piece, Writer
 from tests.serve.live import (
     CHAT,
     GOOD,
@@ -103,7 +102,7 @@ def test_who_does_not_read_is_cut_off_and_holds_nobody_up(hasty: Running, level:
 def test_what_waits_for_a_slow_reader_has_a_bound(
     small: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answering, "_MOST_WAITING", 4)
+    monkeypatch.setattr(app, "_MOST_WAITING", 4)
     level = Level(small)
     with closing(connected(small, read_bytes=4096)) as one:
         one.sendall(request({**LONG, "n": 16}, CHAT, "Connection: close"))

@@ -16,7 +16,7 @@ import pytest
 from selfspec.api.speculator import Speculator
 from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.stats import Round
-from selfspec.serve.pieces import BARE, TAGGED, Calls, Explanation, format_of
+from selfspec.serve.writer import BARE, TAGGED, Calls, Explanation, format_of
 from tests.serve.live import Running, running
 
 ASK = [{"role": "user", "content": "Describe a person as JSON."}]
