@@ -49,7 +49,7 @@ from selfspec.eval.bench import Arrivals
 from selfspec.eval.methods import METHODS
 from selfspec.files import write
 from selfspec.model.weights import keep_numbers
-from selfspec.pages.palette import TONES
+from selfspec.pages import TONES
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

@@ -7,8 +7,8 @@ from html import escape
 from itertools import groupby
 from typing import NamedTuple
 
+from selfspec import pages
 from selfspec.decoding.stats import EXIT, MODEL, SOURCES
-from selfspec.pages import palette
 
 NAMES = {name: one.words for name, one in SOURCES.items() if name != EXIT}
 
@@ -29,7 +29,7 @@ class Giver(NamedTuple):
     def colour(self, num_layers: int) -> str | None:
         """The colour of its tokens; None: the colour of all text."""
         if self.source == EXIT:
-            return palette.of_layer(self.layer, num_layers)
+            return pages.of_layer(self.layer, num_layers)
         return SOURCES[self.source].colour
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
-from selfspec.pages import palette
+from selfspec import pages as palette
 
 EXIT, NGRAM, DRAFT_MODEL, GRAMMAR = "exit", "ngram", "draft-model", "grammar"
 SUCCESSORS, REST, LOOKAHEAD, SKIP = "successors", "rest", "lookahead", "skip"

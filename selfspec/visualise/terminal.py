@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from rich.console import Console, Group
 from rich.text import Text
 
+from selfspec import pages
 from selfspec.api.givers import Giver
 from selfspec.decoding.stats import EXIT, SOURCES
-from selfspec.pages import palette
 from selfspec.visualise import layers
 from selfspec.visualise.layers import LayerTrace, gain, ranked, readable
 
@@ -97,7 +97,7 @@ class _Marks:
         shown = self._shown(text, "⏎").replace("\n", "")
         body = shown.lstrip(" ")  # a struck space would join two words
         to.append(" " * (len(shown) - len(body)))
-        to.append(f"{opening}{body}{closing}", style=f"strike {palette.REJECTED}")
+        to.append(f"{opening}{body}{closing}", style=f"strike {pages.REJECTED}")
 
     def _shown(self, text: str, ends: str) -> str:
         shown = readable(text, ends)

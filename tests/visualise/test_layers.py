@@ -14,9 +14,9 @@ from matplotlib.image import imread
 from rich.console import Console
 from rich.text import Text
 
+from selfspec import pages
 from selfspec.config import SpeculationOptions
 from selfspec.errors import InvalidData
-from selfspec.pages import palette
 from selfspec.visualise import picture
 from selfspec.visualise.layers import (
     Gain,
@@ -152,7 +152,7 @@ def test_what_cannot_be_seen_is_shown(text: str, shown: str) -> None:
     assert visible(text) == shown
 
 
-STRUCK, RED = "\x1b[9", "38;2;{};{};{}m".format(*palette.rgb(palette.REJECTED))
+STRUCK, RED = "\x1b[9", "38;2;{};{};{}m".format(*bytes.fromhex(pages.REJECTED[1:]))
 
 
 def printed(trace: LayerTrace, *, rejected: bool = True, **console: Any) -> str:
@@ -193,7 +193,7 @@ def test_a_terminal_shows_the_answer_in_colours_and_strikes_drafts() -> None:
     assert shown.plain.startswith("A line\n kept checked deep\n\n33 % of this answer")
     looks = {shown.plain[s.start : s.end].strip(): str(s.style) for s in shown.spans}
     for word, layer in (("kept", 2), ("exit layer 2", 2), ("deep", 4), ("exit layer 4", 4)):
-        assert palette.of_layer(layer, 6) in looks[word]
+        assert pages.of_layer(layer, 6) in looks[word]
     struck = terminal(small_trace())
     assert f"{STRUCK};{RED}dropped" in struck
     assert "[-" not in struck
@@ -301,8 +301,8 @@ def test_a_card_has_each_draft_in_its_colour(tmp_path: Path) -> None:
         for pixel in (imread(tmp_path / "card.png")[..., :3] * 255).round().reshape(-1, 3)
     }
     for layer in (2, 4):
-        assert tuple(bytes.fromhex(palette.of_layer(layer, 6)[1:])) in shown
-    assert tuple(bytes.fromhex(palette.SEEN[1:])) not in shown
+        assert tuple(bytes.fromhex(pages.of_layer(layer, 6)[1:])) in shown
+    assert tuple(bytes.fromhex(pages.SEEN[1:])) not in shown
 
 
 def test_characters_without_a_glyph_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
