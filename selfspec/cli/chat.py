@@ -261,7 +261,7 @@ class Chat:
                 raise InvalidOption(f"{path}: expected a name that ends in .html or .jsonl")
             files.check_file(path, overwrite=True)
         from selfspec.cli.measure import costs_of
-        from selfspec.visualise import look, page, terminal
+        from selfspec.visualise import look, views
 
         count, prompt = len(self.last.token_ids), self.messages[:-1]
         options = self.options | {"max_new_tokens": count}
@@ -269,10 +269,10 @@ class Chat:
         if [place.token for place in found.places] != self.last.token_ids:
             base.note("selfspec: sampled again, the answer is another one: this is its trace")
         if path is None:
-            base.emit(base.printed(lambda console: terminal.show(found, console)))
+            base.emit(base.printed(lambda console: views.show(found, console)))
             return
         if path.suffix == ".html":
-            files.write(path, page.render(found, costs_of(self.speculator, found)))
+            files.write(path, views.render(found, costs_of(self.speculator, found)))
         else:
             found.save(path)
         self.writer.line(f"wrote {name}")

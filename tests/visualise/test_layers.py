@@ -30,7 +30,7 @@ from selfspec.visualise.layers import (
     visible,
 )
 from selfspec.visualise.picture import drawable, fitting
-from selfspec.visualise.terminal import show
+from selfspec.visualise.views import show
 from tests.traces import INFO, TOKEN, entry, long_trace, small_trace, some_costs, trace_of
 
 

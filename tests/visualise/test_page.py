@@ -8,9 +8,8 @@ import re
 import pytest
 
 from selfspec.api.givers import Giver
-from selfspec.decoding.stats import Round
 from selfspec.visualise.layers import rejected
-from selfspec.visualise.page import page_data, render
+from selfspec.visualise.views import page_data, render
 from tests.records import recorded
 from tests.traces import USED, alone, make_trace, some_costs, text_of
 
@@ -38,24 +37,16 @@ def test_rounds_say_who_gave_what_and_when(kind: str) -> None:
     record = alone(recorded(kind).record)
     trace, costs = make_trace(record, USED), some_costs(record.info.num_layers, 16)
     data = page_data(trace, costs)
-    told = data["rounds"]
-    given = [[data["givers"][giver]["words"] for giver in one[0]] for one in told]
-    assert given == [[Giver(*giver).words for giver in e.givers] for e in trace.rounds]
-    assert [one[1] for one in told] == [vain(entry) for entry in trace.rounds]
-    assert sum(sum(one[-2:]) for one in told) == pytest.approx(costs.seconds_of(trace.rounds))
-    assert [sum(one[-2:]) for one in page_data(trace, None)["rounds"]] == [
-        0,
-        *[1] * (len(told) - 1),
-    ]
-
-
-def vain(entry: Round) -> tuple:
-    """What was rejected: in front of which token, its text, and where its first draft left."""
-    return tuple(
-        (
-            at,
-            "".join(text_of(entry.draft_tokens[draft]) for draft in branch),
-            entry.exit_layers[branch[0]] if entry.sources[branch[0]] == "exit" else None,
-        )
-        for at, branch in rejected(entry)
+    told = data["places"]
+    given = [data["givers"][one["giver"]]["words"] for one in told]
+    assert given == [Giver(*giver).words for entry in trace.rounds for giver in entry.givers]
+    branches = [branch["text"] for one in told for branch in one["rejected"]]
+    assert sorted(branches) == sorted(
+        "".join(text_of(entry.draft_tokens[draft]) for draft in branch)
+        for entry in trace.rounds
+        for _, branch in rejected(entry)
     )
+    took = [sum(times) for _, *times in data["rounds"]]
+    assert sum(took) == pytest.approx(costs.seconds_of(trace.rounds))
+    plain = [sum(times) for _, *times in page_data(trace, None)["rounds"]]
+    assert plain == [0, *[1] * (len(took) - 1)]

@@ -13,7 +13,7 @@ import pytest
 
 from selfspec.eval.record import Record
 from selfspec.visualise.layers import LayerTrace, gain, rejected, visible
-from selfspec.visualise.page import render
+from selfspec.visualise.views import render
 from tests.browsers import (  # noqa: F401  # fixtures
     Open,
     Page,
