@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from html import escape
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
 
-from selfspec.api.givers import Giver, Piece, html
 from selfspec.api.request import Request
 from selfspec.api.text import TextDecoder, UntilStop, is_end
 from selfspec.decoding.acceptance import Logprob
 from selfspec.decoding.drafters.base import Draft
 from selfspec.decoding.engine import Running
-from selfspec.decoding.stats import MODEL, GenerationStats, Round, StopReason
+from selfspec.decoding.stats import MODEL, SOURCES, GenerationStats, Giver, Round, StopReason
 from selfspec.typed import shown
+
+
+class Piece(NamedTuple):
+    """What a token adds to an answer, and who gave it."""
+
+    text: str  # empty within a character of several tokens
+    giver: Giver
 
 
 class Estimate(NamedTuple):
@@ -175,7 +183,7 @@ class Stream:
                 self._stats.add(entry)
                 for token, giver in zip(entry.tokens, entry.givers, strict=True):
                     self._tokens.append(token)
-                    self.giver = Giver(*giver)
+                    self.giver = giver
                     if streamer is not None:
                         streamer.put(torch.tensor([token]))
                     shown = [] if is_end(tokenizer, entry, token) else [token]
@@ -188,3 +196,34 @@ class Stream:
         finally:
             if streamer is not None:
                 streamer.end()  # also after an error: a reading thread must not wait
+
+
+# --- in a notebook: each token in the colour of who gave it --------------------------------------
+
+
+def html(text: str, pieces: Sequence[Piece], num_layers: int, note: str) -> str:
+    """`text` coloured, then who gave what, and a `note`."""
+    if "".join(piece.text for piece in pieces) != text:  # a tokenizer of another kind
+        pieces = [Piece(text, Giver(MODEL))]
+    runs = groupby(pieces, key=lambda piece: piece.giver)
+    body = "".join(
+        _span("".join(piece.text for piece in run), giver, num_layers) for giver, run in runs
+    )
+    found = sorted({piece.giver for piece in pieces} - {Giver(MODEL)})
+    told = " · ".join([*(_span(one.words, one, num_layers) for one in found), escape(note)])
+    return (
+        f'<div><div style="white-space:pre-wrap;line-height:1.7">{body}</div>'
+        f'<div style="font-size:.85em;opacity:.75;margin-top:.5em">{told}</div></div>'
+    )
+
+
+def _span(text: str, giver: Giver, num_layers: int) -> str:
+    colour = giver.colour(num_layers)
+    if colour is None or not text:
+        return escape(text)
+    return (
+        f'<span title="a draft: {giver.words}" style="border-radius:3px;'
+        f"background:color-mix(in srgb,{colour} 24%,transparent);"
+        f"text-decoration:underline 2px {SOURCES[giver.source].line} {colour};"
+        f'text-underline-offset:.26em">{escape(text)}</span>'
+    )

@@ -177,13 +177,12 @@ class Chat:
         base.emit(base.rendered(grid))
         self.writer.line(_KEYS)
         if self.writer.colour:
-            from selfspec.api.givers import NAMES, Giver
-            from selfspec.decoding.stats import EXIT
+            from selfspec.decoding.stats import all_givers
 
             self.writer.line("The colour of a token says who gave it:")
             heads, options = self.speculator.heads, self.speculator.options
             layers = () if heads is None else heads.layers_in_use(options)
-            for giver in (*map(Giver, NAMES), *(Giver(EXIT, layer) for layer in layers)):
+            for giver in all_givers(layers):
                 style = giver.colour(self.speculator.backbone.num_layers) or ""
                 self.writer.line(f"  {giver.words}", style)
 
@@ -428,7 +427,7 @@ class Writer:
             return
         from rich.cells import cell_len
 
-        from selfspec.api.givers import Giver
+        from selfspec.decoding.stats import Giver
 
         style = Giver(source, layer).colour(self._num_layers) or ""
         for part in re.findall(r"\n|[^\S\n]+|\S+", text):

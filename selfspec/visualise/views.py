@@ -18,9 +18,8 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from selfspec import pages
-from selfspec.api.givers import NAMES, Giver
 from selfspec.decoding.costs import MeasuredCosts
-from selfspec.decoding.stats import EXIT, SOURCES, Round
+from selfspec.decoding.stats import EXIT, SOURCES, Giver, Round, all_givers
 from selfspec.visualise.layers import (
     LayerTrace,
     gain,
@@ -66,7 +65,7 @@ def page_data(trace: LayerTrace, costs: MeasuredCosts | None) -> dict[str, Any]:
     def tops(tokens: Sequence[int], texts: Sequence[str]) -> list[int]:
         return [words.setdefault(word, len(words)) for word in zip(tokens, texts, strict=True)]
 
-    known = [*map(Giver, NAMES), *(Giver(EXIT, at) for at in range(info.num_layers))]
+    known = all_givers(range(info.num_layers))
     vain = _rejected(trace)
     places = [
         {
@@ -184,11 +183,11 @@ class _Marks:
             if self._rejected and not entry.prefill:
                 text.append(self._between, style="dim")
             for giver in entry.givers[: entry.accepted]:
-                self._token(text, next(texts), Giver(*giver))
+                self._token(text, next(texts), giver)
             for _, branch in rejected(entry) if self._rejected else ():
                 self._crossed(text, "".join(drafts[index] for index in branch))
             for giver in entry.givers[entry.accepted :]:
-                self._token(text, next(texts), Giver(*giver))
+                self._token(text, next(texts), giver)
         return text
 
     def legend(self) -> Iterator[Text]:

@@ -7,7 +7,6 @@ import re
 
 import pytest
 
-from selfspec.api.givers import Giver
 from selfspec.visualise.layers import rejected
 from selfspec.visualise.views import page_data, render
 from tests.records import recorded
@@ -39,7 +38,7 @@ def test_rounds_say_who_gave_what_and_when(kind: str) -> None:
     data = page_data(trace, costs)
     told = data["places"]
     given = [data["givers"][one["giver"]]["words"] for one in told]
-    assert given == [Giver(*giver).words for entry in trace.rounds for giver in entry.givers]
+    assert given == [giver.words for entry in trace.rounds for giver in entry.givers]
     branches = [branch["text"] for one in told for branch in one["rejected"]]
     assert sorted(branches) == sorted(
         "".join(text_of(entry.draft_tokens[draft]) for draft in branch)
