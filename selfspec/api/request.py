@@ -124,11 +124,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 """Fields that mean another way of decoding or another result, and the values that do not."""
 
 _MODEL_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "use_cache": (None, True),
-    "output_attentions": (None, False),
-    "output_hidden_states": (None, False),
+    **dict.fromkeys(("use_cache", "is_causal"), (None, True)),
+    **dict.fromkeys(("output_attentions", "output_hidden_states"), (None, False)),
     "output_router_logits": (None, False),
-    "is_causal": (None, True),
 }
 """Keywords of a model's forward, and the values that change nothing. `logits_to_keep` may be
 anything: of the logits only the last are used."""
@@ -511,7 +509,7 @@ class Grammars:
             raise InvalidOption("a grammar needs an end token. Leave eos_token_id out")
         matcher = matcher_class()(self._tokens(ends), grammar.text)
         if matcher.is_error():
-            said = " ".join(matcher.get_error().split())
+            said = matcher.get_error()
             raise InvalidOption(f"{grammar.keyword} does not fit this model's tokens: {said}")
         return matcher
 

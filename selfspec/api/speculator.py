@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 from transformers.generation.stopping_criteria import StopStringCriteria
@@ -235,9 +236,8 @@ class Speculator:
         for name in speculation:
             if name in GenerateOptions.__annotations__ and name not in OPTION_NAMES:
                 raise InvalidOption(f"{name} is for model.generate itself. Give it there")
-        options = self.options.updated(speculation)
         ends_at = stop_strings(self.tokenizer, strings) if strings else None
-        return Loop(self, options, ends_at)
+        return Loop(self, self.options.updated(speculation), ends_at)
 
     @eager
     def call(self, prompt: Prompt, options: GenerateOptions) -> Request:
@@ -465,9 +465,8 @@ def heads_for(
     """
     config = model.config.get_text_config()
     sizes = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
-    bundled: list[Path] = []
-    if not chosen:
-        bundled = sorted(hub.list_heads(), key=lambda one: one.name != hub.DEFAULT_HEADS)
+    listed = [] if chosen else hub.list_heads()
+    bundled = sorted(listed, key=lambda one: one.name != hub.DEFAULT_HEADS)
     folder = known.find(sizes, fingerprint, bundled, chosen=chosen)
     if folder is not None:
         name = hub.heads_name(folder)
@@ -607,13 +606,10 @@ class Loop:
             streamer=streamer,
             greeted=True,
         )
-        answers = self.speculator.answers(request)
-        longest = max(len(answer.token_ids) for answer in answers)
-        padded = [
-            answer.token_ids + [request.pad_token_id] * (longest - len(answer.token_ids))
-            for answer in answers
-        ]
-        ids = torch.cat([request.input_ids, request.input_ids.new_tensor(padded)], dim=1)
+        ids, answers = request.input_ids, self.speculator.answers(request)
+        written = [ids.new_tensor(answer.token_ids) for answer in answers]
+        padded = pad_sequence(written, batch_first=True, padding_value=request.pad_token_id)
+        ids = torch.cat([ids, padded], dim=1)
         return GenerateDecoderOnlyOutput(sequences=ids) if request.return_dict else ids  # type: ignore[arg-type]  # annotated LongTensor upstream
 
 

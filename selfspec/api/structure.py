@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from selfspec.errors import InvalidOption
+from selfspec.errors import InvalidOption, first_line
 from selfspec.typed import shown
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 KEYWORDS = ("json_schema", "grammar")
 """Keywords of `generate` that ask for a structure."""
 
-_WRITING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_WRITING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as `json.dumps` writes it: a small model can go on with spaces for ever, and what is written
 in one way only is forced."""
 
@@ -74,11 +74,10 @@ def of_schema(schema: Mapping[str, Any] | bool) -> Grammar:
         raise InvalidOption(
             f"json_schema is {shown(schema)}, expected a schema, or True for any object"
         )
-    overrides: Any = _WRITING
     try:
-        found = matcher_class().grammar_from_json_schema(dict(schema), overrides=overrides)
+        found = matcher_class().grammar_from_json_schema(dict(schema), overrides=_WRITING)
     except (RecursionError, TypeError, ValueError) as error:
-        raise InvalidOption(f"json_schema cannot be read: {_line(error)}") from error
+        raise InvalidOption(f"json_schema cannot be read: {first_line(error)}") from error
     return Grammar("json_schema", found)
 
 
@@ -87,7 +86,7 @@ def check(grammar: Grammar) -> None:
     wrong, said = matcher_class().validate_grammar_with_warnings(grammar.text)
     if wrong:
         raise InvalidOption(
-            f"{grammar.keyword} is not supported: {_line(said[0])}. Change it, or leave it out"
+            f"{grammar.keyword} is not supported: {said[0].rstrip('.')}. Change it, or leave it out"
         )
 
 
@@ -101,7 +100,3 @@ def matcher_class() -> type[LLMatcher]:
             "pip install 'selfspec[serve]'"
         ) from error
     return LLMatcher
-
-
-def _line(error: object) -> str:
-    return " ".join(str(error).split()).rstrip(".")
