@@ -88,7 +88,6 @@ class Stream:
         self._stats = running.stats
         self.request = request
         """What was asked for."""
-        self._ends = (request.end,) if request.end else ()
         self._tokens: list[int] = []
         self._given: list[Piece] = []
         self._pieces = self._decode()
@@ -154,7 +153,7 @@ class Stream:
         if handed_out and tokens and is_end(tokenizer, self.rounds[-1], tokens[-1]):
             tokens = tokens[:-1]
         text = str(tokenizer.decode(tokens, skip_special_tokens=True))
-        return UntilStop(self._ends).push(text, last=True)
+        return UntilStop([self.request.end]).push(text, last=True)
 
     def _estimate(self) -> Estimate | None:
         if not self._stats.drafted:
@@ -176,7 +175,7 @@ class Stream:
 
     def _decode(self) -> Generator[str, None, None]:
         tokenizer, streamer = self.request.tokenizer, self.request.streamer
-        text, until = TextDecoder(tokenizer), UntilStop(self._ends)
+        text, until = TextDecoder(tokenizer), UntilStop([self.request.end])
         try:
             for entry in self._entries:
                 self.rounds.append(entry)
@@ -196,9 +195,6 @@ class Stream:
         finally:
             if streamer is not None:
                 streamer.end()  # also after an error: a reading thread must not wait
-
-
-# --- in a notebook: each token in the colour of who gave it --------------------------------------
 
 
 def html(text: str, pieces: Sequence[Piece], num_layers: int, note: str) -> str:

@@ -36,7 +36,7 @@ from transformers import PreTrainedTokenizerBase
 
 from selfspec.api.request import Request
 from selfspec.api.speculator import Speculator
-from selfspec.api.text import TextDecoder, UntilStop, begun, encode, is_end
+from selfspec.api.text import TextDecoder, TokenTexts, UntilStop, begun, encode, is_end
 from selfspec.config import GenerateOptions
 from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.drafters.base import Draft
@@ -278,8 +278,7 @@ class Answer:
         """When its newest tokens came."""
         self._tokenizer = call.tokenizer
         self._decoder = TextDecoder(call.tokenizer)
-        ends = (call.end,) if call.end else ()
-        self._stops = UntilStop([*choice.options.get("stop_strings", ()), *ends])
+        self._stops = UntilStop([*choice.options.get("stop_strings", ()), call.end])
         self._calls = Calls(form, choice.tools) if form is not None and choice.tools else None
         self._explanation = None
         if choice.explain:  # as if it ran alone: so a request's explanation is always the same
@@ -357,14 +356,11 @@ class Explanation:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, cost: DraftCost) -> None:
-        """Without a tokenizer all texts are empty."""
-        self._tokenizer, self._cost = tokenizer, cost
+        self._texts, self._cost = TokenTexts(tokenizer), cost
         self._waiting: list[Json] = []
         """Rounds with text that is not shown yet."""
         self._shown = 0
         """Characters of these that are."""
-        self._newest: list[int] = []
-        """The last committed token."""
 
     def add(self, entry: Round, texts: Sequence[str]) -> None:
         """A round; `texts` of its tokens join to the answer."""
@@ -377,7 +373,6 @@ class Explanation:
                 "ended": entry.ended,
             }
         )
-        self._newest = entry.tokens[-1:]
 
     def rest(self, text: str) -> None:
         """Add the rest of a character that the answer ends within: it belongs to the last token."""
@@ -410,17 +405,9 @@ class Explanation:
             by = _giver(entry.sources[index], entry.exit_layers[index])
             draft = by | {"parent": parent, "accepted": index in entry.kept}
             if not draft["accepted"]:
-                before = self._newest if parent < 0 else [entry.draft_tokens[parent]]
-                draft["text"] = self._text(before, token)
+                draft["text"] = self._texts.of(token)
             found.append(draft)
         return found
-
-    def _text(self, before: list[int], token: int) -> str:
-        """A token's text behind another; end tokens are shown, as nothing ends with a draft."""
-        if self._tokenizer is None:
-            return ""
-        context = str(self._tokenizer.decode(before))
-        return str(self._tokenizer.decode([*before, token]))[len(context) :]
 
 
 def _giver(source: str, layer: int) -> Json:
