@@ -1,4 +1,4 @@
-"""Layer traces without a model: rounds by hand, or as a record replays to, in made-up layers."""
+"""Layer traces without a model: rounds by hand, or drawn, in made-up layers."""
 
 from __future__ import annotations
 
@@ -7,16 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.costs import DraftCost, MeasuredCosts
+from selfspec.decoding.costs import MeasuredCosts
 from selfspec.decoding.stats import Round
-from selfspec.eval import replay
-from selfspec.eval.record import Ints, Record
-from selfspec.heads.exit_heads import layers_in_use
-from selfspec.heads.heads import spread
-from selfspec.options import Costs, Exit
+from selfspec.options import Exit
 from selfspec.visualise.layers import Kind, LayerSays, LayerTrace, Place, TraceInfo
 
 TOKEN = 7
@@ -155,94 +149,38 @@ def long_trace(texts: Sequence[str]) -> LayerTrace:
     return trace_of(rounds, texts, [()] * len(texts))
 
 
-# Rounds of a record
-
-USED = SpeculationOptions(
-    exit=Exit(threshold=0.2, anneal_strength=0.5, max_tokens=3), never_slower=False
-)
-
-
-def alone(record: Record, prompt: int = 1) -> Record:
-    """One prompt of a record."""
-    places = record.places(prompt)
-    span = slice(places.start, places.stop)
-    return replace(
-        record,
-        prompts=(record.prompts[prompt],),
-        contexts=np.array(record.context(prompt), np.int32),
-        answers=record.answers[span],
-        roots=record.roots[span],
-    )
-
-
-def tiled(record: Record, places: int) -> Record:
-    """A short answer over and over: many places, and nodes of their own for each copy."""
-    copies, nodes = -(-places // len(record.answers)), len(record.tokens)
-
-    def shifted(found: Ints) -> Ints:
-        each = [np.where(found >= 0, found + nodes * copy, nodes * copy) for copy in range(copies)]
-        return np.concatenate(each).astype(np.int32)
-
-    return replace(
-        record,
-        info=replace(record.info, end_tokens=()),
-        prompts=(replace(record.prompts[0], new_tokens=places, max_new_tokens=places),),
-        answers=np.tile(record.answers, copies)[:places],
-        roots=shifted(record.roots)[:places],
-        tokens=np.tile(record.tokens, (copies, 1)),
-        children=shifted(record.children),
-        confidence=np.tile(record.confidence, (copies, 1, 1)),
-        guesses=np.tile(record.guesses, (copies, 1)),
-        chances=np.tile(record.chances, (copies, 1, 1)),
-        behind=shifted(record.behind),
-    )
-
-
-def make_trace(
-    record: Record, options: SpeculationOptions, layers: Sequence[int] | None = None
+def drawn_trace(
+    count: int = 20,
+    num_layers: int = 6,
+    heads: Sequence[int] = (1, 3, 5),
+    layers: Sequence[int] = (0, 1, 2, 3, 5),
 ) -> LayerTrace:
-    """The decode of a record's one prompt under `options`, looked at in `layers`."""
-    known = record.info
-    looked_at = known.exit_layers if layers is None else tuple(layers)
-    resolved = _resolved(record, options)
-    taus = spread(resolved.exit.thresholds, resolved.exit.layers or ())
-    rounds = replay.rounds(record, 0, options)
+    """`count` tokens with awkward texts, behind chains and trees of drafts that are drawn."""
+    dice, rounds = random.Random(3), [entry(1, prefill=True, ended="off")]
+    shapes = [(None, [0, 1]), (None, [0]), (None, []), ([-1, -1, 1], [1, 2]), ([-1, 0, 0], [0])]
+    left = count - 1
+    while left:
+        parents, kept = dice.choice(shapes) if left > 2 else (None, [])
+        drafts = [dice.randrange(100) for _ in range(3)]
+        made = entry(len(kept) + 1, dice.choices(heads, k=3), parents=parents, kept=kept)
+        tokens = [*(drafts[index] for index in kept), dice.randrange(100)]
+        rounds.append(replace(made, tokens=tokens, draft_tokens=drafts))
+        left -= len(tokens)
     info = replace(
         INFO,
-        num_layers=known.num_layers,
-        exit_layers=looked_at,
-        head_kinds=tuple(
-            "translator" if e in known.exit_layers else "logit-lens" for e in looked_at
-        ),
-        thresholds=tuple(taus.get(e, max(taus.values(), default=1.0)) for e in looked_at),
-        options=resolved,
-        prompt_texts=tuple(f"p{n} " for n in range(record.prompts[0].prompt_tokens)),
+        num_layers=num_layers,
+        exit_layers=tuple(layers),
+        head_kinds=tuple("translator" if one in heads else "logit-lens" for one in layers),
+        thresholds=(0.2,) * len(layers),
+        options=SpeculationOptions(exit=Exit(layers=tuple(heads), threshold=(0.2, 0.3, 0.4))),
+        prompt_texts=tuple(f"p{number} " for number in range(5)),
     )
-    texts = [text_of(token) for token in record.answers.tolist()]
-    drafts = [tuple(map(text_of, entry.draft_tokens)) for entry in rounds]
-    made = trace_of(rounds, texts, drafts, info)
-    place, *places = made.places
+    texts = [text_of(token) for one in rounds for token in one.tokens]
+    found = trace_of(rounds, texts, [tuple(map(text_of, one.draft_tokens)) for one in rounds], info)
+    place, *places = found.places
     # the page can show what JSON has no number for
     far = tuple(replace(says, divergence=float("inf")) for says in place.layers[:1])
-    return replace(made, places=(replace(place, layers=far + place.layers[1:]), *places))
-
-
-def _resolved(record: Record, options: SpeculationOptions) -> SpeculationOptions:
-    """What `options` come to, as `inspect` has them."""
-    fitted, exits = record.info.exit_layers, options.exit
-    if fitted:
-        by_layer = spread(exits.thresholds, exits.layers or fitted)
-        used = layers_in_use(fitted, options)
-        exits = replace(
-            exits,
-            layers=used,
-            threshold=tuple(by_layer[layer] for layer in used),
-            max_depth=None,
-            guesses=exits.guesses if options.grows_trees else 1,
-        )
-    cost = DraftCost(rows=record.info.row_costs, head=record.info.head_cost)
-    cost = cost.with_costs(options.costs)
-    return replace(options, exit=exits, costs=Costs(row=cost.rows, head=cost.head))
+    return replace(found, places=(replace(place, layers=far + place.layers[1:]), *places))
 
 
 def some_costs(num_layers: int, rows: int) -> MeasuredCosts:
