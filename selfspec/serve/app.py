@@ -24,7 +24,6 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from selfspec import pages, untrusted
-from selfspec.decoding.stats import GenerationStats
 from selfspec.errors import InvalidData, InvalidOption
 from selfspec.serve import gate
 from selfspec.serve.options import Keys
@@ -250,9 +249,43 @@ class Reply:
 
     @property
     def usage(self) -> Json:
-        """Tokens of what has ended, and what speculation did."""
-        stats = [pieces[-1].stats for pieces in self._pieces if pieces]
-        return usage(self._job.prompt_tokens, [one for one in stats if one is not None])
+        """Tokens of what has ended, and what speculation did; words as vLLM has them, if it has."""
+        every = [pieces[-1].stats for pieces in self._pieces if pieces]
+        ended = [stats for stats in every if stats is not None]
+
+        def number(name: str) -> int:
+            return sum(getattr(stats, name) for stats in ended)
+
+        def counts(name: str) -> Counter[Any]:
+            return sum((getattr(stats, name) for stats in ended), Counter[Any]())
+
+        asked, written = self._job.prompt_tokens, number("new_tokens")
+        rounds, accepted = number("rounds"), number("accepted")
+        lengths, by_index = counts("accepted_lengths"), counts("accepted_by_index")
+        drafted_by, accepted_by = counts("drafted_by_source"), counts("accepted_by_source")
+        found: Json = {
+            "prompt_tokens": asked,
+            "completion_tokens": written,
+            "total_tokens": asked + written,
+            "speculation": {
+                "rounds": rounds,
+                "num_draft_tokens": number("drafted"),
+                "num_accepted_tokens": accepted,
+                "num_accepted_tokens_per_pos": [
+                    by_index[index] for index in range(1, max(by_index, default=0) + 1)
+                ],
+                "mean_acceptance_length": (accepted + number("bonus")) / rounds if rounds else 0.0,
+                "accepted_lengths": {str(length): lengths[length] for length in sorted(lengths)},
+                "sources": {
+                    source: {"drafted": drafted_by[source], "accepted": accepted_by[source]}
+                    for source in sorted(drafted_by)
+                },
+                "lossless": all(stats.lossless for stats in ended),
+            },
+        }
+        if len(ended) == 1:  # several choices also share with each other
+            found["prompt_tokens_details"] = {"cached_tokens": ended[0].reused_tokens}
+        return found
 
     def whole(self) -> Json:
         """The answer to a request that does not stream."""
@@ -348,43 +381,6 @@ class Reply:
             self.leave()
             error = Refused(408, "the client reads more slowly than its answer is written")
             self._queue.put_nowait(Piece(choice=piece.choice, error=error))
-
-
-def usage(prompt_tokens: int, all_stats: Sequence[GenerationStats]) -> Json:
-    """Tokens, and what speculation did; words as vLLM has them, where it has one."""
-
-    def number(name: str) -> int:
-        return sum(getattr(stats, name) for stats in all_stats)
-
-    def counts(name: str) -> Counter[Any]:
-        return sum((getattr(stats, name) for stats in all_stats), Counter[Any]())
-
-    written, rounds, accepted = map(number, ("new_tokens", "rounds", "accepted"))
-    lengths, by_index = counts("accepted_lengths"), counts("accepted_by_index")
-    drafted_by, accepted_by = counts("drafted_by_source"), counts("accepted_by_source")
-    found: Json = {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": written,
-        "total_tokens": prompt_tokens + written,
-        "speculation": {
-            "rounds": rounds,
-            "num_draft_tokens": number("drafted"),
-            "num_accepted_tokens": accepted,
-            "num_accepted_tokens_per_pos": [
-                by_index[index] for index in range(1, max(by_index, default=0) + 1)
-            ],
-            "mean_acceptance_length": (accepted + number("bonus")) / rounds if rounds else 0.0,
-            "accepted_lengths": {str(length): lengths[length] for length in sorted(lengths)},
-            "sources": {
-                source: {"drafted": drafted_by[source], "accepted": accepted_by[source]}
-                for source in sorted(drafted_by)
-            },
-            "lossless": all(stats.lossless for stats in all_stats),
-        },
-    }
-    if len(all_stats) == 1:  # several choices also share with each other
-        found["prompt_tokens_details"] = {"cached_tokens": all_stats[0].reused_tokens}
-    return found
 
 
 def _data(value: Json) -> str:
