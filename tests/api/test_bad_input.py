@@ -329,10 +329,10 @@ def test_what_makes_no_sense_is_refused_in_one_line(
     check(caught.value)
 
 
-def test_keywords_of_another_call_are_told_apart(model: Any, speculator: Speculator) -> None:
+def test_keywords_of_another_call_are_told_apart(model: Any, speculator: Any) -> None:
     for mistaken, meant in (
-        (lambda: speculator.call(IDS, {"stop": 5}), "stop_strings"),  # type: ignore[misc]
-        (lambda: speculator.call(IDS, {"max_tokens": 5}), "max_new_tokens"),  # type: ignore[misc]
+        (lambda: speculator.call(IDS, {"stop": 5}), "stop_strings"),
+        (lambda: speculator.call(IDS, {"max_tokens": 5}), "max_new_tokens"),
         (lambda: wrap(model, head="logit-lens"), "heads"),
     ):
         with pytest.raises(InvalidOption, match=f"Did you mean {meant}"):
