@@ -408,8 +408,6 @@ CASES: list[tuple[Callable[[Any], Any], type[SelfspecError], str]] = [
         UnsupportedModel,
         "max_position_embeddings of the model's config is 0, expected at least 1",
     ),
-    (lambda model: wrap(model, executor="fast"), InvalidOption, "executor is 'fast'.*Leave it out"),
-    (lambda model: wrap(model, executor=None), InvalidOption, "executor is None"),
     (lambda model: wrap(model, draft_model="x"), InvalidOption, "draft_model is of type str"),
     (lambda model: wrap(model, colour=3), InvalidOption, "unknown option 'colour'"),
     (lambda model: load(model), InvalidOption, r"use selfspec\.wrap\(model\)"),
