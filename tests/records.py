@@ -45,16 +45,21 @@ class Recorded(NamedTuple):
 
 
 @cache
-def recorded(kind: str) -> Recorded:
-    """Made once for all tests."""
+def speculator_of(kind: str) -> Speculator:
+    """Made once for all tests; most need no record, which takes longest."""
     model = make_model("llama", torch.float64)
     backbone = Backbone(model, executor="generic")
     heads = fitted(backbone, make_talks(model), epochs=12, learning_rate=2e-2, **KINDS[kind]).heads
     heads.config.temperatures.update({str(layer): 1.3 for layer in heads.config.exit_layers[1:]})
     plain = wrap(model, executor="generic").generate(random_ids(5, 1), max_new_tokens=NEW_TOKENS)
     model.generation_config.eos_token_id = [plain.token_ids[12], 90]
-    speculator = wrap(model, heads=heads, executor="generic")
-    recorder = Recorder(speculator, OPTIONS)
+    return wrap(model, heads=heads, executor="generic")
+
+
+@cache
+def recorded(kind: str) -> Recorded:
+    """What it makes of PROMPTS."""
+    recorder = Recorder(speculator_of(kind), OPTIONS)
     for seed in PROMPTS:
         recorder.prompt(random_ids(5, seed), str(seed))
-    return Recorded(recorder.record(), speculator)
+    return Recorded(recorder.record(), speculator_of(kind))
