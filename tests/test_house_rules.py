@@ -38,7 +38,7 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 31708,
+    "tests/": 31705,
     "model": 7103,
     "decoding": 5616,
     "training": 4338,
@@ -46,14 +46,14 @@ MOST_LINES = {
     "eval": 3850,
     "cli": 3494,
     "serve": 3120,
-    "api": 2487,
+    "api": 2395,
     "heads": 1898,
     "visualise": 1689,
     "hub": 1516,
     "adaptation": 701,
     "options": 671,
     "files": 412,
-    "config": 350,
+    "config": 444,
     "untrusted": 209,
     "pages": 200,
     "plugins": 149,

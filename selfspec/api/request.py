@@ -32,12 +32,15 @@ from transformers.generation.stopping_criteria import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from selfspec.api.structure import Grammar, check, check_ranges, matcher_class
 from selfspec.config import (
     DEFAULT_MAX_NEW_TOKENS,
     OPTION_NAMES,
     GenerateOptions,
+    Grammar,
     SpeculationOptions,
+    check_grammar,
+    check_ranges,
+    matcher_class,
 )
 from selfspec.decoding.decode import StopRule, remind
 from selfspec.decoding.engine import Asked
@@ -504,7 +507,7 @@ class Grammars:
         return GrammarMask(self._matcher(grammar, ends).deep_copy(), start, ends)
 
     def _read(self, grammar: Grammar, ends: frozenset[int]) -> LLMatcher:
-        check(grammar)
+        check_grammar(grammar)
         if not ends:
             raise InvalidOption("a grammar needs an end token. Leave eos_token_id out")
         matcher = matcher_class()(self._tokens(ends), grammar.text)

@@ -29,7 +29,7 @@ from transformers.generation.streamers import BaseStreamer
 from typing_extensions import TypeIs, Unpack
 
 from selfspec.api import chat_template as templates
-from selfspec.api import structure, tuned
+from selfspec.api import tuned
 from selfspec.api.chat_template import NO_END, TurnEnd
 from selfspec.api.request import (
     Grammars,
@@ -44,7 +44,14 @@ from selfspec.api.request import (
 )
 from selfspec.api.stream import Generation, Stream
 from selfspec.api.text import Prompt, encode
-from selfspec.config import OPTION_NAMES, GenerateOptions, SpeculationOptions, check
+from selfspec.config import (
+    GRAMMAR_KEYWORDS,
+    OPTION_NAMES,
+    GenerateOptions,
+    SpeculationOptions,
+    check,
+    wanted_grammar,
+)
 from selfspec.decoding.drafters.draft_model import check_same_size, check_same_tokens
 from selfspec.decoding.drafters.rest import Datastore
 from selfspec.decoding.engine import MOST_TEXTS, Asked, Engine, Running, Runtime, eager
@@ -248,7 +255,7 @@ class Speculator:
         ids = encode(self.tokenizer, prompt, raw=raw)
         end = NO_END if raw else self.turn_end
         rest |= end.options(rest, self.model)
-        grammar = structure.wanted({name: rest.pop(name, None) for name in structure.KEYWORDS})
+        grammar = wanted_grammar({name: rest.pop(name, None) for name in GRAMMAR_KEYWORDS})
         rest = penalised(with_choice(rest), ids.shape[1])
         request = prepare(self.backbone, self.tokenizer, ids.to(self.backbone.device), rest)
         if grammar is not None:
@@ -267,7 +274,7 @@ class Speculator:
 
         Raises InvalidOption for one that is wrong.
         """
-        grammar = structure.wanted(options)
+        grammar = wanted_grammar(options)
         if grammar is not None:
             ends: Any = self.model.generation_config.eos_token_id
             listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
