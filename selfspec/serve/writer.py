@@ -352,7 +352,7 @@ class Answer:
 class Explanation:
     """Who gave each token of an answer, round by round, as JSON: a round once its text is shown.
 
-    A stop may hide text that was written: no round shows it.
+    A stop may hide text that was written: no token shows it. A draft has the text of its token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, cost: DraftCost) -> None:
@@ -365,10 +365,20 @@ class Explanation:
     def add(self, entry: Round, texts: Sequence[str]) -> None:
         """A round; `texts` of its tokens join to the answer."""
         by = zip(texts, entry.givers, strict=True)
+        parents = entry.parents or range(-1, len(entry.draft_tokens) - 1)
+        drafts = [
+            {
+                **_giver(entry.sources[index], entry.exit_layers[index]),
+                "parent": parents[index],
+                "accepted": index in entry.kept,
+                "text": self._texts.of(token),
+            }
+            for index, token in enumerate(entry.draft_tokens)
+        ]
         self._waiting.append(
             {
                 "tokens": [{"text": text, **_giver(*giver)} for text, giver in by],
-                "drafts": self._drafts(entry),
+                "drafts": drafts,
                 "steps": 0.0 if entry.prefill else round(self._cost.steps(Draft.again(entry)), 4),
                 "ended": entry.ended,
             }
@@ -391,23 +401,7 @@ class Explanation:
             for token in told["tokens"]:
                 token["text"] = token["text"][: self._shown]
                 self._shown -= len(token["text"])
-            kept = iter(told["tokens"])  # drafts that stayed are the first tokens, in their order
-            for draft in told["drafts"]:
-                if draft["accepted"]:
-                    draft["text"] = next(kept)["text"]
         return {"rounds": found, "num_layers": self._cost.num_layers}
-
-    def _drafts(self, entry: Round) -> list[Json]:
-        """Accepted ones get their text when it is shown."""
-        found: list[Json] = []
-        for index, token in enumerate(entry.draft_tokens):
-            parent = index - 1 if entry.parents is None else entry.parents[index]
-            by = _giver(entry.sources[index], entry.exit_layers[index])
-            draft = by | {"parent": parent, "accepted": index in entry.kept}
-            if not draft["accepted"]:
-                draft["text"] = self._texts.of(token)
-            found.append(draft)
-        return found
 
 
 def _giver(source: str, layer: int) -> Json:
