@@ -46,7 +46,7 @@ from selfspec.errors import InvalidOption
 from selfspec.eval.bench import METHODS, Arrivals
 from selfspec.files import write
 from selfspec.model.weights import keep_numbers
-from selfspec.pages.palette import TONES
+from selfspec.pages import TONES
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

@@ -72,10 +72,7 @@ def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
-    """A UTF-8 file as a whole, without a byte order mark.
-
-    Raises InvalidData: unreadable, too large, or not UTF-8.
-    """
+    """A UTF-8 file as a whole, without a byte order mark. Raises InvalidData for any other."""
     try:
         return read_bytes(path, most_bytes).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -178,20 +175,17 @@ def read_yaml(path: Path) -> Any:
                 raise InvalidData(f"{path} has a word of more than {_MOST_YAML_WORD} characters")
         return yaml.load(text, Loader)
     except yaml.YAMLError as error:
-        raise InvalidData(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+        raise InvalidData(f"{path} is not YAML: {error}") from error
     except (ValueError, OverflowError, TypeError, LookupError, AttributeError) as error:
         # a date, number or tag that looks like one and is none: PyYAML passes these through
-        words = " ".join(str(error).split())
-        raise InvalidData(f"{path} holds a value that YAML cannot read: {words}") from error
+        raise InvalidData(f"{path} holds a value that YAML cannot read: {error}") from error
 
 
 # --- weights --------------------------------------------------------------------------------------
 
 
 def check_safetensors(path: Path) -> dict[str, tuple[str, list[int]]]:
-    """Types, as the format calls them, and shapes by name.
-
-    Raises InvalidData unless the file is whole, its header small.
+    """Types, as the format calls them, and shapes by name. Raises InvalidData for damaged files.
 
     The library itself checks names, shapes, types and places against the file's size; headers of
     up to 100 MB, which it takes half a minute to read, are refused here.
@@ -212,5 +206,4 @@ def check_safetensors(path: Path) -> dict[str, tuple[str, list[int]]]:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # a file, no dict
             return {name: (one.get_dtype(), one.get_shape()) for name, one in slices.items()}
     except (SafetensorError, OSError) as error:
-        words = " ".join(str(error).split())
-        raise InvalidData(f"{path} is no whole file of tensors: {words}") from error
+        raise InvalidData(f"{path} is no whole file of tensors: {error}") from error

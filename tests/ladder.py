@@ -165,10 +165,10 @@ def deep_heads(backbone: Backbone, exit_layers: tuple[int, ...] = DEEP_EXITS) ->
     return heads
 
 
-def deep_drafter(backbone: Backbone, tau: float, width: int = 5) -> ExitDrafter:
+def deep_drafter(heads: ExitHeads, tau: float, width: int = 5) -> ExitDrafter:
     """Chains of `deep_heads`."""
-    judge = ExitJudge(backbone.num_layers, dict.fromkeys(DEEP_EXITS, tau))
-    return ExitDrafter(deep_heads(backbone), judge, drafting(width))
+    judge = ExitJudge(heads.config.num_layers, dict.fromkeys(DEEP_EXITS, tau))
+    return ExitDrafter(heads, judge, drafting(width))
 
 
 def medusa_heads(backbone: Backbone, count: int = 4) -> ExitHeads:
@@ -221,10 +221,10 @@ def attending_heads(backbone: Backbone) -> AttendingHeads:
     return AttendingHeads(config, backbone.unembedding, tensors).eval().requires_grad_(False)
 
 
-def attending_drafter(backbone: Backbone, tau: float, width: int = 5) -> AttendingDrafter:
+def attending_drafter(heads: AttendingHeads, tau: float, width: int = 5) -> AttendingDrafter:
     """Chains of `attending_heads`."""
-    judge = ExitJudge(backbone.num_layers, {0: tau})
-    return AttendingDrafter(attending_heads(backbone), judge, drafting(width))
+    judge = ExitJudge(heads.config.num_layers, {0: tau})
+    return AttendingDrafter(heads, judge, drafting(width))
 
 
 def reader_of(drafter: Drafter) -> AttendingHeads | None:
@@ -236,13 +236,12 @@ def reader_of(drafter: Drafter) -> AttendingHeads | None:
 
 
 def tree_drafter(
-    backbone: Backbone, seen: NgramDrafter | None = None, *, attends: bool = False
+    heads: ExitHeads | AttendingHeads, seen: NgramDrafter | None = None
 ) -> TreeDrafter[DecodeState]:
     """Wide trees of `deep_heads`, or of those that attend, around prompt lookup."""
-    judge = ExitJudge(backbone.num_layers, {0: 0.001})
-    kind, heads = (AttendingGuesser, attending_heads) if attends else (HeadGuesser, deep_heads)
-    guesser = kind(heads(backbone), judge, greedy(), 4)
-    cost = DraftCost(rows=(0.0,))
+    judge = ExitJudge(heads.config.num_layers, {0: 0.001})
+    kind: Any = AttendingGuesser if isinstance(heads, AttendingHeads) else HeadGuesser
+    guesser, cost = kind(heads, judge, greedy(), 4), DraftCost(rows=(0.0,))
     return TreeDrafter(guesser, cost, DraftController(3), most=9, seen=seen, never_slower=False)
 
 
@@ -280,7 +279,7 @@ def fewer_layers(backbone: Backbone) -> SkipDrafter:
 
 def drafters(backbone: Backbone, sequence: list[int]) -> dict[str, tuple[Drafter, tuple[int, ...]]]:
     """Good, bad and random drafts, and real exits; with the exit layers each needs."""
-    size = backbone.vocab_size
+    size, deep, attending = backbone.vocab_size, deep_heads(backbone), attending_heads(backbone)
     found: dict[str, tuple[Drafter, tuple[int, ...]]] = {
         "oracle": (OracleDrafter(sequence, width=5), ()),
         "wrong": (WrongDrafter(sequence, 0, size, width=5), ()),
@@ -293,10 +292,10 @@ def drafters(backbone: Backbone, sequence: list[int]) -> dict[str, tuple[Drafter
             EXITS,
         ),
         "choosy exits": (exit_drafter(backbone, 0.5, width=3), EXITS),
-        "eager deep": (deep_drafter(backbone, 0.02), DEEP_EXITS),
-        "choosy deep": (deep_drafter(backbone, 0.1), DEEP_EXITS),
-        "attending": (attending_drafter(backbone, 0.001), ()),
-        "choosy attending": (attending_drafter(backbone, 0.2, width=3), ()),
+        "eager deep": (deep_drafter(deep, 0.02), DEEP_EXITS),
+        "choosy deep": (deep_drafter(deep, 0.1), DEEP_EXITS),
+        "attending": (attending_drafter(attending, 0.001), ()),
+        "choosy attending": (attending_drafter(attending, 0.2, width=3), ()),
         "fewer layers": (fewer_layers(backbone), ()),
         "seen text": (NgramDrafter(DraftController(5), size=2), ()),
         "seen text, else exits": (
@@ -306,15 +305,15 @@ def drafters(backbone: Backbone, sequence: list[int]) -> dict[str, tuple[Drafter
     }
     if backbone.runs_trees:
         seen = NgramDrafter(DraftController(5), size=2)
-        found["trees"] = (tree_drafter(backbone), (0,))
+        found["trees"] = (tree_drafter(deep), (0,))
         found["successors"] = (successor_drafter(sequence, size), ())
         found["rest"] = (rest_drafter(sequence, size), ())
         found["medusa trees"] = (medusa_drafter(backbone), (0,))
         lookahead = LookaheadDrafter(DraftController(2), level=3, window=2, guesses=2, most=7)
         found["lookahead"] = (lookahead, ())
-        found["attending trees"] = (tree_drafter(backbone, attends=True), ())
-        found["attending trees around seen text"] = (tree_drafter(backbone, seen, attends=True), ())
-        found["trees around seen text"] = (tree_drafter(backbone, seen), (0,))
+        found["attending trees"] = (tree_drafter(attending), ())
+        found["attending trees around seen text"] = (tree_drafter(attending, seen), ())
+        found["trees around seen text"] = (tree_drafter(deep, seen), (0,))
     if size == VOCAB_SIZE:  # of tiny models; no other is at hand for a real one
         found["another model"] = (second_model(), ())
     return found

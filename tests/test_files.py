@@ -30,9 +30,7 @@ from selfspec.eval import report
 from selfspec.eval.results import ANSWERS
 from selfspec.model.backbone import Backbone
 from selfspec.training.fit import save_checkpoint
-from selfspec.training.text import Writer
 from selfspec.visualise import picture
-from tests.authors import counted
 from tests.bad_input import largest_file, snapshot
 from tests.cli.fakes import FakeSpeculator
 from tests.heads.kinds import make_heads
@@ -202,9 +200,6 @@ def test_what_killed_processes_left_is_cleared_and_a_folder_moved_aside_comes_ba
         assert [path.name for path in (tmp_path / "folder").iterdir()] == ["kept"]
 
 
-ABC = ["a ", "b "]
-
-
 def save_conversation(folder: Path, _: Backbone) -> None:
     talk: Any = FakeSpeculator()
     Chat(talk, {}, {"system": "be brief"}).save(str(folder / "talk.json"))
@@ -223,22 +218,17 @@ def finish_prompts(folder: Path, _: Backbone) -> None:
     run.finish()
 
 
-def append_batch(folder: Path, _: Backbone) -> None:
-    writer = Writer(folder / "it.jsonl", {}, {})
-    writer.append(['{"text": "a"}'], 7, counted(rows=1))
-
-
 WRITERS: dict[str, Callable[[Path, Backbone], object]] = {
     "text": lambda folder, _: files.write(folder / "it", "words\n"),
     "a line more": lambda folder, _: files.append(folder / "it", "words"),
     "a folder": fill_folder,
     "heads": lambda folder, backbone: make_heads("linear", backbone.unembedding).save(folder),
     "a checkpoint": FORMATS["a checkpoint"].make,
-    "a run of data": append_batch,
+    "a run of data": FORMATS["a run of data"].make,
     "answers": finish_prompts,
     "a conversation": save_conversation,
-    "a trace": lambda folder, _: long_trace(ABC).save(folder / "it.jsonl"),
-    "a card": lambda folder, _: picture.save_card(long_trace(ABC), folder / "it.png"),
+    "a trace": FORMATS["a trace"].make,
+    "a card": lambda folder, _: picture.save_card(long_trace(["a ", "b "]), folder / "it.png"),
     "a run of bench": lambda folder, _: report.begin_results(
         folder, {"run": {"seed": 0}}, resume=False
     ),

@@ -1,4 +1,4 @@
-"""Layer traces without a model: rounds by hand, or as a record replays to, in made-up layers."""
+"""Layer traces without a model: rounds by hand, or drawn, in made-up layers."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.costs import MeasuredCosts
 from selfspec.decoding.stats import Round
-from selfspec.eval.tune import Record, replay
-from selfspec.options import Costs, Exit
+from selfspec.options import Exit
 from selfspec.visualise.layers import Kind, LayerSays, LayerTrace, Place, TraceInfo
 
 TOKEN = 7
@@ -152,69 +149,38 @@ def long_trace(texts: Sequence[str]) -> LayerTrace:
     return trace_of(rounds, texts, [()] * len(texts))
 
 
-# Rounds of a record
-
-USED = SpeculationOptions(
-    exit=Exit(threshold=0.2, anneal_strength=0.5, max_tokens=3), never_slower=False
-)
-
-
-def alone(record: Record, prompt: int = 1) -> Record:
-    """One prompt of a record."""
-    return replace(record, prompts=(record.prompts[prompt],))
-
-
-def tiled(record: Record, places: int) -> Record:
-    """A short answer over and over: many places, and nodes of their own for each copy."""
-    (prompt,), nodes = record.prompts, len(record.tokens)
-    copies = -(-places // len(prompt.answer))
-
-    def shifted(found: Any) -> Any:
-        each = [np.where(found >= 0, found + nodes * copy, nodes * copy) for copy in range(copies)]
-        return np.concatenate(each).astype(np.int32)
-
-    long = replace(
-        prompt,
-        answer=(prompt.answer * copies)[:places],
-        roots=shifted(np.array(prompt.roots))[:places].tolist(),
-        max_new_tokens=places,
-        end_tokens=(),
-    )
-    return replace(
-        record,
-        prompts=(long,),
-        tokens=np.tile(record.tokens, (copies, 1, 1)),
-        chances=np.tile(record.chances, (copies, 1, 1, 1)),
-        children=shifted(record.children),
-    )
-
-
-def make_trace(record: Record, layers: Sequence[int] | None = None) -> LayerTrace:
-    """The decode of a record's one prompt as USED has it, looked at in `layers`."""
-    (prompt,) = record.prompts
-    fitted = record.exit_layers
-    looked_at = fitted if layers is None else tuple(layers)
-    rounds = replay(record, 0, USED)
+def drawn_trace(
+    count: int = 20,
+    num_layers: int = 6,
+    heads: Sequence[int] = (1, 3, 5),
+    layers: Sequence[int] = (0, 1, 2, 3, 5),
+) -> LayerTrace:
+    """`count` tokens with awkward texts, behind chains and trees of drafts that are drawn."""
+    dice, rounds = random.Random(3), [entry(1, prefill=True, ended="off")]
+    shapes = [(None, [0, 1]), (None, [0]), (None, []), ([-1, -1, 1], [1, 2]), ([-1, 0, 0], [0])]
+    left = count - 1
+    while left:
+        parents, kept = dice.choice(shapes) if left > 2 else (None, [])
+        drafts = [dice.randrange(100) for _ in range(3)]
+        made = entry(len(kept) + 1, dice.choices(heads, k=3), parents=parents, kept=kept)
+        tokens = [*(drafts[index] for index in kept), dice.randrange(100)]
+        rounds.append(replace(made, tokens=tokens, draft_tokens=drafts))
+        left -= len(tokens)
     info = replace(
         INFO,
-        num_layers=record.num_layers,
-        exit_layers=looked_at,
-        head_kinds=tuple("translator" if e in fitted else "logit-lens" for e in looked_at),
-        thresholds=USED.exit.thresholds * len(looked_at),
-        options=replace(
-            USED,
-            exit=replace(USED.exit, layers=fitted, threshold=USED.exit.thresholds * len(fitted)),
-            costs=Costs(row=record.cost.rows, head=record.cost.head),
-        ),
-        prompt_texts=tuple(f"p{n} " for n in range(len(prompt.ids))),
+        num_layers=num_layers,
+        exit_layers=tuple(layers),
+        head_kinds=tuple("translator" if one in heads else "logit-lens" for one in layers),
+        thresholds=(0.2,) * len(layers),
+        options=SpeculationOptions(exit=Exit(layers=tuple(heads), threshold=(0.2, 0.3, 0.4))),
+        prompt_texts=tuple(f"p{number} " for number in range(5)),
     )
-    texts = [text_of(token) for token in prompt.answer]
-    drafts = [tuple(map(text_of, entry.draft_tokens)) for entry in rounds]
-    made = trace_of(rounds, texts, drafts, info)
-    place, *places = made.places
+    texts = [text_of(token) for one in rounds for token in one.tokens]
+    found = trace_of(rounds, texts, [tuple(map(text_of, one.draft_tokens)) for one in rounds], info)
+    place, *places = found.places
     # the page can show what JSON has no number for
     far = tuple(replace(says, divergence=float("inf")) for says in place.layers[:1])
-    return replace(made, places=(replace(place, layers=far + place.layers[1:]), *places))
+    return replace(found, places=(replace(place, layers=far + place.layers[1:]), *places))
 
 
 def some_costs(num_layers: int, rows: int) -> MeasuredCosts:

@@ -250,18 +250,18 @@ def _rendered(template: str, variables: str) -> str:
             question.flush()
         said = answer.readline()  # empty where the process ended
     except BaseException:  # in the middle of an answer it is of no more use
-        _end(child, kill=True)
-        raise
-    if not said:
+        child.kill()
         _end(child)
+        raise
+    if said and len(_idle) < _KEPT:
+        _idle.append(child)
+    else:
+        _end(child)
+    if not said:
         late = f"it ran for more than {rendering.SECONDS} s"
         reasons = {rendering.LATE: late, rendering.FULL: "it fills the memory"}
         status = child.returncode
         raise CannotRender(reasons.get(status, f"it ended its process with status {status}"))
-    if len(_idle) < _KEPT:
-        _idle.append(child)
-    else:
-        _end(child)
     text, reason, number = json.loads(said)
     if text is None:
         raise CannotRender(reason, number)
@@ -300,14 +300,9 @@ def _new() -> subprocess.Popen[str]:
         raise CannotRender(f"no process can be started for it: {error.strerror}") from error
 
 
-def _end(child: subprocess.Popen[str], *, kill: bool = False) -> None:
-    if kill:
-        child.kill()
-    for pipe in (child.stdin, child.stdout):
-        if pipe is not None:
-            with suppress(OSError):
-                pipe.close()
-    child.wait()
+def _end(child: subprocess.Popen[str]) -> None:
+    with suppress(OSError), child:  # leaving closes its pipes and waits for it
+        pass
 
 
 @atexit.register

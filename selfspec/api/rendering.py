@@ -9,6 +9,7 @@ jinja2 and nothing that takes longer; templates may use what transformers lets t
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import functools
 import json
@@ -76,18 +77,6 @@ def _check_name(name: Any) -> None:
         raise SecurityError(f"a namespace cannot have {name!r}")
 
 
-class Dictionary:
-    """`dict`, and nothing else that can be reached from the class."""
-
-    def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
-        """The same as `dict`."""
-        return dict(*args, **values)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """The same as `dict.fromkeys`."""
-        return dict.fromkeys(*args)
-
-
 def _tojson(
     value: Any,
     ensure_ascii: bool = False,
@@ -113,7 +102,7 @@ def compiled(template: str) -> Template:
     environment.globals |= {
         "raise_exception": _raise,
         "strftime_now": lambda shape: datetime.now().strftime(shape),
-        "dict": Dictionary(),
+        "dict": lambda *given, **values: dict(*given, **values),  # without what the class leads to
         "namespace": Namespace,
     }
     return environment.from_string(template)
@@ -137,12 +126,10 @@ def answer(line: str) -> list[Any]:
 def main() -> None:
     """Answer until nobody asks any more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # is for the program that waits
-    try:
+    with contextlib.suppress(ImportError, ValueError):  # Windows; or less is allowed already
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    except (ImportError, ValueError):
-        pass  # Windows; or less is allowed already
     for line in sys.stdin:
         _end_after(SECONDS)
         try:

@@ -32,12 +32,15 @@ from transformers.generation.stopping_criteria import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from selfspec.api.structure import Grammar, check, check_ranges, matcher_class
 from selfspec.config import (
     DEFAULT_MAX_NEW_TOKENS,
     OPTION_NAMES,
     GenerateOptions,
+    Grammar,
     SpeculationOptions,
+    check_grammar,
+    check_ranges,
+    matcher_class,
 )
 from selfspec.decoding.decode import StopRule, remind
 from selfspec.decoding.engine import Asked
@@ -124,11 +127,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 """Fields that mean another way of decoding or another result, and the values that do not."""
 
 _MODEL_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "use_cache": (None, True),
-    "output_attentions": (None, False),
-    "output_hidden_states": (None, False),
+    **dict.fromkeys(("use_cache", "is_causal"), (None, True)),
+    **dict.fromkeys(("output_attentions", "output_hidden_states"), (None, False)),
     "output_router_logits": (None, False),
-    "is_causal": (None, True),
 }
 """Keywords of a model's forward, and the values that change nothing. `logits_to_keep` may be
 anything: of the logits only the last are used."""
@@ -506,12 +507,12 @@ class Grammars:
         return GrammarMask(self._matcher(grammar, ends).deep_copy(), start, ends)
 
     def _read(self, grammar: Grammar, ends: frozenset[int]) -> LLMatcher:
-        check(grammar)
+        check_grammar(grammar)
         if not ends:
             raise InvalidOption("a grammar needs an end token. Leave eos_token_id out")
         matcher = matcher_class()(self._tokens(ends), grammar.text)
         if matcher.is_error():
-            said = " ".join(matcher.get_error().split())
+            said = matcher.get_error()
             raise InvalidOption(f"{grammar.keyword} does not fit this model's tokens: {said}")
         return matcher
 

@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 from transformers.generation.stopping_criteria import StopStringCriteria
@@ -28,7 +29,7 @@ from transformers.generation.streamers import BaseStreamer
 from typing_extensions import TypeIs, Unpack
 
 from selfspec.api import chat_template as templates
-from selfspec.api import structure, tuned
+from selfspec.api import tuned
 from selfspec.api.chat_template import NO_END, TurnEnd
 from selfspec.api.request import (
     Grammars,
@@ -43,7 +44,14 @@ from selfspec.api.request import (
 )
 from selfspec.api.stream import Generation, Stream
 from selfspec.api.text import Prompt, encode
-from selfspec.config import OPTION_NAMES, GenerateOptions, SpeculationOptions, check
+from selfspec.config import (
+    GRAMMAR_KEYWORDS,
+    OPTION_NAMES,
+    GenerateOptions,
+    SpeculationOptions,
+    check,
+    wanted_grammar,
+)
 from selfspec.decoding.drafters.draft_model import check_same_size, check_same_tokens
 from selfspec.decoding.drafters.heads import pack
 from selfspec.decoding.drafters.rest import Datastore
@@ -235,9 +243,8 @@ class Speculator:
         for name in speculation:
             if name in GenerateOptions.__annotations__ and name not in OPTION_NAMES:
                 raise InvalidOption(f"{name} is for model.generate itself. Give it there")
-        options = self.options.updated(speculation)
         ends_at = stop_strings(self.tokenizer, strings) if strings else None
-        return Loop(self, options, ends_at)
+        return Loop(self, self.options.updated(speculation), ends_at)
 
     @eager
     def call(self, prompt: Prompt, options: GenerateOptions) -> Request:
@@ -248,7 +255,7 @@ class Speculator:
         ids = encode(self.tokenizer, prompt, raw=raw)
         end = NO_END if raw else self.turn_end
         rest |= end.options(rest, self.model)
-        grammar = structure.wanted({name: rest.pop(name, None) for name in structure.KEYWORDS})
+        grammar = wanted_grammar({name: rest.pop(name, None) for name in GRAMMAR_KEYWORDS})
         rest = penalised(with_choice(rest), ids.shape[1])
         request = prepare(self.backbone, self.tokenizer, ids.to(self.backbone.device), rest)
         if grammar is not None:
@@ -267,7 +274,7 @@ class Speculator:
 
         Raises InvalidOption for one that is wrong.
         """
-        grammar = structure.wanted(options)
+        grammar = wanted_grammar(options)
         if grammar is not None:
             ends: Any = self.model.generation_config.eos_token_id
             listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
@@ -465,9 +472,8 @@ def heads_for(
     """
     config = model.config.get_text_config()
     sizes = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
-    bundled: list[Path] = []
-    if not chosen:
-        bundled = sorted(hub.list_heads(), key=lambda one: one.name != hub.DEFAULT_HEADS)
+    listed = [] if chosen else hub.list_heads()
+    bundled = sorted(listed, key=lambda one: one.name != hub.DEFAULT_HEADS)
     folder = find_known(sizes, fingerprint, bundled, chosen=chosen)
     if folder is not None:
         name = hub.heads_name(folder)
@@ -607,13 +613,10 @@ class Loop:
             streamer=streamer,
             greeted=True,
         )
-        answers = self.speculator.answers(request)
-        longest = max(len(answer.token_ids) for answer in answers)
-        padded = [
-            answer.token_ids + [request.pad_token_id] * (longest - len(answer.token_ids))
-            for answer in answers
-        ]
-        ids = torch.cat([request.input_ids, request.input_ids.new_tensor(padded)], dim=1)
+        ids, answers = request.input_ids, self.speculator.answers(request)
+        written = [ids.new_tensor(answer.token_ids) for answer in answers]
+        padded = pad_sequence(written, batch_first=True, padding_value=request.pad_token_id)
+        ids = torch.cat([ids, padded], dim=1)
         return GenerateDecoderOnlyOutput(sequences=ids) if request.return_dict else ids  # type: ignore[arg-type]  # annotated LongTensor upstream
 
 

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from html import escape
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
 
-from selfspec.api.givers import Giver, Piece, html
 from selfspec.api.request import Request
 from selfspec.api.text import TextDecoder, UntilStop, is_end
 from selfspec.decoding.acceptance import Draft, Logprob
 from selfspec.decoding.engine import Running
-from selfspec.decoding.stats import MODEL, GenerationStats, Round, StopReason
+from selfspec.decoding.stats import MODEL, SOURCES, GenerationStats, Giver, Round, StopReason
 from selfspec.typed import shown
+
+
+class Piece(NamedTuple):
+    """What a token adds to an answer, and who gave it."""
+
+    text: str  # empty within a character of several tokens
+    giver: Giver
 
 
 class Estimate(NamedTuple):
@@ -79,7 +87,6 @@ class Stream:
         self._stats = running.stats
         self.request = request
         """What was asked for."""
-        self._ends = (request.end,) if request.end else ()
         self._tokens: list[int] = []
         self._given: list[Piece] = []
         self._pieces = self._decode()
@@ -145,7 +152,7 @@ class Stream:
         if handed_out and tokens and is_end(tokenizer, self.rounds[-1], tokens[-1]):
             tokens = tokens[:-1]
         text = str(tokenizer.decode(tokens, skip_special_tokens=True))
-        return UntilStop(self._ends).push(text, last=True)
+        return UntilStop([self.request.end]).push(text, last=True)
 
     def _estimate(self) -> Estimate | None:
         if not self._stats.drafted:
@@ -167,14 +174,14 @@ class Stream:
 
     def _decode(self) -> Generator[str, None, None]:
         tokenizer, streamer = self.request.tokenizer, self.request.streamer
-        text, until = TextDecoder(tokenizer), UntilStop(self._ends)
+        text, until = TextDecoder(tokenizer), UntilStop([self.request.end])
         try:
             for entry in self._entries:
                 self.rounds.append(entry)
                 self._stats.add(entry)
                 for token, giver in zip(entry.tokens, entry.givers, strict=True):
                     self._tokens.append(token)
-                    self.giver = Giver(*giver)
+                    self.giver = giver
                     if streamer is not None:
                         streamer.put(torch.tensor([token]))
                     shown = [] if is_end(tokenizer, entry, token) else [token]
@@ -187,3 +194,31 @@ class Stream:
         finally:
             if streamer is not None:
                 streamer.end()  # also after an error: a reading thread must not wait
+
+
+def html(text: str, pieces: Sequence[Piece], num_layers: int, note: str) -> str:
+    """`text` coloured, then who gave what, and a `note`."""
+    if "".join(piece.text for piece in pieces) != text:  # a tokenizer of another kind
+        pieces = [Piece(text, Giver(MODEL))]
+    runs = groupby(pieces, key=lambda piece: piece.giver)
+    body = "".join(
+        _span("".join(piece.text for piece in run), giver, num_layers) for giver, run in runs
+    )
+    found = sorted({piece.giver for piece in pieces} - {Giver(MODEL)})
+    told = " · ".join([*(_span(one.words, one, num_layers) for one in found), escape(note)])
+    return (
+        f'<div><div style="white-space:pre-wrap;line-height:1.7">{body}</div>'
+        f'<div style="font-size:.85em;opacity:.75;margin-top:.5em">{told}</div></div>'
+    )
+
+
+def _span(text: str, giver: Giver, num_layers: int) -> str:
+    colour = giver.colour(num_layers)
+    if colour is None or not text:
+        return escape(text)
+    return (
+        f'<span title="a draft: {giver.words}" style="border-radius:3px;'
+        f"background:color-mix(in srgb,{colour} 24%,transparent);"
+        f"text-decoration:underline 2px {SOURCES[giver.source].line} {colour};"
+        f'text-underline-offset:.26em">{escape(text)}</span>'
+    )

@@ -29,7 +29,6 @@ import typer
 from typer.core import TyperCommand
 
 from selfspec import config, files, untrusted
-from selfspec.api import structure
 from selfspec.api.chat_template import advice
 from selfspec.cli import interrupts
 from selfspec.config import OPTION_NAMES, SpeculationOptions
@@ -473,12 +472,12 @@ _NO_FOLDER = hub.LOGIT_LENS, hub.NO_HEADS
 def answering(asked: Asked) -> Asked:
     """Keywords of `Speculator.generate`, checked; files become what they hold."""
     found = picked(asked, GENERATION)
-    structure.check_ranges(found)
+    config.check_ranges(found)
     for name, read in (("json_schema", untrusted.read_json), ("grammar", untrusted.read_text)):
         if name in found:
             found[name] = read(Path(found[name]))
-    if (grammar := structure.wanted(found)) is not None:
-        structure.check(grammar)
+    if (grammar := config.wanted_grammar(found)) is not None:
+        config.check_grammar(grammar)
     return found
 
 

@@ -177,13 +177,12 @@ class Chat:
         base.emit(base.rendered(grid))
         self.writer.line(_KEYS)
         if self.writer.colour:
-            from selfspec.api.givers import NAMES, Giver
-            from selfspec.decoding.stats import EXIT
+            from selfspec.decoding.stats import all_givers
 
             self.writer.line("The colour of a token says who gave it:")
             heads, options = self.speculator.heads, self.speculator.options
             layers = () if heads is None else heads.layers_in_use(options)
-            for giver in (*map(Giver, NAMES), *(Giver(EXIT, layer) for layer in layers)):
+            for giver in all_givers(layers):
                 style = giver.colour(self.speculator.backbone.num_layers) or ""
                 self.writer.line(f"  {giver.words}", style)
 
@@ -261,7 +260,7 @@ class Chat:
                 raise InvalidOption(f"{path}: expected a name that ends in .html or .jsonl")
             files.check_file(path, overwrite=True)
         from selfspec.cli.measure import costs_of
-        from selfspec.visualise import look, page, terminal
+        from selfspec.visualise import look, views
 
         count, prompt = len(self.last.token_ids), self.messages[:-1]
         options = self.options | {"max_new_tokens": count}
@@ -269,10 +268,10 @@ class Chat:
         if [place.token for place in found.places] != self.last.token_ids:
             base.note("selfspec: sampled again, the answer is another one: this is its trace")
         if path is None:
-            base.emit(base.printed(lambda console: terminal.show(found, console)))
+            base.emit(base.printed(lambda console: views.show(found, console)))
             return
         if path.suffix == ".html":
-            files.write(path, page.render(found, costs_of(self.speculator, found)))
+            files.write(path, views.render(found, costs_of(self.speculator, found)))
         else:
             found.save(path)
         self.writer.line(f"wrote {name}")
@@ -428,7 +427,7 @@ class Writer:
             return
         from rich.cells import cell_len
 
-        from selfspec.api.givers import Giver
+        from selfspec.decoding.stats import Giver
 
         style = Giver(source, layer).colour(self._num_layers) or ""
         for part in re.findall(r"\n|[^\S\n]+|\S+", text):

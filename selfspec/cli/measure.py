@@ -92,16 +92,16 @@ def trace(prompt: base.Prompt = None, *, as_json: base.AsJson = False, asked: ba
 
             save_card(found, targets["card"], costs)
         if "html" in targets:
-            from selfspec.visualise.page import render
+            from selfspec.visualise.views import render
 
             files.write(targets["html"], render(found, costs))
     if as_json:
         base.emit("".join(json.dumps(line) + "\n" for line in found.lines()))
         return
-    from selfspec.visualise import terminal
+    from selfspec.visualise.views import show
 
     rejected = asked.get("rejected", False)
-    base.emit(base.printed(lambda it: terminal.show(found, it, rejected=rejected)))
+    base.emit(base.printed(lambda it: show(found, it, rejected=rejected)))
 
 
 def _check_targets(asked: Asked) -> dict[str, Path]:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
-from selfspec.pages import palette
+from selfspec import pages as palette
 
 EXIT, NGRAM, DRAFT_MODEL, GRAMMAR = "exit", "ngram", "draft-model", "grammar"
 SUCCESSORS, REST, LOOKAHEAD, SKIP = "successors", "rest", "lookahead", "skip"
@@ -48,6 +48,32 @@ SOURCES = {
 """All sources, in the order in which people are told of them."""
 
 FREE = frozenset(name for name, one in SOURCES.items() if one.free)
+
+
+class Giver(NamedTuple):
+    """Who gave a token."""
+
+    source: str
+    layer: int = 0  # exit layer of a head's draft; 0 is the embedding
+
+    @property
+    def words(self) -> str:
+        """The giver's name, for people."""
+        if self.source == EXIT:
+            return f"exit layer {self.layer}" if self.layer else "the embedding"
+        return SOURCES[self.source].words
+
+    def colour(self, num_layers: int) -> str | None:
+        """The colour of its tokens; None: the colour of all text."""
+        if self.source == EXIT:
+            return palette.of_layer(self.layer, num_layers)
+        return SOURCES[self.source].colour
+
+
+def all_givers(layers: Iterable[int]) -> list[Giver]:
+    """Everybody who can give tokens, with exit heads on `layers`."""
+    others = [Giver(source) for source in SOURCES if source != EXIT]
+    return [*others, *(Giver(EXIT, layer) for layer in layers)]
 
 
 def common(old: Sequence[int], new: Sequence[int]) -> int:
@@ -124,10 +150,10 @@ class Round:
         return len(self.kept)
 
     @property
-    def givers(self) -> list[tuple[str, int]]:
-        """Who gave each of `tokens`, and for drafts where they left, else 0."""
-        given = [(self.sources[index], self.exit_layers[index]) for index in self.kept]
-        return given + [(MODEL, 0)] * (len(self.tokens) - len(given))
+    def givers(self) -> list[Giver]:
+        """Who gave each of `tokens`."""
+        given = [Giver(self.sources[index], self.exit_layers[index]) for index in self.kept]
+        return given + [Giver(MODEL)] * (len(self.tokens) - len(given))
 
     @property
     def depths(self) -> list[int]:

@@ -33,7 +33,6 @@ from selfspec.eval.results import (
     quality_summary,
     speed_up,
 )
-from selfspec.pages import palette
 from selfspec.untrusted import read_json, read_yaml
 
 Summary = Mapping[str, Any]
@@ -493,8 +492,8 @@ def _mapping(values: Any, path: Path) -> dict[str, Any]:
 
 # --- the chart ------------------------------------------------------------------------------------
 
-BLUE = palette.RAMP[1]
-INK, PALE = palette.TONES["ink"].light, palette.TONES["other"].light
+BLUE = pages.RAMP[1]
+INK, PALE = pages.TONES["ink"].light, pages.TONES["other"].light
 
 
 def chart(summary: Summary) -> Figure | None:

@@ -58,10 +58,8 @@ class Tensors:
             raise InvalidData(f"it lacks {name}")
         found: Tensor = self._file_of[name].get_tensor(name)
         if shape is not None:
-            filled = [
-                has if want is None else want for want, has in zip(shape, found.shape, strict=False)
-            ]
-            if filled != list(found.shape) or len(shape) != found.dim():
+            pairs = zip(shape, found.shape, strict=False)
+            if len(shape) != found.dim() or any(want not in (None, has) for want, has in pairs):
                 asked = ", ".join("any" if length is None else str(length) for length in shape)
                 raise InvalidData(f"{name} is {list(found.shape)}, expected [{asked}]")
         if dtype is not None and found.dtype != dtype:

@@ -1,11 +1,19 @@
-"""The routes: OpenAI's protocol on a `Writer`, and a page for a chat by it."""
+"""The routes: OpenAI's protocol on a `Writer`, and a page for a chat by it.
+
+Pieces come from the writer's thread; clients get OpenAI's shapes, whole or as a stream.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import json
+import logging
 import time
-from collections.abc import AsyncIterator
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,10 +26,19 @@ from starlette.exceptions import HTTPException
 from selfspec import pages, untrusted
 from selfspec.errors import InvalidData, InvalidOption
 from selfspec.serve import gate
-from selfspec.serve.answers import Reply
 from selfspec.serve.options import Keys
-from selfspec.serve.protocol import ChatBody, Refused, TextBody, of_error, of_validation
-from selfspec.serve.writer import Writer
+from selfspec.serve.protocol import (
+    ChatBody,
+    Choice,
+    Refused,
+    TextBody,
+    of_error,
+    of_validation,
+    places,
+)
+from selfspec.serve.writer import Job, Json, Piece, Writer
+
+logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
 """That a round may take before /metrics shows what was there before it."""
@@ -171,3 +188,200 @@ async def _refuse_path(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
     said = "is not a path of this server" if status == 404 else f"does not take {request.method}"
     return gate.response(Refused(status, f"{request.url.path} {said}"))
+
+
+# --- what one request gets back ------------------------------------------------------------------
+
+_MOST_WAITING = 256
+"""Rounds of an answer that wait for a client who does not read; then its answer ends."""
+
+
+class Reply:
+    """What one request gets back: pieces come from the writer's thread to this loop."""
+
+    def __init__(self, writer: Writer, choices: Sequence[Choice], field: str) -> None:
+        """Submits the request, whose prompt is in `field`. Raises Refused where too much waits."""
+        self._writer, self._field = writer, field
+        self._chat = field == ChatBody.field
+        self._notes = "logprobs" in choices[0].options
+        self._head = {
+            "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": writer.label,
+        }
+        self._pieces: list[list[Piece]] = [[] for _ in choices]
+        loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[Piece] = asyncio.Queue()
+        self._room = _MOST_WAITING * len(choices)
+        self._job = Job(choices, lambda piece: loop.call_soon_threadsafe(self._put, piece))
+        writer.submit(self._job)
+
+    async def next(self) -> Piece:
+        """The next piece, counted in; raises what ended its choice."""
+        piece = await self._queue.get()
+        if piece.error is not None:
+            self.leave()
+            said = of_error(piece.error, self._field)
+            if said.status >= 500 and said is not piece.error:
+                logger.info("an answer failed:\n%s", places(piece.error))
+            raise said
+        self._pieces[piece.choice].append(piece)
+        return piece
+
+    async def rest(self) -> None:
+        """All of them."""
+        while not self._complete:
+            await self.next()
+
+    def leave(self) -> None:
+        """Nobody wants the rest."""
+        self._writer.cancel(self._job)
+
+    @property
+    def asked(self) -> list[Any]:
+        """The prompts, for a log that may say them."""
+        return [choice.prompt for choice in self._job.choices]
+
+    @property
+    def texts(self) -> list[str]:
+        """What is written, by choice."""
+        return ["".join(piece.text for piece in pieces) for pieces in self._pieces]
+
+    @property
+    def usage(self) -> Json:
+        """Tokens of what has ended, and what speculation did; words as vLLM has them, if it has."""
+        every = [pieces[-1].stats for pieces in self._pieces if pieces]
+        ended = [stats for stats in every if stats is not None]
+
+        def number(name: str) -> int:
+            return sum(getattr(stats, name) for stats in ended)
+
+        def counts(name: str) -> Counter[Any]:
+            return sum((getattr(stats, name) for stats in ended), Counter[Any]())
+
+        asked, written = self._job.prompt_tokens, number("new_tokens")
+        rounds, accepted = number("rounds"), number("accepted")
+        lengths, by_index = counts("accepted_lengths"), counts("accepted_by_index")
+        drafted_by, accepted_by = counts("drafted_by_source"), counts("accepted_by_source")
+        found: Json = {
+            "prompt_tokens": asked,
+            "completion_tokens": written,
+            "total_tokens": asked + written,
+            "speculation": {
+                "rounds": rounds,
+                "num_draft_tokens": number("drafted"),
+                "num_accepted_tokens": accepted,
+                "num_accepted_tokens_per_pos": [
+                    by_index[index] for index in range(1, max(by_index, default=0) + 1)
+                ],
+                "mean_acceptance_length": (accepted + number("bonus")) / rounds if rounds else 0.0,
+                "accepted_lengths": {str(length): lengths[length] for length in sorted(lengths)},
+                "sources": {
+                    source: {"drafted": drafted_by[source], "accepted": accepted_by[source]}
+                    for source in sorted(drafted_by)
+                },
+                "lossless": all(stats.lossless for stats in ended),
+            },
+        }
+        if len(ended) == 1:  # several choices also share with each other
+            found["prompt_tokens_details"] = {"cached_tokens": ended[0].reused_tokens}
+        return found
+
+    def whole(self) -> Json:
+        """The answer to a request that does not stream."""
+        choices = []
+        for index, text in enumerate(self.texts):
+            *_, last = pieces = self._pieces[index]
+            said: Json = {"text": text}
+            if self._chat:
+                content = (text or None) if last.calls else text
+                said = {"message": {"role": "assistant", "content": content, "refusal": None}}
+                if last.calls:
+                    said["message"]["tool_calls"] = last.calls
+            choices.append(self._choice(index, pieces, said, last.finish))
+        kind = "chat.completion" if self._chat else "text_completion"
+        return {**self._head, "object": kind, "choices": choices, "usage": self.usage}
+
+    async def lines(self, piece: Piece, *, with_usage: bool) -> AsyncIterator[str]:
+        """Server-sent events, from the first piece on."""
+        try:
+            if self._chat:
+                delta = {"role": "assistant", "content": ""}
+                for index in range(len(self._pieces)):
+                    yield self._event(self._choice(index, [], {"delta": delta}))
+            for choice in self._told(piece):
+                yield self._event(choice)
+            while not self._complete:
+                for choice in self._told(await self.next()):
+                    yield self._event(choice)
+            if with_usage:
+                yield self._event(usage=self.usage)
+            yield "data: [DONE]\n\n"
+        except Refused as error:  # behind a status that said otherwise
+            self._writer.metrics.refused(error.status)
+            yield _data(error.body())
+
+    @property
+    def _complete(self) -> bool:
+        return all(pieces and pieces[-1].finish for pieces in self._pieces)
+
+    def _told(self, piece: Piece) -> Iterator[Json]:
+        rounds = piece.told is not None and piece.told["rounds"]
+        something = piece.text or piece.logprobs or rounds
+        if not self._chat:
+            if something or piece.finish:
+                yield self._choice(piece.choice, [piece], {"text": piece.text}, piece.finish)
+            return
+        if something:
+            yield self._choice(piece.choice, [piece], {"delta": {"content": piece.text}})
+        if piece.calls:
+            calls = [{"index": index, **call} for index, call in enumerate(piece.calls)]
+            yield self._choice(piece.choice, [], {"delta": {"tool_calls": calls}})
+        if piece.finish:
+            yield self._choice(piece.choice, [], {"delta": {}}, piece.finish)
+
+    def _event(self, *choices: Json, **more: Json) -> str:
+        kind = "chat.completion.chunk" if self._chat else "text_completion"
+        return _data({**self._head, "object": kind, "choices": choices, **more})
+
+    def _choice(
+        self, index: int, pieces: Sequence[Piece], said: Json, finish: str | None = None
+    ) -> Json:
+        """`pieces`: of whose tokens more is said, where that was asked for."""
+        likely = self._likely(index, pieces) if self._notes and pieces else None
+        found = {"index": index, **said, "logprobs": likely, "finish_reason": finish}
+        told = [piece.told for piece in pieces if piece.told is not None]
+        if told:
+            rounds = [entry for one in told for entry in one["rounds"]]
+            found["speculation"] = {**told[0], "rounds": rounds}
+        return found
+
+    def _likely(self, index: int, pieces: Sequence[Piece]) -> Json:
+        """How likely tokens were; OpenAI has two shapes."""
+        entries = [one for piece in pieces for one in piece.logprobs]
+        if self._chat:
+            return {"content": entries, "refusal": None}
+        every = [one for piece in self._pieces[index] for one in piece.logprobs]
+        *offsets, _ = [0, *itertools.accumulate(len(one["token"]) for one in every)]
+        return {
+            "tokens": [one["token"] for one in entries],
+            "token_logprobs": [one["logprob"] for one in entries],
+            "top_logprobs": [
+                {top["token"]: top["logprob"] for top in one["top_logprobs"]} for one in entries
+            ],
+            "text_offset": offsets[len(offsets) - len(entries) :],
+        }
+
+    def _put(self, piece: Piece) -> None:
+        """On the loop. Ends an answer that its client does not read."""
+        if self._room > self._queue.qsize():
+            self._queue.put_nowait(piece)
+        elif self._room:
+            self._room = 0  # nothing more is taken
+            self.leave()
+            error = Refused(408, "the client reads more slowly than its answer is written")
+            self._queue.put_nowait(Piece(choice=piece.choice, error=error))
+
+
+def _data(value: Json) -> str:
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"

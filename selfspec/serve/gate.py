@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Coroutine
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -29,9 +29,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from selfspec.errors import InvalidOption
 from selfspec.serve.options import Keys, ServeOptions, is_loopback
 from selfspec.serve.protocol import Refused, of_error, places
-
-if TYPE_CHECKING:
-    from selfspec.serve.answers import Reply
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +133,7 @@ async def unless_gone(receive: Receive, wanted: Coroutine[Any, Any, T]) -> T:
 
 def tokens(scope: Scope) -> tuple[int, int] | None:
     """Token counts of the prompt and of the answer; None where nothing was written."""
-    reply: Reply | None = scope["state"].get(REPLY)
+    reply: Any = scope["state"].get(REPLY)  # an `app.Reply`
     if reply is not None:
         return reply.usage["prompt_tokens"], reply.usage["completion_tokens"]
     found: tuple[int, int] | None = scope["state"].get(TOKENS)
@@ -208,7 +205,7 @@ class _Around:
                 raise RuntimeError("the answer was cut, as the log says above") from None
             await response(of_error(error))(scope, receive, sent)
         finally:
-            reply: Reply | None = state.get(REPLY)
+            reply: Any = state.get(REPLY)
             if reply is not None:
                 reply.leave()
             if self._options.log_requests:

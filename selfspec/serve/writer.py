@@ -6,29 +6,47 @@
 
 An engine is for one thread, and so are a tokenizer and Hugging Face's preparation of a request.
 Whatever one request raises, a MemoryError or a panic in Rust, ends that request alone.
+Rounds become what a client reads (text without its stop, calls, an end) and what Prometheus counts.
 Nothing here knows of HTTP.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import queue
 import threading
-from collections.abc import Callable
+import time
+import uuid
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from selfspec.api.request import Request
 from selfspec.api.speculator import Speculator
-from selfspec.api.text import encode
+from selfspec.api.text import TextDecoder, TokenTexts, UntilStop, begun, encode, is_end
 from selfspec.config import GenerateOptions
+from selfspec.decoding.acceptance import Draft
+from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.engine import Running
-from selfspec.errors import InvalidPrompt
-from selfspec.serve.metrics import Metrics, State
+from selfspec.decoding.stats import EXIT, MODEL, GenerationStats, Round
+from selfspec.errors import InvalidData, InvalidPrompt
+from selfspec.model.kv import Memory
 from selfspec.serve.options import ServeOptions
-from selfspec.serve.pieces import Answer, Job, Piece, format_of
-from selfspec.serve.protocol import Choice, Refused, places
+from selfspec.serve.protocol import Choice, Refused, Tools, places
+from selfspec.untrusted import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -208,3 +226,394 @@ class Writer:
             answer.job.left -= 1
             with self._lock:
                 self.open -= 1
+
+
+# --- from the rounds of an answer to what its client reads -------------------------------------
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What came of a choice since the last piece."""
+
+    choice: int
+    text: str = ""
+    logprobs: Sequence[Json] = ()
+    """Log-probabilities of its tokens, as a chat's answer has them, where they are noted."""
+    calls: Sequence[Json] = ()
+    """Function calls, with the last piece."""
+    told: Json | None = None
+    """Who gave the tokens, where that was asked for."""
+    finish: str | None = None
+    """`stop`, `length` or `tool_calls`, with the last piece."""
+    stats: GenerationStats | None = None
+    """With the last piece."""
+    error: BaseException | None = None
+    """In place of an end."""
+
+
+@dataclass(eq=False)
+class Job:
+    """The choices of a request, and who hears of them, on the writer's thread."""
+
+    choices: Sequence[Choice]
+    wrote: Callable[[Piece], object]
+    prompt_tokens: int = 0
+    """Known before the first piece."""
+    left: int = 0
+    """Choices that have no end yet."""
+    came_s: float = field(default_factory=time.perf_counter)
+
+
+class Answer:
+    """One choice of a job while it is written."""
+
+    def __init__(
+        self, job: Job, place: int, call: Request, running: Running, form: ToolFormat | None
+    ) -> None:
+        choice = job.choices[place]
+        self.job, self.place, self.running = job, place, running
+        self.newest_s: float | None = None
+        """When its newest tokens came."""
+        self._tokenizer = call.tokenizer
+        self._decoder = TextDecoder(call.tokenizer)
+        self._stops = UntilStop([*choice.options.get("stop_strings", ()), call.end])
+        self._calls = Calls(form, choice.tools) if form is not None and choice.tools else None
+        self._explanation = None
+        if choice.explain:  # as if it ran alone: so a request's explanation is always the same
+            cost = running.draft_cost(call.speculation)
+            self._explanation = Explanation(call.tokenizer, cost)
+        self._told = 0
+        """Tokens that are in earlier pieces."""
+
+    def piece(self) -> Piece:
+        """What is new; the last one when the text has ended. Raises what ended it otherwise."""
+        running, text, begin = self.running, "", self._told
+        for entry in running.take():
+            text += self._read(entry)
+            self._told += len(entry.tokens)
+        if running.error is not None:
+            raise running.error
+        if running.ended:
+            text += self._rest()
+            running.stats.seconds = running.watch.seconds
+        content, calls = text, list[Json]()
+        if self._calls is not None:
+            content = self._calls.push(text)
+            if running.ended:
+                rest, calls = self._calls.end()
+                content += rest
+        explanation = self._explanation
+        return Piece(
+            choice=self.place,
+            text=content,
+            logprobs=[
+                self._likely(one.token, one.logprob)
+                | {"top_logprobs": [self._likely(*other) for other in one.top]}
+                for one in running.logprobs[begin : self._told]
+            ],
+            told=None if explanation is None else explanation.shown(text, last=running.ended),
+            calls=calls,
+            finish=self._finish(calls) if running.ended else None,
+            stats=running.stats if running.ended else None,
+        )
+
+    def _read(self, entry: Round) -> str:
+        self.running.stats.add(entry)
+        # one by one: rounds are cut by drafts
+        texts = [
+            self._decoder.push([] if is_end(self._tokenizer, entry, token) else [token])
+            for token in entry.tokens
+        ]
+        if self._explanation is not None:
+            self._explanation.add(entry, texts)
+        return "".join(map(self._stops.push, texts))
+
+    def _rest(self) -> str:
+        rest = self._decoder.push([], last=True)
+        if self._explanation is not None:
+            self._explanation.rest(rest)
+        return self._stops.push(rest, last=True)
+
+    def _likely(self, token: int, logprob: float) -> Json:
+        """Half of a character has no bytes here: a tokenizer gives text alone."""
+        text = "" if self._tokenizer is None else str(self._tokenizer.decode([token]))
+        data = None if "\N{REPLACEMENT CHARACTER}" in text else [*text.encode()]
+        return {"token": text, "logprob": logprob, "bytes": data}
+
+    def _finish(self, calls: Sequence[Json]) -> str:
+        """A time limit is a length; so is the end of the model's positions."""
+        if self.running.stats.stop_reason == "eos" or self._stops.found:
+            return "tool_calls" if calls else "stop"
+        return "length"
+
+
+class Explanation:
+    """Who gave each token of an answer, round by round, as JSON: a round once its text is shown.
+
+    A stop may hide text that was written: no token shows it. A draft has the text of its token.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, cost: DraftCost) -> None:
+        self._texts, self._cost = TokenTexts(tokenizer), cost
+        self._waiting: list[Json] = []
+        """Rounds with text that is not shown yet."""
+        self._shown = 0
+        """Characters of these that are."""
+
+    def add(self, entry: Round, texts: Sequence[str]) -> None:
+        """A round; `texts` of its tokens join to the answer."""
+        by = zip(texts, entry.givers, strict=True)
+        parents = entry.parents or range(-1, len(entry.draft_tokens) - 1)
+        drafts = [
+            {
+                **_giver(entry.sources[index], entry.exit_layers[index]),
+                "parent": parents[index],
+                "accepted": index in entry.kept,
+                "text": self._texts.of(token),
+            }
+            for index, token in enumerate(entry.draft_tokens)
+        ]
+        self._waiting.append(
+            {
+                "tokens": [{"text": text, **_giver(*giver)} for text, giver in by],
+                "drafts": drafts,
+                "steps": 0.0 if entry.prefill else round(self._cost.steps(Draft.again(entry)), 4),
+                "ended": entry.ended,
+            }
+        )
+
+    def rest(self, text: str) -> None:
+        """Add the rest of a character that the answer ends within: it belongs to the last token."""
+        if text:
+            self._waiting[-1]["tokens"][-1]["text"] += text
+
+    def shown(self, text: str, *, last: bool = False) -> Json:
+        """The rounds that are complete now that `text` is shown; `last`: no more will be."""
+        self._shown += len(text)
+        found = []
+        while self._waiting:
+            told = self._waiting[0]
+            if not last and sum(len(token["text"]) for token in told["tokens"]) > self._shown:
+                break
+            found.append(self._waiting.pop(0))
+            for token in told["tokens"]:
+                token["text"] = token["text"][: self._shown]
+                self._shown -= len(token["text"])
+        return {"rounds": found, "num_layers": self._cost.num_layers}
+
+
+def _giver(source: str, layer: int) -> Json:
+    """Only exit heads stand at a layer."""
+    return {"source": source, "layer": layer if source == EXIT else None}
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a model writes a call: JSON between two texts."""
+
+    before: str
+    after: str
+    arguments: str
+    """The key of the arguments beside `name`."""
+
+    def grammar(self, tools: Tools) -> str:
+        """Lark for one call of one of these."""
+        schema = json.dumps({"anyOf": [self._schema(tool["function"]) for tool in tools]})
+        before, after = (json.dumps(text) if text else "" for text in (self.before, self.after))
+        return f"start: {before} call {after}\ncall: %json {schema}\n"
+
+    def calls(self, text: str, names: Collection[str]) -> list[Json]:
+        """Calls of `names` in a text; what only looks like one stays text, and all of it then."""
+        before, after = self.before.strip(), self.after.strip()
+        parts = text.split(before)[1:] if before else [text]
+        try:
+            return [self._call(part.split(after)[0] if after else part, names) for part in parts]
+        except (InvalidData, LookupError, TypeError):
+            return []
+
+    def _schema(self, function: Json) -> Json:
+        arguments = function.get("parameters") or {"type": "object", "properties": {}}
+        return {
+            "type": "object",
+            "properties": {"name": {"const": function["name"]}, self.arguments: arguments},
+            "required": ["name", self.arguments],
+            "additionalProperties": False,
+        }
+
+    def _call(self, text: str, names: Collection[str]) -> Json:
+        said = parse_json(text.strip(), "a call")
+        name, arguments = said["name"], said[self.arguments]
+        if name not in names or not isinstance(arguments, dict):
+            raise InvalidData("no call of what may be called")
+        function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+        return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+TAGGED = ToolFormat("<tool_call>\n", "\n</tool_call>", "arguments")
+"""The format of Hermes, Qwen and SmolLM3."""
+
+BARE = ToolFormat("", "", "parameters")
+"""The format of Llama from 3.1 on."""
+
+
+def format_of(tokenizer: PreTrainedTokenizerBase | None) -> ToolFormat | None:
+    """What a chat template asks the model for; None: it knows no tools, or in another way."""
+    if tokenizer is None or tokenizer.chat_template is None:
+        return None
+    template = tokenizer.get_chat_template(tools=[{}])
+    if "tools" not in template:
+        return None
+    if "<tool_call>" in template:
+        return TAGGED
+    return BARE if '"parameters"' in template and '"name"' in template else None
+
+
+class Calls:
+    """Text of an answer that may call: what is sure to be no call goes on, the rest waits."""
+
+    def __init__(self, form: ToolFormat, tools: Tools) -> None:
+        self._form, self._names = form, [tool["function"]["name"] for tool in tools]
+        self._text = ""
+        self._given = 0
+
+    def push(self, text: str) -> str:
+        """What may be shown."""
+        self._text += text
+        mark, said = self._form.before.strip(), self._text.lstrip()
+        if mark:
+            at = self._text.find(mark)
+            sure = at if at >= 0 else len(self._text) - begun(self._text, mark)
+        else:
+            sure = 0 if not said or said.startswith("{") else len(self._text)
+        shown = self._text[self._given : sure]
+        self._given += len(shown)
+        return shown
+
+    def end(self) -> tuple[str, list[Json]]:
+        """What is left to be shown, and the calls."""
+        calls = self._form.calls(self._text, self._names)
+        return ("", calls) if calls else (self._text[self._given :], [])
+
+
+# --- what Prometheus reads at /metrics ------------------------------------------------------------
+
+PREFIX = "selfspec_"
+
+_GAUGES = {
+    "num_requests_running": "Answers that are being written.",
+    "num_requests_waiting": "Answers that wait for room.",
+    "kv_memory_bytes": "Keys and values of answers that are being written.",
+    "kv_memory_promised_bytes": "What these may still grow to.",
+    "kv_memory_kept_bytes": "Of ended texts, for others that begin alike.",
+    "kv_memory_limit_bytes": "The budget for keys and values.",
+}
+
+_COUNTERS = {
+    "request_success": ("Answers that came to their end.", "finished_reason"),
+    "request_cancelled": ("Answers whose client went away.",),
+    "request_refused": ("Requests that got an error.", "status"),
+    "prompt_tokens": ("Tokens of prompts.",),
+    "generation_tokens": ("Tokens of answers.",),
+    "tokens_by_source": ("Tokens of answers by who gave them.", "source"),
+    "prefix_cache_queries": ("Tokens of prompts that entered.",),
+    "prefix_cache_hits": ("Those whose keys and values were there.",),
+    "spec_decode_num_drafts": ("Rounds that had drafts.",),
+    "spec_decode_num_draft_tokens": ("Drafted tokens.",),
+    "spec_decode_num_accepted_tokens": ("Accepted drafts.",),
+    "spec_decode_num_accepted_tokens_per_pos": (
+        "Accepted drafts by their place in a round, from 0.",
+        "position",
+    ),
+}
+"""What each counts, and its label."""
+
+_GAPS_S = tuple(0.005 * 2**step for step in range(12))
+"""Between rounds: 5 ms to 10 s."""
+
+_ANSWERS_S = tuple(0.01 * 2**step for step in range(17))
+"""To a first token, and to an end: 10 ms to 11 minutes."""
+
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": ("From a request to its first token.", _ANSWERS_S),
+    "inter_token_latency_seconds": ("Between rounds of an answer.", _GAPS_S),
+    "e2e_request_latency_seconds": ("From a request to its answer's end.", _ANSWERS_S),
+}
+
+
+class State(NamedTuple):
+    """What a writer has at one moment."""
+
+    running: int
+    waiting: int
+    memory: Memory
+
+
+class Metrics:
+    """The metrics of one server: nothing in them is shared with another one."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        self._gauges = {
+            name: Gauge(PREFIX + name, said, registry=registry) for name, said in _GAUGES.items()
+        }
+        self._counters = {
+            name: Counter(PREFIX + name, said, labels, registry=registry)
+            for name, (said, *labels) in _COUNTERS.items()
+        }
+        self._histograms = {
+            name: Histogram(PREFIX + name, said, buckets=buckets, registry=registry)
+            for name, (said, buckets) in _HISTOGRAMS.items()
+        }
+
+    def count(self, name: str, *label: str, by: int = 1) -> None:
+        """Add to a counter; `label`: its value, where it has one. From any thread."""
+        counter = self._counters[name]
+        (counter.labels(*label) if label else counter).inc(by)
+
+    def refused(self, status: int) -> None:
+        """A request got an error. From any thread."""
+        self.count("request_refused", str(status))
+
+    def wrote(self, answer: Answer) -> None:
+        """Counts rounds of an answer which nobody took yet."""
+        running = answer.running
+        for entry in running.fresh:
+            self.count("generation_tokens", by=len(entry.tokens))
+            self.count("tokens_by_source", MODEL, by=len(entry.tokens) - entry.accepted)
+            if entry.prefill:
+                self.count("prefix_cache_queries", by=running.stats.prompt_tokens)
+                self.count("prefix_cache_hits", by=running.stats.reused_tokens)
+            if entry.draft_tokens:
+                self.count("spec_decode_num_drafts")
+                self.count("spec_decode_num_draft_tokens", by=len(entry.draft_tokens))
+                self.count("spec_decode_num_accepted_tokens", by=entry.accepted)
+            for position, index in enumerate(entry.kept):
+                self.count("spec_decode_num_accepted_tokens_per_pos", str(position))
+                self.count("tokens_by_source", entry.sources[index])
+        if any(entry.tokens for entry in running.fresh):
+            now = time.perf_counter()
+            if answer.newest_s is None:
+                self._histograms["time_to_first_token_seconds"].observe(now - answer.job.came_s)
+            else:
+                self._histograms["inter_token_latency_seconds"].observe(now - answer.newest_s)
+            answer.newest_s = now
+
+    def finished(self, answer: Answer, reason: str) -> None:
+        """An answer came to its end."""
+        self.count("request_success", reason)
+        seconds = time.perf_counter() - answer.job.came_s
+        self._histograms["e2e_request_latency_seconds"].observe(seconds)
+
+    def show(self, state: State) -> None:
+        """Set gauges. From any thread."""
+        memory = state.memory
+        values = (*state[:2], memory.used, memory.promised, memory.kept, memory.most)
+        for gauge, value in zip(self._gauges.values(), values, strict=True):
+            gauge.set(value)
+
+    def text(self) -> bytes:
+        """The metrics as Prometheus reads them. From any thread."""
+        return generate_latest(self._registry)

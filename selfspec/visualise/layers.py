@@ -1,6 +1,6 @@
 """What every exit layer said at every token of an answer; its file, and what drafts gained.
 
-Made by `look`, drawn by `terminal`, `picture` and `page`. A file has one JSON record per line: the
+Made by `look`, drawn by `views` and `picture`. A file has one JSON record per line: the
 `info`, then a `place` per token, then a `round` per verification.
 """
 
@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from selfspec import files
-from selfspec.api.givers import Giver
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.costs import MeasuredCosts
-from selfspec.decoding.stats import DRAFT_MODEL, ENDED, SKIP, SOURCES, GenerationStats, Round
+from selfspec.decoding.stats import DRAFT_MODEL, ENDED, SKIP, SOURCES, GenerationStats, Giver, Round
 from selfspec.errors import InvalidData, InvalidOption
 from selfspec.hub.models import LOGIT_LENS
 from selfspec.typed import fits, require_types
@@ -134,8 +133,11 @@ class LayerTrace:
 
     @property
     def stats(self) -> GenerationStats:
-        """The statistics of all rounds."""
-        return counted(self.rounds, self.info.num_layers)
+        """Counts of all rounds."""
+        found = GenerationStats(num_layers=self.info.num_layers)
+        for entry in self.rounds:
+            found.add(entry)
+        return found
 
     @property
     def summary(self) -> str:
@@ -199,14 +201,6 @@ class LayerTrace:
             )
         entries, texts = zip(*rounds, strict=True)
         return cls(info=infos[0], places=tuple(places), rounds=entries, draft_texts=texts)
-
-
-def counted(rounds: Sequence[Round], num_layers: int) -> GenerationStats:
-    """Counts of some rounds."""
-    found = GenerationStats(num_layers=num_layers)
-    for entry in rounds:
-        found.add(entry)
-    return found
 
 
 def _info(values: dict[str, Any]) -> TraceInfo:
@@ -318,7 +312,7 @@ def gain(trace: LayerTrace, costs: MeasuredCosts | None = None) -> Gain:
 
 def givers(trace: LayerTrace) -> list[Giver]:
     """Who gave each token."""
-    return [Giver(*giver) for entry in trace.rounds for giver in entry.givers]
+    return [giver for entry in trace.rounds for giver in entry.givers]
 
 
 def ranked(found: Sequence[Giver]) -> list[tuple[Giver, int]]:

@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 from typing_extensions import Unpack
 
 from selfspec.api.speculator import Speculator
-from selfspec.api.text import Prompt, TextDecoder
+from selfspec.api.text import Prompt, TokenTexts
 from selfspec.api.tuned import heads_hash
 from selfspec.config import GenerateOptions, SpeculationOptions
 from selfspec.decoding.costs import DraftCost
@@ -336,37 +335,3 @@ def origins(prompt: Sequence[int], rounds: Sequence[Round], size: int) -> list[i
             found.append(None if at is None or index.text[at] != token else at)
         index.extend(entry.tokens)
     return found
-
-
-# --- texts of single tokens -----------------------------------------------------------------------
-
-
-class TokenTexts:
-    """A tokenizer's tokens as text, each decoded once."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Without a tokenizer a text is the id in angle brackets."""
-        self._tokenizer = tokenizer
-        self._known: dict[int, str] = {}
-        # behind another token, because some tokenizers drop the space that opens a text
-        self._before: list[int] = []
-        if tokenizer is not None:
-            self._before = list(tokenizer("a", add_special_tokens=False)["input_ids"])
-
-    def of(self, token: int) -> str:
-        """One token within a text, its space included."""
-        if self._tokenizer is None:
-            return f"<{token}>"
-        if token not in self._known:
-            before = str(self._tokenizer.decode(self._before))
-            both = str(self._tokenizer.decode([*self._before, token]))
-            self._known[token] = both.removeprefix(before)
-        return self._known[token]
-
-    def pieces(self, tokens: Sequence[int]) -> list[str]:
-        """What each token adds to their text; they join to the whole, special tokens included."""
-        if self._tokenizer is None:
-            return [self.of(token) for token in tokens]
-        decoder = TextDecoder(self._tokenizer, special=True)
-        last = len(tokens) - 1
-        return [decoder.push([token], last=place == last) for place, token in enumerate(tokens)]

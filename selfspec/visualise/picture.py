@@ -20,15 +20,14 @@ from rich.console import Console
 from rich.segment import Segment
 from rich.text import Text
 
-from selfspec import files
+from selfspec import files, pages
 from selfspec.decoding.costs import MeasuredCosts
-from selfspec.pages import palette
 from selfspec.visualise.layers import LayerTrace, gain, givers, ranked, readable
 
 CARD = (1200, 675)
 """Pixels."""
 
-_INK, _DIM, _PAPER, _OTHER = (palette.TONES[n].light for n in ("ink", "dim", "card", "other"))
+_INK, _DIM, _PAPER, _OTHER = (pages.TONES[n].light for n in ("ink", "dim", "card", "other"))
 
 _SIZES = (40, 36, 32, 29, 26, 23)
 """Sizes of the answer's letters, tried in turn until it fits; at the smallest it is cut."""
@@ -63,7 +62,7 @@ def save_card(trace: LayerTrace, path: Path, costs: MeasuredCosts | None = None)
     # the same picture gives the same file, and looks the same everywhere
     with mpl.rc_context({"font.family": families(_WORDS), "text.hinting": "none"}):
         sheet = _Sheet()
-        sheet.box(0, 0, 340, height, palette.TONES["quiet"].light)
+        sheet.box(0, 0, 340, height, pages.TONES["quiet"].light)
         factor, said = f"{found.per_verification:.1f}", ("tokens per pass", "of the whole model")
         if found.times is not None:
             factor, said = f"{found.times:.1f}×", ("as fast as", "plain decoding")

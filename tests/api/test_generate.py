@@ -25,11 +25,6 @@ from tests.models import EXECUTORS, make_model, random_ids
 NEW_TOKENS = 30
 
 
-def hugging_face(model: Any, ids: Tensor, **options: Any) -> list[int]:
-    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False} | options
-    return model.generate(ids, **options)[0, ids.shape[1] :].tolist()
-
-
 def test_inside_hugging_faces_generate_tokens_and_output_object_are_its_own(
     speculator: Speculator, exact: Any
 ) -> None:

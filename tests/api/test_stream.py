@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from selfspec.api.givers import Giver, Piece, html
 from selfspec.api.speculator import Speculator
-from selfspec.api.stream import Generation
-from selfspec.decoding.stats import Round
+from selfspec.api.stream import Generation, Piece, html
+from selfspec.decoding.stats import Giver, Round
 from selfspec.errors import InvalidOption, InvalidPrompt
 from tests.bad_input import small_model, speaking
 from tests.models import random_ids

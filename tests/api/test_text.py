@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from selfspec.api.text import TextDecoder, UntilStop, encode
+from selfspec.api.text import TextDecoder, TokenTexts, UntilStop, encode
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -142,6 +142,22 @@ def test_a_long_answer_is_not_decoded_again_for_each_token(
     assert len(ids) > 100
     assert "".join(pieces(tokenizer, ids)) == "the cat sat on the mat, " * 30
     assert max(sizes) <= 4
+
+
+def test_single_tokens_have_texts_that_join_to_the_whole(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    """Special tokens too; a character of several tokens is shown by the last."""
+    texts, words, mute = TokenTexts(tokenizer), TokenTexts(metaspace()), TokenTexts(None)
+    for text in ("the cat", "the \N{GRINNING FACE} end<end>", "", "né<end>the"):
+        assert "".join(texts.pieces(ids_of(tokenizer, text))) == text
+    ids = ids_of(tokenizer, "\N{GRINNING FACE}")
+    assert texts.pieces(ids) == ["", "", "", "\N{GRINNING FACE}"]
+    assert texts.pieces(ids[:2]) == ["", "\N{REPLACEMENT CHARACTER}"]
+    assert texts.of(ids[0]) == "\N{REPLACEMENT CHARACTER}"
+    assert metaspace().decode([1]) == "world"  # without the space that opens it
+    assert [*map(words.of, (1, 2, 3))] == [" world", "!", "<end>"]
+    assert (mute.of(3), mute.pieces([3, 12])) == ("<3>", ["<3>", "<12>"])
 
 
 # Stops

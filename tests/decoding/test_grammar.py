@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from selfspec.api.request import Grammars
 from selfspec.api.speculator import Speculator
-from selfspec.api.structure import Grammar, of_schema, wanted
+from selfspec.config import Grammar, grammar_of_schema, wanted_grammar
 from selfspec.decoding.drafters.ngram import GrammarDrafter
 from selfspec.decoding.sampling import GrammarMask
 from selfspec.errors import InvalidOption
@@ -68,7 +68,7 @@ def allowed(words: PreTrainedTokenizerFast, text: Sequence[int], tokens: Sequenc
     """By a matcher of its own, which has seen nothing else."""
     from llguidance.hf import from_tokenizer
 
-    matcher = LLMatcher(from_tokenizer(words, n_vocab=VOCAB_SIZE), of_schema(PERSON).text)
+    matcher = LLMatcher(from_tokenizer(words, n_vocab=VOCAB_SIZE), grammar_of_schema(PERSON).text)
     return bool(matcher.consume_tokens([*text, *tokens]))
 
 
@@ -165,17 +165,17 @@ def mask(grammar: Grammar) -> GrammarMask:
 @given(st.lists(st.integers(0, 30), min_size=2, max_size=8))
 def test_a_mask_goes_back_and_forth_between_prefixes(lengths: list[int]) -> None:
     text = everything()[1]('{"name": "Ada", "age": 36, "tags": ["red"]}')["input_ids"]
-    one = mask(of_schema(PERSON))
+    one = mask(grammar_of_schema(PERSON))
     scores = torch.zeros(1, VOCAB_SIZE, dtype=torch.float64)
     front = [7] * one.start
     for length in lengths:
         ids = torch.tensor([front + text[:length]])
-        fresh = mask(of_schema(PERSON))
+        fresh = mask(grammar_of_schema(PERSON))
         assert torch.equal(one(ids, scores), fresh(ids, scores))
 
 
 def test_what_is_forced_ends_with_the_end_token(words: PreTrainedTokenizerFast) -> None:
-    asked = wanted({"grammar": 'start: ("yes" | "no") ", of course."'})
+    asked = wanted_grammar({"grammar": 'start: ("yes" | "no") ", of course."'})
     assert asked is not None
     one = mask(asked)
     forced = one.forced(words("yes")["input_ids"], 50)
@@ -188,7 +188,7 @@ def test_what_is_forced_ends_with_the_end_token(words: PreTrainedTokenizerFast) 
 def test_a_trunk_is_what_is_forced_whatever_else_is_promised(
     words: PreTrainedTokenizerFast,
 ) -> None:
-    one = mask(of_schema(PERSON))
+    one = mask(grammar_of_schema(PERSON))
     drafter = GrammarDrafter(one, 0, 2)
     begun = Text([0] * one.start + words('{"')["input_ids"])
     draft = drafter.propose(begun, 9, rival=5.0)
@@ -238,7 +238,7 @@ def test_without_the_package_or_a_fast_tokenizer_it_says_so(
     model: Speculator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(InvalidOption, match="tokenizers library, this is NoneType"):
-        Grammars(None, VOCAB_SIZE).mask(of_schema(True), [1])
+        Grammars(None, VOCAB_SIZE).mask(grammar_of_schema(True), [1])
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(InvalidOption, match=r"pip install 'selfspec\[serve\]'"):
         model.generate("A", json_schema=True)

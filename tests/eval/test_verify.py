@@ -42,7 +42,7 @@ from tests.models import EXECUTORS, make_model, needs_compiler, random_ids
 OPTIONS: dict[str, Any] = {"drafter": "exit:layers=2/4,threshold=0.05,max_tokens=3"}
 
 
-def speculator_of(model: PreTrainedModel, **options: Any) -> Speculator:
+def recorded(model: PreTrainedModel, **options: Any).speculator -> Speculator:
     return wrap(model, heads="logit-lens", **{"executor": "generic"} | OPTIONS | options)
 
 
@@ -56,7 +56,7 @@ def subject_of(speculator: Speculator, new_tokens: int = 20, **values: Any) -> S
 
 @pytest.fixture(scope="module")
 def speculator() -> Speculator:
-    return speculator_of(make_model("llama"))
+    return recorded(make_model("llama"))
 
 
 def rung(number: int, subject: Subject) -> Rung:
@@ -112,7 +112,7 @@ def test_generation_settings_of_the_model_count_on_both_sides(
 
 @pytest.mark.parametrize("mutant", GREEDY_MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_a_planted_bug_fails_a_rung(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
-    subject = subject_of(speculator_of(make_model("llama")))
+    subject = subject_of(recorded(make_model("llama")))
     mutant(monkeypatch)
     assert any(rung.outcome == "failed" for _, rung in climb(subject))
 
@@ -120,7 +120,7 @@ def test_a_planted_bug_fails_a_rung(mutant: Mutant, monkeypatch: pytest.MonkeyPa
 def test_tokens_that_are_not_the_logits_choice_fail_the_second_rung(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    subject = subject_of(speculator_of(make_model("llama")), 6)
+    subject = subject_of(recorded(make_model("llama")), 6)
     every_draft_stays(monkeypatch)  # the row that judges a wrong draft is right, bit for bit
     second = rung(2, subject)
     assert second.outcome == "failed"
@@ -132,7 +132,7 @@ def test_what_is_skipped_says_why(speculator: Speculator, monkeypatch: pytest.Mo
         raise PinnedUnavailable("3 of 8 positions changed bits")
 
     monkeypatch.setattr("selfspec.decoding.measure.check_pinned", refuse)
-    unprobed = speculator_of(speculator.model)
+    unprobed = recorded(speculator.model).speculator
     rungs = [rung for _, rung in climb(subject_of(unprobed, 4, rungs=(1, 2, 4, 5, 6, 7)))]
     skipped = [number for number, rung in enumerate(rungs, 1) if rung.outcome == "skipped"]
     assert skipped == [2, 3, 5, 6]
@@ -160,7 +160,7 @@ def test_a_parting_is_forgiven_up_to_twice_the_noise(
 
 
 def test_a_token_far_below_the_best_fails_the_fifth_rung() -> None:
-    subject = subject_of(speculator_of(make_model("llama", torch.bfloat16)), 4)
+    subject = subject_of(recorded(make_model("llama", torch.bfloat16)), 4)
     right = subject.compared.texts
     assert rung(5, subject).outcome == "passed"
     wrong = [[[*text[:-1], (text[-1] + 1) % 96] for text in texts] for texts in right]
@@ -172,7 +172,7 @@ def test_a_token_far_below_the_best_fails_the_fifth_rung() -> None:
 def test_a_text_that_gets_the_rows_of_another_fails_the_seventh_rung(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    subject = subject_of(speculator_of(make_model("llama"), executor="fused"))
+    subject = subject_of(recorded(make_model("llama"), executor="fused"))
     right = Target.part
     monkeypatch.setattr(
         Target, "part", lambda self, rows: right(self, slice(0, rows.stop - rows.start))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -36,6 +37,16 @@ def tiny() -> Speculator:
     tokenizer.chat_template = TEMPLATE
     model = make_model("llama", vocab_size=288, max_position_embeddings=8192)
     return selfspec.wrap(model, tokenizer, **DRAFTS)
+
+
+@pytest.fixture(scope="session")
+def folder(tiny: Speculator, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, for programs to load by the name that it has here."""
+    found = tmp_path_factory.mktemp("served") / tiny.label
+    assert tiny.tokenizer is not None
+    tiny.model.save_pretrained(found)
+    tiny.tokenizer.save_pretrained(found)
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -26,9 +26,10 @@ def test_an_address_that_is_taken_is_named(capsys: pytest.CaptureFixture[str]) -
     assert re.search(f"port {port}: .* Give another --port", capsys.readouterr().err)
 
 
-def test_it_says_where_it_is_and_stops_with_code_0() -> None:
+def test_it_says_where_it_is_and_stops_with_code_0(folder: Path) -> None:
     """By Ctrl-C; several copies are stopped with SIGTERM, in test_replicas."""
-    command = [sys.executable, "-m", "selfspec", "serve", "--port", "0", "--no-speculate"]
+    flags = [f"--model={folder}", "--heads=none", "--no-speculate", "--port=0"]
+    command = [sys.executable, "-m", "selfspec", "serve", *flags]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stderr is not None

@@ -13,11 +13,10 @@ import pytest
 
 from selfspec.api.speculator import Speculator
 from selfspec.decoding.engine import Engine
-from selfspec.serve import answers as answering
+from selfspec.serve import app
 from selfspec.serve.options import ServeOptions
-from selfspec.serve.pieces import Answer, Job, Piece
 from selfspec.serve.protocol import Choice
-from selfspec.serve.writer import Writer
+from selfspec.serve.writer import Answer, Job, Piece, Writer
 from tests.serve.live import (
     CHAT,
     GOOD,
@@ -103,7 +102,7 @@ def test_who_does_not_read_is_cut_off_and_holds_nobody_up(hasty: Running, level:
 def test_what_waits_for_a_slow_reader_has_a_bound(
     small: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answering, "_MOST_WAITING", 4)
+    monkeypatch.setattr(app, "_MOST_WAITING", 4)
     level = Level(small)
     with closing(connected(small, read_bytes=4096)) as one:
         one.sendall(request({**LONG, "n": 16}, CHAT, "Connection: close"))
@@ -224,9 +223,12 @@ def test_whatever_one_text_raises_ends_that_text_alone(
             )
         if stage == "piece":
             piece = Answer.piece
-            patch.setattr(
-                Answer, "piece", lambda one: fail() if five(one) else piece(one), raising=True
-            )
+
+            def broken(one: Answer) -> Piece:
+                asked = one.running.state.committed(0)[: len(prompt)]
+                return fail() if asked == prompt else piece(one)
+
+            patch.setattr(Answer, "piece", broken)
         job, heard = submitted(writer, prompt, fail if stage == "wrote" else None, **more)
         if stage != "wrote":
             pieces = iter(lambda: heard.get(timeout=30), ENDED)
@@ -236,7 +238,3 @@ def test_whatever_one_text_raises_ends_that_text_alone(
     assert writer.alive
     wait_until(lambda: writer.open == 0)
     assert text(submitted(writer, [1, 2, 3])[1]) == expected
-
-
-def five(answer: Answer) -> bool:
-    return answer.running.state.committed(0)[:5] == [5, 6, 7, 8, 9]

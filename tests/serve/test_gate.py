@@ -143,14 +143,14 @@ def test_no_text_is_logged_unasked_at_any_level(
 
         for place in (
             "selfspec.api.speculator.Speculator.call",  # where a request enters
-            "selfspec.serve.answers.Reply.whole",  # where it leaves
-            "selfspec.serve.pieces.Answer.piece",  # on the writer's thread
+            "selfspec.serve.app.Reply.whole",  # where it leaves
+            "selfspec.serve.writer.Answer.piece",  # on the writer's thread
         ):
             with monkeypatch.context() as patch:
                 patch.setattr(place, fails)
                 assert server.post(ASK).status_code == 500
         with monkeypatch.context() as patch:
-            patch.setattr("selfspec.serve.answers.Reply._told", fails)  # in mid-stream
+            patch.setattr("selfspec.serve.app.Reply._told", fails)  # in mid-stream
             with pytest.raises(httpx.RemoteProtocolError):
                 server.post({**ASK, "stream": True})
         assert server.post(ASK).status_code == 200

@@ -86,17 +86,17 @@ def test_choices_draw_with_seeds_one_after_the_other(
     client: openai.OpenAI, server: Running
 ) -> None:
     settings: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9}
-    answer = chat(client, n=3, seed=7, **settings)
+    answer = chat(client, n=3, seed=7, max_tokens=8, **settings)
     expected = [
         server.speculator.generate(
-            ASK, max_new_tokens=20, do_sample=True, top_k=0, min_p=0.0, seed=seed, **settings
+            ASK, max_new_tokens=8, do_sample=True, top_k=0, min_p=0.0, seed=seed, **settings
         ).text
         for seed in (7, 8, 9)
     ]
     assert [choice.message.content for choice in answer.choices] == expected
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     streamed = ["", "", ""]
-    for chunk in chat(client, n=3, seed=7, stream=True, **settings):
+    for chunk in chat(client, n=3, seed=7, max_tokens=8, stream=True, **settings):
         for choice in chunk.choices:
             streamed[choice.index] += choice.delta.content or ""
     assert streamed == expected
@@ -246,31 +246,26 @@ def test_what_clients_send_is_fine(server: Running, body: dict[str, Any]) -> Non
 SPECULATION: list[Any] = [True, False, {"drafter": "ngram"}, {"never_slower": False}]
 
 
-def test_sixteen_at_once_have_the_texts_that_they_have_alone(
-    client: openai.OpenAI, server: Running
-) -> None:
+def test_sixteen_at_once_have_the_texts_that_they_have_alone(small: Running) -> None:
     asked = [f"Tell me {count} things about the number {count}." for count in range(16)]
     alone = [
-        server.speculator.generate(one, max_new_tokens=20, do_sample=False).text for one in asked
+        small.speculator.generate(one, max_new_tokens=20, do_sample=False).text for one in asked
     ]
 
     def over_http(number: int) -> str:
-        answer = chat(
-            client,
-            messages=[{"role": "user", "content": asked[number]}],
-            extra_body={"speculation": SPECULATION[number % 4]},
-        )
-        return str(answer.choices[0].message.content)
+        body = {**BODY, "messages": [{"role": "user", "content": asked[number]}]}
+        answer = small.post({**body, "speculation": SPECULATION[number % 4]})
+        return str(answer.json()["choices"][0]["message"]["content"])
 
     with ThreadPoolExecutor(16) as pool:
         assert list(pool.map(over_http, range(16))) == alone
 
 
-def test_a_client_that_goes_away_ends_its_answer(server: Running) -> None:
+def test_a_client_that_goes_away_ends_its_answer(small: Running) -> None:
     """Without a stream; those in mid-stream: test_connections."""
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{server.address}{CHAT}", json={**LONG, "n": 2, "stream": False}, timeout=0.5)
-    wait_until(server.idle)
+        httpx.post(f"{small.address}{CHAT}", json={**LONG, "n": 2, "stream": False}, timeout=0.5)
+    wait_until(small.idle)
 
 
 def test_what_waits_has_a_bound(default: Speculator) -> None:

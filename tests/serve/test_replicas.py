@@ -17,7 +17,6 @@ import psutil
 import pytest
 from starlette.testclient import TestClient
 
-import selfspec
 from selfspec.api.speculator import Speculator
 from selfspec.cli.main import main
 from selfspec.serve.gate import COPY
@@ -38,7 +37,7 @@ from ray.serve.exceptions import RequestCancelledError
 
 from selfspec.serve.replicas import make_front, session
 
-LOADING: dict[str, Any] = {"dtype": "float32", **DRAFTS}
+LOADING: dict[str, Any] = {"dtype": "float32", "costs": "row=0.1,head=0.1", **DRAFTS}
 
 
 class Command(NamedTuple):
@@ -56,16 +55,6 @@ class Command(NamedTuple):
     @property
     def copies(self) -> list[psutil.Process]:
         return [one for one in self.everything if "ServeReplica" in " ".join(one.cmdline())]
-
-
-@pytest.fixture(scope="module")
-def folder(tiny: Speculator, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model, as a copy loads it."""
-    found = tmp_path_factory.mktemp("copies") / "tiny"
-    assert tiny.tokenizer is not None
-    tiny.model.save_pretrained(found)
-    tiny.tokenizer.save_pretrained(found)
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -95,10 +84,9 @@ def command(folder: Path) -> Iterator[Command]:
 
 
 @pytest.fixture(scope="module")
-def server(command: Command, folder: Path) -> Running:
+def server(command: Command, tiny: Speculator) -> Running:
     """For the tests of the protocol: the same model in this process, to compare with."""
-    speculator = selfspec.load(str(folder), **LOADING)
-    return Running(command.address, speculator, cast("Writer", None))
+    return Running(command.address, tiny, cast("Writer", None))
 
 
 def ask(command: Command, messages: list[dict[str, str]], **more: Any) -> httpx.Response:

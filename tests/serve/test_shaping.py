@@ -16,7 +16,7 @@ import pytest
 from selfspec.api.speculator import Speculator
 from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.stats import Round
-from selfspec.serve.pieces import BARE, TAGGED, Calls, Explanation, format_of
+from selfspec.serve.writer import BARE, TAGGED, Calls, Explanation, format_of
 from tests.serve.live import Running, running
 
 ASK = [{"role": "user", "content": "Describe a person as JSON."}]
@@ -316,7 +316,7 @@ def test_a_round_waits_for_its_text_and_a_stop_cuts_it() -> None:
     first, second = told.shown("", last=True)["rounds"]
     assert [token["text"] for token in first["tokens"]] == ["e ", "", ""]
     assert [token["layer"] for token in first["tokens"]] == [2, 1, None]
-    assert [draft["text"] for draft in first["drafts"]] == ["e ", "", ""]
+    assert [draft["text"] for draft in first["drafts"]] == ["<2>", "<3>", "<9>"]
     assert [draft["parent"] for draft in first["drafts"]] == [-1, 0, 1]
     assert [draft["accepted"] for draft in first["drafts"]] == [True, True, False]
     assert first["steps"] == 1 + (0.5 + 0.25 + 0.25) + (2 + 1 + 0) / 4 + 4 * 0.125

@@ -1,9 +1,10 @@
-"""A trace in a file, on a terminal, as a card: it comes back as it was, no text breaks a view."""
+"""A trace in a file, on a terminal, as a card, as a page: it comes back, no text breaks a view."""
 
 from __future__ import annotations
 
 import io
 import json
+import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +15,9 @@ from matplotlib.image import imread
 from rich.console import Console
 from rich.text import Text
 
+from selfspec import pages
 from selfspec.config import SpeculationOptions
 from selfspec.errors import InvalidData
-from selfspec.pages import palette
 from selfspec.visualise import picture
 from selfspec.visualise.layers import (
     Gain,
@@ -30,8 +31,18 @@ from selfspec.visualise.layers import (
     visible,
 )
 from selfspec.visualise.picture import drawable, fitting
-from selfspec.visualise.terminal import show
-from tests.traces import INFO, TOKEN, entry, long_trace, small_trace, some_costs, trace_of
+from selfspec.visualise.views import page_data, render, show
+from tests.traces import (
+    INFO,
+    TOKEN,
+    drawn_trace,
+    entry,
+    long_trace,
+    small_trace,
+    some_costs,
+    text_of,
+    trace_of,
+)
 
 
 def saved(tmp_path: Path) -> Path:
@@ -152,7 +163,7 @@ def test_what_cannot_be_seen_is_shown(text: str, shown: str) -> None:
     assert visible(text) == shown
 
 
-STRUCK, RED = "\x1b[9", "38;2;{};{};{}m".format(*palette.rgb(palette.REJECTED))
+STRUCK, RED = "\x1b[9", "38;2;{};{};{}m".format(*bytes.fromhex(pages.REJECTED[1:]))
 
 
 def printed(trace: LayerTrace, *, rejected: bool = True, **console: Any) -> str:
@@ -193,7 +204,7 @@ def test_a_terminal_shows_the_answer_in_colours_and_strikes_drafts() -> None:
     assert shown.plain.startswith("A line\n kept checked deep\n\n33 % of this answer")
     looks = {shown.plain[s.start : s.end].strip(): str(s.style) for s in shown.spans}
     for word, layer in (("kept", 2), ("exit layer 2", 2), ("deep", 4), ("exit layer 4", 4)):
-        assert palette.of_layer(layer, 6) in looks[word]
+        assert pages.of_layer(layer, 6) in looks[word]
     struck = terminal(small_trace())
     assert f"{STRUCK};{RED}dropped" in struck
     assert "[-" not in struck
@@ -301,8 +312,8 @@ def test_a_card_has_each_draft_in_its_colour(tmp_path: Path) -> None:
         for pixel in (imread(tmp_path / "card.png")[..., :3] * 255).round().reshape(-1, 3)
     }
     for layer in (2, 4):
-        assert tuple(bytes.fromhex(palette.of_layer(layer, 6)[1:])) in shown
-    assert tuple(bytes.fromhex(palette.SEEN[1:])) not in shown
+        assert tuple(bytes.fromhex(pages.of_layer(layer, 6)[1:])) in shown
+    assert tuple(bytes.fromhex(pages.SEEN[1:])) not in shown
 
 
 def test_characters_without_a_glyph_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,3 +328,42 @@ def test_characters_without_a_glyph_are_named(monkeypatch: pytest.MonkeyPatch) -
 )
 def test_wide_characters_count_twice(text: str, columns: int, shown: str) -> None:
     assert fitting(text, columns) == shown
+
+
+# The HTML page as text; test_page_browser opens it
+
+
+def embedded(page: str) -> dict:
+    """The page's data, cut out as a browser does: up to the first closing tag."""
+    start = page.index('<script type="application/json" id="data">')
+    text = page[page.index(">", start) + 1 :]
+    return json.loads(text[: text.lower().index("</script")])
+
+
+def test_texts_of_tokens_cannot_leave_their_element_and_nothing_is_loaded() -> None:
+    page = render(drawn_trace(), None)
+    data = embedded(page)
+    assert "</script>" in [text for _, text in data["words"]]
+    assert "Say &lt;/script&gt; and &lt;script&gt;hacked = 1&lt;/script&gt;.</p>" in page
+    assert len(re.findall(r"<script", page)) == 2
+    assert "<title>Say &lt;/script&gt; and" in page
+    assert "default-src 'none'" in page
+    assert re.search("https?://", page) is None
+
+
+def test_rounds_say_who_gave_what_and_when() -> None:
+    trace, costs = drawn_trace(), some_costs(6, 16)
+    data = page_data(trace, costs)
+    told = data["places"]
+    given = [data["givers"][one["giver"]]["words"] for one in told]
+    assert given == [giver.words for giver in givers(trace)]
+    branches = [branch["text"] for one in told for branch in one["rejected"]]
+    assert sorted(branches) == sorted(
+        "".join(text_of(one.draft_tokens[draft]) for draft in branch)
+        for one in trace.rounds
+        for _, branch in rejected(one)
+    )
+    took = [sum(times) for _, *times in data["rounds"]]
+    assert sum(took) == pytest.approx(costs.seconds_of(trace.rounds))
+    plain = [sum(times) for _, *times in page_data(trace, None)["rounds"]]
+    assert plain == [0, *[1] * (len(took) - 1)]

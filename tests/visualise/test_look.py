@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from selfspec.api.speculator import wrap
+from selfspec.api.text import TokenTexts
 from selfspec.errors import HeadsNotFound, InvalidOption
 from selfspec.heads.heads import ExitJudge
 from selfspec.model.backbone import Backbone
 from selfspec.options import laid_over
 from selfspec.visualise.layers import LayerTrace
-from selfspec.visualise.look import Lens, Reader, TokenTexts, chained, inspect, ranks
-from tests.api.test_text import byte_level_bpe, ids_of, metaspace
+from selfspec.visualise.look import Lens, Reader, chained, inspect, ranks
 from tests.heads.kinds import make_heads, train
 from tests.models import make_model, random_ids
 from tests.records import KINDS, NEW_TOKENS, recorded
@@ -238,33 +238,3 @@ def test_features_behind_drafts_are_those_of_the_layer_that_drafted(backbone: Ba
         third = heads[4].features(hidden[4][2:3], second)
         fourth = heads[4].features(hidden[4][3:], deep[3:])
     assert torch.allclose(made[4][2:], torch.cat([third, fourth]), atol=1e-6)
-
-
-# Texts of single tokens
-
-
-@pytest.mark.parametrize("text", ["the cat", "the 🎉 end<end>", "", "né<end>the"])
-def test_pieces_join_to_the_whole_with_special_tokens(text: str) -> None:
-    tokenizer = byte_level_bpe()
-    assert "".join(TokenTexts(tokenizer).pieces(ids_of(tokenizer, text))) == text
-
-
-def test_a_character_of_several_tokens_is_shown_by_the_last() -> None:
-    tokenizer = byte_level_bpe()
-    ids = ids_of(tokenizer, "🎉")
-    texts = TokenTexts(tokenizer)
-    assert texts.pieces(ids) == ["", "", "", "🎉"]
-    assert texts.pieces(ids[:2]) == ["", "\N{REPLACEMENT CHARACTER}"]
-    assert texts.of(ids[0]) == "\N{REPLACEMENT CHARACTER}"
-
-
-def test_a_word_keeps_the_space_that_opens_it() -> None:
-    """Decoded alone it would lose it."""
-    tokenizer = metaspace()
-    assert tokenizer.decode([1]) == "world"
-    assert [TokenTexts(tokenizer).of(token) for token in (1, 2, 3)] == [" world", "!", "<end>"]
-
-
-def test_without_a_tokenizer_ids_stand_for_texts() -> None:
-    texts = TokenTexts(None)
-    assert (texts.of(3), texts.pieces([3, 12])) == ("<3>", ["<3>", "<12>"])

@@ -22,14 +22,7 @@ function visible(text) {
 const percent = (share) => `${(100 * share).toFixed(1)} %`;
 const decimal = (value, digits = 3) => (value === null ? "∞" : value.toFixed(digits));
 
-/** A change with its sign; a true minus, and no sign for nothing. */
-function signed(value, digits) {
-  const text = Math.abs(value).toFixed(digits);
-  if (Number(text) === 0) return "0";
-  return `${value < 0 ? "−" : "+"}${text}`;
-}
-
-/** Shallow layers are green, deep ones violet: palette.py's of_layer. */
+/** Shallow layers are green, deep ones violet: pages.of_layer. */
 function layerColour(layer, numLayers) {
   const place = 2 * Math.min(layer / numLayers, 0.999);
   const [from, to] = place < 1 ? ["shallow", "middle"] : ["middle", "deep"];

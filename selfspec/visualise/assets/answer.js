@@ -1,7 +1,7 @@
 // The text, each token in the colour of who gave it. Arrow keys walk along it.
 
 const answer = places.map((_, place) => {
-  const told = story.places[place];
+  const told = places[place];
   const token = Object.assign(el("span", { role: "option", tabindex: -1 }), { place });
   dress(token, "piece", told);
   token.setAttribute("aria-label", `${visible(finalText(place))}, token ${place + 1}, given by ${told.giver.words}, ${knownWords(places[place])}`);
@@ -20,7 +20,7 @@ function buildAnswer() {
   $("rejects").addEventListener("change", paintAnswer);
   paintAnswer();
   const counts = new Map();
-  for (const { giver } of story.places) counts.set(giver, (counts.get(giver) ?? 0) + 1);
+  for (const { giver } of places) counts.set(giver, (counts.get(giver) ?? 0) + 1);
   $("answer-legend").append(...data.givers.filter((giver) => counts.has(giver)).map((giver) => {
     const swatch = el("i", { class: "swatch other" });
     if (giver.colour) swatch.style.background = giver.colour;
@@ -30,7 +30,7 @@ function buildAnswer() {
 
 /** With rejected drafts, or without. */
 function paintAnswer() {
-  for (const [place, { rejected }] of story.places.entries()) {
+  for (const [place, { rejected }] of places.entries()) {
     const struck = $("rejects").checked ? rejected.map(({ text }) => el("del", {}, text.replaceAll("\n", "⏎"))) : [];
     answer[place].replaceChildren(...struck, finalText(place));
   }

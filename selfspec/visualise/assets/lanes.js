@@ -16,14 +16,14 @@ function schedule() {
   const times = { plain: places.map((_, place) => place * (data.plain_step ?? 1)), drafts: [] };
   times.plain.slice(1).forEach((until, place) => lanes.plain.push({ from: times.plain[place], until }));
   let now = 0;
-  for (const { count, drafting, verifying } of story.rounds) {
+  for (const [count, drafting, verifying] of data.rounds) {
     const [began, drafted] = [now, now + drafting];
     now = drafted + verifying;
     lanes.draft.push({ from: began, until: drafted });
     lanes.verify.push({ from: drafted, until: now });
     const share = (now - began) / count;
     for (let from = began, index = 0; index < count; index += 1, from += share) {
-      const { colour } = story.places[times.drafts.length].giver;
+      const { colour } = places[times.drafts.length].giver;
       lanes.kept.push({ from, until: from + share, colour });
       times.drafts.push(now);
     }
@@ -50,7 +50,7 @@ function paintLanes() {
   const [ours, plain] = [times.drafts.at(-1), times.plain.at(-1)].map(timeWords);
   $("lanes-hint").textContent = `With drafts ${ours}, plain decoding ${plain}, both after the first token; ${how}.`;
   $("lanes").setAttribute("aria-label", $("lanes-hint").textContent);
-  story.places.forEach((told, place) => dress(race.nodes.drafts[place], "piece", told));
+  places.forEach((told, place) => dress(race.nodes.drafts[place], "piece", told));
   moveTo(race.end);
 }
 

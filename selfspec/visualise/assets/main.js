@@ -4,5 +4,5 @@ startTheme();
 buildAnswer();
 buildMap();
 buildLanes();
-choose(Math.max(0, story.places.findIndex(isDraft)));
+choose(Math.max(0, places.findIndex(isDraft)));
 document.documentElement.dataset.ready = "true";

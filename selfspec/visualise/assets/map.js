@@ -28,10 +28,10 @@ function mapCell(place, index, row) {
   const words = index < 0 ? finalText(place) : textOf(places[place].layers[index].top[0]);
   const role = index < 0 ? "columnheader" : "gridcell";
   const cell = el(index < 0 ? "th" : "td", { role, tabindex: -1 }, el("span", { dir: "auto" }, visible(words)));
-  if (index < 0) dress(cell, "", story.places[place]);
+  if (index < 0) dress(cell, "", places[place]);
   else {
     cell.style.setProperty("--sure", places[place].layers[index].sure);
-    cell.className = classesOf(place, index, story.places[place]);
+    cell.className = classesOf(place, index, places[place]);
   }
   return Object.assign(cell, { place, index, row });
 }
@@ -49,7 +49,7 @@ function readMap(cell) {
   const emitted = `token ${place + 1} ${visible(finalText(place))}`;
   markToken(place);
   if (index < 0) {
-    cell.setAttribute("aria-label", `${emitted}, given by ${story.places[place].giver.words}`);
+    cell.setAttribute("aria-label", `${emitted}, given by ${places[place].giver.words}`);
     readPlace(place);
     return;
   }

@@ -21,7 +21,7 @@ function readCell(place, index) {
     heading(`layer ${layer}`, data.head_kinds[index], place),
     bars(says, place),
     el("dl", {}, ...facts),
-    el("p", { class: right ? "good" : "bad" }, verdict(story.places[place], layer, right, isSure)),
+    el("p", { class: right ? "good" : "bad" }, verdict(places[place], layer, right, isSure)),
   );
 }
 
@@ -40,8 +40,8 @@ function knownWords({ right_from, head_right }) {
 
 /** What the whole model said, and how the token came to be. */
 function readPlace(place) {
-  const told = story.places[place];
-  const from = told.prefill
+  const told = places[place];
+  const from = told.round === 0
     ? "given by the prompt's own pass"
     : `${isDraft(told) ? `a draft of ${told.giver.words} that was kept` : "given by verification"}, round ${told.round}`;
   const origin = originOf(place);

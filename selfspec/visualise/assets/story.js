@@ -1,26 +1,13 @@
-// What rounds made of each token: told once, drawn by the answer, the table and the lanes.
+// What is shown of each token: read here, drawn by the answer, the table and the lanes.
 
 const data = JSON.parse($("data").textContent);
 const { places } = data;
+for (const told of places) told.giver = data.givers[told.giver];
+
 const textOf = (word) => data.words[word][1];
 const tokenOf = (word) => data.words[word][0];
 const finalText = (place) => textOf(places[place].word);
 const layerName = (layer) => (layer ? `layer ${layer}` : "the embedding");
-
-/** Rounds with their times, and for each place who gave it and what was rejected there. */
-const story = { rounds: [], places: [] };
-for (const [round, [givers, branches, prefill, drafting, verifying]] of data.rounds.entries()) {
-  story.rounds.push({ count: givers.length, prefill, drafting, verifying });
-  for (const [offset, giver] of givers.entries()) {
-    story.places.push({
-      round,
-      prefill,
-      giver: data.givers[giver],
-      rejected: branches.filter(([at]) => at === offset).map(([, text, layer]) => ({ text, layer })),
-    });
-  }
-}
-
 const isDraft = ({ giver }) => giver.colour !== null;
 
 /** Dress a node by who gave its token. */

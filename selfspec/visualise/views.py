@@ -1,0 +1,230 @@
+"""An answer to look at: a LayerTrace comes in, text for a terminal or one HTML file goes out.
+
+The file shows it layer by layer, and needs nothing else: no network, no framework. On a terminal
+each token has the colour of who gave it; where there are no colours, and beside rejected drafts,
+marks say it. Called by `selfspec trace`, and by `/trace` in a chat.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import Any
+
+from rich.console import Console, Group
+from rich.text import Text
+
+from selfspec import pages
+from selfspec.decoding.costs import MeasuredCosts
+from selfspec.decoding.stats import EXIT, SOURCES, Giver, Round, all_givers
+from selfspec.visualise.layers import (
+    LayerTrace,
+    gain,
+    givers,
+    head_right,
+    ranked,
+    readable,
+    rejected,
+    right_from,
+    usable,
+)
+
+_SCRIPTS = tuple(f"{part}.js" for part in ("story", "readout", "answer", "map", "lanes", "main"))
+"""In this order: one module in the page."""
+
+_LOOKS = {"solid": "", "dotted": "seen", "dashed": "grammar", "double": "second"}
+"""Class of a token, by the line under it; of an exit head's: left."""
+
+
+def render(trace: LayerTrace, costs: MeasuredCosts | None) -> str:
+    """The whole file as text; without `costs` no speed-up is predicted, and the page says so."""
+    info = trace.info
+    # JSON that cannot close the element it stands in, nor open another
+    data = page_data(trace, costs)
+    packed = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    html, _ = pages.page(
+        "selfspec.visualise",
+        "page",
+        _SCRIPTS,
+        title=escape(f"{' '.join(info.prompt.split())[:60]} · {info.base_model}"),
+        headline=escape(gain(trace, costs).headline),
+        facts=escape(f"{info.base_model} · {info.dtype}, {info.executor} · {trace.summary}"),
+        prompt=escape(info.prompt),
+        data=packed.replace("<", "\\u003c"),
+    )
+    return html
+
+
+def page_data(trace: LayerTrace, costs: MeasuredCosts | None) -> dict[str, Any]:
+    """Everything the page shows, ready for JSON; a token with its text is an index into `words`."""
+    info, words = trace.info, dict[tuple[int, str], int]()
+
+    def tops(tokens: Sequence[int], texts: Sequence[str]) -> list[int]:
+        return [words.setdefault(word, len(words)) for word in zip(tokens, texts, strict=True)]
+
+    known = all_givers(range(info.num_layers))
+    vain = _rejected(trace)
+    places = [
+        {
+            "word": words.setdefault((place.token, place.text), len(words)),
+            "round": place.round,
+            "giver": known.index(giver),
+            "rejected": vain[place.index],
+            "copied_from": place.copied_from,
+            "right_from": right_from(trace, place),
+            "head_right": head_right(trace, place),
+            "top": tops(place.final_top_tokens, place.final_top_texts),
+            "probs": place.final_top_probs,
+            "layers": [
+                {
+                    "top": tops(said.top_tokens, said.top_texts),
+                    "probs": said.top_probs,
+                    "sure": said.confidence,
+                    "rank": said.rank,
+                    "kl": said.divergence if math.isfinite(said.divergence) else None,
+                }
+                for said in place.layers
+            ],
+        }
+        for place, giver in zip(trace.places, givers(trace), strict=True)
+    ]
+    costs = usable(trace, costs)
+    return {
+        "num_layers": info.num_layers,
+        "exit_layers": info.exit_layers,
+        "head_kinds": info.head_kinds,
+        "thresholds": info.thresholds,
+        "in_use": list(info.taus),
+        "prompt_texts": info.prompt_texts,
+        "places": places,
+        "rounds": [(len(entry.tokens), *_took(entry, costs)) for entry in trace.rounds],
+        "givers": [
+            {
+                "words": giver.words,
+                "look": "left" if giver.source == EXIT else _LOOKS[SOURCES[giver.source].line],
+                "layer": giver.layer if giver.source == EXIT else None,
+                "colour": giver.colour(info.num_layers),
+            }
+            for giver in known
+        ],
+        "plain_step": None if costs is None else costs.plain_step(),
+        "words": list(words),
+    }
+
+
+def _rejected(trace: LayerTrace) -> defaultdict[int, list[dict[str, Any]]]:
+    """Rejected drafts in front of each place: their texts, and where an exit head drafted them."""
+    found, begin = defaultdict[int, list[dict[str, Any]]](list), 0
+    for entry, texts in zip(trace.rounds, trace.draft_texts, strict=True):
+        for offset, branch in rejected(entry):
+            exits = entry.sources[branch[0]] == EXIT
+            layer = entry.exit_layers[branch[0]] if exits else None
+            text = "".join(texts[draft] for draft in branch)
+            found[begin + offset].append({"text": text, "layer": layer})
+        begin += len(entry.tokens)
+    return found
+
+
+def _took(entry: Round, costs: MeasuredCosts | None) -> tuple[float, float]:
+    """Seconds of drafting and of verifying; without costs steps of plain decoding."""
+    if costs is None or entry.prefill:
+        return (0.0, 0.0 if entry.prefill else 1.0)
+    ends = [run for run in entry.passes if run[2] == costs.num_layers]
+    verifying = costs.seconds(
+        [(rows, 1, last - first) for rows, first, last in ends],
+        [(len(entry.draft_tokens) + 1, 1)],
+        0,
+    )
+    return round(costs.seconds_of([entry]) - verifying, 9), round(verifying, 9)
+
+
+# --- on a terminal --------------------------------------------------------------------------------
+
+_SUPERSCRIPT = str.maketrans(
+    "0123456789abcdefghijklmnoprstuvwxyz", "⁰¹²³⁴⁵⁶⁷⁸⁹ᵃᵇᶜᵈᵉᶠᵍʰⁱʲᵏˡᵐⁿᵒᵖʳˢᵗᵘᵛʷˣʸᶻ"
+)
+
+
+def show(trace: LayerTrace, console: Console, *, rejected: bool = False) -> None:
+    """Print the view; wrapped on a terminal, in whole lines elsewhere.
+
+    `rejected`: with the drafts that were not kept, and where rounds end.
+    """
+    plain = not console.is_terminal or console.no_color or console.color_system is None
+    marks = _Marks(trace, plain=plain, ascii_only=console.options.ascii_only, rejected=rejected)
+    said = gain(trace).headline
+    headline = Text(said.replace("×", "x") if marks.ascii_only else said, style="bold")
+    last = Text(trace.summary, style="dim")
+    parts = Group(marks.answer(), Text(), headline, *marks.legend(), last)
+    console.print(parts, soft_wrap=not console.is_terminal, highlight=False)
+
+
+class _Marks:
+    def __init__(self, trace: LayerTrace, *, plain: bool, ascii_only: bool, rejected: bool) -> None:
+        """`plain`: neither colours nor struck lines. `ascii_only`: no signs beyond ASCII."""
+        self._trace = trace
+        self.ascii_only = ascii_only
+        self._rejected = rejected
+        self._marked = plain or rejected
+        self._struck = ("[-", "-]") if plain else ("", "")
+        self._between = "|" if ascii_only else "·"
+
+    def answer(self) -> Text:
+        """All rounds: kept drafts, then what was drafted in vain, then verification's own token.
+
+        An end token only beside rejected drafts.
+        """
+        trace, text = self._trace, Text()
+        texts = iter([one.text for one in trace.places] if self._rejected else trace.answer)
+        for entry, drafts in zip(trace.rounds, trace.draft_texts, strict=True):
+            if self._rejected and not entry.prefill:
+                text.append(self._between, style="dim")
+            for giver in entry.givers[: entry.accepted]:
+                self._token(text, next(texts), giver)
+            for _, branch in rejected(entry) if self._rejected else ():
+                self._crossed(text, "".join(drafts[index] for index in branch))
+            for giver in entry.givers[entry.accepted :]:
+                self._token(text, next(texts), giver)
+        return text
+
+    def legend(self) -> Iterator[Text]:
+        drafted, kept = Counter[Giver](), Counter[Giver]()
+        for entry in self._trace.rounds:
+            found = [*map(Giver, entry.sources, entry.exit_layers)]
+            drafted.update(found)
+            kept.update(found[index] for index in entry.kept)
+        for giver, count in ranked([*drafted.elements()]):
+            line = Text()
+            self._token(line, giver.words, giver)
+            yield line.append(f": {kept[giver]} of {count} drafts kept")
+        if self._rejected:
+            line = Text()
+            self._crossed(line, "token")
+            line.append(": a draft that was rejected   ")
+            yield line.append(self._between, style="dim").append(": the next round")
+
+    def _token(self, to: Text, text: str, giver: Giver) -> None:
+        """A line ends behind its sign and mark."""
+        shown = self._shown(text, "⏎" if self._marked else "")
+        body = shown.rstrip("\n")
+        layer = str(giver.layer) if giver.source == EXIT else ""
+        mark = (SOURCES[giver.source].mark or layer) if self._marked else ""
+        if mark:
+            mark = f"^{mark}" if self.ascii_only else mark.translate(_SUPERSCRIPT)
+        colour = giver.colour(self._trace.info.num_layers)
+        to.append(body + mark, f"bold {colour}" if colour else "default")
+        to.append(shown[len(body) :])
+
+    def _crossed(self, to: Text, text: str) -> None:
+        opening, closing = self._struck
+        shown = self._shown(text, "⏎").replace("\n", "")
+        body = shown.lstrip(" ")  # a struck space would join two words
+        to.append(" " * (len(shown) - len(body)))
+        to.append(f"{opening}{body}{closing}", style=f"strike {pages.REJECTED}")
+
+    def _shown(self, text: str, ends: str) -> str:
+        shown = readable(text, ends)
+        return shown.encode("ascii", "backslashreplace").decode() if self.ascii_only else shown

@@ -1,0 +1,377 @@
+"""Models whose weights stay as whole numbers of their files, against the numbers they stand for.
+
+GGUF files, and folders as GPTQ, AWQ and compressed-tensors write them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
+
+import selfspec
+from selfspec.errors import ModelNotFound
+from selfspec.hub import gguf as gguf_files
+from selfspec.hub import models as hub
+from selfspec.hub import pretrained
+from selfspec.hub.gguf import read_header
+from selfspec.model import fingerprint, weights
+from selfspec.model.backbone import Backbone
+from selfspec.model.weights import FORMATS, QuantisedWeight
+from tests.gguf_models import write_model
+from tests.grouped_models import write_folder
+
+
+@pytest.fixture(autouse=True)
+def blocks_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products read blocks in bfloat16, too, where numbers would be faster."""
+    monkeypatch.setattr(weights, "blocks_pay", lambda _: True)
+
+
+def same_texts(blocks: Any, numbers: Any, ids: Tensor) -> list[Backbone]:
+    """Both models run fused, and write the same.
+
+    In bfloat16 a processor may round no weight that is kept as blocks, and texts part at ties.
+    """
+    both_ways = [selfspec.wrap(model, drafter="ngram") for model in (blocks, numbers)]
+    for one in both_ways:
+        assert one.backbone.executor_name == "fused", one.backbone.refused
+    if blocks.dtype == torch.float32:
+        texts = [one.generate(ids, max_new_tokens=20).token_ids for one in both_ways]
+        assert texts[0] == texts[1]
+    return [one.backbone for one in both_ways]
+
+
+# --- GGUF
+
+
+Q4_K_M = {"ffn_down": "Q6_K", "attn_v": "Q6_K", "token_embd": "Q6_K"}
+"""How llama.cpp mixes formats in one file."""
+
+
+def both(path: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """From blocks, and de-quantised by transformers."""
+    name = {"gguf_file": path.name}
+    config = AutoConfig.from_pretrained(path.parent, **name)
+    attention = "eager" if config.model_type == "gemma2" else "sdpa"  # the only one it has
+    blocks = gguf_files.load(path, read_header(path), config, dtype, attention)
+    numbers: Any = AutoModelForCausalLM.from_pretrained(
+        path.parent,
+        **name,
+        dtype=torch.float32,
+        attn_implementation=attention,
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    for weight in numbers.parameters():  # not the rotations, which `to` would round as well
+        weight.data = weight.data.to(dtype)
+    return blocks, numbers.eval()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kinds", "kind", "dtype"),
+    [
+        ("llama", {}, "Q4_1", torch.float32),
+        ("llama", Q4_K_M, "Q4_K", torch.bfloat16),
+        ("qwen2", {"ffn": "Q5_0", "attn_k": "F16"}, "Q5_1", torch.float32),
+        ("qwen3", {"ffn": "Q4_0", "output": "BF16"}, "Q8_0", torch.bfloat16),
+        ("phi3", {"attn": "Q5_K"}, "Q4_K", torch.float32),
+        ("gemma2", {}, "Q8_0", torch.float32),
+        ("gemma3", Q4_K_M, "Q4_K", torch.bfloat16),
+    ],
+)
+def test_a_model_of_blocks_is_the_de_quantised_model(
+    tmp_path: Path, architecture: str, kinds: dict[str, str], kind: str, dtype: torch.dtype
+) -> None:
+    write_model(tmp_path / "it.gguf", architecture, kinds, kind)
+    blocks, numbers = both(tmp_path / "it.gguf", dtype)
+    expected = dict(numbers.named_parameters())
+    assert dict(blocks.named_parameters()).keys() == expected.keys()
+    for name, weight in blocks.named_parameters():
+        assert torch.equal(weight.clone(), expected[name]), name
+    kept = [w for w in blocks.parameters() if isinstance(w, QuantisedWeight)]
+    assert len(kept) >= 8
+    assert fingerprint.of(blocks) == fingerprint.of(numbers)
+    ids = torch.arange(40)[None]
+    with torch.inference_mode():
+        assert torch.equal(blocks(ids).logits, numbers(ids).logits)
+    ours, theirs = same_texts(blocks, numbers, ids)
+    assert ours.weight_bytes < 0.7 * theirs.weight_bytes
+
+
+def test_an_embedding_may_be_the_unembedding_too(tmp_path: Path) -> None:
+    write_model(tmp_path / "it.gguf", tied=True)
+    blocks, numbers = both(tmp_path / "it.gguf")
+    assert blocks.lm_head.weight is blocks.model.embed_tokens.weight
+    blocks.save_pretrained(tmp_path / "saved")  # as numbers
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    ids = torch.arange(9)[None]
+    with torch.inference_mode():
+        for other in (numbers, saved):
+            assert torch.equal(blocks(ids).logits, other(ids).logits)
+
+
+def test_other_formats_are_de_quantised_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_files, "FORMATS", {"Q4_1": FORMATS["Q4_1"]})
+    write_model(tmp_path / "it.gguf", kinds={"ffn": "Q8_0"})
+    with caplog.at_level(logging.DEBUG, "selfspec"):
+        blocks, numbers = both(tmp_path / "it.gguf")
+    assert "keeps some weights as Q8_0, which are de-quantised" in caplog.text
+    found = blocks.model.layers[0].mlp.up_proj.weight
+    assert not isinstance(found, QuantisedWeight)
+    assert torch.equal(found, numbers.model.layers[0].mlp.up_proj.weight)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"architecture": "starcoder2"}, "starcoder2 is not among"),
+        ({"kind": "F16"}, "none of its weights are in blocks that are known"),
+    ],
+)
+def test_what_cannot_stay_is_de_quantised_with_a_line(
+    tmp_path: Path,
+    options: dict[str, Any],
+    why: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pretrained, "load", lambda *_, **__: (torch.nn.Linear(1, 1), None))
+    done = lambda _gguf, out, dtype: (out / "config.json").touch()  # noqa: E731
+    monkeypatch.setattr(hub, "_convert", done)
+    write_model(tmp_path / "it.gguf", **options)
+    with caplog.at_level(logging.INFO):
+        hub.load_model(tmp_path / "it.gguf", device="cpu", blocks=True)
+    assert f"it.gguf is de-quantised: {why}" in caplog.text
+
+
+def test_a_dtype_is_chosen_where_none_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path / "it.gguf")
+    for pays, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(weights, "blocks_pay", lambda _, pays=pays: pays)
+        assert hub.load_model(tmp_path / "it.gguf", device="cpu", blocks=True)[0].dtype == dtype
+    assert hub.load_model(tmp_path / "it.gguf", device="cpu")[0].dtype == torch.bfloat16
+
+
+def test_other_executors_get_numbers(tmp_path: Path) -> None:
+    write_model(tmp_path / "it.gguf")
+    loaded = selfspec.load(tmp_path / "it.gguf", dtype="float32", executor="generic")
+    assert not any(isinstance(w, QuantisedWeight) for w in loaded.model.parameters())
+    blocks, _ = both(tmp_path / "it.gguf")
+    assert Backbone(blocks, executor="generic").executor_name == "generic"
+    assert blocks.lm_head.weight.kept is not None
+
+
+def test_the_default_model_stays_as_it_is() -> None:
+    """All tensors of its file."""
+    blocks, numbers = (
+        hub.load_model(None, dtype="float32", device="cpu", blocks=kept)[0]
+        for kept in (True, False)
+    )
+    expected = dict(numbers.named_parameters())
+    for name, weight in blocks.named_parameters():
+        assert torch.equal(weight.clone(), expected[name]), name
+    assert sum(isinstance(weight, QuantisedWeight) for weight in blocks.parameters()) == 211
+
+
+# --- folders
+
+WAYS = [
+    ("gptq", {}, True),
+    ("gptq", {"bits": 8, "group": 64}, True),
+    ("gptq", {"symmetric": False}, True),
+    ("gptq", {"shuffled": True}, False),
+    ("awq", {"symmetric": False}, True),
+    ("pack-quantized", {}, True),
+    ("pack-quantized", {"symmetric": False, "group": 64}, True),
+    ("pack-quantized", {"bits": 8, "group": 16}, False),
+    ("int-quantized", {"bits": 8, "group": 64}, True),
+    ("int-quantized", {"bits": 8, "symmetric": False}, True),
+]
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "stay", "dtype"),
+    [(*way, torch.float32) for way in WAYS] + [(*way, torch.bfloat16) for way in WAYS[2:5]],
+)
+def test_a_folder_is_the_numbers_that_it_stands_for(
+    tmp_path: Path, method: str, options: dict[str, Any], stay: bool, dtype: torch.dtype
+) -> None:
+    expected = write_folder(tmp_path, method, **options)
+    kept, numbers = (
+        hub.load_model(tmp_path, dtype=dtype, device="cpu", blocks=blocks)[0]
+        for blocks in (True, False)
+    )
+    for model, blocks in ((kept, stay), (numbers, False)):
+        for name, weight in model.named_parameters():
+            assert torch.equal(weight.clone(), expected[name].to(dtype)), name
+            assert isinstance(weight, QuantisedWeight) == (blocks and "proj" in name), name
+    assert kept.generation_config.eos_token_id == [5, 7]
+    same_texts(kept, numbers, torch.arange(30)[None])
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [way[:2] for way in WAYS if way[0].endswith("quantized")],
+)
+def test_transformers_de_quantises_to_the_same(
+    tmp_path: Path, method: str, options: dict[str, Any]
+) -> None:
+    pytest.importorskip("compressed_tensors", reason="needs compressed-tensors")
+    from transformers import CompressedTensorsConfig
+
+    write_folder(tmp_path, method, **options)
+    theirs, _ = pretrained.load(
+        str(tmp_path),
+        dtype=torch.bfloat16,
+        quantization_config=CompressedTensorsConfig(dequantize=True),
+    )
+    ours = hub.load_model(tmp_path, dtype="bfloat16", device="cpu", blocks=True)[0]
+    expected = dict(theirs.named_parameters())
+    for name, weight in ours.named_parameters():
+        assert torch.equal(weight.clone(), expected[name]), name
+
+
+def loaded(folder: Path, dtype: str) -> dict[str, Tensor]:
+    model = hub.load_model(folder, dtype=dtype, device="cpu", blocks=True)[0]
+    return {name: weight.clone() for name, weight in model.named_parameters()}
+
+
+def test_version_2_of_gptq_takes_nothing_off_its_zeros(tmp_path: Path) -> None:
+    expected = write_folder(tmp_path, "gptq", said={"checkpoint_format": "gptq_v2"})
+    name = "model.layers.1.mlp.up_proj.weight"
+    found = loaded(tmp_path, "float32")[name]
+    assert bool((found > expected[name]).all())  # counted from one less
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_other_dtypes_get_numbers(tmp_path: Path, dtype: str) -> None:
+    expected = write_folder(tmp_path, "awq")
+    for name, weight in loaded(tmp_path, dtype).items():
+        assert torch.equal(weight, expected[name].to(getattr(torch, dtype))), name
+
+
+def test_several_files_are_one_model(tmp_path: Path) -> None:
+    expected = write_folder(tmp_path, "gptq")
+    whole = load_file(tmp_path / "model.safetensors")
+    names = sorted(whole)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, some in parts.items():
+        save_file({name: whole[name] for name in some}, tmp_path / file, {"format": "pt"})
+    weight_map = {name: file for file, some in parts.items() for name in some}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / "model.safetensors").unlink()
+    for name, weight in loaded(tmp_path, "float32").items():
+        assert torch.equal(weight, expected[name].float()), name
+
+
+def change(name: str, to: Callable[[Tensor], Tensor | None]) -> Callable[[Path], None]:
+    """Another tensor in place of one of the second layer's."""
+
+    def damage(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        key = f"model.layers.1.mlp.up_proj.{name}"
+        changed = to(tensors.pop(key))
+        if changed is not None:
+            tensors[key] = changed.contiguous()
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+    return damage
+
+
+def write_bytes(path: Path, tensor: str, place: int, value: bytes) -> None:
+    first = read_header(path).tensors[tensor].first
+    with path.open("r+b") as file:
+        file.seek(first + place)
+        file.write(value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "damage", "said"),
+    [
+        (
+            "GGUF",
+            lambda path: write_bytes(path, "blk.1.ffn_up.weight", 20 * 7, b"\0\x7c"),
+            "blk.1.ffn_up.weight has a scale that is not finite",
+        ),
+        (
+            "GGUF",
+            lambda path: write_bytes(path, "blk.0.attn_norm.weight", 0, b"\0\0\xc0\x7f"),
+            "blk.0.attn_norm.weight holds numbers that are not finite",
+        ),
+        (
+            "GGUF",
+            lambda it: it.write_bytes(it.read_bytes().replace(b"blk.1.attn_k.", b"blk.1.attn_x.")),
+            "it lacks 1 weights",
+        ),
+        ("GGUF", lambda it: it.write_bytes(it.read_bytes()[:-40]), "its tensors end at byte"),
+        ("gptq", change("qweight", lambda it: it[:-1]), "qweight is .7, 128., expected .8, 128."),
+        ("gptq", change("qweight", lambda it: it.float()), "holds torch.float32"),
+        ("gptq", change("qzeros", lambda it: it[:1]), "qzeros is .1, 16., expected .2, 16."),
+        ("gptq", change("g_idx", lambda it: it + 1), "inputs of groups that it has not"),
+        ("gptq", change("scales", lambda it: it / 0), "has a scale that is not finite"),
+        ("awq", change("scales", lambda it: it[:0]), "expected .0, 16."),
+        ("pack-quantized", change("weight_scale", lambda it: it[:5]), "has scales and zeros of"),
+        ("pack-quantized", change("weight_scale", lambda it: it[:, 0]), "expected .128, any"),
+        ("pack-quantized", change("weight_scale", lambda it: it.int()), "scale that is not finite"),
+        ("int-quantized", change("weight", lambda it: it.float()), "holds torch.float32"),
+    ],
+)
+def test_damage_is_refused_in_one_line(
+    tmp_path: Path, kind: str, damage: Callable[[Path], object], said: str
+) -> None:
+    place = tmp_path / "it.gguf" if kind == "GGUF" else tmp_path
+    if kind == "GGUF":
+        write_model(place)
+    else:
+        write_folder(place, kind, bits=8 if kind == "int-quantized" else 4)
+    damage(place)
+    with pytest.raises(ModelNotFound, match=said) as found:
+        hub.load_model(place, dtype="float32", device="cpu", blocks=True)
+    assert len(str(found.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "says", "why"),
+    [
+        ("gptq", {"bits": 3}, "GPTQ of 3 bits"),
+        ("gptq", {"dynamic": {"x": {}}}, "or by layer"),
+        ("awq", {"version": "gemv"}, "AWQ of 4 bits as gemv"),
+        ("gptq", {"quant_method": "bitsandbytes"}, "'bitsandbytes' is not among"),
+        ("gptq", {"quant_method": ["gptq"]}, "is not among"),
+        ("pack-quantized", {"format": ["pack-quantized"]}, "is not one of compressed-tensors"),
+        ("pack-quantized", {"kv_cache_scheme": {"num_bits": 8}}, "more than weights"),
+        ("pack-quantized", {"config_groups": [1]}, "is not one of compressed-tensors"),
+        ("pack-quantized", {"format": "float-quantized"}, "as float-quantized"),
+        ("pack-quantized", {"config_groups": {"a": {"weights": {"num_bits": 2}}}}, "other weights"),
+        ("gptq", None, "it lacks 1 weights, model.layers.1.mlp.up_proj.weight among them"),
+    ],
+)
+def test_other_ways_are_left_to_transformers(
+    tmp_path: Path,
+    method: str,
+    says: dict[str, Any] | None,
+    why: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pretrained, "load", lambda *_, **__: (torch.nn.Linear(1, 1), None))
+    write_folder(tmp_path, method, said=says)
+    if says is None:
+        change("qweight", lambda _: None)(tmp_path)
+    with caplog.at_level(logging.INFO):
+        hub.load_model(tmp_path, device="cpu", blocks=True)
+    assert "is left to transformers: " in caplog.text
+    assert why in caplog.text
