@@ -41,7 +41,7 @@ from selfspec.model.backbone import Backbone
 from selfspec.model.fused import FusedExecutor
 from tests.decoding.test_mutants import GREEDY_MUTANTS, Mutant, every_draft_stays
 from tests.heads.kinds import make_heads, train
-from tests.models import EXECUTORS, make_model, needs_compiler, random_ids
+from tests.models import EXECUTORS, make_model, needs_compiler, random_ids, wrapped
 from tests.talks import make_tokenizer
 
 OPTIONS: dict[str, Any] = {"drafter": "exit:layers=2/4,threshold=0.05,max_tokens=3"}
@@ -106,9 +106,9 @@ def test_a_model_without_heads_is_verified_with_scripted_drafts(drafter: str) ->
 def test_generation_settings_of_the_model_count_on_both_sides(
     speculator: Speculator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    without = subject_of(speculator).compared.texts
+    without = subject_of(speculator, 10).compared.texts
     monkeypatch.setattr(speculator.model.generation_config, "repetition_penalty", 1.8)
-    subject = subject_of(speculator)
+    subject = subject_of(speculator, 10)
     assert subject.compared.texts != without
     rungs = [rung for _, rung in climb(subject)]
     assert [rung.outcome for rung in rungs] == ["passed"] * 4 + ["skipped"] * 2 + ["passed"]
@@ -221,17 +221,12 @@ def test_a_row_has_one_result(family: str, dtype: torch.dtype) -> None:
         assert torch.equal(logits_of(backbone, ids, way), expected), name
 
 
-@pytest.fixture(scope="module")
-def fused() -> Backbone:
-    return Backbone(make_model("llama"), executor="fused")
-
-
 @needs_compiler
 def test_a_kept_half_and_drafts_that_are_taken_back_are_really_there(
-    fused: Backbone, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The ways differ in what they do: passes and rows, counted."""
-    backbone, ids, rows = fused, random_ids(20)[0], []
+    backbone, ids, rows = wrapped(executor="fused"), random_ids(20)[0], []
     logits_of(backbone, ids, Way([20], branch=True))  # the first tree is checked
     run = backbone._executor.run
 
@@ -254,9 +249,9 @@ def test_a_kept_half_and_drafts_that_are_taken_back_are_really_there(
 
 @needs_compiler
 def test_a_product_that_looks_at_the_number_of_rows_is_found(
-    fused: Backbone, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    exact, ids = FusedExecutor.logits, random_ids(80)[0]
+    fused, exact, ids = wrapped(executor="fused"), FusedExecutor.logits, random_ids(80)[0]
     monkeypatch.setattr(
         FusedExecutor,
         "logits",
@@ -269,9 +264,8 @@ def test_a_product_that_looks_at_the_number_of_rows_is_found(
 
 
 @needs_compiler
-def test_only_an_executor_that_claims_it_is_held_to_it(
-    fused: Backbone, speculator: Speculator
-) -> None:
+def test_only_an_executor_that_claims_it_is_held_to_it(speculator: Speculator) -> None:
+    fused = wrapped(executor="fused")
     assert any_split(fused, PassShape())
     assert not any_split(speculator.backbone, PassShape())
     assert not any_split(fused, PassShape(rows=6, slots=64))
