@@ -26,6 +26,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.decoding.drafters.rest import Datastore
+from selfspec.model.generic import Decoder
 from selfspec.options import CONTROLLERS, TOGETHER, Bounded
 from tests import ladder
 from tests.models import VOCAB_SIZE, make_model, random_ids
@@ -180,6 +181,11 @@ def model(
     return made
 
 
+@cache
+def datastore() -> Datastore:
+    return Datastore.of(random_ids(20_000).tolist(), tokenizer())
+
+
 @lru_cache(maxsize=64)
 def speculator(
     family: str, dtype: torch.dtype, executor: str, kind: str, sizes: Sizes = ()
@@ -188,7 +194,7 @@ def speculator(
     heads: Any = kind
     whole = model(family, dtype, sizes=sizes)
     if kind != "logit-lens":
-        heads = ladder.deep_heads(wrap(whole, drafter="none").backbone, EXITS[kind])
+        heads = ladder.deep_heads(Decoder(whole), EXITS[kind])
     found = wrap(
         whole,
         tokenizer(),
@@ -196,7 +202,7 @@ def speculator(
         executor=executor,
         draft_model=model(family, dtype, layers=2, sizes=sizes),
     )
-    found.runtime.datastore = Datastore.of(random_ids(20_000).tolist(), tokenizer())
+    found.runtime.datastore = datastore()
     return found
 
 

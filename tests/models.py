@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from functools import cache
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from selfspec.model.backbone import Backbone
 from selfspec.options import Costs
 
 needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a compiler")
@@ -152,6 +154,17 @@ def make_model(
     _fill(model)
     assert sum(weight.numel() for weight in model.parameters()) < MAX_PARAMETERS
     return model.eval()
+
+
+@cache
+def wrapped(
+    family: str = "llama",
+    dtype: torch.dtype = torch.float32,
+    executor: str = "generic",
+    **overrides: Any,
+) -> Backbone:
+    """Of `make_model`, each made and checked once: it keeps nothing of a text; do not change it."""
+    return Backbone(make_model(family, dtype, **overrides), executor=executor)
 
 
 def addressless(value: object) -> str:

@@ -6,11 +6,12 @@ each command line is read by the command, which is not run.
 
 from __future__ import annotations
 
-import os
+import functools
+import io
 import re
 import shlex
-import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ import pytest
 import typer
 
 import selfspec
+from selfspec.api import speculator
 from selfspec.api.speculator import Speculator
 from selfspec.cli.main import app, main, ordered
+from selfspec.hub import models
 from tests.api.test_default_model import pytestmark  # noqa: F401  # the same model, the same conditions
 
 ROOT = Path(__file__).parents[1]
@@ -67,22 +70,26 @@ PROGRAMS = [
 ]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def read_once() -> Iterator[None]:
+    """Commands with the same model share what is read and packed; none changes it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models, "load_model", functools.cache(models.load_model))
+        patch.setattr(speculator, "Backbone", functools.cache(speculator.Backbone))
+        yield
+
+
 def run(command: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """What it prints; a program of its own takes five seconds to start, so only pipes get one."""
-    if command.startswith("selfspec "):
-        code, found = main(shlex.split(command, comments=True)[1:]), capsys.readouterr()
-        assert code == 0, found.err
-        return found.out
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-c", command],
-        cwd=ROOT,
-        env=os.environ | {"PATH": path},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    """What it prints, in this process: one of its own takes five seconds to start."""
+    said, _, command = command.rpartition(" | ")
+    echoed, words = (shlex.split(part, comments=True) for part in (said, command))
+    assert ["selfspec", *(["echo"] if said else [])] == [words[0], *echoed[:1]]
+    with pytest.MonkeyPatch.context() as patch:
+        piped = " ".join(echoed[1:]) + "\n"
+        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(piped.encode())))
+        code, found = main(words[1:]), capsys.readouterr()
+    assert code == 0, found.err
+    return found.out
 
 
 def test_there_is_something_to_type() -> None:

@@ -111,6 +111,13 @@ def shell(words: str, folder: Path, **variables: str) -> subprocess.CompletedPro
     )
 
 
+def test_a_pipe_is_answered(tmp_path: Path) -> None:
+    furnish(tmp_path)
+    model = "--model model --dtype float32 --executor generic --drafter none"
+    result = shell(f"echo a b | selfspec generate {model} --max-new-tokens 3", tmp_path)
+    assert (result.returncode, bool(result.stdout.strip())) == (0, True), result.stderr
+
+
 def test_a_shell_completes_commands(tmp_path: Path) -> None:
     program = f"exec {sys.executable} -c 'from selfspec.cli.main import run; run()'"
     asked = {"_SELFSPEC_COMPLETE": "complete_bash", "COMP_WORDS": "selfspec cha", "COMP_CWORD": "1"}

@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from selfspec.api.speculator import wrap
+from selfspec.api.speculator import Speculator, wrap
 from selfspec.cli.main import main
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import Draft, GreedyMatch
@@ -51,11 +52,16 @@ PUBLISHED = """\
 WHOLE = f"{MEDUSA_FITTED},max_rows=64".removeprefix("ngram+")
 
 
+@cache
+def targeted(family: str, executor: str) -> Backbone:
+    return Backbone(target(family), executor=executor)
+
+
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("name", HEADS)
 def test_drafts_are_those_of_the_reference_on_any_executor(name: str, executor: str) -> None:
     """The text is given as a prompt, whose first token the model itself would not have written."""
-    backbone = Backbone(target(HEADS[name][0]), executor=executor)
+    backbone = targeted(HEADS[name][0], executor)
     heads = AttendingHeads.from_pretrained(
         HERE / name, backbone.unembedding, "", "tiny", backbone.num_layers
     )
@@ -103,10 +109,9 @@ def drafts(entries: list[Round]) -> list[tuple[list[int], list[int]]]:
     return [(entry.draft_tokens, entry.tokens) for entry in entries]
 
 
-@pytest.mark.parametrize("patience", [None, 0.5], ids=["", "in pieces"])
 @pytest.mark.parametrize("kind", ["attending", "medusa"])
 def test_a_text_has_the_drafts_that_it_has_alone(
-    backbone: Backbone, kind: str, patience: float | None, monkeypatch: pytest.MonkeyPatch
+    backbone: Backbone, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a batch, whose rows run together, with prompts that begin alike or were written before."""
     attends, texts = kind == "attending", list[int]()
@@ -134,19 +139,21 @@ def test_a_text_has_the_drafts_that_it_has_alone(
         assert tokens == [token for entry in written for token in entry.tokens]
     assert sum(len(tokens) > 1 for entries in alone for _, tokens in entries)
     assert set(texts) == {1}
-    engine = Engine(runtime(), most=4, patience=patience)
-    running = [engine.add(asked(prompt), options) for prompt in prompts]
-    while engine.texts:
-        engine.step()
-    again = engine.add(asked(prompts[2]), options)
-    assert max(texts) == 4
-    assert [drafts(one.take()) for one in running] == alone
-    for one in running:
-        if (reading := one.state.attention) is not None:
-            assert reading.ids == one.state.committed(1)[: len(reading.ids)]
-    assert drafts(list(again)) == alone[2]
-    if backbone.claims.pages is not None:
-        assert again.stats.reused_tokens == prompts[2].shape[1] - 1
+    for patience in (None, 0.5):  # with prompts whole, and in pieces
+        engine = Engine(runtime(), most=4, patience=patience)
+        running = [engine.add(asked(prompt), options) for prompt in prompts]
+        texts.clear()
+        while engine.texts:
+            engine.step()
+        again = engine.add(asked(prompts[2]), options)
+        assert max(texts) == 4
+        assert [drafts(one.take()) for one in running] == alone
+        for one in running:
+            if (reading := one.state.attention) is not None:
+                assert reading.ids == one.state.committed(1)[: len(reading.ids)]
+        assert drafts(list(again)) == alone[2]
+        if backbone.claims.pages is not None:
+            assert again.stats.reused_tokens == prompts[2].shape[1] - 1
 
 
 def test_a_conversation_goes_on_from_what_was_read(backbone: Backbone) -> None:
@@ -335,7 +342,12 @@ def test_a_tree_is_no_deeper_than_there_are_heads(precise: Backbone) -> None:
         assert max(depths) == min(count, 4)
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.fixture(scope="module")
+def medusa(backbone: Backbone) -> Speculator:
+    heads = ladder.medusa_heads(backbone)
+    return wrap(backbone.model, heads=heads, executor=backbone.executor_name)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -347,14 +359,11 @@ def test_a_tree_is_no_deeper_than_there_are_heads(precise: Backbone) -> None:
     ],
     ids=str,
 )
-def test_medusa_trees_change_no_text(options: dict[str, Any], executor: str) -> None:
-    model = make_model("llama")
-    heads = ladder.medusa_heads(Backbone(model, executor="generic"))
-    speculator = wrap(model, heads=heads, executor=executor)
+def test_medusa_trees_change_no_text(medusa: Speculator, options: dict[str, Any]) -> None:
     many: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
     many |= {name: options[name] for name in options.keys() & {"repetition_penalty"}}
-    plain = speculator.generate(random_ids(9), speculate=False, **many)
-    found = speculator.generate(random_ids(9), **many | options)
+    plain = medusa.generate(random_ids(9), speculate=False, **many)
+    found = medusa.generate(random_ids(9), **many | options)
     assert found.token_ids == plain.token_ids
     assert found.stats.drafted_by_source["exit"] > 0
 

@@ -37,12 +37,12 @@ from selfspec.model.backbone import Backbone
 from selfspec.model.fused import FusedExecutor
 from tests.decoding.test_mutants import GREEDY_MUTANTS, Mutant, every_draft_stays
 from tests.heads.kinds import make_heads, train
-from tests.models import EXECUTORS, make_model, needs_compiler, random_ids
+from tests.models import EXECUTORS, make_model, needs_compiler, random_ids, wrapped
 
 OPTIONS: dict[str, Any] = {"drafter": "exit:layers=2/4,threshold=0.05,max_tokens=3"}
 
 
-def recorded(model: PreTrainedModel, **options: Any).speculator -> Speculator:
+def speculator_of(model: PreTrainedModel, **options: Any) -> Speculator:
     return wrap(model, heads="logit-lens", **{"executor": "generic"} | OPTIONS | options)
 
 
@@ -56,7 +56,7 @@ def subject_of(speculator: Speculator, new_tokens: int = 20, **values: Any) -> S
 
 @pytest.fixture(scope="module")
 def speculator() -> Speculator:
-    return recorded(make_model("llama"))
+    return speculator_of(make_model("llama"))
 
 
 def rung(number: int, subject: Subject) -> Rung:
@@ -101,9 +101,9 @@ def test_a_model_without_heads_is_verified_with_scripted_drafts(drafter: str) ->
 def test_generation_settings_of_the_model_count_on_both_sides(
     speculator: Speculator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    without = subject_of(speculator).compared.texts
+    without = subject_of(speculator, 10).compared.texts
     monkeypatch.setattr(speculator.model.generation_config, "repetition_penalty", 1.8)
-    subject = subject_of(speculator)
+    subject = subject_of(speculator, 10)
     assert subject.compared.texts != without
     rungs = [rung for _, rung in climb(subject)]
     assert [rung.outcome for rung in rungs] == ["passed"] * 4 + ["skipped"] * 2 + ["passed"]
@@ -112,7 +112,7 @@ def test_generation_settings_of_the_model_count_on_both_sides(
 
 @pytest.mark.parametrize("mutant", GREEDY_MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_a_planted_bug_fails_a_rung(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
-    subject = subject_of(recorded(make_model("llama")))
+    subject = subject_of(speculator_of(make_model("llama")))
     mutant(monkeypatch)
     assert any(rung.outcome == "failed" for _, rung in climb(subject))
 
@@ -120,7 +120,7 @@ def test_a_planted_bug_fails_a_rung(mutant: Mutant, monkeypatch: pytest.MonkeyPa
 def test_tokens_that_are_not_the_logits_choice_fail_the_second_rung(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    subject = subject_of(recorded(make_model("llama")), 6)
+    subject = subject_of(speculator_of(make_model("llama")), 6)
     every_draft_stays(monkeypatch)  # the row that judges a wrong draft is right, bit for bit
     second = rung(2, subject)
     assert second.outcome == "failed"
@@ -132,7 +132,7 @@ def test_what_is_skipped_says_why(speculator: Speculator, monkeypatch: pytest.Mo
         raise PinnedUnavailable("3 of 8 positions changed bits")
 
     monkeypatch.setattr("selfspec.decoding.measure.check_pinned", refuse)
-    unprobed = recorded(speculator.model).speculator
+    unprobed = speculator_of(speculator.model)
     rungs = [rung for _, rung in climb(subject_of(unprobed, 4, rungs=(1, 2, 4, 5, 6, 7)))]
     skipped = [number for number, rung in enumerate(rungs, 1) if rung.outcome == "skipped"]
     assert skipped == [2, 3, 5, 6]
@@ -160,7 +160,7 @@ def test_a_parting_is_forgiven_up_to_twice_the_noise(
 
 
 def test_a_token_far_below_the_best_fails_the_fifth_rung() -> None:
-    subject = subject_of(recorded(make_model("llama", torch.bfloat16)), 4)
+    subject = subject_of(speculator_of(make_model("llama", torch.bfloat16)), 4)
     right = subject.compared.texts
     assert rung(5, subject).outcome == "passed"
     wrong = [[[*text[:-1], (text[-1] + 1) % 96] for text in texts] for texts in right]
@@ -172,7 +172,7 @@ def test_a_token_far_below_the_best_fails_the_fifth_rung() -> None:
 def test_a_text_that_gets_the_rows_of_another_fails_the_seventh_rung(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    subject = subject_of(recorded(make_model("llama"), executor="fused"))
+    subject = subject_of(speculator_of(make_model("llama"), executor="fused"))
     right = Target.part
     monkeypatch.setattr(
         Target, "part", lambda self, rows: right(self, slice(0, rows.stop - rows.start))
@@ -216,17 +216,12 @@ def test_a_row_has_one_result(family: str, dtype: torch.dtype) -> None:
         assert torch.equal(logits_of(backbone, ids, way), expected), name
 
 
-@pytest.fixture(scope="module")
-def fused() -> Backbone:
-    return Backbone(make_model("llama"), executor="fused")
-
-
 @needs_compiler
 def test_a_kept_half_and_drafts_that_are_taken_back_are_really_there(
-    fused: Backbone, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The ways differ in what they do: passes and rows, counted."""
-    backbone, ids, rows = fused, random_ids(20)[0], []
+    backbone, ids, rows = wrapped(executor="fused"), random_ids(20)[0], []
     logits_of(backbone, ids, Way([20], branch=True))  # the first tree is checked
     run = backbone._executor.run
 
@@ -249,9 +244,9 @@ def test_a_kept_half_and_drafts_that_are_taken_back_are_really_there(
 
 @needs_compiler
 def test_a_product_that_looks_at_the_number_of_rows_is_found(
-    fused: Backbone, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    exact, ids = FusedExecutor.logits, random_ids(80)[0]
+    fused, exact, ids = wrapped(executor="fused"), FusedExecutor.logits, random_ids(80)[0]
     monkeypatch.setattr(
         FusedExecutor,
         "logits",
@@ -264,9 +259,8 @@ def test_a_product_that_looks_at_the_number_of_rows_is_found(
 
 
 @needs_compiler
-def test_only_an_executor_that_claims_it_is_held_to_it(
-    fused: Backbone, speculator: Speculator
-) -> None:
+def test_only_an_executor_that_claims_it_is_held_to_it(speculator: Speculator) -> None:
+    fused = wrapped(executor="fused")
     assert any_split(fused, PassShape())
     assert not any_split(speculator.backbone, PassShape())
     assert not any_split(fused, PassShape(rows=6, slots=64))

@@ -1,7 +1,8 @@
 """A fit that is killed at any point ends as if never killed, and heads are old or new, never mixed.
 
-The kills are real: a forked process leaves without any clean-up, before or behind a step, a
-measurement, or a single operation on a file, halves of files included.
+What a killed process leaves is what there is at that moment: before or behind a step, a
+measurement, or a single operation on a file, halves of files included. It is kept, and gone on
+from. One kill is real: a forked process leaves without any clean-up.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from selfspec.cli.main import main
 from selfspec.heads import exit_heads as heads_module
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.model.backbone import Backbone
-from selfspec.training import fit
+from selfspec.training import fit, records
 from tests.models import make_model
 from tests.talks import make_talks, make_tokenizer
 
@@ -30,14 +31,16 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="forks")
 
 FIT = ["fit", "--model", "model", "--dtype", "float32", "--data", "talks.jsonl"]
 FIT += ["--validation", "talks.jsonl", "--batch-tokens", "128", "--draft-vocab-size", "80"]
-FIT += ["--exit-layers", "2,3", "--checkpoint-steps", "1", "--output", "out"]
+FIT += ["--exit-layers", "2,3", "--checkpoint-steps", "1", "--output", "place/out"]
 EPOCHS = ["--epochs", "2", "--learning-rate", "0.01"]
+KILLED = 9
+PLACE, OUT, KEPT = Path("place"), Path("place/out"), Path("kept")
 
 
 class Moments:
-    """Counts what a fit does; at `last` the process is gone."""
+    """What a fit does, and in KEPT what lies in PLACE then; at `last` the process is gone."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, last: int = -1) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, last: str | None = None) -> None:
         self.names: list[str] = []
         self._last = last
         for place, name in [
@@ -53,8 +56,10 @@ class Moments:
     def pass_by(self, name: str) -> None:
         """One moment more."""
         self.names.append(name)
-        if len(self.names) == self._last:
-            os._exit(9)
+        if name == self._last:
+            os._exit(KILLED)
+        if self._last is None:
+            shutil.copytree(PLACE, KEPT / str(len(self.names)))
 
     def _watched(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
@@ -76,36 +81,32 @@ class Moments:
         return save
 
 
-@pytest.fixture
-def workplace(tmp_path: Path, backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a tiny model and conversations; the current one."""
+@pytest.fixture(autouse=True)
+def workplace(tmp_path: Path, backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current folder: a tiny model and conversations. Curves take longer than the fit."""
     make_model("llama").save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
     talks = make_talks(backbone.model)
     lines = [json.dumps({"input_ids": list(t.ids), "answer_start": 5}) for t in talks]
     (tmp_path / "talks.jsonl").write_text("\n".join(lines) + "\n")
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    monkeypatch.setattr(records, "picture_of", lambda entries: repr(entries).encode())
+    PLACE.mkdir()
 
 
-def killed(command: list[str], last: int) -> None:
-    """Run it in a process of its own, which is gone at moment `last`."""
-    child = os.fork()
-    if child == 0:
-        try:
-            with pytest.MonkeyPatch.context() as patch:
-                Moments(patch, last)
-                main(command)
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-
-
-def moments(command: list[str]) -> list[str]:
+def moments(*more: str) -> list[str]:
+    """What happens in a fit, from the first moment; KEPT has a folder for each."""
+    shutil.rmtree(KEPT, ignore_errors=True)
     with pytest.MonkeyPatch.context() as patch:
         seen = Moments(patch)
-        assert main(command) == 0
+        assert main([*FIT, *more]) == 0
     return seen.names
+
+
+def left_at(moment: int) -> None:
+    """As if the process had been killed then."""
+    shutil.rmtree(PLACE)
+    shutil.copytree(KEPT / str(moment), PLACE)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -114,25 +115,29 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in timed}
 
 
-def test_a_fit_killed_at_any_moment_gives_the_same_heads(workplace: Path) -> None:
-    command = [*FIT, *EPOCHS]
-    names = moments(command)
-    expected = contents(workplace / "out")
+def test_a_fit_killed_at_any_moment_gives_the_same_heads() -> None:
+    names = moments(*EPOCHS)
+    expected = contents(OUT)
     ends = [n for n, name in enumerate(names, start=1) if name.endswith("agreements")]
-    drawn = random.Random(0).sample(range(1, len(names) + 1), 5)
     assert len(ends) == 4  # before and behind both epochs' measurement
-    for number, last in enumerate([*ends, *drawn]):
-        folder = f"out{number}"
-        again = [*command[: command.index("out")], folder, *EPOCHS]
-        killed(again, last)
-        assert main(again) in (0, 2)  # 2: only the checkpoint was left to remove
-        found = workplace / folder
-        assert contents(found) == expected, f"killed at {names[last - 1]}, moment {last}"
+    for moment in [*ends, *random.Random(0).sample(range(1, len(names) + 1), 5)]:
+        left_at(moment)
+        assert main([*FIT, *EPOCHS]) in (0, 2)  # 2: only the checkpoint was left to remove
+        assert contents(OUT) == expected, f"killed at {names[moment - 1]}, moment {moment}"
+    shutil.rmtree(OUT)
+    if (child := os.fork()) == 0:
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                Moments(patch, "half of a file")
+                main([*FIT, *EPOCHS])
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == KILLED
+    assert main([*FIT, *EPOCHS]) == 0
+    assert contents(OUT) == expected
 
 
-def test_heads_being_replaced_are_the_old_ones_or_the_new_ones(
-    workplace: Path, backbone: Backbone
-) -> None:
+def test_heads_being_replaced_are_the_old_ones_or_the_new_ones(backbone: Backbone) -> None:
     def loaded(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
         found = ExitHeads.from_pretrained(
             folder, backbone.unembedding, backbone.fingerprint, "tiny"
@@ -144,23 +149,17 @@ def test_heads_being_replaced_are_the_old_ones_or_the_new_ones(
         return bool(one[0] == other[0] and tensors)
 
     assert main([*FIT, *EPOCHS]) == 0
-    old, out = loaded(workplace / "out"), workplace / "out"
-    shutil.copytree(out, workplace / "kept")
-    command = [*FIT, "--epochs", "1", "--learning-rate", "0.5"]
-    names = moments([*command, "--overwrite"])
-    new = loaded(out)
+    old, other = loaded(OUT), ("--epochs", "1", "--learning-rate", "0.5")
+    names = moments(*other, "--overwrite")
+    new = loaded(OUT)
     assert not same(old, new)
     writing = len(names) - names[::-1].index("behind agreements")
-    replaced = [n for n, name in enumerate(names, start=1) if name == "behind replace"]
-    drawn = random.Random(0).sample(range(writing, len(names) + 1), 5)
     seen = {"old": 0, "new": 0}
-    for last in {*drawn, *(number for number in replaced if number > writing)}:
-        shutil.rmtree(out)
-        shutil.copytree(workplace / "kept", out)
-        killed([*command, "--overwrite"], last)
-        found = loaded(out)
-        assert same(found, old) or same(found, new), f"killed at {names[last - 1]}"
+    for moment in range(writing, len(names) + 1):
+        found = loaded(KEPT / str(moment) / "out")
+        assert same(found, old) or same(found, new), f"killed at {names[moment - 1]}"
         seen["new" if same(found, new) else "old"] += 1
-    assert main(command) in (0, 2)
-    assert same(loaded(out), new)
     assert min(seen.values()) > 1
+    left_at(random.Random(0).randrange(writing, len(names) + 1))
+    assert main([*FIT, *other]) in (0, 2)
+    assert same(loaded(OUT), new)
