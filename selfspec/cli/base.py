@@ -189,6 +189,8 @@ ConfigFile = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON value on standard output.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")]
 
+RAW = Flag("raw", bool, "Continue the prompt, without chat template.")
+
 SYSTEM = Flag("system", str, "System message ahead of the conversation.")
 
 Stats = Literal["short", "full"]  # how much is said of an answer

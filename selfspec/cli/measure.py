@@ -74,6 +74,7 @@ _FROM = {"source", "html", "card", "rejected", "overwrite"}  # what means someth
     *_TARGETS,
     Flag("all_layers", bool, "Also layers without heads. Built in: on."),
     Flag("rejected", bool, "Also show rejected drafts."),
+    base.RAW,
     Flag("overwrite", bool, "Replace what an earlier trace wrote there."),
     *SHARED,
 )
@@ -132,8 +133,9 @@ def _looked(prompt: str | None, asked: base.Named) -> tuple[LayerTrace, Measured
         from selfspec.visualise.layers import LayerTrace
 
         return LayerTrace.load(Path(asked["source"])), None
-    options = base.answering(asked)
-    text = base.read_prompt(prompt)
+    options = base.answering(asked) | {"raw": asked.get("raw", False)}
+    text = base.read_prompt(prompt, raw=options["raw"])
+    base.check_template(asked, "trace")
     speculator = base.load(asked)
     from selfspec.visualise.look import inspect
 

@@ -231,6 +231,7 @@ def adapt(*, asked: Asked) -> None:
     learn on. Nothing else should run meanwhile.
     """
     _check(asked)
+    base.check_template(asked, "adapt")
     given = {name: value for name, value in asked.items() if name != "config"}
     from selfspec.adaptation import adapt as made
 
@@ -368,7 +369,6 @@ def _proposer(
 def _proposer_of(
     load: Callable[[], Base], options: DataOptions, prompts: Prompts | None, excluded: set[int]
 ) -> Callable[[Any], Proposal]:
-    """A worker's, with the model that it loads."""
     from selfspec.training.selfgen import Author
 
     return _proposer(Author(*load()[:2], options, lambda _: None), prompts, excluded)
@@ -516,7 +516,6 @@ def _write_features(asked: Asked, options: CacheOptions, workers: int) -> None:
 def _computer_of(
     load: Callable[[], Base], spec: FeatureSpec
 ) -> Callable[[list[Conversation]], Features]:
-    """A worker's, with the model that it loads."""
     import torch
 
     from selfspec.training.features import features, padded

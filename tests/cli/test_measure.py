@@ -154,10 +154,11 @@ TRACE = ["trace", *MODEL, *DRAFTS, *SIX]
 def test_it_shows_keeps_and_draws_the_answer_that_generate_gives(
     workplace: Path, capsys: Capture
 ) -> None:
-    assert main([*TRACE, "a b c", "--output", "t.jsonl", "--card", "card.png"]) == 0
+    raw = ["--raw", "--output", "t.jsonl"]
+    assert main([*TRACE, "a b c", *raw, "--card", "card.png"]) == 0
     shown = capsys.readouterr().out
     found = LayerTrace.load(Path("t.jsonl"))
-    options = {"drafter": "exit:layers=2/4,threshold=0.05", "max_new_tokens": 6}
+    options = {"drafter": "exit:layers=2/4,threshold=0.05", "max_new_tokens": 6, "raw": True}
     answer = load("model", dtype="float32", heads="logit-lens").generate("a b c", **options)  # type: ignore[arg-type]  # checked by generate
     assert [place.token for place in found.places] == answer.token_ids
     assert tuple(found.info.taus) == (2, 4)
