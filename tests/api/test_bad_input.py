@@ -95,6 +95,16 @@ BATCHES = {"several rows", "lists of ids"}
 """Of these: what is several prompts."""
 
 
+ADVICE = {
+    "lists of ids": "generate_batch",
+    "generator": "generate_each",
+    "path": "path.read_text()",
+    "bytes": "prompt.decode()",
+    "dict": "Give its input_ids",
+}
+"""What is said of a mistake that is often made."""
+
+
 @pytest.mark.parametrize("name", PROMPTS)
 def test_what_is_no_prompt_is_refused_in_one_line(name: str, speculator: Speculator) -> None:
     calls: list[Any] = [speculator.generate, speculator.session().generate]
@@ -102,6 +112,7 @@ def test_what_is_no_prompt_is_refused_in_one_line(name: str, speculator: Specula
         with pytest.raises((InvalidPrompt, InvalidOption)) as caught:
             call(PROMPTS[name], max_new_tokens=2)
         check(caught.value)
+        assert ADVICE.get(name, "") in str(caught.value)
 
 
 @pytest.mark.parametrize("name", sorted(BATCHES))
@@ -109,24 +120,6 @@ def test_what_is_several_prompts_is_answered_by_a_batch(name: str, speculator: S
     answers = speculator.generate_batch(PROMPTS[name], max_new_tokens=2, do_sample=False)
     alone = [speculator.generate(one, max_new_tokens=2, do_sample=False) for one in PROMPTS[name]]
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in alone]
-
-
-@pytest.mark.parametrize(
-    ("name", "advice"),
-    [
-        ("lists of ids", "generate_batch"),
-        ("generator", "generate_each"),
-        ("path", "path.read_text()"),
-        ("bytes", "prompt.decode()"),
-        ("dict", "Give its input_ids"),
-    ],
-)
-def test_a_mistake_that_is_often_made_has_its_own_advice(
-    name: str, advice: str, speculator: Speculator
-) -> None:
-    with pytest.raises(InvalidPrompt) as caught:
-        speculator.generate(PROMPTS[name])
-    assert advice in str(caught.value)
 
 
 def test_words_need_a_tokenizer_and_raw_is_for_text(model: Any, speculator: Speculator) -> None:
@@ -277,13 +270,6 @@ WRAPS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("values", [None, 5, "speculate", ["speculate"], [("speculate", 1)]])
-def test_options_are_updated_from_names_and_values_only(values: Any) -> None:
-    with pytest.raises(InvalidOption) as caught:
-        SpeculationOptions().updated(values)
-    check(caught.value)
-
-
 def test_more_pinned_positions_than_memory_could_hold_are_refused(model: Any) -> None:
     pinned = wrap(model, executor="generic", heads="logit-lens", pinned=True)
     with pytest.raises(InvalidOption, match="pinned passes would look at") as caught:
@@ -299,6 +285,9 @@ MANY: list[dict[str, Any]] = [
     {"temprature": 0.5},
     {"drafter": "ngrm"},
 ]
+
+
+NAMELESS: list[Any] = [None, 5, "speculate", ["speculate"], [("speculate", 1)]]
 
 
 def generate(speculator: Speculator, values: dict[str, Any]) -> None:
@@ -329,6 +318,7 @@ REFUSED = {
     lambda speculator, values: speculator.hf(**values): LOOPS,
     wrap_again: WRAPS,
     many: MANY,
+    lambda _, values: SpeculationOptions().updated(values): NAMELESS,
 }
 
 
@@ -345,21 +335,6 @@ def test_what_makes_no_sense_is_refused_in_one_line(
     with pytest.raises(SelfspecError) as caught:
         call(speculator, values)
     check(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("option", "meant"), [("stop", "stop_strings"), ("max_tokens", "max_new_tokens")]
-)
-def test_the_name_that_was_meant_is_named(option: str, meant: str, speculator: Speculator) -> None:
-    with pytest.raises(InvalidOption, match=f"Did you mean {meant}"):
-        speculator.call(IDS, {option: 5})  # type: ignore[misc]  # the mistake
-
-
-def test_keywords_of_another_call_are_told_apart(model: Any, speculator: Speculator) -> None:
-    with pytest.raises(InvalidOption, match="Did you mean heads"):
-        wrap(model, head="logit-lens")
-    with pytest.raises(InvalidOption, match=r"streamer is for model\.generate itself"):
-        speculator.hf(streamer=None)
 
 
 def test_numbers_of_numpy_are_numbers(speculator: Speculator) -> None:
@@ -405,6 +380,10 @@ def other_heads() -> Any:
     return logit_lens(backbone.unembedding, backbone.num_layers, "other")
 
 
+def asked(model: Any, **options: Any) -> Any:
+    return speaking(model).call(IDS, options)  # type: ignore[arg-type]  # the mistake
+
+
 class Processor:
     """Has a tokenizer, and is none."""
 
@@ -435,6 +414,11 @@ CASES: list[tuple[Callable[[Any], Any], type[SelfspecError], str]] = [
     (lambda model: wrap(model, executor=None), InvalidOption, "executor is None"),
     (lambda model: wrap(model, draft_model="x"), InvalidOption, "draft_model is of type str"),
     (lambda model: wrap(model, colour=3), InvalidOption, "unknown option 'colour'"),
+    (lambda model: wrap(model, head="logit-lens"), InvalidOption, "Did you mean heads"),
+    (lambda model: asked(model, stop=5), InvalidOption, "Did you mean stop_strings"),
+    (lambda model: asked(model, max_tokens=5), InvalidOption, "Did you mean max_new_tokens"),
+    (lambda model: speaking(model).hf(streamer=None), InvalidOption, r"for model\.generate itself"),
+    (lambda model: speaking(model)("hi"), InvalidOption, r"custom_generate=speculator\.hf"),
     (lambda model: load(model), InvalidOption, r"use selfspec\.wrap\(model\)"),
     (lambda _: load(3), InvalidOption, "model is of type int"),
     (lambda _: load(""), InvalidOption, "model is empty"),
