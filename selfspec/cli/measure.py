@@ -193,8 +193,7 @@ def tune(*, as_json: base.AsJson = False, asked: Asked) -> None:
     costs = measure(backbone, heads, rows=record.widest, context=record.mean_context)
     with base.bar("replay", "settings") as show:
         found = choosing.tune(record, costs, options, show)
-    known = asdict(found) | {"costs": asdict(costs)}
-    dry_run = asked.get("dry_run", False)
+    known, dry_run = asdict(found) | {"costs": asdict(costs)}, asked.get("dry_run", False)
     file = None if dry_run else tuned.write(backbone, heads, found.options, known)
     lines = [f"{found.settings:,} settings tried on {found.prompts} prompts", found.sentence()]
     if found.speculates:
@@ -216,6 +215,7 @@ def tune(*, as_json: base.AsJson = False, asked: Asked) -> None:
 # --- bench
 
 _METHODS = ("hugging-face", "plain", "speculation", "ngram", "ngram+exit")
+_NO_HEADS = ("hugging-face", "plain", "ngram")
 
 
 @with_flags(
@@ -246,8 +246,7 @@ def bench(*, as_json: base.AsJson = False, asked: Asked) -> None:
     if "concurrency" in asked:
         base.emit(_concurrency(asked, options))
         return
-    names = asked.get("methods", _METHODS)
-    check_keys(names, METHODS, "method")
+    check_keys(asked.get("methods", ()), METHODS, "method")
     sweep = {said: move for text in asked.get("sweep", []) for said, move in moved(text).items()}
     from selfspec.eval import report
 
@@ -258,6 +257,7 @@ def bench(*, as_json: base.AsJson = False, asked: Asked) -> None:
     if options.tune_on is not None:
         load_suite(options.tune_on)  # before the work, and where no method has a grid too
     speculator = base.load(asked)
+    names = asked.setdefault("methods", _NO_HEADS if speculator.heads is None else _METHODS)
     from selfspec.eval import bench as measuring
     from selfspec.eval.methods import candidates, swept
     from selfspec.model.weights import keep_numbers
@@ -318,7 +318,7 @@ def _run_record(
     backbone, heads = speculator.backbone, speculator.heads
     facts = {
         "run": {
-            "methods": asked.get("methods", _METHODS),
+            "methods": asked["methods"],
             "sweep": asked.get("sweep", []),
             **options.record(),
         },
@@ -334,10 +334,8 @@ def _run_record(
             "heads": Path(asked["heads"]).name if "heads" in asked else "default",
             "head_type": heads and heads.config.head_type,
             "exit_layers": heads and heads.config.exit_layers,
-            **{
-                name: asked.get(name) and Path(asked[name]).name
-                for name in ("draft_model", "datastore")
-            },
+            "draft_model": asked.get("draft_model") and Path(asked["draft_model"]).name,
+            "datastore": asked.get("datastore") and Path(asked["datastore"]).name,
         },
         "speculation": speculator.options.described(),
         "machine": machine(),
@@ -351,9 +349,8 @@ def _concurrency(asked: Asked, options: BenchOptions) -> str:
     texts: tuple[int, ...] = asked["concurrency"]
     if min(texts) < 1:
         raise InvalidOption(f"concurrency holds {min(texts)}, expected at least 1")
-    outputs = [Path(asked["output"], name) for name in ("concurrency.json", "concurrency.md")]
-    for path in outputs:
-        base.check_file(asked, path)
+    ends = "concurrency.json", "concurrency.md"
+    outputs = [base.check_file(asked, Path(asked["output"], name)) for name in ends]
     suite = load_suite(options.suite, options.questions, options.limit)
     from selfspec.eval import concurrency
     from selfspec.eval.concurrency import table
@@ -410,8 +407,7 @@ def report(
     from selfspec.eval import report as reporting
 
     place = files.check_file(output, overwrite=overwrite, reads=folders)
-    page = reporting.page([reporting.read_results(folder) for folder in folders])
-    files.write(place, page)
+    files.write(place, reporting.page([reporting.read_results(folder) for folder in folders]))
     base.emit(f"{place}\n")
 
 

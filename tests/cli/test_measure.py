@@ -111,8 +111,10 @@ def test_results_are_neither_overwritten_nor_continued_unasked(
     assert answers.read_text() == before
     assert main([*command, "2", "--resume"]) == 2
     assert "cannot resume out: run limit was 1, now it is 2" in capsys.readouterr().err
-    assert main([*command, "2", "--overwrite"]) == 0
+    none = ["--heads", "none", "--drafter", "ngram"]
+    assert main([*BENCH, *none, "--limit", "2", "--overwrite"]) == 0
     assert len(answers.read_text().splitlines()) == 2
+    assert run_of(workplace)["run"]["methods"] == ["hugging-face", "plain", "ngram"]
 
 
 def test_a_failing_method_gives_exit_code_1_and_the_rest_of_the_table(
