@@ -668,7 +668,8 @@ def refused(error: Exception) -> str | None:
             return f"cannot use {error.filename}: {error.strerror}"
         return f"cannot write standard output or a file: {error.strerror}"
     text = str(error)
-    if isinstance(error, MemoryError) or "out of memory" in text or "allocate memory" in text:
+    short = re.search("out of memory|allocate memory|failed to map segment", text)
+    if isinstance(error, MemoryError) or short:
         return f"there is not enough memory: {first_line(error)}. Ask for less, or free some"
     return None
 
