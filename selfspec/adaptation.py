@@ -234,7 +234,6 @@ def adapt(
         reads=[model, recipe, questions, passages, chat_template],
     ).absolute()
     with files.locked(folder):
-        folder.mkdir(parents=True, exist_ok=True)
         read = read_recipe(recipe)
         return _Adaptation(
             folder=folder,
@@ -390,7 +389,6 @@ class _Adaptation:
         state, backbone = self._state, Backbone(self._model, fingerprint=self._fingerprint)
         if not state.batch_size:
             state.batch_size = self._batch_size(backbone)
-            self._save()
         longest = min(self.text.max_new_tokens, backbone.max_positions // 2)
         options = replace(self.text, batch_size=state.batch_size, max_new_tokens=longest)
         excluded = {n for q in load_suite() for turn in q.turns for n in selfgen.ngrams(turn)}
@@ -404,6 +402,7 @@ class _Adaptation:
             self._say(f"writing text: {done:,} answer tokens, {fresh:,} more in this batch")
 
         author = selfgen.Author(backbone, self._tokenizer, options, count)
+        self._save()
         own = [turns for number, turns in enumerate(self.own) if number % 5]
         prompts = author.prompts(self.recipe, self.passages, own)
         propose = selfgen.here(selfgen.Written(author, prompts, excluded).propose)
@@ -423,7 +422,8 @@ class _Adaptation:
         room = self._left(_TEXT_UNTIL) / _LEAST_BATCHES
         fitting = [n for n in _BATCHES if _ROW_TOKENS * (step[low] + slope * (n - low)) <= room]
         rows = fitting[-1] if fitting else _BATCHES[0]
-        expected = 0.5 * rows / (step[low] + slope * (rows - low)) * self._left(_TEXT_UNTIL)
+        left = max(0.0, self._left(_TEXT_UNTIL))
+        expected = 0.5 * rows / (step[low] + slope * (rows - low)) * left
         if expected < _HELPFUL:
             logger.warning(
                 "the time may be too short: some %s answer tokens can be written, and heads began "

@@ -325,14 +325,16 @@ def _refuse_special(path: Path) -> None:
 
 def _require_writable(folder: Path) -> None:
     """Raise CannotWrite unless `folder`, or the nearest one around it that exists, takes files."""
-    try:
+    near = folder
+    try:  # permissions do not say it: root may write in /proc, which takes no files
         near = next(entry for entry in (folder, *folder.absolute().parents) if entry.exists())
+        if near.is_dir():
+            tempfile.TemporaryFile(dir=near).close()
     except OSError as error:
-        raise CannotWrite(f"cannot write into {folder}: {error.strerror}") from error
+        why = f"it takes no files ({error.strerror})"
+        raise CannotWrite(f"cannot write into {near}: {why}. Name another place") from error
     if not near.is_dir():
         raise CannotWrite(f"cannot write into {folder}: {near} is a file. Name another place")
-    if not os.access(near, os.W_OK | os.X_OK):
-        raise CannotWrite(f"cannot write into {near}: permission denied. Name another place")
 
 
 @contextmanager

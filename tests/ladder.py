@@ -280,10 +280,8 @@ def drafters(
 ) -> Iterator[tuple[str, Drafter, tuple[int, ...]]]:
     """Good, bad and random drafts, and real exits; with the exit layers each needs."""
     size = backbone.vocab_size
-    deep, attending = (
-        cache(partial(deep_heads, backbone)),
-        cache(partial(attending_heads, backbone)),
-    )
+    deep = cache(partial(deep_heads, backbone))
+    attending = cache(partial(attending_heads, backbone))
 
     def exits(tau: float = 0.05, width: int = 5) -> ExitDrafter:
         return exit_drafter(backbone, tau, width)

@@ -129,6 +129,7 @@ def test_what_cannot_be_is_one_line(
 ) -> None:
     with pytest.raises(error, match=field):
         made(folder.parent / "new" if "model" in options else folder, **options)
+    assert not (folder.parent / "new").exists()
 
 
 @pytest.mark.parametrize("damage", ["{", '{"spent_s": "long"}'])

@@ -111,6 +111,12 @@ class Speculator:
             f"{model.device}, executor {model.executor_name}, drafter {drafter}>"
         )
 
+    def __call__(self, *_: object, **__: object) -> None:
+        """Refused: transformers would pass over a `custom_generate` that is no function."""
+        raise InvalidOption(
+            "a speculator is no function. Use generate(prompt), or custom_generate=speculator.hf()"
+        )
+
     @property
     def backbone(self) -> Backbone:
         """The model, cut open."""

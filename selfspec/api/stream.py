@@ -95,7 +95,10 @@ class Stream:
 
     def __iter__(self) -> Iterator[str]:
         """Pieces of text that join to `result.text`."""
-        return self._pieces
+        return self
+
+    def __next__(self) -> str:
+        return next(self._pieces)
 
     def __repr__(self) -> str:
         return f"<Stream: {len(self._tokens)} tokens so far. Iterate for its text>"

@@ -192,6 +192,8 @@ ConfigFile = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON value on standard output.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")]
 
+RAW = Flag("raw", bool, "Continue the prompt, without chat template.")
+
 SYSTEM = Flag("system", str, "System message ahead of the conversation.")
 
 Stats = Literal["short", "full"]  # how much is said of an answer
@@ -647,7 +649,8 @@ def refused(error: Exception) -> str | None:
             return f"cannot use {error.filename}: {error.strerror}"
         return f"cannot write standard output or a file: {error.strerror}"
     text = str(error)
-    if isinstance(error, MemoryError) or "out of memory" in text or "allocate memory" in text:
+    short = re.search("out of memory|allocate memory|failed to map segment", text)
+    if isinstance(error, MemoryError) or short:
         return f"there is not enough memory: {first_line(error)}. Ask for less, or free some"
     return None
 

@@ -39,7 +39,7 @@ _FLAGS = (
     Flag("overwrite", bool, "Replace an output that is there already.", rare=True),
     Flag("concurrency", int, "Prompts answered at once. Built in: 32.", rare=True),
     base.KV_MEMORY,
-    Flag("raw", bool, "Continue the prompt, without chat template."),
+    base.RAW,
     base.SYSTEM,
     base.STATS,
 )
@@ -221,7 +221,7 @@ _WARM_UP_TOKENS = 4
 _NEAR = 0.05  # a difference in speed that one run does not tell from none
 
 
-@with_flags(*LOADING, *SPECULATION, *(flag for flag in GENERATION if flag.name == "max_new_tokens"))
+@with_flags(base.RAW, *LOADING, *SPECULATION, GENERATION[0])
 def demo(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The question.")] = _PROMPT,
     *,
@@ -233,8 +233,10 @@ def demo(
     otherwise in two programs. Exit code 1 if the texts differ.
     """
     count = base.answering(asked).get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
-    text = base.read_prompt(prompt)
-    (other, other_s), (own, own_s) = both(base.load({"dtype": "float32"} | asked), text, count)
+    text, raw = base.read_prompt(prompt), asked.get("raw", False)
+    base.check_template(asked, "demo")
+    speculator = base.load({"dtype": "float32"} | asked)
+    (other, other_s), (own, own_s) = both(speculator, text, count, raw=raw)
     place = first_divergence(other, own.token_ids)
     speeds = {"Hugging Face": len(other) / other_s, "selfspec": len(own.token_ids) / own_s}
     said = ", ".join(f"{name} {rate(speed)}" for name, speed in speeds.items())
@@ -256,7 +258,7 @@ def verdict(differs_at: int | None, gain: float) -> str:
     return f"{words}; same text: {same}"
 
 
-def both(speculator: Speculator, text: str, count: int) -> list[tuple[Any, float]]:
+def both(speculator: Speculator, text: str, count: int, *, raw: bool) -> list[tuple[Any, float]]:
     """Both answers and their seconds, greedy and from the same weights, shown as they come.
 
     One after the other, because two at once would share the processor, and warmed up before their
@@ -266,7 +268,7 @@ def both(speculator: Speculator, text: str, count: int) -> list[tuple[Any, float
     from selfspec.model.weights import keep_numbers
 
     keep_numbers(speculator.model)  # theirs runs the model itself, at its best
-    ids = encode(speculator.tokenizer, text).to(speculator.backbone.device)
+    ids = encode(speculator.tokenizer, text, raw=raw).to(speculator.backbone.device)
     found = []
     for title, write in (("Hugging Face generate", theirs), ("selfspec", ours)):
         write(speculator, ids, _WARM_UP_TOKENS, lambda *_: None)

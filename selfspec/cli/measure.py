@@ -69,6 +69,7 @@ _FROM = {"source", "html", "card", "rejected", "overwrite"}  # what means someth
     *_TARGETS,
     Flag("all_layers", bool, "Also layers without heads. Built in: on."),
     Flag("rejected", bool, "Also show rejected drafts."),
+    base.RAW,
     Flag("overwrite", bool, "Replace what an earlier trace wrote there."),
     *base.SHARED,
 )
@@ -127,8 +128,9 @@ def _looked(prompt: str | None, asked: base.Named) -> tuple[LayerTrace, Measured
         from selfspec.visualise.layers import LayerTrace
 
         return LayerTrace.load(Path(asked["source"])), None
-    options = base.answering(asked)
-    text = base.read_prompt(prompt)
+    options = base.answering(asked) | {"raw": asked.get("raw", False)}
+    text = base.read_prompt(prompt, raw=options["raw"])
+    base.check_template(asked, "trace")
     speculator = base.load(asked)
     from selfspec.visualise.look import inspect
 
@@ -213,6 +215,7 @@ def tune(*, as_json: base.AsJson = False, asked: Asked) -> None:
 # --- bench
 
 _METHODS = ("hugging-face", "plain", "speculation", "ngram", "ngram+exit")
+_NO_HEADS = ("hugging-face", "plain", "ngram")
 
 
 @base.with_flags(
@@ -243,8 +246,7 @@ def bench(*, as_json: base.AsJson = False, asked: Asked) -> None:
     if "concurrency" in asked:
         base.emit(_concurrency(asked, options))
         return
-    names = asked.get("methods", _METHODS)
-    check_keys(names, METHODS, "method")
+    check_keys(asked.get("methods", ()), METHODS, "method")
     sweep = {said: move for text in asked.get("sweep", []) for said, move in moved(text).items()}
     from selfspec.eval import report
 
@@ -254,6 +256,7 @@ def bench(*, as_json: base.AsJson = False, asked: Asked) -> None:
     )
     suite = load_suite(options.suite, options.questions)
     speculator = base.load(asked)
+    names = asked.get("methods", _METHODS if speculator.heads else _NO_HEADS)
     from selfspec.model.weights import keep_numbers
 
     keep_numbers(speculator.model)  # methods of Hugging Face run the model itself
@@ -324,9 +327,8 @@ def _concurrency(asked: Asked, options: BenchOptions) -> str:
     texts: tuple[int, ...] = asked["concurrency"]
     if min(texts) < 1:
         raise InvalidOption(f"concurrency holds {min(texts)}, expected at least 1")
-    outputs = [Path(asked["output"], name) for name in ("concurrency.json", "concurrency.md")]
-    for path in outputs:
-        base.check_file(asked, path)
+    ends = "concurrency.json", "concurrency.md"
+    outputs = [base.check_file(asked, Path(asked["output"], name)) for name in ends]
     suite = load_suite(options.suite, options.questions, options.limit)
     from selfspec.eval import concurrency
     from selfspec.model.weights import keep_numbers
@@ -365,8 +367,7 @@ def report(
     from selfspec.eval import report as reporting
 
     place = files.check_file(output, overwrite=overwrite, reads=folders)
-    page = reporting.page([reporting.read_results(folder) for folder in folders])
-    files.write(place, page)
+    files.write(place, reporting.page([reporting.read_results(folder) for folder in folders]))
     base.emit(f"{place}\n")
 
 

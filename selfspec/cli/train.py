@@ -215,6 +215,7 @@ def adapt(*, asked: Asked) -> None:
     learn on. Nothing else should run meanwhile.
     """
     _check(asked)
+    base.check_template(asked, "adapt")
     given = {name: value for name, value in asked.items() if name != "config"}
     from selfspec.adaptation import adapt as made
 

@@ -147,7 +147,7 @@ def exits(**settings: Any) -> dict[str, Any]:
 
 def _heads(speculator: Speculator) -> ExitHeads:
     if speculator.heads is None:
-        raise HeadsNotFound("speculation needs exit heads. Give heads=...")
+        raise HeadsNotFound("speculation needs exit heads. Give --heads, or other --methods")
     return speculator.heads
 
 

@@ -404,7 +404,7 @@ def _convert(gguf: Path, out: Path, dtype: str) -> None:
     import torch
 
     said = "de-quantising %s to %s, once, into %s. The weights keep their quantised values"
-    logger.info(said, gguf.name, dtype, out.parent)
+    logger.info(said, gguf.name, dtype, files.cache_folder() / "models")
     model, tokenizer = pretrained.load_gguf(gguf)
     with pretrained.quiet():
         model.to(getattr(torch, dtype)).save_pretrained(out)

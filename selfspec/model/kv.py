@@ -407,7 +407,7 @@ class KVStore:
         self.num_layers = num_layers
         self.layout = layout
         self._page_bytes = position_bytes * POSITIONS if layout is None else layout.nbytes
-        self._most = most // self._page_bytes
+        self._budget, self._most = most, most // self._page_bytes
         self._root = _Node(())
         self._nodes: dict[Page, _Node] = {}  # least recently used first
         self._free: list[Page] = []
@@ -426,8 +426,8 @@ class KVStore:
         if (needed := _pages(positions)) > self._most:
             raise InvalidOption(
                 f"a text of up to {positions} tokens needs {_size(needed * self._page_bytes)} for "
-                f"keys and values, kv_memory is {_size(self._most * self._page_bytes)}. Lower "
-                "max_new_tokens, or raise kv_memory"
+                f"keys and values, kv_memory is {_size(self._budget)}. Lower max_new_tokens, or "
+                "raise kv_memory"
             )
 
     def lease(self, positions: int) -> PooledLease:
@@ -556,4 +556,4 @@ def _shared(one: Ids, other: Ids) -> int:
 
 
 def _size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

@@ -199,6 +199,8 @@ class _Around:
 
         try:
             await self._app(scope, receive, sent)
+        except asyncio.CancelledError:  # the server ends before the answer
+            logger.error("an answer was cut: the server stops")
         except Exception as error:  # noqa: BLE001  # uvicorn would log its message
             logger.error("a request failed:\n%s", places(error))
             if status:
@@ -208,13 +210,14 @@ class _Around:
             reply: Any = state.get(REPLY)
             if reply is not None:
                 reply.leave()
-            if self._options.log_requests:
-                self._say(scope, status, time.monotonic() - begun)
+            self._say(scope, status, time.monotonic() - begun)
             if self._options.log_prompts and reply is not None:
                 logger.info("asked for %s", json.dumps(reply.asked))
                 logger.info("answered %s", json.dumps(reply.texts))
 
     def _say(self, scope: Scope, status: int, seconds: float) -> None:
+        if not self._options.log_requests:
+            return
         path, client, found = scope["path"][:_LONGEST_PATH], scope["client"], tokens(scope)
         logger.info(
             "%s %s %s, %s in %.3f s for %s",

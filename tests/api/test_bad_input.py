@@ -95,6 +95,16 @@ BATCHES = {"several rows", "lists of ids"}
 """Of these: what is several prompts."""
 
 
+ADVICE = {
+    "lists of ids": "generate_batch",
+    "generator": "generate_each",
+    "path": "path.read_text()",
+    "bytes": "prompt.decode()",
+    "dict": "Give its input_ids",
+}
+"""What is said of a mistake that is often made."""
+
+
 @pytest.mark.parametrize("name", PROMPTS)
 def test_what_is_no_prompt_is_refused_in_one_line(name: str, speculator: Speculator) -> None:
     calls: list[Any] = [speculator.generate, speculator.session().generate]
@@ -102,6 +112,7 @@ def test_what_is_no_prompt_is_refused_in_one_line(name: str, speculator: Specula
         with pytest.raises((InvalidPrompt, InvalidOption)) as caught:
             call(PROMPTS[name], max_new_tokens=2)
         check(caught.value)
+        assert ADVICE.get(name, "") in str(caught.value)
 
 
 @pytest.mark.parametrize("name", sorted(BATCHES))
@@ -259,13 +270,6 @@ WRAPS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("values", [None, 5, "speculate", ["speculate"], [("speculate", 1)]])
-def test_options_are_updated_from_names_and_values_only(values: Any) -> None:
-    with pytest.raises(InvalidOption) as caught:
-        SpeculationOptions().updated(values)
-    check(caught.value)
-
-
 def test_more_pinned_positions_than_memory_could_hold_are_refused(model: Any) -> None:
     pinned = wrap(model, executor="generic", heads="logit-lens", pinned=True)
     with pytest.raises(InvalidOption, match="pinned passes would look at") as caught:
@@ -281,6 +285,9 @@ MANY: list[dict[str, Any]] = [
     {"temprature": 0.5},
     {"drafter": "ngrm"},
 ]
+
+
+NAMELESS: list[Any] = [None, 5, "speculate", ["speculate"], [("speculate", 1)]]
 
 
 def generate(speculator: Speculator, values: dict[str, Any]) -> None:
@@ -311,6 +318,7 @@ REFUSED = {
     lambda speculator, values: speculator.hf(**values): LOOPS,
     wrap_again: WRAPS,
     many: MANY,
+    lambda _, values: SpeculationOptions().updated(values): NAMELESS,
 }
 
 
@@ -327,16 +335,6 @@ def test_what_makes_no_sense_is_refused_in_one_line(
     with pytest.raises(SelfspecError) as caught:
         call(speculator, values)
     check(caught.value)
-
-
-def test_keywords_of_another_call_are_told_apart(model: Any, speculator: Any) -> None:
-    for mistaken, meant in (
-        (lambda: speculator.call(IDS, {"stop": 5}), "stop_strings"),
-        (lambda: speculator.call(IDS, {"max_tokens": 5}), "max_new_tokens"),
-        (lambda: wrap(model, head="logit-lens"), "heads"),
-    ):
-        with pytest.raises(InvalidOption, match=f"Did you mean {meant}"):
-            mistaken()
 
 
 def test_numbers_of_numpy_are_numbers(speculator: Speculator) -> None:
@@ -382,6 +380,10 @@ def other_heads() -> Any:
     return logit_lens(backbone.unembedding, backbone.num_layers, "other")
 
 
+def asked(model: Any, **options: Any) -> Any:
+    return speaking(model).call(IDS, options)  # type: ignore[arg-type]  # the mistake
+
+
 class Processor:
     """Has a tokenizer, and is none."""
 
@@ -410,6 +412,11 @@ CASES: list[tuple[Callable[[Any], Any], type[SelfspecError], str]] = [
     ),
     (lambda model: wrap(model, draft_model="x"), InvalidOption, "draft_model is of type str"),
     (lambda model: wrap(model, colour=3), InvalidOption, "unknown option 'colour'"),
+    (lambda model: wrap(model, head="logit-lens"), InvalidOption, "Did you mean heads"),
+    (lambda model: asked(model, stop=5), InvalidOption, "Did you mean stop_strings"),
+    (lambda model: asked(model, max_tokens=5), InvalidOption, "Did you mean max_new_tokens"),
+    (lambda model: speaking(model).hf(streamer=None), InvalidOption, r"for model\.generate itself"),
+    (lambda model: speaking(model)("hi"), InvalidOption, r"custom_generate=speculator\.hf"),
     (lambda model: load(model), InvalidOption, r"use selfspec\.wrap\(model\)"),
     (lambda _: load(3), InvalidOption, "model is of type int"),
     (lambda _: load(""), InvalidOption, "model is empty"),

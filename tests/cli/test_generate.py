@@ -286,7 +286,7 @@ def test_the_same_text_is_said_to_be_the_same_and_another_is_a_failure(
 ) -> None:
     speculator = wrap(make_model("llama", torch.float64), make_tokenizer(), drafter="ngram")
     monkeypatch.setattr(base, "load", lambda asked: speculator)
-    demo = ["demo", "a", "--max-new-tokens", "12"]
+    demo = ["demo", "a", "--max-new-tokens", "12", "--raw"]
     assert main(demo) == 0
     theirs, ours, verdict = capsys.readouterr().out.split("\n\n", 2)
     text = theirs.splitlines()[1:-1]

@@ -223,6 +223,7 @@ def test_a_bug_says_that_it_is_one_and_where_its_report_is(
         (PermissionError(13, "Permission denied", "x"), "cannot use x: Permission denied"),
         (MemoryError(), "there is not enough memory"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "not enough memory"),
+        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "enough memory"),
     ],
 )
 def test_what_the_system_refuses_is_no_bug(

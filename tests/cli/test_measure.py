@@ -114,8 +114,10 @@ def test_results_are_neither_overwritten_nor_continued_unasked(
     assert answers.read_text() == before
     assert main([*command, "2", "--resume"]) == 2
     assert "cannot resume out: run limit was 1, now it is 2" in capsys.readouterr().err
-    assert main([*command, "2", "--overwrite"]) == 0
+    none = ["--heads", "none", "--drafter", "ngram"]
+    assert main([*BENCH, *none, "--limit", "2", "--overwrite"]) == 0
     assert len(answers.read_text().splitlines()) == 2
+    assert run_of(workplace)["run"]["methods"] == ["hugging-face", "plain", "ngram"]
 
 
 def test_a_failing_method_gives_exit_code_1_and_the_rest_of_the_table(
@@ -157,10 +159,11 @@ TRACE = ["trace", *MODEL, *DRAFTS, *SIX]
 def test_it_shows_keeps_and_draws_the_answer_that_generate_gives(
     workplace: Path, capsys: Capture
 ) -> None:
-    assert main([*TRACE, "a b c", "--output", "t.jsonl", "--card", "card.png"]) == 0
+    raw = ["--raw", "--output", "t.jsonl"]
+    assert main([*TRACE, "a b c", *raw, "--card", "card.png"]) == 0
     shown = capsys.readouterr().out
     found = LayerTrace.load(Path("t.jsonl"))
-    options = {"drafter": "exit:layers=2/4,threshold=0.05", "max_new_tokens": 6}
+    options = {"drafter": "exit:layers=2/4,threshold=0.05", "max_new_tokens": 6, "raw": True}
     answer = load("model", dtype="float32", heads="logit-lens").generate("a b c", **options)  # type: ignore[arg-type]  # checked by generate
     assert [place.token for place in found.places] == answer.token_ids
     assert tuple(found.info.taus) == (2, 4)

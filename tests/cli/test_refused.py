@@ -100,6 +100,9 @@ generate a --drafter ngram+rest                  | needs a datastore
 generate a --kv-memory 1GB                       | are for --prompts
 generate a --model untaught --heads none         | no chat template: is it a base model? Give
 chat --model untaught --heads none               | a text: selfspec generate --raw --model untaught
+demo --model untaught --heads none               | a text: selfspec demo --raw --model untaught
+trace a --model untaught --heads none            | a text: selfspec trace --raw --model untaught
+adapt --model untaught                           | a text: selfspec adapt --raw --model untaught
 data --model untaught --tokens 9 --output x      | a text: selfspec data --raw --model untaught
 generate a --json-schema bad.jsonl               | is not JSON
 generate a --json-schema schema.json             | is 7

@@ -113,7 +113,7 @@ def test_a_file_or_a_folder_that_cannot_be_loaded_is_named_with_the_reason(
     with pytest.raises(ModelNotFound, match=r"cannot read .*toy\.Q4_1\.gguf as GGUF: .") as caught:
         hub.resolve_model(gguf)
     assert "\n" not in str(caught.value)
-    assert "de-quantising toy.Q4_1.gguf" in caplog.text
+    assert f"de-quantising toy.Q4_1.gguf to float32, once, into {cache / 'models'}." in caplog.text
     assert entries(cache) == []
     with pytest.raises(ModelNotFound, match=r"no config\.json\. It holds toy\.Q4_1\.gguf"):
         hub.resolve_model(gguf.parent)

@@ -198,8 +198,8 @@ def test_a_text_waits_for_room_and_one_that_never_fits_is_refused() -> None:
     fill(first, [1, 2])
     store.done(first, [1, 2])
     assert store.admit(second, [3, 4])
-    with pytest.raises(InvalidOption, match=r"300 tokens needs 0 MB .*Lower max_new_tokens"):
-        store.refuse_too_long(300)
+    with pytest.raises(InvalidOption, match=r"300 tokens .*is 13\.0 MB\. Lower max_new_tokens"):
+        KVStore(1, None, 50_000, 13_000_000).refuse_too_long(300)
     store.refuse_too_long(190)
 
 

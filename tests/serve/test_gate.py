@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -14,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from selfspec.api.speculator import Speculator
 from selfspec.errors import InvalidOption
+from selfspec.serve.gate import _Around
 from selfspec.serve.options import ServeOptions
 from tests.serve.live import LONG, Running, running, streaming, wait_until
 
@@ -98,6 +100,15 @@ def test_lines_and_texts_are_logged_where_that_is_asked_for(
         assert SECRET in asked
         assert json.loads(answered.partition("answered ")[2]) == [text]
     assert r"GET /nowhere\n\x1b[31m 404, no tokens" in lines[6]
+
+
+def test_an_answer_that_the_servers_end_cuts_is_one_line(log: pytest.LogCaptureFixture) -> None:
+    async def cut(*_: Any) -> None:
+        raise asyncio.CancelledError
+
+    nobody: Any = None
+    asyncio.run(_Around(cut, ServeOptions(), nobody)({"type": "http"}, nobody, nobody))
+    assert "gate an answer was cut: the server stops" in written(log)
 
 
 def test_no_line_where_it_is_not(server: Running, log: pytest.LogCaptureFixture) -> None:

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from selfspec.cli.main import main
+from selfspec.errors import InvalidOption
 from selfspec.training.text import Writer
 from tests.authors import RECIPE
 from tests.models import make_model
@@ -20,6 +21,7 @@ from tests.talks import WORDS, make_talks, make_tokenizer
 
 cluster: Any = pytest.importorskip("selfspec.cluster", exc_type=ImportError)  # before ray itself
 
+STARTED = cluster.started
 MODEL = ["--model", "words", "--dtype", "float32"]
 SMALL = ["--batch-size=6", "--question-temperature=4,6", "--max-question-tokens=12"]
 DATA = ["data", *MODEL, *SMALL, "--max-new-tokens=20", "--recipe=prompts.yaml", "--tokens=500"]
@@ -76,3 +78,9 @@ def test_shards_are_the_same_and_those_that_are_there_stay(place: Path) -> None:
     assert len(files) > 1
     for path in files:
         assert (place / "shared" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_a_ray_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster.ray, "init", lambda **_: "".index("late"))
+    with pytest.raises(InvalidOption, match="cannot use Ray at local: substring"):
+        STARTED().__enter__()
