@@ -16,6 +16,7 @@ from tests.models import make_model
 from tests.serve.live import Running, answers, running
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+SIZES: dict[str, Any] = {"vocab_size": 288, "max_position_embeddings": 8192}
 DRAFTS: dict[str, Any] = {"heads": "logit-lens", "drafter": "exit:layers=2/5,threshold=0.05"}
 
 
@@ -35,8 +36,7 @@ def tiny() -> Speculator:
     """A random model with bytes for tokens, some of whose drafts are right."""
     tokenizer = byte_level_bpe()
     tokenizer.chat_template = TEMPLATE
-    model = make_model("llama", vocab_size=288, max_position_embeddings=8192)
-    return selfspec.wrap(model, tokenizer, **DRAFTS)
+    return selfspec.wrap(make_model("llama", **SIZES), tokenizer, **DRAFTS)
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +44,7 @@ def folder(tiny: Speculator, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model, for programs to load by the name that it has here."""
     found = tmp_path_factory.mktemp("served") / tiny.label
     assert tiny.tokenizer is not None
-    tiny.model.save_pretrained(found)
+    make_model("llama", **SIZES).save_pretrained(found)  # which changes the config of what it saves
     tiny.tokenizer.save_pretrained(found)
     return found
 
