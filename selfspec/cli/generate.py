@@ -209,8 +209,8 @@ class Run:
         self.partial.unlink()
         found = [json.loads(line) for line in lines]
         tokens = sum(len(line.get("token_ids", ())) for line in found)
-        errors = sum("error" in line for line in found)
-        failed = f", {errors} without an answer" if errors else ""
+        why = [line["error"] for line in found if "error" in line]
+        failed = f", {len(why)} without an answer; the first: {why[0]}" if why else ""
         return f"{self.output}: {len(found)} answers, {tokens} tokens{failed}\n"
 
 

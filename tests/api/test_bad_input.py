@@ -122,15 +122,6 @@ def test_what_is_several_prompts_is_answered_by_a_batch(name: str, speculator: S
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in alone]
 
 
-def test_words_need_a_tokenizer_and_raw_is_for_text(model: Any, speculator: Speculator) -> None:
-    mute = wrap(model, heads="none", executor="generic")
-    for prompt in ("hello", user("hi")):
-        with pytest.raises(InvalidPrompt, match="needs a tokenizer"):
-            mute.generate(prompt)
-    with pytest.raises(InvalidPrompt, match="raw is for text"):
-        speculator.generate(user("hi"), raw=True)
-
-
 @pytest.mark.parametrize(
     "prompt",
     [
@@ -417,6 +408,9 @@ CASES: list[tuple[Callable[[Any], Any], type[SelfspecError], str]] = [
     (lambda model: asked(model, max_tokens=5), InvalidOption, "Did you mean max_new_tokens"),
     (lambda model: speaking(model).hf(streamer=None), InvalidOption, r"for model\.generate itself"),
     (lambda model: speaking(model)("hi"), InvalidOption, r"custom_generate=speculator\.hf"),
+    (lambda model: speaking(model).generate(user("a"), raw=True), InvalidPrompt, "raw is for text"),
+    (lambda model: wrap(model).generate("hello"), InvalidPrompt, "in words needs a tokenizer"),
+    (lambda model: wrap(model).generate(user("hi")), InvalidPrompt, "needs a tokenizer"),
     (lambda model: load(model), InvalidOption, r"use selfspec\.wrap\(model\)"),
     (lambda _: load(3), InvalidOption, "model is of type int"),
     (lambda _: load(""), InvalidOption, "model is empty"),

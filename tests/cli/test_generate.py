@@ -187,7 +187,7 @@ def test_answers_come_in_the_order_of_their_prompts(
     assert (first["token_ids"], first["stats"]) == ([5, 6], {"new_tokens": 2})
     assert speculator.given == {"max_new_tokens": 9, "raw": False}
     assert speculator.room == (engine.MOST_TEXTS, None)
-    assert "4 answers, 6 tokens, 1 without an answer" in capsys.readouterr().out
+    assert "6 tokens, 1 without an answer; the first: no such" in capsys.readouterr().out
     assert not PARTIAL.exists()
 
 
