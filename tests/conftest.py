@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no test asks the network
@@ -84,17 +85,7 @@ def _share(folder: Path, *names: str) -> None:
 @pytest.fixture(scope="session")
 def tiny_model() -> TinyModel:
     """`tiny_model(family, dtype, attn)`: as `make_model`, each built once; do not change them."""
-    built: dict[tuple[str, torch.dtype, str], PreTrainedModel] = {}
-
-    def tiny(
-        family: str = "llama", dtype: torch.dtype = torch.float32, attn: str = "sdpa"
-    ) -> PreTrainedModel:
-        key = family, dtype, attn
-        if key not in built:
-            built[key] = make_model(family, dtype, attn)
-        return built[key]
-
-    return tiny
+    return cache(make_model)
 
 
 @pytest.fixture(scope="session")

@@ -181,9 +181,7 @@ def model(
     return made
 
 
-@cache
-def datastore() -> Datastore:
-    return Datastore.of(random_ids(20_000).tolist(), tokenizer())
+datastore = cache(lambda: Datastore.of(random_ids(20_000).tolist(), tokenizer()))
 
 
 @lru_cache(maxsize=64)

@@ -283,21 +283,19 @@ def drafters(
     deep = cache(partial(deep_heads, backbone))
     attending = cache(partial(attending_heads, backbone))
 
-    def exits(tau: float = 0.05, width: int = 5) -> ExitDrafter:
-        return exit_drafter(backbone, tau, width)
-
     def seen(longest: int) -> NgramDrafter:
         return NgramDrafter(DraftController(5), size=longest)
 
-    bounds = {"level": 3, "window": 2, "guesses": 2, "most": 7}
+    exits = partial(exit_drafter, backbone)
+    bounds: Any = {"level": 3, "window": 2, "guesses": 2, "most": 7}
     makers: dict[str, tuple[Callable[[], Drafter], tuple[int, ...]]] = {
         "oracle": (lambda: OracleDrafter(sequence, width=5), ()),
         "wrong": (lambda: WrongDrafter(sequence, 0, size, width=5), ()),
         "random": (lambda: RandomDrafter((), 0, size, width=3), ()),
         "mixed": (lambda: MixedDrafter(sequence, 1, size, width=5), ()),
         "mixed over exits": (lambda: MixedDrafter(sequence, 2, size, width=4), EXITS),
-        "eager exits": (exits, EXITS),
-        "exits with pauses": (lambda: WhilePaying(exits(), DraftCost(rows=(1.0,))), EXITS),
+        "eager exits": (lambda: exits(0.05), EXITS),
+        "exits with pauses": (lambda: WhilePaying(exits(0.05), DraftCost(rows=(1.0,))), EXITS),
         "choosy exits": (lambda: exits(0.5, 3), EXITS),
         "eager deep": (lambda: deep_drafter(deep(), 0.02), DEEP_EXITS),
         "choosy deep": (lambda: deep_drafter(deep(), 0.1), DEEP_EXITS),
@@ -305,7 +303,7 @@ def drafters(
         "choosy attending": (lambda: attending_drafter(attending(), 0.2, width=3), ()),
         "fewer layers": (lambda: fewer_layers(backbone), ()),
         "seen text": (lambda: seen(2), ()),
-        "seen text, else exits": (lambda: SeenTextFirst(seen(3), exits()), EXITS),
+        "seen text, else exits": (lambda: SeenTextFirst(seen(3), exits(0.05)), EXITS),
     }
     if size == VOCAB_SIZE:  # of tiny models; no other is at hand for a real one
         makers["another model"] = (second_model, ())

@@ -158,13 +158,10 @@ def make_model(
 
 @cache
 def wrapped(
-    family: str = "llama",
-    dtype: torch.dtype = torch.float32,
-    executor: str = "generic",
-    **overrides: Any,
+    family: str, dtype: torch.dtype = torch.float32, executor: str = "generic", **sizes: Any
 ) -> Backbone:
     """Of `make_model`, each made and checked once: it keeps nothing of a text; do not change it."""
-    return Backbone(make_model(family, dtype, **overrides), executor=executor)
+    return Backbone(make_model(family, dtype, **sizes), executor=executor)
 
 
 def addressless(value: object) -> str:

@@ -23,6 +23,7 @@ from selfspec.api import speculator
 from selfspec.api.speculator import Speculator
 from selfspec.cli.main import app, main, ordered
 from selfspec.hub import models
+from selfspec.model.backbone import Backbone
 from tests.api.test_default_model import pytestmark  # noqa: F401  # the same model, the same conditions
 
 ROOT = Path(__file__).parents[1]
@@ -75,7 +76,7 @@ def read_once() -> Iterator[None]:
     """Commands with the same model share what is read and packed; none changes it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(models, "load_model", functools.cache(models.load_model))
-        patch.setattr(speculator, "Backbone", functools.cache(speculator.Backbone))
+        patch.setattr(speculator, "Backbone", functools.cache(Backbone))
         yield
 
 

@@ -52,9 +52,7 @@ PUBLISHED = """\
 WHOLE = f"{MEDUSA_FITTED},max_rows=64".removeprefix("ngram+")
 
 
-@cache
-def targeted(family: str, executor: str) -> Backbone:
-    return Backbone(target(family), executor=executor)
+targeted = cache(lambda family, executor: Backbone(target(family), executor=executor))
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)

@@ -124,15 +124,9 @@ def shallow_rows_swapped(patch: pytest.MonkeyPatch) -> None:
 
 
 GREEDY_MUTANTS = [
-    truncate_one_too_few,
-    truncate_nothing_but_the_first_layer,
-    mask_sized_by_the_first_layer,
-    positions_start_one_late,
-    bonus_row_dropped,
-    rows_judged_one_late,
-    every_draft_stays,
-    queues_keep_rejected_rows,
-    shallow_rows_swapped,
+    *(truncate_one_too_few, truncate_nothing_but_the_first_layer, mask_sized_by_the_first_layer),
+    *(positions_start_one_late, bonus_row_dropped, rows_judged_one_late, every_draft_stays),
+    *(queues_keep_rejected_rows, shallow_rows_swapped),
 ]
 
 
@@ -166,9 +160,7 @@ def law_of_another_temperature(patch: pytest.MonkeyPatch) -> None:
 
 
 SAMPLING_MUTANTS = [
-    residual_is_the_target,
-    exit_looks_at_the_drawn_token,
-    law_of_another_temperature,
+    *(residual_is_the_target, exit_looks_at_the_drawn_token, law_of_another_temperature),
 ]
 
 

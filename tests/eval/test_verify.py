@@ -221,7 +221,7 @@ def test_a_kept_half_and_drafts_that_are_taken_back_are_really_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The ways differ in what they do: passes and rows, counted."""
-    backbone, ids, rows = wrapped(executor="fused"), random_ids(20)[0], []
+    backbone, ids, rows = wrapped("llama", executor="fused"), random_ids(20)[0], []
     logits_of(backbone, ids, Way([20], branch=True))  # the first tree is checked
     run = backbone._executor.run
 
@@ -246,7 +246,7 @@ def test_a_kept_half_and_drafts_that_are_taken_back_are_really_there(
 def test_a_product_that_looks_at_the_number_of_rows_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fused, exact, ids = wrapped(executor="fused"), FusedExecutor.logits, random_ids(80)[0]
+    fused, exact, ids = wrapped("llama", executor="fused"), FusedExecutor.logits, random_ids(80)[0]
     monkeypatch.setattr(
         FusedExecutor,
         "logits",
@@ -259,11 +259,8 @@ def test_a_product_that_looks_at_the_number_of_rows_is_found(
 
 
 @needs_compiler
-def test_only_an_executor_that_claims_it_is_held_to_it(speculator: Speculator) -> None:
-    fused = wrapped(executor="fused")
-    assert any_split(fused, PassShape())
-    assert not any_split(speculator.backbone, PassShape())
-    assert not any_split(fused, PassShape(rows=6, slots=64))
+def test_in_a_fixed_shape_it_is_not_held_to_it() -> None:
+    assert not any_split(wrapped("llama", executor="fused"), PassShape(rows=6, slots=64))
 
 
 # --- what they compare

@@ -1,8 +1,7 @@
 """A fit that is killed at any point ends as if never killed, and heads are old or new, never mixed.
 
-What a killed process leaves is what there is at that moment: before or behind a step, a
-measurement, or a single operation on a file, halves of files included. It is kept, and gone on
-from. One kill is real: a forked process leaves without any clean-up.
+What is there at a moment is what a kill leaves: before or behind a step, a measurement, or a single
+operation on a file, halves of files included. One kill is real: a forked process is gone.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ FIT = ["fit", "--model", "model", "--dtype", "float32", "--data", "talks.jsonl"]
 FIT += ["--validation", "talks.jsonl", "--batch-tokens", "128", "--draft-vocab-size", "80"]
 FIT += ["--exit-layers", "2,3", "--checkpoint-steps", "1", "--output", "place/out"]
 EPOCHS = ["--epochs", "2", "--learning-rate", "0.01"]
-KILLED = 9
 PLACE, OUT, KEPT = Path("place"), Path("place/out"), Path("kept")
 
 
@@ -57,7 +55,7 @@ class Moments:
         """One moment more."""
         self.names.append(name)
         if name == self._last:
-            os._exit(KILLED)
+            os._exit(9)
         if self._last is None:
             shutil.copytree(PLACE, KEPT / str(len(self.names)))
 
@@ -83,7 +81,7 @@ class Moments:
 
 @pytest.fixture(autouse=True)
 def workplace(tmp_path: Path, backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The current folder: a tiny model and conversations. Curves take longer than the fit."""
+    """The current folder: a tiny model and conversations. No curves are drawn."""
     make_model("llama").save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
     talks = make_talks(backbone.model)
@@ -132,7 +130,7 @@ def test_a_fit_killed_at_any_moment_gives_the_same_heads() -> None:
                 main([*FIT, *EPOCHS])
         finally:
             os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == KILLED
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     assert main([*FIT, *EPOCHS]) == 0
     assert contents(OUT) == expected
 
