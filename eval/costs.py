@@ -45,7 +45,7 @@ POSITIONS, TEXTS, EPOCHS, CONTEXT = 1.64, 128, 2, 1000
 class Gpus(NamedTuple):
     """What all of one model's reach together."""
 
-    count: int
+    number: int
     flops: float
     bytes_per_s: float
     dollars: float  # per hour
@@ -168,7 +168,7 @@ def making(name: str, size: Size, gpus: Gpus, tokens: float, kind: str) -> dict[
     fitted = EPOCHS * drafts * per_draft * positions / gpus.flops / 3600
     return {
         "heads": f"{name}, {kind}",
-        "GPUs": f"{gpus.count}",
+        "GPUs": f"{gpus.number}",
         "text, h": f"{text:.1f}",
         "features, h": f"{features:.1f}",
         "fit, h": f"{fitted:.1f}",
@@ -186,7 +186,7 @@ def serving(name: str, size: Size, gpus: Gpus, texts: int) -> dict[str, str]:
     price = gpus.dollars / 3600 * 1e6 * seconds / texts
     return {
         "model": name,
-        "GPUs": f"{gpus.count}",
+        "GPUs": f"{gpus.number}",
         "texts": f"{texts}",
         "plain, tokens/s": f"{texts / seconds:,.0f}",
         "with drafts": f"{gain * texts / seconds:,.0f}",

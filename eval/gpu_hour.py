@@ -108,7 +108,7 @@ class Hour:
 
     def _loaded(self, name: str, dtype: torch.dtype) -> tuple[Any, Any, str]:
         if self.tiny:
-            tiny = families.tiny_model("llama", dtype).to(self.device)
+            tiny = families.tiny_model("llama", dtype).to(self.device)  # type: ignore[arg-type]  # a wrapped method
             return tiny, any_words(), "random weights, tiny"
         label = f"random weights, {name}"
         if name == DEFAULT:
@@ -142,7 +142,8 @@ class Hour:
         if on.label.startswith("random"):
             self._folder = tempfile.TemporaryDirectory()  # there as long as this
             on.model.save_pretrained(self._folder.name)
-            on.tokenizer.save_pretrained(self._folder.name)
+            if on.tokenizer is not None:
+                on.tokenizer.save_pretrained(self._folder.name)
             found = ["--model", self._folder.name]
         self.drop()
         return found
@@ -364,8 +365,10 @@ def batches(hour: Hour, found: Found, name: str) -> None:
 
 # --- fit ------------------------------------------------------------------------------------------
 
-TINY_TEXT = ("--batch-size", "24", "--max-prompt-tokens", "200", "--max-new-tokens", "8")
-TINY_TEXT += ("--max-question-tokens", "4")
+TINY_TEXT = (
+    *("--batch-size", "24", "--max-prompt-tokens", "200"),
+    *("--max-new-tokens", "8", "--max-question-tokens", "4"),
+)
 
 
 def written(hour: Hour, found: Found) -> None:

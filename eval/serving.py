@@ -83,8 +83,8 @@ class Heard:
 
     @property
     def said(self) -> Said:
-        counts = (self.usage.get(f"{kind}_tokens") for kind in ("prompt", "completion"))
-        return Said(self.error or self.text, self.finish, *counts, self.likely)
+        prompt, own = (self.usage.get(f"{kind}_tokens") for kind in ("prompt", "completion"))
+        return Said(self.error or self.text, self.finish, prompt, own, self.likely)
 
     def take(self, answer: Mapping[str, Any], seconds: float | None = None) -> None:
         """A whole answer, or a stream's chunk that came after so many seconds."""

@@ -26,7 +26,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.decoding.drafters.rest import Datastore
-from selfspec.model.generic import Decoder
+from selfspec.model.backbone import Backbone
 from selfspec.options import CONTROLLERS, TOGETHER, Bounded
 from tests import ladder
 from tests.models import VOCAB_SIZE, make_model, random_ids
@@ -192,7 +192,7 @@ def speculator(
     heads: Any = kind
     whole = model(family, dtype, sizes=sizes)
     if kind != "logit-lens":
-        heads = ladder.deep_heads(Decoder(whole), EXITS[kind])
+        heads = ladder.deep_heads(Backbone(whole, executor="generic"), EXITS[kind])
     found = wrap(
         whole,
         tokenizer(),

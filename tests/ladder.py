@@ -64,7 +64,6 @@ from selfspec.heads.exit_heads import ExitHeads, HeadsConfig, logit_lens
 from selfspec.heads.folder import MEDUSA
 from selfspec.heads.heads import ExitJudge
 from selfspec.model.backbone import Backbone
-from selfspec.model.generic import Decoder
 from selfspec.model.kv import Lease
 from selfspec.options import Skip
 from tests.models import VOCAB_SIZE, wrapped
@@ -146,7 +145,7 @@ def exit_drafter(backbone: Backbone, tau: float, width: int = 5) -> ExitDrafter:
     return ExitDrafter(heads, judge, drafting(width))
 
 
-def deep_heads(backbone: Decoder, exit_layers: tuple[int, ...] = DEEP_EXITS) -> ExitHeads:
+def deep_heads(backbone: Backbone, exit_layers: tuple[int, ...] = DEEP_EXITS) -> ExitHeads:
     """Heads of random weights that read deep states, the first of them on the embedding."""
     weight = backbone.unembedding.weight
     config = HeadsConfig(
@@ -174,7 +173,7 @@ def deep_drafter(heads: ExitHeads, tau: float, width: int = 5) -> ExitDrafter:
     return ExitDrafter(heads, judge, drafting(width))
 
 
-def medusa_heads(backbone: Decoder, count: int = 4) -> ExitHeads:
+def medusa_heads(backbone: Backbone, count: int = 4) -> ExitHeads:
     """`count` heads of random weights, each for a token further ahead."""
     own = replace(deep_heads(backbone).config, exit_layers=(0,), head_type=MEDUSA, num_heads=count)
     return _moved(ExitHeads(own, backbone.unembedding), seed=7, by=0.3)
@@ -190,7 +189,7 @@ def medusa_drafter(
     return TreeDrafter(guesser, cost, DraftController(6), most=most, never_slower=False)
 
 
-def attending_heads(backbone: Decoder) -> AttendingHeads:
+def attending_heads(backbone: Backbone) -> AttendingHeads:
     """EAGLE-3 heads of random weights, over every other token of the model."""
     weight, width = backbone.unembedding.weight, backbone.hidden_size
     drafted = (len(weight) + 1) // 2

@@ -83,7 +83,7 @@ def main(
     with bar("draft model", "steps") as show:
         batches = _endless(planned(talks, batch_tokens), seed)
         fit(small, batches, steps=steps, learning_rate=learning_rate, progress=show)
-    small = small.to(torch.bfloat16)
+    small = small.bfloat16()
     found["agreement_after"] = agreement(small, held_out, batch_tokens)
     with replacing_folder(output) as new:
         small.save_pretrained(new)

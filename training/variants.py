@@ -48,16 +48,18 @@ class TwoLayers(DeepFusedHead):
     def _build(self, unembedding: Unembedding, inner_size: int | None) -> Parts:
         parts = super()._build(unembedding, inner_size)
         size = unembedding.weight.shape[1]
+        last = nn.Linear(2 * size, size)
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
         self.second = nn.Sequential(
-            nn.RMSNorm(size), nn.Linear(size, 2 * size), nn.SiLU(), nn.Linear(2 * size, size)
+            nn.RMSNorm(size), nn.Linear(size, 2 * size), nn.SiLU(), last
         ).to(unembedding.weight)
-        nn.init.zeros_(self.second[-1].weight)
-        nn.init.zeros_(self.second[-1].bias)
         return parts
 
     def features(self, hidden: Tensor, deep: Tensor | None = None) -> Tensor:
         first = super().features(hidden, deep)
-        return first + self.second(first)
+        more: Tensor = self.second(first)
+        return first + more
 
 
 class Biased(DeepFusedHead):
@@ -84,9 +86,8 @@ class Biased(DeepFusedHead):
         return torch.cat([read, self.before(ids)], -1)
 
     def unembed(self, features: Tensor) -> Tensor:
-        return super().unembed(features[..., : self._size]) + self.after(
-            features[..., self._size :]
-        )
+        more: Tensor = self.after(features[..., self._size :])
+        return super().unembed(features[..., : self._size]) + more
 
 
 @torch.no_grad()
@@ -138,8 +139,8 @@ class WithIds(CacheSource):
     chat template they all stand behind the same token.
     """
 
-    def batch(self, index: int) -> Features:
-        found = super().batch(index)
+    def batch(self, index: int, number: int = 0, count: int = 1) -> Features:
+        found = super().batch(index, number, count)
         ids = torch.where(found.continues, found.following.roll(1), 0)[:, None]
         return replace(found, hidden={0: torch.cat([found.hidden[0], ids.float()], -1).float()})
 

@@ -207,8 +207,9 @@ def test_what_broke_in_the_middle_of_a_round_is_read_again(
     at: int, generic: Backbone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = random_ids(30)
-    expected = ladder.decode(generic, ids, ladder.attending_drafter(generic, 0.001, 4))
-    drafter = ladder.attending_drafter(generic, 0.001, 4)
+    heads = ladder.attending_heads(generic)
+    expected = ladder.decode(generic, ids, ladder.attending_drafter(heads, 0.001, 4))
+    drafter = ladder.attending_drafter(heads, 0.001, 4)
     state = DecodeState(generic, ids, reader=drafter.heads)
     given = (
         *(state, drafter, GreedyMatch(ladder.greedy())),

@@ -51,7 +51,7 @@ def test_every_thing_is_timed_by_rows(
     monkeypatch.setattr(micro, "apart", lambda work, *given: work(*given))
     found = run(command, tmp_path, model=tiny_model, repeats=1, **options)["seconds"]
     assert found.keys() == things
-    counts = options.get("rows", options.get("lengths")).split(",")
+    counts = str(options.get("rows", options.get("lengths"))).split(",")
     for seconds in found.values():
         assert list(seconds) == counts
         assert all(one > 0 for one in seconds.values())
