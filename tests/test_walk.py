@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -33,7 +32,6 @@ WAYS = {text.split("\n")[0]: steps for text in SECTIONS if (steps := STEP.findal
 Step = tuple[str, str]
 
 
-@cache
 def step_of(code: CodeType) -> Step | None:
     """File and function of ours; None for others' code."""
     path = Path(code.co_filename)

@@ -52,7 +52,6 @@ class Moments:
             patch.setattr(module, "save_file", self._half(module.save_file))
 
     def pass_by(self, name: str) -> None:
-        """One moment more."""
         self.names.append(name)
         if name == self._last:
             os._exit(9)
@@ -102,7 +101,6 @@ def moments(*more: str) -> list[str]:
 
 
 def left_at(moment: int) -> None:
-    """As if the process had been killed then."""
     shutil.rmtree(PLACE)
     shutil.copytree(KEPT / str(moment), PLACE)
 
