@@ -33,7 +33,7 @@ OPTIONS = RecordOptions(
 KINDS: dict[str, dict[str, Any]] = {
     "translator": {"head_type": "translator", "exit_layers": (1, 3, 5)},
     "low-rank": {"head_type": "low-rank", "exit_layers": (2, 5), "draft_vocab_size": 60},
-    "deep-fused": {"head_type": "deep-fused", "exit_layers": (0, 2, 5)},
+    "deep-fused": {"head_type": "deep-fused", "exit_layers": (0, 3)},
     "deep-fused-0": {"head_type": "deep-fused", "exit_layers": (0,)},
 }
 
@@ -59,7 +59,9 @@ def recorded(kind: str) -> Recorded:
     model = make_model("llama", torch.float64)
     backbone = Backbone(model, executor="generic")
     heads = fitted(backbone, make_talks(model), epochs=12, learning_rate=2e-2, **KINDS[kind]).heads
-    heads.config.temperatures.update({str(layer): 1.3 for layer in heads.config.exit_layers[1:]})
+    # sharper on the embedding: every guess that is not hopeless is looked behind, which takes long
+    for layer in heads.config.exit_layers:
+        heads.config.temperatures[str(layer)] = 1.3 if layer else 0.5
     plain = wrap(model, executor="generic").generate(random_ids(5, 1), max_new_tokens=NEW_TOKENS)
     model.generation_config.eos_token_id = [plain.token_ids[12], 90]
     return Recorded(wrap(model, heads=heads, executor="generic"))

@@ -38,7 +38,7 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 30198,
+    "tests/": 30196,
     "model": 6826,
     "decoding": 5378,
     "training": 3991,
