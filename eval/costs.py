@@ -144,7 +144,7 @@ def policies(
 
 
 def chance_of(tokens: float) -> float:
-    """That a draft is right, where chains of CHAIN give so many tokens a verification."""
+    """A draft's chance to be right, where chains of CHAIN give so many tokens a verification."""
     chances = np.linspace(0.0, 1.0, 1001)
     return float(np.interp(tokens, sum(chances**place for place in range(CHAIN + 1)), chances))
 

@@ -208,7 +208,7 @@ def machine(hour: Hour, found: Found) -> None:
 
 
 def captures(hour: Hour, found: Found) -> None:
-    """Of passes of 1 to 16 rows: how many graphs, how long they take to make, their memory."""
+    """Graphs of passes of 1 to 16 rows: how many, how long they take to make, their memory."""
     on, seconds = hour.on(DEFAULT), list[float]()
     executor: Any = on.backbone._executor
     found |= {"model": on.label, "captured": executor.replays.captures}

@@ -80,7 +80,7 @@ class Shape(NamedTuple):
 
     @property
     def weights(self) -> int:
-        """That a step reads: layers and unembedding."""
+        """Weights that a step reads: layers and unembedding."""
         layer = 2 * self.hidden * (self.hidden + self.keys) + 3 * self.hidden * self.inner
         return self.layers * layer + self.vocab * self.hidden
 

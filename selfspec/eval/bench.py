@@ -101,7 +101,7 @@ def endless(speculator: Speculator) -> Iterator[None]:
 def on_our_runtime(
     speculator: Speculator, ids: Tensor, count: int, setting: Setting, streamer: Any
 ) -> Written:
-    """As Decode has it, with some options changed."""
+    """A Decode, with some options changed."""
     options = {"speculate": True, "do_sample": False, "streamer": streamer, **setting}
     stream = speculator.stream(ids, max_new_tokens=count, **options)
     answer = stream.drain()
@@ -680,7 +680,7 @@ class Arrivals:
         self._prompt_came = True
 
     def end(self) -> None:
-        """As transformers has it."""
+        """Nothing is kept back, so nothing is left to do."""
 
 
 def arrivals(

@@ -421,7 +421,7 @@ def shortfall(
 
 
 def largest_difference(found: Tensor, expected: Tensor) -> float:
-    """Over all scores that are finite in both."""
+    """The largest of all scores that are finite in both."""
     difference = (found - expected).abs()
     return float(difference[difference.isfinite()].max())
 

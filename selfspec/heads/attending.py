@@ -113,7 +113,7 @@ _OURS = (
 
 
 def config_of(folder: Path) -> HeadsConfig:
-    """Of heads of any kind. Raises HeadsNotFound or InvalidHeads."""
+    """The config of heads of any kind. Raises HeadsNotFound or InvalidHeads."""
     return (AttendingConfig if attends(folder) else HeadsConfig).read(folder)
 
 
@@ -157,7 +157,7 @@ class AttendingHeads(ExitHeads):
         self.by_layer = nn.ModuleDict({"0": self.head})
         weights = [*self.parts.named_parameters(), *self.head.named_parameters()]
         self.nbytes = sum(one.nbytes for name, one in weights if not name.startswith("embed_"))
-        """Of the weights that a draft token reads; copies in 8 bits are fewer."""
+        """Bytes of the weights that a draft token reads; copies in 8 bits have fewer."""
         self._texts: deque[Attention] = deque(maxlen=_TEXTS)
 
     def __getitem__(self, layer: int) -> Any:

@@ -350,7 +350,7 @@ def hash_of(tensors: Mapping[str, Tensor], kind: bytes = b"") -> str:
 def _checked_draft_ids(
     ids: Tensor | None, config: HeadsConfig, unembedding: Unembedding
 ) -> Tensor | None:
-    """As int64 on the model's device. Raises InvalidHeads if they do not fit."""
+    """The ids as int64 on the model's device. Raises InvalidHeads if they do not fit."""
     if ids is not None and (ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64)):
         raise InvalidHeads(f"draft vocabulary is {ids.dtype} {list(ids.shape)}, expected whole ids")
     count, wanted = 0 if ids is None else len(ids), config.draft_vocab_size

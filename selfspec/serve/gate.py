@@ -268,12 +268,12 @@ class Server(uvicorn.Server):
         self._ready = ready
 
     def handle_exit(self, sig: int, _: FrameType | None) -> None:
-        """As uvicorn's, which would raise the signal again at the end, as if that were an error."""
+        """Stop; uvicorn's own would raise the signal again at the end, as if that were an error."""
         self.force_exit |= self.should_exit and sig == signal.SIGINT
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn does; then say at which address."""
+        """Begin, and say at which address."""
         await super().startup(sockets)
         for one in sockets or []:
             host, port = one.getsockname()[:2]

@@ -499,7 +499,7 @@ class CacheSource:
             self._places += [path] * len(batches)
 
     def batch(self, index: int, number: int = 0, count: int = 1) -> Features:
-        """As `StreamSource.batch`."""
+        """The same as `StreamSource.batch` gives."""
         found = Features.of(self._read(index, self.spec.names))
         return found if count == 1 else found.part(number, count)
 

@@ -171,7 +171,7 @@ TOP_K = 32  # likeliest next tokens to fit to, where nothing else is asked for
 
 
 def answer_weights(text: Selection, share: float | None) -> tuple[float, float]:
-    """Of a position that predicts an answer's token, and of any other: 1 on average."""
+    """Weights of a position that predicts an answer's token, and of any other: 1 on average."""
     others = text.positions - text.answers
     if share is None or not others:
         return 1.0, 1.0

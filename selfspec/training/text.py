@@ -455,7 +455,7 @@ class Counts:
                 self.add(family, name, count)
 
     def total(self, name: str) -> int:
-        """Over all families."""
+        """The count called `name`, of all families."""
         return sum(found[name] for found in self.families.values())
 
     def dropped(self) -> str:
@@ -474,7 +474,7 @@ class Counts:
 
     @property
     def answer_tokens(self) -> int:
-        """In the file."""
+        """Tokens of answers in the file."""
         return self.total("answer_tokens")
 
 
@@ -517,12 +517,12 @@ class Writer:
 
     @property
     def batches(self) -> int:
-        """That are written."""
+        """How many are written."""
         return len(self._run.seeds)
 
     @property
     def counts(self) -> Counts:
-        """Of all batches so far; a copy."""
+        """Counts of all batches so far; a copy."""
         return Counts(copy.deepcopy(self._run.counts["families"]))
 
     def append(self, lines: Sequence[str], seed: int, counts: Counts) -> None:

@@ -344,7 +344,7 @@ class NgramPool:
 
 
 class LookaheadDrafter(PacedDrafter):
-    """Of one text: its window, and its pool, which begins with the n-grams of the prompt.
+    """A window of one text, and its pool, which begins with the n-grams of the prompt.
 
     As published with POOL_FROM_PROMPT=1 and ALWAYS_FWD_ONE=1, except that the pool is asked before
     the window is full, too; that a window which fills up stays as wide as it is, where the

@@ -63,7 +63,7 @@ class Datastore:
 
     @classmethod
     def of(cls, texts: Iterable[Iterable[int]], tokenizer: PreTrainedTokenizerBase) -> Datastore:
-        """Of texts as ids of a tokenizer."""
+        """A store of texts, given as ids of a tokenizer."""
         ids = np.fromiter(chain.from_iterable(chain(text, (END,)) for text in texts), np.int32)
         return cls(ids, suffix_array(ids), vocabulary_of(tokenizer))
 
