@@ -311,7 +311,7 @@ def _from_folder(
     import torch
 
     from selfspec.hub import grouped
-    from selfspec.model.weights import blocks_pay, can_compile
+    from selfspec.model.weights import adds_pairs, can_compile
 
     try:
         method = grouped.method_of(said)
@@ -319,7 +319,7 @@ def _from_folder(
         logger.info("%s is left to transformers: %s", source, why)
         return None
     blocks = blocks and can_compile(dtype)
-    if blocks and free and not blocks_pay(dtype):
+    if blocks and free and not adds_pairs():
         dtype = torch.float32
     folder, config, tokenizer, generation = pretrained.load_parts(source)
     del config.quantization_config  # to transformers, these are linear layers like any others
@@ -346,14 +346,14 @@ def _from_gguf(
     import torch
 
     from selfspec.hub import gguf as gguf_files
-    from selfspec.model.weights import blocks_pay
+    from selfspec.model.weights import adds_pairs
 
     with _naming(gguf):
         header = gguf_files.read_header(gguf)
         if (why := gguf_files.why_not(header, dtype, device)) is not None:
             logger.info("%s is de-quantised: %s", gguf.name, why)
             return None
-        if free and not blocks_pay(dtype):
+        if free and not adds_pairs():
             dtype = torch.float32
         gguf_files.check_scales(gguf, header)  # before the tokenizer is read, which takes long
         description = _made_once(gguf, "description", pretrained.describe_gguf)

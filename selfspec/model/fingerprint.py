@@ -8,19 +8,15 @@ records carry them. A file is hashed once: the cache folder keeps the result by 
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import logging
 import os
 import re
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from ctypes import string_at
 from importlib import metadata
-from math import gcd
-from mmap import PAGESIZE
 from operator import attrgetter, is_
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,13 +30,7 @@ from selfspec.errors import CannotWrite
 from selfspec.files import cache_folder
 from selfspec.model.compiler import KERNELS
 from selfspec.model.parts import foreign_hooks
-from selfspec.model.weights import (
-    FilePages,
-    QuantisedWeight,
-    processor_features,
-    tells_written,
-    written_pages,
-)
+from selfspec.model.weights import QuantisedWeight, processor_features
 
 logger = logging.getLogger(__name__)
 
@@ -194,13 +184,9 @@ def of_snapshot(name: str, config: Any) -> tuple[FileStamp, ...]:
 # --- a model that was wrapped, compared with what it is later -------------------------------------
 
 
-PARTS = 64
-"""Requests that look at all the numbers which are compared, a part each. So what changed one row or
-one column through `.data`, which no counter sees, is found by the 64th request at the latest."""
-
-_TOGETHER = 4  # rows that are looked at by the same request: they often share a page of memory
-_WORD = 8  # bytes that are compared at a time
-_SMALL = 64  # weights of fewer bytes are compared as a whole
+_WORD = 8
+"""Bytes that are compared at either end of each weight. What changed all of it through `.data`,
+which no counter sees, is noticed so; what changed a few rows that way is not."""
 
 _TORCHS = frozenset(vars(nn.Module()))
 """Attributes of every module: what they hold is looked at by itself."""
@@ -245,15 +231,15 @@ class ModelWatch:
 
     All of it is compared in a few calls that loop in C, and a reason is looked for only where one
     of them finds a difference. Weights, which are too many for that, are compared by counters,
-    addresses and a part of their numbers.
+    addresses and their first and last numbers.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Reads a few bytes of each row of the weights."""
         self._model = model
         self._facts = dict(_facts(model))
-        self._numbers = _Numbers(list(_weights(_modules(model))))
         self._note()
+        self._ends = _ends(list(_weights(_modules(model))))
+        self._words = self._read()
 
     def _note(self) -> None:
         """What decides the facts as lists, each of which one call compares."""
@@ -289,8 +275,13 @@ class ModelWatch:
                 if not _same(was, now.get(fact)):
                     return _said(*fact, was, now.get(fact))
             self._note()
-        path = self._numbers.changed()
-        return path and f"{path} was changed"
+        for (path, _), was, word in zip(self._ends, self._words, self._read(), strict=True):
+            if word != was:
+                return f"{path} was changed"
+        return None
+
+    def _read(self) -> list[bytes]:
+        return [string_at(address, _WORD) for _, address in self._ends]
 
     def _looks_the_same(self) -> bool:
         """Whether nothing can have changed but numbers. False also where idle hooks came."""
@@ -410,95 +401,13 @@ def _weights(named: Sequence[tuple[str, nn.Module]]) -> Iterator[_Weight]:
                     yield _Weight(place, name, where, tensor)
 
 
-class _Numbers:
-    """What weights hold in main memory: words of each row and column, and who wrote to pages.
-
-    Reading a page that only repeats a file brings it back into memory, which executors with copies
-    of their own have given back. Whether somebody wrote to it, the kernel tells without that.
-    """
-
-    def __init__(self, weights: Sequence[_Weight]) -> None:
-        """Reads the words."""
-        pages, told = FilePages(), dict[tuple[int, int], bool]()
-        self._turn, self._held = 0, _in_memory(weights)
-        self._ends = [end for _, end, _, _ in self._held]
-        self._small = list[tuple[int, int]]()
-        whole = list[tuple[int, int, Tensor]]()
-        for start, end, _, tensor in self._held:
-            mapping = pages.around(start, end)
-            if mapping is not None and mapping not in told:
-                told[mapping] = tells_written(*mapping)
-            if mapping is None or not told[mapping]:
-                first, last = -(-start // _WORD) * _WORD, end // _WORD * _WORD
-                if last - first < _SMALL:
-                    first = last = end
-                else:
-                    whole.append((first, last, tensor))
-                edges = (start, first), (last, end)
-                self._small += [(low, high - low) for low, high in edges if low < high]
-        self._mappings = [mapping for mapping, tells in told.items() if tells]
-        self._bytes = [string_at(*one) for one in self._small]
-        self._places, self._words = list[Tensor](), list[Tensor]()
-        if whole:
-            self._low = whole[0][0]
-            size = max(last for _, last, _ in whole) - self._low
-            self._memory = torch.frombuffer(  # all that lies between the first word and the last
-                (ctypes.c_byte * size).from_address(self._low), dtype=torch.int64
-            )
-            places = torch.cat([_spread(*one) for one in whole], dim=1) - self._low // _WORD
-            self._places = list(places)
-            self._words = [self._memory.index_select(0, part) for part in self._places]
-
-    def changed(self) -> str | None:
-        """The path of a weight where the next part of its numbers is not as it was, or None."""
-        turn, self._turn = self._turn, (self._turn + 1) % PARTS
-        if self._words:
-            places, words = self._places[turn], self._words[turn]
-            found = self._memory.index_select(0, places)
-            if not torch.equal(found, words):
-                at = int(places[int((found != words).nonzero()[0])])
-                return self._path(self._low + at * _WORD, _WORD)
-        for (start, size), was in zip(self._small, self._bytes, strict=True):
-            if string_at(start, size) != was:
-                return self._path(start, size)
-        for low, high in self._mappings:
-            piece = (high - low) // PARTS + 1
-            start = low + turn * piece
-            for page in written_pages(start, min(start + piece, high)):
-                if (path := self._path(page, PAGESIZE)) is not None:
-                    return path
-        return None
-
-    def _path(self, address: int, size: int) -> str | None:
-        index = bisect_right(self._ends, address)
-        if index < len(self._held) and self._held[index][0] < address + size:
-            return self._held[index][2]
-        return None
-
-
-def _in_memory(weights: Sequence[_Weight]) -> list[tuple[int, int, str, Tensor]]:
-    """First and last address, path and tensor, by address; shared ones once."""
-    found = dict[int, tuple[int, int, str, Tensor]]()
+def _ends(weights: Sequence[_Weight]) -> list[tuple[str, int]]:
+    """Path, and address of the first and of the last word, of weights in main memory."""
+    found = []
     for weight in weights:
         tensor = getattr(weight.tensor, "blocks", weight.tensor)
-        if type(tensor) in _PLAIN and tensor.is_cpu and tensor.is_contiguous() and tensor.nbytes:
+        if type(tensor) in _PLAIN and tensor.is_cpu and tensor.is_contiguous():
             start = tensor.data_ptr()
-            found.setdefault(start, (start, start + tensor.nbytes, weight.path, tensor))
-    return [found[start] for start in sorted(found)]
-
-
-def _spread(start: int, end: int, tensor: Tensor) -> Tensor:
-    """Places of words between two addresses, in words, [PARTS, n]: one of each row and column.
-
-    Less than a row apart, by a distance that has no divisor in common with a row's words.
-    """
-    first, count = start // _WORD, (end - start) // _WORD
-    row = max(2, tensor.shape[-1] * tensor.itemsize // _WORD) if tensor.dim() > 1 else 2
-    step = max(1, min(row - 1, count // row))
-    while gcd(step, row) > 1:
-        step -= 1
-    places = torch.arange(first, first + count, step)
-    together = _TOGETHER if len(places) > 4 * PARTS * _TOGETHER else 1
-    rounds = -(-len(places) // (PARTS * together))
-    places = places[torch.arange(rounds * PARTS * together) % len(places)]
-    return places.view(rounds, PARTS, together).transpose(0, 1).flatten(1)
+            if tensor.nbytes >= _WORD:
+                found += [(weight.path, start), (weight.path, start + tensor.nbytes - _WORD)]
+    return found

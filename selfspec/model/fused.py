@@ -332,7 +332,8 @@ class Program:
         count = len(rows)
         hidden = rows.clone(memory_format=torch.contiguous_format)
         buffers = [hidden, *(rows.new_empty(count, width) for width in self._widths[1:])]
-        room = torch.empty(count + _SPARE, self._widest + _SPARE, dtype=torch.float32)
+        # inputs as they are, at the places of blocks, and added up by groups
+        room = torch.empty(count + _SPARE, 3 * self._widest + _SPARE, dtype=torch.float32)
         asked.rows, asked.room = count, room.data_ptr()
         asked.buffers = pointers([buffer.data_ptr() for buffer in buffers])
         start, end = self._starts[first], self._starts[last]

@@ -258,11 +258,6 @@ _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) r(?:..p|-.s) \S+ \S+ (\d+)")
 """Addresses and inode, of a mapping where what this process writes is its own, or nothing."""
 _CHANGED = re.compile(r"(?:Anonymous|Swap): +[1-9]")
 
-_PAGES = Path("/proc/self/pagemap")
-_ENTRY = 8  # bytes about a page there; in the last one bits of: in memory, swapped, of a file
-_OWN = bytes(byte & 0xC0 != 0 and byte & 0x20 == 0 for byte in range(256))
-"""By that byte, whether the page is the process's own: in memory or swapped, and of no file."""
-
 
 class FilePages:
     """What this process has mapped from files and never written to, at the time this is made."""
@@ -285,25 +280,6 @@ class FilePages:
     def around(self, start: int, end: int) -> tuple[int, int] | None:
         """First and last address of the mapping that lies around all of this, or None."""
         return next((one for one in self._ranges if one[0] <= start and end <= one[1]), None)
-
-
-def written_pages(low: int, high: int) -> Iterator[int]:
-    """Addresses of pages between these, which are mapped from a file, that were written to."""
-    first = low // mmap.PAGESIZE
-    with _PAGES.open("rb", buffering=0) as entries:
-        entries.seek(first * _ENTRY)
-        own = entries.read((-(-high // mmap.PAGESIZE) - first) * _ENTRY)[_ENTRY - 1 :: _ENTRY]
-    own, index = own.translate(_OWN), -1
-    while (index := own.find(1, index + 1)) >= 0:
-        yield (first + index) * mmap.PAGESIZE
-
-
-def tells_written(low: int, high: int) -> bool:
-    """Whether `written_pages` can be known of a mapping, of which nothing was written to."""
-    if sys.byteorder != "little" or not os.access(_PAGES, os.R_OK):
-        return False
-    ctypes.string_at(low, 1)  # so that there is a page, which some file systems call no file's
-    return not any(written_pages(low, high))
 
 
 def _unchanged() -> Iterator[tuple[int, int]]:
@@ -510,11 +486,7 @@ class _Stripe(ctypes.Structure):
 
 
 def library(dtype: torch.dtype) -> ctypes.CDLL:
-    """The functions of `products.cpp`. Raises ValueError, with the reason, if there are none.
-
-    `as_they_are` says whether weights of a format are multiplied without being rounded to `dtype`
-    first: sums are then nearer to those of the file's own weights, and not the same.
-    """
+    """The functions of `products.cpp`. Raises ValueError, with the reason, if there are none."""
     return _library(dtype, os.environ.get("CXX"))
 
 
@@ -527,21 +499,16 @@ def _library(dtype: torch.dtype, _compiler: str | None) -> ctypes.CDLL:
     found.pack_blocks.argtypes = (*(whole,) * 3, *(pointer,) * 3)
     found.expand_blocks.argtypes = (*(whole,) * 3, *(pointer,) * 3)
     found.panel_bytes.argtypes = whole, whole
-    found.form_of.argtypes = found.as_they_are.argtypes = (whole,)
-    found.panel_bytes.restype = found.form_of.restype = found.blocks_pay.restype = whole
-    found.as_they_are.restype = whole
+    found.form_of.argtypes = (whole,)
+    found.panel_bytes.restype = found.form_of.restype = whole
     for function in (found.pack, found.product, found.pack_blocks, found.expand_blocks):
         function.restype = None
     return found
 
 
-def blocks_pay(dtype: torch.dtype) -> bool:
-    """Whether products from blocks are faster than from numbers of this dtype, on this processor.
-
-    Expanded to bfloat16 without its instructions, each weight is rounded: 0.4 to 1.0 times as fast
-    as numbers (AVX2, 1 to 4 rows); in float32 2 to 3 times. Raises ValueError without a compiler.
-    """
-    return bool(library(dtype).blocks_pay())
+def adds_pairs() -> bool:
+    """Whether this processor multiplies pairs of bfloat16 at once; else float32 is as fast."""
+    return "avx512_bf16" in processor_features()
 
 
 def can_compile(dtype: torch.dtype) -> bool:
@@ -586,7 +553,7 @@ class Stripes:
 def _in_stripes(weights: Sequence[Tensor], order: Tensor | None) -> list[Tensor]:
     """What lies side by side: rows of one weight each, as blocks where they can, or all numbers."""
     blocks = any(isinstance(weight, QuantisedWeight) for weight in weights)
-    if blocks and blocks_pay(weights[0].dtype):
+    if blocks:
         ends = torch.tensor([len(weight) for weight in weights]).cumsum(0)
         places = torch.arange(int(ends[-1])) if order is None else order
         owners = torch.bucketize(places, ends, right=True).tolist()

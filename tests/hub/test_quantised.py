@@ -30,12 +30,6 @@ from tests.gguf_models import write_model
 from tests.grouped_models import write_folder
 
 
-@pytest.fixture(autouse=True)
-def blocks_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products read blocks in bfloat16, too, where numbers would be faster."""
-    monkeypatch.setattr(weights, "blocks_pay", lambda _: True)
-
-
 def same_texts(blocks: Any, numbers: Any, ids: Tensor) -> list[Backbone]:
     """Both models run fused, and write the same.
 
@@ -158,8 +152,8 @@ def test_a_dtype_is_chosen_where_none_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_model(tmp_path / "it.gguf")
-    for pays, dtype in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr(weights, "blocks_pay", lambda _, pays=pays: pays)
+    for pairs, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(weights, "adds_pairs", lambda pairs=pairs: pairs)
         assert hub.load_model(tmp_path / "it.gguf", device="cpu", blocks=True)[0].dtype == dtype
     assert hub.load_model(tmp_path / "it.gguf", device="cpu")[0].dtype == torch.bfloat16
 

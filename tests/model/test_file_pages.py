@@ -1,4 +1,4 @@
-"""Weights in a mapped file: their memory is given back, and stays so while changes are noticed."""
+"""Weights in a mapped file: their memory is given back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from eval.memory import grown, resident
 from selfspec.model.backbone import Backbone
 from selfspec.model.check import check_conformance
-from selfspec.model.fingerprint import PARTS, ModelWatch
 from selfspec.model.generic import Decoder
 from selfspec.model.weights import FilePages
 from tests.models import make_model, needs_compiler, random_ids
@@ -64,26 +63,6 @@ def test_weights_in_memory_alone_stay() -> None:
     expected = module.weight.clone()
     FilePages().release(module)
     assert torch.equal(module.weight, expected)
-
-
-def test_one_number_of_a_mapped_file_is_found_and_nothing_is_read_for_that(
-    mapped: nn.Linear,
-) -> None:
-    before = resident("RssFile")
-    watch = ModelWatch(mapped)
-    assert [watch.change() for _ in range(PARTS)] == [None] * PARTS
-    assert resident("RssFile") - before < mapped.weight.nbytes / 4e6
-    mapped.weight.data[700, 3] = 2
-    assert "weight was changed" in [watch.change() for _ in range(PARTS)]
-
-
-def test_a_mapped_file_is_read_where_no_kernel_tells(
-    mapped: nn.Linear, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("selfspec.model.weights._PAGES", tmp_path / "absent")
-    watch = ModelWatch(mapped)
-    mapped.weight.data[700] = 2
-    assert "weight was changed" in [watch.change() for _ in range(PARTS)]
 
 
 @pytest.fixture

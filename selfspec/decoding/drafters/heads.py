@@ -34,7 +34,7 @@ from selfspec.model.backbone import Backbone
 from selfspec.model.fused import HIDDEN, Operation, Program
 from selfspec.model.kv import uploaded
 from selfspec.model.recipe import Activation, norm_of, why_unusual
-from selfspec.model.weights import CompiledLinear, QuantisedWeight, blocks_pay, in_8_bits
+from selfspec.model.weights import CompiledLinear, QuantisedWeight, in_8_bits
 
 # --- heads on the embedding: what they think of the next token ------------------------------------
 
@@ -425,4 +425,4 @@ class PackedHead:
 def _light(weight: Tensor, bias: Tensor | None) -> CompiledLinear:
     """In 8 bits where products read these faster than numbers; ValueError as those raise it."""
     weight = weight.detach()
-    return CompiledLinear(in_8_bits(weight) if blocks_pay(weight.dtype) else weight, bias)
+    return CompiledLinear(in_8_bits(weight), bias)

@@ -1,16 +1,18 @@
-// Weights that a file keeps as small whole numbers, in groups that share a scale.
+// Weights that a file keeps as small whole numbers, in groups that share a scale: quants.
 //
-// A weight is scale * quant + least, rounded to the numbers of the model as if all weights had been
-// de-quantised. Few rows multiply it while it is in a register. Many rows share a piece of a panel
-// that is expanded into the cache, as panels.hpp reads it. Either way a sum has the order, and the
-// bits, that it has with weights that are kept as numbers.
+// Quants are multiplied as they are, so no weight is rounded. The inputs of a group are a chain of
+// their own, or a tile: quants times inputs. What it gives, times the group's scale, goes to the
+// output's sum, and then the least weight times the sum of the inputs. That is the order for any
+// number of rows: few take quants from the blocks, many share what was made of a piece of a panel.
 //
 // A panel is a list of units. A unit: float16 scales of PANEL outputs, and minima where there are
 // any; then its groups. A group: with NESTED a byte for each of these, with ZEROED one for where
-// quants are counted from; then words, each of an output's next inputs, the first in the lowest
-// bits. (integers.hpp has another order of quants.)
+// quants are counted from; then quants, as `put` lays them.
 
 #pragma once
+
+#include <array>
+#include <vector>
 
 #include "panels.hpp"
 
@@ -92,19 +94,6 @@ inline float sum_of(Vector value) {
   return value[0];
 }
 
-// The same numbers side by side, the even one lower. What is too small for a usual bfloat16 may
-// become 0: the instruction that adds them takes it for 0, too.
-inline Bits pairs(Vector even, Vector odd) {
-#if defined(__AVX512BF16__)
-  const Ints places = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const Ints order = places | (places + 16) << 16;  // evens come first in what is rounded
-  const __m512bh numbers = _mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
-  return (Bits)_mm512_permutexvar_epi16((__m512i)order, (__m512i)numbers);
-#else
-  return rounded(even) >> 16 | rounded(odd);
-#endif
-}
-
 // An even number of vectors, rounded, to what Kind prepares of them.
 inline void round(const Vector* values, int count, Input* to) {
   for (int v = 0; v < count; v += 2, to += 2 * LANES / Kind::STEP * Kind::INPUTS) {
@@ -118,39 +107,11 @@ inline void round(const Vector* values, int count, Input* to) {
   }
 }
 
-// Weights of two inputs, for a vector of outputs: as Kind adds them, and as panels hold them.
-
-constexpr int TERMS = 2 / Kind::STEP * Kind::TERMS;  // additions
-constexpr int ACROSS = Kind::STEP * LANES;           // numbers to the next outputs of a panel
-
-inline void take(Vector even, Vector odd, Bits* terms) {
-#if !BFLOAT16
-  terms[0] = (Bits)even, terms[1] = (Bits)odd;
-#elif defined(__AVX512BF16__)
-  terms[0] = pairs(even, odd);
-#else
-  terms[0] = rounded(even), terms[1] = rounded(odd);
-#endif
-}
-
-inline void store(Vector even, Vector odd, Number* to) {
-#if BFLOAT16
-  *(Words*)to = pairs(even, odd);
-#else
-  *(Floats*)to = even, *(Floats*)(to + PANEL) = odd;
-#endif
-}
-
 enum Scale {
   HALF,    // of a group
   NESTED,  // of 256 inputs, times a byte of the group
   ZEROED,  // of a group, whose byte is taken off each quant as well
 };
-constexpr int ROWS_OF_BLOCKS = WIDE ? 8 : 4;  // that multiply weights in registers
-
-// Panels that are read side by side: a few sums alone would wait for themselves.
-constexpr int panels_of_blocks(int rows) { return !WIDE ? 1 : rows <= 2 ? 4 : 2; }
-
 constexpr int STORED = 0;  // in place of what is taken off each quant: minima, as scales are
 
 // Where what is kept of a panel lies.
@@ -174,124 +135,315 @@ struct Layout {
   }
 };
 
-template <int BITS, int GROUP, Scale SCALE, int OFFSET>
-struct Blocks : Layout<BITS, GROUP, SCALE, OFFSET> {
-  using Kept = Layout<BITS, GROUP, SCALE, OFFSET>;
-  static constexpr bool EXPANDS = true;
-  static constexpr int WORD = 32 / BITS;  // inputs
+// Sums of a row of inputs that are multiplied by some of these forms, one for each group.
+constexpr int TOGETHER = 32;
+constexpr long totals_of(long in) { return in / TOGETHER; }
 
+inline void total(long in, const Input* row, float* to, long apart) {
+  for (long k = 0; k < in; k += TOGETHER, to += apart) {
+    Vector sum = {};
+#if BFLOAT16 && defined(__AVX512BF16__)
+    const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
+    sum = Kind::add(sum, *(const Words*)(row + k / 2), ones);
+#else
+    for (int i = 0; i < TOGETHER; i += LANES) sum += *(const Floats*)(row + k + i);
+#endif
+    *to = sum_of(sum);
+  }
+}
+
+constexpr int ADDED = Kind::STEP / Kind::TERMS;  // inputs that one addition takes
+constexpr bool PAIRED = ADDED == 2;
+// Inputs for quants of four bits that stay at their place in a word; the last one leaves it.
+inline void place(long in, const Input* row, Input* to) {
+  for (long k = 0; k < in; k++) to[k] = k % 8 == 7 ? row[k] : row[k] * (1.0f / (1 << 4 * (k % 8)));
+}
+
+constexpr int ROWS_OF_BLOCKS = WIDE ? 8 : 6;  // that share what is made of a quant
+
+// Panels that are read side by side.
+constexpr int panels_of_blocks(int rows) {
+  return WIDE ? rows == 1 ? 6 : rows == 2 ? 4 : rows <= 4 ? 3 : 2 : rows <= 2 ? 2 : 1;
+}
+
+#if BFLOAT16 && defined(__AVX512BF16__)
+// A whole number of at most eight bits, as bfloat16.
+constexpr uint16_t as_bfloat16(int number) {
+  const int size = number < 0 ? -number : number;
+  int digits = 0;
+  while (size >> (digits + 1)) digits++;
+  const int bits = (127 + digits) << 7 | (size << (7 - digits) & 127);
+  return uint16_t(!size ? 0 : number < 0 ? bits | 0x8000 : bits);
+}
+#endif
+
+// A group of a panel, made ready for many rows.
+struct Ready {
+  Bits terms[TOGETHER / ADDED][VECTORS];
+  Vector scales[VECTORS], minima[VECTORS];
+};
+
+// One of its vectors, as a Group is read.
+struct Half {
+  const Ready& ready;
+  int v;
+
+  Bits term(int i, int j) const { return ready.terms[(i + j) / ADDED][v]; }
+  Vector scale() const { return ready.scales[v]; }
+  Vector least() const { return ready.minima[v]; }
+  void fetch(int, long) const {}
+};
+
+// Adds the inputs from `first` to `end`, whole groups, to the sums of ROWS rows and PANELS panels.
+// `group(k, p, v)` is what is multiplied by inputs k..: vector v of panel p. So many inputs are taken
+// AT_ONCE: those of a word, or where nothing is unpacked few, which compilers put in better order.
+template <int ROWS, int PANELS, int GROUP, bool LEAST, int AT_ONCE, typename Groups>
+inline __attribute__((always_inline)) void add_groups(long first, long end, Block<const Input> x,
+                                                      Block<const float> totals, Block<float> sums,
+                                                      long ahead, const Groups& group) {
+  constexpr int COUNT = PANELS * VECTORS;
+  const auto place = [&](int r, int c) {
+    return sums.at + r * sums.row + c / VECTORS * sums.panel + c % VECTORS * LANES;
+  };
+  Vector s[ROWS][COUNT];
+  UNROLL for (int r = 0; r < ROWS; r++)
+    UNROLL for (int c = 0; c < COUNT; c++) s[r][c] = *(const Floats*)place(r, c);
+  for (long k = first; k < end; k += GROUP) {
+    Vector t[ROWS][COUNT] = {};
+    for (int i = 0; i < GROUP; i += AT_ONCE) {
+      UNROLL for (int p = 0; p < PANELS; p++) group(k, p, 0).fetch(i, ahead);
+      UNROLL for (int j = 0; j < AT_ONCE; j += ADDED) {
+        Bits terms[COUNT];
+        UNROLL for (int c = 0; c < COUNT; c++) terms[c] = group(k, c / VECTORS, c % VECTORS).term(i, j);
+        UNROLL for (int r = 0; r < ROWS; r++) {
+          const auto input = Kind::spread(x.at[r * x.row + (k + i + j) / ADDED]);
+          UNROLL for (int c = 0; c < COUNT; c++) t[r][c] = Kind::add(t[r][c], terms[c], input);
+        }
+      }
+    }
+    UNROLL for (int c = 0; c < COUNT; c++) {
+      const auto one = group(k, c / VECTORS, c % VECTORS);
+      const Vector scale = one.scale(), least = LEAST ? one.least() : Vector{};
+      UNROLL for (int r = 0; r < ROWS; r++) {
+        s[r][c] += scale * t[r][c];
+        if (LEAST) s[r][c] += least * totals.at[r * totals.row + k / TOGETHER];
+      }
+    }
+  }
+  UNROLL for (int r = 0; r < ROWS; r++)
+    UNROLL for (int c = 0; c < COUNT; c++) *(Floats*)place(r, c) = s[r][c];
+}
+
+template <int BITS, int GROUP, Scale SCALE, int OFFSET>
+struct Kept : Layout<BITS, GROUP, SCALE, OFFSET> {
+  using Place = Layout<BITS, GROUP, SCALE, OFFSET>;
+  // Four bits stay at their place in a word: inputs are so much smaller.
+  static constexpr bool PLACED = BITS == 4 && !PAIRED;
+  // Pairs of four bits are looked up less the offset, eight bits lie there so.
+  static constexpr bool AWAY = !PLACED;
+  static constexpr bool LEAST = OFFSET == STORED || SCALE == ZEROED || !AWAY;
+  static_assert(GROUP == TOGETHER || !LEAST);  // nobody adds up the inputs of others
+
+  // Of eight bits a byte for each output, input by input, or two where pairs are added. Of four bits
+  // a word for each output: eight inputs, the first one lowest; of pairs one in each half of it.
   static void put(const uint8_t* from, int o, uint8_t* to) {
-    for (int k = 0; k < GROUP; k += WORD) {
-      uint32_t quants = 0;
-      for (int j = 0; j < WORD; j++) quants |= uint32_t(from[k + j]) << BITS * j;
-      std::memcpy(to + (k / WORD * PANEL + o) * 4, &quants, 4);
+    for (int k = 0; k < GROUP; k++) {
+      const int bit = PAIRED ? k % 8 / 2 * 4 + k % 2 * 16 : k % 8 * 4;
+      if (BITS == 8)
+        to[PAIRED ? (k / 2 * PANEL + o) * 2 + k % 2 : k * PANEL + o] = uint8_t(from[k] - OFFSET);
+      else
+        to[(k / 8 * PANEL + o) * 4 + bit / 8] |= uint8_t(from[k] << bit % 8);
     }
   }
 
   // One group of a vector of outputs.
   struct Group {
-    const uint8_t* quants;
-    Vector scales[WORD - 1], least;
+    const uint8_t *halves, *small, *quants;
 
-    // That of input k of a panel.
-    void find(const uint8_t* panel, long k, int v) {
-      const uint8_t* unit = panel + k / Kept::UNIT * Kept::UNIT_BYTES + 2 * v * LANES;
-      const uint8_t* group = Kept::group(panel, k);
-      const uint8_t* small = group + v * LANES;
-      const Vector scale = Kept::factor(unit, small);
-      least = OFFSET == STORED ? Kept::factor(unit + 2 * PANEL, small + PANEL) : scale * -zero(small);
-      quants = group + Kept::SMALL + 4 * v * LANES;
-      UNROLL for (int j = 0; j < WORD - 1; j++) scales[j] = scale * (1.0f / (1 << BITS * j));
+    Group(const uint8_t* panel, long k, int v) {
+      halves = panel + k / Place::UNIT * Place::UNIT_BYTES + 2 * v * LANES;
+      small = Place::group(panel, k) + v * LANES;
+      quants = Place::group(panel, k) + Place::SMALL + v * LANES * (BITS == 4 ? 4 : 1);
     }
 
-    Bits word(int k, long ahead = AHEAD) const {
-      const uint8_t* at = quants + k / WORD * PANEL * 4;
-      __builtin_prefetch(at + ahead);
-      return *(const Words*)at;
+    Vector scale() const { return Place::factor(halves, small); }
+
+    Vector least() const {
+      if (OFFSET == STORED) return Place::factor(halves + 2 * PANEL, small + PANEL);
+      const Vector usual = Vector{} + (AWAY ? 0.0f : float(OFFSET));
+      return -scale() * (SCALE == ZEROED ? usual + from_bytes(small) : usual);
     }
 
-    // A quant stays at its place in the word, and the scale of that place is smaller; the last one
-    // would be taken for a sign.
-    Vector value(Bits word, int j) const {
-      const bool last = j == WORD - 1;
-      const Bits quant = last ? word >> (32 - BITS) : word & (((1u << BITS) - 1) << BITS * j);
-      return __builtin_convertvector((Ints)quant, Vector) * scales[last ? 0 : j] + least;
+    void fetch(int k, long ahead) const {
+      for (int line = 0; line < BITS / 4; line++)
+        __builtin_prefetch(quants + k * PANEL * BITS / 8 + 64 * line + ahead);
+    }
+
+    // Input i + j as Kind adds it, or that and the next; of every eight `i` is the first.
+    Bits term(int i, int j) const {
+#if BFLOAT16 && defined(__AVX512BF16__)
+      if (BITS == 8) {
+        const uint8_t* at = quants + (i + j) * PANEL;
+        return (Bits)_mm512_cvtne2ps_pbh((__m512)from_bytes(at + PANEL), (__m512)from_bytes(at));
+      }
+      const __m512i word = _mm512_loadu_si512(quants + i / 8 * PANEL * 4);
+      // what lies above the four bits chooses between two equal halves of the table
+      return (Bits)_mm512_permutexvar_epi16(_mm512_srli_epi16(word, 2 * j), table());
+#else
+      if (BITS == 8) return (Bits)from_bytes(quants + (i + j) * PANEL);
+      const Bits word = *(const Words*)(quants + i / 8 * PANEL * 4);
+      const Bits quant = j == 7 ? word >> 28 : word & 15u << 4 * j;  // no sign
+      return (Bits)__builtin_convertvector((Ints)quant, Vector);
+#endif
     }
 
    private:
-    static Vector zero(const uint8_t* small) {
-      const Vector usual = Vector{} + float(OFFSET);
-      return SCALE == ZEROED ? usual + from_bytes(small) : usual;
+#if BFLOAT16 && defined(__AVX512BF16__)
+    static __m512i table() {  // the sixteen numbers, twice
+      alignas(64) static constexpr auto numbers = [] {
+        std::array<uint16_t, 32> found{};
+        for (int i = 0; i < 32; i++) found[i] = as_bfloat16(i % 16 - OFFSET);
+        return found;
+      }();
+      return _mm512_load_si512(numbers.data());
+    }
+#endif
+  };
+
+#ifdef __AMX_BF16__
+  // Adds to the sums of `groups` times `height` rows, which are those of tiles, for panels that lie
+  // `size` bytes apart. `totals`: [groups, in / GROUP, ROWS_OF_TILE].
+  static void multiply_tiles(long in, long groups, long height, long count, Block<const Input> x,
+                             const float* totals, const uint8_t* panel, long size,
+                             Block<float> sums) {
+    constexpr decltype(&pass<1>) all[] = {pass<1>, pass<2>, pass<4>, pass<8>, pass<16>};
+    const int which = height > 8 ? 4 : height > 4 ? 3 : height > 2 ? 2 : height - 1;
+    for (long p = 0; p < count; p++)
+      all[which](in, groups, height, x, totals, panel + p * size, sums.from_panel(p));
+  }
+
+ private:
+  static constexpr int LINES = GROUP / 2;  // of a tile of weights: pairs of inputs
+  struct Tile {
+    alignas(64) Number weights[LINES][2 * PANEL];
+    Vector scale, least;
+
+    void take(const uint8_t* panel, long k) {
+      const Group group(panel, k, 0);
+      UNROLL for (int line = 0; line < LINES; line++) *(Words*)weights[line] = group.term(line / 4 * 8, line % 4 * 2);
+      scale = group.scale();
+      if (LEAST) least = group.least();
     }
   };
 
-  // Inputs first.. of a panel, in whole groups -> [count / STEP][PANEL][STEP]
-  static void expand(const uint8_t* panel, long first, long count, Number* to) {
-    for (long k = first; k < first + count; k += GROUP, to += GROUP * PANEL)
-      for (int v = 0; v < VECTORS; v++) {
-        Group group;
-        group.find(panel, k, v);
-        for (int i = 0; i < GROUP; i += WORD) {
-          const Bits word = group.word(i);
-          UNROLL for (int j = 0; j < WORD; j += 2)
-            store(group.value(word, j), group.value(word, j + 1), to + (i + j) * PANEL + v * ACROSS);
-        }
-      }
+  // Adds groups from `first` to `end`, which are `tiles`, to the sums of `height` rows, at most ROWS.
+  template <int ROWS>
+  static void add(long height, Block<const Input> x, const float* totals, const Tile* tiles, long first,
+                  long end, Block<float> to) {
+    alignas(64) float products[4][ROWS_OF_TILE][PANEL];
+    if (height < ROWS) std::memset(products, 0, sizeof products);  // no odd numbers: they are slow
+    Vector sums[ROWS];
+    UNROLL for (int r = 0; r < ROWS; r++)
+      sums[r] = r < height ? Vector(*(const Floats*)(to.at + r * to.row)) : Vector{};
+    // registers have no names but in the text of a program
+#define MULTIPLY(SUMS, ROW, WEIGHTS, PLACE)                              \
+  if (PLACE < end) {                                                     \
+    _tile_zero(SUMS);                                                    \
+    _tile_loadd(ROW, x.at + (PLACE) * GROUP / 2, x.row * sizeof(Input)); \
+    _tile_loadd(WEIGHTS, tiles[PLACE - first].weights, 64);              \
+    _tile_dpbf16ps(SUMS, ROW, WEIGHTS);                                  \
   }
+    const auto add = [&](int which, long place) __attribute__((always_inline)) {
+      if (place >= end) return;
+      const Vector scale = tiles[place - first].scale, least = tiles[place - first].least;
+      const float* const total = totals + place * ROWS_OF_TILE;
+      UNROLL for (int r = 0; r < ROWS; r++) {
+        sums[r] += scale * *(const Floats*)products[which][r];
+        if (LEAST) sums[r] += least * total[r];
+      }
+    };
+    // two on their way while two are added
+    MULTIPLY(0, 4, 6, first)
+    MULTIPLY(1, 5, 7, first + 1)
+    for (long place = first; place < end; place += 4) {
+      MULTIPLY(2, 4, 6, place + 2)
+      MULTIPLY(3, 5, 7, place + 3)
+      _tile_stored(0, products[0], 64);
+      _tile_stored(1, products[1], 64);
+      add(0, place), add(1, place + 1);
+      MULTIPLY(0, 4, 6, place + 4)
+      MULTIPLY(1, 5, 7, place + 5)
+      _tile_stored(2, products[2], 64);
+      _tile_stored(3, products[3], 64);
+      add(2, place + 2), add(3, place + 3);
+    }
+#undef MULTIPLY
+    UNROLL for (int r = 0; r < ROWS; r++)
+      if (r < height) *(Floats*)(to.at + r * to.row) = sums[r];
+  }
+
+  // Some inputs of a panel stay in the cache while all rows pass them.
+  template <int ROWS>
+  static void pass(long in, long groups, long height, Block<const Input> x, const float* totals,
+                   const uint8_t* panel, Block<float> sums) {
+    constexpr long MOST = 24;
+    thread_local std::vector<Tile> tiles(MOST);
+    for (long first = 0; first < in / GROUP; first += MOST) {
+      const long end = std::min(in / GROUP, first + MOST);
+      for (long g = first; g < end; g++) tiles[g - first].take(panel, g * GROUP);
+      for (long g = 0; g < groups; g++)
+        add<ROWS>(height, {x.at + g * height * x.row, x.row, 0},
+                  totals + g * in / GROUP * ROWS_OF_TILE, tiles.data(), first, end,
+                  {sums.at + g * height * sums.row, sums.row, 0});
+    }
+  }
+
+ public:
+#endif
 
   // Adds the inputs from `first` to `end`, whole groups, to the sums of ROWS rows, for panels that
   // lie `size` bytes apart.
   template <int ROWS>
-  static void multiply(long, long first, long end, long count, Block<const Input> x,
-                       const uint8_t* panel, long size, Block<float> sums) {
-    constexpr int MOST = panels_of_blocks(ROWS);
+  static void multiply(long first, long end, long count, Block<const Input> x,
+                       Block<const float> totals, const uint8_t* panel, long size, Block<float> sums) {
+    constexpr int MOST = panels_of_blocks(ROWS), FEWER = MOST > 3 ? MOST / 2 : 1;
     const long ahead = ahead_of(MOST, size);
     long p = 0;
-    for (; p + MOST <= count; p += MOST)
-      some<ROWS, MOST>(first, end, x, panel + p * size, size, ahead, sums.from_panel(p));
+    for (; p + MOST <= count; p += MOST)  // few sums would wait for themselves
+      some<ROWS, MOST>(first, end, x, totals, panel + p * size, size, ahead, sums.from_panel(p));
+    for (; p + FEWER <= count; p += FEWER)
+      some<ROWS, FEWER>(first, end, x, totals, panel + p * size, size, ahead, sums.from_panel(p));
     for (; p < count; p++)
-      some<ROWS, 1>(first, end, x, panel + p * size, size, ahead, sums.from_panel(p));
+      some<ROWS, 1>(first, end, x, totals, panel + p * size, size, ahead, sums.from_panel(p));
+  }
+
+  // The groups from `first` to `end` of a panel.
+  static void make_ready(const uint8_t* panel, long first, long end, Ready* to) {
+    for (long k = first; k < end; k += GROUP, to++)
+      for (int v = 0; v < VECTORS; v++) {
+        const Group group(panel, k, v);
+        for (int i = 0; i < GROUP; i += 8)
+          UNROLL for (int j = 0; j < 8; j += ADDED) to->terms[(i + j) / ADDED][v] = group.term(i, j);
+        to->scales[v] = group.scale();
+        if (LEAST) to->minima[v] = group.least();
+      }
   }
 
  private:
   template <int ROWS, int PANELS>
-  static void some(long first, long end, Block<const Input> x, const uint8_t* panel, long size,
-                   long ahead, Block<float> sums) {
-    constexpr int COUNT = PANELS * VECTORS;
-    const auto sum = [&](int r, int v) {
-      return sums.at + r * sums.row + v / VECTORS * sums.panel + v % VECTORS * LANES;
-    };
-    Vector s[ROWS][COUNT];
-    UNROLL for (int r = 0; r < ROWS; r++)
-      UNROLL for (int v = 0; v < COUNT; v++) s[r][v] = *(const Floats*)sum(r, v);
-    for (long k = first; k < end; k += GROUP) {
-      Group groups[COUNT];
-      UNROLL for (int v = 0; v < COUNT; v++)
-        groups[v].find(panel + v / VECTORS * size, k, v % VECTORS);
-      for (int i = 0; i < GROUP; i += WORD) add_word(groups, i, k + i, x, s, ahead);
-    }
-    UNROLL for (int r = 0; r < ROWS; r++)
-      UNROLL for (int v = 0; v < COUNT; v++) *(Floats*)sum(r, v) = s[r][v];
-  }
-
-  // The inputs of word `i` of the groups, which are `first`.. of a row, to the sums of all rows.
-  template <int ROWS, int COUNT>
-  static inline __attribute__((always_inline)) void add_word(const Group (&groups)[COUNT], int i,
-                                                             long first, Block<const Input> x,
-                                                             Vector (&s)[ROWS][COUNT], long ahead) {
-    Bits words[COUNT];
-    UNROLL for (int v = 0; v < COUNT; v++) words[v] = groups[v].word(i, ahead);
-    UNROLL for (int j = 0; j < WORD; j += 2) {
-      Bits terms[COUNT][TERMS];
-      UNROLL for (int v = 0; v < COUNT; v++)
-        take(groups[v].value(words[v], j), groups[v].value(words[v], j + 1), terms[v]);
-      UNROLL for (int r = 0; r < ROWS; r++)
-        UNROLL for (int t = 0; t < TERMS; t++) {
-          const auto input = Kind::spread(x.at[r * x.row + (first + j) / 2 * TERMS + t]);
-          UNROLL for (int v = 0; v < COUNT; v++) s[r][v] = Kind::add(s[r][v], terms[v][t], input);
-        }
-    }
+  static void some(long first, long end, Block<const Input> x, Block<const float> totals,
+                   const uint8_t* panel, long size, long ahead, Block<float> sums) {
+    const auto group = [&](long k, int p, int v) { return Group(panel + p * size, k, v); };
+    add_groups<ROWS, PANELS, GROUP, LEAST, 8>(first, end, x, totals, sums, ahead, group);
   }
 };
+
+// The same for one panel whose groups from `first` on are ready.
+template <int GROUP, bool LEAST, int ROWS>
+void multiply_ready(long first, long end, Block<const Input> x, Block<const float> totals,
+                    const Ready* ready, Block<float> sums) {
+  const auto group = [&](long k, int, int v) { return Half{ready[(k - first) / GROUP], v}; };
+  add_groups<ROWS, 1, GROUP, LEAST, ADDED>(first, end, x, totals, sums, 0, group);
+}
 
 }  // namespace

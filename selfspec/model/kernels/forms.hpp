@@ -2,61 +2,50 @@
 
 #pragma once
 
-#if BFLOAT16 && defined(__AVX512BF16__)
-#include "integers.hpp"
-#else
 #include "blocks.hpp"
-#endif
 
 namespace {
 
-#if BFLOAT16 && defined(__AVX512BF16__)
-#ifdef __AMX_BF16__
-constexpr bool TILED = true;
-#else
-constexpr bool TILED = false;  // to convert eight bits would keep the unit busy that multiplies
-#endif
-template <int BITS, int GROUP, Scale SCALE, int OFFSET>
-using KeptAs = std::conditional_t<BITS == 4 || TILED,
-                                  Integers<BITS, GROUP, SCALE, OFFSET>,
-                                  Blocks<BITS, GROUP, SCALE, OFFSET>>;
-#else
-constexpr long totals_of(long) { return 0; }  // nobody wants to know what inputs add up to
-inline void total(long, const Input*, float*, long) {}
-template <int BITS, int GROUP, Scale SCALE, int OFFSET>
-using KeptAs = Blocks<BITS, GROUP, SCALE, OFFSET>;
-#endif
-
 // How the weights of a panel are kept.
 struct Form {
-  using Multiply = void (*)(long in, long first, long end, long count, Block<const Input> x,
-                            const uint8_t* panel, long size, Block<float> sums);
-  void (*expand)(const uint8_t* panel, long first, long count, Number* to);  // if any
-  Multiply multiply[ROWS_OF_BLOCKS];  // by rows, from one on
+  // By rows, from one on.
+  void (*multiply[ROWS_OF_BLOCKS])(long first, long end, long count, Block<const Input> x,
+                                   Block<const float> totals, const uint8_t* panel, long size,
+                                   Block<float> sums);
+  void (*make_ready)(const uint8_t* panel, long first, long end, Ready* to);
+  void (*multiply_ready[ROWS_OF_BLOCKS])(long first, long end, Block<const Input> x,
+                                         Block<const float> totals, const Ready* ready,
+                                         Block<float> sums);
   void (*multiply_tiles)(long in, long groups, long height, long count, Block<const Input> x,
                          const float* totals, const uint8_t* panel, long size,
                          Block<float> sums);  // if any
   void (*put)(const uint8_t* from, int o, uint8_t* to);  // quants of a group of output o
+  bool placed;
   Scale scale;
   int group, offset, unit, parts, head, small, group_bytes, unit_bytes;
 
   long bytes(long in) const { return in / unit * unit_bytes; }  // of a panel
 };
 
-template <typename Kept>
+template <typename As>
 constexpr auto tiles_of() -> decltype(Form::multiply_tiles) {
 #ifdef __AMX_BF16__
-  if constexpr (!Kept::EXPANDS) return Kept::multiply_tiles;
+  return As::multiply_tiles;
 #endif
   return nullptr;
 }
 
 template <int BITS, int GROUP, Scale SCALE, int OFFSET, int... ROWS>
 constexpr Form form_with(std::integer_sequence<int, ROWS...>) {
-  using Kept = KeptAs<BITS, GROUP, SCALE, OFFSET>;
-  return {Kept::expand, {Kept::template multiply<ROWS + 1>...}, tiles_of<Kept>(), Kept::put,
-          SCALE, GROUP, OFFSET, Kept::UNIT, Kept::PARTS, Kept::HEAD, Kept::SMALL, Kept::GROUP_BYTES,
-          Kept::UNIT_BYTES};
+  using As = Kept<BITS, GROUP, SCALE, OFFSET>;
+  return {{As::template multiply<ROWS + 1>...},
+          As::make_ready,
+          {multiply_ready<GROUP, As::LEAST, ROWS + 1>...},
+          tiles_of<As>(),
+          As::put,
+          As::PLACED,
+          SCALE, GROUP, OFFSET, As::UNIT, As::PARTS, As::HEAD, As::SMALL, As::GROUP_BYTES,
+          As::UNIT_BYTES};
 }
 
 template <int BITS, int GROUP, Scale SCALE, int OFFSET>

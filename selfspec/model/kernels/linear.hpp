@@ -20,7 +20,6 @@ namespace {
 
 constexpr long STEP = Kind::STEP;
 constexpr long PIECE = WIDE ? 256 : 1024 / STEP;  // steps of a panel that many rows share
-constexpr long EXPANDED = 16384 / sizeof(Number);  // weights that are expanded before they are read
 
 // `before` and `times` a value, each rounded.
 inline Number added(Number before, Number value, float times) {
@@ -103,7 +102,7 @@ struct Linear {
     const long filled = r < rows ? steps() * Kind::INPUTS : 0;
     if (filled) Kind::prepare(from + r * in, in, to);
     std::fill(to + filled, to + inputs(), Input(0));
-    if (totals_of(in) && has_blocks()) by.total_row(in, r, room);
+    if (has_blocks()) by.complete(in, r, room);
   }
 
   void add_panels(const Arithmetic& by, const Stripe& stripe, long first, long count,
@@ -117,17 +116,8 @@ struct Linear {
   void add_blocks(const Arithmetic& by, const Stripe& stripe, long first, long count,
                   Block<const Input> x, Block<float> sums) const {
     const Form& form = FORMS[stripe.form];
-    const long size = form.bytes(in), piece = EXPANDED / (count * PANEL) / 32 * 32;  // whole groups
-    const uint8_t* blocks = (const uint8_t*)stripe.weights + first * size;
-    if (!form.expand || by.reads_blocks()) return by.multiply(form, in, count, x, blocks, sums);
-    thread_local std::vector<Number> expanded(EXPANDED);
-    for (long k = 0; k < in; k += piece) {
-      const long inner = std::min(piece, in - k);
-      for (long p = 0; p < count; p++)
-        form.expand(blocks + p * size, k, inner, &expanded[p * piece * PANEL]);
-      by.multiply(count, inner / STEP, {x.at + k / STEP * Kind::INPUTS, x.row, 0},
-                  {expanded.data(), PANEL * STEP, piece * PANEL}, sums);
-    }
+    const uint8_t* blocks = (const uint8_t*)stripe.weights + first * form.bytes(in);
+    by.multiply(form, in, count, x, blocks, sums);
   }
 
   void finish(long rows, long first, long count, float* sums, long row_sums, Number* result,

@@ -177,10 +177,4 @@ void expand_blocks(long format, long in, long count, const long* rows, const uin
     expand_row(FORMATS[format], in, from + rows[row] * size, to + row * in);
 }
 
-// Whether blocks are faster than numbers in the dtype: pairs of bfloat16 are one instruction.
-long blocks_pay() { return !BFLOAT16 || Kind::TERMS == 1; }
-
-// Whether weights of this format are multiplied as they are in the file, none of them rounded.
-long as_they_are(long format) { return !BFLOAT16 || !FORMS[FORMATS[format].form].expand; }
-
 }

@@ -53,13 +53,11 @@ class Tiles {
     add(count, 1, {x.at + whole * STEPS, x.row, 0}, {last[0], 0, SIZE}, sums, 0, fresh && !whole);
   }
 
-  void total_row(long in, long row, Input* room) const {
+  void complete(long in, long row, Input* room) const {
     float* const totals = (float*)(room + places() * inputs(in));
     total(in, room + row * inputs(in),
           totals + row / height * totals_of(in) * ROWS_OF_TILE + row % height, ROWS_OF_TILE);
   }
-
-  bool reads_blocks() const { return true; }
 
   void multiply(const Form& form, long in, long count, Block<const Input> x, const uint8_t* blocks,
                 Block<float> sums) const {

@@ -13,13 +13,18 @@ class Vectors {
 
   explicit Vectors(long rows) : rows(rows) {}
 
-  // That a row of `in` numbers is prepared to, the last ones 0 or what the others add up to.
-  static long inputs(long in) { return up(in, Kind::STEP) * Kind::INPUTS + totals_of(in); }
-  long room(long in) const { return places() * inputs(in); }
+  // That a row of `in` numbers is prepared to, the last ones 0.
+  static long inputs(long in) { return up(in, Kind::STEP) * Kind::INPUTS; }
+  // Of all rows; behind them for blocks the same at their places, and totals.
+  long room(long in) const { return places() * ((PAIRED ? 1 : 2) * inputs(in) + totals_of(in)); }
   // Rows that are prepared and have sums.
   long places() const { return rows; }
   // That are read side by side.
-  long panels() const { return panels_at_once(up(rows, groups_of(rows))); }
+  long panels() const {
+    const long most = panels_at_once(up(rows, groups_of(rows)));
+    const long blocks = WIDE || rows > ROWS_OF_BLOCKS ? 1 : panels_of_blocks(int(rows));
+    return up(most, blocks) * blocks;
+  }
 
   void use() const {}
 
@@ -31,28 +36,48 @@ class Vectors {
     ::multiply(rows, count, steps, x, w, sums, ahead);
   }
 
-  void total_row(long in, long row, Input* room) const {
-    Input* const from = room + row * inputs(in);
-    total(in, from, (float*)(from + up(in, Kind::STEP) * Kind::INPUTS), 1);
+  void complete(long in, long row, Input* room) const {
+    const Input* const from = room + row * inputs(in);
+    Input* const placed = room + places() * inputs(in);
+    total(in, from, (float*)(placed + (PAIRED ? 0 : places() * inputs(in))) + row * totals_of(in), 1);
+    if (!PAIRED) place(in, from, placed + row * inputs(in));
   }
-
-  // While they are in registers.
-  bool reads_blocks() const { return rows <= ROWS_OF_BLOCKS; }
 
   void multiply(const Form& form, long in, long count, Block<const Input> x, const uint8_t* blocks,
                 Block<float> sums) const {
-    const long groups = up(rows, ROWS_OF_BLOCKS), piece = groups > 1 ? CACHED : in;
-    for (long k = 0; k < in; k += piece)
-      for (long g = 0; g < groups; g++) {
-        const long start = rows * g / groups, end = rows * (g + 1) / groups;
-        form.multiply[end - start - 1](in, k, std::min(in, k + piece), count,
-                                       x.from_row(start), blocks, form.bytes(in),
-                                       sums.from_row(start));
+    const long all = places() * x.row;
+    const Block<const float> totals = {(const float*)(x.at + (PAIRED ? 1 : 2) * all), totals_of(in), 0};
+    if (form.placed) x = x.from_row(places());
+    const long size = form.bytes(in);
+    if (rows <= FEW_OF_BLOCKS)
+      return in_groups([&](long first, long count_of_rows) {
+        form.multiply[count_of_rows - 1](0, in, count, x.from_row(first), totals.from_row(first),
+                                         blocks, size, sums.from_row(first));
+      });
+    thread_local std::vector<Ready> ready(READY);
+    for (long k = 0; k < in; k += READY * form.group)
+      for (long p = 0; p < count; p++) {
+        const long end = std::min(in, k + READY * form.group);
+        form.make_ready(blocks + p * size, k, end, ready.data());
+        in_groups([&](long first, long count_of_rows) {
+          form.multiply_ready[count_of_rows - 1](k, end, x.from_row(first), totals.from_row(first),
+                                                 ready.data(), sums.from_panel(p).from_row(first));
+        });
       }
   }
 
  private:
-  static constexpr long CACHED = 1024;  // inputs of panels that groups of rows read from a cache
+  static constexpr long FEW_OF_BLOCKS = WIDE ? 8 : 12;  // rows that take quants from blocks
+  static constexpr long READY = 32;          // groups that stay in the cache for all rows
+
+  // As even as they can be.
+  template <typename Work>
+  void in_groups(const Work& work) const {
+    const long groups = up(rows, ROWS_OF_BLOCKS);
+    for (long g = 0; g < groups; g++)
+      work(rows * g / groups, rows * (g + 1) / groups - rows * g / groups);
+  }
+
   const long rows;
 };
 
