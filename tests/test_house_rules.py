@@ -38,8 +38,8 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 30194,
-    "model": 6826,
+    "tests/": 30124,
+    "model": 6608,
     "decoding": 5378,
     "training": 3991,
     "eval": 3675,
