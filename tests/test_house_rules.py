@@ -38,7 +38,7 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 30124,
+    "tests/": 30125,
     "model": 6608,
     "decoding": 5378,
     "training": 3991,

@@ -199,6 +199,7 @@ def cases(lines: str) -> list[tuple[str, str]]:
     return [(line.rstrip(), words.strip()) for line, _, words in found]
 
 
+@pytest.mark.usefixtures("empty_cache")  # heads that others pulled may bring a template
 @pytest.mark.parametrize(("line", "words"), cases(EARLY))
 def test_a_line_that_cannot_be_meant_is_refused_before_anything_is_loaded(
     line: str, words: str, place: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
