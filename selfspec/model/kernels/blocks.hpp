@@ -154,14 +154,16 @@ inline void total(long in, const Input* row, float* to, long apart) {
 
 constexpr int ADDED = Kind::STEP / Kind::TERMS;  // inputs that one addition takes
 constexpr bool PAIRED = ADDED == 2;
-// Inputs for quants of four bits that stay at their place in a word; the last one leaves it.
-inline void place(long in, const Input* row, Input* to) {
+
+// Quants of four bits may stay at their place in a word, as if they were larger by a power of two:
+// their inputs are as much smaller. The last quant leaves it: there it would be a sign.
+inline void shrink(long in, const Input* row, Input* to) {
   for (long k = 0; k < in; k++) to[k] = k % 8 == 7 ? row[k] : row[k] * (1.0f / (1 << 4 * (k % 8)));
 }
 
 constexpr int ROWS_OF_BLOCKS = WIDE ? 8 : 6;  // that share what is made of a quant
 
-// Panels that are read side by side.
+// Panels that are read side by side: a few sums alone would wait for themselves.
 constexpr int panels_of_blocks(int rows) {
   return WIDE ? rows == 1 ? 6 : rows == 2 ? 4 : rows <= 4 ? 3 : 2 : rows <= 2 ? 2 : 1;
 }
@@ -183,8 +185,8 @@ struct Ready {
   Vector scales[VECTORS], minima[VECTORS];
 };
 
-// One of its vectors, as a Group is read.
-struct Half {
+// A vector of outputs of that, as a Group is read.
+struct ReadyGroup {
   const Ready& ready;
   int v;
 
@@ -195,19 +197,19 @@ struct Half {
 };
 
 // Adds the inputs from `first` to `end`, whole groups, to the sums of ROWS rows and PANELS panels.
-// `group(k, p, v)` is what is multiplied by inputs k..: vector v of panel p. So many inputs are taken
-// AT_ONCE: those of a word, or where nothing is unpacked few, which compilers put in better order.
+// `group(k, p, v)` is the group of inputs k.. for vector v of panel p. AT_ONCE: inputs of a word, or
+// where nothing is unpacked of one addition, which compilers put in better order.
 template <int ROWS, int PANELS, int GROUP, bool LEAST, int AT_ONCE, typename Groups>
 inline __attribute__((always_inline)) void add_groups(long first, long end, Block<const Input> x,
                                                       Block<const float> totals, Block<float> sums,
                                                       long ahead, const Groups& group) {
   constexpr int COUNT = PANELS * VECTORS;
-  const auto place = [&](int r, int c) {
+  const auto sum = [&](int r, int c) {
     return sums.at + r * sums.row + c / VECTORS * sums.panel + c % VECTORS * LANES;
   };
   Vector s[ROWS][COUNT];
   UNROLL for (int r = 0; r < ROWS; r++)
-    UNROLL for (int c = 0; c < COUNT; c++) s[r][c] = *(const Floats*)place(r, c);
+    UNROLL for (int c = 0; c < COUNT; c++) s[r][c] = *(const Floats*)sum(r, c);
   for (long k = first; k < end; k += GROUP) {
     Vector t[ROWS][COUNT] = {};
     for (int i = 0; i < GROUP; i += AT_ONCE) {
@@ -231,17 +233,15 @@ inline __attribute__((always_inline)) void add_groups(long first, long end, Bloc
     }
   }
   UNROLL for (int r = 0; r < ROWS; r++)
-    UNROLL for (int c = 0; c < COUNT; c++) *(Floats*)place(r, c) = s[r][c];
+    UNROLL for (int c = 0; c < COUNT; c++) *(Floats*)sum(r, c) = s[r][c];
 }
 
 template <int BITS, int GROUP, Scale SCALE, int OFFSET>
 struct Kept : Layout<BITS, GROUP, SCALE, OFFSET> {
   using Place = Layout<BITS, GROUP, SCALE, OFFSET>;
-  // Four bits stay at their place in a word: inputs are so much smaller.
-  static constexpr bool PLACED = BITS == 4 && !PAIRED;
+  static constexpr bool PLACED = BITS == 4 && !PAIRED;  // see `shrink`
   // Pairs of four bits are looked up less the offset, eight bits lie there so.
-  static constexpr bool AWAY = !PLACED;
-  static constexpr bool LEAST = OFFSET == STORED || SCALE == ZEROED || !AWAY;
+  static constexpr bool LEAST = OFFSET == STORED || SCALE == ZEROED || PLACED;
   static_assert(GROUP == TOGETHER || !LEAST);  // nobody adds up the inputs of others
 
   // Of eight bits a byte for each output, input by input, or two where pairs are added. Of four bits
@@ -270,7 +270,7 @@ struct Kept : Layout<BITS, GROUP, SCALE, OFFSET> {
 
     Vector least() const {
       if (OFFSET == STORED) return Place::factor(halves + 2 * PANEL, small + PANEL);
-      const Vector usual = Vector{} + (AWAY ? 0.0f : float(OFFSET));
+      const Vector usual = Vector{} + (PLACED ? float(OFFSET) : 0.0f);
       return -scale() * (SCALE == ZEROED ? usual + from_bytes(small) : usual);
     }
 
@@ -292,7 +292,7 @@ struct Kept : Layout<BITS, GROUP, SCALE, OFFSET> {
 #else
       if (BITS == 8) return (Bits)from_bytes(quants + (i + j) * PANEL);
       const Bits word = *(const Words*)(quants + i / 8 * PANEL * 4);
-      const Bits quant = j == 7 ? word >> 28 : word & 15u << 4 * j;  // no sign
+      const Bits quant = j == 7 ? word >> 28 : word & 15u << 4 * j;
       return (Bits)__builtin_convertvector((Ints)quant, Vector);
 #endif
     }
@@ -330,7 +330,8 @@ struct Kept : Layout<BITS, GROUP, SCALE, OFFSET> {
 
     void take(const uint8_t* panel, long k) {
       const Group group(panel, k, 0);
-      UNROLL for (int line = 0; line < LINES; line++) *(Words*)weights[line] = group.term(line / 4 * 8, line % 4 * 2);
+      UNROLL for (int line = 0; line < LINES; line++)
+        *(Words*)weights[line] = group.term(line / 4 * 8, line % 4 * 2);
       scale = group.scale();
       if (LEAST) least = group.least();
     }
@@ -409,7 +410,7 @@ struct Kept : Layout<BITS, GROUP, SCALE, OFFSET> {
     constexpr int MOST = panels_of_blocks(ROWS), FEWER = MOST > 3 ? MOST / 2 : 1;
     const long ahead = ahead_of(MOST, size);
     long p = 0;
-    for (; p + MOST <= count; p += MOST)  // few sums would wait for themselves
+    for (; p + MOST <= count; p += MOST)
       some<ROWS, MOST>(first, end, x, totals, panel + p * size, size, ahead, sums.from_panel(p));
     for (; p + FEWER <= count; p += FEWER)
       some<ROWS, FEWER>(first, end, x, totals, panel + p * size, size, ahead, sums.from_panel(p));
@@ -442,7 +443,7 @@ struct Kept : Layout<BITS, GROUP, SCALE, OFFSET> {
 template <int GROUP, bool LEAST, int ROWS>
 void multiply_ready(long first, long end, Block<const Input> x, Block<const float> totals,
                     const Ready* ready, Block<float> sums) {
-  const auto group = [&](long k, int, int v) { return Half{ready[(k - first) / GROUP], v}; };
+  const auto group = [&](long k, int, int v) { return ReadyGroup{ready[(k - first) / GROUP], v}; };
   add_groups<ROWS, 1, GROUP, LEAST, ADDED>(first, end, x, totals, sums, 0, group);
 }
 

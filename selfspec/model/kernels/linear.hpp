@@ -41,6 +41,11 @@ inline void put(long count, const float* values, float adds, Number* to) {
 struct Stripe {
   long panels, form;
   const void* weights;
+
+  // The blocks of a panel of `in` inputs.
+  const uint8_t* at(long panel, long in) const {
+    return (const uint8_t*)weights + panel * FORMS[form].bytes(in);
+  }
 };
 
 struct Linear {
@@ -81,7 +86,7 @@ struct Linear {
         if (stripe->form == PLAIN)
           add_panels(by, *stripe, p - start, count, x, few ? steps() : PIECE, to);
         else
-          add_blocks(by, *stripe, p - start, count, x, to);
+          by.multiply(FORMS[stripe->form], in, count, x, stripe->at(p - start, in), to);
         finish(rows, p, count, to.at, to.row, result, adds);
       }
     }
@@ -111,13 +116,6 @@ struct Linear {
     for (long k = 0; k < steps(); k += piece)
       by.multiply(count, std::min(piece, steps() - k), {x.at + k * Kind::INPUTS, x.row, 0},
                   {weights + k * PANEL * STEP, PANEL * STEP, steps() * PANEL * STEP}, sums);
-  }
-
-  void add_blocks(const Arithmetic& by, const Stripe& stripe, long first, long count,
-                  Block<const Input> x, Block<float> sums) const {
-    const Form& form = FORMS[stripe.form];
-    const uint8_t* blocks = (const uint8_t*)stripe.weights + first * form.bytes(in);
-    by.multiply(form, in, count, x, blocks, sums);
   }
 
   void finish(long rows, long first, long count, float* sums, long row_sums, Number* result,

@@ -15,15 +15,15 @@ class Vectors {
 
   // That a row of `in` numbers is prepared to, the last ones 0.
   static long inputs(long in) { return up(in, Kind::STEP) * Kind::INPUTS; }
-  // Of all rows; behind them for blocks the same at their places, and totals.
+  // Of all rows; behind them, for blocks, the same shrunk, and totals.
   long room(long in) const { return places() * ((PAIRED ? 1 : 2) * inputs(in) + totals_of(in)); }
   // Rows that are prepared and have sums.
   long places() const { return rows; }
-  // That are read side by side.
+  // That are read side by side: for few rows as blocks are, for many so that these share inputs.
   long panels() const {
     const long most = panels_at_once(up(rows, groups_of(rows)));
-    const long blocks = WIDE || rows > ROWS_OF_BLOCKS ? 1 : panels_of_blocks(int(rows));
-    return up(most, blocks) * blocks;
+    const long together = rows > FEW_OF_BLOCKS ? 2 : panels_of_blocks(int(rows));
+    return WIDE ? most : up(most, together) * together;
   }
 
   void use() const {}
@@ -38,37 +38,38 @@ class Vectors {
 
   void complete(long in, long row, Input* room) const {
     const Input* const from = room + row * inputs(in);
-    Input* const placed = room + places() * inputs(in);
-    total(in, from, (float*)(placed + (PAIRED ? 0 : places() * inputs(in))) + row * totals_of(in), 1);
-    if (!PAIRED) place(in, from, placed + row * inputs(in));
+    Input* const shrunk = room + places() * inputs(in);
+    total(in, from, (float*)(shrunk + (PAIRED ? 0 : places() * inputs(in))) + row * totals_of(in), 1);
+    if (!PAIRED) shrink(in, from, shrunk + row * inputs(in));
   }
 
   void multiply(const Form& form, long in, long count, Block<const Input> x, const uint8_t* blocks,
                 Block<float> sums) const {
-    const long all = places() * x.row;
+    const long all = places() * x.row, size = form.bytes(in);
     const Block<const float> totals = {(const float*)(x.at + (PAIRED ? 1 : 2) * all), totals_of(in), 0};
     if (form.placed) x = x.from_row(places());
-    const long size = form.bytes(in);
     if (rows <= FEW_OF_BLOCKS)
-      return in_groups([&](long first, long count_of_rows) {
-        form.multiply[count_of_rows - 1](0, in, count, x.from_row(first), totals.from_row(first),
-                                         blocks, size, sums.from_row(first));
+      return in_groups([&](long r, long height) {
+        form.multiply[height - 1](0, in, count, x.from_row(r), totals.from_row(r), blocks, size,
+                                  sums.from_row(r));
       });
-    thread_local std::vector<Ready> ready(READY);
-    for (long k = 0; k < in; k += READY * form.group)
-      for (long p = 0; p < count; p++) {
-        const long end = std::min(in, k + READY * form.group);
-        form.make_ready(blocks + p * size, k, end, ready.data());
-        in_groups([&](long first, long count_of_rows) {
-          form.multiply_ready[count_of_rows - 1](k, end, x.from_row(first), totals.from_row(first),
-                                                 ready.data(), sums.from_panel(p).from_row(first));
-        });
-      }
+    thread_local std::vector<Ready> ready;
+    ready.resize(count * READY);
+    for (long k = 0; k < in; k += READY * form.group) {
+      const long end = std::min(in, k + READY * form.group);
+      for (long p = 0; p < count; p++)
+        form.make_ready(blocks + p * size, k, end, &ready[p * READY]);
+      in_groups([&](long r, long height) {
+        for (long p = 0; p < count; p++)
+          form.multiply_ready[height - 1](k, end, x.from_row(r), totals.from_row(r), &ready[p * READY],
+                                          sums.from_panel(p).from_row(r));
+      });
+    }
   }
 
  private:
   static constexpr long FEW_OF_BLOCKS = WIDE ? 8 : 12;  // rows that take quants from blocks
-  static constexpr long READY = 32;          // groups that stay in the cache for all rows
+  static constexpr long READY = 32;                     // groups that all rows take from the cache
 
   // As even as they can be.
   template <typename Work>
