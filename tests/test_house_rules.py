@@ -39,7 +39,7 @@ NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
     "tests/": 30125,
-    "model": 6608,
+    "model": 6609,
     "decoding": 5378,
     "training": 3991,
     "eval": 3675,

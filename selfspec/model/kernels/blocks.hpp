@@ -161,11 +161,12 @@ inline void shrink(long in, const Input* row, Input* to) {
   for (long k = 0; k < in; k++) to[k] = k % 8 == 7 ? row[k] : row[k] * (1.0f / (1 << 4 * (k % 8)));
 }
 
-constexpr int ROWS_OF_BLOCKS = WIDE ? 8 : 6;  // that share what is made of a quant
+constexpr int ROWS_OF_BLOCKS = WIDE ? 8 : LANES == 8 ? 6 : 4;  // that share what is made of a quant
 
 // Panels that are read side by side: a few sums alone would wait for themselves.
 constexpr int panels_of_blocks(int rows) {
-  return WIDE ? rows == 1 ? 6 : rows == 2 ? 4 : rows <= 4 ? 3 : 2 : rows <= 2 ? 2 : 1;
+  if (WIDE) return rows == 1 ? 6 : rows == 2 ? 4 : rows <= 4 ? 3 : 2;
+  return LANES == 8 && rows <= 2 ? 2 : 1;
 }
 
 #if BFLOAT16 && defined(__AVX512BF16__)
