@@ -275,13 +275,13 @@ class ModelWatch:
                 if not _same(was, now.get(fact)):
                     return _said(*fact, was, now.get(fact))
             self._note()
-        for (path, _), was, word in zip(self._ends, self._words, self._read(), strict=True):
+        for (path, _, _), was, word in zip(self._ends, self._words, self._read(), strict=True):
             if word != was:
                 return f"{path} was changed"
         return None
 
     def _read(self) -> list[bytes]:
-        return [string_at(address, _WORD) for _, address in self._ends]
+        return [string_at(address, size) for _, address, size in self._ends]
 
     def _looks_the_same(self) -> bool:
         """Whether nothing can have changed but numbers. False also where idle hooks came."""
@@ -401,13 +401,13 @@ def _weights(named: Sequence[tuple[str, nn.Module]]) -> Iterator[_Weight]:
                     yield _Weight(place, name, where, tensor)
 
 
-def _ends(weights: Sequence[_Weight]) -> list[tuple[str, int]]:
-    """Path, and address of the first and of the last word, of weights in main memory."""
+def _ends(weights: Sequence[_Weight]) -> list[tuple[str, int, int]]:
+    """Path, and address and bytes of the first and of the last word, of weights in main memory."""
     found = []
     for weight in weights:
         tensor = getattr(weight.tensor, "blocks", weight.tensor)
         if type(tensor) in _PLAIN and tensor.is_cpu and tensor.is_contiguous():
-            start = tensor.data_ptr()
-            if tensor.nbytes >= _WORD:
-                found += [(weight.path, start), (weight.path, start + tensor.nbytes - _WORD)]
+            start, size = tensor.data_ptr(), min(_WORD, tensor.nbytes)
+            end = start + tensor.nbytes - size
+            found += [(weight.path, at, size) for at in (start, end) if size]
     return found

@@ -423,6 +423,5 @@ class PackedHead:
 
 
 def _light(weight: Tensor, bias: Tensor | None) -> CompiledLinear:
-    """In 8 bits where products read these faster than numbers; ValueError as those raise it."""
-    weight = weight.detach()
-    return CompiledLinear(in_8_bits(weight), bias)
+    """In 8 bits. Raises ValueError where nothing compiles."""
+    return CompiledLinear(in_8_bits(weight.detach()), bias)

@@ -2,7 +2,7 @@
 //
 // Weights lie in panels, [out / PANEL][in / STEP][PANEL][STEP], or as blocks. Few rows read several
 // panels at once, straight through: at the memory's speed. Many rows share a piece of one that stays
-// in the cache: at the arithmetic's. Whichever it is, the order of a sum is that of panels.hpp.
+// in the cache: at the arithmetic's. Either way a sum has the order of panels.hpp, or of blocks.hpp.
 
 #pragma once
 
