@@ -2,15 +2,17 @@ r"""Ways of decoding on the same prompts, each by all, in random order; first tu
 
     python -m eval.compare --drafter "chain=ngram+exit:guesses=1,max_tokens=2" \
         --drafter "tree=ngram+exit" --suite spec-bench --output eval/results/trees
-    python -m eval.compare --python PYTHON --output eval/results/llama-cpp
+    python -m eval.compare --numbers --llama-cpp PYTHON --openvino PYTHON --output rivals
 
-Plain decoding and the drafters, without any the default. With `--python`, an interpreter that has
-`llama-cpp-python`: llama.cpp on the same GGUF file, ids and threads, and with its prompt lookup; it
-runs in a process of its own, which waits while others work. With `--numbers` ours from de-quantised
-weights too, and Hugging Face's `generate` on those, with its prompt lookup (10 tokens) too.
-`--busy`: beside other programs, processes that compute without end; else nothing should run on the
-machine. Writes what `selfspec bench` does, and how often each way fits into the time of llama.cpp,
-or of the first drafter; goes on where it was stopped. Exit code 1 where drafts change a text.
+Plain decoding and the drafters, without any the default. With `--llama-cpp` and `--openvino`,
+interpreters that have `llama-cpp-python` and `openvino-genai`: these on the same GGUF file, ids and
+threads, and with their prompt lookup; with `--int4` OpenVINO on a folder that `optimum-cli export
+openvino` made, too. Each runs in a process of its own, which waits while others work. With
+`--numbers` ours from de-quantised weights too, and Hugging Face's `generate` on those, with its
+prompt lookup and its early exit too. Prompt lookup drafts 10 tokens. `--busy`: beside other
+programs, processes that compute without end; else nothing should run on the machine. Writes what
+`selfspec bench` does, and how often each way fits into the time of the first rival, or of the first
+drafter; goes on where it was stopped. Exit code 1 where drafts change a text.
 """
 
 from __future__ import annotations
@@ -40,11 +42,17 @@ from selfspec.eval.results import SIX_TASKS, Answer, BenchOptions, Question, spe
 from selfspec.files import write
 from selfspec.hub.models import default_model_file
 
-LLAMA, LOOKUP, DEFAULT, NUMBERS = "llama.cpp", "llama.cpp, prompt lookup", "default", "numbers, "
-THEIRS, THEIR_LOOKUP = "hugging-face", "hugging-face, prompt lookup"
+DEFAULT, NUMBERS, LOOKUP = "default", "numbers, ", ", prompt lookup"
+LLAMA, OPENVINO, INT4 = "llama.cpp", "openvino", "openvino, its int4"
+THEIRS = "hugging-face"
+ASSISTED: dict[str, dict[str, Any]] = {
+    LOOKUP: {"prompt_lookup_num_tokens": 10},
+    ", early exit": {"assistant_early_exit": 3},
+}
+"""Keywords of Hugging Face's `generate`; of early exits the shallow one was the fastest."""
 
 
-def llama(
+def rival(
     ask: lab.Ask, _: Speculator, ids: Tensor, count: int, setting: Setting, streamer: Any
 ) -> Written:
     """In its own process."""
@@ -67,7 +75,9 @@ def main(
     drafter: Annotated[
         list[str] | None, typer.Option(help="NAME=DRAFTER, or NAME=DRAFTER;COSTS.")
     ] = None,
-    python: Annotated[str | None, typer.Option(help="One with llama-cpp-python.")] = None,
+    llama_cpp: Annotated[str | None, typer.Option(help="A Python with llama-cpp-python.")] = None,
+    openvino: Annotated[str | None, typer.Option(help="A Python with openvino-genai.")] = None,
+    int4: Annotated[Path | None, typer.Option(help="OpenVINO's own folder of the model.")] = None,
     model: lab.Model = None,
     heads: lab.Heads = None,
     dtype: lab.Dtype = None,
@@ -79,7 +89,7 @@ def main(
     threads: lab.Threads = 2,
     context: Annotated[int, typer.Option(help="Positions that llama.cpp keeps room for.")] = 4096,
     numbers: Annotated[bool, typer.Option(help="De-quantised weights, too.")] = False,
-    lookup: Annotated[bool, typer.Option(help="llama.cpp's prompt lookup, too.")] = True,
+    lookup: Annotated[bool, typer.Option(help="Prompt lookup of others, too.")] = True,
     in_front: Annotated[int, typer.Option(help="Tokens to repeat prompts to, at least.")] = 0,
     busy: Annotated[int, typer.Option(help="Other processes that compute meanwhile.")] = 0,
 ) -> None:
@@ -96,23 +106,26 @@ def main(
     if numbers:
         own = lab.loaded(model, heads, dtype, executor, numbers=True)
         more = [replace(way, label=NUMBERS + way.label) for way in ours]
-        more.append(Contender(label=THEIRS, method=THEIRS, setting={}))
-        setting = {"prompt_lookup_num_tokens": 10}
-        more.append(Contender(label=THEIR_LOOKUP, method="prompt-lookup", setting=setting))
+        for name, setting in ({"": {}} | ASSISTED).items():
+            more.append(Contender(label=THEIRS + name, method=THEIRS, setting=setting))
         ways += [lab.By(**vars(way), by=partial(elsewhere, own, way.method)) for way in more]
+    gguf = Path(model) if model else default_model_file()
+    rivals = {LLAMA: (llama_cpp, gguf), OPENVINO: (openvino, gguf), INT4: (openvino, int4)}
     with ExitStack() as stack:
-        if python is not None:
-            gguf = Path(model) if model else default_model_file()
-            by = partial(llama, stack.enter_context(worker(python, gguf, threads, context)))
-            names = {LLAMA: False} | ({LOOKUP: True} if lookup else {})
-            ways[:0] = [
-                lab.By(label=name, method=LLAMA, setting={"lookup": drafts}, by=by)
-                for name, drafts in names.items()
+        theirs: list[Contender] = []
+        for name, (python, file) in rivals.items():
+            if python is None or file is None:
+                continue
+            by = partial(rival, stack.enter_context(worker(name, python, file, threads, context)))
+            theirs += [
+                lab.By(label=name + drafts, method=name, setting={"lookup": bool(drafts)}, by=by)
+                for drafts in ("", LOOKUP)[: 1 + lookup]
             ]
         stack.enter_context(others(busy))
+        ways[:0] = theirs
         options = BenchOptions(suite=suite, max_new_tokens=new_tokens)
         answers = lab.benched(output, speculator, asked, ways, options)
-    labels = [way.label for way in ways][0 if python else 1 :]
+    labels = [way.label for way in ways][0 if theirs else 1 :]
     summary = summed(answers, ways)
     text = f"{report.write_results(output, summary)}\n{over_first(answers, labels)}"
     write(output / "table.md", text)
@@ -175,9 +188,12 @@ def longer(question: Question, tokens: int, tokenizer: Any) -> Question:
     return replace(question, turns=("\n\n".join([turn] * times),))
 
 
-def worker(python: str, gguf: Path, threads: int, context: int) -> AbstractContextManager[lab.Ask]:
-    script = Path(__file__).with_name("llama_cpp_worker.py")
-    return lab.answering([python, str(script), str(gguf), str(threads), str(context)])
+def worker(
+    name: str, python: str, model: Path, threads: int, context: int
+) -> AbstractContextManager[lab.Ask]:
+    script = Path(__file__).with_name("rivals.py")
+    runtime = LLAMA if name == LLAMA else OPENVINO
+    return lab.answering([python, str(script), runtime, str(model), str(threads), str(context)])
 
 
 @contextmanager

@@ -51,11 +51,10 @@ from selfspec.eval import concurrency, verify
 from selfspec.eval.bench import Bench, Contender, endless
 from selfspec.eval.results import BenchOptions
 from selfspec.eval.verify import WrongDrafter, greedy_request
-from selfspec.files import write
+from selfspec.files import read_json, write
 from selfspec.hub.models import load_model
 from selfspec.model.cuda_graph import Capture, Work, graph_capture, uncaptured
 from selfspec.training import records
-from selfspec.untrusted import read_json
 
 DEFAULT, SMALL, LARGE = "smollm2-135m", "llama-3.2-1b", "llama-3.1-8b"
 GRAPHS, GENERIC = "cuda-graph", "generic"

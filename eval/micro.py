@@ -1,7 +1,7 @@
 r"""What one thing costs by how many rows it has: all of a kind in turns, medians, in milliseconds.
 
     python -m eval.micro split --output results/split      # what a pass spends its time on
-    python -m eval.micro products --output results/products
+    python -m eval.micro linear --output results/products
     python -m eval.micro passes --python PYTHON --output results/passes  # beside llama.cpp
     python -m eval.micro prompts --output results/prompts  # first token and memory, by length
     python -m eval.micro sizes --models A.gguf,B.gguf --output results/sizes  # drafts, simulated
@@ -32,7 +32,7 @@ from selfspec.errors import InvalidOption
 from selfspec.hub.models import default_model_file, load_model
 from selfspec.model.backbone import Backbone
 from selfspec.model.fused import Kind, Program
-from selfspec.model.kv import Lease, Rows
+from selfspec.model.kv import KVCache, Rows
 from selfspec.model.weights import CompiledLinear
 
 app = typer.Typer(pretty_exceptions_enable=False)
@@ -81,7 +81,7 @@ def as_table(
 ALL, CALL, UNEMBEDDING = "all layers", "the call", "unembedding"
 PARTS: Mapping[str, tuple[Kind, ...]] = {
     ALL: tuple(Kind),
-    "products": (Kind.PRODUCT, Kind.EXPERTS),
+    "linear layers": (Kind.LINEAR, Kind.EXPERTS),
     "attention": (Kind.ATTEND,),
     "norms": (Kind.NORM,),
     "activations, sums": (Kind.ACTIVATE, Kind.ADD),
@@ -109,15 +109,15 @@ def split(
     backbone, counts = Backbone(loaded, executor="fused"), lab.counts(rows)
     executor: Any = backbone._executor
     whole: Program = executor._program
-    lease, layers = Lease(backbone.num_layers), backbone.num_layers
+    kv, layers = KVCache(backbone.num_layers), backbone.num_layers
     ids = torch.arange(in_front + max(counts)) % backbone.vocab_size
     front, behind = backbone.embed(ids[:in_front]), backbone.embed(ids[in_front:])
-    backbone.run(front, 0, layers, Rows.of(lease, 0, in_front, CPU))
+    backbone.run(front, 0, layers, Rows.of(kv, 0, in_front, CPU))
 
     def run(program: Program, hidden: Tensor) -> None:
         executor._program = program
-        backbone.run(hidden, 0, layers, Rows.of(lease, in_front, len(hidden), CPU))
-        lease.truncate(in_front)
+        backbone.run(hidden, 0, layers, Rows.of(kv, in_front, len(hidden), CPU))
+        kv.truncate(in_front)
 
     works: dict[tuple[str, int], Work] = {}
     for count in counts:
@@ -134,19 +134,19 @@ def split(
     lab.finish(output, {**about, "seconds": seconds}, text + as_table("part", seconds, both))
 
 
-# --- products -------------------------------------------------------------------------------------
+# --- linear layers --------------------------------------------------------------------------------
 
 _PATIENCE_S = 0.2
 """A kernel that takes longer is not asked for more rows."""
 
 _MOST_WEIGHTS = 100_000_000
-"""Most weights of one product: the unembedding of a large model is left out."""
+"""Most weights of one layer: the unembedding of a large model is left out."""
 
 MODELS = ("smollm2-135m", "llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b")
 
 
 @app.command()
-def products(
+def linear(
     output: lab.Output,
     shapes: Annotated[str, typer.Option(help=f"Some of {', '.join(SHAPES)}.")] = ",".join(MODELS),
     dtypes: str = "bfloat16,float32",
@@ -154,7 +154,7 @@ def products(
     cold_mb: Annotated[int, typer.Option(help="Weights that no cache holds.")] = 200,
     repeats: lab.Repeats = 5,
 ) -> None:
-    """The matrix products of a layer, by our kernels and by torch's.
+    """The linear layers of a layer, by our kernels and by torch's.
 
     Weights come from memory, as in a step: as many copies in turn as no cache holds. Beside the
     times: what part of the memory's rate one row reaches, and of the arithmetic's the most rows.
@@ -167,9 +167,9 @@ def products(
     seconds: dict[str, dict[int, float]] = {}
     sizes: dict[str, tuple[int, int]] = {}  # weights, and bytes of each
     for dtype, shape in lab.each(asked, "time", "shapes"):
-        for part, (out, inner) in _products(SHAPES[shape]):
+        for part, (out, inner) in _linear_layers(SHAPES[shape]):
             kind = getattr(torch, dtype)
-            for kernel, found in one_product(out, inner, kind, counts, cold_mb, clock).items():
+            for kernel, found in one_layer(out, inner, kind, counts, cold_mb, clock).items():
                 name = f"{shape} {dtype}, {part} {out}×{inner}, {kernel}"
                 seconds[name], sizes[name] = found, (out * inner, kind.itemsize)
     least, most = counts[0], counts[-1]
@@ -186,14 +186,14 @@ def products(
     }
     text = (
         f"{torch.get_num_threads()} threads. Read: {memory:.1f} GB/s of memory by torch's sum. "
-        f"Computed: {arithmetic:.0f} GFLOP/s by torch's float32 product. Milliseconds by rows; in "
+        f"Computed: {arithmetic:.0f} GFLOP/s by torch's float32 matmul. Milliseconds by rows; in "
         "brackets: in those of the first.\n\n"
     )
     summary = {"memory_gb_s": memory, "float32_gflop_s": arithmetic, "seconds": seconds}
     lab.finish(output, summary, text + as_table("product", seconds, more=rates))
 
 
-def _products(shape: Shape) -> Iterator[tuple[str, tuple[int, int]]]:
+def _linear_layers(shape: Shape) -> Iterator[tuple[str, tuple[int, int]]]:
     """Outputs and inputs."""
     yield "queries, keys, values", (shape.hidden + 2 * shape.keys, shape.hidden)
     yield "output", (shape.hidden, shape.hidden)
@@ -203,7 +203,7 @@ def _products(shape: Shape) -> Iterator[tuple[str, tuple[int, int]]]:
         yield "head", (shape.vocab, shape.hidden)
 
 
-def one_product(
+def one_layer(
     out: int, inner: int, dtype: torch.dtype, counts: Sequence[int], cold_mb: int, clock: Clock
 ) -> dict[str, dict[int, float]]:
     copies = max(1, min(24, cold_mb * 1_000_000 // (out * inner * dtype.itemsize)))
@@ -223,13 +223,13 @@ def one_product(
     return found
 
 
-def _every(products: Iterable[Callable[[Tensor], object]], x: Tensor) -> None:
-    for multiply in products:
+def _every(layers: Iterable[Callable[[Tensor], object]], x: Tensor) -> None:
+    for multiply in layers:
         multiply(x)
 
 
 def arithmetic_rate(clock: Clock) -> float:
-    """GFLOP/s of torch's largest float32 product."""
+    """GFLOP/s of torch's largest float32 matmul."""
     square = torch.ones(2048, 2048)
     return float(2e-9 * len(square) ** 3 / min(clock.laps({"": lambda: square @ square})[""]))
 
@@ -261,7 +261,7 @@ def passes(
         loaded["numbers"] = Backbone(load_model(model, dtype=loaded["blocks"].dtype)[0])
     ours = {name: Passes(one, in_front, most=max(counts)) for name, one in loaded.items()}
     gguf = model or default_model_file()
-    with worker(python, gguf, threads, in_front + max(counts)) as ask:
+    with worker(LLAMA, python, gguf, threads, in_front + max(counts)) as ask:
         ids = ours["blocks"].ids.tolist()
         ask({"front": ids[:in_front]})
         works: dict[tuple[str, int], Work] = {

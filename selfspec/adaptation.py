@@ -14,6 +14,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,8 +29,9 @@ from selfspec.api.text import Prompt
 from selfspec.decoding.measure import measure
 from selfspec.decoding.stats import Stopwatch
 from selfspec.errors import InvalidData, InvalidOption
-from selfspec.eval.results import RecordOptions, SpeedUp, load_suite, speed_up, spread
-from selfspec.eval.tune import Recorder, tune
+from selfspec.eval.results import SpeedUp, load_suite, speed_up, spread
+from selfspec.eval.tune import ANSWERS, tune
+from selfspec.files import read_json
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.folder import is_heads_folder, remember
 from selfspec.hub import models as hub
@@ -55,7 +57,6 @@ from selfspec.training.text import (
     special_ids,
     user_turns,
 )
-from selfspec.untrusted import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,6 @@ _HELPFUL = 20_000  # answer tokens from which on heads of SmolLM2-135M gained ov
 
 _TUNE_ON = 6
 _TUNE_SHARE = 0.1  # most of the budget that tuning gets
-_REPLAY_S = 15.0  # that a prompt's replays take beside its answer
 
 _FEWEST, _MOST = 6, 60  # prompts that are timed
 _LEAST_ANSWER, _ANSWER = 16, 64  # tokens of their answers
@@ -603,24 +603,17 @@ class _Adaptation:
 
     def _tune(self, speculator: Speculator, prompts: Sequence[Prompt]) -> None:
         backbone, heads = speculator.backbone, speculator.heads
-        answer = 4 * _ANSWER * measure(backbone, heads).plain_step()
+        prompt_s = ANSWERS * _ANSWER * measure(backbone, heads).plain_step()
         room = min(_TUNE_SHARE * self._state.budget_s, self._left() / 2)
-        count = min(len(prompts), int(room / (answer + _REPLAY_S)))
-        if count < 2:
+        if (count := min(len(prompts), int(room / prompt_s))) < 2:
             return
-        recorder = Recorder(speculator, RecordOptions(max_new_tokens=_ANSWER))
-        for number, prompt in enumerate(prompts[:count]):
-            self._say(f"tuning: prompt {number + 1} of {count}")
-            recorder.prompt(prompt, str(number))
-        record = recorder.record()
-        costs = measure(backbone, heads, rows=record.widest, context=record.mean_context)
-        found = tune(
-            record,
-            costs,
-            lambda done, total, words: self._say(f"tuning: {done:,} of {total:,} settings {words}"),
-        )
-        kept = asdict(found) | {"costs": asdict(costs)}
-        tuned.write(backbone, heads, found.options, kept)
+
+        def said(done: int, total: int, words: str) -> None:
+            self._say(f"tuning: {done} of {total} prompts, {words}")
+
+        with suppress(InvalidOption):  # answers of one token say nothing
+            found = tune(speculator, prompts[:count], said, new_tokens=_ANSWER)
+            tuned.write(backbone, heads, found.options, asdict(found))
 
     def _answered(
         self, speculator: Speculator, prompt: Prompt, tokens: int, options: dict[str, Any]

@@ -64,7 +64,7 @@ from selfspec.heads.exit_heads import ExitHeads, HeadsConfig, logit_lens
 from selfspec.heads.folder import MEDUSA
 from selfspec.heads.heads import ExitJudge
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv import Lease
+from selfspec.model.kv import KVCache
 from selfspec.options import Skip
 from tests.models import VOCAB_SIZE, wrapped
 from tests.talks import make_tokenizer
@@ -110,12 +110,12 @@ def decode(
 ) -> Decoded:
     """Greedy decoding with any drafter, checking the invariants of design.md section 1."""
     length = ids.shape[1] + new_tokens
-    lease = Lease(backbone.num_layers, shape.slots)
+    kv = KVCache(backbone.num_layers, shape.slots)
     state = DecodeState(
         backbone,
         ids,
         exit_layers=exit_layers,
-        lease=lease,
+        kv=kv,
         pinned_rows=shape.rows,
         reader=reader_of(drafter),
     )
@@ -123,7 +123,7 @@ def decode(
     entries = []
     for entry in rounds(state, drafter, rule, StopRule(max_length=length), Stopwatch()):
         entries.append(entry)
-        held = {lease.length(layer) for layer in range(backbone.num_layers)}
+        held = {kv.length(layer) for layer in range(backbone.num_layers)}
         assert held == {state.length - 1}
         assert state.hidden.schedule.pushed == 0
     return Decoded(state.ids[0, ids.shape[1] :].tolist(), rule.logits, entries)
@@ -179,9 +179,7 @@ def medusa_heads(backbone: Backbone, count: int = 4) -> ExitHeads:
     return _moved(ExitHeads(own, backbone.unembedding), seed=7, by=0.3)
 
 
-def medusa_drafter(
-    backbone: Backbone, most: int = 15, row: float = 0.0
-) -> TreeDrafter[DecodeState]:
+def medusa_drafter(backbone: Backbone, most: int = 15, row: float = 0.0) -> TreeDrafter:
     """Trees of `medusa_heads`."""
     judge = ExitJudge(backbone.num_layers, {0: 1e-9})
     guesser = MedusaGuesser(medusa_heads(backbone), judge, greedy(), 10)
@@ -235,7 +233,7 @@ def reader_of(drafter: Drafter) -> AttendingHeads | None:
 
 def tree_drafter(
     heads: ExitHeads | AttendingHeads, seen: NgramDrafter | None = None
-) -> TreeDrafter[DecodeState]:
+) -> TreeDrafter:
     """Wide trees of `deep_heads`, or of those that attend, around prompt lookup."""
     judge = ExitJudge(heads.config.num_layers, {0: 0.001})
     kind: Any = AttendingGuesser if isinstance(heads, AttendingHeads) else HeadGuesser
@@ -243,7 +241,7 @@ def tree_drafter(
     return TreeDrafter(guesser, cost, DraftController(3), most=9, seen=seen, never_slower=False)
 
 
-def successor_drafter(sequence: list[int], vocab_size: int) -> TreeDrafter[DecodeState]:
+def successor_drafter(sequence: list[int], vocab_size: int) -> TreeDrafter:
     """Trees of what the sequence itself taught, every third token wrong."""
     table = Successors()
     for at, token in enumerate(sequence[1:], start=1):
@@ -255,7 +253,7 @@ def successor_drafter(sequence: list[int], vocab_size: int) -> TreeDrafter[Decod
     )
 
 
-def rest_drafter(sequence: list[int], vocab_size: int) -> TreeDrafter[DecodeState]:
+def rest_drafter(sequence: list[int], vocab_size: int) -> TreeDrafter:
     """Trees of the sequence and of another, of which every third token is wrong."""
     wrong = [(token + (at % 3 == 0)) % vocab_size for at, token in enumerate(sequence)]
     store = Datastore.of([sequence, wrong, wrong], make_tokenizer())

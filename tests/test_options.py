@@ -22,7 +22,7 @@ from selfspec.api.speculator import Speculator, wrap
 from selfspec.config import OPTION_NAMES, GenerateOptions, SpeculationOptions, check, check_request
 from selfspec.decoding.drafters.rest import Datastore
 from selfspec.errors import InvalidOption
-from selfspec.eval.results import BenchOptions, RecordOptions
+from selfspec.eval.results import BenchOptions
 from selfspec.options import (
     ACCEPTANCE,
     CONTROLLERS,
@@ -83,8 +83,6 @@ BAD: list[tuple[type, str, list[Any]]] = [
     (Costs, "row", [-0.1, (0.1, 2.0), ()]),
     (Costs, "head", [-0.1, "0.1", math.nan, math.inf]),
     (BenchOptions, "tune_questions", [0]),
-    (RecordOptions, "max_new_tokens", [1]),
-    (RecordOptions, "anneal_strengths", [(0.5, 0.1), (-0.1, 0.1)]),
     (SpeculationOptions, "pinned_rows", ["6", 2.5, True, 0, 10**9]),
     (SpeculationOptions, "speculate", ["no"]),
     (SpeculationOptions, "drafter", [3]),

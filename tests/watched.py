@@ -22,8 +22,8 @@ class WatchedBackbone(Backbone):
         super().__init__(model, executor="generic")
 
     def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
-        lease = rows.only.lease
-        lengths = [lease.length(layer) for layer in range(self.num_layers)]
+        kv = rows.only.kv
+        lengths = [kv.length(layer) for layer in range(self.num_layers)]
         assert lengths == sorted(lengths, reverse=True)  # never more in a deeper layer
         start = lengths[first]
         assert set(lengths[first:last]) == {start}

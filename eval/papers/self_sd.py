@@ -27,7 +27,7 @@ from selfspec.decoding.state import DecodeState, alone
 from selfspec.decoding.stats import SKIP
 from selfspec.eval.results import SIX_TASKS
 from selfspec.eval.verify import greedy_request
-from selfspec.model.kv import Lease
+from selfspec.model.kv import KVCache
 from selfspec.options import Skip, word
 
 RULE = Skip()
@@ -74,8 +74,8 @@ def written(speculator: Speculator, prompt: str, count: int) -> tuple[DecodeStat
     """A prompt with the model's answer, through all layers, and the answer's tokens."""
     request = greedy_request(speculator, prompt, count)
     asked, options = request.only(), replace(request.speculation, speculate=False)
-    lease = Lease(speculator.backbone.num_layers)  # pages of an engine's own go to other texts
-    running = speculator.engine().add(asked, options, lease=lease)
+    kv = KVCache(speculator.backbone.num_layers)  # pages of an engine's own go to other texts
+    running = speculator.engine().add(asked, options, kv=kv)
     made = [token for entry in running for token in entry.tokens]
     return running.state, len(made)
 

@@ -66,7 +66,7 @@ from selfspec.heads.folder import find_known
 from selfspec.hub import models as hub
 from selfspec.model import fingerprint
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv import Lease
+from selfspec.model.kv import KVCache
 from selfspec.model.parts import check_model, kind_of
 from selfspec.options import Costs
 from selfspec.typed import check_types, plain_numbers, shown
@@ -322,22 +322,22 @@ class Session:
         request = self._speculator.call(prompt, options)
         asked, speculation = request.only(), request.speculation
         shapes = (bool(speculation.pinned), speculation.pinned_rows)
-        lease = self._prefix(asked) if shapes == self._pinned else None
+        kv = self._prefix(asked) if shapes == self._pinned else None
         self._pinned = shapes
         running = self._speculator.engine().add(
-            asked, speculation, lease=lease, draft_cache=self._draft_cache
+            asked, speculation, kv=kv, draft_cache=self._draft_cache
         )
         self._state = running.state
         self._stream = Stream(running, request)
         return self._stream
 
-    def _prefix(self, asked: Asked) -> Lease | None:
-        """The lease, cut back to what it shares with the new prompt; at least one id is left."""
+    def _prefix(self, asked: Asked) -> KVCache | None:
+        """The KV cache, cut back to what it shares with the new prompt; at least one id is left."""
         if self._state is None or self._state.pad or asked.pad:
             return None
         shared = common(self._state.committed(0), asked.ids[0, :-1].tolist())
-        self._state.lease.truncate(shared)
-        return self._state.lease
+        self._state.kv.truncate(shared)
+        return self._state.kv
 
 
 def load(
@@ -515,15 +515,13 @@ def without_heads(
 
     As it was tuned on this machine, if it was. A line in the log says so where heads were `wanted`.
     """
-    base, said = SpeculationOptions(), None
-    if "drafter" not in options:
-        base = base.updated({"drafter": "ngram"}).updated(tuned.read(backbone, None))
-        said = "prompt lookup drafts"
-    drafting = base.updated(options)
-    if drafting.uses("exit"):
-        said = "plain decoding"
-    if said is not None and drafting.speculate and wanted:
-        logger.warning("no exit heads for %s: %s. Fit: selfspec adapt --model MODEL", label, said)
+    base = SpeculationOptions()
+    if "drafter" in options:
+        return base
+    base = base.updated({"drafter": "ngram"}).updated(tuned.read(backbone, None))
+    if wanted and base.updated(options).speculate:
+        said = "no exit heads for %s: prompt lookup drafts. Fit: selfspec adapt --model MODEL"
+        logger.warning(said, label)
     return base
 
 

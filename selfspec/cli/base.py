@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, ge
 import typer
 from typer.core import TyperCommand
 
-from selfspec import config, files, untrusted
+from selfspec import config, files
 from selfspec.api.chat_template import advice
 from selfspec.cli import interrupts
 from selfspec.config import OPTION_NAMES, SpeculationOptions
@@ -184,7 +184,7 @@ ConfigFile = Annotated[
     typer.Option(
         "--config",
         metavar="FILE",
-        help="YAML file of options; flags win over it. It wins over your default file (see env).",
+        help="YAML file of options; flags win over it.",
         envvar="SELFSPEC_CONFIG",
         show_envvar=False,
     ),
@@ -271,7 +271,7 @@ def default_file() -> Path:
 def _read_yaml(file: Path, known: Iterable[str]) -> Asked:
     """Option names and values; dashes count as underscores."""
     try:
-        loaded = untrusted.read_yaml(file)
+        loaded = files.read_yaml(file)
     except InvalidData as error:
         raise InvalidOption(f"cannot take the config: {error}") from error
     if loaded is None:
@@ -422,7 +422,7 @@ LOADING = grouped(
     "Model",
     (
         Flag("model", str, "Hub id, folder or .gguf file; without it the bundled default model."),
-        Flag("heads", str, "Exit heads: a folder, a known name, a hub id, logit-lens, or none."),
+        Flag("heads", str, "Exit heads: folder, known name, hub id, logit-lens, none."),
         Flag(
             "dtype",
             Literal["float32", "bfloat16", "float16", "float64"],
@@ -475,7 +475,7 @@ def answering(asked: Asked) -> Asked:
     """Keywords of `Speculator.generate`, checked; files become what they hold."""
     found = picked(asked, GENERATION)
     config.check_ranges(found)
-    for name, read in (("json_schema", untrusted.read_json), ("grammar", untrusted.read_text)):
+    for name, read in (("json_schema", files.read_json), ("grammar", files.read_text)):
         if name in found:
             found[name] = read(Path(found[name]))
     if (grammar := config.wanted_grammar(found)) is not None:
@@ -545,7 +545,7 @@ def check_model(asked: Asked) -> None:
     if drafts and options.uses("rest") and "datastore" not in asked:
         raise InvalidOption(f"drafter {options.drafter} needs a datastore. Give --datastore")
     if "datastore" in asked:
-        untrusted.check_safetensors(files.local_path(asked["datastore"]))
+        files.check_safetensors(files.local_path(asked["datastore"]))
     for name in asked.keys() & {"model", "draft_model"}:
         if not asked[name]:
             raise InvalidOption(f"{name} is empty, expected a hub id, a folder or a .gguf file")
@@ -578,7 +578,7 @@ def read_prompt(prompt: str | None, file: str | None = None, *, raw: bool = Fals
         if prompt is not None:
             data = prompt.encode("utf-8", "surrogateescape")  # as the shell gave it
         elif file is not None:
-            data = untrusted.read_bytes(Path(file), MOST_PROMPT_BYTES)
+            data = files.read_bytes(Path(file), MOST_PROMPT_BYTES)
         else:
             data = sys.stdin.buffer.read(MOST_PROMPT_BYTES + 1)
         text = data.decode("utf-8")

@@ -20,8 +20,8 @@ from selfspec.cli import base, interrupts
 from selfspec.cli.base import SHARED, Asked, Flag, with_flags
 from selfspec.decoding.stats import rate
 from selfspec.errors import InvalidData, InvalidOption, InvalidPrompt, SelfspecError
+from selfspec.files import read_json
 from selfspec.typed import check_keys
-from selfspec.untrusted import read_json
 
 if TYPE_CHECKING:
     from prompt_toolkit.history import History

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from selfspec import files, untrusted
+from selfspec import files
 from selfspec.cli import base
 from selfspec.cli.base import GENERATION, LOADING, SHARED, SPECULATION, Asked, Flag, with_flags
 from selfspec.cli.chat import Writer
@@ -136,9 +136,9 @@ def answer_all(asked: Asked, options: dict[str, Any]) -> str:
 
 def _read(path: Path, system: str | None, *, raw: bool) -> list[Messages]:
     found: list[Messages] = []
-    for number, text in untrusted.json_lines(path, base.MOST_PROMPT_BYTES):
+    for number, text in files.json_lines(path, base.MOST_PROMPT_BYTES):
         where = f"{path}, line {number}"
-        match untrusted.parse_json(text, where):
+        match files.parse_json(text, where):
             case {"prompt": str(prompt), **others} if prompt.strip() and not others:
                 found.append(prompt if raw else base.conversation(system, prompt))
             case {"messages": list(messages), **others} if not others:
@@ -182,7 +182,7 @@ class Run:
             first, *lines = whole.split("\n")[:-1] or [""]
             if first == head:
                 try:
-                    numbers = [int(untrusted.parse_json(line, "it")["index"]) for line in lines]
+                    numbers = [int(files.parse_json(line, "it")["index"]) for line in lines]
                 except (InvalidData, ValueError, TypeError, LookupError) as error:
                     damaged = f"{run.partial} is damaged. Remove it to begin anew"
                     raise CannotWrite(damaged) from error

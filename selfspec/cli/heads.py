@@ -15,6 +15,7 @@ from selfspec import files
 from selfspec.cli import base
 from selfspec.cli.base import AsJson
 from selfspec.errors import HeadsMismatch, InvalidData, InvalidHeads, InvalidOption
+from selfspec.files import open_bytes
 from selfspec.heads.folder import (
     attends,
     is_heads_folder,
@@ -23,7 +24,6 @@ from selfspec.heads.folder import (
     remember,
 )
 from selfspec.hub import models as hub
-from selfspec.untrusted import open_bytes
 
 app = typer.Typer()
 

@@ -26,7 +26,6 @@ from selfspec.eval.results import (
     TUNING,
     BenchOptions,
     Question,
-    RecordOptions,
     check_packages,
     load_suite,
 )
@@ -150,7 +149,7 @@ def costs_of(speculator: Speculator, found: LayerTrace) -> MeasuredCosts:
 
 # --- tune
 
-_QUESTIONS = 12  # without --limit: two of each task, a few minutes for the default model
+_QUESTIONS = 24  # without --limit: four of each task, a few minutes for the default model
 
 _OBJECTIVE = (
     "speed: the least time over all prompts. latency: the best 5th percentile of the prompts' own "
@@ -161,7 +160,7 @@ _OBJECTIVE = (
 @base.with_flags(
     *SUITE,
     *base.LOADING,
-    *base.grouped("Record", base.option_flags(RecordOptions), ("max_new_tokens",)),
+    Flag("max_new_tokens", int, "Tokens per answer at most, at least 2. Built in: 64."),
     Flag("objective", Literal["speed", "latency"], _OBJECTIVE),
     Flag("dry_run", bool, "Report only."),
     Flag("forget", bool, "Forget what was measured and chosen for this model on this machine."),
@@ -169,16 +168,17 @@ _OBJECTIVE = (
 def tune(*, as_json: base.AsJson = False, asked: Asked) -> None:
     """Find the settings that suit this machine. Commands use them by themselves from then on.
 
-    Without exit heads: how prompt lookup drafts. Layers and heads are timed, so nothing else
-    should run meanwhile. Then a cost model screens thousands of settings on recorded prompts, the
-    best are replayed, and what is promised is measured on prompts held out.
+    Without exit heads: how prompt lookup drafts. All settings answer some questions (their first
+    turns), the faster ones answer more, and what is promised is measured on questions held out.
+    Answers are timed, so nothing else should run meanwhile.
     """
-    options = base.options_of(RecordOptions, asked)
-    questions = suite_of(asked, _QUESTIONS)
     from selfspec.api import tuned
-    from selfspec.decoding.measure import measure
     from selfspec.eval import tune as choosing
 
+    new_tokens = asked.get("max_new_tokens", choosing.NEW_TOKENS)
+    if new_tokens < 2:
+        raise InvalidOption(f"max_new_tokens is {new_tokens}, expected at least 2")
+    questions = suite_of(asked, _QUESTIONS)
     choosing.require_two(len(questions))
     speculator = base.load(base.picked(asked, base.LOADING))
     backbone, heads = speculator.backbone, speculator.heads
@@ -187,12 +187,11 @@ def tune(*, as_json: base.AsJson = False, asked: Asked) -> None:
         nothing = "nothing was tuned for this model and its heads on this machine\n"
         base.emit("".join(gone) or nothing)
         return
-    with base.bar("record", "questions") as show:
-        record = choosing.record(speculator, questions, options, show)
-    costs = measure(backbone, heads, rows=record.widest, context=record.mean_context)
-    with base.bar("replay", "settings") as show:
-        found = choosing.tune(record, costs, show, asked.get("objective", "speed"))
-    known = asdict(found) | {"costs": asdict(costs)}
+    prompts = [question.turns[0] for question in questions]
+    with base.bar("tune", "questions") as show:
+        objective = asked.get("objective", "speed")
+        found = choosing.tune(speculator, prompts, show, objective, new_tokens)
+    known = asdict(found)
     dry_run = asked.get("dry_run", False)
     file = None if dry_run else tuned.write(backbone, heads, found.options, known)
     lines = [f"{found.settings:,} settings tried on {found.prompts} prompts", found.sentence()]

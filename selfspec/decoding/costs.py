@@ -1,7 +1,7 @@
 """What a round costs: counts of its passes, rows and heads come in, seconds or plain steps go out.
 
 The one home of these sums; no tensors. `MeasuredCosts` are seconds, as `decoding.measure` finds
-them on this machine: calibration, tuning, the laboratory and the page predict by them. `DraftCost`
+them on this machine: calibration, the laboratory and the page predict by them. `DraftCost`
 says in shares of a plain step what drafting adds to a round: the never-slower rule goes by it.
 """
 
@@ -11,12 +11,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain, islice, repeat
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from selfspec.decoding.stats import FREE, Round
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     from torch import nn
 
     from selfspec.decoding.acceptance import Draft
@@ -25,9 +24,6 @@ if TYPE_CHECKING:
 
 USUAL = 0.08
 """What a row adds, and what a head takes, in plain steps, where nobody measured it."""
-
-Count = TypeVar("Count", float, "npt.NDArray[Any]")
-"""How often: a number, also an expected one, or an array of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,21 +59,19 @@ class MeasuredCosts:
 
     def seconds(
         self,
-        passes: Iterable[tuple[int, Count, Count]],
-        rounds: Iterable[tuple[int, Count]],
-        heads: Count,
-    ) -> Count:
-        """Seconds of these rounds in all.
+        passes: Iterable[tuple[int, float, float]],
+        rounds: Iterable[tuple[int, float]],
+        heads: float,
+    ) -> float:
+        """Seconds of these rounds in all; how often may be an expectation.
 
         `passes`: rows, how many passes of so many rows, layers that they run in all; `rounds`:
         rows verified, how many rounds of so many; `heads`: how often one was asked.
         """
         found = heads * self.head
         for rows, count, layers in passes:
-            found = found + count * self.start[rows - 1] + layers * self.layer(rows)
-        for rows, count in rounds:
-            found = found + count * self.verdict(rows)
-        return found
+            found += count * self.start[rows - 1] + layers * self.layer(rows)
+        return found + sum(count * self.verdict(rows) for rows, count in rounds)
 
     def seconds_of(self, rounds: Iterable[Round]) -> float:
         """Seconds of rounds with drafts of exit heads, or from prompt lookup, which is free.
@@ -111,41 +105,38 @@ class MeasuredCosts:
 
 @dataclass(frozen=True)
 class Exits:
-    """What drafting would do at one place of a round: chances, or arrays of them."""
+    """What drafting would do at one place of a round."""
 
-    at: tuple[Any, ...]
+    at: tuple[float, ...]
     """Chances to exit at each exit layer; what is missing to 1 is a difficult token."""
-    right: Any
+    right: float
     """The chance to exit with a draft that stays."""
 
 
 def expected(
     costs: MeasuredCosts, layers: Sequence[int], first: Exits, later: Exits, width: int
-) -> tuple[Any, Any]:
+) -> tuple[float, float]:
     """Compression rate and speed-up of drafts of at most `width` tokens.
 
     SpecBound's formula (shared reading: E[tokens] = (1 - a^(k+1)) / (1 - a), a round costs
     k D_max / L + (L - D_max) / L) with what a machine really does put in. Places of a round are
     taken as independent; drafts behind a wrong one are taken to exit as often as others.
     """
-    tokens: Any = 1.0
-    reached: Any = 1.0
-    alive: Any = 1.0
-    difficult: Any = 0.0
-    heads: Any = 0.0
-    passes: list[tuple[int, Any, Any]] = []
+    tokens = reached = alive = 1.0
+    difficult = heads = 0.0
+    passes: list[tuple[int, float, float]] = []
     for place in range(width):
         found = first if place == 0 else later
-        alive = alive * found.right
-        tokens = tokens + alive
+        alive *= found.right
+        tokens += alive
         staying, depth = reached, 0
         for layer, leaves in zip(layers, found.at, strict=True):
-            heads = heads + staying
+            heads += staying
             if layer > depth:
                 passes.append((place + 1, staying, staying * (layer - depth)))
             staying, depth = staying - reached * leaves, layer
-        difficult = difficult + staying
-        reached = reached - staying
+        difficult += staying
+        reached -= staying
     # a difficult token, and all before it, have come through the shallow layers already
     deep = costs.num_layers - difficult * layers[-1]
     seconds = costs.seconds([*passes, (width + 1, 1.0, deep)], [(width + 1, 1.0)], heads)

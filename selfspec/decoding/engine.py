@@ -60,7 +60,6 @@ from selfspec.decoding.state import (
     Drafter,
     Enter,
     NoDrafter,
-    StateT,
     Work,
     next_together,
 )
@@ -70,7 +69,7 @@ from selfspec.heads.attending import AttendingHeads
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import ExitJudge, spread
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv import POSITIONS, KVStore, Lease, Memory, PooledLease, fixed_slots
+from selfspec.model.kv import POSITIONS, KVCache, KVStore, Memory, PooledKVCache, fixed_slots
 from selfspec.model.weights import TEAM
 from selfspec.options import word
 from selfspec.typed import check_types
@@ -125,10 +124,10 @@ class Runtime:
         asked: Asked,
         options: SpeculationOptions,
         load: Load,
-        lease: Lease | None,
+        kv: KVCache | None,
         draft_cache: DraftCache | None,
     ) -> Running:
-        """A text to write; `lease` and `draft_cache` may hold what an earlier turn left.
+        """A text to write; `kv` and `draft_cache` may hold what an earlier turn left.
 
         `load`: how many texts share a pass; the caller keeps it true. Raises ModelChanged if
         the model, or the draft model, is not what was wrapped.
@@ -146,11 +145,11 @@ class Runtime:
             rule = Remembering(rule, self.successors, asked.ids[0, asked.pad :][-2:].tolist())
         if asked.logprobs is not None:
             rule = Noting(rule, asked.logprobs, noted)
-        state = self.state(asked, options, lease)
+        state = self.state(asked, options, kv)
         stats = GenerationStats(
             num_layers=self.backbone.num_layers,
             prompt_tokens=state.length - state.pad,
-            reused_tokens=state.lease.length(0),
+            reused_tokens=state.kv.length(0),
             lossless=rule.lossless or not options.speculate,
             pinned=self._is_pinned(options),
             drafts_refused=refused,
@@ -161,7 +160,7 @@ class Runtime:
         drafter = self.drafter(asked, options, draft_cache, load)
         least, start = state.hidden.least, len(state.committed(0))
         counts = range(least, 1 + max(least, options.widest_pass if options.speculate else 1))
-        self.backbone.capture(start, state.hidden.schedule.depths, counts, state.lease.slots)
+        self.backbone.capture(start, state.hidden.schedule.depths, counts, state.kv.slots)
         if options.uses("draft-model") and (second := self.draft_model) is not None:
             second.capture(start, (0, second.num_layers), range(1, 3))
         steps = written(state, drafter, rule, asked.stop, watch)
@@ -172,16 +171,16 @@ class Runtime:
         return acceptance_rule(sampler, options)
 
     def state(
-        self, asked: Asked, options: SpeculationOptions, lease: Lease | None = None
+        self, asked: Asked, options: SpeculationOptions, kv: KVCache | None = None
     ) -> DecodeState:
-        """A text before its first round; `lease` may hold a prefix of it."""
+        """A text before its first round; `kv` may hold a prefix of it."""
         shape = PassShape()
         if options.pinned:
             slots = fixed_slots(asked.stop.max_length - asked.pad + options.pinned_rows)
-            fixed = PassShape(options.pinned_rows, max(slots, (lease and lease.slots) or 0))
+            fixed = PassShape(options.pinned_rows, max(slots, (kv and kv.slots) or 0))
             shape = self.probe.shape(fixed, options.pinned_rows)
-            lease = lease or Lease(self.backbone.num_layers)
-            lease.slots = shape.slots
+            kv = kv or KVCache(self.backbone.num_layers)
+            kv.slots = shape.slots
         heads = self.heads if options.speculate and options.uses("exit") else None
         reader = heads if isinstance(heads, AttendingHeads) else None
         return DecodeState(
@@ -190,7 +189,7 @@ class Runtime:
             pad=asked.pad,
             exit_layers=() if heads is None else heads.layers_in_use(options),
             reader=reader,
-            lease=lease,
+            kv=kv,
             pinned_rows=shape.rows,
         )
 
@@ -243,9 +242,8 @@ class Runtime:
     ) -> Drafter:
         """What proposes tokens under `options`; nothing behind an end token.
 
-        The default, exit, drafts nothing where there are no heads. Raises HeadsNotFound where heads
-        were asked for by another name, InvalidOption where there is no draft model, no datastore,
-        or not the layers that are to be left out.
+        Raises HeadsNotFound where there are no heads, InvalidOption where there is no draft model,
+        no datastore, or not the layers that are to be left out.
         """
         if not options.speculate or options.drafter == "none":
             return NoDrafter()
@@ -253,25 +251,25 @@ class Runtime:
         cost = self.draft_cost(options, load)
         seen: Trunks | None = None
         if options.uses("ngram"):
-            seen = ngram = make_ngram(options, cost, ends)
+            controller = make_controller(options, options.ngram.max_tokens)
+            seen = ngram = NgramDrafter(controller, ends, size=options.ngram.size, cost=cost)
             if options.drafter == "ngram" and sampler.grammar is None:
                 return ngram
         if sampler.grammar is not None:  # nothing is proposed that it forbids
             seen = GrammarDrafter(sampler.grammar, sampler.pad, options.widest_pass - 1, seen)
-        if options.drafter == "ngram" or (options.drafter == "exit" and self.heads is None):
-            return NoDrafter() if seen is None else SeenTextFirst(seen, NoDrafter())
+        chains: Drafter = NoDrafter()
         if (guesser := self._guesser(options, sampler)) is not None:
             if self.runs_trees(options):
                 return make_tree(guesser, options, cost, ends, seen)
             # of one guess for a place it is a chain, as long as it does not stand beside another
-            chains: Drafter = make_tree(guesser, options, cost, ends, None)
-        else:
+            chains = make_tree(guesser, options, cost, ends, None)
+        elif options.drafter != "ngram":
             chains = self._chains(options, sampler, ends, draft_cache)
             if options.never_slower:
                 chains = WhilePaying(chains, cost)
         return chains if seen is None else SeenTextFirst(seen, chains)
 
-    def _guesser(self, options: SpeculationOptions, sampler: Sampler) -> Guesser[Any] | None:
+    def _guesser(self, options: SpeculationOptions, sampler: Sampler) -> Guesser | None:
         """What says the tokens of a tree; None: drafts are chains."""
         trees, heads = self.runs_trees(options), self.heads
         if options.uses("rest"):
@@ -357,21 +355,13 @@ class Runtime:
         return options.speculate and self.probe.holds_unpadded(options.widest_pass)
 
 
-def make_ngram(
-    options: SpeculationOptions, cost: DraftCost, end_tokens: Collection[int]
-) -> NgramDrafter:
-    """A drafter of prompt lookup."""
-    controller = make_controller(options, options.ngram.max_tokens)
-    return NgramDrafter(controller, end_tokens, size=options.ngram.size, cost=cost)
-
-
 def make_tree(
-    guesser: Guesser[StateT],
+    guesser: Guesser,
     options: SpeculationOptions,
     cost: DraftCost,
     end_tokens: Collection[int],
     seen: Trunks | None,
-) -> TreeDrafter[StateT]:
+) -> TreeDrafter:
     """Trees of what `guesser` says, around what `seen` proposes."""
     if not options.never_slower:  # nothing need pay
         cost = replace(cost, rows=(0.0,), head=0.0)
@@ -578,19 +568,19 @@ class Engine:
         asked: Asked,
         options: SpeculationOptions,
         *,
-        lease: Lease | None = None,
+        kv: KVCache | None = None,
         draft_cache: DraftCache | None = None,
     ) -> Running:
-        """A text joins, with the next round; `lease` is kept where it is, not in this engine.
+        """A text joins, with the next round; `kv` is kept where it is, not in this engine.
 
         Raises as `Runtime.text` does, and InvalidOption for a text that can never fit.
         """
-        if lease is None:
+        if kv is None:
             positions = asked.stop.max_length - asked.pad
             if self._strict:
                 self._store.refuse_too_long(positions)
-            lease = self._store.lease(positions)
-        running = self.runtime.text(asked, options, self._load, lease, draft_cache)
+            kv = self._store.kv(positions)
+        running = self.runtime.text(asked, options, self._load, kv, draft_cache)
         running.engine = self
         self._waiting.append(running)
         return running
@@ -662,18 +652,18 @@ class Engine:
         """Whether a text may begin: there is room, and none that enters will leave it more."""
         if len(self._entering) + len(self._writing) >= self._most:
             return False
-        lease, ids = running.state.lease, running.state.committed(0)
-        if not isinstance(lease, PooledLease):
+        kv, ids = running.state.kv, running.state.committed(0)
+        if not isinstance(kv, PooledKVCache):
             return True
         held = self._store.held(ids)
         for other in self._entering:
             shared = common(ids[:-1], other.state.committed(0))
             if shared // POSITIONS * POSITIONS > held:
                 return False
-        if not self._store.admit(lease, ids):
+        if not self._store.admit(kv, ids):
             return False
         running.state.begin()
-        running.stats.reused_tokens = lease.length(0)
+        running.stats.reused_tokens = kv.length(0)
         return True
 
     def _do_next(self) -> None:
@@ -713,14 +703,14 @@ class Engine:
             if found.stop_reason is None:
                 self._writing.append(running)
                 if found.prefill:
-                    self._store.share(running.state.lease, running.state.committed(0)[:-1])
+                    self._store.share(running.state.kv, running.state.committed(0)[:-1])
             else:
                 self._end(running)
 
     def _end(self, running: Running) -> None:
         running.ended = True
         running.steps.close()
-        self._store.done(running.state.lease, running.state.committed(0))
+        self._store.done(running.state.kv, running.state.committed(0))
 
     def _fail(self, running: Running, error: BaseException) -> None:
         """End a text with what stopped its round: its caches are left as before that."""

@@ -35,7 +35,7 @@ from selfspec.heads.attending import AttendingHeads, Attention
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import Answer, ExitHead, ExitJudge, scored
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv import Lease, Rows
+from selfspec.model.kv import KVCache, Rows
 from selfspec.options import Costs
 
 Name = TypeVar("Name", bound=Hashable)
@@ -164,20 +164,20 @@ class Passes:
     def __init__(self, backbone: Backbone, context: int, *, most: int) -> None:
         self._backbone = backbone
         self._context = context
-        self.lease = Lease(backbone.num_layers)
-        self._hidden = HiddenCache(backbone, self.lease)
+        self.kv = KVCache(backbone.num_layers)
+        self._hidden = HiddenCache(backbone, self.kv)
         self.ids = torch.arange(context + most, device=backbone.device) % backbone.vocab_size
         """Ids of the context, then of the rows."""
         self._hidden.push(backbone.embed(self.ids[:context]))
         alone(self._hidden.advance_all())
 
     def run(self, rows: int) -> list[int]:
-        """The best token behind each of `rows` rows, read back; the lease stays as it was."""
+        """The best token behind each of `rows` rows, read back; the KV cache stays as it was."""
         hidden, backbone = self._hidden, self._backbone
         hidden.clear()
         hidden.push(backbone.embed(self.ids[self._context :][:rows]))
         target = alone(hidden.unembed(alone(hidden.advance_all())))
-        self.lease.truncate(self._context)
+        self.kv.truncate(self._context)
         return target.best
 
 
@@ -275,14 +275,14 @@ def measure(
 def _works(
     backbone: Backbone, heads: ExitHeads | None, most: int, context: int, short: int
 ) -> Iterator[tuple[_Part, Callable[[], object]]]:
-    lease = Lease(backbone.num_layers)
+    kv = KVCache(backbone.num_layers)
     block = torch.zeros(context, dtype=torch.int64, device=backbone.device)
 
     def run(hidden: Tensor, last: int) -> Tensor:
-        """Layers 1..last on [T, d] behind the context; the lease stays as it was."""
-        held = lease.length(0)
-        output = backbone.run(hidden, 0, last, Rows.of(lease, held, len(hidden), hidden.device))
-        lease.truncate(max(held, context))
+        """Layers 1..last on [T, d] behind the context; the KV cache stays as it was."""
+        held = kv.length(0)
+        output = backbone.run(hidden, 0, last, Rows.of(kv, held, len(hidden), hidden.device))
+        kv.truncate(max(held, context))
         return output
 
     embedded = backbone.embed(block)
@@ -467,12 +467,12 @@ class _Text:
     ) -> None:
         """A context, in `pieces` of ids, through the first `layers`."""
         self._backbone, self._widest = backbone, widest
-        self._lease = Lease(backbone.num_layers, shape.slots)
+        self._kv = KVCache(backbone.num_layers, shape.slots)
         upto = (layers,) if layers < backbone.num_layers else ()
-        self._hidden = HiddenCache(backbone, self._lease, upto, pinned_rows=shape.rows)
+        self._hidden = HiddenCache(backbone, self._kv, upto, pinned_rows=shape.rows)
         for piece in pieces:
             self._run(piece)
-        self._context = self._lease.length(0)
+        self._context = self._kv.length(0)
 
     def logits(self, ids: Tensor, widths: Sequence[int]) -> Tensor:
         """Logits [count, V] of `ids` [count] behind the context, run in blocks of `widths`."""
@@ -485,8 +485,8 @@ class _Text:
             states = self._run(drafted if len(found) % 2 else block)
             found.append(alone(self._hidden.unembed(states)).logits[: len(block)])
             done += len(block)
-            self._lease.truncate(self._context + done)
-        self._lease.truncate(self._context)
+            self._kv.truncate(self._context + done)
+        self._kv.truncate(self._context)
         return torch.cat(found)
 
     def _run(self, ids: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from selfspec.errors import InvalidDraft
 from selfspec.heads.attending import AttendingHeads
 from selfspec.heads.heads import Answer, ExitHead, Signal, joined, scored
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv import Lease, Rows, uploaded, with_zeros
+from selfspec.model.kv import KVCache, Rows, uploaded, with_zeros
 
 # --- work: what a text needs computed next, met together with the needs of others -----------------
 
@@ -84,7 +84,7 @@ class Run(Work):
     """Rows [T, d] of one text through layers first+1..last; gives what comes out, [T, d]."""
 
     backbone: Backbone
-    lease: Lease
+    kv: KVCache
     hidden: Tensor
     first: int
     last: int
@@ -121,19 +121,19 @@ class Run(Work):
         return [work.hidden if work.first == work.last else None for work in alike]
 
     def _alone(self, stop: int) -> Tensor:
-        count, start = len(self.hidden), self.lease.length(self.first)
+        count, start = len(self.hidden), self.kv.length(self.first)
         block = with_zeros(self.hidden, self.least)
         output = self.backbone.run(block, self.first, stop, self._rows(len(block)))
         if len(block) > count:
-            self.lease.truncate(start + count, self.first, stop)
+            self.kv.truncate(start + count, self.first, stop)
         return output[:count]
 
     def _rows(self, count: int) -> Rows:
         parents = self.parents
         if parents is not None:
             parents = [*parents, *range(len(parents) - 1, count - 1)]
-        start = self.lease.length(self.first)
-        return Rows.of(self.lease, start, count, self.hidden.device, parents)
+        start = self.kv.length(self.first)
+        return Rows.of(self.kv, start, count, self.hidden.device, parents)
 
 
 @dataclass(eq=False)
@@ -253,7 +253,7 @@ def _ends(parts: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
     return pairwise(accumulate(map(len, parts), initial=0))
 
 
-# --- the schedule: counts, no tensors; replay follows it on paper ---------------------------------
+# --- the schedule: counts, no tensors -------------------------------------------------------------
 
 
 class Pass(NamedTuple):
@@ -320,7 +320,7 @@ class HiddenCache:
     def __init__(
         self,
         backbone: Backbone,
-        lease: Lease,
+        kv: KVCache,
         exit_layers: Sequence[int] = (),
         pinned_rows: int | None = None,
         state_layers: Sequence[int] = (),
@@ -336,7 +336,7 @@ class HiddenCache:
         self.states: Tensor | None = None
         """States of the rows that ran to the end last, layers side by side, [rows, layers * d]."""
         self._backbone = backbone
-        self._lease = lease
+        self._kv = kv
         self.least = pinned_rows or 1
         """Rows that every pass has at least."""
         self._queues: list[list[Tensor]] = [[] for _ in self.schedule.depths]
@@ -374,9 +374,7 @@ class HiddenCache:
         hidden = self.rows(boundary)
         if step is not None:
             tree, least = self._tree(step), self.least
-            hidden = yield Run(
-                self._backbone, self._lease, hidden, step.first, step.last, tree, least
-            )
+            hidden = yield Run(self._backbone, self._kv, hidden, step.first, step.last, tree, least)
         self._queues[boundary].clear()
         self._queues[until].append(hidden)
         return hidden
@@ -417,7 +415,7 @@ class HiddenCache:
         if self._is_chain:
             return None
         # no row of the round is through all layers before its last pass
-        held = self._lease.length(step.first) - self._lease.length(self._backbone.num_layers - 1)
+        held = self._kv.length(step.first) - self._kv.length(self._backbone.num_layers - 1)
         parents = [parent - held for parent in self._parents[held : held + step.rows]]
         return None if parents == list(range(-1, step.rows - 1)) else parents
 
@@ -445,18 +443,18 @@ class DecodeState:
         *,
         pad: int = 0,
         exit_layers: Sequence[int] = (),
-        lease: Lease | None = None,
+        kv: KVCache | None = None,
         pinned_rows: int | None = None,
         reader: AttendingHeads | None = None,
     ) -> None:
-        """`ids` [1, n] with n > pad. `lease` may hold a prefix of them, from an earlier turn.
+        """`ids` [1, n] with n > pad. `kv` may hold a prefix of them, from an earlier turn.
 
         `reader`: heads that attend, which then take the place of those at `exit_layers`.
         """
         self.backbone = backbone
-        self.lease = Lease(backbone.num_layers) if lease is None else lease
+        self.kv = KVCache(backbone.num_layers) if kv is None else kv
         layers = () if reader is None else reader.layers
-        self.hidden = HiddenCache(backbone, self.lease, exit_layers, pinned_rows, layers)
+        self.hidden = HiddenCache(backbone, self.kv, exit_layers, pinned_rows, layers)
         self.attention = None if reader is None else reader.attention(self._embed)
         """What heads that attend have read of the text."""
         self.pad = pad
@@ -470,9 +468,9 @@ class DecodeState:
         self.begin()
 
     def begin(self) -> None:
-        """The lease may have got a prefix: what heads that attend have not read runs again."""
-        if self.attention is not None and (held := self.lease.length(0)):
-            self.lease.truncate(self.attention.begin(self._committed, held))
+        """The KV cache may have got a prefix: what heads that attend have not read runs again."""
+        if self.attention is not None and (held := self.kv.length(0)):
+            self.kv.truncate(self.attention.begin(self._committed, held))
 
     def _embed(self, ids: Tensor) -> Tensor:
         return self.backbone.embed(ids.to(self.backbone.device))
@@ -500,7 +498,7 @@ class DecodeState:
     @property
     def waiting(self) -> list[int]:
         """Committed ids that are not through all layers: a prompt, later the newest one."""
-        return self._committed[self.lease.length(self.backbone.num_layers - 1) :]
+        return self._committed[self.kv.length(self.backbone.num_layers - 1) :]
 
     @property
     def deep(self) -> Tensor | None:
@@ -538,12 +536,12 @@ class DecodeState:
     def _rewind(self, newest: int) -> None:
         """Keep of the positions from `newest` on those that are committed."""
         # the deepest layer holds least: an error may have stopped a pass halfway down
-        deepest = self.lease.length(self.backbone.num_layers - 1)
+        deepest = self.kv.length(self.backbone.num_layers - 1)
         if deepest <= newest:
-            self.lease.truncate(deepest)
+            self.kv.truncate(deepest)
         else:
             path = self._path[: len(self._committed) - 1 - newest]
-            self.lease.keep(newest, path)
+            self.kv.keep(newest, path)
             if self.hidden.states is not None and self._outputs is not None:
                 before = len(self.hidden.states) - len(self._outputs)
                 self.keep_states([*range(before), *(before + row for row in path)])
@@ -560,26 +558,18 @@ class Committed(Protocol):
         """The text's ids from the `start`-th on, without padding."""
 
 
-StateT = TypeVar("StateT", bound=Committed)
-State_contra = TypeVar("State_contra", bound=Committed, contravariant=True)
+class Drafter(Protocol):
+    """Proposes at most `limit` tokens to follow the committed ones."""
 
-
-class DraftsFrom(Protocol[State_contra]):
-    """Proposes at most `limit` tokens to follow the committed ones of some kind of state."""
-
-    def draft(self, state: State_contra, limit: int, watch: Stopwatch) -> Steps[Draft]:
+    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:
         """A draft of 0..limit tokens, and the work that leads there.
 
-        Rows may be left waiting in a DecodeState's `hidden`: first that of the newest committed
+        Rows may be left waiting in `state.hidden`: first that of the newest committed
         token, then those of the drafts, in order, none twice.
         """
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
         """What became of the draft that was asked for last: which of its tokens stayed."""
-
-
-Drafter = DraftsFrom[DecodeState]
-"""What `decode` asks."""
 
 
 class NoDrafter:

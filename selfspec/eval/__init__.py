@@ -1,1 +1,1 @@
-"""Measuring: suites of prompts, methods side by side, losslessness, exact replay, settings."""
+"""Measuring: suites of prompts, methods side by side, losslessness, settings."""

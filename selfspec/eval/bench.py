@@ -135,7 +135,7 @@ EXIT: Setting = {"drafter": "exit", "never_slower": False}
 """The paper's own, without our pauses: the defaults of heads, or what was tuned, may name another
 drafter."""
 
-_DRAWN = {"do_sample": True, "seed": 0, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+_DRAWN = {"do_sample": True, "seed": 0, "top_k": 0, "top_p": 1.0, "temperature": 1.0}
 """Draws from the model's whole distribution: lenience says nothing about greedy drafts."""
 
 
@@ -316,14 +316,16 @@ METHODS = {
         "speculation under EASD's rule: no drafts where both models waver",
         _only(**EXIT, acceptance="easd"),
     ),
-    "sampling": Method(
-        "plain sampling on our runtime, temperature 1: what lenience is to be held against",
-        _only(speculate=False, **_DRAWN),
-    ),
-    "sampled-speculation": Method(
-        "speculation under lossless speculative sampling, temperature 1",
-        _only(**EXIT, **_DRAWN),
-    ),
+    **{
+        name + suffix: Method(f"{source}, temperature {warmth:g}", _only(**setting, **drawn))
+        for suffix, warmth in (("", 1.0), ("-0.3", 0.3))
+        for drawn in [{**_DRAWN, "temperature": warmth}]
+        for name, source, setting in (
+            ("sampling", "plain sampling on our runtime", {"speculate": False}),
+            ("sampled-speculation", "speculation under lossless speculative sampling", EXIT),
+            ("sampled-default", "as `generate` drafts here by itself, sampled without loss", {}),
+        )
+    },
     "lenience": Method(
         "speculative sampling that keeps more drafts: lenience 0.6, temperature 1",
         _only(**EXIT, acceptance="lenient:lenience=0.6", **_DRAWN),

@@ -33,7 +33,7 @@ from selfspec.eval.results import (
     quality_summary,
     speed_up,
 )
-from selfspec.untrusted import read_json, read_yaml
+from selfspec.files import read_json, read_yaml
 
 Summary = Mapping[str, Any]
 """All figures of a bench, ready for JSON."""

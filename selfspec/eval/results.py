@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from selfspec import files
 from selfspec.errors import InvalidData, InvalidOption
-from selfspec.options import SHARE, Range, check_fields
+from selfspec.files import json_lines, parse_json, read_bytes
+from selfspec.options import Range, check_fields
 from selfspec.typed import check_keys
-from selfspec.untrusted import json_lines, parse_json, read_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -157,13 +157,7 @@ def _reference(value: Any) -> str | None:
     return value or None
 
 
-# --- what `bench` and `tune` can be asked: their flags derive from here -------------------------
-
-_RISING = Range(
-    lambda values: values and list(values) == sorted({*values}) and values[0] >= 0.0,
-    "of values that are at least 0 and rise",
-    whole=True,
-)
+# --- what `bench` can be asked: its flags derive from here ----------------------------------------
 
 
 def at_least(least: int) -> Range:
@@ -209,30 +203,6 @@ class BenchOptions:
             if (path := getattr(self, name))
         }
         return asdict(self) | paths
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecordOptions:
-    """What is recorded, and so which settings can be replayed."""
-
-    exit_layers: tuple[int, ...] | None = None
-    """Exit layers to record. None: all that the heads were fitted for. Fewer take less time."""
-
-    max_new_tokens: Annotated[int, at_least(2)] = 64
-    """Tokens of each answer, at least 2."""
-
-    max_draft_tokens: Annotated[int, at_least(1)] = 7
-    """Draft tokens per round of the longest setting to be replayed (W_max)."""
-
-    min_threshold: Annotated[float | None, SHARE] = None
-    """Lowest exit threshold to be replayed, in (0, 1]; a lower one makes larger records. None: 0.2,
-    or 0.01 for a single exit layer."""
-
-    anneal_strengths: Annotated[tuple[float, ...], _RISING] = (0.0, 0.2, 0.5, 1.0)
-    """Values of exit:anneal_strength to be replayed, at least 0, rising."""
 
     def __post_init__(self) -> None:
         check_fields(self)

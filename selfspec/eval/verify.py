@@ -34,7 +34,7 @@ from selfspec.decoding.stats import Ended, Stopwatch
 from selfspec.errors import PinnedUnavailable, SelfspecError
 from selfspec.eval.results import Question, block_logits, first_divergence
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv import Lease, Rows, depths
+from selfspec.model.kv import KVCache, Rows, depths
 
 Outcome = Literal["passed", "failed", "skipped"]
 
@@ -151,8 +151,8 @@ def _segments(subject: Subject) -> Rung:
     bits = Bits()
     for case in subject.cases:
         with torch.inference_mode():
-            hidden, lease = backbone.embed(case.ids[0]), Lease(backbone.num_layers)
-            rows = Rows.of(lease, 0, len(hidden), hidden.device)
+            hidden, kv = backbone.embed(case.ids[0]), KVCache(backbone.num_layers)
+            rows = Rows.of(kv, 0, len(hidden), hidden.device)
             for first, last in itertools.pairwise(sorted({0, *exits, backbone.num_layers})):
                 hidden = backbone.run(hidden, first, last, rows)
             bits.compare(case.id, backbone.logits(hidden), model(case.ids).logits[0].float())
@@ -177,7 +177,7 @@ def _invariance(subject: Subject) -> Rung:
             for name, (drafter, adapted) in drafts.items():
                 found = decode(speculator, case.request, adapted, drafter)
                 bits.compare_texts(f"{case.id} with {name} drafts", found, plain)
-        slots = speculator.runtime.state(subject.cases[0].request.only(), options).lease.slots
+        slots = speculator.runtime.state(subject.cases[0].request.only(), options).kv.slots
     except PinnedUnavailable as error:
         return Rung("skipped", str(error))
     how = "kernels that treat rows alike" if slots is None else f"every pass of {rows} rows"
@@ -518,14 +518,14 @@ def logits_of(backbone: Backbone, ids: Tensor, way: Way | None = None) -> Tensor
     torch.set_num_threads(way.threads or before)
     try:
         with torch.inference_mode():
-            lease = Lease(backbone.num_layers)
+            kv = KVCache(backbone.num_layers)
             cuts = _cuts(len(ids), way)
-            return torch.cat([_pass(backbone, lease, ids[low:high], way) for low, high in cuts])
+            return torch.cat([_pass(backbone, kv, ids[low:high], way) for low, high in cuts])
     finally:
         torch.set_num_threads(before)
 
 
-def _pass(backbone: Backbone, lease: Lease, ids: Tensor, way: Way) -> Tensor:
+def _pass(backbone: Backbone, kv: KVCache, ids: Tensor, way: Way) -> Tensor:
     """Logits of the rows of `ids`; others are in the pass, behind or beside them, and go again."""
     if way.branch:
         rows = torch.stack([(ids + 1) % backbone.vocab_size, ids], 1).flatten()
@@ -534,10 +534,10 @@ def _pass(backbone: Backbone, lease: Lease, ids: Tensor, way: Way) -> Tensor:
     else:
         wrong = (ids[-1:] + 1 + torch.arange(way.wrong, device=ids.device)) % backbone.vocab_size
         rows, path, parents = torch.cat([ids, wrong]), list(range(len(ids))), None
-    start, hidden = lease.length(0), HiddenCache(backbone, lease)
+    start, hidden = kv.length(0), HiddenCache(backbone, kv)
     hidden.push(backbone.embed(rows), parents)
     found = backbone.logits(alone(hidden.advance_all()))[path]
-    lease.keep(start, path)
+    kv.keep(start, path)
     return found
 
 

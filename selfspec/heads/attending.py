@@ -31,12 +31,12 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMS
 from typing_extensions import Self
 
 from selfspec.errors import HeadsMismatch, InvalidHeads, InvalidOption
+from selfspec.files import check_safetensors
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig, check_numbers
 from selfspec.heads.folder import EAGLE3, METADATA, SWITCHES, attends
 from selfspec.heads.heads import DraftVocabulary, LinearHead
-from selfspec.model.kv import Lease, uploaded
+from selfspec.model.kv import KVCache, uploaded
 from selfspec.model.parts import Unembedding
-from selfspec.untrusted import check_safetensors
 
 _LAYERS = {"llama": (LlamaConfig, LlamaDecoderLayer), "qwen3": (Qwen3Config, Qwen3DecoderLayer)}
 _IGNORED = ("t2d", "verifier_norm.", "verifier_lm_head.", "rotary_emb.")  # or the model's own
@@ -323,7 +323,7 @@ class TextRows:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """[1, n, heads, head_dim]: to what the text holds and to themselves; they join it."""
-        held = self.text.lease.update(key.transpose(1, 2), value.transpose(1, 2), 0)
+        held = self.text.kv.update(key.transpose(1, 2), value.transpose(1, 2), 0)
         return attention(query, *held, self.sees)
 
 
@@ -334,7 +334,7 @@ class Attention:
         """Made by `AttendingHeads.attention`; `embed`: ids [n] -> [n, d]."""
         self.heads, self.embed = heads, embed
         self.ids: list[int] = []  # tokens of its rows, from position 1 on
-        self.lease = Lease(1)
+        self.kv = KVCache(1)
         self._waiting: list[Tensor] = []  # fused states from the last row's position on
         self.output: Tensor | None = None
         """The layer's output at the last row, [1, d]; None: nothing read since the text began."""
@@ -358,7 +358,7 @@ class Attention:
         other = self.heads.longest(ids[1:])
         rows = 0 if other is None else min(other.shared(ids[1:]), held)
         if rows and other is not None:
-            self.lease.update(*other.lease.first(rows, 0), 0)
+            self.kv.update(*other.kv.first(rows, 0), 0)
             self.ids = other.ids[:rows]
         return rows
 
@@ -368,7 +368,7 @@ class Attention:
 
     def read(self, ids: Sequence[int]) -> Generator[TextRows, Tensor, Tensor | None]:
         """All rows whose states are known, `ids` being the text's; the output at the newest."""
-        self.lease.truncate(len(self.ids))  # without the drafts of the round before
+        self.kv.truncate(len(self.ids))  # without the drafts of the round before
         self._paths = []
         waiting, self._waiting = self._waiting, []
         for states in waiting:

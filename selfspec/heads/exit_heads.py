@@ -22,6 +22,7 @@ from typing_extensions import Self
 from selfspec import files
 from selfspec.config import SpeculationOptions
 from selfspec.errors import HeadsMismatch, InvalidHeads, InvalidOption, first_line
+from selfspec.files import check_safetensors
 from selfspec.heads.folder import (
     CONFIG_FILE,
     FORMAT_VERSION,
@@ -34,7 +35,6 @@ from selfspec.heads.heads import HEAD_TYPES, DraftVocabulary, ExitHead
 from selfspec.model.fingerprint import UNKNOWN
 from selfspec.model.parts import Unembedding
 from selfspec.typed import check_keys
-from selfspec.untrusted import check_safetensors
 
 logger = logging.getLogger(__name__)
 

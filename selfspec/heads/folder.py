@@ -19,8 +19,8 @@ from safetensors import SafetensorError, safe_open
 from selfspec import files
 from selfspec.config import SpeculationOptions
 from selfspec.errors import CannotWrite, HeadsNotFound, InvalidData, InvalidHeads, InvalidOption
+from selfspec.files import parse_json, read_json
 from selfspec.typed import shown
-from selfspec.untrusted import parse_json, read_json
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"

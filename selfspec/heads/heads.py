@@ -357,7 +357,7 @@ class Ensemble:
         return torch.stack(parts).sum(0)
 
 
-# --- answers about rows, in one product and one read ----------------------------------------------
+# --- answers about rows, in one pass of a head and one read -------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,9 +23,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from selfspec.errors import InvalidData
+from selfspec.files import open_bytes
 from selfspec.hub.pretrained import assembled
 from selfspec.model.weights import DTYPES, FORMATS, QuantisedWeight, library
-from selfspec.untrusted import open_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -32,8 +32,8 @@ from selfspec.errors import (
     ModelNotFound,
     first_line,
 )
+from selfspec.files import read_json
 from selfspec.hub import pretrained
-from selfspec.untrusted import read_json
 
 if TYPE_CHECKING:
     import torch

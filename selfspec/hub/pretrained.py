@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selfspec.errors import InvalidData, LacksWeights, ModelNotFound, first_line
+from selfspec.files import check_safetensors, read_json
 from selfspec.typed import shown
-from selfspec.untrusted import check_safetensors, read_json
 
 if TYPE_CHECKING:
     import torch

@@ -43,7 +43,7 @@ from selfspec.model.cuda_graph import CudaGraphExecutor
 from selfspec.model.fingerprint import FileStamp, ModelWatch
 from selfspec.model.fused import FusedExecutor
 from selfspec.model.generic import Claims, Decoder, Executor, without_gradients
-from selfspec.model.kv import POSITIONS, Lease, Rows
+from selfspec.model.kv import POSITIONS, KVCache, Rows
 from selfspec.model.parts import INSTEAD, Unembedding, check_model
 from selfspec.model.weights import QuantisedWeight, keep_numbers
 
@@ -163,7 +163,7 @@ class Backbone(Decoder):
         return Unembedding(weight, self.parts.norm, self.finish, bias)
 
     def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
-        """Layers first+1..last on [T, d]; adds keys and values of T positions to the leases.
+        """Layers first+1..last on [T, d]; adds keys and values of T positions to the KV caches.
 
         Raises InvalidDraft or UnsupportedModel for a tree where executor or model runs no trees.
         """
@@ -191,13 +191,13 @@ class Backbone(Decoder):
         if self.claims.replayed is None or kind in self._captured:
             return
         self._captured.add(kind)
-        lease = Lease(self.num_layers, slots)
-        lease.extend(start, 0, self.num_layers)
+        kv = KVCache(self.num_layers, slots)
+        kv.extend(start, 0, self.num_layers)
         for count in counts:
             hidden = self.embed(torch.zeros(count, dtype=torch.int64, device=self.device))
             for first, last in itertools.combinations(sorted({*depths}), 2):
-                self.run(hidden, first, last, Rows.of(lease, start, count, self.device))
-                lease.truncate(start)
+                self.run(hidden, first, last, Rows.of(kv, start, count, self.device))
+                kv.truncate(start)
             self.logits(hidden)
 
     def check_ids(self, ids: Tensor) -> None:

@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from selfspec.errors import UnsupportedModel
 from selfspec.model.generic import MASKS, Decoder, Executor
-from selfspec.model.kv import POSITIONS, Lease, Page, PageLayout, Rows
+from selfspec.model.kv import POSITIONS, KVCache, Page, PageLayout, Rows
 from selfspec.model.parts import CACHE, INSTEAD, attention_types, text_config
 from selfspec.model.weights import FilePages
 
@@ -124,15 +124,15 @@ def check_conformance(decoder: Decoder) -> list[Passage]:
     """
     num_layers, ids = decoder.num_layers, _random_ids(decoder, seed=0)
     pages = FilePages()
-    theirs, ours = DynamicCache(), Lease(num_layers)
+    theirs, ours = DynamicCache(), KVCache(num_layers)
     found: list[Passage] = []
     with evaluation(decoder.model):
         for block in ids.split([_CHECK_PREFIX, _CHECK_BLOCK]):
             held = None if found else 0
             found.append(_conform(decoder, block, ours.length(0), held, theirs, ours, pages))
         for start, held in stretches(decoder):
-            leases = PlantedLease(num_layers, held), PlantedLease(num_layers, held)
-            found.append(_conform(decoder, ids, start, held, *leases, pages))
+            caches = PlantedKVCache(num_layers, held), PlantedKVCache(num_layers, held)
+            found.append(_conform(decoder, ids, start, held, *caches, pages))
     return found
 
 
@@ -142,7 +142,7 @@ def _conform(
     start: int,
     held: int | None,
     theirs: Any,
-    ours: Lease,
+    ours: KVCache,
     pages: FilePages,
 ) -> Passage:
     """Compare one block at positions from `start` on, behind what both hold."""
@@ -174,12 +174,12 @@ def check_agreement(decoder: Decoder, other: Executor, passages: Sequence[Passag
     and none can hide.
     """
     bound = _AGREEMENT[decoder.dtype]
-    lease = Lease(decoder.num_layers)
+    kv = KVCache(decoder.num_layers)
     with torch.inference_mode(), decoder.mode(), evaluation(decoder.model):
         for start, held, hidden, logits in passages:
             if held is not None:
-                lease = PlantedLease(decoder.num_layers, held) if start else lease
-            rows = Rows.of(lease, start, len(logits), hidden[0].device)
+                kv = PlantedKVCache(decoder.num_layers, held) if start else kv
+            rows = Rows.of(kv, start, len(logits), hidden[0].device)
             for layer, (before, ours) in enumerate(pairwise(hidden)):
                 theirs = other.run(before, layer, layer + 1, rows)
                 error = _error(theirs - ours, decoder.layers[layer])
@@ -200,7 +200,7 @@ def check_trees(decoder: Decoder, executor: Executor) -> None:
     path = [0, len(ids) - 1]
     with torch.inference_mode(), decoder.mode(), evaluation(decoder.model):
         for start, held in [(0, 0), *stretches(decoder)]:
-            tree, alone = (PlantedLease(decoder.num_layers, held) for _ in range(2))
+            tree, alone = (PlantedKVCache(decoder.num_layers, held) for _ in range(2))
             beside = Rows.of(tree, start, len(ids), ids.device, parents)
             chain = Rows.of(alone, start, len(path), ids.device)
             hidden = decoder.embed(ids)
@@ -220,10 +220,10 @@ def keeps_apart(decoder: Decoder, executor: Executor) -> bool:
     """Whether texts that share a pass come out, bit for bit, as each does in passes of its own."""
     ids, layers = _random_ids(decoder, seed=3), decoder.num_layers
     texts = ids[:1], ids[1:4], ids[4:]
-    apart, joined = ([Lease(layers) for _ in texts] for _ in range(2))
+    apart, joined = ([KVCache(layers) for _ in texts] for _ in range(2))
 
-    def behind(leases: Sequence[Lease]) -> list[Rows]:
-        pairs = zip(leases, texts, strict=True)
+    def behind(caches: Sequence[KVCache]) -> list[Rows]:
+        pairs = zip(caches, texts, strict=True)
         return [Rows.of(one, one.length(0), len(text), ids.device) for one, text in pairs]
 
     with torch.inference_mode(), decoder.mode(), evaluation(decoder.model):
@@ -261,7 +261,7 @@ def named_positions(fields: Mapping[str, Any], limit: int) -> set[int]:
     return found
 
 
-class PlantedLease(Lease):
+class PlantedKVCache(KVCache):
     """Says that it holds positions, of keys 0 and values that show who looks at which.
 
     It forgets what a layer adds: one block runs through it, and memory is needed for one layer
@@ -276,7 +276,7 @@ class PlantedLease(Lease):
     def update(
         self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """What any lease gives back, and nothing is kept of it."""
+        """What any KV cache gives back, and nothing is kept of it."""
         if self._keys[layer] is None:
             self._keys[layer] = self._room(None, keys, 0, self._planted + 1)
             self._values[layer] = planted = self._room(None, values, 0, self._planted + 1)
@@ -380,15 +380,15 @@ def find_mixing(decoder: Decoder, executor: Executor) -> str | None:
     rows = _BEHIND + 1 + _BESIDE
     if rows > decoder.max_positions:
         return None
-    ids, lease = _random_ids(decoder, seed=2, count=rows), Lease(decoder.num_layers)
+    ids, kv = _random_ids(decoder, seed=2, count=rows), KVCache(decoder.num_layers)
     with torch.inference_mode(), decoder.mode(), evaluation(decoder.model):
         behind, block = decoder.embed(ids).split([_BEHIND, 1 + _BESIDE])
-        first = Rows.of(lease, 0, _BEHIND, ids.device)
-        watched = Rows.of(lease, _BEHIND, 1 + _BESIDE, ids.device)
+        first = Rows.of(kv, 0, _BEHIND, ids.device)
+        watched = Rows.of(kv, _BEHIND, 1 + _BESIDE, ids.device)
         for layer in range(decoder.num_layers):
             behind = executor.run(behind, layer, layer + 1, first)
             outlying = executor.run(_spiked(block), layer, layer + 1, watched)
-            lease.truncate(_BEHIND, layer, layer + 1)
+            kv.truncate(_BEHIND, layer, layer + 1)
             before, block = block, executor.run(block, layer, layer + 1, watched)
             found = _change(block[:1], outlying[:1], (block - before.to(block.device))[:1])
             if found is not None:

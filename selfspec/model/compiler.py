@@ -21,7 +21,7 @@ KERNELS = Path(__file__).parent / "kernels"
 PANEL = 16
 """Outputs side by side, as in `panels.hpp`."""
 
-SOURCES = ("products.cpp", "layers.cpp")
+SOURCES = ("weights.cpp", "layers.cpp")
 CONSTANTS: tuple[Mapping[str, int], ...] = ({"BFLOAT16": 0}, {"BFLOAT16": 1})
 """What a wheel has libraries of: each source in KERNELS with each of the constants."""
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from selfspec.errors import first_line
 from selfspec.model.generic import Claims, GenericExecutor, as_mask
-from selfspec.model.kv import Lease, Rows, with_zeros
+from selfspec.model.kv import KVCache, Rows, with_zeros
 from selfspec.model.parts import SLIDING, require_own_code
 
 
@@ -33,9 +33,9 @@ class StaticSlots:
         with torch.inference_mode(False):  # else only inference mode could write to them
             self.keys = [_zeros(keys, slots) for keys, _ in samples]
             self.values = [_zeros(values, slots) for _, values in samples]
-        self._tenant: Callable[[], Lease | None] = lambda: None
+        self._tenant: Callable[[], KVCache | None] = lambda: None
 
-    def lend(self, kv: Lease) -> None:
+    def lend(self, kv: KVCache) -> None:
         """Move the keys and values of `kv` here; those of the sequence before it move out."""
         if self._tenant() is kv:
             return
@@ -231,13 +231,13 @@ class CudaGraphExecutor:
                 raise ValueError("a captured segment, replayed, comes out differently")
 
     def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
-        """Layers first+1..last on [T, d], whose positions rise by one; adds to the lease."""
-        lease, count = rows.only.lease, len(hidden)
-        start, padded = lease.length(first), _padded(count)
-        lease.check_room(start + count)
-        needed = lease.slots + _MOST_ROWS if lease.slots else start + (padded or count)
+        """Layers first+1..last on [T, d], whose positions rise by one; adds to the KV cache."""
+        kv, count = rows.only.kv, len(hidden)
+        start, padded = kv.length(first), _padded(count)
+        kv.check_room(start + count)
+        needed = kv.slots + _MOST_ROWS if kv.slots else start + (padded or count)
         with self._lock:
-            self._lend(lease, needed)
+            self._lend(kv, needed)
             if padded is None:
                 return self._generic.run(hidden, first, last, rows)
             # what lay behind may be NaN, which masks let through
@@ -246,7 +246,7 @@ class CudaGraphExecutor:
             torch.add(self._offsets[:padded], start, out=self._places[:padded])
             segment = first, last, padded, self._count(needed)
             (output,) = self.replays.run(segment, partial(self._segment, *segment))
-            lease.extend(count, first, last)
+            kv.extend(count, first, last)
             return output[:count].clone()  # the next replay overwrites it
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -279,14 +279,14 @@ class CudaGraphExecutor:
             visible &= behind < config.sliding_window
         return as_mask(visible, config, self._hidden)
 
-    def _lend(self, lease: Lease, needed: int) -> None:
+    def _lend(self, kv: KVCache, needed: int) -> None:
         if needed > self._slots.slots:
             self._slots.recall()
             # dropped before the new ones are made: both at once may not fit the device
             self._slots = StaticSlots(self._samples, 0)
             self.replays.clear()
             self._slots = StaticSlots(self._samples, self._count(needed))
-        self._slots.lend(lease)
+        self._slots.lend(kv)
 
     def _count(self, needed: int) -> int:
         """Slots for `needed` positions: few distinct counts, and none beyond what is ever used."""
@@ -295,11 +295,11 @@ class CudaGraphExecutor:
 
     @torch.no_grad()
     def _one_position(self) -> list[tuple[Tensor, Tensor]]:
-        lease, embed = Lease(self._num_layers), self._decoder.embed_tokens
+        kv, embed = KVCache(self._num_layers), self._decoder.embed_tokens
         device = embed.weight.device
         ids = torch.zeros(1, dtype=torch.int64, device=device)
-        self._generic.run(embed(ids), 0, self._num_layers, Rows.of(lease, 0, 1, device))
-        held = [lease.first(1, layer) for layer in range(self._num_layers)]
+        self._generic.run(embed(ids), 0, self._num_layers, Rows.of(kv, 0, 1, device))
+        held = [kv.first(1, layer) for layer in range(self._num_layers)]
         return [(keys.clone(), values.clone()) for keys, values in held]  # not their buffers
 
     @torch.no_grad()
@@ -309,9 +309,9 @@ class CudaGraphExecutor:
         weight = self._decoder.embed_tokens.weight
         ids = torch.arange(count, device=weight.device) % len(weight)
         for start in (0, max(0, int(self._decoder.config.max_position_embeddings) - count)):
-            lease, done = Lease(self._num_layers), start
+            kv, done = KVCache(self._num_layers), start
             for block in ids.split(_TRIAL_ROWS):
-                rows = Rows.of(lease, done, len(block), weight.device)
+                rows = Rows.of(kv, done, len(block), weight.device)
                 hidden = self._decoder.embed_tokens(block)
                 found.append(self.run(hidden, 0, self._num_layers, rows))
                 found.append(self.logits(found[-1]))

@@ -45,7 +45,7 @@ class Kind(IntEnum):
     """`Kinds` of `layers.cpp`."""
 
     NORM = 0
-    PRODUCT = 1
+    LINEAR = 1
     ATTEND = 2
     ACTIVATE = 3
     EXPERTS = 4
@@ -98,7 +98,7 @@ class SpanStruct(ctypes.Structure):
         ("parents", ctypes.POINTER(Long)),
         ("pages", ctypes.POINTER(Pointer)),
     )
-    memory: list[Page]  # A lease may forget them while they are read
+    memory: list[Page]  # A KV cache may forget them while they are read
 
 
 class Pass(ctypes.Structure):
@@ -137,7 +137,7 @@ class Program:
         self._run.argtypes = Pointer, Long, Pointer
         self._run.restype = None
         self._dtype, self._widths = dtype, [width]
-        self._widest = 0  # inputs of a product
+        self._widest = 0  # inputs of a linear layer
         self._named: dict[tuple[str, int], int] = {}
         self._table: ctypes.Array[Operation] = (Operation * 0)()
         self._starts = [0]  # of each layer among the operations, and their end
@@ -179,7 +179,7 @@ class Program:
             rounds=norm.rounds,
         )
 
-    def product(
+    def linear(
         self, source: int, target: int, linear: CompiledLinear, *, adds: float = 0.0
     ) -> Operation:
         """A linear layer; with `adds`, that many times, to what the target holds."""
@@ -187,7 +187,7 @@ class Program:
         self._need(target, linear.out_features)
         self._widest = max(self._widest, linear.in_features)
         return Operation(
-            *(Kind.PRODUCT, source, target),
+            *(Kind.LINEAR, source, target),
             inputs=linear.in_features,
             outputs=linear.out_features,
             weight=self._address(linear.stripes),
@@ -282,13 +282,13 @@ class Program:
         rotations: Sequence[Tensor],
         spans: Sequence[Span],
     ) -> Tensor:
-        """Layers first+1..last on [T, d]; adds keys and values of T positions to the leases.
+        """Layers first+1..last on [T, d]; adds keys and values of T positions to the KV caches.
 
         `rotations`: [T, pairs] complex numbers each. Raises ValueError for rows of another kind.
         """
         ends = list(accumulate(span.count for span in spans))
-        leases = {id(span.lease) for span in spans}
-        if ends[-1] != len(rows) or len(leases) < len(spans):  # else memory is misread
+        caches = {id(span.kv) for span in spans}
+        if ends[-1] != len(rows) or len(caches) < len(spans):  # else memory is misread
             raise ValueError(f"{len(rows)} rows are not those of {len(spans)} sequences")
         known = [
             self._span(span, end - span.count, first) for span, end in zip(spans, ends, strict=True)
@@ -300,18 +300,18 @@ class Program:
         )
         found = self._call(asked, rows, first, last, HIDDEN)
         for span in spans:
-            span.lease.extend(span.count, first, last)
+            span.kv.extend(span.count, first, last)
         return found
 
     def _span(self, span: Span, start: int, first: int) -> SpanStruct:
         """Where keys and values are from layer first+1 on, with room for these rows."""
-        lease, count, parents = span.lease, span.count, span.parents
-        held = lease.length(first)
+        kv, count, parents = span.kv, span.count, span.parents
+        held = kv.length(first)
         if parents is not None:  # else it would not come back
             earlier = all(-1 - held <= parent < row for row, parent in enumerate(parents))
             if not earlier or len(parents) != count:
                 raise ValueError(f"{list(parents)} are no parents of {count} rows")
-        pages = lease.pages(count, first, self.layout)
+        pages = kv.pages(count, first, self.layout)
         found = SpanStruct(
             first=start,
             rows=count,
@@ -421,7 +421,7 @@ class FusedExecutor:
         self._unembedding.add_layer(
             [
                 self._unembedding.norm(HIDDEN, normed, norm),
-                self._unembedding.product(normed, self._logits, linear),
+                self._unembedding.linear(normed, self._logits, linear),
             ]
         )
         pages.release(lm_head)
@@ -444,23 +444,23 @@ class FusedExecutor:
         return self._unembedding.transform(hidden, self._logits)
 
     def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
-        """Layers first+1..last on [T, d]; adds keys and values of T positions to the lease."""
+        """Layers first+1..last on [T, d]; adds keys and values of T positions to the KV cache."""
         if len(hidden) > _BLOCK_ROWS and len(rows.spans) > 1:
             parts = [self.run(part, first, last, one) for part, one in rows.each(hidden)]
             return torch.cat(parts)
         if len(hidden) <= _BLOCK_ROWS or not rows.are_chains:
             return self._run(hidden, first, last, rows)
-        lease, done = rows.only.lease, []
+        kv, done = rows.only.kv, []
         pieces = zip(hidden.split(_BLOCK_ROWS), rows.positions.split(_BLOCK_ROWS), strict=True)
         for block, positions in pieces:  # one behind the other
-            part = Rows(positions, (Span(lease, len(block)),))
+            part = Rows(positions, (Span(kv, len(block)),))
             done.append(self._run(block, first, last, part))
         return torch.cat(done)
 
     def _run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
         newest = rows.spans[0]
         unseen = 0 if newest.parents is None else -1 - newest.parents[0]
-        held = newest.lease.length(first) - unseen
+        held = newest.kv.length(first) - unseen
         turns = self._rotations.at(hidden, rows.positions, held)
         return self._program.run(hidden, first, last, turns, rows.spans)
 
@@ -493,11 +493,11 @@ class FusedExecutor:
         """The last linear layer of attention (0) or the MLP (1), if it has one, to the rows."""
         program, norm, times = self._program, recipe.behind[place], recipe.times
         if linear is not None and norm is None:
-            yield program.product(source, HIDDEN, self._product(linear), adds=times)
+            yield program.linear(source, HIDDEN, self._compiled(linear), adds=times)
             return
         if linear is not None:
             branch = program.buffer("branch", linear.out_features)
-            yield program.product(source, branch, self._product(linear))
+            yield program.linear(source, branch, self._compiled(linear))
             source = branch
         if norm is None:
             yield program.add(source, HIDDEN, times)
@@ -509,8 +509,8 @@ class FusedExecutor:
         source = yield from self._open(recipe, 0)
         projected = program.buffer("projected", len(attention.order))
         seen = program.buffer("seen", attention.heads * attention.size)
-        projections = self._product(*attention.projections, order=attention.order)
-        yield program.product(source, projected, projections)
+        projections = self._compiled(*attention.projections, order=attention.order)
+        yield program.linear(source, projected, projections)
         if attention.row_norms is not None:
             queries, keys = attention.row_norms
             yield program.norm(projected, projected, queries)
@@ -519,13 +519,13 @@ class FusedExecutor:
         return seen
 
     def _activate(self, recipe: Recipe, mlp: Mlp) -> Generator[Operation, None, int]:
-        """Run an MLP up to its activation; returns the buffer that its last product reads."""
+        """Run an MLP up to its activation; returns the buffer that its last linear layer reads."""
         program, function = self._program, activation_of(mlp.activation)
         source = yield from self._open(recipe, 1)
-        into = self._product(*mlp.into)
+        into = self._compiled(*mlp.into)
         opened = program.buffer("opened", into.out_features)
         activated = program.buffer("activated", mlp.down.in_features)
-        yield program.product(source, opened, into)
+        yield program.linear(source, opened, into)
         yield program.activate(opened, activated, function, gated=mlp.gated)
         return activated
 
@@ -536,14 +536,14 @@ class FusedExecutor:
         router = CompiledLinear(experts.router.detach())
         logits = program.buffer("logits", router.out_features)
         mixed = program.buffer("mixed", router.in_features)
-        yield program.product(source, logits, router)
+        yield program.linear(source, logits, router)
         yield program.experts(source, logits, mixed, experts, function)
         share = experts.shares.each / len(experts.router)
         self.weight_bytes += router.nbytes
         self.weight_bytes += int(share * (experts.into.nbytes + experts.down.nbytes))
         return mixed
 
-    def _product(self, *parts: nn.Linear, order: Tensor | None = None) -> CompiledLinear:
-        product = CompiledLinear.of(*parts, order=order)
-        self.weight_bytes += product.nbytes
-        return product
+    def _compiled(self, *parts: nn.Linear, order: Tensor | None = None) -> CompiledLinear:
+        compiled = CompiledLinear.of(*parts, order=order)
+        self.weight_bytes += compiled.nbytes
+        return compiled

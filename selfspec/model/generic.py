@@ -23,7 +23,7 @@ from transformers.masking_utils import (
 )
 
 from selfspec.errors import UnsupportedModel
-from selfspec.model.kv import Lease, PageLayout, Rows, ancestors, held_behind, uploaded
+from selfspec.model.kv import KVCache, PageLayout, Rows, ancestors, held_behind, uploaded
 from selfspec.model.parts import (
     CACHE,
     CHUNKED,
@@ -58,7 +58,7 @@ class Executor(Protocol):
         """Bytes of the weights that a row reads, as kept: all layers' and the unembedding's."""
 
     def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
-        """Layers first+1..last on [T, d]; adds keys and values of T positions to the leases."""
+        """Layers first+1..last on [T, d]; adds keys and values of T positions to the KV caches."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Output of layer L, [T, d] -> final norm and lm_head, [T, V]."""
@@ -79,8 +79,8 @@ def tree_mask(kind: str, config: PreTrainedConfig, rows: Rows, layer: int, like:
     """For rows of one tree in layer+1, [1, 1, T, width]: behind slots of one position each."""
     span, positions = rows.only, rows.positions
     parents = span.parents or ()
-    start, end = span.lease.length(layer), span.lease.length(layer) + span.count
-    slots = torch.arange(span.lease.get_mask_sizes(span.count, layer)[0], device=positions.device)
+    start, end = span.kv.length(layer), span.kv.length(layer) + span.count
+    slots = torch.arange(span.kv.get_mask_sizes(span.count, layer)[0], device=positions.device)
     slots[start:end] = positions  # siblings share a position
     unseen = uploaded(held_behind(parents), positions.device)
     visible = slots < start - unseen[:, None]
@@ -119,16 +119,16 @@ class GenericExecutor:
         return sum(weight.nbytes for weight in parts.parameters())
 
     def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
-        """Layers first+1..last on [T, d]; adds keys and values of T positions to the lease."""
+        """Layers first+1..last on [T, d]; adds keys and values of T positions to the KV cache."""
         span, block, positions = rows.only, hidden[None], rows.positions[None]
         kinds = set(self.layer_types[first:last])
         if span.parents is None:
-            masks = self.masks(kinds, block, first, positions, span.lease)
+            masks = self.masks(kinds, block, first, positions, span.kv)
         else:
             masks = {
                 kind: tree_mask(kind, self.decoder.config, rows, first, hidden) for kind in kinds
             }
-        return self.run_layers(block, first, last, positions, span.lease, masks)[0]
+        return self.run_layers(block, first, last, positions, span.kv, masks)[0]
 
     def run_layers(
         self,
@@ -139,7 +139,7 @@ class GenericExecutor:
         kv: Any,
         masks: Mapping[str, Any],
     ) -> Tensor:
-        """Layers first+1..last on [B, T, d]; a mask for each kind; `kv`: a Lease, or alike."""
+        """Layers first+1..last on [B, T, d]; a mask for each kind; `kv`: a KVCache, or alike."""
         if first == 0:
             hidden = self.decoder.with_positions(hidden, positions)
         rotations = self._rotations(hidden, positions, list(masks))
@@ -160,11 +160,11 @@ class GenericExecutor:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Output of layer L, [T, d] -> final norm and lm_head, [T, V]."""
-        product: Tensor = self._lm_head(self.decoder.norm(hidden[None]))
-        return product[0]
+        logits: Tensor = self._lm_head(self.decoder.norm(hidden[None]))
+        return logits[0]
 
     def masks(
-        self, kinds: Iterable[str], hidden: Tensor, first: int, positions: Tensor, lease: Lease
+        self, kinds: Iterable[str], hidden: Tensor, first: int, positions: Tensor, kv: KVCache
     ) -> dict[str, Any]:
         """By attention type, for [B, T, d] behind layer first+1's; None: sdpa needs none."""
         return {
@@ -174,7 +174,7 @@ class GenericExecutor:
                 attention_mask=None,
                 position_ids=positions,
                 layer_idx=first,
-                **{CACHE: lease},  # it offers what masks need
+                **{CACHE: kv},  # it offers what masks need
             )
             for kind in kinds
         }
@@ -257,15 +257,15 @@ class Decoder:
 
     def states(self, ids: Tensor, layers: Sequence[int]) -> list[Tensor]:
         """[B, T] ids -> [B, T, d] after each of the rising `layers`, by the model's own modules."""
-        found, lease = [], Lease(self.num_layers)
+        found, kv = [], KVCache(self.num_layers)
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         with self.mode():
             hidden = self.parts.embed(ids)
             for first, last in itertools.pairwise((0, *layers)):
                 if first < last:
                     kinds = set(self.own.layer_types[first:last])
-                    masks = self.own.masks(kinds, hidden, first, positions, lease)
-                    hidden = self.own.run_layers(hidden, first, last, positions, lease, masks)
+                    masks = self.own.masks(kinds, hidden, first, positions, kv)
+                    hidden = self.own.run_layers(hidden, first, last, positions, kv, masks)
                 found.append(hidden)
         return found
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from selfspec.errors import InvalidOption
 from selfspec.model.compiler import PANEL
 
-# --- pages: 64 positions of all layers each; one that several leases hold is never written --------
+# --- pages: 64 positions of all layers each; one that several caches hold is never written --------
 
 
 POSITIONS = 64
@@ -85,7 +85,7 @@ class Page:
         """Zeros: what is masked weighs nothing, but nothing times NaN is NaN."""
         self.numbers = torch.zeros(layout.places[-1], dtype=layout.dtype)
         self.address = self.numbers.data_ptr()
-        self.leases = 0
+        self.caches = 0
         self.kept = False
         """Whether a store keeps it for texts to come."""
 
@@ -99,7 +99,7 @@ _SPARE = 4
 """One slot more for so many that are needed: a text that grows is copied a few times."""
 
 
-class Lease:
+class KVCache:
     """Where the keys and values of one sequence are, layer by layer.
 
     It offers the few methods that transformers' attention layers (`update`) and mask functions
@@ -166,15 +166,15 @@ class Lease:
             self.hold(self._new_page(layout))
         for index in range(start // POSITIONS, -(-end // POSITIONS)):
             page = self.held[index]
-            if page.kept or page.leases > 1:
+            if page.kept or page.caches > 1:
                 self.held[index] = own = self._new_page(layout)
                 own.numbers.copy_(page.numbers)
-                page.leases, own.leases = page.leases - 1, 1
+                page.caches, own.caches = page.caches - 1, 1
         return self.held
 
     def hold(self, page: Page) -> None:
         """One more page behind the others."""
-        page.leases += 1
+        page.caches += 1
         self.held.append(page)
 
     def _new_page(self, _layout: PageLayout) -> Page:
@@ -251,11 +251,11 @@ def fixed_slots(length: int) -> int:
 class Span:
     """Rows of one sequence, side by side in the block."""
 
-    lease: Lease
+    kv: KVCache
     count: int
     parents: tuple[int, ...] | None = None
     """None: each row follows the one before. Else, for each row, the earlier row of the span that
-    it follows; -1: the newest position that the lease holds, -2: the one before it, and so on."""
+    it follows; -1: the newest position that is held, -2: the one before it, and so on."""
 
 
 @dataclass(frozen=True)
@@ -268,14 +268,14 @@ class Rows:
     @classmethod
     def of(
         cls,
-        lease: Lease,
+        kv: KVCache,
         start: int,
         count: int,
         device: torch.device,
         parents: Sequence[int] | None = None,
     ) -> Rows:
         """`count` rows of one sequence behind its first `start` positions: a chain, or a tree."""
-        span = Span(lease, count, None if parents is None else tuple(parents))
+        span = Span(kv, count, None if parents is None else tuple(parents))
         if span.parents is None:
             return cls(torch.arange(start, start + count, device=device), (span,))
         return cls(uploaded(depths(span.parents), device) + start, (span,))
@@ -385,8 +385,8 @@ class _Node:
         return max(shared, default=(0, None), key=lambda pair: pair[0])
 
 
-class PooledLease(Lease):
-    """A lease whose pages are the store's."""
+class PooledKVCache(KVCache):
+    """A KV cache whose pages are the store's."""
 
     def __init__(self, store: KVStore, most: int) -> None:
         """`most`: pages that it may come to."""
@@ -398,7 +398,7 @@ class PooledLease(Lease):
 
 
 class KVStore:
-    """Gives leases. Never holds more than its budget, but for a text that is alone."""
+    """Gives KV caches. Never holds more than its budget, but for a text that is alone."""
 
     def __init__(
         self, num_layers: int, layout: PageLayout | None, position_bytes: int, most: int
@@ -411,14 +411,14 @@ class KVStore:
         self._root = _Node(())
         self._nodes: dict[Page, _Node] = {}  # least recently used first
         self._free: list[Page] = []
-        self._leases: set[PooledLease] = set()
+        self._caches: set[PooledKVCache] = set()
         self._made = 0
 
     @property
     def memory(self) -> Memory:
         """What is in use now."""
         used, promised = self._in_use()
-        kept = sum(page.leases == 0 for page in self._nodes)
+        kept = sum(page.caches == 0 for page in self._nodes)
         return Memory(*(pages * self._page_bytes for pages in (used, promised, kept, self._most)))
 
     def refuse_too_long(self, positions: int) -> None:
@@ -430,56 +430,56 @@ class KVStore:
                 "raise kv_memory"
             )
 
-    def lease(self, positions: int) -> PooledLease:
-        """A lease for up to `positions`, which takes no room before it is admitted."""
-        return PooledLease(self, _pages(positions))
+    def kv(self, positions: int) -> PooledKVCache:
+        """A KV cache for up to `positions`, which takes no room before it is admitted."""
+        return PooledKVCache(self, _pages(positions))
 
-    def admit(self, lease: PooledLease, ids: Sequence[int]) -> bool:
+    def admit(self, kv: PooledKVCache, ids: Sequence[int]) -> bool:
         """Begin with the longest held prefix of `ids` but the last. False: there is no room now."""
         nodes, partial, length = self._prefix(tuple(ids[:-1]))
         pages = [node.page for node in nodes if node.page is not None]
-        grows = max(0, lease.most - len(pages))
-        newly_used = sum(page.leases == 0 for page in pages)
-        if self._leases and sum(self._in_use()) + newly_used + grows > self._most:
+        grows = max(0, kv.most - len(pages))
+        newly_used = sum(page.caches == 0 for page in pages)
+        if self._caches and sum(self._in_use()) + newly_used + grows > self._most:
             return False
-        self._leases.add(lease)
+        self._caches.add(kv)
         if length:
             for page in pages:
-                lease.hold(page)
-            lease.extend(length, 0, self.num_layers)
+                kv.hold(page)
+            kv.extend(length, 0, self.num_layers)
             self._touch(pages)
             if partial is not None and partial.page is not None:
                 self._touch([partial.page])
                 own = self.take()
                 own.numbers.copy_(partial.page.numbers)
-                lease.hold(own)
+                kv.hold(own)
         return True
 
     def held(self, ids: Sequence[int]) -> int:
         """How many of the first of `ids` are held."""
         return self._prefix(tuple(ids[:-1]))[2]
 
-    def share(self, lease: Lease, ids: Sequence[int]) -> None:
-        """Others may read the full pages of `ids`, which `lease` holds."""
-        if isinstance(lease, PooledLease):
-            self._keep(lease, tuple(ids[: len(ids) // POSITIONS * POSITIONS]))
+    def share(self, kv: KVCache, ids: Sequence[int]) -> None:
+        """Others may read the full pages of `ids`, which `kv` holds."""
+        if isinstance(kv, PooledKVCache):
+            self._keep(kv, tuple(ids[: len(ids) // POSITIONS * POSITIONS]))
 
-    def done(self, lease: Lease, ids: Sequence[int]) -> None:
-        """The text has ended with `ids`, of which the lease may lack the last."""
-        if not isinstance(lease, PooledLease) or lease not in self._leases:
+    def done(self, kv: KVCache, ids: Sequence[int]) -> None:
+        """The text has ended with `ids`, of which the KV cache may lack the last."""
+        if not isinstance(kv, PooledKVCache) or kv not in self._caches:
             return
-        self._leases.remove(lease)
-        self._keep(lease, tuple(ids[: lease.length(self.num_layers - 1)]))
-        for page in lease.held:
-            page.leases -= 1
-            if page.leases == 0 and not page.kept:
+        self._caches.remove(kv)
+        self._keep(kv, tuple(ids[: kv.length(self.num_layers - 1)]))
+        for page in kv.held:
+            page.caches -= 1
+            if page.caches == 0 and not page.kept:
                 self._free.append(page)
-        self._touch([page for page in lease.held if page in self._nodes])
+        self._touch([page for page in kv.held if page in self._nodes])
         self._shrink()
 
     def take(self) -> Page:
         """A page that nobody holds: a free one, a new one, or the one unused for longest."""
-        assert self.layout is not None  # noqa: S101  # leases without pages never ask
+        assert self.layout is not None  # noqa: S101  # KV caches without pages never ask
         if not self._free and self._made >= self._most:
             self._evict()
         if self._free:
@@ -488,10 +488,10 @@ class KVStore:
         return Page(self.layout)
 
     def _in_use(self) -> tuple[int, int]:
-        held = {page for lease in self._leases for page in lease.held}
-        if self.layout is None:  # leases of their own grow as they like
-            return sum(lease.most for lease in self._leases), 0
-        return len(held), sum(max(0, one.most - len(one.held)) for one in self._leases)
+        held = {page for kv in self._caches for page in kv.held}
+        if self.layout is None:  # KV caches of their own grow as they like
+            return sum(kv.most for kv in self._caches), 0
+        return len(held), sum(max(0, one.most - len(one.held)) for one in self._caches)
 
     def _prefix(self, ids: Ids) -> tuple[list[_Node], _Node | None, int]:
         """Nodes that hold the first ids, one that holds some of the next, and how many in all."""
@@ -505,10 +505,10 @@ class KVStore:
         more, partial = node.nearest(ids[length:][:POSITIONS])
         return nodes, partial if more else None, length + more
 
-    def _keep(self, lease: PooledLease, ids: Ids) -> None:
-        """Hang the lease's pages with these ids into the tree, where they are not yet."""
+    def _keep(self, kv: PooledKVCache, ids: Ids) -> None:
+        """Hang the cache's pages with these ids into the tree, where they are not yet."""
         node = self._root
-        for index, page in enumerate(lease.held):
+        for index, page in enumerate(kv.held):
             part = ids[index * POSITIONS :][:POSITIONS]
             if not part:
                 return
@@ -537,7 +537,7 @@ class KVStore:
     def _evict(self) -> bool:
         """Free the page that was unused for longest; whether there is one."""
         for page, node in self._nodes.items():
-            if node.parent is not None and not node.children and not page.leases:
+            if node.parent is not None and not node.children and not page.caches:
                 node.parent.remove(node)
                 del self._nodes[page]
                 page.kept = False

@@ -27,8 +27,8 @@ class Unembedding(NamedTuple):
     weight: Tensor  # [V, d]
     norm: nn.Module  # the final norm
     finish: Callable[[Tensor], Tensor]
-    """What the model does behind the matrix product (scaling, soft-capping); gives float32."""
-    bias: Tensor | None = None  # [V], added to the matrix product where lm_head has one
+    """What the model does behind the linear layer (scaling, soft-capping); gives float32."""
+    bias: Tensor | None = None  # [V], added where lm_head has one
 
 
 _EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "word_embeddings")

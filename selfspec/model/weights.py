@@ -310,7 +310,7 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # a descriptor
 class Format(NamedTuple):
     """How ggml keeps weights: whole numbers, in blocks of neighbours of a row."""
 
-    number: int  # its place in FORMATS of `products.cpp`
+    number: int  # its place in FORMATS of `weights.cpp`
     inputs: int  # of a block
     nbytes: int  # of a block
     scales: tuple[int, ...]  # where float16 numbers lie in a block, in bytes
@@ -486,22 +486,22 @@ class _Stripe(ctypes.Structure):
 
 
 def library(dtype: torch.dtype) -> ctypes.CDLL:
-    """The functions of `products.cpp`. Raises ValueError, with the reason, if there are none."""
+    """The functions of `weights.cpp`. Raises ValueError, with the reason, if there are none."""
     return _library(dtype, os.environ.get("CXX"))
 
 
 @cache
 def _library(dtype: torch.dtype, _compiler: str | None) -> ctypes.CDLL:
-    found = kernels("products.cpp", dtype)
+    found = kernels("weights.cpp", dtype)
     whole, pointer = ctypes.c_long, ctypes.c_void_p
     found.pack.argtypes = (*(whole,) * 2, *(pointer,) * 2)
-    found.product.argtypes = (*(whole,) * 3, *(pointer,) * 4)
+    found.linear_layer.argtypes = (*(whole,) * 3, *(pointer,) * 4)
     found.pack_blocks.argtypes = (*(whole,) * 3, *(pointer,) * 3)
     found.expand_blocks.argtypes = (*(whole,) * 3, *(pointer,) * 3)
     found.panel_bytes.argtypes = whole, whole
     found.form_of.argtypes = (whole,)
     found.panel_bytes.restype = found.form_of.restype = whole
-    for function in (found.pack, found.product, found.pack_blocks, found.expand_blocks):
+    for function in (found.pack, found.linear_layer, found.pack_blocks, found.expand_blocks):
         function.restype = None
     return found
 
@@ -512,7 +512,7 @@ def adds_pairs() -> bool:
 
 
 def can_compile(dtype: torch.dtype) -> bool:
-    """Whether there are products of our own here."""
+    """Whether there are linear layers of our own here."""
     try:
         library(dtype)
     except ValueError:
@@ -596,7 +596,7 @@ def _blocks_in_panels(weight: QuantisedWeight) -> tuple[int, Tensor]:
 
 
 class CompiledLinear:
-    """A linear layer by `products.cpp`: a copy in panels. Raises ValueError without a compiler."""
+    """A linear layer by `weights.cpp`: a copy in panels. Raises ValueError without a compiler."""
 
     def __init__(
         self,
@@ -613,7 +613,7 @@ class CompiledLinear:
         if bias is not None and order is not None:
             bias = bias[order]
         self.bias = None if bias is None else bias.contiguous()
-        self._product = library(self.dtype).product
+        self._linear_layer = library(self.dtype).linear_layer
 
     @classmethod
     def of(cls, *parts: nn.Linear, order: Tensor | None = None) -> CompiledLinear:
@@ -633,7 +633,7 @@ class CompiledLinear:
             raise ValueError(f"rows are {rows.dtype} {tuple(rows.shape)}, not of this layer")
         rows = rows.contiguous()
         result = rows.new_empty(*rows.shape[:-1], self.out_features)
-        self._product(
+        self._linear_layer(
             rows.numel() // self.in_features,
             self.in_features,
             self.out_features,

@@ -23,7 +23,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from selfspec import pages, untrusted
+from selfspec import files, pages
 from selfspec.errors import InvalidData, InvalidOption
 from selfspec.serve import gate
 from selfspec.serve.options import Keys
@@ -152,7 +152,7 @@ class _Server:
             raise Refused(415, "Content-Type must be application/json")
         held = await gate.read(request, self._writer.options)
         try:
-            body = kind.model_validate(untrusted.parse_json(held.decode(), "the body"))
+            body = kind.model_validate(files.parse_json(held.decode(), "the body"))
         except UnicodeDecodeError as error:
             raise Refused(400, f"the body is not UTF-8: byte {error.start} is wrong") from error
         except InvalidData as error:

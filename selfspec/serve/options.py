@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from selfspec import untrusted
+from selfspec import files
 from selfspec.errors import InvalidOption
 from selfspec.options import Range, between, check_fields
 
@@ -106,7 +106,7 @@ class Keys:
     @classmethod
     def found(cls, file: Path | None) -> Keys:
         """The keys of a file, one a line, and of SELFSPEC_API_KEY, with commas between several."""
-        lines = [] if file is None else untrusted.read_text(file, _MOST_KEY_BYTES).splitlines()
+        lines = [] if file is None else files.read_text(file, _MOST_KEY_BYTES).splitlines()
         given = [line for line in lines if not line.startswith("#")]
         keys = cls([*given, *os.environ.get(VARIABLE, "").split(",")])
         if file is not None and not keys:

@@ -27,9 +27,16 @@ from pydantic import (
 )
 
 from selfspec.config import GenerateOptions, check_request
-from selfspec.errors import InvalidData, InvalidOption, InvalidPrompt, ModelChanged, SelfspecError
+from selfspec.errors import (
+    HeadsNotFound,
+    InvalidData,
+    InvalidOption,
+    InvalidPrompt,
+    ModelChanged,
+    SelfspecError,
+)
+from selfspec.files import parse_json
 from selfspec.serve.options import ServeOptions
-from selfspec.untrusted import parse_json
 
 if TYPE_CHECKING:
     from selfspec.api.text import Prompt
@@ -382,7 +389,7 @@ def of_error(error: BaseException, field: str | None = None) -> Refused:
     """For what a request made the model raise; `field` is where its prompt stands."""
     if isinstance(error, Refused):
         return error
-    if isinstance(error, InvalidOption):
+    if isinstance(error, InvalidOption | HeadsNotFound):
         name, _, rest = str(error).partition(" ")
         field = _FIELDS.get(name)
         return Refused(400, f"{field or name} {rest}", field=field)

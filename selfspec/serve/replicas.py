@@ -39,7 +39,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.routing import Mount
 from starlette.types import Message, Receive, Scope, Send
 
-from selfspec import untrusted
+from selfspec import files
 from selfspec.errors import InvalidData, InvalidOption, SelfspecError
 from selfspec.files import cores
 from selfspec.serve import gate
@@ -239,7 +239,7 @@ def session(body: bytes) -> str:
     All turns share the messages up to the first that a user wrote, or the beginning of a prompt.
     """
     try:
-        found = untrusted.parse_json(body.decode(), "the body")
+        found = files.parse_json(body.decode(), "the body")
     except (InvalidData, UnicodeError):
         return ""
     if not isinstance(found, dict):

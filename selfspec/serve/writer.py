@@ -43,10 +43,10 @@ from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.engine import Running
 from selfspec.decoding.stats import EXIT, MODEL, GenerationStats, Round
 from selfspec.errors import InvalidData, InvalidPrompt
+from selfspec.files import parse_json
 from selfspec.model.kv import Memory
 from selfspec.serve.options import ServeOptions
 from selfspec.serve.protocol import Choice, Refused, Tools, places
-from selfspec.untrusted import parse_json
 
 logger = logging.getLogger(__name__)
 

@@ -24,13 +24,13 @@ from torch import Tensor, nn
 
 from selfspec import files
 from selfspec.errors import InvalidData, InvalidOption
+from selfspec.files import read_json
 from selfspec.heads.attending import AttendingHeads
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.model.backbone import Backbone
 from selfspec.training.options import record_of, require_same
 from selfspec.training.text import Conversation
 from selfspec.typed import shown
-from selfspec.untrusted import read_json
 
 LOGIT_ROWS = 128  # rows whose full logits exist at a time; 25 MB for 49,152 tokens
 

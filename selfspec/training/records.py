@@ -30,6 +30,7 @@ from selfspec.api.chat_template import name_of
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.costs import Exits, MeasuredCosts, expected
 from selfspec.errors import InvalidData
+from selfspec.files import read_json, read_yaml
 from selfspec.heads.attending import config_of
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
 from selfspec.heads.folder import FILES_OF_A_FIT
@@ -40,7 +41,6 @@ from selfspec.options import FITTED, Exit, Ngram, NoDrafts
 from selfspec.training.features import LOGIT_ROWS, Features, FeatureSpec, Selection, StreamSource
 from selfspec.training.fit import Fitted, coverage, judged
 from selfspec.training.text import Conversation
-from selfspec.untrusted import read_json, read_yaml
 
 logger = logging.getLogger(__name__)
 

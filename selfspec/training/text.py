@@ -26,11 +26,10 @@ from typing import IO, TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from selfspec import files
 from selfspec.errors import CannotWrite, InvalidData, InvalidOption, InvalidPrompt, first_line
-from selfspec.files import local_path
+from selfspec.files import local_path, open_bytes, read_json, read_text
 from selfspec.hub.models import HUB_ID
 from selfspec.training.options import record_of, require_same
 from selfspec.typed import fits, shown
-from selfspec.untrusted import open_bytes, read_json, read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

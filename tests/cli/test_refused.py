@@ -28,7 +28,7 @@ from selfspec.hub.gguf import read_header
 from selfspec.serve.options import VARIABLE
 from tests.bad_input import GENERATE, Change, config, furnish, refused, tensors
 from tests.gguf_files import header, tensor, text, tiny, value
-from tests.test_untrusted import BOMB
+from tests.test_reading import BOMB
 
 Capture = pytest.CaptureFixture[str]
 
@@ -132,7 +132,7 @@ tune --suite prompts.jsonl --limit 1             | one question cannot be held
 tune --suite spec-bench                          | Give --questions FILE
 tune --suite sixtasks                            | Did you mean six-tasks?
 tune --suite prompts.jsonl --limit 0             | limit is 0
-tune --min-threshold 2                           | min_threshold is 2.0
+tune --max-new-tokens 1                          | max_new_tokens is 1
 tune --objective fast                            | 'fast' is not one of 'speed', 'latency'
 bench                                            | no --output
 bench P --methods plain,specualtion              | Did you mean speculation?
@@ -176,7 +176,6 @@ data --output new.jsonl --recipe a --from talks.jsonl | recipe with --from
 
 LATE = """
 trace a L --drafter exit:layers=2/9              | exit layer 9 is not among
-tune H --exit-layers 3                           | exit layer 3 is not among
 trace a M --no-all-layers --heads none           | no exit heads to look through
 bench L P --sweep exit.max_depth=3 --drafter exit:layers=2/4 | exit:max_depth 3 is not among
 bench L P --methods no-depth-bound --drafter exit:layers=1/2/3/4/5,threshold=0.05 | is the same
@@ -291,7 +290,7 @@ calibrate M --data prompts.jsonl --heads @
 data M --output new.jsonl --tokens 9 --recipe @
 data M --output new.jsonl --from @.jsonl
 """
-"""A line for each way to read. More of what is no file: tests/test_untrusted.py."""
+"""A line for each way to read. More of what is no file: tests/test_reading.py."""
 
 NO_FILES = ("nowhere/at/all", "garbage", "/dev/zero")
 

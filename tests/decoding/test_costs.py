@@ -21,7 +21,7 @@ from selfspec.decoding.costs import DraftCost, Load, MeasuredCosts, token_cost
 from selfspec.decoding.drafters.trees import LONGEST_PAUSE, SHORTEST_PAUSE, Paying, WhilePaying
 from selfspec.decoding.measure import ROWS, Clock, StepSpeed, measure, memory_rate, step_speed
 from selfspec.decoding.sampling import DraftToken
-from selfspec.decoding.state import Steps, alone, ready
+from selfspec.decoding.state import DecodeState, Steps, alone, ready
 from selfspec.decoding.stats import Round, Stopwatch
 from selfspec.heads.exit_heads import ExitHeads, logit_lens
 from selfspec.model.backbone import Backbone
@@ -163,7 +163,7 @@ class Heads:
     def __init__(self) -> None:
         self.heard: list[tuple[int, int]] = []
 
-    def draft(self, state: Text, limit: int, watch: Stopwatch) -> Steps[Draft]:
+    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:
         return ready(Draft(proposed=[DraftToken(90, layer=3)], heads=1, ended="width"))
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
@@ -174,7 +174,7 @@ ONE = COST.of(alone(Heads().draft(Text([]), 1, Stopwatch())))
 """What a round of `Heads` costs: 0.38 plain steps."""
 
 
-def play(paying: WhilePaying[Text], right: Sequence[bool]) -> list[bool]:
+def play(paying: WhilePaying, right: Sequence[bool]) -> list[bool]:
     """Which rounds drafted, where a draft would have been right or wrong."""
     drafted = []
     for accepted in right:

@@ -35,7 +35,7 @@ from selfspec.decoding.drafters.ngram import (
     Successors,
 )
 from selfspec.decoding.drafters.rest import Datastore
-from selfspec.decoding.state import DecodeState, DraftsFrom, Steps, alone, ready
+from selfspec.decoding.state import DecodeState, Drafter, Steps, alone, ready
 from selfspec.decoding.stats import Stopwatch
 from selfspec.errors import DraftModelMismatch, HeadsNotFound, InvalidOption
 from selfspec.heads.heads import top_probability
@@ -49,7 +49,9 @@ from tests.models import EXECUTORS, make_model, random_ids
 from tests.talks import make_tokenizer
 
 
-class Text:
+class Text(DecodeState):
+    """Of a state, what drafters ask that run no layers."""
+
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
 
@@ -57,7 +59,7 @@ class Text:
         return self.tokens[start:]
 
 
-def ask(drafter: DraftsFrom[Text], text: Text, limit: int = 99) -> Draft:
+def ask(drafter: Any, text: Text, limit: int = 99) -> Draft:
     return alone(drafter.draft(text, limit, Stopwatch()))
 
 
@@ -199,7 +201,7 @@ class Other:
         self.asked, self.pauses = 0, False
         self.heard: list[tuple[int, int]] = []
 
-    def draft(self, state: Text, limit: int, watch: Stopwatch) -> Steps[Draft]:
+    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:
         self.asked += 1
         return ready(Draft() if self.pauses else Draft.of([90, 91][:limit]))
 
@@ -353,6 +355,7 @@ def test_no_drafter_changes_the_distribution_of_samples(drafter: str, tmp_path: 
 @pytest.mark.parametrize(
     ("drafter", "kind", "words"),
     [
+        ("exit", HeadsNotFound, "drafter exit needs exit heads"),
         ("ngram+exit", HeadsNotFound, r"drafter ngram\+exit needs exit heads"),
         ("draft-model", InvalidOption, "drafter draft-model needs a second model"),
         ("rest", InvalidOption, "drafter rest needs a datastore. Give --datastore"),
@@ -400,7 +403,7 @@ def target(exact: Any) -> Backbone:
 
 
 @torch.inference_mode()
-def drafted(drafter: DraftsFrom[DecodeState], state: DecodeState) -> Draft:
+def drafted(drafter: Drafter, state: DecodeState) -> Draft:
     return alone(drafter.draft(state, 20, Stopwatch()))
 
 
@@ -547,7 +550,7 @@ def entered(backbone: Backbone, ids: Tensor) -> DecodeState:
 
 
 def lengths(state: DecodeState) -> set[int]:
-    return {state.lease.length(layer) for layer in range(state.backbone.num_layers)}
+    return {state.kv.length(layer) for layer in range(state.backbone.num_layers)}
 
 
 @torch.inference_mode()

@@ -170,7 +170,7 @@ def test_a_conversation_goes_on_from_what_was_read(backbone: Backbone) -> None:
     assert found.stats.reused_tokens >= 50
     assert found.stats.drafted == expected.stats.drafted > 0
     read = [one.longest(prompt[0, 1:].tolist()) for one in (heads, afresh)]
-    keys = [one.lease.first(len(one.ids), 0)[0] for one in read if one is not None]
+    keys = [one.kv.first(len(one.ids), 0)[0] for one in read if one is not None]
     torch.testing.assert_close(*keys, rtol=1e-4, atol=1e-4)
 
 
@@ -197,7 +197,7 @@ def test_rows_that_stay_are_read_and_no_others(backbone: Backbone, drafter: Any)
         assert state.attention is not None
         with torch.inference_mode():
             alone(state.attention.read(state.committed(0)))
-        found.append(state.attention.lease.first(30 + ladder.NEW_TOKENS - 2, 0)[0])
+        found.append(state.attention.kv.first(30 + ladder.NEW_TOKENS - 2, 0)[0])
     assert sum(kept) > 5
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
@@ -228,7 +228,7 @@ def test_what_broke_in_the_middle_of_a_round_is_read_again(
     list(rounds(*given))
     assert state.ids[0, 30:].tolist() == expected.tokens
     assert state.attention is not None
-    assert state.attention.waiting + len(state.attention.ids) == state.lease.length(0)
+    assert state.attention.waiting + len(state.attention.ids) == state.kv.length(0)
 
 
 @pytest.fixture
@@ -310,7 +310,7 @@ def test_a_tree_is_whole_where_rows_cost_nothing_and_cut_to_what_pays_elsewhere(
     precise: Backbone, row: float, least: int, most: int
 ) -> None:
     state = begun(precise)
-    drafter: TreeDrafter[DecodeState] = ladder.medusa_drafter(precise, 63, row)
+    drafter: TreeDrafter = ladder.medusa_drafter(precise, 63, row)
     with torch.inference_mode():
         draft = alone(drafter.draft(state, 9, Stopwatch()))
     assert least <= len(draft.tokens) <= most

@@ -19,7 +19,7 @@ from selfspec.decoding.sampling import DraftToken, Sampler
 from selfspec.decoding.state import DecodeState, HiddenCache, Steps
 from selfspec.errors import SelfspecError
 from selfspec.model.generic import GenericExecutor
-from selfspec.model.kv import Lease, Rows
+from selfspec.model.kv import KVCache, Rows
 from tests import ladder
 from tests.models import make_model, random_ids, wrapped
 
@@ -28,22 +28,22 @@ Mutant = Callable[[pytest.MonkeyPatch], None]
 
 def truncate_one_too_few(patch: pytest.MonkeyPatch) -> None:
     """A rejected draft's keys stay in the cache."""
-    right = Lease.truncate
+    right = KVCache.truncate
 
-    def wrong(self: Lease, length: int, *layers: int) -> None:
+    def wrong(self: KVCache, length: int, *layers: int) -> None:
         right(self, length if layers else length + 1, *layers)
 
-    patch.setattr(Lease, "truncate", wrong)
+    patch.setattr(KVCache, "truncate", wrong)
 
 
 def truncate_nothing_but_the_first_layer(patch: pytest.MonkeyPatch) -> None:
     """Deep layers keep what was rejected."""
-    right = Lease.truncate
+    right = KVCache.truncate
 
-    def wrong(self: Lease, length: int, first: int = 0, last: int | None = None) -> None:
+    def wrong(self: KVCache, length: int, first: int = 0, last: int | None = None) -> None:
         right(self, length, first, last if last is not None else 1)
 
-    patch.setattr(Lease, "truncate", wrong)
+    patch.setattr(KVCache, "truncate", wrong)
 
 
 def mask_sized_by_the_first_layer(patch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from selfspec.eval.verify import MixedDrafter
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import ExitJudge
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv import Lease, Rows, with_zeros
+from selfspec.model.kv import KVCache, Rows, with_zeros
 from tests import ladder
 from tests.models import VOCAB_SIZE, random_ids
 from tests.watched import EXIT_LAYERS, WatchedBackbone
@@ -60,7 +60,7 @@ def test_deep_is_the_last_layers_output_before_the_newest_token(cut: Backbone) -
     assert len({entry.accepted for entry in found.entries}) > 2
     with torch.no_grad():
         hidden = cut.embed(torch.tensor(text))
-        rows = Rows.of(Lease(cut.num_layers), 0, len(text), hidden.device)
+        rows = Rows.of(KVCache(cut.num_layers), 0, len(text), hidden.device)
         outputs = cut.run(hidden, 0, cut.num_layers, rows)
     assert len(keeper.deep) > 3
     for position, deep in keeper.deep.items():
@@ -87,7 +87,7 @@ def test_logits_are_padded_as_passes_are_and_come_back_without_padding(
 
     monkeypatch.setattr(WatchedBackbone, "logits", logits)
     hidden = torch.ones(2, 32)
-    target = alone(HiddenCache(watched, Lease(8), pinned_rows=4).unembed(hidden))
+    target = alone(HiddenCache(watched, KVCache(8), pinned_rows=4).unembed(hidden))
     assert torch.equal(seen[0], with_zeros(hidden, 4))
     assert torch.equal(target.logits, hidden[:, :5])
 
@@ -156,7 +156,7 @@ def scripted(exits: list[int | None]) -> Decide:
 
 
 def lengths(state: DecodeState) -> list[int]:
-    return [state.lease.length(layer) for layer in range(state.backbone.num_layers)]
+    return [state.kv.length(layer) for layer in range(state.backbone.num_layers)]
 
 
 LONG_SHALLOW_CHAIN: list[tuple[list[int], int, int]] = [

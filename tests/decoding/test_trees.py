@@ -25,7 +25,7 @@ from selfspec.decoding.stats import EXIT, Stopwatch
 from selfspec.errors import InvalidDraft, UnsupportedModel
 from selfspec.eval.verify import BranchingDrafter
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv import Lease, Rows, ancestors, depths, held_behind
+from selfspec.model.kv import KVCache, Rows, ancestors, depths, held_behind
 from tests import ladder, laws
 from tests.decoding.test_drafters import Text
 from tests.models import MAX_POSITIONS, make_model, needs_compiler, random_ids
@@ -50,7 +50,7 @@ def paths(parents: Sequence[int]) -> list[list[int]]:
 
 
 def logits_of(backbone: Backbone, ids: Tensor) -> Tensor:
-    rows = Rows.of(Lease(backbone.num_layers), 0, len(ids), ids.device)
+    rows = Rows.of(KVCache(backbone.num_layers), 0, len(ids), ids.device)
     return backbone.logits(backbone.run(backbone.embed(ids), 0, backbone.num_layers, rows))
 
 
@@ -69,11 +69,11 @@ def test_a_tree_s_depths_and_ancestors() -> None:
 def test_each_row_of_a_tree_sees_its_own_path(family: str, held: int, attn: str) -> None:
     backbone = cut(family, attn=attn)
     text, drafts = random_ids(max(held, 1))[0][:held], random_ids(len(PARENTS), seed=1)[0]
-    lease = Lease(backbone.num_layers)
+    kv = KVCache(backbone.num_layers)
     if held:
-        before = Rows.of(lease, 0, held, text.device)
+        before = Rows.of(kv, 0, held, text.device)
         backbone.run(backbone.embed(text), 0, backbone.num_layers, before)
-    rows = Rows.of(lease, held, len(PARENTS), text.device, PARENTS)
+    rows = Rows.of(kv, held, len(PARENTS), text.device, PARENTS)
     found = backbone.logits(backbone.run(backbone.embed(drafts), 0, backbone.num_layers, rows))
     for row, path in enumerate(paths(PARENTS)):
         alone = logits_of(backbone, torch.cat([text, drafts[path]]))[-1]
@@ -143,7 +143,7 @@ def test_an_error_while_a_tree_is_committed_keeps_the_text_s_own_rows(broken: in
     stop = StopRule(max_length=len(text), criteria=criteria)
     with pytest.raises(ValueError, match="planted"):
         list(rounds(state, drafter, rule, stop, Stopwatch()))
-    assert {state.lease.length(layer) for layer in range(6)} == {state.length - 1}
+    assert {state.kv.length(layer) for layer in range(6)} == {state.length - 1}
     for _ in rounds(state, drafter, rule, StopRule(max_length=len(text)), Stopwatch()):
         pass
     assert state.ids[0].tolist() == text
@@ -173,10 +173,10 @@ def test_a_row_behind_an_older_held_position_sees_nothing_newer(family: str, exe
     backbone = Backbone(make_model(family, torch.float32), executor=executor)
     layers = backbone.num_layers
     text, drafts = random_ids(70)[0], random_ids(3, seed=1)[0]  # over a block's end
-    lease = Lease(layers)
-    backbone.run(backbone.embed(text), 0, layers, Rows.of(lease, 0, 70, text.device))
+    kv = KVCache(layers)
+    backbone.run(backbone.embed(text), 0, layers, Rows.of(kv, 0, 70, text.device))
     parents = (-9, 0, -2)
-    rows = Rows.of(lease, 70, 3, text.device, parents)
+    rows = Rows.of(kv, 70, 3, text.device, parents)
     found = backbone.logits(backbone.run(backbone.embed(drafts), 0, layers, rows))
     ways = (text[:62], drafts[:1]), (text[:62], drafts[:2]), (text[:69], drafts[2:])
     for row, way in enumerate(ways):
@@ -243,7 +243,7 @@ class Fan:
         self.best = best
         self.asked: list[list[int]] = []
 
-    def begin(self, state: Text) -> None:
+    def begin(self, state: DecodeState) -> None:
         self.asked.append([])
 
     def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
@@ -383,7 +383,7 @@ class Draws:
     def __init__(self, table: Tensor, sampler: Sampler, count: int) -> None:
         self.table, self.sampler, self.count = table, sampler, count
 
-    def begin(self, state: laws.Words) -> None:
+    def begin(self, state: Any) -> None:
         self.state = state
 
     def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
@@ -423,14 +423,14 @@ def test_sampling_from_a_tree_is_exact(
 
     def play() -> tuple[int, ...]:
         words = laws.Words(0)
-        drafter: TreeDrafter[Any] = TreeDrafter(
+        drafter = TreeDrafter(
             Draws(laws.DRAFTS, sampler, guesses),
             DraftCost(rows=(0.0,)),
             DraftController(depth),
             most=most + len(trunk),
             seen=cast(NgramDrafter, Copied(trunk)) if trunk else None,
         )
-        draft = alone(drafter.draft(words, 9, Stopwatch()))
+        draft = alone(drafter.draft(cast(DecodeState, words), 9, Stopwatch()))
         sizes.add((len(draft.tokens), not draft.is_chain))
         laws.verdicts(rule, words, laws.TARGETS[[0, *draft.tokens]].log(), draft)
         return tuple(words.tokens[1:])

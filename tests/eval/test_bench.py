@@ -431,7 +431,7 @@ def grid(speculator: Speculator, name: str) -> list[Contender]:
 
 
 LOSSY = ("cm-asd", "easd", "lenience")
-DRAWN = ("sampling", "sampled-speculation", "lenience")
+DRAWN = (*(name for name in METHODS if name.startswith("sampl")), "lenience")
 
 
 OWN_TEXT_OR_HEADS = (*LOSSY, *DRAWN, "medusa")

@@ -68,7 +68,7 @@ def test_brackets_say_what_they_are_shares_of() -> None:
     assert micro.as_table("", seconds, more=more).splitlines()[3].endswith(" | 0.5 |")
 
 
-# --- products
+# --- linear layers
 
 
 def test_rates_are_bytes_and_operations_over_time(
@@ -76,9 +76,9 @@ def test_rates_are_bytes_and_operations_over_time(
 ) -> None:
     monkeypatch.setattr(micro, "memory_rate", lambda _: 30e9)
     monkeypatch.setattr(micro, "arithmetic_rate", lambda _: 150.0)
-    monkeypatch.setattr(micro, "one_product", lambda *_: {"ours": {1: 0.002, 4: 0.004}})
+    monkeypatch.setattr(micro, "one_layer", lambda *_: {"ours": {1: 0.002, 4: 0.004}})
     monkeypatch.setitem(SHAPES, "odd", Shape(500, 1000, 1, 5, 1, 10**6, 1))
-    found = run(micro.products, tmp_path, shapes="odd", dtypes="bfloat16", rows="1,4")
+    found = run(micro.linear, tmp_path, shapes="odd", dtypes="bfloat16", rows="1,4")
     assert found["memory_gb_s"] == 30.0
     names = [name.split(", ", 1)[1] for name in found["seconds"]]
     assert names[0] == "queries, keys, values 700×500, ours"
@@ -87,18 +87,18 @@ def test_rates_are_bytes_and_operations_over_time(
     # 500,000 weights of 2 bytes in 2 ms; 4 rows of 1 MFLOP in 4 ms
     assert down == "| odd bfloat16, down 500×1000, ours | 2.000 (1.00) | 4.000 (2.00) | 0.5 | 1.0 |"
     with pytest.raises(InvalidOption, match="smollm2-135m"):
-        micro.products(tmp_path, "huge")
+        micro.linear(tmp_path, "huge")
 
 
 @needs_compiler
 def test_a_kernel_that_takes_long_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = (32, 16, torch.float32, (1, 2), 0, Clock(micro.CPU, 1))
-    assert {name: [*found] for name, found in micro.one_product(*asked).items()} == {
+    assert {name: [*found] for name, found in micro.one_layer(*asked).items()} == {
         "ours": [1, 2],
         "torch": [1, 2],
     }
     monkeypatch.setattr(micro, "_PATIENCE_S", 0.0)
-    assert all([*found] == [1] for found in micro.one_product(*asked).values())
+    assert all([*found] == [1] for found in micro.one_layer(*asked).values())
 
 
 def test_drafts_at_other_sizes_are_simulated_from_rows(tiny_model: str, tmp_path: Path) -> None:

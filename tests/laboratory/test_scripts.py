@@ -16,7 +16,7 @@ import torch
 import typer
 
 from eval import agreement, compare, families, lab, memory, micro, two_versions
-from eval.compare import LLAMA, LOOKUP, NUMBERS, THEIR_LOOKUP, THEIRS
+from eval.compare import ASSISTED, INT4, LLAMA, LOOKUP, NUMBERS, OPENVINO, THEIRS
 from selfspec.errors import CannotWrite, InvalidOption
 from selfspec.hub.models import load_model
 from selfspec.model import fingerprint
@@ -146,9 +146,9 @@ def test_what_differs_is_named(part: str) -> None:
     assert list(found.differ) == ["", "", part, part]
 
 
-# --- llama.cpp, by a stand-in
+# --- llama.cpp and OpenVINO, by stand-ins
 
-_STAND_IN = """
+_LLAMA = """
 class Llama:
     def __init__(self, model_path, draft_model=None, **options):
         assert model_path.endswith(".gguf") and options["n_threads"] == 1
@@ -167,14 +167,39 @@ class Llama:
         yield from range(self.first, 1000)
 """
 
+_OPENVINO = """
+from types import SimpleNamespace
+
+GenerationConfig, StreamerBase = SimpleNamespace, object
+StreamingStatus, TokenizedInputs = SimpleNamespace(RUNNING=0), lambda ids, mask: (ids, mask)
+
+class LLMPipeline:
+    def __init__(self, model, device, INFERENCE_NUM_THREADS, prompt_lookup=False):
+        assert device == "CPU" and INFERENCE_NUM_THREADS == 1
+        self.first, self.lookup = 100 * model.endswith("int4"), prompt_lookup
+
+    def generate(self, inputs, config, streamer):
+        ids, mask = inputs
+        assert ids.shape == mask.shape == (1, len(ids[0])) and mask.all()
+        assert config.ignore_eos and not config.do_sample
+        assert getattr(config, "num_assistant_tokens", 0) == 10 * self.lookup
+        tokens = range(self.first, self.first + config.max_new_tokens)
+        for token in tokens:
+            assert streamer.write(token) == StreamingStatus.RUNNING
+        streamer.end()
+        return SimpleNamespace(tokens=[[*tokens]])
+"""
+
 
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package, and a file for it."""
+    """Packages, and a file for them."""
     package = tmp_path / "llama_cpp"
     package.mkdir()
-    (package / "__init__.py").write_text(_STAND_IN, encoding="utf-8")
+    (package / "__init__.py").write_text(_LLAMA, encoding="utf-8")
     (package / "llama_speculative.py").write_text("LlamaPromptLookupDecoding = dict\n")
+    (tmp_path / "openvino_genai.py").write_text(_OPENVINO, encoding="utf-8")
+    (tmp_path / "openvino.py").write_text("def Tensor(array): return array\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     write_model(tmp_path / "it.gguf")
@@ -187,7 +212,9 @@ def test_all_ways_answer_in_turns(tmp_path: Path) -> None:
     compare.main(
         out,
         ["chain=exit:layers=1,max_tokens=1", "text=ngram;row=0"],
-        python=sys.executable,
+        llama_cpp=sys.executable,
+        openvino=sys.executable,
+        int4=tmp_path / "int4",
         model=str(tmp_path / "it.gguf"),
         heads="logit-lens",
         suite=str(questions),
@@ -197,7 +224,8 @@ def test_all_ways_answer_in_turns(tmp_path: Path) -> None:
         in_front=20,
     )
     answers = [json.loads(line) for line in (out / "answers.jsonl").open()]
-    theirs, more = [LLAMA, LOOKUP], [THEIRS, THEIR_LOOKUP]
+    theirs = [name + drafts for name in (LLAMA, OPENVINO, INT4) for drafts in ("", LOOKUP)]
+    more = [THEIRS, *(THEIRS + name for name in ASSISTED)]
     ours = ["plain", "chain", "text"]
     for answer in answers:
         assert answer["prompt_tokens"] >= 20

@@ -37,7 +37,7 @@ from selfspec.model.backbone import Backbone
 from selfspec.model.check import captured_outputs
 from selfspec.model.fused import FusedExecutor
 from selfspec.model.generic import Decoder
-from selfspec.model.kv import Lease
+from selfspec.model.kv import KVCache
 from selfspec.model.parts import parts_of
 from selfspec.model.weights import CompiledLinear
 from tests import ladder
@@ -63,7 +63,7 @@ def test_segments_give_the_bits_of_the_whole(family: str, dtype: torch.dtype, at
     backbone = Backbone(model, executor="generic")
     assert backbone.mixing is None
     ids = random_ids(30)  # longer than the sliding windows
-    hidden = HiddenCache(backbone, Lease(backbone.num_layers), (2, 3))
+    hidden = HiddenCache(backbone, KVCache(backbone.num_layers), (2, 3))
     with torch.inference_mode(), captured_outputs(backbone.layers) as outputs:
         expected = model(ids).logits.float()
         states = [outputs[layer][0] for layer in backbone.layers]

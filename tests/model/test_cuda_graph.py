@@ -19,7 +19,7 @@ from selfspec.errors import UnsupportedModel
 from selfspec.model import cuda_graph
 from selfspec.model.backbone import Backbone
 from selfspec.model.cuda_graph import CudaGraphExecutor, Replays, Work, uncaptured
-from selfspec.model.kv import Lease, Rows
+from selfspec.model.kv import KVCache, Rows
 from selfspec.model.parts import parts_of
 from tests import ladder
 from tests.models import FAMILIES, MAX_POSITIONS, make_model, random_ids
@@ -42,12 +42,12 @@ def executor_of(backbone: Backbone) -> CudaGraphExecutor:
     return backbone._executor
 
 
-def behind(lease: Lease, layer: int, count: int) -> Rows:
-    return Rows.of(lease, lease.length(layer), count, torch.device("cpu"))
+def behind(kv: KVCache, layer: int, count: int) -> Rows:
+    return Rows.of(kv, kv.length(layer), count, torch.device("cpu"))
 
 
-def copied(kv: Lease) -> Lease:
-    copy = Lease(kv.num_layers)
+def copied(kv: KVCache) -> KVCache:
+    copy = KVCache(kv.num_layers)
     copy.extend(kv.length(0), 0, kv.num_layers)
     buffers = [[held.clone() for held in every] for every in (kv._keys, kv._values)]  # type: ignore[union-attr]
     copy.move_to(*buffers)
@@ -70,7 +70,7 @@ def test_replays_give_the_bits_of_the_models_own_layers_in_that_shape(
     family: str, dtype: torch.dtype
 ) -> None:
     backbone = recorded(family, dtype)
-    fixed = Lease(6, slots=256)
+    fixed = KVCache(6, slots=256)
     hidden = backbone.embed(random_ids(PREFIX + 9)[0])
     backbone.own.run(hidden[:PREFIX], 0, 6, behind(fixed, 0, PREFIX))
     ours = copied(fixed)
@@ -115,7 +115,7 @@ def test_sequences_that_take_turns_keep_the_bits_they_have_alone(backbone: Backb
 def test_what_a_sequence_or_padding_left_behind_reaches_no_row(backbone: Backbone) -> None:
     """A prompt of 12 rows is padded to 16."""
     expected = ladder.decode(backbone, random_ids(12), NoDrafter()).logits
-    poisoned, hidden, executor = Lease(6), torch.full((40, 32), torch.nan), executor_of(backbone)
+    poisoned, hidden, executor = KVCache(6), torch.full((40, 32), torch.nan), executor_of(backbone)
     with torch.inference_mode():
         backbone.run(hidden, 0, 6, behind(poisoned, 0, 40))
         backbone.run(hidden[:4], 0, 6, behind(poisoned, 0, 4))
@@ -138,7 +138,7 @@ def test_slots_grow_with_the_text_and_segments_are_captured_anew(
     sizes = []
     # a short text again: segments that were captured for the smaller slots must be gone
     for ids in (random_ids(MAX_POSITIONS), random_ids(40, seed=1)):
-        theirs, ours = Lease(6), Lease(6)
+        theirs, ours = KVCache(6), KVCache(6)
         with torch.inference_mode():
             for block in filter(len, ids[0].tensor_split(BLOCKS)):
                 count, hidden = len(block), backbone.embed(block)
@@ -161,7 +161,7 @@ def test_the_last_position_of_the_model_has_room_for_padding(backbone: Backbone)
 
 def test_padding_behind_the_last_slot_makes_room_for_itself() -> None:
     model = make_model("llama")
-    executor, kv = CudaGraphExecutor(parts_of(model), model.lm_head, slots=256), Lease(6)
+    executor, kv = CudaGraphExecutor(parts_of(model), model.lm_head, slots=256), KVCache(6)
     hidden, sizes = torch.ones(253, 32), []
     with torch.inference_mode():
         for count in (253, 3):  # padded to 4: slot 257
@@ -172,7 +172,7 @@ def test_padding_behind_the_last_slot_makes_room_for_itself() -> None:
 
 def test_with_fixed_slots_a_pass_always_looks_at_as_many_and_never_beyond() -> None:
     executor = executor_of(recorded())
-    kv, hidden, before = Lease(6, slots=250), torch.ones(240, 32), {*executor.replays._graphs}
+    kv, hidden, before = KVCache(6, slots=250), torch.ones(240, 32), {*executor.replays._graphs}
     with torch.inference_mode():
         for count in (4, 240, 4):
             executor.run(hidden[:count], 0, 6, behind(kv, 0, count))

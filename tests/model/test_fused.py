@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from selfspec.model.backbone import Backbone
 from selfspec.model.fused import Operation, Program
 from selfspec.model.generic import Executor
-from selfspec.model.kv import POSITIONS, Lease, PageLayout, Rows, Span
+from selfspec.model.kv import POSITIONS, KVCache, PageLayout, Rows, Span
 from selfspec.model.recipe import _ACTIVATIONS, Activation, Attention, Norm, Rotation
 from selfspec.model.weights import CompiledLinear
 from tests.models import make_model, needs_compiler, random_ids
@@ -64,20 +64,20 @@ def program_of(dtype: torch.dtype, width: int, other: int) -> Program:
 def run(
     program: Program,
     rows: Tensor,
-    lease: Lease | None = None,
+    kv: KVCache | None = None,
     turned: Tensor | None = None,
     parents: list[int] | None = None,
 ) -> Tensor:
     """What the one layer of `program` makes of `rows` [T, d], rotated by `turned` if at all."""
     turns = torch.empty(0) if turned is None else turned.contiguous()
-    span = Span(lease or Lease(1), len(rows), None if parents is None else tuple(parents))
+    span = Span(kv or KVCache(1), len(rows), None if parents is None else tuple(parents))
     with torch.inference_mode():
         return program.run(rows, 0, 1, [turns], [span])
 
 
 def back(program: Program, width: int, narrow: int, dtype: torch.dtype) -> Operation:
     """From buffer 1, which is narrower, to buffer 0: what it holds, then zeros."""
-    return program.product(1, 0, CompiledLinear(torch.eye(width, narrow, dtype=dtype)))
+    return program.linear(1, 0, CompiledLinear(torch.eye(width, narrow, dtype=dtype)))
 
 
 @needs_compiler
@@ -85,7 +85,7 @@ def test_a_norm_takes_a_mean_off_and_adds_several_times(dtype: torch.dtype) -> N
     program, eye = program_of(dtype, 37, 37), CompiledLinear(torch.eye(37, dtype=dtype))
     hidden, weight, bias = torch.randn(9, 37).to(dtype) + 3, torch.randn(37), torch.randn(37)
     norm = rms(weight, bias=bias, centred=True, rounds=False)
-    program.add_layer([program.product(0, 1, eye), program.norm(1, 0, norm, adds=0.5)])
+    program.add_layer([program.linear(0, 1, eye), program.norm(1, 0, norm, adds=0.5)])
     numbers = weight.double(), bias.double()
     normed = nn.functional.layer_norm(hidden.double(), (37,), *numbers, 1e-5)
     found = run(program, hidden)
@@ -101,7 +101,7 @@ def test_products_follow_each_other_and_add(dtype: torch.dtype, rows: int) -> No
     second, hidden = torch.randn(37, 50).to(dtype), torch.randn(rows, 37).to(dtype)
     one, other = CompiledLinear(first, bias), CompiledLinear(second)
     program = program_of(dtype, 37, 50)
-    program.add_layer([program.product(0, 1, one), program.product(1, 0, other, adds=1)])
+    program.add_layer([program.linear(0, 1, one), program.linear(1, 0, other, adds=1)])
     assert torch.equal(run(program, hidden), hidden + other(one(hidden)))
 
 
@@ -119,7 +119,7 @@ def test_activations_of_any_size_are_right(dtype: torch.dtype, function: Activat
     assert close(found, expected.to(dtype).double() * times.double())
     program = program_of(dtype, width, width)
     eye = CompiledLinear(torch.eye(width, dtype=dtype))
-    program.add_layer([program.activate(0, 1, function, gated=False), program.product(1, 0, eye)])
+    program.add_layer([program.activate(0, 1, function, gated=False), program.linear(1, 0, eye)])
     assert close(run(program, x[None]), expected[None])
 
 
@@ -128,8 +128,8 @@ def test_nothing_is_read_or_written_beside_a_buffer() -> None:
     program = program_of(torch.float32, 37, 50)
     for wrong in (
         lambda: program.norm(0, 1, rms(torch.ones(37))),
-        lambda: program.product(0, 1, CompiledLinear(torch.ones(51, 37))),
-        lambda: program.product(0, 1, CompiledLinear(torch.ones(50, 36))),
+        lambda: program.linear(0, 1, CompiledLinear(torch.ones(51, 37))),
+        lambda: program.linear(0, 1, CompiledLinear(torch.ones(50, 36))),
         lambda: program.activate(0, 1, Activation.SILU, gated=True),
         lambda: program.activate(0, 1, Activation.SILU, gated=False),
         lambda: program.attend(0, 1, attention(), rotation=0),
@@ -185,24 +185,24 @@ class Attended:
         made = attention(head_norms=norms, window=self.window or None, softcap=cap)
         attend = program.attend(0, 1, made, rotation=0)
         program.add_layer([attend, back(program, all_heads, KV_HEADS * GROUP * SIZE, dtype)])
-        lease, outs = self.held_by_a_lease(), []
+        kv, outs = self.held_by_a_cache(), []
         for projected, turned in zip(
             self.projected.split(widths), self.rotations.split(widths), strict=True
         ):
-            outs.append(run(program, projected.flatten(1), lease, turned, parents))
+            outs.append(run(program, projected.flatten(1), kv, turned, parents))
         whole = torch.cat(outs)[:, : KV_HEADS * GROUP * SIZE]
         return whole.unflatten(1, (KV_HEADS * GROUP, SIZE))
 
-    def held_by_a_lease(self) -> Lease:
+    def held_by_a_cache(self) -> KVCache:
         """Filled up to WIDTH."""
-        lease, layout = Lease(1), PageLayout(self.keys.dtype, ((KV_HEADS, WIDTH),))
-        pages = lease.pages(self.slots, 0, layout)
+        kv, layout = KVCache(1), PageLayout(self.keys.dtype, ((KV_HEADS, WIDTH),))
+        pages = kv.pages(self.slots, 0, layout)
         for slot in range(self.slots):
             [places] = layout.slots(pages[slot // POSITIONS].numbers, slot % POSITIONS)
             for to, held in zip(places, (self.keys, self.values), strict=True):
                 to.copy_(nn.functional.pad(held[:, slot], (0, WIDTH - SIZE)).view(to.shape))
-        lease.extend(self.held, 0, 1)
-        return lease
+        kv.extend(self.held, 0, 1)
+        return kv
 
     def expected(self) -> Tensor:
         """By torch, in float64."""
@@ -298,7 +298,7 @@ def test_a_long_prompt_runs_in_blocks_with_the_same_bits(monkeypatch: pytest.Mon
     backbone, ids = Backbone(make_model("mistral"), executor="fused"), torch.arange(90)
 
     def states() -> Tensor:
-        rows = Rows.of(Lease(6), 0, 90, ids.device)
+        rows = Rows.of(KVCache(6), 0, 90, ids.device)
         return backbone.run(backbone.embed(ids), 0, 6, rows)
 
     with torch.inference_mode():
@@ -333,14 +333,14 @@ def test_texts_of_one_pass_have_the_bits_that_they_have_alone(
     ]
 
     def behind() -> list[Rows]:
-        """What leases hold that were just filled, and rows behind it."""
+        """What KV caches hold that were just filled, and rows behind it."""
         found = []
         for held, count, parents in texts:
-            lease = Lease(layers)
+            kv = KVCache(layers)
             if held:
                 text = backbone.embed(random_ids(held, seed=held)[0])
-                backbone.run(text, 0, layers, Rows.of(lease, 0, held, host))
-            found.append(Rows.of(lease, held, count, host, parents))
+                backbone.run(text, 0, layers, Rows.of(kv, 0, held, host))
+            found.append(Rows.of(kv, held, count, host, parents))
         return found
 
     alone, together = behind(), behind()
@@ -350,17 +350,17 @@ def test_texts_of_one_pass_have_the_bits_that_they_have_alone(
     assert torch.equal(found, torch.cat(expected))
     newest = backbone.embed(random_ids(1)[0])
     for pair in zip(alone, together, strict=True):  # what was added is as it was alone, too
-        leases = [rows.only.lease for rows in pair]
-        both = [Rows.of(lease, lease.length(layers - 1), 1, host) for lease in leases]
+        caches = [rows.only.kv for rows in pair]
+        both = [Rows.of(kv, kv.length(layers - 1), 1, host) for kv in caches]
         assert torch.equal(*(backbone.run(newest, 0, layers, rows) for rows in both))
 
 
 @needs_compiler
 def test_rows_that_belong_to_nobody_or_to_one_text_twice_are_refused() -> None:
     backbone = Backbone(make_model("llama"), executor="fused")
-    embedded, lease = backbone.embed(random_ids(4)[0]), Lease(backbone.num_layers)
-    two = Rows.joined([Rows.of(lease, 0, 2, embedded.device)] * 2)
-    few = Rows(torch.arange(3), (Span(lease, 3),))
+    embedded, kv = backbone.embed(random_ids(4)[0]), KVCache(backbone.num_layers)
+    two = Rows.joined([Rows.of(kv, 0, 2, embedded.device)] * 2)
+    few = Rows(torch.arange(3), (Span(kv, 3),))
     for rows in (two, few):
         with torch.inference_mode(), pytest.raises(ValueError, match="4 rows are not those of"):
             backbone.run(embedded, 0, backbone.num_layers, rows)
@@ -385,9 +385,9 @@ def test_texts_that_change_each_other_run_one_by_one_and_the_log_says_so(
     backbone = Backbone(make_model("llama"), executor="fused")
     backbone._executor = Mixing(backbone._executor)
     layers, text = backbone.num_layers, backbone.embed(random_ids(4)[0])
-    parts = [Rows.of(Lease(layers), 0, 2, text.device) for _ in range(2)]
+    parts = [Rows.of(KVCache(layers), 0, 2, text.device) for _ in range(2)]
     found = backbone.run(text, 0, layers, Rows.joined(parts))
-    alone = [Rows.of(Lease(layers), 0, 2, text.device) for _ in range(2)]
+    alone = [Rows.of(KVCache(layers), 0, 2, text.device) for _ in range(2)]
     pairs = zip(text.split(2), alone, strict=True)
     assert torch.equal(
         found, torch.cat([backbone.run(part, 0, layers, one) for part, one in pairs])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from selfspec.errors import InvalidOption
-from selfspec.model.kv import POSITIONS, KVStore, Lease, Page, PageLayout, PooledLease
+from selfspec.model.kv import POSITIONS, KVCache, KVStore, Page, PageLayout, PooledKVCache
 
 
 def block(rows: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -23,7 +23,7 @@ def block(rows: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple
 
 
 def test_layers_have_contents_lengths_and_masks_of_their_own() -> None:
-    cache = Lease(3)
+    cache = KVCache(3)
     shallow, deep = block(5, seed=1), block(2, seed=2)
     cache.update(*shallow, 0, {"sin": 1}, cache_position=torch.arange(5))  # what others read
     keys, _ = cache.update(*deep, 2)
@@ -36,7 +36,7 @@ def test_layers_have_contents_lengths_and_masks_of_their_own() -> None:
 
 
 def test_truncation_forgets_the_newest_of_some_layers_and_later_rows_take_their_place() -> None:
-    cache = Lease(3)
+    cache = KVCache(3)
     first, second = (block(rows, rows, torch.bfloat16) for rows in (6, 2))
     before = [cache.update(*first, layer)[0] for layer in range(3)]
     cache.truncate(4, 1, 2)
@@ -50,7 +50,7 @@ def test_truncation_forgets_the_newest_of_some_layers_and_later_rows_take_their_
 
 
 def test_two_thousand_single_rows_move_buffers_a_few_times() -> None:
-    cache = Lease(1)
+    cache = KVCache(1)
     sizes, written = [], []
     for step in range(2000):
         keys, values = block(1, seed=step)
@@ -61,14 +61,14 @@ def test_two_thousand_single_rows_move_buffers_a_few_times() -> None:
     assert all_values.untyped_storage().nbytes() == 2368 * 4 * 2 * 5
     assert torch.equal(all_keys, torch.cat(written, dim=-2))
     for rows, slots in ((204, 256), (256, 320), (1024, 1280)):  # a quarter more than it needs
-        keys, _ = Lease(1).update(*block(rows), 0)
+        keys, _ = KVCache(1).update(*block(rows), 0)
         assert keys.untyped_storage().nbytes() == slots * 4 * 2 * 4
 
 
 def test_fixed_slots_always_return_whole_buffers_with_zeros_behind() -> None:
-    cache = Lease(1, slots=64)
+    cache = KVCache(1, slots=64)
     assert cache.is_compileable  # asks for a mask in every pass
-    assert not Lease(1).is_compileable
+    assert not KVCache(1).is_compileable
     assert cache.get_mask_sizes(3, 0) == (64, 0)
     first = block(3)
     keys, values = cache.update(*first, 0)
@@ -83,7 +83,7 @@ def test_fixed_slots_always_return_whole_buffers_with_zeros_behind() -> None:
 
 
 def test_raising_the_slots_keeps_what_a_layer_holds_and_not_what_was_truncated() -> None:
-    cache = Lease(1, slots=64)
+    cache = KVCache(1, slots=64)
     first, second = block(60, seed=1), block(10, seed=2)
     cache.update(*first, 0)
     cache.slots = 128
@@ -108,18 +108,18 @@ def store_of(pages: int) -> KVStore:
     return KVStore(1, LAYOUT, 0, pages * LAYOUT.nbytes)
 
 
-def fill(lease: PooledLease, ids: Sequence[int]) -> None:
+def fill(kv: PooledKVCache, ids: Sequence[int]) -> None:
     """Write each id as the value of its position, as a pass over the rest of `ids` would."""
-    start = lease.length(0)
-    pages = lease.pages(len(ids) - start, 0, LAYOUT)
+    start = kv.length(0)
+    pages = kv.pages(len(ids) - start, 0, LAYOUT)
     for place in range(start, len(ids)):
         value_at(pages, place).fill_(ids[place])
-    lease.extend(len(ids) - start, 0, 1)
+    kv.extend(len(ids) - start, 0, 1)
 
 
-def shown(lease: PooledLease) -> list[int]:
-    pages = lease.pages(0, 0, LAYOUT)
-    return [int(value_at(pages, place).flatten()[0]) for place in range(lease.length(0))]
+def shown(kv: PooledKVCache) -> list[int]:
+    pages = kv.pages(0, 0, LAYOUT)
+    return [int(value_at(pages, place).flatten()[0]) for place in range(kv.length(0))]
 
 
 def value_at(pages: Sequence[Page], place: int) -> Tensor:
@@ -127,10 +127,10 @@ def value_at(pages: Sequence[Page], place: int) -> Tensor:
     return values
 
 
-def begun(store: KVStore, ids: Sequence[int], positions: int = 200) -> PooledLease:
-    lease = store.lease(positions)
-    assert store.admit(lease, ids)
-    return lease
+def begun(store: KVStore, ids: Sequence[int], positions: int = 200) -> PooledKVCache:
+    kv = store.kv(positions)
+    assert store.admit(kv, ids)
+    return kv
 
 
 def test_a_text_starts_from_the_longest_prefix_that_is_held() -> None:
@@ -148,12 +148,12 @@ def test_a_text_starts_from_the_longest_prefix_that_is_held() -> None:
         ([9, 9], 0),
         (old[:1], 0),
     ):
-        lease = begun(store, new)
-        assert lease.length(0) == expected == store.held(new)
-        assert shown(lease) == new[:expected]
-        fill(lease, new)
-        assert shown(lease) == new
-        store.done(lease, new)
+        kv = begun(store, new)
+        assert kv.length(0) == expected == store.held(new)
+        assert shown(kv) == new[:expected]
+        fill(kv, new)
+        assert shown(kv) == new
+        store.done(kv, new)
     assert shown(begun(store, old)) == old[:169]  # nobody wrote over it
 
 
@@ -162,14 +162,14 @@ def test_texts_of_now_share_full_pages_once_the_first_has_run() -> None:
     first = begun(store, [*common, 1], 1000)
     fill(first, common)
     store.share(first, common)
-    leases = [first, *(begun(store, [*common, number], 1000) for number in range(2, 33))]
-    pages = {id(page) for lease in leases for page in lease.held}
+    caches = [first, *(begun(store, [*common, number], 1000) for number in range(2, 33))]
+    pages = {id(page) for kv in caches for page in kv.held}
     assert len(pages) == len(first.held) == 8  # 7 in common; others have none of their own yet
-    assert {lease.length(0) for lease in leases[1:]} == {500 // POSITIONS * POSITIONS}
-    for number, lease in enumerate(leases, start=1):
-        fill(lease, [*common, number])
-    for number, lease in enumerate(leases, start=1):
-        assert shown(lease) == [*common, number]
+    assert {kv.length(0) for kv in caches[1:]} == {500 // POSITIONS * POSITIONS}
+    for number, kv in enumerate(caches, start=1):
+        fill(kv, [*common, number])
+    for number, kv in enumerate(caches, start=1):
+        assert shown(kv) == [*common, number]
     assert store.memory.used == (7 + 32) * LAYOUT.nbytes
 
 
@@ -177,9 +177,9 @@ def test_what_was_used_least_recently_goes_first_and_leaves_before_its_beginning
     store = store_of(6)
     texts = [[number] * 100 for number in (1, 2)]
     for ids in texts:
-        lease = begun(store, ids, 100)
-        fill(lease, ids)
-        store.done(lease, ids)
+        kv = begun(store, ids, 100)
+        fill(kv, ids)
+        store.done(kv, ids)
     assert [store.held([*ids, 0]) for ids in texts] == [100, 100]
     again = begun(store, [*texts[0], 0], 101)  # the first is needed again
     store.done(again, texts[0])
@@ -193,7 +193,7 @@ def test_what_was_used_least_recently_goes_first_and_leaves_before_its_beginning
 def test_a_text_waits_for_room_and_one_that_never_fits_is_refused() -> None:
     store = store_of(4)
     first = begun(store, [1, 2], 128)  # three pages: one more for drafts
-    second = store.lease(100)
+    second = store.kv(100)
     assert not store.admit(second, [3, 4])
     fill(first, [1, 2])
     store.done(first, [1, 2])
@@ -205,18 +205,18 @@ def test_a_text_waits_for_room_and_one_that_never_fits_is_refused() -> None:
 
 def test_a_text_that_is_alone_may_exceed_the_budget_and_gives_it_back() -> None:
     store = store_of(3)
-    lease = begun(store, [1], 600)
-    fill(lease, [1] * 600)
-    assert len(lease.held) == 10
-    store.done(lease, [1] * 600)
+    kv = begun(store, [1], 600)
+    fill(kv, [1] * 600)
+    assert len(kv.held) == 10
+    store.done(kv, [1] * 600)
     assert store.memory.kept <= store.memory.most == 3 * LAYOUT.nbytes
 
 
-def test_leases_without_pages_are_counted_alike() -> None:
+def test_caches_without_pages_are_counted_alike() -> None:
     store = KVStore(1, None, 10, 10 * POSITIONS * 4)
     first = begun(store, [1, 2], 100)
     assert store.memory.used == 3 * 10 * POSITIONS
-    second = store.lease(100)
+    second = store.kv(100)
     assert not store.admit(second, [3])
     store.done(first, [1, 2])
     assert store.memory.used == 0
@@ -227,24 +227,24 @@ def test_leases_without_pages_are_counted_alike() -> None:
 @given(seed=st.integers(0, 2**32), pages=st.integers(3, 20))
 def test_any_order_of_texts_leaves_each_its_own_numbers(seed: int, pages: int) -> None:
     dice, store = random.Random(seed), store_of(pages)
-    running: dict[PooledLease, list[int]] = {}
+    running: dict[PooledKVCache, list[int]] = {}
     for _ in range(60):
         if dice.random() < 0.6:
             ids = [dice.choice((1, 1, 1, 2))] * dice.choice((3, 64, 70, 130))
             ids += [dice.randrange(9) for _ in range(dice.randrange(1, 40))]
-            lease = store.lease(len(ids) + 9)
-            if store.admit(lease, ids):
-                assert shown(lease) == ids[: lease.length(0)]
-                fill(lease, ids)
-                running[lease] = ids
+            kv = store.kv(len(ids) + 9)
+            if store.admit(kv, ids):
+                assert shown(kv) == ids[: kv.length(0)]
+                fill(kv, ids)
+                running[kv] = ids
                 if dice.random() < 0.5:
-                    store.share(lease, ids)
+                    store.share(kv, ids)
         elif running:
-            lease = dice.choice([*running])
-            ids = running.pop(lease)
-            assert shown(lease) == ids
-            store.done(lease, ids)
+            kv = dice.choice([*running])
+            ids = running.pop(kv)
+            assert shown(kv) == ids
+            store.done(kv, ids)
         memory = store.memory
         assert memory.used + memory.kept <= max(memory.most, memory.used)
-    for lease, ids in running.items():
-        assert shown(lease) == ids
+    for kv, ids in running.items():
+        assert shown(kv) == ids

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from eval.families import tiny_model
 from selfspec.model import recipe
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv import Lease, Rows
+from selfspec.model.kv import KVCache, Rows
 from selfspec.model.parts import attention_types, parts_of
 from selfspec.model.recipe import norm_of, rotation_of, shares_of
 from tests.models import make_model, needs_compiler, random_ids
@@ -31,11 +31,11 @@ FAMILIES = [
 
 def passed(backbone: Backbone, ids: Tensor, widths: list[int]) -> Tensor:
     """Logits of all positions, in passes of `widths` rows."""
-    lease, found = Lease(backbone.num_layers), []
+    kv, found = KVCache(backbone.num_layers), []
     with torch.inference_mode():
         for block in ids.split(widths):
-            start = lease.length(0)
-            rows = Rows.of(lease, start, len(block), ids.device)
+            start = kv.length(0)
+            rows = Rows.of(kv, start, len(block), ids.device)
             hidden = backbone.run(backbone.embed(block), 0, backbone.num_layers, rows)
             found.append(backbone.logits(hidden))
     return torch.cat(found)
@@ -59,15 +59,15 @@ def test_compiled_code_runs_the_family(family: str) -> None:
     found = passed(backbone, ids, [90])
     assert error(found, truth) < 2 * error(own, truth)
     assert torch.equal(passed(backbone, ids, [1, 3, 60, 7, 19]), found)
-    lease, path = Lease(backbone.num_layers), [0, 2, 3, 5]
+    kv, path = KVCache(backbone.num_layers), [0, 2, 3, 5]
     with torch.inference_mode():
-        backbone.run(backbone.embed(ids[:80]), 0, 6, Rows.of(lease, 0, 80, ids.device))
+        backbone.run(backbone.embed(ids[:80]), 0, 6, Rows.of(kv, 0, 80, ids.device))
         tree = ids[[80, 5, 81, 82, 7, 83]]
-        rows = Rows.of(lease, 80, 6, ids.device, [-1, -1, 0, 2, 2, 3])
+        rows = Rows.of(kv, 80, 6, ids.device, [-1, -1, 0, 2, 2, 3])
         hidden = backbone.run(backbone.embed(tree), 0, 6, rows)
         assert torch.equal(backbone.logits(hidden)[path], found[80:84])
-        lease.keep(80, path)
-        rows = Rows.of(lease, 84, 6, ids.device)
+        kv.keep(80, path)
+        rows = Rows.of(kv, 84, 6, ids.device)
         assert torch.equal(
             backbone.logits(backbone.run(backbone.embed(ids[84:]), 0, 6, rows)), found[84:]
         )

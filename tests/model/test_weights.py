@@ -131,7 +131,7 @@ def test_it_compiles_for_every_processor_and_runs_where_it_is_one(
     target: Target, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = target.needs <= weights.processor_features()
-    source, constants = KERNELS / "products.cpp", {"BFLOAT16": int(dtype == torch.bfloat16)}
+    source, constants = KERNELS / "weights.cpp", {"BFLOAT16": int(dtype == torch.bfloat16)}
     quickly = "" if runs else " -O0"
     strict = target._replace(flags=f"{target.flags} -Wall -Wextra -Werror{quickly}")
     # kept like all that is compiled: its name has a digest of source and flags

@@ -13,8 +13,9 @@ import openai
 import pytest
 
 from selfspec.api.speculator import Speculator
+from selfspec.errors import HeadsNotFound
 from selfspec.serve.options import ServeOptions
-from selfspec.serve.protocol import TextBody
+from selfspec.serve.protocol import TextBody, of_error
 from tests.serve.live import CHAT, JSON, LONG, Running, running, streaming, wait_until
 from tests.test_readme import fenced
 
@@ -190,6 +191,10 @@ def test_what_is_not_supported_is_refused_by_name(
     assert error["type"] == "invalid_request_error"
     assert error["message"]
     assert "\n" not in error["message"]
+
+
+def test_a_drafter_that_this_server_has_not_is_the_requests_fault() -> None:
+    assert of_error(HeadsNotFound("drafter exit needs exit heads")).status == 400
 
 
 def said(more: bytes) -> bytes:

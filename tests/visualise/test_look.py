@@ -18,7 +18,7 @@ from selfspec.visualise.layers import LayerTrace
 from selfspec.visualise.look import Lens, Reader, chained, inspect, ranks
 from tests.heads.kinds import make_heads, train
 from tests.models import make_model, random_ids
-from tests.records import KINDS, NEW_TOKENS, recorded
+from tests.skilled import KINDS, NEW_TOKENS, skilled
 from tests.talks import make_tokenizer
 
 PROMPT = random_ids(5, 1)
@@ -33,7 +33,7 @@ def eagerly(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def looked(kind: str, *, all_layers: bool = False, **options: Any) -> LayerTrace:
-    speculator = recorded(kind).speculator
+    speculator = skilled(kind)
     return inspect(speculator, PROMPT, all_layers=all_layers, **eagerly(options))
 
 
@@ -51,7 +51,7 @@ def looked(kind: str, *, all_layers: bool = False, **options: Any) -> LayerTrace
 )
 def test_tokens_are_those_of_generate(kind: str, options: dict[str, Any]) -> None:
     found = looked(kind, **options)
-    answer = recorded(kind).speculator.generate(PROMPT, **eagerly(options))
+    answer = skilled(kind).generate(PROMPT, **eagerly(options))
     assert [place.token for place in found.places] == answer.token_ids
     assert sum(entry.accepted for entry in found.rounds) == answer.stats.accepted
 
@@ -77,7 +77,7 @@ def test_a_kept_draft_is_what_its_layer_says_and_no_earlier_layer_was_sure(
 
 @pytest.mark.parametrize("kind", ["translator", "low-rank"])
 def test_numbers_are_those_of_a_plain_loop(kind: str) -> None:
-    speculator = recorded(kind).speculator
+    speculator = skilled(kind)
     found = looked(kind, drafter="exit:anneal_strength=0.5")
     heads = speculator.heads
     assert heads is not None
@@ -184,7 +184,7 @@ def test_texts_and_rejected_drafts_are_kept() -> None:
 
 def test_copied_tokens_stand_where_they_were_seen() -> None:
     prompt = PROMPT.repeat(1, 4)
-    speculator = recorded("translator").speculator
+    speculator = skilled("translator")
     found = inspect(speculator, prompt, all_layers=False, **eagerly({"drafter": "ngram"}))
     text = prompt[0].tolist() + [place.token for place in found.places]
     drafted = [place.index for place in found.places if place.kind == "accepted"]

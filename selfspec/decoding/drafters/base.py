@@ -17,7 +17,7 @@ from selfspec import options as asked
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import Draft
 from selfspec.decoding.sampling import DraftToken, Sampler
-from selfspec.decoding.state import Committed, State_contra, Steps
+from selfspec.decoding.state import Committed, DecodeState, Steps
 from selfspec.decoding.stats import Ended, Stopwatch
 from selfspec.heads.heads import Ensemble, Signal, top_probability
 
@@ -240,7 +240,7 @@ class Guesses(Protocol):
         """All but `token`, with chances as they are, and the chance that it had."""
 
 
-class Guesser(Protocol[State_contra]):
+class Guesser(Protocol):
     """Says what follows the tokens of a draft."""
 
     source: str
@@ -248,7 +248,7 @@ class Guesser(Protocol[State_contra]):
     once: bool
     """Whether a round's first question answers all others, which cost nothing then."""
 
-    def begin(self, state: State_contra) -> None:
+    def begin(self, state: DecodeState) -> None:
         """A round begins: the next draft follows what `state` holds."""
 
     def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:

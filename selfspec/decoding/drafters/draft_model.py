@@ -31,7 +31,7 @@ from selfspec.decoding.stats import DRAFT_MODEL, SKIP, Stopwatch, common
 from selfspec.errors import DraftModelMismatch
 from selfspec.heads.heads import likeliest
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv import Lease
+from selfspec.model.kv import KVCache
 
 
 class DraftCache:
@@ -44,14 +44,14 @@ class DraftCache:
         """
         self.backbone = backbone
         self._vocab_size = backbone.vocab_size if vocab_size is None else vocab_size
-        self._lease = Lease(backbone.num_layers)
-        self._hidden = HiddenCache(backbone, self._lease)
+        self._kv = KVCache(backbone.num_layers)
+        self._hidden = HiddenCache(backbone, self._kv)
         self._ran: list[int] = []
 
     def rewind(self, ids: list[int]) -> list[int]:
         """Keep what is shared with `ids`; those that have to run, at least one."""
         shared = common(self._ran, ids[:-1])
-        self._lease.truncate(shared)
+        self._kv.truncate(shared)
         del self._ran[shared:]
         return ids[shared:]
 
@@ -197,7 +197,7 @@ class SkipDrafter(ChoosingDrafter):
         if self._skipped is None:
             yield from self._try_one(state)
         writer = DraftWriter(self, limit, source=SKIP)
-        held, ids, rows = state.lease.length(), state.ids, state.committed(-1)
+        held, ids, rows = state.kv.length(), state.ids, state.committed(-1)
         while writer.room:
             found = yield from shallow(state, rows, self._skipped or self._search.skipped)
             choice, sure, signal = self._said(ids, found.row(0))
@@ -206,7 +206,7 @@ class SkipDrafter(ChoosingDrafter):
                 writer.stop("unsure")
             rows = [choice.token]
             ids = self.sampler.behind(ids, choice.token)
-        state.lease.truncate(held)
+        state.kv.truncate(held)
         return writer.draft
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
@@ -236,7 +236,7 @@ class SkipDrafter(ChoosingDrafter):
         and fixed slots leave no room for it. SWIFT looks at the first tokens of an answer.
         """
         self._begun = state.length if self._begun is None else self._begun
-        able = state.lease.slots is None and state.backbone.runs_trees
+        able = state.kv.slots is None and state.backbone.runs_trees
         if state.length - self._begun > WINDOW and self._search.goes_on and able:
             skipped, right = self._search.drawn(), state.committed(-WINDOW)
             said = (yield from again(state, skipped, WINDOW)).best
@@ -254,11 +254,11 @@ def shallow(
 
     Adds keys and values of T positions to the others; `parents` as in a Span.
     """
-    backbone, lease, least = state.backbone, state.lease, state.hidden.least
+    backbone, kv, least = state.backbone, state.kv, state.hidden.least
     hidden: Tensor = yield Embed(backbone, ids)
     for first, gone in pairwise((0, *skipped, backbone.num_layers + 1)):
         if first < gone - 1:
-            hidden = yield Run(backbone, lease, hidden, first, gone - 1, parents, least)
+            hidden = yield Run(backbone, kv, hidden, first, gone - 1, parents, least)
     return (yield from state.hidden.unembed(hidden))
 
 
@@ -268,7 +268,7 @@ def again(state: DecodeState, skipped: Sequence[int], count: int) -> Steps[Targe
     Caches are left as they were found. The text in front has the model's own keys and values; the
     tokens themselves run on a branch beside those that are held. Needs more than `count` ids.
     """
-    held, rows = state.lease.length(), state.committed(-count - 1)[:-1]
+    held, rows = state.kv.length(), state.committed(-count - 1)[:-1]
     found = yield from shallow(state, rows, skipped, [-1 - count, *range(count - 1)])
-    state.lease.truncate(held)
+    state.kv.truncate(held)
     return found

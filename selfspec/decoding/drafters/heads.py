@@ -61,7 +61,7 @@ class HeadGuesser:
         self._features = {}
 
     def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
-        """One product over all of `asked`, and one device read."""
+        """One linear layer over all of `asked`, and one device read."""
         hidden, deep = yield from self._rows(draft, asked)
         watch.lap("draft")
         backbone, temperature = self._state.backbone, self._judge.temperature(0)
@@ -409,15 +409,15 @@ class PackedHead:
         if parts.inner is not None:
             inner, outer = _light(parts.inner.weight, parts.inner.bias), parts.outer
             opened = to if outer is None else program.buffer("opened", inner.out_features)
-            yield program.product(HIDDEN, opened, inner)
+            yield program.linear(HIDDEN, opened, inner)
             if parts.activated:
                 yield program.activate(opened, opened, Activation.SILU, gated=False)
             if outer is not None:
-                yield program.product(opened, to, _light(outer.weight, outer.bias))
+                yield program.linear(opened, to, _light(outer.weight, outer.bias))
             terms = 1.0
         if parts.direct is not None:
             direct = _light(parts.direct.weight, parts.direct.bias)
-            yield program.product(HIDDEN, to, direct, adds=terms)
+            yield program.linear(HIDDEN, to, direct, adds=terms)
         if parts.keeps:
             yield program.add(HIDDEN, to, 1.0)
 

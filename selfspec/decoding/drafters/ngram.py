@@ -20,7 +20,6 @@ from collections.abc import Collection, Sequence
 from itertools import accumulate
 from operator import mul
 from random import Random
-from typing import Generic
 
 from torch import Tensor
 
@@ -36,7 +35,7 @@ from selfspec.decoding.drafters.base import (
     Trunks,
 )
 from selfspec.decoding.sampling import DraftToken, GrammarMask
-from selfspec.decoding.state import Committed, DraftsFrom, StateT, Steps, ready
+from selfspec.decoding.state import Committed, DecodeState, Drafter, Steps, ready
 from selfspec.decoding.stats import GRAMMAR, LOOKAHEAD, NGRAM, SUCCESSORS, Stopwatch
 
 NEWEST = 1 / 8
@@ -151,21 +150,21 @@ class NgramDrafter(PacedDrafter):
         self._index.extend(fresh)
 
 
-class SeenTextFirst(Generic[StateT]):
+class SeenTextFirst:
     """A trunk where it promises more than the other drafter has been giving, else that.
 
     What the other gives is a running mean of its accepted tokens per round that it drafts in, and
     nothing as long as it declines to draft.
     """
 
-    def __init__(self, trunks: Trunks, other: DraftsFrom[StateT]) -> None:
+    def __init__(self, trunks: Trunks, other: Drafter) -> None:
         self._trunks = trunks
         self._other = other
         self._other_gives = 0.0
         self._other_drafted = False
         self._other_declines = False
 
-    def draft(self, state: StateT, limit: int, watch: Stopwatch) -> Steps[Draft]:
+    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:
         rival = 0.0 if self._other_declines else self._other_gives
         draft = self._trunks.propose(state, limit, rival)
         self._other_drafted = False

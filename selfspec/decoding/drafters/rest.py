@@ -28,7 +28,7 @@ from selfspec.decoding.drafters.base import Guesses, Known
 from selfspec.decoding.state import Committed, Steps, ready
 from selfspec.decoding.stats import REST, Stopwatch
 from selfspec.errors import InvalidData
-from selfspec.untrusted import check_safetensors
+from selfspec.files import check_safetensors
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -4,7 +4,6 @@ A tree grows level by level, the likeliest paths first, as long as a further row
 that are expected per time. What a row and a head cost is known (`costs`), so a tree is as wide as
 it pays: where rows are dear it is a chain, or nothing. As EAGLE-2 (Li et al. 2024) a path is worth
 the product of its tokens' probabilities; as Sequoia (Chen et al. 2024) the hardware sets the size.
-Replay grows the same trees from records, and follows the never-slower rule with the same classes.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 from itertools import islice
-from typing import Generic, NamedTuple
+from typing import NamedTuple
 
 from selfspec.decoding.acceptance import Draft
 from selfspec.decoding.costs import DraftCost, each_row
@@ -24,16 +23,16 @@ from selfspec.decoding.drafters.base import (
     PacedDrafter,
     Trunks,
 )
-from selfspec.decoding.state import DraftsFrom, StateT, Steps, ready
+from selfspec.decoding.state import DecodeState, Drafter, Steps, ready
 from selfspec.decoding.stats import FREE, Stopwatch
 
 # --- the never-slower rule: by past rounds alone, so sampling stays exact -------------------------
 
 
 NEWEST = 1 / 16
-"""Weight of the newest round in the running mean. With 1 / 8 drafts that pay paused by chance: in
-replay, default heads behind prompt lookup lost 0.8 % on 48 Spec-Bench questions, with this
-weight nothing."""
+"""Weight of the newest round in the running mean. With 1 / 8 drafts that pay paused by chance:
+default heads behind prompt lookup lost 0.8 % on 48 Spec-Bench questions, with this weight
+nothing."""
 
 PRIOR = 0.5
 """Steps a round is believed to gain before the first one has; over NEWEST the most it may lose."""
@@ -91,15 +90,15 @@ class Paying:
             self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
 
 
-class WhilePaying(Generic[StateT]):
+class WhilePaying:
     """Asks another drafter while that has been `Paying`."""
 
-    def __init__(self, drafter: DraftsFrom[StateT], cost: DraftCost) -> None:
+    def __init__(self, drafter: Drafter, cost: DraftCost) -> None:
         self._drafter = drafter
         self._rule = Paying(cost)
         self._drafted = False
 
-    def draft(self, state: StateT, limit: int, watch: Stopwatch) -> Steps[Draft]:
+    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:
         self._drafted = not self._rule.pauses()
         return self._drafter.draft(state, limit, watch) if self._drafted else ready(Draft())
 
@@ -119,7 +118,7 @@ _REMEMBERED = 16
 
 LEAST_SAID = 0.05
 """The head is not asked behind a path that it gives a lower probability itself: what it computes
-there is of little worth, and a record of all that it could be asked stays small."""
+there is of little worth."""
 
 _FIRST_HOPE = 0.5
 """Probability of the head's best guess that is expected before it was ever asked."""
@@ -146,12 +145,12 @@ class _Offer(NamedTuple):
     guesses: Guesses
 
 
-class TreeDrafter(PacedDrafter, Generic[StateT]):
+class TreeDrafter(PacedDrafter):
     """Grows a tree per round. Acceptance must be lossless, and the executor run trees."""
 
     def __init__(
         self,
-        guesser: Guesser[StateT],
+        guesser: Guesser,
         cost: DraftCost,
         controller: DraftController,
         end_tokens: Collection[int] = (),
@@ -169,7 +168,7 @@ class TreeDrafter(PacedDrafter, Generic[StateT]):
         self._asked = False
         """Whether the guesser was, in this round."""
 
-    def draft(self, state: StateT, limit: int, watch: Stopwatch) -> Steps[Draft]:
+    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:
         trunk, self._asked = Draft(), False
         if self._seen is not None:
             trunk = self._seen.propose(state, min(limit, self._most))
@@ -203,7 +202,7 @@ class TreeDrafter(PacedDrafter, Generic[StateT]):
         """The chance at which one more token pays."""
         return self._rows[len(self._draft.proposed)] * self._rate
 
-    def _grow(self, state: StateT, limit: int, watch: Stopwatch) -> Steps[None]:
+    def _grow(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[None]:
         """Level by level, from a trunk whose tokens have chances."""
         self._rows = tuple(islice(each_row(self._cost.row_costs), self._most))
         self._tokens = 1.0 + sum(one.chance for one in self._draft.proposed)

@@ -12,7 +12,7 @@
 namespace {
 
 // An MLP of experts with gates: each row takes a few of them, and adds what they make of it. The rows
-// of one expert run in one product, and experts one after the other, so that a row adds up its own in
+// of one expert run in one pass, and experts one after the other, so that a row adds up its own in
 // their order, whichever rows run beside it.
 struct Experts {
   long count, each;              // experts; that a row takes
@@ -101,14 +101,14 @@ void mix_experts(const Experts& experts, long rows, long width, const Number* fr
 }
 
 // What an operation is, and what its fields mean, as in fused.py.
-enum Kinds { NORM, PRODUCT, ATTEND, ACTIVATE, EXPERTS, ADD };
+enum Kinds { NORM, LINEAR, ATTEND, ACTIVATE, EXPERTS, ADD };
 
 struct Operation {
   long kind, from, to;   // buffers by number
   long in, out;          // numbers of a row that are read and written; ATTEND: unused
-  const void* weight;    // NORM float [in]; PRODUCT stripes
-  const void* bias;      // NORM float [in]; PRODUCT Number [out]; or none
-  float adds;            // NORM, PRODUCT, ADD: 0, or to what its buffer holds, times this
+  const void* weight;    // NORM float [in]; LINEAR stripes
+  const void* bias;      // NORM float [in]; LINEAR Number [out]; or none
+  float adds;            // NORM, LINEAR, ADD: 0, or to what its buffer holds, times this
   float eps;             // NORM
   long at, row;          // NORM: the first number of a row that is read; numbers of a row there
   long centred, rounds;  // NORM: a mean is taken off; what is normed is rounded before its weight
@@ -184,7 +184,7 @@ void step(const Operation& op, const Pass& pass, const Work& work, float* shared
   switch (op.kind) {
     case NORM:
       return norm(op, pass.rows, from, to);
-    case PRODUCT:
+    case LINEAR:
       return Linear{op.in, op.out, (const Stripe*)op.weight, (const Number*)op.bias}.run(
           pass.rows, from, to, op.adds, pass.room);
     case ATTEND:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from selfspec import untrusted
+from selfspec import files
 from selfspec.errors import InvalidData
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x]\n" + "".join(
@@ -48,7 +48,7 @@ def put(file: Path, content: str | bytes) -> Path:
 )
 def test_yaml_is_bounded_before_it_is_built(file: Path, content: str | bytes, words: str) -> None:
     with pytest.raises(InvalidData, match=words) as caught:
-        untrusted.read_yaml(put(file, content))
+        files.read_yaml(put(file, content))
     assert "\n" not in str(caught.value)
     assert str(file) in str(caught.value)
 
@@ -63,7 +63,7 @@ def test_yaml_is_bounded_before_it_is_built(file: Path, content: str | bytes, wo
     ],
 )
 def test_plain_yaml_is_read(file: Path, content: str | bytes, value: Any) -> None:
-    assert untrusted.read_yaml(put(file, content)) == value
+    assert files.read_yaml(put(file, content)) == value
 
 
 @pytest.mark.parametrize(
@@ -79,21 +79,21 @@ def test_plain_yaml_is_read(file: Path, content: str | bytes, value: Any) -> Non
 )
 def test_json_is_bounded(text: str, words: str) -> None:
     with pytest.raises(InvalidData, match=words):
-        untrusted.parse_json(text, "it")
+        files.parse_json(text, "it")
 
 
 def test_json_within_the_bounds_is_read() -> None:
-    assert untrusted.parse_json('{"a": "\\ud83d\\ude00", "b": [[1], [2]]}', "it") == {
+    assert files.parse_json('{"a": "\\ud83d\\ude00", "b": [[1], [2]]}', "it") == {
         "a": "\U0001f600",
         "b": [[1], [2]],
     }
     wide = json.dumps([[n] for n in range(1000)])
-    assert len(untrusted.parse_json(wide, "it")) == 1000
+    assert len(files.parse_json(wide, "it")) == 1000
 
 
 def test_lines_come_with_their_numbers_and_without_blank_ones(file: Path) -> None:
     put(file, b'\xef\xbb\xbf1\r\n\n  \n"\xe2\x80\xa8"\n3')
-    assert list(untrusted.json_lines(file)) == [(1, "1\r"), (4, '"\u2028"'), (5, "3")]
+    assert list(files.json_lines(file)) == [(1, "1\r"), (4, '"\u2028"'), (5, "3")]
 
 
 @pytest.mark.parametrize(
@@ -106,11 +106,11 @@ def test_lines_come_with_their_numbers_and_without_blank_ones(file: Path) -> Non
 )
 def test_lines_are_bounded(file: Path, content: str | bytes, words: str) -> None:
     with pytest.raises(InvalidData, match=words):
-        list(untrusted.json_lines(put(file, content), most_line_bytes=10, most_lines=4))
+        list(files.json_lines(put(file, content), most_line_bytes=10, most_lines=4))
 
 
 @pytest.mark.parametrize(
-    "read", [untrusted.read_text, untrusted.read_json, untrusted.read_yaml, untrusted.json_lines]
+    "read", [files.read_text, files.read_json, files.read_yaml, files.json_lines]
 )
 @pytest.mark.parametrize(
     ("name", "words"),
@@ -133,12 +133,12 @@ def test_what_is_no_file_is_named(tmp_path: Path, read: Any, name: str, words: s
 
 def test_a_pipe_is_read_and_one_without_a_writer_is_empty(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "silent")
-    assert untrusted.read_text(tmp_path / "silent") == ""
+    assert files.read_text(tmp_path / "silent") == ""
     reader, writer = os.pipe()
     os.write(writer, b"text")
     os.close(writer)
     try:
-        assert untrusted.read_text(Path(f"/dev/fd/{reader}")) == "text"
+        assert files.read_text(Path(f"/dev/fd/{reader}")) == "text"
     finally:
         os.close(reader)
 
@@ -146,8 +146,8 @@ def test_a_pipe_is_read_and_one_without_a_writer_is_empty(tmp_path: Path) -> Non
 def test_only_whole_tensors_behind_a_small_header_are_taken(file: Path) -> None:
     head = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
     whole = struct.pack("<Q", len(head)) + head + bytes(8)
-    assert untrusted.check_safetensors(put(file, whole)) == {"a": ("F32", [2])}
-    long = struct.pack("<Q", untrusted.MOST_HEADER_BYTES + 1) + b"{}"
+    assert files.check_safetensors(put(file, whole)) == {"a": ("F32", [2])}
+    long = struct.pack("<Q", files.MOST_HEADER_BYTES + 1) + b"{}"
     for content, words in (
         *(
             (b"", "no whole file"),
@@ -157,8 +157,8 @@ def test_only_whole_tensors_behind_a_small_header_are_taken(file: Path) -> None:
         (long, "says that its header has 16777217 bytes"),
     ):
         with pytest.raises(InvalidData, match=words):
-            untrusted.check_safetensors(put(file, content))
+            files.check_safetensors(put(file, content))
     file.unlink()
     os.mkfifo(file)
     with pytest.raises(InvalidData, match="is a pipe"):
-        untrusted.check_safetensors(file)
+        files.check_safetensors(file)

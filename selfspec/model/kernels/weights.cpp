@@ -144,7 +144,7 @@ void pack(long in, long out, const Number* weight, Number* panels) {
 }
 
 // rows [count, in] -> result [count, out], plus bias [out] where there is one.
-void product(long count, long in, long out, const Number* rows, const Stripe* stripes,
+void linear_layer(long count, long in, long out, const Number* rows, const Stripe* stripes,
              const Number* bias, Number* result) {
   if (!count) return;
   const Linear linear = {in, out, stripes, bias};
