@@ -89,7 +89,7 @@ def main(
     threads: lab.Threads = 2,
     context: Annotated[int, typer.Option(help="Positions that llama.cpp keeps room for.")] = 4096,
     numbers: Annotated[bool, typer.Option(help="De-quantised weights, too.")] = False,
-    lookup: Annotated[bool, typer.Option(help="Prompt lookup of others, too.")] = True,
+    lookup: Annotated[bool, typer.Option(help="Others with drafts of their own, too.")] = True,
     in_front: Annotated[int, typer.Option(help="Tokens to repeat prompts to, at least.")] = 0,
     busy: Annotated[int, typer.Option(help="Other processes that compute meanwhile.")] = 0,
 ) -> None:
@@ -106,7 +106,7 @@ def main(
     if numbers:
         own = lab.loaded(model, heads, dtype, executor, numbers=True)
         more = [replace(way, label=NUMBERS + way.label) for way in ours]
-        for name, setting in ({"": {}} | ASSISTED).items():
+        for name, setting in ({"": {}} | (ASSISTED if lookup else {})).items():
             more.append(Contender(label=THEIRS + name, method=THEIRS, setting=setting))
         ways += [lab.By(**vars(way), by=partial(elsewhere, own, way.method)) for way in more]
     gguf = Path(model) if model else default_model_file()
@@ -147,7 +147,7 @@ def named_settings(drafters: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def summed(answers: Sequence[Answer], ways: Sequence[Contender]) -> dict[str, Any]:
-    """All figures of a bench."""
+    """All figures of a bench; how many passes a rival takes is not known from outside."""
     methods = {
         way.label: {
             "method": way.label,
@@ -158,7 +158,12 @@ def summed(answers: Sequence[Answer], ways: Sequence[Contender]) -> dict[str, An
         }
         for way in ways
     }
-    return report.summarise(answers, methods)
+    found = report.summarise(answers, methods)
+    outside = [way.label for way in ways if way.method in (LLAMA, OPENVINO, INT4)]
+    for figures in (*found[report.ALL].values(), *found[report.WITHOUT_LOOPS].values()):
+        for label in outside:
+            figures[label]["compression_rate"] = None
+    return found
 
 
 def over_first(answers: Sequence[Answer], labels: Sequence[str]) -> str:

@@ -1,8 +1,8 @@
 """Settings that suit this machine: `selfspec tune` writes them, the facade reads them by itself.
 
-A JSON file in the user's cache folder for each combination of heads (or none), model, dtype,
-executor, processor and threads; a broken one is ignored. Where nothing was tuned, what rows and
-heads cost is measured when it is first wanted, and kept likewise.
+A JSON file in the user's cache folder for each combination of heads (or none), model, dtype, bytes
+of weights, executor, processor and threads; a broken one is ignored. Where nothing was tuned, what
+rows and heads cost is measured when it is first wanted, and kept likewise.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ def conditions(backbone: Backbone, heads: ExitHeads | None) -> dict[str, Any]:
         "base": base,
         "dtype": str(backbone.dtype).removeprefix("torch."),
         "executor": backbone.executor_name,
+        "weight_bytes": backbone.weight_bytes,  # rows beside blocks cost more than beside numbers
         "processor": processor(backbone.device),
         "threads": torch.get_num_threads(),
     }

@@ -16,10 +16,12 @@ from selfspec.api.speculator import wrap
 from selfspec.cli.base import SPECULATION, merged
 from selfspec.config import SpeculationOptions
 from selfspec.heads.exit_heads import ExitHeads
+from selfspec.hub.models import load_model
 from selfspec.model.backbone import Backbone
 from selfspec.options import Costs, Exit, Ngram
+from tests.gguf_models import write_model
 from tests.heads.kinds import make_heads, train
-from tests.models import make_model
+from tests.models import make_model, needs_compiler
 
 FIRST_COSTS = tuned.first_costs  # other tests do without
 
@@ -145,6 +147,18 @@ def test_another_model_dtype_number_of_threads_or_head_has_another_file(
     monkeypatch.setenv("XDG_CACHE_HOME", str(kept.parents[2]))
     same = make_heads("translator", backbone.unembedding, defaults={"drafter": "ngram"})
     assert tuned.path(backbone, same) == kept
+
+
+@needs_compiler
+def test_blocks_of_a_file_and_their_numbers_have_costs_of_their_own(tmp_path: Path) -> None:
+    """One model by its fingerprint; a row beside numbers costs less of a step."""
+    write_model(file := tmp_path / "it.gguf")
+    blocks, numbers = (
+        Backbone(load_model(file, dtype="float32", device="cpu", blocks=kept)[0])
+        for kept in (True, False)
+    )
+    assert blocks.fingerprint == numbers.fingerprint
+    assert tuned.path(blocks, None) != tuned.path(numbers, None)
 
 
 @pytest.mark.parametrize(
