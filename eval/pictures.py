@@ -345,6 +345,8 @@ NAMES = {
     compare.LLAMA + compare.LOOKUP: "llama.cpp, prompt lookup",
     compare.OPENVINO: "OpenVINO GenAI",
     compare.OPENVINO + compare.LOOKUP: "OpenVINO GenAI, prompt lookup",
+    compare.INT4: "OpenVINO GenAI, its int4",
+    compare.INT4 + compare.LOOKUP: "OpenVINO int4, prompt lookup",
     lab.PLAIN.label: "selfspec, no drafts",
     compare.DEFAULT: "selfspec",
     "ngram": "prompt lookup",

@@ -38,15 +38,15 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 29736,
+    "tests/": 29750,
     "model": 6609,
     "decoding": 5346,
     "training": 3989,
     "eval": 3029,
-    "eval/": 3640,
+    "eval/": 3647,
     "cli": 3354,
     "serve": 3124,
-    "api": 2400,
+    "api": 2401,
     "heads": 1777,
     "visualise": 1689,
     "hub": 1514,
