@@ -38,9 +38,9 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 29750,
+    "tests/": 29783,
     "model": 6609,
-    "decoding": 5346,
+    "decoding": 5393,
     "training": 3989,
     "eval": 3029,
     "eval/": 3647,

@@ -12,7 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, WatermarkingConfig
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    WatermarkingConfig,
+)
 from transformers.utils.generic import TransformersKwargs
 
 from selfspec.api.request import (
@@ -23,6 +28,7 @@ from selfspec.api.request import (
     refuse_other_decoding,
 )
 from selfspec.api.speculator import Speculator, wrap
+from selfspec.decoding.sampling import Sampler
 from selfspec.errors import InvalidOption
 from selfspec.model.parts import CACHE
 from tests.api.test_text import byte_level_bpe
@@ -201,6 +207,14 @@ def test_what_a_model_says_of_itself_means_what_it_means_in_transformers(
     monkeypatch.setattr(config, name, value)
     if name.startswith("max_") and config.max_new_tokens is config.max_length is None:
         more = {"max_new_tokens": 128}  # ours where nobody says
+    sampler = Sampler(LogitsProcessorList(), do_sample=True)
+
+    def ours(probs: Tensor, num_samples: int) -> Tensor:
+        """Theirs takes another way from numbers to a token of the same law."""
+        assert num_samples == 1
+        return torch.tensor([[sampler.draw(row)] for row in probs])
+
+    monkeypatch.setattr(torch, "multinomial", ours)
     torch.manual_seed(0)
     try:
         theirs = model.generate(ids, tokenizer=own.tokenizer, **more)

@@ -28,7 +28,6 @@ WAITING = {
     "nonzero": "shape",  # a result whose size depends on values
     "masked_select": "shape",
     "lift_fresh": "upload",  # a tensor from Python values: the host waits until it is copied
-    "multinomial": "draw",  # torch checks the law on the host, then draws
 }
 
 
@@ -137,9 +136,8 @@ def test_sampling_reads_once_per_verdict_and_draws(speculator: Speculator) -> No
         verdicts = entry.accepted + refused
         # where nothing of the law is left, the residual looks at its sum
         draws = drafted + 1
-        assert counts["draw"] == draws
-        assert counts["number"] == draws + verdicts + refused
-        assert counts["list"] == judged(entry)
+        assert counts["number"] == verdicts + refused
+        assert counts["list"] == judged(entry) + draws
 
 
 def test_sampling_with_a_seed_draws_once_per_draft_and_once_per_verdict(
@@ -149,9 +147,10 @@ def test_sampling_with_a_seed_draws_once_per_draft_and_once_per_verdict(
         speculator, drafter="exit:threshold=0.05", do_sample=True, seed=0
     ):
         draws = len(entry.draft_tokens) + len(entry.tokens)
-        assert (counts["draw"], counts["number"]) == (draws, draws)
-        assert counts["list"] == judged(entry)
-        assert not counts.keys() - {"draw", "number", "list"}
+        again = counts["upload"]  # where none of the likeliest tokens won the race
+        assert counts["list"] == judged(entry) + draws + again
+        assert again < draws
+        assert not counts.keys() - {"list", "upload"}
 
 
 def test_a_draft_model_reads_once_per_token(speculator: Speculator) -> None:

@@ -6,6 +6,7 @@ drafts, and whatever else is written at the same time, the text is that of plain
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -25,6 +26,7 @@ from selfspec.decoding.decode import rounds
 from selfspec.decoding.sampling import Sampler, mixed
 from selfspec.decoding.state import NoDrafter, alone
 from selfspec.decoding.stats import Stopwatch
+from selfspec.errors import InvalidOption
 from selfspec.model.backbone import Backbone
 from tests import ladder, laws
 from tests.ladder import TEMPERATURE, chi_square_p, enumerate_sequences
@@ -215,6 +217,24 @@ def test_sampled_sequences_follow_the_model_s_law_over_seeds() -> None:
     running = [engine.add(one, call.speculation) for one in asked]
     counts = Counter(tuple(Stream(one, call).drain().token_ids) for one in running)
     assert chi_square_p(counts, enumerate_sequences(model, ids, length, 4), seeds) > 0.001
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+def test_draws_from_many_tokens_follow_their_law(seeded: bool) -> None:
+    """Of 200 tokens only the likeliest 64 race by themselves; they have 54 % of this law."""
+    law = torch.arange(1.0, 201.0)
+    law, sampler = law / law.sum(), sampler_of(4)
+    drawn = (sampler.draw(law, at if seeded else None) for at in range(20_000))
+    counts = Counter((token,) for token in drawn)
+    expected: laws.Law = {(token,): chance for token, chance in enumerate(law.tolist())}
+    assert chi_square_p(counts, expected, counts.total()) > 0.001
+
+
+@pytest.mark.parametrize("place", [None, 3])
+def test_what_is_no_law_is_refused(place: int | None) -> None:
+    for value in (0.0, math.nan, math.inf):
+        with pytest.raises(InvalidOption, match="no distribution to draw from"):
+            sampler_of(0).draw(torch.full((100,), value), place)
 
 
 # Draws with the same seed and place
