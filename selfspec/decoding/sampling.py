@@ -406,7 +406,8 @@ def _uniform(number: int, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     found = (found ^ (found >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     found = (found ^ (found >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     found ^= found >> np.uint64(31)
-    return ((found >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    shares: np.ndarray[Any, Any] = ((found >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    return shares
 
 
 def _check_whole(whole: float) -> None:

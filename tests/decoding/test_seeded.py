@@ -225,7 +225,7 @@ def test_draws_from_many_tokens_follow_their_law(seeded: bool) -> None:
     law = torch.arange(1.0, 201.0)
     law, sampler = law / law.sum(), sampler_of(4)
     drawn = (sampler.draw(law, at if seeded else None) for at in range(20_000))
-    counts = Counter((token,) for token in drawn)
+    counts = Counter[tuple[int, ...]]((token,) for token in drawn)
     expected: laws.Law = {(token,): chance for token, chance in enumerate(law.tolist())}
     assert chi_square_p(counts, expected, counts.total()) > 0.001
 
