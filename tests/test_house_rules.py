@@ -38,7 +38,7 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 29783,
+    "tests/": 29784,
     "model": 6609,
     "decoding": 5394,
     "training": 3989,

@@ -28,8 +28,8 @@ from selfspec.options import Exit, Ngram, as_text, settings_text
 NEW_TOKENS = 64
 """Of each answer at most."""
 
-ANSWERS = 8
-"""Times that a prompt is answered, about, on average."""
+ANSWERS = 16
+"""Time that a prompt takes at most, in plain answers: some settings do not pay."""
 
 _STAGES = 3
 """Each has a third of the prompts to choose by, and drops two settings of three."""
