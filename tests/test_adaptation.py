@@ -88,7 +88,7 @@ def replaced(report: Report, folder: Path) -> str:
 def test_with_more_time_it_writes_more_text_and_the_heads_learn_on(folder: Path) -> None:
     before = json.loads((folder / STATE).read_text())
     text = (folder / TEXT).read_bytes()
-    report = made(folder, budget="30s")
+    report = made(folder, budget="60s")
     assert report.answer_tokens > before["tokens"]
     assert (folder / TEXT).read_bytes().startswith(text)
     assert report.spent_s > before["spent_s"]
