@@ -1,7 +1,7 @@
 r"""What one thing costs by how many rows it has: all of a kind in turns, medians, in milliseconds.
 
     python -m eval.micro split --output results/split      # what a pass spends its time on
-    python -m eval.micro linear --output results/products
+    python -m eval.micro linear --output results/linear
     python -m eval.micro passes --python PYTHON --output results/passes  # beside llama.cpp
     python -m eval.micro prompts --output results/prompts  # first token and memory, by length
     python -m eval.micro sizes --models A.gguf,B.gguf --output results/sizes  # drafts, simulated
@@ -154,7 +154,7 @@ def linear(
     cold_mb: Annotated[int, typer.Option(help="Weights that no cache holds.")] = 200,
     repeats: lab.Repeats = 5,
 ) -> None:
-    """The linear layers of a layer, by our kernels and by torch's.
+    """The linear layers of a decoder layer, by our kernels and by torch's.
 
     Weights come from memory, as in a step: as many copies in turn as no cache holds. Beside the
     times: what part of the memory's rate one row reaches, and of the arithmetic's the most rows.

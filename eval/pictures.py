@@ -4,16 +4,14 @@
     python -m eval.pictures gallery code story    some of it
     python -m eval.pictures pages docs/images     the chat, from a server of its own, and a trace
     python -m eval.pictures race docs/images --dtype float32
-    python -m eval.pictures bars SUMMARY docs/images   a summary.json
-    python -m eval.pictures bars SUMMARY docs/images --over plain --name policies
+    python -m eval.pictures bars results/rivals/summary.json docs/images
 
 `gallery`: `selfspec trace --html NAME.html ..` becomes docs/gallery/NAME.jsonl.xz, the trace of
 which docs/hooks.py makes the page, and its card, docs/images/gallery/NAME.png. Nothing is timed, so
 that pages are the same wherever they are made. `pages` needs the packages of `serve`, playwright
 and a Chromium. `race`: one answer appears twice, by `model.generate` and by selfspec, each piece of
 text when it came, at true speed, over and over; who wants no motion sees both texts whole. Nothing
-else should run on the machine. `bars`: how fast each way answers, by `eval.compare --numbers` or
-`selfspec bench`.
+else should run on the machine. `bars`: how fast each way answers, by `eval.compare --numbers`.
 """
 
 from __future__ import annotations
@@ -349,51 +347,41 @@ NAMES = {
     compare.INT4 + compare.LOOKUP: "OpenVINO int4, prompt lookup",
     lab.PLAIN.label: "selfspec, no drafts",
     compare.DEFAULT: "selfspec",
-    "ngram": "prompt lookup",
-    "ngram+successors": "and successors (Token Recycling)",
-    "lookahead": "lookahead, 3, 2, 2",
-    "lookahead-5-7-7": "lookahead, 5, 7, 7",
-    "rest": "a datastore (REST)",
-    "ngram+rest": "prompt lookup and a datastore",
-    "swift": "layers left out (SWIFT)",
-    "speculation": "exit heads, never pausing",
-    "ngram+exit": "prompt lookup and exit heads",
 }
-OURS = (lab.PLAIN.label, compare.DEFAULT, "ngram+exit")
-BASES = {compare.THEIRS: "model.generate", lab.PLAIN.label: "decoding without drafts"}
 LEFT, FIRST, ROW, THICK = 260, 54, 34, 20
 LONGEST = WIDTH - LEFT - 90
 
 
 @app.command()
-def bars(summary: Path, folder: Path, over: str = compare.THEIRS, name: str = "speed") -> None:
-    """NAME-light.svg and NAME-dark.svg: times as fast as another way, prompt included.
+def bars(summary: Path, folder: Path) -> None:
+    """speed-light.svg and speed-dark.svg: times as fast as `model.generate`, prompt included.
 
-    Raises KeyError for a result without that one (Hugging Face: `--numbers`).
+    Raises KeyError for a result without Hugging Face (`--numbers`).
     """
     overall = json.loads(summary.read_text(encoding="utf-8"))["all"]["overall"]
-    times = {way: overall[way][f"over_{over}"]["ratio"] for way in NAMES if way in overall}
-    drawn(folder, name, partial(bars_drawn, times, f"Times as fast as {BASES[over]}"))
+    base = f"over_{compare.THEIRS}"
+    times = {name: overall[name][base]["ratio"] for name in NAMES if name in overall}
+    drawn(folder, "speed", partial(bars_drawn, times))
 
 
-def bars_drawn(times: dict[str, float], title: str, look: Look) -> str:
+def bars_drawn(times: dict[str, float], look: Look) -> str:
     """A bar each, the slowest first."""
-    most, rows = max(times.values()), list[str]()
-    digits = 1 if most > 2 else 2
+    most = max(times.values())
+    rows = []
     for place, (name, value) in enumerate(sorted(times.items(), key=lambda entry: entry[1])):
-        y, ours = FIRST + ROW * place, name in OURS
-        weight, length = 700 if name in OURS[1:] else 400, LONGEST * value / most
+        y, ours = FIRST + ROW * place, name in (lab.PLAIN.label, compare.DEFAULT)
+        weight, length = 700 if name == compare.DEFAULT else 400, LONGEST * value / most
         colour = look["good" if ours else "other"]
         rows += [
             label(NAMES[name], LEFT - 14, y + 15, look["ink"], weight=weight, anchor="end"),
             f'<rect x="{LEFT}" y="{y}" width="{length:.1f}" height="{THICK}" rx="3" '
             f'fill="{colour}"/>',
-            label(f"{value:.{digits}f}×", LEFT + length + 10, y + 15, look["ink"], weight=weight),
+            label(f"{value:.1f}×", LEFT + length + 10, y + 15, look["ink"], weight=weight),
         ]
-    head = label(title, 18, 34, look["dim"])
-    told = ", ".join(f"{NAMES[name]} {value:.2f}" for name, value in times.items())
+    head = label("Times as fast as model.generate", 18, 34, look["dim"])
+    told = ", ".join(f"{NAMES[name]} {value:.1f}" for name, value in times.items())
     height = FIRST + ROW * len(times) + 10
-    return document(WIDTH, height, look, f"{title}: {told}", head + "".join(rows))
+    return document(WIDTH, height, look, f"Times as fast: {told}", head + "".join(rows))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ MOST_LINES = {
     "decoding": 5394,
     "training": 3989,
     "eval": 3029,
-    "eval/": 3647,
+    "eval/": 3635,
     "cli": 3354,
     "serve": 3124,
     "api": 2401,

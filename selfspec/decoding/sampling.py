@@ -323,8 +323,8 @@ class Sampler:
     def draw(self, probs: Tensor, place: int | None = None) -> int:
         """One token from [V], behind `place` ids, to which a seed ties it; None: to no place.
 
-        `torch.multinomial` takes an exponential number for each of [V], a millisecond for 49,152 of
-        them. Raises InvalidOption where [V] is no distribution.
+        Not by `torch.multinomial`, which takes an exponential number for each of [V]. Raises
+        InvalidOption where [V] is no distribution.
         """
         if self.seed is not None and place is not None:
             return _raced(probs, mixed(self.seed, place - self.pad))

@@ -1,4 +1,4 @@
-"""What `bench` and `tune` are asked, prompts to measure on, answers to them, statistics of these.
+"""What `bench` is asked, prompts to measure on, answers to them, statistics of these.
 
 Suites: a name or a file comes in, questions by task group go out. Answers: one record per prompt
 and turn, as lines of a file that `bench` writes while it runs. Imports no torch by itself, because
