@@ -94,6 +94,8 @@ def main(
     busy: Annotated[int, typer.Option(help="Other processes that compute meanwhile.")] = 0,
 ) -> None:
     """Measure, then write."""
+    if int4 is not None and openvino is None:
+        raise InvalidOption("int4 is a folder for OpenVINO. Give --openvino, or leave it out")
     torch.set_num_threads(threads)
     speculator = lab.loaded(model, heads, dtype, executor)
     asked = lab.first_turns(suite, questions, limit)

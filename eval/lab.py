@@ -178,11 +178,15 @@ def untrained(
 def answering(command: Sequence[str], **where: Any) -> Iterator[Ask]:
     """A process that answers one line of JSON with another, until its input ends.
 
-    Its Ask raises InvalidOption where the process has ended.
+    Raises InvalidOption where it cannot be started; its Ask does where it has ended.
     """
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **where
-    ) as process:
+    try:
+        started = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **where
+        )
+    except OSError as error:
+        raise InvalidOption(f"cannot run {command[0]}: {error.strerror}") from error
+    with started as process:
         there, back = cast(IO[str], process.stdin), cast(IO[str], process.stdout)
 
         def ask(request: Mapping[str, Any]) -> dict[str, Any]:

@@ -215,7 +215,7 @@ def one_layer(
     found: dict[str, dict[int, float]] = {name: {} for name in kernels}
     for rows in counts:
         x = torch.randn(rows, inner).to(dtype)
-        works = {name: partial(_every, products, x) for name, products in kernels.items()}
+        works = {name: partial(_every, layers, x) for name, layers in kernels.items()}
         for name, seconds in clock.seconds(works).items():
             found[name][rows] = seconds / copies
             if found[name][rows] > _PATIENCE_S:

@@ -38,12 +38,12 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 29784,
+    "tests/": 29792,
     "model": 6609,
     "decoding": 5394,
     "training": 3989,
     "eval": 3029,
-    "eval/": 3635,
+    "eval/": 3641,
     "cli": 3354,
     "serve": 3124,
     "api": 2401,

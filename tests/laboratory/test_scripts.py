@@ -241,6 +241,14 @@ def test_all_ways_answer_in_turns(tmp_path: Path) -> None:
     assert "| numbers, chain " in page
 
 
+def test_who_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidOption, match="Give --openvino"):
+        compare.main(tmp_path, int4=tmp_path)
+    nowhere = str(tmp_path / "python")
+    with pytest.raises(InvalidOption, match="python: No such file"), lab.answering([nowhere]):
+        pass
+
+
 @pytest.mark.usefixtures("stand_in")
 def test_passes_of_all_are_timed(tmp_path: Path) -> None:
     micro.passes(
