@@ -26,7 +26,7 @@ CONSTANTS: tuple[Mapping[str, int], ...] = ({"BFLOAT16": 0}, {"BFLOAT16": 1})
 """What a wheel has libraries of: each source in KERNELS with each of the constants."""
 
 _FLAGS = (
-    *("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC"),
+    *("-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC"),
     "-fno-thread-jumps",  # else a bounded exponential is divided twice, once to a slow denormal
 )
 """None of them lets results differ between two runs of one library."""

@@ -8,14 +8,13 @@ namespace {
 
 // How the weights of a panel are kept.
 struct Form {
-  // By rows, from one on.
-  void (*multiply[ROWS_OF_BLOCKS])(long first, long end, long count, Block<const Input> x,
-                                   Block<const float> totals, const uint8_t* panel, long size,
-                                   Block<float> sums);
+  using Multiply = void(long first, long end, long count, Block<const Input> x,
+                        Block<const float> totals, const uint8_t* panel, long size, Block<float> sums);
+  using MultiplyReady = void(long first, long end, Block<const Input> x, Block<const float> totals,
+                             const Ready* ready, Block<float> sums);
+  std::array<Multiply*, ROWS_OF_BLOCKS> multiply;  // by rows, from one on
   void (*make_ready)(const uint8_t* panel, long first, long end, Ready* to);
-  void (*multiply_ready[ROWS_OF_BLOCKS])(long first, long end, Block<const Input> x,
-                                         Block<const float> totals, const Ready* ready,
-                                         Block<float> sums);
+  std::array<MultiplyReady*, ROWS_OF_BLOCKS> multiply_ready;
   void (*multiply_tiles)(long in, long groups, long height, long count, Block<const Input> x,
                          const float* totals, const uint8_t* panel, long size,
                          Block<float> sums);  // if any
@@ -35,22 +34,18 @@ constexpr auto tiles_of() -> decltype(Form::multiply_tiles) {
   return nullptr;
 }
 
-template <int BITS, int GROUP, Scale SCALE, int OFFSET, int... ROWS>
-constexpr Form form_with(std::integer_sequence<int, ROWS...>) {
+template <int BITS, int GROUP, Scale SCALE, int OFFSET>
+constexpr Form form_of() {
   using As = Kept<BITS, GROUP, SCALE, OFFSET>;
-  return {{As::template multiply<ROWS + 1>...},
+  constexpr std::make_integer_sequence<int, ROWS_OF_BLOCKS> rows;
+  return {each(rows, []<int ROWS>() { return &As::template multiply<ROWS>; }),
           As::make_ready,
-          {multiply_ready<GROUP, As::LEAST, ROWS + 1>...},
+          each(rows, []<int ROWS>() { return &multiply_ready<GROUP, As::LEAST, ROWS>; }),
           tiles_of<As>(),
           As::put,
           As::PLACED,
           SCALE, GROUP, OFFSET, As::UNIT, As::PARTS, As::HEAD, As::SMALL, As::GROUP_BYTES,
           As::UNIT_BYTES};
-}
-
-template <int BITS, int GROUP, Scale SCALE, int OFFSET>
-constexpr Form form_of() {
-  return form_with<BITS, GROUP, SCALE, OFFSET>(std::make_integer_sequence<int, ROWS_OF_BLOCKS>());
 }
 
 enum FormNumber {

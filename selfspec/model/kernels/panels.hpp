@@ -7,6 +7,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <type_traits>
 #include <utility>
 
@@ -48,12 +49,11 @@ struct Float32 {
   static void prepare(const Number* row, long count, Input* to) { std::copy(row, row + count, to); }
 };
 
-struct Bfloat16 {  // two weights side by side
-  static constexpr int STEP = 2;
-
+// Two weights side by side.
 #ifdef __AVX512BF16__
+struct Bfloat16 {
   using Input = uint32_t;  // two numbers
-  static constexpr int INPUTS = 1, TERMS = 1;
+  static constexpr int STEP = 2, INPUTS = 1, TERMS = 1;
 
   static void load(const Number* weights, Bits* terms) { *terms = *(const Words*)weights; }
   static __m512bh spread(Input pair) { return (__m512bh)_mm512_set1_epi32(int(pair)); }
@@ -64,24 +64,21 @@ struct Bfloat16 {  // two weights side by side
     std::memcpy(to, row, count / 2 * sizeof(Input));
     if (count % 2) to[count / 2] = row[count - 1];
   }
+};
 #else
-  using Input = float;
-  static constexpr int INPUTS = 2, TERMS = 2;
+struct Bfloat16 : Float32 {
+  static constexpr int STEP = 2, INPUTS = 2, TERMS = 2;
 
   static void load(const Number* weights, Bits* terms) {
     const Bits pairs = *(const Words*)weights;
     terms[0] = pairs << 16, terms[1] = pairs & 0xffff0000u;
   }
-  static Vector spread(Input number) { return Float32::spread(number); }
-  static Vector add(Vector sum, Bits weights, Vector input) {
-    return Float32::add(sum, weights, input);
-  }
   static void prepare(const Number* row, long count, Input* to) {
     for (long j = 0; j < count; j++) to[j] = wide(row[j]);
     if (count % 2) to[count] = 0;
   }
-#endif
 };
+#endif
 
 using Kind = std::conditional_t<BFLOAT16, Bfloat16, Float32>;
 using Input = Kind::Input;
@@ -138,31 +135,24 @@ constexpr int panels_at_once(long rows) {
   return int(std::min<long>(MOST_PANELS, std::max<long>(1, SUMS / VECTORS / rows)));
 }
 
+// `make<I + 1>()` for each I, in an array.
+template <int... I>
+constexpr auto each(std::integer_sequence<int, I...>, const auto& make) {
+  return std::array{make.template operator()<I + 1>()...};
+}
+
 // Any number of panels, in groups as even as registers allow: few sums alone would wait for
 // themselves.
-template <int ROWS, int... PANELS>
-void share(std::integer_sequence<int, PANELS...>, long count, long steps, Block<const Input> x,
-           Block<const Number> w, Block<float> sums, long ahead) {
-  static constexpr decltype(&group<ROWS, 1>) all[] = {group<ROWS, PANELS + 1>...};
-  const long groups = up(count, sizeof...(PANELS));
+template <int ROWS>
+void panels(long count, long steps, Block<const Input> x, Block<const Number> w, Block<float> sums,
+            long ahead) {
+  static constexpr auto all = each(std::make_integer_sequence<int, panels_at_once(ROWS)>(),
+                                   []<int PANELS>() { return &group<ROWS, PANELS>; });
+  const long groups = up(count, all.size());
   for (long g = 0; g < groups; g++) {
     const long first = count * g / groups, last = count * (g + 1) / groups;
     all[last - first - 1](steps, x, w.from_panel(first), sums.from_panel(first), ahead);
   }
-}
-
-template <int ROWS>
-void panels(long count, long steps, Block<const Input> x, Block<const Number> w, Block<float> sums,
-            long ahead) {
-  constexpr int MOST = panels_at_once(ROWS);
-  share<ROWS>(std::make_integer_sequence<int, MOST>(), count, steps, x, w, sums, ahead);
-}
-
-template <int... ROWS>
-void choose(std::integer_sequence<int, ROWS...>, long rows, long count, long steps,
-            Block<const Input> x, Block<const Number> w, Block<float> sums, long ahead) {
-  static constexpr decltype(&panels<1>) all[] = {panels<ROWS + 1>...};
-  all[rows - 1](count, steps, x, w, sums, ahead);
 }
 
 constexpr long groups_of(long rows) { return up(rows, MOST_ROWS); }
@@ -170,11 +160,12 @@ constexpr long groups_of(long rows) { return up(rows, MOST_ROWS); }
 // Any number of rows, in groups that differ by one row at most.
 inline void multiply(long rows, long count, long steps, Block<const Input> x, Block<const Number> w,
                      Block<float> sums, long ahead) {
+  static constexpr auto all = each(std::make_integer_sequence<int, MOST_ROWS>(),
+                                   []<int ROWS>() { return &panels<ROWS>; });
   const long groups = groups_of(rows);
   for (long g = 0; g < groups; g++) {
     const long first = rows * g / groups, last = rows * (g + 1) / groups;
-    choose(std::make_integer_sequence<int, MOST_ROWS>(), last - first, count, steps,
-           x.from_row(first), w, sums.from_row(first), ahead);
+    all[last - first - 1](count, steps, x.from_row(first), w, sums.from_row(first), ahead);
   }
 }
 
