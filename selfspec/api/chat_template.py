@@ -34,13 +34,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NAMES = ("alpaca", "chatml", "llama-2", "vicuna", "zephyr")
-"""Files in `templates`, each of which names its source."""
+NAMES = ("alpaca", "chatml", "llama-2", "vicuna", "zephyr")  # files in `templates`
 
+# what a model's name may say of its template
 _HINTS = {"llama-?2.*chat": "llama-2", "hermes|dolphin|chatml": "chatml"}
 _HINTS |= {name: name for name in ("vicuna", "alpaca", "zephyr")}
-"""What a model's name may say of its template."""
-
 # stand for turns of unknown text; letters only, so that no template trims or escapes them
 _ASKED, _ANSWER, _NEXT = "selfspecasked", "selfspecanswer", "selfspecnext"
 
@@ -60,12 +58,16 @@ class TurnEnd(NamedTuple):
             return {}
         base: Any = model.generation_config
         ends = getattr(given.get("generation_config"), "eos_token_id", None)
-        ends = base.eos_token_id if ends is None else ends
-        own = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        own = listed(base.eos_token_id if ends is None else ends)
         return {"eos_token_id": sorted({*own, self.token})}
 
 
 NO_END = TurnEnd()
+
+
+def listed(ends: int | list[int] | None) -> list[int]:
+    """End tokens, as a config has them."""
+    return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
 
 def read(given: str | Path) -> str:
@@ -84,13 +86,16 @@ def read(given: str | Path) -> str:
         raise InvalidOption(f"cannot take the chat template: {error}") from error
 
 
+def _built_in(name: str) -> str:
+    file = resources.files(__package__) / "templates" / f"{name}.jinja"
+    return file.read_text(encoding="utf-8")
+
+
 def name_of(template: str) -> str:
     """The name of a built-in template; of any other its beginning."""
-    for name in NAMES:
-        if _built_in(name) == template:
-            return name
     words = " ".join(template.split())
-    return words if len(words) <= 40 else f"{words[:40]}…"
+    beginning = words if len(words) <= 40 else f"{words[:40]}…"
+    return next((name for name in NAMES if _built_in(name) == template), beginning)
 
 
 def having(tokenizer: PreTrainedTokenizerBase, template: str) -> PreTrainedTokenizerBase:
@@ -119,10 +124,7 @@ def chosen(
     heads: ExitHeads | None,
     label: str,
 ) -> tuple[PreTrainedTokenizerBase | None, TurnEnd]:
-    """The tokenizer with the template to use, the given one before that of the heads.
-
-    And how turns end under it. Raises InvalidOption for a template without a tokenizer.
-    """
+    """The tokenizer with the template to use, the given one before the heads'; how turns end."""
     fitted = None if heads is None else heads.config.chat_template
     if given is not None and fitted not in (None, given):
         logger.warning(
@@ -149,19 +151,13 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd:
     except InvalidPrompt:
         return NO_END  # it is for one turn
     behind = text.partition(_ANSWER)[2].partition(_NEXT)[0].strip()
-    end = behind.split("\n")[0].strip()
-    own = tokenizer.eos_token
+    end, own = behind.partition("\n")[0].strip(), tokenizer.eos_token
     if not end or (own and end.startswith(str(own))):
         return NO_END
     ids = tokenizer(end, add_special_tokens=False)["input_ids"]
     if len(ids) == 1 and ids[0] in tokenizer.added_tokens_decoder:
         return TurnEnd(token=int(ids[0]))
     return TurnEnd(text=end)
-
-
-def _built_in(name: str) -> str:
-    file = resources.files(__package__) / "templates" / f"{name}.jinja"
-    return file.read_text(encoding="utf-8")
 
 
 def _tried(template: str, where: str) -> str:
@@ -190,11 +186,8 @@ def _said(role: str, content: str) -> dict[str, str]:
 
 # --- running a template ---------------------------------------------------------------------------
 
-_MOST_CHARACTERS = 1 << 20
-"""Most characters of a rendered text, and eight more for each that comes in."""
-
-_KEPT = 2
-"""Processes that wait for work, of 25 MB each; while more threads ask there are more."""
+_MOST_CHARACTERS = 1 << 20  # of a rendered text, and eight more for each that comes in
+_KEPT = 2  # processes that wait for work, of 25 MB each; while more threads ask there are more
 
 
 class CannotRender(Exception):
@@ -212,11 +205,7 @@ def templated(
     tools: list[Any] | None = None,
     add_generation_prompt: bool = False,
 ) -> str:
-    """The text that `apply_chat_template` gives.
-
-    Raises InvalidPrompt for messages that the template does not take, for its own mistakes, and for
-    one that runs without end or fills the memory.
-    """
+    """The text that `apply_chat_template` gives. Raises InvalidPrompt, whatever goes wrong."""
     try:
         template = tokenizer.get_chat_template(tools=tools)
         tokens = [name for name in tokenizer.special_tokens_map if name.isidentifier()]
@@ -260,8 +249,8 @@ def _rendered(template: str, variables: str) -> str:
     if not said:
         late = f"it ran for more than {rendering.SECONDS} s"
         reasons = {rendering.LATE: late, rendering.FULL: "it fills the memory"}
-        status = child.returncode
-        raise CannotRender(reasons.get(status, f"it ended its process with status {status}"))
+        other = f"it ended its process with status {child.returncode}"
+        raise CannotRender(reasons.get(child.returncode, other))
     text, reason, number = json.loads(said)
     if text is None:
         raise CannotRender(reason, number)
@@ -275,7 +264,7 @@ def start_renderer() -> None:
     """Have a process at hand: it starts while the caller does something else."""
     if not _idle:
         with suppress(CannotRender):
-            _idle.append(_new())
+            _idle.append(_taken())
 
 
 def _taken() -> subprocess.Popen[str]:
@@ -284,10 +273,6 @@ def _taken() -> subprocess.Popen[str]:
         while (child := _idle.pop()).poll() is not None:
             _end(child)
         return child
-    return _new()
-
-
-def _new() -> subprocess.Popen[str]:
     try:
         return subprocess.Popen(
             [sys.executable, rendering.__file__],

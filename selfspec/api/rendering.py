@@ -1,10 +1,9 @@
 """A program that renders chat templates for `chat_template`, which runs this file as a process.
 
-Comes in: a line of JSON for each text, `[template, variables, most characters]`. Goes out: a line
-of JSON, `[text, null, null]`, or `[null, reason, line of the template]`. A template is a stranger's
-program, and no list of what a program may do is complete: within `10**(10**9)` no other Python code
-runs. So the process may have `MEMORY` bytes, and the system ends it after `SECONDS`. It imports
-jinja2 and nothing that takes longer; templates may use what transformers lets them use.
+For each line of JSON, `[template, variables, most characters]`, it writes one: `[text, null, null]`
+or `[null, reason, line of the template]`. A template is a stranger's program, and within
+`10**(10**9)` no other Python code runs: so the process may have `MEMORY` bytes, and the system ends
+it after `SECONDS`. Templates may use what transformers lets them use.
 """
 
 from __future__ import annotations
@@ -28,20 +27,10 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace as AnyNamespace
 
-MEMORY = 256 << 20
-"""Bytes of address space; the program itself takes 30 MB."""
-
-SECONDS = 1.5
-"""Processor time, so that a busy machine refuses none: a hundred turns take milliseconds."""
-
-FULL = 3
-"""Exit status of a process that had no more memory."""
-
-LATE = -getattr(signal, "SIGPROF", -1)
-"""Exit status of one whose time was up."""
-
-_MOST_REASON = 500
-"""Characters."""
+MEMORY = 256 << 20  # bytes of address space; the program itself takes 30 MB
+SECONDS = 1.5  # of the processor, so that a busy machine refuses none: texts take milliseconds
+FULL = 3  # exit status of a process that had no more memory
+LATE = -getattr(signal, "SIGPROF", -1)  # and of one whose time was up
 
 
 class Generation(Extension):
@@ -63,18 +52,14 @@ class Namespace(AnyNamespace):
     """Takes no name with an underscore in front: those lead into Python."""
 
     def __init__(self, /, *given: Any, **values: Any) -> None:
-        for name in dict(*given, **values):
-            _check_name(name)
-        super().__init__(*given, **values)
+        super().__init__()
+        for name, value in dict(*given, **values).items():
+            self[name] = value
 
     def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
+        if str(name).startswith("_"):
+            raise SecurityError(f"a namespace cannot have {name!r}")
         super().__setitem__(name, value)
-
-
-def _check_name(name: Any) -> None:
-    if str(name).startswith("_"):
-        raise SecurityError(f"a namespace cannot have {name!r}")
 
 
 def _tojson(
@@ -93,8 +78,8 @@ def _raise(message: str) -> None:
 
 
 @functools.lru_cache(maxsize=8)
-def compiled(template: str) -> Template:
-    """The template, with what transformers gives to templates."""
+def _compiled(template: str) -> Template:
+    """With what transformers gives to templates."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, LoopControls]
     )
@@ -108,15 +93,14 @@ def compiled(template: str) -> Template:
     return environment.from_string(template)
 
 
-def answer(line: str) -> list[Any]:
-    """What is answered to one line."""
+def _answer(line: str) -> list[Any]:
     template, variables, most = json.loads(line)
     try:
-        text = compiled(template).render(json.loads(variables))
+        text = _compiled(template).render(json.loads(variables))
     except MemoryError:
         raise
     except Exception as error:  # noqa: BLE001  # a program from outside fails with anything
-        reason = " ".join(str(error)[:_MOST_REASON].split()) or type(error).__name__
+        reason = " ".join(str(error)[:500].split()) or type(error).__name__
         return [None, reason, getattr(error, "lineno", None)]
     if len(text) > most:
         return [None, f"it writes more than {most:,} characters", None]
@@ -133,7 +117,7 @@ def main() -> None:
     for line in sys.stdin:
         _end_after(SECONDS)
         try:
-            said = json.dumps(answer(line))
+            said = json.dumps(_answer(line))
         except MemoryError:
             os._exit(FULL)
         _end_after(0)

@@ -17,23 +17,18 @@ import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
-    LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
     StoppingCriteriaList,
 )
-from transformers.generation.stopping_criteria import (
-    ConfidenceCriteria,
-    EosTokenCriteria,
-    MaxLengthCriteria,
-    StopStringCriteria,
-)
+from transformers.generation import stopping_criteria as stopping
 from transformers.generation.streamers import BaseStreamer
 
 from selfspec.config import (
     DEFAULT_MAX_NEW_TOKENS,
+    GRAMMAR_KEYWORDS,
     OPTION_NAMES,
     GenerateOptions,
     Grammar,
@@ -41,6 +36,7 @@ from selfspec.config import (
     check_grammar,
     check_ranges,
     matcher_class,
+    wanted_grammar,
 )
 from selfspec.decoding.decode import StopRule, remind
 from selfspec.decoding.engine import Asked
@@ -59,8 +55,7 @@ from selfspec.typed import annotations_of, check_keys, check_types, shown
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_LENGTHS = ("max_new_tokens", "max_length", "generation_config")
-"""Keywords that say how long an answer may get."""
+_LENGTHS = ("max_new_tokens", "max_length", "generation_config")  # say how long an answer gets
 
 _TOKENS = (
     *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens"),
@@ -72,9 +67,7 @@ _REFUSALS = (AttributeError, LookupError, ArithmeticError, RuntimeError, TypeErr
 """What transformers raises for keywords that it cannot make sense of."""
 
 _KEPT = 32  # grammars that were read, and are kept for the next answers
-
-_DRAWING = frozenset({"temperature", "top_k", "top_p", "min_p"})
-"""Keywords that mean nothing to greedy decoding."""
+_DRAWING = frozenset({"temperature", "top_k", "top_p", "min_p"})  # mean nothing to greedy decoding
 
 HONOURED = frozenset(
     {
@@ -139,42 +132,23 @@ anything: of the logits only the last are used."""
 class Request:
     """What one call asks for: prompts, rules, how to draft, and who listens."""
 
-    input_ids: Tensor
-    """[B, P], left-padded."""
-    pads: list[int]
-    """Padding ids in front of each row."""
+    input_ids: Tensor  # [B, P], left-padded
+    pads: list[int]  # padding ids in front of each row
     sampler: Sampler
-    max_length: int
-    """Most ids, prompt and padding included."""
+    max_length: int  # most ids, prompt and padding included
     end_tokens: frozenset[int]
-    criteria: StoppingCriteriaList
-    """What else ends an answer, for all rows."""
-    max_time: float | None = None
-    """Seconds for each row, from its own start."""
-    made_for: int
-    """Positions that the model was made for."""
-    position_limit: int | None = None
-    """Positions that it can compute, if there is an end of them."""
+    criteria: StoppingCriteriaList  # what else ends an answer, for all rows
+    max_time: float | None = None  # seconds for each row, from its own start
+    made_for: int  # positions that the model was made for
+    position_limit: int | None = None  # positions that it can compute, if there is an end of them
     pad_token_id: int
     return_dict: bool
-    logprobs: int | None = None
-    """How many likely tokens to note beside each; None: nothing is noted."""
+    logprobs: int | None = None  # likely tokens to note beside each; None: nothing is noted
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     tokenizer: PreTrainedTokenizerBase | None = None
-    streamer: BaseStreamer | None = None
-    """Hears of each token."""
-    greeted: bool = False
-    """Whether the streamer has the prompt already."""
-    end: str = ""
-    """What stands behind the answer and is not part of its text."""
-
-    def under(self, processor: LogitsProcessor) -> Request:
-        """The same with one more processor: behind those that rule out, before those that draw."""
-        processors = LogitsProcessorList(self.sampler.processors)
-        names = [type(one).__name__ for one in processors]
-        place = next((at for at, name in enumerate(names) if name.endswith("Warper")), len(names))
-        processors.insert(place, processor)
-        return replace(self, sampler=replace(self.sampler, processors=processors))
+    streamer: BaseStreamer | None = None  # hears of each token
+    greeted: bool = False  # whether the streamer has the prompt already
+    end: str = ""  # what stands behind the answer and is not part of its text
 
     def only(self) -> Asked:
         """The one sequence. Raises InvalidOption for more than one."""
@@ -183,10 +157,7 @@ class Request:
         return self.row(0)
 
     def row(self, row: int) -> Asked:
-        """One of the sequences, by itself; its clock starts now.
-
-        Raises InvalidOption if a processor or a criterion needs all rows.
-        """
+        """One of the sequences, whose clock starts now. Raises InvalidOption for what needs all."""
         rows, pad = len(self.pads), self.pads[row]
         own = [criterion_for(entry, row, rows, self.max_time) for entry in self.criteria]
         longest = self.max_length
@@ -204,10 +175,7 @@ class Request:
 
 
 def check_options(options: Mapping[str, Any], vocab_size: int) -> None:
-    """Raise InvalidOption for keywords of `generate` that do not exist or make no sense.
-
-    None stands for "not given", as it does in transformers.
-    """
+    """Raise InvalidOption for keywords of `generate` that make no sense; None is "not given"."""
     hints = annotations_of(GenerateOptions)
     check_keys(options, hints, "option")
     given = {name: value for name, value in options.items() if value is not None}
@@ -256,15 +224,15 @@ def _flat(values: Any) -> list[int]:
 def prepare(
     backbone: Backbone,
     tokenizer: PreTrainedTokenizerBase | None,
+    grammars: Grammars,
     input_ids: Tensor,
     options: Mapping[str, Any],
 ) -> Request:
-    """A Request from ids [B, P] and Hugging Face's keywords.
-
-    Raises InvalidPrompt, or InvalidOption for what Hugging Face or this runtime refuses.
-    """
+    """A Request from ids [B, P] and keywords of `generate`, Hugging Face's and ours."""
+    model, start = backbone.model, input_ids.shape[1]
+    rest = _for_transformers(options, start)
+    grammar = wanted_grammar({name: rest.pop(name, None) for name in GRAMMAR_KEYWORDS})
     backbone.check_ids(input_ids)
-    model, rest = backbone.model, dict(options)
     seed, logprobs = rest.pop("seed", None), rest.pop("logprobs", None)
     criteria = StoppingCriteriaList(rest.pop("stopping_criteria", None) or [])
     strings = wanted(model, rest, "stop_strings")
@@ -283,7 +251,7 @@ def prepare(
         # else a pad token within a prompt would be taken for padding
         rest["attention_mask"] = torch.ones_like(input_ids)
     if not any(rest.get(name) is not None for name in _LENGTHS):
-        rest.update(_default_length(backbone, input_ids.shape[1]))
+        rest.update(_default_length(backbone, start))
     try:
         prepared = model.generate(  # type: ignore[operator]  # typed as Tensor | Module upstream
             input_ids,
@@ -295,7 +263,37 @@ def prepare(
     except _REFUSALS as error:
         said = first_line(error)
         raise InvalidOption(f"{said}. Change that option, or leave it out") from error
-    return from_prepared(backbone, *prepared, seed=seed, logprobs=logprobs, tokenizer=tokenizer)
+    noted = {"logprobs": logprobs, "tokenizer": tokenizer}
+    request = from_prepared(backbone, *prepared, seed=seed, **noted)
+    if grammar is None:
+        return request
+    processors = LogitsProcessorList(request.sampler.processors)
+    # behind those that rule out, before those that draw
+    draw = (at for at, one in enumerate(processors) if type(one).__name__.endswith("Warper"))
+    mask = grammars.mask(grammar, request.end_tokens, request.input_ids.shape[1])
+    processors.insert(next(draw, len(processors)), mask)
+    return replace(request, sampler=replace(request.sampler, processors=processors))
+
+
+def _for_transformers(options: Mapping[str, Any], start: int) -> dict[str, Any]:
+    """`options` that say whether tokens are drawn, with penalties as a processor.
+
+    Temperature 0 is greedy, as in OpenAI's protocol; transformers refuses it. `start`: ids in front
+    of the answer.
+    """
+    rest = dict(options)
+    if rest.get("temperature") == 0:
+        rest = {name: value for name, value in rest.items() if name not in _DRAWING}
+        rest["do_sample"] = False
+    unsaid = rest.get("do_sample") is None and rest.get("generation_config") is None
+    if unsaid and any(rest.get(name) is not None for name in _DRAWING):
+        rest["do_sample"] = True
+    presence = rest.pop("presence_penalty", None) or 0.0
+    frequency = rest.pop("frequency_penalty", None) or 0.0
+    if presence or frequency:
+        processors = list(rest.get("logits_processor") or [])
+        rest["logits_processor"] = [*processors, OccurrencePenalty(presence, frequency, start)]
+    return rest
 
 
 def from_prepared(
@@ -309,10 +307,7 @@ def from_prepared(
     seed: int | None = None,
     **others: Any,
 ) -> Request:
-    """A Request from what Hugging Face hands to a `custom_generate` callable; `others`: its fields.
-
-    Raises InvalidPrompt, or InvalidOption for what cannot be honoured.
-    """
+    """A Request from what Hugging Face hands to a `custom_generate`; `others`: its fields."""
     backbone.check_ids(input_ids)
     refuse_other_decoding(config)
     refuse_model_keywords(model_kwargs, input_ids)
@@ -324,15 +319,15 @@ def from_prepared(
         )
     if length > backbone.max_positions:
         remind(backbone.max_positions)
-    lengths = [entry.max_length for entry in criteria if type(entry) is MaxLengthCriteria]
+    lengths = [entry.max_length for entry in criteria if type(entry) is stopping.MaxLengthCriteria]
     longest = min(lengths, default=config.max_length)
     if not isinstance(longest, int):
         raise InvalidOption(f"the longest length is {shown(longest)}, expected a whole number")
-    ends = (entry for entry in criteria if type(entry) is EosTokenCriteria)
-    kinds = (MaxLengthCriteria, EosTokenCriteria)
+    ends = (entry for entry in criteria if type(entry) is stopping.EosTokenCriteria)
+    kinds = (stopping.MaxLengthCriteria, stopping.EosTokenCriteria)
     sampler = Sampler(processors, bool(config.do_sample))
     pad = getattr(config, "_pad_token_tensor", None)  # else 0: then there is nothing to pad with
-    if any(isinstance(entry, ConfidenceCriteria) for entry in criteria):
+    if any(isinstance(entry, stopping.ConfidenceCriteria) for entry in criteria):
         raise InvalidOption("ConfidenceCriteria needs scores, which are not kept. Leave it out")
     return Request(
         input_ids=input_ids,
@@ -351,10 +346,7 @@ def from_prepared(
 
 
 def left_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[int]:
-    """Padding ids in front of each row of [B, P].
-
-    Raises InvalidPrompt for any other padding, InvalidOption for what is no mask over the ids.
-    """
+    """Padding ids in front of each row of [B, P]. Raises InvalidPrompt for any other padding."""
     rows, length = input_ids.shape
     if attention_mask is None:
         return [0] * rows
@@ -380,11 +372,7 @@ def wanted(model: PreTrainedModel, options: Mapping[str, Any], name: str) -> Any
 
 
 def _default_length(backbone: Backbone, length: int) -> dict[str, int]:
-    """How long an answer to `length` ids gets where the caller does not say.
-
-    Then, and only then, it ends where the model's positions end, as in transformers. Raises
-    InvalidPrompt if it could not even begin.
-    """
+    """How long an answer to `length` ids is where nobody says; then it ends with the positions."""
     own: Any = backbone.model.generation_config
     if own.max_new_tokens is not None or own.max_length is not None:
         return {}
@@ -434,8 +422,7 @@ def refuse_other_decoding(config: GenerationConfig) -> None:
 def refuse_model_keywords(model_kwargs: Mapping[str, Any], input_ids: Tensor) -> None:
     """Raise InvalidOption, by name, for what the model's forward would use and this loop does not.
 
-    `input_ids` [B, P]. Understood are a mask over it, the positions that follow from the mask, and
-    an empty cache.
+    Understood are a mask over `input_ids`, the positions that follow from it, and an empty cache.
     """
     for name, value in model_kwargs.items():
         if value is None or name in ("attention_mask", "logits_to_keep"):
@@ -472,7 +459,7 @@ def _check_positions(positions: Any, mask: Tensor | None, input_ids: Tensor) -> 
 
 def stop_strings(
     tokenizer: PreTrainedTokenizerBase | None, strings: str | list[str]
-) -> StopStringCriteria:
+) -> stopping.StopStringCriteria:
     """The criterion for `strings`. Raises InvalidOption for what can be none."""
     if tokenizer is None:
         raise InvalidOption("stop_strings need a tokenizer. Give one: tokenizer=...")
@@ -480,7 +467,7 @@ def stop_strings(
     if not all(isinstance(text, str) and text for text in listed):
         raise InvalidOption(f"stop_strings are {shown(strings)}, expected texts that are not empty")
     try:
-        return StopStringCriteria(tokenizer=tokenizer, stop_strings=list(listed))
+        return stopping.StopStringCriteria(tokenizer=tokenizer, stop_strings=list(listed))
     except ValueError as error:
         raise InvalidOption(
             f"stop_strings are {shown(strings)}: no token writes that. Leave it out"
@@ -498,11 +485,7 @@ class Grammars:
         self._matcher = lru_cache(_KEPT)(self._read)
 
     def mask(self, grammar: Grammar, end_tokens: Iterable[int], start: int = 0) -> GrammarMask:
-        """For answers that begin behind `start` ids.
-
-        Raises InvalidOption for a grammar that is wrong, without a tokenizer of the tokenizers
-        library, and without an end token.
-        """
+        """For answers that begin behind `start` ids. Raises InvalidOption."""
         ends = frozenset(token for token in end_tokens if token >= 0)
         return GrammarMask(self._matcher(grammar, ends).deep_copy(), start, ends)
 
@@ -526,29 +509,3 @@ class Grammars:
         from llguidance.hf import from_tokenizer
 
         return from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=sorted(ends))
-
-
-def with_choice(options: Mapping[str, Any]) -> dict[str, Any]:
-    """`options` that say whether tokens are drawn, where one that only drawing knows is given.
-
-    Temperature 0 is greedy, as in OpenAI's protocol; transformers refuses it.
-    """
-    rest = dict(options)
-    if rest.get("temperature") == 0:
-        given = {name: value for name, value in rest.items() if name not in _DRAWING}
-        return given | {"do_sample": False}
-    unsaid = rest.get("do_sample") is None and rest.get("generation_config") is None
-    if unsaid and any(rest.get(name) is not None for name in _DRAWING):
-        rest["do_sample"] = True
-    return rest
-
-
-def penalised(options: Mapping[str, Any], start: int) -> dict[str, Any]:
-    """`options` with penalties as a processor; `start`: ids in front of the answer."""
-    rest = dict(options)
-    presence = rest.pop("presence_penalty", None) or 0.0
-    frequency = rest.pop("frequency_penalty", None) or 0.0
-    if presence or frequency:
-        processors = list(rest.get("logits_processor") or [])
-        rest["logits_processor"] = [*processors, OccurrencePenalty(presence, frequency, start)]
-    return rest

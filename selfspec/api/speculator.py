@@ -1,7 +1,6 @@
 """The facade: load or wrap a model, then generate, stream, converse.
 
-A tower of generators: `decode.rounds` yields rounds, `Stream` turns them into text, `generate`
-drains the stream. Keywords are Hugging Face's; `selfspec.config.GenerateOptions` lists them.
+Keywords are Hugging Face's; `selfspec.config.GenerateOptions` lists them.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count, islice, repeat
 from pathlib import Path
@@ -26,36 +25,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
-from typing_extensions import TypeIs, Unpack
+from typing_extensions import Unpack
 
 from selfspec.api import chat_template as templates
+from selfspec.api import request as requests
 from selfspec.api import tuned
 from selfspec.api.chat_template import NO_END, TurnEnd
-from selfspec.api.request import (
-    Grammars,
-    Request,
-    check_options,
-    from_prepared,
-    penalised,
-    prepare,
-    stop_strings,
-    wanted,
-    with_choice,
-)
+from selfspec.api.request import Grammars, Request, stop_strings, wanted
 from selfspec.api.stream import Generation, Stream
 from selfspec.api.text import Prompt, encode
-from selfspec.config import (
-    GRAMMAR_KEYWORDS,
-    OPTION_NAMES,
-    GenerateOptions,
-    SpeculationOptions,
-    check,
-    wanted_grammar,
-)
+from selfspec.config import OPTION_NAMES, GenerateOptions, SpeculationOptions, check, wanted_grammar
 from selfspec.decoding.drafters.draft_model import check_same_size, check_same_tokens
 from selfspec.decoding.drafters.heads import pack
 from selfspec.decoding.drafters.rest import Datastore
-from selfspec.decoding.engine import MOST_TEXTS, Asked, Engine, Running, Runtime, eager
+from selfspec.decoding.engine import MOST_TEXTS, Engine, Running, Runtime, eager
 from selfspec.decoding.state import DecodeState
 from selfspec.decoding.stats import common
 from selfspec.errors import HeadsMismatch, InvalidOption, InvalidPrompt, ModelChanged, SelfspecError
@@ -66,7 +49,6 @@ from selfspec.heads.folder import find_known
 from selfspec.hub import models as hub
 from selfspec.model import fingerprint
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv import KVCache
 from selfspec.model.parts import check_model, kind_of
 from selfspec.options import Costs
 from selfspec.typed import check_types, plain_numbers, shown
@@ -77,6 +59,9 @@ _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
 Answered = tuple[int, Generation | SelfspecError]
 """The number of a prompt, from 0, and its answer, or why there is none."""
+
+Answers = Tensor | GenerateDecoderOnlyOutput
+"""What Hugging Face's `generate` gives."""
 
 
 class Speculator:
@@ -94,10 +79,8 @@ class Speculator:
         datastore: Datastore | None = None,
     ) -> None:
         """What is None cannot draft. Raises InvalidOption for layers without heads."""
-        self.tokenizer = tokenizer
-        self.label = label
-        self.options = options
-        self.turn_end = turn_end
+        self.tokenizer, self.label = tokenizer, label
+        self.options, self.turn_end = options, turn_end
         self.runtime = Runtime(backbone, heads, draft_model, datastore)
         self._grammars = Grammars(tokenizer, backbone.vocab_size)
         if heads is not None:
@@ -145,10 +128,11 @@ class Speculator:
         They are written together, and each is what it is alone: answer i draws with the `seed`
         plus i. Rows of ids may have several answers each, `num_return_sequences`.
         """
-        if not _are_many(prompts):
-            return self.answers(self.call(prompts, options))
+        many = (str, list, tuple, Tensor)  # in a list; else they are messages, or token ids
+        if not (isinstance(prompts, list | tuple) and prompts and isinstance(prompts[0], many)):
+            return self.answers(self.call(cast("Prompt", prompts), options))
         found: dict[int, Generation] = {}
-        for number, answer in self.generate_each(prompts, **options):
+        for number, answer in self.generate_each(cast("Sequence[Prompt]", prompts), **options):
             if isinstance(answer, SelfspecError):
                 raise type(answer)(f"prompt {number}: {answer}")
             found[number] = answer
@@ -191,10 +175,7 @@ class Speculator:
         options: GenerateOptions,
         most: int,
     ) -> Iterator[Answered]:
-        """Answers in the order in which they are complete; prompts are read as places become free.
-
-        What is wrong with one prompt, or raised while it is answered, is its answer.
-        """
+        """Answers in the order in which they are complete; prompts are read as places free up."""
         running: dict[Running, tuple[int, Stream]] = {}
         try:
             while True:
@@ -240,7 +221,9 @@ class Speculator:
         return Session(self)
 
     @eager
-    def hf(self, *, strings: str | list[str] | None = None, **speculation: Any) -> Loop:
+    def hf(
+        self, *, strings: str | list[str] | None = None, **speculation: Any
+    ) -> Callable[..., Answers]:
         """A `custom_generate` for Hugging Face's own `model.generate`.
 
         Give stop `strings` here: `generate` refuses its own beside a callable. `speculation`
@@ -250,41 +233,33 @@ class Speculator:
             if name in GenerateOptions.__annotations__ and name not in OPTION_NAMES:
                 raise InvalidOption(f"{name} is for model.generate itself. Give it there")
         ends_at = stop_strings(self.tokenizer, strings) if strings else None
-        return Loop(self, self.options.updated(speculation), ends_at)
+        return partial(_loop, self, self.options.updated(speculation), ends_at)
 
     @eager
     def call(self, prompt: Prompt, options: GenerateOptions) -> Request:
         """What the keywords of one call ask for."""
         speculation, rest = self._sorted(options)
-        streamer = rest.pop("streamer", None)
-        raw = rest.pop("raw", False)
-        ids = encode(self.tokenizer, prompt, raw=raw)
+        streamer, raw = rest.pop("streamer", None), rest.pop("raw", False)
+        ids = encode(self.tokenizer, prompt, raw=raw).to(self.backbone.device)
         end = NO_END if raw else self.turn_end
         rest |= end.options(rest, self.model)
-        grammar = wanted_grammar({name: rest.pop(name, None) for name in GRAMMAR_KEYWORDS})
-        rest = penalised(with_choice(rest), ids.shape[1])
-        request = prepare(self.backbone, self.tokenizer, ids.to(self.backbone.device), rest)
-        if grammar is not None:
-            start = request.input_ids.shape[1]
-            request = request.under(self._grammars.mask(grammar, request.end_tokens, start))
+        request = requests.prepare(self.backbone, self.tokenizer, self._grammars, ids, rest)
         return replace(request, speculation=speculation, streamer=streamer, end=end.text)
 
     def _sorted(self, options: GenerateOptions) -> tuple[SpeculationOptions, dict[str, Any]]:
         """Ours, and the other keywords. Raises InvalidOption."""
-        check_options(options, self.backbone.vocab_size)
+        requests.check_options(options, self.backbone.vocab_size)
         rest = plain_numbers(options)
         return self.options.updated({k: rest.pop(k) for k in OPTION_NAMES if k in rest}), rest
 
     def read_grammar(self, options: GenerateOptions) -> None:
-        """Read the grammar of a call ahead of it, in any thread: a large one takes seconds.
-
-        Raises InvalidOption for one that is wrong.
-        """
+        """Read the grammar of a call ahead of it, in any thread: a large one takes seconds."""
         grammar = wanted_grammar(options)
         if grammar is not None:
-            ends: Any = self.model.generation_config.eos_token_id
-            listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
-            self._grammars.mask(grammar, listed)
+            end = NO_END if options.get("raw") else self.turn_end
+            known = {**options, **end.options(options, self.model)}
+            ends = wanted(self.model, known, "eos_token_id")
+            self._grammars.mask(grammar, templates.listed(ends))
 
     def answers(self, request: Request) -> list[Generation]:
         """The answers to all rows of a request, which are written together."""
@@ -321,23 +296,18 @@ class Session:
             self._stream.close()
         request = self._speculator.call(prompt, options)
         asked, speculation = request.only(), request.speculation
-        shapes = (bool(speculation.pinned), speculation.pinned_rows)
-        kv = self._prefix(asked) if shapes == self._pinned else None
-        self._pinned = shapes
+        shapes, kv = (bool(speculation.pinned), speculation.pinned_rows), None
+        state = self._state
+        if shapes == self._pinned and state is not None and not (state.pad or asked.pad):
+            # back to what it shares with the new prompt, of which at least one id is left
+            state.kv.truncate(common(state.committed(0), asked.ids[0, :-1].tolist()))
+            kv = state.kv
         running = self._speculator.engine().add(
             asked, speculation, kv=kv, draft_cache=self._draft_cache
         )
-        self._state = running.state
+        self._pinned, self._state = shapes, running.state
         self._stream = Stream(running, request)
         return self._stream
-
-    def _prefix(self, asked: Asked) -> KVCache | None:
-        """The KV cache, cut back to what it shares with the new prompt; at least one id is left."""
-        if self._state is None or self._state.pad or asked.pad:
-            return None
-        shared = common(self._state.committed(0), asked.ids[0, :-1].tolist())
-        self._state.kv.truncate(shared)
-        return self._state.kv
 
 
 def load(
@@ -370,9 +340,8 @@ def load(
     """
     _check_loading(model, draft_model, heads, attn_implementation, device)
     check(options, beside=[*inspect.signature(load).parameters])
-    store = _read_datastore(datastore)
     templates.start_renderer()
-    template = None if chat_template is None else templates.read(chat_template)
+    store, template = _read(datastore, chat_template)
     read = partial(
         hub.load_model,
         dtype=dtype,
@@ -423,8 +392,7 @@ def wrap(
     """
     _check_wrapping(tokenizer, heads, draft_model)
     check(options, beside=[*inspect.signature(wrap).parameters])
-    store = _read_datastore(datastore)
-    template = None if chat_template is None else templates.read(chat_template)
+    store, template = _read(datastore, chat_template)
     backbone = Backbone(model, executor=executor)
     drafting = None if draft_model is None else Backbone(draft_model, executor=executor)
     if heads is None and drafting is None:
@@ -450,11 +418,15 @@ def _speculator(
     fitted = find_heads(backbone, heads, label)
     tokenizer, turn_end = templates.chosen(tokenizer, template, fitted, label)
     base = SpeculationOptions()
-    if fitted is None and second is None:
-        base = without_heads(backbone, label, options, wanted=heads != hub.NO_HEADS)
-    elif fitted is not None:
+    if fitted is not None:
         pack(fitted)
         base = base.updated(fitted.config.defaults).updated(tuned.read(backbone, fitted))
+    elif second is None and "drafter" not in options:
+        # prompt lookup drafts for any model, under a rule of its own
+        base = base.updated({"drafter": "ngram"}).updated(tuned.read(backbone, None))
+        if heads != hub.NO_HEADS and base.updated(options).speculate:
+            said = "no exit heads for %s: prompt lookup drafts. Fit: selfspec adapt --model MODEL"
+            logger.warning(said, label)
     if second is not None:
         check_same_size(backbone, second, tokenizer)
         base = base.updated({"drafter": "draft-model"})
@@ -473,8 +445,7 @@ def heads_for(
     """Heads of a model, where the caller names none; a line in the log says so.
 
     Those that were fitted, pulled or chosen last for it on this machine, else those that come with
-    selfspec; with `chosen` only such that the user chose. The `fingerprint` is asked for only if
-    some heads are for a model of its sizes.
+    selfspec; with `chosen` only such that the user chose.
     """
     config = model.config.get_text_config()
     sizes = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
@@ -508,23 +479,6 @@ def find_heads(
     return heads_of(folder, backbone.unembedding, backbone.fingerprint, label, backbone.num_layers)
 
 
-def without_heads(
-    backbone: Backbone, label: str, options: Mapping[str, Any], *, wanted: bool
-) -> SpeculationOptions:
-    """Prompt lookup drafts for any model, under a rule of its own, unless `options` differ.
-
-    As it was tuned on this machine, if it was. A line in the log says so where heads were `wanted`.
-    """
-    base = SpeculationOptions()
-    if "drafter" in options:
-        return base
-    base = base.updated({"drafter": "ngram"}).updated(tuned.read(backbone, None))
-    if wanted and base.updated(options).speculate:
-        said = "no exit heads for %s: prompt lookup drafts. Fit: selfspec adapt --model MODEL"
-        logger.warning(said, label)
-    return base
-
-
 # --- what `load` and `wrap` were given ------------------------------------------------------------
 
 
@@ -556,11 +510,6 @@ def _check_wrapping(tokenizer: object, heads: object, draft_model: object) -> No
         check_model(draft_model, "draft_model")
 
 
-def _read_datastore(place: object) -> Datastore | None:
-    check_types({"datastore": place}, {"datastore": str | Path | None})
-    return None if place is None else Datastore.read(local_path(cast("str | Path", place)))
-
-
 def _check_heads(heads: object) -> None:
     if heads is not None and not isinstance(heads, str | Path | ExitHeads):
         raise InvalidOption(
@@ -569,59 +518,52 @@ def _check_heads(heads: object) -> None:
         )
 
 
-def _are_many(prompts: Prompt | Sequence[Prompt]) -> TypeIs[Sequence[Prompt]]:
-    """Whether these are prompts, and not one: messages, or token ids."""
-    if not isinstance(prompts, list | tuple) or not prompts:
-        return False
-    return isinstance(prompts[0], str | list | tuple | Tensor)
+def _read(datastore: object, template: str | Path | None) -> tuple[Datastore | None, str | None]:
+    """What these name; None where they are None."""
+    check_types({"datastore": datastore}, {"datastore": str | Path | None})
+    place = None if datastore is None else local_path(cast("str | Path", datastore))
+    store = None if place is None else Datastore.read(place)
+    return store, None if template is None else templates.read(template)
 
 
 # --- inside Hugging Face's `generate` -------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Loop:
-    """A `custom_generate` for one model: what Hugging Face prepared comes in, ids go out."""
-
-    speculator: Speculator
-    options: SpeculationOptions
-    ends_at: StopStringCriteria | None = None
-
-    @eager
-    def __call__(
-        self,
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        streamer: BaseStreamer | None = None,
-        **model_kwargs: Any,
-    ) -> Tensor | GenerateDecoderOnlyOutput:
-        """Prompts and answers, [B, longest], padded on the right."""
-        if model is not self.speculator.model:
-            raise InvalidOption("this custom_generate belongs to another model. Wrap that model")
-        if streamer is None:
-            streamer = _callers("streamer")
-        if self.ends_at is not None:
-            stopping_criteria.append(self.ends_at)
-        request = from_prepared(
-            self.speculator.backbone,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            model_kwargs,
-            speculation=self.options,
-            tokenizer=self.speculator.tokenizer,
-            streamer=streamer,
-            greeted=True,
-        )
-        ids, answers = request.input_ids, self.speculator.answers(request)
-        written = [ids.new_tensor(answer.token_ids) for answer in answers]
-        padded = pad_sequence(written, batch_first=True, padding_value=request.pad_token_id)
-        ids = torch.cat([ids, padded], dim=1)
-        return GenerateDecoderOnlyOutput(sequences=ids) if request.return_dict else ids  # type: ignore[arg-type]  # annotated LongTensor upstream
+@eager
+def _loop(
+    speculator: Speculator,
+    options: SpeculationOptions,
+    ends_at: StopStringCriteria | None,
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    streamer: BaseStreamer | None = None,
+    **model_kwargs: Any,
+) -> Answers:
+    """A `custom_generate` for one model: prompts and answers, [B, longest], padded on the right."""
+    if model is not speculator.model:
+        raise InvalidOption("this custom_generate belongs to another model. Wrap that model")
+    if ends_at is not None:
+        stopping_criteria.append(ends_at)
+    request = requests.from_prepared(
+        speculator.backbone,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        model_kwargs,
+        speculation=options,
+        tokenizer=speculator.tokenizer,
+        streamer=_callers("streamer") if streamer is None else streamer,
+        greeted=True,
+    )
+    ids, answers = request.input_ids, speculator.answers(request)
+    written = [ids.new_tensor(answer.token_ids) for answer in answers]
+    padded = pad_sequence(written, batch_first=True, padding_value=request.pad_token_id)
+    ids = torch.cat([ids, padded], dim=1)
+    return GenerateDecoderOnlyOutput(sequences=ids) if request.return_dict else ids  # type: ignore[arg-type]  # annotated LongTensor upstream
 
 
 def _callers(name: str) -> Any:
@@ -650,7 +592,7 @@ def custom_generate(
     heads: str | Path | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     **options: Any,
-) -> Tensor | GenerateDecoderOnlyOutput:
+) -> Answers:
     """`model.generate(custom_generate="OWNER/HEADS", trust_remote_code=True)`, drafting with heads.
 
     They lie where the code came from, a folder or a hub id: where the caller of `generate` says,
@@ -672,10 +614,10 @@ def custom_generate(
         object.__setattr__(alias, "__dict__", vars(model))
         _WRAPPED[model] = key, (speculator := wrap(alias, heads=heads or place))
     ends_at = stop_strings(tokenizer, strings) if strings else None
-    loop = Loop(speculator, speculator.options.updated(speculation), ends_at)
+    loop = partial(_loop, speculator, speculator.options.updated(speculation), ends_at)
     kind: Any = type(model)  # a model that was loaded with such code has it as its own `generate`
     options |= {"custom_generate": loop, "stop_strings": None}
-    ids: Tensor | GenerateDecoderOnlyOutput = kind.generate(speculator.model, **options)
+    ids: Answers = kind.generate(speculator.model, **options)
     return ids
 
 

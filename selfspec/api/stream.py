@@ -79,14 +79,12 @@ class Stream:
 
     def __init__(self, running: Running, request: Request) -> None:
         """The request's streamer gets the prompt first."""
+        self.request = request
         self.rounds: list[Round] = []
         """The rounds so far, the prompt's pass first."""
         self.giver = Giver(MODEL)
         """Who gave the newest token, the last of the newest piece."""
-        self._entries = running
-        self._stats = running.stats
-        self.request = request
-        """What was asked for."""
+        self._entries, self._stats = running, running.stats
         self._tokens: list[int] = []
         self._given: list[Piece] = []
         self._pieces = self._decode()
@@ -131,7 +129,12 @@ class Stream:
         self._stats.seconds = self._entries.watch.seconds
         # a round that ends the text may be cut between its tokens
         handed_out = len(self._tokens) == sum(len(entry.tokens) for entry in self.rounds)
-        text = self._whole(handed_out=handed_out)
+        text, tokens, tokenizer = "", self._tokens, self.request.tokenizer
+        if tokenizer is not None:
+            if handed_out and tokens and is_end(tokenizer, self.rounds[-1], tokens[-1]):
+                tokens = tokens[:-1]
+            text = str(tokenizer.decode(tokens, skip_special_tokens=True))
+            text = UntilStop([self.request.end]).push(text, last=True)
         return Generation(
             text=text,
             token_ids=list(self._tokens),
@@ -147,15 +150,6 @@ class Stream:
         for _ in self._pieces:
             pass
         return self.result
-
-    def _whole(self, *, handed_out: bool) -> str:
-        tokens, tokenizer = self._tokens, self.request.tokenizer
-        if tokenizer is None:
-            return ""
-        if handed_out and tokens and is_end(tokenizer, self.rounds[-1], tokens[-1]):
-            tokens = tokens[:-1]
-        text = str(tokenizer.decode(tokens, skip_special_tokens=True))
-        return UntilStop([self.request.end]).push(text, last=True)
 
     def _estimate(self) -> Estimate | None:
         if not self._stats.drafted:
@@ -189,7 +183,7 @@ class Stream:
                         streamer.put(torch.tensor([token]))
                     shown = [] if is_end(tokenizer, entry, token) else [token]
                     piece = until.push(text.push(shown))
-                    self._given.append(Piece(piece, self.giver))
+                    self._given.append(Piece(piece, giver))
                     if piece:
                         yield piece
             if piece := until.push(text.push([], last=True), last=True):

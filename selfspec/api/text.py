@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from numbers import Integral
 from pathlib import PurePath
 from typing import Any
@@ -38,9 +39,8 @@ def encode(
 ) -> Tensor:
     """Token ids [B, P]. Words become one user turn of the chat template, if there is one.
 
-    The template shows `tools` to the model, if it can.
-    `raw` tokenises words as they are. Raises InvalidPrompt for empty prompts, for what is no
-    prompt, and for words without a tokenizer.
+    The template shows `tools` to the model, if it can; `raw` tokenises words as they are. Raises
+    InvalidPrompt for empty prompts, for what is no prompt, and for words without a tokenizer.
     """
     if isinstance(prompt, Tensor) or (isinstance(prompt, np.ndarray) and prompt.dtype.kind in "iu"):
         return _checked_ids(torch.as_tensor(prompt))
@@ -126,27 +126,24 @@ class TextDecoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, *, special: bool = False) -> None:
         """Without a tokenizer all pieces are empty. `special` tokens are left out unless asked."""
-        self._tokenizer = tokenizer
-        self._skip = not special
+        self._decode: Callable[[list[int]], Any] | None = None
+        if tokenizer is not None:
+            self._decode = partial(tokenizer.decode, skip_special_tokens=not special)
         self._tokens: list[int] = []
         self._context = 0  # decoding starts here: some tokens look different behind others
         self._shown = 0  # tokens before this one are in earlier pieces
 
     def push(self, tokens: Sequence[int], *, last: bool = False) -> str:
         """The text that `tokens` add; `last` gives up what was held back."""
-        if self._tokenizer is None:
+        if self._decode is None:
             return ""
         self._tokens += tokens
-        before = self._decode(self._tokens[self._context : self._shown])
-        after = self._decode(self._tokens[self._context :])
+        before = str(self._decode(self._tokens[self._context : self._shown]))
+        after = str(self._decode(self._tokens[self._context :]))
         if after == before or (after.endswith("\N{REPLACEMENT CHARACTER}") and not last):
             return ""
         self._context, self._shown = self._shown, len(self._tokens)
         return after[len(before) :]
-
-    def _decode(self, tokens: list[int]) -> str:
-        text = self._tokenizer.decode(tokens, skip_special_tokens=self._skip)  # type: ignore[union-attr]  # push returns early without one
-        return str(text)
 
 
 class TokenTexts:
@@ -156,19 +153,16 @@ class TokenTexts:
         """Without a tokenizer a text is the id in angle brackets."""
         self._tokenizer = tokenizer
         self._known: dict[int, str] = {}
-        # behind another token, because some tokenizers drop the space that opens a text
-        self._before: list[int] = []
-        if tokenizer is not None:
-            self._before = list(tokenizer("a", add_special_tokens=False)["input_ids"])
 
     def of(self, token: int) -> str:
         """One token within a text, its space included."""
         if self._tokenizer is None:
             return f"<{token}>"
         if token not in self._known:
-            before = str(self._tokenizer.decode(self._before))
-            both = str(self._tokenizer.decode([*self._before, token]))
-            self._known[token] = both.removeprefix(before)
+            # behind another one, because some tokenizers drop the space that opens a text
+            first = list(self._tokenizer("a", add_special_tokens=False)["input_ids"])
+            both = str(self._tokenizer.decode([*first, token]))
+            self._known[token] = both.removeprefix(str(self._tokenizer.decode(first)))
         return self._known[token]
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:

@@ -34,11 +34,10 @@ logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 2
 
+# what reading a file can raise that is missing, or that nobody should have written
 _UNUSABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, InvalidOption, InvalidData)
-"""What reading a file can raise that is missing, or that nobody should have written."""
 
-TUNED_OPTIONS = ("speculate", "drafter", "costs")
-"""What a file may set: options that change the speed and nothing else."""
+TUNED_OPTIONS = ("speculate", "drafter", "costs")  # a file may set: they change the speed alone
 
 
 def folder() -> Path:
@@ -57,11 +56,11 @@ def conditions(backbone: Backbone, heads: ExitHeads | None) -> dict[str, Any]:
         # name and sizes are enough for prompt lookup, and no weights are read
         sizes = backbone.num_layers, backbone.hidden_size, backbone.vocab_size
         name = backbone.model.config.name_or_path or type(backbone.model).__name__
-        base = f"{name}, {' x '.join(map(str, sizes))}"
+        hashed, base = "none", f"{name}, {' x '.join(map(str, sizes))}"
     else:
-        base = heads.config.base_fingerprint or backbone.fingerprint
+        hashed, base = heads_hash(heads), heads.config.base_fingerprint or backbone.fingerprint
     return {
-        "heads": "none" if heads is None else heads_hash(heads),
+        "heads": hashed,
         "base": base,
         "dtype": str(backbone.dtype).removeprefix("torch."),
         "executor": backbone.executor_name,
@@ -78,10 +77,7 @@ def path(backbone: Backbone, heads: ExitHeads | None) -> Path:
 
 
 def read(backbone: Backbone, heads: ExitHeads | None) -> dict[str, Any]:
-    """SpeculationOptions for these heads on this machine; none where `tune` was not run.
-
-    A file that cannot be used is named in the log and ignored.
-    """
+    """SpeculationOptions for these heads on this machine; none where `tune` was not run."""
     if not folder().is_dir() or not (file := path(backbone, heads)).is_file():
         return {}
     try:
@@ -103,20 +99,16 @@ def write(
 ) -> Path:
     """Keep `options`; `found` says how they were found, for people. Returns the file."""
     file = file or path(backbone, heads)
-    values = {
-        "format_version": FORMAT_VERSION,
-        "conditions": conditions(backbone, heads),
-        "options": dict(options),
-        **({} if found is None else {"found": dict(found)}),
-    }
+    values: dict[str, Any] = {"format_version": FORMAT_VERSION}
+    values |= {"conditions": conditions(backbone, heads), "options": dict(options)}
+    values |= {} if found is None else {"found": dict(found)}
     write_file(file, json.dumps(values, indent=2) + "\n")
     return file
 
 
 def forget(backbone: Backbone, heads: ExitHeads | None) -> list[Path]:
     """Remove what was found for these heads on this machine; returns the files."""
-    kept = path(backbone, heads), _costs_path(backbone, heads)
-    gone = [file for file in kept if file.is_file()]
+    gone = [one for one in (path(backbone, heads), _costs_path(backbone, heads)) if one.is_file()]
     for file in gone:
         file.unlink()
     return gone
@@ -140,10 +132,7 @@ def processor(device: torch.device) -> str:
 
 
 def first_costs(backbone: Backbone, heads: ExitHeads | None) -> dict[str, Any]:
-    """SpeculationOptions of what rows and heads cost here: measured once, then kept.
-
-    A file that cannot be used is written anew; where none can be written, every start measures.
-    """
+    """Options for what rows and heads cost here: measured once, and kept if it can be."""
     file = _costs_path(backbone, heads)
     with suppress(*_UNUSABLE):
         return _checked(read_json(file), heads)

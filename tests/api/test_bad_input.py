@@ -26,11 +26,10 @@ from selfspec.errors import (
     UnsupportedModel,
 )
 from selfspec.heads.exit_heads import logit_lens
-from selfspec.model.backbone import Backbone
 from selfspec.options import Exit, Fixed
 from selfspec.typed import annotations_of, fits
 from tests.bad_input import IDS, VOCAB, check, small_model, speaking
-from tests.models import addressless, make_model, random_ids
+from tests.models import addressless, make_model, random_ids, wrapped
 
 load: Any = facade.load
 wrap: Any = facade.wrap
@@ -91,10 +90,7 @@ PROMPTS: dict[str, Any] = {
 }
 
 
-BATCHES = {"several rows", "lists of ids"}
-"""Of these: what is several prompts."""
-
-
+BATCHES = {"several rows", "lists of ids"}  # of these: what is several prompts
 ADVICE = {
     "lists of ids": "generate_batch",
     "generator": "generate_each",
@@ -125,14 +121,9 @@ def test_what_is_several_prompts_is_answered_by_a_batch(name: str, speculator: S
 @pytest.mark.parametrize(
     "prompt",
     [
-        IDS,
-        tuple(IDS),
+        *(IDS, tuple(IDS), np.array(IDS), np.array([IDS], dtype=np.uint16), list(np.array(IDS))),
+        *(torch.tensor([IDS], dtype=dtype) for dtype in (torch.int32, torch.uint8)),
         torch.tensor(IDS),
-        torch.tensor([IDS], dtype=torch.int32),
-        torch.tensor([IDS], dtype=torch.uint8),
-        np.array(IDS),
-        np.array([IDS], dtype=np.uint16),
-        list(np.array(IDS)),
     ],
     ids=addressless,
 )
@@ -250,8 +241,6 @@ LOOPS: list[dict[str, Any]] = [
     *options("drafter", "exit:max_tokens=six", "exit:treshold=0.5", "fast"),
     *({"exit_threshold": 0.5}, {"temperature": 0.5}),
 ]
-
-
 WRAPS: list[dict[str, Any]] = [
     *settings("drafter", "exit", layers=(9, "x"), threshold=(2.0,), max_tokens=(None, 1.5)),
     *options("drafter", "fast", None),
@@ -259,6 +248,14 @@ WRAPS: list[dict[str, Any]] = [
     *options("max_tokens", 5),
     *options("executor", "fast", 5, None),
 ]
+MANY: list[dict[str, Any]] = [
+    *({"prompts": prompts} for prompts in (None, 5, "one prompt", b"x", {"role": "user"})),
+    *({"most": value} for value in ("x", 0, 1.5)),
+    *({"kv_memory": value} for value in ("1GB", -1)),
+    *({"seeds": value} for value in (5, "x")),
+    *({"temprature": 0.5}, {"drafter": "ngrm"}),
+]
+NAMELESS: list[Any] = [None, 5, "speculate", ["speculate"], [("speculate", 1)]]
 
 
 def test_more_pinned_positions_than_memory_could_hold_are_refused(model: Any) -> None:
@@ -266,19 +263,6 @@ def test_more_pinned_positions_than_memory_could_hold_are_refused(model: Any) ->
     with pytest.raises(InvalidOption, match="pinned passes would look at") as caught:
         pinned.generate(IDS, max_new_tokens=10**9)
     check(caught.value)
-
-
-MANY: list[dict[str, Any]] = [
-    *({"prompts": prompts} for prompts in (None, 5, "one prompt", b"x", {"role": "user"})),
-    *({"most": value} for value in ("x", 0, 1.5)),
-    *({"kv_memory": value} for value in ("1GB", -1)),
-    *({"seeds": value} for value in (5, "x")),
-    {"temprature": 0.5},
-    {"drafter": "ngrm"},
-]
-
-
-NAMELESS: list[Any] = [None, 5, "speculate", ["speculate"], [("speculate", 1)]]
 
 
 def generate(speculator: Speculator, values: dict[str, Any]) -> None:
@@ -367,7 +351,7 @@ def bert() -> Any:
 
 
 def other_heads() -> Any:
-    backbone = Backbone(make_model("llama", num_hidden_layers=4), executor="generic")
+    backbone = wrapped("llama", num_hidden_layers=4)
     return logit_lens(backbone.unembedding, backbone.num_layers, "other")
 
 
@@ -420,11 +404,10 @@ CASES: list[tuple[Callable[[Any], Any], type[SelfspecError], str]] = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=[words for *_, words in CASES])
+@pytest.mark.parametrize(("call", "kind", "words"), CASES, ids=[words for *_, words in CASES])
 def test_it_says_what_was_found_and_what_to_do(
-    case: tuple[Callable[[Any], Any], type[SelfspecError], str], model: Any
+    call: Callable[[Any], Any], kind: type[SelfspecError], words: str, model: Any
 ) -> None:
-    call, kind, words = case
     with pytest.raises(kind, match=words) as caught:
         call(model)
     assert "\n" not in str(caught.value)
@@ -446,7 +429,6 @@ def test_what_holds_a_model_is_not_copied(
 
 
 def test_a_model_that_was_wrapped_is_copied_and_the_copy_runs(model: Any) -> None:
-    first = wrap(model, heads="logit-lens")
-    second = wrap(copy.deepcopy(model), heads="logit-lens")
-    answers = [one.generate(IDS, max_new_tokens=8).token_ids for one in (first, second)]
+    speculators = [wrap(one, heads="logit-lens") for one in (model, copy.deepcopy(model))]
+    answers = [one.generate(IDS, max_new_tokens=8).token_ids for one in speculators]
     assert answers[0] == answers[1]

@@ -25,12 +25,8 @@ from tests.api.test_text import byte_level_bpe
 from tests.models import make_model
 from tests.talks import TEMPLATE
 
-TALK = [
-    {"role": "system", "content": "S"},
-    {"role": "user", "content": "Q"},
-    {"role": "assistant", "content": "A"},
-    {"role": "user", "content": "Q2"},
-]
+ROLES = {"S": "system", "Q": "user", "A": "assistant", "Q2": "user"}
+TALK = [{"role": role, "content": said} for said, role in ROLES.items()]
 WRITTEN = {
     "alpaca": "<s>S\n\n### Instruction:\nQ\n\n### Response:A</s>\n\n### Instruction:\nQ2\n\n"
     "### Response:",
@@ -63,16 +59,14 @@ def model() -> PreTrainedModel:
 def test_turns_are_written_as_the_source_has_them_and_only_ever_grow(
     name: str, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    own = templates.having(tokenizer, templates.read(name))
-
-    def text(count: int, *, asks: bool) -> str:
-        return str(
-            own.apply_chat_template(TALK[:count], tokenize=False, add_generation_prompt=asks)
-        )
-
-    assert text(4, asks=True) == WRITTEN[name]
-    assert text(3, asks=False).startswith(text(2, asks=True))
-    assert text(4, asks=True).startswith(text(3, asks=False))
+    write = templates.having(tokenizer, templates.read(name)).apply_chat_template
+    two, three, four = (
+        str(write(TALK[:count], tokenize=False, add_generation_prompt=count != 3))
+        for count in (2, 3, 4)
+    )
+    assert four == WRITTEN[name]
+    assert three.startswith(two)
+    assert four.startswith(three)
     assert "Source: " in templates.read(name)
     assert templates.name_of(templates.read(name)) == name
 
@@ -200,7 +194,8 @@ def test_a_broken_or_hostile_template_is_refused_in_one_line(text: str) -> None:
 def test_a_hostile_template_holds_up_no_other_and_leaves_the_process_alone(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    limits = [resource.getrlimit(kind) for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
+    kinds = resource.RLIMIT_AS, resource.RLIMIT_DATA
+    limits = [*map(resource.getrlimit, kinds)]
     good = templates.having(tokenizer, templates.read("chatml"))
     bad = templates.having(tokenizer, "{{ 10**(10**9) }}")
     with ThreadPoolExecutor(4) as pool:
@@ -210,9 +205,7 @@ def test_a_hostile_template_holds_up_no_other_and_leaves_the_process_alone(
         reasons = [str(one.exception()) for one in waiting]
     assert {*texts} == {WRITTEN["chatml"]}
     assert all(TIME in reason for reason in reasons)
-    assert limits == [
-        resource.getrlimit(kind) for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)
-    ]
+    assert limits == [*map(resource.getrlimit, kinds)]
 
 
 def test_a_process_that_ended_is_replaced(tokenizer: PreTrainedTokenizerFast) -> None:

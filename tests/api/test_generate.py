@@ -22,35 +22,21 @@ from selfspec.hub import models as hub
 from selfspec.model.backbone import Backbone
 from tests.models import EXECUTORS, make_model, random_ids
 
-NEW_TOKENS = 30
-
 
 def test_inside_hugging_faces_generate_tokens_and_output_object_are_its_own(
     speculator: Speculator, exact: Any
 ) -> None:
-    ids = random_ids(13)
-    expected = exact.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
-    found = exact.generate(ids, max_new_tokens=NEW_TOKENS, custom_generate=speculator.hf())
-    assert torch.equal(found, expected)
-    record = exact.generate(
-        ids,
-        max_new_tokens=NEW_TOKENS,
-        custom_generate=speculator.hf(drafter="exit:threshold=0.5"),
-        return_dict_in_generate=True,
-    )
+    ids, asked = random_ids(13), {"max_new_tokens": 30, "do_sample": False}
+    expected = exact.generate(ids, **asked)
+    assert torch.equal(exact.generate(ids, custom_generate=speculator.hf(), **asked), expected)
+    loop = speculator.hf(drafter="exit:threshold=0.5")
+    record = exact.generate(ids, custom_generate=loop, return_dict_in_generate=True, **asked)
     assert torch.equal(record.sequences, expected)
 
 
-def test_a_lossy_rule_is_labelled_and_needs_sampling(speculator: Speculator) -> None:
-    ids = random_ids(5)
-    lossy = speculator.generate(
-        ids, max_new_tokens=5, do_sample=True, acceptance="lenient:lenience=0.5", seed=0
-    )
-    assert not lossy.stats.lossless
-    assert lossy.stats.line().endswith("lossy")
-    assert speculator.generate(ids, max_new_tokens=5, do_sample=True, seed=0).stats.lossless
+def test_a_lenient_rule_needs_sampling(speculator: Speculator) -> None:
     with pytest.raises(InvalidOption, match="do_sample"):
-        speculator.generate(ids, acceptance="lenient:lenience=0.5")
+        speculator.generate(random_ids(5), acceptance="lenient:lenience=0.5")
 
 
 def test_a_pad_token_within_a_single_prompt_is_no_padding(exact: Any) -> None:
@@ -124,11 +110,8 @@ def test_what_only_drawing_knows_asks_for_it(speculator: Speculator, name: str) 
 
 
 LIMIT = 64
-FAMILIES = ["mistral", "gemma3"]
-DRAFTING: dict[str, Any] = {
-    "heads": "logit-lens",
-    "drafter": "exit:layers=2/5,threshold=0.05,max_tokens=4",
-}
+DRAFTER = "exit:layers=2/5,threshold=0.05,max_tokens=4"
+DRAFTING: dict[str, Any] = {"heads": "logit-lens", "drafter": DRAFTER}
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +129,7 @@ def plain(model: Any, ids: Tensor, **options: Any) -> list[int]:
     return model.generate(ids, do_sample=False, **options)[0, ids.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
 def test_every_kind_of_rotation_goes_on_behind_the_limit(family: str) -> None:
     model = make_model(family, torch.float64, max_position_embeddings=LIMIT)
     ids = random_ids(LIMIT - 4)
@@ -216,9 +199,8 @@ def test_where_positions_are_a_table_the_answer_ends_with_them(short: Any) -> No
     assert answer.stop_reason == "length"
     with pytest.raises(InvalidPrompt, match=f"has {LIMIT} positions. Shorten the prompt"):
         limited.generate(random_ids(LIMIT + 1), max_new_tokens=3)
-    padded = random_ids(LIMIT - 5 + 8)
+    padded = torch.cat([random_ids(8), ids], dim=1)
     mask = torch.ones_like(padded)
     mask[0, :8] = 0
-    padded[0, 8:] = ids[0]
     again = limited.generate(padded, attention_mask=mask, max_new_tokens=30)
     assert again.token_ids == answer.token_ids

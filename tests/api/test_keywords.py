@@ -6,27 +6,16 @@ The tables are held against transformers itself: a field that a later version ad
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    DynamicCache,
-    GenerationConfig,
-    LogitsProcessorList,
-    WatermarkingConfig,
-)
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, WatermarkingConfig
 from transformers.utils.generic import TransformersKwargs
 
-from selfspec.api.request import (
-    HONOURED,
-    NEUTRAL,
-    REFUSED,
-    refuse_model_keywords,
-    refuse_other_decoding,
-)
+from selfspec.api import request
+from selfspec.api.request import HONOURED, NEUTRAL, REFUSED, refuse_other_decoding
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.decoding.sampling import Sampler
 from selfspec.errors import InvalidOption
@@ -85,21 +74,12 @@ def test_what_some_model_wrote_into_its_config_is_passed_over(
 
 
 NEUTRAL_VALUES: dict[str, Any] = {
-    "early_stopping": True,
-    "length_penalty": 2.0,
-    "diversity_penalty": 0.5,
-    "num_assistant_tokens": 3,
-    "num_assistant_tokens_schedule": "heuristic",
-    "assistant_confidence_threshold": 0.9,
-    "max_matching_ngram_size": 2,
-    "assistant_lookbehind": 3,
-    "target_lookbehind": 3,
-    "disable_compile": True,
-    "low_memory": True,
-    "prefill_chunk_size": 4,
-    "decoder_start_token_id": 3,
-    "bos_token_id": 3,
-    "max_cache_len": 99,
+    **{"early_stopping": True, "length_penalty": 2.0, "diversity_penalty": 0.5},
+    **{"num_assistant_tokens": 3, "num_assistant_tokens_schedule": "heuristic"},
+    **{"assistant_confidence_threshold": 0.9, "max_matching_ngram_size": 2},
+    **dict.fromkeys(("assistant_lookbehind", "target_lookbehind", "bos_token_id"), 3),
+    **{"disable_compile": True, "low_memory": True, "prefill_chunk_size": 4},
+    **{"decoder_start_token_id": 3, "max_cache_len": 99},
 }
 
 
@@ -115,22 +95,13 @@ def test_a_neutral_field_changes_no_token_of_transformers_own(
 
 
 HONOURED_VALUES: dict[str, Any] = {
-    "max_length": LENGTH + 3,
-    "max_new_tokens": 2,
-    "min_length": LENGTH + 8,
-    "min_new_tokens": 8,
-    "repetition_penalty": 3.0,
-    "encoder_repetition_penalty": 9.0,
-    "no_repeat_ngram_size": 1,
-    "bad_words_ids": [[token] for token in range(0, 90, 2)],
-    "suppress_tokens": list(range(60)),
-    "begin_suppress_tokens": list(range(80)),
-    "sequence_bias": [[[4], 90.0]],
-    "guidance_scale": 3.0,
-    "watermarking_config": WatermarkingConfig(bias=20.0),
-    "forced_eos_token_id": 3,
+    **{"max_length": LENGTH + 3, "max_new_tokens": 2, "min_length": LENGTH + 8},
+    **{"min_new_tokens": 8, "repetition_penalty": 3.0, "encoder_repetition_penalty": 9.0},
+    **{"no_repeat_ngram_size": 1, "bad_words_ids": [[token] for token in range(0, 90, 2)]},
+    **{"suppress_tokens": list(range(60)), "begin_suppress_tokens": list(range(80))},
+    **{"sequence_bias": [[[4], 90.0]], "guidance_scale": 3.0, "forced_eos_token_id": 3},
+    **{"watermarking_config": WatermarkingConfig(bias=20.0), "eos_token_id": list(range(60))},
     "exponential_decay_length_penalty": (1, 9.0),
-    "eos_token_id": list(range(60)),
 }
 """Fields with a value that changes the answer to this prompt, if greedy."""
 
@@ -159,23 +130,11 @@ def test_a_field_that_is_honoured_has_the_effect_it_has_in_transformers(
 
 OWN_VALUES: dict[str, Any] = HONOURED_VALUES | {
     "max_length": 20,  # what transformers takes where nobody says
-    "max_time": 60.0,
-    "temperature": 3.0,
-    "top_k": 3,
-    "top_p": 0.2,
-    "min_p": 0.5,
-    "top_h": 0.3,
-    "typical_p": 0.2,
-    "epsilon_cutoff": 0.02,
-    "eta_cutoff": 0.02,
-    "do_sample": True,
-    "renormalize_logits": True,
-    "remove_invalid_values": True,
-    "encoder_no_repeat_ngram_size": 1,
-    "forced_bos_token_id": 3,
-    "num_return_sequences": 3,
-    "pad_token_id": 298,
-    "return_dict_in_generate": True,
+    **{"max_time": 60.0, "temperature": 3.0, "top_k": 3, "top_p": 0.2, "min_p": 0.5},
+    **{"top_h": 0.3, "typical_p": 0.2, "epsilon_cutoff": 0.02, "eta_cutoff": 0.02},
+    **dict.fromkeys(("do_sample", "renormalize_logits", "remove_invalid_values"), True),
+    **{"encoder_no_repeat_ngram_size": 1, "forced_bos_token_id": 3, "num_return_sequences": 3},
+    **{"pad_token_id": 298, "return_dict_in_generate": True},
     "stop_strings": ["\N{REPLACEMENT CHARACTER}", "t"],
 }
 """Each field that is honoured, as a model's own config may have it."""
@@ -256,7 +215,7 @@ def test_every_keyword_of_the_forward_is_understood_or_refused(exact: Any) -> No
         if name in UNDERSTOOD:
             continue
         with pytest.raises(InvalidOption, match=f"^{name} is not supported"):
-            refuse_model_keywords({name: value}, random_ids(LENGTH))
+            request.refuse_model_keywords({name: value}, random_ids(LENGTH))
 
 
 @pytest.mark.parametrize(
@@ -272,50 +231,44 @@ def test_every_keyword_of_the_forward_is_understood_or_refused(exact: Any) -> No
 def test_hf_refuses_what_it_would_ignore(
     name: str, value: Any, speculator: Speculator, exact: Any
 ) -> None:
+    asked = {"max_new_tokens": 3, "custom_generate": speculator.hf(), name: value}
     with pytest.raises(InvalidOption, match=f"^{name}") as caught:
-        exact.generate(
-            random_ids(LENGTH),
-            max_new_tokens=3,
-            custom_generate=speculator.hf(),
-            **{name: value},
-        )
+        exact.generate(random_ids(LENGTH), **asked)
     assert "\n" not in str(caught.value)
 
 
 def test_a_filled_cache_is_refused_and_an_empty_one_is_not(
     speculator: Speculator, exact: Any
 ) -> None:
-    ids, options = random_ids(LENGTH), {"max_new_tokens": 4, "do_sample": False}
+    ids = random_ids(LENGTH)
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
     cache = DynamicCache()
     exact(ids[:, :-1], **{CACHE: cache})
     with pytest.raises(InvalidOption, match=f"^{CACHE}"):
         exact.generate(ids, custom_generate=speculator.hf(), **options, **{CACHE: cache})
-    expected = exact.generate(ids, **options)
-    loop = speculator.hf()
-    empty = {CACHE: DynamicCache()}
-    found = exact.generate(ids, custom_generate=loop, **options, **empty)
-    assert torch.equal(found, expected)
+    options |= {CACHE: DynamicCache()}
+    found = exact.generate(ids, custom_generate=speculator.hf(), **options)
+    assert torch.equal(found, exact.generate(ids, **options | {CACHE: DynamicCache()}))
 
 
-PASSED: dict[str, Callable[[Tensor], dict[str, Any]]] = {
-    "a mask of ones": lambda ids: {"attention_mask": torch.ones_like(ids)},
-    "a mask of booleans": lambda ids: {"attention_mask": torch.ones_like(ids).bool()},
-    "positions from 0": lambda ids: {"position_ids": torch.arange(ids.shape[1])[None]},
-    "logits to keep": lambda ids: {"logits_to_keep": 1},
-    "use_cache": lambda ids: {"use_cache": True},
-    "a dynamic cache": lambda ids: {"cache_implementation": "dynamic"},
-    "nothing": lambda ids: {"token_type_ids": None, "output_attentions": None},
-}
+PASSED: list[dict[str, Any]] = [
+    {"attention_mask": torch.ones(1, LENGTH, dtype=torch.long)},
+    {"attention_mask": torch.ones(1, LENGTH, dtype=torch.bool)},
+    {"position_ids": torch.arange(LENGTH)[None]},
+    {"logits_to_keep": 1},
+    {"use_cache": True},
+    {"cache_implementation": "dynamic"},
+    {"token_type_ids": None, "output_attentions": None},
+]
 
 
-@pytest.mark.parametrize("name", PASSED)
+@pytest.mark.parametrize("given", PASSED, ids=str)
 def test_keywords_that_say_what_is_so_anyway_pass(
-    name: str, speculator: Speculator, exact: Any
+    given: dict[str, Any], speculator: Speculator, exact: Any
 ) -> None:
-    ids = random_ids(LENGTH)
-    given = PASSED[name](ids) | {"max_new_tokens": 8, "do_sample": False}
-    expected = exact.generate(ids, max_new_tokens=8, do_sample=False)
-    assert torch.equal(exact.generate(ids, custom_generate=speculator.hf(), **given), expected)
+    ids, options = random_ids(LENGTH), {"max_new_tokens": 8, "do_sample": False}
+    found = exact.generate(ids, custom_generate=speculator.hf(), **given, **options)
+    assert torch.equal(found, exact.generate(ids, **options))
 
 
 def test_positions_behind_padding_pass_and_others_do_not(

@@ -54,11 +54,9 @@ def test_a_streamer_hears_the_prompt_then_single_tokens_then_the_end(
 
 
 def test_a_streamer_hears_the_end_after_an_error_too(speculator: Speculator) -> None:
-    listener = Listener()
+    listener, broken = Listener(), [lambda *_: 1 // 0]
     with pytest.raises(ZeroDivisionError):
-        speculator.generate(
-            random_ids(13), streamer=listener, stopping_criteria=[lambda *_: 1 // 0]
-        )
+        speculator.generate(random_ids(13), streamer=listener, stopping_criteria=broken)
     assert listener.ended == 1
 
 
@@ -167,25 +165,15 @@ def test_pieces_join_to_the_text_and_say_who_gave_them(speaker: Speculator) -> N
 
 
 def test_a_round_says_who_gave_each_token() -> None:
-    entry = Round(
-        tokens=[1, 2, 3],
-        draft_tokens=[1, 9, 2],
-        exit_layers=[4, 0, 0],
-        sources=["exit", "exit", "ngram"],
-        parents=[-1, 0, 0],
-        kept=[0, 2],
-        ended="width",
-    )
+    drafts: Any = {"draft_tokens": [1, 9, 2], "exit_layers": [4, 0, 0], "parents": [-1, 0, 0]}
+    sources = ["exit", "exit", "ngram"]
+    entry = Round(tokens=[1, 2, 3], sources=sources, kept=[0, 2], ended="width", **drafts)
     assert [*entry.givers] == [("exit", 4), ("ngram", 0), ("model", 0)]
 
 
 def test_text_is_only_ever_text_and_each_giver_has_its_look() -> None:
-    pieces = [
-        Piece("<script>alert(1)</script>", Giver("exit")),
-        Piece(" & ", Giver("ngram")),
-        Piece('"\n', Giver("grammar")),
-        Piece("<b>", Giver("model")),
-    ]
+    said = {"exit": "<script>alert(1)</script>", "ngram": " & ", "grammar": '"\n', "model": "<b>"}
+    pieces = [Piece(text, Giver(source)) for source, text in said.items()]
     text = "".join(piece.text for piece in pieces)
     shown = html(text, pieces, 6, "1 < 2")
     assert text_of(shown) == text

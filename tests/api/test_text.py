@@ -24,12 +24,8 @@ def byte_level_bpe() -> PreTrainedTokenizerFast:
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=280,
-        special_tokens=["<end>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    sizes: Any = {"vocab_size": 280, "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    trainer = trainers.BpeTrainer(special_tokens=["<end>"], show_progress=False, **sizes)
     inner.train_from_iterator(["the cat sat on the mat, the end of the thing"] * 5, trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>")
     assert len(tokenizer) <= 280

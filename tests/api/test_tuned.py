@@ -109,8 +109,7 @@ def test_a_file_says_what_it_holds_for_and_the_log_that_it_is_used(
     assert values["found"] == {"speed_up": 1.2}
     assert values["conditions"]["dtype"] == "float32"
     assert values["conditions"]["threads"] == torch.get_num_threads()
-    assert tuned.files() == [kept]
-    assert [path.name for path in kept.parent.iterdir()] == [kept.name]  # nothing half-written
+    assert tuned.files() == [*kept.parent.iterdir()] == [kept]  # nothing half-written
     with caplog.at_level(logging.DEBUG, "selfspec.api.tuned"):
         assert tuned.read(backbone, heads) == OPTIONS
     assert said(caplog) == [f"settings tuned for this machine, from {kept}"]
@@ -135,16 +134,15 @@ def test_another_model_dtype_number_of_threads_or_head_has_another_file(
     ]
     files = {tuned.path(*other) for other in others}
     assert tuned.processor(torch.device("cpu"))
-    monkeypatch.setattr(tuned, "processor", lambda device: "another one")
-    files.add(tuned.path(backbone, heads))
-    monkeypatch.undo()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(kept.parents[2]))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
-    files.add(tuned.path(backbone, heads))
+    for module, name, other in (
+        (tuned, "processor", lambda _: "another one"),
+        (torch, "get_num_threads", lambda: 64),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, other)
+            files.add(tuned.path(backbone, heads))
     assert len(files) == len(others) + 2
     assert kept not in files
-    monkeypatch.undo()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(kept.parents[2]))
     same = make_heads("translator", backbone.unembedding, defaults={"drafter": "ngram"})
     assert tuned.path(backbone, same) == kept
 
