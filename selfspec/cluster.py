@@ -1,8 +1,7 @@
 """Ray as selfspec starts it, and work that processes share, each with a model of its own.
 
 A Ray of our own listens on loopback and wants a token of this run. RAY_ADDRESS names a cluster that
-is there already, whose token Ray reads as `ray start` did. Called by `selfspec data` and `cache`
-(`workers`) and by the server's copies. Needs the package ray.
+is there already, whose token Ray reads as `ray start` did. Needs the package ray.
 """
 
 from __future__ import annotations

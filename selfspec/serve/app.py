@@ -24,35 +24,18 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from selfspec import files, pages
-from selfspec.errors import InvalidData, InvalidOption
-from selfspec.serve import gate
+from selfspec.errors import InvalidData
+from selfspec.serve import gate, protocol
 from selfspec.serve.options import Keys
-from selfspec.serve.protocol import (
-    ChatBody,
-    Choice,
-    Refused,
-    TextBody,
-    of_error,
-    of_validation,
-    places,
-)
+from selfspec.serve.protocol import ChatBody, Choice, Refused, TextBody, of_error, places
 from selfspec.serve.writer import Job, Json, Piece, Writer
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 1.0
-"""That a round may take before /metrics shows what was there before it."""
-
-_SCRIPTS = (
-    "vendor/markdown-it.umd.min.js",
-    "tokens.js",
-    "figures.js",
-    "api.js",
-    "markdown.js",
-    "answer.js",
-    "chats.js",
-    "main.js",
-)
+_MOST_WAITING = 256  # rounds of an answer that wait for a client who does not read; then it ends
+_LOOK_S = 1.0  # that a round may take before /metrics shows what was there before it
+_PARTS = ("tokens", "figures", "api", "markdown", "answer", "chats", "main")
+_SCRIPTS = ("vendor/markdown-it.umd.min.js", *(f"{name}.js" for name in _PARTS))
 """Scripts of the page: in this order they make one module."""
 
 
@@ -81,13 +64,8 @@ def make_app(writer: Writer, keys: Keys) -> FastAPI:
 class _Server:
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
-        self._model = {
-            "id": writer.label,
-            "object": "model",
-            "created": int(time.time()),
-            "owned_by": "selfspec",
-            "max_model_len": writer.room,
-        }
+        self._model = {"id": writer.label, "object": "model", "created": int(time.time())}
+        self._model |= {"owned_by": "selfspec", "max_model_len": writer.room}
         self._page = _chat_page()
 
     async def chat(self, request: Request) -> Response:
@@ -130,10 +108,7 @@ class _Server:
                 "in a way that is not known here. Use response_format with a schema",
                 field=field,
             )
-        try:
-            await asyncio.to_thread(self._writer.read_grammar, choices[0])
-        except InvalidOption as error:
-            raise of_error(error) from error
+        await asyncio.to_thread(self._writer.read_grammar, choices[0])
         reply = Reply(self._writer, choices, body.field)
         setattr(request.state, gate.REPLY, reply)
         if not body.stream:
@@ -158,7 +133,7 @@ class _Server:
         except InvalidData as error:
             raise Refused(400, str(error)) from error
         except ValidationError as error:
-            raise of_validation(error) from error
+            raise protocol.of_validation(error) from error
         self._require_model(body.model)
         if "stream_options" in body.model_fields_set and not body.stream:
             raise Refused(400, "stream_options is for streams. Drop it", field="stream_options")
@@ -191,9 +166,6 @@ async def _refuse_path(request: Request, error: Exception) -> Response:
 
 
 # --- what one request gets back ------------------------------------------------------------------
-
-_MOST_WAITING = 256
-"""Rounds of an answer that wait for a client who does not read; then its answer ends."""
 
 
 class Reply:
@@ -253,28 +225,27 @@ class Reply:
         every = [pieces[-1].stats for pieces in self._pieces if pieces]
         ended = [stats for stats in every if stats is not None]
 
-        def number(name: str) -> int:
-            return sum(getattr(stats, name) for stats in ended)
+        def total(name: str, nothing: Any = 0) -> Any:
+            return sum((getattr(stats, name) for stats in ended), nothing)
 
-        def counts(name: str) -> Counter[Any]:
-            return sum((getattr(stats, name) for stats in ended), Counter[Any]())
-
-        asked, written = self._job.prompt_tokens, number("new_tokens")
-        rounds, accepted = number("rounds"), number("accepted")
-        lengths, by_index = counts("accepted_lengths"), counts("accepted_by_index")
-        drafted_by, accepted_by = counts("drafted_by_source"), counts("accepted_by_source")
+        asked, written = self._job.prompt_tokens, total("new_tokens")
+        rounds, accepted = total("rounds"), total("accepted")
+        lengths = total("accepted_lengths", Counter())
+        by_index = total("accepted_by_index", Counter())
+        drafted_by = total("drafted_by_source", Counter())
+        accepted_by = total("accepted_by_source", Counter())
         found: Json = {
             "prompt_tokens": asked,
             "completion_tokens": written,
             "total_tokens": asked + written,
             "speculation": {
                 "rounds": rounds,
-                "num_draft_tokens": number("drafted"),
+                "num_draft_tokens": total("drafted"),
                 "num_accepted_tokens": accepted,
                 "num_accepted_tokens_per_pos": [
                     by_index[index] for index in range(1, max(by_index, default=0) + 1)
                 ],
-                "mean_acceptance_length": (accepted + number("bonus")) / rounds if rounds else 0.0,
+                "mean_acceptance_length": (accepted + total("bonus")) / rounds if rounds else 0.0,
                 "accepted_lengths": {str(length): lengths[length] for length in sorted(lengths)},
                 "sources": {
                     source: {"drafted": drafted_by[source], "accepted": accepted_by[source]}
@@ -292,12 +263,10 @@ class Reply:
         choices = []
         for index, text in enumerate(self.texts):
             *_, last = pieces = self._pieces[index]
-            said: Json = {"text": text}
-            if self._chat:
-                content = (text or None) if last.calls else text
-                said = {"message": {"role": "assistant", "content": content, "refusal": None}}
-                if last.calls:
-                    said["message"]["tool_calls"] = last.calls
+            message: Json = {"role": "assistant", "content": text, "refusal": None}
+            if last.calls:
+                message |= {"content": text or None, "tool_calls": last.calls}
+            said = {"message": message} if self._chat else {"text": text}
             choices.append(self._choice(index, pieces, said, last.finish))
         kind = "chat.completion" if self._chat else "text_completion"
         return {**self._head, "object": kind, "choices": choices, "usage": self.usage}
@@ -305,10 +274,9 @@ class Reply:
     async def lines(self, piece: Piece, *, with_usage: bool) -> AsyncIterator[str]:
         """Server-sent events, from the first piece on."""
         try:
-            if self._chat:
+            for index in range(len(self._pieces)) if self._chat else ():
                 delta = {"role": "assistant", "content": ""}
-                for index in range(len(self._pieces)):
-                    yield self._event(self._choice(index, [], {"delta": delta}))
+                yield self._event(self._choice(index, [], {"delta": delta}))
             for choice in self._told(piece):
                 yield self._event(choice)
             while not self._complete:
@@ -350,8 +318,7 @@ class Reply:
         """`pieces`: of whose tokens more is said, where that was asked for."""
         likely = self._likely(index, pieces) if self._notes and pieces else None
         found = {"index": index, **said, "logprobs": likely, "finish_reason": finish}
-        told = [piece.told for piece in pieces if piece.told is not None]
-        if told:
+        if told := [piece.told for piece in pieces if piece.told is not None]:
             rounds = [entry for one in told for entry in one["rounds"]]
             found["speculation"] = {**told[0], "rounds": rounds}
         return found

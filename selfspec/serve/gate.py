@@ -1,6 +1,6 @@
-"""Between clients and an application: the socket, limits, keys, other origins, a line of the log.
+"""Between clients and an application, or what hands requests to copies of it.
 
-All of it stands before the application, and before what hands requests to copies of it.
+The socket, limits, keys, other origins, a line of the log.
 """
 
 from __future__ import annotations
@@ -34,26 +34,14 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-OPEN = ("/", "/health")
-"""Paths that need no key."""
+OPEN = ("/", "/health")  # paths that need no key
+COPY = "x-selfspec-copy"  # header of an answer: which copy of the model wrote it
+REPLY = "reply"  # in a request's state: what is written for it
+TOKENS = "tokens"  # the same: tokens of the prompt and of the answer
+NOBODY = 499  # status in place of an answer that nobody reads; no refusal
 
-COPY = "x-selfspec-copy"
-"""Header of an answer: which copy of the model wrote it."""
-
-REPLY = "reply"
-"""In a request's state: what is written for it."""
-
-TOKENS = "tokens"
-"""The same: tokens of the prompt and of the answer."""
-
-NOBODY = 499
-"""Status in place of an answer that nobody reads; no refusal."""
-
-_LONGEST_PATH = 200
-"""Characters in a line of the log."""
-
-_SEND_BYTES = 1 << 17
-"""That the system keeps for a client to read; the whole of a long stream would fit otherwise."""
+_LONGEST_PATH = 200  # characters in a line of the log
+_SEND_BYTES = 1 << 17  # the system keeps for a client to read; else the whole of a stream would fit
 
 
 def guard(
@@ -68,13 +56,11 @@ def guard(
     """
 
     async def refuse(_: Request, error: Exception) -> Response:
-        return response(of_error(error))
+        gone = isinstance(error, ClientDisconnect)
+        return Response(status_code=NOBODY) if gone else response(of_error(error))
 
-    async def nobody_reads(_request: Request, _error: Exception) -> Response:
-        return Response(status_code=NOBODY)
-
-    app.add_exception_handler(Refused, refuse)
-    app.add_exception_handler(ClientDisconnect, nobody_reads)
+    for kind in (Refused, InvalidOption, ClientDisconnect):
+        app.add_exception_handler(kind, refuse)
     app.add_middleware(_Guard, options=options, keys=keys)
     if options.cors_origin:  # around the keys: a browser asks beforehand, and shows none
         app.add_middleware(
@@ -104,11 +90,8 @@ async def read(request: Request, options: ServeOptions) -> bytearray:
     try:
         await asyncio.wait_for(hold(), seconds)
     except asyncio.TimeoutError as error:
-        raise Refused(
-            408,
-            f"the body did not arrive within {seconds:g} seconds. Send it at once",
-            headers={"Connection": "close"},
-        ) from error
+        said = f"the body did not arrive within {seconds:g} seconds. Send it at once"
+        raise Refused(408, said, headers={"Connection": "close"}) from error
     return held
 
 
@@ -134,17 +117,15 @@ async def unless_gone(receive: Receive, wanted: Coroutine[Any, Any, T]) -> T:
 def tokens(scope: Scope) -> tuple[int, int] | None:
     """Token counts of the prompt and of the answer; None where nothing was written."""
     reply: Any = scope["state"].get(REPLY)  # an `app.Reply`
-    if reply is not None:
-        return reply.usage["prompt_tokens"], reply.usage["completion_tokens"]
-    found: tuple[int, int] | None = scope["state"].get(TOKENS)
-    return found
+    if reply is None:
+        return cast("tuple[int, int] | None", scope["state"].get(TOKENS))
+    return reply.usage["prompt_tokens"], reply.usage["completion_tokens"]
 
 
 class _Guard:
     """Lets requests in that bring a key; without keys, those that mean this machine by its name.
 
-    Else a page elsewhere whose name comes to mean this machine could read what a server without
-    keys says (DNS rebinding).
+    Else a page elsewhere whose name comes to mean it could read all answers (DNS rebinding).
     """
 
     def __init__(self, app: ASGIApp, options: ServeOptions, keys: Keys) -> None:
@@ -175,8 +156,7 @@ class _Guard:
 class _Around:
     """What surrounds a request: its answer ends with it, and the log says what was asked for.
 
-    Of an error that nobody foresaw, the log says where it came from. No text of a request or an
-    answer is logged, unless `log_prompts` asks for it.
+    No text of a request or an answer is logged, unless `log_prompts` asks for it.
     """
 
     def __init__(self, app: ASGIApp, options: ServeOptions, refused: Callable[[int], None]) -> None:
@@ -280,6 +260,14 @@ class Server(uvicorn.Server):
             self._ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
 
+def _then_reckon(event: Callable[..., None]) -> Any:
+    def told(connection: _Connection, *args: Any) -> None:
+        event(connection, *args)
+        connection._reckon()
+
+    return told
+
+
 class _Connection(H11Protocol):
     """uvicorn's, one for each client, with a limit for the time that it waits for its client.
 
@@ -293,29 +281,15 @@ class _Connection(H11Protocol):
         self._client_timeout = client_timeout
         self._limit: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's
-        super().connection_made(transport)
-        self._reckon()
+    connection_made = _then_reckon(H11Protocol.connection_made)
+    handle_events = _then_reckon(H11Protocol.handle_events)
+    on_response_complete = _then_reckon(H11Protocol.on_response_complete)
+    pause_writing = _then_reckon(H11Protocol.pause_writing)
+    resume_writing = _then_reckon(H11Protocol.resume_writing)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget()
         super().connection_lost(exc)
-
-    def handle_events(self) -> None:
-        super().handle_events()
-        self._reckon()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._reckon()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._reckon()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._reckon()
 
     def _reckon(self) -> None:
         """The limit runs on while the client is waited for, and only then."""

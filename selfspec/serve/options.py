@@ -1,7 +1,4 @@
-"""What `selfspec serve` can be asked for; its flags derive from here. Keys for its clients.
-
-The command line reads this, so nothing of a server and no torch is imported.
-"""
+"""What `selfspec serve` can be asked for, and its keys. Flags derive from it: no torch in here."""
 
 from __future__ import annotations
 
@@ -16,17 +13,13 @@ from typing import Annotated
 
 from selfspec import files
 from selfspec.errors import InvalidOption
-from selfspec.options import Range, between, check_fields
-
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
+from selfspec.options import Range, at_least, between, check_fields
 
 VARIABLE = "SELFSPEC_API_KEY"
 
-_MOST_KEY_BYTES = 1 << 20
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
-AT_LEAST_ONE = Range(lambda value: value >= 1, "of at least 1")
-NOT_BELOW_ZERO = Range(lambda value: value >= 0, "of at least 0")
-ABOVE_ZERO = Range(lambda value: value > 0, "of more than 0")
+_ABOVE_ZERO = Range(lambda value: value > 0, "of more than 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,34 +32,34 @@ class ServeOptions:
     port: Annotated[int, between(0, 65535)] = 8000
     """Port; 0 takes a free one."""
 
-    concurrency: Annotated[int, AT_LEAST_ONE] = 32
+    concurrency: Annotated[int, at_least(1)] = 32
     """Answers generated at once, in one batch."""
 
-    queue: Annotated[int, NOT_BELOW_ZERO] = 128
+    queue: Annotated[int, at_least(0)] = 128
     """Requests that may wait; more are refused with status 429."""
 
-    timeout: Annotated[float, ABOVE_ZERO] = 600.0
+    timeout: Annotated[float, _ABOVE_ZERO] = 600.0
     """Seconds for an answer, waiting included; then it is cut."""
 
-    max_tokens: Annotated[int, AT_LEAST_ONE] = 1024
+    max_tokens: Annotated[int, at_least(1)] = 1024
     """Tokens of an answer at most, where its request does not say."""
 
-    max_prompt_tokens: Annotated[int | None, AT_LEAST_ONE] = None
+    max_prompt_tokens: Annotated[int | None, at_least(1)] = None
     """Tokens of a prompt at most. None: the model's context length."""
 
-    max_body_mb: Annotated[float, ABOVE_ZERO] = 4.0
+    max_body_mb: Annotated[float, _ABOVE_ZERO] = 4.0
     """Largest body of a request, in megabytes."""
 
-    client_timeout: Annotated[float, ABOVE_ZERO] = 30.0
+    client_timeout: Annotated[float, _ABOVE_ZERO] = 30.0
     """Seconds for a client to send a request, or to read on; then its connection ends."""
 
-    patience: Annotated[float, NOT_BELOW_ZERO] = 1.0
+    patience: Annotated[float, at_least(0)] = 1.0
     """Delay of the next token of an answer while another prompt is read, at most, in tokens."""
 
-    graceful_seconds: Annotated[float, ABOVE_ZERO] = 30.0
+    graceful_seconds: Annotated[float, _ABOVE_ZERO] = 30.0
     """Seconds that running answers have when the server is stopped."""
 
-    replicas: Annotated[int, AT_LEAST_ONE] = 1
+    replicas: Annotated[int, at_least(1)] = 1
     """Copies of the model; more than one runs under Ray Serve, and they share the cores."""
 
     cors_origin: list[str] | None = None
@@ -106,7 +99,7 @@ class Keys:
     @classmethod
     def found(cls, file: Path | None) -> Keys:
         """The keys of a file, one a line, and of SELFSPEC_API_KEY, with commas between several."""
-        lines = [] if file is None else files.read_text(file, _MOST_KEY_BYTES).splitlines()
+        lines = [] if file is None else files.read_text(file, 1 << 20).splitlines()
         given = [line for line in lines if not line.startswith("#")]
         keys = cls([*given, *os.environ.get(VARIABLE, "").split(",")])
         if file is not None and not keys:

@@ -13,28 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    StrictBool,
-    StrictFloat,
-    StrictInt,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+import pydantic
+from pydantic import Field, StrictBool, StrictFloat, StrictInt
 
+from selfspec import errors
 from selfspec.config import GenerateOptions, check_request
-from selfspec.errors import (
-    HeadsNotFound,
-    InvalidData,
-    InvalidOption,
-    InvalidPrompt,
-    ModelChanged,
-    SelfspecError,
-)
 from selfspec.files import parse_json
 from selfspec.serve.options import ServeOptions
 
@@ -56,9 +39,7 @@ Penalty = Annotated[StrictFloat, Field(ge=-2, le=2)]
 Bias = Annotated[StrictFloat, Field(ge=-100, le=100)]
 Count = Annotated[StrictInt, Field(ge=1)]
 Likely = Annotated[StrictInt, Field(ge=0, le=20)]
-TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
-"""The id of a token; keys of JSON are text."""
-
+TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]  # an id; keys of JSON are text
 Stop = Annotated[str, Field(max_length=64)]
 Setting = Annotated[str, Field(max_length=256)]
 
@@ -75,19 +56,16 @@ class Choice:
 
     prompt: Prompt
     options: GenerateOptions
-    tools: Tools = ()
-    """That it may call."""
+    tools: Tools = ()  # that it may call
     must_call: bool = False
-    explain: bool = False
-    """Whether to say who gave each token."""
-    needs_tools: str | None = None
-    """The field that only a chat template which knows tools can honour."""
+    explain: bool = False  # whether to say who gave each token
+    needs_tools: str | None = None  # the field that only a chat template with tools can honour
 
 
-class _Shape(BaseModel):
+class _Shape(pydantic.BaseModel):
     """An object of a body: what is not named is refused."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = pydantic.ConfigDict(extra="forbid")
 
 
 class _Text(_Shape):
@@ -112,7 +90,7 @@ class _Call(_Shape):
     def as_part(self) -> dict[str, Any]:
         """For the chat template, which wants arguments as values."""
         part = self.model_dump(exclude={"index"})
-        with contextlib.suppress(InvalidData):  # then they stay text
+        with contextlib.suppress(errors.InvalidData):  # then they stay text
             part["function"]["arguments"] = parse_json(self.function.arguments, "arguments")
         return part
 
@@ -125,7 +103,7 @@ class _Message(_Shape):
     tool_call_id: str | None = None
     refusal: None = None
 
-    @model_validator(mode="after")
+    @pydantic.model_validator(mode="after")
     def _says_something(self) -> _Message:
         if self.content is None and not self.tool_calls:
             raise ValueError("a message without content")
@@ -173,7 +151,7 @@ class _ResponseFormat(_Shape):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: _Schema | None = None
 
-    @model_validator(mode="after")
+    @pydantic.model_validator(mode="after")
     def _fits(self) -> _ResponseFormat:
         if (self.type == "json_schema") is not (self.json_schema is not None):
             raise ValueError('type "json_schema" and json_schema go together')
@@ -196,15 +174,14 @@ class _Speculation(_Shape):
     drafter: Setting | None = None
     controller: Setting | None = None
     never_slower: StrictBool | None = None
-    explain: StrictBool = False
-    """Say who gave each token; see `Explanation`."""
+    explain: StrictBool = False  # say who gave each token: `Explanation`
 
-    @field_validator("drafter", "controller")
+    @pydantic.field_validator("drafter", "controller")
     @classmethod
-    def _is_small(cls, said: str | None, info: ValidationInfo) -> str | None:
+    def _is_small(cls, said: str | None, info: pydantic.ValidationInfo) -> str | None:
         try:
             check_request({str(info.field_name): said})
-        except InvalidOption as error:
+        except errors.InvalidOption as error:
             raise ValueError(str(error)) from error
         return said
 
@@ -212,8 +189,7 @@ class _Speculation(_Shape):
 class Body(_Shape):
     """What requests for chats and for texts have in common."""
 
-    field: ClassVar[str]
-    """Where the prompt stands."""
+    field: ClassVar[str]  # where the prompt stands
 
     model: str | None = None
     stream: StrictBool = False
@@ -221,8 +197,8 @@ class Body(_Shape):
     n: Annotated[StrictInt, Field(ge=1, le=128)] = 1
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
     seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**64)] | None = None
+    # None: 1 beside a field that only means something to drawn tokens, else 0 (greedy)
     temperature: Annotated[StrictFloat, Field(ge=0, le=2)] | None = None
-    """None: 1 beside a field that only means something to drawn tokens, else 0 (greedy)."""
     top_p: Annotated[StrictFloat, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[StrictInt, Field(ge=0)] = 0
     min_p: Annotated[StrictFloat, Field(ge=0, le=1)] = 0.0
@@ -235,7 +211,7 @@ class Body(_Shape):
     metadata: dict[str, str] | None = None
     speculation: StrictBool | _Speculation | None = None
 
-    @model_validator(mode="before")
+    @pydantic.model_validator(mode="before")
     @classmethod
     def _without_nothing(cls, body: Any) -> Any:
         if not isinstance(body, dict):
@@ -290,7 +266,7 @@ class ChatBody(Body):
     tool_choice: Literal["none", "auto", "required"] | _Chosen | None = None
     parallel_tool_calls: StrictBool = True
 
-    @model_validator(mode="after")
+    @pydantic.model_validator(mode="after")
     def _fits(self) -> ChatBody:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs without logprobs. Set logprobs to true")
@@ -377,11 +353,8 @@ class Refused(Exception):
         return {"error": said}
 
 
-_FIELDS = {
-    "json_schema": "response_format",
-    "grammar": "tools",
-    "SequenceBiasLogitsProcessor": "logit_bias",
-}
+_FIELDS = {"json_schema": "response_format", "grammar": "tools"}
+_FIELDS |= {"SequenceBiasLogitsProcessor": "logit_bias"}
 """Fields of a request, by what the runtime calls them at the beginning of an error."""
 
 
@@ -389,21 +362,21 @@ def of_error(error: BaseException, field: str | None = None) -> Refused:
     """For what a request made the model raise; `field` is where its prompt stands."""
     if isinstance(error, Refused):
         return error
-    if isinstance(error, InvalidOption | HeadsNotFound):
+    if isinstance(error, errors.InvalidOption | errors.HeadsNotFound):
         name, _, rest = str(error).partition(" ")
         field = _FIELDS.get(name)
         return Refused(400, f"{field or name} {rest}", field=field)
-    if isinstance(error, InvalidPrompt):
+    if isinstance(error, errors.InvalidPrompt):
         return Refused(400, str(error), field=field)
-    if isinstance(error, SelfspecError):
-        return Refused(503 if isinstance(error, ModelChanged) else 500, str(error))
+    if isinstance(error, errors.SelfspecError):
+        return Refused(503 if isinstance(error, errors.ModelChanged) else 500, str(error))
     return Refused(500, "the answer failed by a fault of the server. Its log says more")
 
 
-def of_validation(error: ValidationError) -> Refused:
+def of_validation(error: pydantic.ValidationError) -> Refused:
     """What a body has wrong: of several, the one that is furthest inside it."""
-    errors = error.errors(include_url=False, include_context=False, include_input=False)
-    found = max(errors, key=lambda one: len(one["loc"]))
+    every = error.errors(include_url=False, include_context=False, include_input=False)
+    found = max(every, key=lambda one: len(one["loc"]))
     field = ""  # messages[0].content; names of types, which pydantic puts in between, are left out
     for place in found["loc"]:
         if isinstance(place, int):

@@ -1,14 +1,10 @@
 """Several copies of the model: Ray Serve starts, watches and replaces them, and picks one.
 
-The front is the plain server's: the same socket, keys, limits and end. It hands what it read to a
-copy (`Replica.answer`), through Ray's handle, and passes on what comes back. Ray's own HTTP proxy
-is off, for three reasons: it sees headers only, so that it could not tell conversations apart; a
-copy that ends in mid-answer would cut the connection without a word; and it opens a port, with
-paths that need no key.
-
-Requests of one conversation go to one copy by Ray's `ConsistentHashRouter`: the beginning of a
-conversation is its session. Ray's `PrefixCacheAffinityRouter` compares whole prompts instead; it is
-made for Ray's own body classes, asks an actor twice per request, and pulls in Ray's LLM packages.
+The front is the plain server's: the same socket, keys, limits and end. Ray's own HTTP proxy is off:
+it sees headers only, so that it could not tell conversations apart; a copy that ends in mid-answer
+would cut the connection without a word; and it opens a port, with paths that need no key.
+Requests of one conversation go to one copy: its beginning is its session (`ConsistentHashRouter`;
+Ray's `PrefixCacheAffinityRouter` asks an actor twice per request, and pulls in its LLM packages).
 """
 
 from __future__ import annotations
@@ -49,26 +45,13 @@ from selfspec.serve.protocol import Refused
 logger = logging.getLogger(__name__)
 
 _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
-
 _NAME = "selfspec"
-
-_TOKENS = "selfspec.tokens"
-"""Type of a message before the last: the tokens of the answer, for the log."""
-
-_MARK = "selfspec: cannot load: "
-"""Stands before the reason in what Ray says of a copy that could not start."""
-
-_BEGINNING = 256
-"""Characters or ids of a prompt without messages that make its session."""
-
-_OBJECTS_BYTES = 128 << 20
-"""Size of Ray's object store; messages are small and pass it by."""
-
-_READY_S = 5.0
-"""Seconds for a copy to take a request; besides the time that an answer may take."""
-
-_SPARE = 64
-"""Requests that a copy may hold besides those it answers: to refuse them is its own affair."""
+_TOKENS = "selfspec.tokens"  # type of a message before the last: the answer's tokens, for the log
+_MARK = "selfspec: cannot load: "  # before the reason in what Ray says of a copy that cannot start
+_BEGINNING = 256  # characters or ids of a prompt without messages that make its session
+_OBJECTS_BYTES = 128 << 20  # of Ray's object store; messages are small and pass it by
+_READY_S = 5.0  # for a copy to take a request; besides the time that an answer may take
+_SPARE = 64  # requests that a copy holds besides those it answers: to refuse them is its own affair
 
 _PASSED = {
     *("type", "http_version", "method", "scheme", "path", "raw_path", "query_string"),
@@ -78,10 +61,7 @@ _PASSED = {
 
 
 class Replica:
-    """One copy, in a process of its own: a model, its writer, and the plain server's application.
-
-    Keys, origins and the log are the front's.
-    """
+    """One copy, in a process of its own: the plain server without its keys, origins and log."""
 
     def __init__(
         self, loading: dict[str, Any], options: ServeOptions, kv_memory: int | None
@@ -140,9 +120,9 @@ class Replica:
 def copies(
     loading: dict[str, Any], options: ServeOptions, kv_memory: int | None
 ) -> Iterator[DeploymentHandle[Replica]]:
-    """Start as many copies as `options` ask for and wait for them; all end with the context.
+    """Start the copies and wait for them; all end with the context. Raises InvalidOption.
 
-    Cores and `kv_memory` are for all of them. Raises InvalidOption where none could start.
+    Cores and `kv_memory` are for all of them.
     """
     count = options.replicas
     threads = max(1, cores() // count)
@@ -223,8 +203,9 @@ class _Front:
             logger.warning("a copy of the model ended: %s", type(error).__name__)
             if begun and not streams:
                 raise RuntimeError("the answer was cut") from None
-            said = "the model's copy that wrote this has ended. Send the request again"
-            ended = Refused(503, said)
+            ended = Refused(
+                503, "the model's copy that wrote this has ended. Send the request again"
+            )
             if not begun:
                 raise ended from None
             event = f"data: {json.dumps(ended.body())}\n\n".encode()
@@ -234,21 +215,19 @@ class _Front:
 
 
 def session(body: bytes) -> str:
-    """Which conversation a body belongs to: the same for all its turns; empty where it has none.
+    """Which conversation a body belongs to; empty where it has none.
 
     All turns share the messages up to the first that a user wrote, or the beginning of a prompt.
     """
-    try:
+    found = None
+    with contextlib.suppress(InvalidData, UnicodeError):
         found = files.parse_json(body.decode(), "the body")
-    except (InvalidData, UnicodeError):
-        return ""
     if not isinstance(found, dict):
         return ""
-    beginning = found.get("messages")
+    beginning, prompt = found.get("messages"), found.get("prompt")
     if isinstance(beginning, list):
         roles = [isinstance(one, dict) and one.get("role") for one in beginning]
         beginning = beginning[: roles.index("user") + 1] if "user" in roles else beginning
     else:
-        prompt = found.get("prompt")
         beginning = prompt[:_BEGINNING] if isinstance(prompt, str | list) else None
     return hashlib.sha256(json.dumps(beginning).encode()).hexdigest() if beginning else ""

@@ -1,9 +1,5 @@
 """One thread that owns the model: requests come in from anywhere, pieces of answers go out.
 
-    submit   a request joins the queue, or is refused because it is full
-    cancel   its client has gone
-    stop     the thread ends, and with it what is still written
-
 An engine is for one thread, and so are a tokenizer and Hugging Face's preparation of a request.
 Whatever one request raises, a MemoryError or a panic in Rust, ends that request alone.
 Rounds become what a client reads (text without its stop, calls, an end) and what Prometheus counts.
@@ -20,17 +16,10 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    ProcessCollector,
-    generate_latest,
-)
+import prometheus_client as prometheus
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -50,8 +39,7 @@ from selfspec.serve.protocol import Choice, Refused, Tools, places
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.5
-"""Between two looks at whether to stop, where nothing is written."""
+_POLL_S = 0.5  # between two looks at whether to stop, where nothing is written
 
 
 class Writer:
@@ -61,8 +49,7 @@ class Writer:
         self, speculator: Speculator, options: ServeOptions, kv_memory: int | None = None
     ) -> None:
         self.options, self.label = options, speculator.label
-        self.room = speculator.backbone.max_positions
-        """Tokens of a text at most, its prompt included."""
+        self.room = speculator.backbone.max_positions  # tokens of a text, its prompt included
         self.metrics = Metrics()
         self._speculator = speculator
         self._engine = speculator.engine(
@@ -71,8 +58,7 @@ class Writer:
         self._tool_format = format_of(speculator.tokenizer)
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._answers: dict[Running, Answer] = {}
-        self.open = 0
-        """Choices that are written or wait."""
+        self.open = 0  # choices that are written or wait
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._work, name="selfspec-writer", daemon=True)
@@ -99,11 +85,8 @@ class Writer:
             raise Refused(400, f"{count} answers at once, expected at most {most}", field="n")
         with self._lock:
             if self.open + count > most:
-                raise Refused(
-                    429,
-                    f"{self.open} answers are written or wait. Try again soon",
-                    headers={"Retry-After": "1"},
-                )
+                said = f"{self.open} answers are written or wait. Try again soon"
+                raise Refused(429, said, headers={"Retry-After": "1"})
             self.open += count
         job.left = count
         self._orders.put(lambda: self._begin(job))
@@ -239,18 +222,13 @@ class Piece:
 
     choice: int
     text: str = ""
-    logprobs: Sequence[Json] = ()
-    """Log-probabilities of its tokens, as a chat's answer has them, where they are noted."""
+    logprobs: Sequence[Json] = ()  # as a chat's answer has them, where they are noted
+    told: Json | None = None  # who gave the tokens, where that was asked for
+    error: BaseException | None = None  # in place of an end
+    # with the last piece
     calls: Sequence[Json] = ()
-    """Function calls, with the last piece."""
-    told: Json | None = None
-    """Who gave the tokens, where that was asked for."""
-    finish: str | None = None
-    """`stop`, `length` or `tool_calls`, with the last piece."""
+    finish: str | None = None  # stop, length or tool_calls
     stats: GenerationStats | None = None
-    """With the last piece."""
-    error: BaseException | None = None
-    """In place of an end."""
 
 
 @dataclass(eq=False)
@@ -259,10 +237,8 @@ class Job:
 
     choices: Sequence[Choice]
     wrote: Callable[[Piece], object]
-    prompt_tokens: int = 0
-    """Known before the first piece."""
-    left: int = 0
-    """Choices that have no end yet."""
+    prompt_tokens: int = 0  # known before the first piece
+    left: int = 0  # choices that have no end yet
     came_s: float = field(default_factory=time.perf_counter)
 
 
@@ -274,8 +250,7 @@ class Answer:
     ) -> None:
         choice = job.choices[place]
         self.job, self.place, self.running = job, place, running
-        self.newest_s: float | None = None
-        """When its newest tokens came."""
+        self.newest_s: float | None = None  # when its newest tokens came
         self._tokenizer = call.tokenizer
         self._decoder = TextDecoder(call.tokenizer)
         self._stops = UntilStop([*choice.options.get("stop_strings", ()), call.end])
@@ -284,8 +259,7 @@ class Answer:
         if choice.explain:  # as if it ran alone: so a request's explanation is always the same
             cost = running.draft_cost(call.speculation)
             self._explanation = Explanation(call.tokenizer, cost)
-        self._told = 0
-        """Tokens that are in earlier pieces."""
+        self._told = 0  # tokens that are in earlier pieces
 
     def piece(self) -> Piece:
         """What is new; the last one when the text has ended. Raises what ended it otherwise."""
@@ -305,7 +279,7 @@ class Answer:
                 rest, calls = self._calls.end()
                 content += rest
         explanation = self._explanation
-        return Piece(
+        piece = Piece(
             choice=self.place,
             text=content,
             logprobs=[
@@ -314,10 +288,13 @@ class Answer:
                 for one in running.logprobs[begin : self._told]
             ],
             told=None if explanation is None else explanation.shown(text, last=running.ended),
-            calls=calls,
-            finish=self._finish(calls) if running.ended else None,
-            stats=running.stats if running.ended else None,
         )
+        if not running.ended:
+            return piece
+        # a time limit is a length; so is the end of the model's positions
+        complete = running.stats.stop_reason == "eos" or self._stops.found
+        finish = ("tool_calls" if calls else "stop") if complete else "length"
+        return replace(piece, calls=calls, finish=finish, stats=running.stats)
 
     def _read(self, entry: Round) -> str:
         self.running.stats.add(entry)
@@ -342,12 +319,6 @@ class Answer:
         data = None if "\N{REPLACEMENT CHARACTER}" in text else [*text.encode()]
         return {"token": text, "logprob": logprob, "bytes": data}
 
-    def _finish(self, calls: Sequence[Json]) -> str:
-        """A time limit is a length; so is the end of the model's positions."""
-        if self.running.stats.stop_reason == "eos" or self._stops.found:
-            return "tool_calls" if calls else "stop"
-        return "length"
-
 
 class Explanation:
     """Who gave each token of an answer, round by round, as JSON: a round once its text is shown.
@@ -357,14 +328,11 @@ class Explanation:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, cost: DraftCost) -> None:
         self._texts, self._cost = TokenTexts(tokenizer), cost
-        self._waiting: list[Json] = []
-        """Rounds with text that is not shown yet."""
-        self._shown = 0
-        """Characters of these that are."""
+        self._waiting: list[Json] = []  # rounds with text that is not shown yet
+        self._shown = 0  # characters of these that are
 
     def add(self, entry: Round, texts: Sequence[str]) -> None:
         """A round; `texts` of its tokens join to the answer."""
-        by = zip(texts, entry.givers, strict=True)
         parents = entry.parents or range(-1, len(entry.draft_tokens) - 1)
         drafts = [
             {
@@ -375,14 +343,13 @@ class Explanation:
             }
             for index, token in enumerate(entry.draft_tokens)
         ]
-        self._waiting.append(
-            {
-                "tokens": [{"text": text, **_giver(*giver)} for text, giver in by],
-                "drafts": drafts,
-                "steps": 0.0 if entry.prefill else round(self._cost.steps(Draft.again(entry)), 4),
-                "ended": entry.ended,
-            }
-        )
+        steps = 0.0 if entry.prefill else round(self._cost.steps(Draft.again(entry)), 4)
+        tokens = [
+            {"text": text, **_giver(*giver)}
+            for text, giver in zip(texts, entry.givers, strict=True)
+        ]
+        told = {"tokens": tokens, "drafts": drafts, "steps": steps, "ended": entry.ended}
+        self._waiting.append(told)
 
     def rest(self, text: str) -> None:
         """Add the rest of a character that the answer ends within: it belongs to the last token."""
@@ -415,8 +382,7 @@ class ToolFormat:
 
     before: str
     after: str
-    arguments: str
-    """The key of the arguments beside `name`."""
+    arguments: str  # the key of the arguments beside `name`
 
     def grammar(self, tools: Tools) -> str:
         """Lark for one call of one of these."""
@@ -451,11 +417,8 @@ class ToolFormat:
         return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
-TAGGED = ToolFormat("<tool_call>\n", "\n</tool_call>", "arguments")
-"""The format of Hermes, Qwen and SmolLM3."""
-
-BARE = ToolFormat("", "", "parameters")
-"""The format of Llama from 3.1 on."""
+TAGGED = ToolFormat("<tool_call>\n", "\n</tool_call>", "arguments")  # Hermes, Qwen, SmolLM3
+BARE = ToolFormat("", "", "parameters")  # Llama from 3.1 on
 
 
 def format_of(tokenizer: PreTrainedTokenizerBase | None) -> ToolFormat | None:
@@ -499,7 +462,7 @@ class Calls:
 
 # --- what Prometheus reads at /metrics ------------------------------------------------------------
 
-PREFIX = "selfspec_"
+_PREFIX = "selfspec_"
 
 _GAUGES = {
     "num_requests_running": "Answers that are being written.",
@@ -529,12 +492,8 @@ _COUNTERS = {
 }
 """What each counts, and its label."""
 
-_GAPS_S = tuple(0.005 * 2**step for step in range(12))
-"""Between rounds: 5 ms to 10 s."""
-
-_ANSWERS_S = tuple(0.01 * 2**step for step in range(17))
-"""To a first token, and to an end: 10 ms to 11 minutes."""
-
+_GAPS_S = tuple(0.005 * 2**step for step in range(12))  # 5 ms to 10 s
+_ANSWERS_S = tuple(0.01 * 2**step for step in range(17))  # 10 ms to 11 minutes
 _HISTOGRAMS = {
     "time_to_first_token_seconds": ("From a request to its first token.", _ANSWERS_S),
     "inter_token_latency_seconds": ("Between rounds of an answer.", _GAPS_S),
@@ -554,17 +513,18 @@ class Metrics:
     """The metrics of one server: nothing in them is shared with another one."""
 
     def __init__(self) -> None:
-        self._registry = registry = CollectorRegistry()
-        ProcessCollector(registry=registry)
+        self._registry = registry = prometheus.CollectorRegistry()
+        prometheus.ProcessCollector(registry=registry)
         self._gauges = {
-            name: Gauge(PREFIX + name, said, registry=registry) for name, said in _GAUGES.items()
+            name: prometheus.Gauge(_PREFIX + name, said, registry=registry)
+            for name, said in _GAUGES.items()
         }
         self._counters = {
-            name: Counter(PREFIX + name, said, labels, registry=registry)
+            name: prometheus.Counter(_PREFIX + name, said, labels, registry=registry)
             for name, (said, *labels) in _COUNTERS.items()
         }
         self._histograms = {
-            name: Histogram(PREFIX + name, said, buckets=buckets, registry=registry)
+            name: prometheus.Histogram(_PREFIX + name, said, buckets=buckets, registry=registry)
             for name, (said, buckets) in _HISTOGRAMS.items()
         }
 
@@ -616,4 +576,4 @@ class Metrics:
 
     def text(self) -> bytes:
         """The metrics as Prometheus reads them. From any thread."""
-        return generate_latest(self._registry)
+        return prometheus.generate_latest(self._registry)
