@@ -51,22 +51,19 @@ class Written {
       const isThere = at >= 0 && at + line.length <= cursor.end;
       if (isThere) cursor.at = at + line.length;
       if (isThere) yield* this.cut(at, cursor.at, cursor.rejects);
-      else yield this.span(this.tokens[this.indexAt(cursor.at)], line);
+      else yield dress(el("span", {}, line), this.tokens[this.indexAt(cursor.at)].token);
     }
   }
 
   /** Letters from one place to another, and the drafts rejected before them. */
   *cut(from, to, rejects) {
     for (let index = this.indexAt(from); from < to; index += 1) {
-      const until = Math.min(to, this.tokens[index].end);
+      const { end, token } = this.tokens[index];
+      const until = Math.min(to, end);
       while (rejects[0]?.at <= from) yield rejectedDraft(rejects.shift());
-      if (until > from) yield this.span(this.tokens[index], this.text.slice(from, until));
+      if (until > from) yield dress(el("span", {}, this.text.slice(from, until)), token);
       from = until;
     }
-  }
-
-  span({ token }, text) {
-    return dress(el("span", {}, text), token);
   }
 
   /** The token that holds a letter, or the last one. */
@@ -89,15 +86,9 @@ class AnswerView {
     this.written = new Written();
     this.buttons = el("div", { class: "buttons" });
     this.note = el("p", { class: "note hint" });
-    this.node = el(
-      "div",
-      { class: "answer", "aria-busy": "true" },
-      el("h2", { class: heading ? "" : "unseen" }, heading ?? "Answer"),
-      this.written.node,
-      this.note,
-      this.figures.node,
-      this.buttons,
-    );
+    const title = el("h2", { class: heading ? "" : "unseen" }, heading ?? "Answer");
+    const parts = [title, this.written.node, this.note, this.figures.node, this.buttons];
+    this.node = el("div", { class: "answer", "aria-busy": "true" }, ...parts);
   }
 
   /** A chunk of the stream. */
@@ -106,8 +97,7 @@ class AnswerView {
       this.text += choice.delta.content ?? "";
       this.finish ??= choice.finish_reason;
       const told = choice.speculation;
-      if (!told) continue;
-      for (const round of told.rounds) this.addRound(round, told.num_layers);
+      for (const round of told?.rounds ?? []) this.addRound(round, told.num_layers);
     }
     this.timer ??= setTimeout(() => this.paint(), PAINT_MS);
   }

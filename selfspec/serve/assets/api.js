@@ -1,52 +1,32 @@
 // The server's public API: questions out, chunks in.
 
 const KEY = "selfspec-key";
-let key = readKey();
+let key = stored(() => sessionStorage.getItem(KEY), "");
 
-/** A refusal, in the server's own words. */
-class Refusal extends Error {
-  constructor(status, message) {
-    super(message);
-    this.status = status;
-  }
-}
-
-/** Without storage, as in some private windows, a key lives as long as the page. */
-function readKey() {
+/** Without storage, as in some private windows, things live as long as the page. */
+function stored(act, otherwise) {
   try {
-    return sessionStorage.getItem(KEY) ?? "";
+    return act() ?? otherwise;
   } catch {
-    return "";
+    return otherwise;
   }
 }
 
 function keepKey(value) {
   key = value;
-  try {
-    sessionStorage.setItem(KEY, value);
-  } catch {
-    // it is in memory
-  }
+  stored(() => sessionStorage.setItem(KEY, value));
 }
 
 async function call(path, options = {}) {
   const headers = { "Content-Type": "application/json" };
   if (key) headers.Authorization = `Bearer ${key}`;
-  let response;
-  try {
-    response = await fetch(path, { ...options, headers });
-  } catch (error) {
-    if (error.name === "AbortError") throw error;
-    throw new Error("The server cannot be reached. Is it running?");
-  }
+  const response = await fetch(path, { ...options, headers }).catch((error) => {
+    throw error.name === "AbortError" ? error : new Error("The server cannot be reached. Is it running?");
+  });
   if (response.ok) return response;
   const said = await response.json().catch(() => null);
-  throw new Refusal(response.status, said?.error?.message ?? `The server says ${response.status}.`);
-}
-
-/** The model that is served. */
-async function findModel() {
-  return (await (await call("/v1/models")).json()).data[0];
+  const refusal = new Error(said?.error?.message ?? `The server says ${response.status}.`); // in its own words
+  throw Object.assign(refusal, { status: response.status });
 }
 
 /** The chunks of an answer, as they come. Throws what the server says is wrong. */
@@ -55,7 +35,7 @@ async function* chunksOf(body, signal) {
   for await (const data of events(response.body)) {
     if (data === "[DONE]") return;
     const chunk = JSON.parse(data);
-    if (chunk.error) throw new Refusal(0, chunk.error.message);
+    if (chunk.error) throw new Error(chunk.error.message);
     yield chunk;
   }
   throw new Error("The connection ended before the answer did.");
@@ -66,10 +46,8 @@ async function* events(stream) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";
   try {
-    while (true) {
-      const { done, value } = await reader.read();
-      if (done) return;
-      const parts = (held + value).split("\n\n");
+    for (let read = await reader.read(); !read.done; read = await reader.read()) {
+      const parts = (held + read.value).split("\n\n");
       held = parts.pop();
       for (const part of parts) if (part.startsWith("data: ")) yield part.slice(6);
     }

@@ -3,24 +3,15 @@
 const CHATS = "selfspec-chats-1";
 
 /** Newest first: { id, turns: [{ question, text, runs: [[letters, source, layer, numLayers]] }] } */
-function readChats() {
-  try {
-    return JSON.parse(localStorage.getItem(CHATS)) ?? [];
-  } catch {
-    return [];
-  }
-}
+const readChats = () => stored(() => JSON.parse(localStorage.getItem(CHATS)), []);
 
 /** The oldest go where there is no more room. */
 function keepChats(chats) {
   for (let count = chats.length; count >= 0; count -= 1) {
-    try {
-      localStorage.setItem(CHATS, JSON.stringify(chats.slice(0, count)));
-      return;
-    } catch {
-      if (count === 0) $("chats-hint").textContent = "This browser keeps nothing for pages: conversations end with this tab.";
-    }
+    const text = JSON.stringify(chats.slice(0, count));
+    if (stored(() => localStorage.setItem(CHATS, text) ?? true, false)) return;
   }
+  $("chats-hint").textContent = "This browser keeps nothing for pages: conversations end with this tab.";
 }
 
 /** Keep the one on the page, in front of the others. */

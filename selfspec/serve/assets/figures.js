@@ -6,9 +6,7 @@ class Figures {
     this.bySource = {};
     this.begun = this.ended = null;
     this.values = {};
-    this.node = el(
-      "dl",
-      { class: "figures" },
+    this.node = el("dl", { class: "figures" },
       this.entry("speed", "tokens/s", "speed"),
       this.entry("plain", "without drafts", "speed"),
       this.entry("round", "tokens per verification"),
@@ -30,11 +28,8 @@ class Figures {
     this.begun ??= this.ended;
     this.tokens += round.tokens.length;
     for (const { source } of round.tokens) this.bySource[source] = (this.bySource[source] ?? 0) + 1;
-    if (round.steps === 0) {
-      this.untimed += round.tokens.length;
-      return;
-    }
-    this.rounds += 1;
+    this.untimed += round.steps ? 0 : round.tokens.length;
+    this.rounds += round.steps ? 1 : 0;
     this.drafted += round.drafts.length;
     this.accepted += round.drafts.filter((draft) => draft.accepted).length;
     this.steps += round.steps;

@@ -9,24 +9,17 @@ class Turn {
   constructor(question, history) {
     this.question = question;
     this.history = history;
+    this.messages = [...history, { role: "user", content: question }];
     const asked = el("p", { class: "question", dir: "auto" }, question);
     if (question.length > 600) asked.tabIndex = 0; // it scrolls
-    this.node = el("article", { "aria-label": `Question: ${question.slice(0, 60)}` }, asked);
-    this.body = el("div", {});
-    this.node.append(this.body);
-  }
-
-  get answer() {
-    return this.views?.[0].text || null;
-  }
-
-  get messages() {
-    return [...this.history, { role: "user", content: this.question }];
+    this.body = el("div");
+    this.node = el("article", { "aria-label": `Question: ${question.slice(0, 60)}` }, asked, this.body);
   }
 
   /** What the next question is asked behind. */
   get said() {
-    return this.answer ? [...this.messages, { role: "assistant", content: this.answer }] : this.history;
+    const content = this.views?.[0].text;
+    return content ? [...this.messages, { role: "assistant", content }] : this.history;
   }
 
   show(...views) {
@@ -41,27 +34,17 @@ class Turn {
 function bodyFor(messages, settings, speculates) {
   const { drafter, ...sampling } = settings;
   const speculation = { explain: true };
-  if (!speculates) speculation.drafter = "none";
-  else if (drafter) speculation.drafter = drafter;
+  if (drafter || !speculates) speculation.drafter = speculates ? drafter : "none";
   return { messages, stream: true, speculation, ...sampling };
 }
 
 /** Texts that are drawn twice need one seed. */
 function readSettings() {
-  const number = (id) => $(id).valueAsNumber;
-  const found = { temperature: number("temperature"), top_p: number("top_p"), max_tokens: number("max_tokens"), drafter: $("drafter").value };
-  const seed = number("seed");
+  const [temperature, top_p, max_tokens, seed] = ["temperature", "top_p", "max_tokens", "seed"].map((id) => $(id).valueAsNumber);
+  const found = { temperature, top_p, max_tokens, drafter: $("drafter").value };
   if (!Number.isNaN(seed)) found.seed = seed;
-  else if ($("both").checked && found.temperature > 0) found.seed = Math.floor(Math.random() * 2 ** 31);
+  else if ($("both").checked && temperature > 0) found.seed = Math.floor(Math.random() * 2 ** 31);
   return found;
-}
-
-async function write(view, body, signal) {
-  for await (const chunk of chunksOf(body, signal)) {
-    view.add(chunk);
-    if (view.isCounted) countInLegend(view.figures.bySource);
-  }
-  view.end();
 }
 
 /** Ask a turn's question, for the first time or again. */
@@ -69,32 +52,34 @@ async function answer(turn) {
   const settings = readSettings();
   const ways = $("both").checked ? [true, false] : [$("speculation").checked];
   const views = ways.map((speculates) => new AnswerView(ways.length > 1 ? `speculation ${speculates ? "on" : "off"}` : null));
-  views[0].isCounted = true;
   turn.show(...views);
   keepChat();
   if (views.length > 1) turn.verdict.textContent = "One after the other, so that each has the machine to itself.";
   const stopper = new AbortController();
-  begin(stopper);
+  const typing = document.activeElement === $("question");
+  setBusy(stopper);
+  if (!typing) $("stop").focus(); // the button that was pressed goes away
+  turn.again?.remove();
   scrollToEnd();
   let view;
   try {
     for (const [place, speculates] of ways.entries()) {
       view = views[place];
-      await write(view, bodyFor(turn.messages, settings, speculates), stopper.signal);
+      for await (const chunk of chunksOf(bodyFor(turn.messages, settings, speculates), stopper.signal)) {
+        view.add(chunk);
+        if (place === 0) countInLegend(view.figures.bySource);
+      }
+      view.end();
     }
     if (views.length > 1) turn.verdict.replaceChildren(...verdictOn(...views));
   } catch (error) {
-    failed(view, error);
+    if (error.name === "AbortError") view.end("Stopped.");
+    else view.fail(error.message);
+    if (error.status === 401) askForKey();
     for (const other of views) if (other !== view && !other.text) other.end("Not asked.");
   } finally {
     if (talk.busy === stopper) finish(turn);
   }
-}
-
-function failed(view, error) {
-  if (error.name === "AbortError") view.end("Stopped.");
-  else view.fail(error.message);
-  if (error.status === 401) askForKey();
 }
 
 /** Of two texts, one with drafts and one without. */
@@ -112,13 +97,6 @@ function setBusy(stopper) {
   $("stop").hidden = !stopper;
   $("send").hidden = !!stopper;
   $("said").textContent = "";
-}
-
-function begin(stopper) {
-  const typing = document.activeElement === $("question");
-  setBusy(stopper);
-  if (!typing) $("stop").focus(); // the button that was pressed goes away
-  talk.turns.at(-1).again?.remove();
 }
 
 function finish(turn) {
@@ -166,9 +144,7 @@ function addTurn(question) {
   return turn;
 }
 
-function stop() {
-  talk.busy?.abort();
-}
+const stop = () => talk.busy?.abort();
 
 function newChat() {
   if (talk.busy) keepChat(); // with what there is of an answer
@@ -212,9 +188,7 @@ function fitQuestion() {
 /** Whether the newest text is in sight: then the page follows it. */
 const nearEnd = () => $("talk").getBoundingClientRect().bottom < $("ask").getBoundingClientRect().top + 80;
 
-function scrollToEnd() {
-  $("talk").scrollIntoView({ block: "end" });
-}
+const scrollToEnd = () => $("talk").scrollIntoView({ block: "end" });
 
 function askForKey() {
   $("key-form").hidden = false;
@@ -223,7 +197,7 @@ function askForKey() {
 
 async function greet() {
   try {
-    const model = await findModel();
+    const [model] = (await (await call("/v1/models")).json()).data;
     $("facts").textContent = `${model.id} · up to ${model.max_model_len} tokens`;
     $("key-form").hidden = true;
   } catch (error) {
@@ -251,9 +225,7 @@ function listen() {
     event.preventDefault();
     ask($("question").value);
   });
-  document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") stop();
-  });
+  document.addEventListener("keydown", ({ key }) => key === "Escape" && stop());
   $("stop").addEventListener("click", stop);
   $("new").addEventListener("click", newChat);
   $("attach").addEventListener("click", () => $("file").click());
@@ -261,9 +233,7 @@ function listen() {
   $("markdown").addEventListener("change", () => talk.turns.forEach(({ views }) => views.forEach((view) => view.paint())));
   $("rejects").addEventListener("change", () => $("talk").classList.toggle("rejects", $("rejects").checked));
   $("both").addEventListener("change", () => ($("speculation").disabled = $("both").checked));
-  for (const example of document.querySelectorAll("#examples button")) {
-    example.addEventListener("click", () => ask(example.textContent));
-  }
+  $("examples").addEventListener("click", ({ target }) => target.matches("button") && ask(target.textContent));
 }
 
 buildLegend();
