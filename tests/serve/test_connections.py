@@ -35,6 +35,7 @@ from tests.serve.live import (
 )
 
 WAIT_S = 1.0
+ENDED = "ended"
 
 
 @pytest.fixture(scope="module")
@@ -147,12 +148,8 @@ def test_a_round_that_fails_is_a_status_500(
 ) -> None:
     with running(tiny) as broken:
         answers(broken)
-
-        def fail(_: Engine) -> None:
-            raise ZeroDivisionError
-
         with monkeypatch.context() as patch:
-            patch.setattr(Engine, "_do_next", fail)
+            patch.setattr(Engine, "_do_next", lambda _: 1 // 0)
             answer = broken.post({**GOOD, "n": 3, "stream": stream})
         assert answer.status_code == 500
         assert answer.json()["error"]["type"] == "server_error"
@@ -170,9 +167,6 @@ def writer(tiny: Speculator) -> Iterator[Writer]:
     found = Writer(tiny, ServeOptions())
     yield found
     found.stop()
-
-
-ENDED = "ended"
 
 
 def submitted(
@@ -215,12 +209,9 @@ def test_whatever_one_text_raises_ends_that_text_alone(
         more = {"stopping_criteria": [lambda ids, _: ids.shape[1] > 12 and fail()]}
     prompt = [5, 6, 7, 8, 9]
     with monkeypatch.context() as patch:
-        of_writer = {"encode": "_ids", "call": "_call"}.get(stage)
-        if of_writer is not None:
-            own = getattr(writer, of_writer)
-            patch.setattr(
-                writer, of_writer, lambda *a: fail() if a[-1].prompt == prompt else own(*a)
-            )
+        if name := {"encode": "_ids", "call": "_call"}.get(stage):
+            own = getattr(writer, name)
+            patch.setattr(writer, name, lambda *a: fail() if a[-1].prompt == prompt else own(*a))
         if stage == "piece":
             piece = Answer.piece
 

@@ -21,11 +21,8 @@ from tests.serve.live import LONG, Running, running, streaming, wait_until
 
 PAGE = "https://page.example"
 SECRET = "xyzzy"
-ASK = {
-    "messages": [{"role": "user", "content": f"Say {SECRET}."}],
-    "max_tokens": 8,
-    "temperature": 0,
-}
+SAY = [{"role": "user", "content": f"Say {SECRET}."}]
+ASK = {"messages": SAY, "max_tokens": 8, "temperature": 0}
 
 
 @pytest.fixture
@@ -45,11 +42,9 @@ def written(log: pytest.LogCaptureFixture) -> str:
 
 
 def preflight(server: Running, origin: str = PAGE) -> httpx.Response:
-    headers = {
-        "Origin": origin,
-        "Access-Control-Request-Method": "POST",
-        "Access-Control-Request-Headers": "authorization,content-type",
-    }
+    wanted = {"Method": "POST", "Headers": "authorization,content-type"}
+    headers = {f"Access-Control-Request-{name}": value for name, value in wanted.items()}
+    headers["Origin"] = origin
     return httpx.options(f"{server.address}/v1/chat/completions", headers=headers)
 
 
@@ -113,9 +108,8 @@ def test_an_answer_that_the_servers_end_cuts_is_one_line(log: pytest.LogCaptureF
 
 def test_no_line_where_it_is_not(server: Running, log: pytest.LogCaptureFixture) -> None:
     server.post(ASK)
-    assert "POST" not in "".join(
-        record.getMessage() for record in log.records if record.name.startswith("selfspec")
-    )
+    ours = [line for line in written(log).splitlines() if line.startswith("selfspec")]
+    assert not any("POST" in line for line in ours)
 
 
 HOSTILE: list[Any] = [
@@ -193,10 +187,8 @@ def test_a_page_elsewhere_cannot_ask_in_the_name_of_who_reads_it(
         assert httpx.get(f"{guarded.address}/", headers={"Host": "a.example"}).status_code == 200
 
 
-QUESTION = [
-    {"role": "user", "content": "Count: one, two, three, one, two, three. Again, ten times."}
-]
-BODY = {"messages": QUESTION, "max_tokens": 24, "temperature": 0}
+COUNT = "Count: one, two, three, one, two, three. Again, ten times."
+BODY = {**ASK, "messages": [{"role": "user", "content": COUNT}], "max_tokens": 24}
 
 Figures = dict[tuple[str, ...], float]
 
@@ -232,11 +224,10 @@ def test_counters_are_the_sums_of_usage(small: Running) -> None:
     written = sum(usage["completion_tokens"] for usage in usages)
     accepted = sum(one["num_accepted_tokens"] for one in drafts)
     assert accepted > 0
+    drafted = sum(one["num_draft_tokens"] for one in drafts)
     assert more("prompt_tokens_total") == sum(usage["prompt_tokens"] for usage in usages)
     assert more("generation_tokens_total") == written
-    assert more("spec_decode_num_draft_tokens_total") == sum(
-        one["num_draft_tokens"] for one in drafts
-    )
+    assert more("spec_decode_num_draft_tokens_total") == drafted
     assert more("spec_decode_num_accepted_tokens_total") == accepted
     assert 0 < more("spec_decode_num_drafts_total") <= sum(one["rounds"] for one in drafts)
     for position in range(max(len(one["num_accepted_tokens_per_pos"]) for one in drafts)):

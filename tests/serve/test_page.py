@@ -29,6 +29,12 @@ CHAT = "**/v1/chat/completions"
 VENDOR = Path(serve.__file__).parent / "assets" / "vendor"
 
 
+@pytest.fixture
+def page(opened: Open, server: Running) -> Page:
+    """The chat, on a large screen."""
+    return opened(f"{server.address}/")
+
+
 def ask(page: Page, question: str = QUESTION, tokens: int = 24) -> None:
     """By the keyboard; the page has put the focus where one types."""
     page.locator("#max_tokens").fill(str(tokens))
@@ -44,10 +50,8 @@ def ended(page: Page) -> None:
 def shown(page: Page, place: int = 0) -> list[tuple[str, str]]:
     """Who gave which text, as one answer shows it; spans of one token's lines are joined."""
     spans = page.locator(".answer").nth(place).locator(".text span.piece")
-    found = spans.evaluate_all(
-        "nodes => nodes.map(node => [node.dataset.source, node.textContent])"
-    )
-    return [(source, text) for source, text in found]
+    told = "nodes => nodes.map(node => [node.dataset.source, node.textContent])"
+    return [(source, text) for source, text in spans.evaluate_all(told)]
 
 
 def by_source(pieces: list[tuple[str, str]]) -> dict[str, str]:
@@ -60,18 +64,13 @@ def by_source(pieces: list[tuple[str, str]]) -> dict[str, str]:
 
 def explained(server: Running, speculation: Any, tokens: int = 24) -> dict[str, Any]:
     """The same request, over the API."""
-    body = {
-        "messages": [{"role": "user", "content": QUESTION}],
-        "max_tokens": tokens,
-        "temperature": 0,
-        "speculation": {"explain": True, **speculation},
-    }
-    answer = server.post(body).json()
+    body = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
+    more = {"max_tokens": tokens, "speculation": {"explain": True, **speculation}}
+    answer = server.post({**body, **more}).json()
     return {**answer["choices"][0], "usage": answer["usage"]}
 
 
-def test_an_answer_shows_what_the_api_says(opened: Open, server: Running) -> None:
-    page = opened(f"{server.address}/")
+def test_an_answer_shows_what_the_api_says(page: Page, server: Running) -> None:
     ask(page)
     expect(page.locator(".text .piece").first).to_be_visible()
     ended(page)
@@ -92,10 +91,8 @@ def test_an_answer_shows_what_the_api_says(opened: Open, server: Running) -> Non
     speed = float(page.locator("[data-figure=speed]").inner_text())
     plain = float(page.locator("[data-figure=plain]").inner_text().removeprefix("≈"))
     assert speed / plain == pytest.approx((len(tokens) - 1) / steps, rel=0.05)  # one decimal each
-    lines = page.locator(".text .left").evaluate_all(
-        "nodes => nodes.map(node => getComputedStyle(node).textDecorationStyle)"
-    )
-    assert set(lines) == {"solid"}
+    style = "nodes => nodes.map(node => getComputedStyle(node).textDecorationStyle)"
+    assert {*page.locator(".text .left").evaluate_all(style)} == {"solid"}
     rejected = [d for entry in rounds for d in entry["drafts"] if not d["accepted"]]
     assert page.locator(".reject").count() == len(rejected) > 0
     assert not page.locator(".reject").first.is_visible()
@@ -166,8 +163,7 @@ def test_side_by_side_writes_the_same_text_on_a_phone_in_the_dark(
 
 
 @pytest.mark.parametrize("way", ["Escape", "Stop", "New chat"])
-def test_stop_ends_the_work_of_the_server(opened: Open, server: Running, way: str) -> None:
-    page = opened(f"{server.address}/")
+def test_stop_ends_the_work_of_the_server(page: Page, server: Running, way: str) -> None:
     page.locator("#temperature").fill("2")
     page.locator("#seed").fill("1")
     ask(page, tokens=4000)
@@ -249,35 +245,24 @@ def test_hostile_answers_do_nothing(opened: Open, server: Running) -> None:
     assert axe_findings(page) == []
 
 
-def test_markdown_is_shown_in_the_colours_of_who_gave_it(opened: Open, server: Running) -> None:
-    page = opened(f"{server.address}/")
+def test_markdown_is_shown_in_the_colours_of_who_gave_it(page: Page) -> None:
     texts = ["## T", "op\n\n1. *a*", " &amp", "; [li", "nk](https://a.example)\n2. b\n   - c\n"]
     answer_with(
         page, stream([*texts, "\n``", "`py\nif a <", " b:\n", "  `", "``x\n```\n", "|d|\n|-|"])
     )
     ask(page)
     ended(page)
-    shape = [
-        ("h3", "Top"),
-        ("li", "a & link"),
-        ("em", "a"),
-        ("a", "link"),
-        ("ul", "c"),
-        ("th", "d"),
-    ]
-    for tag, said in [*shape, ("pre", "if a < b:\n  ```x\n")]:
+    shape = {"h3": "Top", "li": "a & link", "em": "a", "a": "link", "ul": "c", "th": "d"}
+    for tag, said in {**shape, "pre": "if a < b:\n  ```x\n"}.items():
         assert page.locator(f".text {tag}").first.text_content() == said
     assert page.locator(".text a").get_attribute("href") == "https://a.example"
     assert by_source(shown(page)) == {"grammar": "Topa & linkbcif a < b:\n  ```x\nd"}
-    assert (
-        page.locator(".grammar").first.get_attribute("title")
-        == "a draft of the grammar of a format"
-    )
+    title = page.locator(".grammar").first.get_attribute("title")
+    assert title == "a draft of the grammar of a format"
     assert axe_findings(page) == []
 
 
-def test_conversations_stay_in_the_browser(opened: Open, server: Running) -> None:
-    page = opened(f"{server.address}/")
+def test_conversations_stay_in_the_browser(page: Page) -> None:
     chats = page.locator("#chats li")
     for number in (1, 2):
         answer_with(page, stream([f"**{number}**", " done"]))
@@ -307,8 +292,7 @@ def test_conversations_stay_in_the_browser(opened: Open, server: Running) -> Non
     expect(page.locator("#chats-hint")).to_contain_text("This browser keeps nothing")
 
 
-def test_a_text_file_goes_into_the_message(opened: Open, server: Running) -> None:
-    page = opened(f"{server.address}/")
+def test_a_text_file_goes_into_the_message(page: Page) -> None:
     page.locator("#question").fill("What is this?")
     for name, held, problem in (
         ("a.bin", b"\xff\xfe\x00", "a.bin is not a text in UTF-8."),
@@ -322,8 +306,7 @@ def test_a_text_file_goes_into_the_message(opened: Open, server: Running) -> Non
     )
 
 
-def test_errors_are_said(opened: Open, server: Running) -> None:
-    page = opened(f"{server.address}/")
+def test_errors_are_said(page: Page, server: Running) -> None:
     page.locator("#drafter").select_option("draft-model")
     ask(page)
     expect(page.get_by_role("alert")).to_contain_text("needs a second model")
@@ -337,8 +320,7 @@ def test_errors_are_said(opened: Open, server: Running) -> None:
         expect(page.get_by_role("alert")).to_have_text(message)
 
 
-def test_rejected_drafts_stand_where_another_token_does(opened: Open, server: Running) -> None:
-    page = opened(f"{server.address}/")
+def test_rejected_drafts_stand_where_another_token_does(page: Page) -> None:
     tree = [("a", -1, True), ("x", -1, False), ("b", 0, True), ("y", 0, False), ("z", 3, False)]
     answer_with(page, stream(["a", "b", "c"], drafts=[*tree, ("w", 2, False)]))
     ask(page)
@@ -373,16 +355,14 @@ def test_the_page_may_load_nothing(server: Running) -> None:
     answer = httpx.get(server.address)
     policy = answer.headers["content-security-policy"]
     rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
-    assert rules["default-src"] == "'none'"
     assert rules["connect-src"] == "'self'"
-    for name in ("base-uri", "form-action", "frame-ancestors"):
+    for name in ("default-src", "base-uri", "form-action", "frame-ancestors"):
         assert rules[name] == "'none'"
     assert "unsafe" not in policy
     assert rules["script-src"].startswith("'sha256-")
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert answer.headers["referrer-policy"] == "no-referrer"
     parser = VENDOR / "markdown-it.umd.min.js"
-    assert "http" not in answer.text.replace(parser.read_text(encoding="utf-8"), "").replace(
-        "https?|", ""
-    )
+    ours = answer.text.replace(parser.read_text(encoding="utf-8"), "").replace("https?|", "")
+    assert "http" not in ours
     assert sha256(parser.read_bytes()).hexdigest() in (VENDOR / "README.md").read_text()

@@ -72,11 +72,9 @@ def test_likelihoods_are_those_of_generate(
     asked: dict[str, Any] = {"logprobs": True, "top_logprobs": 3, "max_tokens": 12}
     expected = server.speculator.generate(ASK, max_new_tokens=12, do_sample=False, logprobs=3)
     assert expected.logprobs is not None
-    if stream:
-        choices = [chunk.choices[0] for chunk in chat(client, stream=True, **asked)]
-        content = [one for c in choices if c.logprobs for one in c.logprobs.content]
-    else:
-        content = chat(client, **asked).choices[0].logprobs.content
+    found = chat(client, stream=stream, **asked)
+    choices = [chunk.choices[0] for chunk in found] if stream else found.choices
+    content = [one for c in choices if c.logprobs for one in c.logprobs.content]
     assert [one.logprob for one in content] == [one.logprob for one in expected.logprobs]
     assert [[top.logprob for top in one.top_logprobs] for one in content] == [
         [said for _, said in one.top] for one in expected.logprobs
@@ -89,7 +87,7 @@ def test_likelihoods_are_those_of_generate(
 def test_likelihoods_of_text_have_their_own_shape(client: openai.OpenAI, stream: bool) -> None:
     asked: dict[str, Any] = {"prompt": "One, two,", "logprobs": 2, **LIMIT, "max_tokens": 6}
     found = client.completions.create(model=None, stream=stream, **asked)  # type: ignore[call-overload]  # None: any
-    choices = [chunk.choices[0] for chunk in found] if stream else [found.choices[0]]
+    choices = [chunk.choices[0] for chunk in found] if stream else found.choices
     text = "".join(choice.text for choice in choices)
     noted = [choice.logprobs for choice in choices if choice.logprobs]
     tokens = [token for one in noted for token in one.tokens]
@@ -121,16 +119,13 @@ TEMPLATE = (
     "{% for call in message.tool_calls %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>"
     "{% endfor %}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 )
+FIELDS = {"city": {"type": "string", "maxLength": 12}, "unit": {"enum": ["C", "F"]}}
 PARAMETERS = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 12}, "unit": {"enum": ["C", "F"]}},
-    "required": ["city", "unit"],
+    **{"type": "object", "properties": FIELDS, "required": [*FIELDS]},
     "additionalProperties": False,
 }
-WEATHER = {
-    "type": "function",
-    "function": {"name": "get_weather", "description": "In a city.", "parameters": PARAMETERS},
-}
+GET = {"name": "get_weather", "description": "In a city.", "parameters": PARAMETERS}
+WEATHER = {"type": "function", "function": GET}
 TIME = {"type": "function", "function": {"name": "get_time"}}
 
 
@@ -153,16 +148,11 @@ def test_a_call_that_is_asked_for_follows_its_schema(
     caller: openai.OpenAI, choice: Any, stream: bool
 ) -> None:
     found = chat(caller, tools=[WEATHER, TIME], tool_choice=choice, stream=stream)
-    if stream:
-        choices = [chunk.choices[0] for chunk in found]
-        assert not any(one.delta.content for one in choices)
-        (call,) = [call for one in choices for call in one.delta.tool_calls or ()]
-        finish = choices[-1].finish_reason
-    else:
-        assert found.choices[0].message.content is None
-        (call,) = found.choices[0].message.tool_calls
-        finish = found.choices[0].finish_reason
-    assert finish == "tool_calls"
+    choices = [chunk.choices[0] for chunk in found] if stream else found.choices
+    said = [one.delta if stream else one.message for one in choices]
+    assert not any(one.content for one in said)
+    (call,) = [call for one in said for call in one.tool_calls or ()]
+    assert choices[-1].finish_reason == "tool_calls"
     arguments = json.loads(call.function.arguments)
     if choice != "required" or call.function.name == "get_weather":
         assert call.function.name == "get_weather"
@@ -283,33 +273,25 @@ def test_sources_are_those_of_usage_and_texts_join(
 
 
 def test_nothing_is_explained_unless_asked(client: openai.OpenAI) -> None:
-    for speculation in (None, True, False, {"drafter": "ngram"}, {"explain": False}):
-        answer = ask(client, speculation)
-        assert not hasattr(answer.choices[0], "speculation")
-    assert not any(
-        hasattr(c, "speculation") for k in ask(client, None, stream=True) for c in k.choices
-    )
+    answers = [ask(client, one) for one in (None, True, False, {"drafter": "ngram"})]
+    answers += [ask(client, {"explain": False}), *ask(client, None, stream=True)]
+    assert not any(hasattr(c, "speculation") for answer in answers for c in answer.choices)
     with pytest.raises(openai.BadRequestError, match="explain"):
         ask(client, {"explain": 1})
 
 
 def entry(tokens: list[int], drafts: list[int], kept: list[int], **more: Any) -> Round:
-    return Round(
-        tokens=tokens,
-        draft_tokens=drafts,
-        exit_layers=more.pop("layers", [0] * len(drafts)),
-        sources=more.pop("sources", ["exit"] * len(drafts)),
-        kept=kept,
-        ended="unsure",
-        **more,
-    )
+    usual: Any = {"exit_layers": [0] * len(drafts), "sources": ["exit"] * len(drafts)}
+    return Round(tokens=tokens, draft_tokens=drafts, kept=kept, ended="unsure", **usual | more)
 
 
 def test_a_round_waits_for_its_text_and_a_stop_cuts_it() -> None:
     told = Explanation(None, DraftCost(rows=(0.5, 0.25), head=0.125, num_layers=4))
     told.add(entry([1], [], [], prefill=True), ["on"])
     assert [one["steps"] for one in told.shown("on")["rounds"]] == [0]
-    told.add(entry([2, 3, 4], [2, 3, 9], [0, 1], layers=[2, 1, 0], heads=4), ["e E", "N", "D!"])
+    told.add(
+        entry([2, 3, 4], [2, 3, 9], [0, 1], exit_layers=[2, 1, 0], heads=4), ["e E", "N", "D!"]
+    )
     assert told.shown("e ")["rounds"] == []  # END may begin here
     told.add(entry([5], [], []), ["?"])
     told.rest("!")
