@@ -207,11 +207,7 @@ class Speculator:
         return Stream(self.engine().add(request.only(), request.speculation), request)
 
     def engine(
-        self,
-        *,
-        most: int = MOST_TEXTS,
-        patience: float | None = None,
-        kv_memory: int | None = None,
+        self, *, most: int = MOST_TEXTS, patience: float | None = None, kv_memory: int | None = None
     ) -> Engine:
         """An engine: many texts join and leave between rounds; keywords as `Engine` has."""
         return Engine(self.runtime, most=most, patience=patience, kv_memory=kv_memory)

@@ -88,8 +88,6 @@ PROMPTS: dict[str, Any] = {
     "content with half a character": user("\ud800"),
     "a role the template refuses": [{"role": "robot", "content": "hi"}],
 }
-
-
 BATCHES = {"several rows", "lists of ids"}  # of these: what is several prompts
 ADVICE = {
     "lists of ids": "generate_batch",

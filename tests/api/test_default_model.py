@@ -23,10 +23,7 @@ PROMPTS = [
     "Translate into French: The train to the coast leaves at nine in the morning.",
     "What do bees do in winter?",
 ]
-
-
-NEW_TOKENS = 5
-"""A step of this model takes as long as twenty of a tiny one's."""
+NEW_TOKENS = 5  # a step of this model takes as long as twenty of a tiny one's
 
 pytestmark = [
     needs_compiler,

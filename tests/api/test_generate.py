@@ -108,7 +108,6 @@ def test_what_only_drawing_knows_asks_for_it(speculator: Speculator, name: str) 
 
 # --- where the model's positions end, and behind that ---------------------------------------------
 
-
 LIMIT = 64
 DRAFTER = "exit:layers=2/5,threshold=0.05,max_tokens=4"
 DRAFTING: dict[str, Any] = {"heads": "logit-lens", "drafter": DRAFTER}

@@ -26,9 +26,6 @@ from tests.models import make_model, random_ids
 LENGTH = 9
 
 
-# GenerationConfig
-
-
 def test_every_field_of_transformers_config_is_sorted_once_and_its_defaults_pass() -> None:
     config = GenerationConfig()
     sorted_ones = HONOURED | NEUTRAL | REFUSED.keys()

@@ -71,7 +71,7 @@ def test_a_streamer_takes_one_text(speculator: Speculator, exact: Any) -> None:
 
 
 def test_an_estimate_goes_by_the_costs(speculator: Speculator) -> None:
-    always: dict[str, Any] = {"max_new_tokens": 20, "never_slower": False}
+    always: Any = {"max_new_tokens": 20, "never_slower": False}
     stream = speculator.stream(random_ids(9), costs="row=0.5,head=0.25", **always)
     answer = stream.drain()
     behind = stream.rounds[1:]

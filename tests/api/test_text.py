@@ -56,9 +56,6 @@ def pieces(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> list[str]:
     return [*(decoder.push([token]) for token in ids), decoder.push([], last=True)]
 
 
-# Prompts
-
-
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
 
 
@@ -78,8 +75,6 @@ def test_words_and_messages_go_through_the_chat_template_if_there_is_one(
     assert encode(tokenizer, prompt, raw=raw).tolist() == [ids_of(tokenizer, text)]
 
 
-# Pieces
-
 TEXTS = [
     "the cat sat on the mat",
     "the \N{GRINNING FACE} na\N{LATIN SMALL LETTER I WITH DIAERESIS}ve \u6f22\u5b57 end",
@@ -87,8 +82,6 @@ TEXTS = [
     "e\N{COMBINING ACUTE ACCENT}\r\n\ttabs  and   spaces ",
     "a real \N{REPLACEMENT CHARACTER} in the text, \N{REPLACEMENT CHARACTER}",
 ]
-
-
 TOKENIZERS = {"bytes": byte_level_bpe(), "words": metaspace()}
 
 
@@ -155,8 +148,6 @@ def test_single_tokens_have_texts_that_join_to_the_whole(
     assert [*map(words.of, (1, 2, 3))] == [" world", "!", "<end>"]
     assert (mute.of(3), mute.pieces([3, 12])) == ("<3>", ["<3>", "<12>"])
 
-
-# Stops
 
 SHORT = st.text("abc", max_size=4)
 

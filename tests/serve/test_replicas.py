@@ -23,7 +23,7 @@ from selfspec.serve.gate import COPY
 from selfspec.serve.options import Keys, ServeOptions
 from selfspec.serve.writer import Writer
 from tests.serve.conftest import DRAFTS
-from tests.serve.live import CHAT, JSON, Running, wait_until
+from tests.serve.live import CHAT, JSON, Running, streaming, wait_until
 from tests.serve.test_protocol import (  # noqa: F401  # the same tests, through Ray
     test_a_bad_body_or_path_is_refused,
     test_a_stream_joins_to_the_same_text,
@@ -154,13 +154,12 @@ def test_a_copy_that_is_killed_loses_its_own_answers_and_comes_back(command: Com
     assert lost not in seen
 
 
-def test_a_client_that_goes_away_ends_its_answer(command: Command) -> None:
+def test_a_client_that_goes_away_ends_its_answer(command: Command, server: Running) -> None:
     body = {"messages": opening(1), "max_tokens": 8000, "temperature": 0}
-    url = f"{command.address}{CHAT}"
-    with httpx.stream("POST", url, json={**body, "stream": True}) as answer:
-        next(answer.iter_lines())
+    with streaming(server, {**body, "stream": True}):
+        pass
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(url, json=body, timeout=0.5)
+        httpx.post(f"{command.address}{CHAT}", json=body, timeout=0.5)
 
     def idle() -> bool:  # whichever copy is asked
         found = [httpx.get(f"{command.address}/health").json() for _ in range(8)]
@@ -207,14 +206,11 @@ def test_ports_of_ray_are_for_this_machine_or_ask_for_a_token(command: Command) 
         assert error.value.code() == grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_an_answer_that_is_written_ends_before_all_stops(command: Command) -> None:
+def test_an_answer_that_is_written_ends_before_all_stops(command: Command, server: Running) -> None:
     """The last of the live tests: none may come behind it."""
     everything = command.everything
     body = {"messages": opening(1), "max_tokens": 1500, "temperature": 0, "stream": True}
-    url = f"{command.address}{CHAT}"
-    with httpx.stream("POST", url, json=body, timeout=60) as answer:
-        lines = answer.iter_lines()
-        next(lines)
+    with streaming(server, body) as lines:
         command.process.send_signal(signal.SIGTERM)
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert command.process.wait(40) == 0
