@@ -105,6 +105,16 @@ def test_a_template_is_for_this_speculator_alone_and_its_token_ends_answers(
     model.generation_config.eos_token_id = None
 
 
+def test_a_grammar_is_read_ahead_for_the_ends_that_answers_have(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer.add_tokens(["<|im_end|>"], special_tokens=True)
+    speculator = wrap(model, tokenizer, chat_template="chatml")
+    speculator.read_grammar({"json_schema": True})
+    monkeypatch.setattr("selfspec.api.request.check_grammar", lambda _: 1 // 0)
+    speculator.call(TALK, {"json_schema": True, "max_new_tokens": 4})
+
+
 def test_a_text_that_ends_turns_is_a_stop_string(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
 ) -> None:

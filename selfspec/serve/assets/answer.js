@@ -121,26 +121,10 @@ class AnswerView {
     if (follows) scrollToEnd();
   }
 
-  /** No more comes. `why`: words for the reader, if it did not end by itself. */
-  end(why = "") {
+  /** No more comes. `why`: for the reader, if it did not end by itself. */
+  end(why = this.finish === "length" ? "Cut: it has as many tokens as the settings allow." : "") {
     this.node.setAttribute("aria-busy", "false");
-    this.note.textContent = why || (this.finish === "length" ? "Cut: it has as many tokens as the settings allow." : "");
+    this.note.replaceChildren(why);
     this.paint();
-  }
-
-  fail(message) {
-    this.end();
-    this.note.replaceChildren(el("span", { class: "bad", role: "alert" }, message));
-  }
-}
-
-/** Copies text; where a browser does not let pages do that, selects it for the reader to copy. */
-async function copyText(text, node) {
-  try {
-    await navigator.clipboard.writeText(text);
-    return "Copied";
-  } catch {
-    getSelection().selectAllChildren(node);
-    return "Selected: press Ctrl+C";
   }
 }

@@ -73,8 +73,7 @@ async function answer(turn) {
     }
     if (views.length > 1) turn.verdict.replaceChildren(...verdictOn(...views));
   } catch (error) {
-    if (error.name === "AbortError") view.end("Stopped.");
-    else view.fail(error.message);
+    view.end(error.name === "AbortError" ? "Stopped." : el("span", { class: "bad", role: "alert" }, error.message));
     if (error.status === 401) askForKey();
     for (const other of views) if (other !== view && !other.text) other.end("Not asked.");
   } finally {
@@ -121,9 +120,16 @@ function button(name, pressed) {
   return node;
 }
 
+/** Where a browser does not let pages copy, it selects the text for the reader to do that. */
 const copyButton = (view) =>
   button("Copy", async (node) => {
-    node.textContent = await copyText(view.text, view.written.node);
+    try {
+      await navigator.clipboard.writeText(view.text);
+      node.textContent = "Copied";
+    } catch {
+      getSelection().selectAllChildren(view.written.node);
+      node.textContent = "Selected: press Ctrl+C";
+    }
     setTimeout(() => (node.textContent = "Copy"), 2000);
   });
 
