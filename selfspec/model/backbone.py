@@ -44,7 +44,7 @@ from selfspec.model.fingerprint import FileStamp, ModelWatch
 from selfspec.model.fused import FusedExecutor
 from selfspec.model.generic import Claims, Decoder, Executor, without_gradients
 from selfspec.model.kv import POSITIONS, KVCache, Rows
-from selfspec.model.parts import INSTEAD, Unembedding, check_model
+from selfspec.model.parts import Unembedding, check_model, unsupported
 from selfspec.model.weights import QuantisedWeight, keep_numbers
 
 logger = logging.getLogger(__name__)
@@ -300,7 +300,5 @@ class Backbone(Decoder):
                 logger.debug("not in %s: %s", mode.__name__, error)
                 errors.append(error)
                 self.mode = without_gradients
-        raise UnsupportedModel(
-            f"{type(self.model).__name__} does not run layer by layer: {first_line(errors[0])}. "
-            f"{INSTEAD}"
-        ) from errors[0]
+        why = f"does not run layer by layer: {first_line(errors[0])}"
+        raise unsupported(self.model, why) from errors[0]

@@ -1,7 +1,6 @@
 """Whether a model may be cut into segments, and whether other executors compute what it does.
 
-Comes in: a model, or a Decoder made of it. Goes out: what the model computed of a few random
-blocks, or an error that says where they part. Called by the backbone when it is made.
+The backbone asks when it is made, with a few random blocks; an error says where they part.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from selfspec.errors import UnsupportedModel
 from selfspec.model.generic import MASKS, Decoder, Executor
 from selfspec.model.kv import POSITIONS, KVCache, Page, PageLayout, Rows
-from selfspec.model.parts import CACHE, INSTEAD, attention_types, text_config
+from selfspec.model.parts import CACHE, attention_types, text_config, unsupported
 from selfspec.model.weights import FilePages
 
 _CHECK_PREFIX, _CHECK_BLOCK = 7, 3  # rows: a first pass on an empty cache, a block behind it
@@ -61,19 +60,14 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
                 "Load it again and wrap it as it is, or compile it as a whole: model.compile()"
             )
     rope = getattr(config, "rope_parameters", None) or {}
-    rope_types = {rope.get("rope_type")} | {
-        value.get("rope_type") for value in rope.values() if isinstance(value, dict)
-    }
+    rope_types = {one.get("rope_type") for one in (rope, *rope.values()) if isinstance(one, dict)}
     if found := rope_types & _POSITION_DEPENDENT_ROPE:
-        raise UnsupportedModel(
-            f"{name} uses {found.pop()} RoPE, whose rotations depend on rejected drafts. {INSTEAD}"
-        )
+        why = f"uses {found.pop()} RoPE, whose rotations depend on rejected drafts"
+        raise unsupported(model, why)
     if others := set(attention_types(config)) - MASKS.keys():
-        raise UnsupportedModel(
-            f"{name} has {sorted(others)[0]} layers, which cannot be rewound. {INSTEAD}"
-        )
+        raise unsupported(model, f"has {sorted(others)[0]} layers, which cannot be rewound")
     if getattr(config, "num_kv_shared_layers", 0):
-        raise UnsupportedModel(f"{name} shares keys and values between layers. {INSTEAD}")
+        raise unsupported(model, "shares keys and values between layers")
 
 
 def _uncompiled(model: PreTrainedModel) -> Any:
@@ -122,49 +116,36 @@ def check_conformance(decoder: Decoder) -> list[Passage]:
     behind it, and one for each stretch of `stretches`. Costs two short passes each. Weights that
     lie in a file leave memory again, layer by layer.
     """
-    num_layers, ids = decoder.num_layers, _random_ids(decoder, seed=0)
-    pages = FilePages()
-    theirs, ours = DynamicCache(), KVCache(num_layers)
-    found: list[Passage] = []
+    count, ids = decoder.num_layers, _random_ids(decoder, seed=0)
+    theirs, ours = DynamicCache(), KVCache(count)
+    blocks: list[tuple[Tensor, int, int | None, Any, KVCache]] = [
+        (ids[:_CHECK_PREFIX], 0, 0, theirs, ours),
+        (ids[_CHECK_PREFIX:], _CHECK_PREFIX, None, theirs, ours),
+    ]
+    for start, held in stretches(decoder):
+        both = PlantedKVCache(count, held), PlantedKVCache(count, held)
+        blocks.append((ids, start, held, *both))
+    found, pages = list[Passage](), FilePages()
     with evaluation(decoder.model):
-        for block in ids.split([_CHECK_PREFIX, _CHECK_BLOCK]):
-            held = None if found else 0
-            found.append(_conform(decoder, block, ours.length(0), held, theirs, ours, pages))
-        for start, held in stretches(decoder):
-            caches = PlantedKVCache(num_layers, held), PlantedKVCache(num_layers, held)
-            found.append(_conform(decoder, ids, start, held, *caches, pages))
+        plain = _uncompiled(decoder.model)
+        for block, start, held, theirs, ours in blocks:
+            rows = Rows.of(ours, start, len(block), ids.device)
+            with captured_outputs(decoder.layers, pages.release) as expected:
+                output = plain(block[None], position_ids=rows.positions[None], **{CACHE: theirs})
+            if (made := output.logits.shape[1]) != len(block):
+                why = f"runs {made} rows for {len(block)} tokens: it adds its own"
+                raise unsupported(decoder.model, f"{why} (prompt tuning does)")
+            hidden = [decoder.embed(block)]
+            for index, layer in enumerate(decoder.layers[:count]):
+                hidden.append(decoder.own.run(hidden[-1], index, index + 1, rows))
+                pages.release(layer)
+                where = f"layer {index + 1}" + (f" behind {start} positions" if start else "")
+                _require_equal(hidden[-1], expected[layer][0], where, decoder)
+            logits = decoder.own.logits(hidden[-1])
+            pages.release(decoder.lm_head)
+            _require_equal(decoder.finish(logits), output.logits[0].float(), "the logits", decoder)
+            found.append(Passage(start, held, tuple(hidden), logits))
     return found
-
-
-def _conform(
-    decoder: Decoder,
-    ids: Tensor,
-    start: int,
-    held: int | None,
-    theirs: Any,
-    ours: KVCache,
-    pages: FilePages,
-) -> Passage:
-    """Compare one block at positions from `start` on, behind what both hold."""
-    rows = Rows.of(ours, start, len(ids), ids.device)
-    with captured_outputs(decoder.layers, pages.release) as expected:
-        whole = _uncompiled(decoder.model)
-        output = whole(ids[None], position_ids=rows.positions[None], **{CACHE: theirs})
-    if (found := output.logits.shape[1]) != len(ids):
-        raise UnsupportedModel(
-            f"{type(decoder.model).__name__} runs {found} rows for {len(ids)} tokens: it adds "
-            f"its own (prompt tuning does). {INSTEAD}"
-        )
-    hidden = [decoder.embed(ids)]
-    for index, layer in enumerate(decoder.layers[: decoder.num_layers]):
-        hidden.append(decoder.own.run(hidden[-1], index, index + 1, rows))
-        pages.release(layer)
-        where = f"layer {index + 1}" + (f" behind {start} positions" if start else "")
-        _require_equal(hidden[-1], expected[layer][0], where, decoder)
-    logits = decoder.own.logits(hidden[-1])
-    pages.release(decoder.lm_head)
-    _require_equal(decoder.finish(logits), output.logits[0].float(), "the logits", decoder)
-    return Passage(start, held, tuple(hidden), logits)
 
 
 def check_agreement(decoder: Decoder, other: Executor, passages: Sequence[Passage]) -> None:
@@ -271,6 +252,7 @@ class PlantedKVCache(KVCache):
     def __init__(self, num_layers: int, held: int) -> None:
         super().__init__(num_layers)
         self._planted = held
+        self._marks = [size * held / _MARKED**2 for size in range(1, min(_MARKED, held) + 1)]
         self.extend(held, 0, num_layers)
 
     def update(
@@ -289,7 +271,7 @@ class PlantedKVCache(KVCache):
         """All that are said to be filled, but the first and the last, are one."""
         if self._planted and not self.held:
             marked, empty = Page(layout), Page(layout)
-            for slot, size in enumerate(self._sizes()):
+            for slot, size in enumerate(self._marks):
                 for _, values in layout.slots(marked.numbers, slot):
                     values.fill_(size)
             self.held = [marked, *[empty] * (self._planted // POSITIONS - 1)]
@@ -302,12 +284,8 @@ class PlantedKVCache(KVCache):
             self._mark(buffer)
 
     def _mark(self, values: Tensor) -> None:
-        for slot, size in enumerate(self._sizes()):
+        for slot, size in enumerate(self._marks):
             values[..., slot, :] = size
-
-    def _sizes(self) -> list[float]:
-        count = min(_MARKED, self._planted)
-        return [size * self._planted / _MARKED**2 for size in range(1, count + 1)]
 
 
 def _random_ids(
@@ -352,10 +330,10 @@ def evaluation(model: PreTrainedModel) -> Iterator[None]:
 def _require_equal(found: Tensor, expected: Tensor, where: str, decoder: Decoder) -> None:
     if not torch.equal(found, expected.to(found.device)):
         difference = (found.float() - expected.to(found.device).float()).abs().max().item()
-        raise UnsupportedModel(
-            f"{type(decoder.model).__name__} differs from its own forward at {where} "
-            f"by up to {difference:.3g}: its decoder does more than embed, layers, norm, lm_head. "
-            f"{INSTEAD}"
+        raise unsupported(
+            decoder.model,
+            f"differs from its own forward at {where} by up to {difference:.3g}: its decoder does "
+            "more than embed, layers, norm, lm_head",
         )
 
 

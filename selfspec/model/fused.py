@@ -3,8 +3,7 @@
 Every row is computed by itself, in an order that its position alone decides: its bits are the same
 in a prompt, among drafts, on a branch of a tree and alone. Layers are a list of operations,
 `kernels/layers.cpp`, whose structs stand here field by field the same; another family is another
-list. Needs Linux and a C++ compiler, or a wheel with compiled code inside; without, the generic
-executor runs the model.
+list.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from selfspec.model.recipe import (
     Activation,
     Attention,
     Experts,
-    Mlp,
     Norm,
     Recipe,
     Rotation,
@@ -36,7 +34,7 @@ from selfspec.model.recipe import (
     plain_linear,
     recipe_of,
 )
-from selfspec.model.weights import TEAM, CompiledLinear, FilePages, Stripes, in_panels, kernels
+from selfspec.model.weights import TEAM, CompiledLinear, FilePages, in_panels, kernels
 
 Long, Float, Pointer = ctypes.c_long, ctypes.c_float, ctypes.c_void_p
 
@@ -53,7 +51,7 @@ class Kind(IntEnum):
 
 
 class Heads(ctypes.Structure):
-    """The struct of `attention.hpp` by this name, which says what the fields mean."""
+    """As in `attention.hpp`, which says what the fields mean."""
 
     _fields_ = (
         *((name, Long) for name in ("size", "group", "kv", "rotated")),
@@ -64,7 +62,7 @@ class Heads(ctypes.Structure):
 
 
 class ExpertsStruct(ctypes.Structure):
-    """The struct `Experts` of `layers.cpp`, which says what the fields mean."""
+    """`Experts` of `layers.cpp`, which says what the fields mean."""
 
     _fields_ = (
         *((name, Long) for name in ("count", "each", "normalised", "rounds", "inner")),
@@ -76,7 +74,7 @@ class ExpertsStruct(ctypes.Structure):
 
 
 class Operation(ctypes.Structure):
-    """The struct of `layers.cpp` by this name, which says what the fields mean."""
+    """As in `layers.cpp`, which says what the fields mean."""
 
     _fields_ = (
         *((name, Long) for name in ("kind", "source", "target", "inputs", "outputs")),
@@ -91,7 +89,7 @@ class Operation(ctypes.Structure):
 
 
 class SpanStruct(ctypes.Structure):
-    """The struct `Span` of `attention.hpp`."""
+    """`Span` of `attention.hpp`."""
 
     _fields_ = (
         *((name, Long) for name in ("first", "rows", "held")),
@@ -102,7 +100,7 @@ class SpanStruct(ctypes.Structure):
 
 
 class Pass(ctypes.Structure):
-    """The struct `Pass` of `layers.cpp`."""
+    """As in `layers.cpp`."""
 
     _fields_ = (
         ("rows", Long),
@@ -143,7 +141,7 @@ class Program:
         self._starts = [0]  # of each layer among the operations, and their end
         self.layout = PageLayout(dtype, ())
         """The layout of pages with keys and values of all layers that attend."""
-        self._kept: list[Tensor | Stripes] = []  # what the operations point to
+        self._kept: list[Tensor | CompiledLinear] = []  # what the operations point to
 
     def add_layer(self, operations: Sequence[Operation]) -> None:
         """One more layer."""
@@ -190,7 +188,7 @@ class Program:
             *(Kind.LINEAR, source, target),
             inputs=linear.in_features,
             outputs=linear.out_features,
-            weight=self._address(linear.stripes),
+            weight=self._address(linear),
             bias=self._address(linear.bias),
             adds=adds,
         )
@@ -347,11 +345,11 @@ class Program:
         if width != self._widths[buffer]:
             raise ValueError(f"layers differ in width: {width} and {self._widths[buffer]}")
 
-    def _address(self, held: Tensor | Stripes | None) -> int | None:
+    def _address(self, held: Tensor | CompiledLinear | None) -> int | None:
         if held is None:
             return None
         self._kept.append(held)
-        return held.address if isinstance(held, Stripes) else held.data_ptr()
+        return held.address if isinstance(held, CompiledLinear) else held.data_ptr()
 
 
 class Rotations:
@@ -376,18 +374,16 @@ class Rotations:
         offset = int(positions[0]) - start
         end = int(positions.max()) - offset + 1
         if not self._tables or len(self._tables[0]) < end or offset != self._offset:
-            every = torch.arange(offset, offset + 2 * end)[None]
-            self._tables = [self._table(rows, every, kind) for kind in self._ways]
-            self._offset = offset
+            every, tables = torch.arange(offset, offset + 2 * end)[None], list[Tensor]()
+            for kind, way in self._ways.items():
+                if way is None:
+                    tables.append(torch.zeros(2 * end, 0, dtype=torch.complex64))
+                else:
+                    cos, sin = self._decoder.rotations(rows[None], every, kind)
+                    tables.append(way.turns(cos[0], sin[0]))
+            self._tables, self._offset = tables, offset
         places = positions - offset
         return [table[places] for table in self._tables]
-
-    def _table(self, rows: Tensor, positions: Tensor, kind: str) -> Tensor:
-        """The rotations for `positions` [1, S]; empty for layers that have none."""
-        if (way := self._ways[kind]) is None:
-            return torch.zeros(positions.shape[1], 0, dtype=torch.complex64)
-        cos, sin = self._decoder.rotations(rows[None], positions, kind)
-        return way.turns(cos[0], sin[0])
 
 
 _BLOCK_ROWS = 1024  # of a prompt that run together: its memory does not grow with it
@@ -410,20 +406,14 @@ class FusedExecutor:
         kinds = attention_types(decoder.config)
         self._recipe(0, kinds[0], dtype)  # raises before long work
         self._program = Program(dtype, lm_head.in_features)
-        # the largest first, while there is most room
-        linear = CompiledLinear.of(lm_head)
-        self.weight_bytes = linear.nbytes
+        self.weight_bytes = 0
         """Bytes of what a row reads, in the compiled layout."""
-        self._unembedding = Program(dtype, lm_head.in_features)
-        normed = self._unembedding.buffer("normed", lm_head.in_features)
-        self._logits = self._unembedding.buffer("logits", lm_head.out_features)
+        self._unembedding = last = Program(dtype, lm_head.in_features)
+        normed = last.buffer("normed", lm_head.in_features)
+        self._logits = last.buffer("logits", lm_head.out_features)
+        linear = last.linear(normed, self._logits, self._compiled(lm_head))  # the largest first
         norm = norm_of(decoder.norm, lm_head.in_features, dtype)
-        self._unembedding.add_layer(
-            [
-                self._unembedding.norm(HIDDEN, normed, norm),
-                self._unembedding.linear(normed, self._logits, linear),
-            ]
-        )
+        last.add_layer([last.norm(HIDDEN, normed, norm), linear])
         pages.release(lm_head)
         self._rotations = Rotations(decoder)
         for index, (layer, kind) in enumerate(zip(decoder.layers, kinds, strict=True)):
@@ -445,19 +435,13 @@ class FusedExecutor:
 
     def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
         """Layers first+1..last on [T, d]; adds keys and values of T positions to the KV cache."""
-        if len(hidden) > _BLOCK_ROWS and len(rows.spans) > 1:
-            parts = [self.run(part, first, last, one) for part, one in rows.each(hidden)]
-            return torch.cat(parts)
-        if len(hidden) <= _BLOCK_ROWS or not rows.are_chains:
-            return self._run(hidden, first, last, rows)
-        kv, done = rows.only.kv, []
-        pieces = zip(hidden.split(_BLOCK_ROWS), rows.positions.split(_BLOCK_ROWS), strict=True)
-        for block, positions in pieces:  # one behind the other
-            part = Rows(positions, (Span(kv, len(block)),))
-            done.append(self._run(block, first, last, part))
-        return torch.cat(done)
-
-    def _run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
+        if len(hidden) > _BLOCK_ROWS and (len(rows.spans) > 1 or rows.are_chains):
+            parts = rows.each(hidden)
+            if len(rows.spans) == 1:  # of a prompt, a block behind the other
+                blocks = (one.split(_BLOCK_ROWS) for one in (hidden, rows.positions))
+                kv, pairs = rows.only.kv, zip(*blocks, strict=True)
+                parts = ((one, Rows(places, (Span(kv, len(one)),))) for one, places in pairs)
+            return torch.cat([self.run(part, first, last, one) for part, one in parts])
         newest = rows.spans[0]
         unseen = 0 if newest.parents is None else -1 - newest.parents[0]
         held = newest.kv.length(first) - unseen
@@ -465,47 +449,7 @@ class FusedExecutor:
         return self._program.run(hidden, first, last, turns, rows.spans)
 
     def _operations(self, recipe: Recipe, rotation: int) -> Iterator[Operation]:
-        output, mlp = recipe.attention.output, recipe.mlp
-        seen = yield from self._attend(recipe, rotation)
-        if not recipe.parallel:
-            yield from self._close(recipe, 0, seen, output)
-        if isinstance(mlp, Experts):
-            made, down = (yield from self._mix(recipe, mlp)), None
-        else:
-            made, down = (yield from self._activate(recipe, mlp)), mlp.down
-        if recipe.parallel:  # the MLP has read the rows as attention did
-            yield from self._close(recipe, 0, seen, output)
-        yield from self._close(recipe, 1, made, down)
-
-    def _open(self, recipe: Recipe, place: int) -> Generator[Operation, None, int]:
-        """What attention (0) or the MLP (1) reads: the rows, normed if the layer does that."""
-        norm = recipe.before[place]
-        if norm is not None:
-            normed = self._program.buffer("normed", len(norm.weight))
-            yield self._program.norm(HIDDEN, normed, norm)
-            return normed
-        shared = recipe.before[0] if recipe.parallel else None  # one norm for both
-        return HIDDEN if shared is None else self._program.buffer("normed", len(shared.weight))
-
-    def _close(
-        self, recipe: Recipe, place: int, source: int, linear: nn.Linear | None
-    ) -> Iterator[Operation]:
-        """The last linear layer of attention (0) or the MLP (1), if it has one, to the rows."""
-        program, norm, times = self._program, recipe.behind[place], recipe.times
-        if linear is not None and norm is None:
-            yield program.linear(source, HIDDEN, self._compiled(linear), adds=times)
-            return
-        if linear is not None:
-            branch = program.buffer("branch", linear.out_features)
-            yield program.linear(source, branch, self._compiled(linear))
-            source = branch
-        if norm is None:
-            yield program.add(source, HIDDEN, times)
-        else:
-            yield program.norm(source, HIDDEN, norm, adds=times)
-
-    def _attend(self, recipe: Recipe, rotation: int) -> Generator[Operation, None, int]:
-        program, attention = self._program, recipe.attention
+        program, attention, mlp = self._program, recipe.attention, recipe.mlp
         source = yield from self._open(recipe, 0)
         projected = program.buffer("projected", len(attention.order))
         seen = program.buffer("seen", attention.heads * attention.size)
@@ -516,32 +460,56 @@ class FusedExecutor:
             yield program.norm(projected, projected, queries)
             yield program.norm(projected, projected, keys, at=len(queries.weight))
         yield program.attend(projected, seen, attention, rotation=rotation)
-        return seen
-
-    def _activate(self, recipe: Recipe, mlp: Mlp) -> Generator[Operation, None, int]:
-        """Run an MLP up to its activation; returns the buffer that its last linear layer reads."""
-        program, function = self._program, activation_of(mlp.activation)
+        if not recipe.parallel:
+            yield from self._close(recipe, 0, seen, attention.output)
+        function = activation_of(mlp.activation)
         source = yield from self._open(recipe, 1)
-        into = self._compiled(*mlp.into)
-        opened = program.buffer("opened", into.out_features)
-        activated = program.buffer("activated", mlp.down.in_features)
-        yield program.linear(source, opened, into)
-        yield program.activate(opened, activated, function, gated=mlp.gated)
-        return activated
+        if isinstance(mlp, Experts):
+            router = CompiledLinear(mlp.router.detach())
+            logits = program.buffer("logits", router.out_features)
+            made = program.buffer("mixed", router.in_features)
+            yield program.linear(source, logits, router)
+            yield program.experts(source, logits, made, mlp, function)
+            share = mlp.shares.each / len(mlp.router)
+            self.weight_bytes += router.nbytes
+            self.weight_bytes += int(share * (mlp.into.nbytes + mlp.down.nbytes))
+        else:
+            into = self._compiled(*mlp.into)
+            opened = program.buffer("opened", into.out_features)
+            made = program.buffer("activated", mlp.down.in_features)
+            yield program.linear(source, opened, into)
+            yield program.activate(opened, made, function, gated=mlp.gated)
+        if recipe.parallel:  # the MLP has read the rows as attention did
+            yield from self._close(recipe, 0, seen, attention.output)
+        yield from self._close(recipe, 1, made, None if isinstance(mlp, Experts) else mlp.down)
 
-    def _mix(self, recipe: Recipe, experts: Experts) -> Generator[Operation, None, int]:
-        """Run the experts; returns the buffer of what each row's experts make of it."""
-        program, function = self._program, activation_of(experts.activation)
-        source = yield from self._open(recipe, 1)
-        router = CompiledLinear(experts.router.detach())
-        logits = program.buffer("logits", router.out_features)
-        mixed = program.buffer("mixed", router.in_features)
-        yield program.linear(source, logits, router)
-        yield program.experts(source, logits, mixed, experts, function)
-        share = experts.shares.each / len(experts.router)
-        self.weight_bytes += router.nbytes
-        self.weight_bytes += int(share * (experts.into.nbytes + experts.down.nbytes))
-        return mixed
+    def _open(self, recipe: Recipe, place: int) -> Generator[Operation, None, int]:
+        """What attention (0) or the MLP (1) reads: the rows, normed if the layer does that."""
+        norm = recipe.before[place]
+        shared = recipe.before[0] if norm is None and recipe.parallel else norm  # one for both
+        if shared is None:
+            return HIDDEN
+        normed = self._program.buffer("normed", len(shared.weight))
+        if norm is not None:
+            yield self._program.norm(HIDDEN, normed, norm)
+        return normed
+
+    def _close(
+        self, recipe: Recipe, place: int, source: int, linear: nn.Linear | None
+    ) -> Iterator[Operation]:
+        """The last linear layer of attention (0) or the MLP (1), if it has one, to the rows."""
+        program, norm, times = self._program, recipe.behind[place], recipe.times
+        if norm is None:
+            if linear is None:
+                yield program.add(source, HIDDEN, times)
+            else:
+                yield program.linear(source, HIDDEN, self._compiled(linear), adds=times)
+            return
+        if linear is not None:
+            branch = program.buffer("branch", linear.out_features)
+            yield program.linear(source, branch, self._compiled(linear))
+            source = branch
+        yield program.norm(source, HIDDEN, norm, adds=times)
 
     def _compiled(self, *parts: nn.Linear, order: Tensor | None = None) -> CompiledLinear:
         compiled = CompiledLinear.of(*parts, order=order)

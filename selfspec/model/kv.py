@@ -1,9 +1,8 @@
 """Keys and values: per layer, in pages that texts share, within a budget; rows that read them.
 
-Layers fill them while they run, and they are cut after each round. Each layer has a length of its
-own, since shallow layers see drafts that deep layers have not seen yet. A pass is a flat block of
-rows [T, d]; which sequences and positions they belong to stands beside it, as data: one sequence
-with a chain of drafts is the smallest case.
+Each layer has a length of its own, since shallow layers see drafts that deep layers have not seen
+yet. A pass is a flat block of rows [T, d]; which sequences and positions they belong to stands
+beside it, as data: one sequence with a chain of drafts is the smallest case.
 """
 
 from __future__ import annotations
@@ -102,9 +101,8 @@ _SPARE = 4
 class KVCache:
     """Where the keys and values of one sequence are, layer by layer.
 
-    It offers the few methods that transformers' attention layers (`update`) and mask functions
-    (`get_seq_length`, `get_query_offset`, `get_mask_sizes`) call on a cache. Compiled attention
-    asks for `pages` instead.
+    transformers' attention layers call `update`, its mask functions `get_seq_length`,
+    `get_query_offset` and `get_mask_sizes`. Compiled attention asks for `pages` instead.
 
     With `slots`, attention always sees buffers of exactly that many slots, the unused ones masked:
     the shape of a pass then never depends on how many positions are filled (pinned mode).
@@ -369,14 +367,6 @@ class _Node:
     order: list[Ids] = field(default_factory=list)
     """Ids of the children, sorted: those that share most with some ids are next to them."""
 
-    def add(self, child: _Node) -> None:
-        self.children[child.ids] = child
-        insort(self.order, child.ids)
-
-    def remove(self, child: _Node) -> None:
-        del self.children[child.ids]
-        del self.order[bisect_left(self.order, child.ids)]
-
     def nearest(self, ids: Ids) -> tuple[int, _Node | None]:
         """The child that shares most of its first ids with `ids`, and how many."""
         place = bisect_left(self.order, ids)
@@ -496,8 +486,9 @@ class KVStore:
     def _prefix(self, ids: Ids) -> tuple[list[_Node], _Node | None, int]:
         """Nodes that hold the first ids, one that holds some of the next, and how many in all."""
         node, nodes = self._root, list[_Node]()
-        while (child := node.children.get(ids[len(nodes) * POSITIONS :][:POSITIONS])) is not None:
-            if len(child.ids) < POSITIONS:
+        for at in range(0, len(ids), POSITIONS):
+            child = node.children.get(ids[at : at + POSITIONS])
+            if child is None or len(child.ids) < POSITIONS:
                 break
             nodes.append(child)
             node = child
@@ -508,20 +499,15 @@ class KVStore:
     def _keep(self, kv: PooledKVCache, ids: Ids) -> None:
         """Hang the cache's pages with these ids into the tree, where they are not yet."""
         node = self._root
-        for index, page in enumerate(kv.held):
-            part = ids[index * POSITIONS :][:POSITIONS]
-            if not part:
-                return
-            child = node.children.get(part)
-            if child is None:
+        for at, page in zip(range(0, len(ids), POSITIONS), kv.held, strict=False):
+            part = ids[at : at + POSITIONS]
+            if part not in node.children:
                 if page.kept:  # it holds more, or other, ids elsewhere
                     return
-                child = _Node(part, node, page)
-                node.add(child)
-                self._nodes[page], page.kept = child, True
-            if len(part) < POSITIONS:
-                return
-            node = child
+                self._nodes[page] = node.children[part] = _Node(part, node, page)
+                insort(node.order, part)
+                page.kept = True
+            node = node.children[part]
 
     def _touch(self, pages: Sequence[Page]) -> None:
         """Mark pages as needed now; parents later than children, which so go first."""
@@ -538,8 +524,8 @@ class KVStore:
         """Free the page that was unused for longest; whether there is one."""
         for page, node in self._nodes.items():
             if node.parent is not None and not node.children and not page.caches:
-                node.parent.remove(node)
-                del self._nodes[page]
+                del node.parent.children[node.ids], self._nodes[page]
+                del node.parent.order[bisect_left(node.parent.order, node.ids)]
                 page.kept = False
                 self._free.append(page)
                 return True

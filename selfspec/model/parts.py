@@ -1,7 +1,6 @@
 """The parts of a decoder, under one name each, whatever its family calls them; hooks around them.
 
-Comes in: a PreTrainedModel. Goes out: a DecoderParts, or UnsupportedModel with the part that is
-missing or unknown. Called by the backbone; read by everything that runs a decoder's modules.
+A part that is missing or unknown raises UnsupportedModel, by its name.
 """
 
 from __future__ import annotations
@@ -67,7 +66,10 @@ SLIDING = "sliding_attention"
 CHUNKED = "chunked_attention"
 """Attention types whose layers keep one key and value per position."""
 
-INSTEAD = "Use transformers' own generate for it"
+
+def unsupported(model: PreTrainedModel, why: str) -> UnsupportedModel:
+    """The error for a model that `why` is said of."""
+    return UnsupportedModel(f"{type(model).__name__} {why}. Use transformers' own generate for it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,16 +115,14 @@ class DecoderParts:
         return hidden + self.learned_positions(positions).to(hidden.device)
 
 
-class DividedNorm(nn.Module):
+class _DividedNorm(nn.Module):
     """A final norm, [.., d] -> [.., d], whose output is divided by a number."""
 
     def __init__(self, norm: nn.Module, divisor: float) -> None:
         super().__init__()
-        self.norm = norm
-        self.divisor = divisor
+        self.norm, self.divisor = norm, divisor
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[.., d] -> [.., d]."""
         normed: Tensor = self.norm(hidden)
         return normed / self.divisor
 
@@ -134,8 +134,7 @@ def text_config(model: PreTrainedModel) -> Any:
 
 def attention_types(config: PreTrainedConfig) -> list[str]:
     """Attention type of each layer; one for all, by `sliding_window`, if the config names none."""
-    types = getattr(config, "layer_types", None)
-    if types is not None:
+    if (types := getattr(config, "layer_types", None)) is not None:
         return list(types)
     one = FULL if getattr(config, "sliding_window", None) is None else SLIDING
     return [one] * config.num_hidden_layers
@@ -143,30 +142,31 @@ def attention_types(config: PreTrainedConfig) -> list[str]:
 
 def parts_of(model: PreTrainedModel) -> DecoderParts:
     """The parts of a model's decoder. Raises UnsupportedModel for one missing or not known."""
-    name, config = type(model).__name__, text_config(model)
+    config = text_config(model)
     if model.config.is_encoder_decoder:
-        raise UnsupportedModel(f"{name} has an encoder, expected a decoder alone. {INSTEAD}")
+        raise unsupported(model, "has an encoder, expected a decoder alone")
     if model.get_output_embeddings() is None:
-        raise UnsupportedModel(f"{name} has no lm_head to read tokens from. {INSTEAD}")
-    decoder, layers = _decoder(model, name)
-    if len(layers) < config.num_hidden_layers:  # LongCat: two sets of keys and values per layer
-        raise UnsupportedModel(
-            f"{name} has {len(layers)} layers, expected the {config.num_hidden_layers} of its "
-            f"config. {INSTEAD}"
-        )
-    keyword = _cache_keyword(layers[0], name)
+        raise unsupported(model, "has no lm_head to read tokens from")
+    decoder, layers = _decoder(model)
+    if len(layers) < (count := config.num_hidden_layers):  # LongCat: two KV caches per layer
+        raise unsupported(model, f"has {len(layers)} layers, expected the {count} of its config")
+    _hidden, *others = inspect.signature(layers[0].forward).parameters.values()
+    taken = {entry.name for entry in others if entry.kind is not entry.VAR_KEYWORD}
+    if unknown := taken - _GIVEN - _IDLE - {*CACHES}:
+        raise unsupported(model, f"has layers that take {sorted(unknown)[0]}")
+    keyword = next((word for word in CACHES if word in taken), None)
+    if keyword is None:
+        raise unsupported(model, "has layers that take no keys and values")
     embedding, norm, learned, rotary = (
         _part(decoder, names) for names in (_EMBEDDINGS, _NORMS, _LEARNED, ("rotary_emb",))
     )
     if norm is None or embedding is None:
         what, names = ("final norm", _NORMS) if norm is None else ("embedding", _EMBEDDINGS)
-        raise UnsupportedModel(f"{name} has no {what} named {', '.join(names)}. {INSTEAD}")
+        raise unsupported(model, f"has no {what} named {', '.join(names)}")
     for child, module in decoder.named_children():  # its forward may use it
         known = module in (embedding, layers, norm, rotary, learned)
         if not known and not isinstance(module, nn.Dropout):
-            raise UnsupportedModel(
-                f"{name} has a decoder with {child}, a part that is not known. {INSTEAD}"
-            )
+            raise unsupported(model, f"has a decoder with {child}, a part that is not known")
     divisor: Any = getattr(config, "logits_scaling", None)
     before_head = config.model_type in _DIVIDES_BEFORE_HEAD
     return DecoderParts(
@@ -174,43 +174,29 @@ def parts_of(model: PreTrainedModel) -> DecoderParts:
         config=config,
         embed_tokens=embedding,
         layers=layers,
-        norm=DividedNorm(norm, divisor) if before_head else norm,
+        norm=_DividedNorm(norm, divisor) if before_head else norm,
         rotary_emb=rotary,
         learned_positions=None if learned is None else _by_position(learned),
         norms_embeddings=config.model_type in _NORMS_EMBEDDINGS,
         logits_divisor=None if before_head else divisor,
         cache_keyword=keyword,
-        shares=SHARED in inspect.signature(layers[0].forward).parameters,
+        shares=SHARED in taken,
     )
 
 
-def _decoder(model: PreTrainedModel, name: str) -> tuple[nn.Module, nn.ModuleList]:
+def _decoder(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:
     """The module that holds the layers: transformers' own idea of it, or what that holds."""
     named: Any = model.get_decoder()
     found: Any
     for found in (named, getattr(named, "model", None), getattr(named, "decoder", None)):
         if isinstance(layers := _part(found, _LAYERS), nn.ModuleList):
             return found, layers
-    raise UnsupportedModel(
-        f"{name} has no list of layers named {', '.join(_LAYERS)} to cut open. {INSTEAD}"
-    )
+    raise unsupported(model, f"has no list of layers named {', '.join(_LAYERS)} to cut open")
 
 
 def _part(decoder: Any, names: tuple[str, ...]) -> nn.Module | None:
     found = (getattr(decoder, name, None) for name in names)
     return next((part for part in found if isinstance(part, nn.Module)), None)
-
-
-def _cache_keyword(layer: nn.Module, name: str) -> str:
-    """How a layer takes keys and values. Refuses layers that take what is never given here."""
-    _hidden, *others = inspect.signature(layer.forward).parameters.values()
-    taken = {entry.name for entry in others if entry.kind is not entry.VAR_KEYWORD}
-    if unknown := taken - _GIVEN - _IDLE - {*CACHES}:
-        raise UnsupportedModel(f"{name} has layers that take {sorted(unknown)[0]}. {INSTEAD}")
-    for word in CACHES:
-        if word in taken:
-            return word
-    raise UnsupportedModel(f"{name} has layers that take no keys and values. {INSTEAD}")
 
 
 def _by_position(learned: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -286,9 +272,9 @@ def require_own_code(decoder: DecoderParts, lm_head: nn.Module) -> None:
     _require(clip is None, f"queries, keys and values are clipped to {clip}")
     every = [*torch_module._global_forward_hooks, *torch_module._global_forward_pre_hooks]
     _require(not every, "hooks are set for all modules")
-    for name, part in (*decoder.layers.named_modules(prefix="layers"), ("lm_head", lm_head)):
+    ends = ("lm_head", lm_head), ("norm", decoder.norm)
+    for name, part in (*decoder.layers.named_modules(prefix="layers"), *ends):
         _require_own_call(name, part)
-    _require_own_call("norm", decoder.norm)
 
 
 def _require_own_call(name: str, part: nn.Module) -> None:

@@ -1,15 +1,12 @@
 """Compiled code, and weights in the form that it reads: linear layers made of them.
 
-Libraries of C++ are for the few loops that torch has no operator for: the wheel brings them, or the
-user's compiler makes them, once; who has neither does without. Weights stay as blocks of a GGUF
-file, or as numbers of a mapped file, as long as nobody needs them otherwise; copies for compiled
-code are laid out for one pass over memory. A row's bits depend on the row alone, whatever runs
-beside it. Made by `hub` and the fused executor; read by transformers' modules.
+The wheel brings libraries of C++, or the user's compiler makes them, once. Weights stay blocks of a
+GGUF file, or numbers of a mapped file, as long as nobody needs them otherwise; copies for compiled
+code are laid out for one pass over memory. A row's bits depend on the row alone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
 import mmap
@@ -21,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -149,13 +146,13 @@ def compiled(source: Path, **constants: int) -> ctypes.CDLL:
 def kernels(name: str, dtype: torch.dtype) -> ctypes.CDLL:
     """The library of KERNELS with this name, for numbers of `dtype`. Raises ValueError as above."""
     if dtype not in DTYPES:
-        raise ValueError(f"weights are {dtype}")
+        raise ValueError(f"compiled code reads float32 and bfloat16, not {dtype}")
     return compiled(KERNELS / name, BFLOAT16=int(dtype == torch.bfloat16))
 
 
 def origin() -> str | None:
     """Where compiled code comes from: the wheel, a compiler, or None if from neither."""
-    with contextlib.suppress(ValueError):
+    with suppress(ValueError):
         found = _prebuilt(compiler.KERNELS / compiler.SOURCES[0], compiler.CONSTANTS[0])
         if found is not None:
             return f"in the wheel, for {found[1].name}"
@@ -263,38 +260,29 @@ class FilePages:
     """What this process has mapped from files and never written to, at the time this is made."""
 
     def __init__(self) -> None:
-        self._ranges = list(_unchanged()) if sys.platform == "linux" else []
+        text = ""
+        with suppress(OSError):  # no /proc, or not for us
+            text = _MAPPINGS.read_text(encoding="utf-8", errors="replace")
+        self._ranges: list[tuple[int, int]] = []
+        """First and last address of each mapping of a file without a page of the process's own: a
+        page that was written to is a copy in memory alone, which letting go would lose."""
+        for mapping in re.split(r"\n(?=[0-9a-f]+-)", text):
+            header = _MAPPING.match(mapping)
+            if header and header[3] != "0" and not _CHANGED.search(mapping):
+                self._ranges.append((int(header[1], 16), int(header[2], 16)))
 
     def release(self, module: nn.Module) -> None:
         """Give back the memory of parameters that only repeat a file; others stay as they are."""
         for weight in module.parameters():
             weight = getattr(weight, "blocks", weight)
             start, end = weight.data_ptr(), weight.data_ptr() + weight.nbytes
-            if weight.is_contiguous() and self.around(start, end) is not None:
+            inside = any(first <= start and end <= last for first, last in self._ranges)
+            if weight.is_contiguous() and inside:
                 first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
                 size = end // mmap.PAGESIZE * mmap.PAGESIZE - first
                 if size > 0:  # whole pages; should the kernel refuse, they stay
                     advise = ctypes.CDLL(None).madvise
                     advise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
-
-    def around(self, start: int, end: int) -> tuple[int, int] | None:
-        """First and last address of the mapping that lies around all of this, or None."""
-        return next((one for one in self._ranges if one[0] <= start and end <= one[1]), None)
-
-
-def _unchanged() -> Iterator[tuple[int, int]]:
-    """First and last address of each mapping of a file without a page of the process's own.
-
-    A page that was written to is a copy in memory alone, which letting go would lose.
-    """
-    try:
-        text = _MAPPINGS.read_text(encoding="utf-8", errors="replace")
-    except OSError:  # no /proc, or not for us
-        return
-    for mapping in re.split(r"\n(?=[0-9a-f]+-)", text):
-        header = _MAPPING.match(mapping)
-        if header and header[3] != "0" and not _CHANGED.search(mapping):
-            yield int(header[1], 16), int(header[2], 16)
 
 
 # --- weights as blocks of a file, numbers wherever somebody reads them ----------------------------
@@ -494,15 +482,12 @@ def library(dtype: torch.dtype) -> ctypes.CDLL:
 def _library(dtype: torch.dtype, _compiler: str | None) -> ctypes.CDLL:
     found = kernels("weights.cpp", dtype)
     whole, pointer = ctypes.c_long, ctypes.c_void_p
-    found.pack.argtypes = (*(whole,) * 2, *(pointer,) * 2)
-    found.linear_layer.argtypes = (*(whole,) * 3, *(pointer,) * 4)
-    found.pack_blocks.argtypes = (*(whole,) * 3, *(pointer,) * 3)
-    found.expand_blocks.argtypes = (*(whole,) * 3, *(pointer,) * 3)
-    found.panel_bytes.argtypes = whole, whole
-    found.form_of.argtypes = (whole,)
+    arguments = {"pack": (2, 2), "linear_layer": (3, 4), "pack_blocks": (3, 3)}
+    for name, (wholes, addresses) in (arguments | {"expand_blocks": (3, 3)}).items():
+        function = getattr(found, name)
+        function.argtypes, function.restype = (whole,) * wholes + (pointer,) * addresses, None
+    found.panel_bytes.argtypes, found.form_of.argtypes = (whole, whole), (whole,)
     found.panel_bytes.restype = found.form_of.restype = whole
-    for function in (found.pack, found.linear_layer, found.pack_blocks, found.expand_blocks):
-        function.restype = None
     return found
 
 
@@ -511,43 +496,13 @@ def adds_pairs() -> bool:
     return "avx512_bf16" in processor_features()
 
 
-def can_compile(dtype: torch.dtype) -> bool:
-    """Whether there are linear layers of our own here."""
+def why_not_compiled(dtype: torch.dtype) -> str | None:
+    """Why there are no linear layers of our own here, if there are none."""
     try:
         library(dtype)
-    except ValueError:
-        return False
-    return True
-
-
-class Stripes:
-    """The weights of linear layers side by side, as compiled code reads them: a copy."""
-
-    def __init__(self, weights: Sequence[Tensor], order: Tensor | None = None) -> None:
-        """[out, in] each; `order` [out] rearranges their outputs.
-
-        Blocks stay blocks where whole panels have one format. Raises ValueError, with the reason,
-        where nothing compiles.
-        """
-        self._kept: list[Tensor] = []
-        self.forms: list[int] = []
-        """The format of each stripe, as in `blocks.hpp`; 0 is that of plain numbers."""
-        entries = []
-        for part in _in_stripes(weights, order):
-            if isinstance(part, QuantisedWeight):
-                form, panels = _blocks_in_panels(part)
-            else:
-                form, (panels,) = 0, in_panels(part[None])
-            self._kept.append(panels)
-            self.forms.append(form)
-            entries.append(_Stripe(-(-len(part) // PANEL), form, panels.data_ptr()))
-        self.nbytes = sum(panels.nbytes for panels in self._kept)
-        self._table = (_Stripe * len(entries))(*entries)
-
-    @property
-    def address(self) -> int:
-        """The address of a table for `linear.hpp`; this object keeps it."""
-        return ctypes.addressof(self._table)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _in_stripes(weights: Sequence[Tensor], order: Tensor | None) -> list[Tensor]:
@@ -584,7 +539,10 @@ def in_panels(weights: Tensor) -> Tensor:
     return panels
 
 
-def _blocks_in_panels(weight: QuantisedWeight) -> tuple[int, Tensor]:
+def _panels(weight: Tensor) -> tuple[int, Tensor]:
+    """The form of a stripe, as in `blocks.hpp`, 0 for plain numbers; and its panels, a copy."""
+    if not isinstance(weight, QuantisedWeight):
+        return 0, in_panels(weight[None])[0]
     functions, number, inner = library(weight.dtype), weight.format.number, weight.inputs
     size = -(-len(weight) // PANEL) * functions.panel_bytes(number, inner)
     panels = torch.empty(size, dtype=torch.uint8)
@@ -604,12 +562,21 @@ class CompiledLinear:
         bias: Tensor | None = None,
         order: Tensor | None = None,
     ) -> None:
-        """[out, in] and [out]; several lie side by side, `order` [out] rearranges outputs."""
+        """[out, in] and [out]; several lie side by side, `order` [out] rearranges outputs.
+
+        Blocks stay blocks where whole panels have one format.
+        """
         weights = [weight] if isinstance(weight, Tensor) else weight
         self.dtype, self.in_features = weights[0].dtype, weights[0].shape[1]
         self.out_features = sum(map(len, weights)) if order is None else len(order)
-        self.stripes = Stripes(weights, order)
-        self.nbytes = self.stripes.nbytes
+        self._kept, stripes = list[Tensor](), list[_Stripe]()
+        for part in _in_stripes(weights, order):
+            form, panels = _panels(part)
+            self._kept.append(panels)
+            stripes.append(_Stripe(-(-len(part) // PANEL), form, panels.data_ptr()))
+        self.nbytes = sum(panels.nbytes for panels in self._kept)
+        self._table = (_Stripe * len(stripes))(*stripes)
+        self.address = ctypes.addressof(self._table)  # for `linear.hpp`; this object keeps it
         if bias is not None and order is not None:
             bias = bias[order]
         self.bias = None if bias is None else bias.contiguous()
@@ -638,7 +605,7 @@ class CompiledLinear:
             self.in_features,
             self.out_features,
             rows.data_ptr(),
-            self.stripes.address,
+            self.address,
             None if self.bias is None else self.bias.data_ptr(),
             result.data_ptr(),
         )
