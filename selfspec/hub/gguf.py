@@ -31,15 +31,13 @@ logger = logging.getLogger(__name__)
 
 # --- the header -----------------------------------------------------------------------------------
 
-
 _NUMBERS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 """Bytes of each type of value that is a number or a bool, by its code in the file."""
 _STRING, _ARRAY = 8, 9
 _WHOLE = (4, 5, 10, 11)
 
 _SIZES = ("block_count", "embedding_length")
-_WIDEST = 8
-"""Times the longest side of any tensor: more is no inner layer of this model."""
+_WIDEST = 8  # times the longest side of any tensor: more is no inner layer of this model
 
 
 class GgufTensor(NamedTuple):
@@ -210,8 +208,7 @@ def _check_sizes(
 
 
 class _Family(NamedTuple):
-    interleaved: tuple[str, ...] = ()
-    """Linear layers whose outputs, by head, stand in pairs that are rotated together."""
+    interleaved: tuple[str, ...] = ()  # linear layers whose outputs are pairs that are rotated
     added_to_norms: float = 0.0
 
 
@@ -277,8 +274,7 @@ class _Reader:
         self._config: Any = config
         self._family = _FAMILIES[header.architecture]
         self._name = _names(header.architecture, self._config.num_hidden_layers)
-        self.others: set[str] = set()
-        """Formats that do not stay as they are."""
+        self.others: set[str] = set()  # formats that do not stay as they are
 
     def weight(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
         """A parameter's weight, of this shape; None if the file has no such. Raises InvalidData."""

@@ -21,12 +21,9 @@ from selfspec.errors import InvalidData
 from selfspec.hub.pretrained import assembled, indexed
 from selfspec.model.weights import FORMATS, ZEROED, QuantisedWeight
 
-GROUP = 32
-"""Inputs of a block; larger groups are several blocks of one scale."""
-
+GROUP = 32  # inputs of a block; larger groups are several blocks of one scale
 _BITS = (4, 8)
-_AWQ_PLACES = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
-"""Where AWQ's words of eight outputs hold each of them (AutoAWQ's reverse order)."""
+_AWQ_PLACES = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # of eight outputs, in a word
 
 
 class Tensors:

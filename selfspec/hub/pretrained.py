@@ -22,29 +22,19 @@ if TYPE_CHECKING:
 
 # --- folders from outside: files of bounded size, whole weights -----------------------------------
 
-
-_MOST_BYTES = 256 << 20
-"""Limit for a file of `_SMALL`; the largest known, of tokenizers, have a tenth."""
-
+_MOST_BYTES = 256 << 20  # for a file of `_SMALL`; the largest known, of tokenizers, have a tenth
 _OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json")
 _SMALL = ("*.json", "*.jinja", "*.txt", "*.model")
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _SIZES = (*_LAYERS, "vocab_size", "hidden_size", "head_dim", "intermediate_size")
-_MOST = 1 << 24
-"""Beyond every model there is; some of what depends on sizes is built in memory at once."""
-
-_WIDEST = 8
-"""Times the longest side of any weight: packed weights have shorter sides than a config says."""
-
+_MOST = 1 << 24  # beyond every model; some of what depends on sizes is built at once
+_WIDEST = 8  # times the longest side of any weight: those of packed ones are shorter
 _NUMBERS = ("F32", "BF16", "F16", "F64")
 _MASKS = ("BOOL", "U8")
-_WHOLE = ("position_ids", "num_batches_tracked")
-"""Last names of buffers that old models keep beside their weights."""
-
-Shapes = dict[str, list[int]]
-"""The shapes of all tensors of a model, by name."""
+_WHOLE = ("position_ids", "num_batches_tracked")  # last names of old models' buffers
+Shapes = dict[str, list[int]]  # of all tensors of a model, by name
 
 
 def check_model_folder(folder: Path) -> Shapes:
@@ -135,12 +125,8 @@ def _numbers(config: Any) -> Iterator[tuple[str, int]]:
 
 # --- loading, without transformers' bars and reports ----------------------------------------------
 
-
-_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
-"""What is fetched of a model on the hub."""
-
-_SHAPES_DIFFER = "ignore_mismatched_sizes"
-"""In what transformers says of weights whose shapes are not those of their config."""
+_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")  # fetched of a model
+_SHAPES_DIFFER = "ignore_mismatched_sizes"  # said of weights that do not fit their config
 
 
 def load(source: str, **options: Any) -> tuple[Any, Any]:
@@ -278,7 +264,6 @@ def quiet(*, bars: bool = False) -> Iterator[None]:
 
 
 # --- a model whose weights somebody else brings ---------------------------------------------------
-
 
 _OUTPUT = "lm_head.weight"
 

@@ -83,8 +83,7 @@ class Backbone(Decoder):
         super().__init__(model)
         if fingerprint is not None:
             self.fingerprint = fingerprint
-        self.refused: dict[str, str] = {}
-        """Why other executors that were tried do not run this model, by name."""
+        self.refused: dict[str, str] = {}  # by executor, why it does not run this model
         mark = fingerprints.mark_of_checks(model, executor, loaded_from)
         passed = mark is not None and mark.is_file()
         passages = [] if passed else self._conform()

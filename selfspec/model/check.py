@@ -103,8 +103,7 @@ class Passage(NamedTuple):
     """What the model's own modules made of a block of random ids."""
 
     start: int  # the first row's position
-    held: int | None
-    """Slots in front that are said to be filled; None: it goes on from the passage before."""
+    held: int | None  # slots in front said to be filled; None: it goes on from the one before
     hidden: tuple[Tensor, ...]  # [T, d] each: before the first layer, and behind each
     logits: Tensor  # [T, V], as the unembedding gives them
 
@@ -338,7 +337,6 @@ def _require_equal(found: Tensor, expected: Tensor, where: str, decoder: Decoder
 
 
 # --- rows that change each other: no draft is lossless there --------------------------------------
-
 
 _BEHIND, _BESIDE = 7, 7  # rows in front of the watched one, and beside it
 _SPIKE = 100.0  # times the usual: some numbers of an outlying row, one of 64, or eight in all

@@ -18,9 +18,7 @@ from typing import NamedTuple
 
 KERNELS = Path(__file__).parent / "kernels"
 
-PANEL = 16
-"""Outputs side by side, as in `panels.hpp`."""
-
+PANEL = 16  # outputs side by side, as in `panels.hpp`
 SOURCES = ("weights.cpp", "layers.cpp")
 CONSTANTS: tuple[Mapping[str, int], ...] = ({"BFLOAT16": 0}, {"BFLOAT16": 1})
 """What a wheel has libraries of: each source in KERNELS with each of the constants."""
@@ -37,8 +35,7 @@ class Target(NamedTuple):
 
     name: str
     flags: str  # of the compiler
-    needs: frozenset[str] = frozenset()
-    """Features of a processor, as Linux calls them in /proc/cpuinfo."""
+    needs: frozenset[str] = frozenset()  # features of a processor, as /proc/cpuinfo calls them
 
 
 _V2 = frozenset(["cx16", "lahf_lm", "pni", "popcnt", "sse4_1", "sse4_2", "ssse3"])

@@ -80,16 +80,12 @@ def _zeros(like: Tensor, slots: int) -> Tensor:
 
 _MOST_GRAPHS = 128  # kept at a time; the one unused for longest makes room
 
-_WARM_UPS = 3
-"""Runs before a capture: libraries set up workspaces at first use, which must not be captured."""
+_WARM_UPS = 3  # runs before a capture, which must not see libraries set up their workspaces
 
 logger = logging.getLogger(__name__)
 
-Work = Callable[..., tuple[Tensor, ...]]
-"""Computes from buffers at fixed addresses, given or its own."""
-
-Capture = Callable[[Work], Work]
-"""Turns work into the same work, captured; its result may be overwritten by the next one."""
+Work = Callable[..., tuple[Tensor, ...]]  # from buffers at fixed addresses, given or its own
+Capture = Callable[[Work], Work]  # captures; what the result gives may be overwritten by the next
 
 
 def uncaptured(work: Work) -> Work:
@@ -174,21 +170,15 @@ class Replays:
             return work, held
 
 
-ROW_COUNTS = (1, 2, 4, 8, 16)
-"""Rows of a captured pass; fewer are padded, more (prompts) run uncaptured."""
-
+ROW_COUNTS = (1, 2, 4, 8, 16)  # of a captured pass; fewer are padded, more (prompts) run uncaptured
 _MOST_ROWS = ROW_COUNTS[-1]
 
 _FEWEST_SEEN = 256
 """Slots that a captured pass looks at: this, doubled as long as the text needs it. Each count takes
 a graph of its own, and fewer counts cost more masked slots."""
 
-_FIRST_SLOTS = 1024
-"""Slots that there is memory for at first. More double it, and all segments are captured anew."""
-
-_TRIAL_ROWS = (7, 1, 1, 1, 3)
-"""Passes that a replay is tested with: one row is captured, then replayed with other inputs."""
-
+_FIRST_SLOTS = 1024  # there is memory for at first; more double it, and all is captured anew
+_TRIAL_ROWS = (7, 1, 1, 1, 3)  # of a replay's test: one row is captured, then replayed with others
 _TRIAL_ERROR = 0.05
 """Largest error of a replay, relative to the output (root mean square): a library may pick another
 kernel for a capture, but an input that a graph misses is off by much more."""

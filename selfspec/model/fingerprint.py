@@ -1,9 +1,8 @@
 """Which model it is: a hash of all its weights; and whether it is still what was wrapped.
 
-Comes in: a model, and where it was just loaded stamps of the files that decide its weights. Goes
-out: 64 hex digits, whatever the dtype, or "" where the weights cannot be read; heads, features and
-records carry them. A file is hashed once: the cache folder keeps the result by path, size and time.
-`ModelWatch` says what has changed since, in words; the backbone asks at every request.
+Heads, features and records carry the hash: 64 hex digits, whatever the dtype, or "". A file is
+hashed once: the cache folder keeps the result by path, size and time. `ModelWatch` says in words
+what has changed since; the backbone asks at every request.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from ctypes import string_at
 from importlib import metadata
-from operator import attrgetter, is_
+from operator import attrgetter, is_, itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,14 +33,10 @@ from selfspec.model.weights import QuantisedWeight, processor_features
 
 logger = logging.getLogger(__name__)
 
-FileStamp = tuple[str, int, int]
-"""Real path, bytes, and time of the last change in nanoseconds."""
-
+FileStamp = tuple[str, int, int]  # real path, bytes, time of the last change in nanoseconds
 _KINDS = ("config.json", "*.index.json", "*.safetensors")
 
-UNKNOWN = ""
-"""In place of a fingerprint: the weights cannot be read, or there is no base model."""
-
+UNKNOWN = ""  # in place of a fingerprint: weights cannot be read, or there is no base model
 _FORMAT_VERSION = 1
 _BLOCK = 1 << 22  # numbers that are converted at a time: 8 MB
 _READABLE = (Tensor, nn.Parameter, QuantisedWeight)
@@ -55,14 +50,16 @@ def of(model: nn.Module) -> str:
     one fingerprint in whichever dtype it was loaded. UNKNOWN, with a line in the log, for weights
     that were quantised on loading, or are not in memory.
     """
-    weights = dict(sorted(_kept_weights(model)))
+    kept: dict[int, tuple[str, Tensor]] = {}
+    for name, weight in model.state_dict(keep_vars=True).items():
+        if isinstance(weight, Tensor):
+            kept.setdefault(id(weight), (name, weight))
+    weights = dict(sorted(kept.values(), key=itemgetter(0)))
     if reason := _unreadable(model, weights):
         logger.warning("the model has no fingerprint: %s. What fits it is not checked", reason)
         return UNKNOWN
-    digest = hashlib.sha256()
-    for name, weight in weights.items():
-        digest.update(f"{name} {list(weight.shape)} {_of_tensor(weight)}\n".encode())
-    return digest.hexdigest()
+    lines = [f"{name} {list(one.shape)} {_of_tensor(one)}\n" for name, one in weights.items()]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def of_loaded(model: PreTrainedModel, loaded_from: tuple[FileStamp, ...]) -> str:
@@ -106,15 +103,6 @@ def mark_of_checks(
     return cache_folder() / "checked" / digest.hexdigest()
 
 
-def _kept_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, and the buffers that a file of the model would hold; shared ones once."""
-    seen = set()
-    for name, weight in model.state_dict(keep_vars=True).items():
-        if isinstance(weight, Tensor) and id(weight) not in seen:
-            seen.add(id(weight))
-            yield name, weight
-
-
 def _unreadable(model: nn.Module, weights: dict[str, Tensor]) -> str | None:
     for name, module in model.named_modules():
         if type(module).__module__.startswith(_PACKED_MODULES):
@@ -130,22 +118,19 @@ def _unreadable(model: nn.Module, weights: dict[str, Tensor]) -> str | None:
 
 
 def _of_tensor(weight: Tensor) -> str:
-    """sha256 of the numbers in order; of whole numbers as they are."""
+    """sha256 of the numbers in order, some at a time; of whole numbers as they are."""
+    blocks: Iterable[Tensor]
+    if isinstance(weight, QuantisedWeight):  # no more of it is expanded at a time
+        rows = torch.arange(len(weight)).split(max(1, _BLOCK // weight.shape[1]))
+        blocks = (weight.expanded(part).reshape(-1) for part in rows)
+    else:
+        blocks = weight.detach().reshape(-1).split(_BLOCK)
     digest = hashlib.sha256()
-    for block in _blocks(weight.detach()):
+    for block in blocks:
         if block.is_floating_point():
             block = block.bfloat16().half()  # the block as it is hashed
         digest.update(block.contiguous().cpu().view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _blocks(weight: Tensor) -> Iterator[Tensor]:
-    """Its numbers in order, some at a time; blocks of a file are expanded no further."""
-    if isinstance(weight, QuantisedWeight):
-        for rows in torch.arange(len(weight)).split(max(1, _BLOCK // weight.shape[1])):
-            yield weight.expanded(rows).reshape(-1)
-    else:
-        yield from weight.reshape(-1).split(_BLOCK)
 
 
 # --- the files that decide weights --------------------------------------------------------------
@@ -183,14 +168,11 @@ def of_snapshot(name: str, config: Any) -> tuple[FileStamp, ...]:
 
 # --- a model that was wrapped, compared with what it is later -------------------------------------
 
-
 _WORD = 8
 """Bytes that are compared at either end of each weight. What changed all of it through `.data`,
 which no counter sees, is noticed so; what changed a few rows that way is not."""
 
-_TORCHS = frozenset(vars(nn.Module()))
-"""Attributes of every module: what they hold is looked at by itself."""
-
+_TORCHS = frozenset(vars(nn.Module()))  # of every module: what they hold is looked at by itself
 _IDLE = _TORCHS | {
     *("_is_hf_initialized", "generation_config", "gradient_checkpointing", "name_or_path"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache"),
@@ -198,9 +180,7 @@ _IDLE = _TORCHS | {
 }
 """Attributes of modules and configs that callers may set as they like: no logit depends on them."""
 
-_LINEAR = {"in_features", "out_features"}
-"""Attributes of a plain linear layer, as most modules are; its forward reads its weight alone."""
-
+_LINEAR = {"in_features", "out_features"}  # of a linear layer, which reads its weight alone
 _PLAIN = {Tensor, nn.Parameter, nn.Buffer}  # kinds of tensors that hide no others
 
 _VALUES = {bool, int, float, str, list, tuple, dict, set}
@@ -238,7 +218,14 @@ class ModelWatch:
         self._model = model
         self._facts = dict(_facts(model))
         self._note()
-        self._ends = _ends(list(_weights(_modules(model))))
+        self._ends: list[tuple[str, int, int]] = []
+        """Path, and address and bytes of the first and of the last word, of weights in memory."""
+        for weight in _weights(_modules(model)):
+            tensor = getattr(weight.tensor, "blocks", weight.tensor)
+            if type(tensor) in _PLAIN and tensor.is_cpu and tensor.is_contiguous():
+                start, size = tensor.data_ptr(), min(_WORD, tensor.nbytes)
+                ends = start, start + tensor.nbytes - size
+                self._ends += [(weight.path, at, size) for at in ends if size]
         self._words = self._read()
 
     def _note(self) -> None:
@@ -399,15 +386,3 @@ def _weights(named: Sequence[tuple[str, nn.Module]]) -> Iterator[_Weight]:
                 if isinstance(tensor, Tensor):
                     where = name if path == "the model" else f"{path}.{name}"
                     yield _Weight(place, name, where, tensor)
-
-
-def _ends(weights: Sequence[_Weight]) -> list[tuple[str, int, int]]:
-    """Path, and address and bytes of the first and of the last word, of weights in main memory."""
-    found = []
-    for weight in weights:
-        tensor = getattr(weight.tensor, "blocks", weight.tensor)
-        if type(tensor) in _PLAIN and tensor.is_cpu and tensor.is_contiguous():
-            start, size = tensor.data_ptr(), min(_WORD, tensor.nbytes)
-            end = start + tensor.nbytes - size
-            found += [(weight.path, at, size) for at in (start, end) if size]
-    return found

@@ -117,9 +117,7 @@ def pointers(addresses: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
     return (Pointer * len(addresses))(*addresses)
 
 
-HIDDEN = 0
-"""The buffer of what comes in and goes out."""
-
+HIDDEN = 0  # the buffer of what comes in and goes out
 _SPARE = 32  # rows and inputs at most that `linear.hpp` fills up with zeros
 
 
@@ -139,8 +137,7 @@ class Program:
         self._named: dict[tuple[str, int], int] = {}
         self._table: ctypes.Array[Operation] = (Operation * 0)()
         self._starts = [0]  # of each layer among the operations, and their end
-        self.layout = PageLayout(dtype, ())
-        """The layout of pages with keys and values of all layers that attend."""
+        self.layout = PageLayout(dtype, ())  # of keys and values of all layers that attend
         self._kept: list[Tensor | CompiledLinear] = []  # what the operations point to
 
     def add_layer(self, operations: Sequence[Operation]) -> None:
@@ -406,8 +403,7 @@ class FusedExecutor:
         kinds = attention_types(decoder.config)
         self._recipe(0, kinds[0], dtype)  # raises before long work
         self._program = Program(dtype, lm_head.in_features)
-        self.weight_bytes = 0
-        """Bytes of what a row reads, in the compiled layout."""
+        self.weight_bytes = 0  # of what a row reads, in the compiled layout
         self._unembedding = last = Program(dtype, lm_head.in_features)
         normed = last.buffer("normed", lm_head.in_features)
         self._logits = last.buffer("logits", lm_head.out_features)

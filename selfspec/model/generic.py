@@ -40,8 +40,7 @@ from selfspec.model.parts import (
 class Claims:
     """What an executor says of itself. The backbone never gives it a pass that it cannot run."""
 
-    steady: bool = False
-    """Whether a row's bits are its own, in a prompt as in a pass of one row; the probe tests it."""
+    steady: bool = False  # a row's bits are its own, in a prompt as alone; the probe tests it
     trees: bool = False  # runs rows that have siblings
     spans: int = 1  # sequences of one pass at most; the backbone splits what has more
     pages: PageLayout | None = None  # of keys and values, where texts can share them
@@ -65,7 +64,6 @@ class Executor(Protocol):
 
 
 # --- which positions a row looks at ---------------------------------------------------------------
-
 
 MASKS = {
     FULL: create_causal_mask,
@@ -204,8 +202,7 @@ class Decoder:
         self.hidden_size = int(self.config.hidden_size)
         self.layers = self.parts.layers
         self.lm_head: Any = model.get_output_embeddings()
-        self.own = GenericExecutor(self.parts, self.lm_head)
-        """Runs the model's own modules."""
+        self.own = GenericExecutor(self.parts, self.lm_head)  # runs the model's own modules
         self.mode: Callable[[], AbstractContextManager[object]] = nullcontext
         """What layers run in; else inference mode, where the caller sees to it."""
 

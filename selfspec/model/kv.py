@@ -23,9 +23,7 @@ from selfspec.model.compiler import PANEL
 
 # --- pages: 64 positions of all layers each; one that several caches hold is never written --------
 
-
-POSITIONS = 64
-"""Positions of a page; BLOCK of the kernel."""
+POSITIONS = 64  # positions of a page; BLOCK of the kernel
 
 
 @dataclass(frozen=True)
@@ -85,17 +83,14 @@ class Page:
         self.numbers = torch.zeros(layout.places[-1], dtype=layout.dtype)
         self.address = self.numbers.data_ptr()
         self.caches = 0
-        self.kept = False
-        """Whether a store keeps it for texts to come."""
+        self.kept = False  # whether a store keeps it for texts to come
 
 
 # --- one text: room to spare, and what is kept of a chain only moves a number ---------------------
 
-
 _FIRST_SLOTS = 256  # of a new buffer: a short answer to a short prompt fits without growing
 
-_SPARE = 4
-"""One slot more for so many that are needed: a text that grows is copied a few times."""
+_SPARE = 4  # one slot more for so many that are needed: a text that grows is copied a few times
 
 
 class KVCache:
@@ -111,8 +106,7 @@ class KVCache:
     def __init__(self, num_layers: int, slots: int | None = None) -> None:
         self.num_layers = num_layers
         self.slots = slots
-        self.held: list[Page] = []
-        """Its pages, in order; none where the model's own layers fill buffers."""
+        self.held: list[Page] = []  # in order; none where the model's own layers fill buffers
         self._layout: PageLayout | None = None
         self._lengths = [0] * num_layers
         self._keys: list[Tensor | None] = [None] * num_layers  # [B, kv heads, slots, head_dim]
@@ -344,7 +338,6 @@ def ancestors(parents: Sequence[int], device: torch.device) -> Tensor:
 
 # --- many texts, within a budget ------------------------------------------------------------------
 
-
 Ids = tuple[int, ...]
 
 
@@ -353,8 +346,7 @@ class Memory(NamedTuple):
 
     used: int  # by texts that are being written
     promised: int  # what these may still grow to
-    kept: int
-    """Held of texts that have ended, for others that begin alike; gives way to what is promised."""
+    kept: int  # of texts that have ended, for others that begin alike; gives way to the promised
     most: int  # the budget
 
 

@@ -25,8 +25,7 @@ class Unembedding(NamedTuple):
 
     weight: Tensor  # [V, d]
     norm: nn.Module  # the final norm
-    finish: Callable[[Tensor], Tensor]
-    """What the model does behind the linear layer (scaling, soft-capping); gives float32."""
+    finish: Callable[[Tensor], Tensor]  # what comes behind the linear layer (soft-capping); float32
     bias: Tensor | None = None  # [V], added where lm_head has one
 
 
@@ -36,9 +35,7 @@ _NORMS = ("norm", "final_layer_norm", "final_layernorm", "ln_f", "layer_norm", "
 _LEARNED = ("wpe", "embed_positions")
 """What families call each part, in the order in which it is looked for."""
 
-CACHES = ("cache", "past_key_values", "layer_past")
-"""Keywords under which a model or layer takes keys and values."""
-
+CACHES = ("cache", "past_key_values", "layer_past")  # under which layers take keys and values
 CACHE = next(word for word in CACHES if word in inspect.signature(create_causal_mask).parameters)
 """The keyword that models and masks of this transformers know: `cache` from 5.24 on."""
 
@@ -55,16 +52,12 @@ _IDLE = {
 }
 """What layers may be given and then compute the same without."""
 
-_NORMS_EMBEDDINGS = {"nanochat"}
-"""Families whose final norm is also applied to the embeddings."""
-
-_DIVIDES_BEFORE_HEAD = {"minicpm3"}
-"""Families that divide by `logits_scaling` before lm_head; others do so behind it."""
+_NORMS_EMBEDDINGS = {"nanochat"}  # families whose final norm is also applied to the embeddings
+_DIVIDES_BEFORE_HEAD = {"minicpm3"}  # by `logits_scaling`; other families do so behind lm_head
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
-CHUNKED = "chunked_attention"
-"""Attention types whose layers keep one key and value per position."""
+CHUNKED = "chunked_attention"  # of all three, layers keep one key and value per position
 
 
 def unsupported(model: PreTrainedModel, why: str) -> UnsupportedModel:
@@ -81,10 +74,8 @@ class DecoderParts:
     embed_tokens: nn.Module
     layers: nn.ModuleList
     norm: nn.Module  # from the output of layer L to what lm_head reads
-    rotary_emb: nn.Module | None
-    """Maps positions to the rotations that each layer gets; None: a layer needs none."""
-    learned_positions: Callable[[Tensor], Tensor] | None
-    """Maps positions to embeddings that are added where layers begin."""
+    rotary_emb: nn.Module | None  # gives layers rotations by position; None: they need none
+    learned_positions: Callable[[Tensor], Tensor] | None  # of positions, added where layers begin
     norms_embeddings: bool
     logits_divisor: float | None  # logits are divided by it behind lm_head
     cache_keyword: str  # the keyword under which layers take keys and values
@@ -236,13 +227,11 @@ def kind_of(value: Any) -> str:
 
 # --- hooks, and code of others --------------------------------------------------------------------
 
-
 _IDLE_HOOKS = ("transformers.utils.output_capturing", "selfspec.model.check")
 """Where hooks come from that change nothing: transformers leaves some behind after a call with
 output_hidden_states."""
 
-_OWN = ("torch.", "transformers.", "selfspec.")
-"""Packages whose code an executor may replace, or capture, once its numbers agree."""
+_OWN = ("torch.", "transformers.", "selfspec.")  # what an executor may replace if numbers agree
 
 
 def foreign_hooks(part: nn.Module) -> list[Any]:

@@ -63,8 +63,7 @@ class Team:
         """`wall` and `processor`: clocks, in seconds. `cores` None: those of `cores()`."""
         self._wall, self._processor = wall, processor
         self._cores = cores or files.cores()
-        self._free: int | None = None
-        """Threads that found a core each; None: all of them."""
+        self._free: int | None = None  # threads that found a core each; None: all of them
         self._worked_s = self._got_s = 0.0
         self._again_at, self._pause = 0.0, _PAUSES[0]
 
@@ -106,15 +105,12 @@ class Team:
         self._worked_s = self._got_s = 0.0
 
 
-TEAM = Team()
-"""One for the process, as the threads are."""
+TEAM = Team()  # one for the process, as the threads are
 
 
 # --- libraries of C++: one that the wheel brings, or made here ------------------------------------
 
-
-DTYPES = (torch.float32, torch.bfloat16)
-"""Of numbers that compiled code reads, and that blocks are expanded to."""
+DTYPES = (torch.float32, torch.bfloat16)  # that compiled code reads, and blocks are expanded to
 
 
 def compiled(source: Path, **constants: int) -> ctypes.CDLL:
@@ -249,7 +245,6 @@ def _tiles_allowed() -> bool:
 
 # --- weights that lie in a mapped file ------------------------------------------------------------
 
-
 _MAPPINGS = Path("/proc/self/smaps")
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) r(?:..p|-.s) \S+ \S+ (\d+)")
 """Addresses and inode, of a mapping where what this process writes is its own, or nothing."""
@@ -286,7 +281,6 @@ class FilePages:
 
 
 # --- weights as blocks of a file, numbers wherever somebody reads them ----------------------------
-
 
 _UNCHANGEABLE = (
     "weights that are blocks of a file cannot be changed. Change a copy (copy.deepcopy), or load "
@@ -330,8 +324,7 @@ class QuantisedWeight(Tensor):
     format: Format
     rows: Tensor  # [out], int64: which of the blocks' rows each output is
     kept: Tensor | None  # its numbers, after `keep_numbers`
-    inputs: int
-    """Its second length: asking such a tensor for its shape is dispatched, which takes longer."""
+    inputs: int  # its second length: to ask the tensor for its shape takes longer
     numbers: torch.dtype  # its dtype, for the same reason
     expander: Any  # the compiled function
 
@@ -439,8 +432,7 @@ def keep_numbers(model: nn.Module) -> None:
             weight.kept = weight.expanded()
 
 
-_PIECE = 1 << 22
-"""Weights that a linear layer expands at a time: they stay in the cache, and memory is reused."""
+_PIECE = 1 << 22  # weights that are expanded at a time: they stay in the cache, memory is reused
 
 
 def _linear(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor:  # noqa: A002  # torch's

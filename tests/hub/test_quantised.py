@@ -46,7 +46,6 @@ def same_texts(blocks: Any, numbers: Any, ids: Tensor) -> list[Backbone]:
 
 # --- GGUF
 
-
 Q4_K_M = {"ffn_down": "Q6_K", "attn_v": "Q6_K", "token_embd": "Q6_K"}
 """How llama.cpp mixes formats in one file."""
 

@@ -187,7 +187,6 @@ def test_prompts_that_do_not_fit_are_refused(backbone: Backbone, ids: list[int])
 
 # --- a decoder's parts under any family's names
 
-
 NEW = [*BREADTH, "gpt_neox"]
 
 

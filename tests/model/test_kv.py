@@ -100,7 +100,6 @@ def test_raising_the_slots_keeps_what_a_layer_holds_and_not_what_was_truncated()
 
 # --- of many texts
 
-
 LAYOUT = PageLayout(torch.float32, ((1, 16),))
 
 
