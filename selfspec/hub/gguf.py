@@ -13,7 +13,7 @@ import mmap
 import os
 import stat
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from selfspec.errors import InvalidData
 from selfspec.files import open_bytes
 from selfspec.hub.pretrained import assembled
-from selfspec.model.weights import DTYPES, FORMATS, QuantisedWeight, library
+from selfspec.model.weights import FORMATS, QuantisedWeight, why_not_compiled
 
 logger = logging.getLogger(__name__)
 
@@ -207,20 +207,10 @@ def _check_sizes(
 # --- a model of its blocks ------------------------------------------------------------------------
 
 
-class _Family(NamedTuple):
-    interleaved: tuple[str, ...] = ()  # linear layers whose outputs are pairs that are rotated
-    added_to_norms: float = 0.0
-
-
-_FAMILIES: Mapping[str, _Family] = {
-    "llama": _Family(interleaved=("attn_q", "attn_k")),
-    "qwen2": _Family(),
-    "qwen3": _Family(),
-    "phi3": _Family(),
-    "gemma2": _Family(added_to_norms=1.0),
-    "gemma3": _Family(added_to_norms=1.0),
-}
-"""By the architecture that files name."""
+_FAMILIES = ("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3")  # as files name them
+_ADDED_TO_NORMS = {"gemma2": 1.0, "gemma3": 1.0}
+_IN_PAIRS = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
+"""Llama's linear layers whose outputs, by head, stand in pairs that are rotated together; heads."""
 
 
 def why_not(header: GgufHeader, dtype: torch.dtype, device: torch.device | None) -> str | None:
@@ -231,13 +221,7 @@ def why_not(header: GgufHeader, dtype: torch.dtype, device: torch.device | None)
         return "none of its weights are in blocks that are known"
     if device is None or device.type != "cpu":
         return "blocks are for the CPU"
-    if dtype not in DTYPES:
-        return f"blocks give float32 and bfloat16, not {dtype}"
-    try:
-        library(dtype)
-    except ValueError as error:
-        return str(error)
-    return None
+    return why_not_compiled(dtype)
 
 
 def check_scales(gguf: Path, header: GgufHeader) -> None:
@@ -260,9 +244,8 @@ def load(
     read = _Reader(_mapped(gguf), header, config, dtype)
     model = assembled(config, dtype, attention, read.weight)
     if read.others:
-        logger.debug(
-            "%s keeps some weights as %s, which are de-quantised", gguf.name, ", ".join(read.others)
-        )
+        said = "%s keeps some weights as %s, which are de-quantised"
+        logger.debug(said, gguf.name, ", ".join(read.others))
     return model
 
 
@@ -270,15 +253,18 @@ class _Reader:
     def __init__(
         self, data: Tensor, header: GgufHeader, config: PreTrainedConfig, dtype: torch.dtype
     ) -> None:
+        from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
         self._data, self._header, self._dtype = data, header, dtype
         self._config: Any = config
-        self._family = _FAMILIES[header.architecture]
-        self._name = _names(header.architecture, self._config.num_hidden_layers)
+        kinds = {name: kind for kind, name in MODEL_ARCH_NAMES.items()}
+        kind = kinds[header.architecture]
+        self._names = get_tensor_name_map(kind, self._config.num_hidden_layers)
         self.others: set[str] = set()  # formats that do not stay as they are
 
     def weight(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
         """A parameter's weight, of this shape; None if the file has no such. Raises InvalidData."""
-        own = self._name(name)
+        own = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
         tensor = self._header.tensors.get(own or "")
         if own is None or tensor is None:
             return None
@@ -305,27 +291,18 @@ class _Reader:
         if not bool(found.isfinite().all()):
             raise InvalidData(f"{name} holds numbers that are not finite")
         if "norm" in name:
-            found = found - self._family.added_to_norms
+            found = found - _ADDED_TO_NORMS.get(self._header.architecture, 0.0)
         return found.to(self._dtype)
 
     def _rows(self, name: str, count: int) -> Tensor | None:
         """Which row of the file each output is, where the converter moved them."""
         part = name.split(".")[2] if name.startswith("blk.") else ""
-        if part not in self._family.interleaved:
+        if self._header.architecture != "llama" or part not in _IN_PAIRS:
             return None
-        field = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}[part]
-        heads = getattr(self._config, field)
+        heads = getattr(self._config, _IN_PAIRS[part])
         if count % (2 * heads):
             raise InvalidData(f"{name} has {count} rows, which are not pairs of {heads} heads")
         return torch.arange(count).view(heads, -1, 2).transpose(1, 2).reshape(-1)
-
-
-def _names(architecture: str, layers: int) -> Callable[[str], str | None]:
-    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-
-    kinds = {name: kind for kind, name in MODEL_ARCH_NAMES.items()}
-    names = get_tensor_name_map(kinds[architecture], layers)
-    return lambda name: names.get_name(name, try_suffixes=(".weight", ".bias"))
 
 
 def _mapped(gguf: Path) -> Tensor:

@@ -73,11 +73,10 @@ def default_model_file() -> Path:
 
     Raises ModelNotFound with the command that installs it.
     """
-    try:
-        files = metadata.files(DEFAULT_MODEL_PACKAGE) or []
-    except metadata.PackageNotFoundError:
-        files = []
-    found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
+    found: list[Path] = []
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        inside = metadata.files(DEFAULT_MODEL_PACKAGE) or []
+        found = [Path(str(file.locate())) for file in inside if file.suffix == ".gguf"]
     if not found or not found[0].is_file():
         raise ModelNotFound(
             f"the default model's package {DEFAULT_MODEL_PACKAGE} is not installed, expected it or "
@@ -162,23 +161,23 @@ def load_model(
     import torch
 
     from selfspec.model import fingerprint
+    from selfspec.model.weights import adds_pairs
 
     target = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype or torch.bfloat16
     if not isinstance(target, torch.dtype) or not target.is_floating_point or target.itemsize < 2:
         raise InvalidOption(f"dtype is {dtype!r}, expected float32, bfloat16, float16 or float64")
     place = _torch_device(device)
-    free = dtype is None
-    found: tuple[Any, Any] | None
+    of_blocks = torch.float32 if dtype is None and not adds_pairs() else target
     if blocks and (gguf := _gguf_file(name)) is not None:
-        found = _from_gguf(gguf, target, attn_implementation, free=free, device=place)
+        found = _from_gguf(gguf, of_blocks, attn_implementation, place)
         if found is not None:
             stamps = fingerprint.stamps([gguf])
             return *found, ModelFiles(str(gguf), gguf.stem, name is None, stamps)
     files = resolve_model(name, str(target).removeprefix("torch."))
     stamps, found = fingerprint.of_folder(Path(files.source)), None
     if place is not None:
-        blocks = blocks and place.type == "cpu"
-        found = _from_folder(files.source, target, attn_implementation, free=free, blocks=blocks)
+        kept = of_blocks if blocks and place.type == "cpu" else None
+        found = _from_folder(files.source, target, attn_implementation, kept)
     model, tokenizer = found or pretrained.load(
         files.source,
         dtype=target,
@@ -290,28 +289,25 @@ _CONVERSION = b"1"  # raise it when _made_once writes other files: old cache ent
 
 
 def _from_folder(
-    source: str, dtype: torch.dtype, attention: str, *, free: bool, blocks: bool
+    source: str, dtype: torch.dtype, attention: str, of_blocks: torch.dtype | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase] | None:
     """Model and tokenizer of a folder or hub id that a known method quantised, else None.
 
-    `free`: whether another dtype may be taken. `blocks`: whether weights may stay as they are.
-    Raises ModelNotFound for damaged files.
+    `of_blocks`: the dtype if weights stay as they are; None: they may not. Raises ModelNotFound for
+    damaged files.
     """
     if not isinstance(said := pretrained.quantisation_of(source), dict):
         return None
-    import torch
-
     from selfspec.hub import grouped
-    from selfspec.model.weights import adds_pairs, can_compile
+    from selfspec.model.weights import why_not_compiled
 
     try:
         method = grouped.method_of(said)
     except ValueError as why:
         logger.info("%s is left to transformers: %s", source, why)
         return None
-    blocks = blocks and can_compile(dtype)
-    if blocks and free and not adds_pairs():
-        dtype = torch.float32
+    blocks = of_blocks is not None and why_not_compiled(of_blocks) is None
+    dtype = of_blocks if blocks and of_blocks else dtype
     folder, config, tokenizer, generation = pretrained.load_parts(source)
     del config.quantization_config  # to transformers, these are linear layers like any others
     try:
@@ -328,24 +324,19 @@ def _from_folder(
 
 
 def _from_gguf(
-    gguf: Path, dtype: torch.dtype, attention: str, *, free: bool, device: torch.device | None
+    gguf: Path, dtype: torch.dtype, attention: str, device: torch.device | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase] | None:
     """Model and tokenizer, its weights as they lie in the file; None where that cannot be had.
 
-    `free`: whether another dtype may be taken. Raises ModelNotFound for damaged files.
+    Raises ModelNotFound for damaged files.
     """
-    import torch
-
     from selfspec.hub import gguf as gguf_files
-    from selfspec.model.weights import adds_pairs
 
     with _naming(gguf):
         header = gguf_files.read_header(gguf)
         if (why := gguf_files.why_not(header, dtype, device)) is not None:
             logger.info("%s is de-quantised: %s", gguf.name, why)
             return None
-        if free and not adds_pairs():
-            dtype = torch.float32
         gguf_files.check_scales(gguf, header)  # before the tokenizer is read, which takes long
         description = _made_once(gguf, "description", pretrained.describe_gguf)
         config, tokenizer = pretrained.load_description(description)
@@ -485,14 +476,13 @@ FETCHING = ("revision", "token", "cache_dir", "force_download")  # which files o
 def heads_on_hub(name: str, **fetching: Any) -> Path:
     """The folder of a hub id as it is there now; keywords of FETCHING. Raises HeadsNotFound."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     online = _hub_answers()
     try:
         folder = snapshot_download(
             name, allow_patterns=list(HEADS_FILES), local_files_only=not online, **fetching
         )
-    except (OSError, ValueError, HfHubHTTPError, HFValidationError) as error:
+    except (OSError, ValueError) as error:  # all that the hub's client raises
         reason = f"does not give it ({first_line(error)})" if online else "cannot be reached"
         raise HeadsNotFound(
             f"{name!r} is no local folder, and the hub {reason}. {_known_heads()}"
@@ -508,7 +498,6 @@ def push(content: Mapping[str, str | bytes], name: str, *, private: bool, messag
     Raises CannotWrite with what the hub says.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HFValidationError
 
     api = HfApi()
     try:
@@ -518,7 +507,7 @@ def push(content: Mapping[str, str | bytes], name: str, *, private: bool, messag
                 place.write_bytes(data.encode() if isinstance(data, str) else data)
             address = api.create_repo(name, private=private, exist_ok=True)
             api.upload_folder(repo_id=name, folder_path=folder, commit_message=message)
-    except (OSError, HFValidationError) as error:  # those of the hub are OSErrors
+    except (OSError, ValueError) as error:  # all that the hub's client raises
         raise CannotWrite(
             f"cannot put heads at {name}: {first_line(error)}. Is the id yours, and are you logged "
             "in (hf auth login)?"

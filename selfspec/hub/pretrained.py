@@ -38,35 +38,32 @@ Shapes = dict[str, list[int]]  # of all tensors of a model, by name
 
 
 def check_model_folder(folder: Path) -> Shapes:
-    """Shapes of the weights. Raises ModelNotFound, with the reason, unless they may be loaded."""
-    try:
-        for file in (file for kind in _SMALL for file in folder.glob(kind)):
-            if not file.is_file():
-                raise InvalidData(f"{file} is no file")
-            if file.stat().st_size > _MOST_BYTES:
-                raise InvalidData(f"{file} has more than {_MOST_BYTES} bytes")
-        configs = {name: read_json(folder / name) for name in _OBJECTS if (folder / name).exists()}
-        for name, values in configs.items():
-            if not isinstance(values, dict):
-                kind = type(values).__name__
-                raise InvalidData(f"{folder / name} holds a {kind}, expected an object")
-        plain = configs["config.json"].get("quantization_config") is None
-        indexed(folder)
-        weights = sorted(folder.glob("*.safetensors"))
-        shapes = {name: shape for file in weights for name, shape in _shapes(file, plain)}
-    except InvalidData as error:
-        raise ModelNotFound(f"cannot load {folder}: {error}") from error
+    """Shapes of the weights. Raises InvalidData, with the reason, unless they may be loaded."""
+    for file in (file for kind in _SMALL for file in folder.glob(kind)):
+        if not file.is_file():
+            raise InvalidData(f"{file} is no file")
+        if file.stat().st_size > _MOST_BYTES:
+            raise InvalidData(f"{file} has more than {_MOST_BYTES} bytes")
+    configs = {name: read_json(folder / name) for name in _OBJECTS if (folder / name).exists()}
+    for name, values in configs.items():
+        if not isinstance(values, dict):
+            kind = type(values).__name__
+            raise InvalidData(f"{folder / name} holds a {kind}, expected an object")
+    plain = configs["config.json"].get("quantization_config") is None
+    indexed(folder)
+    weights = sorted(folder.glob("*.safetensors"))
+    shapes = {name: shape for file in weights for name, shape in _shapes(file, plain)}
     if not weights and any(file for kind in _PICKLED for file in folder.glob(kind)):
-        raise ModelNotFound(
-            f"cannot load {folder}: it holds pickled weights, which may run code and are never "
-            "read. Expected *.safetensors: convert them"
+        raise InvalidData(
+            "it holds pickled weights, which may run code and are never read. Expected "
+            "*.safetensors: convert them"
         )
-    check_sizes(folder, configs["config.json"], shapes)
+    check_sizes(configs["config.json"], shapes)
     return shapes
 
 
-def check_sizes(folder: Path, config: dict[str, Any], shapes: Shapes) -> None:
-    """Raise ModelNotFound for a config of a model that these weights cannot be.
+def check_sizes(config: dict[str, Any], shapes: Shapes) -> None:
+    """Raise InvalidData for a config of a model that these weights cannot be.
 
     Called with the file's own values, and with those that transformers adds to them: what is
     missing would be built at its default size, with random weights.
@@ -76,13 +73,11 @@ def check_sizes(folder: Path, config: dict[str, Any], shapes: Shapes) -> None:
     for name, value in _numbers(config):
         most = longest if name not in _LAYERS else len(shapes) or _MOST
         if name in _SIZES and not 1 <= value <= most:
-            raise ModelNotFound(
-                f"cannot load {folder}: its config has {name} {value}, which its weights have not"
-            )
+            raise InvalidData(f"its config has {name} {value}, which its weights have not")
     text = config.get("text_config")
     width = (text if isinstance(text, dict) else config).get("hidden_size")
     if isinstance(width, int) and lengths and width not in lengths:
-        raise ModelNotFound(f"cannot load {folder}: none of its weights has hidden_size {width}")
+        raise InvalidData(f"none of its weights has hidden_size {width}")
 
 
 def indexed(folder: Path) -> list[Path]:
@@ -137,9 +132,9 @@ def load(source: str, **options: Any) -> tuple[Any, Any]:
     folder = Path(source)
     with _reading(f"cannot load {source}", bars=not folder.is_dir()):
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        _require_known_method(source, getattr(config, "quantization_config", None))
+        _require_known_method(getattr(config, "quantization_config", None))
         if folder.is_dir():
-            check_sizes(folder, config.to_dict(), check_model_folder(folder))
+            check_sizes(config.to_dict(), check_model_folder(folder))
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         safe = {"use_safetensors": True, "trust_remote_code": False}
         model, found = read(source, output_loading_info=True, **safe, **options)
@@ -156,8 +151,6 @@ def _reading(failed: str, *, bars: bool = False) -> Iterator[None]:
     try:
         with quiet(bars=bars):
             yield
-    except ModelNotFound:
-        raise
     except Exception as error:
         reason = first_line(error)
         if _SHAPES_DIFFER in str(error):
@@ -165,16 +158,16 @@ def _reading(failed: str, *, bars: bool = False) -> Iterator[None]:
         raise ModelNotFound(f"{failed}: {reason}") from error
 
 
-def _require_known_method(source: str, said: Any) -> None:
-    """Raise ModelNotFound for a quantization_config that transformers would pass over."""
+def _require_known_method(said: Any) -> None:
+    """Raise InvalidData for a quantization_config that transformers would pass over."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as KNOWN
 
     if not isinstance(said, dict) or said.get("load_in_8bit") or said.get("load_in_4bit"):
         return
     if (method := said.get("quant_method")) not in KNOWN:
-        raise ModelNotFound(
-            f"cannot load {source}: its quantization_config names {shown(method)}, which nothing "
-            "here reads. Expected none, or for instance gptq, awq, compressed-tensors"
+        raise InvalidData(
+            f"its quantization_config names {shown(method)}, which nothing here reads. Expected "
+            "none, or for instance gptq, awq, compressed-tensors"
         )
 
 
@@ -214,13 +207,12 @@ def load_description(folder: Path) -> tuple[Any, Any]:
 def quantisation_of(source: str) -> Any:
     """The quantization_config of a folder or a hub id; None where it has none, or cannot be had."""
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     folder = Path(source)
     try:
         file = folder if folder.is_dir() else Path(hf_hub_download(source, "config.json")).parent
         config = read_json(file / "config.json")
-    except (OSError, InvalidData, HfHubHTTPError, HFValidationError):
+    except (OSError, ValueError, InvalidData):  # those of the hub are OSErrors and ValueErrors
         return None  # loading the model says what is wrong
     return config.get("quantization_config") if isinstance(config, dict) else None
 
@@ -239,7 +231,7 @@ def load_parts(source: str) -> tuple[Path, Any, Any, Any]:
             folder = Path(snapshot_download(source, allow_patterns=list(_FILES)))
         shapes = check_model_folder(folder)
         config, tokenizer = load_description(folder)
-        check_sizes(folder, config.to_dict(), shapes)
+        check_sizes(config.to_dict(), shapes)
         said = (folder / "generation_config.json").is_file()
         generation = GenerationConfig.from_pretrained(folder) if said else None
         return folder, config, tokenizer, generation
