@@ -78,8 +78,7 @@ class Method(NamedTuple):
 
     bits: int
     mark: str  # ends the name of a tensor that every quantised layer has
-    read: Callable[[Tensors, str, tuple[int, int]], Grouped]
-    """Reads the folder's tensors, by a layer's name and [out, in]. Raises InvalidData."""
+    read: Callable[[Tensors, str, tuple[int, int]], Grouped]  # a layer's name, [out, in]
 
 
 def method_of(said: Mapping[str, Any]) -> Method:
@@ -159,9 +158,8 @@ def _read_gptq(
     groups = _equal_groups(layer, inner, len(scales))
     if f"{layer}.g_idx" in tensors:  # inputs by importance: groups are not neighbours
         groups = tensors.get(f"{layer}.g_idx", (inner,), torch.int32).long()
-    return Grouped(
-        _unpacked(words.T, bits), scales.T, _unpacked(zeros, bits).T.to(torch.int16) + added, groups
-    )
+    counted = _unpacked(zeros, bits).T.to(torch.int16) + added
+    return Grouped(_unpacked(words.T, bits), scales.T, counted, groups)
 
 
 def _awq(said: Mapping[str, Any]) -> Method:
@@ -282,13 +280,11 @@ def _as_blocks(found: Grouped, bits: int, dtype: torch.dtype) -> QuantisedWeight
     if inner % GROUP:
         return None
     by_block = found.group_of.view(-1, GROUP)
-    halves = found.scales.to(torch.float16)
-    if not bool((by_block == by_block[:, :1]).all()):
-        return None
-    if not torch.equal(halves.float(), found.scales.float()):
+    halves, places = found.scales.to(torch.float16), by_block[:, 0]
+    alike = bool((by_block == places[:, None]).all())
+    if not alike or not torch.equal(halves.float(), found.scales.float()):
         return None
     usual = 1 << (bits - 1)
-    places = by_block[:, 0]
     parts = [halves[:, places, None].contiguous().view(torch.uint8)]
     kind = FORMATS["Q4_0" if bits == 4 else "Q8_0"]
     if bool((zeros := found.zeros - usual).any()):

@@ -1,8 +1,7 @@
 """A Hugging Face decoder, cut open and checked, with the executor that runs it fastest here.
 
-Comes in: a PreTrainedModel, never copied or changed. Goes out: a Backbone whose pieces, put back
-together, give the bits of `model.forward`; a model where they do not is refused. Called by
-everything above; only `model/` knows how transformers builds a decoder.
+Its pieces, put back together, give the bits of `model.forward`; a model where they do not is
+refused. Only `model/` knows how transformers builds a decoder.
 """
 
 from __future__ import annotations
@@ -97,12 +96,11 @@ class Backbone(Decoder):
         self.mixing = None if self.claims.steady else find_mixing(self, self._executor)
         """How the rows of a pass change each other, in words; None where they do not."""
         if self.mixing is not None:
-            logger.warning(
+            said = (
                 "no drafts for %s: the rows of a pass change each other (%s), as with a "
-                "quantisation that has one scale for all rows. Load it without to draft",
-                type(model).__name__,
-                self.mixing,
+                "quantisation that has one scale for all rows. Load it without to draft"
             )
+            logger.warning(said, type(model).__name__, self.mixing)
         self._watch = ModelWatch(model)
         self._captured: set[Hashable] = set()
 
@@ -173,8 +171,8 @@ class Backbone(Decoder):
         with self.mode():
             if together and len(rows.spans) <= executor.claims.spans:
                 return executor.run(hidden, first, last, rows)
-            parts = [executor.run(part, first, last, one) for part, one in rows.each(hidden)]
-            return torch.cat(parts)
+            parts = rows.each(hidden)
+            return torch.cat([executor.run(part, first, last, one) for part, one in parts])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Output of layer L, [T, d] -> target logits [T, V], float32."""
@@ -243,10 +241,8 @@ class Backbone(Decoder):
             return False
         apart = keeps_apart(self, self._executor)
         if not apart:
-            logger.warning(
-                "the %s executor lets texts of one pass change each other: each runs by itself",
-                self.executor_name,
-            )
+            said = "the %s executor lets texts of one pass change each other: each runs by itself"
+            logger.warning(said, self.executor_name)
         return apart
 
     def _choose(self, name: str, passages: Sequence[Passage]) -> tuple[str, Executor]:

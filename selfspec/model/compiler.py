@@ -1,8 +1,7 @@
 """Makes a library of a C++ file, for this machine or for the processors that a wheel is built for.
 
-Comes in: a source, its constants, a target. Goes out: a file, named after all that decides what is
-in it. Called by weights.py on the user's machine. hatch_build.py loads this file by its path, with
-no package around it and no torch: it needs the standard library alone.
+hatch_build.py loads this file by its path, with no package around it and no torch: it needs the
+standard library alone.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A graph replays kernels with the addresses and shapes that it was captured with. So inputs are
 copied into fixed buffers, rows are padded to a few counts, keys and values stay where they are, and
-which slots a row may see comes from slot numbers on the device. How work is captured is a strategy:
-nothing here needs a GPU but `graph_capture`.
+which slots a row may see comes from slot numbers on the device. Nothing here needs a GPU but
+`graph_capture`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from selfspec.errors import first_line
 from selfspec.model.generic import Claims, GenericExecutor, as_mask
-from selfspec.model.kv import KVCache, Rows, with_zeros
+from selfspec.model.kv import KVCache, Rows, fixed_slots, with_zeros
 from selfspec.model.parts import SLIDING, require_own_code
 
 
@@ -197,8 +197,8 @@ class CudaGraphExecutor:
         self._num_layers = len(decoder.layers)
         self._samples = self._one_position()
         config = decoder.config
-        limit = config.max_position_embeddings + _MOST_ROWS  # padding may lie behind the last one
-        self._limit = -(-limit // 64) * 64
+        # padding may lie behind the last one
+        self._limit = fixed_slots(config.max_position_embeddings + _MOST_ROWS)
         weight = decoder.embed_tokens.weight
         with torch.inference_mode(False):
             self._hidden = weight.new_zeros(_MOST_ROWS, config.hidden_size)

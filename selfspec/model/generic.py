@@ -1,8 +1,7 @@
 """A Hugging Face decoder, cut open: embed, run a range of layers, read logits, by its own modules.
 
-Comes in: a PreTrainedModel, never copied or changed. Goes out: its pieces, the same modules, masks
-and kernels as its forward, any family. Whether they give what `model.forward` gives is for `check`;
-faster ways to run them are other executors', and the backbone chooses one for a model.
+The model is never copied or changed. Whether its pieces give what `model.forward` gives is for
+`check`; faster ways to run them are other executors'.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """What a decoder layer is made of, as data, whatever its family calls its parts.
 
-Comes in: a layer. Goes out: its Recipe, from which the fused executor builds what it runs; a
-ValueError names what does not fit. What norms, activations, rotations and routers compute is found
-by asking them: names and classes say little, as families that call their norm RMSNorm differ in
-what they do to a weight. Whether the numbers agree is for the agreement check. Another family is a
-line in a table here.
+The fused executor builds what it runs from it; a ValueError names what does not fit. What norms,
+activations, rotations and routers compute is found by asking them: families that call their norm
+RMSNorm differ in what they do to a weight. Another family is a line in a table here.
 """
 
 from __future__ import annotations
@@ -50,20 +48,18 @@ class Norm:
 @torch.no_grad()
 def norm_of(module: Any, width: int, dtype: torch.dtype) -> Norm:
     """The norm that `module` computes on rows of `width`. Raises ValueError for another."""
-    kind, one = type(module).__name__, torch.ones(())
+    kind = type(module).__name__
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", 1e-5))
     given = torch.ones(width) if weight is None else weight.detach()
     bias = None if bias is None else bias.detach().float()
     sizes = torch.tensor([1.0, 0.1, float(eps) ** 0.5]).view(-1, *[1] * given.dim())
     generator = torch.Generator().manual_seed(0)
-    rows = (torch.randn(3, *given.shape, generator=generator) + 0.5) * sizes
-    rows = rows.to(dtype)
+    rows = ((torch.randn(3, *given.shape, generator=generator) + 0.5) * sizes).to(dtype)
     answer = module(rows)
     if answer.dtype != dtype or answer.shape != rows.shape:
         raise ValueError(f"{kind} gives {answer.dtype} {tuple(answer.shape)}")
-    weights = [given.float(), given.float() + 1]
-    weights += [(given + one.to(given.dtype)).float()]  # rounded, too
+    weights = [given.float(), given.float() + 1, (given + 1).float()]  # the last is rounded, too
     ways = [
         Norm(way, bias, float(eps), centred, rounds)
         for centred, way, rounds in itertools.product((False, True), weights, (True, False))
