@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -56,18 +55,11 @@ def write_model(
     """A model of `architecture`; `kinds` by part of a tensor's name, else `kind`; norms F32."""
     writer = gguf.GGUFWriter(path, architecture)
     heads, kv_heads, side = _heads(architecture)
-    values: dict[str, Any] = {
-        "block_count": LAYERS,
-        "context_length": 128,
-        "embedding_length": WIDTH,
-        "feed_forward_length": INNER,
-        "attention.head_count": heads,
-        "attention.head_count_kv": kv_heads,
-        "attention.key_length": side,
-        "attention.value_length": side,
-        "rope.dimension_count": side,
-        "vocab_size": VOCAB,
-    }
+    values = {"block_count": LAYERS, "context_length": 128, "vocab_size": VOCAB}
+    values |= {"embedding_length": WIDTH, "feed_forward_length": INNER}
+    values |= {"attention.head_count": heads, "attention.head_count_kv": kv_heads}
+    sides = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+    values |= dict.fromkeys(sides, side)
     for name, value in values.items():
         writer.add_uint32(f"{architecture}.{name}", value)
     writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-5)

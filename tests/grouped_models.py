@@ -22,14 +22,10 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 class Kept(NamedTuple):
     """A linear layer as a method keeps it."""
 
-    quants: Tensor
-    """[out, in], from 0."""
-    scales: Tensor
-    """[out, groups]"""
-    zeros: Tensor
-    """[out, groups]"""
-    group_of: Tensor
-    """[in]"""
+    quants: Tensor  # [out, in], from 0
+    scales: Tensor  # [out, groups]
+    zeros: Tensor  # [out, groups]
+    group_of: Tensor  # [in]
 
     def numbers(self) -> Tensor:
         """[out, in], float64: exact."""
@@ -38,7 +34,7 @@ class Kept(NamedTuple):
 
 
 def random_layer(
-    out: int, inner: int, *, bits: int, group: int, symmetric: bool, shuffled: bool, seed: int
+    out: int, inner: int, bits: int, group: int, symmetric: bool, shuffled: bool, seed: int
 ) -> Kept:
     """Any numbers, in groups of so many inputs; scales are bfloat16 and float16 at once."""
     draw = torch.Generator().manual_seed(seed)
@@ -73,9 +69,7 @@ def write_folder(
             tensors[name] = weight.detach().bfloat16()
             numbers[name] = tensors[name].double()
             continue
-        kept = random_layer(
-            *weight.shape, bits=bits, group=group, symmetric=symmetric, shuffled=shuffled, seed=seed
-        )
+        kept = random_layer(*weight.shape, bits, group, symmetric, shuffled, seed)
         numbers[name] = kept.numbers()
         layer = name.removesuffix(".weight")
         for part, tensor in PACK[method](kept, bits).items():
@@ -83,7 +77,7 @@ def write_folder(
                 tensors[f"{layer}.{part}"] = tensor.contiguous()
     model.config.save_pretrained(folder)
     fields = json.loads((folder / "config.json").read_text())
-    fields["quantization_config"] = SAYS[method](bits, group, symmetric) | dict(said or {})
+    fields["quantization_config"] = says(method, bits, group, symmetric) | dict(said or {})
     (folder / "config.json").write_text(json.dumps(fields))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -137,46 +131,17 @@ def signed_bytes(kept: Kept, bits: int) -> dict[str, Tensor]:
     }
 
 
-PACK: Mapping[str, Any] = {
-    "gptq": gptq,
-    "awq": awq,
-    "pack-quantized": packed,
-    "int-quantized": signed_bytes,
-}
+PACK: dict[str, Any] = {"gptq": gptq, "awq": awq, "pack-quantized": packed}
+PACK["int-quantized"] = signed_bytes
 
 
-def _compressed(form: str, bits: int, group: int, symmetric: bool) -> dict[str, Any]:
-    weights = {
-        "num_bits": bits,
-        "type": "int",
-        "strategy": "group",
-        "group_size": group,
-        "symmetric": symmetric,
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": form,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-        "ignore": ["lm_head"],
-    }
-
-
-SAYS: Mapping[str, Any] = {
-    "gptq": lambda bits, group, symmetric: {
-        "quant_method": "gptq",
-        "bits": bits,
-        "group_size": group,
-        "sym": symmetric,
-        "desc_act": False,
-    },
-    "awq": lambda bits, group, _: {
-        "quant_method": "awq",
-        "bits": bits,
-        "group_size": group,
-        "version": "gemm",
-        "zero_point": True,
-    },
-    "pack-quantized": lambda *of: _compressed("pack-quantized", *of),
-    "int-quantized": lambda *of: _compressed("int-quantized", *of),
-}
+def says(method: str, bits: int, group: int, symmetric: bool) -> dict[str, Any]:
+    """The quantization_config of a method."""
+    if method in ("gptq", "awq"):
+        own: dict[str, Any] = {"sym": symmetric, "desc_act": False}
+        said: dict[str, Any] = {"quant_method": method, "bits": bits, "group_size": group}
+        return said | (own if method == "gptq" else {"version": "gemm", "zero_point": True})
+    weights = {"num_bits": bits, "type": "int", "strategy": "group", "symmetric": symmetric}
+    groups = {"group_0": {"targets": ["Linear"], "weights": {**weights, "group_size": group}}}
+    kept = {"quant_method": "compressed-tensors", "format": method, "config_groups": groups}
+    return kept | {"quantization_status": "compressed", "ignore": ["lm_head"]}

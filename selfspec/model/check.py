@@ -121,9 +121,9 @@ def check_conformance(decoder: Decoder) -> list[Passage]:
         (ids[:_CHECK_PREFIX], 0, 0, theirs, ours),
         (ids[_CHECK_PREFIX:], _CHECK_PREFIX, None, theirs, ours),
     ]
-    for start, held in stretches(decoder):
-        both = PlantedKVCache(count, held), PlantedKVCache(count, held)
-        blocks.append((ids, start, held, *both))
+    for start, filled in stretches(decoder):
+        both = PlantedKVCache(count, filled), PlantedKVCache(count, filled)
+        blocks.append((ids, start, filled, *both))
     found, pages = list[Passage](), FilePages()
     with evaluation(decoder.model):
         plain = _uncompiled(decoder.model)
