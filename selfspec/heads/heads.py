@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from selfspec.errors import InvalidOption
 from selfspec.heads.folder import MEDUSA
 from selfspec.model.parts import Unembedding
-from selfspec.model.weights import QuantisedWeight
+from selfspec.model.weights import rows_of
 
 # --- kinds of heads -------------------------------------------------------------------------------
 
@@ -42,8 +42,7 @@ class DraftVocabulary(NamedTuple):
         weight = unembedding.weight.detach()
         if ids is None:
             return cls(ids, weight, bias)
-        rows = weight.part(ids) if isinstance(weight, QuantisedWeight) else weight[ids]
-        return cls(ids, rows, None if bias is None else bias[ids])
+        return cls(ids, rows_of(weight, ids), None if bias is None else bias[ids])
 
 
 class Parts(NamedTuple):

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -344,10 +344,6 @@ class QuantisedWeight(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]  # tensors take an option for contents
         return f"QuantisedWeight({list(self.shape)}, {self.dtype})"
 
-    def part(self, rows: Tensor) -> QuantisedWeight:
-        """These rows, as blocks."""
-        return QuantisedWeight(self.blocks, self.format, self.dtype, self.rows[rows])
-
     def __deepcopy__(self, _memo: object) -> nn.Parameter:
         """A copy is made to be changed, so it is plain."""
         return nn.Parameter(self.expanded().clone(), requires_grad=False)
@@ -405,6 +401,13 @@ class QuantisedWeight(Tensor):
         if func._schema.is_mutable and isinstance(weight, QuantisedWeight):
             raise RuntimeError(_UNCHANGEABLE)
         return func(*_expanded(args), **_expanded(dict(kwargs or {})))
+
+
+def rows_of(weight: Tensor, rows: Tensor) -> Tensor:
+    """These rows of [out, in]; those of blocks stay blocks."""
+    if not isinstance(weight, QuantisedWeight):
+        return weight[rows]
+    return QuantisedWeight(weight.blocks, weight.format, weight.dtype, weight.rows[rows])
 
 
 def in_8_bits(weight: Tensor) -> Tensor:
@@ -499,21 +502,14 @@ def why_not_compiled(dtype: torch.dtype) -> str | None:
 
 def _in_stripes(weights: Sequence[Tensor], order: Tensor | None) -> list[Tensor]:
     """What lies side by side: rows of one weight each, as blocks where they can, or all numbers."""
-    blocks = any(isinstance(weight, QuantisedWeight) for weight in weights)
-    if blocks:
-        ends = torch.tensor([len(weight) for weight in weights]).cumsum(0)
-        places = torch.arange(int(ends[-1])) if order is None else order
-        owners = torch.bucketize(places, ends, right=True).tolist()
+    if any(isinstance(weight, QuantisedWeight) for weight in weights):
+        starts = [*accumulate(map(len, weights), initial=0)]
+        places = torch.arange(starts[-1]) if order is None else order
+        owners = torch.bucketize(places, torch.tensor(starts[1:]), right=True).tolist()
         runs = [(owner, len(list(run))) for owner, run in groupby(owners)]
         if not any(length % PANEL for _, length in runs[:-1]):
-            found, first = [], 0
-            for owner, length in runs:
-                weight = weights[owner]
-                rows = places[first : first + length] - (ends[owner] - len(weight))
-                quantised = isinstance(weight, QuantisedWeight)
-                found.append(weight.part(rows) if quantised else weight[rows])
-                first += length
-            return found
+            parts = zip(runs, places.split([length for _, length in runs]), strict=True)
+            return [rows_of(weights[at], rows - starts[at]) for (at, _), rows in parts]
     plain = [_expanded(weight) for weight in weights]
     whole = torch.cat(plain) if len(plain) > 1 else plain[0]
     return [whole if order is None else whole[order]]
