@@ -224,15 +224,6 @@ def linear(weight: Tensor) -> nn.Linear:
     return layer
 
 
-def test_modules_compute_as_with_numbers() -> None:
-    weight, numbers = weight_of("Q5_1", torch.float32)
-    layer, x = linear(weight), torch.randn(2, 3, 512)
-    assert torch.equal(layer(x), nn.functional.linear(x, numbers))
-    ids = torch.tensor([[3, 52], [0, 3]])
-    assert torch.equal(nn.functional.embedding(ids, layer.weight), numbers[ids])
-    assert torch.equal(x @ layer.weight.T, x @ numbers.T)
-
-
 @pytest.mark.parametrize("biased", [False, True])
 def test_large_layers_are_made_piece_by_piece(
     biased: bool, monkeypatch: pytest.MonkeyPatch
@@ -262,6 +253,10 @@ def test_a_weight_is_a_tensor_like_any_other(kept: bool) -> None:
     layer = linear(weight)
     if kept:
         keep_numbers(layer)
+    x, ids = torch.randn(2, 3, 512).bfloat16(), torch.tensor([[3, 52], [0, 3]])
+    assert torch.equal(layer(x), nn.functional.linear(x, numbers))
+    assert torch.equal(nn.functional.embedding(ids, layer.weight), numbers[ids])
+    assert torch.equal(x @ layer.weight.T, x @ numbers.T)
     assert torch.equal(layer.weight[5:9], numbers[5:9])
     assert torch.equal(layer.weight[:, 5:9], numbers[:, 5:9])
     assert torch.equal(layer.weight[torch.tensor([4, 4, 1])], numbers[[4, 4, 1]])
