@@ -51,7 +51,7 @@ class Kind(IntEnum):
 
 
 class Heads(ctypes.Structure):
-    """As in `attention.hpp`, which says what the fields mean."""
+    """`Heads` of `attention.hpp`, which says what the fields mean."""
 
     _fields_ = (
         *((name, Long) for name in ("size", "group", "kv", "rotated")),
@@ -74,7 +74,7 @@ class ExpertsStruct(ctypes.Structure):
 
 
 class Operation(ctypes.Structure):
-    """As in `layers.cpp`, which says what the fields mean."""
+    """`Operation` of `layers.cpp`, which says what the fields mean."""
 
     _fields_ = (
         *((name, Long) for name in ("kind", "source", "target", "inputs", "outputs")),
@@ -100,7 +100,7 @@ class SpanStruct(ctypes.Structure):
 
 
 class Pass(ctypes.Structure):
-    """As in `layers.cpp`."""
+    """`Pass` of `layers.cpp`."""
 
     _fields_ = (
         ("rows", Long),
