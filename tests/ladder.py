@@ -428,8 +428,7 @@ def check_sampling(
     speculator.options = speculator.options.updated(low | own)
     # asked once: transformers takes longer to read the keywords than the answer takes
     call = speculator.call(
-        ids,
-        {"max_new_tokens": length, "do_sample": True, "top_k": 0, "temperature": TEMPERATURE},
+        ids, {"max_new_tokens": length, "do_sample": True, "top_k": 0, "temperature": TEMPERATURE}
     )
     torch.manual_seed(0)
     counts: Counter[tuple[int, ...]] = Counter()

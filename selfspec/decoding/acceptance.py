@@ -23,8 +23,7 @@ from selfspec.errors import InvalidOption
 from selfspec.heads.heads import Ensemble, Signal, entropy
 from selfspec.model.kv import depths
 
-Proposed = Sequence[DraftToken]
-"""What may stand in one place, tried in order."""
+Proposed = Sequence[DraftToken]  # what may stand in one place, tried in order
 
 
 @dataclass(kw_only=True)
@@ -127,8 +126,7 @@ class Verdict(NamedTuple):
     """What to commit behind a row."""
 
     token: int
-    kept: int | None = None
-    """Which of the proposed tokens it is; None: none of them."""
+    kept: int | None = None  # which of the proposed tokens it is; None: none of them
 
 
 class Target:

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from selfspec.model.backbone import Backbone
     from selfspec.options import Costs
 
-USUAL = 0.08
-"""What a row adds, and what a head takes, in plain steps, where nobody measured it."""
+USUAL = 0.08  # what a row adds, and what a head takes, in plain steps, where nobody measured it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,16 +30,12 @@ class MeasuredCosts:
     """Seconds, measured on this machine. Tuples go by the number of rows: 1, 2, ..."""
 
     num_layers: int
-    layers: tuple[float, ...]
-    """A pass through all L layers."""
+    layers: tuple[float, ...]  # a pass through all L layers
     start: tuple[float, ...]
     """The part of any pass that does not depend on its layers: positions, masks, queues."""
-    logits: tuple[float, ...]
-    """The model's own head."""
-    head: float
-    """One draft token embedded and judged by one exit head, and the answer read back."""
-    round: float
-    """What a round costs beside layers and logits: verdicts, commit, rewinding."""
+    logits: tuple[float, ...]  # the model's own head
+    head: float  # one draft token embedded and judged by one exit head, and the answer read back
+    round: float  # what a round costs beside layers and logits: verdicts, commit, rewinding
 
     def layer(self, rows: int) -> float:
         """One layer of a pass, beside the pass's start."""
@@ -109,8 +104,7 @@ class Exits:
 
     at: tuple[float, ...]
     """Chances to exit at each exit layer; what is missing to 1 is a difficult token."""
-    right: float
-    """The chance to exit with a draft that stays."""
+    right: float  # the chance to exit with a draft that stays
 
 
 def expected(
@@ -158,10 +152,8 @@ class DraftCost:
     """A pass's second row, its third and so on, as shares of a step of one row; the last value
     holds for all beyond."""
     load: Load = field(default_factory=Load)
-    token: float = 0.0
-    """A draft token of a second model, or of heads that attend."""
-    head: float = 0.0
-    """An exit head asked."""
+    token: float = 0.0  # a draft token of a second model, or of heads that attend
+    head: float = 0.0  # an exit head asked
     num_layers: int = 1
 
     @classmethod

@@ -42,13 +42,10 @@ logger = logging.getLogger(__name__)
 class StopRule:
     """When a sequence is complete, asked after each single token, as in plain decoding."""
 
-    max_length: int
-    """Most ids, prompt and padding included."""
+    max_length: int  # most ids, prompt and padding included
     end_tokens: Collection[int] = ()
-    criteria: Callable[[Tensor], bool] | None = None
-    """Anything else: gets all committed ids, [1, n]."""
-    made_for: int | None = None
-    """Ids, padding included, that the model was made for: behind them a line is logged."""
+    criteria: Callable[[Tensor], bool] | None = None  # anything else: gets all ids, [1, n]
+    made_for: int | None = None  # ids, padding included, behind which a line is logged
 
     def reason(self, state: DecodeState, token: int) -> StopReason | None:
         """Why the sequence ends with its newest `token`, or None."""
@@ -63,24 +60,19 @@ class StopRule:
 
 @functools.cache
 def remind(positions: int) -> None:
-    """Log, once, that a text goes on behind the positions that its model was made for."""
+    """Log, once, that a text goes on behind its model's context length."""
     logger.warning(
-        "the text goes beyond the model's context length, %d positions: it may get worse",
-        positions,
+        "the text goes beyond the model's context length, %d positions: it may get worse", positions
     )
 
 
 def written(
-    state: DecodeState,
-    drafter: Drafter,
-    rule: AcceptanceRule,
-    stop: StopRule,
-    watch: Stopwatch,
+    state: DecodeState, drafter: Drafter, rule: AcceptanceRule, stop: StopRule, watch: Stopwatch
 ) -> Generator[Work | Round, Any, None]:
     """Decode until `stop`: Work to be done, and a Round behind each verification.
 
-    The prompt's passes come first, with a round of their own. The state may be dropped or continued
-    after any yield, and after an exception.
+    The prompt has a round of its own. After any yield, and after an exception, the state may be
+    dropped or continued.
     """
     entry: Round | None = None
     while entry is None or entry.stop_reason is None:
@@ -104,11 +96,7 @@ def written(
 
 @torch.inference_mode()
 def rounds(
-    state: DecodeState,
-    drafter: Drafter,
-    rule: AcceptanceRule,
-    stop: StopRule,
-    watch: Stopwatch,
+    state: DecodeState, drafter: Drafter, rule: AcceptanceRule, stop: StopRule, watch: Stopwatch
 ) -> Generator[Round, None, None]:
     """The rounds of one text that is written alone."""
     steps = written(state, drafter, rule, stop, watch)
@@ -182,10 +170,7 @@ def commit(
     prefill: bool = False,
     entered: Sequence[Pass] = (),
 ) -> Round:
-    """Append what the rule gives, token by token, until it keeps no draft or the text ends.
-
-    `entered`: passes of the prompt before the last.
-    """
+    """Append what the rule gives, token by token, until it keeps no draft or the text ends."""
     tokens: list[int] = []
     kept: list[int] = []
     reason = None
@@ -204,7 +189,7 @@ def commit(
 def walk(
     state: DecodeState, draft: Draft, target: Target, rule: AcceptanceRule
 ) -> Iterator[tuple[int, Verdict]]:
-    """Down the draft as long as the rule keeps a token: each row with the verdict behind it.
+    """Each row with the verdict behind it, down the draft as long as the rule keeps a token.
 
     The caller commits each token before it asks for the next: processors see the true prefix.
     """

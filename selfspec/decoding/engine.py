@@ -4,10 +4,9 @@
     step    one round of every text that runs: drafts in lockstep, one verification
     cancel  a text leaves
 
-A text's tokens depend on nothing but its own request: every row is computed as if it were alone,
-and what draws, judges and stops belongs to one text. Where an executor cannot promise that, passes
-are split. (Under a lossy rule they depend on drafts, and so on the load.) `Speculator.generate` is
-an engine of one.
+A text's tokens depend on nothing but its own request: every row is computed as if it were alone, or
+passes are split where an executor cannot promise that; what draws, judges and stops belongs to one
+text. (Under a lossy rule they depend on drafts, and so on the load.)
 """
 
 from __future__ import annotations
@@ -55,14 +54,7 @@ from selfspec.decoding.drafters.rest import Datastore, RestGuesser
 from selfspec.decoding.drafters.trees import TreeDrafter, WhilePaying
 from selfspec.decoding.measure import PassShape, PinnedProbe, any_split
 from selfspec.decoding.sampling import Sampler
-from selfspec.decoding.state import (
-    DecodeState,
-    Drafter,
-    Enter,
-    NoDrafter,
-    Work,
-    next_together,
-)
+from selfspec.decoding.state import DecodeState, Drafter, Enter, NoDrafter, Work, next_together
 from selfspec.decoding.stats import GenerationStats, Round, Stopwatch, common
 from selfspec.errors import HeadsNotFound, InvalidOption
 from selfspec.heads.attending import AttendingHeads
@@ -75,7 +67,6 @@ from selfspec.options import word
 from selfspec.typed import check_types
 
 # --- what all texts of one model share ------------------------------------------------------------
-
 
 logger = logging.getLogger(__name__)
 
@@ -92,32 +83,27 @@ def eager(function: Function) -> Function:
 class Asked:
     """One text to write."""
 
-    ids: Tensor
-    """[1, n], with padding in front."""
-    pad: int = 0
-    """Padding ids."""
+    ids: Tensor  # [1, n], with padding in front
+    pad: int = 0  # padding ids
     sampler: Sampler
     stop: StopRule
-    logprobs: int | None = None
-    """How many likely tokens to note beside each; None: nothing is noted."""
+    logprobs: int | None = None  # how many likely tokens to note beside each
 
 
-@dataclass(eq=False)
 class Runtime:
     """A model and what its drafts can come from; makes texts to be written of what is asked."""
 
-    backbone: Backbone
-    heads: ExitHeads | None
-    draft_model: Backbone | None
-    datastore: Datastore | None = None
-    successors: Successors = field(init=False, default_factory=Successors)
-    layers: LayerSearch = field(init=False)
-    probe: PinnedProbe = field(init=False)
-    _told: set[str] = field(init=False, default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.layers = LayerSearch(self.backbone.num_layers)
-        self.probe = PinnedProbe(self.backbone)
+    def __init__(
+        self,
+        backbone: Backbone,
+        heads: ExitHeads | None,
+        draft_model: Backbone | None,
+        datastore: Datastore | None = None,
+    ) -> None:
+        self.backbone, self.heads, self.draft_model = backbone, heads, draft_model
+        self.datastore, self.successors = datastore, Successors()
+        self.layers, self.probe = LayerSearch(backbone.num_layers), PinnedProbe(backbone)
+        self._told: set[str] = set()
 
     def text(
         self,
@@ -129,8 +115,7 @@ class Runtime:
     ) -> Running:
         """A text to write; `kv` and `draft_cache` may hold what an earlier turn left.
 
-        `load`: how many texts share a pass; the caller keeps it true. Raises ModelChanged if
-        the model, or the draft model, is not what was wrapped.
+        Raises ModelChanged if the model, or the draft model, is not what was wrapped.
         """
         for backbone in (self.backbone, self.draft_model):
             if backbone is not None:
@@ -195,24 +180,19 @@ class Runtime:
 
     def draft_cache(self) -> DraftCache | None:
         """An empty one for the draft model, if there is one."""
-        if self.draft_model is None:
-            return None
-        return DraftCache(self.draft_model, self.backbone.vocab_size)
+        second, rows = self.draft_model, self.backbone.vocab_size
+        return None if second is None else DraftCache(second, rows)
 
     def runs_trees(self, options: SpeculationOptions) -> bool:
-        """Whether heads may guess several tokens for a place, and the model can look at siblings.
+        """Whether several tokens may be guessed for a place, and the model can look at siblings.
 
-        Padded passes draft chains: what a row sums over lies elsewhere there, once a sibling was in
-        between.
+        Not in padded passes: what a row sums over lies elsewhere, once a sibling was in between.
         """
         steady = not options.pinned or self.backbone.claims.steady
         return options.grows_trees and steady and self.backbone.runs_trees
 
     def draft_cost(self, options: SpeculationOptions, load: Load | None = None) -> DraftCost:
-        """What drafting costs under `options`, as far as it is known.
-
-        Raises InvalidOption for layers that the model does not have.
-        """
+        """What drafting costs, as far as known; InvalidOption for layers that are not there."""
         cost = DraftCost.for_model(self.backbone, load).with_costs(options.costs)
         if options.uses("skip"):
             skipped, layers = options.skip.skipped or self.layers.skipped, self.backbone.num_layers
@@ -242,8 +222,7 @@ class Runtime:
     ) -> Drafter:
         """What proposes tokens under `options`; nothing behind an end token.
 
-        Raises HeadsNotFound where there are no heads, InvalidOption where there is no draft model,
-        no datastore, or not the layers that are to be left out.
+        Raises HeadsNotFound, or InvalidOption, where what it needs is missing.
         """
         if not options.speculate or options.drafter == "none":
             return NoDrafter()
@@ -259,10 +238,21 @@ class Runtime:
             seen = GrammarDrafter(sampler.grammar, sampler.pad, options.widest_pass - 1, seen)
         chains: Drafter = NoDrafter()
         if (guesser := self._guesser(options, sampler)) is not None:
-            if self.runs_trees(options):
-                return make_tree(guesser, options, cost, ends, seen)
+            if not options.never_slower:  # nothing need pay
+                cost = replace(cost, rows=(0.0,), head=0.0)
+            trees = self.runs_trees(options)
             # of one guess for a place it is a chain, as long as it does not stand beside another
-            chains = make_tree(guesser, options, cost, ends, None)
+            chains = TreeDrafter(
+                guesser,
+                cost,
+                make_controller(options, options.tree.max_tokens),
+                ends,
+                most=options.most_drafts,
+                seen=seen if trees else None,
+                never_slower=options.never_slower,
+            )
+            if trees:
+                return chains
         elif options.drafter != "ngram":
             chains = self._chains(options, sampler, ends, draft_cache)
             if options.never_slower:
@@ -355,27 +345,6 @@ class Runtime:
         return options.speculate and self.probe.holds_unpadded(options.widest_pass)
 
 
-def make_tree(
-    guesser: Guesser,
-    options: SpeculationOptions,
-    cost: DraftCost,
-    end_tokens: Collection[int],
-    seen: Trunks | None,
-) -> TreeDrafter:
-    """Trees of what `guesser` says, around what `seen` proposes."""
-    if not options.never_slower:  # nothing need pay
-        cost = replace(cost, rows=(0.0,), head=0.0)
-    return TreeDrafter(
-        guesser,
-        cost,
-        make_controller(options, options.tree.max_tokens),
-        end_tokens,
-        most=options.most_drafts,
-        seen=seen,
-        never_slower=options.never_slower,
-    )
-
-
 def _judge(heads: ExitHeads, options: SpeculationOptions) -> ExitJudge:
     """With the thresholds of `options`, and temperatures that were fitted to the heads."""
     config = heads.config
@@ -389,24 +358,18 @@ def _judge(heads: ExitHeads, options: SpeculationOptions) -> ExitJudge:
 
 # --- how much of a prompt enters with a round: no sum depends on it -------------------------------
 
+BULK_ROWS = 1024  # rows of prompts at most that enter with a round
 
-BULK_ROWS = 1024
-"""Rows of prompts at most that enter with a round."""
-
-_NEWEST = 0.5
-"""Weight of the newest round in a running mean: rows get dearer as a prompt gets longer."""
+_NEWEST = 0.5  # weight of the newest round in a mean: rows get dearer as a prompt gets longer
 
 
 class Pace:
     """Learns from every round of an engine."""
 
     def __init__(self) -> None:
-        self._usual_s: dict[int, float] = {}
-        """Seconds of a round without prompts, by its number of texts."""
-        self._row_s: float | None = None
-        """What a prompt's row adds."""
-        self._newest = 0
-        """Rows that entered with the newest such round."""
+        self._usual_s: dict[int, float] = {}  # a round without prompts, by its number of texts
+        self._row_s: float | None = None  # what a prompt's row adds
+        self._newest = 0  # rows that entered with the newest such round
 
     def note(self, texts: int, rows: int, seconds: float) -> None:
         """A round of so many texts, with so many rows of prompts beside them."""
@@ -420,10 +383,7 @@ class Pace:
             self._newest = rows
 
     def rows(self, texts: int, patience: float) -> int:
-        """Rows of prompts that make a round of `texts` longer by `patience` rounds; at least 1.
-
-        Texts of which none waits for its next token take all that fits a pass.
-        """
+        """Rows of prompts that make a round of `texts` longer by `patience` rounds; at least 1."""
         if texts == 0:
             return BULK_ROWS
         if self._row_s is None:  # as rows cost where nobody measured them
@@ -435,7 +395,7 @@ class Pace:
         return max(int(patience * self._usual(texts) / self._row_s), 1)
 
     def _usual(self, texts: int) -> float:
-        """Seconds of a round without prompts, for the nearest number of texts that was seen."""
+        """For the nearest number of texts that was seen."""
         return self._usual_s[min(self._usual_s, key=lambda seen: abs(seen - texts))]
 
 
@@ -445,9 +405,7 @@ def _mean(before: float | None, newest: float) -> float:
 
 # --- the engine -----------------------------------------------------------------------------------
 
-
-MOST_TEXTS = 32
-"""Texts of a round unless asked otherwise: from here on one more adds few tokens on two cores."""
+MOST_TEXTS = 32  # of a round: from here on one more adds few tokens on two cores
 
 
 @dataclass(eq=False, kw_only=True)
@@ -455,19 +413,13 @@ class Running:
     """A text in an engine: iterate for its rounds, which makes the engine step."""
 
     state: DecodeState
-    steps: Generator[Work | Round, Any, None]
-    """What `decode.written` yields."""
-    stats: GenerationStats
-    """The reader of the rounds counts in it."""
+    steps: Generator[Work | Round, Any, None]  # what `decode.written` yields
+    stats: GenerationStats  # the reader of the rounds counts in it
     watch: Stopwatch
-    logprobs: list[Logprob]
-    """Log-probabilities of all committed tokens, where asked for; grows with the text."""
-    ended: bool = False
-    """Whether no more rounds will come."""
-    error: BaseException | None = None
-    """What ended it, if that was no stop rule."""
-    fresh: deque[Round] = field(default_factory=deque)
-    """Rounds that nobody took yet."""
+    logprobs: list[Logprob]  # of all committed tokens, where asked for; grows with the text
+    ended: bool = False  # whether no more rounds will come
+    error: BaseException | None = None  # what ended it, if that was no stop rule
+    fresh: deque[Round] = field(default_factory=deque)  # rounds that nobody took yet
     engine: Engine = field(init=False)
 
     def draft_cost(self, options: SpeculationOptions) -> DraftCost:
@@ -512,11 +464,10 @@ class Engine:
     ) -> None:
         """`most`: texts of a round; others wait.
 
-        `patience`: how much longer a round may take for prompts that enter, in rounds without.
-        None: prompts enter at once, however long answers wait meanwhile. `kv_memory`: bytes for
-        keys and values, above which texts wait, and what could never fit is refused; None: half of
-        what is free, and a longer text runs alone. Raises InvalidOption for numbers that nothing
-        could be written with.
+        `patience`: how much longer a round may take for prompts that enter, in rounds without;
+        None: they enter at once. `kv_memory`: bytes for keys and values, above which texts wait,
+        and what could never fit is refused; None: half of what is free, and a longer text runs
+        alone. Raises InvalidOption for numbers that nothing could be written with.
         """
         for name, value, kind, least in (
             ("most", most, int, 1),
@@ -539,14 +490,10 @@ class Engine:
         self._patience = patience
         self._pace = Pace()
         self._load = Load()
-        self._waiting: deque[Running] = deque()
-        """Texts that have not begun."""
-        self._entering: dict[Running, int] = {}
-        """Texts that have begun, with so many rows of a prompt that wait."""
-        self._writing: list[Running] = []
-        """Texts between two rounds."""
-        self._works: dict[Running, Work] = {}
-        """Within a round: what each wants next."""
+        self._waiting: deque[Running] = deque()  # texts that have not begun
+        self._entering: dict[Running, int] = {}  # texts that have begun: rows of prompts that wait
+        self._writing: list[Running] = []  # texts between two rounds
+        self._works: dict[Running, Work] = {}  # within a round: what each wants next
 
     @property
     def memory(self) -> Memory:
@@ -590,8 +537,7 @@ class Engine:
     def step(self) -> list[Running]:
         """One round of all texts that run; those that have a new round, or have ended.
 
-        What one text raises ends that text alone: its reader gets it. A keyboard interrupt ends the
-        round's texts and goes on.
+        What one text raises is for its own reader; a keyboard interrupt ends the round's texts.
         """
         taking_part: dict[Running, None] = {}
         start = time.perf_counter()
@@ -618,9 +564,9 @@ class Engine:
                 held.remove(running)
 
     def _begin(self, taking_part: dict[Running, None]) -> tuple[int, int]:
-        """Go to the first work of every text that takes part in a round, and note these texts.
+        """Go to the first work of every text that takes part, and note these texts.
 
-        Returns how many texts are being written, and rows of prompts beside them.
+        Returns how many are being written, and rows of prompts beside them.
         """
         while self._waiting and self._admits(self._waiting[0]):
             running = self._waiting.popleft()
@@ -713,7 +659,6 @@ class Engine:
         self._store.done(running.state.kv, running.state.committed(0))
 
     def _fail(self, running: Running, error: BaseException) -> None:
-        """End a text with what stopped its round: its caches are left as before that."""
         if not running.ended:
             running.error = error
             self.cancel(running)

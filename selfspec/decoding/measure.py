@@ -87,12 +87,9 @@ _CPU_BYTES, _OTHER_BYTES = 400_000_000, 1 << 30
 class StepSpeed:
     """One model, as one executor runs it here. Seconds and rates are medians."""
 
-    context_tokens: int
-    """Positions in front of the rows."""
-    weight_bytes: int
-    """Weights of all layers and of the unembedding, as the executor keeps them."""
-    kv_bytes: int
-    """Keys and values of the context."""
+    context_tokens: int  # positions in front of the rows
+    weight_bytes: int  # weights of all layers and of the unembedding, as the executor keeps them
+    kv_bytes: int  # keys and values of the context
     memory_bytes_per_s: float
     """Rate at which all threads, or the accelerator, read numbers that no cache holds."""
     rows_s: dict[int, float]
@@ -189,8 +186,7 @@ _QUICK_ROWS = (16, 8, 4, 2, 1)
 
 _QUICK_CONTEXT = 64
 
-_QUICK_S = 0.7
-"""Seconds after which no pass is repeated, once each has run twice."""
+_QUICK_S = 0.7  # seconds after which no pass is repeated, once each has run twice
 
 
 @torch.inference_mode()
@@ -222,15 +218,12 @@ def quick_costs(
     return Costs(row=tuple(added) or None, head=head)
 
 
-_ROWS = 8
-"""Rows: as many as a pinned pass has."""
+_ROWS = 8  # rows: as many as a pinned pass has
 
 _REPEATS = 15
-_SHORT = 8
-"""A short pass runs this fraction of the layers."""
+_SHORT = 8  # a short pass runs this fraction of the layers
 
-_Part = tuple[str, int]
-"""What is timed, and its rows."""
+_Part = tuple[str, int]  # what is timed, and its rows
 
 
 @torch.inference_mode()
@@ -345,8 +338,7 @@ _CONTEXTS = (16, 180)
 """Tokens in front of the probed ones: kernels may cut longer sums otherwise than short ones (MKL
 with AVX512 does between 192 and 384)."""
 
-_PIECE = 13
-"""Rows of the pieces that a prompt is cut into."""
+_PIECE = 13  # rows of the pieces that a prompt is cut into
 
 _FEW_LAYERS = 4
 
@@ -357,10 +349,8 @@ _MOST_SLOTS = 1 << 20
 class PassShape(NamedTuple):
     """What all passes of a pinned decoding have in common."""
 
-    rows: int | None = None
-    """Fixed number of rows; None where the kernels do not care."""
-    slots: int | None = None
-    """Fixed number of key slots; None where the kernels do not care."""
+    rows: int | None = None  # fixed number of rows; None where the kernels do not care
+    slots: int | None = None  # fixed number of key slots; None where the kernels do not care
 
 
 class PinnedProbe:

@@ -42,8 +42,7 @@ STATELESS = frozenset(
         *("TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper"),
         "WatermarkLogitsProcessor",  # its generator is seeded anew for each row and call
     }
-)
-"""transformers' processors whose calls do not affect each other."""
+)  # transformers' processors whose calls do not affect each other
 
 
 def processor_for(processor: Any, row: int, rows: int) -> Any:
@@ -250,16 +249,12 @@ class DraftToken(NamedTuple):
     """A token that was chosen, and what its drafter knows of it."""
 
     token: int
-    parent: int = -1
-    """Which token of the draft it follows; -1: the newest committed one."""
-    layer: int = 0
-    """Where it left; 0 for tokens that ran through no layer."""
-    source: str = EXIT
-    """Who proposed it, as `stats` names them."""
+    parent: int = -1  # which token of the draft it follows; -1: the newest committed one
+    layer: int = 0  # where it left; 0 for tokens that ran through no layer
+    source: str = EXIT  # who proposed it, as `stats` names them
     chance: float = 0.0
     """Its chance to stay, with all before it, as its drafter has it; where that says."""
-    probs: Tensor | None = None
-    """[V] it was drawn from, after the processors; None: it was certain."""
+    probs: Tensor | None = None  # [V] it was drawn from, after the processors; None: it was certain
     belief: Tensor | None = None
     """[V] that was thought of its place, after the processors, also where nothing was drawn: where
     the acceptance rule reads it. None: not kept, or there is none."""
@@ -275,8 +270,7 @@ class Sampler:
     """Source of draws that no seed ties; None is torch's global one."""
     seed: int | None = None
     """Ties each draw to its position: the token is a function of this and the probabilities."""
-    pad: int = 0
-    """Padding ids in front of a text, which count for no position."""
+    pad: int = 0  # padding ids in front of a text, which count for no position
     least: float | None = None
     """What logits are raised to before processors see them; None: they stay."""
 
@@ -372,8 +366,7 @@ def _found(probs: Tensor, share: Tensor) -> int:
     return min(int(token), len(probs) - 1)
 
 
-_RACING = 64
-"""Tokens that race by themselves: the likeliest ones. All others race as one."""
+_RACING = 64  # tokens that race by themselves: the likeliest ones. All others race as one
 
 
 def _raced(probs: Tensor, number: int) -> int:

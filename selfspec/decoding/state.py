@@ -5,9 +5,8 @@ reached; `advance` takes all that wait at one boundary through the next segment 
 SpecBound's cache manager (section 2.3): *write* is leaving a row where it is, *reuse* is that a
 deeper token takes its predecessors along.
 
-A text is written by a generator: it yields Work, and is sent what came of it. So everything about
-one text reads as if it were alone, while works that are alike, of all texts that run, become one
-pass, one question to a head, one product. The engine does them; `alone` drives a single text.
+A text is written by a generator: it yields Work, and is sent what came of it. So it reads as if it
+were alone, while works that are alike, of all texts, become one. The engine does them, or `alone`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from selfspec.model.backbone import Backbone
 from selfspec.model.kv import KVCache, Rows, uploaded, with_zeros
 
 # --- work: what a text needs computed next, met together with the needs of others -----------------
-
 
 Result = TypeVar("Result")
 Key = TypeVar("Key", bound=Hashable)
@@ -81,17 +79,15 @@ class Embed(Work):
 
 @dataclass(eq=False)
 class Run(Work):
-    """Rows [T, d] of one text through layers first+1..last; gives what comes out, [T, d]."""
+    """Rows [T, d] of one text through layers first+1..last; gives [T, d]."""
 
     backbone: Backbone
     kv: KVCache
     hidden: Tensor
     first: int
     last: int
-    parents: Sequence[int] | None = None
-    """What each row follows, as in a Span."""
-    least: int = 1
-    """Rows that its passes have at least: shorter ones are padded."""
+    parents: Sequence[int] | None = None  # what each row follows, as in a Span
+    least: int = 1  # rows that its passes have at least: shorter ones are padded
 
     @property
     def turn(self) -> tuple[int, int, int]:
@@ -100,7 +96,6 @@ class Run(Work):
 
     @property
     def likeness(self) -> Hashable:
-        """Equal for runs from one layer on, if rows of other texts may stand beside these."""
         return (Run, id(self.backbone), self.first) if _joins(self) else id(self)
 
     def done(self, alike: Sequence[Run], others: Sequence[Work]) -> list[Tensor | None]:
@@ -143,11 +138,9 @@ class Ask(Work):
     backbone: Backbone
     head: ExitHead
     hidden: Tensor
-    deep: Tensor | None
-    """[n, d], or None where it is not known."""
+    deep: Tensor | None  # [n, d], or None where it is not known
     temperature: float
-    count: int
-    """Tokens wanted."""
+    count: int  # tokens wanted
     signal: Signal | None = None
 
     @property
@@ -175,16 +168,14 @@ class Ask(Work):
 
 @dataclass(eq=False)
 class Unembed(Work):
-    """The way from the output of layer L, [T, d], to logits; gives a Target."""
+    """From the output of layer L, [T, d], to logits; gives a Target."""
 
     backbone: Backbone
     hidden: Tensor
-    least: int = 1
-    """Rows that its pass has at least, as in a Run."""
+    least: int = 1  # rows that its pass has at least, as in a Run
 
     @property
     def likeness(self) -> Hashable:
-        """All of one model, if rows of other texts may stand beside these."""
         return (Unembed, id(self.backbone)) if _joins(self) else id(self)
 
     def done(self, alike: Sequence[Unembed], _others: Sequence[Work]) -> list[Target]:
@@ -198,10 +189,7 @@ class Unembed(Work):
 
 @dataclass(eq=False)
 class Enter(Work):
-    """A prompt that waits; gives how many of its rows may run now, at least one.
-
-    The engine that runs the texts decides; alone, all rows may.
-    """
+    """A prompt that waits; gives how many rows may run now, at least one: the engine decides."""
 
     rows: int
 
@@ -233,10 +221,10 @@ def done_alone(work: Work) -> Any:
 
 
 def next_together(waiting: Mapping[Key, Work]) -> list[Key]:
-    """Whose works come next and can be done at once; of passes, those of the earliest layers.
+    """Whose works come next and can be done at once.
 
-    So texts that still draft catch up with those that wait for deeper layers, and all rows of a
-    round run through these together. A second model, which drafts, goes before both.
+    Texts that still draft so catch up with those that wait for deeper layers, and all rows of a
+    round run through these together.
     """
     first = min(waiting, key=lambda key: waiting[key].turn)
     if len(waiting) == 1:
@@ -246,6 +234,7 @@ def next_together(waiting: Mapping[Key, Work]) -> list[Key]:
 
 
 def _joins(work: Run | Unembed) -> bool:
+    """Whether rows of other texts may stand beside these."""
     return work.least == 1 and work.backbone.runs_many
 
 
@@ -268,15 +257,12 @@ class Schedule:
     """How many rows wait at each boundary: 0, the exit layers, and L; and the passes so far."""
 
     def __init__(self, exit_layers: Sequence[int], num_layers: int) -> None:
-        """`exit_layers` rise and lie in 0..L-1."""
-        self.depths = 0, *exit_layers, num_layers
-        """The layer of each boundary."""
+        self.depths = 0, *exit_layers, num_layers  # the layer of each boundary
         self.clear()
 
     def clear(self) -> None:
         self.waiting = [0] * len(self.depths)
-        self.pushed = 0
-        """Rows that entered."""
+        self.pushed = 0  # rows that entered
         self.passes: list[Pass] = []
 
     def push(self, rows: int) -> None:
@@ -298,10 +284,10 @@ class Schedule:
         return step
 
     def finish(self) -> Iterator[tuple[int, int]]:
-        """The advances (from, until) that bring every row to boundary L, to be made in this order.
+        """The advances (from, until), in order, that bring every row to boundary L.
 
-        A pass goes on until it meets other rows, so no row is run apart from rows it could join:
-        rows are first aligned to the deepest exit among them, then share one deep pass.
+        A pass goes on until it meets other rows: first all are aligned to the deepest exit among
+        them, then they share one deep pass.
         """
         end = len(self.waiting) - 1
         return pairwise([*(b for b in range(end) if self.waiting[b]), end])
@@ -311,10 +297,10 @@ class Schedule:
 
 
 class HiddenCache:
-    """Queues of hidden states at the boundaries 0, the exit layers, and L.
+    """Queues of hidden states at the boundaries.
 
     Within a queue positions are contiguous, and the first one equals the KV length of the layers
-    that the queue waits for. A pass of fewer rows than `pinned_rows` is padded.
+    that the queue waits for.
     """
 
     def __init__(
@@ -325,10 +311,10 @@ class HiddenCache:
         pinned_rows: int | None = None,
         state_layers: Sequence[int] = (),
     ) -> None:
-        """`exit_layers` rise and lie in 0..L-1.
+        """`exit_layers` rise and lie in 0..L-1; shorter passes are padded to `pinned_rows`.
 
-        `state_layers`, 0..L: rows that run to the end leave their states there for readers;
-        then no row waits at an exit layer.
+        `state_layers`, 0..L: where rows that run to the end leave states for readers; then no row
+        waits at an exit layer.
         """
         between = sorted(layer for layer in state_layers if 0 < layer < backbone.num_layers)
         self.schedule = Schedule(between if state_layers else exit_layers, backbone.num_layers)
@@ -337,17 +323,15 @@ class HiddenCache:
         """States of the rows that ran to the end last, layers side by side, [rows, layers * d]."""
         self._backbone = backbone
         self._kv = kv
-        self.least = pinned_rows or 1
-        """Rows that every pass has at least."""
+        self.least = pinned_rows or 1  # rows that every pass has at least
         self._queues: list[list[Tensor]] = [[] for _ in self.schedule.depths]
         self._parents: list[int] = []
         """The parent of each row of the round, as they entered; -1: the committed text."""
 
     def push(self, embeddings: Tensor, parents: Sequence[int] | None = None) -> None:
-        """Queue [T, d] at boundary 0: each row follows the one before, or its parent.
+        """Queue [T, d] at boundary 0, each behind the one before, or behind its parent.
 
-        `parents`: earlier rows of the round, -1 for the committed text. What has run already must
-        be a chain: raises InvalidDraft for a row behind one of its siblings.
+        Raises InvalidDraft where what was queued before is no chain.
         """
         count = len(self._parents)
         chain = range(count - 1, count - 1 + len(embeddings))
@@ -365,10 +349,7 @@ class HiddenCache:
         return queue[0]
 
     def advance(self, boundary: int, until: int | None = None) -> Steps[Tensor]:
-        """Run all rows waiting at `boundary` to boundary `until` (default the next), in one pass.
-
-        Gives what the pass computed, [rows, d]; it joins the queue at `until`.
-        """
+        """Run all rows at `boundary` to `until` (default the next); gives them, [rows, d]."""
         until = boundary + 1 if until is None else until
         step = self.schedule.advance(boundary, until)
         hidden = self.rows(boundary)
@@ -380,7 +361,7 @@ class HiddenCache:
         return hidden
 
     def advance_all(self) -> Steps[Tensor]:
-        """Run every waiting row to boundary L; gives them all, [rows, d]."""
+        """Run every row to boundary L; gives them all, [rows, d]."""
         if not self._state_layers:
             for boundary, until in self.schedule.finish():
                 yield from self.advance(boundary, until)
@@ -395,12 +376,12 @@ class HiddenCache:
         return hidden
 
     def unembed(self, hidden: Tensor) -> Steps[Target]:
-        """The target's logits of rows at boundary L, [T, d]."""
+        """Logits of rows at boundary L, [T, d]."""
         target: Target = yield Unembed(self._backbone, hidden, self.least)
         return target
 
     def clear(self) -> None:
-        """Drop all waiting rows, and begin the schedule of another round."""
+        """Drop all rows: another round begins."""
         for queue in self._queues:
             queue.clear()
         self._parents, self.states = [], None
@@ -423,17 +404,14 @@ class HiddenCache:
 # --- the sequence ---------------------------------------------------------------------------------
 
 
-_MOST_UNREAD = 16
-"""Tokens of an answer wait until heads that attend are asked; a prompt is read at once, so that
-texts which begin alike need not."""
+_MOST_UNREAD = 16  # tokens that heads which attend read later; prompts at once, for texts to come
 
 
 class DecodeState:
     """Committed ids and the caches that belong to them.
 
-    Between rounds every layer holds all positions but the newest, which is not in yet. Left
-    padding (`pad` ids in front) is kept in `ids`, because processors and stopping criteria count
-    it, and never reaches the model.
+    Between rounds every layer holds all positions but the newest. Left padding (`pad` ids in front)
+    is kept in `ids`, because processors and stopping criteria count it; the model never sees it.
     """
 
     def __init__(
@@ -447,23 +425,23 @@ class DecodeState:
         pinned_rows: int | None = None,
         reader: AttendingHeads | None = None,
     ) -> None:
-        """`ids` [1, n] with n > pad. `kv` may hold a prefix of them, from an earlier turn.
+        """`ids` [1, n] with n > pad. `kv` may hold a prefix of them.
 
-        `reader`: heads that attend, which then take the place of those at `exit_layers`.
+        `reader`: heads that attend, in place of those at `exit_layers`.
         """
         self.backbone = backbone
         self.kv = KVCache(backbone.num_layers) if kv is None else kv
         layers = () if reader is None else reader.layers
         self.hidden = HiddenCache(backbone, self.kv, exit_layers, pinned_rows, layers)
-        self.attention = None if reader is None else reader.attention(self._embed)
-        """What heads that attend have read of the text."""
+        device, embed = backbone.device, backbone.embed
+        self.attention = (
+            None if reader is None else reader.attention(lambda ids: embed(ids.to(device)))
+        )
         self.pad = pad
         self._committed: list[int] = ids[0, pad:].tolist()
         self._outputs: Tensor | None = None
-        self._path: list[int] = []
-        """Rows of the round, counted from the newest token's, whose tokens stay."""
-        self._written = ids.shape[1]
-        """Committed ids that are in the buffer: the others come when somebody looks."""
+        self._path: list[int] = []  # rows of the round, the newest token's first, that stay
+        self._written = ids.shape[1]  # ids in the buffer: the others come when somebody looks
         self._buffer = torch.cat([ids, ids.new_zeros(1, max(ids.shape[1], 256))], dim=1)
         self.begin()
 
@@ -471,9 +449,6 @@ class DecodeState:
         """The KV cache may have got a prefix: what heads that attend have not read runs again."""
         if self.attention is not None and (held := self.kv.length(0)):
             self.kv.truncate(self.attention.begin(self._committed, held))
-
-    def _embed(self, ids: Tensor) -> Tensor:
-        return self.backbone.embed(ids.to(self.backbone.device))
 
     @property
     def ids(self) -> Tensor:
@@ -488,16 +463,15 @@ class DecodeState:
 
     @property
     def length(self) -> int:
-        """Committed ids, padding included."""
         return self.pad + len(self._committed)
 
     def committed(self, start: int) -> list[int]:
-        """Committed ids from the `start`-th on, without padding; no device is asked."""
+        """Ids from the `start`-th on, without padding; no device is asked."""
         return self._committed[start:]
 
     @property
     def waiting(self) -> list[int]:
-        """Committed ids that are not through all layers: a prompt, later the newest one."""
+        """Ids that are not through all layers: a prompt, later the newest one."""
         return self._committed[self.kv.length(self.backbone.num_layers - 1) :]
 
     @property
@@ -508,7 +482,7 @@ class DecodeState:
         return self._outputs[self._path[-1]][None]
 
     def keep_outputs(self, outputs: Tensor) -> None:
-        """Outputs of layer L, [k + 1, d], that the next committed tokens come from."""
+        """[k + 1, d] of layer L, that the next committed tokens come from."""
         self._outputs, self._path = outputs, []
 
     def keep_states(self, rows: Sequence[int]) -> None:
@@ -517,7 +491,7 @@ class DecodeState:
             self.attention.add(self.hidden.states[list(rows)])
 
     def append(self, token: int, row: int) -> None:
-        """Commit the token that comes behind `row` of the round: 0 the newest token's, 1 .. k."""
+        """Commit the token behind `row` of the round: 0 the newest token's, 1 .. k."""
         self._committed.append(token)
         self._path.append(row)
 
@@ -534,7 +508,6 @@ class DecodeState:
 
     @torch.inference_mode()  # also where a round is dropped between two of its works
     def _rewind(self, newest: int) -> None:
-        """Keep of the positions from `newest` on those that are committed."""
         # the deepest layer holds least: an error may have stopped a pass halfway down
         deepest = self.kv.length(self.backbone.num_layers - 1)
         if deepest <= newest:
@@ -551,21 +524,13 @@ class DecodeState:
 # --- what proposes tokens -------------------------------------------------------------------------
 
 
-class Committed(Protocol):
-    """A text that grows: what a drafter that runs no layers has to know of a DecodeState."""
-
-    def committed(self, start: int) -> list[int]:
-        """The text's ids from the `start`-th on, without padding."""
-
-
 class Drafter(Protocol):
     """Proposes at most `limit` tokens to follow the committed ones."""
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:
         """A draft of 0..limit tokens, and the work that leads there.
 
-        Rows may be left waiting in `state.hidden`: first that of the newest committed
-        token, then those of the drafts, in order, none twice.
+        Rows may wait in `state.hidden`: the newest committed token's, then the drafts', in order.
         """
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
@@ -575,7 +540,7 @@ class Drafter(Protocol):
 class NoDrafter:
     """Proposes nothing: plain decoding."""
 
-    def draft(self, state: Committed, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
+    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
         return ready(Draft())
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None: ...

@@ -16,22 +16,17 @@ from selfspec import pages as palette
 EXIT, NGRAM, DRAFT_MODEL, GRAMMAR = "exit", "ngram", "draft-model", "grammar"
 SUCCESSORS, REST, LOOKAHEAD, SKIP = "successors", "rest", "lookahead", "skip"
 
-MODEL = "model"
-"""Who gave a token that no drafter gave: a verification did, or the prompt's pass."""
+MODEL = "model"  # who gave a token that no drafter gave: a verification did, or the prompt's pass
 
 
 class Source(NamedTuple):
     """Who gives tokens, for people."""
 
     words: str
-    colour: str | None = None
-    """None: that of all text, or of the exit layer."""
-    line: str = "solid"
-    """Under its tokens, for eyes that see no colours."""
-    mark: str = ""
-    """Behind its tokens in terminals without colours; exit layers have their number."""
-    free: bool = False
-    """Whether its drafts take no work before their verification."""
+    colour: str | None = None  # none: that of all text, or of the exit layer
+    line: str = "solid"  # under its tokens, for eyes that see no colours
+    mark: str = ""  # behind its tokens in terminals without colours; exit layers have their number
+    free: bool = False  # whether its drafts take no work before their verification
 
 
 SOURCES = {
@@ -44,8 +39,7 @@ SOURCES = {
     DRAFT_MODEL: Source("a draft model", palette.SECOND, "double", "d"),
     SKIP: Source("fewer of its layers", palette.SECOND, "double", "f"),
     EXIT: Source("exit heads"),
-}
-"""All sources, in the order in which people are told of them."""
+}  # all sources, in the order in which people are told of them
 
 FREE = frozenset(name for name, one in SOURCES.items() if one.free)
 
@@ -93,8 +87,7 @@ ENDED: dict[str, str] = {
     "eos": "end token",
     "unsure": "too unsure",  # more would not pay
     "off": "no drafts",  # none were wanted, or they pause
-}
-"""Why drafting stopped, for people."""
+}  # why drafting stopped, for people
 
 StopReason = Literal["eos", "length", "stop"]
 """What ended a generation: an end token; the token limit; another stopping criterion."""
@@ -128,19 +121,15 @@ class Round:
     tokens: list[int]
     """Committed: the accepted drafts, then the correction or bonus token (not after a stop)."""
     draft_tokens: list[int]
-    exit_layers: list[int]
-    """Where each draft left; 0 for drafts that ran through no layer."""
-    sources: list[str]
-    """Who drafted each, by the names in `SOURCES`."""
+    exit_layers: list[int]  # where each draft left; 0 for drafts that ran through no layer
+    sources: list[str]  # who drafted each, by the names in `SOURCES`
     parents: list[int] | None = None
     """Which draft each follows, -1: the newest token. None: each the one before."""
-    kept: list[int]
-    """Drafts among `tokens`, in their order."""
+    kept: list[int]  # drafts among `tokens`, in their order
     ended: Ended
     heads: int = 0
     """How often exit heads were asked: for one token at one layer, or for a level of a tree."""
-    prefill: bool = False
-    """The prompt's own pass, which is no verification."""
+    prefill: bool = False  # the prompt's own pass, which is no verification
     passes: Sequence[tuple[int, int, int]] = ()
     """Batched runs, in order: rows, first, last (layers first+1..last)."""
     stop_reason: StopReason | None = None

@@ -31,12 +31,7 @@ from tests.heads.kinds import make_heads
 from tests.models import make_model, needs_compiler, random_ids
 
 COSTS = MeasuredCosts(
-    num_layers=10,
-    layers=(1.0, 1.5),
-    start=(0.2, 0.5),
-    logits=(0.1, 0.2),
-    head=0.01,
-    round=0.05,
+    num_layers=10, layers=(1.0, 1.5), start=(0.2, 0.5), logits=(0.1, 0.2), head=0.01, round=0.05
 )
 
 
@@ -70,10 +65,7 @@ def test_counts_may_be_expected_ones_or_arrays() -> None:
     def seconds(first: Any, second: Any, alone: Any, both: Any, heads: Any) -> Any:
         return COSTS.seconds([(1, *first), (2, *second)], [(1, alone), (2, both)], heads)
 
-    counts = [
-        ((2.0, 13.0), (1.0, 10.0), 0.0, 1.0, 3.0),
-        ((0.25, 0.5), (0.75, 7.5), 0.5, 0.5, 0.75),
-    ]
+    counts = [((2.0, 13.0), (1.0, 10.0), 0.0, 1.0, 3.0), ((0.25, 0.5), (0.75, 7.5), 0.5, 0.5, 0.75)]
     one = [seconds(*count) for count in counts]
     assert one[0] == pytest.approx(2 * 0.2 + 13 * 0.08 + 1.5 + 0.2 + 0.05 + 3 * 0.01)
     arrays = (np.array(part).T for part in zip(*counts, strict=True))

@@ -156,10 +156,7 @@ def test_sampling_with_a_seed_draws_once_per_draft_and_once_per_verdict(
 def test_a_draft_model_reads_once_per_token(speculator: Speculator) -> None:
     second = make_model("llama", num_hidden_layers=2)
     both = wrap(
-        speculator.model,
-        heads=None,
-        executor=speculator.backbone.executor_name,
-        draft_model=second,
+        speculator.model, heads=None, executor=speculator.backbone.executor_name, draft_model=second
     )
     behind = True  # where its cache parts from the text is known without the device
     for entry, counts in rounds_of(both, drafter="draft-model:max_tokens=4"):

@@ -217,9 +217,7 @@ def _drain(engine: Engine) -> None:
 
 
 @needs_compiler
-def test_an_interrupt_ends_the_round_and_leaves_an_engine_that_works(
-    runtime: Listening,
-) -> None:
+def test_an_interrupt_ends_the_round_and_leaves_an_engine_that_works(runtime: Listening) -> None:
     wanted = requests(4, [PLAIN])
     alone = [written(runtime, one)[0] for one in wanted]
     engine = Engine(runtime)

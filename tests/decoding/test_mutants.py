@@ -160,7 +160,7 @@ def law_of_another_temperature(patch: pytest.MonkeyPatch) -> None:
 
 
 SAMPLING_MUTANTS = [
-    *(residual_is_the_target, exit_looks_at_the_drawn_token, law_of_another_temperature),
+    *(residual_is_the_target, exit_looks_at_the_drawn_token, law_of_another_temperature)
 ]
 
 

@@ -167,10 +167,7 @@ def test_a_seed_asks_for_the_rule_that_matches_draws(speculator: Speculator) -> 
 
 def test_of_drafts_and_siblings_the_one_that_is_the_targets_own_draw_stays() -> None:
     sampler, kept = sampler_of(5), Counter[bool]()
-    drafts = [
-        *(Draft.of([token]) for token in range(5)),
-        Draft.of([1, 4], [-1, -1]),
-    ]
+    drafts = [*(Draft.of([token]) for token in range(5)), Draft.of([1, 4], [-1, -1])]
     for draft, position in product(drafts, range(1, 60)):
         own = sampler.draw(laws.TARGET, position)
         logits = laws.TARGET.log().expand(len(draft.tokens) + 1, 5)
@@ -207,8 +204,7 @@ def test_sampled_sequences_follow_the_model_s_law_over_seeds() -> None:
     speculator = wrap(model, drafter="none", executor="generic")
     ids, seeds, length = random_ids(3, vocab_size=4), 1000, 3
     call = speculator.call(  # read once: keywords take longer than the answer
-        ids,
-        {"max_new_tokens": length, "do_sample": True, "top_k": 0, "temperature": TEMPERATURE},
+        ids, {"max_new_tokens": length, "do_sample": True, "top_k": 0, "temperature": TEMPERATURE}
     )
     engine, sampler = speculator.engine(), call.sampler
     asked = (

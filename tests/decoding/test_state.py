@@ -319,10 +319,7 @@ def test_a_controller_ends_a_draft_and_hears_what_was_kept(
     assert state.ids[0].tolist() == truth[: state.length]
 
 
-@given(
-    st.sets(st.integers(0, 7), max_size=3),
-    st.lists(st.integers(0, 3), min_size=1, max_size=6),
-)
+@given(st.sets(st.integers(0, 7), max_size=3), st.lists(st.integers(0, 3), min_size=1, max_size=6))
 def test_verification_takes_every_row_through_every_layer_once(
     exit_layers: set[int], reached: list[int]
 ) -> None:

@@ -17,7 +17,7 @@ from selfspec import options as asked
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import Draft
 from selfspec.decoding.sampling import DraftToken, Sampler
-from selfspec.decoding.state import Committed, DecodeState, Steps
+from selfspec.decoding.state import DecodeState, Steps
 from selfspec.decoding.stats import Ended, Stopwatch
 from selfspec.heads.heads import Ensemble, Signal, top_probability
 
@@ -25,7 +25,7 @@ from selfspec.heads.heads import Ensemble, Signal, top_probability
 class Trunks(Protocol):
     """Proposes chains that take no work: prompt lookup, text that a grammar forces."""
 
-    def propose(self, state: Committed, limit: int, rival: float = 0.0) -> Draft:
+    def propose(self, state: DecodeState, limit: int, rival: float = 0.0) -> Draft:
         """Up to `limit` tokens; none unless more than `rival` should be accepted."""
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
@@ -50,12 +50,10 @@ class PacedDrafter:
 class Drafting:
     """How a drafter that computes logits makes a chain of them."""
 
-    sampler: Sampler
-    """The target's."""
+    sampler: Sampler  # the target's
     controller: DraftController
     end_tokens: Collection[int] = ()
-    beliefs: bool = False
-    """Whether tokens keep the distribution of their place."""
+    beliefs: bool = False  # whether tokens keep the distribution of their place
 
 
 class ChoosingDrafter(PacedDrafter):
@@ -71,8 +69,7 @@ class DraftWriter:
 
     def __init__(self, drafter: PacedDrafter, limit: int, *, source: str) -> None:
         width = drafter.controller.begin()
-        self.room = max(min(width, limit), 0)
-        """Tokens that still fit; 0 when the draft is complete."""
+        self.room = max(min(width, limit), 0)  # tokens that still fit; 0 when the draft is complete
         self.draft = Draft(ended="width" if width <= limit else "budget")
         self._source, self._drafter = source, drafter
 
@@ -107,8 +104,7 @@ class DraftController:
     """What `go_on` wants to know of each draft token's distribution; None: nothing."""
 
     def __init__(self, length: int, threshold: float | None = None) -> None:
-        self._length = self.longest = length
-        """`longest`: what `begin` never exceeds."""
+        self._length = self.longest = length  # `longest`: what `begin` never exceeds
         self._threshold = 0.0 if threshold is None else threshold
         if threshold is not None:
             self.signal = top_probability
@@ -222,8 +218,7 @@ def make_controller(options: SpeculationOptions, length: int) -> DraftController
 # --- guesses: what may follow a token of a tree ---------------------------------------------------
 
 
-ROOT = -1
-"""Stands for the newest committed token, where a draft token is named."""
+ROOT = -1  # stands for the newest committed token, where a draft token is named
 
 
 class Guesses(Protocol):
@@ -243,10 +238,8 @@ class Guesses(Protocol):
 class Guesser(Protocol):
     """Says what follows the tokens of a draft."""
 
-    source: str
-    """Who proposes its tokens, as `stats` names them."""
-    once: bool
-    """Whether a round's first question answers all others, which cost nothing then."""
+    source: str  # who proposes its tokens, as `stats` names them
+    once: bool  # whether a round's first question answers all others, which cost nothing then
 
     def begin(self, state: DecodeState) -> None:
         """A round begins: the next draft follows what `state` holds."""

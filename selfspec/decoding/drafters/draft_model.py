@@ -129,8 +129,7 @@ def check_same_size(
 # --- the model itself without some of its layers: Self-SD, and SWIFT's search for them ------------
 
 
-WINDOW = 32
-"""Newest tokens of an answer by which layers are tried; SWIFT's context window."""
+WINDOW = 32  # newest tokens of an answer by which layers are tried; SWIFT's context window
 
 _RATIO = 0.45
 """Share of the layers between the first and the last that a tried set leaves out; SWIFT's."""
@@ -189,8 +188,7 @@ class SkipDrafter(ChoosingDrafter):
         super().__init__(how)
         self._skipped, self._search = options.skipped, search
         self.threshold, self._target, self._rate = options.threshold, options.target, 0.0
-        self._begun: int | None = None
-        """Ids in front of the answer."""
+        self._begun: int | None = None  # ids in front of the answer
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
         """Up to min(limit, W_max) tokens; caches are left as they were found."""

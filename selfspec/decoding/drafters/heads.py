@@ -158,11 +158,9 @@ class AskAhead(Work):
     """All heads asked about the newest state of a text; gives an Answer of K rows."""
 
     heads: ExitHeads
-    state: Tensor
-    """[1, d]: the normed output of layer L."""
+    state: Tensor  # [1, d]: the normed output of layer L
     temperature: float
-    count: int
-    """Tokens wanted of each."""
+    count: int  # tokens wanted of each
 
     @property
     def likeness(self) -> Hashable:
@@ -212,10 +210,8 @@ class MedusaGuesser(HeadGuesser):
 
 class _Exit(NamedTuple):
     choice: DraftToken
-    confidence: float
-    """What the controller wants to know; the judge's own where it wants nothing."""
-    features: Tensor
-    """The head's, [1, d]: what it believes layer L would give here."""
+    confidence: float  # what the controller wants to know; the judge's own where it wants nothing
+    features: Tensor  # the head's, [1, d]: what it believes layer L would give here
 
 
 class ExitDrafter(ChoosingDrafter):

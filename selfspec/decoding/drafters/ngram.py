@@ -35,11 +35,10 @@ from selfspec.decoding.drafters.base import (
     Trunks,
 )
 from selfspec.decoding.sampling import DraftToken, GrammarMask
-from selfspec.decoding.state import Committed, DecodeState, Drafter, Steps, ready
+from selfspec.decoding.state import DecodeState, Drafter, Steps, ready
 from selfspec.decoding.stats import GRAMMAR, LOOKAHEAD, NGRAM, SUCCESSORS, Stopwatch
 
-NEWEST = 1 / 8
-"""Weight of the newest observation in a running mean: half of it is younger than six."""
+NEWEST = 1 / 8  # weight of the newest observation in a running mean: half of it is younger than six
 
 
 class NgramIndex:
@@ -110,10 +109,10 @@ class NgramDrafter(PacedDrafter):
         self._guess: list[int] = []
         self._matched: list[int] = []
 
-    def draft(self, state: Committed, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
+    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
         return ready(self.propose(state, limit))
 
-    def propose(self, state: Committed, limit: int, rival: float = 0.0) -> Draft:
+    def propose(self, state: DecodeState, limit: int, rival: float = 0.0) -> Draft:
         """Up to min(limit, W_max) tokens; none unless more than `rival` should be accepted."""
         self._read(state)
         writer = DraftWriter(self, limit, source=NGRAM)
@@ -140,7 +139,7 @@ class NgramDrafter(PacedDrafter):
         rates = [token / step for token, step in zip(tokens, steps, strict=False)]
         return max(range(len(rates)), key=rates.__getitem__)
 
-    def _read(self, state: Committed) -> None:
+    def _read(self, state: DecodeState) -> None:
         """Take in what was committed since the last draft, and score the last guess by it."""
         fresh = state.committed(len(self._index.text))
         for matched, guessed, token in zip(self._matched, self._guess, fresh, strict=False):
@@ -194,7 +193,7 @@ class GrammarDrafter:
         self._seen = seen
         self._forced = False
 
-    def propose(self, state: Committed, limit: int, rival: float = 0.0) -> Draft:
+    def propose(self, state: DecodeState, limit: int, rival: float = 0.0) -> Draft:
         """What is forced, whatever `rival` promises; else prompt lookup."""
         text = state.committed(self._start)
         forced = self._mask.forced(text, max(min(limit, self._most), 0))
@@ -218,11 +217,9 @@ class GrammarDrafter:
 # --- successors: Token Recycling ------------------------------------------------------------------
 
 
-KEPT = 8
-"""Successors of an entry."""
+KEPT = 8  # successors of an entry
 
-_MOST = 1 << 16
-"""Entries of each order; the oldest make room."""
+_MOST = 1 << 16  # entries of each order; the oldest make room
 
 _PRIOR = (
     (0.5, 0.09, 0.05, 0.03, 0.02, 0.015, 0.01, 0.01),
@@ -231,8 +228,7 @@ _PRIOR = (
 """About how often each rank was right: behind two known tokens, and where the last alone was known
 (SmolLM2-135M, 48 Spec-Bench questions)."""
 
-_CREDIT = 100.0
-"""Places that these count as, beside those that this table was asked about."""
+_CREDIT = 100.0  # places that these count as, beside those that this table was asked about
 
 
 class Successors:
@@ -304,7 +300,7 @@ class SuccessorGuesser:
         """`count`: tokens for one place at most."""
         self._table, self._count = table, count
 
-    def begin(self, state: Committed) -> None:
+    def begin(self, state: DecodeState) -> None:
         self._newest = state.committed(-2)
 
     def ask(self, draft: Draft, asked: Sequence[int], _watch: Stopwatch) -> Steps[list[Guesses]]:
@@ -320,8 +316,7 @@ class NgramPool:
 
     def __init__(self, level: int, most: int) -> None:
         """`level`: tokens of an n-gram; `most`: kept with the same first token."""
-        self.text: list[int] = []
-        """What was read; its n-grams are in."""
+        self.text: list[int] = []  # what was read; its n-grams are in
         self._level, self._most = level, most
         self._behind: dict[int, dict[tuple[int, ...], None]] = {}
 
@@ -374,11 +369,10 @@ class LookaheadDrafter(PacedDrafter):
         """Tokens by level and column; the first one is the newest of the text."""
         self._ends: list[int] = []
         """Draft tokens of the last level in this round, by column; empty if none run."""
-        self._guessed = 0
-        """Tokens of the longest n-gram in this round."""
+        self._guessed = 0  # tokens of the longest n-gram in this round
         self._random = Random(0)
 
-    def draft(self, state: Committed, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
+    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
         self._pool.read(state.committed(len(self._pool.text)))
         if self._columns and not self._levels:
             self._levels = [self._drawn(self._columns)]

@@ -25,7 +25,7 @@ from safetensors.numpy import save_file
 from selfspec import files
 from selfspec.decoding.acceptance import Draft
 from selfspec.decoding.drafters.base import Guesses, Known
-from selfspec.decoding.state import Committed, Steps, ready
+from selfspec.decoding.state import DecodeState, Steps, ready
 from selfspec.decoding.stats import REST, Stopwatch
 from selfspec.errors import InvalidData
 from selfspec.files import check_safetensors
@@ -36,19 +36,16 @@ if TYPE_CHECKING:
 
     Ids = npt.NDArray[np.int32]
 
-LONGEST, SHORTEST = 16, 2
-"""Tokens of a suffix that is looked up."""
+LONGEST, SHORTEST = 16, 2  # tokens of a suffix that is looked up
 
-HITS, BEHIND = 5000, 10
-"""Places that are looked at, and tokens behind each."""
+HITS, BEHIND = 5000, 10  # places that are looked at, and tokens behind each
 
 DOUBT = 8.0
 """Over the tokens that match: how many places count as hits that go on otherwise. A single hit was
 right 0.18, 0.33, 0.5, 0.73 of the time behind 2, 4, 8, 16 tokens, two were 0.49 behind 5 and 0.67
 behind 8 (50 conversations of SmolLM2-135M, 7,339 others of it as the datastore)."""
 
-END = -1
-"""Stands behind each text."""
+END = -1  # stands behind each text
 
 Trie = Mapping[tuple[int, ...], Known]
 """What may follow, by the tokens since; of the root, no tokens."""
@@ -178,7 +175,7 @@ class RestGuesser:
         """`most`: draft tokens of a round. Without `trees` only the likeliest for each place."""
         self._store, self._most, self._siblings = store, most, None if trees else 1
 
-    def begin(self, state: Committed) -> None:
+    def begin(self, state: DecodeState) -> None:
         self._trie: Trie = self._store.behind(state.committed(-LONGEST), self._most)
 
     def ask(self, draft: Draft, asked: Sequence[int], _watch: Stopwatch) -> Steps[list[Guesses]]:

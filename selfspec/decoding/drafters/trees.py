@@ -37,8 +37,7 @@ nothing."""
 PRIOR = 0.5
 """Steps a round is believed to gain before the first one has; over NEWEST the most it may lose."""
 
-SHORTEST_PAUSE, LONGEST_PAUSE = 8, 64
-"""Rounds."""
+SHORTEST_PAUSE, LONGEST_PAUSE = 8, 64  # rounds
 
 DEAR = 0.4
 """Steps that a draft token may take beside its layers and still be tried at once. From blocks of a
@@ -66,8 +65,7 @@ class Paying:
         self._begun = False
         self._gain = PRIOR
         self._next_pause = SHORTEST_PAUSE
-        self._pausing = 0
-        """Rounds to go; those in which nobody asks do not count."""
+        self._pausing = 0  # rounds to go; those in which nobody asks do not count
 
     def pauses(self) -> bool:
         """Whether this round goes without; asked once in each."""
@@ -113,33 +111,26 @@ class WhilePaying:
 
 _ROUNDING = 1e-6
 
-_REMEMBERED = 16
-"""Answers of the head that say what the next one should bring."""
+_REMEMBERED = 16  # answers of the head that say what the next one should bring
 
 LEAST_SAID = 0.05
 """The head is not asked behind a path that it gives a lower probability itself: what it computes
 there is of little worth."""
 
-_FIRST_HOPE = 0.5
-"""Probability of the head's best guess that is expected before it was ever asked."""
+_FIRST_HOPE = 0.5  # probability of the head's best guess that is expected before it was ever asked
 
 
 class _Node(NamedTuple):
-    at: int
-    """A token of the draft, or ROOT."""
-    free: float
-    """Its chance, less that of a child that it has already."""
-    child: int | None
-    """That child, of the trunk."""
+    at: int  # a token of the draft, or ROOT
+    free: float  # its chance, less that of a child that it has already
+    child: int | None  # that child, of the trunk
 
 
 class _Offer(NamedTuple):
     """A guess that may become a token of the tree."""
 
-    chance: float
-    """The probability of the whole path, with what prompt lookup says of it."""
-    said: float
-    """The head's probability of this token behind its parent."""
+    chance: float  # the probability of the whole path, with what prompt lookup says of it
+    said: float  # the head's probability of this token behind its parent
     parent: int
     rank: int
     guesses: Guesses
@@ -165,8 +156,7 @@ class TreeDrafter(PacedDrafter):
         self._paying = Paying(cost) if never_slower else None
         self._best = deque([_FIRST_HOPE], maxlen=_REMEMBERED)
         self._trunk = self._draft = Draft()
-        self._asked = False
-        """Whether the guesser was, in this round."""
+        self._asked = False  # whether the guesser was, in this round
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:
         trunk, self._asked = Draft(), False
