@@ -1,9 +1,4 @@
-"""Drafts, and acceptance rules: which draft stays at a row, or what verification itself gives.
-
-Come in: the target's logits of a row, and the drafts that follow it. Goes out: a verdict. The walk
-along a draft is `decode.commit`'s; it commits each token before it asks for the next, so that
-processors always see the true prefix.
-"""
+"""Drafts, and acceptance rules: which draft stays at a row, or what verification itself gives."""
 
 from __future__ import annotations
 
@@ -31,11 +26,9 @@ class Draft:
     """k proposed tokens: a chain, each behind the one before, or a tree, each behind its parent."""
 
     proposed: list[DraftToken] = field(default_factory=list)
-    heads: int = 0
-    """How often exit heads were asked: for one token at one layer, or for a level of a tree."""
+    heads: int = 0  # how often they were asked: for a token at a layer, or for a level of a tree
     ended: Ended = "off"
-    target: Target | None = None
-    """What verification held of it: of the newest token's row, and of each token's."""
+    target: Target | None = None  # verification's: of the newest token's row, and of each token's
 
     @classmethod
     def of(
@@ -106,7 +99,7 @@ class Draft:
         return len(self.proposed) if self.is_chain else 1 + max(depths(self.parents))
 
     def path(self, index: int) -> list[int]:
-        """Places of the tokens down to one of them, itself included; -1: none."""
+        """Places of the tokens down to one, itself included; -1: none."""
         found: list[int] = []
         while index >= 0:
             found.append(index)
@@ -114,7 +107,6 @@ class Draft:
         return found[::-1]
 
     def tokens_to(self, index: int) -> list[int]:
-        """The tokens of that path."""
         return [self.proposed[at].token for at in self.path(index)]
 
     def following(self, row: int) -> list[int]:
@@ -147,7 +139,6 @@ class Target:
         return found
 
     def part(self, rows: slice) -> Target:
-        """The part of one text, by its rows."""
         return Target(self.logits[rows], lambda: self.best[rows])
 
 
@@ -197,10 +188,9 @@ class GreedyMatch:
 class SeededMatch(GreedyMatch):
     """The same of a `sampler` with a seed: its choice is the token that it draws.
 
-    Draws are tied to a seed and a position, so the text is that of plain sampling with this seed,
-    whatever the drafts were. A draft that was drawn from q at its position is the target's draw
-    from p with a probability of at least (1 - TV) / (1 + TV), TV being their total variation: both
-    take the winner of one race, [V] arrival times divided by probabilities (Daliri, Musco and
+    The text is that of plain sampling with this seed. A draft that was drawn from q is the target's
+    draw from p with a probability of at least (1 - TV) / (1 + TV), TV being their total variation:
+    both take the winner of one race, [V] arrival times divided by probabilities (Daliri, Musco and
     Suresh 2024, "Coupling without Communication and Drafter-Invariant Speculative Decoding").
     """
 
@@ -253,15 +243,11 @@ class Logprob(NamedTuple):
 
     token: int
     logprob: float
-    top: tuple[tuple[int, float], ...]
-    """The likeliest tokens in its place and their logarithms, falling."""
+    top: tuple[tuple[int, float], ...]  # the likeliest in its place and their logarithms, falling
 
 
 class Noting(Heard):
-    """It is noted how likely a rule's tokens were.
-
-    By the model's own logits, before temperature and other processors, as vLLM has it by default.
-    """
+    """Notes how likely a rule's tokens were, before all processors, as vLLM has it by default."""
 
     def __init__(self, rule: AcceptanceRule, count: int, noted: list[Logprob]) -> None:
         """`count`: of the likeliest tokens that are noted beside; `noted` gets an entry a token."""
@@ -343,8 +329,7 @@ class Easd:
                 "acceptance easd needs an entropy threshold for this model. Run: selfspec "
                 "calibrate --entropy --data FILE, or give --acceptance easd:entropy=.."
             )
-        self._sampler, self._tokens = sampler, wanted.tokens
-        self._entropy = wanted.entropy
+        self._sampler, self._tokens, self._entropy = sampler, wanted.tokens, wanted.entropy
         self._least_common = wanted.overlap * wanted.tokens
 
     def verdict(self, ids: Tensor, target: Target, row: int, proposed: Proposed) -> Verdict:
@@ -381,10 +366,7 @@ def chosen(sampler: Sampler, scores: Tensor) -> int:
 
 
 def acceptance_rule(sampler: Sampler, options: SpeculationOptions) -> AcceptanceRule:
-    """The rule for this choice; plain decoding is lossless whatever was asked for.
-
-    Raises InvalidOption for lenience without sampling, and for EASD without a threshold.
-    """
+    """The rule for this choice; plain decoding is lossless whatever was asked for."""
     wanted = options.acceptance
     if options.speculate and isinstance(wanted, rules.CmAsd):
         return CmAsd(sampler, wanted)

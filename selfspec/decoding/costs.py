@@ -1,8 +1,7 @@
-"""What a round costs: counts of its passes, rows and heads come in, seconds or plain steps go out.
+"""What a round costs: the one home of these sums, without tensors.
 
-The one home of these sums; no tensors. `MeasuredCosts` are seconds, as `decoding.measure` finds
-them on this machine: calibration, the laboratory and the page predict by them. `DraftCost`
-says in shares of a plain step what drafting adds to a round: the never-slower rule goes by it.
+`MeasuredCosts` are seconds, as `decoding.measure` finds them on this machine; `DraftCost` says in
+shares of a plain step what drafting adds to a round, and the never-slower rule goes by it.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ class MeasuredCosts:
 
     num_layers: int
     layers: tuple[float, ...]  # a pass through all L layers
-    start: tuple[float, ...]
-    """The part of any pass that does not depend on its layers: positions, masks, queues."""
+    start: tuple[float, ...]  # of any pass, whatever its layers: positions, masks, queues
     logits: tuple[float, ...]  # the model's own head
     head: float  # one draft token embedded and judged by one exit head, and the answer read back
     round: float  # what a round costs beside layers and logits: verdicts, commit, rewinding
@@ -42,7 +40,7 @@ class MeasuredCosts:
         return (self.layers[rows - 1] - self.start[rows - 1]) / self.num_layers
 
     def verdict(self, rows: int) -> float:
-        """What a round's end costs beside its layers: logits of all rows, and bookkeeping."""
+        """A round's end: logits of all rows, and bookkeeping."""
         return self.logits[rows - 1] + self.round
 
     def step(self, rows: int) -> float:
@@ -69,10 +67,7 @@ class MeasuredCosts:
         return found + sum(count * self.verdict(rows) for rows, count in rounds)
 
     def seconds_of(self, rounds: Iterable[Round]) -> float:
-        """Seconds of rounds with drafts of exit heads, or from prompt lookup, which is free.
-
-        The prompt's pass is left out.
-        """
+        """Seconds of rounds behind the prompt, with drafts of exit heads or prompt lookup."""
         behind = [entry for entry in rounds if not entry.prefill]
         return self.seconds(
             [(rows, 1, last - first) for entry in behind for rows, first, last in entry.passes],
@@ -102,8 +97,7 @@ class MeasuredCosts:
 class Exits:
     """What drafting would do at one place of a round."""
 
-    at: tuple[float, ...]
-    """Chances to exit at each exit layer; what is missing to 1 is a difficult token."""
+    at: tuple[float, ...]  # chances to exit by exit layer; what is missing to 1: a difficult token
     right: float  # the chance to exit with a draft that stays
 
 
@@ -139,7 +133,7 @@ def expected(
 
 @dataclass
 class Load:
-    """How many texts take part in a round, now; the engine that runs them keeps it true."""
+    """How many texts take part in a round, now: the engine keeps it true."""
 
     texts: int = 1
 
@@ -148,9 +142,7 @@ class Load:
 class DraftCost:
     """What drafting adds to a round, as a share of the round without."""
 
-    rows: tuple[float, ...]
-    """A pass's second row, its third and so on, as shares of a step of one row; the last value
-    holds for all beyond."""
+    rows: tuple[float, ...]  # a pass's second row, its third ..; the last holds for all beyond
     load: Load = field(default_factory=Load)
     token: float = 0.0  # a draft token of a second model, or of heads that attend
     head: float = 0.0  # an exit head asked
@@ -173,11 +165,7 @@ class DraftCost:
 
     @property
     def asking(self) -> float:
-        """What asking a head costs a text.
-
-        As much as alone, in seconds: most of it is work for each text by itself. A token of a
-        fuller round takes fewer seconds, so in tokens it is more.
-        """
+        """What asking a head costs a text: as many seconds as alone, so in tokens more."""
         return self.head * self.load.texts / whole_round(self.rows, self.load.texts)
 
     @property
@@ -186,7 +174,7 @@ class DraftCost:
         return min(self.row_costs) + self.asking
 
     def of(self, draft: Draft) -> float:
-        """Tokens that take no work are left out: they would be there without this.
+        """Without tokens that take no work: they would be there without this.
 
         A draft token that left at layer l of L ran l / L of a step by itself. A difficult token did
         not: verification goes on where it stopped.
@@ -233,10 +221,10 @@ def whole_round(rows: tuple[float, ...], texts: int) -> float:
 
 
 def token_cost(second: Backbone, model: Backbone) -> float:
-    """What a draft model takes for a token, as a share of a step of the model.
+    """What a draft model takes for a token, as a share of a step, by the weights that both read.
 
-    By the weights that a step reads, which is a little too much: two layers of SmolLM2-135M and its
-    unembedding are 0.26 of it and took 0.17 (eval/results/papers/gammatune).
+    A little too much: two layers of SmolLM2-135M and its unembedding are 0.26 of it and took 0.17
+    (eval/results/papers/gammatune).
     """
     return _bytes(second.model) / _bytes(model.model)
 

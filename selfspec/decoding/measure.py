@@ -1,12 +1,7 @@
 """What is measured of this machine and model: what things cost, and whether drafts can move bits.
 
 Works are timed in turns, so that a change of the machine's speed meets all alike, and each finds
-the processor's caches as full of other things as in a round. Called by the commands that choose
-settings or predict by costs (calibrate, tune, trace), and by `selfspec env --model`.
-
-Two ways lead to rows whose bits do not depend on what runs with them: kernels whose result for a
-row is the same for any number of rows, or passes of one fixed shape, padded, over a fixed number of
-slots. Either is a property of the kernels, so it is probed here before anyone relies on it.
+the processor's caches as full of other things as in a round.
 """
 
 from __future__ import annotations
@@ -17,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -72,11 +67,8 @@ class Clock:
 
 # --- a plain step and the memory's rate -----------------------------------------------------------
 
-
 ROWS = (1, 2, 4, 8, 16)
-
 CONTEXT = 256
-
 _STEP_REPEATS = 7
 
 _CPU_BYTES, _OTHER_BYTES = 400_000_000, 1 << 30
@@ -90,10 +82,8 @@ class StepSpeed:
     context_tokens: int  # positions in front of the rows
     weight_bytes: int  # weights of all layers and of the unembedding, as the executor keeps them
     kv_bytes: int  # keys and values of the context
-    memory_bytes_per_s: float
-    """Rate at which all threads, or the accelerator, read numbers that no cache holds."""
-    rows_s: dict[int, float]
-    """Seconds of a pass through all layers, to the best token of each row, by rows."""
+    memory_bytes_per_s: float  # at which all threads, or the accelerator, read what no cache holds
+    rows_s: dict[int, float]  # by rows: a pass through all layers, to the best token of each row
 
     @property
     def step_bytes(self) -> int:
@@ -110,10 +100,7 @@ class StepSpeed:
 
     @property
     def share_of_limit(self) -> float:
-        """Speed of a plain step as a share of what the memory allows.
-
-        Above 1 where a cache holds the weights.
-        """
+        """Speed of a plain step, of what the memory allows; above 1 where a cache holds weights."""
         return self.limit_s / self.step_s
 
     @property
@@ -130,10 +117,7 @@ class StepSpeed:
 def step_speed(
     backbone: Backbone, *, context: int = CONTEXT, clock: Clock | None = None
 ) -> StepSpeed:
-    """Measured behind `context` tokens, fewer where the model has no room for them; a few seconds.
-
-    Passes are padded as the runtime pads them, and timed in turns.
-    """
+    """Measured behind `context` tokens, or as many as the model has room for; a few seconds."""
     clock = clock or Clock(backbone.device, _STEP_REPEATS)
     room = backbone.max_positions
     context = max(1, min(context, room - ROWS[-1]))
@@ -163,8 +147,8 @@ class Passes:
         self._context = context
         self.kv = KVCache(backbone.num_layers)
         self._hidden = HiddenCache(backbone, self.kv)
+        # of the context, then of the rows
         self.ids = torch.arange(context + most, device=backbone.device) % backbone.vocab_size
-        """Ids of the context, then of the rows."""
         self._hidden.push(backbone.embed(self.ids[:context]))
         alone(self._hidden.advance_all())
 
@@ -180,12 +164,8 @@ class Passes:
 
 # --- costs of a model and its heads ---------------------------------------------------------------
 
-
-_QUICK_ROWS = (16, 8, 4, 2, 1)
-"""From the largest on: what the first pass waits for counts least there."""
-
+_QUICK_ROWS = (16, 8, 4, 2, 1)  # what the first pass waits for counts least in the largest
 _QUICK_CONTEXT = 64
-
 _QUICK_S = 0.7  # seconds after which no pass is repeated, once each has run twice
 
 
@@ -195,8 +175,7 @@ def quick_costs(
 ) -> Costs:
     """What rows and a head cost, from the quickest of a few passes: under a second, or ten passes.
 
-    A neighbour on the machine makes passes longer, never shorter. Rows between two that are
-    measured cost alike.
+    A neighbour on the machine makes passes longer, never shorter.
     """
     context = max(1, min(_QUICK_CONTEXT, backbone.max_positions - _QUICK_ROWS[0]))
     passes = Passes(backbone, context, most=_QUICK_ROWS[0])
@@ -218,8 +197,7 @@ def quick_costs(
     return Costs(row=tuple(added) or None, head=head)
 
 
-_ROWS = 8  # rows: as many as a pinned pass has
-
+_ROWS = 8  # as many as a pinned pass has
 _REPEATS = 15
 _SHORT = 8  # a short pass runs this fraction of the layers
 
@@ -235,10 +213,7 @@ def measure(
     context: int = CONTEXT,
     now: Callable[[], float] = time.perf_counter,
 ) -> MeasuredCosts:
-    """Medians of 15 passes, in turns, of 1..`rows` rows behind `context` tokens; a few seconds.
-
-    Without heads their cost is 0.
-    """
+    """Medians of 15 passes, in turns, of 1..`rows` rows behind `context` tokens; a few seconds."""
     context = min(context, backbone.max_positions // 2)
     num_layers, short = backbone.num_layers, max(1, backbone.num_layers // _SHORT)
     works = dict(_works(backbone, heads, rows, context, short))
@@ -304,7 +279,7 @@ def _question(
 ) -> Callable[[], object]:
     """What the exit drafter does for one token at one exit layer after the other, layers left out.
 
-    `hidden` [1, d] stands for what a head reads.
+    A head reads `hidden` [1, d].
     """
     exit_layers = heads.config.exit_layers
     judge = ExitJudge(backbone.num_layers, dict.fromkeys(exit_layers, 1.0))
@@ -330,7 +305,10 @@ def _question(
 
 
 # --- whether a row's bits depend on what runs with it ---------------------------------------------
-
+#
+# Two ways lead to rows whose bits do not: kernels whose result for a row is the same for any number
+# of rows, or passes of one fixed shape, padded, over a fixed number of slots. Either is a property
+# of the kernels, so it is probed before anyone relies on it.
 
 logger = logging.getLogger(__name__)
 
@@ -339,18 +317,15 @@ _CONTEXTS = (16, 180)
 with AVX512 does between 192 and 384)."""
 
 _PIECE = 13  # rows of the pieces that a prompt is cut into
-
 _FEW_LAYERS = 4
-
-_MOST_SLOTS = 1 << 20
-"""Positions with memory of their own from the start: a slip of the pen asks for more."""
+_MOST_SLOTS = 1 << 20  # positions with memory from the start: a slip of the pen asks for more
 
 
 class PassShape(NamedTuple):
-    """What all passes of a pinned decoding have in common."""
+    """What all passes of a pinned decoding have in common; None where the kernels do not care."""
 
-    rows: int | None = None  # fixed number of rows; None where the kernels do not care
-    slots: int | None = None  # fixed number of key slots; None where the kernels do not care
+    rows: int | None = None
+    slots: int | None = None  # for keys
 
 
 class PinnedProbe:
@@ -358,7 +333,7 @@ class PinnedProbe:
 
     def __init__(self, backbone: Backbone) -> None:
         self._backbone = backbone
-        self._found: dict[tuple[PassShape, int, bool], PinnedUnavailable | None] = {}
+        self._failure = cache(partial(_failure, backbone))
 
     def shape(self, fixed: PassShape, widest: int) -> PassShape:
         """What makes bits independent of drafts: the kernels by themselves, else a `fixed` shape.
@@ -385,29 +360,26 @@ class PinnedProbe:
             logger.info("drafts may move bits here: %s", failure)
         return failure is None
 
-    def _failure(
-        self, shape: PassShape, widest: int, *, quick: bool = False
-    ) -> PinnedUnavailable | None:
-        key = (shape, widest, quick)
-        if key not in self._found:
-            self._found[key] = None
-            try:
-                check_pinned(self._backbone, shape, widest, quick=quick)
-            except PinnedUnavailable as error:
-                self._found[key] = error
-        return self._found[key]
+
+def _failure(
+    backbone: Backbone, shape: PassShape, widest: int, *, quick: bool = False
+) -> PinnedUnavailable | None:
+    try:
+        check_pinned(backbone, shape, widest, quick=quick)
+    except PinnedUnavailable as error:
+        return error
+    return None
 
 
 @torch.inference_mode()
 def check_pinned(backbone: Backbone, shape: PassShape, widest: int, *, quick: bool = False) -> None:
     """Raise PinnedUnavailable unless logits are bitwise the same for every grouping of rows.
 
-    The same random tokens run one at a time, in blocks of `widest` rows (which `shape` must have
-    room for), and in uneven blocks; every second block has wrong tokens behind it, as rejected
-    drafts would be. What is in front of them runs at once, and for the blocks in pieces where the
-    executor claims that this changes nothing either. Costs about 3 * `widest` passes at each of two
-    contexts; `quick` looks at the longer one alone, at half as many tokens and at the first few
-    layers; `selfspec verify` looks at all.
+    The same random tokens run one at a time, in blocks of `widest` rows, and in uneven blocks;
+    every second block has wrong tokens behind it, as rejected drafts would be. What is in front of
+    them runs at once, and for the blocks in pieces where the executor claims that this changes
+    nothing either. Costs about 3 * `widest` passes at each of two contexts; `quick` looks at the
+    longer one alone, at half as many tokens and at the first few layers.
     """
     contexts: Sequence[int] = _CONTEXTS
     count, layers = 2 * widest, backbone.num_layers

@@ -1,7 +1,7 @@
 """From logits to the scores that tokens are chosen by: Hugging Face's processors, and choice.
 
-Processors run on true prefixes, one position at a time and once per committed token, exactly as
-plain decoding calls them; so processors that keep state across calls see what they would see there.
+Processors run on true prefixes, once per committed token, exactly as plain decoding calls them; so
+those that keep state across calls see what they would see there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # --- one row of a batch: processors and criteria that were made for all, for it -------------------
 
-
+# transformers' processors whose calls do not affect each other
 STATELESS = frozenset(
     {
         *("EncoderNoRepeatNGramLogitsProcessor", "EncoderRepetitionPenaltyLogitsProcessor"),
@@ -42,14 +42,11 @@ STATELESS = frozenset(
         *("TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper"),
         "WatermarkLogitsProcessor",  # its generator is seeded anew for each row and call
     }
-)  # transformers' processors whose calls do not affect each other
+)
 
 
 def processor_for(processor: Any, row: int, rows: int) -> Any:
-    """A logits processor for row `row` of `rows`.
-
-    Raises InvalidOption for one that is not known to treat each row by itself.
-    """
+    """A logits processor for row `row`; InvalidOption where it may not treat each by itself."""
     if type(processor).__module__ == logits_process.__name__:
         if own := _own(processor, row, rows):
             alone = copy.copy(processor)
@@ -61,10 +58,9 @@ def processor_for(processor: Any, row: int, rows: int) -> Any:
 
 
 def criterion_for(criterion: Any, row: int, rows: int, max_time: float | None) -> Any:
-    """A stopping criterion for row `row` of `rows`, whose clock starts now if it has one.
+    """A stopping criterion for row `row`; InvalidOption where it may not treat each by itself.
 
-    `max_time`: what was asked for as an option; a MaxTimeCriteria of the user's keeps its clock.
-    Raises InvalidOption for one that is not known to treat each row by itself.
+    `max_time`: the option, whose clock starts now; a MaxTimeCriteria of the user's keeps its own.
     """
     kind = type(criterion)
     if rows == 1:
@@ -79,7 +75,7 @@ def criterion_for(criterion: Any, row: int, rows: int, max_time: float | None) -
 
 
 def called(thing: object) -> str:
-    """The name of a processor or criterion: of its class, or of a function."""
+    """The name of a class, or of a function."""
     return str(getattr(thing, "__name__", None) or type(thing).__name__)
 
 
@@ -104,7 +100,7 @@ def _part(processor: Any, held: Any, row: int, rows: int, *, shared: bool = Fals
 
 
 def _own(processor: Any, row: int, rows: int) -> dict[str, Any]:
-    """Attributes of a processor of transformers that differ by row, for `row`; empty: none do."""
+    """Attributes of a processor of transformers that differ by row, for `row`."""
     part = partial(_part, processor, row=row, rows=rows)
     match type(processor).__name__:
         case "RepetitionPenaltyLogitsProcessor":  # padding that is skipped, [B]
@@ -133,10 +129,7 @@ def _own(processor: Any, row: int, rows: int) -> dict[str, Any]:
 
 
 class OccurrencePenalty(LogitsProcessor):
-    """Takes `presence` off the score of every token that the answer has, and `frequency` each time.
-
-    The prompt does not count. What it gives depends on the prefix alone.
-    """
+    """Takes `presence` off the score of every token of the answer, and `frequency` each time."""
 
     stateless = True
 
@@ -161,19 +154,14 @@ class OccurrencePenalty(LogitsProcessor):
 class GrammarMask(LogitsProcessor):
     """Rules out tokens that the grammar forbids behind a prefix; that alone decides.
 
-    The matcher goes along with a text, and back where the next question has another prefix.
+    The matcher goes along with a text, and back for another prefix.
     """
 
     stateless = True
 
     def __init__(self, matcher: LLMatcher, start: int, ends: Collection[int]) -> None:
-        """`matcher`: at its beginning; `start`: ids in front of the text, padding included.
-
-        `ends`: end tokens, each of which closes a complete text.
-        """
-        self.start = start
-        self._matcher = matcher
-        self._ends = sorted(ends)
+        """`start`: ids in front of the text, padding included; each of `ends` closes a text."""
+        self.start, self._matcher, self._ends = start, matcher, sorted(ends)
         self._text: list[int] = []
 
     def for_row(self, _row: int) -> GrammarMask:
@@ -238,11 +226,8 @@ class GrammarMask(LogitsProcessor):
 
 # --- scores ---------------------------------------------------------------------------------------
 
-
 _BITS = 2**64 - 1
-
-_UNKNOWN = -3e4
-"""Score of a token that a head does not know, where it must choose among such; fits any dtype."""
+_UNKNOWN = -3e4  # score of a token that a head does not know, among such; fits any dtype
 
 
 class DraftToken(NamedTuple):
@@ -252,12 +237,9 @@ class DraftToken(NamedTuple):
     parent: int = -1  # which token of the draft it follows; -1: the newest committed one
     layer: int = 0  # where it left; 0 for tokens that ran through no layer
     source: str = EXIT  # who proposed it, as `stats` names them
-    chance: float = 0.0
-    """Its chance to stay, with all before it, as its drafter has it; where that says."""
+    chance: float = 0.0  # to stay, with all before it, as its drafter has it; where that says
     probs: Tensor | None = None  # [V] it was drawn from, after the processors; None: it was certain
-    belief: Tensor | None = None
-    """[V] that was thought of its place, after the processors, also where nothing was drawn: where
-    the acceptance rule reads it. None: not kept, or there is none."""
+    belief: Tensor | None = None  # [V] thought of its place, drawn or not, where a rule reads it
 
 
 @dataclass(frozen=True)
@@ -266,17 +248,14 @@ class Sampler:
 
     processors: LogitsProcessorList
     do_sample: bool = False
-    generator: torch.Generator | None = None
-    """Source of draws that no seed ties; None is torch's global one."""
-    seed: int | None = None
-    """Ties each draw to its position: the token is a function of this and the probabilities."""
+    generator: torch.Generator | None = None  # of draws that no seed ties; None: torch's global one
+    seed: int | None = None  # a token is a function of it, its position and the probabilities
     pad: int = 0  # padding ids in front of a text, which count for no position
-    least: float | None = None
-    """What logits are raised to before processors see them; None: they stay."""
+    least: float | None = None  # logits are raised to it before processors see them
 
     @property
     def grammar(self) -> GrammarMask | None:
-        """What the text has to follow, if anything."""
+        """What the text has to follow."""
         return next((one for one in self.processors if isinstance(one, GrammarMask)), None)
 
     @property
@@ -285,11 +264,7 @@ class Sampler:
         return not self.do_sample and not self.processors
 
     def scores(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """Processed scores of the token after `ids` [1, n]; [1, V] -> [1, V].
-
-        Raises InvalidOption for what a processor of transformers refuses, and for results of
-        another shape. What a processor of the user's raises goes on as it is.
-        """
+        """Processed scores of the token after `ids` [1, n]; [1, V] -> [1, V]."""
         scores = logits.to(ids.device)  # processors read both; lm_head may be elsewhere
         scores = scores if self.least is None else scores.clamp(min=self.least)
         for processor in self.processors:
@@ -317,8 +292,7 @@ class Sampler:
     def draw(self, probs: Tensor, place: int | None = None) -> int:
         """One token from [V], behind `place` ids, to which a seed ties it; None: to no place.
 
-        Not by `torch.multinomial`, which takes an exponential number for each of [V]. Raises
-        InvalidOption where [V] is no distribution.
+        Not by `torch.multinomial`, which takes an exponential number for each of [V].
         """
         if self.seed is not None and place is not None:
             return _raced(probs, mixed(self.seed, place - self.pad))
@@ -330,20 +304,14 @@ class Sampler:
         return torch.rand((), device=device, generator=self.generator)
 
     def for_drafts(self) -> Sampler:
-        """The same choice with only the processors that may look at tokens never committed.
-
-        A head may know few of the tokens that a grammar allows, or none: then all are alike.
-        """
+        """The same choice with only the processors that may look at tokens never committed."""
+        # a head may know none of the tokens that a grammar allows: then all are alike
         kept = [p for p in self.processors if is_stateless(p)]
         least = None if self.grammar is None else _UNKNOWN
         return replace(self, processors=LogitsProcessorList(kept), least=least)
 
     def for_row(self, row: int, rows: int, pad: int = 0) -> Sampler:
-        """The choice for one row of a batch of `rows`, which has `pad` padding ids in front.
-
-        Row r draws with the seed plus r, so that it can be made again by itself. Raises
-        InvalidOption for a processor that is not known to treat each row by itself.
-        """
+        """The choice for a row of a batch: row r draws with the seed plus r, as it would alone."""
         if rows == 1:
             return replace(self, pad=pad)
         alone = [processor_for(processor, row, rows) for processor in self.processors]
@@ -372,9 +340,8 @@ _RACING = 64  # tokens that race by themselves: the likeliest ones. All others r
 def _raced(probs: Tensor, number: int) -> int:
     """The winner of a race: times from exponential distributions, divided by probabilities [V].
 
-    The time of a token hangs on its id and `number` alone, so where two distributions race with
-    the same number they mostly have one winner. Where one of the others wins, another number says
-    which.
+    A token's time hangs on its id and `number` alone, so two distributions that race with the same
+    number mostly have one winner. Where one of the others wins, another number says which.
     """
     count = min(_RACING, len(probs))
     best = probs.topk(count)
@@ -427,10 +394,9 @@ def mixed(seed: int, place: int) -> int:
 
 
 def is_stateless(processor: object) -> bool:
-    """Whether calls do not affect each other: most of Hugging Face's own processors.
+    """Whether calls do not affect each other; the user's own say so by `stateless = True`.
 
-    The user's own code is taken to keep state unless its class says `stateless = True`. Leaving
-    one out on the draft side costs acceptance, never correctness: the target side always runs all.
+    Leaving one out on the draft side costs acceptance, never correctness: the target runs all.
     """
     kind = type(processor)
     if getattr(kind, "stateless", False) is True:
@@ -439,6 +405,7 @@ def is_stateless(processor: object) -> bool:
 
 
 def _processed(processor: Any, ids: Tensor, scores: Tensor) -> Tensor:
+    """Raises InvalidOption where transformers' own refuse; what the user's raise stays."""
     try:
         found = processor(ids, scores)
     except (IndexError, RuntimeError, TypeError, ValueError) as error:

@@ -23,12 +23,13 @@ class Source(NamedTuple):
     """Who gives tokens, for people."""
 
     words: str
-    colour: str | None = None  # none: that of all text, or of the exit layer
+    colour: str | None = None  # None: that of all text, or of the exit layer
     line: str = "solid"  # under its tokens, for eyes that see no colours
     mark: str = ""  # behind its tokens in terminals without colours; exit layers have their number
     free: bool = False  # whether its drafts take no work before their verification
 
 
+# in the order in which people are told of them
 SOURCES = {
     MODEL: Source("the model"),
     NGRAM: Source("prompt lookup", palette.SEEN, "dotted", "n", free=True),
@@ -39,8 +40,7 @@ SOURCES = {
     DRAFT_MODEL: Source("a draft model", palette.SECOND, "double", "d"),
     SKIP: Source("fewer of its layers", palette.SECOND, "double", "f"),
     EXIT: Source("exit heads"),
-}  # all sources, in the order in which people are told of them
-
+}
 FREE = frozenset(name for name, one in SOURCES.items() if one.free)
 
 
@@ -52,7 +52,6 @@ class Giver(NamedTuple):
 
     @property
     def words(self) -> str:
-        """The giver's name, for people."""
         if self.source == EXIT:
             return f"exit layer {self.layer}" if self.layer else "the embedding"
         return SOURCES[self.source].words
@@ -80,6 +79,7 @@ def common(old: Sequence[int], new: Sequence[int]) -> int:
 
 Ended = Literal["depth", "width", "budget", "eos", "unsure", "off"]
 
+# why drafting stopped, for people
 ENDED: dict[str, str] = {
     "depth": "deepest exit layer",  # nothing was confident by D_max
     "width": "longest allowed",  # W_max drafts
@@ -87,10 +87,9 @@ ENDED: dict[str, str] = {
     "eos": "end token",
     "unsure": "too unsure",  # more would not pay
     "off": "no drafts",  # none were wanted, or they pause
-}  # why drafting stopped, for people
+}
 
-StopReason = Literal["eos", "length", "stop"]
-"""What ended a generation: an end token; the token limit; another stopping criterion."""
+StopReason = Literal["eos", "length", "stop"]  # an end token, the token limit, another criterion
 
 PARTS = ("prefill", "draft", "heads", "verify", "bookkeeping")
 
@@ -99,9 +98,7 @@ class Stopwatch:
     """Charges the time since the last reading to a part of the work."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        """`now` gives seconds; tests inject their own."""
-        self._now = now
-        self._last = now()
+        self._now, self._last = now, now()
         self.seconds: Counter[str] = Counter()
 
     def start(self) -> None:
@@ -118,20 +115,16 @@ class Stopwatch:
 class Round:
     """One round: drafting, then one verification."""
 
-    tokens: list[int]
-    """Committed: the accepted drafts, then the correction or bonus token (not after a stop)."""
+    tokens: list[int]  # the accepted drafts, then the correction or bonus token (not after a stop)
     draft_tokens: list[int]
     exit_layers: list[int]  # where each draft left; 0 for drafts that ran through no layer
     sources: list[str]  # who drafted each, by the names in `SOURCES`
-    parents: list[int] | None = None
-    """Which draft each follows, -1: the newest token. None: each the one before."""
+    parents: list[int] | None = None  # the draft before each, -1: the newest token. None: a chain
     kept: list[int]  # drafts among `tokens`, in their order
     ended: Ended
-    heads: int = 0
-    """How often exit heads were asked: for one token at one layer, or for a level of a tree."""
+    heads: int = 0  # how often they were asked: for a token at a layer, or for a level of a tree
     prefill: bool = False  # the prompt's own pass, which is no verification
-    passes: Sequence[tuple[int, int, int]] = ()
-    """Batched runs, in order: rows, first, last (layers first+1..last)."""
+    passes: Sequence[tuple[int, int, int]] = ()  # rows, first, last (layers first+1..last)
     stop_reason: StopReason | None = None
 
     @property
@@ -250,11 +243,9 @@ class GenerationStats:
     def summary(self) -> str:
         speed = f" at {rate(self.decode_tokens_per_s)}" if self.decode_tokens_per_s else ""
         passes = f", {self.compression_rate:.1f} tokens per pass" if self.rounds else ""
-        return (
-            f"{self.new_tokens} tokens{speed}{passes}"
-            + ("" if self.lossless else ", lossy")
-            + (f", no drafts: {self.drafts_refused}" if self.drafts_refused else "")
-        )
+        refused = f", no drafts: {self.drafts_refused}" if self.drafts_refused else ""
+        lossy = "" if self.lossless else ", lossy"
+        return f"{self.new_tokens} tokens{speed}{passes}{lossy}{refused}"
 
     def line(self) -> str:
         parts = [

@@ -1,7 +1,6 @@
 """What drafters are made of: bases, controllers of how long they draft, guesses for trees.
 
-A drafter asks its controller before a round and after each draft token, and tells it afterwards
-what was kept: with exit heads that sets W_max of the next round, while the judge keeps the depth.
+A drafter asks its controller before a round and after each draft token, and tells it what was kept.
 """
 
 from __future__ import annotations
@@ -33,12 +32,10 @@ class Trunks(Protocol):
 
 
 class PacedDrafter:
-    """Base of drafters whose controller sets how many tokens a round drafts."""
+    """Base of drafters whose controller sets how many tokens a round drafts, none behind an end."""
 
     def __init__(self, controller: DraftController, end_tokens: Collection[int] = ()) -> None:
-        """`end_tokens` close a sequence: nothing is drafted behind one."""
-        self.controller = controller
-        self.end_tokens = frozenset(end_tokens)
+        self.controller, self.end_tokens = controller, frozenset(end_tokens)
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
         """Tell the controller; rounds without drafts say nothing about draft lengths."""
@@ -96,12 +93,10 @@ class DraftController:
 
     With a `threshold` a draft is cut short behind a token of lower confidence: Hugging Face's
     `assistant_confidence_threshold` (GammaTune's baseline AssistantThreshold; Mamou et al. 2024),
-    on the draft's top probability: that of the drawn token would bias samples. The unsure token
-    itself is still proposed, as there: it is paid for.
+    on the draft's top probability: that of the drawn token would bias samples.
     """
 
-    signal: Signal | None = None
-    """What `go_on` wants to know of each draft token's distribution; None: nothing."""
+    signal: Signal | None = None  # what `go_on` wants to know of each draft token's distribution
 
     def __init__(self, length: int, threshold: float | None = None) -> None:
         self._length = self.longest = length  # `longest`: what `begin` never exceeds
@@ -133,10 +128,9 @@ class Bounds(NamedTuple):
 
 
 class Heuristic(DraftController):
-    """Two more when all drafts were accepted, else one less.
+    """Two more when all that was drafted was kept, else one less.
 
-    Hugging Face's schedule "heuristic" (GammaTune's baseline HFHeuristic), with bounds. A drafter
-    may stop before the length is reached: what counts is that all it drafted was kept.
+    Hugging Face's schedule "heuristic" (GammaTune's baseline HFHeuristic), with bounds.
     """
 
     def __init__(self, length: int, bounds: Bounds, threshold: float | None = None) -> None:
@@ -181,8 +175,7 @@ class CmAsdLength(DraftController):
 
     `k = min(k_max, max(k_min, floor(alpha * mean(C) * k_max)))`, where k_min and k_max are
     `bounds`, alpha is `scale`, C the ensemble. The document averages C over the *next* k_max
-    positions, which a sequential drafter cannot know: here over those drafted so far, and k is
-    found anew after each.
+    positions, which a sequential drafter cannot know: here over those drafted so far.
     """
 
     def __init__(self, bounds: Bounds, scale: float, signal: Signal) -> None:
@@ -217,7 +210,6 @@ def make_controller(options: SpeculationOptions, length: int) -> DraftController
 
 # --- guesses: what may follow a token of a tree ---------------------------------------------------
 
-
 ROOT = -1  # stands for the newest committed token, where a draft token is named
 
 
@@ -229,7 +221,7 @@ class Guesses(Protocol):
         """Falling. They depend on the text in front alone, not on what is drawn."""
 
     def choice(self, rank: int) -> DraftToken | None:
-        """The guess of a rank, from 0, asked in order; None: nothing is left to draw."""
+        """Of a rank, from 0, asked in order; None: nothing is left to draw."""
 
     def without(self, token: int) -> tuple[Guesses, float]:
         """All but `token`, with chances as they are, and the chance that it had."""
@@ -272,11 +264,11 @@ class Known:
 
 
 class Drawn:
-    """Tokens drawn from a distribution without replacement.
+    """Tokens drawn without replacement, each with the distribution that it was drawn from.
 
-    Each comes with the distribution that it was drawn from, without what was drawn before: tried in
-    this order, each against what the ones before left of the target's, they keep the target's
-    distribution (recursive rejection sampling: Jeon et al. 2024, "Recursive Speculative Decoding").
+    Tried in this order, each against what the ones before left of the target's, they keep the
+    target's distribution (recursive rejection sampling: Jeon et al. 2024, "Recursive Speculative
+    Decoding").
     """
 
     def __init__(self, probs: Tensor, sampler: Sampler, count: int, place: int) -> None:

@@ -1,14 +1,10 @@
 """Drafts from a smaller model: a second one, or the model itself without some of its layers.
 
-A second one is speculative decoding as it began (Leviathan et al. 2023;
-speculative_decoding_and_lenience.txt). It runs on this package's own backbone, with keys and values
-of its own.
-
-Without some of its layers the model reads its own keys and values, as in Self-SD (Zhang et al.
-2023, dilab-zju/self-speculative-decoding), so a prompt runs once; what drafts add behind them is
-cut off before verification. Which layers go is given, or searched for while texts are written, as
-in SWIFT (Xia et al. 2024, hemingkx/SWIFT). Both skip attention and MLPs apart; here whole layers
-go, because executors run whole ones. `eval.papers.self_sd` searches ahead.
+A second one is speculative decoding as it began (Leviathan et al. 2023). Without some of its layers
+the model reads its own keys and values, as in Self-SD (Zhang et al. 2023,
+dilab-zju/self-speculative-decoding), so a prompt runs once; what drafts add is cut off before
+verification. Which layers go is given, or searched for while texts are written, as in SWIFT (Xia et
+al. 2024, hemingkx/SWIFT). Both skip attention and MLPs apart; here whole layers go.
 """
 
 from __future__ import annotations
@@ -38,10 +34,7 @@ class DraftCache:
     """A draft model with the keys and values of one sequence; a session keeps it between turns."""
 
     def __init__(self, backbone: Backbone, vocab_size: int | None = None) -> None:
-        """Empty at first. `vocab_size`: rows of the target's unembedding; None: as many as ours.
-
-        Where the two differ, the longer one ends in padding, which no draft may name.
-        """
+        """`vocab_size`: rows of the target; what the longer unembedding has more is padding."""
         self.backbone = backbone
         self._vocab_size = backbone.vocab_size if vocab_size is None else vocab_size
         self._kv = KVCache(backbone.num_layers)
@@ -49,7 +42,7 @@ class DraftCache:
         self._ran: list[int] = []
 
     def rewind(self, ids: list[int]) -> list[int]:
-        """Keep what is shared with `ids`; those that have to run, at least one."""
+        """Keep what is shared with `ids`; gives those that have to run, at least one."""
         shared = common(self._ran, ids[:-1])
         self._kv.truncate(shared)
         del self._ran[shared:]
@@ -70,9 +63,9 @@ class DraftCache:
 
 
 class DraftModelDrafter(ChoosingDrafter):
-    """Drafts by decoding with another model; refused tokens are cut from its cache next time.
+    """Drafts by decoding with another model.
 
-    A round's last draft token never ran there: it runs next time, with the target's own token.
+    Next time refused tokens are cut from its cache, and the last draft token runs, which never did.
     """
 
     def __init__(self, cache: DraftCache, how: Drafting) -> None:
@@ -114,8 +107,7 @@ def check_same_size(
 ) -> None:
     """Raise DraftModelMismatch unless both give logits over the same tokens.
 
-    Unembeddings are often padded to a round number of rows: behind the last token of a `tokenizer`
-    that both share, they may differ.
+    Unembeddings may differ in how they are padded, behind the last token of a shared `tokenizer`.
     """
     ours, theirs = backbone.vocab_size, draft_model.vocab_size
     tokens = max(tokenizer.get_vocab().values()) + 1 if tokenizer else max(ours, theirs)
@@ -128,11 +120,8 @@ def check_same_size(
 
 # --- the model itself without some of its layers: Self-SD, and SWIFT's search for them ------------
 
-
 WINDOW = 32  # newest tokens of an answer by which layers are tried; SWIFT's context window
-
-_RATIO = 0.45
-"""Share of the layers between the first and the last that a tried set leaves out; SWIFT's."""
+_RATIO = 0.45  # of the layers between the first and the last, that a tried set leaves out; SWIFT's
 
 _ENOUGH, _PATIENCE, _MOST = 0.95, 300, 1000
 """The search ends with more than this share of tokens right, after so many sets in a row that were
@@ -146,13 +135,11 @@ _STEP, _NEWEST, _MOMENTUM = 0.01, 0.5, 0.9
 class LayerSearch:
     """Which layers drafts leave out, counted from 1; all texts of a model search together.
 
-    Each set is drawn at random, and replaces a worse one. SWIFT also asks a Gaussian process, for
-    every 25th set.
+    Sets are drawn at random; every 25th of SWIFT's is asked of a Gaussian process.
     """
 
     def __init__(self, num_layers: int) -> None:
-        self.skipped = tuple(range(2, num_layers, 2))
-        """The best so far; every other one at first, as in SWIFT."""
+        self.skipped = tuple(range(2, num_layers, 2))  # the best so far; at first SWIFT's
         self._between = range(2, num_layers)
         self._random = random.Random(0)
         self._best, self._tries, self._failed = 0.0, 0, 0
@@ -215,10 +202,7 @@ class SkipDrafter(ChoosingDrafter):
             self.threshold += (1.0 - _MOMENTUM) * step
 
     def _said(self, ids: Tensor, logits: Tensor) -> tuple[DraftToken, float, float]:
-        """The token behind `ids`, of [1, V]; the top probability, and what the controller asks.
-
-        One device read where the likeliest token is taken.
-        """
+        """The token behind `ids`, of [1, V]; the top probability, and what the controller asks."""
         signal = self.controller.signal
         tokens, chances = likeliest(logits, 1.0, 1)
         told = chances if signal is None else signal(logits)[:, None]
@@ -228,10 +212,9 @@ class SkipDrafter(ChoosingDrafter):
         return self.sampler.choose(ids, logits, believe=self.beliefs), sure, said
 
     def _try_one(self, state: DecodeState) -> Steps[None]:
-        """Try another set of layers on the newest tokens of the answer, as far as it has them.
+        """Try another set of layers on the newest tokens of the answer; SWIFT takes the first.
 
-        By one pass of a branch that leaves the held ones as they are: the executor must run trees,
-        and fixed slots leave no room for it. SWIFT looks at the first tokens of an answer.
+        By a branch beside those held: the executor must run trees, and fixed slots leave no room.
         """
         self._begun = state.length if self._begun is None else self._begun
         able = state.kv.slots is None and state.backbone.runs_trees
@@ -263,8 +246,8 @@ def shallow(
 def again(state: DecodeState, skipped: Sequence[int], count: int) -> Steps[Target]:
     """What a draft would have said in place of each of the newest `count` committed tokens.
 
-    Caches are left as they were found. The text in front has the model's own keys and values; the
-    tokens themselves run on a branch beside those that are held. Needs more than `count` ids.
+    They run on a branch beside those that are held; caches are left as they were found. Needs more
+    than `count` ids.
     """
     held, rows = state.kv.length(), state.committed(-count - 1)[:-1]
     found = yield from shallow(state, rows, skipped, [-1 - count, *range(count - 1)])

@@ -1,8 +1,7 @@
 """Drafts from heads: trees that a head is asked for, and chains along the hidden cache.
 
-Exit heads run on rows that wait where they left; those on the embedding, those that attend, and
-Medusa's run before any layer of the model. A draft decides no text, so it needs few digits; what
-counts is how few bytes it reads: `pack` makes 8-bit copies of the heads' weights.
+A draft decides no text, so it needs few digits; what counts is how few bytes it reads: `pack` makes
+8-bit copies of the heads' weights.
 """
 
 from __future__ import annotations
@@ -46,19 +45,13 @@ class HeadGuesser:
     once = False
 
     def __init__(self, heads: ExitHeads, judge: ExitJudge, sampler: Sampler, count: int) -> None:
-        self._heads = heads
-        self._head = cast("ExitHead", heads.by_layer["0"])
+        self._heads, self._head = heads, cast("ExitHead", heads.by_layer["0"])
         self._judge, self._sampler, self._count = judge, sampler.for_drafts(), count
-        self._state: DecodeState
-        self._known: Tensor | None = None
-        """What the head reads beside the newest token's embedding, [1, d]."""
-        self._features: dict[int, Tensor] = {}
-        """What the head made of each token that was asked, [1, d]."""
 
     def begin(self, state: DecodeState) -> None:
         self._state = state
-        self._known = known_deep(self._heads, state)
-        self._features = {}
+        self._known = known_deep(self._heads, state)  # beside the newest token's embedding, [1, d]
+        self._features: dict[int, Tensor] = {}  # what the head made of each asked token, [1, d]
 
     def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
         """One linear layer over all of `asked`, and one device read."""
@@ -72,7 +65,7 @@ class HeadGuesser:
         return found
 
     def _rows(self, draft: Draft, asked: Sequence[int]) -> Steps[tuple[Tensor, Tensor | None]]:
-        """What the head reads for each of `asked`, [n, d]: embeddings, and what stands beside."""
+        """Embeddings for each of `asked`, [n, d], and what stands beside them."""
         (newest,) = self._state.committed(-1)
         ids = [newest if at == ROOT else draft.proposed[at].token for at in asked]
         hidden: Tensor = yield Embed(self._state.backbone, ids)
@@ -84,7 +77,7 @@ class HeadGuesser:
     def _guesses(
         self, draft: Draft, node: int, said: Answer, row: int, count: int | None = None
     ) -> Guesses:
-        """At most `count` guesses behind one token, of a row; none where the judge is not sure."""
+        """At most `count` guesses of a row; none where the judge is not sure."""
         tokens, chances = said.tokens[row][:count], said.chances[row][:count]
         if not self._judge.exits(chances[0], 0):
             return Known([], [])
@@ -97,7 +90,7 @@ class HeadGuesser:
 
 
 def known_deep(heads: ExitHeads, state: DecodeState) -> Tensor | None:
-    """What heads read beside the hidden state of the newest token, [1, d]; None if nothing."""
+    """What heads read beside the hidden state of the newest token, [1, d]."""
     if state.deep is None or not heads.reads_deep:
         return None
     normed: Tensor = state.backbone.unembedding.norm(state.deep)
@@ -113,8 +106,7 @@ class AttendingGuesser(HeadGuesser):
 
     def begin(self, state: DecodeState) -> None:
         super().begin(state)
-        self._places = {ROOT: -1}
-        """By token: its number among those that the layer has read this round."""
+        self._places = {ROOT: -1}  # by token: its number among those read this round
         self._outputs: dict[int, Tensor] = {}
 
     def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
@@ -176,9 +168,9 @@ class AskAhead(Work):
 class MedusaGuesser(HeadGuesser):
     """Asks all heads once a round: what one says holds behind every path of its length.
 
-    Guesses for a tree of fixed shape, or for as much of it as pays. Medusa-1 (Cai et al. 2024)
-    verifies the whole tree in every round. Where it samples it keeps tokens that are typical of the
-    model; here guesses are drawn from the heads, and what stays has the model's distribution.
+    Medusa-1 (Cai et al. 2024) verifies the whole tree in every round, here as much of it as pays.
+    Where it samples it keeps tokens that are typical of the model; here guesses are drawn from the
+    heads, and what stays has the model's distribution.
     """
 
     once = True
@@ -226,11 +218,9 @@ class ExitDrafter(ChoosingDrafter):
         self.heads, self._judge = heads, judge
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:
-        """A path of up to min(limit, W_max) tokens; the rows that gave it wait where they left."""
+        """Up to min(limit, W_max) tokens; the rows that gave them wait where they left."""
         writer = DraftWriter(self, limit, source=EXIT)
-        ids = state.ids
-        deep = known_deep(self.heads, state)
-        newest = state.committed(-1)
+        ids, newest, deep = state.ids, state.committed(-1), known_deep(self.heads, state)
         while writer.room:
             state.hidden.push((yield Embed(state.backbone, newest)))
             found = yield from self._first_exit(state, ids, deep, writer.draft, watch)
@@ -248,10 +238,8 @@ class ExitDrafter(ChoosingDrafter):
     ) -> Steps[_Exit | None]:
         """The first confident layer and what it drafts; None: difficult token.
 
-        `draft` counts the heads that are asked.
-
-        Whether to exit is decided from the context alone, before a token is drawn: a decision that
-        saw the drawn token would bias the output.
+        Whether to exit is decided before a token is drawn: a decision that saw the drawn token
+        would bias the output. `draft` counts the heads that are asked.
         """
         for boundary, layer in enumerate(state.hidden.schedule.depths[1:-1]):
             hidden = yield from state.hidden.advance(boundary)
@@ -306,7 +294,7 @@ class AttendingDrafter(ExitDrafter):
     heads: AttendingHeads
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:
-        """A path of up to min(limit, W_max) tokens; no rows wait."""
+        """Up to min(limit, W_max) tokens; no rows wait."""
         writer = DraftWriter(self, limit, source=EXIT)
         head, text, ids = self.heads.head, state.attention, state.ids
         if text is None or not writer.room:
@@ -373,7 +361,7 @@ class PackedHead:
     """The features of one head in one compiled call, and its draft logits in another."""
 
     def __init__(self, head: ExitHead, rows: CompiledLinear) -> None:
-        """`rows`: the head's. Raises ValueError, with the reason, where it cannot be compiled."""
+        """`rows`: the head's. Raises ValueError where it cannot be compiled."""
         self._rows, self._reads_deep = rows, head.reads_deep
         width = rows.in_features
         self._program = Program(rows.dtype, 2 * width if head.reads_deep else width)

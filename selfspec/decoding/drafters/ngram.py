@@ -49,12 +49,11 @@ class NgramIndex:
     """
 
     def __init__(self, size: int) -> None:
-        self.text: list[int] = []
-        self._size = size
+        self.text, self._size = list[int](), size
         self._continued: dict[tuple[int, ...], int] = {}
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens; each costs `size` entries, however long the text is."""
+        """Each token costs `size` entries, however long the text is."""
         for token in tokens:
             place = len(self.text)
             for count in range(1, min(self._size, place) + 1):
@@ -81,9 +80,8 @@ class NgramIndex:
 class NgramDrafter(PacedDrafter):
     """Drafts what followed the longest match, as far as that has been paying.
 
-    By length of the match it keeps a running mean of how often the next token was right. Guesses
-    are scored against what was committed whether they were proposed or not, so the means are up to
-    date where nothing is drafted, at no cost. Each right token makes the match longer by one: the
+    By length of the match it keeps a running mean of how often the next token was right, scored
+    whether the guess was proposed or not. Each right token makes the match longer by one: the
     product of the means is the chance that a draft token is reached and right. The draft is as long
     as gives most tokens per time, with what the rows of verification cost.
     """
@@ -96,13 +94,9 @@ class NgramDrafter(PacedDrafter):
         size: int,
         cost: DraftCost | None = None,
     ) -> None:
-        """`size`: longest n-gram. `cost`: of rows of a verification; None: nothing.
-
-        One drafter serves one sequence, its prompt included; a session's next turn takes a new one.
-        """
+        """`size`: longest n-gram. One drafter serves one sequence, its prompt included."""
         super().__init__(controller, end_tokens)
-        self._index = NgramIndex(size)
-        self._size = size
+        self._index, self._size = NgramIndex(size), size
         self._cost = cost or DraftCost(rows=(0.0,))
         # the longer a match, the more it is trusted at first
         self._rates = [count / (size + 1) for count in range(size + 1)]
@@ -157,11 +151,8 @@ class SeenTextFirst:
     """
 
     def __init__(self, trunks: Trunks, other: Drafter) -> None:
-        self._trunks = trunks
-        self._other = other
-        self._other_gives = 0.0
-        self._other_drafted = False
-        self._other_declines = False
+        self._trunks, self._other = trunks, other
+        self._other_gives, self._other_drafted, self._other_declines = 0.0, False, False
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:
         rival = 0.0 if self._other_declines else self._other_gives
@@ -190,8 +181,7 @@ class GrammarDrafter:
     def __init__(self, mask: GrammarMask, pad: int, most: int, seen: Trunks | None = None) -> None:
         """`pad`: padding ids in front of the text; `most`: draft tokens of a round."""
         self._mask, self._start, self._most = mask, mask.start - pad, most
-        self._seen = seen
-        self._forced = False
+        self._seen, self._forced = seen, False
 
     def propose(self, state: DecodeState, limit: int, rival: float = 0.0) -> Draft:
         """What is forced, whatever `rival` promises; else prompt lookup."""
@@ -216,9 +206,7 @@ class GrammarDrafter:
 
 # --- successors: Token Recycling ------------------------------------------------------------------
 
-
 KEPT = 8  # successors of an entry
-
 _MOST = 1 << 16  # entries of each order; the oldest make room
 
 _PRIOR = (
@@ -245,7 +233,7 @@ class Successors:
         self._asked = [_CREDIT for _ in _PRIOR]
 
     def behind(self, tokens: Sequence[int]) -> Known:
-        """What may follow a text that ends so, with the chances that this table's ranks have."""
+        """What may follow a text that ends so, with the chances of this table's ranks."""
         if (known := self._found(tokens)) is None:
             return Known([], [])
         order, found = known
@@ -365,10 +353,8 @@ class LookaheadDrafter(PacedDrafter):
         self._level, self._most = level, most
         self._columns = max(min(window, (most + 1) // (level - 1) - 1), 0)
         self._pool = NgramPool(level, guesses)
-        self._levels: list[list[int]] = []
-        """Tokens by level and column; the first one is the newest of the text."""
-        self._ends: list[int] = []
-        """Draft tokens of the last level in this round, by column; empty if none run."""
+        self._levels: list[list[int]] = []  # by level and column; the first: the text's newest
+        self._ends: list[int] = []  # draft tokens of the round's last level, by column, if it runs
         self._guessed = 0  # tokens of the longest n-gram in this round
         self._random = Random(0)
 
@@ -423,7 +409,7 @@ class LookaheadDrafter(PacedDrafter):
     def _move(self, said: list[int]) -> None:
         """One level up, by what the target said behind each column, and so one position on.
 
-        While levels are missing the columns move instead, and one that is drawn comes in.
+        While levels are missing the columns move, and one that is drawn comes in.
         """
         self._levels.append(said)
         if len(self._levels) == self._level:

@@ -1,11 +1,9 @@
 """Drafts from a datastore: what followed the same tokens in other texts.
 
-Comes in: the newest tokens of a text, and a file that `selfspec datastore` made. Goes out: guesses
-for a tree, around text already seen; for any model, without heads. As REST (He et al. 2023): the
-longest suffix of 16 down to 2 tokens that occurs there, at most 5,000 hits, 10 tokens behind each,
-of these the heaviest prefixes. Here hits beyond the most are thinned evenly, where REST takes the
-first in the order of tokens; nothing goes on into the next text; and what a prefix weighs gives its
-chance, so that it has to pay its row. Called by the engine, the facade and the command line.
+As REST (He et al. 2023): the longest suffix of 16 down to 2 tokens that occurs there, at most 5,000
+hits, 10 tokens behind each, of these the heaviest prefixes. Here hits beyond the most are thinned
+evenly, where REST takes the first in the order of tokens; nothing goes on into the next text; and
+what a prefix weighs gives its chance, so that it has to pay its row.
 """
 
 from __future__ import annotations
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
     Ids = npt.NDArray[np.int32]
 
 LONGEST, SHORTEST = 16, 2  # tokens of a suffix that is looked up
-
 HITS, BEHIND = 5000, 10  # places that are looked at, and tokens behind each
 
 DOUBT = 8.0
@@ -47,8 +44,7 @@ behind 8 (50 conversations of SmolLM2-135M, 7,339 others of it as the datastore)
 
 END = -1  # stands behind each text
 
-Trie = Mapping[tuple[int, ...], Known]
-"""What may follow, by the tokens since; of the root, no tokens."""
+Trie = Mapping[tuple[int, ...], Known]  # what may follow, by the tokens since
 
 
 class Datastore:
@@ -60,13 +56,13 @@ class Datastore:
 
     @classmethod
     def of(cls, texts: Iterable[Iterable[int]], tokenizer: PreTrainedTokenizerBase) -> Datastore:
-        """A store of texts, given as ids of a tokenizer."""
+        """Texts, as ids of a tokenizer."""
         ids = np.fromiter(chain.from_iterable(chain(text, (END,)) for text in texts), np.int32)
         return cls(ids, suffix_array(ids), vocabulary_of(tokenizer))
 
     @classmethod
     def read(cls, path: Path) -> Datastore:
-        """A file, mapped into memory. Raises InvalidData for one that is damaged, or none."""
+        """Mapped into memory. Raises InvalidData for a file that is damaged, or none."""
         found = check_safetensors(path)
         shape = found.get("ids", ("", []))[1]
         expected = {"ids": ("I32", shape), "suffixes": ("I32", shape), "vocabulary": ("U8", [32])}
@@ -114,7 +110,6 @@ class Datastore:
         return _heaviest(self.ids[np.minimum(ahead, len(self.ids) - 1)], most, count)
 
     def _hits(self, tokens: list[int]) -> range:
-
         def head(place: int) -> list[int]:
             found: list[int] = self.ids[place : place + len(tokens)].tolist()
             return found

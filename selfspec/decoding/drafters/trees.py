@@ -28,7 +28,6 @@ from selfspec.decoding.stats import FREE, Stopwatch
 
 # --- the never-slower rule: by past rounds alone, so sampling stays exact -------------------------
 
-
 NEWEST = 1 / 16
 """Weight of the newest round in the running mean. With 1 / 8 drafts that pay paused by chance:
 default heads behind prompt lookup lost 0.8 % on 48 Spec-Bench questions, with this weight
@@ -61,10 +60,8 @@ class Paying:
     """
 
     def __init__(self, cost: DraftCost) -> None:
-        self._cost = cost
-        self._begun = False
-        self._gain = PRIOR
-        self._next_pause = SHORTEST_PAUSE
+        self._cost, self._begun = cost, False
+        self._gain, self._next_pause = PRIOR, SHORTEST_PAUSE
         self._pausing = 0  # rounds to go; those in which nobody asks do not count
 
     def pauses(self) -> bool:
@@ -77,7 +74,7 @@ class Paying:
         return pauses
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
-        """Weigh a round that did not pause. Drafts without work would be there anyway."""
+        """Weigh a round that did not pause, without drafts that take no work."""
         accepted = sum(draft.proposed[index].source not in FREE for index in kept)
         gain = accepted - self._cost.of(draft)
         self._gain += NEWEST * (gain - self._gain)
@@ -92,9 +89,7 @@ class WhilePaying:
     """Asks another drafter while that has been `Paying`."""
 
     def __init__(self, drafter: Drafter, cost: DraftCost) -> None:
-        self._drafter = drafter
-        self._rule = Paying(cost)
-        self._drafted = False
+        self._drafter, self._rule, self._drafted = drafter, Paying(cost), False
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:
         self._drafted = not self._rule.pauses()
@@ -108,15 +103,9 @@ class WhilePaying:
 
 # --- trees: a Guesser says what follows a token, nothing here knows a model -----------------------
 
-
 _ROUNDING = 1e-6
-
 _REMEMBERED = 16  # answers of the head that say what the next one should bring
-
-LEAST_SAID = 0.05
-"""The head is not asked behind a path that it gives a lower probability itself: what it computes
-there is of little worth."""
-
+LEAST_SAID = 0.05  # the head is not asked behind a path that it gives a lower probability itself
 _FIRST_HOPE = 0.5  # probability of the head's best guess that is expected before it was ever asked
 
 
@@ -197,8 +186,7 @@ class TreeDrafter(PacedDrafter):
         self._rows = tuple(islice(each_row(self._cost.row_costs), self._most))
         self._tokens = 1.0 + sum(one.chance for one in self._draft.proposed)
         self._steps = 1.0 + sum(self._rows[: len(self._draft.proposed)])
-        self._said = {ROOT: 1.0}
-        """By token: the head's own probability of its path, as far as it was asked."""
+        self._said = {ROOT: 1.0}  # by token: the head's probability of its path, as far as asked
         width, level = self.controller.begin(), [ROOT]
         self._guesser.begin(state)
         self._draft.ended = "width" if width <= limit else "budget"
@@ -230,14 +218,10 @@ class TreeDrafter(PacedDrafter):
         return index != ROOT and self._draft.proposed[index].token in self.end_tokens
 
     def _worth_asking(self, level: Sequence[int]) -> list[_Node]:
-        """Nodes of the newest level behind which a guess should pay its row, if all pay the head.
-
-        The root is asked whenever prompt lookup has nothing: else nobody would hear of heads
-        that have become better.
-        """
+        """Nodes of the level behind which a guess should pay its row, if all pay the head."""
         if self._full:
             return []
-        if level == [ROOT] and not self._draft.proposed:
+        if level == [ROOT] and not self._draft.proposed:  # or none would hear of better heads
             return [self._node(ROOT)]
         row, least = self._next_row, 0.0 if self._guesser.once else LEAST_SAID
         open_ones = (at for at in level if not self._closes(at))
