@@ -4,8 +4,7 @@
                                              ├─▶ a decoder layer over the text ─▶ norm, lm_head
     embedding of the token behind them ──────┘        └─▶ the state of the next draft
 
-Come in: a folder in the speculators format, which ours have, or the original one (`midlayer.*`),
-safetensors only. Goes out: AttendingHeads, and for each text an Attention: what its layer has read.
+Folders are in the speculators format, which ours have, or the original one (`midlayer.*`).
 tests/heads/eagle3/make.py has what was found of layers, positions and norms in the reference.
 """
 
@@ -33,7 +32,7 @@ from typing_extensions import Self
 from selfspec.errors import HeadsMismatch, InvalidHeads, InvalidOption
 from selfspec.files import check_safetensors
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig, check_numbers
-from selfspec.heads.folder import EAGLE3, METADATA, SWITCHES, attends
+from selfspec.heads.folder import EAGLE3, EAGLE3_OURS, METADATA, SWITCHES, attends
 from selfspec.heads.heads import DraftVocabulary, LinearHead
 from selfspec.model.kv import KVCache, uploaded
 from selfspec.model.parts import Unembedding
@@ -43,8 +42,7 @@ _IGNORED = ("t2d", "verifier_norm.", "verifier_lm_head.", "rotary_emb.")  # or t
 
 _PIECE = 256  # rows that run at once: the layer's mask has so many times the text's length
 
-_TEXTS, _REMEMBERED = 32, 1 << 16
-"""Texts, and positions of them, whose keys and values are kept for others that begin alike."""
+_TEXTS, _REMEMBERED = 32, 1 << 16  # texts, and positions, that are kept for others that begin alike
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +61,7 @@ class AttendingConfig(HeadsConfig):
         """`heads.folder` has checked all; `num_layers` is 0 until there is a model."""
 
     def record(self) -> dict[str, Any]:
-        """The config in the speculators format; what only selfspec reads has one key of its own."""
+        """In the speculators format; what only selfspec reads has one key of its own."""
         return {
             "architectures": ["Eagle3DraftModel"],
             "speculators_model_type": EAGLE3,
@@ -79,7 +77,7 @@ class AttendingConfig(HeadsConfig):
                 "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 5}],
                 "verifier": {"architectures": [], "name_or_path": self.base_model},
             },
-            METADATA: {name: getattr(self, name) for name in _OURS},
+            METADATA: {name: getattr(self, name) for name in EAGLE3_OURS},
         }
 
     def for_model(
@@ -106,12 +104,6 @@ class AttendingConfig(HeadsConfig):
         )
 
 
-_OURS = (
-    *("base_fingerprint", "num_layers", "temperatures", "defaults", "training"),
-    *("chat_template", "weights"),
-)
-
-
 def config_of(folder: Path) -> HeadsConfig:
     """The config of heads of any kind. Raises HeadsNotFound or InvalidHeads."""
     return (AttendingConfig if attends(folder) else HeadsConfig).read(folder)
@@ -126,10 +118,7 @@ def heads_of(
 
 
 class AttendingHeads(ExitHeads):
-    """Heads whose only exit layer is 0: they read the text, what is behind no layer of a draft.
-
-    The layer's output goes through `self.head`, a norm and rows of its own, to draft logits.
-    """
+    """Heads whose only exit layer is 0; the layer's output goes through `self.head` to logits."""
 
     config: AttendingConfig
     _config_kind = AttendingConfig
@@ -161,7 +150,6 @@ class AttendingHeads(ExitHeads):
         self._texts: deque[Attention] = deque(maxlen=_TEXTS)
 
     def __getitem__(self, layer: int) -> Any:
-        """Raises InvalidOption: there is nothing that can be asked about one row by itself."""
         raise InvalidOption(
             f"these heads attend to the whole text, none of them reads exit layer {layer} by "
             "itself. Give heads of another type"
@@ -174,10 +162,7 @@ class AttendingHeads(ExitHeads):
     def fresh(
         cls, config: AttendingConfig, unembedding: Unembedding, draft_ids: Tensor | None
     ) -> AttendingHeads:
-        """Heads to fit, in the dtype and on the device of the unembedding.
-
-        Both branches of the layer begin at zero, the draft logits at the model's own norm and rows.
-        """
+        """Heads to fit: the layer's branches begin at zero, logits at the model's norm and rows."""
         parts = unfilled(config, embeddings=False).to_empty(device="cpu")
         for module in parts.modules():
             if isinstance(module, nn.Linear):
@@ -234,8 +219,7 @@ class AttendingHeads(ExitHeads):
     ) -> Tensor:
         """Its output, [B, n, d] twice, [n] -> [B, n, d].
 
-        `attend`: queries, keys and values of the rows, [B, n, heads, head_dim], turned for their
-        positions -> what they find in the text, as queries are.
+        `attend`: queries, keys and values, turned, [B, n, heads, head_dim] -> as queries are.
         """
         layer: Any = self.parts["layers"][0]
         own = layer.self_attn
@@ -336,10 +320,8 @@ class Attention:
         self.ids: list[int] = []  # tokens of its rows, from position 1 on
         self.kv = KVCache(1)
         self._waiting: list[Tensor] = []  # fused states from the last row's position on
-        self.output: Tensor | None = None
-        """The layer's output at the last row, [1, d]; None: nothing read since the text began."""
-        self._paths: list[list[int]] = []
-        """For each draft token that the layer has read this round: those down to it, itself too."""
+        self.output: Tensor | None = None  # the layer's at the last row, [1, d]
+        self._paths: list[list[int]] = []  # down to each draft token read this round, itself too
 
     @property
     def waiting(self) -> int:
@@ -385,8 +367,8 @@ class Attention:
     def draft(self, tokens: Sequence[int], outputs: Tensor, parents: Sequence[int]) -> TextRows:
         """More draft tokens, of which none follows another.
 
-        `parents`: the draft token in front of each, counted in the order in which they were read
-        this round, -1: the text; `outputs` [n, d]: the layer's there.
+        `parents`: the draft token in front of each, in the order in which they were read this
+        round, -1: the text; `outputs` [n, d]: the layer's there.
         """
         held, read = len(self.ids), len(self._paths)
         for number, parent in enumerate(parents, start=read):
@@ -405,7 +387,7 @@ class Attention:
 
 
 def unfilled(config: AttendingConfig, *, embeddings: bool) -> Any:
-    """All modules without numbers, named as in the speculators format: a ModuleDict."""
+    """All modules without numbers, named as in the speculators format."""
     layer, count = _layer_config(config), len(config.state_layers or ())
     width, eps = layer.hidden_size, layer.rms_norm_eps
     with torch.device("meta"):
@@ -468,7 +450,7 @@ def _scale(unembedding: Unembedding) -> Tensor:
 
 
 def _vocabulary(ids: Tensor | None, count: int) -> dict[str, Tensor]:
-    """`d2t` and `t2d` of a draft vocabulary that is not the whole one, of `count` tokens."""
+    """`d2t` and `t2d` of a draft vocabulary, `count` being all tokens."""
     if ids is None:
         return {}
     drafted = torch.zeros(count, dtype=torch.bool, device=ids.device)
@@ -491,8 +473,8 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _check(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
-    for name in sorted(expected.keys() - tensors.keys()):
-        raise InvalidHeads(f"no {name}. Is the file whole?")
+    if missing := sorted(expected.keys() - tensors.keys()):
+        raise InvalidHeads(f"no {missing[0]}. Is the file whole?")
     for name, tensor in tensors.items():
         if name not in expected:
             raise InvalidHeads(f"{name} is unknown, expected one layer, as EAGLE-3 has it")

@@ -1,14 +1,13 @@
-"""The exit heads of one model, one per exit layer, and the folder they are kept in.
+"""The exit heads of one model, one per exit layer, and their folder.
 
-A folder holds `config.json` and `model.safetensors`: no pickle, and never the model's unembedding.
-What a stranger's folder may hold is checked in `heads.folder`.
+It holds `config.json` and `model.safetensors`: no pickle, and never the model's unembedding.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -98,10 +97,7 @@ class HeadsConfig:
     def for_model(
         self, folder: Path, weight: Tensor, fingerprint: str, name: str, num_layers: int | None
     ) -> Self:
-        """The config. Raises HeadsMismatch unless the model called `name` is the one of the fit.
-
-        Where there is no fingerprint, sizes decide, and a warning says so.
-        """
+        """The config. Raises HeadsMismatch unless the model called `name` is the one of the fit."""
         known = UNKNOWN not in (fingerprint, self.base_fingerprint)
         if known and fingerprint != self.base_fingerprint:
             raise HeadsMismatch(
@@ -148,25 +144,8 @@ def check_exit_layers(asked: Iterable[int], allowed: Iterable[int]) -> None:
         )
 
 
-def layers_in_use(fitted: Sequence[int], options: SpeculationOptions) -> tuple[int, ...]:
-    """The `fitted` exit layers that `options` ask for, or all, to D_max. Raises InvalidOption."""
-    layers = tuple(fitted) if options.exit.layers is None else options.exit.layers
-    check_exit_layers(layers, fitted)
-    if len(options.exit.thresholds) not in (1, len(layers)):
-        raise InvalidOption(
-            f"{len(options.exit.thresholds)} exit thresholds for {len(layers)} exit layers. "
-            "Give one for all, or one each"
-        )
-    depth = options.exit.max_depth
-    if depth is not None and depth not in layers:
-        raise InvalidOption(
-            f"exit:max_depth {depth} is not among the exit layers {list(layers)}. Give one of them"
-        )
-    return tuple(layer for layer in layers if depth is None or layer <= depth)
-
-
 class ExitHeads(nn.Module):
-    """The exit heads of one model, one per exit layer, with their config."""
+    """The exit heads of one model, with their config."""
 
     _config_kind: ClassVar[type[HeadsConfig]] = HeadsConfig
 
@@ -188,7 +167,7 @@ class ExitHeads(nn.Module):
         )
 
     def __getitem__(self, layer: int) -> ExitHead:
-        """The head of exit layer `layer`, counted from 1. Raises InvalidOption if none reads it."""
+        """The head of exit layer `layer`. Raises InvalidOption if none reads one."""
         if self.looks_ahead:
             raise InvalidOption(
                 f"medusa heads read the last layer, none of them reads exit layer {layer}. Give "
@@ -207,13 +186,26 @@ class ExitHeads(nn.Module):
         return self.config.num_heads is not None
 
     def ahead(self, states: Tensor) -> Tensor:
-        """Features of all that look ahead: [n, d] -> [n * K, d], the K of a row side by side."""
+        """[n, d] -> features of all that look ahead, [n * K, d], the K of a row side by side."""
         found = [cast("ExitHead", head).features(states) for head in self.by_layer.values()]
         return torch.stack(found, 1).flatten(0, 1)
 
     def layers_in_use(self, options: SpeculationOptions) -> tuple[int, ...]:
-        """Exit layers that `options` ask for, up to D_max. Raises InvalidOption."""
-        return layers_in_use(self.config.exit_layers, options)
+        """Exit layers that `options` ask for, or all, up to D_max. Raises InvalidOption."""
+        fitted, depth = self.config.exit_layers, options.exit.max_depth
+        layers = fitted if options.exit.layers is None else options.exit.layers
+        check_exit_layers(layers, fitted)
+        if len(options.exit.thresholds) not in (1, len(layers)):
+            raise InvalidOption(
+                f"{len(options.exit.thresholds)} exit thresholds for {len(layers)} exit layers. "
+                "Give one for all, or one each"
+            )
+        if depth is not None and depth not in layers:
+            raise InvalidOption(
+                f"exit:max_depth {depth} is not among the exit layers {list(layers)}. Give one of "
+                "them"
+            )
+        return tuple(layer for layer in layers if depth is None or layer <= depth)
 
     @property
     def reads_deep(self) -> bool:
@@ -228,9 +220,8 @@ class ExitHeads(nn.Module):
     def save(self, folder: Path, others: Mapping[str, bytes | str] | None = None) -> None:
         """Write `config.json`, `model.safetensors` and the files `others` by name.
 
-        All are complete under temporary names before the weights take their place; then come the
-        config and the others. The weights repeat the config, so that a kill at any moment leaves
-        the heads from before or these. Raises CannotWrite.
+        All are complete under temporary names before the weights take their place, then the others.
+        The weights repeat the config: a kill at any moment leaves the heads from before or these.
         """
         tensors = {name: one.contiguous() for name, one in self.tensors().items()}
         self.config = replace(self.config, weights=hash_of(tensors))
@@ -269,8 +260,7 @@ class ExitHeads(nn.Module):
     ) -> Self:
         """Heads from `folder`, for the model with `base_fingerprint`, in its dtype and device.
 
-        Raises HeadsNotFound, InvalidHeads (damaged or foreign file), HeadsMismatch (other model;
-        other number of layers, where it is given).
+        Raises HeadsNotFound, InvalidHeads (damaged or foreign file), HeadsMismatch (other model).
         """
         config = cls._config_kind.read(folder).for_model(
             folder, unembedding.weight, base_fingerprint, base_model, num_layers

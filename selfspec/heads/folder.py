@@ -1,9 +1,8 @@
 """What the files of a heads folder may hold, whoever wrote them. Imports no torch.
 
-Comes in: `config.json`, ours or that of published EAGLE-3 heads, and the header of
-`model.safetensors`, which repeats ours as it was when the weights were saved. Goes out: plain
-values of the right types, or InvalidHeads. The last folder that `fit`, `adapt`, `heads pull` or
-`heads use` named for a model, else one that came with selfspec, is found by its fingerprint.
+The header of `model.safetensors` repeats `config.json` as it was when the weights were saved. The
+last folder that `fit`, `adapt`, `heads pull` or `heads use` named for a model, else one that came
+with selfspec, is found by its fingerprint.
 """
 
 from __future__ import annotations
@@ -30,18 +29,11 @@ FILES_OF_A_FIT = (  # what `fit` writes
 )
 
 FORMAT_VERSION = 2  # 1: `base_fingerprint` is that of the unembedding alone
-
-METADATA = "selfspec"
-"""Name of the config in the header of the weights, and of our part of a config of EAGLE-3's."""
-
+METADATA = "selfspec"  # the config in the header of the weights, and our part of one of EAGLE-3's
 MOST_TEMPLATE_CHARACTERS = 1 << 16  # of a chat template; those of models have some thousand
 
-EAGLE3 = "eagle3"
-"""Head type of heads that attend, ours and those that others publish. Ours say what only selfspec
-reads under one more key of the config, METADATA."""
-
+EAGLE3 = "eagle3"  # heads that attend, ours and those that others publish
 MEDUSA = "medusa"  # several heads on the last layer, each for a token further ahead
-
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 _MOST_CONFIG_BYTES = 1 << 20
@@ -54,10 +46,9 @@ logger = logging.getLogger(__name__)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The config of a folder, all types and ranges checked.
+    """The config of a folder, all types and ranges checked: HeadsNotFound, InvalidHeads.
 
     Where a run was killed between the weights and `config.json`, the weights' copy of it.
-    Raises HeadsNotFound without `config.json`, InvalidHeads where it is no config of heads.
     """
     path = Path(folder) / CONFIG_FILE
     if not path.is_file():
@@ -103,7 +94,7 @@ def is_heads_folder(folder: Path) -> bool:
 
 
 def repeated_config(weights: Path) -> dict[str, Any] | None:
-    """What the header of a weights file says; None where it says nothing, or is no such file."""
+    """What the header of a weights file says; None: nothing, or there is no such file."""
     if not weights.is_file():
         return None
     try:
@@ -145,10 +136,7 @@ _LINE = _Rule(
 )
 _OBJECT = _Rule("an object", lambda value: isinstance(value, dict))
 _SWITCH = _Rule("true or false", lambda value: type(value) is bool)
-_TEMPLATE = _Rule(
-    "the text of a chat template",
-    lambda value: isinstance(value, str) and len(value) <= MOST_TEMPLATE_CHARACTERS,
-)
+
 _SIZE, _LAYER = _whole(1 << 24), _whole(4096, least=0)
 _LAYERS = _Rule(
     "different layers",
@@ -169,7 +157,10 @@ _OURS = {
 }
 _OF_A_FIT = {
     **dict.fromkeys(("temperatures", "defaults", "training"), _OBJECT),
-    "chat_template": _TEMPLATE,
+    "chat_template": _Rule(
+        "the text of a chat template",
+        lambda value: isinstance(value, str) and len(value) <= MOST_TEMPLATE_CHARACTERS,
+    ),
 }
 _OURS_TOO = {
     **dict.fromkeys(("base_revision", "weights"), _LINE),
@@ -184,11 +175,7 @@ _EAGLE3 = {
     **dict.fromkeys(SWITCHES, _SWITCH),
     **dict.fromkeys(("target_hidden_size", "draft_vocab_size"), _SIZE),
 }
-_EAGLE3_OURS = {
-    **dict.fromkeys(("base_fingerprint", "weights"), _LINE),
-    "num_layers": _whole(4096),
-    **_OF_A_FIT,
-}
+EAGLE3_OURS = {"base_fingerprint": _LINE, "num_layers": _whole(4096), **_OF_A_FIT, "weights": _LINE}
 _SIZES = dict.fromkeys(
     ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"), _SIZE
 )
@@ -215,7 +202,7 @@ def _require(name: str, value: Any, rule: _Rule) -> None:
 
 
 def _some(values: Mapping[str, Any], rules: Mapping[str, _Rule]) -> dict[str, Any]:
-    """Those of `values` that have a rule and are said, null being unsaid."""
+    """Those that have a rule and are said, null being unsaid."""
     found = {name: values[name] for name in rules if values.get(name) is not None}
     for name, value in found.items():
         _require(name, value, rules[name])
@@ -246,7 +233,7 @@ def _checked(values: Any) -> dict[str, Any]:
 
 
 def _check_fit(values: Mapping[str, Any], layers: list[int]) -> None:
-    """Raise InvalidHeads unless temperatures and defaults are for heads of these exit layers."""
+    """Raise InvalidHeads unless temperatures and defaults are for these exit layers."""
     for layer, value in (values.get("temperatures") or {}).items():
         _require("a layer of temperatures", layer, _one_of(*map(str, layers)))
         _require(f"the temperature of layer {layer}", value, _between(1e-6, 1e6))
@@ -268,7 +255,7 @@ def _check_fit(values: Mapping[str, Any], layers: list[int]) -> None:
 
 
 def _is_eagle3(values: Any) -> bool:
-    """Whether it is a config in the speculators format, or in the original one, which says less."""
+    """Whether it is in the speculators format, or in the original one, which says less."""
     if not isinstance(values, dict) or "head_type" in values or "exit_layers" in values:
         return False
     return "speculators_model_type" in values or "draft_vocab_size" in values
@@ -285,7 +272,7 @@ def _eagle3(values: Mapping[str, Any]) -> dict[str, Any]:
         _require("eagle_aux_hidden_state_layer_ids", states, _LAYERS)
     verifier = said.get("speculators_config", {}).get("verifier")
     base = verifier.get("name_or_path") if isinstance(verifier, dict) else None
-    ours = _some(said.get(METADATA, {}), _EAGLE3_OURS)
+    ours = _some(said.get(METADATA, {}), EAGLE3_OURS)
     _check_fit(ours, [0])
     return {
         **{name: said.get(name, False) for name in SWITCHES},
@@ -375,18 +362,16 @@ def find_known(
     """The folder for a model of `sizes`, its layers and width, which tell most models apart.
 
     Its `fingerprint` is asked for only where they are known. What was written here goes before the
-    `bundled` folders, and those go in their order. A folder that is gone, or holds other heads by
-    now, is passed over. `chosen`: only what the user chose.
+    `bundled` folders; what is gone, or holds other heads by now, is passed over. `chosen`: only
+    what the user chose.
     """
     written = any(
         entry.get("sizes") == list(sizes) and (not chosen or entry.get("chosen") is True)
         for entry in map(_known, known_place().glob("*.json"))
     )
-    own = {one: _said(one) for one in bundled}
+    own = ((one, _said(one)) for one in bundled)
     coming = [
-        one
-        for one, config in own.items()
-        if (config.get("num_layers"), config.get("hidden_size")) == sizes
+        one for one, said in own if (said.get("num_layers"), said.get("hidden_size")) == sizes
     ]
     if not (written or coming) or not (base := fingerprint()):
         return None
@@ -402,7 +387,7 @@ def find_known(
 
 
 def known_folders() -> list[Path]:
-    """Folders of heads that were written here and are still there; those in use first."""
+    """Folders that were written here and are still there; those in use first."""
     entries = map(_known, sorted(known_place().glob("*.json")))
     return [folder for entry in entries for folder in _folders(entry) if _said(folder)]
 

@@ -1,9 +1,7 @@
-"""Exit heads: small modules from a hidden state to draft logits, and what they answer.
+"""Exit heads: small modules from a hidden state, raw, before the final norm, to draft logits.
 
-Come in: a hidden state [.., d], raw, before the final norm; for some kinds also what the model made
-of the token before. Go out: draft logits over the draft vocabulary, how certain they are, and
-whether a token leaves at this layer. All kinds are made of the same few parts, so that
-`decoding.drafters.heads` runs each from 8-bit weights.
+All kinds are made of the same few parts, so that `decoding.drafters.heads` runs each from 8-bit
+weights.
 """
 
 from __future__ import annotations
@@ -46,10 +44,9 @@ class DraftVocabulary(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What a head's features are made of: x + direct(x) + outer(silu(inner(x))), as far as given.
+    """A head's features are x + direct(x) + outer(silu(inner(x))), as far as given.
 
-    x is the normed state, with `deep` beside it where the head reads that. Without `outer` what
-    `inner` gives is a term itself.
+    x is the normed state, with `deep` beside it where the head reads that.
     """
 
     norm: nn.Module
@@ -77,11 +74,8 @@ class ExitHead(nn.Module, ABC):
     the normed output of the last layer, so one head's features can be the next token's `deep`.
     """
 
-    reads_deep: ClassVar[bool] = False
-    """Whether `features` looks at `deep`, the normed output of layer L one position earlier."""
-    looks_ahead: ClassVar[bool] = False
-    """Whether there are several, each for a token further ahead; `hidden` is then what is `deep`
-    for others."""
+    reads_deep: ClassVar[bool] = False  # `deep`, the normed output of layer L one position earlier
+    looks_ahead: ClassVar[bool] = False  # there are several; `hidden` is what is `deep` for others
     has_inner: ClassVar[bool] = False  # an inner layer whose width can be chosen
     draft_ids: Tensor | None
 
@@ -229,11 +223,9 @@ class MlpHead(ExitHead):
 class DeepFusedHead(ExitHead):
     """An affine map and a hidden layer that also read what the model made of the token before.
 
-    That is known for the first draft of a round: verification computed it. For later ones the
-    features of the head that drafted the token before take its place. At exit layer 0 the hidden
-    state is the token's embedding, and drafting needs no layer pass at all. It starts from nothing:
-    with tied embeddings the identity would guess the token that has just been read.
-    `inner_size` is the width of the hidden layer; None: 2 d.
+    Verification computed that for the first draft of a round; for later ones the features of the
+    head that drafted the token before take its place. It starts from nothing: with tied embeddings
+    the identity would guess the token just read. `inner_size`: of the hidden layer; None: 2 d.
     """
 
     reads_deep = True
@@ -249,8 +241,7 @@ class DeepFusedHead(ExitHead):
 class MedusaHead(ExitHead):
     """One block, x + silu(W x + b), then the model's own frozen unembedding (Cai et al. 2024).
 
-    Medusa-1 gives each head an unembedding of its own, started from the model's; that of K heads
-    would be K copies to keep, to fit and to read in each round. Starts as the identity.
+    Medusa-1 gives each head an unembedding of its own: K copies to keep, to fit and to read.
     """
 
     looks_ahead = True
@@ -309,10 +300,7 @@ def top_probability(logits: Tensor, temperature: float = 1.0) -> Tensor:
 
 
 def likeliest(logits: Tensor, temperature: float, count: int) -> tuple[Tensor, Tensor]:
-    """Places of the largest of softmax(logits / temperature), and they, falling.
-
-    [.., V] -> [.., min(count, V)] each.
-    """
+    """[.., V] -> places of the largest of softmax(logits / temperature), and they, falling."""
     if count == 1:  # of equal ones the first, as greedy decoding takes it
         best, indices = logits.max(-1, keepdim=True)  # three times as fast as argmax
     else:
@@ -391,7 +379,6 @@ def scored(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `head` says behind its features [n, d]: they, draft logits, and what an Answer reads.
 
-    The likeliest `count` tokens of softmax(logits / temperature), and `signal` of these logits.
     float32 is exact up to 2^24 token ids.
     """
     logits = head.unembed(features)
