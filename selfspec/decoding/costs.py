@@ -75,23 +75,6 @@ class MeasuredCosts:
             sum(entry.heads for entry in behind),
         )
 
-    @property
-    def head_cost(self) -> float:
-        """One exit head asked, as a share of a plain step."""
-        return self.head / self.plain_step()
-
-    @property
-    def row_costs(self) -> tuple[float, ...]:
-        """What a verification's second row adds, and each later one, as shares of a plain step.
-
-        Later ones alike: single rows differ by less than a measurement tells.
-        """
-        steps = [self.step(rows) / self.plain_step() for rows in range(1, len(self.layers) + 1)]
-        added = [steps[1] - steps[0]]
-        if len(steps) > 2:
-            added.append((steps[-1] - steps[1]) / (len(steps) - 2))
-        return tuple(min(max(one, 0.0), 1.0) for one in added)
-
 
 @dataclass(frozen=True)
 class Exits:

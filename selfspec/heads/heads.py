@@ -215,12 +215,13 @@ class MlpHead(ExitHead):
 
     def _build(self, unembedding: Unembedding, inner_size: int | None) -> Parts:
         self.norm = _own_norm(unembedding)
-        size = unembedding.weight.shape[1]
-        self.change = _Mlp(size, inner_size or size, unembedding)
-        return Parts(self.norm, True, self.change.direct, self.change.inner, self.change.outer)
+        inputs = unembedding.weight.shape[1] * (2 if self.reads_deep else 1)
+        self.change = _Mlp(inputs, inner_size or inputs, unembedding)
+        change, keeps = self.change, not self.reads_deep
+        return Parts(self.norm, keeps, change.direct, change.inner, change.outer)
 
 
-class DeepFusedHead(ExitHead):
+class DeepFusedHead(MlpHead):
     """An affine map and a hidden layer that also read what the model made of the token before.
 
     Verification computed that for the first draft of a round; for later ones the features of the
@@ -229,13 +230,6 @@ class DeepFusedHead(ExitHead):
     """
 
     reads_deep = True
-    has_inner = True
-
-    def _build(self, unembedding: Unembedding, inner_size: int | None) -> Parts:
-        self.norm = _own_norm(unembedding)
-        size = unembedding.weight.shape[1]
-        self.change = _Mlp(2 * size, inner_size or 2 * size, unembedding)
-        return Parts(self.norm, False, self.change.direct, self.change.inner, self.change.outer)
 
 
 class MedusaHead(ExitHead):

@@ -44,23 +44,6 @@ def test_a_plain_step_is_layers_logits_and_bookkeeping() -> None:
         assert COSTS.seconds([(rows, 1, 10)], [(rows, 1)], 0) == pytest.approx(COSTS.step(rows))
 
 
-def test_shares_of_a_plain_step_add_up_to_the_widest_verification() -> None:
-    wide = replace(COSTS, layers=(1.0, 1.5, 1.6, 1.7), logits=(0.1, 0.2, 0.23, 0.26))
-    step = wide.plain_step()
-    assert wide.head_cost * step == pytest.approx(0.01)
-    first, later = wide.row_costs
-    assert (first * step, later * step) == pytest.approx((0.6, 0.13))
-    assert (first + 2 * later) * step == pytest.approx(0.86)
-    (only,) = COSTS.row_costs  # of two rows
-    assert only * COSTS.plain_step() == pytest.approx(0.6)
-
-
-def test_rows_that_cost_nothing_or_too_much_are_within_what_options_allow() -> None:
-    for layers, expected in (((1.0, 1.0, 0.9), (0.0, 0.0)), ((1.0, 3.0, 9.0), (1.0, 1.0))):
-        found = replace(COSTS, layers=layers, logits=(0.1, 0.1, 0.1)).row_costs
-        assert Costs(row=found).rows == found == expected
-
-
 def test_counts_may_be_expected_ones_or_arrays() -> None:
     def seconds(first: Any, second: Any, alone: Any, both: Any, heads: Any) -> Any:
         return COSTS.seconds([(1, *first), (2, *second)], [(1, alone), (2, both)], heads)

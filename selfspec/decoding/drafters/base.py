@@ -99,7 +99,7 @@ class DraftController:
     signal: Signal | None = None  # what `go_on` wants to know of each draft token's distribution
 
     def __init__(self, length: int, threshold: float | None = None) -> None:
-        self._length = self.longest = length  # `longest`: what `begin` never exceeds
+        self._length = length
         self._threshold = 0.0 if threshold is None else threshold
         if threshold is not None:
             self.signal = top_probability
@@ -135,7 +135,7 @@ class Heuristic(DraftController):
 
     def __init__(self, length: int, bounds: Bounds, threshold: float | None = None) -> None:
         super().__init__(int(bounds.clip(length)), threshold)
-        self._bounds, self.longest = bounds, bounds.high
+        self._bounds = bounds
 
     def end(self, drafted: int, accepted: int) -> None:
         step = 2 if accepted == drafted else -1
