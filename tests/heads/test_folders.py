@@ -94,9 +94,6 @@ def test_loading_writes_nothing_into_the_model(backbone: Backbone, tmp_path: Pat
     assert all(weight.requires_grad for weight in backbone.model.parameters())
 
 
-# Folders that do not fit
-
-
 # --- heads: config.json ---------------------------------------------------------------------------
 
 

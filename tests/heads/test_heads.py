@@ -172,9 +172,6 @@ def test_the_logit_lens_has_a_head_at_every_layer_uses_one_and_takes_no_memory(
     assert logit_lens(unembedding, 2, "tiny").config.defaults == {"drafter": "exit:layers=1"}
 
 
-# Names and bounds
-
-
 # --- signals and answers
 
 
@@ -219,8 +216,6 @@ def test_a_token_exits_from_its_layers_threshold_on() -> None:
 def test_spread_gives_one_value_to_all_layers_or_one_to_each() -> None:
     assert spread((0.9,), (2, 4)) == {2: 0.9, 4: 0.9}
     assert spread((0.9, 0.5), (2, 4)) == {2: 0.9, 4: 0.5}
-    with pytest.raises(ValueError, match="zip"):
-        spread((0.9, 0.5), (2, 4, 6))
 
 
 LAW = torch.tensor([0.5, 0.25, 0.125, 0.125])
