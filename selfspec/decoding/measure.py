@@ -381,36 +381,27 @@ def check_pinned(backbone: Backbone, shape: PassShape, widest: int, *, quick: bo
     nothing either. Costs about 3 * `widest` passes at each of two contexts; `quick` looks at the
     longer one alone, at half as many tokens and at the first few layers.
     """
-    contexts: Sequence[int] = _CONTEXTS
-    count, layers = 2 * widest, backbone.num_layers
-    if quick:
-        contexts, count, layers = _CONTEXTS[-1:], widest, min(layers, _FEW_LAYERS)
-    for context in contexts:
+    layers = min(backbone.num_layers, _FEW_LAYERS) if quick else backbone.num_layers
+    for context in _CONTEXTS[-1:] if quick else _CONTEXTS:
         room = (shape.slots or backbone.max_positions) - widest - context
-        if room > 0:
-            _check_at(backbone, shape, widest, context, min(count, room), layers)
-
-
-def _check_at(
-    backbone: Backbone, shape: PassShape, widest: int, context: int, count: int, layers: int
-) -> None:
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(backbone.vocab_size, (context + count,), generator=generator)
-    front, ids = ids.to(backbone.device).split([context, count])
-    pieces = _PIECE if any_split(backbone, shape) else context
-    whole, parts = (
-        _Text(backbone, shape, widest, layers, front.split(size)) for size in (context, pieces)
-    )
-    alone = whole.logits(ids, [1] * count)
-    uneven = [1 + step % (widest - 1) for step in range(count)]
-    for name, widths in {"full": [widest] * count, "uneven": uneven}.items():
-        differing = int((alone != parts.logits(ids, widths)).any(-1).sum())
-        if differing:
-            raise PinnedUnavailable(
-                f"{differing} of {count} positions behind {context} others changed bits between "
-                f"single rows and {name} blocks of up to {widest} rows: these kernels do not treat "
-                "all rows alike"
-            )
+        if (count := min(widest if quick else 2 * widest, room)) <= 0:
+            continue
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(backbone.vocab_size, (context + count,), generator=generator)
+        front, ids = ids.to(backbone.device).split([context, count])
+        pieces = _PIECE if any_split(backbone, shape) else context
+        whole, parts = (
+            _Text(backbone, shape, widest, layers, front.split(size)) for size in (context, pieces)
+        )
+        single = whole.logits(ids, [1] * count)
+        uneven = [1 + step % (widest - 1) for step in range(count)]
+        for name, widths in {"full": [widest] * count, "uneven": uneven}.items():
+            if differing := int((single != parts.logits(ids, widths)).any(-1).sum()):
+                raise PinnedUnavailable(
+                    f"{differing} of {count} positions behind {context} others changed bits "
+                    f"between single rows and {name} blocks of up to {widest} rows: these kernels "
+                    "do not treat all rows alike"
+                )
 
 
 def any_split(backbone: Backbone, shape: PassShape) -> bool:

@@ -372,8 +372,7 @@ def test_what_drafts_must_be_there(
 
 def test_lengths_of_seen_text_and_of_exits_are_bounded_apart(eager: Speculator) -> None:
     found = eager.generate(random_ids(13), max_new_tokens=60, drafter="ngram+exit:max_tokens=1")
-    widths = max(found.stats.drafted_by_index)
-    assert widths > 1
+    assert max(found.stats.drafted_by_index) > 1
 
 
 # --- a second model drafts ------------------------------------------------------------------------
@@ -383,7 +382,6 @@ class CountingBackbone(Backbone):
     def __init__(self, model: Any) -> None:
         self.passes: list[list[int]] = []
         super().__init__(model, executor="generic")
-        self.passes.clear()
 
     def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
         if first == 0:
@@ -522,15 +520,13 @@ def test_unembeddings_padded_to_other_sizes_draft_the_same_tokens(rows: int, exa
     assert sampled.stats.drafted > 0
 
 
-@pytest.mark.parametrize("named", [False, True])
-def test_another_number_of_logits_is_refused_unless_padding_begins_behind_the_last_token(
-    named: bool,
-) -> None:
-    tokenizer = make_tokenizer() if named else None
-    if tokenizer is not None:
-        tokenizer.add_tokens([f"word {number}" for number in range(70)])
-    with pytest.raises(DraftModelMismatch, match="has 64 rows in its unembedding, the model 96"):
-        wrap(make_model("llama"), tokenizer, draft_model=make_model("llama", vocab_size=64))
+def test_another_number_of_logits_is_refused_unless_padding_begins_behind_the_last_token() -> None:
+    many = make_tokenizer()
+    many.add_tokens([f"word {number}" for number in range(70)])
+    said = "has 64 rows in its unembedding, the model 96"
+    for tokenizer in (None, many):
+        with pytest.raises(DraftModelMismatch, match=said):
+            wrap(make_model("llama"), tokenizer, draft_model=make_model("llama", vocab_size=64))
 
 
 # --- drafts from the model without some of its layers ---------------------------------------------

@@ -81,25 +81,6 @@ def test_each_row_of_a_tree_sees_its_own_path(family: str, held: int, attn: str)
         torch.testing.assert_close(found[row], alone, rtol=0, atol=5e-5)
 
 
-@pytest.mark.parametrize("exits", [(), ladder.EXITS], ids=["", "exits"])
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("family", FAMILIES)
-def test_an_oracle_tree_gives_plain_decoding_s_text(
-    family: str, seed: int, exits: tuple[int, ...]
-) -> None:
-    backbone = cut(family)
-    ids = random_ids(11, seed)
-    plain = ladder.decode(backbone, ids, NoDrafter(), new_tokens=40)
-    text = [*ids[0].tolist(), *plain.tokens]
-    drafter = BranchingDrafter(text, seed, backbone.vocab_size, 7)
-    found = ladder.decode(backbone, ids, drafter, new_tokens=40, exit_layers=exits)
-    assert found.tokens == plain.tokens
-    torch.testing.assert_close(found.logits, plain.logits, rtol=0, atol=5e-5)
-    accepted = {entry.accepted for entry in found.entries}
-    assert {0, 1, 2} <= accepted
-    assert max(len(entry.draft_tokens) for entry in found.entries) == 7
-
-
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
