@@ -13,7 +13,7 @@ from torch import Tensor
 from selfspec import options as rules
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.sampling import DraftToken, Sampler
-from selfspec.decoding.stats import EXIT, Ended, Round, StopReason
+from selfspec.decoding.stats import EXIT, Ended, Round
 from selfspec.errors import InvalidOption
 from selfspec.heads.heads import Ensemble, Signal, entropy
 from selfspec.model.kv import depths
@@ -50,30 +50,6 @@ class Draft:
         parents = range(-1, len(entry.sources) - 1) if entry.parents is None else entry.parents
         rows = zip(entry.draft_tokens, parents, entry.exit_layers, entry.sources, strict=True)
         return cls(proposed=[DraftToken(*row) for row in rows], heads=entry.heads)
-
-    def verified(
-        self,
-        tokens: list[int],
-        kept: list[int],
-        passes: Sequence[tuple[int, int, int]],
-        *,
-        prefill: bool = False,
-        stop_reason: StopReason | None = None,
-    ) -> Round:
-        """The round in which verification committed `tokens`, of which the draft's are `kept`."""
-        return Round(
-            tokens=tokens,
-            draft_tokens=self.tokens,
-            exit_layers=[one.layer for one in self.proposed],
-            sources=[one.source for one in self.proposed],
-            parents=None if self.is_chain else self.parents,
-            kept=kept,
-            ended=self.ended,
-            heads=self.heads,
-            passes=passes,
-            prefill=prefill,
-            stop_reason=stop_reason,
-        )
 
     @property
     def tokens(self) -> list[int]:

@@ -182,8 +182,19 @@ def commit(
         reason = stop.reason(state, verdict.token)
         if reason is not None:
             break
-    passes = [*entered, *state.hidden.schedule.passes]
-    return draft.verified(tokens, kept, passes, prefill=prefill, stop_reason=reason)
+    return Round(
+        tokens=tokens,
+        draft_tokens=draft.tokens,
+        exit_layers=[one.layer for one in draft.proposed],
+        sources=[one.source for one in draft.proposed],
+        parents=None if draft.is_chain else draft.parents,
+        kept=kept,
+        ended=draft.ended,
+        heads=draft.heads,
+        passes=[*entered, *state.hidden.schedule.passes],
+        prefill=prefill,
+        stop_reason=reason,
+    )
 
 
 def walk(
