@@ -82,7 +82,7 @@ sanitise: setup
 	LD_PRELOAD="$(SANITISERS)" ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0 \
 	    XDG_CACHE_HOME=$$(mktemp -d) CXX="$(SANITISED) $(FLAGS)" \
 	    $(BIN)/pytest tests/model/test_fused.py tests/model/test_weights.py -k "not processor" \
-	    tests/decoding/test_packed_heads.py
+	    tests/decoding/test_drafting_heads.py
 
 # In .venv-oldest: the oldest Python and packages that pyproject.toml allows. uv finds that Python
 # or fetches it; where it can do neither: OLDEST_PYTHON=PATH.
