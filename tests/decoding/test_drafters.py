@@ -30,7 +30,6 @@ from selfspec.decoding.drafters.ngram import (
     LookaheadDrafter,
     NgramDrafter,
     NgramIndex,
-    NgramPool,
     SeenTextFirst,
     Successors,
 )
@@ -735,23 +734,14 @@ def test_what_moves_up_is_what_the_model_says_behind_each_path(exact: Any) -> No
         assert int(exact(torch.tensor([path])).logits[0, -1].argmax()) == token
 
 
-def test_a_pool_keeps_the_newest_of_each_first_token() -> None:
-    pool = NgramPool(3, 2)
-    pool.read([1, 2, 3, 1, 4])
-    pool.read([5, 1])
-    assert pool.following(1) == [(4, 5), (2, 3)]
-    pool.add([1, 2, 3])
-    pool.add([1, 6, 6])
-    assert pool.following(1) == [(6, 6), (2, 3)]
-    assert (pool.following(5), pool.following(4)) == ([], [(5, 1)])
-
-
 def test_guesses_come_from_the_text_and_equal_rows_are_one() -> None:
     drafter, text = make_lookahead(3, 0), Text([1, 2, 3, 1, 2, 4, 1])
     draft = ask(drafter, text)
     assert (draft.tokens, draft.parents) == ([2, 4, 3], [-1, 0, 0])
     text.tokens += [5, 6, 1]
-    assert ask(drafter, text).tokens == [5, 6, 2, 4]
+    assert ask(drafter, text).tokens == [5, 6, 2, 4]  # the oldest of three makes room
+    text.tokens += [2, 4, 1]
+    assert ask(drafter, text).tokens == [2, 4, 5, 6]  # the newest now
     text.tokens.append(9)
     assert (ask(drafter, text).tokens, ask(drafter, text).ended) == ([], "off")
 
