@@ -92,9 +92,6 @@ def test_greedy_and_full_lenience_are_lossless() -> None:
     assert [rule.lossless for rule in rules] == [True, True, False]
 
 
-# Speculative sampling
-
-
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_sampled_sequences_have_exactly_the_targets_law(count: int) -> None:
     sampler = make_sampler(LoadedSampler)
@@ -186,9 +183,6 @@ def test_lenience_has_its_closed_form(lenience: float) -> None:
     assert (drift < 1e-6) == (lenience == 1.0)
 
 
-# The residual
-
-
 HALF = torch.tensor([0.5, 0.5])
 
 
@@ -260,9 +254,6 @@ def greedy_sampler() -> Sampler:
     return make_sampler(Sampler, do_sample=False)
 
 
-# CM-ASD
-
-
 @pytest.mark.parametrize(
     ("tolerance", "top_beta", "expected"),
     [
@@ -316,9 +307,6 @@ def test_cm_asd_looks_at_processed_scores() -> None:
     assert greedy_choices(rule) == [1, 1, 1, 1, 4]
 
 
-# EASD
-
-
 def entropies() -> tuple[float, float]:
     return float(entropy(TARGET)), float(entropy(DRAFT))
 
@@ -362,9 +350,6 @@ def test_sampled_easd_elsewhere_keeps_by_the_ratio_and_replaces_from_the_target_
     assert_same(law, closed_form(kept, [(1 - sum(kept)) * p[x] for x in range(5)]))
     # which is not the target's law: the residual would make it so
     assert law[0, 1] + law[0, 0] != pytest.approx(p[0], abs=1e-3)
-
-
-# From options, through the facade
 
 
 @pytest.mark.parametrize(

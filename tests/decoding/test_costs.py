@@ -50,9 +50,6 @@ COSTS = MeasuredCosts(
 )
 
 
-# Seconds
-
-
 def test_a_plain_step_is_layers_logits_and_bookkeeping() -> None:
     assert COSTS.plain_step() == pytest.approx(1.15)
     for rows in (1, 2):
@@ -89,9 +86,6 @@ def test_rounds_cost_their_passes_their_verdicts_and_the_heads_asked() -> None:
     assert found == pytest.approx(passes + 0.2 + 0.05 + 3 * 0.01)
     seen = replace(drafted, sources=["ngram"], exit_layers=[0], heads=0, passes=[(2, 0, 10)])
     assert COSTS.seconds_of([prompt, seen]) == pytest.approx(COSTS.step(2))
-
-
-# What drafting adds, as a share of a plain step
 
 
 def made(source: str, *layers: int, heads: int = 0, rest: Sequence[DraftToken] = ()) -> Draft:
@@ -142,9 +136,6 @@ COST = DraftCost(rows=(0.08,), head=0.05, num_layers=12)
 def priced(row: float) -> DraftCost:
     """A row is all that costs anything."""
     return DraftCost(rows=(row,), num_layers=10**9)
-
-
-# When it pauses
 
 
 class Heads:
@@ -243,9 +234,6 @@ def test_no_sequence_of_drafts_loses_more_than_eight_steps_and_a_round_for_each_
     assert 0.5 < worst <= 1.0
 
 
-# Behind prompt lookup
-
-
 def test_what_text_already_seen_gives_is_no_gain_of_heads() -> None:
     rule = Paying(DraftCost(rows=(0.1,), head=0.1))
     both = Draft(proposed=[DraftToken(1, source="ngram"), DraftToken(2, 0)], heads=1)
@@ -256,9 +244,6 @@ def test_what_text_already_seen_gives_is_no_gain_of_heads() -> None:
         else:
             rule.learn(both, [0])
     assert pauses > 50
-
-
-# Through the facade
 
 
 EAGER = {"exit": "layers=2/5,threshold=0.05", "costs": "row=0.08"}

@@ -75,9 +75,6 @@ def naive(text: list[int], size: int) -> tuple[int, int]:
     return 0, len(text)
 
 
-# The index
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_the_growing_index_finds_what_a_search_of_the_whole_text_finds(size: int) -> None:
     generator = torch.Generator().manual_seed(size)
@@ -190,9 +187,6 @@ def test_the_controller_hears_the_rate_of_each_match_and_ends_the_draft() -> Non
     assert controller.heard == [(3, 2)]
 
 
-# Together with another drafter
-
-
 class Other:
     """Drafts 90, 91, .. unless it pauses; notes what it is asked and told."""
 
@@ -238,9 +232,6 @@ def test_seen_text_has_to_promise_more_than_the_other_has_been_giving(
         both.learn(ask(both, text), [])
     assert (both._other_gives, len(other.heard)) == (gave, rounds)
     assert ask(both, Text([*text.tokens, 1])).tokens == expected
-
-
-# Through the facade
 
 
 @pytest.mark.parametrize("drafter", ["ngram:size=2", "lookahead"])

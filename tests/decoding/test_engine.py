@@ -281,9 +281,6 @@ def test_a_row_costs_more_of_a_fuller_round() -> None:
     assert beside(rows, 32) == pytest.approx([32 * 0.1 / (1 + 9 * 0.05 + 22 * 0.1)])
 
 
-# How much of a prompt enters with a round
-
-
 def test_costs_say_until_rounds_were_seen() -> None:
     pace = Pace()
     assert pace.rows(1, 1.01) == 12  # of 0.08 each

@@ -260,9 +260,6 @@ def test_processors_of_other_models_are_refused_by_name_in_a_batch() -> None:
             processor_for(kind.__new__(kind), 0, 2)
 
 
-# Criteria
-
-
 class Longer(StoppingCriteria):
     """A user's own: each row ends at a length of its own."""
 
@@ -395,9 +392,6 @@ def test_all_draws_come_from_the_given_generator_or_the_global_one() -> None:
         assert draws(make_sampler(do_sample=True)) == first
 
 
-# Which processors keep state
-
-
 @pytest.mark.parametrize(
     ("processor", "expected"),
     [
@@ -427,9 +421,6 @@ def test_drafts_are_chosen_without_processors_that_keep_state() -> None:
     assert drafting.do_sample
     assert drafting.generator is generator
     assert len(sampler.processors) == 4
-
-
-# In the loop
 
 
 @pytest.fixture(scope="module")

@@ -80,9 +80,6 @@ def plain(speculator: Speculator, ids: Tensor, **options: Any) -> list[int]:
     return speculator.generate(ids, drafter="none", **given).token_ids
 
 
-# The text
-
-
 def test_a_text_that_its_own_law_goes_on_is_the_text_itself(speculator: Speculator) -> None:
     """A draw knows its position, not how the prompt came to be."""
     ids = repeating(13)
@@ -100,9 +97,6 @@ def test_draws_that_go_by_their_order_would_be_seen(
     ids = repeating(13)
     given = FLAT | {"max_new_tokens": NEW_TOKENS, "seed": SEED}
     assert speculator.generate(ids, **given | METHODS["exit"]).token_ids != plain(speculator, ids)
-
-
-# Rows of a batch
 
 
 PROMPTS = (repeating(13), repeating(7, seed=1), repeating(10, seed=2))
@@ -149,9 +143,6 @@ def test_seeds_go_round_at_64_bits(speculator: Speculator) -> None:
     assert first.token_ids == plain(speculator, PROMPTS[0], max_new_tokens=8, seed=0)
 
 
-# The rule
-
-
 def sampler_of(seed: int) -> Sampler:
     return Sampler(LogitsProcessorList(), do_sample=True).seeded(seed, torch.device("cpu"))
 
@@ -195,9 +186,6 @@ def test_every_drafter_draws_at_the_place_of_its_token(speculator: Speculator, m
         assert one.token == asked.sampler.draw(one.probs, place)
 
 
-# The law
-
-
 def test_sampled_sequences_follow_the_model_s_law_over_seeds() -> None:
     """Of plain decoding, 32 at a time: drafts change no text, as shown above."""
     model = make_model("llama", vocab_size=4, num_hidden_layers=2)
@@ -231,9 +219,6 @@ def test_what_is_no_law_is_refused(place: int | None) -> None:
     for value in (0.0, math.nan, math.inf):
         with pytest.raises(InvalidOption, match="no distribution to draw from"):
             sampler_of(0).draw(torch.full((100,), value), place)
-
-
-# Draws with the same seed and place
 
 
 def agreement(one: Sampler, law: Tensor, other: Sampler, their_law: Tensor) -> float:

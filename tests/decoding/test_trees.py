@@ -342,9 +342,6 @@ def test_heads_that_are_always_wrong_are_paused_and_text_already_seen_goes_on() 
     assert {one.source for one in copied.proposed} == {"ngram"}
 
 
-# Sampling
-
-
 def test_a_token_that_the_trunk_has_is_not_drawn_again() -> None:
     sampler = Sampler(LogitsProcessorList(), do_sample=True)
     rest, taken = Drawn(torch.tensor([0.5, 0.3, 0.2]), sampler, 3, place=1).without(0)

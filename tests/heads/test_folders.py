@@ -45,9 +45,6 @@ def edit_config(folder: Path, **values: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-# Save and load
-
-
 @pytest.mark.parametrize("kind", TRAINED)
 def test_what_was_saved_loads_bit_equal(
     kind: str, unembedding: Unembedding, hidden: Tensor, tmp_path: Path

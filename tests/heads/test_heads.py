@@ -97,9 +97,6 @@ def test_an_untrained_deep_fused_head_foretells_nothing(
     assert not make_heads("deep-fused", unembedding)[2](hidden, hidden).any()
 
 
-# The unembedding is the model's
-
-
 @pytest.mark.parametrize(
     ("kind", "shared"),
     [("translator", True), ("low-rank", True), ("logit-lens", True), ("linear", False)],
@@ -112,9 +109,6 @@ def test_the_unembedding_is_the_models_own_storage_unless_a_head_has_a_matrix(
     with torch.no_grad():
         own.weight.zero_()
     assert torch.equal(head(hidden), torch.zeros_like(before) if shared else before)
-
-
-# Draft vocabularies
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "draft" in kind])
@@ -156,9 +150,6 @@ def test_draft_logits_widen_to_the_vocabulary_without_the_other_tokens(
     assert wide.isneginf().sum(-1).tolist() == [[VOCAB_SIZE - 5] * 3]
     assert torch.equal(wide.argmax(-1), head.to_target_ids(logits.argmax(-1)))
     assert head.to_target_ids(torch.tensor([[4, 0], [2, 2]])).tolist() == [[95, 0], [17, 17]]
-
-
-# Logit lens
 
 
 def test_the_logit_lens_has_a_head_at_every_layer_uses_one_and_takes_no_memory(
@@ -334,9 +325,6 @@ def test_ids_are_exact_beside_chances(
     monkeypatch.setattr(ExitHead, "to_target_ids", lambda _, ids: torch.full_like(ids, token))
     head = make_heads("linear", unembedding).requires_grad_(False)[LAYER]
     assert asked(head, states(1), 1).tokens == [[token]]
-
-
-# Rows of many texts
 
 
 def test_a_part_is_the_answer_about_its_rows(head: ExitHead) -> None:
