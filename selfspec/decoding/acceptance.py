@@ -226,7 +226,6 @@ class Noting(Heard):
     """Notes how likely a rule's tokens were, before all processors, as vLLM has it by default."""
 
     def __init__(self, rule: AcceptanceRule, count: int, noted: list[Logprob]) -> None:
-        """`count`: of the likeliest tokens that are noted beside; `noted` gets an entry a token."""
         super().__init__(rule)
         self._count, self._noted = count, noted
 
@@ -299,7 +298,6 @@ class Easd:
     lossless = False
 
     def __init__(self, sampler: Sampler, wanted: rules.Easd) -> None:
-        """Raises InvalidOption without an entropy threshold."""
         if wanted.entropy is None:
             raise InvalidOption(
                 "acceptance easd needs an entropy threshold for this model. Run: selfspec "

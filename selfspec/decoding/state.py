@@ -392,7 +392,6 @@ class HiddenCache:
         return self._parents == list(range(-1, len(self._parents) - 1))
 
     def _tree(self, step: Pass) -> list[int] | None:
-        """The parents of a pass's rows; None: a chain."""
         if self._is_chain:
             return None
         # no row of the round is through all layers before its last pass

@@ -272,7 +272,6 @@ class Drawn:
     """
 
     def __init__(self, probs: Tensor, sampler: Sampler, count: int, place: int) -> None:
-        """`probs` [V] of the token behind `place` ids; at most `count` are drawn."""
         self._probs, self._sampler, self._count, self._place = probs, sampler, count, place
         best = probs.topk(min(count, len(probs))).values
         self.chances: list[float] = [chance for chance in best.tolist() if chance > 0.0]

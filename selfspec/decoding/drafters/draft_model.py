@@ -171,7 +171,6 @@ class SkipDrafter(ChoosingDrafter):
     """
 
     def __init__(self, options: asked.Skip, search: LayerSearch, how: Drafting) -> None:
-        """`search`: says which layers go where `options` do not."""
         super().__init__(how)
         self._skipped, self._search = options.skipped, search
         self.threshold, self._target, self._rate = options.threshold, options.target, 0.0

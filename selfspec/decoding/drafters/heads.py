@@ -65,7 +65,6 @@ class HeadGuesser:
         return found
 
     def _rows(self, draft: Draft, asked: Sequence[int]) -> Steps[tuple[Tensor, Tensor | None]]:
-        """Embeddings for each of `asked`, [n, d], and what stands beside them."""
         (newest,) = self._state.committed(-1)
         ids = [newest if at == ROOT else draft.proposed[at].token for at in asked]
         hidden: Tensor = yield Embed(self._state.backbone, ids)
@@ -77,7 +76,6 @@ class HeadGuesser:
     def _guesses(
         self, draft: Draft, node: int, said: Answer, row: int, count: int | None = None
     ) -> Guesses:
-        """At most `count` guesses of a row; none where the judge is not sure."""
         tokens, chances = said.tokens[row][:count], said.chances[row][:count]
         if not self._judge.exits(chances[0], 0):
             return Known([], [])
@@ -272,7 +270,6 @@ class ExitDrafter(ChoosingDrafter):
         return Ask(backbone, head, hidden, deep, self._judge.temperature(layer), 1, signal)
 
     def _exit(self, head: ExitHead, said: Answer, layer: int, ids: Tensor) -> _Exit | None:
-        """The token that leaves; None: the judge is not sure."""
         (tokens,), (chances,) = said.tokens, said.chances
         if not self._judge.exits(chances[0], layer):
             return None
@@ -381,7 +378,6 @@ class PackedHead:
         return self._rows(features)
 
     def _operations(self, parts: Parts) -> Iterator[Operation]:
-        """Operations from the hidden state, and `deep` where the head reads that, to features."""
         program, to = self._program, self._features
         if not isinstance(parts.norm, nn.Identity):
             norm = norm_of(parts.norm, self._rows.in_features, self._rows.dtype)

@@ -127,7 +127,6 @@ class NgramDrafter(PacedDrafter):
         return writer.draft
 
     def _best_length(self, chances: Sequence[float]) -> int:
-        """The length with most tokens expected per plain step; 0 where that is without a draft."""
         steps = accumulate(each_row(self._cost.row_costs), initial=1.0)
         tokens = accumulate(chances, initial=1.0)
         rates = [token / step for token, step in zip(tokens, steps, strict=False)]
@@ -268,7 +267,6 @@ class Remembering(Heard):
     """A table learns from every row that a rule decides."""
 
     def __init__(self, rule: AcceptanceRule, table: Successors, newest: Sequence[int]) -> None:
-        """`newest`: the last two ids of the prompt, or its only one."""
         super().__init__(rule)
         self._table, self._newest = table, list(newest)
 
@@ -285,7 +283,6 @@ class SuccessorGuesser:
     once = False
 
     def __init__(self, table: Successors, count: int) -> None:
-        """`count`: tokens for one place at most."""
         self._table, self._count = table, count
 
     def begin(self, state: DecodeState) -> None:
@@ -303,7 +300,6 @@ class NgramPool:
     """n-grams by their first token, of each the newest few."""
 
     def __init__(self, level: int, most: int) -> None:
-        """`level`: tokens of an n-gram; `most`: kept with the same first token."""
         self.text: list[int] = []  # what was read; its n-grams are in
         self._level, self._most = level, most
         self._behind: dict[int, dict[tuple[int, ...], None]] = {}

@@ -182,7 +182,6 @@ class TreeDrafter(PacedDrafter):
         return self._rows[len(self._draft.proposed)] * self._rate
 
     def _grow(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[None]:
-        """Level by level, from a trunk whose tokens have chances."""
         self._rows = tuple(islice(each_row(self._cost.row_costs), self._most))
         self._tokens = 1.0 + sum(one.chance for one in self._draft.proposed)
         self._steps = 1.0 + sum(self._rows[: len(self._draft.proposed)])
