@@ -28,7 +28,7 @@ from selfspec.model.backbone import Backbone
 from selfspec.model.kv import KVCache, Rows, ancestors, depths, held_behind
 from tests import ladder, laws
 from tests.decoding.test_drafters import Text
-from tests.models import MAX_POSITIONS, make_model, needs_compiler, random_ids
+from tests.models import make_model, needs_compiler, random_ids
 
 
 @cache
@@ -94,14 +94,6 @@ def test_a_tree_moves_no_bit_in_compiled_code(family: str, dtype: torch.dtype) -
         assert found.tokens == plain.tokens
         assert torch.equal(found.logits, plain.logits)
         assert max(entry.accepted for entry in found.entries) > 1
-
-
-def test_a_tree_at_the_models_last_positions() -> None:
-    backbone = cut()
-    ids = random_ids(MAX_POSITIONS - 20)
-    plain = ladder.decode(backbone, ids, NoDrafter(), new_tokens=20)
-    drafter = BranchingDrafter([*ids[0].tolist(), *plain.tokens], 0, backbone.vocab_size)
-    assert ladder.decode(backbone, ids, drafter, new_tokens=20).tokens == plain.tokens
 
 
 @pytest.mark.parametrize("broken", range(1, 12))

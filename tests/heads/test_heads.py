@@ -302,22 +302,6 @@ def test_more_guesses_than_draft_tokens_are_all_of_them(unembedding: Unembedding
     assert [sum(chances) for chances in said.chances] == pytest.approx([1.0, 1.0], abs=1e-6)
 
 
-@pytest.mark.parametrize("signal", [None, top_probability])
-def test_tokens_chances_and_signals_come_in_one_read(
-    head: ExitHead, signal: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reads: list[tuple[int, ...]] = []
-    right = Tensor.tolist
-
-    def tolist(self: Tensor) -> Any:
-        reads.append(tuple(self.shape))
-        return right(self)
-
-    monkeypatch.setattr(Tensor, "tolist", tolist)
-    asked(head, states(4), 3, signal=signal)
-    assert reads == [(4, 6 if signal is None else 7)]
-
-
 @pytest.mark.parametrize("token", [0, 7, 151_935, 2**24])
 def test_ids_are_exact_beside_chances(
     token: int, unembedding: Unembedding, monkeypatch: pytest.MonkeyPatch
@@ -325,16 +309,6 @@ def test_ids_are_exact_beside_chances(
     monkeypatch.setattr(ExitHead, "to_target_ids", lambda _, ids: torch.full_like(ids, token))
     head = make_heads("linear", unembedding).requires_grad_(False)[LAYER]
     assert asked(head, states(1), 1).tokens == [[token]]
-
-
-def test_a_part_is_the_answer_about_its_rows(head: ExitHead) -> None:
-    whole = asked(head, states(5), signal=top_probability)
-    part = whole.part(slice(1, 3))
-    assert torch.equal(part.features, whole.features[1:3])
-    assert torch.equal(part.logits, whole.logits[1:3])
-    assert part.tokens == whole.tokens[1:3]
-    assert part.chances == whole.chances[1:3]
-    assert part.signals == whole.signals[1:3]
 
 
 def test_what_a_text_does_not_know_is_zeros_beside_what_others_know() -> None:
