@@ -66,11 +66,9 @@ class HeadsConfig:
         if HEAD_TYPES[self.head_type].looks_ahead == (self.num_heads is None):
             raise InvalidOption(f"num_heads is {self.num_heads}, with head type {self.head_type}")
         check_exit_layers(self.exit_layers, possible_exit_layers(self.head_type, self.num_layers))
-        if self.draft_vocab_size is not None and self.draft_vocab_size > self.vocab_size:
-            raise InvalidOption(
-                f"draft vocabulary of {self.draft_vocab_size} tokens, the model has "
-                f"{self.vocab_size}"
-            )
+        drafted, known = self.draft_vocab_size, self.vocab_size
+        if drafted is not None and drafted > known:
+            raise InvalidOption(f"draft vocabulary of {drafted} tokens, the model has {known}")
 
     @classmethod
     def read(cls, folder: Path) -> Self:
