@@ -1,10 +1,5 @@
 """One sequence while it is decoded: which rows run when, and the hidden states that wait for it.
 
-Exit layers cut the decoder into segments. A position's hidden state waits at the boundary it has
-reached; `advance` takes all that wait at one boundary through the next segment in one pass. This is
-SpecBound's cache manager (section 2.3): *write* is leaving a row where it is, *reuse* is that a
-deeper token takes its predecessors along.
-
 A text is written by a generator: it yields Work, and is sent what came of it. So it reads as if it
 were alone, while works that are alike, of all texts, become one. The engine does them, or `alone`.
 """
@@ -297,10 +292,11 @@ class Schedule:
 
 
 class HiddenCache:
-    """Queues of hidden states at the boundaries.
+    """Queues of hidden states: each waits at the boundary that it has reached.
 
-    Within a queue positions are contiguous, and the first one equals the KV length of the layers
-    that the queue waits for.
+    SpecBound's cache manager (section 2.3): *write* is leaving a row where it is, *reuse* is that a
+    deeper token takes its predecessors along. Within a queue positions are contiguous, and the
+    first one equals the KV length of the layers that it waits for.
     """
 
     def __init__(

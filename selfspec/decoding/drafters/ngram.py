@@ -1,17 +1,8 @@
 """Drafts without work: prompt lookup, what a grammar forces, successors seen before, lookahead.
 
 Prompt lookup (Saxena 2023; Hugging Face's `prompt_lookup_num_tokens`) says what followed the same
-words before, in prompt or answer, with an index that grows with the text, and a memory of how often
-it was right. Successors are what verification found likely behind the same tokens, in any text.
-
-Lookahead decoding (Fu et al. 2024, "Break the Sequential Dependency of LLM Inference Using
-Lookahead Decoding"; names as in hao-ai-lab/LookaheadDecoding): a window of guessed tokens runs
-beside each verification. What the model says behind them (Jacobi iteration) makes n-grams for a
-pool; those that begin with the newest token are drafted. Rows of the window stand where the paper's
-mask has them: level 0 is a chain behind the newest token, which is its first column; level j of
-column i follows level j - 1 of that column, at position i + j. As parents that is a tree, so here
-the window is a part of the draft: equal rows behind one parent are one row, and a token of the
-window that is right stays. In the project rows may be equal, and only n-grams from the pool stay.
+words before, in prompt or answer. Successors are what verification found likely behind the same
+tokens, in any text.
 """
 
 from __future__ import annotations
@@ -322,11 +313,16 @@ class NgramPool:
 
 
 class LookaheadDrafter(PacedDrafter):
-    """A window of one text, and its pool, which begins with the n-grams of the prompt.
+    """A window of guessed tokens beside each verification, and the n-grams that come of it.
+
+    Lookahead decoding (Fu et al. 2024; names as in hao-ai-lab/LookaheadDecoding). Level 0 of the
+    window is a chain behind the newest token, which is its first column; level j of column i
+    follows level j - 1 of that column, at position i + j, as in the paper's mask. Here it is a part
+    of the draft: equal rows behind one parent are one, and what is right of it stays.
 
     As published with POOL_FROM_PROMPT=1 and ALWAYS_FWD_ONE=1, except that the pool is asked before
-    the window is full, too; that a window which fills up stays as wide as it is, where the
-    project's begins wider and narrows; and that it rests where the text has no room for its paths.
+    the window is full, too; that it stays as wide as it is, where the project's begins wider and
+    narrows; and that it rests where the text has no room for its paths.
     """
 
     def __init__(
