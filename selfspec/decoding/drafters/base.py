@@ -221,7 +221,7 @@ class Guesses(Protocol):
         """Falling. They depend on the text in front alone, not on what is drawn."""
 
     def choice(self, rank: int) -> DraftToken | None:
-        """Of a rank, from 0, asked in order; None: nothing is left to draw."""
+        """The guess of a rank, from 0, asked in order; None: nothing is left to draw."""
 
     def without(self, token: int) -> tuple[Guesses, float]:
         """All but `token`, with chances as they are, and the chance that it had."""
