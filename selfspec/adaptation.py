@@ -1,9 +1,7 @@
 """From a model to heads that draft for it, in a given time: `selfspec adapt`, `selfspec.adapt`.
 
 The model writes text, heads are fitted to it and calibrated, settings are tuned for this machine,
-and generation with the heads is timed against generation without, on prompts held out. Goes out: a
-folder with the text, the heads and a report. It can be killed at any moment and goes on; with a
-larger budget it writes more text, from which the heads learn on.
+and generation with the heads is timed against generation without, on prompts held out.
 """
 
 from __future__ import annotations
@@ -48,15 +46,7 @@ from selfspec.training.options import (
     require_same,
 )
 from selfspec.training.recipe import Passages, Recipe, read_recipe
-from selfspec.training.selfgen import Ask, Texts
-from selfspec.training.text import (
-    Conversation,
-    Reader,
-    Writer,
-    encoded,
-    special_ids,
-    user_turns,
-)
+from selfspec.training.text import Conversation, Reader, Writer, encoded, special_ids, user_turns
 
 logger = logging.getLogger(__name__)
 
@@ -145,58 +135,51 @@ class Report:
 
     def markdown(self) -> str:
         """For people."""
-        lines = [
-            f"# Heads for {self.model}\n",
+        if self.used:
+            then = (
+                f"The heads are in {self.heads}. They are used with this model from now on; "
+                f"without them: --heads none.\nShare them: selfspec heads push {self.heads} ID"
+            )
+        elif self.faster:
+            then = (
+                f"The heads are in {self.heads}; the model keeps the heads it had. To use these: "
+                f"selfspec heads use {self.heads}"
+            )
+        else:
+            then = (
+                "These heads do not make the model faster here, so nothing uses them. With a "
+                "larger --budget the same command goes on from here.\n"
+                f"To try them all the same: --heads {self.heads}"
+            )
+        shares = (
+            f"| {kind} | {n:,} | {part:.1%} |\n" for kind, (n, part) in self.agreement.items()
+        )
+        return (
+            f"# Heads for {self.model}\n\n"
             f"Fitted to {self.answer_tokens:,} answer tokens that the model wrote, "
-            f"{self.epochs:.1f} epochs; {self.spent_s / 60:.1f} minutes in all.\n",
-            *self._speed(),
-            "## Agreement on text held out\n",
-            "Share of the answer tokens that are the heads' first guess.\n",
-            "| text | tokens | agreement |",
-            "|---|---|---|",
-            *(f"| {kind} | {n:,} | {part:.1%} |" for kind, (n, part) in self.agreement.items()),
-            f"\n{self._then()}",
-        ]
-        return "\n".join(lines) + "\n"
+            f"{self.epochs:.1f} epochs; {self.spent_s / 60:.1f} minutes in all.\n\n"
+            f"{self._speed()}\n"
+            "## Agreement on text held out\n\n"
+            "Share of the answer tokens that are the heads' first guess.\n\n"
+            f"| text | tokens | agreement |\n|---|---|---|\n{''.join(shares)}\n{then}\n"
+        )
 
-    def _speed(self) -> list[str]:
+    def _speed(self) -> str:
         if not self.rows:
-            return ["No prompt was answered by two tokens, so no speed could be measured.\n"]
-        lines = [
-            f"## Speed on {len(self.rows)} prompts held out\n",
-            "| | tokens/s | these heads are faster by (95 %) |",
-            "|---|---|---|",
-        ]
+            return "No prompt was answered by two tokens, so no speed could be measured.\n"
+        rate = sum(row.tokens for row in self.rows) / sum(row.verifications for row in self.rows)
+        same, table = sum(row.same for row in self.rows), ""
         for way in WAYS:
             gain = self.gain(way)
             over = f"{gain.ratio:.2f} ({gain.low:.2f} to {gain.high:.2f})"
             shown = "" if way == "these heads" else over
-            lines.append(f"| {way} | {self.tokens_per_s(way):.1f} | {shown} |")
-        rate = sum(row.tokens for row in self.rows) / sum(row.verifications for row in self.rows)
-        same = sum(row.same for row in self.rows)
-        worst = self.gain("without drafts").worst
-        return [
-            *lines,
-            f"\n{rate:.2f} tokens per verification. The slowest prompt ran at {worst:.2f} of its "
-            f"speed without drafts. {same} of {len(self.rows)} answers are the same in all three "
-            "ways.\n",
-        ]
-
-    def _then(self) -> str:
-        if self.used:
-            return (
-                f"The heads are in {self.heads}. They are used with this model from now on; "
-                f"without them: --heads none.\nShare them: selfspec heads push {self.heads} ID"
-            )
-        if self.faster:
-            return (
-                f"The heads are in {self.heads}; the model keeps the heads it had. To use these: "
-                f"selfspec heads use {self.heads}"
-            )
+            table += f"| {way} | {self.tokens_per_s(way):.1f} | {shown} |\n"
         return (
-            "These heads do not make the model faster here, so nothing uses them. With a larger "
-            "--budget the same command goes on from here.\n"
-            f"To try them all the same: --heads {self.heads}"
+            f"## Speed on {len(self.rows)} prompts held out\n\n"
+            f"| | tokens/s | these heads are faster by (95 %) |\n|---|---|---|\n{table}\n"
+            f"{rate:.2f} tokens per verification. The slowest prompt ran at "
+            f"{self.gain('without drafts').worst:.2f} of its speed without drafts. {same} of "
+            f"{len(self.rows)} answers are the same in all three ways.\n"
         )
 
 
@@ -283,13 +266,11 @@ class _Adaptation:
 
     def __post_init__(self) -> None:
         """Loads the model. Raises InvalidOption where the folder was begun otherwise."""
-        self._began = time.monotonic()
+        self._began, self._heads = time.monotonic(), self.folder / HEADS
         self.show(0.0, self.budget_s, "loading the model")
-        device = self.loading["device"]
-        self._dtype = self.loading["dtype"] or hub.training_dtype(device)
-        self._model, self._tokenizer, found = hub.load_model(
-            self.loading["model"], dtype=self._dtype, device=device
-        )
+        self._dtype = self.loading["dtype"] or hub.training_dtype(self.loading["device"])
+        loading = self.loading | {"dtype": self._dtype}
+        self._model, self._tokenizer, found = hub.load_model(loading.pop("model"), **loading)
         self._label = found.label
         self._fingerprint = fingerprint.of_loaded(self._model, found.stamps)
         if self.template is not None and self._tokenizer is not None:
@@ -337,16 +318,16 @@ class _Adaptation:
             self._fit(train, held_out)
         if not state.tuned:
             self._calibrate(held_out, families)
-        del train, held_out
         # `load` reads the model as users will, from blocks where there are any
-        del self._backbone, self._model
+        del train, held_out, self._backbone, self._model
         self._compare([talk for _, talk in families])
         if self._report().faster:
             state.used = remember(self._heads) and self.loading["model"] is not None
         state.finished = True
         self._save()
-        files.write(self.folder / REPORT, self._report().markdown())
-        return self._report()
+        report = self._report()
+        files.write(self.folder / REPORT, report.markdown())
+        return report
 
     def _report(self) -> Report:
         state = self._state
@@ -362,10 +343,6 @@ class _Adaptation:
         )
 
     # --- time
-
-    @property
-    def _heads(self) -> Path:
-        return self.folder / HEADS
 
     @property
     def _spent(self) -> float:
@@ -436,10 +413,10 @@ class _Adaptation:
     def _timed_step(self, backbone: Backbone, rows: int) -> float:
         for _ in range(2):
             began, left = time.monotonic(), rows
-            texts = Texts(backbone, watch=lambda _: None)
+            texts = selfgen.Texts(backbone, watch=lambda _: None)
             for number in range(rows):
                 prompt = [number % backbone.vocab_size]
-                texts.add(Ask(prompt, _STEPS, frozenset(), number, temperature=1.0))
+                texts.add(selfgen.Ask(prompt, _STEPS, frozenset(), number, temperature=1.0))
             while left:
                 left -= len(texts.step())
         return (time.monotonic() - began) / _STEPS
@@ -471,18 +448,13 @@ class _Adaptation:
         step = min(most, max(_LEAST_STEP, ids // _STEPS_EACH))
         size = ids * spec.bytes_per_token(backbone.hidden_size, backbone.dtype.itemsize)
         keep = size < psutil.virtual_memory().available / 2
-        others = [talk for _, talk in held_out]
-        return (
-            whole(StreamSource(backbone, spec, train, step, keep=keep)),
-            whole(StreamSource(backbone, measured, others, most, keep=True)),
-            held_out,
-        )
+        others = StreamSource(backbone, measured, [row[1] for row in held_out], most, keep=True)
+        fitted = StreamSource(backbone, spec, train, step, keep=keep)
+        return whole(fitted), whole(others), held_out
 
     def _fit_options(self) -> FitOptions:
-        built_in = FitOptions()
-        return replace(
-            built_in,
-            draft_vocab_size=min(built_in.draft_vocab_size or 0, self._backbone.vocab_size),
+        return FitOptions(
+            draft_vocab_size=min(FitOptions().draft_vocab_size or 0, self._backbone.vocab_size),
             epochs=self._state.epochs or 1,
             checkpoint_steps=50,
             seed=self.text.seed,
@@ -522,12 +494,8 @@ class _Adaptation:
 
     def _epochs(self, job: fit.Job) -> int:
         few, watch = job.train.indices[:3], Stopwatch()
-        trial = replace(
-            job,
-            train=Selection(job.train.source, few),
-            validation=Selection(job.validation.source, job.validation.indices[:1]),
-        )
-        fit.fit(trial, watch=watch)
+        one = Selection(job.validation.source, job.validation.indices[:1])
+        fit.fit(replace(job, train=Selection(job.train.source, few), validation=one), watch=watch)
         features, heads = (
             watch.seconds.get(part, 0.0) / len(few) for part in ("features", "heads")
         )
@@ -607,12 +575,13 @@ class _Adaptation:
         room = min(_TUNE_SHARE * self._state.budget_s, self._left() / 2)
         if (count := min(len(prompts), int(room / prompt_s))) < 2:
             return
-
-        def said(done: int, total: int, words: str) -> None:
-            self._say(f"tuning: {done} of {total} prompts, {words}")
-
         with suppress(InvalidOption):  # answers of one token say nothing
-            found = tune(speculator, prompts[:count], said, new_tokens=_ANSWER)
+            found = tune(
+                speculator,
+                prompts[:count],
+                lambda done, total, words: self._say(f"tuning: {done} of {total} prompts, {words}"),
+                new_tokens=_ANSWER,
+            )
             tuned.write(backbone, heads, found.options, asdict(found))
 
     def _answered(
@@ -626,11 +595,6 @@ class _Adaptation:
         first = self._state.asked % len(WAYS)
         order = [*WAYS][first:] + [*WAYS][:first]
         answers = {way: self._answered(speculator, prompt, tokens, WAYS[way]) for way in order}
-        last = answers["these heads"]
-        return Row(
-            task,
-            len(last.token_ids) - 1,
-            [answers[way].stats.decode_s for way in WAYS],
-            last.stats.rounds,
-            len({tuple(answer.token_ids) for answer in answers.values()}) == 1,
-        )
+        last, seconds = answers["these heads"], [answers[way].stats.decode_s for way in WAYS]
+        same = len({tuple(answer.token_ids) for answer in answers.values()}) == 1
+        return Row(task, len(last.token_ids) - 1, seconds, last.stats.rounds, same)

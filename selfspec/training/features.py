@@ -1,6 +1,5 @@
 """What heads are fitted to: hidden states and logits of a model, by batch, on the way or from disk.
 
-Comes in: conversations, or a folder that was filled from some. Goes out: Features, batch by batch.
 Called by `selfspec cache`, `fit` and `calibrate`.
 """
 
@@ -20,7 +19,7 @@ import torch
 from accelerate import PartialState
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from selfspec import files
 from selfspec.errors import InvalidData, InvalidOption
@@ -28,6 +27,7 @@ from selfspec.files import read_json
 from selfspec.heads.attending import AttendingHeads
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.model.backbone import Backbone
+from selfspec.model.check import evaluation
 from selfspec.training.options import record_of, require_same
 from selfspec.training.text import Conversation
 from selfspec.typed import shown
@@ -42,9 +42,7 @@ class FeatureSpec:
     layers: tuple[int, ...]  # exit layers, rising; 0 is the embedding
     deep: bool = False  # also the normed output of layer L one position earlier
     top_k: int = 0  # also this many of the model's own most likely next tokens
-    everywhere: bool = False
-    """From all positions that have a token behind them, not only those that predict an answer's:
-    the model's own next token teaches there, too."""
+    everywhere: bool = False  # from all positions, not only those that predict an answer's token
 
     @classmethod
     def read_by(cls, heads: ExitHeads) -> FeatureSpec:
@@ -83,7 +81,7 @@ class Features:
 
     @property
     def targets(self) -> tuple[Tensor, Tensor]:
-        """`top_ids` and `top_log_probs`. Raises InvalidData where there are none."""
+        """The model's likeliest next tokens, and how likely. Raises InvalidData without them."""
         if self.top_ids is None or self.top_log_probs is None:
             raise InvalidData("these features hold no targets. Ask for them: top_k of at least 1")
         return self.top_ids, self.top_log_probs
@@ -153,7 +151,7 @@ def features(backbone: Backbone, spec: FeatureSpec, batch: Batch) -> Features:
     predicts = batch.predicts.to(device)
     kept = batch.known.to(device) if spec.everywhere else predicts
     # right padding behind causal attention needs no mask: no position of a text can see it
-    with _frozen(backbone.model):
+    with evaluation(backbone.model), torch.no_grad():
         states = [hidden.to(device) for hidden in backbone.states(ids, stops)]
         deep = top_ids = top_log_probs = None
         if to_the_end:
@@ -191,18 +189,6 @@ def _shifted(values: Tensor) -> Tensor:
     return later
 
 
-@contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
-    """No gradients and no dropout while open; afterwards the mode that the caller had set."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(training)
-
-
 class StreamSource:
     """Runs the model for each batch; nothing on disk."""
 
@@ -227,9 +213,7 @@ class StreamSource:
         self.conversations = [len(group) for group in self.plan]
         found = hashlib.sha256()
         for group in self.plan:
-            for entry in group:
-                found.update(repr((entry.ids, entry.answers)).encode())
-            found.update(b"|")
+            found.update("".join(repr((one.ids, one.answers)) for one in group).encode() + b"|")
         self.digest = found.hexdigest()  # of all ids, answers and batch borders
 
     def batch(self, index: int, number: int = 0, count: int = 1) -> Features:
@@ -246,26 +230,15 @@ class StreamSource:
         return Counter(t for group in self.plan for entry in group for t in entry.answer_ids)
 
 
-class Selection(NamedTuple):
-    """Some batches of a source."""
+class Selection:
+    """Some batches of a source: how many positions, answer tokens and conversations they have."""
 
-    source: FeatureSource
-    indices: Sequence[int]
-
-    @property
-    def positions(self) -> int:
-        """Positions in all."""
-        return sum(self.source.sizes[index] for index in self.indices)
-
-    @property
-    def answers(self) -> int:
-        """How many of them predict a token of an answer."""
-        return sum(self.source.answers[index] for index in self.indices)
-
-    @property
-    def conversations(self) -> int:
-        """Conversations in all."""
-        return sum(self.source.conversations[index] for index in self.indices)
+    def __init__(self, source: FeatureSource, indices: Sequence[int]) -> None:
+        self.source, self.indices = source, indices
+        self.positions, self.answers, self.conversations = (
+            sum(counts[index] for index in indices)
+            for counts in (source.sizes, source.answers, source.conversations)
+        )
 
     def description(self) -> dict[str, Any]:
         """What tells it from any other selection, ready for JSON."""
@@ -311,8 +284,8 @@ def split(source: FeatureSource) -> tuple[Selection, Selection]:
     numbers = range(len(source.sizes))
     if len(numbers) < 2:
         raise InvalidData("one batch is too little to fit and to validate. Give --validation")
-    held_out = list(numbers[10::20]) or [numbers[-1]]
-    rest = [index for index in numbers if index not in set(held_out)]
+    held_out = numbers[10::20] or numbers[-1:]
+    rest = [index for index in numbers if index not in held_out]
     return Selection(source, rest), Selection(source, held_out)
 
 
@@ -403,6 +376,10 @@ class Manifest:
         except (InvalidData, InvalidOption) as error:
             raise InvalidData(f"{folder} is no feature cache: {path}: {error}") from error
 
+    def paths(self, folder: Path) -> list[Path]:
+        """Of all shards."""
+        return [folder / f"shard-{number:05d}.safetensors" for number in range(len(self.shards))]
+
     def write(self, folder: Path) -> None:
         """Raises CannotWrite."""
         entries = {name: value for name, value in asdict(self).items() if value is not None}
@@ -437,11 +414,10 @@ def write(
     A shard that is whole is done, unless a finished manifest says that it was another one.
     `progress` hears of positions, and whether this run computed them or found them there.
     `computed` gives the features of batches in order, where other processes compute them. Raises
-    InvalidOption for a folder of other features, CannotWrite when a shard cannot be written (what
-    is there stays).
+    InvalidOption for a folder of other features, CannotWrite.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [_shard(folder, number) for number in range(len(manifest.shards))]
+    paths = manifest.paths(folder)
     known = [""] * len(paths)
     if (folder / MANIFEST).exists():
         begun = Manifest.read(folder)
@@ -475,7 +451,7 @@ class CacheSource:
 
     def __init__(self, folder: Path, backbone: Backbone, number: int = 0, count: int = 1) -> None:
         """Raises InvalidData. Process `number` of `count` hashes every `count`-th shard."""
-        self._sizes = backbone.hidden_size, backbone.vocab_size
+        self._hidden_size, self._vocab_size = backbone.hidden_size, backbone.vocab_size
         self.manifest = known = Manifest.read(folder)
         if known.sha256 is None:
             raise InvalidData(f"{folder} is unfinished. Run the selfspec cache command again")
@@ -488,8 +464,9 @@ class CacheSource:
         self.conversations, self.answers = known.conversations, known.answers
         self.sizes: list[int] = []  # positions in each batch
         self._places: list[Path] = []
-        for shard, batches in enumerate(known.shards):
-            path = _shard(folder, shard)
+        for shard, (path, batches) in enumerate(
+            zip(known.paths(folder), known.shards, strict=True)
+        ):
             with _explained(path):
                 if shard % count == number and sha256(path) != known.sha256[shard]:
                     raise InvalidData("its bytes are not those that were written")
@@ -524,21 +501,18 @@ class CacheSource:
         return tensors
 
     def _check(self, name: str, tensor: Tensor, count: int) -> None:
-        hidden_size, vocab_size = self._sizes
-        shape: tuple[int, ...] = (count,)
+        width = [min(self.spec.top_k, self._vocab_size)] if name.startswith("top_") else []
         if name in ("continues", "answers"):
             good = tensor.dtype == torch.bool
         elif name in ("following", "top_ids"):
-            known = (tensor >= 0) & (tensor < vocab_size)
+            known = (tensor >= 0) & (tensor < self._vocab_size)
             good = tensor.dtype in (torch.int32, torch.int64) and bool(known.all())
-        else:  # float16 has no number for what is very unlikely
+        elif name == "top_log_probs":  # float16 has no number for what is very unlikely
             good = tensor.is_floating_point() and not bool(tensor.isnan().any())
-            good &= name == "top_log_probs" or not bool(tensor.isinf().any())
-        if name.startswith("top_"):
-            shape = (count, min(self.spec.top_k, vocab_size))
-        elif name == "deep" or name.startswith("hidden."):
-            shape = (count, hidden_size)
-        if not good or tensor.shape != shape:
+        else:
+            width = [self._hidden_size]
+            good = tensor.is_floating_point() and bool(tensor.isfinite().all())
+        if not good or [*tensor.shape] != [count, *width]:
             raise InvalidData(f"{name}, {tensor.dtype} {[*tensor.shape]}, does not fit the model")
 
 
@@ -573,7 +547,3 @@ def _is_whole(path: Path, known: str) -> bool:
             return known in ("", sha256(path))
     except (OSError, SafetensorError):
         return False
-
-
-def _shard(folder: Path, number: int) -> Path:
-    return folder / f"shard-{number:05d}.safetensors"

@@ -2,7 +2,7 @@
 
 All exit layers learn from the same features, each head on its own loss. Heads are float32 while
 they learn; what is measured and saved is their copy in the model's dtype: each layer's from its
-best epoch. Called by `selfspec fit` and `adapt`; agreement is measured for `calibrate`, too.
+best epoch. Called by `selfspec fit` and `adapt`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from accelerate import PartialState
@@ -57,8 +57,7 @@ class Job:
     train: Selection
     validation: Selection  # batches with targets
     options: FitOptions
-    start: ExitHeads | None = None
-    """Heads to go on from, which say what the fitted ones are; None: new ones as `options` say."""
+    start: ExitHeads | None = None  # heads to go on from, which say what the fitted ones are
     special_ids: Collection[int] = ()  # always in the draft vocabulary
     chat_template: str | None = None  # of the text, where it is not the model's own
     data: str = ""  # name of the text, for the record
@@ -76,31 +75,25 @@ class Fitted:
     epochs: list[dict[str, Any]]  # for `metrics.jsonl`: one entry per epoch and layer
 
 
-@dataclass(frozen=True, kw_only=True)
-class Agreement:
+class Agreement(NamedTuple):
     """Shares in 0..1 of one exit layer."""
 
     positions: int  # held-out answer positions
     agreement: float  # share where the head's top token is the model's
-    agreement_second: float | None = None
+    agreement_second: float | None
     """The share for the second draft of a round behind a right first one, where it reads what the
     heads made of that, or comes from a head of its own."""
 
 
 @dataclass
 class _Course:
-    """How far a fit has come; everything but tensors that a checkpoint holds."""
+    """How far a fit has come: all that a checkpoint holds beside tensors."""
 
     sums: dict[str, float]  # loss of this epoch by layer, times positions
     step: int = 0  # steps done
     schedule: float = 0.0  # of the learning rate, in steps: more are done where time is short
     positions: int = 0  # positions of this epoch so far
     entries: list[dict[str, Any]] = field(default_factory=list)  # one per closed epoch and layer
-
-    @property
-    def validated(self) -> int:
-        """Epochs that are closed: all their steps done, and measured."""
-        return len(self.entries) // len(self.sums)
 
     def best(self, layer: int) -> dict[str, Any]:
         own = (entry for entry in self.entries if entry["layer"] == layer)
@@ -126,8 +119,7 @@ def fit(
 
 def feature_spec(backbone: Backbone, options: FitOptions, *, measured: bool) -> FeatureSpec:
     """What a fit needs to know about each position, or what is `measured` at answers alone."""
-    attends = options.head_type == EAGLE3
-    layers = exit_layers(backbone, options)
+    attends, layers = options.head_type == EAGLE3, exit_layers(backbone, options)
     return FeatureSpec(
         (0, *state_layers(backbone, options)) if attends else layers,
         options.head_type in ("deep-fused", MEDUSA),
@@ -180,12 +172,11 @@ def answer_weights(text: Selection, share: float | None) -> tuple[float, float]:
 
 def exit_layers(backbone: Backbone, options: FitOptions) -> tuple[int, ...]:
     """Those asked for, or the default ones. Raises InvalidOption where the model has no such."""
-    layers, kind = options.exit_layers, options.head_type
+    layers, kind, count = options.exit_layers, options.head_type, backbone.num_layers
     if layers is None:
         from_embedding = kind in ("deep-fused", EAGLE3, MEDUSA)
-        layers = (0,) if from_embedding else default_exit_layers(backbone.num_layers)
-    possible = (0,) if kind == EAGLE3 else possible_exit_layers(kind, backbone.num_layers)
-    check_exit_layers(layers, possible)
+        layers = (0,) if from_embedding else default_exit_layers(count)
+    check_exit_layers(layers, (0,) if kind == EAGLE3 else possible_exit_layers(kind, count))
     return layers
 
 
@@ -214,8 +205,6 @@ def targets(
 
     `ce_share` of the weight is on the model's top token, the rest on its likeliest ones.
     The latter is not renormalised: a position whose probability lies elsewhere weighs less.
-    `answer_weights`: of a position that predicts an answer's token, and of any other. Raises
-    InvalidData for features without targets.
     """
     top_ids, top_log_probs = features.targets
     ids = [top_ids[:, :1].long()]
@@ -245,11 +234,11 @@ def cross_entropy(draft_logits: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
 def unrolled(
     heads: ExitHeads, layer: int, batch: Features, steps: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Features of the first, the second, ... draft at each position, and where there is one.
+    """Features [N, d] of the first, the second, ... draft, and at which positions there is one.
 
-    [N, d] and [N] bool each. From the second on heads that read what the model made of the token
-    before read what they made of it themselves, as they will when they draft; of those that look
-    ahead the next one reads a state one position earlier; other heads have the first only.
+    From the second on heads that read what the model made of the token before read what they made
+    of it themselves, as they will when they draft; of those that look ahead the next one reads a
+    state one position earlier; other heads have the first only.
     """
     if isinstance(heads, AttendingHeads):
         yield from _attended(heads, batch, steps)
@@ -341,12 +330,8 @@ def agreements(
     """By exit layer, over the full vocabulary; `processes`: those with batches of their own."""
     counts = _summed(counted(heads, batches, 2), processes).tolist()
     return {
-        layer: Agreement(
-            positions=positions,
-            agreement=right / positions,
-            agreement_second=later_right / later if later else None,
-        )
-        for layer, ((positions, right), (later, later_right)) in zip(
+        layer: Agreement(first, right / first, right_later / later if later else None)
+        for layer, ((first, right), (later, right_later)) in zip(
             heads.config.exit_layers, counts, strict=True
         )
     }
@@ -393,23 +378,20 @@ class Trainer:
     """Heads, their optimiser and its schedule."""
 
     def __init__(self, job: Job, steps: int) -> None:
-        self._options = job.options
-        self._processes = job.processes
-        self._steps = steps
+        self._options, self._processes, self._steps = job.options, job.processes, steps
         self._answer_weights = answer_weights(job.train, job.options.answer_share)
         backbone, draft_ids = job.backbone, _draft_ids(job)
-        config = _config(job, draft_ids, _record(job, steps))
-        own = backbone.unembedding
-        self._own, device = own, own.weight.device
+        config, own = _config(job, draft_ids, steps), backbone.unembedding
+        device = own.weight.device
         # products in bfloat16 where the model has them too: that is how heads will run
         mixed = backbone.dtype == torch.bfloat16 and fast_products(torch.bfloat16, device)
         self._autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=mixed)
-        weight = own.weight if mixed else own.weight.float()
+        own = own if mixed else own._replace(weight=own.weight.float())
         torch.manual_seed(job.options.seed)  # inner layers begin with random numbers
         heads = (
-            AttendingHeads.fresh(config, own._replace(weight=weight), draft_ids)
+            AttendingHeads.fresh(config, own, draft_ids)
             if isinstance(config, AttendingConfig)
-            else ExitHeads(config, own._replace(weight=weight), draft_ids)
+            else ExitHeads(config, own, draft_ids)
         )
         if job.start is not None:
             heads.load_state_dict(job.start.state_dict())
@@ -422,23 +404,27 @@ class Trainer:
         for parameter in learning:  # as AdamW makes it at its first step; so checkpoints fit at any
             moments = {moment: torch.zeros_like(parameter) for moment in _MOMENTS}
             self.optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
-        self._gradients = {i: _side_by_side(self.heads.part(i)) for i in config.exit_layers}
+            parameter.grad = torch.zeros_like(parameter)
 
     def step(self, number: float, batches: Sequence[Features], positions: int) -> dict[int, float]:
         """Place `number` of the schedule, from 0, on this process's part of `positions` positions.
 
-        Gives the loss by exit layer, nats per position, over all processes. Raises
-        SelfspecError, with the weights as they were, when one is not finite.
+        Gives the loss by exit layer, nats per position, over all processes. Raises SelfspecError,
+        with the weights as they were, when one is not finite.
         """
         totals = dict.fromkeys(self.heads.config.exit_layers, 0.0)
         weighing = self._options.ce_share, self._answer_weights
         wanted = [targets(batch, self._index, *weighing) for batch in batches]
         on_the_way = []
-        for layer, gradients in self._gradients.items():
+        for layer in totals:
             for batch, (ids, weights) in zip(batches, wanted, strict=True):
                 totals[layer] += self._backward(layer, batch, ids, weights, positions)
             if self._processes.num_processes > 1:  # added up while the next layer is computed
-                on_the_way.append(distributed.all_reduce(gradients, async_op=True))
+                on_the_way += [
+                    distributed.all_reduce(entry.grad, async_op=True)
+                    for entry in self.heads.part(layer).parameters()
+                    if entry.grad is not None
+                ]
         losses = _summed(torch.tensor([*totals.values()], dtype=torch.float64), self._processes)
         totals = dict(zip(totals, losses.tolist(), strict=True))
         for sum_of_all in on_the_way:
@@ -457,10 +443,6 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=False)
         return totals
-
-    def finished(self) -> ExitHeads:
-        """A copy in the model's dtype, on its own unembedding, that learns no longer."""
-        return self.heads.twin(self._own)
 
     def tensors(self) -> dict[str, Tensor]:
         """All that a fit goes on from, but for the number of steps."""
@@ -508,20 +490,7 @@ class Trainer:
         return 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / max(1, self._steps - warmup)))
 
 
-def _side_by_side(part: nn.Module) -> Tensor:
-    """[numbers that learn] zeros, of which the gradients of `part` are views from now on."""
-    learning = [entry for entry in part.parameters() if entry.requires_grad]
-    counts = [entry.numel() for entry in learning]
-    gradients = torch.zeros(sum(counts), device=learning[0].device)
-    for parameter, own in zip(learning, gradients.split(counts), strict=True):
-        parameter.grad = own.view_as(parameter)
-    return gradients
-
-
-Item = TypeVar("Item")
-
-
-def read_ahead(items: Iterator[Item]) -> Iterator[Item]:
+def read_ahead(items: Iterator[Any]) -> Iterator[Any]:
     """The same, each made in a thread while the caller is busy with the one before."""
     with ThreadPoolExecutor(1) as reader:
         coming = reader.submit(next, items, None)
@@ -544,24 +513,27 @@ class _Fit:
         self._trainer = Trainer(job, self._steps)
         self._layers = self._trainer.heads.config.exit_layers
         self._course = _Course(dict.fromkeys(map(str, self._layers), 0.0))
-        self._best = self._trainer.finished()
+        self._best = self._finished()
         self._resume()
 
     def run(self, progress: Show) -> Fitted:
         course, stride = self._course, self._job.options.accumulate
-        begun, before = time.perf_counter(), course.step
-        while course.validated < self._job.options.epochs and course.schedule < self._steps:
-            # not from the steps alone: a fit can be killed between an epoch's last one and its end
-            epoch = course.validated
+        indices, begun, before = self._job.train.indices, time.perf_counter(), course.step
+        # not from the steps alone: a fit can be killed between an epoch's last one and its end
+        for epoch in range(len(course.entries) // len(self._layers), self._job.options.epochs):
+            if course.schedule >= self._steps:
+                break
             place = course.step - epoch * self._steps_per_epoch
-            order = self._order(epoch)
+            drawn = torch.Generator().manual_seed(self._job.options.seed + epoch)
+            order = [indices[i] for i in torch.randperm(len(indices), generator=drawn).tolist()]
             self._watch.start()
             steps = [order[at : at + stride] for at in range(place * stride, len(order), stride)]
             for positions, mine in self._batches(steps):
                 self._watch.lap("features")
                 words = self._step(positions, mine, epoch)
                 took = (time.perf_counter() - begun) / (course.step - before)
-                course.schedule += self._paced(took)
+                rest = self._steps - course.schedule  # a step is worth more where time is short
+                course.schedule += min(rest, max(1.0, rest * took / max(took, self._left())))
                 progress(round(course.schedule), self._steps, words)
                 if course.schedule >= self._steps:
                     break
@@ -571,15 +543,9 @@ class _Fit:
             self._save()
         return self._fitted()
 
-    def _paced(self, took: float) -> float:
-        """Steps of the schedule that a step is worth which `took` so many seconds."""
-        rest = self._steps - self._course.schedule
-        return min(rest, max(1.0, rest * took / max(took, self._left())))
-
-    def _order(self, epoch: int) -> list[int]:
-        generator = torch.Generator().manual_seed(self._job.options.seed + epoch)
-        indices = self._job.train.indices
-        return [indices[i] for i in torch.randperm(len(indices), generator=generator).tolist()]
+    def _finished(self) -> ExitHeads:
+        """A copy of the heads in the model's dtype, on its own unembedding."""
+        return self._trainer.heads.twin(self._job.backbone.unembedding)
 
     def _batches(self, steps: Iterable[list[int]]) -> Iterator[tuple[int, list[Features]]]:
         """Each step's count of positions, and this process's part of them."""
@@ -605,16 +571,11 @@ class _Fit:
 
     def _validate(self, epoch: int) -> None:
         """Close an epoch: keep the heads of layers that have got better."""
-        course, heads = self._course, self._trainer.finished()
+        course, heads = self._course, self._finished()
         validation = self._job.validation.batches(*self._part)
-        shares = agreements(heads, validation, self._job.processes)
-        for layer in self._layers:
-            entry = {
-                "epoch": epoch + 1,
-                "layer": layer,
-                "train_loss": course.sums[str(layer)] / course.positions,
-                **asdict(shares[layer]),
-            }
+        for layer, share in agreements(heads, validation, self._job.processes).items():
+            loss = course.sums[str(layer)] / course.positions
+            entry = {"epoch": epoch + 1, "layer": layer, "train_loss": loss, **share._asdict()}
             course.entries.append(entry)
             if course.best(layer) is entry:
                 self._best.part(layer).load_state_dict(heads.part(layer).state_dict())
@@ -681,10 +642,10 @@ def _description(job: Job) -> dict[str, Any]:
 def draft_vocabulary(
     counts: Counter[int], size: int, special: Iterable[int], vocab_size: int
 ) -> Tensor:
-    """`special`, then the most frequent tokens, then the lowest ids: `size` of them.
+    """Rising ids [V_draft]: `special`, then the most frequent tokens, then the lowest ids.
 
-    Rising ids [V_draft], int64. Ties go to the lower id. Byte-pair vocabularies are numbered from
-    frequent to rare, so low ids are the best guess where a text has no more to say.
+    Byte-pair vocabularies are numbered from frequent to rare, so low ids are the best guess where
+    a text has no more to say.
     """
     chosen = set(special)
     others = sorted({*range(vocab_size)} - chosen, key=lambda token: (-counts[token], token))
@@ -706,16 +667,17 @@ def _draft_ids(job: Job) -> Tensor | None:
     return draft_vocabulary(counts, size, job.special_ids, vocab_size).to(device)
 
 
-def _config(job: Job, draft_ids: Tensor | None, record: dict[str, Any]) -> HeadsConfig:
+def _config(job: Job, draft_ids: Tensor | None, steps: int) -> HeadsConfig:
     backbone, options = job.backbone, job.options
-    medusa = options.head_type == MEDUSA
+    medusa, attends = options.head_type == MEDUSA, options.head_type == EAGLE3
     common: dict[str, Any] = {
         "chat_template": job.chat_template,
         "defaults": {"drafter": MEDUSA_FITTED if medusa else FITTED},
-        "training": record,
+        "training": _record(job, steps),
     }
     if job.start is not None:
         return replace(job.start.config, temperatures={}, **common)
+    every = backbone.vocab_size if attends else None
     common |= {
         "base_model": job.base_model,
         "base_fingerprint": backbone.fingerprint,
@@ -724,19 +686,17 @@ def _config(job: Job, draft_ids: Tensor | None, record: dict[str, Any]) -> Heads
         "vocab_size": backbone.vocab_size,
         "exit_layers": exit_layers(backbone, options),
         "head_type": options.head_type,
-        "draft_vocab_size": None if draft_ids is None else len(draft_ids),
+        "draft_vocab_size": every if draft_ids is None else len(draft_ids),
         "num_heads": options.ahead if medusa else None,
     }
-    if options.head_type != EAGLE3:
+    if not attends:
         return HeadsConfig(inner_size=options.inner_size, **common)
-    common["draft_vocab_size"] = backbone.vocab_size if draft_ids is None else len(draft_ids)
+    like = backbone.model.config.get_text_config()
     return AttendingConfig(
         format="speculators",
         state_layers=state_layers(backbone, options),
         fc_norm=True,
-        layer=layer_like(
-            backbone.model.config.get_text_config(), backbone.vocab_size, options.inner_size
-        ),
+        layer=layer_like(like, backbone.vocab_size, options.inner_size),
         **common,
     )
 
@@ -768,8 +728,8 @@ _MARK = "selfspec"  # what marks a file as ours has to stand near its beginning
 
 def save_checkpoint(path: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
     """Replace the checkpoint at `path`. Raises CannotWrite, with the one before it whole."""
-    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     with files.replacing(path) as new:
+        whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(whole, new, {_MARK: json.dumps(record)})
 
 

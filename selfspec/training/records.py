@@ -1,8 +1,6 @@
 """A folder of fitted heads: what a fit gave, a card, and settings that are worth using.
 
-Comes in: what `fit` gave and the options it ran with; later heads, features of held-out text and
-measured costs. Goes out: a folder for people and for `ExitHeads.from_pretrained`; temperatures and
-settings in its config, and a record of why. Called by `selfspec fit`, `calibrate` and `adapt`.
+Called by `selfspec fit`, `calibrate` and `adapt`. The card's text: `card.jinja`.
 """
 
 from __future__ import annotations
@@ -14,10 +12,10 @@ import math
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib import metadata
+from importlib import metadata, resources
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import yaml
@@ -44,87 +42,7 @@ from selfspec.training.text import Conversation
 
 logger = logging.getLogger(__name__)
 
-_CARD = """\
----
-{{ header.to_yaml() }}
----
-
-# Exit heads for {{ config.base_model }}
-
-{{ config.head_type.capitalize() }} heads at exit layers {{ config.exit_layers|join(", ") }} of \
-{{ config.num_layers }}, drafting from {{ vocabulary }}. For
-speculative decoding with selfspec, whose output they never change. Weights: {{ run.dtype }}.
-
-Fitted with `selfspec fit` (loss: {{ loss }}; learning rate {{ run.learning_rate }}, \
-{{ run.epochs }} epoch(s), {{ run.steps }}
-steps, seed {{ run.seed }}) on {{ "{:,}".format(run.answer_tokens) }} answer tokens of \
-{{ "{:,}".format(run.conversations) }} conversations
-({{ run.data }}){{ before }}; `run.yaml` holds all options, `metrics.jsonl` the course of it. \
-Base fingerprint:
-`{{ config.base_fingerprint }}`.
-
-## Use
-
-```sh
-selfspec generate --model {{ header.base_model or "MODEL" }} --heads {{ heads }} --stats \
-"Why is the sky blue?"
-```
-
-In transformers (5.17 or newer), where selfspec is installed too:
-
-```python
-output = model.generate(**inputs, custom_generate="{{ heads }}", trust_remote_code=True)
-```
-
-{% if heads == "HEADS" %}
-HEADS is this folder, or its id on the hub, where transformers finds what `heads push` adds.
-{% endif %}
-Behind `selfspec heads pull {{ heads }}` these heads are used with their model by themselves.
-{% if config.chat_template is not none %}
-
-Their text was written with a chat template that the model does not bring, `{{ template }}`. It is \
-kept in
-`config.json` and used with these heads by itself.
-{% endif %}
-
-## Agreement on held-out text
-
-Share of {{ "{:,}".format(first.positions) }} answer positions ({{ run.validation }}) where a \
-head's top token is the
-model's own, over the full vocabulary. {{ "{:.1%}".format(metrics.coverage) }} of these are in \
-the draft vocabulary.
-Text of another kind than the conversations has lower shares.
-
-| exit layer | first draft |{{ " second draft |" if second }}
-|---|---|{{ "---|" if second }}
-{% for layer, found in metrics.layers.items() %}
-| {{ layer }} | {{ "%.1f %%"|format(100 * found.agreement) }} |\
-{{ " %.1f %% |"|format(100 * found.agreement_second) if second }}
-{% endfor %}
-{% if calibration is not none %}
-
-## Calibration
-
-`selfspec calibrate` on {{ "{:,}".format(calibration.positions) }} positions of other text \
-(`calibration.json`). T: temperature
-of a head's confidence; ECE: how far that then is from the truth.
-
-| exit layer | agreement | T | ECE before | ECE |
-|---|---|---|---|---|
-{% for layer, found in calibration.layers.items() %}
-| {{ layer }} | {{ "%.1f %%"|format(100 * found.agreement) }} | \
-{{ "%.2f | %.3f | %.3f"|format(found.temperature, found.ece_before, found.ece) }} |
-{% endfor %}
-
-Of the settings that it tried the best is exit layers {{ setting.exit_layers|join(", ") }}, \
-thresholds {{ setting.exit_threshold|join(", ") }}, at most
-{{ setting.max_draft_tokens }} draft tokens. By measured costs of layers and heads on the machine \
-that it ran on, that is
-{{ "%.2f"|format(setting.compression_rate) }} tokens per verification and \
-{{ "%.2f"|format(setting.speed_up) }} times the speed of plain decoding behind the
-prompt. `selfspec tune` finds what suits another machine.
-{% endif %}
-"""
+_CARD = resources.files(__package__) / "card.jinja"
 _GENERATE = '''\
 """model.generate(**inputs, custom_generate="{name}", trust_remote_code=True)
 
@@ -159,7 +77,7 @@ def card(
         loss += f", {ce_share:g} of it cross-entropy on the next token"
     first: Mapping[str, Any] = next(iter(metrics["layers"].values()), {})
     page = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
-    return page.from_string(_CARD).render(
+    return page.from_string(_CARD.read_text(encoding="utf-8")).render(
         header=ModelCardData(
             base_model=config.base_model if on_hub else None,
             library_name="selfspec",
@@ -221,16 +139,15 @@ _PATHS = (  # options that may name files; a model's hub id stands in the config
 
 def write(folder: Path, fitted: Fitted, run: Mapping[str, Any]) -> None:
     """Write all files of `folder`; `run`: the command's options, for YAML. Raises CannotWrite."""
-    others: dict[str, str | bytes] = {
+    others: dict[str, str | bytes | None] = {
         "README.md": card(fitted.heads.config, fitted.metrics),
         "run.yaml": yaml.safe_dump({"run": dict(run), "machine": machine()}, sort_keys=False),
         "metrics.jsonl": "".join(json.dumps(entry) + "\n" for entry in fitted.epochs),
         "metrics.json": json.dumps(fitted.metrics, indent=2) + "\n",
+        "curves.png": picture_of(fitted.epochs),
     }
-    if picture := picture_of(fitted.epochs):
-        others["curves.png"] = picture
     (folder / CALIBRATION).unlink(missing_ok=True)  # of the heads that these replace
-    fitted.heads.save(folder, others)
+    fitted.heads.save(folder, {name: what for name, what in others.items() if what is not None})
 
 
 def card_of(folder: Path, licence: str | None = None, heads: str = "HEADS") -> str:
@@ -255,19 +172,18 @@ def for_others(folder: Path, name: str, licence: str | None = None) -> dict[str,
 
     Beside them what transformers needs to run them by `name`. Raises InvalidData, InvalidHeads.
     """
-    found: dict[str, str | bytes] = {}
-    for file in (*FILES_OF_A_FIT, CALIBRATION):
-        if (folder / file).is_file():
-            found[file] = (folder / file).read_bytes()
+    there = [file for file in (*FILES_OF_A_FIT, CALIBRATION) if (folder / file).is_file()]
+    found: dict[str, str | bytes] = {file: (folder / file).read_bytes() for file in there}
     if CALIBRATION in found:
         values = read_json(folder / CALIBRATION)
         found[CALIBRATION] = json.dumps(_without_folders(values), indent=2) + "\n"
-    found["README.md"] = card_of(folder, licence, name)
-    found["custom_generate/generate.py"] = _GENERATE.format(name=name)
-    needed = f"selfspec>={metadata.version('selfspec')}\n"
-    found["custom_generate/requirements.txt"] = needed
     run = _without_folders(read_yaml(folder / "run.yaml"))
-    return found | {"run.yaml": yaml.safe_dump(run, sort_keys=False)}
+    return found | {
+        "README.md": card_of(folder, licence, name),
+        "run.yaml": yaml.safe_dump(run, sort_keys=False),
+        "custom_generate/generate.py": _GENERATE.format(name=name),
+        "custom_generate/requirements.txt": f"selfspec>={metadata.version('selfspec')}\n",
+    }
 
 
 def _without_folders(record: Any) -> Any:
@@ -307,20 +223,14 @@ _GUESSES = 8
 places of SmolLM2-135M's own text, the first in 39 %. Costs say how many are proposed."""
 
 
-@dataclass(frozen=True)
-class Scores:
+class Scores(NamedTuple):
     """Answers of one exit layer at N held-out positions."""
 
     confidence: Tensor  # [len(TEMPERATURES), N], under each candidate
     right: Tensor  # [N] bool: the model says the same
 
-    def at(self, temperature: float) -> Tensor:
-        """[N] confidences under one of TEMPERATURES."""
-        return self.confidence[TEMPERATURES.index(temperature)]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Reliability:
+class Reliability(NamedTuple):
     """One exit layer's confidence against the truth."""
 
     agreement: float  # share of positions where the head is right, in 0..1
@@ -336,28 +246,23 @@ def score(heads: ExitHeads, batches: Iterable[Features]) -> dict[int, tuple[Scor
     seen = {layer: ([], []) for layer in heads.config.exit_layers}
     for batch in batches:
         for layer, (first, later) in seen.items():
-            drafts = [
-                Scores(
-                    torch.stack([top_probability(logits, each) for each in TEMPERATURES]).cpu(),
-                    right.cpu(),
-                )
-                for logits, right in judged(heads, layer, batch, drafts=2)
-            ]
+            drafts = []
+            for logits, right in judged(heads, layer, batch, drafts=2):
+                sure = torch.stack([top_probability(logits, each) for each in TEMPERATURES])
+                drafts.append(Scores(sure.cpu(), right.cpu()))
             first.append(drafts[0])
             later.append(drafts[-1])
-    return {layer: (_joined(first), _joined(later)) for layer, (first, later) in seen.items()}
 
+    def joined(parts: list[Scores]) -> Scores:
+        return Scores(*(torch.cat(tensors, -1) for tensors in zip(*parts, strict=True)))
 
-def _joined(parts: Sequence[Scores]) -> Scores:
-    confidence = torch.cat([part.confidence for part in parts], dim=1)
-    return Scores(confidence, torch.cat([part.right for part in parts]))
+    return {layer: (joined(first), joined(later)) for layer, (first, later) in seen.items()}
 
 
 def reliability(scores: Scores) -> Reliability:
     """The temperature of the highest likelihood of being right and wrong where it was."""
     chances = torch.where(scores.right, scores.confidence, 1.0 - scores.confidence).double()
-    losses = -chances.clamp_min(1e-9).log().mean(-1)  # negative log-likelihood, in nats
-    best = int(losses.argmin())
+    best = int(chances.clamp_min(1e-9).log().mean(-1).argmax())  # log-likelihood
     neutral = min(range(len(TEMPERATURES)), key=lambda i: abs(TEMPERATURES[i] - 1.0))
     return Reliability(
         agreement=scores.right.double().mean().item(),
@@ -391,8 +296,7 @@ def exits(
     confidence: Sequence[Tensor], right: Sequence[Tensor], thresholds: Sequence[float]
 ) -> Exits:
     """Statistics over N positions, [N] by exit layer from shallow to deep."""
-    waiting = torch.ones_like(right[0])
-    at, kept = [], 0
+    waiting, at, kept = torch.ones_like(right[0]), list[float](), 0
     for sure, correct, tau in zip(confidence, right, thresholds, strict=True):
         leaves = waiting & (sure >= tau)
         at.append(leaves.double().mean().item())
@@ -432,15 +336,14 @@ class Calibration:
 
     def record(self) -> dict[str, Any]:
         """For `calibration.json`."""
-        layers = {
-            str(layer): asdict(found)
-            | {"agreement_second": None if self.second is None else self.second[layer]}
-            for layer, found in self.reliabilities.items()
-        }
+        seconds = self.second or {}
         return {
             "positions": self.positions,
             "coverage": self.coverage,
-            "layers": layers,
+            "layers": {
+                str(layer): found._asdict() | {"agreement_second": seconds.get(layer)}
+                for layer, found in self.reliabilities.items()
+            },
             "setting": asdict(self.setting),
             "drafter": self.drafter,
             "costs": asdict(self.costs),
@@ -478,7 +381,7 @@ def calibrate(
     scores = score(heads, text.batches())
     found = {layer: reliability(first) for layer, (first, _) in scores.items()}
     sure = {
-        layer: [drafts.at(found[layer].temperature) for drafts in both]
+        layer: [one.confidence[TEMPERATURES.index(found[layer].temperature)] for one in both]
         for layer, both in scores.items()
     }
 
@@ -489,7 +392,11 @@ def calibrate(
         )
         return first, later
 
-    candidates = {layer: _candidates(first) for layer, (first, _) in sure.items()}
+    candidates = {}
+    for layer, (first, _) in sure.items():
+        ranked = first.sort(descending=True).values
+        places = (torch.tensor(_SHARES) * (len(ranked) - 1)).long()
+        candidates[layer] = sorted({max(float(value), 1e-3) for value in ranked[places]})
     setting = best_setting(costs, candidates, evaluate, most_layers)
     rounded = tuple(round(tau, 3) for tau in setting.exit_threshold)
     seconds = {layer: later.right.double().mean().item() for layer, (_, later) in scores.items()}
@@ -501,12 +408,6 @@ def calibrate(
         setting=replace(setting, exit_threshold=rounded),
         costs=costs,
     )
-
-
-def _candidates(confidence: Tensor) -> list[float]:
-    ranked = confidence.sort(descending=True).values
-    places = (torch.tensor(_SHARES) * (len(ranked) - 1)).long()
-    return sorted({max(float(value), 1e-3) for value in ranked[places]})
 
 
 def write_calibration(

@@ -1,9 +1,8 @@
 """Text that is made for training: a model, or a server in its place, writes turns and answers.
 
-Comes in: a model and the prompts of `recipe`, or a reader of rows. Goes out: records for `text`'s
-Writer. A batch is proposed by a model, in this process or another, and depends on the numbers of
-its rows alone; then, in order, rows are admitted that the file does not hold already. Called by
-`selfspec data` and `adapt`.
+A batch is proposed by a model, in this process or another, and depends on the numbers of its rows
+alone; then, in order, rows are admitted that the file does not hold already. Called by `selfspec
+data` and `adapt`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -150,10 +149,6 @@ class Turns:
         """Those ahead of the first user turn."""
         return [] if self.system is None else [{"role": "system", "content": self.system}]
 
-    def header(self, opening: str = "") -> list[int]:
-        """Ids up to where the user's first words start, or go on behind `opening`."""
-        return self.ids(self.before + opening)
-
     def first_prompt(self, question: str) -> list[int]:
         """Ids up to where the answer to the first question starts."""
         if self.raw:  # with what the tokenizer puts in front, as `generate --raw` has it
@@ -162,8 +157,8 @@ class Turns:
 
     def next_prompt(self, said: list[int], question: str | None) -> list[int]:
         """`said`, through an answer, and `question` up to its answer; None: to the user's words."""
-        between = _around(self._written(_FIRST, _ANSWER, _SECOND), _ANSWER)[1]
-        between = _around(between, _SECOND)[0]
+        behind = _around(self._written(_FIRST, _ANSWER, _SECOND), _ANSWER)[1]
+        between = _around(behind, _SECOND)[0]
         new = self.ids(between if question is None else between + question + self.asked)
         return said + (new[1:] if said[-1:] == new[:1] else new)  # the model wrote the end token
 
@@ -246,17 +241,6 @@ class Ask(NamedTuple):
     top_k: int = 0  # of the likeliest tokens; 0: all
     messages: tuple[Message, ...] = ()  # what the prompt says, for those who read no ids
 
-    def sampler(self, device: torch.device) -> Sampler:
-        """How the next token is chosen."""
-        processors = LogitsProcessorList()
-        if self.temperature is None:
-            return Sampler(processors)
-        if self.temperature != 1.0:
-            processors.append(TemperatureLogitsWarper(self.temperature))
-        if self.top_k:
-            processors.append(TopKLogitsWarper(self.top_k))
-        return Sampler(processors, do_sample=True).seeded(self.seed, device)
-
 
 @dataclass(frozen=True, kw_only=True)
 class _EndOrLoop(StopRule):
@@ -281,20 +265,22 @@ class Texts:
         """`watch` hears how many tokens come."""
         self._backbone, self._watch = backbone, watch
         self._engine = Engine(Runtime(backbone, None, None))
-        self._options = SpeculationOptions(drafter="ngram")
         self._written: dict[Hashable, list[int]] = {}
 
     def add(self, ask: Ask) -> Hashable:
         """Begin a text; `step` gives what this returns, with the text's ids."""
-        stop = _EndOrLoop(
-            max_length=len(ask.prompt) + ask.max_new_tokens,
-            end_tokens=ask.ends,
-            prompt=len(ask.prompt),
-        )
-        device = self._backbone.device
-        ids = torch.tensor([ask.prompt], device=device)
-        asked = Asked(ids=ids, sampler=ask.sampler(device), stop=stop)
-        running = self._engine.add(asked, self._options)
+        device, length = self._backbone.device, len(ask.prompt)
+        sampler = Sampler(LogitsProcessorList())
+        if ask.temperature is not None:
+            if ask.temperature != 1.0:
+                sampler.processors.append(TemperatureLogitsWarper(ask.temperature))
+            if ask.top_k:
+                sampler.processors.append(TopKLogitsWarper(ask.top_k))
+            sampler = replace(sampler, do_sample=True).seeded(ask.seed, device)
+        end = length + ask.max_new_tokens
+        stop = _EndOrLoop(max_length=end, end_tokens=ask.ends, prompt=length)
+        asked = Asked(ids=torch.tensor([ask.prompt], device=device), sampler=sampler, stop=stop)
+        running = self._engine.add(asked, SpeculationOptions(drafter="ngram"))
         self._written[running] = []
         return running
 
@@ -347,7 +333,12 @@ class Server:
             "temperature": ask.temperature or 0.0,
             "seed": self._seed,
         }
-        text, reason = self._said("chat/completions", body, _first_choice)
+
+        def first(found: Any) -> tuple[str, Any]:
+            choice = found["choices"][0]
+            return str(choice["message"]["content"] or ""), choice.get("finish_reason")
+
+        text, reason = self._said("chat/completions", body, first)
         ids = self._turns.ids(text)[: ask.max_new_tokens]
         self._watch(len(ids))
         ended = reason != "length" and self._end is not None
@@ -364,11 +355,6 @@ class Server:
             raise SelfspecError(f"{self._url} did not answer: {first_line(error)}") from error
         except (ValueError, LookupError, TypeError) as error:
             raise SelfspecError(f"{self._url}/{path} is not as OpenAI's: {error!r}") from error
-
-
-def _first_choice(found: Any) -> tuple[str, Any]:
-    (choice, *_) = found["choices"]
-    return str(choice["message"]["content"] or ""), choice.get("finish_reason")
 
 
 # --- the model's part -----------------------------------------------------------------------------
@@ -393,13 +379,6 @@ class Talk:
     def __post_init__(self) -> None:
         self.prompt, self.messages = self.turns.first_prompt(self.question), self.turns.messages()
 
-    def add(self, text: str, ids: list[int]) -> None:
-        """Add the question and its answer."""
-        self.messages.append({"role": "user", "content": self.question})
-        self.messages.append({"role": "assistant", "content": text})
-        self.ids = self.prompt + ids
-        self.answers.append((len(self.prompt), len(self.ids)))
-
     def asked(self) -> str:
         """All user turns that are known beforehand."""
         return "\n".join([self.question, *(text or "" for text in self.pending)])
@@ -414,8 +393,8 @@ class Talk:
             row |= zip(("prompt", "completion"), said, strict=False)
         else:
             row["messages"] = messages
-        ids, spans = self.ids or self.prompt, [list(span) for span in self.answers]
-        row["input_ids"] = list(ids)
+        ids, spans = [*(self.ids or self.prompt)], [list(span) for span in self.answers]
+        row["input_ids"] = ids
         if len(spans) == 1 and spans[0][1] == len(ids):
             row["answer_start"] = spans[0][0]
         else:
@@ -468,17 +447,18 @@ class Author:
         raw, seed = self.options.raw, self.options.seed
         return Prompts(recipe, passages, seed, own, invents=self.invents and not raw, raw=raw)
 
-    def write(self, scripts: Iterable[Script[T]]) -> list[T]:
-        """What all of them return, in their order; many texts are written at any time."""
-        texts, found = self._server or Texts(self.backbone, self._watch), dict[int, T]()
+    def write(self, scripts: Iterable[Script[Record | None]]) -> list[Record]:
+        """All records that they return, in their order; many texts are written at any time."""
+        texts, found = self._server or Texts(self.backbone, self._watch), dict[int, Record]()
         ready = deque(enumerate(scripts))
-        running: dict[Hashable, tuple[int, Script[T]]] = {}
+        running: dict[Hashable, tuple[int, Script[Record | None]]] = {}
 
-        def go_on(place: int, script: Script[T], ids: list[int] | None = None) -> None:
+        def go_on(place: int, script: Script[Record | None], ids: list[int] | None = None) -> None:
             try:
                 ask = next(script) if ids is None else script.send(ids)
             except StopIteration as end:
-                found[place] = end.value
+                if end.value is not None:
+                    found[place] = end.value
                 return
             if ask is None:
                 ready.append((place, script))
@@ -496,21 +476,14 @@ class Author:
     def answer(self, talks: Iterable[Talk]) -> Proposal:
         """What is said in conversations whose user turns are there."""
         counts = Counts()
-        found = self.write(self.converse(talk, counts) for talk in talks)
-        return [one for one in found if one is not None], counts
+        return self.write(self.converse(talk, counts) for talk in talks), counts
 
     def ask(self, header: list[int], rng: random.Random) -> Script[str | None]:
         """What a user says behind a header; None where that loops or does not end."""
-        options = self.options
-        temperature = rng.uniform(*options.question_temperature)
-        ids = yield Ask(
-            header,
-            options.max_question_tokens,
-            self._question_ends,
-            rng.getrandbits(62),
-            temperature,
-            options.question_top_k,
-        )
+        options, ends = self.options, self._question_ends
+        heat, seed = rng.uniform(*options.question_temperature), rng.getrandbits(62)
+        most, top_k = options.max_question_tokens, options.question_top_k
+        ids = yield Ask(header, most, ends, seed, heat, top_k)
         return self.turns.question(header, ids) if loop_start(ids) is None else None
 
     def converse(self, talk: Talk, counts: Counts) -> Script[Record | None]:
@@ -530,7 +503,9 @@ class Author:
             text = talk.turns.continuation(talk.prompt, kept)
             if not text.strip():
                 break
-            talk.add(text, kept)
+            talk.messages += [question, {"role": "assistant", "content": text}]
+            talk.ids = talk.prompt + kept
+            talk.answers.append((len(talk.prompt), len(talk.ids)))
             talk.loops += len(kept) < len(ids)
             if kept[-1] not in self._ends or not talk.pending:
                 break
@@ -553,9 +528,7 @@ class Written:
 
     def __init__(self, author: Author, prompts: Prompts, excluded: Set[int] = frozenset()) -> None:
         """Rows that ask one of the `excluded` n-grams are dropped where they can before that."""
-        self._author = author
-        self._prompts = prompts
-        self._excluded = excluded
+        self._author, self._prompts, self._excluded = author, prompts, excluded
 
     def propose(self, numbers: range) -> Proposal:
         """A batch's rows, side by side; those about its articles wait for these."""
@@ -564,8 +537,7 @@ class Written:
         articles: dict[int, str | None] = {
             row.number: None for row in rows if row.family.name in makers and not row.article
         }
-        found = self._author.write(self._written(row, articles, counts) for row in rows)
-        return [one for one in found if one is not None], counts
+        return self._author.write(self._written(row, articles, counts) for row in rows), counts
 
     def _written(
         self, row: Row, articles: dict[int, str | None], counts: Counts
@@ -583,7 +555,7 @@ class Written:
                 return talk.record()
             record = yield from self._author.converse(talk, counts)
             if record is not None and row.number in articles:
-                articles[row.number] = _answered_in(record)
+                articles[row.number] = "\n".join(_said(record, "assistant"))
             return record
         finally:
             if row.number in articles:
@@ -619,21 +591,23 @@ class Written:
 
     def _invented(self, row: Row) -> Script[bool]:
         """Put in what the model writes of the first turn; whether it is a user's turn."""
-        author, family = self._author, row.family
+        author, family, begin = self._author, row.family, None
         if family.continues and not author.options.raw:
             opening = row.text(row.turns[0]) or ""
-            said = yield from author.ask(author.turns.header(opening), row.rng)
-            row.values["turn0"] = (opening + (said or "")).strip()
-            row.turns = ("{turn0}", *row.turns[1:])
-            return bool(said and said.strip())
-        if family.question:
+        elif family.question:
             begin = family.question[row.number % len(family.question)]
             opening = f"{row.values['passage']}\n\nQuestion: {begin}"
-            said = yield from author.ask(author.turns.header(opening), row.rng)
-            line = (said or "").strip("\n").split("\n")[0]
+        else:
+            return True
+        header = author.turns.ids(author.turns.before + opening)
+        said = (yield from author.ask(header, row.rng)) or ""
+        if begin is not None:
+            line = said.strip("\n").split("\n")[0]
             row.values["question"] = begin + line[: line.find("?") + 1]
             return "?" in line
-        return True
+        row.values["turn0"] = (opening + said).strip()
+        row.turns = ("{turn0}", *row.turns[1:])
+        return bool(said.strip())
 
     def _passage(self, row: Row, wanted: Passage, articles: list[str]) -> str:
         """What stands for {passage}: cut to its length, numbered where there are several."""
@@ -672,7 +646,7 @@ class Admission:
         self._said: set[int] = set()
         self._idle = 0
         for record in written:
-            self._asked.add(key(_asked_in(record)))
+            self._asked.add(key(_said(record, "user")[0]))
             self._said |= _sample(record)
 
     def batch(self, index: int, missing: int) -> range:
@@ -694,9 +668,8 @@ class Admission:
 
     def _is_new(self, record: Record, counts: Counts) -> bool:
         """Whether none asked or said so; a dropped row leaves nothing: a killed run forgets it."""
-        asked, sample = key(_asked_in(record)), _sample(record)
-        reason = ""
-        if _holds(self._excluded, _words_of(record)):
+        asked, sample, reason = key(_said(record, "user")[0]), _sample(record), ""
+        if _holds(self._excluded, "\n".join(_said(record))):
             reason = "excluded"
         elif asked in self._asked:
             reason = "duplicates"
@@ -729,23 +702,15 @@ def _holds(excluded: Set[int], text: str) -> bool:
 
 def _sample(record: Record) -> set[int]:
     """A fixed half of an answer's n-grams: millions of them are kept in memory."""
-    return {number for number in ngrams(_answered_in(record)) if number % 2}
+    return {number for number in ngrams("\n".join(_said(record, "assistant"))) if number % 2}
 
 
-def _words_of(record: Record) -> str:
-    said = [turn["content"] for turn in record.get("messages", [])]
-    return "\n".join([*said, *(record.get(name, "") for name in ("prompt", "completion"))])
-
-
-def _asked_in(record: Record) -> str:
-    turns = record.get("messages", [])
-    return str(next((t["content"] for t in turns if t["role"] == "user"), record.get("prompt")))
-
-
-def _answered_in(record: Record) -> str:
-    turns = record.get("messages", [])
-    said = [turn["content"] for turn in turns if turn["role"] == "assistant"]
-    return "\n".join(said) if turns else str(record.get("completion", ""))
+def _said(record: Record, *roles: str) -> list[str]:
+    """What all say in a line of the file, or those of some roles; plain text is a turn of each."""
+    plain = {"user": record.get("prompt"), "assistant": record.get("completion")}
+    turns = [(turn["role"], turn["content"]) for turn in record.get("messages", ())]
+    spoken = turns or [(role, text) for role, text in plain.items() if text is not None]
+    return [text for role, text in spoken if not roles or role in roles]
 
 
 class Given:
@@ -760,16 +725,16 @@ class Given:
     ) -> None:
         """`reader` parses with `talk_of`; `done` batches are written already."""
         self._reader, self._options, self._excluded = reader, options, excluded
-        self._rows = iter(reader)
-        self._known = {key(talk.asked()) for talk in self._next(done)}
-        self._read = done
+        self._rows, self._read = iter(reader), done
+        before = itertools.islice(self._rows, done * options.batch_size)
+        self._known = {key(talk.asked()) for talk in before}
         self._waiting: dict[int, tuple[list[Talk] | None, int, int]] = {}
 
     def batch(self, index: int, missing: int) -> list[Talk] | None:  # noqa: ARG002  # all of them
         """The next rows, without duplicates; which answers are sampled is drawn. None: no more."""
         while self._read <= index:
             rng = random.Random(batch_seed(self._options.seed, self._read))
-            talks, fresh = self._next(1), []
+            talks, fresh = [*itertools.islice(self._rows, self._options.batch_size)], list[Talk]()
             for talk in talks:
                 if (asked := key(talk.asked())) not in self._known:
                     self._known.add(asked)
@@ -784,14 +749,11 @@ class Given:
     def admit(self, index: int, proposed: list[Record], counts: Counts) -> list[Record]:
         """All but those with excluded words."""
         _, duplicates, skipped = self._waiting.pop(index)
-        kept = [one for one in proposed if not _holds(self._excluded, _words_of(one))]
+        kept = [one for one in proposed if not _holds(self._excluded, "\n".join(_said(one)))]
         counts.add("", "duplicates", duplicates)
         counts.add("", "bad_rows", skipped - counts.total("bad_rows"))
         counts.add("", "excluded", len(proposed) - len(kept))
         return kept
-
-    def _next(self, batches: int) -> list[Talk]:
-        return list(itertools.islice(self._rows, batches * self._options.batch_size))
 
 
 def talk_of(record: Record, tokenizer: PreTrainedTokenizerBase | None, system: str | None) -> Talk:

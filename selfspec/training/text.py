@@ -1,11 +1,8 @@
 """Text for training: rows in the formats that people have come in, conversations go out.
 
-A caller's `parse` makes something of each row, with file, line and reason where it cannot:
-messages, or a Conversation, ids and which of them are answers. Rows that are made become lines of
-OUTPUT, plain or gzipped, beside OUTPUT.run.json, which says how they are made, how many bytes are
-whole batches, and which lines come next, so that what a killed run left half-written is told from
-lines of somebody else. Imports no torch, so that commands can look for a file before anything long
-begins. Called by them, `selfgen` and `adaptation`.
+Rows that are made become lines of OUTPUT, plain or gzipped, beside OUTPUT.run.json, which says how
+they are made, how many bytes are whole batches, and which lines come next: so what a killed run
+left half-written is told from lines of somebody else. Imports no torch.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ logger = logging.getLogger(__name__)
 Message = dict[str, str]
 Record = dict[str, Any]
 
-_ROLES = {"system": "system", "user": "user", "assistant": "assistant"}
+_ROLES = {name: name for name in ("system", "user", "assistant")}
 _SHAREGPT_ROLES = _ROLES | {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
 _FILE_SUFFIXES = (".jsonl", ".json", ".gz", ".txt")
 _BLANK = b"\xef\xbb\xbf \t\r\n"  # the mark that some editors put in front, and white space
@@ -104,10 +101,9 @@ def read_conversations(
     max_tokens: int | None = None,
     skip_bad_rows: bool = False,
 ) -> list[Conversation]:
-    """The conversations of a file or data set, in any format of `encoded`.
+    """The conversations of a file or data set, up to `max_tokens` answer tokens.
 
-    Stops behind `max_tokens` answer tokens; none may have more than `max_length` tokens. Raises
-    InvalidData: file, line number, reason. With `skip_bad_rows` they are left out and counted.
+    Raises InvalidData: file, line, reason. With `skip_bad_rows` such are left out and counted.
     """
 
     def parse(record: dict[str, Any]) -> Conversation:
@@ -125,8 +121,7 @@ def read_conversations(
     read, left = list[Conversation](), max_tokens or sys.maxsize
     for conversation in reader:
         read.append(conversation)
-        left -= len(conversation.answer_ids)
-        if left <= 0:
+        if (left := left - len(conversation.answer_ids)) <= 0:
             break
     reader.report()
     if not read:
@@ -230,12 +225,15 @@ def _lines(path: Path, file: IO[bytes]) -> Iterator[tuple[str, bytes]]:
 def _items(path: Path, array: bytes) -> Iterator[tuple[str, Any]]:
     if len(array) > _MOST_ARRAY:
         raise InvalidData(f"{path} has more than {_MOST_ARRAY} bytes. Give it as .jsonl")
-    try:
-        items = json.loads(array)
-    except (ValueError, RecursionError) as error:
-        raise InvalidData(f"{path} is not JSON: {error}") from error
-    for number, item in enumerate(items, start=1):
+    for number, item in enumerate(_parsed(array, f"{path} "), start=1):
         yield f"item {number}", item
+
+
+def _parsed(content: bytes, where: str = "") -> Any:
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise InvalidData(f"{where}is not JSON: {error}") from error
 
 
 def _data_set(name: str) -> Iterator[tuple[str, Any]]:
@@ -259,10 +257,7 @@ def _record(row: Any) -> dict[str, Any]:
     if isinstance(row, bytes):
         if len(row) > _MOST_LINE:
             raise InvalidData(f"has more than {_MOST_LINE} bytes")
-        try:
-            row = json.loads(row)
-        except (ValueError, RecursionError) as error:
-            raise InvalidData(f"is not JSON: {error}") from error
+        row = _parsed(row)
     if not isinstance(row, dict):
         raise InvalidData(f"holds a {type(row).__name__}, expected an object")
     return row
@@ -287,8 +282,6 @@ def encoded(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -
         if not _is_text(record["text"]):
             raise InvalidData("has a text that is no string of Unicode characters")
         ids = tuple(tokenizer(record["text"])["input_ids"])
-        if len(ids) < 2:
-            raise InvalidData(f"has a text of {len(ids)} tokens, expected at least 2")
         return Conversation(ids, ((1, len(ids)),))
     raise InvalidData(f"holds {', '.join(record) or 'nothing'}, expected {_EXPECTED}")
 

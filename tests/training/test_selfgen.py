@@ -456,7 +456,7 @@ def test_end_tokens_are_the_models_and_the_tokenizers(tokenizer: PreTrainedToken
 def test_a_user_turn_ends_where_a_template_without_end_tokens_begins_the_answer() -> None:
     tokenizer = templates.having(byte_level_bpe(), templates.read("vicuna"))
     turns = Turns.of(tokenizer)
-    header = turns.header()
+    header = turns.ids(turns.before)
     said = turns.ids("What is a cat? ASSISTANT: It is")
     assert turns.question(header, said) == "What is a cat? "
     assert turns.question(header, turns.ids("What is a cat?")) is None
