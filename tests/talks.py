@@ -9,6 +9,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 from selfspec.training.text import Conversation
 from tests.models import random_ids
 
+Talks = list[Conversation]
+
 TEMPLATE = (
     "{% for m in messages %}<start> {{ m.role }} {{ m.content }} <end> <line> {% endfor %}"
     "{% if add_generation_prompt %}<start> assistant {% endif %}"
@@ -16,7 +18,7 @@ TEMPLATE = (
 WORDS = ["<start>", "<end>", "<line>", "<unused>", "system", "user", "assistant", "a", "b", "c"]
 
 
-def make_talks(model: PreTrainedModel) -> list[Conversation]:
+def make_talks(model: PreTrainedModel) -> Talks:
     """Twelve greedy answers of `model`, 12 to 23 tokens long."""
     return [answered(model, seed, 12 + seed) for seed in range(12)]
 

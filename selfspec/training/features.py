@@ -6,6 +6,7 @@ Called by `selfspec cache`, `fit` and `calibrate`.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from collections import Counter
@@ -20,6 +21,7 @@ from accelerate import PartialState
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from selfspec import files
 from selfspec.errors import InvalidData, InvalidOption
@@ -130,13 +132,11 @@ def planned(conversations: Sequence[Conversation], batch_tokens: int) -> list[li
 
 def padded(conversations: Sequence[Conversation]) -> Batch:
     """One batch. Padding is token 0: to the right, no position sees it."""
-    longest = max(len(entry.ids) for entry in conversations)
-    ids = torch.zeros(len(conversations), longest, dtype=torch.int64)
-    predicts = torch.zeros(len(conversations), longest, dtype=torch.bool)
-    known = torch.zeros_like(predicts)
+    ids = pad_sequence([torch.tensor(entry.ids) for entry in conversations], batch_first=True)
+    lengths = torch.tensor([len(entry.ids) for entry in conversations])
+    known = torch.arange(ids.shape[1]) < lengths[:, None] - 1
+    predicts = torch.zeros_like(known)
     for row, entry in enumerate(conversations):
-        ids[row, : len(entry.ids)] = torch.tensor(entry.ids)
-        known[row, : len(entry.ids) - 1] = True
         for first, end in entry.answers:
             predicts[row, first - 1 : end - 1] = True
     return Batch(ids, predicts, known)
@@ -263,14 +263,12 @@ class Selection:
 
     def limited(self, max_tokens: int) -> Selection:
         """At least `max_tokens` answer tokens, spread evenly, or all there are."""
-        count = len(self.indices)
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
-        taken, answers = [], 0
-        for place in order:
-            if answers >= max_tokens:
-                break
-            taken.append(self.indices[place])
-            answers += self.source.answers[self.indices[place]]
+        drawn, count = torch.Generator().manual_seed(0), len(self.indices)
+        order = [self.indices[i] for i in torch.randperm(count, generator=drawn).tolist()]
+        before = itertools.accumulate((self.source.answers[i] for i in order), initial=0)
+        taken = [
+            index for index, answers in zip(order, before, strict=False) if answers < max_tokens
+        ]
         return Selection(self.source, sorted(taken))
 
 
@@ -467,11 +465,10 @@ class CacheSource:
         for shard, (path, batches) in enumerate(
             zip(known.paths(folder), known.shards, strict=True)
         ):
-            with _explained(path):
+            with _opened(path) as file:
                 if shard % count == number and sha256(path) != known.sha256[shard]:
                     raise InvalidData("its bytes are not those that were written")
-                with safe_open(path, "pt") as file:
-                    shapes = [file.get_slice(f"{n}.following").get_shape() for n in batches]
+                shapes = [file.get_slice(f"{n}.following").get_shape() for n in batches]
             self.sizes += [math.prod(shape) for shape in shapes]
             self._places += [path] * len(batches)
 
@@ -490,12 +487,11 @@ class CacheSource:
 
     def _read(self, index: int, names: set[str]) -> dict[str, Tensor]:
         path, prefix = self._places[index], f"{index}."
-        with _explained(path):
-            with safe_open(path, "pt") as file:
-                held = {n.removeprefix(prefix) for n in file.keys() if n.startswith(prefix)}  # noqa: SIM118  # no dict
-                if held != self.spec.names:
-                    raise InvalidData(f"its tensors are not those of {self.spec}")
-                tensors = {name: file.get_tensor(prefix + name) for name in names}
+        with _opened(path) as file:
+            held = {n.removeprefix(prefix) for n in file.keys() if n.startswith(prefix)}  # noqa: SIM118  # no dict
+            if held != self.spec.names:
+                raise InvalidData(f"its tensors are not those of {self.spec}")
+            tensors = {name: file.get_tensor(prefix + name) for name in names}
             for name, tensor in tensors.items():
                 self._check(name, tensor, tensors["following"].numel())
         return tensors
@@ -521,10 +517,11 @@ FeatureSource = StreamSource | CacheSource
 
 
 @contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    """All that is wrong with a shard is InvalidData that names it."""
+def _opened(path: Path) -> Iterator[Any]:
+    """A shard; all that is wrong with it is InvalidData that names it."""
     try:
-        yield
+        with safe_open(path, "pt") as file:
+            yield file
     except (OSError, SafetensorError, InvalidData) as error:
         words = " ".join(str(error).split())
         raise InvalidData(

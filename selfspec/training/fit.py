@@ -490,15 +490,6 @@ class Trainer:
         return 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / max(1, self._steps - warmup)))
 
 
-def read_ahead(items: Iterator[Any]) -> Iterator[Any]:
-    """The same, each made in a thread while the caller is busy with the one before."""
-    with ThreadPoolExecutor(1) as reader:
-        coming = reader.submit(next, items, None)
-        while (item := coming.result()) is not None:
-            coming = reader.submit(next, items, None)
-            yield item
-
-
 class _Fit:
     def __init__(self, job: Job, watch: Stopwatch, left: Callable[[], float]) -> None:
         if not job.train.answers or not job.validation.answers:
@@ -549,13 +540,20 @@ class _Fit:
 
     def _batches(self, steps: Iterable[list[int]]) -> Iterator[tuple[int, list[Features]]]:
         """Each step's count of positions, and this process's part of them."""
-        device = self._job.backbone.unembedding.weight.device
-        selected = (Selection(self._job.train.source, indices) for indices in steps)
+        device, source = self._job.backbone.unembedding.weight.device, self._job.train.source
+        selected = (Selection(source, indices) for indices in steps)
         found = (
             (step.positions, [batch.to(device) for batch in step.batches(*self._part)])
             for step in selected
         )
-        return read_ahead(found) if isinstance(self._job.train.source, CacheSource) else found
+        if not isinstance(source, CacheSource):
+            yield from found
+            return
+        with ThreadPoolExecutor(1) as reader:  # the next one is read while the caller is busy
+            coming = reader.submit(next, found, None)
+            while (item := coming.result()) is not None:
+                coming = reader.submit(next, found, None)
+                yield item
 
     def _step(self, positions: int, mine: list[Features], epoch: int) -> str:
         course = self._course

@@ -1,6 +1,5 @@
 """Prompts of many kinds: a recipe file and passages come in, the parts of any row's prompt go out.
 
-A recipe names families of prompts, each with ways to ask, and lists that fill their placeholders.
 What row number n asks depends on the recipe, the passages, the seed and n alone, so that any
 machine can write any part of the rows. Lists are dealt like cards: nothing comes a second time
 before everything came once. Called by `selfgen`.
@@ -122,8 +121,8 @@ class Passages:
     ) -> None:
         """Raises InvalidData for a folder without text, or with more than fits into memory."""
         self.digest = ""
-        self._files: list[list[str]] = []
-        self._starts: dict[str, list[tuple[int, int]]] = {}
+        self.languages = set[str]()
+        self._starts: dict[str, list[tuple[list[str], int]]] = {}  # a file's paragraphs, and where
         if folder is None:
             return
         digest, room = hashlib.sha256(), _MOST_PASSAGES
@@ -137,26 +136,19 @@ class Passages:
                 raise InvalidData(f"{folder} holds more than {_MOST_PASSAGES >> 20} MB of text")
             digest.update(f"{name}\0{text}\0".encode())
             paragraphs = [part.strip() for part in re.split(r"\n\s*\n", text) if part.strip()]
-            places = ((len(self._files), index) for index in range(len(paragraphs)))
-            self._starts.setdefault(named[1] if named else "en", []).extend(places)
-            self._files.append(paragraphs)
-        self.digest = digest.hexdigest()[:16]
-
-    def languages(self) -> set[str]:
-        """Those that have a passage."""
-        return set(self._starts)
+            starts = self._starts.setdefault(named[1] if named else "en", [])
+            starts += [(paragraphs, index) for index in range(len(paragraphs))]
+        self.languages, self.digest = set(self._starts), digest.hexdigest()[:16]
 
     def drawn(self, language: str, number: int, seed: str, characters: int) -> str:
         """The `number`-th passage: so many characters from the start of a paragraph on."""
         starts = self._starts[language]
-        file, first = starts[dealt(len(starts), number, f"{seed} {language}")]
-        taken, size = [], 0
-        for paragraph in self._files[file][first:]:
-            taken.append(paragraph)
-            size += len(paragraph)
-            if size >= characters:
-                break
-        return "\n\n".join(taken)
+        paragraphs, first = starts[dealt(len(starts), number, f"{seed} {language}")]
+        last, room = first, characters
+        while room > 0 and last < len(paragraphs):
+            room -= len(paragraphs[last])
+            last += 1
+        return "\n\n".join(paragraphs[first:last])
 
 
 class Prompts:
@@ -178,8 +170,8 @@ class Prompts:
         `invent` user turns, those that need it; `left_out` names them. `raw`: openings are for the
         model to write on, and of a conversation the first turn alone is used.
         """
-        self._recipe, self._passages, self._seed, self._own = recipe, passages, seed, own
-        self._raw = raw
+        self._recipe, self._passages, self._seed = recipe, passages, seed
+        self._own, self._raw = own, raw
         usable = [
             family
             for family in recipe.families
@@ -220,7 +212,7 @@ class Prompts:
             values = self._recipe.lists[name]
             row.values[name] = values[dealt(len(values), turn, f"{seed} {name}")]
         if family.passage is not None:  # its language and origin
-            have = self._passages.languages()
+            have = self._passages.languages
             known = [name for name in family.passage.language if name in have or name == "en"]
             row.language = known[dealt(len(known), turn, f"{seed} language")]
             row.values["language"] = self._recipe.languages.get(row.language, "English")
@@ -253,7 +245,7 @@ class Prompts:
         return [drawn(row.language, place, seed, 8 * size) for place, size in places]
 
     def _has_text(self, family: Family) -> bool:
-        if family.passage is None or set(family.passage.language) & self._passages.languages():
+        if family.passage is None or self._passages.languages & set(family.passage.language):
             return True
         return "en" in family.passage.language and any(f.passages for f in self._recipe.families)
 

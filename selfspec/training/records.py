@@ -69,13 +69,7 @@ def card(
 
     Raises jinja2.TemplateError, LookupError, TypeError or ValueError for records of other things.
     """
-    size, ce_share = config.draft_vocab_size, config.training["ce_share"]
-    before, wide = config.training.get("before"), config.training.get("narrowed_from")
     on_hub = "/" in config.base_model and HUB_ID.fullmatch(config.base_model) is not None
-    loss = "divergence from the model's own distribution"
-    if ce_share > 0.0:
-        loss += f", {ce_share:g} of it cross-entropy on the next token"
-    first: Mapping[str, Any] = next(iter(metrics["layers"].values()), {})
     page = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
     return page.from_string(_CARD.read_text(encoding="utf-8")).render(
         header=ModelCardData(
@@ -87,17 +81,9 @@ def card(
         ),
         config=config,
         heads=heads,
-        run=config.training,
-        before=f", from heads of {before['answer_tokens']:,} before" if before else "",
-        vocabulary=("the whole vocabulary" if size is None else f"{size:,} tokens")
-        + (f", the most frequent of {wide:,}, which the figures below are of" if wide else ""),
-        loss="cross-entropy on the next token" if ce_share == 1.0 else loss,
-        template=name_of(config.chat_template or ""),
         metrics=metrics,
-        first=first,
-        second=first["agreement_second"] is not None,
         calibration=calibration,
-        setting={} if calibration is None else calibration["setting"],
+        name_of=name_of,
     )
 
 

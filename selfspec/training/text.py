@@ -181,15 +181,10 @@ def rows(source: str | Path) -> Iterator[tuple[str, Any]]:
 
 
 def _file_of(source: str | Path) -> Path | None:
-    """The file that a source names; None: it is a data set. Raises InvalidData for odd names."""
+    """The file that a source names; None: it is a data set. Raises InvalidOption for odd names."""
     path = local_path(source)
-    known_suffix = path.name.endswith(_FILE_SUFFIXES)
-    try:
-        named = path.exists() or known_suffix or not HUB_ID.fullmatch(str(source))
-        return None if path.is_dir() or not named else path
-    except (OSError, ValueError) as error:  # a name too long, a zero byte
-        reason = getattr(error, "strerror", None) or error
-        raise InvalidData(f"cannot read {str(path)!r}: {reason}") from error
+    named = path.exists() or path.name.endswith(_FILE_SUFFIXES) or not HUB_ID.fullmatch(str(source))
+    return None if path.is_dir() or not named else path
 
 
 @contextmanager

@@ -6,12 +6,11 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from selfspec.model.backbone import Backbone
-from selfspec.training.text import Conversation
-from tests.talks import make_talks, make_tokenizer
+from tests.talks import Talks, make_talks, make_tokenizer
 
 
 @pytest.fixture(scope="session")
-def talks(backbone: Backbone) -> list[Conversation]:
+def talks(backbone: Backbone) -> Talks:
     return make_talks(backbone.model)
 
 

@@ -33,6 +33,7 @@ from selfspec.training.features import (
 from selfspec.training.options import FitOptions
 from selfspec.training.text import Conversation
 from tests.bad_input import Change, one_line
+from tests.talks import Talks
 from training.variants import VARIANTS, chains, fit_variant
 
 # --- batches and what is computed of them
@@ -41,7 +42,7 @@ LAYERS = (0, 2, 4)
 WHOLE = FeatureSpec(LAYERS, deep=True, top_k=5)
 
 
-def test_batches_hold_every_conversation_once_within_the_limit(talks: list[Conversation]) -> None:
+def test_batches_hold_every_conversation_once_within_the_limit(talks: Talks) -> None:
     plan = planned(talks, 64)
     assert sorted(talk.ids for group in plan for talk in group) == sorted(t.ids for t in talks)
     assert all(padded(group).ids.numel() <= 64 for group in plan)
@@ -49,7 +50,7 @@ def test_batches_hold_every_conversation_once_within_the_limit(talks: list[Conve
 
 
 def test_features_are_the_models_own_states_at_answer_positions(
-    backbone: Backbone, talks: list[Conversation]
+    backbone: Backbone, talks: Talks
 ) -> None:
     batch = padded(talks)
     found = features(backbone, WHOLE, batch)
@@ -95,7 +96,7 @@ def test_rows_continue_within_an_answer_only(backbone: Backbone) -> None:
 
 
 def test_without_targets_the_layers_behind_the_last_exit_do_not_run(
-    backbone: Backbone, talks: list[Conversation]
+    backbone: Backbone, talks: Talks
 ) -> None:
     ran: list[int] = []
     hooks = [
@@ -117,7 +118,7 @@ SPEC = FeatureSpec((2, 4), deep=True, top_k=4, everywhere=True)
 
 
 @pytest.fixture
-def stream(backbone: Backbone, talks: list[Conversation]) -> StreamSource:
+def stream(backbone: Backbone, talks: Talks) -> StreamSource:
     return StreamSource(backbone, SPEC, talks, 64)
 
 
@@ -144,7 +145,7 @@ def shards(folder: Path) -> list[Path]:
 
 
 def test_kept_features_are_computed_once(
-    backbone: Backbone, talks: list[Conversation], monkeypatch: pytest.MonkeyPatch
+    backbone: Backbone, talks: Talks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = StreamSource(backbone, SPEC, talks, 64, keep=True)
     first = source.batch(1)
@@ -153,14 +154,14 @@ def test_kept_features_are_computed_once(
 
 
 def test_the_digest_is_that_of_the_text_and_its_batches(
-    backbone: Backbone, talks: list[Conversation], stream: StreamSource
+    backbone: Backbone, talks: Talks, stream: StreamSource
 ) -> None:
     assert StreamSource(backbone, FeatureSpec((3,)), talks, 64).digest == stream.digest
     assert StreamSource(backbone, SPEC, talks[:-1], 64).digest != stream.digest
     assert StreamSource(backbone, SPEC, talks, 128).digest != stream.digest
 
 
-def test_every_twentieth_batch_is_held_out(backbone: Backbone, talks: list[Conversation]) -> None:
+def test_every_twentieth_batch_is_held_out(backbone: Backbone, talks: Talks) -> None:
     source = StreamSource(backbone, SPEC, talks * 4, 32)
     train, held_out = store.split(source)
     assert sorted([*train.indices, *held_out.indices]) == list(range(len(source.sizes)))
@@ -171,7 +172,7 @@ def test_every_twentieth_batch_is_held_out(backbone: Backbone, talks: list[Conve
 
 
 def test_a_part_of_a_source_is_large_enough_and_not_the_shortest_conversations(
-    backbone: Backbone, talks: list[Conversation]
+    backbone: Backbone, talks: Talks
 ) -> None:
     every = store.whole(StreamSource(backbone, SPEC, talks * 4, 32))
     part = every.limited(200)
@@ -266,7 +267,7 @@ def test_a_damaged_shard_is_named_and_rebuilt(stream: StreamSource, tmp_path: Pa
 
 
 def test_a_folder_of_other_features_is_refused(
-    backbone: Backbone, talks: list[Conversation], stream: StreamSource, tmp_path: Path
+    backbone: Backbone, talks: Talks, stream: StreamSource, tmp_path: Path
 ) -> None:
     write(tmp_path, stream)
     changed = StreamSource(backbone, SPEC, talks[1:], 64)
@@ -287,9 +288,7 @@ def test_a_folder_of_other_features_is_refused(
 
 
 @pytest.fixture(scope="module")
-def made(
-    tmp_path_factory: pytest.TempPathFactory, backbone: Backbone, talks: list[Conversation]
-) -> Path:
+def made(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone, talks: Talks) -> Path:
     folder = tmp_path_factory.mktemp("made") / "features"
     write(folder, StreamSource(backbone, SPEC, talks[:3], 64))
     return folder
@@ -360,7 +359,7 @@ def test_a_strange_shard(made: Path, tmp_path: Path, backbone: Backbone, damage:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants_of_heads_are_fitted_to_a_cache(
-    name: str, backbone: Backbone, talks: list[Conversation], tmp_path: Path
+    name: str, backbone: Backbone, talks: Talks, tmp_path: Path
 ) -> None:
     spec = FeatureSpec((0,), deep=True, top_k=1)
     write(tmp_path, StreamSource(backbone, spec, talks, 32))

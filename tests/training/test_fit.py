@@ -54,7 +54,7 @@ from tests.bad_input import NAN, one_line
 from tests.heads.eagle3.make import HEADS, HERE, LENGTH, SHOWN, STEPS, WIDTH, states, target, text
 from tests.heads.test_attending import FIRST, read
 from tests.models import VOCAB_SIZE, make_model
-from tests.talks import make_talks
+from tests.talks import Talks, make_talks
 
 LAYERS = (2, 4)
 OPTIONS = FitOptions(
@@ -68,16 +68,14 @@ OPTIONS = FitOptions(
 BATCH_TOKENS = 128
 
 
-def selected(
-    backbone: Backbone, talks: list[Conversation], options: FitOptions, batch_tokens: int
-) -> Selection:
+def selected(backbone: Backbone, talks: Talks, options: FitOptions, batch_tokens: int) -> Selection:
     spec = feature_spec(backbone, options, measured=False)
     return whole(StreamSource(backbone, spec, talks, batch_tokens, keep=True))
 
 
 def make_job(
     backbone: Backbone,
-    talks: list[Conversation],
+    talks: Talks,
     batch_tokens: int = BATCH_TOKENS,
     checkpoint: Path | None = None,
     special_ids: Any = (),
@@ -97,7 +95,7 @@ def make_job(
     )
 
 
-def fitted(backbone: Backbone, talks: list[Conversation], **changes: Any) -> Fitted:
+def fitted(backbone: Backbone, talks: Talks, **changes: Any) -> Fitted:
     return fit(make_job(backbone, talks, **changes))
 
 
@@ -118,7 +116,7 @@ def shares(result: Fitted) -> list[float]:
     ("head_type", "ce_share"), [*zip(FITTED_HEAD_TYPES[:-2], itertools.cycle([0.0, 1.0]))]
 )
 def test_a_fit_lowers_the_loss_and_raises_agreement(
-    backbone: Backbone, talks: list[Conversation], ce_share: float, head_type: str
+    backbone: Backbone, talks: Talks, ce_share: float, head_type: str
 ) -> None:
     seen: list[tuple[int, int]] = []
     changes: dict[str, Any] = {"ce_share": ce_share, "head_type": head_type}
@@ -136,7 +134,7 @@ def test_a_fit_lowers_the_loss_and_raises_agreement(
 
 @pytest.mark.parametrize("head_type", ["deep-fused", "eagle3"])
 def test_heads_on_the_embedding_learn_to_draft_without_any_layer(
-    backbone: Backbone, talks: list[Conversation], head_type: str
+    backbone: Backbone, talks: Talks, head_type: str
 ) -> None:
     options = {"head_type": head_type, "exit_layers": (0,), "learning_rate": 3e-2}
     shares = fitted(backbone, talks, epochs=20, **options).metrics["layers"]["0"]
@@ -146,7 +144,7 @@ def test_heads_on_the_embedding_learn_to_draft_without_any_layer(
 
 
 def test_medusa_heads_learn_the_tokens_behind_the_next_one(
-    backbone: Backbone, talks: list[Conversation]
+    backbone: Backbone, talks: Talks
 ) -> None:
     options: dict[str, Any] = {"head_type": "medusa", "exit_layers": (0,), "learning_rate": 3e-2}
     job = make_job(backbone, talks, epochs=20, **options)
@@ -169,14 +167,6 @@ def test_medusa_heads_learn_the_tokens_behind_the_next_one(
     options = {name: getattr(FitOptions(head_type="medusa"), name) for name in ("ahead", "decay")}
     assert options == {"ahead": 3, "decay": 0.8}
     assert (FitOptions().ahead, FitOptions().decay) == (2, 1.0)
-
-
-@pytest.mark.parametrize("layers", [(), (0, 2), (3, 2), (2, 6)])
-def test_layers_without_states_to_read_are_refused(
-    backbone: Backbone, layers: tuple[int, ...]
-) -> None:
-    with pytest.raises(InvalidOption, match=r"state_layers is .*, expected rising ones in 1..5"):
-        feature_spec(backbone, FitOptions(head_type="eagle3", state_layers=layers), measured=False)
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -224,9 +214,7 @@ def test_fitted_heads_that_attend_come_back_from_their_folder(family: str, tmp_p
 
 
 @pytest.mark.parametrize("head_type", ["translator", "deep-fused", "eagle3", "medusa"])
-def test_a_fit_goes_on_from_heads(
-    backbone: Backbone, talks: list[Conversation], head_type: str
-) -> None:
+def test_a_fit_goes_on_from_heads(backbone: Backbone, talks: Talks, head_type: str) -> None:
     layers = LAYERS if head_type == "translator" else (0,)
     first = fitted(backbone, talks[:8], head_type=head_type, exit_layers=layers, epochs=1)
     options = going_on(FitOptions(learning_rate=1e-9, epochs=1), first.heads)
@@ -245,7 +233,7 @@ def test_heads_with_embeddings_of_their_own_do_not_learn_on() -> None:
 
 
 def test_coverage_is_the_share_of_tokens_that_can_be_drafted(
-    backbone: Backbone, talks: list[Conversation]
+    backbone: Backbone, talks: Talks
 ) -> None:
     counts = Counter(token for talk in talks for token in talk.answer_ids)
     found = fitted(backbone, talks, draft_vocab_size=20, special_ids={95})
@@ -256,7 +244,7 @@ def test_coverage_is_the_share_of_tokens_that_can_be_drafted(
     assert 0.0 < share < 1.0
 
 
-def test_the_model_stays_as_it_was(talks: list[Conversation]) -> None:
+def test_the_model_stays_as_it_was(talks: Talks) -> None:
     model = make_model("llama").train()
     model.requires_grad_(True)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -269,7 +257,7 @@ def test_the_model_stays_as_it_was(talks: list[Conversation]) -> None:
         assert not module._forward_pre_hooks
 
 
-def test_steps_are_those_of_a_plain_loop(backbone: Backbone, talks: list[Conversation]) -> None:
+def test_steps_are_those_of_a_plain_loop(backbone: Backbone, talks: Talks) -> None:
     changes: dict[str, Any] = {"exit_layers": (2,), "draft_vocab_size": None}
     changes |= {"weight_decay": 0.1, "seed": 5}
     job = make_job(backbone, talks, **changes, epochs=1, warmup=0.5)
@@ -297,7 +285,7 @@ def test_steps_are_those_of_a_plain_loop(backbone: Backbone, talks: list[Convers
 
 
 def test_accumulated_batches_make_the_step_of_one_large_batch(
-    backbone: Backbone, talks: list[Conversation]
+    backbone: Backbone, talks: Talks
 ) -> None:
     changes: dict[str, Any] = {"epochs": 1, "warmup": 0.0, "max_grad_norm": 1e9}
     large = make_job(backbone, talks, batch_tokens=10_000, **changes)
@@ -308,38 +296,30 @@ def test_accumulated_batches_make_the_step_of_one_large_batch(
 
 
 @pytest.fixture(scope="module")
-def deep(backbone: Backbone, talks: list[Conversation]) -> Fitted:
+def deep(backbone: Backbone, talks: Talks) -> Fitted:
     """Deep-fused heads, fitted as OPTIONS say."""
     return fitted(backbone, talks, head_type="deep-fused")
 
 
+OTHERS: dict[str, list[Any]] = {
+    **{"seed": [4], "ce_share": [0.5], "answer_share": [0.9], "epochs": [3], "inner_size": [5]},
+    **{"max_grad_norm": [1e-3], "accumulate": [2], "batch_tokens": [64]},
+    **{"draft_vocab_size": [40, None], "draft_steps": [1, 3]},
+}
+
+
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"seed": 4},
-        {"ce_share": 0.5},
-        {"answer_share": 0.9},
-        {"epochs": 3},
-        {"max_grad_norm": 1e-3},
-        {"accumulate": 2},
-        {"batch_tokens": 64},
-        {"draft_vocab_size": 40},
-        {"draft_vocab_size": None},
-        {"draft_steps": 1},
-        {"draft_steps": 3},
-        {"inner_size": 5},
-    ],
-    ids=str,
+    ("option", "value"), [(name, value) for name, values in OTHERS.items() for value in values]
 )
 def test_every_option_changes_what_is_learned(
-    backbone: Backbone, talks: list[Conversation], deep: Fitted, change: dict[str, Any]
+    backbone: Backbone, talks: Talks, deep: Fitted, option: str, value: Any
 ) -> None:
     name = "by_layer.4.change.direct.weight"
-    changed = fitted(backbone, talks, head_type="deep-fused", **change)
+    changed = fitted(backbone, talks, head_type="deep-fused", **{option: value})
     assert not torch.equal(weights(deep)[name], weights(changed)[name])
 
 
-def test_each_layer_keeps_its_best_epoch(backbone: Backbone, talks: list[Conversation]) -> None:
+def test_each_layer_keeps_its_best_epoch(backbone: Backbone, talks: Talks) -> None:
     wild = {"epochs": 8, "learning_rate": 3.0, "warmup": 0.0, "exit_layers": (2,)}
     result = fitted(backbone, talks, **wild)
     best = max(result.epochs, key=lambda entry: (entry["agreement"], -entry["epoch"]))
@@ -361,7 +341,7 @@ def stop_after(count: int) -> Show:
 )
 def test_a_killed_fit_goes_on_to_the_very_same_heads(
     backbone: Backbone,
-    talks: list[Conversation],
+    talks: Talks,
     stops: tuple[int, ...],
     head_type: str,
     tmp_path: Path,
@@ -384,7 +364,7 @@ def test_a_killed_fit_goes_on_to_the_very_same_heads(
 
 
 def test_a_fit_whose_time_is_short_ends_with_its_learning_rate(
-    backbone: Backbone, talks: list[Conversation], monkeypatch: pytest.MonkeyPatch
+    backbone: Backbone, talks: Talks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds, left = itertools.count(), itertools.chain((5, 4, 3, 2, 1), itertools.repeat(0))
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(seconds)))
@@ -404,9 +384,7 @@ def test_a_fit_whose_time_is_short_ends_with_its_learning_rate(
 
 
 @pytest.fixture(scope="module")
-def begun(
-    tmp_path_factory: pytest.TempPathFactory, backbone: Backbone, talks: list[Conversation]
-) -> Path:
+def begun(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone, talks: Talks) -> Path:
     """The checkpoint of a fit killed in its second epoch."""
     folder = tmp_path_factory.mktemp("begun")
     with pytest.raises(KeyboardInterrupt):
@@ -415,7 +393,7 @@ def begun(
 
 
 def test_a_checkpoint_of_another_job_is_refused(
-    backbone: Backbone, talks: list[Conversation], begun: Path, tmp_path: Path
+    backbone: Backbone, talks: Talks, begun: Path, tmp_path: Path
 ) -> None:
     shutil.copy(begun, tmp_path)
     with pytest.raises(InvalidOption, match="was begun with epochs 2, not 3"):
@@ -444,7 +422,7 @@ def test_a_strange_checkpoint_is_one_line(
     begun: Path,
     tmp_path: Path,
     backbone: Backbone,
-    talks: list[Conversation],
+    talks: Talks,
     damage: Callable[[dict[str, Tensor], Any], Any],
 ) -> None:
     tensors, record = load_checkpoint(begun)
@@ -458,9 +436,7 @@ def test_a_strange_checkpoint_is_one_line(
     assert path.read_bytes() == before
 
 
-def test_heads_of_the_asked_kind_and_the_default_layers(
-    backbone: Backbone, talks: list[Conversation]
-) -> None:
+def test_heads_of_the_asked_kind_and_the_default_layers(backbone: Backbone, talks: Talks) -> None:
     kind: dict[str, Any] = {"head_type": "low-rank", "inner_size": 4}
     config = fitted(backbone, talks, exit_layers=None, **kind).heads.config
     assert (config.head_type, config.inner_size) == ("low-rank", 4)
@@ -483,7 +459,7 @@ def test_only_what_the_heads_read_is_computed(backbone: Backbone, head_type: str
 
 
 def test_the_answers_share_of_the_loss_is_what_was_asked_for(
-    backbone: Backbone, talks: list[Conversation]
+    backbone: Backbone, talks: Talks
 ) -> None:
     read = [Conversation(talk.ids, ()) for talk in talks]
     text = selected(backbone, [*talks, *read], OPTIONS, BATCH_TOKENS)
@@ -495,14 +471,14 @@ def test_the_answers_share_of_the_loss_is_what_was_asked_for(
     assert answer_weights(text, None) == (1.0, 1.0)
 
 
-def test_a_fit_without_answers_is_refused(backbone: Backbone, talks: list[Conversation]) -> None:
+def test_a_fit_without_answers_is_refused(backbone: Backbone, talks: Talks) -> None:
     for unanswered in ([], [Conversation(talk.ids, ()) for talk in talks]):
         with pytest.raises(InvalidData, match="0 answer tokens to fit"):
             fitted(backbone, unanswered)
 
 
 def test_a_loss_that_is_not_finite_stops_with_step_and_layer(
-    backbone: Backbone, talks: list[Conversation], tmp_path: Path
+    backbone: Backbone, talks: Talks, tmp_path: Path
 ) -> None:
     job = make_job(
         backbone,
@@ -526,10 +502,17 @@ def test_a_loss_that_is_not_finite_stops_with_step_and_layer(
         ({"exit_layers": (4, 2)}, "must be rising"),
         ({"exit_layers": ()}, "at least one"),
         ({"draft_vocab_size": VOCAB_SIZE + 1}, "draft_vocab_size is 97, the model has 96"),
+        *(
+            (
+                {"head_type": "eagle3", "exit_layers": (0,), "state_layers": layers},
+                r"rising .* 1..5",
+            )
+            for layers in ((), (0, 2), (3, 2), (2, 6))
+        ),
     ],
 )
 def test_options_that_the_model_cannot_have_are_refused(
-    backbone: Backbone, talks: list[Conversation], change: dict[str, Any], reason: str
+    backbone: Backbone, talks: Talks, change: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(InvalidOption, match=reason):
         fitted(backbone, talks, **change)

@@ -123,7 +123,7 @@ def test_own_prompts_are_asked_once_with_their_braces(tmp_path: Path) -> None:
 
 
 def test_passages_are_paragraphs_of_a_language(passages: Passages) -> None:
-    assert passages.languages() == {"en", "de"}
+    assert passages.languages == {"en", "de"}
     found = [passages.drawn("en", number, "", 1) for number in range(5)]
     assert sorted(found) == ["Five.", "Four.", "One.", "Three.", "Two."]
     assert {passages.drawn("en", n, "", 8) for n in range(5)} == {

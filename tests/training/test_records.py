@@ -34,9 +34,8 @@ from selfspec.training.records import (
     high_entropy,
     measured_entropy,
 )
-from selfspec.training.text import Conversation
 from tests.models import make_model
-from tests.talks import make_talks
+from tests.talks import Talks, make_talks
 from tests.training.test_fit import LAYERS, make_job
 from tests.training.test_fit import fitted as fit_to
 
@@ -118,7 +117,7 @@ def test_the_best_setting_is_the_best_of_all() -> None:
 
 
 @pytest.fixture(scope="module")
-def learned(backbone: Backbone, talks: list[Conversation]) -> tuple[Job, Fitted]:
+def learned(backbone: Backbone, talks: Talks) -> tuple[Job, Fitted]:
     job = make_job(backbone, talks, head_type="deep-fused", epochs=6, learning_rate=3e-2)
     return job, fit(job)
 
@@ -211,9 +210,7 @@ def test_entropies_are_those_of_the_models_own_laws_at_answer_positions(backbone
 # --- records
 
 
-def test_a_written_folder_gives_the_same_bits_back(
-    tmp_path: Path, talks: list[Conversation]
-) -> None:
+def test_a_written_folder_gives_the_same_bits_back(tmp_path: Path, talks: Talks) -> None:
     backbone = Backbone(make_model("llama", dtype := torch.bfloat16))
     result = fit_to(backbone, talks, head_type="deep-fused")
     records.write(tmp_path, result, {"epochs": 2})
@@ -227,7 +224,7 @@ def test_a_written_folder_gives_the_same_bits_back(
 
 
 def test_the_card_and_the_run_are_made_from_the_records(
-    backbone: Backbone, talks: list[Conversation], tmp_path: Path
+    backbone: Backbone, talks: Talks, tmp_path: Path
 ) -> None:
     result = fit_to(backbone, talks)
     records.write(tmp_path, result, {"exit_layers": [2, 4]})
@@ -251,7 +248,7 @@ def test_the_card_and_the_run_are_made_from_the_records(
 
 
 def test_the_header_names_a_model_of_the_hub_and_the_card_how_to_use_the_heads(
-    backbone: Backbone, talks: list[Conversation]
+    backbone: Backbone, talks: Talks
 ) -> None:
     result = fit_to(backbone, talks)
     known = replace(result.heads.config, base_model="lmsys/vicuna-7b", chat_template=read("vicuna"))

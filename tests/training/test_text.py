@@ -37,7 +37,7 @@ from selfspec.training.text import (
 from tests.authors import counted
 from tests.bad_input import DEEP, one_line, snapshot
 from tests.models import VOCAB_SIZE
-from tests.talks import WORDS, make_tokenizer
+from tests.talks import WORDS, Talks, make_tokenizer
 
 USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 TALK = [
@@ -54,7 +54,7 @@ SHARED = [{"from": "system", "value": "c"}] + [
 LINE = b'{"input_ids": [1, 2, 3, 4], "answer_start": 2, "messages": []}\n'
 
 
-def read(path: Path, *, skip: bool = False, **limits: Any) -> list[Conversation]:
+def read(path: Path, *, skip: bool = False, **limits: Any) -> Talks:
     sizes = {"vocab_size": VOCAB_SIZE, "max_length": 64} | limits
     known = make_tokenizer()
     return text.read_conversations(path, known, skip_bad_rows=skip, **sizes)
@@ -321,7 +321,7 @@ def test_reading_stops_behind_max_tokens(tmp_path: Path) -> None:
     assert len(read(tmp_path / "a.jsonl", max_tokens=3)) == 2
 
 
-def test_a_twentieth_is_held_out_and_one_conversation_is_too_few(talks: list[Conversation]) -> None:
+def test_a_twentieth_is_held_out_and_one_conversation_is_too_few(talks: Talks) -> None:
     train, held_out = text.split(talks * 5)
     assert (len(train), held_out) == (57, talks[-3:])
     with pytest.raises(InvalidData, match="too few"):
@@ -424,14 +424,6 @@ def test_other_options_are_refused_by_name(
     with pytest.raises(InvalidOption, match=reason):
         opened(path, **options)
     assert path.read_bytes() == before
-
-
-def test_lost_lines_are_noticed(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    filled(path)
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(InvalidData, match="Delete both to start over"):
-        opened(path)
 
 
 RECORD: dict[str, list[Any]] = {
