@@ -524,9 +524,7 @@ def _opened(path: Path) -> Iterator[Any]:
             yield file
     except (OSError, SafetensorError, InvalidData) as error:
         words = " ".join(str(error).split())
-        raise InvalidData(
-            f"{path} is damaged: {words}. Run the selfspec cache command again"
-        ) from error
+        raise InvalidData(f"{path} is damaged: {words}. Run selfspec cache again") from error
 
 
 def sha256(path: Path) -> str:

@@ -492,10 +492,10 @@ class Trainer:
 
 class _Fit:
     def __init__(self, job: Job, watch: Stopwatch, left: Callable[[], float]) -> None:
-        if not job.train.answers or not job.validation.answers:
+        fits, held_out = job.train.answers, job.validation.answers
+        if not fits or not held_out:
             raise InvalidData(
-                f"{job.train.answers} answer tokens to fit, {job.validation.answers} to "
-                "validate. Give more text"
+                f"{fits} answer tokens to fit, {held_out} to validate. Give more text"
             )
         self._job, self._watch, self._left = job, watch, left
         self._part = job.processes.process_index, job.processes.num_processes

@@ -148,9 +148,7 @@ def card_of(folder: Path, licence: str | None = None, heads: str = "HEADS") -> s
             heads,
         )
     except (TemplateError, LookupError, TypeError, ValueError, AttributeError) as error:
-        raise InvalidData(
-            f"the records do not make a card: {type(error).__name__} {error}"
-        ) from error
+        raise InvalidData(f"the records make no card: {type(error).__name__} {error}") from error
 
 
 def for_others(folder: Path, name: str, licence: str | None = None) -> dict[str, str | bytes]:

@@ -426,8 +426,7 @@ class Author:
         SelfspecError where the server does not answer.
         """
         self.options, self.backbone, self._watch = options, backbone, watch
-        raw = options.raw
-        self.turns = Turns.plain(tokenizer) if raw else Turns.of(tokenizer, options.system)
+        self.turns = Turns.plain(tokenizer) if options.raw else Turns.of(tokenizer, options.system)
         self.invents = endpoint is None  # user turns, too
         self.room = min(options.max_prompt_tokens, backbone.max_positions - options.max_new_tokens)
         """Tokens of the longest prompt."""

@@ -270,9 +270,7 @@ def encoded(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -
     if "messages" in record or "conversations" in record:
         return _from_messages(messages_of(record), tokenizer)
     if "turns" in record:
-        raise InvalidData(
-            "holds a user's turns without answers. Write them: selfspec data --from FILE"
-        )
+        raise InvalidData("holds turns without answers. Write them: selfspec data --from FILE")
     if "text" in record:  # there is something to learn behind every token
         if not _is_text(record["text"]):
             raise InvalidData("has a text that is no string of Unicode characters")

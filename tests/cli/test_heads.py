@@ -115,7 +115,11 @@ def test_check_says_ok_or_fails_with_the_reason(
     ("name", "text", "problem"),
     [
         ("run.yaml", None, "no run.yaml"),
-        ("metrics.json", "{}", "the records do not make a card: KeyError 'layers'"),
+        (
+            "metrics.json",
+            "{}",
+            "the records make no card: UndefinedError 'dict object' has no attribute 'layers'",
+        ),
         ("README.md", "my own words", "README.md is not the card that the records make"),
     ],
 )
