@@ -81,8 +81,7 @@ def answers(
             for one in asked
         ]
         for record in author.write(author.converse(talk, Counts()) for talk in talks):
-            if record is not None:
-                found[record["family"]].append(encoded(record, tokenizer))
+            found[record["family"]].append(encoded(record, tokenizer))
     return dict(found)
 
 

@@ -375,7 +375,7 @@ class Manifest:
             raise InvalidData(f"{folder} is no feature cache: {path}: {error}") from error
 
     def paths(self, folder: Path) -> list[Path]:
-        """Of all shards."""
+        """The files of all shards."""
         return [folder / f"shard-{number:05d}.safetensors" for number in range(len(self.shards))]
 
     def write(self, folder: Path) -> None:

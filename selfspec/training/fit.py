@@ -492,11 +492,9 @@ class Trainer:
 
 class _Fit:
     def __init__(self, job: Job, watch: Stopwatch, left: Callable[[], float]) -> None:
-        fits, held_out = job.train.answers, job.validation.answers
-        if not fits or not held_out:
-            raise InvalidData(
-                f"{fits} answer tokens to fit, {held_out} to validate. Give more text"
-            )
+        few, held = job.train.answers, job.validation.answers
+        if not (few and held):
+            raise InvalidData(f"{few} answer tokens to fit, {held} to validate. Give more text")
         self._job, self._watch, self._left = job, watch, left
         self._part = job.processes.process_index, job.processes.num_processes
         self._steps_per_epoch = math.ceil(len(job.train.indices) / job.options.accumulate)
@@ -519,12 +517,21 @@ class _Fit:
             order = [indices[i] for i in torch.randperm(len(indices), generator=drawn).tolist()]
             self._watch.start()
             steps = [order[at : at + stride] for at in range(place * stride, len(order), stride)]
+            known = max((entry["agreement"] for entry in course.entries), default=None)
+            known = "" if known is None else f"  agreement {known:.1%}"
             for positions, mine in self._batches(steps):
                 self._watch.lap("features")
-                words = self._step(positions, mine, epoch)
+                losses = self._trainer.step(course.schedule, mine, positions)
+                course.step += 1
+                course.positions += positions
+                for layer, loss in losses.items():
+                    course.sums[str(layer)] += loss * positions
+                self._watch.lap("heads")
                 took = (time.perf_counter() - begun) / (course.step - before)
                 rest = self._steps - course.schedule  # a step is worth more where time is short
                 course.schedule += min(rest, max(1.0, rest * took / max(took, self._left())))
+                mean = sum(losses.values()) / len(losses)
+                words = f"epoch {epoch + 1}  loss {mean:.3f}{known}"
                 progress(round(course.schedule), self._steps, words)
                 if course.schedule >= self._steps:
                     break
@@ -554,18 +561,6 @@ class _Fit:
             while (item := coming.result()) is not None:
                 coming = reader.submit(next, found, None)
                 yield item
-
-    def _step(self, positions: int, mine: list[Features], epoch: int) -> str:
-        course = self._course
-        losses = self._trainer.step(course.schedule, mine, positions)
-        course.step += 1
-        course.positions += positions
-        for layer, loss in losses.items():
-            course.sums[str(layer)] += loss * positions
-        self._watch.lap("heads")
-        agreement = max((entry["agreement"] for entry in course.entries), default=None)
-        known = "" if agreement is None else f"  agreement {agreement:.1%}"
-        return f"epoch {epoch + 1}  loss {sum(losses.values()) / len(losses):.3f}{known}"
 
     def _validate(self, epoch: int) -> None:
         """Close an epoch: keep the heads of layers that have got better."""
