@@ -135,52 +135,7 @@ class Report:
 
     def markdown(self) -> str:
         """For people."""
-        if self.used:
-            then = (
-                f"The heads are in {self.heads}. They are used with this model from now on; "
-                f"without them: --heads none.\nShare them: selfspec heads push {self.heads} ID"
-            )
-        elif self.faster:
-            then = (
-                f"The heads are in {self.heads}; the model keeps the heads it had. To use these: "
-                f"selfspec heads use {self.heads}"
-            )
-        else:
-            then = (
-                "These heads do not make the model faster here, so nothing uses them. With a "
-                "larger --budget the same command goes on from here.\n"
-                f"To try them all the same: --heads {self.heads}"
-            )
-        shares = (
-            f"| {kind} | {n:,} | {part:.1%} |\n" for kind, (n, part) in self.agreement.items()
-        )
-        return (
-            f"# Heads for {self.model}\n\n"
-            f"Fitted to {self.answer_tokens:,} answer tokens that the model wrote, "
-            f"{self.epochs:.1f} epochs; {self.spent_s / 60:.1f} minutes in all.\n\n"
-            f"{self._speed()}\n"
-            "## Agreement on text held out\n\n"
-            "Share of the answer tokens that are the heads' first guess.\n\n"
-            f"| text | tokens | agreement |\n|---|---|---|\n{''.join(shares)}\n{then}\n"
-        )
-
-    def _speed(self) -> str:
-        if not self.rows:
-            return "No prompt was answered by two tokens, so no speed could be measured.\n"
-        rate = sum(row.tokens for row in self.rows) / sum(row.verifications for row in self.rows)
-        same, table = sum(row.same for row in self.rows), ""
-        for way in WAYS:
-            gain = self.gain(way)
-            over = f"{gain.ratio:.2f} ({gain.low:.2f} to {gain.high:.2f})"
-            shown = "" if way == "these heads" else over
-            table += f"| {way} | {self.tokens_per_s(way):.1f} | {shown} |\n"
-        return (
-            f"## Speed on {len(self.rows)} prompts held out\n\n"
-            f"| | tokens/s | these heads are faster by (95 %) |\n|---|---|---|\n{table}\n"
-            f"{rate:.2f} tokens per verification. The slowest prompt ran at "
-            f"{self.gain('without drafts').worst:.2f} of its speed without drafts. {same} of "
-            f"{len(self.rows)} answers are the same in all three ways.\n"
-        )
+        return records.page("report", report=self, ways=WAYS)
 
 
 def adapt(

@@ -1,6 +1,6 @@
 """A folder of fitted heads: what a fit gave, a card, and settings that are worth using.
 
-Called by `selfspec fit`, `calibrate` and `adapt`. The card's text: `card.jinja`.
+Called by `selfspec fit`, `calibrate` and `adapt`. The words of the card are in `card.jinja`.
 """
 
 from __future__ import annotations
@@ -42,20 +42,12 @@ from selfspec.training.text import Conversation
 
 logger = logging.getLogger(__name__)
 
-_CARD = resources.files(__package__) / "card.jinja"
-_GENERATE = '''\
-"""model.generate(**inputs, custom_generate="{name}", trust_remote_code=True)
 
-Drafts with the heads of this folder, by selfspec; `heads` names others.
-"""
-
-import selfspec
-
-
-def generate(model, heads=None, **options):
-    return selfspec.custom_generate(model, heads=heads, pushed_to="{name}", **options)
-'''
-"""What transformers calls in place of its own `generate`, from `custom_generate/generate.py`."""
+def page(template: str, /, **values: Any) -> str:
+    """A template beside this file, filled in."""
+    text = (resources.files(__package__) / f"{template}.jinja").read_text(encoding="utf-8")
+    made = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    return made.from_string(text).render(**values)
 
 
 def card(
@@ -70,8 +62,8 @@ def card(
     Raises jinja2.TemplateError, LookupError, TypeError or ValueError for records of other things.
     """
     on_hub = "/" in config.base_model and HUB_ID.fullmatch(config.base_model) is not None
-    page = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
-    return page.from_string(_CARD.read_text(encoding="utf-8")).render(
+    return page(
+        "card",
         header=ModelCardData(
             base_model=config.base_model if on_hub else None,
             library_name="selfspec",
@@ -165,7 +157,7 @@ def for_others(folder: Path, name: str, licence: str | None = None) -> dict[str,
     return found | {
         "README.md": card_of(folder, licence, name),
         "run.yaml": yaml.safe_dump(run, sort_keys=False),
-        "custom_generate/generate.py": _GENERATE.format(name=name),
+        "custom_generate/generate.py": page("custom_generate", name=name),
         "custom_generate/requirements.txt": f"selfspec>={metadata.version('selfspec')}\n",
     }
 
