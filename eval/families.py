@@ -36,8 +36,7 @@ from selfspec.model.backbone import Backbone
 PROMPTS = (5, 90)
 """Tokens of the prompts: inside every window, and beyond the windows and the original maximum."""
 NEW_TOKENS = 40
-_MOST_WORDS = 160
-"""Letters of a reason."""
+_MOST_WORDS = 160  # letters of a reason
 
 
 VERDICTS = ("exact", "WRONG", "refused", "not tried")
@@ -46,12 +45,9 @@ VERDICTS = ("exact", "WRONG", "refused", "not tried")
 class Row(NamedTuple):
     family: str
     model: str
-    text: str
-    """One of VERDICTS."""
-    executor: str
-    """In float32, as auto chooses; empty if none runs it."""
-    why: str
-    """Why the text is not exact, or the executor not fused."""
+    text: str  # one of VERDICTS
+    executor: str  # in float32, as auto chooses; empty if none runs it
+    why: str  # why the text is not exact, or the executor not fused
 
 
 def main(

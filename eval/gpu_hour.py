@@ -67,8 +67,7 @@ QUESTIONS = (
 )
 TEXT, HEADS = "text.jsonl.gz", "heads.zip"
 
-Found = dict[str, Any]
-"""What a step fills in; it stays where the step fails."""
+Found = dict[str, Any]  # what a step fills in; it stays where the step fails
 
 
 # --- the models -----------------------------------------------------------------------------------
@@ -405,12 +404,10 @@ def commanded(hour: Hour, *words: str) -> None:
 
 
 class Step(NamedTuple):
-    seconds: float
-    """Reckoned, with what it loads."""
+    seconds: float  # reckoned, with what it loads
     work: Callable[..., None]
     given: Found
-    cuda: bool = False
-    """Whether it means nothing without."""
+    cuda: bool = False  # whether it means nothing without
 
     @property
     def name(self) -> str:

@@ -42,8 +42,7 @@ InFront = Annotated[int, typer.Option(min=1, help="Ids of the context.")]
 HF, OURS = "hugging-face", "selfspec"
 
 Work = Callable[[], object]
-Seconds = Mapping[str, Mapping[int, float]]
-"""By thing, then by how many rows."""
+Seconds = Mapping[str, Mapping[int, float]]  # by thing, then by how many rows
 
 CPU = torch.device("cpu")
 
@@ -136,8 +135,7 @@ def split(
 
 # --- linear layers --------------------------------------------------------------------------------
 
-_PATIENCE_S = 0.2
-"""A kernel that takes longer is not asked for more rows."""
+_PATIENCE_S = 0.2  # a kernel that takes longer is not asked for more rows
 
 _MOST_WEIGHTS = 100_000_000
 """Most weights of one layer: the unembedding of a large model is left out."""

@@ -182,8 +182,7 @@ def ask(page: Page, question: str, tokens: int) -> None:
 # --- SVG, light and dark --------------------------------------------------------------------------
 
 
-Look = dict[str, str]
-"""Colours by their names on pages."""
+Look = dict[str, str]  # colours by their names on pages
 
 LOOKS: dict[str, Look] = {
     scheme: {name: getattr(tone, scheme) for name, tone in TONES.items()}

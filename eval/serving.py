@@ -50,11 +50,8 @@ Tokens = Annotated[int, typer.Option(min=1, help="Of an answer at most.")]
 
 # --- a server in a process of its own, and its clients --------------------------------------------
 
-_READY_S = 300.0
-"""For a server to load its model."""
-
-_STOP_S = 40.0
-"""For a server to stop when it is asked to; then it is killed."""
+_READY_S = 300.0  # for a server to load its model
+_STOP_S = 40.0  # for a server to stop when it is asked to; then it is killed
 
 
 class Said(NamedTuple):

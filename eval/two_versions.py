@@ -25,8 +25,7 @@ from eval import lab
 from selfspec.errors import InvalidOption
 from selfspec.eval.results import SIX_TASKS, load_suite, speed_up
 
-WAYS = {"plain": {"speculate": False}, "default": {}}
-"""Options that both versions know."""
+WAYS = {"plain": {"speculate": False}, "default": {}}  # options that both versions know
 SIDES = ("before", "after")
 
 ANSWERS = r"""

@@ -13,8 +13,7 @@ from selfspec.decoding.stats import Round
 from selfspec.options import Exit
 from selfspec.visualise.layers import Kind, LayerSays, LayerTrace, Place, TraceInfo
 
-TOKEN = 7
-"""Every token of a trace by hand."""
+TOKEN = 7  # every token of a trace by hand
 
 TEXTS = (
     " the",

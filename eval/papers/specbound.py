@@ -45,8 +45,7 @@ from selfspec.model.backbone import Backbone
 from selfspec.model.parts import text_config
 from selfspec.options import Exit
 
-NOTE = (__doc__ or "")[(__doc__ or "").find("Synthetic: ") :]
-"""Of the page."""
+NOTE = (__doc__ or "")[(__doc__ or "").find("Synthetic: ") :]  # of the page
 
 
 def main(

@@ -1,9 +1,8 @@
 """The methods that `bench` compares, sweeps of an option, and the runner.
 
-A speculator and questions come in, answers go out. Per prompt and turn all methods run in random
-order, so that machine drift hits them alike, and write the same number of tokens: as many as plain
-decoding writes before its end token. A second turn's prompt holds plain decoding's first answer,
-for every method.
+Per prompt and turn all methods run in random order, so that machine drift hits them alike, and
+write as many tokens as plain decoding writes before its end token. A second turn's prompt holds
+plain decoding's first answer, for every method.
 
 To add a method is to add an entry to METHODS. Imports no torch, so that `--help` is fast.
 """
@@ -23,22 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from selfspec.config import OPTION_NAMES, SpeculationOptions
 from selfspec.errors import HeadsNotFound, InvalidOption, SelfspecError, first_line
-from selfspec.eval.results import (
-    Answer,
-    BenchOptions,
-    Quality,
-    Question,
-    Run,
-    Show,
-    append,
-    drop_unfinished,
-    edit_distance,
-    first_divergence,
-    log_likelihood,
-    read,
-    repeated_share,
-    spread,
-)
+from selfspec.eval import results
+from selfspec.eval.results import Answer, BenchOptions, Quality, Question, Run, Show
 from selfspec.options import ACCEPTANCE, CONTROLLERS, PARTS, typed, word
 from selfspec.typed import annotations_of, check_keys
 
@@ -53,7 +38,6 @@ if TYPE_CHECKING:
 
 Setting = Mapping[str, Any]
 """Keywords: SpeculationOptions for our runtime, `generate`'s own for Hugging Face."""
-
 Grid = Callable[["Speculator"], Sequence[Setting]]
 """Settings from which the fastest is chosen, on other prompts than those reported. None: here the
 method would be `speculation` itself."""
@@ -112,14 +96,8 @@ def _hugging_face(
     speculator: Speculator, ids: Tensor, count: int, setting: Setting, streamer: Any
 ) -> Written:
     model: Any = speculator.model
-    sequences = model.generate(
-        ids,
-        attention_mask=ids.new_ones(ids.shape),
-        max_new_tokens=count,
-        do_sample=False,
-        streamer=streamer,
-        **setting,
-    )
+    options = {"max_new_tokens": count, "do_sample": False, "streamer": streamer, **setting}
+    sequences = model.generate(ids, attention_mask=ids.new_ones(ids.shape), **options)
     return Written(sequences[0, ids.shape[1] :].tolist())
 
 
@@ -128,8 +106,7 @@ def _hugging_face(
 NO_BOUND = 64
 """W_max where there is to be none: the largest, which no chain of confident drafts reaches."""
 
-ALWAYS = 1e-9
-"""tau that every token reaches: no top-1 probability is smaller."""
+ALWAYS = 1e-9  # tau that every token reaches: no top-1 probability is smaller
 
 EXIT: Setting = {"drafter": "exit", "never_slower": False}
 """The paper's own, without our pauses: the defaults of heads, or what was tuned, may name another
@@ -149,11 +126,6 @@ def _heads(speculator: Speculator) -> ExitHeads:
     if speculator.heads is None:
         raise HeadsNotFound("speculation needs exit heads. Give --heads, or other --methods")
     return speculator.heads
-
-
-def _only(**setting: Any) -> Grid:
-    """Nothing to choose: the fastest setting of a lossy rule would be the lossiest."""
-    return lambda _: [setting]
 
 
 def _no_depth_bound(speculator: Speculator) -> list[Setting]:
@@ -179,11 +151,10 @@ def _peer(taus: Sequence[float], widths: Sequence[int], *, single: bool = True) 
     def settings(speculator: Speculator) -> list[Setting]:
         layers = _heads(speculator).config.exit_layers
         alone = sorted({layers[0], layers[len(layers) // 2], layers[-1]})
+        places = [(layer,) for layer in alone] if single else [layers]
         return [
             exits(max_depth=None, anneal_strength=0, layers=at, threshold=tau, max_tokens=width)
-            for at, tau, width in itertools.product(
-                [(layer,) for layer in alone] if single else [layers], taus, widths
-            )
+            for at, tau, width in itertools.product(places, taus, widths)
         ]
 
     return settings
@@ -227,16 +198,19 @@ class Method(NamedTuple):
     decode: Decode = on_our_runtime
 
 
+def _ours(source: str, setting: Setting) -> Method:
+    """Nothing to choose: the fastest setting of a lossy rule would be the lossiest."""
+    return Method(source, lambda _: [setting])
+
+
 METHODS = {
     "hugging-face": Method(
-        "transformers' model.generate, plain greedy decoding", _only(), _hugging_face
+        "transformers' model.generate, plain greedy decoding", lambda _: [{}], _hugging_face
     ),
-    "plain": Method("plain greedy decoding on our runtime", _only(speculate=False)),
-    "speculation": Method(
-        "SpecBound on our runtime, with the settings of the heads", _only(**EXIT)
-    ),
+    "plain": _ours("plain greedy decoding on our runtime", {"speculate": False}),
+    "speculation": _ours("SpecBound on our runtime, with the settings of the heads", EXIT),
     **{
-        name: Method(f"{source}, on our runtime", _only(drafter=name))
+        name: _ours(f"{source}, on our runtime", {"drafter": name})
         for name, source in (
             ("ngram", "prompt lookup"),
             ("ngram+exit", "prompt lookup, else speculation"),
@@ -246,41 +220,39 @@ METHODS = {
             ("lookahead", "lookahead decoding (Fu et al. 2024), N, W, G = 3, 2, 2"),
         )
     },
-    "lookahead-5-7-7": Method(
+    "lookahead-5-7-7": _ours(
         "lookahead decoding as its project has it: N, W, G = 5, 7, 7, and no pauses",
-        _only(drafter="lookahead:level=5,window=7,guesses=7", never_slower=False),
+        {"drafter": "lookahead:level=5,window=7,guesses=7", "never_slower": False},
     ),
-    "default": Method("as `generate` drafts here by itself, tuned or not", _only()),
-    "no-value-rule": Method(
+    "default": _ours("as `generate` drafts here by itself, tuned or not", {}),
+    "no-value-rule": _ours(
         "ngram+exit, but whatever the text has said before is proposed in full",
-        _only(drafter="ngram+exit", costs="row=0"),
+        {"drafter": "ngram+exit", "costs": "row=0"},
     ),
-    "no-never-slower": Method(
+    "no-never-slower": _ours(
         "ngram+exit, but exit heads go on drafting where that does not pay",
-        _only(drafter="ngram+exit", never_slower=False),
+        {"drafter": "ngram+exit", "never_slower": False},
     ),
-    "draft-model": Method(
+    "draft-model": _ours(
         "a second, smaller model (speculative decoding as it began) on our runtime",
-        _only(drafter="draft-model", never_slower=False),
+        {"drafter": "draft-model", "never_slower": False},
     ),
     "self-sd": Method(
         "Self-SD: the model without layers that were found before drafts; on our runtime", _self_sd
     ),
-    "swift": Method(
+    "swift": _ours(
         "after SWIFT: layers are searched for while it writes; chains in place of trees",
-        _only(drafter="skip:skipped=none,target=none,max_tokens=25", never_slower=False),
+        {"drafter": "skip:skipped=none,target=none,max_tokens=25", "never_slower": False},
     ),
     "no-annealing": Method(
         "speculation without annealing: alpha = 0, the thresholds stay (Figure 4 of SpecBound)",
         lambda it: [exits(anneal_strength=0)] if it.options.exit.anneal_strength else [],
     ),
     "no-depth-bound": Method(
-        "speculation without D_max: all fitted exit layers (Figure 4 of SpecBound)",
-        _no_depth_bound,
+        "speculation without D_max: all fitted exit layers (Figure 4 of SpecBound)", _no_depth_bound
     ),
-    "no-width-bound": Method(
-        "speculation without W_max (Figure 4 of SpecBound)",
-        _only(**exits(max_tokens=NO_BOUND)),
+    "no-width-bound": _ours(
+        "speculation without W_max (Figure 4 of SpecBound)", exits(max_tokens=NO_BOUND)
     ),
     "prompt-lookup": Method(
         "transformers' prompt_lookup_num_tokens",
@@ -308,27 +280,28 @@ METHODS = {
         _peer((0.4, 0.6, 0.8), (6,)),
     ),
     "medusa": Method("Medusa-1 on our runtime, with heads of its kind (--heads)", _medusa),
-    "cm-asd": Method(
+    "cm-asd": _ours(
         "speculation under CM-ASD's rule: drafts close to the model's best token stay",
-        _only(**EXIT, acceptance="cm-asd"),
+        {**EXIT, "acceptance": "cm-asd"},
     ),
-    "easd": Method(
+    "easd": _ours(
         "speculation under EASD's rule: no drafts where both models waver",
-        _only(**EXIT, acceptance="easd"),
+        {**EXIT, "acceptance": "easd"},
     ),
     **{
-        name + suffix: Method(f"{source}, temperature {warmth:g}", _only(**setting, **drawn))
+        name + suffix: _ours(
+            f"{source}, temperature {warmth:g}", {**setting, **_DRAWN, "temperature": warmth}
+        )
         for suffix, warmth in (("", 1.0), ("-0.3", 0.3))
-        for drawn in [{**_DRAWN, "temperature": warmth}]
         for name, source, setting in (
             ("sampling", "plain sampling on our runtime", {"speculate": False}),
             ("sampled-speculation", "speculation under lossless speculative sampling", EXIT),
             ("sampled-default", "as `generate` drafts here by itself, sampled without loss", {}),
         )
     },
-    "lenience": Method(
+    "lenience": _ours(
         "speculative sampling that keeps more drafts: lenience 0.6, temperature 1",
-        _only(**EXIT, acceptance="lenient:lenience=0.6", **_DRAWN),
+        {**EXIT, "acceptance": "lenient:lenience=0.6", **_DRAWN},
     ),
 }
 """By name; the ablations and peers that share our runtime differ in settings alone."""
@@ -385,15 +358,10 @@ class Contender:
     label: str
     method: str
     setting: Setting
-    lossy: bool = False
-    """Its rule changes the output; tables say so."""
+    lossy: bool = False  # its rule changes the output; tables say so
 
     def decode(
-        self,
-        speculator: Speculator,
-        ids: Tensor,
-        count: int,
-        streamer: Any = None,
+        self, speculator: Speculator, ids: Tensor, count: int, streamer: Any = None
     ) -> Written:
         """Write `count` tokens behind ids [1, P], fewer if an end token ends the answer."""
         return METHODS[self.method].decode(speculator, ids, count, self.setting, streamer)
@@ -414,12 +382,12 @@ def candidates(speculator: Speculator, names: Sequence[str]) -> dict[str, list[C
     found = {}
     for name in names:
         settings = METHODS[name].settings(speculator)
-        found[name] = [_contender(speculator, name, setting) for setting in settings]
         if not settings:
             raise InvalidOption(
                 f"{name} is the same as speculation with these heads and options. Leave it out of "
                 "--methods"
             )
+        found[name] = [_contender(speculator, name, setting) for setting in settings]
     return found
 
 
@@ -457,12 +425,12 @@ def _contender(
     if METHODS[name].decode is on_our_runtime:
         options = {"speculate": True, "do_sample": False, **setting}
         # what would fail on every prompt is raised here
-        speculator.stream([0], max_new_tokens=1, **options).close()
-        changed = {key: value for key, value in options.items() if key in OPTION_NAMES}
-        effective = speculator.options.updated(changed)
+        stream = speculator.stream([0], max_new_tokens=1, **options)
+        stream.close()
         if "exit" in setting.get("drafter", ""):
             _heads(speculator)
-        lossy = effective.speculate and effective.loss is not None
+        asked = stream.request.speculation
+        lossy = asked.speculate and asked.loss is not None
     said = said or ", ".join(f"{key}={word(value)}" for key, value in setting.items())
     return Contender(label=f"{name}({said})", method=name, setting=setting, lossy=lossy)
 
@@ -478,22 +446,17 @@ class Bench:
 
     speculator: Speculator
     options: BenchOptions
-    now: Callable[[], float] = time.perf_counter
-    """Seconds; tests inject their own."""
+    now: Callable[[], float] = time.perf_counter  # seconds; tests inject their own
 
     def measure(
-        self,
-        questions: Sequence[Question],
-        contenders: Sequence[Contender],
-        path: Path,
-        show: Show,
+        self, questions: Sequence[Question], contenders: Sequence[Contender], path: Path, show: Show
     ) -> list[Answer]:
         """Answers to all questions; each goes to the file `path` at once.
 
         What the file holds already is not measured again.
         """
-        drop_unfinished(path)
-        found = {answer.key: answer for answer in read(path)}
+        results.drop_unfinished(path)
+        found = {answer.key: answer for answer in results.read(path)}
         if any(not self._finished(question, found) for question in questions):
             for contender in contenders:  # kernels and caches are warm then
                 self.run(contender, self._ids(_WARM_UP), [0] * _WARM_UP_TOKENS)
@@ -501,7 +464,7 @@ class Bench:
             show(number, len(questions), question.id)
             if not self._finished(question, found):
                 for answer in self.answers(question, contenders, found):
-                    append(path, answer)
+                    results.append(path, answer)
                     found[answer.key] = answer
         show(len(questions), len(questions), "")
         return list(found.values())
@@ -530,7 +493,7 @@ class Bench:
                 answer,
                 prompt_tokens=ids.shape[1],
                 new_tokens=len(plain.token_ids),
-                repeated=repeated_share(plain.token_ids),
+                repeated=results.repeated_share(plain.token_ids),
                 text=plain.text,
             )
             for repeat in range(1, self.options.repeats + 1):
@@ -541,8 +504,7 @@ class Bench:
                 random.Random(f"{self.options.seed} {answer.key}").shuffle(order)
                 runs = {entry.label: self.run(entry, ids, plain.token_ids) for entry in order}
                 if repeat == 1:
-                    last = turn == len(question.turns)
-                    reference = question.reference if last else None
+                    reference = question.reference if turn == len(question.turns) else None
                     runs |= self._judged(runs, contenders, ids, plain, reference)
                 yield replace(answer, runs=runs)
             messages.append({"role": "assistant", "content": plain.text})
@@ -582,7 +544,7 @@ class Bench:
         speculator, found, usual = self.speculator, {}, plain.token_ids
         tokenizer: Any = speculator.tokenizer
         # cached: plain decoding's answer is asked about once for each method
-        nats = cache(lambda tokens: log_likelihood(speculator.model, ids, tokens))
+        nats = cache(lambda tokens: results.log_likelihood(speculator.model, ids, tokens))
         for entry in contenders:
             run = runs[entry.label]
             if run.error is not None or not (entry.own_text or self.options.quality):
@@ -596,8 +558,8 @@ class Bench:
                     reference=reference,
                     tokens=len(tokens),
                     plain_tokens=len(usual),
-                    first_divergence=first_divergence(tokens, usual),
-                    edit_distance=edit_distance(tokens, usual),
+                    first_divergence=results.first_divergence(tokens, usual),
+                    edit_distance=results.edit_distance(tokens, usual),
                     log_likelihood=nats(tuple(tokens)),
                     plain_log_likelihood=nats(tuple(usual)),
                 )
@@ -613,11 +575,9 @@ class Bench:
 
     def _finished(self, question: Question, found: Mapping[tuple[str, int, int], Answer]) -> bool:
         """Whether all turns are there, or the reason why they are not."""
-        turns = range(1, len(question.turns) + 1)
-        repeats = range(1, self.options.repeats + 1)
-        keys = [(question.id, *pair) for pair in itertools.product(turns, repeats)]
-        known = [found[key] for key in keys if key in found]
-        return len(known) == len(keys) or any(answer.error for answer in known)
+        known = [answer for answer in found.values() if answer.id == question.id]
+        every = len(known) == len(question.turns) * self.options.repeats
+        return every or any(answer.error for answer in known)
 
 
 def _failed(error: Exception) -> Run:
@@ -630,10 +590,7 @@ def _failed(error: Exception) -> Run:
 def chosen(
     grid: Mapping[str, Sequence[Contender]], tuning: Sequence[Answer]
 ) -> dict[str, Contender]:
-    """Each method's setting that failed least, then took least time; else its first.
-
-    Labelled as the method.
-    """
+    """Each method's setting that failed least, then took least time; labelled as the method."""
 
     def cost(contender: Contender) -> tuple[int, float]:
         runs = [answer.runs[contender.label] for answer in tuning if answer.runs]
@@ -652,7 +609,7 @@ def parted(
 
     Raises InvalidOption if nothing would be left to report.
     """
-    others = spread(suite, options.tune_questions) if tuning else []
+    others = results.spread(suite, options.tune_questions) if tuning else []
     taken = {question.turns for question in others}
     rest = [question for question in suite if question.turns not in taken]
     if not rest:
@@ -660,7 +617,7 @@ def parted(
             f"all {len(others)} questions would be used to choose settings. Give fewer "
             "--tune-questions"
         )
-    return spread(rest, options.limit), others
+    return results.spread(rest, options.limit), others
 
 
 # --- what is heard of a method --------------------------------------------------------------------
@@ -670,10 +627,8 @@ class Arrivals:
     """When tokens came."""
 
     def __init__(self, now: Callable[[], float]) -> None:
-        self.heard: list[tuple[int, float]] = []
-        """Tokens that came together, and when."""
-        self._now = now
-        self._prompt_came = False
+        self.heard: list[tuple[int, float]] = []  # tokens that came together, and when
+        self._now, self._prompt_came = now, False
 
     def put(self, value: Tensor) -> None:
         """Hugging Face gives the prompt first, then tokens."""

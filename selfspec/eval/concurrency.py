@@ -41,8 +41,7 @@ class Load:
     steps_tokens: int = 0
     first_s: list[float] = field(default_factory=list)
     """From a prompt's arrival to its first token; where that can be seen."""
-    gaps_s: list[float] = field(default_factory=list)
-    """Between rounds of a text."""
+    gaps_s: list[float] = field(default_factory=list)  # between rounds of a text
     same: int | None = None
     """Answers that are those of plain decoding alone, where that was looked at."""
 
@@ -63,8 +62,7 @@ class Load:
         }
 
 
-Wrote = tuple[Load, list[list[int]]]
-"""Figures, and the tokens of all answers."""
+Wrote = tuple[Load, list[list[int]]]  # figures, and the tokens of all answers
 
 Write = Callable[[Speculator, Sequence[Tensor], int, int], Wrote]
 """Answers to prompts [1, P] of so many tokens, so many texts at once."""
@@ -144,10 +142,7 @@ def continuous(speculator: Speculator, prompts: Sequence[Tensor], count: int, te
     model: Any = speculator.model
     ends = _ends(model)
     config = GenerationConfig(
-        max_new_tokens=count,
-        do_sample=False,
-        eos_token_id=sorted(ends),
-        pad_token_id=min(ends),
+        max_new_tokens=count, do_sample=False, eos_token_id=sorted(ends), pad_token_id=min(ends)
     )
     for first in range(0, len(prompts), texts):
         group = [ids[0].tolist() for ids in prompts[first : first + texts]]

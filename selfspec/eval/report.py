@@ -2,7 +2,7 @@
 
 A method is compared on the answers that it and the other one wrote; prompts are the units of the
 intervals. Tables are laid out as SpecBound's Tables 1 (CR and SD by task), 3 (latency) and 5 (by
-prompt). Called by `selfspec bench` and `selfspec report`; needs the extra `eval`.
+prompt). Needs the extra `eval`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import html
 import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,20 +29,17 @@ from selfspec.eval.results import (
     TASKS,
     TUNING,
     Answer,
+    SpeedUp,
     failures,
     quality_summary,
     speed_up,
 )
 from selfspec.files import read_json, read_yaml
 
-Summary = Mapping[str, Any]
-"""All figures of a bench, ready for JSON."""
-
-BASES = ("plain", "hugging-face")
-"""What speed-ups are over, where they were measured."""
+Summary = Mapping[str, Any]  # all figures of a bench, ready for JSON
+BASES = ("plain", "hugging-face")  # what speed-ups are over, where they were measured
 
 NAMES = {"plain": "plain decoding on our runtime", "hugging-face": "Hugging Face's generate"}
-
 ALL, WITHOUT_LOOPS = "all", "without_loops"
 
 # --- figures --------------------------------------------------------------------------------------
@@ -94,9 +91,7 @@ def by_task(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 
 def summarise(
-    answers: Sequence[Answer],
-    methods: Mapping[str, Mapping[str, Any]],
-    seed: int = 0,
+    answers: Sequence[Answer], methods: Mapping[str, Mapping[str, Any]], seed: int = 0
 ) -> dict[str, Any]:
     """All figures of `methods`, which are described by label; `seed` is the bootstrap's."""
     measured = [answer for answer in answers if answer.error is None]
@@ -142,11 +137,11 @@ def _figures(group: pd.DataFrame, methods: Iterable[str], seed: int) -> dict[str
     found: dict[str, Any] = {}
     for label in methods:
         own = group[group.method == label]
-        drafted, kept = own.drafted.sum(), own.accepted.sum()
+        drafted = own.drafted.sum()
         found[label] = {
             "answers": len(own),
             "compression_rate": float(own.tokens.sum() / max(own.passes.sum(), 1)),
-            "acceptance_rate": float(kept / drafted) if drafted else None,
+            "acceptance_rate": float(own.accepted.sum() / drafted) if drafted else None,
         }
         for base in BASES:
             above, below = seconds_by_prompt(group, base, label).to_numpy().T
@@ -261,10 +256,9 @@ def figures(summary: Summary) -> pd.DataFrame:
         for task, methods in summary[group].items()
         for label, found in methods.items()
     ]
-    gains = ("ratio", "low", "high", "mean", "p5", "worst", "prompts")
     names = ["answers_in", "task", "method", "lossy"]
     names += ["answers", "compression_rate", "acceptance_rate"]
-    names += [f"over_{base}_{name}" for base in BASES for name in gains]
+    names += [f"over_{base}_{entry.name}" for base in BASES for entry in fields(SpeedUp)]
     found = pd.json_normalize(rows, sep="_").reindex(columns=names)
     return found.astype({f"over_{base}_prompts": "Int64" for base in BASES})
 
@@ -421,8 +415,7 @@ class Results(NamedTuple):
     """What a finished folder holds."""
 
     name: str
-    run: dict[str, Any]
-    """What was asked, and on which machine."""
+    run: dict[str, Any]  # what was asked, and on which machine
     summary: dict[str, Any]
 
 
@@ -492,8 +485,7 @@ def _mapping(values: Any, path: Path) -> dict[str, Any]:
 
 # --- the chart ------------------------------------------------------------------------------------
 
-BLUE = pages.RAMP[1]
-INK, PALE = pages.TONES["ink"].light, pages.TONES["other"].light
+BLUE, INK, PALE = pages.RAMP[1], pages.TONES["ink"].light, pages.TONES["other"].light
 
 
 def chart(summary: Summary) -> Figure | None:
@@ -507,9 +499,8 @@ def chart(summary: Summary) -> Figure | None:
     axes = figure.subplots()
     colours = [BLUE if ratio == gains.ratio.max() else PALE for ratio in gains.ratio]
     ends = [gains.ratio - gains.low, gains.high - gains.ratio]
-    bars = axes.barh(
-        names, gains.ratio, xerr=ends, color=colours, height=0.66, error_kw={"ecolor": INK}
-    )
+    look: Any = {"color": colours, "height": 0.66, "error_kw": {"ecolor": INK}}
+    bars = axes.barh(names, gains.ratio, xerr=ends, **look)
     axes.bar_label(bars, fmt="%.2f", padding=6)
     axes.axvline(1.0, color=INK, linewidth=0.8)
     axes.invert_yaxis()
@@ -591,12 +582,10 @@ def described(run: Results) -> list[str]:
         f"{model['name']}, {model['dtype']}, on {model['device']}; heads: {model['heads']}. Suite "
         f"{asked['suite']}: {summary['questions']} questions, {summary['answers']} answers, "
         f"{summary['new_tokens']:,} new tokens, at most {asked['max_new_tokens']} each, greedy. "
-        f"{asked['repeats']} time(s), seed {asked['seed']}.",
-        *(
-            f"{name}: " + ", ".join(f"{key} {value}" for key, value in found.items()) + "."
-            for name, found in (("Machine", machine), ("Speculation", run.run["speculation"]))
-        ),
+        f"{asked['repeats']} time(s), seed {asked['seed']}."
     ]
+    for name, found in (("Machine", machine), ("Speculation", run.run["speculation"])):
+        words.append(f"{name}: {', '.join(f'{key} {value}' for key, value in found.items())}.")
     if others:
         words.append(
             f"Settings of methods with a grid were chosen on {len(others)} questions that are not "

@@ -1,8 +1,6 @@
 """What `bench` is asked, prompts to measure on, answers to them, statistics of these.
 
-Suites: a name or a file comes in, questions by task group go out. Answers: one record per prompt
-and turn, as lines of a file that `bench` writes while it runs. Imports no torch by itself, because
-commands name suites in their help.
+Imports no torch by itself, because commands name suites in their help.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from selfspec import files
 from selfspec.errors import InvalidData, InvalidOption
 from selfspec.files import json_lines, parse_json, read_bytes
-from selfspec.options import Range, check_fields
+from selfspec.options import at_least, check_fields
 from selfspec.typed import check_keys
 
 if TYPE_CHECKING:
@@ -31,11 +29,8 @@ SIX_TASKS, SPEC_BENCH = SUITES = ("six-tasks", "spec-bench")
 TASKS = ("math", "chat", "QA", "RAG", "summary", "translation")
 """The six groups of Spec-Bench, in the order of our tables."""
 
-OVERALL = "overall"
-"""What tables call all groups together."""
-
-_MOST_QUESTIONS = 1_000_000
-"""Lines of a file; Spec-Bench has 480."""
+OVERALL = "overall"  # what tables call all groups together
+_MOST_QUESTIONS = 1_000_000  # lines of a file; Spec-Bench has 480
 
 _CATEGORIES = {
     "math_reasoning": "math",
@@ -46,11 +41,8 @@ _CATEGORIES = {
 }
 """Spec-Bench's categories; all others are its multi-turn chat."""
 
-
 T = TypeVar("T")
-
-Show = Callable[[int, int, str], None]
-"""Called with things done, of how many, and words."""
+Show = Callable[[int, int, str], None]  # called with things done, of how many, and words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +50,9 @@ class Question:
     """One conversation to be held: the user's turns, at least one, each to be answered."""
 
     id: str
-    task: str
-    """One of TASKS, or the file's own word."""
+    task: str  # one of TASKS, or the file's own word
     turns: tuple[str, ...]
-    reference: str | None = None
-    """A good answer to the last turn, where the file has one."""
+    reference: str | None = None  # a good answer to the last turn, where the file has one
 
 
 def load_suite(
@@ -160,49 +150,33 @@ def _reference(value: Any) -> str | None:
 # --- what `bench` can be asked: its flags derive from here ----------------------------------------
 
 
-def at_least(least: int) -> Range:
-    """From `least` on."""
-    return Range(lambda value: value >= least, f"of at least {least}")
-
-
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
     """Which prompts, how many tokens, how often."""
 
     suite: str = SIX_TASKS
     """six-tasks, spec-bench, or a JSONL file of prompts."""
-
     questions: str | None = None
     """File of a suite that is not built in: Spec-Bench's question.jsonl."""
-
     limit: int | None = None
     """Questions to report at most, spread over the suite."""
-
     tune_questions: Annotated[int, at_least(1)] = 6
     """Questions of the suite, spread evenly, that choose the settings of methods that have several;
     the report leaves them out. At least 1."""
-
     max_new_tokens: Annotated[int, at_least(1)] = 64
     """Tokens per answer at most; each method writes as many."""
-
     repeats: Annotated[int, at_least(1)] = 1
     """Times that each prompt is measured."""
-
     quality: bool = False
     """Judge the texts of all methods by their references, not only of those that are lossy or
     sample."""
-
     seed: int = 0
     """Seed of the order of methods and of the bootstrap."""
 
     def record(self) -> dict[str, Any]:
         """The options as values; files are named without their folder."""
-        paths = {
-            name: Path(path).name
-            for name in ("suite", "questions")
-            if (path := getattr(self, name))
-        }
-        return asdict(self) | paths
+        named = {name: getattr(self, name) for name in ("suite", "questions")}
+        return asdict(self) | {name: Path(path).name for name, path in named.items() if path}
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -210,8 +184,7 @@ class BenchOptions:
 
 # --- the file of answers --------------------------------------------------------------------------
 
-_MOST_BYTES = 1 << 30
-"""Size limit of a file of answers: thousands of long ones take a tenth of it."""
+_MOST_BYTES = 1 << 30  # size limit of a file of answers: thousands of long ones take a tenth of it
 
 ANSWERS, TUNING = "answers.jsonl", "tuning.jsonl"
 """Files of a results folder: what is reported, and what settings were chosen on."""
@@ -221,18 +194,14 @@ ANSWERS, TUNING = "answers.jsonl", "tuning.jsonl"
 class Run:
     """One method on one prompt."""
 
-    seconds: float = 0.0
-    """From the prompt's ids to the last token."""
+    seconds: float = 0.0  # from the prompt's ids to the last token
     arrivals: list[tuple[int, float]] = field(default_factory=list)
     """Tokens that came of one pass, the prompt's first, and seconds since the pass before."""
-    equal: bool = False
-    """The tokens are those of plain decoding."""
+    equal: bool = False  # the tokens are those of plain decoding
     counts: dict[str, dict[str, float]] = field(default_factory=dict)
     """What our runtime counted: seconds by part; drafted and accepted by exit layer and index."""
-    quality: Quality | None = None
-    """Of the text up to the method's own end; where it was looked at."""
-    error: str | None = None
-    """Why there is no answer."""
+    quality: Quality | None = None  # of the text up to the method's own end; where it was looked at
+    error: str | None = None  # why there is no answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,21 +210,14 @@ class Answer:
 
     id: str
     task: str
-    turn: int
-    """From 1."""
-    repeat: int
-    """From 1."""
+    turn: int  # from 1
+    repeat: int  # from 1
     prompt_tokens: int = 0
-    new_tokens: int = 0
-    """Written by each method: as many as plain decoding writes before it ends."""
-    repeated: float = 0.0
-    """Share of 8-grams that occurred before in plain decoding's answer."""
-    text: str = ""
-    """Plain decoding's answer."""
-    runs: dict[str, Run] = field(default_factory=dict)
-    """By contender."""
-    error: str | None = None
-    """Why the prompt itself cannot be run."""
+    new_tokens: int = 0  # written by each method: as many as plain decoding writes before it ends
+    repeated: float = 0.0  # share of 8-grams that occurred before in plain decoding's answer
+    text: str = ""  # plain decoding's answer
+    runs: dict[str, Run] = field(default_factory=dict)  # by contender
+    error: str | None = None  # why the prompt itself cannot be run
 
     @property
     def key(self) -> tuple[str, int, int]:
@@ -319,21 +281,17 @@ RESAMPLES = 2000
 """Resamples of a bootstrap. Another seed moves an end of its interval by about 6 % of the ratio's
 standard error: sqrt(0.025 x 0.975 / 2000) over the normal density at 1.96."""
 
-LOOPING = 0.3
-"""An answer loops when more than this share of its 8-grams are repeats."""
+LOOPING = 0.3  # an answer loops when more than this share of its 8-grams are repeats
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedUp:
     """SD: how often one method fits into the time of another, over the same tokens."""
 
-    ratio: float
-    """Of total wall times: what a user of all these prompts would see."""
-    low: float
-    """With `high` the 95 % interval of `ratio`: bootstrap over prompts, paired."""
+    ratio: float  # of total wall times: what a user of all these prompts would see
+    low: float  # with `high` the 95 % interval of `ratio`: bootstrap over prompts, paired
     high: float
-    mean: float
-    """With `p5`, the 5th percentile, and `worst`: of the prompts' own ratios."""
+    mean: float  # with `p5`, the 5th percentile, and `worst`: of the prompts' own ratios
     p5: float
     worst: float
     prompts: int
@@ -347,14 +305,15 @@ def speed_up(base: Sequence[float], method: Sequence[float], seed: int = 0) -> S
         raise ValueError(f"{len(base)} and {len(method)} prompts, expected the same and some")
     above, below = np.asarray(base, np.float64), np.asarray(method, np.float64)
     low, high = ratio_interval(above, below, seed)
+    own = above / below
     return SpeedUp(
         ratio=float(above.sum() / below.sum()),
         low=low,
         high=high,
-        mean=float((above / below).mean()),
-        p5=float(np.quantile(above / below, 0.05)),
-        worst=float((above / below).min()),
-        prompts=len(above),
+        mean=float(own.mean()),
+        p5=float(np.quantile(own, 0.05)),
+        worst=float(own.min()),
+        prompts=len(own),
     )
 
 
@@ -365,8 +324,7 @@ def ratio_interval(
     import torch
 
     pairs = torch.tensor([[*above], [*below]], dtype=torch.float64)  # [2, N]
-    generator = torch.Generator().manual_seed(seed)
-    count = pairs.shape[1]
+    count, generator = pairs.shape[1], torch.Generator().manual_seed(seed)
     drawn = torch.randint(count, (RESAMPLES, count), generator=generator)
     sums = pairs[:, drawn].sum(-1)  # [2, resamples]
     ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
@@ -394,10 +352,8 @@ class Quality:
     plain_tokens: int
     first_divergence: int | None
     """Equal tokens ahead of the first that differs; None if all are equal."""
-    edit_distance: int
-    """Tokens to insert, delete or replace to make the one answer the other."""
-    log_likelihood: float
-    """Nats of the whole answer under the model, without processors."""
+    edit_distance: int  # tokens to insert, delete or replace to make the one answer the other
+    log_likelihood: float  # nats of the whole answer under the model, without processors
     plain_log_likelihood: float
 
 

@@ -25,29 +25,14 @@ from selfspec.errors import InvalidOption
 from selfspec.eval.results import Show
 from selfspec.options import Exit, Ngram, as_text, settings_text
 
-NEW_TOKENS = 64
-"""Of each answer at most."""
-
-ANSWERS = 16
-"""Time that a prompt takes at most, in plain answers: some settings do not pay."""
-
-_STAGES = 3
-"""Each has a third of the prompts to choose by, and drops two settings of three."""
-
-_THRESHOLDS = (0.4, 0.8)
-"""Tried at each exit layer alone, beside what the heads come with."""
-
-_LENGTHS = (2, 4, 8)
-"""Draft tokens of a round at most."""
-
-_NGRAMS = (2, 3, 4, 6)
-"""Sizes of n-grams, tried where there are no heads."""
-
-_PERCENTILE = 5.0
-"""The percentile of the prompts' own speed-ups that `latency` looks at."""
-
-Options = dict[str, Any]
-"""Keywords of `generate`."""
+NEW_TOKENS = 64  # of each answer at most
+ANSWERS = 16  # time that a prompt takes at most, in plain answers: some settings do not pay
+_STAGES = 3  # each has a third of the prompts to choose by, and drops two settings of three
+_THRESHOLDS = (0.4, 0.8)  # tried at each exit layer alone, beside what the heads come with
+_LENGTHS = (2, 4, 8)  # draft tokens of a round at most
+_NGRAMS = (2, 3, 4, 6)  # sizes of n-grams, tried where there are no heads
+_PERCENTILE = 5.0  # the percentile of the prompts' own speed-ups that `latency` looks at
+Options = dict[str, Any]  # keywords of `generate`
 
 PLAIN: Options = {"speculate": False}
 
@@ -57,8 +42,7 @@ Seconds = npt.NDArray[np.float64]
 class Timed(NamedTuple):
     """An answer."""
 
-    seconds: float
-    """Behind the prompt's pass, as tokens and verifications are."""
+    seconds: float  # behind the prompt's pass, as tokens and verifications are
     tokens: int
     verifications: int
 
@@ -67,16 +51,12 @@ class Timed(NamedTuple):
 class Tuned:
     """What was chosen, and what it gains over plain decoding behind the prompt's pass."""
 
-    options: Options
-    """`speculate: False` alone where plain decoding is as fast."""
+    options: Options  # `speculate: False` alone where plain decoding is as fast
     objective: str
-    speed_up: float
-    """Ratio of total seconds, on prompts that had no part in the choice."""
-    percentile_5: float
-    """5th percentile of the same prompts' own speed-ups."""
+    speed_up: float  # ratio of total seconds, on prompts that had no part in the choice
+    percentile_5: float  # 5th percentile of the same prompts' own speed-ups
     worst: float
-    compression_rate: float
-    """Tokens per verification, on the same prompts."""
+    compression_rate: float  # tokens per verification, on the same prompts
     settings: int
     prompts: int
 

@@ -1,11 +1,8 @@
 """The losslessness ladder on a user's own model: seven claims, each exact at its own level.
 
-Comes in: a Speculator and questions. Goes out: a Rung per claim, with what was compared and, where
-it fails, the first place. Called by `selfspec verify`; what losslessness is put to, planted drafts
-and rules that are heard, also by the tests of the decoding loop.
-
-Sampling is not on it: to compare distributions takes thousands of texts over a vocabulary that can
-be enumerated. The tests do that.
+What losslessness is put to, planted drafts and rules that are heard, the tests of the decoding loop
+use, too. Sampling is not on the ladder: to compare distributions takes thousands of texts over a
+vocabulary that can be enumerated. The tests do that.
 """
 
 from __future__ import annotations
@@ -43,14 +40,9 @@ _NARROW = (torch.bfloat16, torch.float16)
 _FLOAT64_DRAFTS = ("mixed", "heads")
 """Right drafts, wrong ones and real exits: float64 is too slow for the other kinds."""
 
-_MOST_READ = 100
-"""Tokens of a prompt that rung 6 reads: some ways take a step for each."""
-
-_APART = 3
-"""Rounds between the arrivals of two texts on rung 7."""
-
-_PATIENCE = 0.5
-"""So little that most prompts enter in pieces there."""
+_MOST_READ = 100  # tokens of a prompt that rung 6 reads: some ways take a step for each
+_APART = 3  # rounds between the arrivals of two texts on rung 7
+_PATIENCE = 0.5  # so little that most prompts enter in pieces there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +77,7 @@ class Rung:
     """What became of one claim."""
 
     outcome: Outcome
-    found: str
-    """In words: what was compared; the first place where it fails; or why it was skipped."""
+    found: str  # in words: what was compared; the first place where it fails; or why it was skipped
     figures: dict[str, Any] = field(default_factory=dict)
 
 
@@ -96,10 +87,8 @@ class Subject:
 
     speculator: Speculator
     cases: list[Case]
-    max_copy_gb: float
-    """Copies of the model in wider numbers are made up to this size."""
-    rungs: Collection[int] = range(1, 8)
-    """Those to climb, from 1."""
+    max_copy_gb: float  # copies of the model in wider numbers are made up to this size
+    rungs: Collection[int] = range(1, 8)  # those to climb, from 1
 
     @cached_property
     def compared(self) -> Comparison:
@@ -199,13 +188,12 @@ def _near_ties(subject: Subject) -> Rung:
     compared = subject.compared
     noise, figures = compared.noise, compared.figures | {"noise": compared.noise}
     found = f"{named(subject.speculator.backbone.dtype)}: {compared.equal}"
-    if not compared.partings:
-        return Rung("passed", found, figures)
-    worst = max(compared.partings, key=lambda parting: parting.margin)
-    found += f", the others part at margins up to {worst.margin:.3g} (noise {noise:.3g})"
-    if worst.margin <= 2 * noise:  # both scores may lose it
-        return Rung("passed", found, figures)
-    return Rung("failed", f"{found}. Widest: {worst}", figures)
+    if compared.partings:
+        worst = max(compared.partings, key=lambda parting: parting.margin)
+        found += f", the others part at margins up to {worst.margin:.3g} (noise {noise:.3g})"
+        if worst.margin > 2 * noise:  # both scores may lose it
+            return Rung("failed", f"{found}. Widest: {worst}", figures)
+    return Rung("passed", found, figures)
 
 
 def _near_top(subject: Subject) -> Rung:
@@ -251,16 +239,14 @@ def _any_batch(subject: Subject) -> Rung:
     requests = [case.request for case in subject.cases]
     runtime = Listening(speculator.runtime)
     engine = Engine(runtime, most=len(requests) + 1, patience=_PATIENCE)
-    running: list[Running] = []
-    left = [requests[0], *requests]
-    for step in itertools.count():
+    running, left, steps = list[Running](), [requests[0], *requests], itertools.count()
+    while left or engine.texts:
+        step = next(steps)
         if left and step % _APART == 0:
             running.append(engine.add(left.pop(0).only(), options))
         if step == 2 * _APART + 1:
             running[0].close()
         engine.step()
-        if not left and not engine.texts:
-            break
     for case, one, heard in zip(subject.cases, running[1:], runtime.heard[1:], strict=True):
         tokens = [token for entry in one.take() for token in entry.tokens]
         expected = decode(speculator, case.request, options)
@@ -289,10 +275,8 @@ class Bits:
     """Logits compared bit by bit."""
 
     positions: int = 0
-    differing: int = 0
-    """Positions with any bit that differs."""
-    first: str = ""
-    """The first such position, and how much."""
+    differing: int = 0  # positions with any bit that differs
+    first: str = ""  # the first such position, and how much
 
     def compare(self, where: str, found: Tensor, expected: Tensor) -> None:
         """[n, V] and [n, V], float32."""
@@ -333,10 +317,8 @@ class Parting:
 
     case: str
     drafts: str
-    position: int
-    """Which new token, from 1."""
-    margin: float
-    """By how much Hugging Face's own scores prefer its token to ours."""
+    position: int  # which new token, from 1
+    margin: float  # by how much Hugging Face's own scores prefer its token to ours
 
     def __str__(self) -> str:
         return f"{self.case} with {self.drafts} drafts, new token {self.position}"
@@ -346,8 +328,7 @@ class Parting:
 class Comparison:
     """Our texts, with drafts of several kinds, beside Hugging Face's."""
 
-    texts: list[list[list[int]]] = field(default_factory=list)
-    """By prompt and kind of drafts."""
+    texts: list[list[list[int]]] = field(default_factory=list)  # by prompt and kind of drafts
     partings: list[Parting] = field(default_factory=list)
     noise: float = 0.0
     """Largest difference of Hugging Face's scores between one row at a time and one block, over
@@ -367,9 +348,7 @@ class Comparison:
 
 
 def compare_texts(
-    speculator: Speculator,
-    cases: Sequence[Case],
-    only: Collection[str] | None = None,
+    speculator: Speculator, cases: Sequence[Case], only: Collection[str] | None = None
 ) -> Comparison:
     """Texts with all kinds of drafts, or `only` some, not pinned, and Hugging Face's.
 
@@ -447,11 +426,9 @@ def why_no_copy(model: PreTrainedModel, dtype: torch.dtype, most_gb: float) -> s
     """Why no copy in `dtype` is made, or None."""
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         return "the model is spread over several devices"
-    size = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
-    if size > 1e9 * most_gb:
-        return (
-            f"a copy in {named(dtype)} takes {size / 1e9:.1f} GB, more than max_copy_gb {most_gb:g}"
-        )
+    size = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize / 1e9
+    if size > most_gb:
+        return f"a copy in {named(dtype)} takes {size:.1f} GB, more than max_copy_gb {most_gb:g}"
     return None
 
 
@@ -485,16 +462,12 @@ def named(dtype: torch.dtype) -> str:
 class Way(NamedTuple):
     """How a text arrives."""
 
-    pieces: Sequence[int]
-    """Rows of its passes, again and again."""
-    wrong: int = 0
-    """Rows behind each pass that are taken back, as rejected drafts are."""
-    threads: int | None = None
-    """None: as many as there are."""
+    pieces: Sequence[int]  # rows of its passes, again and again
+    wrong: int = 0  # rows behind each pass that are taken back, as rejected drafts are
+    threads: int | None = None  # None: as many as there are
     kept: bool = False
     """Its first half was read with another end before, and stayed: a turn of a session."""
-    branch: bool = False
-    """Each row has a wrong sibling: the text is a branch of a tree of drafts."""
+    branch: bool = False  # each row has a wrong sibling: the text is a branch of a tree of drafts
 
 
 WAYS = {
@@ -553,18 +526,15 @@ def _cuts(count: int, way: Way) -> Iterator[tuple[int, int]]:
 
 # --- planted drafts -------------------------------------------------------------------------------
 
-_EAGER = 1e-6
-"""A threshold that every token reaches: all exits are taken, also the wrong ones."""
-
-_RIGHT = 5
-"""Right tokens of a planted tree at most: there is room for others beside them."""
+_EAGER = 1e-6  # a threshold that every token reaches: all exits are taken, also the wrong ones
+_RIGHT = 5  # right tokens of a planted tree at most: there is room for others beside them
 
 
-class ScriptedDrafter:
-    """Base: subclasses say which tokens. No head is asked.
+class OracleDrafter:
+    """Drafts the known continuation, fewer tokens at its end; others script other tokens.
 
     `sequence`: the prompt (without padding) and its known continuation. Drafts go by position, so
-    they also serve where the decoder has parted from it. `width` is W_max.
+    they also serve where the decoder has parted from it. `width` is W_max. No head is asked.
     """
 
     def __init__(
@@ -576,15 +546,16 @@ class ScriptedDrafter:
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
         """At most min(limit, width) tokens, none of which ran through a layer."""
         room, position = max(min(limit, self.width), 0), state.length - state.pad
-        tokens = self._tokens(self.sequence[position : position + room], room)[:room]
+        tokens = self._tokens(self.sequence[position : position + room], room)
         ended: Ended = "width" if len(tokens) == self.width else "budget"
         return ready(Draft.of(tokens, ended=ended))
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
         """The script stays as it is."""
 
-    def _tokens(self, truth: list[int], count: int) -> list[int]:
-        raise NotImplementedError
+    def _tokens(self, truth: list[int], count: int) -> list[int]:  # noqa: ARG002  # of others
+        """At most `count`; the known continuation has `truth` there."""
+        return truth
 
     def _number(self, end: int) -> int:
         return int(torch.randint(end, (), generator=self._generator))
@@ -593,14 +564,7 @@ class ScriptedDrafter:
         return torch.randint(self.vocab_size, (count,), generator=self._generator).tolist()
 
 
-class OracleDrafter(ScriptedDrafter):
-    """Drafts the known continuation, fewer tokens at its end."""
-
-    def _tokens(self, truth: list[int], count: int) -> list[int]:  # noqa: ARG002  # the base's
-        return truth
-
-
-class WrongDrafter(ScriptedDrafter):
+class WrongDrafter(OracleDrafter):
     """Drafts tokens next to the true ones, and junk behind the end of what is known."""
 
     def _tokens(self, truth: list[int], count: int) -> list[int]:
@@ -608,14 +572,14 @@ class WrongDrafter(ScriptedDrafter):
         return [(token + 1) % self.vocab_size for token in padded]
 
 
-class RandomDrafter(ScriptedDrafter):
+class RandomDrafter(OracleDrafter):
     """Drafts 0..width random tokens."""
 
     def _tokens(self, truth: list[int], count: int) -> list[int]:  # noqa: ARG002  # the base's
         return self._junk(self._number(count + 1))
 
 
-class MixedDrafter(ScriptedDrafter):
+class MixedDrafter(OracleDrafter):
     """Drafts a true prefix of random length, then random tokens up to the full width."""
 
     def _tokens(self, truth: list[int], count: int) -> list[int]:
@@ -623,7 +587,7 @@ class MixedDrafter(ScriptedDrafter):
         return right + self._junk(count - len(right))
 
 
-class BranchingDrafter(ScriptedDrafter):
+class BranchingDrafter(OracleDrafter):
     """Plants a true prefix of random length in a random tree of other tokens.
 
     Where there are exit layers, the first rows wait at some of them, as if they had left there.
@@ -633,10 +597,8 @@ class BranchingDrafter(ScriptedDrafter):
         """Up to `width` tokens, whose paths fit into `limit`."""
         position = state.length - state.pad
         right = self.sequence[position : position + self._number(min(max(limit, 0), _RIGHT) + 1)]
-        tokens: list[int] = []
-        parents: list[int] = []
-        below = -1  # the newest of the right ones
-        placed = 0
+        tokens, parents = list[int](), list[int]()
+        below, placed = -1, 0  # the newest of the right ones; how many there are
         while len(tokens) < self.width and limit > 0:
             if placed < len(right) and self._number(5) < 3:
                 tokens.append(right[placed])
@@ -729,8 +691,7 @@ def greedy_request(speculator: Speculator, prompt: Prompt, new_tokens: int) -> R
     return request
 
 
-Text = tuple[list[int], Tensor]
-"""Tokens, and the target logits [n, V] that each was committed by."""
+Text = tuple[list[int], Tensor]  # tokens, and the target logits [n, V] that each was committed by
 
 
 def decode(

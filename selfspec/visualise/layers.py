@@ -36,8 +36,7 @@ class LayerSays:
     """What one exit layer's head says of one place's token. Texts show spaces as they are."""
 
     layer: int
-    top_tokens: tuple[int, ...]
-    """Five ids (fewer in a smaller draft vocabulary), most likely first."""
+    top_tokens: tuple[int, ...]  # five ids (fewer in a smaller draft vocabulary), most likely first
     top_texts: tuple[str, ...]
     top_probs: tuple[float, ...]
     """Their probabilities in the head's distribution, calibrated, before annealing."""
@@ -53,42 +52,33 @@ class LayerSays:
 class Place:
     """One emitted token."""
 
-    index: int
-    """In the answer, from 0."""
+    index: int  # in the answer, from 0
     token: int
     text: str
     """What the token adds to the answer, special tokens included; "" where a later one completes
     a character that begins here. All texts join to the whole."""
     kind: Kind
-    round: int
-    """Index in `LayerTrace.rounds`; 0 is the prompt's pass."""
-    exit_layer: int | None
-    """Where an accepted draft of the exit heads left."""
+    round: int  # index in `LayerTrace.rounds`; 0 is the prompt's pass
+    exit_layer: int | None  # where an accepted draft of the exit heads left
     copied_from: int | None
     """Where an accepted draft from prompt lookup was found: counted in prompt and answer."""
-    final_top_tokens: tuple[int, ...]
-    """The whole model's five likeliest, before any processor."""
+    final_top_tokens: tuple[int, ...]  # the whole model's five likeliest, before any processor
     final_top_texts: tuple[str, ...]
     final_top_probs: tuple[float, ...]
-    layers: tuple[LayerSays, ...]
-    """In the order of `TraceInfo.exit_layers`."""
+    layers: tuple[LayerSays, ...]  # in the order of `TraceInfo.exit_layers`
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceInfo:
     """What was decoded, on what, and how."""
 
-    base_model: str
-    """The model's name, for people."""
-    base: str
-    """Its fingerprint."""
-    heads: str
-    """Hash of the heads; "" for none but the logit lens."""
+    base_model: str  # the model's name, for people
+    base: str  # its fingerprint
+    heads: str  # hash of the heads; "" for none but the logit lens
     dtype: str
     executor: str
     num_layers: int
-    exit_layers: tuple[int, ...]
-    """All that were looked at, rising."""
+    exit_layers: tuple[int, ...]  # all that were looked at, rising
     head_kinds: tuple[str, ...]
     """Kind of head at each of them: deep-fused, translator, .., logit-lens."""
     thresholds: tuple[float, ...]
@@ -96,12 +86,9 @@ class TraceInfo:
     options: SpeculationOptions
     """The options as the decode used them: exit layers up to D_max with a threshold each, costs as
     they were taken. In a file: the keywords that give them."""
-    lossless: bool
-    """False if a lossy acceptance rule was at work."""
-    prompt: str
-    """The prompt as it was asked, before any chat template."""
-    prompt_texts: tuple[str, ...]
-    """Texts of the prompt's tokens, the chat template's too."""
+    lossless: bool  # false if a lossy acceptance rule was at work
+    prompt: str  # the prompt as it was asked, before any chat template
+    prompt_texts: tuple[str, ...]  # texts of the prompt's tokens, the chat template's too
 
     @property
     def taus(self) -> dict[int, float]:
@@ -120,8 +107,7 @@ class LayerTrace:
     places: tuple[Place, ...]
     rounds: tuple[Round, ...]
     """Rounds of the decode itself, the prompt's pass first; rejected drafts and passes included."""
-    draft_texts: tuple[tuple[str, ...], ...]
-    """By round."""
+    draft_texts: tuple[tuple[str, ...], ...]  # by round
 
     @property
     def answer(self) -> list[str]:
@@ -264,8 +250,7 @@ class Gain(NamedTuple):
     """What drafts gained in one answer."""
 
     tokens: int
-    drafted: int
-    """How many of them came as drafts that were kept."""
+    drafted: int  # how many of them came as drafts that were kept
     per_verification: float
     times: float | None
     """How many times as fast as plain decoding, by what passes cost on this machine. One digit, as

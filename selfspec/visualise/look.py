@@ -30,11 +30,8 @@ from selfspec.options import Costs, Exit
 from selfspec.training.features import Batch, FeatureSpec, features
 from selfspec.visualise.layers import Kind, LayerSays, LayerTrace, Place, TraceInfo
 
-_ROWS = 128
-"""Places whose logits exist at a time."""
-
-TOP = 5
-"""Guesses kept of each layer."""
+_ROWS = 128  # places whose logits exist at a time
+TOP = 5  # guesses kept of each layer
 
 _DIGITS = 6
 """Decimals of probabilities and divergences: a file keeps exactly what the pictures show."""
@@ -184,8 +181,7 @@ class _Came(NamedTuple):
     kind: Kind
     round: int
     exit_layer: int | None
-    behind: int
-    """How many drafts of exit heads stand before it in its round."""
+    behind: int  # how many drafts of exit heads stand before it in its round
 
 
 def _came(number: int, entry: Round) -> Iterator[_Came]:
@@ -213,10 +209,8 @@ class Lens(NamedTuple):
     """A head to look through at one layer."""
 
     head: ExitHead
-    kind: str
-    """The name of its type in HEAD_TYPES."""
-    temperature: float
-    """Calibrated; the judge's is annealed as well."""
+    kind: str  # the name of its type in HEAD_TYPES
+    temperature: float  # calibrated; the judge's is annealed as well
 
 
 class Likeliest(NamedTuple):

@@ -24,23 +24,18 @@ from selfspec import files, pages
 from selfspec.decoding.costs import MeasuredCosts
 from selfspec.visualise.layers import LayerTrace, gain, givers, ranked, readable
 
-CARD = (1200, 675)
-"""Pixels."""
+CARD = (1200, 675)  # pixels
 
 _INK, _DIM, _PAPER, _OTHER = (pages.TONES[n].light for n in ("ink", "dim", "card", "other"))
 
 _SIZES = (40, 36, 32, 29, 26, 23)
 """Sizes of the answer's letters, tried in turn until it fits; at the smallest it is cut."""
 
-_ASKED = 64
-"""Columns of the question."""
+_ASKED = 64  # columns of the question
 
 _LEADING = 1.62
-_CELL = 0.602
-"""From line to line, and the width of a letter of DejaVu Sans Mono, in sizes."""
-
-_DPI = 72
-"""A point is a pixel."""
+_CELL = 0.602  # from line to line, and the width of a letter of DejaVu Sans Mono, in sizes
+_DPI = 72  # a point is a pixel
 
 _WORDS, _ANSWER = "DejaVu Sans", "DejaVu Sans Mono"
 """Fonts, which come with matplotlib: of what stands beside the answer, and its own."""

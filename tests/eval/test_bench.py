@@ -151,10 +151,7 @@ def test_an_end_token_ends_plain_decoding_and_no_other_method(
 
 
 def test_the_second_turn_follows_plain_decodings_answer(
-    bench: Bench,
-    contenders: list[Contender],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    bench: Bench, contenders: list[Contender], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
 
@@ -236,7 +233,7 @@ def test_texts_of_all_methods_are_judged_once_where_that_is_asked_for(
         for run in answer.runs.values():
             assert (run.quality is not None) == (answer.repeat == 1)
             assert run.quality is None or run.quality.first_divergence is None
-    monkeypatch.setattr("selfspec.eval.bench.edit_distance", fails)  # of some not at all
+    monkeypatch.setattr("selfspec.eval.results.edit_distance", fails)  # of some not at all
     lossy = replace(contenders[-1], lossy=True)
     answer, *_ = bench.measure(QUESTIONS[:1], [contenders[1], lossy], tmp_path / "again", quiet)
     assert answer.runs["speculation"].error == "RuntimeError: out of luck"
@@ -256,10 +253,7 @@ def stops_early(speculator: Speculator, ids: Tensor, count: int, *_: Any) -> Wri
 
 @pytest.mark.parametrize(
     ("decode", "error"),
-    [
-        (fails, "RuntimeError: out of luck"),
-        (stops_early, f"wrote {COUNT - 1} of {COUNT} tokens"),
-    ],
+    [(fails, "RuntimeError: out of luck"), (stops_early, f"wrote {COUNT - 1} of {COUNT} tokens")],
 )
 def test_a_method_that_fails_is_recorded_and_the_others_go_on(
     decode: Any, error: str, bench: Bench, contenders: list[Contender], tmp_path: Path, broken: Any
@@ -492,9 +486,7 @@ def test_options_and_sweeps_that_are_lossy_are_marked_but_plain_decoding_is_not(
     assert [entry.setting.get("do_sample") for entry in entries] == [None, None, True]
 
 
-def test_the_model_is_as_before_after_an_error_within_an_early_exit(
-    speculator: Speculator,
-) -> None:
+def test_the_model_is_as_before_after_an_error_within_an_early_exit(speculator: Speculator) -> None:
     model: Any = speculator.model
     config = model.generation_config
 
@@ -550,8 +542,7 @@ def test_methods_with_drafts_need_heads_or_a_draft_model(bare: Speculator) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "source"),
-    [("draft-model", "draft-model"), ("speculation", "exit"), ("rest", "rest")],
+    ("name", "source"), [("draft-model", "draft-model"), ("speculation", "exit"), ("rest", "rest")]
 )
 def test_the_draft_model_drafts_where_its_method_is_asked_for(
     speculator: Speculator, name: str, source: str

@@ -136,10 +136,7 @@ def test_what_is_skipped_says_why(speculator: Speculator, monkeypatch: pytest.Mo
     rungs = [rung for _, rung in climb(subject_of(unprobed, 4, rungs=(1, 2, 4, 5, 6, 7)))]
     skipped = [number for number, rung in enumerate(rungs, 1) if rung.outcome == "skipped"]
     assert skipped == [2, 3, 5, 6]
-    assert [rung.found for rung in rungs[1:3]] == [
-        "3 of 8 positions changed bits",
-        "--rungs",
-    ]
+    assert [rung.found for rung in rungs[1:3]] == ["3 of 8 positions changed bits", "--rungs"]
     small = replace(subject_of(unprobed, 4), max_copy_gb=1e-6)
     third = rung(3, small)
     assert third.outcome == "skipped"

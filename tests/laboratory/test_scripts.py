@@ -70,9 +70,7 @@ def test_peaks_of_loading_are_those_of_the_kernel(
 # --- families
 
 
-def test_the_page_of_families_says_what_runs_on_which_executor_and_why_not(
-    tmp_path: Path,
-) -> None:
+def test_the_page_of_families_says_what_runs_on_which_executor_and_why_not(tmp_path: Path) -> None:
     out = tmp_path / "families.md"
     families.main(out, only="llama,opt,mamba")
     lines = out.read_text(encoding="utf-8").splitlines()
@@ -130,7 +128,7 @@ def test_every_prompt_is_asked_plainly_and_with_drafts_of_both() -> None:
     versions = [Fake(2.0), Fake(1.0)]
     found = two_versions.answers([one.ask for one in versions], ["a", "bc"], 7)
     assert list(zip(found.prompt, found.way, strict=True)) == [
-        *(("a", "plain"), ("a", "default"), ("bc", "plain"), ("bc", "default")),
+        *(("a", "plain"), ("a", "default"), ("bc", "plain"), ("bc", "default"))
     ]
     for version in versions:
         assert [request.get("speculate") for request in version.asked] == [False, None] * 2
