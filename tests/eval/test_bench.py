@@ -18,34 +18,12 @@ from selfspec.api.text import encode
 from selfspec.decoding.drafters.rest import Datastore
 from selfspec.decoding.stats import Round
 from selfspec.errors import HeadsNotFound, InvalidOption
-from selfspec.eval.bench import (
-    METHODS,
-    NO_BOUND,
-    SKIPPED,
-    Bench,
-    Contender,
-    Method,
-    Written,
-    arrivals,
-    candidates,
-    chosen,
-    described,
-    endless,
-    parted,
-    swept,
-)
+from selfspec.eval import bench as methods
+from selfspec.eval import results
+from selfspec.eval.bench import METHODS, Bench, Contender, Written, candidates, endless, swept
 from selfspec.eval.bench import moved as moves
 from selfspec.eval.concurrency import Load, table
-from selfspec.eval.results import (
-    Answer,
-    BenchOptions,
-    Question,
-    Run,
-    edit_distance,
-    first_divergence,
-    log_likelihood,
-    read,
-)
+from selfspec.eval.results import Answer, BenchOptions, Question, Run
 from tests import ladder
 from tests.models import make_model, random_ids
 from tests.talks import make_tokenizer
@@ -79,8 +57,7 @@ def speculator() -> Speculator:
 
 @pytest.fixture
 def contenders(speculator: Speculator) -> list[Contender]:
-    grid = candidates(speculator, NAMES)
-    return [replace(entries[0], label=name) for name, entries in grid.items()]
+    return [replace(grid(speculator, name)[0], label=name) for name in NAMES]
 
 
 @pytest.fixture
@@ -95,7 +72,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], Co
     """Makes a contender out of a function that does not do its work."""
 
     def make(decode: Callable[..., Any]) -> Contender:
-        method = Method("broken", lambda _: [{}], decode)
+        method = methods.Method("broken", lambda _: [{}], decode)
         monkeypatch.setitem(METHODS, "broken", method)
         return Contender(label="broken", method="broken", setting={})
 
@@ -188,10 +165,6 @@ def test_the_order_is_random_and_depends_on_the_seed_alone(
 # --- texts, memory, the harness itself
 
 
-def contender(speculator: Speculator, name: str) -> Contender:
-    return replace(candidates(speculator, [name])[name][0], label=name)
-
-
 def test_texts_of_lossy_methods_are_judged_up_to_their_own_end(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,7 +173,7 @@ def test_texts_of_lossy_methods_are_judged_up_to_their_own_end(
     loose = {"acceptance": "cm-asd:top_beta=100,tolerance=100", "exit": {"threshold": 1e-6}}
     monkeypatch.setattr(speculator, "options", speculator.options.updated(loose))
     model = speculator.model
-    entries = [contender(speculator, name) for name in ("plain", "cm-asd")]
+    entries = [replace(grid(speculator, one)[0], label=one) for one in ("plain", "cm-asd")]
     path = tmp_path / "answers.jsonl"
     question = replace(QUESTIONS[1], reference="a b")
     ids = encode(speculator.tokenizer, question.turns[0])
@@ -214,14 +187,14 @@ def test_texts_of_lossy_methods_are_judged_up_to_their_own_end(
     assert found is not None
     assert later is not None
     assert found.tokens == own.index(end) + 1 < found.plain_tokens == COUNT
-    assert found.first_divergence == first_divergence(own[: found.tokens], plain)
-    assert found.edit_distance == edit_distance(own[: found.tokens], plain)
+    assert found.first_divergence == results.first_divergence(own[: found.tokens], plain)
+    assert found.edit_distance == results.edit_distance(own[: found.tokens], plain)
     assert found.plain_text == first.text != found.text
-    assert found.log_likelihood == log_likelihood(model, ids, own[: found.tokens])
-    assert found.plain_log_likelihood == log_likelihood(model, ids, plain)
+    assert found.log_likelihood == results.log_likelihood(model, ids, own[: found.tokens])
+    assert found.plain_log_likelihood == results.log_likelihood(model, ids, plain)
     assert (found.reference, later.reference) == (None, "a b")
     assert sum(count for count, _ in first.runs["cm-asd"].arrivals) == COUNT  # the timed one
-    assert read(path) == [first, second]
+    assert results.read(path) == [first, second]
 
 
 def test_texts_of_all_methods_are_judged_once_where_that_is_asked_for(
@@ -306,23 +279,22 @@ def test_the_fastest_setting_that_did_not_fail_is_chosen() -> None:
         {"a": Run(seconds=5.0), "b": Run(seconds=3.0), "c": Run(error="no")},
     ]
     tuning = [Answer(id="q", task="t", turn=1, repeat=1, runs=entry) for entry in runs]
-    found = chosen(grid, [*tuning, Answer(id="x", task="t", turn=1, repeat=1, error="too long")])
+    tuning.append(Answer(id="x", task="t", turn=1, repeat=1, error="too long"))
+    found = methods.chosen(grid, tuning)
     assert (found["m"].label, found["m"].setting) == ("m", {"of": "b"})
     assert found["plain"].label == "plain"
-    assert chosen(grid, [])["m"].setting == {"of": "a"}
+    assert methods.chosen(grid, [])["m"].setting == {"of": "a"}
 
 
 def test_settings_are_chosen_on_questions_that_are_not_reported() -> None:
     suite = [Question(id=str(number), task="t", turns=(str(number),)) for number in range(8)]
     options = BenchOptions(tune_questions=2, limit=3)
-    assert parted(suite, options, tuning=False) == ([suite[0], suite[2], suite[5]], [])
-    reported, others = parted(suite, options, tuning=True)
+    assert methods.parted(suite, options, tuning=False) == ([suite[0], suite[2], suite[5]], [])
+    reported, others = methods.parted(suite, options, tuning=True)
     assert [question.id for question in others] == ["0", "4"]
     assert [question.id for question in reported] == ["1", "3", "6"]
-    with pytest.raises(
-        InvalidOption, match="Give fewer --tune-questions"
-    ):  # nothing is left to report
-        parted(suite[:1], BenchOptions(), tuning=True)
+    with pytest.raises(InvalidOption, match="Give fewer --tune-questions"):  # nothing is left
+        methods.parted(suite[:1], BenchOptions(), tuning=True)
 
 
 # --- looks at a clock
@@ -332,17 +304,15 @@ def test_arrivals_of_our_runtime_are_put_together_by_round() -> None:
     no: dict[str, Any] = {key: [] for key in ("draft_tokens", "exit_layers", "sources", "kept")}
     rounds = [Round(tokens=[0] * count, ended="off", **no) for count in (1, 2, 1)]
     heard = [(1, 2.0), (1, 3.0), (1, 3.25), (1, 5.0)]
-    assert arrivals(heard, 1.5, Written([0] * 4, rounds)) == [(1, 0.5), (2, 1.25), (1, 1.75)]
-    assert arrivals([(3, 2.0), (1, 3.0)], 1.5, Written([0] * 4)) == [(3, 0.5), (1, 1.0)]
+    found = methods.arrivals(heard, 1.5, Written([0] * 4, rounds))
+    assert found == [(1, 0.5), (2, 1.25), (1, 1.75)]
+    assert methods.arrivals([(3, 2.0), (1, 3.0)], 1.5, Written([0] * 4)) == [(3, 0.5), (1, 1.0)]
 
 
 def load(method: str, texts: int, repeat: int, rate: float, **more: object) -> Load:
     """`rate` tokens per second behind the prompts, half as many with them."""
-    made = Load(method=method, texts=texts, repeat=repeat, seconds=2.0, tokens=int(rate), same=3)
-    made.steps_s, made.steps_tokens = 1.0, int(rate)
-    for name, value in more.items():
-        setattr(made, name, value)
-    return made
+    found: Any = {"seconds": 2.0, "tokens": int(rate), "steps_s": 1.0, "steps_tokens": int(rate)}
+    return Load(method=method, texts=texts, repeat=repeat, **found | {"same": 3} | more)
 
 
 def rows_of(loads: list[Load]) -> list[dict[str, str]]:
@@ -358,20 +328,15 @@ def test_a_table_has_medians_and_a_ratio_to_plain_by_repeat() -> None:
         for texts in (1, 4)
         for repeat, rate in enumerate(some)
     ]
-    rows = rows_of(loads)
-    assert [
-        (row["method"], row["texts"], row["tokens/s"], row["behind prompts"]) for row in rows
-    ] == [
-        *(("plain", "1", "50.0", "100.0"), ("plain", "4", "200.0", "400.0")),
-        *(("default", "1", "75.0", "150.0"), ("default", "4", "300.0", "600.0")),
-    ]
-    against = [row["against plain (95 %)"] for row in rows]
-    assert against == ["", "", *["1.50 (1.50 to 1.50)"] * 2]
-    assert {(row["first, ms: p50"], row["first, ms: p95"]) for row in rows} == {
-        ("1500.0", "2000.0")
-    }
-    assert {row["as alone"] for row in rows} == {"3"}
-    assert not any(name.startswith("gaps") for name in rows[0])  # nobody measured them
+    waits = {"first, ms: p50": "1500.0", "first, ms: p95": "2000.0", "as alone": "3"}
+    expected = (
+        ("plain", "1", "300", "50.0", "100.0", ""),
+        ("plain", "4", "1200", "200.0", "400.0", ""),
+        ("default", "1", "450", "75.0", "150.0", "1.50 (1.50 to 1.50)"),
+        ("default", "4", "1800", "300.0", "600.0", "1.50 (1.50 to 1.50)"),
+    )  # and no gaps, which nobody measured
+    names = ("method", "texts", "tokens", "tokens/s", "behind prompts", "against plain (95 %)")
+    assert rows_of(loads) == [dict(zip(names, row, strict=True)) | waits for row in expected]
 
 
 def test_what_was_not_measured_stays_empty() -> None:
@@ -425,13 +390,10 @@ def grid(speculator: Speculator, name: str) -> list[Contender]:
 
 
 LOSSY = ("cm-asd", "easd", "lenience")
-DRAWN = (*(name for name in METHODS if name.startswith("sampl")), "lenience")
+OWN_TEXT = (*LOSSY, *(name for name in METHODS if name.startswith("sampl")))
 
 
-OWN_TEXT_OR_HEADS = (*LOSSY, *DRAWN, "medusa")
-
-
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in OWN_TEXT_OR_HEADS])
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in (*OWN_TEXT, "medusa")])
 def test_every_setting_of_every_method_writes_the_tokens_of_plain_decoding(
     speculator: Speculator, plain: list[int], name: str
 ) -> None:
@@ -453,7 +415,7 @@ def test_medusa_verifies_all_of_its_tree_or_what_pays(
 # --- methods with a text of their own
 
 
-@pytest.mark.parametrize("name", dict.fromkeys((*LOSSY, *DRAWN)))
+@pytest.mark.parametrize("name", OWN_TEXT)
 def test_a_method_with_a_text_of_its_own_says_so_and_has_nothing_to_choose(
     speculator: Speculator, plain: list[int], name: str
 ) -> None:
@@ -466,7 +428,7 @@ def test_a_method_with_a_text_of_its_own_says_so_and_has_nothing_to_choose(
     (entry,) = grid(wavering, name)
     assert entry.own_text
     assert entry.lossy == (name in LOSSY)
-    assert described([entry], {})[entry.label]["lossy"] == entry.lossy
+    assert methods.described([entry], {})[entry.label]["lossy"] == entry.lossy
     found = written(wavering, name)
     assert len(found.token_ids) == LONG
     assert found.token_ids != plain
@@ -541,15 +503,9 @@ def test_methods_with_drafts_need_heads_or_a_draft_model(bare: Speculator) -> No
     assert drafters == [f"draft-model:max_tokens={count}" for count in (1, 4)]
 
 
-@pytest.mark.parametrize(
-    ("name", "source"), [("draft-model", "draft-model"), ("speculation", "exit"), ("rest", "rest")]
-)
-def test_the_draft_model_drafts_where_its_method_is_asked_for(
-    speculator: Speculator, name: str, source: str
-) -> None:
-    stats = written(speculator, name).stats
-    assert stats is not None
-    assert set(stats.drafted_by_source) == {source}
+def test_a_method_drafts_with_what_it_names(speculator: Speculator) -> None:
+    for name, source in (("draft-model", "draft-model"), ("speculation", "exit"), ("rest", "rest")):
+        assert {one for e in written(speculator, name).rounds for one in e.sources} == {source}
 
 
 def test_self_sd_leaves_out_what_was_found_for_the_model(
@@ -557,7 +513,7 @@ def test_self_sd_leaves_out_what_was_found_for_the_model(
 ) -> None:
     assert grid(speculator, "self-sd")[0].setting["drafter"] == "skip:skipped=3"
     known = copy.copy(bare)
-    known.label = next(iter(SKIPPED))
+    known.label = next(iter(methods.SKIPPED))
     with pytest.raises(InvalidOption, match="the model has 6 layers"):  # not those of 30
         candidates(known, ["self-sd"])
 
@@ -568,23 +524,16 @@ def test_self_sd_leaves_out_what_was_found_for_the_model(
 def test_ablations_change_one_thing(speculator: Speculator) -> None:
     """Without a depth bound all layers are in use, each with the nearest threshold."""
     bounded = moved(speculator, exit={"max_depth": 2})
-    for name, drafter in (
-        ("no-annealing", "exit:anneal_strength=0"),
-        (
-            "no-depth-bound",
-            "exit:max_depth=none,layers=1/2/3/4/5,threshold=0.04/0.04/0.04/0.06/0.06",
-        ),
-    ):
+    deep = "max_depth=none,layers=1/2/3/4/5,threshold=0.04/0.04/0.04/0.06/0.06"
+    for name, changed in (("no-annealing", "anneal_strength=0"), ("no-depth-bound", deep)):
         (entry,) = grid(bounded, name)
-        assert entry.setting == {"drafter": drafter, "never_slower": False}
+        assert entry.setting == {"drafter": f"exit:{changed}", "never_slower": False}
 
 
 def test_without_a_width_bound_no_round_ends_because_of_its_width(speculator: Speculator) -> None:
     bold = moved(speculator, exit={"threshold": 1e-6})
-    ends = {entry.ended for entry in written(bold, "speculation").rounds if not entry.prefill}
-    assert "width" in ends
-    ends = {entry.ended for entry in written(bold, "no-width-bound").rounds if not entry.prefill}
-    assert ends == {"budget"}
+    assert "width" in {entry.ended for entry in written(bold, "speculation").rounds[1:]}
+    assert {entry.ended for entry in written(bold, "no-width-bound").rounds[1:]} == {"budget"}
 
 
 @pytest.mark.parametrize(
@@ -614,7 +563,7 @@ def test_schedules_of_peers_keep_their_rules(speculator: Speculator) -> None:
     for entry in grid(speculator, "threshold-exit"):
         setting = speculator.options.updated(entry.setting).exit
         found = setting.layers, setting.max_tokens, setting.anneal_strength
-        assert found == ((1, 2, 3, 4, 5), NO_BOUND, 0.0)
+        assert found == ((1, 2, 3, 4, 5), methods.NO_BOUND, 0.0)
     assert "depth" in {entry.ended for entry in written(speculator, "one-exit", 2).rounds[1:]}
 
 

@@ -22,31 +22,8 @@ from transformers import PreTrainedModel
 from selfspec.cli.main import main
 from selfspec.errors import CannotWrite, InvalidData, InvalidOption
 from selfspec.eval import report, results
-from selfspec.eval.report import (
-    Results,
-    Table,
-    by_task,
-    figures,
-    frame_of,
-    markdown,
-    seconds_by_prompt,
-    summarise,
-    tables,
-)
-from selfspec.eval.results import (
-    TASKS,
-    Answer,
-    Quality,
-    Question,
-    Run,
-    bleu,
-    edit_distance,
-    first_divergence,
-    load_suite,
-    log_likelihood,
-    quality_summary,
-    rouge_l,
-)
+from selfspec.eval.report import Results, Table, figures, frame_of, summarise, tables
+from selfspec.eval.results import TASKS, Answer, Quality, Question, Run, load_suite, quality_summary
 from tests.models import random_ids
 
 # --- figures: eight answers, two methods and a base
@@ -144,11 +121,11 @@ def test_a_failed_run_is_left_out_for_both_and_reported_as_is_another_text() -> 
     assert found["failures"] == ["q4, turn 1, fast: ValueError: no", "q5, turn 1: too long"]
     assert found["answers"] == 6
     assert found["unequal"] == {"plain": 0, "fast": 1}
-    assert seconds_by_prompt(frame_of([broken]), "fast", "plain").empty
+    assert report.seconds_by_prompt(frame_of([broken]), "fast", "plain").empty
 
 
 def test_groups_keep_spec_benchs_order_and_nothing_measured_gives_no_figures() -> None:
-    found = by_task(frame_of([answer(task="law"), answer(task="QA"), answer(task="math")]))
+    found = report.by_task(frame_of([answer(task="law"), answer(task="QA"), answer(task="math")]))
     assert list(found) == ["math", "QA", "law", "overall"]
     assert len(found["overall"]) == 3 * 2
     summary = summarise([Answer(id="q", task="QA", turn=1, repeat=1, error="too long")], METHODS)
@@ -159,17 +136,22 @@ def test_groups_keep_spec_benchs_order_and_nothing_measured_gives_no_figures() -
 
 # --- texts
 
-TEXT = Quality(
-    text="the cat sat on the rug",
-    plain_text="the cat sat on the mat",
-    reference="the cat sat on the mat",
+WORDS = "the cat sat on the mat"
+SAME = Quality(
+    text=WORDS,
+    plain_text=WORDS,
+    reference=None,
     tokens=6,
     plain_tokens=6,
-    first_divergence=5,
-    edit_distance=1,
-    log_likelihood=-9.0,
+    first_divergence=None,
+    edit_distance=0,
+    log_likelihood=-6.0,
     plain_log_likelihood=-6.0,
 )
+OTHER = replace(
+    SAME, text="the cat sat on the rug", first_divergence=5, edit_distance=1, log_likelihood=-9.0
+)
+TEXT = replace(OTHER, reference=WORDS)
 LOSSY = METHODS | {"fast": METHODS["fast"] | {"lossy": True}}
 
 
@@ -212,7 +194,7 @@ def test_the_first_table_is_laid_out_as_the_papers(summary: dict[str, Any]) -> N
     plain, fast = rows_of(table)
     assert plain[:3] == ["plain", "1.00", "1.00"]
     assert fast[:7] == ["fast", "3.00", "2.00", "3.00", "1.00", "3.00", "1.14"]
-    text = markdown(table).splitlines()
+    text = report.markdown(table).splitlines()
     assert text[0].startswith("## Tokens per verification (CR) and speed-up (SD) over plain")
     assert text[2].count("|") == text[3].count("|") == text[4].count("|") == 9
     # settings, and what they were chosen from, are in the last
@@ -220,7 +202,7 @@ def test_the_first_table_is_laid_out_as_the_papers(summary: dict[str, Any]) -> N
     assert plain == ["plain", "by hand", "", ""]
     assert fast[2:] == ["speed=2, exit_layers=[4, 20]", "fast(speed=1), fast(speed=2)"]
     # a bar in a name does not end a cell
-    assert markdown(Table("t", pd.DataFrame({"a": ["one|two"]}))).endswith("| one\\|two |\n")
+    assert report.markdown(Table("t", pd.DataFrame({"a": ["one|two"]}))).endswith("| one\\|two |\n")
     rows = list(csv.DictReader(io.StringIO(figures(summary).to_csv(index=False))))
     assert len(rows) == 2 * 3 * 2  # a line per group, task and method
     (line,) = [
@@ -298,15 +280,8 @@ COUNTS: dict[str, dict[str, float]] = {
 @pytest.fixture
 def swept() -> dict[str, Any]:
     """Two prompts; three methods and a sweep of two values, in falling order."""
-    runs = {
-        label: Run(
-            seconds=seconds,
-            arrivals=[(1, 1.0), (3, 1.0)] if label != "plain" else [(1, 1.0)] * 4,
-            equal=True,
-            counts={} if label == "plain" else COUNTS,
-        )
-        for label, seconds in SECONDS.items()
-    }
+    runs = {name: run(s, (1, 1.0), (3, 1.0), counts=COUNTS) for name, s in SECONDS.items()}
+    runs["plain"] = PLAIN
     answers = [answer(name, runs=runs) for name in "ab"]
     about: dict[str, Any] = {"source": "<source> & more", "setting": {}, "chosen_from": []}
     return summarise(answers, {name: {"method": name.split("(")[0], **about} for name in SECONDS})
@@ -328,10 +303,8 @@ def finished(swept: dict[str, Any]) -> Results:
 
 
 def test_the_chart_holds_all_methods_but_no_sweep(swept: dict[str, Any]) -> None:
-    found = report.gains_of(swept, "plain")
-    assert {label: gain["ratio"] for label, gain in found.items()} == {
-        **{"plain": 1.0, "speculation": 2.0, "no-width-bound": 0.8}
-    }
+    found = {label: gain["ratio"] for label, gain in report.gains_of(swept, "plain").items()}
+    assert found == {"plain": 1.0, "speculation": 2.0, "no-width-bound": 0.8}
     rows = rows_of(report.acceptance_table(swept))  # in percent of what was drafted
     assert [row[0] for row in rows] == [*SECONDS][1:]
     assert rows[0][1:] == ["2: 75%, 10: 0%", "1: 60%"]
@@ -394,13 +367,9 @@ def test_results_that_lack_something_are_named(finished: Results) -> None:
 # --- suites
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    return tmp_path / "questions.jsonl"
-
-
-def write(file: Path, *records: Any) -> str:
-    """One JSON line each; its name."""
+def write(folder: Path, *records: Any) -> str:
+    """One JSON line each; the file's name."""
+    file = folder / "questions.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     return str(file)
 
@@ -412,28 +381,25 @@ def test_the_built_in_suite_has_eight_questions_of_each_task() -> None:
     assert all(len(q.turns) == (2 if q.task == "chat" else 1) for q in suite)
     assert all(q.reference for q in suite if q.task != "chat")
 
-
-def test_a_limit_is_spread_over_all_groups() -> None:
-    few = load_suite("six-tasks", limit=6)
+    few = load_suite("six-tasks", limit=6)  # spread over all groups
     assert [question.task for question in few] == list(TASKS)
     spread = [question.id for question in load_suite("six-tasks", limit=4)]
     assert spread == ["math-1", "chat-5", "rag-1", "summary-5"]
     assert len(load_suite("six-tasks", limit=1000)) == 48
 
 
-def test_spec_benchs_categories_are_six_groups(file: Path) -> None:
+def test_spec_benchs_categories_are_six_groups(tmp_path: Path) -> None:
     lines = [
         {"question_id": 81, "category": "writing", "turns": ["a", "b"], "reference": ["", "good"]},
         {"question_id": 305, "category": "rag", "turns": ["c"], "reference": [["x", "y"]]},
         {"question_id": 7, "category": "math_reasoning", "turns": ["d"], "reference": [""]},
     ]
-    write(file, *lines)
-    assert load_suite("spec-bench", file) == [
+    assert load_suite("spec-bench", write(tmp_path, *lines)) == [
         Question(id="81", task="chat", turns=("a", "b"), reference="good"),
         Question(id="305", task="RAG", turns=("c",), reference="x"),
         Question(id="7", task="math", turns=("d",)),
     ]
-    name = write(file, {"prompt": "a"}, {"turns": ["b", "c"], "id": "two", "task": "law"})
+    name = write(tmp_path, {"prompt": "a"}, {"turns": ["b", "c"], "id": "two", "task": "law"})
     assert load_suite(name) == [  # any file of prompts is a suite
         Question(id="1", task="prompts", turns=("a",)),
         Question(id="two", task="law", turns=("b", "c")),
@@ -455,7 +421,8 @@ def test_spec_benchs_categories_are_six_groups(file: Path) -> None:
         ('{"prompt": "b", "reference": 3}', "reference"),
     ],
 )
-def test_a_broken_line_is_named_with_its_reason(file: Path, second: str, reason: str) -> None:
+def test_a_broken_line_is_named_with_its_reason(tmp_path: Path, second: str, reason: str) -> None:
+    file = tmp_path / "questions.jsonl"
     file.write_text('{"prompt": "a"}\n' + second + "\n", encoding="utf-8")
     with pytest.raises(InvalidData, match=rf"questions\.jsonl, line 2 .*{reason}"):
         load_suite(str(file))
@@ -466,29 +433,19 @@ def test_a_broken_line_is_named_with_its_reason(file: Path, second: str, reason:
 
 # --- the file of answers
 
-FULL = Run(
-    seconds=2.0,
-    arrivals=[(1, 1.0), (3, 0.9)],
-    equal=True,
-    counts={"seconds": {"prefill": 1.0}, "drafted_by_layer": {"2": 1}},
-)
-WRITTEN = [
-    Answer(id=name, task="chat", turn=1, repeat=1, new_tokens=4, runs={"fast": FULL})
-    for name in ("q1", "q2")
-]
-
 
 def test_answers_come_back_as_they_were_written_but_for_a_half_written_line(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     results.drop_unfinished(path)
     assert results.read(path) == []
-    for entry in WRITTEN:
+    written = [answer("q1"), answer("q2", runs={"fast": replace(FAST, quality=TEXT)})]
+    for entry in written:
         results.append(path, entry)
     whole = path.read_bytes()
     path.write_bytes(whole + b'{"id": "\xc3')
     results.drop_unfinished(path)
     assert path.read_bytes() == whole
-    assert results.read(path) == WRITTEN
+    assert results.read(path) == written
     path.write_bytes(whole + b'{"id": "q"}\n')
     with pytest.raises(InvalidData, match=r"answers\.jsonl, line 3 is no answer of a bench"):
         results.read(path)
@@ -531,21 +488,6 @@ def test_repeated_share_counts_n_grams_that_were_there_before() -> None:
 
 # --- lossy texts
 
-WORDS = "the cat sat on the mat"
-
-
-SAME = Quality(
-    text=WORDS,
-    plain_text=WORDS,
-    reference=None,
-    tokens=6,
-    plain_tokens=6,
-    first_divergence=None,
-    edit_distance=0,
-    log_likelihood=-6.0,
-    plain_log_likelihood=-6.0,
-)
-
 
 @pytest.mark.parametrize(
     ("found", "expected", "index", "distance"),
@@ -566,15 +508,17 @@ def test_a_text_parts_behind_equal_tokens_and_is_so_many_edits_away(
     found: str, expected: str, index: int | None, distance: int
 ) -> None:
     tokens = [*map(ord, found)], [*map(ord, expected)]
-    assert first_divergence(*tokens) == index
-    assert edit_distance(*tokens) == distance
+    assert results.first_divergence(*tokens) == index
+    assert results.edit_distance(*tokens) == distance
 
 
 def test_bleu_of_a_word_is_100_and_rouge_l_the_f1_of_the_longest_common_subsequence() -> None:
-    assert bleu(["Paris"], ["Paris"]) == pytest.approx(100.0)  # though it holds no 4-gram
+    assert results.bleu(["Paris"], ["Paris"]) == pytest.approx(100.0)  # though it holds no 4-gram
     # "the cat on mat": 4 of its 5 words, 4 of 6 of the reference
     f1 = 2 * (4 / 5) * (4 / 6) / (4 / 5 + 4 / 6)
-    assert rouge_l(["the big cat on mat", WORDS], [WORDS, WORDS]) == pytest.approx((f1 + 1) / 2)
+    assert results.rouge_l(["the big cat on mat", WORDS], [WORDS, WORDS]) == pytest.approx(
+        (f1 + 1) / 2
+    )
 
 
 def test_log_likelihood_is_the_sum_over_the_answers_tokens(model: PreTrainedModel) -> None:
@@ -584,19 +528,11 @@ def test_log_likelihood_is_the_sum_over_the_answers_tokens(model: PreTrainedMode
         logs = model(whole).logits[0].log_softmax(-1)
     expected = sum(float(logs[4 + place, token]) for place, token in enumerate(tokens))
     # one block of 8 rows either way: only the order of the sum differs
-    assert log_likelihood(model, ids, tokens) == pytest.approx(expected, abs=1e-5)
+    assert results.log_likelihood(model, ids, tokens) == pytest.approx(expected, abs=1e-5)
 
 
 def test_summary_weighs_tokens_not_answers_and_references_where_there_are_any() -> None:
-    other = replace(
-        SAME,
-        text="the cat sat on the rug",
-        first_divergence=5,
-        edit_distance=1,
-        tokens=2,
-        plain_tokens=4,
-        log_likelihood=-4.0,
-    )
+    other = replace(OTHER, tokens=2, plain_tokens=4, log_likelihood=-4.0)
     assert quality_summary([SAME, other]) == pytest.approx(
         {
             "answers": 2,
