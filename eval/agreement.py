@@ -34,7 +34,6 @@ from selfspec.training.selfgen import Author, talk_of
 from selfspec.training.text import Conversation, Counts, encoded
 
 DRAFTS, BATCH_TOKENS = 3, 2048
-
 Right = dict[str, list[tuple[int, int]]]
 """By kind of text: right ones and all, of first, second and third drafts."""
 
@@ -111,10 +110,8 @@ def page(found: dict[str, dict[int, Right]]) -> str:
         for name, by_layer in found.items()
         for layer, right in by_layer.items()
     ]
-    return (
-        "Share of answer tokens that heads say, in per cent: as first / second / third draft\n\n"
-        + lab.table(["heads", "layer", *kinds], rows)
-    )
+    title = "Share of answer tokens that heads say, in per cent: as first / second / third draft"
+    return f"{title}\n\n{lab.table(['heads', 'layer', *kinds], rows)}"
 
 
 def _cell(sums: Sequence[tuple[int, int]]) -> str:

@@ -35,10 +35,7 @@ from selfspec.model.backbone import Backbone
 
 PROMPTS = (5, 90)
 """Tokens of the prompts: inside every window, and beyond the windows and the original maximum."""
-NEW_TOKENS = 40
-_MOST_WORDS = 160  # letters of a reason
-
-
+NEW_TOKENS, _MOST_WORDS = 40, 160  # of an answer; letters of a reason
 VERDICTS = ("exact", "WRONG", "refused", "not tried")
 
 
@@ -188,13 +185,8 @@ _SIZES: tuple[tuple[int | None, str], ...] = (
 _ALSO_IF_NONE = {"head_dim", "num_key_value_heads", "v_head_dim", "n_inner"}
 """Sizes that are set although their default is None: some classes cannot do without."""
 
-_HYBRID: dict[str, Any] = {
-    "mamba_d_head": 16,
-    "mamba_n_heads": 4,
-    "mamba_d_state": 8,
-    "mamba_d_ssm": 64,
-    "mamba_n_groups": 1,
-}
+_HYBRID: dict[str, Any] = {"mamba_d_head": 16, "mamba_n_heads": 4, "mamba_d_state": 8}
+_HYBRID |= {"mamba_d_ssm": 64, "mamba_n_groups": 1}
 _SHARED = {"layer_types": ["sliding_attention", "full_attention"] * 3, "num_kv_shared_layers": 2}
 SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": {**_HYBRID, "attn_layer_indices": [1, 3, 5]},

@@ -58,7 +58,6 @@ class By(Contender):
 
 
 Item = TypeVar("Item")
-
 Ask = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
@@ -129,6 +128,11 @@ def counts(text: str) -> list[int]:
 
 def shares(text: str) -> list[float]:
     return [float(word) for word in text.split(",")]
+
+
+def prompts(suite: str, questions: Path | None = None, limit: int | None = None) -> list[str]:
+    """First turns."""
+    return [question.turns[0] for question in load_suite(suite, questions, limit)]
 
 
 def loaded(

@@ -40,7 +40,6 @@ app = typer.Typer(pretty_exceptions_enable=False)
 InFront = Annotated[int, typer.Option(min=1, help="Ids of the context.")]
 
 HF, OURS = "hugging-face", "selfspec"
-
 Work = Callable[[], object]
 Seconds = Mapping[str, Mapping[int, float]]  # by thing, then by how many rows
 
@@ -355,7 +354,7 @@ def sizes(
     (1 - a^(W + 1)) / (1 - a) tokens a verification, which costs a pass of W + 1 rows (measured) and
     W times the head: its bytes, at 8 bits a weight and 32,000 tokens, over those of a step.
     """
-    chances = [float(rate) for rate in rates.split(",")]
+    chances = lab.shares(rates)
     lines, found = [], {}
     for name in models.split(","):
         loaded, _, files = load_model(name, dtype=dtype, blocks=True)

@@ -181,7 +181,6 @@ def ask(page: Page, question: str, tokens: int) -> None:
 
 # --- SVG, light and dark --------------------------------------------------------------------------
 
-
 Look = dict[str, str]  # colours by their names on pages
 
 LOOKS: dict[str, Look] = {

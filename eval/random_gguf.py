@@ -21,7 +21,6 @@ from eval.lab import SHAPES, Shape, run
 
 _SCALES = {"Q4_0": (0,), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}
 """Where float16 numbers lie in a block, in bytes."""
-
 _LARGEST = {"Q4_0": 8, "Q8_0": 128, "Q4_K": 32 * 8, "Q6_K": 64 * 16}
 """Quants times scales in a block, at most."""
 

@@ -41,7 +41,7 @@ import typer
 from eval import lab
 from selfspec.api.speculator import Speculator
 from selfspec.eval.concurrency import Load, table
-from selfspec.eval.results import SIX_TASKS, load_suite
+from selfspec.eval.results import SIX_TASKS
 from selfspec.hub.models import DEFAULT_HEADS, resolve_model
 
 app = typer.Typer(pretty_exceptions_enable=False)
@@ -59,8 +59,7 @@ class Said(NamedTuple):
     finish: str | None
     prompt_tokens: int | None
     tokens: int | None
-    likely: list[tuple[str, float]]
-    """Each token, and the logarithm of its probability; where that was asked for."""
+    likely: list[tuple[str, float]]  # each token with its logarithm, where that was asked for
 
 
 @dataclass
@@ -70,8 +69,7 @@ class Heard:
     usage: dict[str, Any] = field(default_factory=dict)
     likely: list[tuple[str, float]] = field(default_factory=list)
     error: str | None = None
-    arrivals: list[float] = field(default_factory=list)
-    """Seconds from the request to each chunk with text, of streams."""
+    arrivals: list[float] = field(default_factory=list)  # seconds to each chunk of a stream's text
 
     @property
     def tokens(self) -> int:
@@ -114,12 +112,8 @@ def served(command: Sequence[str]) -> Iterator[str]:
         port = str(free.getsockname()[1])
     address = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryFile() as said:
-        process = subprocess.Popen(
-            [*command, "--port", port],
-            stdout=said,
-            stderr=said,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        )
+        env = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        process = subprocess.Popen([*command, "--port", port], stdout=said, stderr=said, env=env)
         try:
             _wait(address, process)
             yield address
@@ -179,10 +173,6 @@ def question(text: str, tokens: int, **more: Any) -> dict[str, Any]:
 STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 
 
-def first_turns(questions: str, limit: int | None = None) -> list[str]:
-    return [one.turns[0] for one in load_suite(questions, limit=limit)]
-
-
 # --- load -----------------------------------------------------------------------------------------
 
 OURS, PLAIN, FILE = "selfspec", "selfspec, no drafts", "selfspec, the file's blocks"
@@ -213,7 +203,7 @@ def load(
         THEIRS: theirs,
         BATCHING: [*theirs, "--continuous-batching"],
     }
-    prompts = first_turns(questions)
+    prompts = lab.prompts(questions)
     plan = {count: max(requests, count) for count in lab.counts(clients)}
     names = [*commands]
     turns = [(turn, name) for turn in range(repeats) for name in names[:: -1 if turn % 2 else 1]]
@@ -258,7 +248,7 @@ async def loaded(address: str, asked: Sequence[Mapping[str, Any]], load: Load) -
                 raise RuntimeError(heard.error)
             load.tokens += heard.tokens
             load.first_s += heard.arrivals[:1]
-            pairs = zip(heard.arrivals, heard.arrivals[1:], strict=False)
+            pairs = itertools.pairwise(heard.arrivals)
             load.gaps_s += [later - earlier for earlier, later in pairs]
 
     async with clients(address) as client:
@@ -291,7 +281,7 @@ def equal(
     tokens: Tokens = 64,
 ) -> None:
     """Is each text over HTTP that of `generate` alone?"""
-    prompts = first_turns(questions, requests)
+    prompts = lab.prompts(questions, limit=requests)
     given = {"model": model, "heads": heads, "dtype": dtype}
     speculator, alone = lab.loaded(model, heads, dtype), list[Said]()
     for prompt in lab.each(prompts, "alone", "answers"):
@@ -312,10 +302,9 @@ def equal(
 
 
 def without_server(speculator: Speculator, number: int, prompt: str, tokens: int) -> Said:
-    options: Any = {"do_sample": False}
+    options: Any = {"max_new_tokens": tokens, "speculate": False, "logprobs": 0, "do_sample": False}
     if sampled(number):
-        options = {"do_sample": True, "top_k": 0, "min_p": 0.0, "seed": number, **SAMPLED}
-    options |= {"max_new_tokens": tokens, "speculate": False, "logprobs": 0}
+        options |= {"do_sample": True, "top_k": 0, "min_p": 0.0, "seed": number, **SAMPLED}
     found = speculator.generate(prompt, **options)
     words: Any = speculator.tokenizer
     return Said(

@@ -23,7 +23,7 @@ import typer
 
 from eval import lab
 from selfspec.errors import InvalidOption
-from selfspec.eval.results import SIX_TASKS, load_suite, speed_up
+from selfspec.eval.results import SIX_TASKS, speed_up
 
 WAYS = {"plain": {"speculate": False}, "default": {}}  # options that both versions know
 SIDES = ("before", "after")
@@ -70,7 +70,7 @@ def main(
 ) -> None:
     """Each prompt by both checkouts, by plain decoding and with the default drafts."""
     asked = {"model": model, "dtype": dtype, "threads": threads, "bits": bits}
-    prompts = [question.turns[0] for question in load_suite(suite, limit=limit)]
+    prompts = lab.prompts(suite, limit=limit)
     with ExitStack() as stack:
         pairs = zip((before, after), pythons, strict=True)
         both = [stack.enter_context(version(*pair, asked)) for pair in pairs]
@@ -118,9 +118,7 @@ def speeds(found: pd.DataFrame) -> pd.DataFrame:
     rows = {}
     for way, own in found.groupby("way", sort=False):
         gain = speed_up(own.before, own.after)
-        rates = {
-            f"{side}, tokens/s": (own[f"{side}_tokens"] / own[side]).median() for side in SIDES
-        }
+        rates = {f"{one}, tokens/s": (own[f"{one}_tokens"] / own[one]).median() for one in SIDES}
         ends = {"ratio": gain.ratio, "low": gain.low, "high": gain.high}
         rows[way] = rates | ends | {"median ratio": (own.before / own.after).median()}
     return pd.DataFrame(rows).T

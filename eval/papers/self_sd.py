@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -53,18 +53,14 @@ def main(
 ) -> None:
     """Search, write."""
     speculator = lab.loaded(heads="none", dtype=dtype)
-    asked = [question.turns[0] for question in lab.first_turns(suite, questions, limit)]
+    asked = lab.prompts(suite, questions, limit)
     with torch.inference_mode():
         answers = [written(speculator, turn, new_tokens) for turn in lab.each(asked, "answers")]
         best = path(speculator, answers, int(ratio * speculator.backbone.num_layers))
     rows = [[*(f"{one:.3f}" for one in found[:3]), word(found.skipped)] for found in best]
-    chosen = max(best)
-    summary = {
-        "questions": len(answers),
-        "tokens": sum(count for _, count in answers),
-        "sizes": [found._asdict() for found in best],
-        "skipped": chosen.skipped,
-    }
+    chosen, tokens = max(best), sum(count for _, count in answers)
+    summary: dict[str, Any] = {"questions": len(answers), "tokens": tokens}
+    summary |= {"sizes": [found._asdict() for found in best], "skipped": chosen.skipped}
     text = f"# Layers that Self-SD leaves out: {word(chosen.skipped)}\n\n    {lab.command()}\n\n"
     text += lab.table(["tokens a step", "drafts right", "a draft's cost", "left out"], rows)
     lab.finish(output, summary, text)

@@ -1,7 +1,6 @@
 """Many answers at once: tokens per second by how many are written together, and how long one waits.
 
-Comes in: a speculator and questions. Goes out: figures by method and number of texts, and tables of
-them. Methods take turns at each number. Called by `selfspec bench --concurrency`.
+Methods take turns at each number of texts. Called by `selfspec bench --concurrency`.
 """
 
 from __future__ import annotations
@@ -119,13 +118,8 @@ def padded_batch(
         ids = pad_sequence([ids[0] for ids in group], batch_first=True, padding_side="left")
         mask = pad_sequence(ones, batch_first=True, padding_side="left")
         times = _Times()
-        found = model.generate(
-            ids,
-            attention_mask=mask,
-            max_new_tokens=count,
-            do_sample=False,
-            logits_processor=LogitsProcessorList([times]),
-        )
+        options = {"max_new_tokens": count, "do_sample": False, "attention_mask": mask}
+        found = model.generate(ids, logits_processor=LogitsProcessorList([times]), **options)
         made = [_through_end(row, ends) for row in found[:, ids.shape[1] :].tolist()]
         answers += made
         load.first_s += [times.at[0] - start] * len(group)

@@ -1,6 +1,6 @@
 """What every exit layer said at every token of an answer; its file, and what drafts gained.
 
-Made by `look`, drawn by `views` and `picture`. A file has one JSON record per line: the
+A file has one JSON record per line: the
 `info`, then a `place` per token, then a `round` per verification.
 """
 

@@ -1,8 +1,7 @@
 """Decode one prompt as `generate` does, then ask every exit layer what it says of each token.
 
-A Speculator and a prompt come in, a LayerTrace goes out. The decode is the runtime's own; hidden
-states come from one more pass over the finished text, run by the same pieces as in training, so
-there is no hook on the model. Called by `selfspec trace`.
+The decode is the runtime's own; hidden states come from one more pass over the finished text, run
+by the same pieces as in training, so there is no hook on the model.
 """
 
 from __future__ import annotations
@@ -149,12 +148,11 @@ def _places(
     predicts[:, len(asked) - 1 : -1] = True
     lenses, last = reader.lenses, backbone.num_layers
     deep = any(lens.head.reads_deep for lens in lenses.values())
-    looked = features(
-        backbone, FeatureSpec((*lenses, last), deep=deep), Batch(ids, predicts, predicts)
-    )
-    came = [one for number, entry in enumerate(rounds) for one in _came(number, entry)]
-    exits = [one.exit_layer for one in came]
-    made = chained(lenses, looked.hidden, looked.deep, exits, [one.behind for one in came])
+    spec = FeatureSpec((*lenses, last), deep=deep)
+    looked = features(backbone, spec, Batch(ids, predicts, predicts))
+    came = [*_came(rounds)]
+    exits, behind = [one.exit_layer for one in came], [one.behind for one in came]
+    made = chained(lenses, looked.hidden, looked.deep, exits, behind)
     texts = iter(reader.texts.pieces(answer))
     for rows in torch.arange(len(answer)).split(_ROWS):
         target_logits = backbone.logits(looked.hidden[last][rows])
@@ -181,16 +179,17 @@ class _Came(NamedTuple):
     kind: Kind
     round: int
     exit_layer: int | None
-    behind: int  # how many drafts of exit heads stand before it in its round
+    behind: int  # drafts of exit heads that lead here in its round, without a break
 
 
-def _came(number: int, entry: Round) -> Iterator[_Came]:
-    behind = 0  # drafts of heads that lead here without a break
-    for source, layer in entry.givers:
-        kind: Kind = "prefill" if entry.prefill else "bonus" if source == MODEL else "accepted"
-        left = layer if source == EXIT else None
-        yield _Came(kind, number, left, behind)
-        behind = 0 if left is None else behind + 1
+def _came(rounds: Sequence[Round]) -> Iterator[_Came]:
+    for number, entry in enumerate(rounds):
+        behind = 0
+        for source, layer in entry.givers:
+            kind: Kind = "prefill" if entry.prefill else "bonus" if source == MODEL else "accepted"
+            left = layer if source == EXIT else None
+            yield _Came(kind, number, left, behind)
+            behind = 0 if left is None else behind + 1
 
 
 def _words(prompt: Prompt, asked: Tensor, texts: TokenTexts) -> str:
@@ -221,13 +220,12 @@ class Likeliest(NamedTuple):
     probs: tuple[float, ...]
 
 
-class Reader:
+class Reader(NamedTuple):
     """Reads distributions of several places: [R, d] features or [R, V] target logits come in."""
 
-    def __init__(self, lenses: Mapping[int, Lens], judge: ExitJudge, texts: TokenTexts) -> None:
-        """`judge` is the decode's own, for all layers of `lenses`."""
-        self.lenses, self.texts = lenses, texts
-        self._judge = judge
+    lenses: Mapping[int, Lens]
+    judge: ExitJudge  # the decode's own, for all layers of `lenses`
+    texts: TokenTexts
 
     def said(
         self, layer: int, features: Tensor, target_logits: Tensor, tokens: Tensor
@@ -240,7 +238,7 @@ class Reader:
         target = kept.log_softmax(-1)  # over the draft vocabulary, as the head's
         columns = (
             self.likeliest(log_probs, head),
-            self._judge.confidence(logits, layer).tolist(),
+            self.judge.confidence(logits, layer).tolist(),
             ranks(head.to_target_logits(logits), tokens).tolist(),
             (target.exp() * (target - log_probs)).sum(-1).tolist(),
         )
@@ -265,14 +263,11 @@ class Reader:
         columns = marked.topk(min(TOP, log_probs.shape[-1]), dim=-1).indices
         ids = (columns if head is None else head.to_target_ids(columns)).tolist()
         probs = log_probs.gather(-1, columns).exp().tolist()
-        return [
-            Likeliest(
-                tuple(row),
-                tuple(map(self.texts.of, row)),
-                tuple(round(prob, _DIGITS) for prob in shares),
-            )
-            for row, shares in zip(ids, probs, strict=True)
-        ]
+        found = list[Likeliest]()
+        for row, shares in zip(ids, probs, strict=True):
+            texts = tuple(map(self.texts.of, row))
+            found.append(Likeliest(tuple(row), texts, tuple(round(p, _DIGITS) for p in shares)))
+        return found
 
 
 def ranks(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -323,9 +318,8 @@ def origins(prompt: Sequence[int], rounds: Sequence[Round], size: int) -> list[i
         _, begin = index.find()
         period = len(index.text) - begin
         for offset, (token, (source, _)) in enumerate(zip(entry.tokens, entry.givers, strict=True)):
-            at = None
-            if source == NGRAM and period:
-                at = begin + offset % period  # a copy may go on into itself
-            found.append(None if at is None or index.text[at] != token else at)
+            at = begin + offset % (period or 1)  # a copy may go on into itself
+            copied = source == NGRAM and period and index.text[at] == token
+            found.append(at if copied else None)
         index.extend(entry.tokens)
     return found

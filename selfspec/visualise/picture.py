@@ -1,7 +1,4 @@
-"""An answer as a card to share: question and text, by who gave it, beside one large factor.
-
-A LayerTrace comes in, a PNG file goes out. Called by `selfspec trace`.
-"""
+"""An answer as a card to share: question and text, by who gave it, beside one large factor."""
 
 from __future__ import annotations
 
@@ -30,7 +27,6 @@ _INK, _DIM, _PAPER, _OTHER = (pages.TONES[n].light for n in ("ink", "dim", "card
 
 _SIZES = (40, 36, 32, 29, 26, 23)
 """Sizes of the answer's letters, tried in turn until it fits; at the smallest it is cut."""
-
 _ASKED = 64  # columns of the question
 
 _LEADING = 1.62
@@ -41,13 +37,8 @@ _WORDS, _ANSWER = "DejaVu Sans", "DejaVu Sans Mono"
 """Fonts, which come with matplotlib: of what stands beside the answer, and its own."""
 
 _OTHERS = (
-    "DejaVu Sans",
-    "Noto Sans Mono CJK SC",
-    "Noto Sans CJK SC",
-    "Noto Sans CJK JP",
-    "WenQuanYi Zen Hei",
-    "Noto Emoji",
-    "Symbola",
+    *("DejaVu Sans", "Noto Sans Mono CJK SC", "Noto Sans CJK SC", "Noto Sans CJK JP"),
+    *("WenQuanYi Zen Hei", "Noto Emoji", "Symbola"),
 )
 
 

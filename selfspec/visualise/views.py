@@ -1,8 +1,7 @@
 """An answer to look at: a LayerTrace comes in, text for a terminal or one HTML file goes out.
 
 The file shows it layer by layer, and needs nothing else: no network, no framework. On a terminal
-each token has the colour of who gave it; where there are no colours, and beside rejected drafts,
-marks say it. Called by `selfspec trace`, and by `/trace` in a chat.
+each token has the colour of who gave it; without colours, and beside rejected drafts, marks say it.
 """
 
 from __future__ import annotations
@@ -20,17 +19,8 @@ from rich.text import Text
 from selfspec import pages
 from selfspec.decoding.costs import MeasuredCosts
 from selfspec.decoding.stats import EXIT, SOURCES, Giver, Round, all_givers
-from selfspec.visualise.layers import (
-    LayerTrace,
-    gain,
-    givers,
-    head_right,
-    ranked,
-    readable,
-    rejected,
-    right_from,
-    usable,
-)
+from selfspec.visualise import layers
+from selfspec.visualise.layers import LayerTrace, gain, givers, readable, rejected
 
 _SCRIPTS = tuple(f"{part}.js" for part in ("story", "readout", "answer", "map", "lanes", "main"))
 """In this order: one module in the page."""
@@ -74,8 +64,8 @@ def page_data(trace: LayerTrace, costs: MeasuredCosts | None) -> dict[str, Any]:
             "giver": known.index(giver),
             "rejected": vain[place.index],
             "copied_from": place.copied_from,
-            "right_from": right_from(trace, place),
-            "head_right": head_right(trace, place),
+            "right_from": layers.right_from(trace, place),
+            "head_right": layers.head_right(trace, place),
             "top": tops(place.final_top_tokens, place.final_top_texts),
             "probs": place.final_top_probs,
             "layers": [
@@ -91,7 +81,7 @@ def page_data(trace: LayerTrace, costs: MeasuredCosts | None) -> dict[str, Any]:
         }
         for place, giver in zip(trace.places, givers(trace), strict=True)
     ]
-    costs = usable(trace, costs)
+    costs = layers.usable(trace, costs)
     return {
         "num_layers": info.num_layers,
         "exit_layers": info.exit_layers,
@@ -132,12 +122,9 @@ def _took(entry: Round, costs: MeasuredCosts | None) -> tuple[float, float]:
     """Seconds of drafting and of verifying; without costs steps of plain decoding."""
     if costs is None or entry.prefill:
         return (0.0, 0.0 if entry.prefill else 1.0)
-    ends = [run for run in entry.passes if run[2] == costs.num_layers]
-    verifying = costs.seconds(
-        [(rows, 1, last - first) for rows, first, last in ends],
-        [(len(entry.draft_tokens) + 1, 1)],
-        0,
-    )
+    whole = costs.num_layers
+    ends = [(rows, 1, last - first) for rows, first, last in entry.passes if last == whole]
+    verifying = costs.seconds(ends, [(len(entry.draft_tokens) + 1, 1)], 0)
     return round(costs.seconds_of([entry]) - verifying, 9), round(verifying, 9)
 
 
@@ -165,9 +152,7 @@ def show(trace: LayerTrace, console: Console, *, rejected: bool = False) -> None
 class _Marks:
     def __init__(self, trace: LayerTrace, *, plain: bool, ascii_only: bool, rejected: bool) -> None:
         """`plain`: neither colours nor struck lines. `ascii_only`: no signs beyond ASCII."""
-        self._trace = trace
-        self.ascii_only = ascii_only
-        self._rejected = rejected
+        self._trace, self._rejected, self.ascii_only = trace, rejected, ascii_only
         self._marked = plain or rejected
         self._struck = ("[-", "-]") if plain else ("", "")
         self._between = "|" if ascii_only else "·"
@@ -196,7 +181,7 @@ class _Marks:
             found = [*map(Giver, entry.sources, entry.exit_layers)]
             drafted.update(found)
             kept.update(found[index] for index in entry.kept)
-        for giver, count in ranked([*drafted.elements()]):
+        for giver, count in layers.ranked([*drafted.elements()]):
             line = Text()
             self._token(line, giver.words, giver)
             yield line.append(f": {kept[giver]} of {count} drafts kept")

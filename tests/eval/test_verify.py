@@ -14,25 +14,8 @@ from selfspec.api.speculator import Speculator, wrap
 from selfspec.decoding.acceptance import Target
 from selfspec.decoding.measure import PassShape, any_split
 from selfspec.errors import PinnedUnavailable
-from selfspec.eval import verify as ladder
-from selfspec.eval.verify import (
-    RUNGS,
-    WAYS,
-    Bits,
-    Case,
-    Comparison,
-    Parting,
-    Rung,
-    Subject,
-    Way,
-    climb,
-    greedy_request,
-    largest_difference,
-    logits_of,
-    margin,
-    speculator_in,
-    verdict,
-)
+from selfspec.eval import verify
+from selfspec.eval.verify import RUNGS, WAYS, Case, Comparison, Rung, Subject, Way, climb, logits_of
 from selfspec.model.backbone import Backbone
 from selfspec.model.fused import FusedExecutor
 from tests.decoding.test_mutants import GREEDY_MUTANTS, Mutant, every_draft_stays
@@ -48,7 +31,7 @@ def speculator_of(model: PreTrainedModel, **options: Any) -> Speculator:
 
 def subject_of(speculator: Speculator, new_tokens: int = 20, **values: Any) -> Subject:
     cases = [
-        Case(id=f"prompt {seed}", request=greedy_request(speculator, ids, new_tokens))
+        Case(id=f"prompt {seed}", request=verify.greedy_request(speculator, ids, new_tokens))
         for seed, ids in enumerate([random_ids(9, 1), random_ids(3, 2)])
     ]
     return Subject(speculator=speculator, cases=cases, max_copy_gb=1.0, **values)
@@ -148,7 +131,7 @@ def test_a_parting_is_forgiven_up_to_twice_the_noise(
     speculator: Speculator, gap: float, outcome: str
 ) -> None:
     subject = subject_of(speculator)
-    parting = Parting(case="prompt 1", drafts="wrong", position=7, margin=gap)
+    parting = verify.Parting(case="prompt 1", drafts="wrong", position=7, margin=gap)
     subject.compared = Comparison([[[1], [2]]], [parting], noise=0.1)
     fourth = rung(4, subject)
     assert fourth.outcome == outcome
@@ -171,42 +154,39 @@ def test_a_text_that_gets_the_rows_of_another_fails_the_seventh_rung(
 ) -> None:
     subject = subject_of(speculator_of(make_model("llama"), executor="fused"))
     right = Target.part
-    monkeypatch.setattr(
-        Target, "part", lambda self, rows: right(self, slice(0, rows.stop - rows.start))
-    )
+
+    def first(self: Target, rows: slice) -> Target:
+        return right(self, slice(0, rows.stop - rows.start))
+
+    monkeypatch.setattr(Target, "part", first)
     found = [rung.outcome for _, rung in climb(subject)]
     assert found == ["passed"] * 4 + ["skipped", "passed", "failed"]  # no other rung has batches
 
 
-@pytest.mark.parametrize(
-    ("found", "words"),
-    [
-        (["passed"] * 5, "lossless: "),
-        (["passed", "skipped", "skipped", "passed", "passed"], "lossless up to rounding: "),
-        (["passed", "failed", "passed", "failed", "passed"], "NOT lossless: rung 2, 4 failed"),
-    ],
-)
-def test_verdict_is_one_sentence(found: list[Any], words: str) -> None:
-    assert verdict([Rung(outcome=outcome, found="") for outcome in found]).startswith(words)
+def test_verdict_is_one_sentence() -> None:
+    passed, failed, skipped = (Rung(o, "") for o in ("passed", "failed", "skipped"))  # type: ignore[arg-type]  # outcomes
+    for found, words in (
+        ([passed] * 5, "lossless: "),
+        ([passed, skipped, skipped, passed, passed], "lossless up to rounding: "),
+        ([passed, failed, passed, failed, passed], "NOT lossless: rung 2, 4 failed"),
+    ):
+        assert verify.verdict(found).startswith(words)
 
 
 # --- one row, one result: however a text is cut into passes, on the fused executor
 
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"attention_bias": True, "mlp_bias": True, "head_dim": 24, "num_hidden_layers": 4},
-    "mistral": {},  # a sliding window
-    "qwen2": {},  # biases of queries, keys and values
-    "qwen3": {},  # norms of queries and keys
-    "gemma3": {},  # norms behind sublayers, two rotations
-    "gpt_neox": {},  # attention and MLP side by side
-}
+LLAMA = {"attention_bias": True, "mlp_bias": True, "head_dim": 24, "num_hidden_layers": 4}
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gpt_neox")
+"""Others: a sliding window; biases of queries, keys and values; norms of queries and keys; norms
+behind sublayers and two rotations; attention and MLP side by side."""
 
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_row_has_one_result(family: str, dtype: torch.dtype) -> None:
-    backbone = Backbone(make_model(family, dtype, **MODELS[family]), executor="fused")
+    own: dict[str, Any] = LLAMA if family == "llama" else {}
+    backbone = Backbone(make_model(family, dtype, **own), executor="fused")
     ids = random_ids(200)[0]  # across blocks of 64 positions and the sliding window
     expected = logits_of(backbone, ids)
     for name, way in WAYS.items():
@@ -244,11 +224,11 @@ def test_a_product_that_looks_at_the_number_of_rows_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fused, exact, ids = wrapped("llama", executor="fused"), FusedExecutor.logits, random_ids(80)[0]
-    monkeypatch.setattr(
-        FusedExecutor,
-        "logits",
-        lambda self, rows: exact(self, rows) * (1 + 2**-22 * (len(rows) > 64)),
-    )
+
+    def odd(self: FusedExecutor, rows: Tensor) -> Tensor:
+        return exact(self, rows) * (1 + 2**-22 * (len(rows) > 64))
+
+    monkeypatch.setattr(FusedExecutor, "logits", odd)
     expected = logits_of(fused, ids)
     differ = {name: not logits_of(fused, ids, way).equal(expected) for name, way in WAYS.items()}
     assert differ["pieces of 64"]
@@ -264,7 +244,7 @@ def test_in_a_fixed_shape_it_is_not_held_to_it() -> None:
 
 
 def test_bits_differ_where_values_may_not() -> None:
-    bits = Bits()
+    bits = verify.Bits()
     expected = torch.tensor([[0.0, 1.0], [float("nan"), 2.0], [3.0, 4.0]])
     bits.compare("here", expected.clone(), expected)
     assert (bits.positions, bits.differing, bits.first) == (3, 0, "")
@@ -277,15 +257,12 @@ def test_bits_differ_where_values_may_not() -> None:
 
 def test_margin_is_what_their_scores_prefer_their_token_by() -> None:
     scores = torch.tensor([[1.0, 5.0, 2.0], [0.0, 4.0, 3.5]])
-    assert margin(scores, [1, 1], [1, 2], at=1) == 0.5
+    assert verify.margin(scores, [1, 1], [1, 2], at=1) == 0.5
     # ours ended: no pair of tokens to compare
-    assert margin(scores, [1, 1], [1], at=1) == 5.0
-
-
-def test_largest_difference_leaves_out_what_processors_forbid() -> None:
-    forbidden = -torch.inf
-    found, expected = torch.tensor([1.0, forbidden, 2.0]), torch.tensor([1.5, forbidden, 2.0])
-    assert largest_difference(found, expected) == 0.5
+    assert verify.margin(scores, [1, 1], [1], at=1) == 5.0
+    # what processors forbid is no difference
+    found, expected = torch.tensor([1.0, -torch.inf, 2.0]), torch.tensor([1.5, -torch.inf, 2.0])
+    assert verify.largest_difference(found, expected) == 0.5
 
 
 def test_shortfall_is_measured_in_the_exact_model(
@@ -293,9 +270,9 @@ def test_shortfall_is_measured_in_the_exact_model(
 ) -> None:
     exact = torch.tensor([[0.0, 3.0], [2.0, 1.0]])
     logits = {"exact": exact, "run": exact + torch.tensor([[0.25, 0.0], [0.0, -0.5]])}
-    monkeypatch.setattr(ladder, "block_logits", lambda model, *_: logits[model])
-    case = Case(id="x", request=greedy_request(speculator, random_ids(3), 2))
-    found = ladder.shortfall(case, [1, 1], "exact", "run")  # type: ignore[arg-type]  # stand-ins
+    monkeypatch.setattr(verify, "block_logits", lambda model, *_: logits[model])
+    case = Case(id="x", request=verify.greedy_request(speculator, random_ids(3), 2))
+    found = verify.shortfall(case, [1, 1], "exact", "run")  # type: ignore[arg-type]  # stand-ins
     assert found == (1.0, 0.5)
 
 
@@ -303,7 +280,7 @@ def test_shortfall_is_measured_in_the_exact_model(
 def test_a_float64_twin_has_the_same_heads(kind: str) -> None:
     model = make_model("llama", torch.bfloat16)
     heads = train(make_heads(kind, Backbone(model, executor="generic").unembedding))
-    twin = speculator_in(wrap(model, heads=heads, executor="generic"), torch.float64).heads
+    twin = verify.speculator_in(wrap(model, heads=heads, executor="generic"), torch.float64).heads
     assert twin is not None
     hidden = torch.randn(1, 32, generator=torch.Generator().manual_seed(5)).bfloat16()
     exact = twin[4](hidden.double())

@@ -18,31 +18,11 @@ from rich.text import Text
 from selfspec import pages
 from selfspec.config import SpeculationOptions
 from selfspec.errors import InvalidData
-from selfspec.visualise import picture
-from selfspec.visualise.layers import (
-    Gain,
-    LayerTrace,
-    gain,
-    givers,
-    head_right,
-    ranked,
-    rejected,
-    right_from,
-    visible,
-)
-from selfspec.visualise.picture import drawable, fitting
+from selfspec.visualise import layers, picture
+from selfspec.visualise.layers import Gain, LayerTrace, gain, givers, rejected
 from selfspec.visualise.views import page_data, render, show
-from tests.traces import (
-    INFO,
-    TOKEN,
-    drawn_trace,
-    entry,
-    long_trace,
-    small_trace,
-    some_costs,
-    text_of,
-    trace_of,
-)
+from tests import traces
+from tests.traces import INFO, TOKEN, entry, long_trace, small_trace, some_costs, trace_of
 
 
 def saved(tmp_path: Path) -> Path:
@@ -102,12 +82,12 @@ def test_a_damaged_file_is_named_with_line_and_reason(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("keep", [0, 1, 5, 9])
-def test_a_file_that_was_cut_off_is_refused(tmp_path: Path, keep: int) -> None:
-    path = saved(tmp_path)
-    path.write_text("\n".join(path.read_text().split("\n")[:keep]))
-    with pytest.raises(InvalidData):
-        LayerTrace.load(path)
+def test_a_file_that_was_cut_off_is_refused(tmp_path: Path) -> None:
+    lines = saved(tmp_path).read_text().split("\n")
+    for keep in (0, 1, 5, 9):
+        (tmp_path / "cut").write_text("\n".join(lines[:keep]))
+        with pytest.raises(InvalidData):
+            LayerTrace.load(tmp_path / "cut")
 
 
 # What layers knew, and what was rejected where
@@ -133,7 +113,8 @@ def test_layers_that_guess_the_token(
     ]
     place = replace(place, layers=tuple(said), final_top_tokens=(TOKEN if final else 0, 1))
     trace = long_trace(["a"])
-    assert (right_from(trace, place), head_right(trace, place)) == (stays, head)
+    found = layers.right_from(trace, place), layers.head_right(trace, place)
+    assert found == (stays, head)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +141,7 @@ def test_rejected_drafts_stand_where_they_began(
     [(" a\n", "␣a⏎"), ("", "∅"), ("\t\x1b", "⇥\\u001b"), ("\u2028", "\\u2028"), ("é你", "é你")],
 )
 def test_what_cannot_be_seen_is_shown(text: str, shown: str) -> None:
-    assert visible(text) == shown
+    assert layers.visible(text) == shown
 
 
 STRUCK, RED = "\x1b[9", "38;2;{};{};{}m".format(*bytes.fromhex(pages.REJECTED[1:]))
@@ -219,11 +200,11 @@ def test_without_colours_there_are_marks(console: dict[str, Any]) -> None:
     assert "kept²" in shown
 
 
-@pytest.mark.parametrize("width", [12, 30, 60])
-def test_lines_fit_a_narrow_terminal(width: int) -> None:
-    shown = terminal(small_trace(), width, color_system=None)
-    assert max(map(len, shown.splitlines())) <= width
-    assert "checked" in shown
+def test_lines_fit_a_narrow_terminal() -> None:
+    for width in (12, 30, 60):
+        shown = terminal(small_trace(), width, color_system=None)
+        assert max(map(len, shown.splitlines())) <= width
+        assert "checked" in shown
 
 
 def test_a_console_that_knows_ascii_only_gets_ascii() -> None:
@@ -252,12 +233,6 @@ def test_drafts_from_elsewhere_have_marks_of_their_own() -> None:
     assert "prompt lookupⁿ: 1 of 2 drafts kept" in shown
 
 
-ODD = [
-    *("你好世界你好世界", "🎉", "", "\ufffd", "שלום", "\u0301"),
-    *("\x00", "$x^2$", "x" * 300, " ", "\n"),
-]
-
-
 def test_a_gain_is_what_rounds_and_costs_say() -> None:
     trace = small_trace()
     found = gain(trace)
@@ -267,25 +242,21 @@ def test_a_gain_is_what_rounds_and_costs_say() -> None:
     speed_up = 5 * costs.plain_step() / costs.seconds_of(trace.rounds)
     assert gain(trace, costs).headline.endswith(f", {speed_up:.1f}× plain decoding")
     assert gain(long_trace(["a", "b"])).headline.startswith("No draft was kept")
-    words = [(giver.words, count) for giver, count in ranked(givers(trace))]
+    words = [(giver.words, count) for giver, count in layers.ranked(givers(trace))]
     assert words == [("the model", 4), ("exit layer 2", 1), ("exit layer 4", 1)]
 
 
-@pytest.mark.parametrize(
-    ("times", "words"),
-    [
-        (None, "came as drafts, 1.5 tokens per verification"),
-        (1.1, "came as drafts, 1.1× plain decoding"),
-        (1.0, "came as drafts, which cost what they gave: 1.0× plain decoding"),
-        (0.9, "came as drafts, which cost more than they gave: 0.9× plain decoding"),
-    ],
-)
-def test_a_headline_says_what_drafts_gave(times: float | None, words: str) -> None:
-    found = Gain(tokens=50, drafted=22, per_verification=1.5, times=times)
-    assert found.headline == f"44 % of this answer {words}"
-    assert found._replace(drafted=0).headline.endswith(
-        ", 0.9× plain decoding" if times == 0.9 else "of the whole model"
-    )
+def test_a_headline_says_what_drafts_gave() -> None:
+    for times, words in (
+        (None, ", 1.5 tokens per verification"),
+        (1.1, ", 1.1× plain decoding"),
+        (1.0, ", which cost what they gave: 1.0× plain decoding"),
+        (0.9, ", which cost more than they gave: 0.9× plain decoding"),
+    ):
+        found = Gain(tokens=50, drafted=22, per_verification=1.5, times=times)
+        assert found.headline == f"44 % of this answer came as drafts{words}"
+        end = ", 0.9× plain decoding" if times == 0.9 else "of the whole model"
+        assert found._replace(drafted=0).headline.endswith(end)
 
 
 def test_a_card_holds_any_text_without_warning(
@@ -293,9 +264,11 @@ def test_a_card_holds_any_text_without_warning(
 ) -> None:
     loss = Gain(tokens=50, drafted=22, per_verification=1.5, times=0.8)
     monkeypatch.setattr(picture, "gain", lambda *_: loss)
+    odd = ["你好世界你好世界", "🎉", "", "\ufffd", "שלום", "\u0301"]
+    odd += ["\x00", "$x^2$", "x" * 300, " ", "\n"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for name, trace in {"small": small_trace(), "long": long_trace(ODD * 20)}.items():
+        for name, trace in {"small": small_trace(), "long": long_trace(odd * 20)}.items():
             picture.save_card(trace, tmp_path / f"{name}.png")
             picture.save_card(trace, tmp_path / "again.png")
             made = (tmp_path / f"{name}.png").read_bytes()
@@ -317,17 +290,14 @@ def test_a_card_has_each_draft_in_its_colour(tmp_path: Path) -> None:
 
 
 def test_characters_without_a_glyph_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert drawable("aä␣⏎…") == "aä␣⏎…"
+    assert picture.drawable("aä␣⏎…") == "aä␣⏎…"
     monkeypatch.setattr(picture, "_glyphs", lambda: frozenset(map(ord, "abc")))
-    assert drawable("a你🎉") == "aU+4F60U+1F389"
+    assert picture.drawable("a你🎉") == "aU+4F60U+1F389"
 
 
-@pytest.mark.parametrize(
-    ("text", "columns", "shown"),
-    [("abcdef", 6, "abcdef"), ("abcdefg", 6, "abcde…"), ("你好世界", 6, "你好…"), ("", 3, "")],
-)
-def test_wide_characters_count_twice(text: str, columns: int, shown: str) -> None:
-    assert fitting(text, columns) == shown
+def test_wide_characters_count_twice() -> None:
+    texts = {"abcdef": "abcdef", "abcdefg": "abcde…", "你好世界": "你好…", "": ""}
+    assert {text: picture.fitting(text, 6) for text in texts} == texts
 
 
 # The HTML page as text; test_page_browser opens it
@@ -341,7 +311,7 @@ def embedded(page: str) -> dict:
 
 
 def test_texts_of_tokens_cannot_leave_their_element_and_nothing_is_loaded() -> None:
-    page = render(drawn_trace(), None)
+    page = render(traces.drawn_trace(), None)
     data = embedded(page)
     assert "</script>" in [text for _, text in data["words"]]
     assert "Say &lt;/script&gt; and &lt;script&gt;hacked = 1&lt;/script&gt;.</p>" in page
@@ -352,14 +322,14 @@ def test_texts_of_tokens_cannot_leave_their_element_and_nothing_is_loaded() -> N
 
 
 def test_rounds_say_who_gave_what_and_when() -> None:
-    trace, costs = drawn_trace(), some_costs(6, 16)
+    trace, costs = traces.drawn_trace(), some_costs(6, 16)
     data = page_data(trace, costs)
     told = data["places"]
     given = [data["givers"][one["giver"]]["words"] for one in told]
     assert given == [giver.words for giver in givers(trace)]
     branches = [branch["text"] for one in told for branch in one["rejected"]]
     assert sorted(branches) == sorted(
-        "".join(text_of(one.draft_tokens[draft]) for draft in branch)
+        "".join(traces.text_of(one.draft_tokens[draft]) for draft in branch)
         for one in trace.rounds
         for _, branch in rejected(one)
     )

@@ -72,27 +72,19 @@ def test_hover_shows_the_numbers_of_the_trace(page: Page, trace: LayerTrace) -> 
         shown = cell(page, trace, place, layer)
         assert shown.inner_text() == visible(says.top_texts[0])
         shown.hover()
-        readout = page.locator("#readout")
-        rows = readout.locator(".bars tr").all()
-        assert [row.locator(".token").text_content() for row in rows] == [
-            visible(text) for text in says.top_texts
+        bars, fields = page.locator("#readout .bars tr"), ("confidence", "rank", "KL")
+        assert bars.locator(".token").all_text_contents() == [*map(visible, says.top_texts)]
+        probs = [f"{prob:.4f}" for prob in says.top_probs]
+        assert bars.locator(".number").all_text_contents() == probs
+        assert [page.locator(f"#readout [data-field={one}]").inner_text() for one in fields] == [
+            f"{says.confidence:.3f}",
+            str(says.rank or "–"),
+            "∞" if says.divergence == float("inf") else f"{says.divergence:.3f}",
         ]
-        assert [row.locator(".number").text_content() for row in rows] == [
-            f"{prob:.4f}" for prob in says.top_probs
-        ]
-        values = {
-            name: readout.locator(f"[data-field={name}]").inner_text()
-            for name in ("confidence", "rank", "KL")
-        }
-        assert values == {
-            "confidence": f"{says.confidence:.3f}",
-            "rank": str(says.rank or "–"),
-            "KL": "∞" if says.divergence == float("inf") else f"{says.divergence:.3f}",
-        }
 
 
 def test_frames_and_marks_are_where_they_belong(page: Page, trace: LayerTrace) -> None:
-    classes = {"left": 0, "rejected": 0}
+    marks = set[str]()
     for place in trace.places:
         entry = trace.rounds[place.round]
         offset = place.index - sum(len(one.tokens) for one in trace.rounds[: place.round])
@@ -100,13 +92,13 @@ def test_frames_and_marks_are_where_they_belong(page: Page, trace: LayerTrace) -
         for says in place.layers:
             found = set(cell(page, trace, place.index, says.layer).get_attribute("class").split())
             expected = {"right" if says.top_tokens[0] == place.token else "other"}
-            expected |= {"left"} if place.exit_layer == says.layer else set()
-            if place.exit_layer != says.layer:
-                expected |= {"rejected"} if says.layer in vain else set()
+            if place.exit_layer == says.layer:
+                expected.add("left")
+            elif says.layer in vain:
+                expected.add("rejected")
             assert found == expected
-            for name in classes:
-                classes[name] += name in found
-    assert min(classes.values()) > 0
+            marks |= found
+    assert marks == {"right", "other", "left", "rejected"}
 
 
 def test_text_is_text_whatever_it_says(page: Page, trace: LayerTrace) -> None:
