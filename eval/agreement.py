@@ -56,11 +56,9 @@ def main(
     texts = answers(own, tokenizer, asked, options)
     backbone = Backbone(loaded, executor="generic", fingerprint=known)
     found: dict[str, dict[int, Right]] = {}
+    model_of = backbone.unembedding, known, files.label, backbone.num_layers
     for name in heads:
-        fitted = heads_of(
-            resolve_heads(name), backbone.unembedding, known, files.label, backbone.num_layers
-        )
-        found[name] = shares(backbone, fitted, texts)
+        found[name] = shares(backbone, heads_of(resolve_heads(name), *model_of), texts)
     answered = sum(map(len, texts.values()))
     about = {"model": files.label, "suite": suite, "new_tokens": new_tokens}
     about |= {"questions": len(asked), "answered": answered}

@@ -111,10 +111,8 @@ class Hour:
         label = f"random weights, {name}"
         if name == DEFAULT:
             try:
-                model, tokenizer, found = load_model(
-                    self.weights, dtype=dtype, device=str(self.device)
-                )
-                return model, tokenizer, found.label
+                found = load_model(self.weights, dtype=dtype, device=str(self.device))
+                return found[0], found[1], found[2].label
             except (SelfspecError, ImportError) as error:
                 label += f": {first_line(error)}"
         shape = lab.SHAPES[name]

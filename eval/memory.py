@@ -53,13 +53,8 @@ def loading(model: str | None, dtype: str, executor: str) -> dict[str, Any]:
     speculator.generate("Why is the sky blue?", max_new_tokens=16, raw=True)
     weights = speculator.model.parameters()
     size = sum(getattr(weight, "blocks", weight).nbytes for weight in weights) / 1e6
-    return {
-        "dtype": dtype,
-        "executor": speculator.backbone.executor_name,
-        "model_mb": size,
-        "loading_mb": peak,
-        "generating_mb": resident("VmHWM") - before,
-    }
+    sizes = {"model_mb": size, "loading_mb": peak, "generating_mb": resident("VmHWM") - before}
+    return {"dtype": dtype, "executor": speculator.backbone.executor_name, **sizes}
 
 
 def apart(work: Callable[..., Found], *given: Any) -> Found:

@@ -16,21 +16,8 @@ from selfspec.visualise.layers import Kind, LayerSays, LayerTrace, Place, TraceI
 TOKEN = 7  # every token of a trace by hand
 
 TEXTS = (
-    " the",
-    "<script>hacked = 1</script>",
-    "</script>",
-    "<!--",
-    "<img src=x onerror=hacked=1>",
-    "{{data}}",
-    "\n",
-    "  ",
-    "שלום",
-    "語",
-    "🙂",
-    "",
-    "&amp;",
-    '"',
-    "\u2028",
+    *(" the", "<script>hacked = 1</script>", "</script>", "<!--", "<img src=x onerror=hacked=1>"),
+    *("{{data}}", "\n", "  ", "שלום", "語", "🙂", "", "&amp;", '"', "\u2028"),
 )
 
 

@@ -273,6 +273,12 @@ def tables(summary: Summary) -> list[Table]:
     latency = _by_method(summary["latency"])
     waits = latency.filter(like="token_")
     latency[waits.columns] = 1e3 * waits
+    names = ["method", "what it is", "setting", "the fastest of"]
+    about = [
+        (label, entry["source"], settings, ", ".join(entry["chosen_from"]))
+        for label, entry in summary["methods"].items()
+        for settings in [", ".join(f"{k}={v}" for k, v in entry["setting"].items())]
+    ]
     made = [
         *(_speed(summary, found, base, name) for name in (ALL, WITHOUT_LOOPS) for base in over),
         *(_by_prompt(summary, found, base) for base in over),
@@ -284,18 +290,7 @@ def tables(summary: Summary) -> list[Table]:
             "Looping answers",
             pd.DataFrame([{t: f"{share:.0%}" for t, share in summary["loop_share"].items()}]),
         ),
-        Table(
-            "Methods",
-            pd.DataFrame(
-                {
-                    "method": label,
-                    "what it is": entry["source"],
-                    "setting": ", ".join(f"{k}={v}" for k, v in entry["setting"].items()),
-                    "the fastest of": ", ".join(entry["chosen_from"]),
-                }
-                for label, entry in summary["methods"].items()
-            ),
-        ),
+        Table("Methods", pd.DataFrame(about, columns=names)),
     ]
     marks = {"method": {label: shown(summary, label) for label in summary["methods"]}}
     return [one._replace(cells=one.cells.replace(marks)) for one in made if one.cells.size]
@@ -387,16 +382,13 @@ def acceptance_table(summary: Summary) -> Table:
     def shares(counts: Mapping[str, Sequence[int]]) -> str:
         return ", ".join(f"{at}: {kept / drafted:.0%}" for at, (drafted, kept) in counts.items())
 
+    names = ["method", "by exit layer", "by place in the draft"]
     rows = [
-        {
-            "method": label,
-            "by exit layer": shares(found["by_layer"]),
-            "by place in the draft": shares(found["by_index"]),
-        }
+        (label, shares(found["by_layer"]), shares(found["by_index"]))
         for label, found in summary["acceptance"].items()
         if found["by_layer"] or found["by_index"]
     ]
-    return Table("Accepted drafts", pd.DataFrame(rows))
+    return Table("Accepted drafts", pd.DataFrame(rows, columns=names))
 
 
 def markdown(table: Table) -> str:

@@ -136,8 +136,8 @@ def raced(
         left = [left[index] for index in best]
         seen = {number: [row[0], *(row[1 + i] for i in best)] for number, row in seen.items()}
     held_out = []
-    for done, number in enumerate(judges):
-        show(len(seen) + done, len(timed), "held out")
+    for done, number in enumerate(judges, start=len(seen)):
+        show(done, len(timed), "held out")
         held_out.append(answered(number, [PLAIN, *left]))
     show(len(timed), len(timed), "")
     plain, chosen = np.array([[one.seconds for one in pair] for pair in held_out]).T

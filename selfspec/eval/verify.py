@@ -288,10 +288,8 @@ class Bits:
         if not self.first and bool(rows.any()):
             place = int(rows.int().argmax())
             size = float((found[place] - expected[place]).abs().max())
-            self.first = (
-                f"{where}, position {place + 1}: {int(unequal[place].sum()):,} of "
-                f"{found.shape[-1]:,} logits, by up to {size:.3g}"
-            )
+            count = f"{int(unequal[place].sum()):,} of {found.shape[-1]:,} logits"
+            self.first = f"{where}, position {place + 1}: {count}, by up to {size:.3g}"
 
     def compare_texts(self, where: str, found: Text, expected: Text) -> None:
         """Up to where they part; another token counts where no bit has told so already."""
@@ -307,8 +305,7 @@ class Bits:
         figures = {"positions": self.positions, "differing": self.differing}
         if not self.differing:
             return Rung("passed", f"{words}: 0 differ", figures)
-        found = f"{self.differing:,} of {words} differ. First {self.first}"
-        return Rung("failed", found, figures)
+        return Rung("failed", f"{self.differing:,} of {words} differ. First {self.first}", figures)
 
 
 @dataclass(frozen=True)
@@ -411,14 +408,9 @@ def largest_difference(found: Tensor, expected: Tensor) -> float:
 def hugging_face(model: PreTrainedModel, ids: Tensor, new_tokens: int) -> tuple[list[int], Tensor]:
     """Greedy tokens behind `ids` [1, P], and the logits that each was chosen by, [n, V] float32."""
     generator: Any = model
-    output = generator.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=new_tokens,
-        do_sample=False,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
+    options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    output = generator.generate(ids, attention_mask=torch.ones_like(ids), **options)
     return output.sequences[0, ids.shape[1] :].tolist(), torch.cat(output.logits).float()
 
 

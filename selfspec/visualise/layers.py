@@ -1,7 +1,7 @@
 """What every exit layer said at every token of an answer; its file, and what drafts gained.
 
-A file has one JSON record per line: the
-`info`, then a `place` per token, then a `round` per verification.
+A file has one JSON record per line: the `info`, then a `place` per token, then a `round` per
+verification.
 """
 
 from __future__ import annotations

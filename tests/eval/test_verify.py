@@ -164,7 +164,7 @@ def test_a_text_that_gets_the_rows_of_another_fails_the_seventh_rung(
 
 
 def test_verdict_is_one_sentence() -> None:
-    passed, failed, skipped = (Rung(o, "") for o in ("passed", "failed", "skipped"))  # type: ignore[arg-type]  # outcomes
+    passed, failed, skipped = (Rung(o, "") for o in ("passed", "failed", "skipped"))
     for found, words in (
         ([passed] * 5, "lossless: "),
         ([passed, skipped, skipped, passed, passed], "lossless up to rounding: "),

@@ -13,15 +13,7 @@ from transformers import PreTrainedModel
 
 from eval import lab
 from eval.papers import self_sd, specbound
-from eval.papers.specbound import (
-    Dial,
-    DialledHead,
-    dialled_heads,
-    early_model,
-    expected_tokens,
-    points,
-    round_cost,
-)
+from eval.papers.specbound import Dial, DialledHead, early_model, expected_tokens, round_cost
 from selfspec.api.speculator import wrap
 from selfspec.errors import InvalidOption, UnsupportedModel
 from selfspec.eval.results import Answer, Run
@@ -123,7 +115,7 @@ def test_a_head_is_wrong_as_often_as_it_is_dialled() -> None:
 
 def test_a_right_head_keeps_every_draft() -> None:
     backbone = Backbone(early_model(make_model("llama", torch.float64), 3, 5))
-    heads, head = dialled_heads(backbone, 3)
+    heads, head = specbound.dialled_heads(backbone, 3)
     options: dict[str, Any] = {"drafter": "exit:threshold=1e-06,max_tokens=4"}
     speculator = wrap(backbone.model, heads=heads, **options)
     stats = speculator.generate(IDS, max_new_tokens=21).stats
@@ -160,7 +152,7 @@ def test_points_are_ratios_of_totals_of_medians() -> None:
         slow, fast = times[answer.id][answer.repeat - 1]
         same = (answer.id, answer.repeat) != ("b", 3)
         answer.runs.update({"plain": run(plain, slow), dial.label: run(kept, fast, same)})
-    (point,) = points(answers, [dial], 0.25)
+    (point,) = specbound.points(answers, [dial], 0.25)
     assert point["equal_texts"] == 1
     assert point["speed_up"] == pytest.approx((2 + 6) / (1 + 3))
     assert point["acceptance"] == 5 / 7  # drafts of a text: 2 + 2 + 2 + 2 + 0, of which 7 are tried
@@ -181,20 +173,10 @@ def test_points_are_ratios_of_totals_of_medians() -> None:
 def test_every_setting_is_timed_in_turn_with_plain_decoding(
     tiny_model: str, prompts: str, tmp_path: Path
 ) -> None:
-    specbound.main(
-        tmp_path / "out",
-        model=tiny_model,
-        dtype="float32",
-        layers=3,
-        extra_layers="9,3",
-        max_draft_tokens="1,3",
-        wrong_shares="0,0.4",
-        suite=prompts,
-        limit=2,
-        draft_vocab_size=90,
-        max_new_tokens=13,
-        repeats=2,
-    )
+    what: dict[str, Any] = {"model": tiny_model, "dtype": "float32", "suite": prompts, "limit": 2}
+    heads: dict[str, Any] = {"layers": 3, "extra_layers": "9,3", "draft_vocab_size": 90}
+    heads |= {"max_draft_tokens": "1,3", "wrong_shares": "0,0.4"}
+    specbound.main(tmp_path / "out", max_new_tokens=13, repeats=2, **what, **heads)
     for extra in (9, 3):
         lines = (tmp_path / f"out/{extra}-layers-more/answers.jsonl").read_text().splitlines()
         answers = list(map(json.loads, lines))

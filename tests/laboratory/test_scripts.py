@@ -100,10 +100,10 @@ def test_a_family_whose_text_differs_is_wrong_and_not_exact(
 # --- ways of decoding
 
 
-@pytest.mark.parametrize("text", ["ngram", "=ngram", "a=", "plain=ngram"])
-def test_a_setting_without_a_name_is_refused(text: str) -> None:
-    with pytest.raises(InvalidOption, match="is not NAME=DRAFTER"):
-        compare.named_settings([text])
+def test_a_setting_without_a_name_is_refused() -> None:
+    for text in ("ngram", "=ngram", "a=", "plain=ngram"):
+        with pytest.raises(InvalidOption, match="is not NAME=DRAFTER"):
+            compare.named_settings([text])
 
 
 # --- versions
@@ -249,15 +249,8 @@ def test_who_is_not_there_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("stand_in")
 def test_passes_of_all_are_timed(tmp_path: Path) -> None:
-    micro.passes(
-        python=sys.executable,
-        output=tmp_path / "passes",
-        model=tmp_path / "it.gguf",
-        rows="1,3",
-        in_front=20,
-        threads=1,
-        repeats=1,
-    )
+    files: dict[str, Any] = {"output": tmp_path / "passes", "model": tmp_path / "it.gguf"}
+    micro.passes(python=sys.executable, rows="1,3", in_front=20, threads=1, repeats=1, **files)
     found = json.loads((tmp_path / "passes/summary.json").read_text())
     assert found["seconds"].keys() == {"blocks", "numbers", LLAMA}
     assert all(seconds.keys() == {"1", "3"} for seconds in found["seconds"].values())
