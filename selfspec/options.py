@@ -1,8 +1,8 @@
 """Settings of drafters, draft controllers, acceptance rules and costs: one dataclass each.
 
 `SpeculationOptions` in `config` is made of them. A range is said at the field, checked when an
-object is made; below each field: symbol, range and meaning; beside it, or behind a blank line, why
-this default. To add one: a class in its group, and its name in the group's table. Imports no torch.
+object is made; below each field: symbol, range and meaning; above or beside it, why this default.
+To add one: a class in its group, and its name in the group's table. Imports no torch.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import functools
 import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from selfspec.errors import InvalidOption
-from selfspec.typed import annotations_of, check_keys, described, fits, shown
+from selfspec.typed import annotations_of, check_keys, check_types, described, fits, shown
 
-# --- what all share -------------------------------------------------------------------------------
+# --- what all share
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,13 @@ class Range:
     expected: str  # how an error says so
     whole: bool = False  # it holds for a tuple as a whole, not for each value in it
     most: float | None = None  # the largest value, which costs a few megabytes and milliseconds
-    request: float | None = None
-    """The largest that somebody else, a server's client, may ask for; None: nobody else may."""
+    request: float | None = None  # the largest of a server's client; None: no client may ask
 
 
 def between(least: float, most: float, request: float | None = None) -> Range:
-    """From the one to the other, both included."""
-    expected = f"in [{least}, {most}]"
-    return Range(lambda value: least <= value <= most, expected, most=most, request=request)
+    """Both included."""
+    holds, expected = lambda value: least <= value <= most, f"in [{least}, {most}]"
+    return Range(holds, expected, most=most, request=request)
 
 
 def at_least(least: float) -> Range:
@@ -44,13 +43,7 @@ def at_least(least: float) -> Range:
     return Range(lambda value: value >= least, f"of at least {least}")
 
 
-AMOUNT = between(0, 1000)
-POSITIVE = Range(lambda value: 0.0 < value <= 1000.0, "in (0, 1000]", most=1000.0)
-SHARE = Range(lambda value: 0.0 < value <= 1.0, "in (0, 1]", most=1.0, request=1.0)
-PROBABILITY = between(0, 1, request=1.0)
-LAYER = between(0, 4096)
-
-
+@dataclass(frozen=True)
 class Part:
     """Settings of one drafter, controller or rule. Lists are kept as tuples."""
 
@@ -64,10 +57,9 @@ class Part:
             cls.kind = kind
 
     def __post_init__(self) -> None:
-        for entry in fields(self):  # type: ignore[arg-type]  # all subclasses are dataclasses
-            value = getattr(self, entry.name)
+        for name, value in vars(self).items():
             if isinstance(value, list):
-                object.__setattr__(self, entry.name, tuple(value))
+                object.__setattr__(self, name, tuple(value))
         check_fields(self, f"{self.kind}:")
 
 
@@ -78,11 +70,9 @@ def check_fields(options: Any, prefix: str = "") -> None:
     """
     kind: type = type(options)
     hints, limits = annotations_of(kind), ranges(kind)
-    for entry in fields(kind):
-        name, value = f"{prefix}{entry.name}", getattr(options, entry.name)
-        if not fits(value, hint := hints[entry.name]):
-            raise InvalidOption(f"{name} is {shown(value)}, expected {described(hint)}")
-        limit = limits.get(entry.name)
+    check_types(vars(options), hints, prefix)
+    for key, value in vars(options).items():
+        name, limit = f"{prefix}{key}", limits.get(key)
         every = value if isinstance(value, tuple) and not (limit and limit.whole) else (value,)
         if limit and not every:
             raise InvalidOption(f"{name} is empty, expected at least one value")
@@ -94,12 +84,8 @@ def check_fields(options: Any, prefix: str = "") -> None:
 def check_asked(part: Part) -> None:
     """Raise InvalidOption for what a request to a server may not ask for of a part."""
     kind: type = type(part)
-    built_in = kind()
-    for entry in fields(kind):
-        name, value = f"{part.kind}:{entry.name}", getattr(part, entry.name)
-        if value == getattr(built_in, entry.name):
-            continue
-        limit = ranges(kind).get(entry.name)
+    for key, value in _differing(part).items():
+        name, limit = f"{part.kind}:{key}", ranges(kind).get(key)
         if limit is None or limit.request is None:
             raise InvalidOption(f"{name} is up to the server. Leave it out")
         values = value if isinstance(value, tuple) else (value,)
@@ -109,7 +95,7 @@ def check_asked(part: Part) -> None:
 
 @functools.cache
 def ranges(kind: type) -> dict[str, Range]:
-    """The ranges by field name; for fields that have one."""
+    """By field, of those that have one."""
     hints = get_type_hints(kind, include_extras=True)
     return {
         name: note
@@ -119,16 +105,21 @@ def ranges(kind: type) -> dict[str, Range]:
     }
 
 
+AMOUNT, LAYER = between(0, 1000), between(0, 4096)
+PROBABILITY = between(0, 1, request=1.0)
+POSITIVE = Range(lambda value: 0.0 < value <= 1000.0, "in (0, 1000]", most=1000.0)
+SHARE = Range(lambda value: 0.0 < value <= 1.0, "in (0, 1]", most=1.0, request=1.0)
+
 Amount = Annotated[float, AMOUNT]
+Probability = Annotated[float, PROBABILITY]
+Share = Annotated[float, SHARE]
+Rank = Annotated[int, between(1, 1024)]  # how many of the likeliest tokens
+Rows = Annotated[int, between(1, 64, request=32)]
 Width = Annotated[int, between(1, 64, request=16)]
 """Draft tokens of a round. With 64 the logits of a verification take 13 MB at 49,152 tokens."""
-Rank = Annotated[int, between(1, 1024)]
-"""How many of the likeliest tokens."""
-Share = Annotated[float, SHARE]
-Probability = Annotated[float, PROBABILITY]
 
 
-# --- drafters -------------------------------------------------------------------------------------
+# --- drafters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,18 +129,13 @@ class Exit(Part, kind="exit"):
     layers: Annotated[tuple[int, ...] | None, LAYER] = None
     """Exit layers in use, counted from 1. None: all that the heads were fitted for."""
 
-    threshold: Annotated[float | tuple[float, ...], SHARE] = 0.9
+    threshold: Annotated[float | tuple[float, ...], SHARE] = 0.9  # a wrong draft costs work
     """tau, in (0, 1]: a token exits where its annealed confidence reaches it. One value for all
-    exit layers, or one per layer.
+    exit layers, or one per layer."""
 
-    High by default: a wrong draft costs work.
-    """
-
+    # the paper calls for "a small" one without printing it (section 3.3)
     anneal_strength: Amount = 0.2
-    """alpha, at least 0, in `T_l = 1 + alpha (1 - l / L)`; 0 turns annealing off.
-
-    The paper calls for "a small" one without printing it (section 3.3).
-    """
+    """alpha, at least 0, in `T_l = 1 + alpha (1 - l / L)`; 0 turns annealing off."""
 
     max_depth: Annotated[int | None, LAYER] = None
     """D_max, an exit layer: no draft runs deeper. None: the deepest exit layer in use."""
@@ -162,7 +148,7 @@ class Exit(Part, kind="exit"):
     """Tokens that a head on the embedding, exit layer 0, may propose for one place, at least 1:
     more than one make a tree. Each is proposed where its probability pays for its row."""
 
-    max_rows: Annotated[int, between(1, 64, request=32)] = 16
+    max_rows: Rows = 16
     """Rows of a tree's verification at most, with the newest token's."""
 
     def __post_init__(self) -> None:
@@ -180,17 +166,12 @@ class Exit(Part, kind="exit"):
 class Ngram(Part, kind="ngram"):
     """Prompt lookup."""
 
-    size: Annotated[int, between(1, 16, request=8)] = 4
-    """Longest n-gram that is looked up, 1 to 16; the longest that is found decides.
+    size: Annotated[int, between(1, 16, request=8)] = 4  # a token is kept in so many: 3 KB at 16
+    """Longest n-gram that is looked up, 1 to 16; the longest that is found decides."""
 
-    Each token of the text is kept in as many n-grams: 3 KB at 16."""
-
+    # more than exit heads draft: they cost no time, and fill a pinned pass with the newest token
     max_tokens: Width = 7
-    """Draft tokens per round at most (W_max).
-
-    Larger than that of exit heads, because they cost no time to make; with the newest token they
-    fill a pinned pass.
-    """
+    """Draft tokens per round at most (W_max)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +192,7 @@ class Successors(Part, kind="successors"):
     guesses: Annotated[int, between(1, 8, request=4)] = 4
     """Tokens that may be proposed for one place, at least 1: those likely enough for their row."""
 
-    max_rows: Annotated[int, between(1, 64, request=32)] = 16
+    max_rows: Rows = 16
     """Rows of a tree's verification at most, with the newest token's."""
 
 
@@ -222,7 +203,7 @@ class Rest(Part, kind="rest"):
     max_tokens: Width = 10
     """Longest path of a tree, at least 1; no lookup says more than 10."""
 
-    max_rows: Annotated[int, between(1, 64, request=32)] = 16  # REST drafts 64 tokens, on a GPU
+    max_rows: Rows = 16  # REST drafts 64 tokens, on a GPU
     """Rows of a tree's verification at most, with the newest token's."""
 
     @property
@@ -240,11 +221,9 @@ class Lookahead(Part, kind="lookahead"):
     guess, from the text alone.
     """
 
+    # the project's N, W, G are 5, 7, 7, which takes 56 rows: for a GPU. These defaults take 8
     level: Annotated[int, between(2, 8, request=4)] = 3
-    """N, at least 2: tokens of an n-gram, the newest included.
-
-    The project's N, W, G are 5, 7, 7, which takes 56 rows: for a GPU. These defaults take 8.
-    """
+    """N, at least 2: tokens of an n-gram, the newest included."""
 
     window: Annotated[int, between(1, 16, request=4)] = 2
     """W, at least 1: columns of guessed tokens."""
@@ -287,25 +266,20 @@ class NoDrafts(Part, kind="none"):
     """Nothing is drafted."""
 
 
-DRAFTERS: dict[
-    str, type[Exit | Ngram | DraftModel | Successors | Rest | Lookahead | Skip | NoDrafts]
-] = {
+Kinds = Mapping[str, type[Part]]
+
+DRAFTERS: Kinds = {
     one.kind: one for one in (Exit, Ngram, DraftModel, Successors, Rest, Lookahead, Skip, NoDrafts)
 }
-
-TOGETHER = (
-    *DRAFTERS,
-    *("ngram+exit", "ngram+draft-model", "ngram+successors", "ngram+rest", "ngram+skip"),
-)
+_BEHIND_NGRAMS = ("exit", "draft-model", "successors", "rest", "skip")
+TOGETHER = (*DRAFTERS, *(f"ngram+{kind}" for kind in _BEHIND_NGRAMS))
 """Drafters in use: alone, or prompt lookup in front of another."""
 
 FITTED = "ngram+exit"
 """What drafts where heads were fitted: prompt lookup costs nothing beside them."""
 
-
 MEDUSA_FITTED = f"{FITTED}:threshold=1e-09,anneal_strength=0,guesses=10"
 """The same, of Medusa heads, which nothing calibrates: no head is too unsure for their tree."""
-
 
 _WEIGHTS = Range(
     lambda weights: len(weights) == 3 and min(weights) >= 0.0 and abs(sum(weights) - 1) < 1e-6,
@@ -319,20 +293,16 @@ _WEIGHTS = Range(
 class Ensemble(Part):
     """A weighted mean of three signals."""
 
+    # printed nowhere: the two margins say much the same
     weights: Annotated[tuple[float, ...], _WEIGHTS] = (0.4, 0.3, 0.3)
-    """lambda: weights of entropy, logit margin and softmax margin, which sum to 1.
+    """lambda: weights of entropy, logit margin and softmax margin, which sum to 1."""
 
-    Printed nowhere: the two margins say much the same.
-    """
-
+    # printed nowhere: 1 gives a sigmoid of the margin as it is, in nats
     margin_scale: Annotated[float, POSITIVE] = 1.0
-    """beta, above 0: sharpness of the logit margin.
-
-    Printed nowhere: 1 gives a sigmoid of the margin as it is, in nats.
-    """
+    """beta, above 0: sharpness of the logit margin."""
 
 
-# --- draft controllers: what sets the length of the next round ------------------------------------
+# --- draft controllers: what sets the length of the next round
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -371,11 +341,9 @@ class Threshold(Part, kind="threshold"):
 
     reads_confidence: ClassVar[bool] = True
 
+    # as in Hugging Face's `assistant_confidence_threshold`; GammaTune prints none
     threshold: Probability = 0.4
-    """Top probability, in [0, 1], from which drafting goes on.
-
-    As in Hugging Face's `assistant_confidence_threshold`; GammaTune prints none.
-    """
+    """Top probability, in [0, 1], from which drafting goes on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -411,15 +379,12 @@ class CmAsdLength(Bounded, Ensemble, kind="cm-asd"):
 
 Controller = Fixed | Threshold | Heuristic | GammaTune | CmAsdLength
 
-CONTROLLERS: dict[str, type[Controller]] = {
+CONTROLLERS: Kinds = {
     one.kind: one for one in (Fixed, Heuristic, Threshold, GammaTune, GammaTunePlus, CmAsdLength)
 }
 
 
-# --- acceptance rules: what decides how many drafts stay ------------------------------------------
-
-
-READINGS = ("intent", "paper")
+# --- acceptance rules: what decides how many drafts stay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -441,7 +406,7 @@ class CmAsd(Ensemble, kind="cm-asd"):
 
     reads_beliefs: ClassVar[bool] = True
 
-    reading: Annotated[str, Range(READINGS.__contains__, "intent or paper")] = "intent"
+    reading: Annotated[str, Range(("intent", "paper").__contains__, "intent or paper")] = "intent"
     """intent: stricter where the drafter is unsure, as the document's text says; paper: looser, as
     its formula does."""
 
@@ -451,11 +416,9 @@ class CmAsd(Ensemble, kind="cm-asd"):
     tolerance: Amount = 0.1  # the document's example
     """tau_base, at least 0, in nats below the best token."""
 
+    # printed nowhere: with tolerance 0.1 a token may be e times less likely than the best
     tolerance_gain: Amount = 0.9
-    """gamma, at least 0, in nats: what confidence (intent) or its lack (paper) adds.
-
-    Printed nowhere: with tolerance 0.1 a token may be e times less likely than the best.
-    """
+    """gamma, at least 0, in nats: what confidence (intent) or its lack (paper) adds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -476,21 +439,13 @@ class Easd(Part, kind="easd"):
 
 Acceptance = Lossless | Lenient | CmAsd | Easd
 
-ACCEPTANCE: dict[str, type[Acceptance]] = {
-    one.kind: one for one in (Lossless, Lenient, CmAsd, Easd)
-}
+ACCEPTANCE: Kinds = {one.kind: one for one in (Lossless, Lenient, CmAsd, Easd)}
 
-Kinds = Mapping[str, type[Part]]
-
-KINDS: dict[str, Kinds] = {
-    "drafter": DRAFTERS,
-    "controller": CONTROLLERS,
-    "acceptance": ACCEPTANCE,
-}
+KINDS = {"drafter": DRAFTERS, "controller": CONTROLLERS, "acceptance": ACCEPTANCE}
 """Options that are of one kind of several (drafters: of two together), by name."""
 
 
-# --- what drafts cost, as shares of a step of one row ---------------------------------------------
+# --- what drafts cost, as shares of a step of one row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -500,8 +455,7 @@ class Costs(Part, kind="costs"):
     row: Annotated[float | tuple[float, ...] | None, PROBABILITY] = None
     """What one more row adds to a verification, in [0, 1]: the second, the third and so on, as far
     as they differ; a draft token is proposed where it is likely enough to pay for that. None: as
-    measured when this model was first loaded on this machine.
-    """
+    measured when this model was first loaded on this machine."""
 
     head: Annotated[float | None, AMOUNT] = None
     """What asking one exit head adds to a round, at least 0. None: as measured, likewise."""
@@ -516,7 +470,7 @@ PARTS: dict[str, Kinds] = {**KINDS, "costs": {"": Costs}}
 """All options that have settings of their own; costs are of one kind, which has no name."""
 
 
-# --- values from text, YAML and JSON, as a type hint wants them -----------------------------------
+# --- values from text, YAML and JSON, as a type hint wants them
 
 
 def members(hint: Any) -> tuple[Any, ...]:
@@ -549,13 +503,9 @@ def _read(value: Any, member: Any) -> Any:
     return value
 
 
-# --- options as text, `ngram:size=4+exit:layers=10/20`, and back ----------------------------------
-
+# --- options as text, `ngram:size=4+exit:layers=10/20`, and back
 
 P = TypeVar("P", bound=Part)
-
-_JOIN = re.compile(r"\+(?=\s*[A-Za-z])")
-"""A plus in front of a name; not that of 1e+3."""
 
 
 def parsed(group: str, value: Any, kinds: Kinds, present: Mapping[str, Part]) -> list[Part]:
@@ -582,12 +532,11 @@ def changed(part: P, settings: Any) -> P:
     if isinstance(settings, type(part)):
         return settings
     hints, names = annotations_of(type(part)), _named(part.kind, settings)
-    known = [entry.name for entry in fields(part)]  # type: ignore[arg-type]  # a dataclass
-    if names and not known:
+    if names and not vars(part):
         raise InvalidOption(f"{part.kind} has no settings, found {shown(settings)}. Leave them out")
-    check_keys(names, known, f"setting of {part.kind}:")
+    check_keys(names, vars(part), f"setting of {part.kind}:")
     read = {name: typed(f"{part.kind}:{name}", value, hints[name]) for name, value in names.items()}
-    return replace(part, **read)  # type: ignore[type-var]  # a dataclass
+    return replace(part, **read)
 
 
 def laid_over(group: str, below: Any, above: Any) -> dict[str, Any]:
@@ -598,11 +547,11 @@ def laid_over(group: str, below: Any, above: Any) -> dict[str, Any]:
     """
     if group == "costs":
         return _named(group, below) | _named(group, above)
-    first, second = (
-        {kind: _named(kind, settings) for kind, settings in _entries(group, value)}
-        for value in (below, above)
-    )
-    return {kind: first.get(kind, {}) | settings for kind, settings in second.items()}
+    first = {kind: _named(kind, settings) for kind, settings in _entries(group, below)}
+    return {
+        kind: first.get(kind, {}) | _named(kind, settings)
+        for kind, settings in _entries(group, above)
+    }
 
 
 def as_text(part: Part, *, full: bool = False) -> str:
@@ -616,13 +565,13 @@ def as_text(part: Part, *, full: bool = False) -> str:
 
 def settings_text(part: Part, *, full: bool = False) -> str:
     """`KEY=VALUE,..` of what differs from the defaults; empty if nothing does."""
-    built_in = type(part)()
-    values = {
-        entry.name: getattr(part, entry.name)
-        for entry in fields(part)  # type: ignore[arg-type]  # all parts are dataclasses
-        if full or getattr(part, entry.name) != getattr(built_in, entry.name)
-    }
+    values = vars(part) if full else _differing(part)
     return ",".join(f"{name}={word(value)}" for name, value in values.items())
+
+
+def _differing(part: Part) -> dict[str, Any]:
+    built_in = vars(type(part)())
+    return {name: value for name, value in vars(part).items() if value != built_in[name]}
 
 
 def word(value: Any) -> str:
@@ -637,7 +586,7 @@ def _entries(group: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Part):
         yield value.kind, value
     elif isinstance(value, str):
-        for piece in _JOIN.split(value):
+        for piece in re.split(r"\+(?=\s*[A-Za-z])", value):  # not at that of 1e+3
             kind, _, settings = piece.partition(":")
             yield kind.strip().replace("_", "-"), settings if ":" in piece else None
     elif isinstance(value, Mapping) and value:

@@ -38,14 +38,12 @@ _TORCH_CLASSES = dict.fromkeys(("Tensor", "GenerationConfig", "BaseStreamer"), A
 """Names in annotations that need torch: whoever uses such a value checks it."""
 
 
-def annotations_of(options: type) -> dict[str, Any]:
-    """Type hints of a class of options; what only torch knows is Any."""
-    return _annotations(options)
-
-
-@functools.cache
-def _annotations(options: type) -> dict[str, Any]:
+def _hints(options: type) -> dict[str, Any]:
     return get_type_hints(options, localns=_TORCH_CLASSES)
+
+
+annotations_of: Callable[[type], dict[str, Any]] = functools.cache(_hints)
+"""Type hints of a class of options; what only torch knows is Any."""
 
 
 def check_keys(values: Iterable[str], known: Iterable[str], kind: str) -> None:
@@ -63,12 +61,15 @@ def check_keys(values: Iterable[str], known: Iterable[str], kind: str) -> None:
         raise InvalidOption(f"unknown {kind} {key!r}. {hint}")
 
 
-def check_types(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
-    """Raise InvalidOption at the first value that is not of its hint; others are not looked at."""
+def check_types(values: Mapping[str, Any], hints: Mapping[str, Any], prefix: str = "") -> None:
+    """Raise InvalidOption at the first value that is not of its hint, if it has one.
+
+    An error names it behind `prefix`.
+    """
     for name, value in values.items():
         if name in hints and not fits(value, hints[name]):
             expected = described(hints[name])
-            raise InvalidOption(f"{name} is {shown(value)}, expected {expected}")
+            raise InvalidOption(f"{prefix}{name} is {shown(value)}, expected {expected}")
 
 
 def require_types(record: Any) -> None:

@@ -322,7 +322,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 def some(made: type[Part]) -> st.SearchStrategy[Part]:
     strategies = {
         entry.name: VALUES.get(entry.name, SHARES)
-        for entry in fields(made)  # type: ignore[arg-type]  # all parts are dataclasses
+        for entry in fields(made)
     }
     if made is Exit:
         strategies["threshold"] = SHARES | st.lists(SHARES, min_size=1).map(tuple)

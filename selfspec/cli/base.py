@@ -401,7 +401,7 @@ def part_settings(kinds: Kinds) -> Iterator[tuple[str, str]]:
         if kind:
             yield kind, " ".join((made.__doc__ or "").split())
         built_in, hints, texts = made(), annotations_of(made), docstrings(made)
-        for entry in fields(made):  # type: ignore[arg-type]  # all parts are dataclasses
+        for entry in fields(made):
             value = getattr(built_in, entry.name)
             usual = "" if value is None else f" Built in: {word(value)}."
             term = f"{kind}:{entry.name}" if kind else entry.name
