@@ -1,8 +1,7 @@
-"""Every option of the runtime and the one place of its default.
+"""Every option of the runtime: flags, YAML keys and keywords are derived from these classes.
 
-Command-line flags, YAML keys and keyword arguments are derived from these dataclasses. A value
-given in several places is taken from: flag > YAML file > what was tuned for this machine > the
-heads' own defaults > here. That holds for each setting: text changes what it names, so that
+A value given in several places is taken from: flag > YAML file > what was tuned for this machine >
+the heads' own defaults > here. That holds for each setting: text changes what it names, so that
 `--drafter exit:threshold=0.9` leaves the heads' exit layers as they are. An object is taken whole.
 """
 
@@ -13,34 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypedDict
 
+from selfspec import options as parts
 from selfspec.errors import InvalidOption, first_line
-from selfspec.options import (
-    DRAFTERS,
-    KINDS,
-    TOGETHER,
-    Acceptance,
-    Bounded,
-    Controller,
-    Costs,
-    DraftModel,
-    Easd,
-    Exit,
-    Fixed,
-    Lenient,
-    Lookahead,
-    Lossless,
-    Ngram,
-    Rest,
-    Skip,
-    Successors,
-    as_text,
-    between,
-    changed,
-    check_asked,
-    check_fields,
-    parsed,
-    settings_text,
-)
 from selfspec.typed import check_keys, shown
 
 if TYPE_CHECKING:
@@ -49,9 +22,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
     from transformers.generation.streamers import BaseStreamer
 
-
-_WIDEST_PROBED = 16
-"""Rows: a probe of more would take longer than it is worth."""
+_WIDEST_PROBED = 16  # rows: a probe of more would take longer than it is worth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,25 +45,25 @@ class SpeculationOptions:
     embedding, successors and rest draft around prompt lookup.
     """
 
-    controller: Controller = field(default_factory=Fixed)
+    controller: parts.Controller = field(default_factory=parts.Fixed)
     """What sets the draft length of the next round: fixed, heuristic, threshold, gammatune,
     gammatune-plus, cm-asd."""
 
-    acceptance: Acceptance = field(default_factory=Lossless)
+    acceptance: parts.Acceptance = field(default_factory=parts.Lossless)
     """Which drafts stay: lossless, or one of the lossy rules lenient, cm-asd, easd."""
 
-    costs: Costs = field(default_factory=Costs)
+    costs: parts.Costs = field(default_factory=parts.Costs)
     """What drafts cost here, as shares of one pass without drafts: row, head."""
 
-    exit: Exit = field(default_factory=Exit)
-    ngram: Ngram = field(default_factory=Ngram)
-    draft_model: DraftModel = field(default_factory=DraftModel)
-    successors: Successors = field(default_factory=Successors)
-    rest: Rest = field(default_factory=Rest)
-    lookahead: Lookahead = field(default_factory=Lookahead)
-    skip: Skip = field(default_factory=Skip)
+    exit: parts.Exit = field(default_factory=parts.Exit)
+    ngram: parts.Ngram = field(default_factory=parts.Ngram)
+    draft_model: parts.DraftModel = field(default_factory=parts.DraftModel)
+    successors: parts.Successors = field(default_factory=parts.Successors)
+    rest: parts.Rest = field(default_factory=parts.Rest)
+    lookahead: parts.Lookahead = field(default_factory=parts.Lookahead)
+    skip: parts.Skip = field(default_factory=parts.Skip)
 
-    easd: Easd = field(default_factory=Easd)
+    easd: parts.Easd = field(default_factory=parts.Easd)
     """Where `easd` as text starts: heads may know its entropy threshold."""
 
     never_slower: bool = True
@@ -108,16 +79,16 @@ class SpeculationOptions:
     """No draft changes one bit of a logit. True: by passes of one shape where kernels need it, or
     an error where bits still move. None: as far as kernels have it, which costs nothing."""
 
-    pinned_rows: Annotated[int, between(1, 128)] = 8
+    pinned_rows: Annotated[int, parts.between(1, 128)] = 8
     """With --pinned, rows of every pass: one for the newest token, one for each draft token."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        check_keys([self.drafter], TOGETHER, "drafter")
+        parts.check_fields(self)
+        check_keys([self.drafter], parts.TOGETHER, "drafter")
         if self.require_lossless and self.loss is not None:
             raise InvalidOption(f"{self.loss} is lossy, but require_lossless is set. Leave one out")
         needed = {f"{kind}:max_tokens": width for kind, width in self.widths.items()}
-        if isinstance(self.controller, Bounded):
+        if isinstance(self.controller, parts.Bounded):
             needed[f"{self.controller.kind}:shortest"] = self.controller.shortest
         for name, width in needed.items():
             if self.pinned and self.pinned_rows <= width:
@@ -136,7 +107,7 @@ class SpeculationOptions:
         return several and self.loss is None and not self.controller.reads_confidence
 
     @property
-    def tree(self) -> Exit | Successors | Rest:
+    def tree(self) -> parts.Exit | parts.Successors | parts.Rest:
         """What sets the size of trees."""
         if self.uses("rest"):
             return self.rest
@@ -151,14 +122,14 @@ class SpeculationOptions:
     @property
     def widths(self) -> dict[str, int]:
         """W_max of each drafter in use; lookahead fits what there is room for."""
-        return {one.kind: one.max_tokens for one in self._used if not isinstance(one, Lookahead)}
+        return {one.kind: one.max_tokens for one in self._used if one.kind != "lookahead"}
 
     @property
     def loss(self) -> str | None:
         """Which option changes the output where drafts are made; None: none does."""
-        if isinstance(self.acceptance, Lossless):
+        if isinstance(self.acceptance, parts.Lossless):
             return None
-        if isinstance(self.acceptance, Lenient):
+        if isinstance(self.acceptance, parts.Lenient):
             lenience = self.acceptance.lenience
             return f"lenience {lenience}" if lenience < 1.0 else None
         return f"acceptance {self.acceptance.kind}"
@@ -172,7 +143,7 @@ class SpeculationOptions:
 
         In pinned mode a pass has no more room beside the newest token.
         """
-        if not isinstance(self.controller, Bounded):
+        if not isinstance(self.controller, parts.Bounded):
             return width
         longest = self.controller.longest
         return min(longest, self.pinned_rows - 1) if self.pinned else longest
@@ -190,52 +161,49 @@ class SpeculationOptions:
 
         Raises InvalidOption.
         """
-        return replace(self, **self.changes(values))
-
-    def changes(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields that `values` replace, each checked by itself. Raises InvalidOption."""
         if not isinstance(values, Mapping):
             raise InvalidOption(f"options are {shown(values)}, expected names and values")
         check_keys(values, vars(self), "option")
         found = dict(values)
-        for name in (name for name in ("costs", *_SETTINGS) if name in values):
-            found[name] = changed(getattr(self, name), values[name])
-        for name in (name for name in KINDS if name in values):
-            kept = {kind: (vars(self) | found).get(_field(kind)) for kind in KINDS[name]}
-            present = {kind: kept[kind] or made() for kind, made in KINDS[name].items()}
+        for name in ("costs", *_SETTINGS):
+            if name in values:
+                found[name] = parts.changed(getattr(self, name), values[name])
+        for name, kinds in parts.KINDS.items():
+            if name not in values:
+                continue
+            kept = vars(self) | found
+            present = {kind: kept.get(_field(kind)) or made() for kind, made in kinds.items()}
             if name != "drafter":
                 present[getattr(self, name).kind] = getattr(self, name)
-            parts = parsed(name, values[name], KINDS[name], present)
+            chosen = parts.parsed(name, values[name], kinds, present)
             if name == "drafter":
-                found[name] = "+".join(part.kind for part in parts)
-                check_keys([found[name]], TOGETHER, name)
-                found |= {_field(part.kind): part for part in parts if part.kind != "none"}
-            elif len(parts) != 1:
+                found[name] = "+".join(part.kind for part in chosen)
+                found |= {_field(part.kind): part for part in chosen if part.kind != "none"}
+            elif len(chosen) == 1:
+                found[name] = chosen[0]
+            else:
                 raise InvalidOption(
                     f"{name} is {shown(values[name])}, expected one kind. Leave the others out"
                 )
-            else:
-                found[name] = parts[0]
-        return found
+        return replace(self, **found)
 
     def described(self) -> dict[str, Any]:
         """Keywords that give these options, as text where they have settings, ready for JSON."""
         found = {name: getattr(self, name) for name in OPTION_NAMES} | {
-            "drafter": "+".join(map(as_text, self._used)) or "none",
-            "controller": as_text(self.controller),
+            "drafter": "+".join(map(parts.as_text, self._used)) or "none",
+            "controller": parts.as_text(self.controller),
             # in full: easd as text starts where the heads say
-            "acceptance": as_text(self.acceptance, full=isinstance(self.acceptance, Easd)),
-            "costs": settings_text(self.costs),
+            "acceptance": parts.as_text(self.acceptance, full=self.acceptance.kind == "easd"),
+            "costs": parts.settings_text(self.costs),
         }
         return {name: value for name, value in found.items() if value != ""}
 
     def differing(self) -> dict[str, Any]:
         """The least that `updated` needs to make these options of the built-in ones, for JSON."""
-        usual = SpeculationOptions().described()
         idle = [name for name in _SETTINGS if not self.uses(name.replace("_", "-"))]
-        kept = {name: settings_text(getattr(self, name)) for name in idle}
-        found = {name: value for name, value in kept.items() if value}
-        return found | {k: v for k, v in self.described().items() if v != usual.get(k)}
+        found = {name: parts.settings_text(getattr(self, name)) for name in idle} | self.described()
+        usual = dict.fromkeys(idle, "") | SpeculationOptions().described()
+        return {name: value for name, value in found.items() if value != usual.get(name)}
 
     @property
     def _used(self) -> list[Any]:
@@ -246,12 +214,10 @@ def _field(kind: str) -> str:
     return kind.replace("-", "_")
 
 
-_SETTINGS = (*(_field(kind) for kind in DRAFTERS if kind != "none"), "easd")
+_SETTINGS = (*(_field(kind) for kind in parts.DRAFTERS if kind != "none"), "easd")
 """Fields that keep settings of one kind, whichever is in use."""
 
-OPTION_NAMES = tuple(
-    entry.name for entry in fields(SpeculationOptions) if entry.name not in _SETTINGS
-)
+OPTION_NAMES = tuple(one.name for one in fields(SpeculationOptions) if one.name not in _SETTINGS)
 """Keywords of `generate`, flags and keys of a YAML file. The other fields are reached by these."""
 
 
@@ -273,7 +239,7 @@ def check_request(values: Mapping[str, Any]) -> None:
     """
     asked = SpeculationOptions().updated(values)
     for name in (*_SETTINGS, "controller"):
-        check_asked(getattr(asked, name))
+        parts.check_asked(getattr(asked, name))
 
 
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -338,10 +304,10 @@ class GenerateOptions(TypedDict, total=False):
     raw: bool
     """A prompt in words is tokenised as it is, without the chat template."""
     speculate: bool
-    drafter: str | Mapping[str, Any] | Exit | Ngram | DraftModel | Sequence[Any]
-    controller: str | Mapping[str, Any] | Controller
-    acceptance: str | Mapping[str, Any] | Acceptance
-    costs: str | Mapping[str, Any] | Costs
+    drafter: str | Mapping[str, Any] | parts.Exit | parts.Ngram | parts.DraftModel | Sequence[Any]
+    controller: str | Mapping[str, Any] | parts.Controller
+    acceptance: str | Mapping[str, Any] | parts.Acceptance
+    costs: str | Mapping[str, Any] | parts.Costs
     never_slower: bool
     require_lossless: bool
     pinned: bool | None
@@ -369,7 +335,7 @@ def check_ranges(given: Mapping[str, Any]) -> None:
             raise InvalidOption(f"{name} is {shown(value)}, expected more than 0")
 
 
-# --- the structure of an answer: a JSON schema or a grammar ---------------------------------------
+# --- the structure of an answer: a JSON schema or a grammar
 
 # llguidance reads them. It compiles nothing per schema (a mask takes microseconds from the first
 # on), gives forced text as tokens, goes back by any number of them, refuses keywords of JSON schema
@@ -392,28 +358,27 @@ class Grammar(NamedTuple):
 
 def wanted_grammar(options: Mapping[str, Any]) -> Grammar | None:
     """The grammar that keywords of `generate` ask for. Raises InvalidOption."""
-    given = {name: options[name] for name in GRAMMAR_KEYWORDS if options.get(name) is not None}
-    if not given:
-        return None
-    if len(given) > 1:
+    schema, text = (options.get(name) for name in GRAMMAR_KEYWORDS)
+    if schema is not None and text is not None:
         raise InvalidOption("json_schema and grammar at once. Leave one of them out")
-    if (schema := given.get("json_schema")) is not None:
+    if schema is not None:
         return grammar_of_schema(schema)
-    if not isinstance(text := given["grammar"], str):
+    if text is None:
+        return None
+    if not isinstance(text, str):
         raise InvalidOption(f"grammar is {shown(text)}, expected text")
     return Grammar("grammar", matcher_class().grammar_from_lark(text))
 
 
 def grammar_of_schema(schema: Mapping[str, Any] | bool) -> Grammar:
     """JSON that follows a schema; True: any object. Raises InvalidOption."""
-    if schema is True:
-        schema = {"type": "object"}
-    if not isinstance(schema, Mapping):
+    plain = {"type": "object"} if schema is True else schema
+    if not isinstance(plain, Mapping):
         raise InvalidOption(
             f"json_schema is {shown(schema)}, expected a schema, or True for any object"
         )
     try:
-        found = matcher_class().grammar_from_json_schema(dict(schema), overrides=_WRITING)
+        found = matcher_class().grammar_from_json_schema(dict(plain), overrides=_WRITING)
     except (RecursionError, TypeError, ValueError) as error:
         raise InvalidOption(f"json_schema cannot be read: {first_line(error)}") from error
     return Grammar("json_schema", found)

@@ -341,7 +341,7 @@ def _known() -> dict[str, tuple[str, str, Any]]:
     for option, kinds in PARTS.items():
         for kind, made in kinds.items():
             path = f"{option}.{kind}" if kind in CONTROLLERS and kind in ACCEPTANCE else kind
-            for entry in fields(made):  # type: ignore[arg-type]  # all parts are dataclasses
+            for entry in fields(made):
                 prefix = f"{kind}:{entry.name}=" if kind else f"{entry.name}="
                 hint = annotations_of(made)[entry.name]
                 found[f"{path or option}.{entry.name}"] = (option, prefix, hint)
