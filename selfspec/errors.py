@@ -11,9 +11,7 @@ from itertools import takewhile
 from pathlib import Path
 
 _OURS = str(Path(__file__).parent)
-
-_LONGEST = 1900
-"""Characters of a message."""
+_LONGEST = 1900  # characters of a message
 
 
 class SelfspecError(Exception):

@@ -1,17 +1,12 @@
 """How selfspec writes files, whole or not at all, and reads those of strangers, with bounds.
 
-A file or folder is renamed into place once it is on the disk, with the mode of what it replaces,
-else what the umask gives. What this tool did not write is never replaced, nor is a device, a link,
-what the command itself reads or, unless `overwrite` says so, a finished result.
-
-What is read can neither hang, fill memory nor surprise: a file that is too large, too deep, or has
-aliases (a few lines of them stand for billions of values) is refused before it is built. GGUF
-files: `hub/gguf.py`.
+A file or folder is renamed into place once it is on the disk. What this tool did not write is never
+replaced, nor is a device, a link, what the command itself reads or, unless `overwrite` says so, a
+finished result. What is read can neither hang, fill memory nor surprise. GGUF: `hub/gguf.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import itertools
 import json
@@ -23,7 +18,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -45,12 +40,8 @@ _OURS = re.compile(
 )
 """How each kind of file that selfspec writes begins. A mention of it somewhere is no such mark."""
 
-_MARK_WITHIN = 2048
-"""Bytes in which every mark is whole."""
-
-_STALE_S = 86_400.0
-"""Age from which a temporary name is of a process that is gone, and cleared away."""
-
+_MARK_WITHIN = 2048  # bytes, in which every mark is whole
+_STALE_S = 86_400.0  # age from which a temporary name is of a process that is gone
 _KINDS = {
     stat.S_IFLNK: "a link",
     stat.S_IFCHR: "a device",
@@ -59,17 +50,24 @@ _KINDS = {
     stat.S_IFSOCK: "a socket",
 }
 
+MOST_BYTES = 64 << 20  # of a text file that is read as a whole
+MOST_LINE_BYTES = 16 << 20  # of one line of a JSONL file
+MOST_DEPTH = 64  # lists and mappings inside each other
+MOST_YAML_BYTES = 1 << 20  # a config has a few hundred; YAML is a hundred times as slow as JSON
+MOST_HEADER_BYTES = 16 << 20  # of a safetensors file; a model of 100,000 tensors stays below
+_MOST_YAML_WORD = 10_000  # characters of a plain scalar: numbers with colons take quadratic time
+_PIECE = 1 << 24  # bytes read at once: a read of a gigabyte gets a buffer of it at once
+
 
 def cache_folder() -> Path:
     """The folder for files that can be made again: $XDG_CACHE_HOME or ~/.cache, then selfspec."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return local_path(base) / "selfspec"
+    return local_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "selfspec"
 
 
 def cores(limit: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     """Cores that this process may use: fewer than there are under taskset, or in a container."""
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no limit
+    with suppress(OSError, ValueError):  # no such file, or "max": no limit
         quota, period = map(int, limit.read_text().split())
         own = max(1, min(own, round(quota / period)))
     return own
@@ -87,15 +85,14 @@ def local_path(name: str | Path) -> Path:
     return path
 
 
-# --- before long work begins ----------------------------------------------------------------------
+# --- before long work begins
 
 
 def check_file(path: str | Path, *, overwrite: bool = False, reads: Iterable[object] = ()) -> Path:
     """`path`, if a file may be written there; asked before the work that ends in it.
 
-    Raises CannotWrite for an empty name, a folder, a device, a link, a folder around it that cannot
-    be written to, a file that the command `reads` (values of any kind, those that name files
-    count), one that selfspec did not write, and without `overwrite` one that it did.
+    Raises CannotWrite for what can be no file, one that the command `reads` (values of any kind,
+    those that name files count), one that selfspec did not write, or without `overwrite` did.
     """
     path = _named(path)
     _refuse_special(path)
@@ -122,23 +119,23 @@ def check_folder(
     """`folder`, if files called `names` may be written into it; asked before the work.
 
     `is_ours` says of a folder with some of these names whether selfspec made it. Raises CannotWrite
-    as `check_file` does: a folder of somebody else's, or without `overwrite` one of ours.
+    as `check_file` does.
     """
     folder = _named(folder)
     _refuse_special(folder)
     if folder.exists() and not folder.is_dir():
         raise CannotWrite(f"{folder} is a file. Name a folder")
     _require_writable(folder)
-    for name in names:
-        _refuse_special(folder / name)
-    refuse_inputs([folder / name for name in names], reads)
-    if there := [name for name in sorted(names) if (folder / name).exists()]:
+    paths = [folder / name for name in sorted(names)]
+    for path in paths:
+        _refuse_special(path)
+    refuse_inputs(paths, reads)
+    if there := [path.name for path in paths if path.exists()]:
+        holds = f"{folder} holds {there[0]}"
         if not is_ours(folder):
-            raise CannotWrite(
-                f"{folder} holds {there[0]}, which selfspec did not write. Name another folder"
-            )
+            raise CannotWrite(f"{holds}, which selfspec did not write. Name another folder")
         if not overwrite:
-            raise CannotWrite(f"{folder} holds {there[0]} already. Give --overwrite or another one")
+            raise CannotWrite(f"{holds} already. Give --overwrite or another one")
     return folder
 
 
@@ -150,11 +147,10 @@ def refuse_inputs(outputs: Iterable[Path], reads: Iterable[object]) -> None:
     texts = [str(value) for value in reads if isinstance(value, str | Path)]
     names = [name for text in texts for name in (text, *text.split(","))]
     for path, name in itertools.product(outputs, names):
-        with contextlib.suppress(OSError, ValueError, RuntimeError):  # names no file
+        with suppress(OSError, ValueError, RuntimeError):  # names no file
             if path.samefile(Path(name).expanduser()):
-                raise CannotWrite(
-                    f"{path} is read by the same command, as {name}. Name another output"
-                )
+                said = f"{path} is read by the same command, as {name}"
+                raise CannotWrite(f"{said}. Name another output")
 
 
 def written_here(path: Path) -> bool:
@@ -177,17 +173,15 @@ def open_to_others(file: Path) -> Path | None:
     for place in (file, *file.parents):
         if place == file and not os.path.lexists(place):
             continue
-        found = place.lstat()
-        near = place in (file, file.parent)
-        loose = found.st_mode & (0o022 if near else 0o002)
-        if found.st_mode & stat.S_ISVTX and not near:  # as in /tmp: others rename nothing of ours
-            loose = 0
-        if loose or found.st_uid not in (0, os.geteuid()):
+        found, loose = place.lstat(), 0o022
+        if place not in (file, file.parent):  # as in /tmp: others rename nothing of ours
+            loose = 0 if found.st_mode & stat.S_ISVTX else 0o002
+        if found.st_mode & loose or found.st_uid not in (0, os.geteuid()):
             return place
     return None
 
 
-# --- writing --------------------------------------------------------------------------------------
+# --- writing
 
 
 def write(path: Path, content: str | bytes) -> None:
@@ -219,7 +213,7 @@ def appended(path: Path, data: bytes) -> Iterator[IO[bytes]]:
                     data = data[file.write(data) :]
                 yield file
             except BaseException:
-                with contextlib.suppress(OSError):
+                with suppress(OSError):
                     file.truncate(size)
                 raise
 
@@ -228,10 +222,9 @@ def appended(path: Path, data: bytes) -> Iterator[IO[bytes]]:
 def replacing(path: Path, *, private: bool = False) -> Iterator[Path]:
     """A temporary place with the same file name, whose file then takes the place of `path`.
 
-    It lies in a folder of its own beside `path`, so that whatever a library puts next to it while
-    it writes (safetensors does) is cleared with it; after an error `path` is as it was. `private`:
-    only its owner may read and write it. Raises CannotWrite where the disk does not take it, or
-    `path` is a device, a link or a folder.
+    It lies in a folder of its own, so that whatever a library puts next to it while it writes
+    (safetensors does) is cleared with it. It gets the mode of what it replaces, else what the umask
+    gives; `private`: only its owner's. After an error, CannotWrite or another, `path` is as it was.
     """
     with _room(path) as room:
         new = room / path.name
@@ -290,23 +283,18 @@ def locked(output: Path, *, wait: bool = False) -> Iterator[None]:
                 lock.release()
                 lock.acquire()
         except Timeout as error:
-            raise CannotWrite(
-                f"{output} is being written by another process. Wait for it, or name another output"
-            ) from error
+            busy = f"{output} is being written by another process"
+            raise CannotWrite(f"{busy}. Wait for it, or name another output") from error
     try:
         _sweep(output, alone=True)
         yield
     finally:
-        with contextlib.suppress(OSError):  # Windows removes no open files
+        with suppress(OSError):  # Windows removes no open files
             place.unlink(missing_ok=True)
         lock.release()
 
 
-# --- what they share ------------------------------------------------------------------------------
-
-
 def _named(path: str | Path) -> Path:
-    """Raises CannotWrite for text that names no file."""
     if isinstance(path, str) and not path.strip():
         raise CannotWrite("the output's name is empty. Name a file or a folder")
     if "\0" in str(path):
@@ -374,16 +362,12 @@ def _room(path: Path) -> Iterator[Path]:
             shutil.rmtree(room, ignore_errors=True)
 
 
-_ASIDE = "aside"
-"""In a room: the folder that is being replaced."""
+_ASIDE = "aside"  # in a room: the folder that is being replaced
+_DRAWN = "[a-z0-9_]{8}"  # what `tempfile` puts into a name
 
 
 def _mode(path: Path) -> int:
     return path.stat().st_mode & 0o777
-
-
-_DRAWN = "[a-z0-9_]{8}"
-"""What `tempfile` puts into a name."""
 
 
 def _sweep(path: Path, *, alone: bool = False) -> None:
@@ -399,7 +383,7 @@ def _sweep(path: Path, *, alone: bool = False) -> None:
         inside = (*path.glob(".*.new"), *path.glob("*/.*.new"))
         found += [left for left in inside if re.fullmatch(rf"\..+\.{_DRAWN}\.new", left.name)]
     for left in found:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             if left.is_symlink() or not (alone or time.time() - left.stat().st_mtime > _STALE_S):
                 continue
             if (left / _ASIDE).is_dir() and not path.exists():
@@ -420,25 +404,7 @@ def _to_disk(path: Path) -> None:
             raise  # Windows opens no folders, and some file systems write out none
 
 
-# --- reading --------------------------------------------------------------------------------------
-
-MOST_BYTES = 64 << 20
-"""Limit for a text file that is read as a whole."""
-
-MOST_LINE_BYTES = 16 << 20
-"""Limit for one line of a JSONL file."""
-
-MOST_DEPTH = 64
-"""Lists and mappings inside each other."""
-
-MOST_YAML_BYTES = 1 << 20
-"""A config has a few hundred; YAML is read a hundred times as slowly as JSON."""
-
-MOST_HEADER_BYTES = 16 << 20
-"""Limit for a safetensors file's header: a model of 100,000 tensors stays below."""
-
-_MOST_YAML_WORD = 10_000
-"""Characters of a plain scalar: numbers with colons take quadratic time."""
+# --- reading
 
 
 def open_bytes(path: Path) -> IO[bytes]:
@@ -460,14 +426,11 @@ def open_bytes(path: Path) -> IO[bytes]:
     return os.fdopen(number, "rb")
 
 
-_PIECE = 1 << 24
-
-
 def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
     """A file as a whole. Raises InvalidData: unreadable, or too large."""
     with open_bytes(path) as file:
         try:
-            data = b""  # in pieces: a read of a gigabyte gets a buffer of it at once
+            data = b""
             while len(data) <= most_bytes and (piece := file.read(min(_PIECE, most_bytes + 1))):
                 data += piece
         except OSError as error:
@@ -485,9 +448,6 @@ def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
         raise InvalidData(f"{path} is not UTF-8: byte {error.start} is wrong") from error
 
 
-# --- JSON -----------------------------------------------------------------------------------------
-
-
 def read_json(path: Path, most_bytes: int = MOST_BYTES) -> Any:
     """Plain values. Raises InvalidData: as `read_text`, not JSON, or nested too deeply."""
     return parse_json(read_text(path, most_bytes), str(path))
@@ -501,7 +461,7 @@ def parse_json(text: str, where: str) -> Any:
     try:
         value = json.loads(text)
         if text.count("[") + text.count("{") > MOST_DEPTH and _depth(value) > MOST_DEPTH:
-            raise InvalidData(f"{where} is nested too deeply")
+            raise RecursionError
         if "\\ud" in text or "\\uD" in text:  # else no string can hold a lone surrogate
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError as error:
@@ -540,15 +500,12 @@ def json_lines(
                 yield number, line.removesuffix("\n")
 
 
-def _depth(value: dict[Any, Any] | list[Any] | str | float | None) -> int:
+def _depth(value: Any) -> int:
     """Lists and mappings inside each other."""
     if not isinstance(value, dict | list):
         return 0
     inner = value.values() if isinstance(value, dict) else value
     return 1 + max((_depth(one) for one in inner if isinstance(one, dict | list)), default=0)
-
-
-# --- YAML -----------------------------------------------------------------------------------------
 
 
 def read_yaml(path: Path) -> Any:
@@ -566,8 +523,7 @@ def read_yaml(path: Path) -> Any:
             found: dict[Any, Any] = super().construct_mapping(node, deep)
             return found
 
-    text = read_text(path, MOST_YAML_BYTES)
-    depth = 0
+    text, depth = read_text(path, MOST_YAML_BYTES), 0
     try:
         for event in yaml.parse(text, Loader=Loader):
             depth += isinstance(event, yaml.CollectionStartEvent)
@@ -587,9 +543,6 @@ def read_yaml(path: Path) -> Any:
         raise InvalidData(f"{path} holds a value that YAML cannot read: {error}") from error
 
 
-# --- weights --------------------------------------------------------------------------------------
-
-
 def check_safetensors(path: Path) -> dict[str, tuple[str, list[int]]]:
     """Types, as the format calls them, and shapes by name. Raises InvalidData for damaged files.
 
@@ -603,10 +556,8 @@ def check_safetensors(path: Path) -> dict[str, tuple[str, list[int]]]:
             raise InvalidData(f"{path} is a pipe, expected a file of tensors")
         size = int.from_bytes(file.read(8), "little")
     if size > MOST_HEADER_BYTES:
-        raise InvalidData(
-            f"{path} is no file of tensors: it says that its header has {size} bytes, more than "
-            f"{MOST_HEADER_BYTES}"
-        )
+        said = f"it says that its header has {size} bytes, more than {MOST_HEADER_BYTES}"
+        raise InvalidData(f"{path} is no file of tensors: {said}")
     try:
         with safe_open(path, "numpy") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # a file, no dict

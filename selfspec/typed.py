@@ -1,7 +1,6 @@
 """Whether values are of the types that their annotations say: of options, and of records in files.
 
-Comes in: names, values and type hints. Goes out: nothing, or an error at the first that does not
-fit. Called by `config` before any range is looked at, and where records are read. Imports no torch.
+Ranges are looked at after that, in `options`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,13 +15,10 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from selfspec.errors import InvalidData, InvalidOption
 
-_SHOWN = 60
-"""Characters of a value that an error repeats."""
+_SHOWN = 60  # characters of a value that an error repeats
+_MOST_LISTED = 40  # known names that an error lists
 
-_MOST_LISTED = 40
-"""Known names that an error lists."""
-
-_WORDS: dict[Any, tuple[str, str]] = {
+_WORDS: dict[Any, tuple[str, str]] = {  # one value of a type, and several
     bool: ("True or False", "True or False"),
     int: ("a whole number", "whole numbers"),
     float: ("a finite number", "finite numbers"),
@@ -31,8 +27,6 @@ _WORDS: dict[Any, tuple[str, str]] = {
     types.NoneType: ("None", "None"),
     Any: ("a value", "values"),
 }
-"""How an error calls one value of a type, and several."""
-
 
 _TORCH_CLASSES = dict.fromkeys(("Tensor", "GenerationConfig", "BaseStreamer"), Any)
 """Names in annotations that need torch: whoever uses such a value checks it."""
@@ -81,10 +75,7 @@ def require_types(record: Any) -> None:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether `value` is of a hint made of bool, int, float, str, None, Any, lists and classes.
-
-    A bool is no number, a number is finite, a list may be a tuple and the other way round.
-    """
+    """A bool is no number, a number is finite, a list may be a tuple and the other way round."""
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, types.UnionType):
         return any(fits(value, member) for member in inner)

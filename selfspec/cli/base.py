@@ -68,9 +68,6 @@ logger = logging.getLogger(__name__)
 
 PIPE_CLOSED = 141  # 128 + SIGPIPE
 
-_ERASE = "\r\x1b[K"
-"""Takes the line back that a terminal shows."""
-
 
 def selfspec(
     context: typer.Context,
@@ -97,7 +94,7 @@ def selfspec(
     if quiet and verbose:
         raise InvalidOption("--quiet and --verbose at once. Leave one of them out")
     handler = logging.StreamHandler()
-    erase = _ERASE if sys.stderr.isatty() else ""
+    erase = "\r\x1b[K" if sys.stderr.isatty() else ""  # the line that a terminal shows
     handler.setFormatter(logging.Formatter(f"{erase}selfspec: %(message)s"))
     package = logging.getLogger("selfspec")
     package.setLevel(logging.ERROR if quiet else logging.DEBUG if verbose else logging.INFO)
@@ -127,18 +124,12 @@ class Flag:
     group: str = "Options"  # where --help-all lists it
     rare: bool = False  # not listed by --help
 
-    @property
-    def long_name(self) -> str:
-        """The flag as typed: `--max-new-tokens`."""
-        return "--" + self.name.replace("_", "-")
-
     def parameter(self) -> inspect.Parameter:
         """The parameter that typer reads; None where the flag is not given."""
-        first, *rest = members(self.hint)
-        many = any(get_origin(member) is tuple for member in (first, *rest))
-        negation = f"/--no-{self.long_name[2:]}" if first is bool else ""
+        kinds, words = members(self.hint), self.name.replace("_", "-")
+        many = any(get_origin(kind) is tuple for kind in kinds)
         option = typer.Option(
-            self.long_name + negation,
+            f"--{words}" + (f"/--no-{words}" if kinds[0] is bool else ""),
             *self.aliases,
             help=self.help,
             metavar=self.metavar or _metavar(self.hint, ","),
@@ -147,7 +138,7 @@ class Flag:
             show_envvar=False,
             rich_help_panel=self.group,
         )
-        return _keyword(self.name, None, Annotated[(str if many else first) | None, option])
+        return _keyword(self.name, None, Annotated[(str if many else kinds[0]) | None, option])
 
 
 def option_flags(options: type, names: Iterable[str] | None = None) -> tuple[Flag, ...]:
@@ -179,25 +170,13 @@ Prompt = Annotated[
     str | None,
     typer.Argument(metavar="PROMPT", help="The question; without it, standard input."),
 ]
-ConfigFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        metavar="FILE",
-        help="YAML file of options; flags win over it.",
-        envvar="SELFSPEC_CONFIG",
-        show_envvar=False,
-    ),
-]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON value on standard output.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")]
 
 RAW = Flag("raw", bool, "Continue the prompt, without chat template.")
-
 SYSTEM = Flag("system", str, "System message ahead of the conversation.")
 
 Stats = Literal["short", "full"]  # how much is said of an answer
-
 STATS = Flag(
     "stats",
     Stats,
@@ -205,6 +184,21 @@ STATS = Flag(
     metavar="[=full]",
 )
 
+KV_MEMORY = Flag(
+    "kv_memory",
+    str,
+    "Memory for KV caches: 500MB, 2GB. Built in: half of what is free.",
+    metavar="SIZE",
+    rare=True,
+)
+
+_CONFIG = typer.Option(
+    "--config",
+    metavar="FILE",
+    help="YAML file of options; flags win over it.",
+    envvar="SELFSPEC_CONFIG",
+    show_envvar=False,
+)
 _known: set[str] = set()  # names of all commands' flags: keys that the default file may hold
 
 
@@ -216,14 +210,14 @@ def with_flags(*flags: Flag) -> Callable[[Command], Command]:
         signature = inspect.signature(command, eval_str=True)
         parameters = [entry for entry in signature.parameters.values() if entry.name != "asked"]
         parameters += [flag.parameter() for flag in flags]
-        parameters.append(_keyword("config", None, ConfigFile))
+        parameters.append(_keyword("config", None, Annotated[Path | None, _CONFIG]))
         parameters.append(_keyword("help_all", False, Annotated[bool, _HELP_ALL]))
 
         @functools.wraps(command)
         def wrapper(config: Path | None, help_all: bool, **given: Any) -> None:  # noqa: ARG001  # it has shown all by now
             values = {flag.name: given.pop(flag.name) for flag in flags}
-            values = {name: value for name, value in values.items() if value not in (None, [])}
-            asked = merged(config, values, flags)
+            named = {name: value for name, value in values.items() if value not in (None, [])}
+            asked = merged(config, named, flags)
             asked.update({"config": str(config)} if config else {})
             command(**given, asked=asked)
 
@@ -316,22 +310,15 @@ def check_file(asked: Asked, name: str | Path) -> Path:
     return files.check_file(name, overwrite=asked.get("overwrite", False), reads=inputs(asked))
 
 
-KV_MEMORY = Flag(
-    "kv_memory",
-    str,
-    "Memory for KV caches: 500MB, 2GB. Built in: half of what is free.",
-    metavar="SIZE",
-    rare=True,
-)
-
-
 def kv_memory(asked: Asked) -> int | None:
     """In bytes."""
     if (size := asked.get("kv_memory")) is None:
         return None
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *(|K|M|G|T)(i?)B?", size, re.IGNORECASE)
-    power = "KMGT".index(match[2].upper()) + 1 if match and match[2] else 0
-    found = int(float(match[1]) * (1024 if match[3] else 1000) ** power) if match else 0
+    found = 0
+    if match:
+        power = " KMGT".index(match[2].upper() or " ")
+        found = int(float(match[1]) * (1024 if match[3] else 1000) ** power)
     if not found:
         raise InvalidOption(f"kv_memory is {size!r}, expected a size like 500MB or 2GB")
     return found
@@ -525,9 +512,10 @@ def check_template(asked: Asked, command: str = "generate") -> None:
     name, heads = asked.get("model"), asked.get("heads")
     if name is None or asked.keys() & {"raw", "chat_template"} or hub.brings_template(name):
         return
-    named = [] if heads in _NO_FOLDER else [hub.resolve_heads(heads)] if heads else None
-    known_ones = [*hub.list_heads(), *known_folders()] if named is None else named
-    if not any(read_config(folder).get("chat_template") for folder in known_ones):
+    known = [*hub.list_heads(), *known_folders()]
+    if heads:
+        known = [] if heads in _NO_FOLDER else [hub.resolve_heads(heads)]
+    if not any(read_config(folder).get("chat_template") for folder in known):
         raise InvalidPrompt(
             f"{name} has no chat template: is it a base model? {advice(name)}; or continue a text: "
             f"{shlex.join(['selfspec', command, '--raw', '--model', name])}"
@@ -546,12 +534,12 @@ def check_model(asked: Asked) -> None:
         raise InvalidOption(f"drafter {options.drafter} needs a datastore. Give --datastore")
     if "datastore" in asked:
         files.check_safetensors(files.local_path(asked["datastore"]))
-    for name in asked.keys() & {"model", "draft_model"}:
+    models = asked.keys() & {"model", "draft_model"}
+    for name in models:
         if not asked[name]:
             raise InvalidOption(f"{name} is empty, expected a hub id, a folder or a .gguf file")
         hub.require_model(asked[name])
-    own = not asked.keys() & {"model", "draft_model"}
-    heads = asked.get("heads", hub.DEFAULT_HEADS if own else hub.NO_HEADS)
+    heads = asked.get("heads", hub.NO_HEADS if models else hub.DEFAULT_HEADS)
     if heads not in _NO_FOLDER and asked.keys() & {"heads", "drafter"}:
         held = read_config(hub.resolve_heads(heads))["exit_layers"]
         for layer in options.exit.layers or ():
@@ -615,11 +603,15 @@ def emit(text: str) -> None:
         raise CannotWrite(f"cannot write standard output: {error.strerror}") from error
 
 
-def emit_facts(facts: Mapping[str, Any], *, as_json: bool) -> None:
-    """One JSON value, or a line for each."""
+def emit_json(value: Any) -> None:
+    """As one line."""
+    emit(json.dumps(value) + "\n")
+
+
+def emit_facts(facts: Mapping[str, Any]) -> None:
+    """A line for each."""
     width = max(map(len, facts))
-    lines = [f"{name:<{width}}  {words(value)}\n" for name, value in facts.items()]
-    emit(json.dumps(facts) + "\n" if as_json else "".join(lines))
+    emit("".join(f"{name:<{width}}  {words(value)}\n" for name, value in facts.items()))
 
 
 def words(value: Any) -> str:
@@ -680,8 +672,8 @@ def statistics(answer: Generation, kind: Stats) -> str:
 def say_if_cut(answer: Generation, options: Mapping[str, Any]) -> None:
     """A line about an answer that was cut by a limit that nobody asked for."""
     if answer.stop_reason == "length" and "max_new_tokens" not in options:
-        count = len(answer.token_ids)
-        logger.info("the answer was cut after %d tokens; more: --max-new-tokens", count)
+        said = "the answer was cut after %d tokens; more: --max-new-tokens"
+        logger.info(said, len(answer.token_ids))
 
 
 def is_first() -> bool:
@@ -727,26 +719,23 @@ def bar(name: str, unit: str, *, rate: bool = False) -> Iterator[Callable[..., N
     It gives `show(done, total, words="", found=False)`. `total` None: not known. `found`: earlier
     runs did this much, so it says nothing about the time that is left.
     """
+    from rich import progress
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.progress import TimeRemainingColumn as Remaining
 
     columns = (
-        TextColumn(name),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn(unit + "  {task.fields[words]}"),
-        Remaining(),
+        progress.TextColumn(name),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TextColumn(unit + "  {task.fields[words]}"),
+        progress.TimeRemainingColumn(),
     )
     quiet = logging.getLogger("selfspec").level == logging.ERROR or not is_first()
-    with Progress(*columns, console=Console(stderr=True), disable=quiet) as drawn:
+    with progress.Progress(*columns, console=Console(stderr=True), disable=quiet) as drawn:
         task = drawn.add_task(name, total=None, words="")
 
         def show(done: int, total: int | None, words: str = "", *, found: bool = False) -> None:
-            if found:  # or the time that is left would be reckoned from it
-                drawn.reset(task, completed=done, total=total, words=words)
-            else:
-                drawn.update(task, completed=done, total=total, words=words)
+            change = drawn.reset if found else drawn.update  # a reset begins the clock anew
+            change(task, completed=done, total=total, words=words)
             if rate and (speed := drawn.tasks[0].speed):
                 drawn.update(task, words=f"{speed:,.0f} {unit}/s")
 
@@ -783,13 +772,11 @@ def silence(stream: Any) -> None:
 class Forgiving(io.TextIOWrapper):
     """A stream whose words are lost where they cannot be written; that ends nothing."""
 
-    def write(self, text: str) -> int:
-        """How much was taken: all of it, always."""
+    def write(self, text: str) -> int:  # noqa: D102
         with contextlib.suppress(OSError, ValueError):
             super().write(text)
         return len(text)
 
-    def flush(self) -> None:
-        """Flush as the stream does, without its errors."""
+    def flush(self) -> None:  # noqa: D102
         with contextlib.suppress(OSError, ValueError):
             super().flush()

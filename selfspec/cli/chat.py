@@ -20,12 +20,12 @@ from selfspec.cli import base, interrupts
 from selfspec.cli.base import SHARED, Asked, Flag, with_flags
 from selfspec.decoding.stats import rate
 from selfspec.errors import InvalidData, InvalidOption, InvalidPrompt, SelfspecError
-from selfspec.files import read_json
 from selfspec.typed import check_keys
 
 if TYPE_CHECKING:
     from prompt_toolkit.history import History
     from prompt_toolkit.key_binding import KeyPressEvent
+    from rich.text import Text
 
     from selfspec.api.speculator import Speculator
     from selfspec.api.stream import Generation
@@ -86,10 +86,8 @@ class Chat:
         self.stats: base.Stats | None = asked.get("stats")
         self.writer = Writer(speculator.backbone.num_layers, colour=asked.get("colour"))
         self.messages = base.conversation(asked.get("system"))
-        self.tokens = 0
-        """In the context, as far as the model has seen it."""
-        self.last: Generation | None = None
-        """The newest answer; None where it was taken back."""
+        self.tokens = 0  # in the context, as far as the model has seen it
+        self.last: Generation | None = None  # the newest answer, unless it was taken back
         self.ended = False
         self._session = speculator.session()
 
@@ -125,26 +123,25 @@ class Chat:
     def _reply(self, question: str) -> None:
         """Answer a turn. What was said stays, also if Ctrl-C ends it; unsaid, there is no turn."""
         asked = [*self.messages, *base.conversation(None, question)]
-        whole = True
+        end = ""  # where an error says why
         try:
             stream = self._session.stream(asked, **self.options)
             try:
                 for piece in stream:
                     self.writer.piece(piece, *stream.giver)
+                end = "\n"
             except KeyboardInterrupt:
                 stream.close()
-                whole = False
-        except SelfspecError:
-            self.writer.end("")
-            raise
-        self.writer.end("\n" if whole else " …\n")
+                end = " …\n"
+        finally:
+            self.writer.end(end)
         found = stream.result
         if not found.text:
             return
         self.messages = [*asked, {"role": "assistant", "content": found.text}]
         self.tokens = found.stats.prompt_tokens + found.stats.new_tokens
         self.last = found
-        if whole:
+        if end == "\n":
             base.say_if_cut(found, self.options)
         if self.stats is not None:
             base.note(base.statistics(found, self.stats))
@@ -159,12 +156,11 @@ class Chat:
                 self.tokens = encode(tokenizer, list(messages)).shape[1]
 
     def _take_back(self) -> str | None:
-        places = [at for at, entry in enumerate(self.messages) if entry["role"] == "user"]
-        if not places:
-            return None
-        question = self.messages[places[-1]]["content"]
-        self._replace(self.messages[: places[-1]])
-        return question
+        for place, entry in reversed([*enumerate(self.messages)]):
+            if entry["role"] == "user":
+                self._replace(self.messages[:place])
+                return entry["content"]
+        return None
 
     @_command("/help", "these lines")
     def _help(self, _: str) -> None:
@@ -225,27 +221,24 @@ class Chat:
     @_command("/save FILE", "keep the conversation in a file")
     def save(self, name: str) -> None:
         """Raises CannotWrite."""
-        values = {
-            "made_by": "selfspec chat",
-            "model": self.speculator.label,
-            "messages": self.messages,
-        }
+        values = {"made_by": "selfspec chat", "model": self.speculator.label}
+        values |= {"messages": self.messages}
         path = files.check_file(files.local_path(name), overwrite=True)
         files.write(path, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
         self.writer.line(f"wrote {name}")
 
     @_command("/load FILE", "go on with a conversation from a file")
     def _load(self, name: str) -> None:
-        values = read_json(path := files.local_path(name))
-        messages = values.get("messages") if isinstance(values, dict) else None
-        if not isinstance(messages, list) or not all(
-            isinstance(entry, dict)
-            and entry.get("role") in ("system", "user", "assistant")
-            and isinstance(entry.get("content"), str)
-            for entry in messages
-        ):
-            raise InvalidData(f"{path} is no conversation. Give a file that /save wrote")
-        self._replace([{key: entry[key] for key in ("role", "content")} for entry in messages])
+        values = files.read_json(path := files.local_path(name))
+        messages: list[dict[str, str]] = []
+        found = values.get("messages") if isinstance(values, dict) else None
+        for entry in found if isinstance(found, list) else [None]:
+            match entry:
+                case {"role": "system" | "user" | "assistant" as role, "content": str(content)}:
+                    messages.append({"role": role, "content": content})
+                case _:
+                    raise InvalidData(f"{path} is no conversation. Give a file that /save wrote")
+        self._replace(messages)
         turns = sum(entry["role"] == "user" for entry in messages)
         self.writer.line(f"read {name}: {turns} questions")
 
@@ -254,20 +247,19 @@ class Chat:
         """The last answer is written once more, and each layer asked what it made of it."""
         if self.last is None:
             raise InvalidOption("there is no answer to trace yet. Ask something")
-        path = files.local_path(name) if name else None
-        if path is not None:
-            if path.suffix not in (".html", ".jsonl"):
-                raise InvalidOption(f"{path}: expected a name that ends in .html or .jsonl")
+        path = files.local_path(name)
+        if name and path.suffix not in (".html", ".jsonl"):
+            raise InvalidOption(f"{path}: expected a name that ends in .html or .jsonl")
+        if name:
             files.check_file(path, overwrite=True)
         from selfspec.cli.measure import costs_of
         from selfspec.visualise import look, views
 
-        count, prompt = len(self.last.token_ids), self.messages[:-1]
-        options = self.options | {"max_new_tokens": count}
-        found = look.inspect(self.speculator, prompt, **options)
+        options = self.options | {"max_new_tokens": len(self.last.token_ids)}
+        found = look.inspect(self.speculator, self.messages[:-1], **options)
         if [place.token for place in found.places] != self.last.token_ids:
             base.note("selfspec: sampled again, the answer is another one: this is its trace")
-        if path is None:
+        if not name:
             base.emit(base.printed(lambda console: views.show(found, console)))
             return
         if path.suffix == ".html":
@@ -294,7 +286,7 @@ class Chat:
 
 
 def _line() -> str | None:
-    """A line of standard input that is no terminal. Raises InvalidPrompt for what is no UTF-8."""
+    """A line of standard input that is no terminal."""
     try:
         line = sys.stdin.readline(base.MOST_PROMPT_BYTES)
     except UnicodeDecodeError as error:
@@ -372,13 +364,11 @@ def _history() -> History:
 @contextmanager
 def _unseen_keys() -> Iterator[None]:
     """While open, a terminal keeps what is typed for the next turn, and writes none of it."""
-    try:
-        import termios
-    except ImportError:  # Windows shows none by itself
-        termios = None  # type: ignore[assignment]
-    if termios is None or not sys.stdin.isatty():
+    if os.name == "nt" or not sys.stdin.isatty():  # Windows shows none by itself
         yield
         return
+    import termios
+
     before = termios.tcgetattr(sys.stdin)
     silent = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
     termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
@@ -406,8 +396,7 @@ class Writer:
         self._console = Console(highlight=False, no_color=no_color, soft_wrap=True)
         self._num_layers = num_layers
         self._column = 0
-        self._gap = ""
-        """Spaces that are written only if the word behind them fits."""
+        self._gap = ""  # spaces that are written only if the word behind them fits
         self._word = Text()
 
     @property
@@ -453,8 +442,11 @@ class Writer:
         """A paragraph of its own."""
         from rich.text import Text
 
+        self._print(Text(text, style), soft_wrap=not self._console.is_terminal)
+
+    def _print(self, *parts: str | Text, **how: Any) -> None:
         with self._console.capture() as capture:
-            self._console.print(Text(text, style), soft_wrap=not self._console.is_terminal)
+            self._console.print(*parts, **how)
         base.emit(capture.get())
 
     def _end_word(self) -> None:
@@ -465,9 +457,7 @@ class Writer:
         if self._column and self._column + cells >= self._console.width:
             self._new_line()
         self._column += len(self._gap) + self._word.cell_len
-        with self._console.capture() as capture:
-            self._console.print(self._gap, self._word, sep="", end="", soft_wrap=True)
-        base.emit(capture.get())
+        self._print(self._gap, self._word, sep="", end="", soft_wrap=True)
         self._gap, self._word = "", self._word.blank_copy()
 
     def _new_line(self, end: str = "\n") -> None:

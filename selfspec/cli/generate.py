@@ -73,7 +73,7 @@ def generate(prompt: base.Prompt = None, *, as_json: base.AsJson = False, asked:
             "heads": heads and (asked.get("heads") or found),
             "options": speculator.options.described() | options,
         }
-        base.emit(json.dumps(_facts(answer) | about) + "\n")
+        base.emit_json(_facts(answer) | about)
     else:
         last = ""
         stream = speculator.stream(messages, **options)
@@ -104,8 +104,7 @@ _MADE_BY = {"made_by": "selfspec generate"}
 
 def answer_all(asked: Asked, options: dict[str, Any]) -> str:
     """Write the answers, or why there is none; says how many."""
-    output = base.check_file(asked, asked["output"])
-    overwrite = asked.get("overwrite", False)
+    output, overwrite = base.check_file(asked, asked["output"]), asked.get("overwrite", False)
     room = {"most": asked.get("concurrency", 32), "kv_memory": base.kv_memory(asked)}
     if room["most"] < 1:
         raise InvalidOption(f"concurrency is {room['most']}, expected at least 1")
@@ -178,15 +177,13 @@ class Run:
         head = json.dumps(_MADE_BY | {"asked": mark})
         if files.check_file(run.partial, overwrite=True).exists():
             text = run.partial.read_text(encoding="utf-8", errors="replace")
-            whole = text[: text.rfind("\n") + 1]  # a killed run may have cut off its last line
-            first, *lines = whole.split("\n")[:-1] or [""]
+            first, *lines = text.split("\n")[:-1] or [""]  # a kill may have cut off the last line
             if first == head:
                 try:
-                    numbers = [int(files.parse_json(line, "it")["index"]) for line in lines]
+                    run.lines = {int(files.parse_json(one, "it")["index"]): one for one in lines}
                 except (InvalidData, ValueError, TypeError, LookupError) as error:
                     damaged = f"{run.partial} is damaged. Remove it to begin anew"
                     raise CannotWrite(damaged) from error
-                run.lines = dict(zip(numbers, lines, strict=True))
             elif not overwrite:
                 raise CannotWrite(
                     f"{run.partial} belongs to a run with other prompts or options. Go on with "
@@ -237,9 +234,8 @@ def demo(
     base.check_template(asked, "demo")
     speculator = base.load({"dtype": "float32"} | asked)
     (other, other_s), (own, own_s) = both(speculator, text, count, raw=raw)
-    place = first_divergence(other, own.token_ids)
-    speeds = {"Hugging Face": len(other) / other_s, "selfspec": len(own.token_ids) / own_s}
-    said = ", ".join(f"{name} {rate(speed)}" for name, speed in speeds.items())
+    place = first_divergence(other, own)
+    said = f"Hugging Face {rate(len(other) / other_s)}, selfspec {rate(len(own) / own_s)}"
     base.emit(f"{said}: {verdict(place, other_s / own_s)}\n")
     if place is not None:
         raise typer.Exit(1)
@@ -247,19 +243,18 @@ def demo(
 
 def verdict(differs_at: int | None, gain: float) -> str:
     """How much faster, and whether the texts are the same or differ at a token, from 0."""
-    same = "yes"
-    if differs_at is not None:
-        same = (
-            f"no, token {differs_at + 1} is another one (a near tie may be rounded otherwise; "
-            "--dtype float64 tells)"
-        )
     words = "about as fast" if gain > 1 - _NEAR else f"{1 / gain:.1f}× slower"
     words = f"{gain:.1f}× faster" if gain > 1 + _NEAR else words
-    return f"{words}; same text: {same}"
+    if differs_at is None:
+        return f"{words}; same text: yes"
+    tie = "a near tie may be rounded otherwise; --dtype float64 tells"
+    return f"{words}; same text: no, token {differs_at + 1} is another one ({tie})"
 
 
-def both(speculator: Speculator, text: str, count: int, *, raw: bool) -> list[tuple[Any, float]]:
-    """Both answers and their seconds, greedy and from the same weights, shown as they come.
+def both(
+    speculator: Speculator, text: str, count: int, *, raw: bool
+) -> list[tuple[list[int], float]]:
+    """Tokens and seconds of both, greedy and from the same weights, shown as they come.
 
     One after the other, because two at once would share the processor, and warmed up before their
     clocks start.
@@ -275,15 +270,14 @@ def both(speculator: Speculator, text: str, count: int, *, raw: bool) -> list[tu
         base.emit(f"{title}:\n")
         writer = Writer(speculator.backbone.num_layers)
         start = time.perf_counter()
-        answer = write(speculator, ids, count, writer.piece)
+        tokens = write(speculator, ids, count, writer.piece)
         seconds = time.perf_counter() - start
         writer.end(f"\n({seconds:.1f} s)\n\n")
-        found.append((answer, seconds))
+        found.append((tokens, seconds))
     return found
 
 
-Show = Callable[[str, str, int], None]
-"""Takes text, and who gave it: a source, and an exit layer."""
+Show = Callable[[str, str, int], None]  # text, and who gave it: a source, and an exit layer
 
 
 def theirs(speculator: Speculator, ids: Tensor, count: int, show: Show) -> list[int]:
@@ -301,12 +295,12 @@ def theirs(speculator: Speculator, ids: Tensor, count: int, show: Show) -> list[
     return METHODS["hugging-face"].decode(speculator, ids, count, {}, streamer).token_ids
 
 
-def ours(speculator: Speculator, ids: Tensor, count: int, show: Show) -> Generation:
+def ours(speculator: Speculator, ids: Tensor, count: int, show: Show) -> list[int]:
     """By our runtime."""
     stream = speculator.stream(ids, max_new_tokens=count, do_sample=False)
     for piece in stream:
         show(piece, *stream.giver)
-    return stream.result
+    return stream.result.token_ids
 
 
 # --- serve
@@ -332,15 +326,13 @@ def serve(*, asked: Asked) -> None:
     options = base.options_of(ServeOptions, asked)
     kv_memory = base.kv_memory(asked)
     keys = Keys.found(Path(asked["api_key_file"]) if "api_key_file" in asked else None)
+    give = f"set {VARIABLE}, or give --api-key-file"
     if not is_loopback(options.host) and not keys:
-        raise InvalidOption(
-            f"host is {options.host}, which others can reach. Set {VARIABLE}, or give "
-            "--api-key-file"
-        )
+        raise InvalidOption(f"host is {options.host}, which others can reach. S{give[1:]}")
     if "*" in (options.cors_origin or ()) and not keys:
         raise InvalidOption(
             "cors_origin is *: every web page that this machine's browser shows could ask. Name "
-            f"the page, set {VARIABLE}, or give --api-key-file"
+            f"the page, {give}"
         )
     check_packages("a server", "fastapi", "uvicorn", "prometheus_client", extra="serve")
     from selfspec.serve.gate import Server, bound

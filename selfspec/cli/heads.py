@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from dataclasses import asdict
@@ -15,14 +14,7 @@ from selfspec import files
 from selfspec.cli import base
 from selfspec.cli.base import AsJson
 from selfspec.errors import HeadsMismatch, InvalidData, InvalidHeads, InvalidOption
-from selfspec.files import open_bytes
-from selfspec.heads.folder import (
-    attends,
-    is_heads_folder,
-    known_folders,
-    read_config,
-    remember,
-)
+from selfspec.heads.folder import attends, is_heads_folder, known_folders, read_config, remember
 from selfspec.hub import models as hub
 
 app = typer.Typer()
@@ -52,14 +44,14 @@ def list_command(*, as_json: AsJson = False) -> None:
         count = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
         rows.append({"name": hub.heads_name(folder), **said, "size_bytes": count})
     if as_json:
-        base.emit(json.dumps(rows) + "\n")
+        base.emit_json(rows)
         return
     from rich.table import Table
 
     grid = Table("name", "base model", "exit layers", "type", "MB", box=None, pad_edge=False)
     for row in rows:
-        layers, size = base.words(row["exit_layers"]), f"{row['size_bytes'] / 1e6:.1f}"
-        grid.add_row(row["name"], row["base_model"], layers, row["head_type"], size)
+        *first, size = map(base.words, row.values())
+        grid.add_row(*first, f"{int(size) / 1e6:.1f}")
     base.emit(base.rendered(grid))
 
 
@@ -70,12 +62,14 @@ def show(folder: Folder, *, as_json: AsJson = False) -> None:
     from selfspec.heads.attending import config_of  # a wrong name costs no torch import
 
     values = asdict(config_of(found))
-    if (template := values["chat_template"]) is not None and not as_json:
-        from selfspec.api.chat_template import name_of
+    if as_json:
+        base.emit_json(values)
+        return
+    from selfspec.api.chat_template import name_of
 
-        values["chat_template"] = name_of(template)
-    said = {name: value for name, value in values.items() if value not in (None, {})}
-    base.emit_facts(values if as_json else said, as_json=as_json)
+    if values["chat_template"] is not None:
+        values["chat_template"] = name_of(values["chat_template"])
+    base.emit_facts({name: value for name, value in values.items() if value not in (None, {})})
 
 
 @app.command()
@@ -151,7 +145,7 @@ def pull(
         with files.replacing_folder(target) as new:
             for file in (source / entry for entry in hub.HEADS_FILES):
                 if file.exists():
-                    with open_bytes(file) as opened, (new / file.name).open("wb") as copy:
+                    with files.open_bytes(file) as opened, (new / file.name).open("wb") as copy:
                         shutil.copyfileobj(opened, copy)
     remember(target)
     base.emit(f"{hub.heads_name(target)}: {target}\n")

@@ -98,12 +98,10 @@ def ordered(arguments: Sequence[str]) -> list[str]:
 
     A bare `--stats` takes no word from behind it: that may be the prompt.
     """
-    end = arguments.index("--") if "--" in arguments else len(arguments)
+    end = [*arguments, "--"].index("--")
     end = 1 if arguments[:1] == ["lm-eval"] else end  # the others are not ours
-    first = [word for word in arguments[:end] if word in _ANYWHERE]
-    words = [word for word in arguments[:end] if word not in _ANYWHERE]
-    words = ["--stats=short" if word == "--stats" else word for word in words]
-    return [*first, *words, *arguments[end:]]
+    ours = ["--stats=short" if word == "--stats" else word for word in arguments[:end]]
+    return [*sorted(ours, key=lambda word: word not in _ANYWHERE), *arguments[end:]]
 
 
 # --- errors

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from selfspec.api.speculator import Speculator
     from selfspec.decoding.costs import MeasuredCosts
     from selfspec.decoding.measure import StepSpeed
-    from selfspec.eval.verify import Rung
     from selfspec.visualise.layers import LayerTrace
 
 SUITE = (
@@ -54,12 +53,11 @@ def suite_of(asked: Asked, limit: int) -> list[Question]:
 
 # --- trace
 
-_TARGETS = (
+_TARGETS = (  # files to write
     Flag("html", str, "File for a page to explore."),
     Flag("output", str, "File to keep the trace in, one JSON record per line."),
     Flag("card", str, "PNG to share: question, answer and one factor."),
 )
-"""Flags that name files to write."""
 _FROM = {"source", "html", "card", "rejected", "overwrite"}  # what means something with --from
 
 
@@ -187,24 +185,23 @@ def tune(*, as_json: base.AsJson = False, asked: Asked) -> None:
         nothing = "nothing was tuned for this model and its heads on this machine\n"
         base.emit("".join(gone) or nothing)
         return
-    prompts = [question.turns[0] for question in questions]
+    prompts, objective = [one.turns[0] for one in questions], asked.get("objective", "speed")
     with base.bar("tune", "questions") as show:
-        objective = asked.get("objective", "speed")
         found = choosing.tune(speculator, prompts, show, objective, new_tokens)
-    known = asdict(found)
-    dry_run = asked.get("dry_run", False)
-    file = None if dry_run else tuned.write(backbone, heads, found.options, known)
-    lines = [f"{found.settings:,} settings tried on {found.prompts} prompts", found.sentence()]
-    if found.speculates:
-        rate = f"{found.compression_rate:.2f} tokens per verification"
-        lines[1:1] = [
-            *(f"{name} {found.options[name]}" for name in ("drafter", "costs")),
-            f"{rate}, worst prompt {found.worst:.2f} x",
-        ]
-    if file is not None:
-        lines.append(f"kept in {file}; selfspec tune --forget removes it")
-    facts = known | {"file": file and str(file)}
-    base.emit(json.dumps(facts) + "\n" if as_json else "".join(f"{line}\n" for line in lines))
+    known, file = asdict(found), None
+    if not asked.get("dry_run", False):
+        file = tuned.write(backbone, heads, found.options, known)
+    if as_json:
+        base.emit_json(known | {"file": file and str(file)})
+    else:
+        base.emit(f"{found.settings:,} settings tried on {found.prompts} prompts\n")
+        if found.speculates:
+            base.emit(f"drafter {found.options['drafter']}\ncosts {found.options['costs']}\n")
+            rate = f"{found.compression_rate:.2f} tokens per verification"
+            base.emit(f"{rate}, worst prompt {found.worst:.2f} x\n")
+        base.emit(f"{found.sentence()}\n")
+        if file is not None:
+            base.emit(f"kept in {file}; selfspec tune --forget removes it\n")
     if file is not None:
         own = ["--heads", str(asked["heads"])] if "heads" in asked else []
         own += base.raw_flag(speculator.tokenizer)
@@ -249,10 +246,9 @@ def bench(*, as_json: base.AsJson = False, asked: Asked) -> None:
     sweep = {said: move for text in asked.get("sweep", []) for said, move in moved(text).items()}
     from selfspec.eval import report
 
-    resume, overwrite = asked.get("resume", False), asked.get("overwrite", False)
-    folder = report.check_results(
-        asked["output"], overwrite=overwrite, resume=resume, reads=base.inputs(asked)
-    )
+    resume, given = asked.get("resume", False), asked.get("overwrite", False)
+    folder, reads = asked["output"], base.inputs(asked)
+    folder = report.check_results(folder, overwrite=given, resume=resume, reads=reads)
     suite = load_suite(options.suite, options.questions)
     speculator = base.load(asked)
     names = asked.get("methods", _METHODS if speculator.heads else _NO_HEADS)
@@ -265,11 +261,10 @@ def bench(*, as_json: base.AsJson = False, asked: Asked) -> None:
         check_packages("the quality of texts", "sacrebleu", "rouge_score")
     tried = [entry for entries in grid.values() if len(entries) > 1 for entry in entries]
     questions = parted(suite, options, tuning=bool(tried))
+    record = _record(asked, names, options, speculator, questions)
+    runner, tuning = Bench(speculator=speculator, options=options), []
     with files.locked(folder):
-        report.begin_results(
-            folder, _record(asked, names, options, speculator, questions), resume=resume
-        )
-        runner, tuning = Bench(speculator=speculator, options=options), []
+        report.begin_results(folder, record, resume=resume)
         if tried:
             with base.bar("settings", "questions") as show:
                 tuning = runner.measure(questions[1], tried, folder / TUNING, show)
@@ -280,9 +275,8 @@ def bench(*, as_json: base.AsJson = False, asked: Asked) -> None:
         report.write_results(folder, summary)
     words = f"{report.verdict(summary)}\nTables: {folder / 'table.md'}\n{report.rates(summary)}\n"
     base.emit(json.dumps(summary) + "\n" if as_json else words)
-    for line in summary["failures"]:
-        base.note(f"failed: {line}")
-    if summary["failures"]:
+    if failures := summary["failures"]:
+        base.note("".join(f"failed: {line}\n" for line in failures).rstrip())
         raise typer.Exit(1)
 
 
@@ -374,13 +368,10 @@ def report(
 
 _PROMPTS, _NEW_TOKENS, _COPY_GB = 6, 48, 8.0
 
-_DRAFTS = tuple(flag for flag in base.SPECULATION if flag.name != "pinned")
-"""Bits are pinned where the ladder compares them."""
-
 
 @base.with_flags(
     *base.LOADING,
-    *_DRAFTS,
+    *(flag for flag in base.SPECULATION if flag.name != "pinned"),  # the ladder pins by itself
     *SUITE,
     Flag("max_new_tokens", int, f"Tokens per prompt at most. Built in: {_NEW_TOKENS}."),
     Flag("rungs", tuple[int, ...], "Which of the seven checks to run: 1,2,6. The third is slow."),
@@ -410,26 +401,26 @@ def verify(*, as_json: base.AsJson = False, asked: Asked) -> None:
         rungs=wanted,
         max_copy_gb=asked.get("max_copy_gb", _COPY_GB),
     )
-    rungs: dict[str, Rung] = {}
+    rungs = []
     with base.bar("verify", "rungs") as show:
         for claim, rung in ladder.climb(subject):
-            rungs[claim] = rung
+            rungs.append((claim, rung))
             show(len(rungs), len(ladder.RUNGS), claim)
-    words = ladder.verdict(list(rungs.values()))
-    passed = all(rung.outcome != "failed" for rung in rungs.values())
+    words = ladder.verdict([rung for _, rung in rungs])
+    passed = all(rung.outcome != "failed" for _, rung in rungs)
     if as_json:
         said = {
             "model": speculator.label,
             "prompts": len(questions),
             "max_new_tokens": new_tokens,
             "options": speculator.options.described(),
-            "rungs": [{"claim": claim, **asdict(rung)} for claim, rung in rungs.items()],
+            "rungs": [{"claim": claim, **asdict(rung)} for claim, rung in rungs],
             "passed": passed,
             "verdict": words,
         }
-        base.emit(json.dumps(said) + "\n")
+        base.emit_json(said)
     else:
-        for number, (claim, rung) in enumerate(rungs.items(), start=1):
+        for number, (claim, rung) in enumerate(rungs, start=1):
             base.emit(f"{number} {rung.outcome:<8} {claim}\n           {rung.found}\n")
         base.emit(f"\n{speculator.label}: {words}\n")
     if not passed:
@@ -437,8 +428,6 @@ def verify(*, as_json: base.AsJson = False, asked: Asked) -> None:
 
 
 # --- env
-
-_NOT_OF_MODELS = ("heads", "draft_model", "datastore", "chat_template")
 
 PACKAGES = ("selfspec", "torch", "transformers", "accelerate", "safetensors")
 
@@ -455,7 +444,10 @@ def lm_eval(words: Annotated[list[str] | None, typer.Argument(metavar="..")] = N
     run(words or [])
 
 
-@base.with_flags(*(flag for flag in base.LOADING if flag.name not in _NOT_OF_MODELS))
+_OF_MODELS = ("model", "dtype", "device", "attn_implementation", "executor")
+
+
+@base.with_flags(*(flag for flag in base.LOADING if flag.name in _OF_MODELS))
 def env(*, as_json: base.AsJson = False, asked: base.Named) -> None:
     """Show versions, device, threads, folders. With --model: how it runs, and how fast."""
     loading = {name: asked[name] for name in asked.names}
@@ -467,21 +459,22 @@ def env(*, as_json: base.AsJson = False, asked: base.Named) -> None:
         model = f"{hub.default_model_file()} ({hub.DEFAULT_MODEL_PACKAGE} {version})"
     except ModelNotFound as error:
         model = str(error)  # it says how to get it
-    named, file = os.environ.get("SELFSPEC_CONFIG"), base.default_file()
-    configs = [f"{named} (SELFSPEC_CONFIG)"] if named else []
-    configs.append(f"{file}{'' if file.exists() else ' (not there)'}")
+    file = base.default_file()
+    config = f"{file}{'' if file.exists() else ' (not there)'}"
+    if named := os.environ.get("SELFSPEC_CONFIG"):
+        config = f"{named} (SELFSPEC_CONFIG), then {config}"
     facts: dict[str, Any] = {
         **machine(),
         "default_model": model,
         "default_heads": hub.DEFAULT_HEADS,
         "cache_folder": str(files.cache_folder()),
-        "config": ", then ".join(configs),
+        "config": config,
         "tuned": [str(file) for file in tuned.files()],
     }
     if loading:
         about, speed = _model_facts(loading)
         facts |= about | ({"speed": speed.to_dict()} if as_json else speed_lines(speed))
-    base.emit_facts(facts, as_json=as_json)
+    (base.emit_json if as_json else base.emit_facts)(facts)
 
 
 def machine() -> dict[str, Any]:
@@ -530,18 +523,17 @@ def _model_facts(asked: Asked) -> tuple[dict[str, Any], StepSpeed]:
 
 def speed_lines(speed: StepSpeed) -> dict[str, str]:
     """A plain step against the memory's limit, and passes of several rows against one step."""
-
-    def short(value: float) -> str:
-        """At least three digits, no exponent for what a machine can do."""
-        return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
-
+    step_ms, limit_ms, size_mb, rate_gb = (
+        f"{value:.3g}" if value < 1000 else f"{value:.0f}"  # at least three digits, no exponent
+        for value in (
+            *(1e3 * speed.step_s, 1e3 * speed.limit_s),
+            *(speed.step_bytes / 1e6, speed.memory_bytes_per_s / 1e9),
+        )
+    )
+    step = f"{step_ms} ms behind {speed.context_tokens} positions; reading {size_mb} MB"
+    share = f"{100 * speed.share_of_limit:.0f} % of the limit"
+    rows = "  ".join(f"{rows}: {cost:.2f}" for rows, cost in speed.rows_in_steps.items())
     return {
-        "plain step": (
-            f"{short(1e3 * speed.step_s)} ms behind {speed.context_tokens} positions; "
-            f"reading {short(speed.step_bytes / 1e6)} MB at "
-            f"{short(speed.memory_bytes_per_s / 1e9)} GB/s takes "
-            f"{short(1e3 * speed.limit_s)} ms: {100 * speed.share_of_limit:.0f} % of the limit"
-        ),
-        "rows": "  ".join(f"{rows}: {cost:.2f}" for rows, cost in speed.rows_in_steps.items())
-        + " of a step",
+        "plain step": f"{step} at {rate_gb} GB/s takes {limit_ms} ms: {share}",
+        "rows": f"{rows} of a step",
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -29,8 +28,9 @@ from selfspec.heads.folder import (
 )
 from selfspec.hub import models as hub
 from selfspec.options import FITTED
+from selfspec.training import text
 from selfspec.training.options import PRESETS, CacheOptions, DataOptions, FitOptions, plain
-from selfspec.training.text import Writer, check_output, check_source, template_of, texts_in
+from selfspec.training.text import Reader, Writer
 from selfspec.typed import check_keys
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from selfspec.training.recipe import Passages, Prompts, Recipe
     from selfspec.training.records import Calibration
     from selfspec.training.selfgen import Author, Proposal, Source
-    from selfspec.training.text import Conversation, Counts, Reader
+    from selfspec.training.text import Conversation, Counts
 
 _FROZEN = ("model", "dtype", "device", "chat_template")
 MODEL = base.grouped(
@@ -84,7 +84,7 @@ def _check(asked: Asked) -> None:
     """Refuse a model or a text that cannot be read, before torch is imported."""
     base.check_model(base.picked(asked, MODEL))
     for name in asked.keys() & {"data", "validation", "source", "questions"}:
-        check_source(asked[name])
+        text.check_source(asked[name])
 
 
 def _load(
@@ -126,17 +126,15 @@ def _chat_template(asked: Asked) -> str | None:
     from selfspec.api import chat_template as templates
     from selfspec.training.features import Manifest
 
-    def of_heads(name: str) -> Any:
-        return read_config(hub.resolve_heads(name)).get("chat_template")
-
+    makers: dict[str, Callable[[str], Any]] = {
+        "heads": lambda name: read_config(hub.resolve_heads(name)).get("chat_template"),
+        "data": text.template_of,
+        "cache": lambda name: Manifest.read(Path(name)).chat_template,
+    }
+    makers["start_from"] = makers["heads"]
     chosen = templates.read(asked["chat_template"]) if "chat_template" in asked else None
-    for flag, template_in in (
-        ("heads", of_heads),
-        ("start_from", of_heads),
-        ("data", template_of),
-        ("cache", lambda name: Manifest.read(Path(name)).chat_template),
-    ):
-        other = template_in(asked[flag]) if flag in asked else None
+    for flag in ("heads", "start_from", "data", "cache"):
+        other = makers[flag](asked[flag]) if flag in asked else None
         if chosen and other and chosen != other:
             base.note(
                 f"selfspec: {asked[flag]} was made with the chat template "
@@ -152,8 +150,7 @@ def writing(output: str | Path) -> AbstractContextManager[None]:
 
 
 def _workers(asked: Asked) -> int:
-    count: int = asked.get("workers", 1)
-    if count < 1:
+    if (count := int(asked.get("workers", 1))) < 1:
         raise InvalidOption(f"workers is {count}, expected a value of at least 1")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InvalidOption("a launcher started several processes. Start one, with --workers N")
@@ -168,8 +165,6 @@ def _read(
     path: str, on: Base, asked: Asked, batch_tokens: int | None, max_tokens: int | None = None
 ) -> list[Conversation]:
     """The conversations of a file that fit the model and a batch; None: of any length."""
-    from selfspec.training import text
-
     return text.read_conversations(
         Path(path),
         on.tokenizer,
@@ -268,7 +263,7 @@ def data(*, asked: Asked) -> None:
     _check(asked)
     if not asked.keys() & {"endpoint", "source"}:
         base.check_template(asked, "data")
-    check_output(asked["output"], base.inputs(asked))
+    text.check_output(asked["output"], base.inputs(asked))
     with writing(asked["output"]):
         counts = _write_data(asked, options)
     base.emit(f"{asked['output']}: {counts.words()}\n")
@@ -324,8 +319,8 @@ def _write_data(asked: Asked, options: DataOptions) -> Counts:
                 from selfspec import cluster
 
                 load = _load_like(asked, model, writes=True)
-                make = partial(_author, load, options, proposer)
                 del author, model  # the workers have their own
+                make = partial(_with_author, load, options, proposer)
                 submit = stack.enter_context(cluster.workers(workers, make))
             for counts in selfgen.write(source, writer, options, submit, 2 * workers - 1):
                 done = counts.answer_tokens
@@ -348,8 +343,7 @@ def _proposer(
     return Written(author, prompts, excluded).propose if prompts else author.answer
 
 
-def _author(load: Callable[[], Base], options: DataOptions, then: Callable[[Author], Any]) -> Any:
-    """What a worker has `then` made of an author, with the model that it loads."""
+def _with_author(load: Callable[[], Base], options: DataOptions, then: Callable[..., Any]) -> Any:
     from selfspec.training.selfgen import Author
 
     return then(Author(*load()[:2], options, lambda _: None))
@@ -364,13 +358,12 @@ def _source(
     excluded: set[int],
 ) -> tuple[Source, Prompts | None, Reader[Any] | None]:
     from selfspec.training import selfgen
-    from selfspec.training.text import Reader, user_turns
 
     skip, options = asked.get("skip_bad_rows", False), author.options
     if recipe is not None:
         own: list[tuple[str, ...]] = []
         if "questions" in asked:
-            questions = Reader(asked["questions"], user_turns, skip_bad_rows=skip)
+            questions = Reader(asked["questions"], text.user_turns, skip_bad_rows=skip)
             own += questions
             questions.report()
         prompts = author.prompts(recipe, passages, own)
@@ -386,14 +379,12 @@ def _source(
 def _excluded_ngrams(asked: Asked) -> set[int]:
     from selfspec.eval.results import load_suite
     from selfspec.training.selfgen import ngrams
-    from selfspec.training.text import Reader, texts_of
 
     suite = [] if "source" in asked else load_suite()  # rows that a user names are meant
-    found = {n for question in suite for text in question.turns for n in ngrams(text)}
+    asking = [turn for question in suite for turn in question.turns]
     for name in filter(None, asked.get("exclude", "").split(",")):
-        for text in Reader(name, texts_of):
-            found |= ngrams(text)
-    return found
+        asking += Reader(name, text.texts_of)
+    return {n for one in asking for n in ngrams(one)}
 
 
 def _identity(source: str | None) -> str | None:
@@ -437,9 +428,9 @@ def _write_features(asked: Asked, options: CacheOptions, workers: int) -> None:
     from selfspec.training.fit import default_exit_layers
 
     backbone = model.backbone
-    embedding = (0,) if options.deep else ()
-    layers = options.exit_layers or (*embedding, *default_exit_layers(backbone.num_layers))
-    check_exit_layers(layers, range(0 if options.deep else 1, backbone.num_layers))
+    first, depth = 0 if options.deep else 1, backbone.num_layers  # layer 0 is the embedding
+    layers = options.exit_layers or (*range(first, 1), *default_exit_layers(depth))
+    check_exit_layers(layers, range(first, depth))
     spec = store.FeatureSpec(layers, options.deep, options.top_k, not options.answers_only)
     texts = _read(asked["data"], model, asked, options.batch_tokens, options.max_tokens)
     source = store.StreamSource(backbone, spec, texts, options.batch_tokens)
@@ -469,10 +460,8 @@ def _write_features(asked: Asked, options: CacheOptions, workers: int) -> None:
             submit = stack.enter_context(cluster.workers(workers, make))
             computed = partial(cluster.in_order, submit, 2 * workers)
         store.write(Path(asked["output"]), source, manifest, count, computed)
-    base.emit(
-        f"{asked['output']}: {total:,} positions, {sum(source.answers):,} of them answers, "
-        f"{size:.2f} GB\n"
-    )
+    answers = f"{sum(source.answers):,} of them answers"
+    base.emit(f"{asked['output']}: {total:,} positions, {answers}, {size:.2f} GB\n")
 
 
 def _computer_of(
@@ -512,7 +501,8 @@ def datastore(*, asked: Asked) -> None:
             raise InvalidOption("the model has no tokenizer, whose tokens a datastore is made of")
         texts: list[Sequence[int]] = []
         if "texts" in asked:
-            texts += (on.tokenizer(text)["input_ids"] for _, text in texts_in(asked["texts"]))
+            files_of = text.texts_in(asked["texts"])
+            texts += (on.tokenizer(words)["input_ids"] for _, words in files_of)
         if "data" in asked:
             texts += (talk.ids for talk in _read(asked["data"], on, asked, None))
         store = Datastore.of(texts, on.tokenizer)
@@ -591,14 +581,14 @@ def _say_fitted(fitted: Fitted, model: Base, asked: Asked) -> None:
         base.say_next("bench", asked, "--heads", asked["output"], "--methods", "plain,medusa")
         return
     # calibration takes text that the heads were not fitted to; where there is none, make some
-    text = asked.get("validation", "held-out.jsonl")
+    data = asked.get("validation", "held-out.jsonl")
     if "validation" not in asked:
         template = model.chat_template
         name = template and templates.name_of(template)
         own = {"chat_template": name if name in templates.NAMES else template} if name else {}
-        words = ("--output", text, "--tokens", "20000", "--seed", "1")
+        words = ("--output", data, "--tokens", "20000", "--seed", "1")
         base.say_next("data", own | asked, *words, *base.raw_flag(model.tokenizer))
-    base.say_next("calibrate", asked, "--heads", asked["output"], "--data", text)
+    base.say_next("calibrate", asked, "--heads", asked["output"], "--data", data)
 
 
 def _check_heads_output(asked: Asked) -> None:
@@ -606,29 +596,22 @@ def _check_heads_output(asked: Asked) -> None:
 
     # a fit that was killed while it wrote has its checkpoint still, and goes on
     overwrite = asked.get("overwrite", False) or Path(asked["output"], CHECKPOINT).is_file()
-    files.check_folder(
-        asked["output"],
-        FILES_OF_A_FIT,
-        is_heads_folder,
-        overwrite=overwrite,
-        reads=base.inputs(asked),
-    )
+    allowed = {"overwrite": overwrite, "reads": base.inputs(asked)}
+    files.check_folder(asked["output"], FILES_OF_A_FIT, is_heads_folder, **allowed)
 
 
 def _job(asked: Asked, options: FitOptions, model: Base, checkpoint: Path) -> Job:
     from selfspec.training import fit
     from selfspec.training.features import CacheSource, StreamSource, launched, split, whole
-    from selfspec.training.text import special_ids
-    from selfspec.training.text import split as split_talks
 
     backbone, tokenizer = model.backbone, model.tokenizer
-    text, validation, start = options_of(CacheOptions, asked), asked.get("validation"), None
+    cached, validation, start = options_of(CacheOptions, asked), asked.get("validation"), None
 
     def streamed(
         talks: list[Conversation], *, measured: bool = True, keep: bool = True
     ) -> Selection:
         spec = fit.feature_spec(backbone, options, measured=measured)
-        return whole(StreamSource(backbone, spec, talks, text.batch_tokens, keep=keep))
+        return whole(StreamSource(backbone, spec, talks, cached.batch_tokens, keep=keep))
 
     if "start_from" in asked:
         start = _heads_of(hub.resolve_heads(asked["start_from"]), model)
@@ -647,12 +630,12 @@ def _job(asked: Asked, options: FitOptions, model: Base, checkpoint: Path) -> Jo
         _require_features(source.spec, fit.feature_spec(backbone, options, measured=False))
     else:  # features are made from conversations while they are needed
         data = Path(asked["data"]).name
-        talks = _read(asked["data"], model, asked, text.batch_tokens, text.max_tokens)
-        talks, others = (talks, talks) if validation else split_talks(talks)
+        talks = _read(asked["data"], model, asked, cached.batch_tokens, cached.max_tokens)
+        talks, others = (talks, talks) if validation else text.split(talks)
         train = streamed(talks, measured=False, keep=asked.get("keep_features", False))
         held_out = streamed(others)
     if validation:
-        held_out = streamed(_read(validation, model, asked, text.batch_tokens))
+        held_out = streamed(_read(validation, model, asked, cached.batch_tokens))
     return fit.Job(
         backbone=backbone,
         base_model=model.name,
@@ -661,7 +644,7 @@ def _job(asked: Asked, options: FitOptions, model: Base, checkpoint: Path) -> Jo
         options=options,
         start=start,
         chat_template=model.chat_template,
-        special_ids=special_ids(tokenizer) if tokenizer else (),
+        special_ids=text.special_ids(tokenizer) if tokenizer else (),
         data=data,
         **({"held_out": Path(validation).name} if validation else {}),
         checkpoint=checkpoint,
@@ -691,8 +674,8 @@ def calibrate(*, as_json: base.AsJson = False, asked: Asked) -> None:
 
     Costs of layers and heads are measured on this machine; nothing else should run meanwhile.
     """
-    entropy, text = asked.get("entropy", False), "cache" if "cache" in asked else "data"
-    base.require(asked, *(("data",) if entropy else ("heads", text)))
+    entropy, source = asked.get("entropy", False), "cache" if "cache" in asked else "data"
+    base.require(asked, *(("data",) if entropy else ("heads", source)))
     _check(asked)
     heads = hub.resolve_heads(asked["heads"]) if "heads" in asked else None
     output = None if asked.get("dry_run", False) else heads
@@ -704,7 +687,10 @@ def calibrate(*, as_json: base.AsJson = False, asked: Asked) -> None:
             _calibrate_entropy(asked, output, as_json=as_json)
             return
         found = _calibrate(asked, heads, output)
-    base.emit(json.dumps(found.record()) + "\n" if as_json else calibration_words(found))
+    if as_json:
+        base.emit_json(found.record())
+    else:
+        base.emit(calibration_words(found))
     if output is not None:
         base.note(f"wrote {output / CONFIG_FILE}")
         base.say_next("tune", asked, "--heads", str(output))
@@ -759,17 +745,18 @@ def _calibrate_entropy(asked: Asked, output: Path | None, *, as_json: bool) -> N
     value = found["entropy_threshold"]
     where = f"not stored: give it as --acceptance easd:entropy={value}"
     if output is not None:
-        heads = _heads_of(output, model)
-        options = SpeculationOptions().updated(heads.config.defaults)
+        config = _heads_of(output, model).config
+        options = SpeculationOptions().updated(config.defaults)
         options = options.updated({"easd": {"entropy": value}})
-        heads.config = replace(heads.config, defaults=options.differing())
-        heads.config.write(output)
+        replace(config, defaults=options.differing()).write(output)
         where = f"written to {output}"
-    words = (
+    if as_json:
+        base.emit_json(found)
+        return
+    base.emit(
         f"entropy threshold {value} nats, the mean of the highest {SHARE:.0%} at "
-        f"{found['positions']:,} answer positions (mean of all {found['mean_entropy']}); {where}"
+        f"{found['positions']:,} answer positions (mean of all {found['mean_entropy']}); {where}\n"
     )
-    base.emit((json.dumps(found) if as_json else words) + "\n")
 
 
 def calibration_words(found: Calibration) -> str:
@@ -778,15 +765,10 @@ def calibration_words(found: Calibration) -> str:
 
     columns = ("layer", "agreement", "2nd draft", "ECE", "T", "ECE at T")
     grid = Table(*columns, box=None, pad_edge=False)
-    for layer, entry in found.reliabilities.items():
-        grid.add_row(
-            str(layer),
-            f"{entry.agreement:.1%}",
-            "" if found.second is None else f"{found.second[layer]:.1%}",
-            f"{entry.ece_before:.3f}",
-            f"{entry.temperature:.2f}",
-            f"{entry.ece:.3f}",
-        )
+    for layer, one in found.reliabilities.items():
+        second = "" if found.second is None else f"{found.second[layer]:.1%}"
+        errors = f"{one.ece_before:.3f}", f"{one.temperature:.2f}", f"{one.ece:.3f}"
+        grid.add_row(str(layer), f"{one.agreement:.1%}", second, *errors)
     setting = found.setting
     words = (
         f"{found.positions:,} held-out positions; heads can draft {found.coverage:.1%} of the "
