@@ -174,7 +174,7 @@ def open_to_others(file: Path) -> Path | None:
         if place == file and not os.path.lexists(place):
             continue
         found, loose = place.lstat(), 0o022
-        if place not in (file, file.parent):  # as in /tmp: others rename nothing of ours
+        if place not in (file, file.parent):  # in /tmp and its like others rename nothing of ours
             loose = 0 if found.st_mode & stat.S_ISVTX else 0o002
         if found.st_mode & loose or found.st_uid not in (0, os.geteuid()):
             return place

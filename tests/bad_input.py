@@ -1,8 +1,4 @@
-"""A folder of good and bad files, and one way to try a command in it; for the tests of bad input.
-
-A case passes if the command ends with exit code 2 and one line of error within half a minute, and
-every file is what it was: nothing changed, nothing removed, nothing half-written left.
-"""
+"""For the tests of bad input: a folder of good and bad files, damage, and what stays as it is."""
 
 from __future__ import annotations
 
@@ -24,7 +20,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from selfspec.api.speculator import Speculator, wrap
-from selfspec.cli.main import main
 from selfspec.errors import SelfspecError
 from tests.api.test_text import byte_level_bpe
 from tests.models import make_model
@@ -67,9 +62,6 @@ def tensors(change: Callable[[dict[str, Tensor]], object]) -> Change:
 def tensor(name: str, make: Callable[[Tensor], Tensor]) -> Change:
     """Another one in place of this."""
     return tensors(lambda held: held.update({name: make(held[name])}))
-
-
-GENERATE = ["generate", "a", "--model", "model", "--dtype", "float32"]
 
 
 def furnish(folder: Path) -> None:
@@ -122,33 +114,14 @@ def patience(seconds: int = PATIENCE_S) -> Iterator[None]:
 
 
 @contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """A disk that is full once a file has `size` bytes: the system refuses to write more."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+def limited(kind: int, most: int) -> Iterator[None]:
+    """The system refuses more of a kind: of RLIMIT_FSIZE, it is as if the disk were full."""
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (most, before[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def refused(
-    arguments: list[str], folder: Path, capsys: pytest.CaptureFixture[str], words: str = ""
-) -> str:
-    """The one line in which a command refused its input; all else is as it was."""
-    before = snapshot(folder)
-    capsys.readouterr()
-    with patience():
-        code = main(arguments)
-    captured = capsys.readouterr()
-    lines = [line for line in captured.err.splitlines() if "selfspec: error: " in line]
-    assert code == 2, captured.err[-2000:]
-    assert len(lines) == 1, captured.err[-2000:]
-    assert "Traceback" not in captured.err
-    assert len(lines[0]) > len("selfspec: error: ") + 10
-    assert words in lines[0], lines[0]
-    assert snapshot(folder) == before
-    return lines[0]
+        resource.setrlimit(kind, before)
 
 
 def one_line(error: pytest.ExceptionInfo[SelfspecError], named: Path) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -124,21 +122,3 @@ def watched(shared: WatchedBackbone) -> Iterator[WatchedBackbone]:
     shared.runs.clear()
     yield shared
     shared.passes_until_error = -1
-
-
-@pytest.fixture(scope="module")
-def furnished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of good and bad files, made once per test file."""
-    from tests.bad_input import furnish
-
-    folder = tmp_path_factory.mktemp("place")
-    furnish(folder)
-    return folder
-
-
-@pytest.fixture
-def place(furnished: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """That folder, to stand in, with an empty standard input."""
-    monkeypatch.chdir(furnished)
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
-    return furnished

@@ -9,8 +9,7 @@ import json
 import resource
 import shutil
 import struct
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +29,7 @@ from selfspec.training.features import FeatureSpec, StreamSource
 from selfspec.training.text import Writer, read_conversations
 from selfspec.visualise.layers import LayerTrace
 from tests.authors import counted
-from tests.bad_input import INF, NAN, patience, snapshot, steps_into
+from tests.bad_input import INF, NAN, limited, patience, snapshot, steps_into
 from tests.gguf_models import write_model
 from tests.grouped_models import write_folder
 from tests.heads.eagle3.make import HERE
@@ -40,8 +39,7 @@ from tests.models import VOCAB_SIZE, make_model
 from tests.talks import make_talks, make_tokenizer
 from tests.traces import long_trace
 
-MOST_MEMORY = 1 << 30
-"""Bytes that reading a damaged file may take: each of the whole files has less than 4 MB."""
+MOST_MEMORY = 1 << 30  # bytes to read a damaged file; each of the whole ones has less than 4 MB
 
 HOSTILE: list[Any] = [
     *(None, True, 0, -1, 1, 3, 10**9, 2**63, 10**40, 0.5, -0.0, NAN, INF),
@@ -58,14 +56,9 @@ Draw = Callable[[st.SearchStrategy[Any]], Any]
 class Format(NamedTuple):
     """Files that are read together."""
 
-    damaged: tuple[str, ...]
-    """Those that are changed."""
+    damaged: tuple[str, ...]  # those that are changed
     make: Callable[[Path, Backbone], object]
     read: Callable[[Path, Backbone], object]
-
-
-def make_gguf(folder: Path, _: Backbone) -> None:
-    write_model(folder / "it.gguf", tied=True)
 
 
 def make_folder(folder: Path, _: Backbone) -> None:
@@ -111,8 +104,8 @@ def read_run(folder: Path, _: Backbone) -> None:
     results.read(folder / results.ANSWERS)
 
 
-def begin_data(folder: Path, _: Backbone) -> None:
-    Writer(folder / "it.jsonl", {"seed": 0}, {}).append(['{"text": "a"}'], 7, counted(rows=1))
+def data_of(folder: Path) -> Writer:
+    return Writer(folder / "it.jsonl", {"seed": 0}, {})
 
 
 def save_checkpoint(folder: Path, backbone: Backbone) -> None:
@@ -125,7 +118,7 @@ def save_checkpoint(folder: Path, backbone: Backbone) -> None:
 FORMATS = {
     "GGUF": Format(
         ("it.gguf",),
-        make_gguf,
+        lambda folder, _: write_model(folder / "it.gguf", tied=True),
         lambda folder, _: hub.load_model(folder / "it.gguf", dtype="float32", blocks=True),
     ),
     "a model": Format(
@@ -179,8 +172,8 @@ FORMATS = {
     ),
     "a run of data": Format(
         ("it.jsonl.run.json",),
-        begin_data,
-        lambda folder, _: Writer(folder / "it.jsonl", {"seed": 0}, {}),
+        lambda folder, _: data_of(folder).append(['{"text": "a"}'], 7, counted(rows=1)),
+        lambda folder, _: data_of(folder),
     ),
     "a run of bench": Format(("run.yaml", "summary.json", "answers.jsonl"), make_run, read_run),
 }
@@ -230,18 +223,6 @@ def edited(draw: Draw, text: bytes) -> bytes:
     return "\n".join(map(json.dumps, rows)).encode() + b"\n"
 
 
-@contextmanager
-def little_memory() -> Iterator[None]:
-    """What takes more than MOST_MEMORY fails."""
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (now + MOST_MEMORY, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone) -> Callable[[str], Path]:
     """A folder of whole files of a format, made once."""
@@ -273,8 +254,9 @@ def test_damage_is_one_line_or_does_no_harm(
     path = draws.draw(st.sampled_from(sorted(folder.glob(pattern))))
     path.write_bytes(damaged(draws.draw, path.read_bytes()))
     before = snapshot(folder)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     try:
-        with patience(30), little_memory():
+        with patience(), limited(resource.RLIMIT_AS, used + MOST_MEMORY):
             FORMATS[name].read(folder, backbone)
     except SelfspecError as error:
         text = str(error)

@@ -37,7 +37,6 @@ from selfspec.options import (
     Exit,
     Fixed,
     GammaTune,
-    Heuristic,
     Lenient,
     Lossless,
     Ngram,
@@ -49,7 +48,7 @@ from selfspec.options import (
     changed,
     ranges,
 )
-from selfspec.typed import annotations_of, check_types, described, fits, shown
+from selfspec.typed import annotations_of, described, fits, shown
 from tests.bad_input import patience
 from tests.models import addressless, make_model
 from tests.talks import make_tokenizer
@@ -59,26 +58,20 @@ BAD: list[tuple[type, str, list[Any]]] = [
     (Exit, "anneal_strength", [-0.01, math.nan, math.inf]),
     (Exit, "max_tokens", [0, "6", 2.5, True]),
     (Exit, "layers", [5, "2,4", (2, "4"), {2: 4}]),
-    (Ngram, "size", [0]),
-    (Ngram, "max_tokens", [0]),
-    (DraftModel, "max_tokens", [0]),
+    *((made, "max_tokens", [0]) for made in (Ngram, DraftModel)),
+    *((made, name, [0]) for made, name in ((Ngram, "size"), (CmAsd, "top_beta"), (Easd, "tokens"))),
+    *((made, "threshold", [-0.1, 1.5]) for made in (Skip, Threshold)),
+    *((CmAsd, name, [-0.1]) for name in ("tolerance", "tolerance_gain")),
     (Skip, "skipped", [(1, 3), (), "2"]),
-    (Skip, "threshold", [1.5]),
     (Skip, "target", [-0.1]),
-    (Threshold, "threshold", [-0.1]),
     (GammaTune, "rate", [0.0]),
     (GammaTune, "step", [-1.0]),
     (CmAsdLength, "scale", [1.5]),
     (CmAsdLength, "margin_scale", [0.0]),
-    (CmAsdLength, "weights", [0.4]),
-    (CmAsd, "weights", [(0.5, 0.25, 0.2)]),
-    (CmAsd, "top_beta", [0]),
-    (CmAsd, "tolerance", [-0.1]),
-    (CmAsd, "tolerance_gain", [-1]),
+    (CmAsdLength, "weights", [0.4, (0.5, 0.25, 0.2)]),
     (CmAsd, "reading", ["text"]),
     (Easd, "entropy", [-1.0]),
     (Easd, "overlap", [1.1]),
-    (Easd, "tokens", [0]),
     (Lenient, "lenience", [0.0, 1.5]),
     (Costs, "row", [-0.1, (0.1, 2.0), ()]),
     (Costs, "head", [-0.1, "0.1", math.nan, math.inf]),
@@ -101,36 +94,22 @@ def test_values_of_other_types_or_out_of_range_are_named(
         assert "\n" not in str(caught.value)
 
 
-EIGHT = DraftModel(max_tokens=8)
+TOO_LONG = "pinned_rows is 8, but .* 8 needs at least 9 rows"
 
 
 @pytest.mark.parametrize(
-    ("made", "values", "words"),
+    ("values", "words"),
     [
-        (Heuristic, {"shortest": 11}, "heuristic:shortest 11 exceeds heuristic:longest 10"),
-        (SpeculationOptions, {"acceptance": Easd(), "require_lossless": True}, "easd is lossy"),
-        (
-            SpeculationOptions,
-            {"acceptance": Lenient(lenience=0.5), "require_lossless": True},
-            "lenience 0.5 is lossy",
-        ),
-        (
-            SpeculationOptions,
-            {"controller": Heuristic(shortest=8), "pinned": True},
-            "pinned_rows is 8, but heuristic:shortest 8 needs at least 9 rows",
-        ),
-        (
-            SpeculationOptions,
-            {"drafter": "draft-model", "draft_model": EIGHT, "pinned": True},
-            "pinned_rows is 8, but draft-model:max_tokens 8 needs at least 9 rows",
-        ),
+        ({"controller": "heuristic:shortest=11"}, "shortest 11 exceeds heuristic:longest 10"),
+        ({"acceptance": "easd", "require_lossless": True}, "easd is lossy"),
+        ({"acceptance": "lenient:lenience=0.5", "require_lossless": True}, "lenience 0.5 is lossy"),
+        ({"controller": "heuristic:shortest=8", "pinned": True}, TOO_LONG),
+        ({"drafter": "draft-model:max_tokens=8", "pinned": True}, TOO_LONG),
     ],
 )
-def test_values_that_exclude_each_other_are_named(
-    made: type, values: dict[str, Any], words: str
-) -> None:
+def test_values_that_exclude_each_other_are_named(values: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidOption, match=words):
-        made(**values)
+        SpeculationOptions().updated(values)
 
 
 @pytest.mark.parametrize("pinned", [True, False])
@@ -138,7 +117,6 @@ def test_values_at_the_edge_of_their_range_are_kept(pinned: bool) -> None:
     exits = Exit(threshold=(1.0, 1e-9), anneal_strength=0.0, max_tokens=7 if pinned else 8)
     options = SpeculationOptions(pinned=pinned, exit=exits, pinned_rows=8)
     assert (options.exit, options.pinned_rows) == (exits, 8)
-    assert Lenient(lenience=1e-9).lenience == 1e-9
 
 
 PARTS: list[Any] = [part for kinds in KINDS.values() for part in kinds.values()]
@@ -233,19 +211,10 @@ def test_one_threshold_and_several_read_as_a_tuple() -> None:
     assert Exit(threshold=(0.7,)) == Exit(threshold=0.7)
 
 
-@pytest.mark.parametrize(
-    ("acceptance", "loss"),
-    [
-        (SpeculationOptions().acceptance, None),
-        (Lossless(), None),
-        (Lenient(lenience=1.0), None),
-        (Lenient(lenience=0.5), "lenience 0.5"),
-        (CmAsd(), "acceptance cm-asd"),
-        (Easd(), "acceptance easd"),
-    ],
-)
-def test_what_changes_the_output_is_named(acceptance: Any, loss: str | None) -> None:
-    assert SpeculationOptions(acceptance=acceptance).loss == loss
+def test_what_changes_the_output_is_named() -> None:
+    rules = (Lossless(), Lenient(lenience=1.0), Lenient(lenience=0.5), CmAsd(), Easd())
+    found = [SpeculationOptions(acceptance=rule).loss for rule in rules]
+    assert found == [None, None, "lenience 0.5", "acceptance cm-asd", "acceptance easd"]
 
 
 @pytest.mark.parametrize(
@@ -293,17 +262,11 @@ def test_what_no_model_could_take_is_refused_before_one_is_loaded(values: dict[s
 SHARES = st.floats(0.0, 1.0, exclude_min=True)
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "layers": st.none() | st.lists(st.integers(0, 30), min_size=1).map(tuple),
-    "threshold": SHARES,
     "max_depth": st.none() | st.integers(0, 30),
     "skipped": st.none() | st.lists(st.integers(2, 30), min_size=1).map(tuple),
     "target": st.none() | SHARES,
     "shortest": st.integers(1, 5),
     "longest": st.integers(5, 20),
-    "rate": SHARES,
-    "scale": SHARES,
-    "lenience": SHARES,
-    "overlap": SHARES,
-    "row": SHARES,
     "weights": st.sampled_from([(1.0, 0.0, 0.0), (0.2, 0.2, 0.6)]),
     "reading": st.sampled_from(["intent", "paper"]),
     "entropy": st.none() | SHARES,
@@ -320,10 +283,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 
 
 def some(made: type[Part]) -> st.SearchStrategy[Part]:
-    strategies = {
-        entry.name: VALUES.get(entry.name, SHARES)
-        for entry in fields(made)
-    }
+    strategies = {entry.name: VALUES.get(entry.name, SHARES) for entry in fields(made)}
     if made is Exit:
         strategies["threshold"] = SHARES | st.lists(SHARES, min_size=1).map(tuple)
     return st.builds(made, **strategies)
@@ -405,22 +365,19 @@ def test_objects_text_and_mappings_agree(drafter: Any, name: str, parts: dict[st
 
 
 @pytest.mark.parametrize(
-    ("values", "expected"),
+    ("name", "value", "expected"),
     [
-        ({"controller": "gammatune:rate=0.5,longest=8"}, GammaTune(rate=0.5, longest=8)),
-        ({"controller": {"gammatune": {"rate": 0.5}}}, GammaTune(rate=0.5)),
-        ({"controller": "cm-asd:weights=1/0/0"}, CmAsdLength(weights=(1.0, 0.0, 0.0))),
-        ({"controller": "fixed"}, Fixed()),
-        ({"acceptance": "lenient:lenience=0.8"}, Lenient(lenience=0.8)),
-        ({"acceptance": Lossless()}, Lossless()),
-        ({"costs": "row=0.1/0.2,head=none"}, Costs(row=(0.1, 0.2))),
-        ({"costs": {"head": 0.1}}, Costs(head=0.1)),
-        ({"costs": Costs(head=0.1)}, Costs(head=0.1)),
+        ("controller", "gammatune:rate=0.5,longest=8", GammaTune(rate=0.5, longest=8)),
+        ("controller", {"gammatune": {"rate": 0.5}}, GammaTune(rate=0.5)),
+        ("controller", "cm-asd:weights=1/0/0", CmAsdLength(weights=(1.0, 0.0, 0.0))),
+        ("controller", "fixed", Fixed()),
+        ("acceptance", Lenient(lenience=0.8), Lenient(lenience=0.8)),
+        ("costs", "row=0.1/0.2,head=none", Costs(row=(0.1, 0.2))),
+        ("costs", {"head": 0.1}, Costs(head=0.1)),
     ],
 )
-def test_an_option_of_one_kind_reads_the_same_way(values: dict[str, Any], expected: Part) -> None:
-    (name,) = values
-    assert getattr(SpeculationOptions().updated(values), name) == expected
+def test_an_option_of_one_kind_reads_the_same_way(name: str, value: Any, expected: Part) -> None:
+    assert getattr(SpeculationOptions().updated({name: value}), name) == expected
 
 
 def test_text_changes_what_it_names_and_an_object_is_taken_whole() -> None:
@@ -483,46 +440,30 @@ def test_an_error_is_one_line_that_names_the_nearest(values: dict[str, Any], mes
 
 
 @pytest.mark.parametrize(
-    ("value", "hint", "expected"),
+    ("hint", "right", "wrong"),
     [
-        (3, int, True),
-        (np.int64(3), int, True),
-        (True, int, False),
-        (3.0, int, False),
-        ("3", int, False),
-        (0.5, float, True),
-        (1, float, True),
-        (np.float32(0.5), float, True),
-        (Fraction(1, 2), float, True),
-        (True, float, False),
-        (float("nan"), float, False),
-        (float("inf"), float, False),
-        (10**400, float, False),
-        (1j, float, False),
-        (True, bool, True),
-        (1, bool, False),
-        ("a", str, True),
-        (b"a", str, False),
-        (None, int | None, True),
-        (None, int, False),
-        ([1, 2], tuple[int, ...], True),
-        ((1, 2), list[int], True),
-        ([1, "2"], list[int], False),
-        ("12", list[int], False),
-        ([], list[int], True),
-        ((5, 1.2), tuple[int, float], True),
-        ((5,), tuple[int, float], False),
-        ([[1], [2]], list[list[int]], True),
-        ([1], list[list[int]], False),
-        (len, Callable[[int], int], True),
-        (3, Callable[[int], int], False),
-        (object(), Any, True),
-        ({}, dict[str, int], True),
+        (int, [3, np.int64(3)], [True, 3.0, "3", None]),
+        (
+            float,
+            [0.5, 1, np.float32(0.5), Fraction(1, 2)],
+            [True, math.nan, math.inf, 10**400, 1j],
+        ),
+        (bool, [True], [1]),
+        (str, ["a"], [b"a"]),
+        (int | None, [None], []),
+        (tuple[int, ...], [[1, 2]], []),
+        (list[int], [(1, 2), []], [[1, "2"], "12"]),
+        (tuple[int, float], [(5, 1.2)], [(5,)]),
+        (list[list[int]], [[[1], [2]]], [[1]]),
+        (Callable[[int], int], [len], [3]),
+        (Any, [object()], []),
+        (dict[str, int], [{}, {"a": 1}], [{"a": "b"}, {1: 1}]),
     ],
     ids=addressless,
 )
-def test_a_value_fits_its_annotation(value: Any, hint: Any, expected: bool) -> None:
-    assert fits(value, hint) == expected
+def test_a_value_fits_its_annotation(hint: Any, right: list[Any], wrong: list[Any]) -> None:
+    assert [fits(value, hint) for value in right] == [True] * len(right)
+    assert [fits(value, hint) for value in wrong] == [False] * len(wrong)
 
 
 @pytest.mark.parametrize(
@@ -549,12 +490,6 @@ class Unprintable:
 def test_a_value_is_shown_on_one_short_line(value: object) -> None:
     assert len(shown(value)) < 70
     assert "\n" not in shown(value)
-
-
-def test_an_error_names_the_option_and_what_was_expected() -> None:
-    with pytest.raises(InvalidOption) as caught:
-        check_types({"a": 1, "other": "x", "b": "x"}, {"a": int, "b": float})
-    assert str(caught.value) == "b is 'x', expected a finite number"
 
 
 @pytest.mark.parametrize("options", [SpeculationOptions, GenerateOptions])

@@ -124,12 +124,17 @@ class Flag:
     group: str = "Options"  # where --help-all lists it
     rare: bool = False  # not listed by --help
 
+    @property
+    def long_name(self) -> str:
+        """The flag as typed: `--max-new-tokens`."""
+        return "--" + self.name.replace("_", "-")
+
     def parameter(self) -> inspect.Parameter:
         """The parameter that typer reads; None where the flag is not given."""
-        kinds, words = members(self.hint), self.name.replace("_", "-")
+        kinds = members(self.hint)
         many = any(get_origin(kind) is tuple for kind in kinds)
         option = typer.Option(
-            f"--{words}" + (f"/--no-{words}" if kinds[0] is bool else ""),
+            self.long_name + (f"/--no-{self.long_name[2:]}" if kinds[0] is bool else ""),
             *self.aliases,
             help=self.help,
             metavar=self.metavar or _metavar(self.hint, ","),
@@ -216,8 +221,8 @@ def with_flags(*flags: Flag) -> Callable[[Command], Command]:
         @functools.wraps(command)
         def wrapper(config: Path | None, help_all: bool, **given: Any) -> None:  # noqa: ARG001  # it has shown all by now
             values = {flag.name: given.pop(flag.name) for flag in flags}
-            named = {name: value for name, value in values.items() if value not in (None, [])}
-            asked = merged(config, named, flags)
+            values = {name: value for name, value in values.items() if value not in (None, [])}
+            asked = merged(config, values, flags)
             asked.update({"config": str(config)} if config else {})
             command(**given, asked=asked)
 

@@ -222,9 +222,9 @@ class Chat:
     def save(self, name: str) -> None:
         """Raises CannotWrite."""
         values = {"made_by": "selfspec chat", "model": self.speculator.label}
-        values |= {"messages": self.messages}
         path = files.check_file(files.local_path(name), overwrite=True)
-        files.write(path, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+        talk = json.dumps(values | {"messages": self.messages}, indent=2, ensure_ascii=False)
+        files.write(path, talk + "\n")
         self.writer.line(f"wrote {name}")
 
     @_command("/load FILE", "go on with a conversation from a file")

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from selfspec import files
+from selfspec.api.chat_template import name_of
 from selfspec.cli import base
 from selfspec.cli.base import AsJson
 from selfspec.errors import HeadsMismatch, InvalidData, InvalidHeads, InvalidOption
@@ -65,8 +66,6 @@ def show(folder: Folder, *, as_json: AsJson = False) -> None:
     if as_json:
         base.emit_json(values)
         return
-    from selfspec.api.chat_template import name_of
-
     if values["chat_template"] is not None:
         values["chat_template"] = name_of(values["chat_template"])
     base.emit_facts({name: value for name, value in values.items() if value not in (None, {})})

@@ -19,16 +19,8 @@ from selfspec.cli import base
 from selfspec.cli.base import Asked, Flag
 from selfspec.config import SpeculationOptions
 from selfspec.errors import InvalidOption, ModelNotFound
+from selfspec.eval import results
 from selfspec.eval.bench import METHODS, Bench, candidates, chosen, described, moved, parted, swept
-from selfspec.eval.results import (
-    ANSWERS,
-    SIX_TASKS,
-    TUNING,
-    BenchOptions,
-    Question,
-    check_packages,
-    load_suite,
-)
 from selfspec.hub import models as hub
 from selfspec.typed import check_keys
 
@@ -39,16 +31,16 @@ if TYPE_CHECKING:
     from selfspec.visualise.layers import LayerTrace
 
 SUITE = (
-    Flag("suite", str, f"Prompts: {SIX_TASKS} (the default), spec-bench, or a .jsonl file."),
+    Flag("suite", str, "Prompts: six-tasks (the default), spec-bench, or a .jsonl file."),
     Flag("questions", str, "The file of a suite that is not built in."),
     Flag("limit", int, "Questions to take, spread over the suite."),
 )
 
 
-def suite_of(asked: Asked, limit: int) -> list[Question]:
+def suite_of(asked: Asked, limit: int) -> list[results.Question]:
     """The questions that the flags ask for; `limit` where they do not say how many."""
-    name, questions = asked.get("suite", SIX_TASKS), asked.get("questions")
-    return load_suite(name, questions, asked.get("limit", limit))
+    name, questions = asked.get("suite", results.SIX_TASKS), asked.get("questions")
+    return results.load_suite(name, questions, asked.get("limit", limit))
 
 
 # --- trace
@@ -112,7 +104,7 @@ def _check_targets(asked: Asked) -> dict[str, Path]:
         if path.suffix != suffix:
             raise InvalidOption(f"--{name} {path}: expected a name that ends in {suffix}")
         if name == "card":
-            check_packages("--card", "matplotlib")
+            results.check_packages("--card", "matplotlib")
         if path in found.values():
             raise InvalidOption(f"{path} is named for two outputs. Name another file")
         found[name] = path
@@ -212,6 +204,7 @@ def tune(*, as_json: base.AsJson = False, asked: Asked) -> None:
 
 _METHODS = ("hugging-face", "plain", "speculation", "ngram", "ngram+exit")
 _NO_HEADS = ("hugging-face", "plain", "ngram")
+_USUAL = ("suite", "limit", "max_new_tokens", "repeats")  # flags that --help lists
 
 
 @base.with_flags(
@@ -225,9 +218,7 @@ _NO_HEADS = ("hugging-face", "plain", "ngram")
     Flag("concurrency", tuple[int, ...], "Measure 1,8,32 answers at once instead."),
     Flag("overwrite", bool, "Start over where the output holds results."),
     Flag("resume", bool, "Go on where an interrupted run stopped."),
-    *base.grouped(
-        "Prompts", base.option_flags(BenchOptions), ("suite", "limit", "max_new_tokens", "repeats")
-    ),
+    *base.grouped("Prompts", base.option_flags(results.BenchOptions), _USUAL),
     *base.LOADING,
     *base.SPECULATION,
 )
@@ -237,8 +228,8 @@ def bench(*, as_json: base.AsJson = False, asked: Asked) -> None:
     Nothing else should run on the machine meanwhile. Exit code 1 where a method failed.
     """
     base.require(asked, "output")
-    options = base.options_of(BenchOptions, asked)
-    check_packages("bench", "pandas", "tabulate", "matplotlib")
+    options = base.options_of(results.BenchOptions, asked)
+    results.check_packages("bench", "pandas", "tabulate", "matplotlib")
     if "concurrency" in asked:
         base.emit(_concurrency(asked, options))
         return
@@ -249,7 +240,7 @@ def bench(*, as_json: base.AsJson = False, asked: Asked) -> None:
     resume, given = asked.get("resume", False), asked.get("overwrite", False)
     folder, reads = asked["output"], base.inputs(asked)
     folder = report.check_results(folder, overwrite=given, resume=resume, reads=reads)
-    suite = load_suite(options.suite, options.questions)
+    suite = results.load_suite(options.suite, options.questions)
     speculator = base.load(asked)
     names = asked.get("methods", _METHODS if speculator.heads else _NO_HEADS)
     from selfspec.model.weights import keep_numbers
@@ -258,7 +249,7 @@ def bench(*, as_json: base.AsJson = False, asked: Asked) -> None:
     grid, moves = candidates(speculator, names), swept(speculator, sweep)
     own_text = any(one.own_text for entries in (*grid.values(), moves) for one in entries)
     if options.quality or own_text:
-        check_packages("the quality of texts", "sacrebleu", "rouge_score")
+        results.check_packages("the quality of texts", "sacrebleu", "rouge_score")
     tried = [entry for entries in grid.values() if len(entries) > 1 for entry in entries]
     questions = parted(suite, options, tuning=bool(tried))
     record = _record(asked, names, options, speculator, questions)
@@ -267,10 +258,10 @@ def bench(*, as_json: base.AsJson = False, asked: Asked) -> None:
         report.begin_results(folder, record, resume=resume)
         if tried:
             with base.bar("settings", "questions") as show:
-                tuning = runner.measure(questions[1], tried, folder / TUNING, show)
+                tuning = runner.measure(questions[1], tried, folder / results.TUNING, show)
         methods = [*chosen(grid, tuning).values(), *moves]
         with base.bar("bench", "questions") as show:
-            answers = runner.measure(questions[0], methods, folder / ANSWERS, show)
+            answers = runner.measure(questions[0], methods, folder / results.ANSWERS, show)
         summary = report.summarise(answers, described(methods, grid), options.seed)
         report.write_results(folder, summary)
     words = f"{report.verdict(summary)}\nTables: {folder / 'table.md'}\n{report.rates(summary)}\n"
@@ -283,9 +274,9 @@ def bench(*, as_json: base.AsJson = False, asked: Asked) -> None:
 def _record(
     asked: Asked,
     names: Sequence[str],
-    options: BenchOptions,
+    options: results.BenchOptions,
     speculator: Speculator,
-    questions: tuple[list[Question], list[Question]],
+    questions: tuple[list[results.Question], list[results.Question]],
 ) -> dict[str, dict[str, Any]]:
     """All that the figures depend on, ready for YAML. Files are named without their folder."""
     backbone, heads = speculator.backbone, speculator.heads
@@ -315,14 +306,14 @@ def _record(
     return plain
 
 
-def _concurrency(asked: Asked, options: BenchOptions) -> str:
+def _concurrency(asked: Asked, options: results.BenchOptions) -> str:
     """Measure many answers at once, and write; returns the tables. Raises InvalidOption."""
     texts: tuple[int, ...] = asked["concurrency"]
     if min(texts) < 1:
         raise InvalidOption(f"concurrency holds {min(texts)}, expected at least 1")
     ends = "concurrency.json", "concurrency.md"
     outputs = [base.check_file(asked, Path(asked["output"], name)) for name in ends]
-    suite = load_suite(options.suite, options.questions, options.limit)
+    suite = results.load_suite(options.suite, options.questions, options.limit)
     from selfspec.eval import concurrency
     from selfspec.model.weights import keep_numbers
 
@@ -356,7 +347,7 @@ def report(
     overwrite: base.Overwrite = False,
 ) -> None:
     """Gather measured runs into one page."""
-    check_packages("report", "pandas", "tabulate", "matplotlib")
+    results.check_packages("report", "pandas", "tabulate", "matplotlib")
     from selfspec.eval import report as reporting
 
     place = files.check_file(output, overwrite=overwrite, reads=folders)
@@ -438,7 +429,7 @@ def lm_eval(words: Annotated[list[str] | None, typer.Argument(metavar="..")] = N
     Its command line gets all that follows, and its model is selfspec: --model_args
     pretrained=NAME,heads=NAME. Help: selfspec lm-eval run -h
     """
-    check_packages("lm-eval", "lm_eval", extra="lm-eval")
+    results.check_packages("lm-eval", "lm_eval", extra="lm-eval")
     from selfspec.plugins.lm_eval import run
 
     run(words or [])
@@ -523,17 +514,13 @@ def _model_facts(asked: Asked) -> tuple[dict[str, Any], StepSpeed]:
 
 def speed_lines(speed: StepSpeed) -> dict[str, str]:
     """A plain step against the memory's limit, and passes of several rows against one step."""
-    step_ms, limit_ms, size_mb, rate_gb = (
-        f"{value:.3g}" if value < 1000 else f"{value:.0f}"  # at least three digits, no exponent
-        for value in (
-            *(1e3 * speed.step_s, 1e3 * speed.limit_s),
-            *(speed.step_bytes / 1e6, speed.memory_bytes_per_s / 1e9),
-        )
-    )
-    step = f"{step_ms} ms behind {speed.context_tokens} positions; reading {size_mb} MB"
-    share = f"{100 * speed.share_of_limit:.0f} % of the limit"
+
+    def short(value: float) -> str:  # at least three digits, no exponent for what a machine can do
+        return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+    step = f"{short(1e3 * speed.step_s)} ms behind {speed.context_tokens} positions"
+    rate = f"{short(speed.memory_bytes_per_s / 1e9)} GB/s"
+    limit = f"reading {short(speed.step_bytes / 1e6)} MB at {rate} takes "
+    limit += f"{short(1e3 * speed.limit_s)} ms: {100 * speed.share_of_limit:.0f} % of the limit"
     rows = "  ".join(f"{rows}: {cost:.2f}" for rows, cost in speed.rows_in_steps.items())
-    return {
-        "plain step": f"{step} at {rate_gb} GB/s takes {limit_ms} ms: {share}",
-        "rows": f"{rows} of a step",
-    }
+    return {"plain step": f"{step}; {limit}", "rows": f"{rows} of a step"}

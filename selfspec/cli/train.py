@@ -13,19 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from selfspec import files
+from selfspec.api import chat_template as templates
 from selfspec.cli import base
 from selfspec.cli.base import Asked, Flag, option_flags, options_of, with_flags
 from selfspec.config import SpeculationOptions
 from selfspec.errors import InvalidData, InvalidOption
-from selfspec.heads.folder import (
-    CONFIG_FILE,
-    EAGLE3,
-    FILES_OF_A_FIT,
-    MEDUSA,
-    is_heads_folder,
-    read_config,
-    remember,
-)
+from selfspec.heads import folder as folders
 from selfspec.hub import models as hub
 from selfspec.options import FITTED
 from selfspec.training import text
@@ -95,7 +88,6 @@ def _load(
     Where it `writes` text it runs on the best executor, else by its own modules, which give states.
     A worker is given the `template` and the `expected` fingerprint: it may have the model alone.
     """
-    from selfspec.api import chat_template as templates
     from selfspec.model import fingerprint
     from selfspec.model.backbone import Backbone
     from selfspec.training.features import launched
@@ -123,11 +115,10 @@ def _load_like(asked: Asked, model: Base, *, writes: bool = False) -> Callable[[
 
 def _chat_template(asked: Asked) -> str | None:
     """The text of a template, as asked for, else of heads, text or features; notes others."""
-    from selfspec.api import chat_template as templates
     from selfspec.training.features import Manifest
 
     makers: dict[str, Callable[[str], Any]] = {
-        "heads": lambda name: read_config(hub.resolve_heads(name)).get("chat_template"),
+        "heads": lambda name: folders.read_config(hub.resolve_heads(name)).get("chat_template"),
         "data": text.template_of,
         "cache": lambda name: Manifest.read(Path(name)).chat_template,
     }
@@ -295,14 +286,13 @@ def _write_data(asked: Asked, options: DataOptions) -> Counts:
     }
     del recorded["tokens"]  # a file may grow
     writer = Writer(Path(asked["output"]), recorded, machine())
-    done = writer.counts.answer_tokens
+    done, generated = writer.counts.answer_tokens, 0
     if options.tokens is not None and done >= options.tokens:
         base.note(
             f"selfspec: {asked['output']} is finished: it holds {done:,} answer tokens. "
             "Raise --tokens to go on"
         )
         return writer.counts
-    generated = 0
     with base.bar("data", "answer tokens") as show, ExitStack() as stack:
 
         def count(tokens: int) -> None:
@@ -313,14 +303,22 @@ def _write_data(asked: Asked, options: DataOptions) -> Counts:
         try:
             author = selfgen.Author(*model[:2], options, count, asked.get("endpoint"))
             source, prompts, rows = _source(asked, author, writer, recipe, passages, excluded)
-            proposer = partial(_proposer, prompts=prompts, excluded=excluded)
+
+            def proposer(author: Author) -> Callable[[Any], Proposal]:
+                return (
+                    selfgen.Written(author, prompts, excluded).propose if prompts else author.answer
+                )
+
             submit = selfgen.here(proposer(author))
             if workers > 1:
                 from selfspec import cluster
 
                 load = _load_like(asked, model, writes=True)
                 del author, model  # the workers have their own
-                make = partial(_with_author, load, options, proposer)
+
+                def make() -> Callable[[Any], Proposal]:
+                    return proposer(selfgen.Author(*load()[:2], options, lambda _: None))
+
                 submit = stack.enter_context(cluster.workers(workers, make))
             for counts in selfgen.write(source, writer, options, submit, 2 * workers - 1):
                 done = counts.answer_tokens
@@ -333,20 +331,6 @@ def _write_data(asked: Asked, options: DataOptions) -> Counts:
     if rows is not None:
         rows.report()
     return writer.counts
-
-
-def _proposer(
-    author: Author, prompts: Prompts | None, excluded: set[int]
-) -> Callable[[Any], Proposal]:
-    from selfspec.training.selfgen import Written
-
-    return Written(author, prompts, excluded).propose if prompts else author.answer
-
-
-def _with_author(load: Callable[[], Base], options: DataOptions, then: Callable[..., Any]) -> Any:
-    from selfspec.training.selfgen import Author
-
-    return then(Author(*load()[:2], options, lambda _: None))
 
 
 def _source(
@@ -423,6 +407,8 @@ def cache(*, asked: Asked) -> None:
 
 def _write_features(asked: Asked, options: CacheOptions, workers: int) -> None:
     model = _load(asked)
+    import torch
+
     from selfspec.heads.exit_heads import check_exit_layers
     from selfspec.training import features as store
     from selfspec.training.fit import default_exit_layers
@@ -456,23 +442,17 @@ def _write_features(asked: Asked, options: CacheOptions, workers: int) -> None:
         if workers > 1:
             from selfspec import cluster
 
-            make = partial(_computer_of, _load_like(asked, model), spec)
+            load, main_memory = _load_like(asked, model), torch.device("cpu")
+
+            def make() -> Callable[[list[Conversation]], Features]:
+                own = load().backbone
+                return lambda batch: store.features(own, spec, store.padded(batch)).to(main_memory)
+
             submit = stack.enter_context(cluster.workers(workers, make))
             computed = partial(cluster.in_order, submit, 2 * workers)
         store.write(Path(asked["output"]), source, manifest, count, computed)
     answers = f"{sum(source.answers):,} of them answers"
     base.emit(f"{asked['output']}: {total:,} positions, {answers}, {size:.2f} GB\n")
-
-
-def _computer_of(
-    load: Callable[[], Base], spec: FeatureSpec
-) -> Callable[[list[Conversation]], Features]:
-    import torch
-
-    from selfspec.training.features import features, padded
-
-    backbone, main_memory = load().backbone, torch.device("cpu")
-    return lambda batch: features(backbone, spec, padded(batch)).to(main_memory)
 
 
 # --- datastore
@@ -564,14 +544,12 @@ def fit(*, asked: Asked) -> None:
             named = {flag.name: asked.get(flag.name) for flag in _FILES}
             run = named | {"base_model": job.base_model} | plain(job.options)
             records.write(output, fitted, run)
-            remember(output)
+            folders.remember(output)
             begun.unlink(missing_ok=True)
             _say_fitted(fitted, model, asked)
 
 
 def _say_fitted(fitted: Fitted, model: Base, asked: Asked) -> None:
-    from selfspec.api import chat_template as templates
-
     for layer, shares in fitted.metrics["layers"].items():
         second = shares["agreement_second"]
         more = "" if second is None else f"  second draft {second:.1%}"
@@ -596,8 +574,8 @@ def _check_heads_output(asked: Asked) -> None:
 
     # a fit that was killed while it wrote has its checkpoint still, and goes on
     overwrite = asked.get("overwrite", False) or Path(asked["output"], CHECKPOINT).is_file()
-    allowed = {"overwrite": overwrite, "reads": base.inputs(asked)}
-    files.check_folder(asked["output"], FILES_OF_A_FIT, is_heads_folder, **allowed)
+    output, ours, reads = asked["output"], folders.is_heads_folder, base.inputs(asked)
+    files.check_folder(output, folders.FILES_OF_A_FIT, ours, overwrite=overwrite, reads=reads)
 
 
 def _job(asked: Asked, options: FitOptions, model: Base, checkpoint: Path) -> Job:
@@ -624,7 +602,7 @@ def _job(asked: Asked, options: FitOptions, model: Base, checkpoint: Path) -> Jo
         train, held_out = (whole(source),) * 2 if validation else split(source)
         if asked.get("max_tokens"):
             train = train.limited(asked["max_tokens"])
-        own = kind in (EAGLE3, MEDUSA) or (kind == "deep-fused" and 0 in found)
+        own = kind in (folders.EAGLE3, folders.MEDUSA) or (kind == "deep-fused" and 0 in found)
         if options.exit_layers is None and not own:
             options = replace(options, exit_layers=found)
         _require_features(source.spec, fit.feature_spec(backbone, options, measured=False))
@@ -680,8 +658,8 @@ def calibrate(*, as_json: base.AsJson = False, asked: Asked) -> None:
     heads = hub.resolve_heads(asked["heads"]) if "heads" in asked else None
     output = None if asked.get("dry_run", False) else heads
     if output is not None:
-        names = {CONFIG_FILE, "calibration.json"}
-        files.check_folder(output, names, is_heads_folder, overwrite=True)
+        names = {folders.CONFIG_FILE, "calibration.json"}
+        files.check_folder(output, names, folders.is_heads_folder, overwrite=True)
     with nullcontext() if output is None else writing(output):
         if heads is None or entropy:
             _calibrate_entropy(asked, output, as_json=as_json)
@@ -692,7 +670,7 @@ def calibrate(*, as_json: base.AsJson = False, asked: Asked) -> None:
     else:
         base.emit(calibration_words(found))
     if output is not None:
-        base.note(f"wrote {output / CONFIG_FILE}")
+        base.note(f"wrote {output / folders.CONFIG_FILE}")
         base.say_next("tune", asked, "--heads", str(output))
 
 

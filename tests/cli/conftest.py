@@ -14,8 +14,9 @@ import pytest
 
 from selfspec.cli import base
 from selfspec.cli.base import Asked
+from selfspec.cli.main import main
 from selfspec.model.backbone import Backbone
-from tests.cli.fakes import FakeSpeculator
+from tests.cli.fakes import Call, FakeSpeculator
 from tests.heads.kinds import make_heads, train
 from tests.models import make_model
 from tests.talks import WORDS, make_talks, make_tokenizer
@@ -29,6 +30,18 @@ def quiet_afterwards() -> Iterator[None]:
     yield
     logger.handlers[:] = handlers
     logger.setLevel(level)
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Runs a command and gives what it wrote, once its exit code is as said: 0, if nothing is."""
+
+    def called(arguments: list[str], code: int = 0) -> Any:
+        found, said = main(arguments), capsys.readouterr()
+        assert found == code, said.err
+        return said
+
+    return called
 
 
 @pytest.fixture

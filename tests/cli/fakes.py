@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +13,8 @@ from selfspec.cli.base import Asked
 from selfspec.config import SpeculationOptions
 from selfspec.errors import InvalidPrompt
 from selfspec.hub.models import DEFAULT_HEADS
+
+Call = Callable[..., Any]  # of a command: `call` in conftest.py
 
 
 @dataclass

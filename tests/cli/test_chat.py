@@ -12,12 +12,10 @@ from typing import Any
 import pexpect
 import pytest
 
-from selfspec.cli.main import main
 from selfspec.errors import InvalidPrompt
-from tests.cli.fakes import FakeSpeculator, user
+from tests.cli.fakes import Call, FakeSpeculator, user
 
 ROOT = Path(__file__).parents[2]
-Capture = pytest.CaptureFixture[str]
 Pipe = Callable[[bytes], None]
 
 
@@ -74,18 +72,17 @@ def test_chat_remembers_what_was_said_and_what_commands_changed(
     asked: list[Any],
     speculator: FakeSpeculator,
     piped: Pipe,
-    capsys: Capture,
+    call: Call,
 ) -> None:
     speculator.answers = list(answers)
     piped(typed.encode())
-    assert main(["chat", "--system", "s", "--stats", "--seed", "1"]) == 0
+    shown = call(["chat", "--system", "s", "--stats", "--seed", "1"]).err.splitlines()
     assert speculator.prompts == asked
     assert speculator.given == {"seed": 1}
     assert not speculator.answers
     figures, errors = "2 tokens, 2.0 tokens per pass", "selfspec: error: too long. /clear"
     wrong = any(isinstance(answer[0], InvalidPrompt) for answer in answers)
     heard = sum(isinstance(answer[0], str) for answer in answers)
-    shown = capsys.readouterr().err.splitlines()
     assert sorted(shown) == [*[figures] * heard, *[errors] * wrong]
     interrupted = [
         any(isinstance(p, KeyboardInterrupt) for p in s.pieces) for s in speculator.streams
@@ -94,17 +91,16 @@ def test_chat_remembers_what_was_said_and_what_commands_changed(
 
 
 def test_a_conversation_is_saved_and_gone_on_with(
-    speculator: FakeSpeculator, piped: Pipe, capsys: Capture, tmp_path: Path
+    speculator: FakeSpeculator, piped: Pipe, call: Call, tmp_path: Path
 ) -> None:
     kept, strange = tmp_path / "talk.json", tmp_path / "strange.json"
     strange.write_text('{"messages": [{"role": "robot", "content": "x"}]}')
     speculator.answers = [["one"], ["two"], ["three"]]
     piped(f"a\n/save {kept}\n/save {strange}\n/load {strange}\nb\n/load {kept}\nc\n".encode())
-    assert main(["chat"]) == 0
+    refused = call(["chat"]).err
     assert json.loads(kept.read_text())["messages"] == [user("a"), said("one")]
     assert speculator.prompts[1] == [user("a"), said("one"), user("b")]
     assert speculator.prompts[2] == [user("a"), said("one"), user("c")]
-    refused = capsys.readouterr().err
     assert "was not written by selfspec" in refused
     assert "is no conversation" in refused
 
@@ -121,11 +117,10 @@ def test_a_conversation_is_saved_and_gone_on_with(
     ],
 )
 def test_a_wrong_command_is_said_on_one_line(
-    line: str, words: str, speculator: FakeSpeculator, piped: Pipe, capsys: Capture
+    line: str, words: str, speculator: FakeSpeculator, piped: Pipe, call: Call
 ) -> None:
     piped(f"{line}\n".encode())
-    assert main(["chat"]) == 0
-    (shown,) = capsys.readouterr().err.splitlines()
+    (shown,) = call(["chat"]).err.splitlines()
     assert words in shown
     assert speculator.prompts == []
 

@@ -25,22 +25,19 @@ from selfspec.config import SpeculationOptions
 from selfspec.model import backbone
 from selfspec.options import ACCEPTANCE, CONTROLLERS, DRAFTERS, Costs, Easd, Exit, GammaTune
 from tests.bad_input import furnish, snapshot
-from tests.cli.fakes import FakeSpeculator
+from tests.cli.fakes import Call, FakeSpeculator
 
 ROOT = Path(__file__).parents[2]
 SELFSPEC = [sys.executable, "-m", "selfspec"]
 Capture = pytest.CaptureFixture[str]
 
 
-def test_help_of_every_command_is_shown_in_groups(capsys: Capture) -> None:
+def test_help_of_every_command_is_shown_in_groups(call: Call) -> None:
     for arguments in ([], ["heads"]):
-        assert main(arguments) == 0
-        shown = capsys.readouterr().out
-        assert main([*arguments, "--help"]) == 0
-        assert capsys.readouterr().out.rstrip() == shown.rstrip()
+        shown = call(arguments).out
+        assert call([*arguments, "--help"]).out.rstrip() == shown.rstrip()
     for flag in ("-h", "--help-all"):
-        assert main(["generate", flag]) == 0
-        shown = capsys.readouterr().out
+        shown = call(["generate", flag]).out
         headings = re.findall(r"^(\w+):$", shown, re.MULTILINE)
         assert headings == ["Arguments", "Options", "Model", "Drafts", "Answer"]
         assert "--drafter KIND[:KEY=VALUE,..]" in shown
@@ -60,15 +57,13 @@ def test_help_of_every_command_is_shown_in_groups(capsys: Capture) -> None:
     [("generate", 40), ("chat", 40), ("verify", 40), ("tune", 40), ("trace", 50), ("bench", 50)],
 )
 def test_help_fits_a_screen_and_help_all_lists_everything(
-    command: str, lines: int, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    command: str, lines: int, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert main([command, "--help"]) == 0
-    usual = capsys.readouterr().out
+    usual = call([command, "--help"]).out
     assert len(usual.splitlines()) <= lines
     assert "--help-all" in usual
-    assert main([command, "--help-all"]) == 0
-    shown = {word.strip(",") for word in capsys.readouterr().out.split()}
+    shown = {word.strip(",") for word in call([command, "--help-all"]).out.split()}
     found: Any = typer.main.get_command(app())
     flags = {flag.opts[0] for flag in found.commands[command].params}
     assert flags - {"prompt"} <= shown
@@ -183,22 +178,29 @@ def test_ctrl_c_ends_it_with_130_whenever_it_comes(delay_s: float, tmp_path: Pat
 # --- bugs, and what is none
 
 
-def raised(error: BaseException, patch: pytest.MonkeyPatch) -> int:
-    """The exit code of a command that raises it."""
+Raised = Callable[[BaseException, int], str]
 
-    def mistaken(**_: Any) -> None:
-        raise error
 
-    patch.setattr("selfspec.cli.main.app", lambda: mistaken)
-    return main(["generate", "a b"])
+@pytest.fixture
+def raised(monkeypatch: pytest.MonkeyPatch, call: Call) -> Raised:
+    """What a command that raises an error says of it, and its exit code."""
+
+    def raise_(error: BaseException, code: int) -> str:
+        def mistaken(**_: Any) -> None:
+            raise error
+
+        monkeypatch.setattr("selfspec.cli.main.app", lambda: mistaken)
+        said: str = call(["generate", "a b"], code).err
+        return said
+
+    return raise_
 
 
 def test_a_bug_says_that_it_is_one_and_where_its_report_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: Raised
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert raised(KeyError("which\nnobody expected"), monkeypatch) == BUG
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = raised(KeyError("which\nnobody expected"), BUG).splitlines()
     (file,) = (tmp_path / "selfspec" / "bugs").iterdir()
     assert line.startswith("selfspec: error: this is a bug of selfspec: KeyError")
     assert f"A report is in {file}: please send it" in line
@@ -207,8 +209,7 @@ def test_a_bug_says_that_it_is_one_and_where_its_report_is(
     assert "Traceback (most recent call last)" in text
     assert "in mistaken" in text
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))
-    assert raised(KeyError("which"), monkeypatch) == BUG
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = raised(KeyError("which"), BUG).splitlines()
     assert "No report could be written" in line
 
 
@@ -221,27 +222,22 @@ def test_a_bug_says_that_it_is_one_and_where_its_report_is(
         (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "enough memory"),
     ],
 )
-def test_what_the_system_refuses_is_no_bug(
-    error: Exception, words: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    assert raised(error, monkeypatch) == 2
-    assert words in capsys.readouterr().err
+def test_what_the_system_refuses_is_no_bug(error: Exception, words: str, raised: Raised) -> None:
+    assert words in raised(error, 2)
 
 
 def test_what_ctrl_c_broke_is_no_bug_however_late_it_fails(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    monkeypatch: pytest.MonkeyPatch, raised: Raised, call: Call
 ) -> None:
     """A library may swallow the interrupt while it is imported, or miss a name much later."""
     late = ModuleNotFoundError("Could not import module 'PreTrainedModel'")
     monkeypatch.setattr(facade, "load", lambda **_: cli.interrupts.append(None))
     try:
-        assert main(["generate", "a"]) == INTERRUPTED
-        assert "selfspec: interrupted" in capsys.readouterr().err
-        assert raised(late, monkeypatch) == INTERRUPTED
-        assert capsys.readouterr().err == "\nselfspec: interrupted\n"
+        assert "selfspec: interrupted" in call(["generate", "a"], INTERRUPTED).err
+        assert raised(late, INTERRUPTED) == "\nselfspec: interrupted\n"
     finally:
         cli.interrupts.clear()
-    assert raised(late, monkeypatch) == BUG
+    raised(late, BUG)
 
 
 # --- flags and the YAML file: what they set, and which of them wins
@@ -328,7 +324,7 @@ def test_of_an_option_with_settings_each_is_taken_from_the_flag_or_else_the_file
 
 
 def test_the_environment_stands_for_flags_between_these_and_a_file(
-    speculator: FakeSpeculator, config: Written, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    speculator: FakeSpeculator, config: Written, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
     file = config("max_new_tokens: 7\nseed: 1\ntop_k: 2\n")
     for name, value in (
@@ -344,8 +340,7 @@ def test_the_environment_stands_for_flags_between_these_and_a_file(
     assert speculator.given == generation | {"raw": False}
     assert speculator.loaded == generation | {"speculate": False, "config": str(file)}
     monkeypatch.setenv("SELFSPEC_SEED", "x")
-    assert main(["generate", "hi"]) == 2
-    assert "(of SELFSPEC_SEED in the environment)" in capsys.readouterr().err
+    assert "(of SELFSPEC_SEED in the environment)" in call(["generate", "hi"], 2).err
 
 
 def test_the_default_file_stands_below_all_others(
@@ -353,7 +348,7 @@ def test_the_default_file_stands_below_all_others(
     config: Written,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: Capture,
+    call: Call,
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
     file = tmp_path / "home" / "selfspec" / "config.yaml"
@@ -367,11 +362,8 @@ def test_the_default_file_stands_below_all_others(
     assert speculator.loaded["drafter"] == {"ngram": {"size": "2", "max_tokens": "4"}}
     # what a mode has no use for is left out there, not refused
     file.write_text("model: m\ntemperature: 0.5\n")
-    assert main(["trace", "--from", "nowhere"]) == 2
-    refused = capsys.readouterr().err
+    refused = call(["trace", "--from", "nowhere"], 2).err
     assert "means nothing" not in refused
-    assert main(["env"]) == 0
-    assert f"{file}\n" in capsys.readouterr().out
+    assert f"{file}\n" in call(["env"]).out
     file.write_text("seeed: 1\n")
-    assert main(["generate", "hi"]) == 2
-    assert f"unknown key in {file}: 'seeed'. Did you mean seed?" in capsys.readouterr().err
+    assert f"unknown key in {file}: 'seeed'. Did you mean seed?" in call(["generate", "hi"], 2).err

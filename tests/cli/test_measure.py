@@ -22,6 +22,7 @@ from selfspec.eval.bench import METHODS, Method, moved
 from selfspec.hub import models as hub
 from selfspec.visualise.layers import LayerTrace
 from tests.api.test_text import byte_level_bpe
+from tests.cli.fakes import Call
 from tests.decoding.test_mutants import every_draft_stays
 from tests.models import make_model
 from tests.talks import make_tokenizer
@@ -30,7 +31,6 @@ from tests.traces import long_trace
 MODEL = ["--model", "model", "--dtype", "float32"]
 DRAFTS = ["--heads", "logit-lens", "--drafter", "exit:layers=2/4,threshold=0.05"]
 SIX = ["--max-new-tokens", "6"]
-Capture = pytest.CaptureFixture[str]
 
 
 # --- bench
@@ -43,9 +43,8 @@ def run_of(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_results_hold_the_run_the_answers_and_the_tables(workplace: Path, capsys: Capture) -> None:
-    assert main([*BENCH, "--limit", "2", "--sweep", "exit.max_tokens=1,2"]) == 0
-    printed = capsys.readouterr().out
+def test_results_hold_the_run_the_answers_and_the_tables(workplace: Path, call: Call) -> None:
+    printed = call([*BENCH, "--limit", "2", "--sweep", "exit.max_tokens=1,2"]).out
     out = workplace / "out"
     *_, tables, rates = printed.splitlines()
     assert tables == "Tables: out/table.md"
@@ -68,14 +67,13 @@ def test_results_hold_the_run_the_answers_and_the_tables(workplace: Path, capsys
 
 
 def test_peers_get_settings_from_other_prompts_and_lossy_methods_are_marked_and_judged(
-    workplace: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    workplace: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_model("llama", num_hidden_layers=1).save_pretrained(workplace / "small")
     make_tokenizer().save_pretrained(workplace / "small")
     asked = ["--draft-model", "small", "--drafter", "exit", "--tune-questions", "1", "--json"]
     methods = "plain,speculation,draft-model,prompt-lookup,cm-asd"
-    assert main([*BENCH, *asked, "--methods", methods]) == 0
-    summary = json.loads(capsys.readouterr().out)
+    summary = json.loads(call([*BENCH, *asked, "--methods", methods]).out)
     assert (summary["questions"], summary["failures"]) == (3, [])
     peer = summary["methods"]["prompt-lookup"]
     assert len(peer["chosen_from"]) == 3
@@ -94,24 +92,21 @@ def test_peers_get_settings_from_other_prompts_and_lossy_methods_are_marked_and_
     assert summary["quality"]["plain"]["overall"]["exact_share"] == 1.0
     # where a package is missing, it is told before any work
     monkeypatch.setattr("selfspec.eval.results.find_spec", lambda name: None)
-    assert main([*BENCH, "--output", "new", "--sweep", "acceptance=cm-asd"]) == 2
-    assert "bench needs pandas: pip install 'selfspec[eval]'" in capsys.readouterr().err
+    refused = call([*BENCH, "--output", "new", "--sweep", "acceptance=cm-asd"], 2).err
+    assert "bench needs pandas: pip install 'selfspec[eval]'" in refused
     assert not (workplace / "new").exists()
 
 
-def test_results_are_neither_overwritten_nor_continued_unasked(
-    workplace: Path, capsys: Capture
-) -> None:
+def test_results_are_neither_overwritten_nor_continued_unasked(workplace: Path, call: Call) -> None:
     command = [*BENCH, "--methods", "plain", "--limit"]
     assert main([*command, "1"]) == 0
     answers = workplace / "out" / "answers.jsonl"
     before = answers.read_text()
-    assert main([*command, "1"]) == 2
-    assert "out holds results. Give --resume, --overwrite" in capsys.readouterr().err
+    assert "out holds results. Give --resume, --overwrite" in call([*command, "1"], 2).err
     assert main([*command, "1", "--resume"]) == 0
     assert answers.read_text() == before
-    assert main([*command, "2", "--resume"]) == 2
-    assert "cannot resume out: run limit was 1, now it is 2" in capsys.readouterr().err
+    other = call([*command, "2", "--resume"], 2).err
+    assert "cannot resume out: run limit was 1, now it is 2" in other
     none = ["--heads", "none", "--drafter", "ngram"]
     assert main([*BENCH, *none, "--limit", "2", "--overwrite"]) == 0
     assert len(answers.read_text().splitlines()) == 2
@@ -119,15 +114,14 @@ def test_results_are_neither_overwritten_nor_continued_unasked(
 
 
 def test_a_failing_method_gives_exit_code_1_and_the_rest_of_the_table(
-    workplace: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    workplace: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def decode(*_: Any) -> Any:
         raise RuntimeError("no luck")
 
     broken = Method(source="broken", decode=decode, settings=lambda _: [{}])
     monkeypatch.setitem(METHODS, "broken", broken)
-    assert main([*BENCH, "--limit", "1", "--methods", "plain,broken"]) == 1
-    captured = capsys.readouterr()
+    captured = call([*BENCH, "--limit", "1", "--methods", "plain,broken"], 1)
     assert "failed: 1, turn 1, broken: RuntimeError: no luck" in captured.err
     table = (workplace / "out" / "table.md").read_text()
     assert re.search(r"\| plain +\| 1.00 +\| 1.00 ", table)
@@ -155,11 +149,10 @@ TRACE = ["trace", *MODEL, *DRAFTS, *SIX]
 
 
 def test_it_shows_keeps_and_draws_the_answer_that_generate_gives(
-    workplace: Path, capsys: Capture
+    workplace: Path, call: Call
 ) -> None:
     raw = ["--raw", "--output", "t.jsonl"]
-    assert main([*TRACE, "a b c", *raw, "--card", "card.png"]) == 0
-    shown = capsys.readouterr().out
+    shown = call([*TRACE, "a b c", *raw, "--card", "card.png"]).out
     found = LayerTrace.load(Path("t.jsonl"))
     options = {"drafter": "exit:layers=2/4,threshold=0.05", "max_new_tokens": 6, "raw": True}
     answer = load("model", dtype="float32", heads="logit-lens").generate("a b c", **options)  # type: ignore[arg-type]  # checked by generate
@@ -168,10 +161,8 @@ def test_it_shows_keeps_and_draws_the_answer_that_generate_gives(
     assert "6 tokens" in shown
     assert "\x1b" not in shown
     assert Path("card.png").is_file()
-    assert main(["trace", "--from", "t.jsonl"]) == 0
-    assert capsys.readouterr().out == shown
-    assert main(["trace", "--from", "t.jsonl", "--json"]) == 0
-    assert capsys.readouterr().out == Path("t.jsonl").read_text()
+    assert call(["trace", "--from", "t.jsonl"]).out == shown
+    assert call(["trace", "--from", "t.jsonl", "--json"]).out == Path("t.jsonl").read_text()
 
 
 def page_data(page: Path) -> dict[str, Any]:
@@ -188,7 +179,7 @@ def test_a_page_and_a_card_have_costs_of_this_machine(workplace: Path) -> None:
 
 
 def test_a_kept_trace_is_drawn(
-    workplace: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    workplace: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long_trace([f"t{number} " for number in range(45)]).save(workplace / "long.jsonl")
     assert main(["trace", "--from", "long.jsonl", "--html", "page.html"]) == 0
@@ -196,18 +187,16 @@ def test_a_kept_trace_is_drawn(
     assert "t44" in page
     assert page_data(workplace / "page.html")["plain_step"] is None
     monkeypatch.setattr("selfspec.eval.results.find_spec", lambda name: None)
-    assert main(["trace", "--from", "long.jsonl", "--card", "a.png"]) == 2
-    assert "--card needs matplotlib: pip install" in capsys.readouterr().err
+    refused = call(["trace", "--from", "long.jsonl", "--card", "a.png"], 2).err
+    assert "--card needs matplotlib: pip install" in refused
 
 
 def test_a_model_without_heads_is_looked_at_through_the_logit_lens(
-    workplace: Path, capsys: Capture
+    workplace: Path, call: Call
 ) -> None:
     command = ["trace", "a", *MODEL, "--max-new-tokens", "3"]
-    assert main([*command, "--no-all-layers"]) == 2
-    assert "no exit heads to look through. Give --heads, or drop" in capsys.readouterr().err
-    assert main(command) == 0
-    assert "3 tokens, 2 rounds" in capsys.readouterr().out
+    assert "no exit heads to look through. Give" in call([*command, "--no-all-layers"], 2).err
+    assert "3 tokens, 2 rounds" in call(command).out
 
 
 # --- tune
@@ -217,32 +206,26 @@ SUITE = ["--suite", "suite.jsonl"]
 
 
 @pytest.mark.usefixtures("empty_cache")
-def test_what_was_tuned_is_kept_used_and_forgotten(workplace: Path, capsys: Capture) -> None:
-    assert main(["tune", *HEADS, *SIX, *SUITE, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_what_was_tuned_is_kept_used_and_forgotten(workplace: Path, call: Call) -> None:
+    found = json.loads(call(["tune", *HEADS, *SIX, *SUITE, "--json"]).out)
     assert [str(file) for file in tuned.files()] == [found["file"]]
     assert (found["prompts"], found["objective"]) == (4, "speed")
     options = load("model", heads="heads", dtype="float32").options
     assert options == SpeculationOptions().updated(found["options"])
-    assert main(["env", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["tuned"] == [found["file"]]
-    assert main(["tune", *HEADS, "--forget"]) == 0
-    assert capsys.readouterr().out == f"removed {found['file']}\n"
+    assert json.loads(call(["env", "--json"]).out)["tuned"] == [found["file"]]
+    assert call(["tune", *HEADS, "--forget"]).out == f"removed {found['file']}\n"
     assert tuned.files() == []
-    assert main(["tune", *HEADS, "--forget"]) == 0
-    assert "nothing was tuned" in capsys.readouterr().out
+    assert "nothing was tuned" in call(["tune", *HEADS, "--forget"]).out
     suite = [*SUITE, "--limit", "2", "--objective", "latency"]
-    assert main(["tune", *HEADS, *SIX, *suite, "--dry-run"]) == 0
-    output = capsys.readouterr().out
+    output = call(["tune", *HEADS, *SIX, *suite, "--dry-run"]).out
     assert "settings tried on 2 prompts" in output
     assert "plain decoding" in output
     assert tuned.files() == []
 
 
 @pytest.mark.usefixtures("empty_cache", "workplace")
-def test_a_model_without_heads_is_tuned_for_text_already_seen(capsys: Capture) -> None:
-    assert main(["tune", *MODEL, *SUITE, *SIX, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_a_model_without_heads_is_tuned_for_text_already_seen(call: Call) -> None:
+    found = json.loads(call(["tune", *MODEL, *SUITE, *SIX, "--json"]).out)
     assert found["settings"] == 4 * 4 * 2  # n-grams by lengths, at two costs of rows
     assert found["options"].get("drafter", "ngram").startswith("ngram")
     options = load("model", dtype="float32").options
@@ -254,9 +237,8 @@ def test_a_model_without_heads_is_tuned_for_text_already_seen(capsys: Capture) -
 VERIFY = ["verify", *MODEL, "--heads", "logit-lens", "--suite", "suite.jsonl", *SIX]
 
 
-def test_verify_prints_a_line_per_rung_and_a_verdict(workplace: Path, capsys: Capture) -> None:
-    assert main([*VERIFY, "--limit", "3"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_verify_prints_a_line_per_rung_and_a_verdict(workplace: Path, call: Call) -> None:
+    lines = call([*VERIFY, "--limit", "3"]).out.splitlines()
     assert [line.split()[:2] for line in lines[0:10:2]] == [
         [str(number), "skipped" if number == 5 else "passed"] for number in range(1, 6)
     ]
@@ -264,12 +246,11 @@ def test_verify_prints_a_line_per_rung_and_a_verdict(workplace: Path, capsys: Ca
 
 
 def test_verify_fails_with_a_planted_bug(
-    workplace: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    workplace: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     every_draft_stays(monkeypatch)
     flags = "--executor generic --limit 1 --rungs 1,2,4,5,6,7 --json"
-    assert main([*VERIFY, *flags.split()]) == 1
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(call([*VERIFY, *flags.split()], 1).out)
     assert found["passed"] is False
     assert found["verdict"].startswith("NOT lossless")
     assert (found["prompts"], found["max_new_tokens"]) == (1, 6)
@@ -280,17 +261,16 @@ def test_verify_fails_with_a_planted_bug(
 # --- env
 
 
-def facts(capsys: Capture, *arguments: str) -> dict[str, Any]:
-    assert main(["env", "--json", *arguments]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+def facts(call: Call, *arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(call(["env", "--json", *arguments]).out)
     return found
 
 
 def test_env_says_where_things_are(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, call: Call, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    found = facts(capsys)
+    found = facts(call)
     assert found["cache_folder"] == str(tmp_path / "selfspec")
     assert found["threads"] >= 1
     assert {*measure.PACKAGES, "cpu", "device", "default_model", "python"} <= found.keys()
@@ -300,24 +280,22 @@ def test_env_says_where_things_are(
         raise ModelNotFound("not installed. Run: pip")
 
     monkeypatch.setattr(hub, "default_model_file", missing)
-    assert main(["env"]) == 0
-    shown = capsys.readouterr().out
+    shown = call(["env"]).out
     assert f"cache_folder   {tmp_path / 'selfspec'}\n" in shown
     assert "not installed. Run: pip\n" in shown
 
 
 def test_env_says_how_a_model_runs_and_why_and_measures_it(
-    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
     monkeypatch.setattr("selfspec.decoding.measure._CPU_BYTES", 4000)
-    found = facts(capsys, "--model", "model", "--dtype", "float64")
+    found = facts(call, "--model", "model", "--dtype", "float64")
     assert found["model"] == "model"
     assert found["executor"] == "generic"
     assert "weights are torch.float64" in found["no_fused_executor"]
     assert "near ties may fall otherwise" in found["drafts"]
     assert found["speed"]["context_tokens"] == 240  # of 256, sixteen are left for the rows
-    assert main(["env", *MODEL]) == 0
-    lines = {line.split("  ")[0]: line for line in capsys.readouterr().out.splitlines()}
+    lines = {line.split("  ")[0]: line for line in call(["env", *MODEL]).out.splitlines()}
     assert "no draft moves a bit of a logit" in lines["drafts"]
     assert "ms behind 240 positions; reading 0." in lines["plain step"]
     assert lines["rows"].endswith(" of a step")
@@ -358,7 +336,7 @@ generation_kwargs: {{until: ["q"], max_gen_toks: 24}}
 
 
 def test_answers_and_scores_are_those_of_hugging_face(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
     lm_eval: Any = pytest.importorskip("lm_eval.tasks")
     monkeypatch.chdir(tmp_path)
@@ -377,8 +355,7 @@ def test_answers_and_scores_are_those_of_hugging_face(
         kept = (
             f"--include_path . --tasks {','.join(tasks)} --log_samples --output_path {len(found)}"
         )
-        assert main(["lm-eval", *words.split(), *kept.split()]) == 0
-        assert f"{name} (" in capsys.readouterr().out
+        assert f"{name} (" in call(["lm-eval", *words.split(), *kept.split()]).out
         lines = [
             path.read_text().splitlines() for path in sorted(Path(str(len(found))).rglob("*.jsonl"))
         ]
@@ -386,8 +363,7 @@ def test_answers_and_scores_are_those_of_hugging_face(
     assert len(found[0]) == 2 * len(CASES)
     assert found[0] == found[1] == found[2]
     wrong = ["--model_args", "hedas=none", "--include_path", ".", "--tasks", tasks[0]]
-    assert main(["lm-eval", *wrong]) == 2
-    assert "unknown model argument 'hedas'. Did you mean heads?" in capsys.readouterr().err
+    assert "unknown model argument 'hedas'. Did you mean heads?" in call(["lm-eval", *wrong], 2).err
 
 
 def test_llm_gets_the_texts_of_generate(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:

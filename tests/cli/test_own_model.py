@@ -29,10 +29,9 @@ from selfspec.heads.exit_heads import HeadsConfig
 from selfspec.heads.folder import known_place, remember
 from selfspec.hub import models as hub
 from tests.authors import RECIPE
+from tests.cli.fakes import Call
 from tests.models import make_model
 from tests.talks import WORDS, make_tokenizer
-
-Capture = pytest.CaptureFixture[str]
 
 MODEL = ["--model", "tiny-vicuna", "--dtype", "float32"]
 FIT = ["fit", *MODEL, "--epochs", "1", "--draft-vocab-size", "10"]
@@ -69,54 +68,58 @@ def workplace(made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_template_of_the_text_is_kept_in_the_heads_and_used_with_them(
-    workplace: Path, capsys: Capture
+    workplace: Path, call: Call
 ) -> None:
     assert HeadsConfig.read(workplace / "heads").chat_template == TEMPLATE
-    assert main(["heads", "show", "heads"]) == 0
-    shown = capsys.readouterr().out
+    shown = call(["heads", "show", "heads"]).out
     assert re.search(r"^chat_template +\{% for m in messages", shown, re.MULTILINE)
     names = [line.split()[0] for line in shown.splitlines()]
     known = [field.name for field in fields(HeadsConfig)]
     assert names == [name for name in known if name in names]  # one line a field that is set
     generate = ["generate", *MODEL, "--max-new-tokens", "3", "a b"]
-    assert main(generate) == 2
-    assert "Its name says: --chat-template vicuna" in capsys.readouterr().err
-    assert main([*generate, "--heads", "heads", "--json"]) == 0
-    kept = json.loads(capsys.readouterr().out)
-    assert main([*generate, "--chat-template", "own.jinja", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["token_ids"] == kept["token_ids"]
-    assert main([*generate, "--heads", "heads", "--chat-template", "vicuna"]) == 0
-    assert "fitted with the chat template" in capsys.readouterr().err
+    assert "Its name says: --chat-template vicuna" in call(generate, 2).err
+    kept = json.loads(call([*generate, "--heads", "heads", "--json"]).out)
+    assert (
+        json.loads(call([*generate, "--chat-template", "own.jinja", "--json"]).out)["token_ids"]
+        == kept["token_ids"]
+    )
+    assert (
+        "fitted with the chat template"
+        in call([*generate, "--heads", "heads", "--chat-template", "vicuna"]).err
+    )
 
 
 def test_the_template_goes_through_a_cache_and_calibration_takes_that_of_the_heads(
-    workplace: Path, tmp_path: Path, capsys: Capture
+    workplace: Path, tmp_path: Path, call: Call
 ) -> None:
     features, heads = str(tmp_path / "features"), str(tmp_path / "heads")
     cache = ["cache", *MODEL, "--data", "own.jsonl", "--exit-layers", "2", "--output", features]
     assert main([*cache, "--batch-tokens", "64"]) == 0
-    assert main([*FIT, "--cache", features, "--output", heads]) == 0
+    said = call([*FIT, "--cache", features, "--output", heads]).err
     assert HeadsConfig.read(Path(heads)).chat_template == TEMPLATE
-    assert f"--seed 1 --model tiny-vicuna --dtype float32 --chat-template '{TEMPLATE}'" in (
-        capsys.readouterr().err
-    )
+    assert f"--seed 1 --model tiny-vicuna --dtype float32 --chat-template '{TEMPLATE}'" in said
     talk = [{"role": role, "content": "a b c a"} for role in ("user", "assistant")]
     other = tmp_path / "other.jsonl"
     other.write_text("".join(json.dumps({"messages": talk}) + "\n" for _ in range(4)))
     calibrate = ["calibrate", *MODEL, "--heads", heads, "--data", str(other), "--dry-run"]
-    assert main(calibrate) == 0
-    capsys.readouterr()
-    assert main([*calibrate, "--chat-template", "vicuna"]) == 0
-    assert "was made with the chat template {% for m" in capsys.readouterr().err
-    assert main(["fit", *MODEL, "--data", str(other), "--output", "new"]) == 2
-    assert "no chat template. Its name says: --chat-template vicuna" in capsys.readouterr().err
+    call(calibrate)
+    assert (
+        "was made with the chat template {% for m"
+        in call([*calibrate, "--chat-template", "vicuna"]).err
+    )
+    assert (
+        "no chat template. Its name says: --chat-template vicuna"
+        in call(["fit", *MODEL, "--data", str(other), "--output", "new"], 2).err
+    )
     other.write_text('{"text": "a b c a"}\n' * 4)
-    assert main([*FIT, "--data", str(other), "--output", str(tmp_path / "raw")]) == 0
-    assert "--seed 1 --raw --model tiny-vicuna" in capsys.readouterr().err
+    assert (
+        "--seed 1 --raw --model tiny-vicuna"
+        in call([*FIT, "--data", str(other), "--output", str(tmp_path / "raw")]).err
+    )
 
 
 def test_heads_that_were_fitted_here_are_found_by_the_weights_of_their_model(
-    workplace: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: Capture
+    workplace: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, call: Call
 ) -> None:
     assert load("tiny-vicuna", dtype="float32").heads is None
     remember(Path("heads"))
@@ -135,8 +138,7 @@ def test_heads_that_were_fitted_here_are_found_by_the_weights_of_their_model(
     other.save_pretrained(tmp_path / "other")
     make_tokenizer().save_pretrained(tmp_path / "other")
     assert load(tmp_path / "other", dtype="float32").heads is None
-    assert main(["heads", "list", "--json"]) == 0
-    names = [row["name"] for row in json.loads(capsys.readouterr().out)]
+    names = [row["name"] for row in json.loads(call(["heads", "list", "--json"]).out)]
     assert names[-1] == str(workplace / "heads")
     # pulled ones are known from then on, before others; what is gone is passed over
     shutil.copytree(workplace / "heads", tmp_path / "mine")
@@ -181,7 +183,7 @@ def pushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_pushed_heads_have_a_card_and_name_no_place_on_this_machine(
-    workplace: Path, pushed: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    workplace: Path, pushed: Path, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
     heads = pushed.parents[2] / "heads"
     shutil.copytree("heads", heads)
@@ -190,8 +192,7 @@ def test_pushed_heads_have_a_card_and_name_no_place_on_this_machine(
     monkeypatch.setattr("selfspec.decoding.measure.measure", lambda *_, **__: costs)
     assert main(["calibrate", *MODEL, "--heads", str(heads), "--data", data]) == 0
     push = ["heads", "push", str(heads), "me/own", "--license", "mit", "--private"]
-    assert main(push) == 0
-    assert capsys.readouterr().out.endswith("\nhttps://hub/me/own\n")
+    assert call(push).out.endswith("\nhttps://hub/me/own\n")
     assert (Hub.asked["private"], Hub.asked["exist_ok"]) == (True, True)
     texts = {file.name: file.read_text(errors="replace") for file in pushed.rglob("*.*")}
     card = texts["README.md"]
@@ -207,13 +208,10 @@ def test_pushed_heads_have_a_card_and_name_no_place_on_this_machine(
     assert not any(hub.pulled_heads().rglob("*.py"))
     monkeypatch.undo()
     monkeypatch.chdir(workplace)
-    assert main(push) == 2  # tests are offline
-    assert "cannot put heads at me/own: " in capsys.readouterr().err
-    assert main(["heads", "push", str(heads), "own"]) == 2
-    assert "'own' is no id on the hub" in capsys.readouterr().err
+    assert "cannot put heads at me/own: " in call(push, 2).err  # tests are offline
+    assert "'own' is no id on the hub" in call(["heads", "push", str(heads), "own"], 2).err
     (heads / "run.yaml").unlink()
-    assert main(push) == 2
-    assert "is not complete: no run.yaml" in capsys.readouterr().err
+    assert "is not complete: no run.yaml" in call(push, 2).err
 
 
 def test_generate_of_transformers_drafts_with_pushed_heads_from_where_they_lie(

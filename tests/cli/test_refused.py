@@ -1,12 +1,12 @@
 """What a command line can ask for that nothing could do: one line of error and exit code 2.
 
-Nothing is changed then, and wrong words are refused before a model is loaded. Values of wrong types
-in any place of a file are `tests/test_damage.py`'s; here are those that mean something.
+It comes within half a minute, wrong words before a model is loaded, and every file is what it was:
+nothing changed, removed or half-written. Values of wrong types in any place of a file are
+`tests/test_damage.py`'s; here are those that mean something.
 """
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import os
@@ -26,11 +26,9 @@ from selfspec.errors import InvalidData
 from selfspec.hub import models as hub
 from selfspec.hub.gguf import read_header
 from selfspec.serve.options import VARIABLE
-from tests.bad_input import GENERATE, Change, config, furnish, refused, tensors
+from tests.bad_input import Change, config, furnish, patience, snapshot, tensors
 from tests.gguf_files import header, tensor, text, tiny, value
 from tests.test_reading import BOMB
-
-Capture = pytest.CaptureFixture[str]
 
 SHORT = {
     "M": "--model model --dtype float32",
@@ -78,6 +76,36 @@ def furnished(tmp_path_factory: pytest.TempPathFactory, made: Path) -> Path:
 
 def words_of(line: str) -> list[str]:
     return shlex.split(" ".join(SHORT.get(word, word) for word in line.split(" ")))
+
+
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def refused(
+    furnished: Path,
+    piped: Callable[[bytes], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Refused:
+    """The one line, with these words, in which a command refused its input in this folder."""
+    monkeypatch.chdir(furnished)
+    piped(b"")
+
+    def refuse(line: str | list[str], words: str = "") -> str:
+        before = snapshot(Path.cwd())
+        with patience():
+            code = main(words_of(line) if isinstance(line, str) else line)
+        said = capsys.readouterr().err
+        lines = [line for line in said.splitlines() if "selfspec: error: " in line]
+        assert (code, len(lines)) == (2, 1), said[-2000:]
+        assert "Traceback" not in said
+        assert len(lines[0]) > len("selfspec: error: ") + 10
+        assert words in lines[0], lines[0]
+        assert snapshot(Path.cwd()) == before
+        return lines[0]
+
+    return refuse
 
 
 EARLY = """
@@ -189,8 +217,23 @@ fit M T --exit-layers 6                          | exit layer 6
 calibrate H --cache features                     | not [5]
 data M D --tokens 9 --questions none.jsonl       | none.jsonl
 data M D --from bad.jsonl                        | bad.jsonl, line 2 is not JSON
+generate a L --max-new-tokens -1                 |
+generate a L --max-new-tokens 1.5                |
+generate a L --max-new-tokens nan                |
+generate a L --max-new-tokens 1e400              |
+generate a L --max-new-tokens ''                 |
+generate a L --seed 99999999999999999999999999   |
+generate a L --costs row=0.1/-1                  |
+generate a L --acceptance ''                     |
+generate a L --drafter ''                        |
+generate a L --drafter exit:layers=9             |
+generate a L --drafter exit:layers=2//4          |
+generate a L --device ''                         |
+generate a L --device tpu                        |
+generate a L --device cuda:99                    |
+generate a L --device meta                       |
 """
-"""What only the model tells."""
+"""What only the model tells, and values out of range. More of these: tests/api/test_bad_input.py"""
 
 
 def cases(lines: str) -> list[tuple[str, str]]:
@@ -201,44 +244,31 @@ def cases(lines: str) -> list[tuple[str, str]]:
 @pytest.mark.usefixtures("empty_cache")  # heads that others pulled may bring a template
 @pytest.mark.parametrize(("line", "words"), cases(EARLY))
 def test_a_line_that_cannot_be_meant_is_refused_before_anything_is_loaded(
-    line: str, words: str, place: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    line: str, words: str, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub, "load_model", lambda *_, **__: pytest.fail("loaded a model"))
     monkeypatch.delenv(VARIABLE, raising=False)
-    refused(words_of(line), place, capsys, words)
+    refused(line, words)
 
 
 @pytest.mark.parametrize(("line", "words"), cases(LATE))
 def test_a_line_that_suits_no_such_model_is_refused(
-    line: str, words: str, place: Path, capsys: Capture
+    line: str, words: str, refused: Refused
 ) -> None:
-    refused(words_of(line), place, capsys, words)
+    refused(line, words)
 
 
 def test_a_prompt_is_text_and_is_there(
-    place: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    refused: Refused, piped: Callable[[bytes], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refused(["generate", "\udcff"], place, capsys, "the prompt is not UTF-8")
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
-    refused(["generate"], place, capsys, "byte 0 is wrong")
+    refused(["generate", "\udcff"], "the prompt is not UTF-8")
+    piped(b"\xff")
+    refused("generate", "byte 0 is wrong")
+    for turns in (b"\xff\n", b"a\n\xc3\n"):
+        piped(turns)
+        refused("chat M --max-new-tokens 2")
     monkeypatch.setattr(sys, "stdin", type("Terminal", (), {"isatty": lambda self: True})())
-    refused(["generate"], place, capsys, "no prompt")
-
-
-VALUES = [
-    *(("--max-new-tokens", value) for value in ("-1", "1.5", "nan", "1e400", "")),
-    *(("--seed", "9" * 40), ("--costs", "row=0.1/-1"), ("--acceptance", "")),
-    *(("--drafter", value) for value in ("", "exit:layers=9", "exit:layers=2//4")),
-    *(("--device", value) for value in ("", "tpu", "cuda:99", "meta")),
-]
-"""Other wrong values, by keywords: tests/api/test_bad_input.py."""
-
-
-@pytest.mark.parametrize(("flag", "value"), VALUES)
-def test_a_value_out_of_range_is_refused(
-    flag: str, value: str, place: Path, capsys: Capture
-) -> None:
-    refused([*GENERATE, "--heads", "logit-lens", flag, value], place, capsys)
+    refused("generate", "no prompt")
 
 
 YAML = [
@@ -255,12 +285,11 @@ YAML = [
 
 @pytest.mark.parametrize(("text", "words"), YAML)
 def test_a_config_that_says_nothing_is_refused(
-    text: str, words: str, place: Path, tmp_path: Path, capsys: Capture
+    text: str, words: str, tmp_path: Path, refused: Refused
 ) -> None:
     (tmp_path / "config.yaml").write_text(text)
-    flags = [] if "model" in text else ["--model", "model", "--dtype", "float32"]
-    config = ["--config", str(tmp_path / "config.yaml")]
-    refused(["generate", "a", "--heads", "logit-lens", *flags, *config], place, capsys, words)
+    line = f"generate a {'--heads logit-lens' if 'model' in text else 'L'} --config"
+    refused(f"{line} {tmp_path}/config.yaml", words)
 
 
 # --- what is named as a file and is none
@@ -298,10 +327,8 @@ NO_FILES = ("nowhere/at/all", "garbage", "/dev/zero")
 @pytest.mark.parametrize(
     ("reader", "name"), [*zip(READERS.strip().splitlines(), itertools.cycle(NO_FILES))]
 )
-def test_what_is_no_such_file_is_refused(
-    reader: str, name: str, place: Path, capsys: Capture
-) -> None:
-    refused([word.replace("@", name) for word in words_of(reader)], place, capsys)
+def test_what_is_no_such_file_is_refused(reader: str, name: str, refused: Refused) -> None:
+    refused(reader.replace("@", name))
 
 
 WRITERS = """
@@ -329,15 +356,9 @@ IN_THE_WAY = (
 @pytest.mark.parametrize(
     ("writer", "way"), [*zip(WRITERS.strip().splitlines(), IN_THE_WAY, strict=True)]
 )
-def test_what_is_in_the_way_of_an_output_stays(
-    writer: str, way: str, place: Path, capsys: Capture
-) -> None:
-    words = [word.replace("@", way) for word in words_of(writer)]
-    line = refused([*words, "--overwrite"], place, capsys)
-    assert "missing" not in line  # refused before a model or a run is looked for
-
-
-MODEL = ["--model", "model", "--dtype", "float32"]
+def test_what_is_in_the_way_of_an_output_stays(writer: str, way: str, refused: Refused) -> None:
+    said = refused(f"{writer} --overwrite".replace("@", way))
+    assert "missing" not in said  # refused before a model or a run is looked for
 
 
 def holding(name: str, content: str) -> Change:
@@ -346,14 +367,6 @@ def holding(name: str, content: str) -> Change:
 
 def without(name: str) -> Change:
     return lambda folder: (folder / name).unlink()
-
-
-@pytest.mark.parametrize("data", [b"\xff\n", b"a\n\xc3\n"])
-def test_a_turn_is_text(
-    data: bytes, place: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
-    refused(["chat", *MODEL, "--max-new-tokens", "2"], place, capsys)
 
 
 # --- models
@@ -428,13 +441,12 @@ MODELS: dict[str, Change] = {
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_model_that_cannot_be_run_is_refused(
-    kind: str, furnished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    kind: str, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copytree(furnished / "model", tmp_path / "it")
+    shutil.copytree("model", tmp_path / "it")
     monkeypatch.chdir(tmp_path)
     MODELS[kind](tmp_path / "it")
-    command = ["generate", "a", "--model", "it", "--dtype", "float32", "--max-new-tokens", "2"]
-    refused(command, tmp_path, capsys)
+    refused("generate a --model it --dtype float32 --max-new-tokens 2")
 
 
 NESTED = struct.pack("<IQ", 9, 1) * 50 + struct.pack("<IQ", 4, 0)
@@ -461,10 +473,11 @@ GGUF = {
 
 @pytest.mark.parametrize("kind", GGUF)
 def test_a_gguf_file_that_holds_no_model_is_refused(
-    kind: str, tmp_path: Path, capsys: Capture
+    kind: str, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "it.gguf").write_bytes(GGUF[kind])
-    refused(["generate", "a", "--model", str(tmp_path / "it.gguf")], tmp_path, capsys)
+    refused("generate a --model it.gguf")
 
 
 def test_a_gguf_header_is_followed_to_its_end(tmp_path: Path) -> None:

@@ -32,19 +32,18 @@ from selfspec.training.fit import CHECKPOINT
 from selfspec.training.text import Counts
 from tests.authors import RECIPE as PROMPTS
 from tests.authors import counted, read
+from tests.cli.fakes import Call
 from tests.training.test_records import FLAT
 
 MODEL = ["--model", "model", "--dtype", "float32"]
-Capture = pytest.CaptureFixture[str]
 
 
-def nexts(capsys: Capture) -> list[str]:
-    """The commands to go on with that a step said at its end; all their flags are understood."""
-    said = capsys.readouterr().err.splitlines()
+def nexts(call: Call, words: list[str]) -> list[str]:
+    """The commands to go on with that one says at its end; all their flags are understood."""
+    said = call(words).err.splitlines()
     found = [line.removeprefix("next: ") for line in said if line.startswith("next: ")]
     for command in found:
-        assert main([*shlex.split(command)[1:], "--config", "nowhere.yaml"]) == 2
-        assert "nowhere.yaml" in capsys.readouterr().err
+        assert "nowhere" in call([*shlex.split(command)[1:], "--config", "nowhere.yaml"], 2).err
     return found
 
 
@@ -96,10 +95,9 @@ def run_record(output: str = "out.jsonl") -> dict[str, Any]:
 
 
 def test_the_model_writes_conversations_and_the_last_line_counts_them(
-    recipes: Path, capsys: Capture
+    recipes: Path, call: Call
 ) -> None:
-    assert main(INVENT) == 0
-    output = capsys.readouterr()
+    output = call(INVENT)
     lines = read(recipes / "out.jsonl")
     counts = Counts(run_record()["counts"]["families"])
     assert output.out.splitlines()[-1] == f"out.jsonl: {counts.words()}"
@@ -121,15 +119,13 @@ def test_the_model_writes_conversations_and_the_last_line_counts_them(
         ("--system", "c", "begun with system None, not c"),
         ("--dtype", "float64", "begun with dtype float32, not float64"),
     ):
-        assert main([*INVENT, flag, value]) == 2
-        assert reason in capsys.readouterr().err
+        assert reason in call([*INVENT, flag, value], 2).err
     (recipes / "prompts.yaml").write_text(PROMPTS + "# more\nwritten-share: 0.1\n")
-    assert main(INVENT) == 2
-    assert "begun with recipe" in capsys.readouterr().err
+    assert "begun with recipe" in call(INVENT, 2).err
     assert (recipes / "out.jsonl").read_bytes() == before
 
 
-def test_own_prompts_passages_and_excluded_texts_are_taken(recipes: Path, capsys: Capture) -> None:
+def test_own_prompts_passages_and_excluded_texts_are_taken(recipes: Path, call: Call) -> None:
     (recipes / "docs").mkdir()
     (recipes / "docs" / "a.txt").write_text("c c c a b\n\nb b a")
     (recipes / "own.jsonl").write_text('{"turns": ["a a a c"]}\n{"text": "b b b c"}\n')
@@ -144,25 +140,23 @@ def test_own_prompts_passages_and_excluded_texts_are_taken(recipes: Path, capsys
     assert recorded["recipe"]
     assert recorded["questions"].startswith("own.jsonl, ")
     (recipes / "bench.jsonl").write_text('{"turns": ["c c c c c c c c"]}\n')
-    assert main([*INVENT, *given]) == 2
-    assert "begun with excluded" in capsys.readouterr().err
+    assert "begun with excluded" in call([*INVENT, *given], 2).err
 
 
-def test_the_user_turns_of_a_file_are_answered(recipes: Path, capsys: Capture) -> None:
+def test_the_user_turns_of_a_file_are_answered(recipes: Path, call: Call) -> None:
     assert main([*GIVEN, "--from", "talks.json"]) == 0
     lines = read(recipes / "out.jsonl")
     assert {line["messages"][0]["content"] for line in lines} <= {"a", "b", "c c"}
     assert [line["messages"][1]["content"] for line in lines] != ["b"] * len(lines)
     assert run_record("out.jsonl")["options"]["source"].startswith("talks.json, ")
     (recipes / "bad.json").write_text('[5, {"messages": []}, {"turns": ["a b"]}]')
-    assert main([*GIVEN[:-1], "few.jsonl", "--from", "bad.json", "--skip-bad-rows"]) == 0
-    output = capsys.readouterr()
+    output = call([*GIVEN[:-1], "few.jsonl", "--from", "bad.json", "--skip-bad-rows"])
     assert output.out.endswith("; dropped: 2 bad rows\n")
     assert "bad.json: skipped 2 bad rows, the first: item 1 holds a int" in output.err
 
 
 def test_an_interrupted_or_killed_run_is_continued(
-    recipes: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    recipes: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def seeds() -> list[int]:
         """Of the batches that are written so far."""
@@ -184,8 +178,7 @@ def test_an_interrupted_or_killed_run_is_continued(
     more = [*COMMAND, "--tokens", str(written + 200)]
     with monkeypatch.context() as patch:
         patch.setattr(selfgen.Written, "propose", once)
-        assert main(more) == 130
-    assert "out.jsonl: the same command continues it" in capsys.readouterr().err
+        assert "out.jsonl: the same command continues it" in call(more, 130).err
     assert main(more) == 0
     assert main([*more, "--output", "whole.jsonl"]) == 0
     assert Path("out.jsonl").read_bytes() == Path("whole.jsonl").read_bytes()
@@ -207,17 +200,14 @@ CACHE = ["cache", *MODEL, "--batch-tokens", "64", "--data", "talks.jsonl", "--ou
 FIT = ["fit", *MODEL, "--batch-tokens", "64", "--data", "talks.jsonl", "--output", "out"]
 
 
-def test_the_command_fits_as_presets_recipes_and_flags_say(
-    workplace: Path, capsys: Capture
-) -> None:
+def test_the_command_fits_as_presets_recipes_and_flags_say(workplace: Path, call: Call) -> None:
     (workplace / "recipe.yaml").write_text("epochs: 3\nvalidation: talks.jsonl\n")
     given = ["--config", "recipe.yaml", "--exit-layers", "2,3", "--preset", "specbound"]
-    assert main([*FIT, *given, "--max-tokens", "60", "--epochs", "1"]) == 0
+    output = call([*FIT, *given, "--max-tokens", "60", "--epochs", "1"])
     config = HeadsConfig.read(workplace / "out")
     assert (config.base_model, config.exit_layers) == ("model", (2, 3))
     assert config.draft_vocab_size is None
     assert 60 <= config.training["answer_tokens"] < 80
-    output = capsys.readouterr()
     assert output.out.count("agreement") == 2
     assert output.out.endswith("\nout: exit heads at 2 layers\n")
     assert "calibrate --heads out --data talks.jsonl --model model" in output.err
@@ -226,16 +216,14 @@ def test_the_command_fits_as_presets_recipes_and_flags_say(
     assert (run["data"], run["dtype"]) == ("talks.jsonl", "float32")
     assert (run["head_type"], run["learning_rate"]) == ("linear", 3e-5)
     more = [*FIT[:-1], "more", "--start-from", "out", "--epochs", "1"]
-    assert main([*more, "--inner-size", "3"]) == 2
-    assert "inner_size with start_from: the heads say it. Drop one" in capsys.readouterr().err
+    assert "inner_size with start_from: the heads" in call([*more, "--inner-size", "3"], 2).err
     assert main(more) == 0
     config = HeadsConfig.read(workplace / "more")
     assert (config.head_type, config.exit_layers) == ("linear", (2, 3))
 
 
-def test_features_are_cached_and_fitted_to(workplace: Path, capsys: Capture) -> None:
-    assert main([*CACHE, "--exit-layers", "0,2,3", "--deep"]) == 0
-    output = capsys.readouterr()
+def test_features_are_cached_and_fitted_to(workplace: Path, call: Call) -> None:
+    output = call([*CACHE, "--exit-layers", "0,2,3", "--deep"])
     assert "258 positions at" in output.err
     assert "features: 258 positions, 210 of them answers" in output.out
     assert output.err.splitlines()[-1] == (
@@ -243,14 +231,12 @@ def test_features_are_cached_and_fitted_to(workplace: Path, capsys: Capture) -> 
     )
     shared = ["fit", *MODEL, "--draft-vocab-size", "90", "--exit-layers", "0,3", "--epochs", "1"]
     shared += ["--head-type", "deep-fused"]
-    assert main([*shared, "--cache", "features", "--output", "cached"]) == 0
-    make, calibrate = nexts(capsys)
+    make, calibrate = nexts(call, [*shared, "--cache", "features", "--output", "cached"])
     assert make.startswith("selfspec data --output held-out.jsonl --tokens ")
     assert "calibrate --heads cached --data held-out.jsonl" in calibrate
     more = ["--validation", "talks.jsonl", "--batch-tokens", "64"]
     for folder, text in (("a", ["--cache", "features"]), ("b", ["--data", "talks.jsonl"])):
-        assert main([*shared, *text, *more, "--output", folder]) == 0
-    assert capsys.readouterr().out.count("second draft") == 4
+        assert call([*shared, *text, *more, "--output", folder]).out.count("second draft") == 2
     one, other = (workplace / name / "model.safetensors" for name in ("a", "b"))
     assert one.read_bytes() == other.read_bytes()
     assert not (workplace / "a" / CHECKPOINT).exists()
@@ -290,19 +276,16 @@ def test_two_processes_take_the_steps_of_one(workplace: Path) -> None:
         torch.testing.assert_close(together[name], tensor, rtol=0, atol=4e-6)
 
 
-def require_same_text(capsys: Capture, *drafts: str) -> None:
+def require_same_text(call: Call, *drafts: str) -> None:
     """Heads on the embedding draft, and change no token."""
     asked = ["generate", *MODEL, "--max-new-tokens", "12", "--json", "a b"]
-    capsys.readouterr()
-    assert main([*asked, "--no-speculate"]) == main([*asked, *drafts]) == 0
-    plain, drafted = map(json.loads, capsys.readouterr().out.splitlines())
+    flags = ["--no-speculate"], drafts
+    plain, drafted = (json.loads(call([*asked, *given]).out) for given in flags)
     assert drafted["token_ids"] == plain["token_ids"]
     assert drafted["stats"]["drafted_by_layer"]["0"] > 0
 
 
-def test_heads_that_attend_are_fitted_calibrated_and_draft(
-    workplace: Path, capsys: Capture
-) -> None:
+def test_heads_that_attend_are_fitted_calibrated_and_draft(workplace: Path, call: Call) -> None:
     shared = ["fit", *MODEL, "--head-type", "eagle3", "--draft-vocab-size", "90", "--epochs", "20"]
     shared += ["--learning-rate", "0.03", "--step-decay", "0.8"]
     assert main([*CACHE, "--exit-layers", "0,2,3"]) == 0
@@ -310,55 +293,54 @@ def test_heads_that_attend_are_fitted_calibrated_and_draft(
     assert main(["calibrate", *MODEL, "--heads", "a", "--cache", "features"]) == 0
     assert attends(workplace / "a")
     assert "0" in AttendingConfig.read(workplace / "a").temperatures
-    assert main(["heads", "check", "a", "--model", "model"]) == 0
-    require_same_text(capsys, "--heads", "a", "--drafter", "exit:threshold=0.01")
+    call(["heads", "check", "a", "--model", "model"])
+    require_same_text(call, "--heads", "a", "--drafter", "exit:threshold=0.01")
 
 
 def test_medusa_heads_are_fitted_checked_and_draft_and_nothing_calibrates_them(
-    workplace: Path, capsys: Capture
+    workplace: Path, call: Call
 ) -> None:
     shared = ["fit", *MODEL, "--head-type", "medusa", "--draft-vocab-size", "90", "--epochs", "8"]
     data = ["--data", "talks.jsonl", "--batch-tokens", "64", "--draft-steps", "5"]
-    assert main([*shared, *data, "--output", "b"]) == 0
-    assert nexts(capsys)[-1].startswith("selfspec bench --heads b --methods plain,medusa")
+    last = nexts(call, [*shared, *data, "--output", "b"])[-1]
+    assert last.startswith("selfspec bench --heads b --methods plain,medusa")
     assert HeadsConfig.read(workplace / "b").num_heads == 5
-    assert main(["heads", "check", "b", "--model", "model"]) == 0
     said = "OK: b (medusa, 5 heads, each a token further ahead) fit model"
-    assert said in capsys.readouterr().out
-    assert main(["calibrate", *MODEL, "--heads", "b", "--data", "talks.jsonl"]) == 2
-    assert "b holds medusa heads" in capsys.readouterr().err
-    require_same_text(capsys, "--heads", "b", "--drafter", "exit", "--costs", "row=0.01")
+    assert said in call(["heads", "check", "b", "--model", "model"]).out
+    calibrate = ["calibrate", *MODEL, "--heads", "b", "--data", "talks.jsonl"]
+    assert "b holds medusa heads" in call(calibrate, 2).err
+    require_same_text(call, "--heads", "b", "--drafter", "exit", "--costs", "row=0.01")
 
 
 # --- datastore
 
 
 def test_a_datastore_of_talks_and_texts_drafts_and_belongs_to_its_vocabulary(
-    workplace: Path, capsys: Capture
+    workplace: Path, call: Call
 ) -> None:
     (workplace / "texts" / "in").mkdir(parents=True)
     (workplace / "texts" / "in" / "a.md").write_text("a b c " * 9)
     command = ["datastore", "--model", "model", "--output", "it.safetensors"]
     command += ["--data", "talks.jsonl"]
-    assert main([*command, "--texts", "texts"]) == 0
-    assert capsys.readouterr().out == "it.safetensors: 13 texts, 297 tokens\n"
-    assert main(command) == 2
-    assert "is there already. Give --overwrite" in capsys.readouterr().err
+    assert call([*command, "--texts", "texts"]).out == "it.safetensors: 13 texts, 297 tokens\n"
+    assert "is there already. Give --overwrite" in call(command, 2).err
     drafted = ["--datastore", "it.safetensors", "--drafter", "rest"]
     talks = [json.loads(line)["input_ids"] for line in Path("talks.jsonl").read_text().splitlines()]
     found = load(
         "model", dtype="float32", datastore="it.safetensors", drafter="rest", costs="row=0"
     )
     assert found.generate(talks[0][:7], max_new_tokens=5).stats.accepted_by_source["rest"] > 0
-    assert main(["generate", "a", "--model", "words", *drafted]) == 2
-    assert "is of another vocabulary than the model's" in capsys.readouterr().err
+    assert (
+        "is of another vocabulary than the model's"
+        in call(["generate", "a", "--model", "words", *drafted], 2).err
+    )
 
 
 # --- calibrate
 
 
 def test_a_dry_run_only_reports_and_then_defaults_are_written_into_the_heads(
-    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
     monkeypatch.setattr("selfspec.decoding.measure.measure", lambda *_, **__: FLAT)
     layers_of = ["--exit-layers", "0,2,4"]
@@ -366,28 +348,25 @@ def test_a_dry_run_only_reports_and_then_defaults_are_written_into_the_heads(
     heads = workplace / "heads"
     heads.unlink()
     fit = ["fit", *MODEL, "--cache", "features", *layers_of, "--draft-vocab-size", "90"]
-    assert main([*fit, "--epochs", "6", "--output", "heads"]) == 0
+    call([*fit, "--epochs", "6", "--output", "heads"])
     command = ["calibrate", *MODEL, "--heads", "heads"]
     kept = (heads / "config.json").read_bytes()
     reports = []
     for text in (["--data", "talks.jsonl"], ["--cache", "features"]):
-        capsys.readouterr()
-        assert main([*command, "--dry-run", "--json", *text]) == 0
-        reports.append(json.loads(capsys.readouterr().out))
+        reports.append(json.loads(call([*command, "--dry-run", "--json", *text]).out))
     for layer in ("0", "2", "4"):
         one, other = (report["layers"][layer]["agreement"] for report in reports)
         assert one == pytest.approx(other, abs=1 / 210)  # batched otherwise: a tie may fall
     assert (heads / "config.json").read_bytes() == kept
     assert not (heads / "calibration.json").exists()
     before = HeadsConfig.read(heads)
-    assert main([*command, "--data", "talks.jsonl"]) == 0
+    said = call([*command, "--data", "talks.jsonl"])
     after = HeadsConfig.read(heads)
     assert (before.defaults, before.temperatures) == ({"drafter": "ngram+exit"}, {})
     assert after.temperatures.keys() == {"0", "2", "4"}
     layers = SpeculationOptions().updated(after.defaults).exit.layers
     assert layers is not None
     assert set(layers) <= {0, 2, 4}
-    said = capsys.readouterr()
     assert f"exit layers {list(layers)}" in said.out
     assert "210 held-out positions" in said.out
     assert "wrote heads/config.json" in said.err
@@ -397,24 +376,20 @@ def test_a_dry_run_only_reports_and_then_defaults_are_written_into_the_heads(
 
 
 def test_the_entropy_threshold_becomes_a_default_that_easd_uses_and_calibration_keeps(
-    workplace: Path, capsys: Capture
+    workplace: Path, call: Call
 ) -> None:
     (workplace / "heads").unlink()
     shutil.copytree(workplace / "others", workplace / "heads")
     command = ["calibrate", "--entropy", *MODEL]
     before = HeadsConfig.read(workplace / "heads")
-    assert main(command) == 2
-    assert "no --data" in capsys.readouterr().err
+    assert "no --data" in call(command, 2).err
     command += ["--data", "talks.jsonl"]
-    assert main(command) == 0
-    assert "not stored: give it as --acceptance easd:entropy=" in capsys.readouterr().out
-    assert main([*command, "--heads", "heads", "--dry-run", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    assert "not stored: give it as --acceptance easd:entropy=" in call(command).out
+    found = json.loads(call([*command, "--heads", "heads", "--dry-run", "--json"]).out)
     assert found.keys() == {"entropy_threshold", "positions", "mean_entropy"}
     assert 0 < found["mean_entropy"] < (value := found["entropy_threshold"])
     assert HeadsConfig.read(workplace / "heads") == before
-    assert main([*command, "--heads", "heads"]) == 0
-    assert f"entropy threshold {value} nats" in capsys.readouterr().out
+    assert f"entropy threshold {value} nats" in call([*command, "--heads", "heads"]).out
     after = HeadsConfig.read(workplace / "heads")
     assert after.defaults == before.defaults | {"easd": f"entropy={value}"}
     speculator = load("model", heads="heads", dtype="float32", acceptance="easd")
