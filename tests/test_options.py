@@ -264,29 +264,23 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "layers": st.none() | st.lists(st.integers(0, 30), min_size=1).map(tuple),
     "max_depth": st.none() | st.integers(0, 30),
     "skipped": st.none() | st.lists(st.integers(2, 30), min_size=1).map(tuple),
-    "target": st.none() | SHARES,
+    **dict.fromkeys(("target", "entropy"), st.none() | SHARES),
+    **dict.fromkeys(("size", "guesses", "window", "top_beta", "tokens"), st.integers(1, 8)),
+    **dict.fromkeys(("max_tokens", "max_rows"), st.integers(1, 64)),
+    "level": st.integers(2, 8),
     "shortest": st.integers(1, 5),
     "longest": st.integers(5, 20),
     "weights": st.sampled_from([(1.0, 0.0, 0.0), (0.2, 0.2, 0.6)]),
     "reading": st.sampled_from(["intent", "paper"]),
-    "entropy": st.none() | SHARES,
-    "size": st.integers(1, 9),
-    "max_tokens": st.integers(1, 64),
-    "guesses": st.integers(1, 9),
-    "level": st.integers(2, 8),
-    "window": st.integers(1, 9),
-    "max_rows": st.integers(1, 64),
-    "top_beta": st.integers(1, 9),
-    "tokens": st.integers(1, 9),
 }
 """By field; those that are missing take any share."""
 
 
 def some(made: type[Part]) -> st.SearchStrategy[Part]:
-    strategies = {entry.name: VALUES.get(entry.name, SHARES) for entry in fields(made)}
+    values = {entry.name: VALUES.get(entry.name, SHARES) for entry in fields(made)}
     if made is Exit:
-        strategies["threshold"] = SHARES | st.lists(SHARES, min_size=1).map(tuple)
-    return st.builds(made, **strategies)
+        values["threshold"] = SHARES | st.lists(SHARES, min_size=1).map(tuple)
+    return st.builds(made, **values)
 
 
 options = st.builds(
@@ -296,11 +290,7 @@ options = st.builds(
     controller=st.one_of([some(made) for made in CONTROLLERS.values()]),
     acceptance=st.one_of([some(made) for made in ACCEPTANCE.values()]),
     costs=some(Costs),
-    exit=some(Exit),
-    ngram=some(Ngram),
-    draft_model=some(DRAFTERS["draft-model"]),
-    lookahead=some(DRAFTERS["lookahead"]),
-    skip=some(DRAFTERS["skip"]),
+    **{kind.replace("-", "_"): some(made) for kind, made in DRAFTERS.items() if kind != "none"},
     easd=some(Easd),
     never_slower=st.booleans(),
     pinned=st.sampled_from([None, False]),

@@ -17,26 +17,19 @@ from selfspec.hub.models import DEFAULT_HEADS
 Call = Callable[..., Any]  # of a command: `call` in conftest.py
 
 
-@dataclass
-class FakeStats:
-    rounds: int = 1
-    prompt_tokens: int = 10
-    new_tokens: int = 2
-    compression_rate: float = 2.0
-    decode_tokens_per_s: float = 2.0
-
-    def line(self) -> str:
-        return "2 tokens at 2.0 tokens/s"
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"new_tokens": 2}
+STATS: Any = SimpleNamespace(
+    **{"rounds": 1, "prompt_tokens": 10, "new_tokens": 2},
+    **{"compression_rate": 2.0, "decode_tokens_per_s": 2.0},
+    line=lambda: "2 tokens at 2.0 tokens/s",
+    to_dict=lambda: {"new_tokens": 2},
+)
 
 
 @dataclass
 class FakeAnswer:
     text: str = "Hello you."
     token_ids: list[int] = field(default_factory=lambda: [5, 6])
-    stats: FakeStats = field(default_factory=FakeStats)
+    stats: Any = field(default_factory=lambda: STATS)
     stop_reason: str = "eos"
 
     def summary(self) -> str:
