@@ -182,9 +182,8 @@ class SpeculationOptions:
             elif len(chosen) == 1:
                 found[name] = chosen[0]
             else:
-                raise InvalidOption(
-                    f"{name} is {shown(values[name])}, expected one kind. Leave the others out"
-                )
+                wrong = f"{name} is {shown(values[name])}, expected one kind"
+                raise InvalidOption(f"{wrong}. Leave the others out")
         return replace(self, **found)
 
     def described(self) -> dict[str, Any]:
@@ -372,13 +371,13 @@ def wanted_grammar(options: Mapping[str, Any]) -> Grammar | None:
 
 def grammar_of_schema(schema: Mapping[str, Any] | bool) -> Grammar:
     """JSON that follows a schema; True: any object. Raises InvalidOption."""
-    plain = {"type": "object"} if schema is True else schema
-    if not isinstance(plain, Mapping):
-        raise InvalidOption(
-            f"json_schema is {shown(schema)}, expected a schema, or True for any object"
-        )
+    if schema is True:
+        schema = {"type": "object"}
+    if not isinstance(schema, Mapping):
+        expected = "a schema, or True for any object"
+        raise InvalidOption(f"json_schema is {shown(schema)}, expected {expected}")
     try:
-        found = matcher_class().grammar_from_json_schema(dict(plain), overrides=_WRITING)
+        found = matcher_class().grammar_from_json_schema(dict(schema), overrides=_WRITING)
     except (RecursionError, TypeError, ValueError) as error:
         raise InvalidOption(f"json_schema cannot be read: {first_line(error)}") from error
     return Grammar("json_schema", found)
@@ -388,9 +387,8 @@ def check_grammar(grammar: Grammar) -> None:
     """Raise InvalidOption for what llguidance does not honour. Large ones take seconds."""
     wrong, said = matcher_class().validate_grammar_with_warnings(grammar.text)
     if wrong:
-        raise InvalidOption(
-            f"{grammar.keyword} is not supported: {said[0].rstrip('.')}. Change it, or leave it out"
-        )
+        why = said[0].rstrip(".")
+        raise InvalidOption(f"{grammar.keyword} is not supported: {why}. Change or leave it out")
 
 
 def matcher_class() -> type[LLMatcher]:
@@ -398,8 +396,6 @@ def matcher_class() -> type[LLMatcher]:
     try:
         from llguidance import LLMatcher
     except ImportError as error:
-        raise InvalidOption(
-            f"structured output needs one more package ({error.name}): "
-            "pip install 'selfspec[serve]'"
-        ) from error
+        needs = f"structured output needs {error.name}: pip install 'selfspec[serve]'"
+        raise InvalidOption(needs) from error
     return LLMatcher

@@ -276,9 +276,8 @@ def _read_yaml(file: Path, known: Iterable[str]) -> Asked:
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):
-        raise InvalidOption(
-            f"{file} holds a {type(loaded).__name__}, expected `option: value` lines"
-        )
+        kind = type(loaded).__name__
+        raise InvalidOption(f"{file} holds a {kind}, expected `option: value` lines")
     values = {str(key).replace("-", "_"): value for key, value in loaded.items()}
     if len(values) < len(loaded):
         raise InvalidOption(f"{file} has a key twice, with a dash and with an underscore")
@@ -521,10 +520,9 @@ def check_template(asked: Asked, command: str = "generate") -> None:
     if heads:
         known = [] if heads in _NO_FOLDER else [hub.resolve_heads(heads)]
     if not any(read_config(folder).get("chat_template") for folder in known):
-        raise InvalidPrompt(
-            f"{name} has no chat template: is it a base model? {advice(name)}; or continue a text: "
-            f"{shlex.join(['selfspec', command, '--raw', '--model', name])}"
-        )
+        plain = shlex.join(["selfspec", command, "--raw", "--model", name])
+        wrong = f"{name} has no chat template: is it a base model? {advice(name)}"
+        raise InvalidPrompt(f"{wrong}; or continue a text: {plain}")
 
 
 def check_model(asked: Asked) -> None:

@@ -142,16 +142,12 @@ def _read(path: Path, system: str | None, *, raw: bool) -> list[Messages]:
                 found.append(prompt if raw else base.conversation(system, prompt))
             case {"messages": list(messages), **others} if not others:
                 if raw or system is not None:
-                    raise InvalidData(
-                        f'{where}: "messages" stand beside --raw or --system. Give "prompt", or '
-                        "leave that out"
-                    )
+                    wrong = f'{where}: "messages" stand beside --raw or --system'
+                    raise InvalidData(f'{wrong}. Give "prompt", or leave that out')
                 found.append(messages)
             case other:
-                raise InvalidData(
-                    f'{where} is {shown(other)}, expected one of {{"prompt": "…"}}, not empty, '
-                    'and {"messages": […]}'
-                )
+                expected = 'one of {"prompt": "…"}, not empty, and {"messages": […]}'
+                raise InvalidData(f"{where} is {shown(other)}, expected {expected}")
     if not found:
         raise InvalidData(f'{path} holds no prompts. Give lines like {{"prompt": "…"}}')
     return found
@@ -185,10 +181,8 @@ class Run:
                     damaged = f"{run.partial} is damaged. Remove it to begin anew"
                     raise CannotWrite(damaged) from error
             elif not overwrite:
-                raise CannotWrite(
-                    f"{run.partial} belongs to a run with other prompts or options. Go on with "
-                    "those, or remove it"
-                )
+                wrong = f"{run.partial} belongs to a run with other prompts or options"
+                raise CannotWrite(f"{wrong}. Go on with those, or remove it")
         files.write(run.partial, "".join(f"{text}\n" for text in (head, *run.lines.values())))
         return run
 
@@ -330,10 +324,8 @@ def serve(*, asked: Asked) -> None:
     if not is_loopback(options.host) and not keys:
         raise InvalidOption(f"host is {options.host}, which others can reach. S{give[1:]}")
     if "*" in (options.cors_origin or ()) and not keys:
-        raise InvalidOption(
-            "cors_origin is *: every web page that this machine's browser shows could ask. Name "
-            f"the page, {give}"
-        )
+        wrong = "cors_origin is *: every web page that this machine's browser shows could ask"
+        raise InvalidOption(f"{wrong}. Name the page, {give}")
     check_packages("a server", "fastapi", "uvicorn", "prometheus_client", extra="serve")
     from selfspec.serve.gate import Server, bound
 

@@ -165,9 +165,8 @@ def push(
 ) -> None:
     """Put fitted heads on the hub, with their card. Log in before: hf auth login."""
     if "/" not in name or not hub.HUB_ID.fullmatch(name):
-        raise InvalidOption(
-            f"{name!r} is no id on the hub, expected NAME/HEADS. On this machine copy the folder"
-        )
+        wrong = f"{name!r} is no id on the hub, expected NAME/HEADS"
+        raise InvalidOption(f"{wrong}. On this machine copy the folder")
     found = hub.resolve_heads(folder)
     if problems := incomplete(found):
         raise InvalidHeads(f"{found} is not complete: {problems[0]}. See: selfspec heads check")

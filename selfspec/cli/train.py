@@ -127,10 +127,8 @@ def _chat_template(asked: Asked) -> str | None:
     for flag in ("heads", "start_from", "data", "cache"):
         other = makers[flag](asked[flag]) if flag in asked else None
         if chosen and other and chosen != other:
-            base.note(
-                f"selfspec: {asked[flag]} was made with the chat template "
-                f"{templates.name_of(other)}, not {templates.name_of(chosen)}"
-            )
+            names = f"{templates.name_of(other)}, not {templates.name_of(chosen)}"
+            base.note(f"selfspec: {asked[flag]} was made with the chat template {names}")
         chosen = chosen or other
     return chosen
 
@@ -168,15 +166,11 @@ def _read(
 
 def _require_features(found: FeatureSpec, needed: FeatureSpec) -> None:
     if missing := sorted(set(needed.layers) - set(found.layers)):
-        raise InvalidOption(
-            f"the cache holds exit layers {list(found.layers)}, not {missing}. Choose among them, "
-            "or cache again with --exit-layers"
-        )
+        held = f"the cache holds exit layers {list(found.layers)}, not {missing}"
+        raise InvalidOption(f"{held}. Choose among them, or cache again with --exit-layers")
     if needed.everywhere and not found.everywhere:
-        raise InvalidOption(
-            "the cache holds answers alone. Fit with --answer-share 1, or cache again without "
-            "--answers-only"
-        )
+        choices = "Fit with --answer-share 1, or cache again without --answers-only"
+        raise InvalidOption(f"the cache holds answers alone. {choices}")
     if needed.deep and not found.deep:
         raise InvalidOption("the cache holds no deep states. Cache again with --deep")
 
@@ -246,9 +240,7 @@ def data(*, asked: Asked) -> None:
     if _workers(asked) > 1 and "endpoint" in asked:
         raise InvalidOption("workers with endpoint: the server's answers need no more. Drop one")
     if "source" in asked and (given := {"recipe", "passages", "questions", "raw"} & asked.keys()):
-        raise InvalidOption(
-            f"{min(given)} with --from: the prompts come from one of them. Drop one"
-        )
+        raise InvalidOption(f"{min(given)} with --from: prompts come from one of them. Drop one")
     if "source" not in asked and options.tokens is None:
         raise InvalidOption("no --tokens. Say how many answer tokens the model should write")
     _check(asked)
@@ -288,10 +280,8 @@ def _write_data(asked: Asked, options: DataOptions) -> Counts:
     writer = Writer(Path(asked["output"]), recorded, machine())
     done, generated = writer.counts.answer_tokens, 0
     if options.tokens is not None and done >= options.tokens:
-        base.note(
-            f"selfspec: {asked['output']} is finished: it holds {done:,} answer tokens. "
-            "Raise --tokens to go on"
-        )
+        said = f"selfspec: {asked['output']} is finished: it holds {done:,} answer tokens"
+        base.note(f"{said}. Raise --tokens to go on")
         return writer.counts
     with base.bar("data", "answer tokens") as show, ExitStack() as stack:
 
@@ -690,10 +680,8 @@ def _calibrate(asked: Asked, folder: Path, output: Path | None) -> Calibration:
 
     heads = _heads_of(folder, model)
     if heads.looks_ahead:
-        raise InvalidOption(
-            f"{folder} holds medusa heads, whose tree has no thresholds or layers to choose. Use "
-            "them as they are: selfspec bench"
-        )
+        wrong = f"{folder} holds medusa heads, whose tree has no thresholds or layers to choose"
+        raise InvalidOption(f"{wrong}. Use them as they are: selfspec bench")
     needed = FeatureSpec.read_by(heads)
     limit = asked.get("max_tokens")
     if "cache" in asked:
