@@ -166,7 +166,7 @@ def option_flags(options: type, names: Iterable[str] | None = None) -> tuple[Fla
     return tuple(flags)
 
 
-def grouped(group: str, flags: Iterable[Flag], usual: Collection[str] = ()) -> tuple[Flag, ...]:
+def grouped(group: str, usual: Collection[str], *flags: Flag) -> tuple[Flag, ...]:
     """`flags` under one heading; --help lists those that are `usual`."""
     return tuple(replace(flag, group=group, rare=flag.name not in usual) for flag in flags)
 
@@ -411,50 +411,46 @@ Executor = Literal["auto", "fused", "cuda-graph", "generic"]
 
 LOADING = grouped(
     "Model",
-    (
-        Flag("model", str, "Hub id, folder or .gguf file; without it the bundled default model."),
-        Flag("heads", str, "Exit heads: folder, known name, hub id, logit-lens, none."),
-        Flag(
-            "dtype",
-            Literal["float32", "bfloat16", "float16", "float64"],
-            "Built in: bfloat16, or float32 where a processor is slow in bfloat16. In float16 "
-            "drafts need --pinned.",
-        ),
-        Flag("device", str, "cpu, cuda, cuda:1, or auto to spread the layers over all devices."),
-        Flag("attn_implementation", Literal["sdpa", "eager"], "sdpa (the default) or eager."),
-        Flag(
-            "chat_template",
-            str,
-            "For models without one: alpaca, chatml, llama-2, vicuna, zephyr or a Jinja file.",
-        ),
-        Flag("draft_model", str, "A smaller model with the same vocabulary, which drafts."),
-        Flag("datastore", str, "Texts to draft from, made by selfspec datastore.", metavar="FILE"),
-        Flag("executor", Executor, "fused is for CPUs, cuda-graph for GPUs. Built in: auto."),
-    ),
     _USUAL,
+    Flag("model", str, "Hub id, folder or .gguf file; without it the bundled default model."),
+    Flag("heads", str, "Exit heads: folder, known name, hub id, logit-lens, none."),
+    Flag(
+        "dtype",
+        Literal["float32", "bfloat16", "float16", "float64"],
+        "Built in: bfloat16, or float32 where a processor is slow in bfloat16. In float16 "
+        "drafts need --pinned.",
+    ),
+    Flag("device", str, "cpu, cuda, cuda:1, or auto to spread the layers over all devices."),
+    Flag("attn_implementation", Literal["sdpa", "eager"], "sdpa (the default) or eager."),
+    Flag(
+        "chat_template",
+        str,
+        "For models without one: alpaca, chatml, llama-2, vicuna, zephyr or a Jinja file.",
+    ),
+    Flag("draft_model", str, "A smaller model with the same vocabulary, which drafts."),
+    Flag("datastore", str, "Texts to draft from, made by selfspec datastore.", metavar="FILE"),
+    Flag("executor", Executor, "fused is for CPUs, cuda-graph for GPUs. Built in: auto."),
 )
 
-SPECULATION = grouped("Drafts", option_flags(SpeculationOptions, OPTION_NAMES), _USUAL)
+SPECULATION = grouped("Drafts", _USUAL, *option_flags(SpeculationOptions, OPTION_NAMES))
 
 GENERATION = grouped(
     "Answer",
-    (
-        Flag("max_new_tokens", int, f"Tokens at most. Built in: {config.DEFAULT_MAX_NEW_TOKENS}."),
-        Flag("min_new_tokens", int, "Tokens at least."),
-        Flag("stop_strings", list[str], "Text that ends the answer; repeatable.", ("--stop",)),
-        Flag("do_sample", bool, "Sample; implied by the next four."),
-        Flag("temperature", float, "Divides the logits; 0 is greedy."),
-        Flag("top_k", int, "Sample from this many of the most likely tokens."),
-        Flag("top_p", float, "Sample from the most likely tokens that sum to this, in (0, 1]."),
-        Flag("min_p", float, "Leave out tokens less likely than this times the most likely one."),
-        Flag("repetition_penalty", float, "Above 1: lowers scores of tokens in the text so far."),
-        Flag("presence_penalty", float, "Lowers scores of tokens that the answer has already."),
-        Flag("frequency_penalty", float, "The same, for each time that it has them."),
-        Flag("json_schema", str, "JSON that follows the schema in this file.", metavar="FILE"),
-        Flag("grammar", str, "Text that follows the Lark grammar in this file.", metavar="FILE"),
-        Flag("seed", int, "Makes sampling repeatable."),
-    ),
     _USUAL,
+    Flag("max_new_tokens", int, f"Tokens at most. Built in: {config.DEFAULT_MAX_NEW_TOKENS}."),
+    Flag("min_new_tokens", int, "Tokens at least."),
+    Flag("stop_strings", list[str], "Text that ends the answer; repeatable.", ("--stop",)),
+    Flag("do_sample", bool, "Sample; implied by the next four."),
+    Flag("temperature", float, "Divides the logits; 0 is greedy."),
+    Flag("top_k", int, "Sample from this many of the most likely tokens."),
+    Flag("top_p", float, "Sample from the most likely tokens that sum to this, in (0, 1]."),
+    Flag("min_p", float, "Leave out tokens less likely than this times the most likely one."),
+    Flag("repetition_penalty", float, "Above 1: lowers scores of tokens in the text so far."),
+    Flag("presence_penalty", float, "Lowers scores of tokens that the answer has already."),
+    Flag("frequency_penalty", float, "The same, for each time that it has them."),
+    Flag("json_schema", str, "JSON that follows the schema in this file.", metavar="FILE"),
+    Flag("grammar", str, "Text that follows the Lark grammar in this file.", metavar="FILE"),
+    Flag("seed", int, "Makes sampling repeatable."),
 )
 
 SHARED = (*LOADING, *SPECULATION, *GENERATION)

@@ -299,10 +299,9 @@ def ours(speculator: Speculator, ids: Tensor, count: int, show: Show) -> list[in
 
 # --- serve
 
+_USUAL = ("host", "port", "concurrency", "timeout")  # flags that --help lists
 SERVING = (
-    *base.grouped(
-        "Server", base.option_flags(ServeOptions), ("host", "port", "concurrency", "timeout")
-    ),
+    *base.grouped("Server", _USUAL, *base.option_flags(ServeOptions)),
     Flag("api_key_file", str, "File of API keys, one a line; besides those of SELFSPEC_API_KEY."),
     base.KV_MEMORY,
     *LOADING,

@@ -218,7 +218,7 @@ _USUAL = ("suite", "limit", "max_new_tokens", "repeats")  # flags that --help li
     Flag("concurrency", tuple[int, ...], "Measure 1,8,32 answers at once instead."),
     Flag("overwrite", bool, "Start over where the output holds results."),
     Flag("resume", bool, "Go on where an interrupted run stopped."),
-    *base.grouped("Prompts", base.option_flags(results.BenchOptions), _USUAL),
+    *base.grouped("Prompts", _USUAL, *base.option_flags(results.BenchOptions)),
     *base.LOADING,
     *base.SPECULATION,
 )

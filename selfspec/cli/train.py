@@ -41,12 +41,10 @@ if TYPE_CHECKING:
 _FROZEN = ("model", "dtype", "device", "chat_template")
 MODEL = base.grouped(
     "Model",
-    (
-        *(flag for flag in base.LOADING if flag.name in _FROZEN),
-        Flag("base_model", str, "The model's name for the record; else its file or id."),
-        Flag("skip_bad_rows", bool, "Count lines that cannot be used instead of stopping."),
-    ),
     _FROZEN,
+    *(flag for flag in base.LOADING if flag.name in _FROZEN),
+    Flag("base_model", str, "The model's name for the record; else its file or id."),
+    Flag("skip_bad_rows", bool, "Count lines that cannot be used instead of stopping."),
 )
 
 _PROMPTS = (
