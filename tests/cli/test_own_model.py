@@ -79,14 +79,10 @@ def test_the_template_of_the_text_is_kept_in_the_heads_and_used_with_them(
     generate = ["generate", *MODEL, "--max-new-tokens", "3", "a b"]
     assert "Its name says: --chat-template vicuna" in call(generate, 2).err
     kept = json.loads(call([*generate, "--heads", "heads", "--json"]).out)
-    assert (
-        json.loads(call([*generate, "--chat-template", "own.jinja", "--json"]).out)["token_ids"]
-        == kept["token_ids"]
-    )
-    assert (
-        "fitted with the chat template"
-        in call([*generate, "--heads", "heads", "--chat-template", "vicuna"]).err
-    )
+    again = json.loads(call([*generate, "--chat-template", "own.jinja", "--json"]).out)
+    assert again["token_ids"] == kept["token_ids"]
+    other = call([*generate, "--heads", "heads", "--chat-template", "vicuna"]).err
+    assert "fitted with the chat template" in other
 
 
 def test_the_template_goes_through_a_cache_and_calibration_takes_that_of_the_heads(
@@ -103,19 +99,13 @@ def test_the_template_goes_through_a_cache_and_calibration_takes_that_of_the_hea
     other.write_text("".join(json.dumps({"messages": talk}) + "\n" for _ in range(4)))
     calibrate = ["calibrate", *MODEL, "--heads", heads, "--data", str(other), "--dry-run"]
     call(calibrate)
-    assert (
-        "was made with the chat template {% for m"
-        in call([*calibrate, "--chat-template", "vicuna"]).err
-    )
-    assert (
-        "no chat template. Its name says: --chat-template vicuna"
-        in call(["fit", *MODEL, "--data", str(other), "--output", "new"], 2).err
-    )
+    said = call([*calibrate, "--chat-template", "vicuna"]).err
+    assert "was made with the chat template {% for m" in said
+    said = call(["fit", *MODEL, "--data", str(other), "--output", "new"], 2).err
+    assert "no chat template. Its name says: --chat-template vicuna" in said
     other.write_text('{"text": "a b c a"}\n' * 4)
-    assert (
-        "--seed 1 --raw --model tiny-vicuna"
-        in call([*FIT, "--data", str(other), "--output", str(tmp_path / "raw")]).err
-    )
+    said = call([*FIT, "--data", str(other), "--output", str(tmp_path / "raw")]).err
+    assert "--seed 1 --raw --model tiny-vicuna" in said
 
 
 def test_heads_that_were_fitted_here_are_found_by_the_weights_of_their_model(
