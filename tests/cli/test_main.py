@@ -243,19 +243,10 @@ def test_what_ctrl_c_broke_is_no_bug_however_late_it_fails(
 # --- flags and the YAML file: what they set, and which of them wins
 
 
-Written = Callable[[str], Path]
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Written:
-    """Writes a YAML file."""
-
-    def write(text: str) -> Path:
-        file = tmp_path / "run.yaml"
-        file.write_text(text, encoding="utf-8")
-        return file
-
-    return write
+def config(folder: Path, text: str) -> Path:
+    """A YAML file of it."""
+    (folder / "run.yaml").write_text(text, encoding="utf-8")
+    return folder / "run.yaml"
 
 
 def test_flags_have_no_defaults_of_their_own_and_reach_who_takes_them(
@@ -295,17 +286,18 @@ def test_flags_have_no_defaults_of_their_own_and_reach_who_takes_them(
     ],
 )
 def test_a_flag_wins_over_yaml(
-    text: str, given: dict[str, object], expected: dict[str, object], config: Written
+    text: str, given: dict[str, object], expected: dict[str, object], tmp_path: Path
 ) -> None:
-    assert merged(config(text), given, SHARED) == expected
+    assert merged(config(tmp_path, text), given, SHARED) == expected
 
 
 def test_of_an_option_with_settings_each_is_taken_from_the_flag_or_else_the_file(
-    config: Written,
+    tmp_path: Path,
 ) -> None:
     file = config(
+        tmp_path,
         "drafter: {exit: {layers: [4, 8], threshold: 5e-1, max-tokens: 3}}\n"
-        "controller: gammatune:rate=0.5\nacceptance: cm-asd\ncosts: row=0.1,head=0.2\n"
+        "controller: gammatune:rate=0.5\nacceptance: cm-asd\ncosts: row=0.1,head=0.2\n",
     )
     given = {
         "drafter": "ngram+exit:max_tokens=2",
@@ -319,14 +311,14 @@ def test_of_an_option_with_settings_each_is_taken_from_the_flag_or_else_the_file
     assert options.controller == GammaTune(rate=0.5, step=1.0)
     assert options.acceptance == Easd(tokens=3)
     assert options.costs == Costs(row=0.3, head=0.2)
-    alone = merged(config("drafter: {exit: {layers: 4}}"), {}, SHARED)
+    alone = merged(config(tmp_path, "drafter: {exit: {layers: 4}}"), {}, SHARED)
     assert SpeculationOptions().updated(alone).exit == Exit(layers=(4,))
 
 
 def test_the_environment_stands_for_flags_between_these_and_a_file(
-    speculator: FakeSpeculator, config: Written, monkeypatch: pytest.MonkeyPatch, call: Call
+    speculator: FakeSpeculator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
-    file = config("max_new_tokens: 7\nseed: 1\ntop_k: 2\n")
+    file = config(tmp_path, "max_new_tokens: 7\nseed: 1\ntop_k: 2\n")
     for name, value in (
         ("CONFIG", str(file)),
         ("SEED", "2"),
@@ -345,7 +337,6 @@ def test_the_environment_stands_for_flags_between_these_and_a_file(
 
 def test_the_default_file_stands_below_all_others(
     speculator: FakeSpeculator,
-    config: Written,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     call: Call,
@@ -355,7 +346,7 @@ def test_the_default_file_stands_below_all_others(
     file.parent.mkdir(parents=True)
     # of these, epochs is a key of other commands
     file.write_text("seed: 1\ntop_k: 2\nmin_p: 0.5\nepochs: 1\ndrafter: ngram:size=2\n")
-    given = config("top_k: 3\nmin_p: 0.25\ndrafter: ngram:max_tokens=4\n")
+    given = config(tmp_path, "top_k: 3\nmin_p: 0.25\ndrafter: ngram:max_tokens=4\n")
     assert main(["generate", "--config", str(given), "--min-p", "0.1", "hi"]) == 0
     assert speculator.given == {"seed": 1, "top_k": 3, "min_p": 0.1, "raw": False}
     assert speculator.loaded is not None
