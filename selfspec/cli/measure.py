@@ -237,9 +237,9 @@ def bench(*, as_json: base.AsJson = False, asked: Asked) -> None:
     sweep = {said: move for text in asked.get("sweep", []) for said, move in moved(text).items()}
     from selfspec.eval import report
 
-    resume, given = asked.get("resume", False), asked.get("overwrite", False)
-    folder, reads = asked["output"], base.inputs(asked)
-    folder = report.check_results(folder, overwrite=given, resume=resume, reads=reads)
+    resume, anew = asked.get("resume", False), asked.get("overwrite", False)
+    reads = base.inputs(asked)
+    folder = report.check_results(asked["output"], overwrite=anew, resume=resume, reads=reads)
     suite = results.load_suite(options.suite, options.questions)
     speculator = base.load(asked)
     names = asked.get("methods", _METHODS if speculator.heads else _NO_HEADS)
