@@ -115,15 +115,15 @@ def _chat_template(asked: Asked) -> str | None:
     """The text of a template, as asked for, else of heads, text or features; notes others."""
     from selfspec.training.features import Manifest
 
-    makers: dict[str, Callable[[str], Any]] = {
-        "heads": lambda name: folders.read_config(hub.resolve_heads(name)).get("chat_template"),
-        "data": text.template_of,
-        "cache": lambda name: Manifest.read(Path(name)).chat_template,
-    }
-    makers["start_from"] = makers["heads"]
+    def of_heads(name: str) -> Any:
+        return folders.read_config(hub.resolve_heads(name)).get("chat_template")
+
     chosen = templates.read(asked["chat_template"]) if "chat_template" in asked else None
-    for flag in ("heads", "start_from", "data", "cache"):
-        other = makers[flag](asked[flag]) if flag in asked else None
+    for flag, template_in in (
+        *(("heads", of_heads), ("start_from", of_heads), ("data", text.template_of)),
+        ("cache", lambda name: Manifest.read(Path(name)).chat_template),
+    ):
+        other = template_in(asked[flag]) if flag in asked else None
         if chosen and other and chosen != other:
             names = f"{templates.name_of(other)}, not {templates.name_of(chosen)}"
             base.note(f"selfspec: {asked[flag]} was made with the chat template {names}")
