@@ -771,11 +771,13 @@ def silence(stream: Any) -> None:
 class Forgiving(io.TextIOWrapper):
     """A stream whose words are lost where they cannot be written; that ends nothing."""
 
-    def write(self, text: str) -> int:  # noqa: D102
+    def write(self, text: str) -> int:
+        """How much was taken: all of it, always."""
         with contextlib.suppress(OSError, ValueError):
             super().write(text)
         return len(text)
 
-    def flush(self) -> None:  # noqa: D102
+    def flush(self) -> None:
+        """Flush as the stream does, without its errors."""
         with contextlib.suppress(OSError, ValueError):
             super().flush()

@@ -23,7 +23,6 @@ from tests.cli.fakes import Call, FakeAnswer, FakeSpeculator, FakeStream, user
 from tests.models import make_model
 from tests.talks import make_tokenizer
 
-Capture = pytest.CaptureFixture[str]
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
@@ -103,11 +102,11 @@ def test_an_error_is_one_line_unless_debug_is_on(
 
 
 def test_a_newline_ends_an_answer_that_has_none_and_an_interrupt_any(
-    speculator: FakeSpeculator, capsys: Capture
+    speculator: FakeSpeculator, call: Call
 ) -> None:
     speculator.answers = [["done\n"], ["Hel", KeyboardInterrupt()]]
-    assert [main(["generate", "hi"]) for _ in range(2)] == [0, 130]
-    assert tuple(capsys.readouterr()) == ("done\nHel", "\nselfspec: interrupted\n")
+    assert tuple(call(["generate", "hi"])) == ("done\n", "")
+    assert tuple(call(["generate", "hi"], 130)) == ("Hel", "\nselfspec: interrupted\n")
 
 
 def test_a_schema_or_a_grammar_is_read_from_a_file(
@@ -255,15 +254,11 @@ def test_many_prompts_are_checked_before_anything_is_loaded(
     assert not PARTIAL.exists()
 
 
-@pytest.mark.parametrize(
-    ("size", "expected"),
-    [("500MB", 5 * 10**8), ("2 GiB", 2**31), ("1.5g", 15 * 10**8), ("7", 7)],
-)
-def test_room_for_many_prompts(
-    speculator: FakeSpeculator, asked: list[str], size: str, expected: int
-) -> None:
-    assert main([*asked, "--kv-memory", size, "--concurrency", "3"]) == 0
-    assert speculator.room == (3, expected)
+def test_room_for_many_prompts(speculator: FakeSpeculator, asked: list[str]) -> None:
+    for size, room in (("500MB", 5 * 10**8), ("2 GiB", 2**31), ("1.5g", 15 * 10**8), ("7", 7)):
+        flags = ["--kv-memory", size, "--concurrency", "3", "--overwrite"]
+        assert main([*asked, *flags]) == 0
+        assert speculator.room == (3, room)
 
 
 # --- demo
