@@ -603,7 +603,7 @@ def emit(text: str) -> None:
 
 
 def emit_json(value: Any) -> None:
-    """As one line."""
+    """One line of JSON."""
     emit(json.dumps(value) + "\n")
 
 
