@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypedDict
 
 from selfspec import options as parts
-from selfspec.errors import InvalidOption, first_line
-from selfspec.typed import check_keys, shown
+from selfspec.errors import InvalidOption, check_keys, first_line, shown
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -1,14 +1,22 @@
-"""What can go wrong, one class per thing the caller can act on.
+"""What can go wrong, one class per thing the caller can act on; checks of names and of types.
 
 Every message is one line: what was found, what was expected, what to do. The command line prints
-it and exits with code 2; nothing else in the package prints errors.
+it and exits with code 2; nothing else in the package prints errors. Values are checked against the
+annotations of options, and of records in files; ranges after that, in `options`. No torch.
 """
 
 from __future__ import annotations
 
+import difflib
+import functools
+import math
 import traceback
+import types
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import takewhile
+from numbers import Integral, Real
 from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 _OURS = str(Path(__file__).parent)
 _LONGEST = 1900  # characters of a message
@@ -91,3 +99,126 @@ def first_line(error: BaseException) -> str:
     """What an error of another library says, on one line."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0].rstrip(" .:")
+
+
+# --- values, names and types ----------------------------------------------------------------------
+
+_SHOWN = 60  # characters of a value that an error repeats
+_MOST_LISTED = 40  # known names that an error lists
+
+_WORDS: dict[Any, tuple[str, str]] = {  # one value of a type, and several
+    bool: ("True or False", "True or False"),
+    int: ("a whole number", "whole numbers"),
+    float: ("a finite number", "finite numbers"),
+    str: ("text", "texts"),
+    dict: ("names and values", "names and values"),
+    types.NoneType: ("None", "None"),
+    Any: ("a value", "values"),
+}
+
+_TORCH_CLASSES = dict.fromkeys(("Tensor", "GenerationConfig", "BaseStreamer"), Any)
+"""Names in annotations that need torch: whoever uses such a value checks it."""
+
+
+def _hints(options: type) -> dict[str, Any]:
+    return get_type_hints(options, localns=_TORCH_CLASSES)
+
+
+annotations_of: Callable[[type], dict[str, Any]] = functools.cache(_hints)
+"""Type hints of a class of options; what only torch knows is Any."""
+
+
+def check_keys(values: Iterable[str], known: Iterable[str], kind: str) -> None:
+    """Raise InvalidOption at the first of `values` not in `known`, naming the nearest known one."""
+    names = sorted(known)
+    for key in values:
+        if key in names:
+            continue
+        # what a person may have meant: names that begin as the key, else an alike one
+        near = [name for name in names if len(key) > 2 and name.startswith(f"{key}_")]
+        near = near or difflib.get_close_matches(key, names, n=1)
+        hint = f"Did you mean {' or '.join(near)}?" if near else f"Known: {', '.join(names)}"
+        if not near and len(names) > _MOST_LISTED:
+            hint = "Leave it out: no known name is like it"
+        raise InvalidOption(f"unknown {kind} {key!r}. {hint}")
+
+
+def check_types(values: Mapping[str, Any], hints: Mapping[str, Any], prefix: str = "") -> None:
+    """Raise InvalidOption at the first value that is not of its hint, if it has one.
+
+    An error names it behind `prefix`.
+    """
+    for name, value in values.items():
+        if name in hints and not fits(value, hints[name]):
+            expected = described(hints[name])
+            raise InvalidOption(f"{prefix}{name} is {shown(value)}, expected {expected}")
+
+
+def require_types(record: Any) -> None:
+    """Raise InvalidData unless each field of a dataclass holds what its annotation says."""
+    try:
+        check_types(vars(record), get_type_hints(type(record)))
+    except InvalidOption as error:
+        raise InvalidData(str(error)) from error
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """A bool is no number, a number is finite, a list may be a tuple and the other way round."""
+    origin, inner = get_origin(hint) or hint, get_args(hint)
+    if origin in (Union, types.UnionType):
+        return any(fits(value, member) for member in inner)
+    if origin is Literal:
+        return value in inner
+    if origin is Callable:
+        return callable(value)
+    if origin in (int, float):
+        kind = Integral if origin is int else Real
+        try:
+            return isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
+        except OverflowError:  # a whole number beyond every float
+            return origin is int
+    if hint is Any or origin is str or not issubclass(origin, Collection):
+        return hint is Any or isinstance(value, origin)
+    if issubclass(origin, Mapping):
+        return isinstance(value, Mapping) and (
+            not inner or all(fits(k, inner[0]) and fits(v, inner[1]) for k, v in value.items())
+        )
+    if not isinstance(value, list | tuple):
+        return False
+    if origin is tuple and inner and inner[-1] is not Ellipsis:
+        return len(value) == len(inner) and all(map(fits, value, inner))
+    return not inner or all(fits(one, inner[0]) for one in value)
+
+
+def plain_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with Python's own numbers for those of numpy, which transformers does not take."""
+    plain = dict(values)
+    for name, value in values.items():
+        if isinstance(value, Real) and not isinstance(value, bool | int | float):
+            plain[name] = int(value) if isinstance(value, Integral) else float(value)
+    return plain
+
+
+def described(hint: Any) -> str:
+    """A hint in words."""
+    origin, inner = get_origin(hint) or hint, get_args(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join(described(member) for member in inner)
+    if origin is Literal:
+        return " or ".join(map(str, inner))
+    if origin in (list, tuple):
+        kinds = dict.fromkeys(entry for entry in inner if entry is not Ellipsis)
+        several = [_WORDS.get(kind, (described(kind),) * 2)[1] for kind in kinds]
+        return f"a list of {' and '.join(several)}" if several else "a list"
+    if origin is Callable:
+        return "a function"
+    return _WORDS.get(hint, (f"a {getattr(hint, '__name__', hint)}",) * 2)[0]
+
+
+def shown(value: object) -> str:
+    """A value in an error: on one line, cut if it is long."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # noqa: BLE001  # the value may be of any class, with a repr that fails
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}.."

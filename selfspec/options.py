@@ -15,8 +15,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from selfspec.errors import InvalidOption
-from selfspec.typed import annotations_of, check_keys, check_types, described, fits, shown
+from selfspec.errors import (
+    InvalidOption,
+    annotations_of,
+    check_keys,
+    check_types,
+    described,
+    fits,
+    shown,
+)
 
 # --- what all share
 

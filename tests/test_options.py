@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.config import OPTION_NAMES, GenerateOptions, SpeculationOptions, check, check_request
 from selfspec.decoding.drafters.rest import Datastore
-from selfspec.errors import InvalidOption
+from selfspec.errors import InvalidOption, annotations_of, described, fits, shown
 from selfspec.eval.results import BenchOptions
 from selfspec.options import (
     ACCEPTANCE,
@@ -48,7 +48,6 @@ from selfspec.options import (
     changed,
     ranges,
 )
-from selfspec.typed import annotations_of, described, fits, shown
 from tests.bad_input import patience
 from tests.models import addressless, make_model
 from tests.talks import make_tokenizer

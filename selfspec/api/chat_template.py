@@ -22,10 +22,9 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
 
 from selfspec import files
 from selfspec.api import rendering
-from selfspec.errors import InvalidData, InvalidOption, InvalidPrompt
+from selfspec.errors import InvalidData, InvalidOption, InvalidPrompt, check_keys
 from selfspec.files import read_text
 from selfspec.heads.folder import MOST_TEMPLATE_CHARACTERS
-from selfspec.typed import check_keys
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

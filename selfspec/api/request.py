@@ -47,10 +47,17 @@ from selfspec.decoding.sampling import (
     called,
     criterion_for,
 )
-from selfspec.errors import InvalidOption, InvalidPrompt, first_line
+from selfspec.errors import (
+    InvalidOption,
+    InvalidPrompt,
+    annotations_of,
+    check_keys,
+    check_types,
+    first_line,
+    shown,
+)
 from selfspec.model.backbone import Backbone
 from selfspec.model.parts import CACHES
-from selfspec.typed import annotations_of, check_keys, check_types, shown
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -41,7 +41,16 @@ from selfspec.decoding.drafters.rest import Datastore
 from selfspec.decoding.engine import MOST_TEXTS, Engine, Running, Runtime, eager
 from selfspec.decoding.state import DecodeState
 from selfspec.decoding.stats import common
-from selfspec.errors import HeadsMismatch, InvalidOption, InvalidPrompt, ModelChanged, SelfspecError
+from selfspec.errors import (
+    HeadsMismatch,
+    InvalidOption,
+    InvalidPrompt,
+    ModelChanged,
+    SelfspecError,
+    check_types,
+    plain_numbers,
+    shown,
+)
 from selfspec.files import local_path
 from selfspec.heads.attending import heads_of
 from selfspec.heads.exit_heads import ExitHeads, logit_lens
@@ -51,7 +60,6 @@ from selfspec.model import fingerprint
 from selfspec.model.backbone import Backbone
 from selfspec.model.parts import check_model, kind_of
 from selfspec.options import Costs
-from selfspec.typed import check_types, plain_numbers, shown
 
 logger = logging.getLogger(__name__)
 

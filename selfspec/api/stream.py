@@ -16,7 +16,7 @@ from selfspec.api.text import TextDecoder, UntilStop, is_end
 from selfspec.decoding.acceptance import Draft, Logprob
 from selfspec.decoding.engine import Running
 from selfspec.decoding.stats import MODEL, SOURCES, GenerationStats, Giver, Round, StopReason
-from selfspec.typed import shown
+from selfspec.errors import shown
 
 
 class Piece(NamedTuple):

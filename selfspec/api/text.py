@@ -15,8 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from selfspec.api.chat_template import advice, templated
 from selfspec.decoding.stats import Round
-from selfspec.errors import InvalidPrompt
-from selfspec.typed import shown
+from selfspec.errors import InvalidPrompt, shown
 
 Prompt = str | list[dict[str, str]] | list[int] | Tensor | np.ndarray[Any, Any]
 """A question in words, a conversation, or token ids ([P] or [B, P])."""

@@ -21,14 +21,13 @@ import torch
 
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.measure import quick_costs
-from selfspec.errors import InvalidData, InvalidOption, first_line
+from selfspec.errors import InvalidData, InvalidOption, check_keys, first_line
 from selfspec.files import cache_folder, read_json
 from selfspec.files import write as write_file
 from selfspec.heads.exit_heads import ExitHeads, hash_of
 from selfspec.model.backbone import Backbone
 from selfspec.model.compiler import KERNELS
 from selfspec.options import settings_text
-from selfspec.typed import check_keys
 
 logger = logging.getLogger(__name__)
 

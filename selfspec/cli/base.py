@@ -38,12 +38,13 @@ from selfspec.errors import (
     InvalidOption,
     InvalidPrompt,
     SelfspecError,
+    annotations_of,
+    check_keys,
     first_line,
 )
 from selfspec.heads.folder import known_folders, read_config
 from selfspec.hub import models as hub
 from selfspec.options import PARTS, Kinds, Part, laid_over, members, typed, word
-from selfspec.typed import annotations_of, check_keys
 
 if TYPE_CHECKING:
     from rich.console import Console

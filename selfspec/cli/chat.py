@@ -19,8 +19,7 @@ from selfspec import files
 from selfspec.cli import base, interrupts
 from selfspec.cli.base import SHARED, Asked, Flag, with_flags
 from selfspec.decoding.stats import rate
-from selfspec.errors import InvalidData, InvalidOption, InvalidPrompt, SelfspecError
-from selfspec.typed import check_keys
+from selfspec.errors import InvalidData, InvalidOption, InvalidPrompt, SelfspecError, check_keys
 
 if TYPE_CHECKING:
     from prompt_toolkit.history import History

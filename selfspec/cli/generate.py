@@ -18,11 +18,10 @@ from selfspec.cli.base import GENERATION, LOADING, SHARED, SPECULATION, Asked, F
 from selfspec.cli.chat import Writer
 from selfspec.config import DEFAULT_MAX_NEW_TOKENS
 from selfspec.decoding.stats import MODEL, rate
-from selfspec.errors import CannotWrite, InvalidData, InvalidOption, SelfspecError
+from selfspec.errors import CannotWrite, InvalidData, InvalidOption, SelfspecError, shown
 from selfspec.eval.results import check_packages, first_divergence
 from selfspec.hub.models import heads_name
 from selfspec.serve.options import VARIABLE, Keys, ServeOptions, is_loopback
-from selfspec.typed import shown
 
 if TYPE_CHECKING:
     from torch import Tensor

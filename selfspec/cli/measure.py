@@ -18,11 +18,10 @@ from selfspec import files
 from selfspec.cli import base
 from selfspec.cli.base import Asked, Flag
 from selfspec.config import SpeculationOptions
-from selfspec.errors import InvalidOption, ModelNotFound
+from selfspec.errors import InvalidOption, ModelNotFound, check_keys
 from selfspec.eval import results
 from selfspec.eval.bench import METHODS, Bench, candidates, chosen, described, moved, parted, swept
 from selfspec.hub import models as hub
-from selfspec.typed import check_keys
 
 if TYPE_CHECKING:
     from selfspec.api.speculator import Speculator

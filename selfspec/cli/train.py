@@ -17,14 +17,13 @@ from selfspec.api import chat_template as templates
 from selfspec.cli import base
 from selfspec.cli.base import Asked, Flag, option_flags, options_of, with_flags
 from selfspec.config import SpeculationOptions
-from selfspec.errors import InvalidData, InvalidOption
+from selfspec.errors import InvalidData, InvalidOption, check_keys
 from selfspec.heads import folder as folders
 from selfspec.hub import models as hub
 from selfspec.options import FITTED
 from selfspec.training import text
 from selfspec.training.options import PRESETS, CacheOptions, DataOptions, FitOptions, plain
 from selfspec.training.text import Reader, Writer
-from selfspec.typed import check_keys
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -21,11 +21,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from selfspec.config import OPTION_NAMES, SpeculationOptions
-from selfspec.errors import HeadsNotFound, InvalidOption, SelfspecError, first_line
+from selfspec.errors import (
+    HeadsNotFound,
+    InvalidOption,
+    SelfspecError,
+    annotations_of,
+    check_keys,
+    first_line,
+)
 from selfspec.eval import results
 from selfspec.eval.results import Answer, BenchOptions, Quality, Question, Run, Show
 from selfspec.options import ACCEPTANCE, CONTROLLERS, PARTS, typed, word
-from selfspec.typed import annotations_of, check_keys
 
 if TYPE_CHECKING:
     from torch import Tensor

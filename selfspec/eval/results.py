@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from selfspec import files
-from selfspec.errors import InvalidData, InvalidOption
+from selfspec.errors import InvalidData, InvalidOption, check_keys
 from selfspec.files import json_lines, parse_json, read_bytes
 from selfspec.options import at_least, check_fields
-from selfspec.typed import check_keys
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,7 +20,7 @@ from typing_extensions import Self
 
 from selfspec import files
 from selfspec.config import SpeculationOptions
-from selfspec.errors import HeadsMismatch, InvalidHeads, InvalidOption, first_line
+from selfspec.errors import HeadsMismatch, InvalidHeads, InvalidOption, check_keys, first_line
 from selfspec.files import check_safetensors
 from selfspec.heads.folder import (
     CONFIG_FILE,
@@ -33,7 +33,6 @@ from selfspec.heads.folder import (
 from selfspec.heads.heads import HEAD_TYPES, DraftVocabulary, ExitHead
 from selfspec.model.fingerprint import UNKNOWN
 from selfspec.model.parts import Unembedding
-from selfspec.typed import check_keys
 
 logger = logging.getLogger(__name__)
 

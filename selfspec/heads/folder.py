@@ -17,9 +17,15 @@ from safetensors import SafetensorError, safe_open
 
 from selfspec import files
 from selfspec.config import SpeculationOptions
-from selfspec.errors import CannotWrite, HeadsNotFound, InvalidData, InvalidHeads, InvalidOption
+from selfspec.errors import (
+    CannotWrite,
+    HeadsNotFound,
+    InvalidData,
+    InvalidHeads,
+    InvalidOption,
+    shown,
+)
 from selfspec.files import parse_json, read_json
-from selfspec.typed import shown
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"

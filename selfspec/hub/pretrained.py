@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from selfspec.errors import InvalidData, LacksWeights, ModelNotFound, first_line
+from selfspec.errors import InvalidData, LacksWeights, ModelNotFound, first_line, shown
 from selfspec.files import check_safetensors, read_json
-from selfspec.typed import shown
 
 if TYPE_CHECKING:
     import torch

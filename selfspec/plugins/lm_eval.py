@@ -20,8 +20,7 @@ from torch import Tensor
 
 from selfspec.api import speculator
 from selfspec.config import OPTION_NAMES
-from selfspec.errors import InvalidOption, first_line
-from selfspec.typed import check_keys
+from selfspec.errors import InvalidOption, check_keys, first_line
 
 _OURS = {*inspect.signature(speculator.load).parameters, *OPTION_NAMES} - {"model", "options"}
 _THEIRS = {

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from selfspec import files
-from selfspec.errors import InvalidData, InvalidOption
+from selfspec.errors import InvalidData, InvalidOption, shown
 from selfspec.files import read_json
 from selfspec.heads.attending import AttendingHeads
 from selfspec.heads.exit_heads import ExitHeads
@@ -32,7 +32,6 @@ from selfspec.model.backbone import Backbone
 from selfspec.model.check import evaluation
 from selfspec.training.options import record_of, require_same
 from selfspec.training.text import Conversation
-from selfspec.typed import shown
 
 LOGIT_ROWS = 128  # rows whose full logits exist at a time; 25 MB for 49,152 tokens
 

@@ -11,10 +11,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from selfspec.errors import InvalidOption, first_line
+from selfspec.errors import (
+    InvalidOption,
+    annotations_of,
+    check_keys,
+    check_types,
+    first_line,
+    shown,
+)
 from selfspec.heads.folder import EAGLE3, MEDUSA
 from selfspec.options import SHARE, Probability, Range, at_least, check_fields
-from selfspec.typed import annotations_of, check_keys, check_types, shown
 
 FITTED_HEAD_TYPES = ("linear", "translator", "low-rank", "mlp", "deep-fused", EAGLE3, MEDUSA)
 

@@ -19,11 +19,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from selfspec.errors import InvalidData, InvalidOption
+from selfspec.errors import InvalidData, InvalidOption, check_keys, check_types
 from selfspec.files import local_path, read_yaml
 from selfspec.training.options import record_of
 from selfspec.training.text import texts_in
-from selfspec.typed import check_keys, check_types
 
 BUILT_IN = Path(str(resources.files(__package__).joinpath("text.yaml")))
 

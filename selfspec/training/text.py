@@ -22,11 +22,18 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from selfspec import files
-from selfspec.errors import CannotWrite, InvalidData, InvalidOption, InvalidPrompt, first_line
+from selfspec.errors import (
+    CannotWrite,
+    InvalidData,
+    InvalidOption,
+    InvalidPrompt,
+    first_line,
+    fits,
+    shown,
+)
 from selfspec.files import local_path, open_bytes, read_json, read_text
 from selfspec.hub.models import HUB_ID
 from selfspec.training.options import record_of, require_same
-from selfspec.typed import fits, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

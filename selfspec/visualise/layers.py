@@ -18,10 +18,9 @@ from selfspec import files
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.costs import MeasuredCosts
 from selfspec.decoding.stats import DRAFT_MODEL, ENDED, SKIP, SOURCES, GenerationStats, Giver, Round
-from selfspec.errors import InvalidData, InvalidOption
+from selfspec.errors import InvalidData, InvalidOption, fits, require_types
 from selfspec.files import json_lines, parse_json
 from selfspec.hub.models import LOGIT_LENS
-from selfspec.typed import fits, require_types
 
 FORMAT_VERSION = 6
 

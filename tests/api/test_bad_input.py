@@ -24,10 +24,11 @@ from selfspec.errors import (
     InvalidPrompt,
     SelfspecError,
     UnsupportedModel,
+    annotations_of,
+    fits,
 )
 from selfspec.heads.exit_heads import logit_lens
 from selfspec.options import Exit, Fixed
-from selfspec.typed import annotations_of, fits
 from tests.bad_input import IDS, VOCAB, check, small_model, speaking
 from tests.models import addressless, make_model, random_ids, wrapped
 

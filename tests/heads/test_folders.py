@@ -22,14 +22,13 @@ from torch import Tensor
 
 from selfspec.api.speculator import Speculator
 from selfspec.config import SpeculationOptions
-from selfspec.errors import HeadsNotFound, InvalidHeads, SelfspecError
+from selfspec.errors import HeadsNotFound, InvalidHeads, SelfspecError, require_types
 from selfspec.heads.attending import config_of
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.folder import CONFIG_FILE, METADATA, WEIGHTS_FILE
 from selfspec.model.backbone import Backbone
 from selfspec.model.parts import Unembedding
 from selfspec.options import ACCEPTANCE, CONTROLLERS, TOGETHER
-from selfspec.typed import require_types
 from tests.bad_input import DEEP, INF, NAN, Change, one_line, snapshot, steps_into, tensor, tensors
 from tests.heads.eagle3.make import HERE
 from tests.heads.kinds import FINGERPRINT, TRAINED, make_heads, train
