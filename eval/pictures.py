@@ -5,13 +5,15 @@
     python -m eval.pictures pages docs/images     the chat, from a server of its own, and a trace
     python -m eval.pictures race docs/images --dtype float32
     python -m eval.pictures bars results/rivals/summary.json docs/images
+    python -m eval.pictures bars results/policies/summary.json docs/images --over plain
 
 `gallery`: `selfspec trace --html NAME.html ..` becomes docs/gallery/NAME.jsonl.xz, the trace of
 which docs/hooks.py makes the page, and its card, docs/images/gallery/NAME.png. Nothing is timed, so
 that pages are the same wherever they are made. `pages` needs the packages of `serve`, playwright
 and a Chromium. `race`: one answer appears twice, by `model.generate` and by selfspec, each piece of
 text when it came, at true speed, over and over; who wants no motion sees both texts whole. Nothing
-else should run on the machine. `bars`: how fast each way answers, by `eval.compare --numbers`.
+else should run on the machine. `bars`: how fast each way answers, by `eval.compare --numbers`; or,
+over plain decoding, each policy that drafts, by `bench`.
 """
 
 from __future__ import annotations
@@ -346,38 +348,52 @@ NAMES = {
     lab.PLAIN.label: "selfspec, no drafts",
     compare.DEFAULT: "selfspec",
 }
+POLICIES = {
+    "ngram": "prompt lookup",
+    "ngram+successors": "and Token Recycling",
+    "lookahead": "lookahead, N, W, G = 3, 2, 2",
+    "lookahead-5-7-7": "lookahead, 5, 7, 7",
+    "rest": "a datastore (REST)",
+    "ngram+rest": "prompt lookup and REST",
+    "medusa": "Medusa-1",
+    "self-sd": "Self-SD",
+    "swift": "SWIFT",
+    "speculation": "exit heads alone",
+    "ngram+exit": "prompt lookup and exit heads",
+}
+OURS = {lab.PLAIN.label, compare.DEFAULT, "ngram+exit"}  # the last is what `default` is with heads
 LEFT, FIRST, ROW, THICK = 260, 54, 34, 20
 LONGEST = WIDTH - LEFT - 90
 
 
 @app.command()
-def bars(summary: Path, folder: Path) -> None:
-    """speed-light.svg and speed-dark.svg: times as fast as `model.generate`, prompt included.
+def bars(summary: Path, folder: Path, over: str = compare.THEIRS) -> None:
+    """speed-light.svg and -dark.svg, of times over `model.generate`; over another, policies-..
 
-    Raises KeyError for a result without Hugging Face (`--numbers`).
+    Raises KeyError for a result without that (of compare, `--numbers`).
     """
     overall = json.loads(summary.read_text(encoding="utf-8"))["all"]["overall"]
-    base = f"over_{compare.THEIRS}"
-    times = {name: overall[name][base]["ratio"] for name in NAMES if name in overall}
-    drawn(folder, "speed", partial(bars_drawn, times))
+    name, names = ("speed", NAMES) if over == compare.THEIRS else ("policies", POLICIES)
+    times = {key: overall[key][f"over_{over}"]["ratio"] for key in names if key in overall}
+    head = "model.generate" if over == compare.THEIRS else "plain decoding"
+    drawn(folder, name, partial(bars_drawn, times, names, head))
 
 
-def bars_drawn(times: dict[str, float], look: Look) -> str:
+def bars_drawn(times: dict[str, float], names: dict[str, str], over: str, look: Look) -> str:
     """A bar each, the slowest first."""
     most = max(times.values())
     rows = []
     for place, (name, value) in enumerate(sorted(times.items(), key=lambda entry: entry[1])):
-        y, ours = FIRST + ROW * place, name in (lab.PLAIN.label, compare.DEFAULT)
-        weight, length = 700 if name == compare.DEFAULT else 400, LONGEST * value / most
-        colour = look["good" if ours else "other"]
+        y, weight = FIRST + ROW * place, 700 if name in OURS - {lab.PLAIN.label} else 400
+        length = LONGEST * value / most
         rows += [
-            label(NAMES[name], LEFT - 14, y + 15, look["ink"], weight=weight, anchor="end"),
+            label(names[name], LEFT - 14, y + 15, look["ink"], weight=weight, anchor="end"),
             f'<rect x="{LEFT}" y="{y}" width="{length:.1f}" height="{THICK}" rx="3" '
-            f'fill="{colour}"/>',
-            label(f"{value:.1f}×", LEFT + length + 10, y + 15, look["ink"], weight=weight),
+            f'fill="{look["good" if name in OURS else "other"]}"/>',
+            label(f"{value:.2f}×", LEFT + length + 10, y + 15, look["ink"], weight=weight),
         ]
-    head = label("Times as fast as model.generate", 18, 34, look["dim"])
-    told = ", ".join(f"{NAMES[name]} {value:.1f}" for name, value in times.items())
+    head = label(f"Times as fast as {over}", 18, 34, look["dim"])
+    told = ", ".join(f"{names[name]} {value:.2f}" for name, value in times.items())
     height = FIRST + ROW * len(times) + 10
     return document(WIDTH, height, look, f"Times as fast: {told}", head + "".join(rows))
 
