@@ -232,7 +232,7 @@ def benched(
         "options": speculator.options.described(),
         "machine": machine(),
     }
-    report.begin_results(output, json.loads(json.dumps(about)), resume=True)
+    report.begin_results(output, json.loads(json.dumps(about)))
     with bar("bench", "questions") as show:
         runner = Bench(speculator=speculator, options=options)
         answers = runner.measure(questions, contenders, output / ANSWERS, show)

@@ -90,7 +90,7 @@ def make_talk_lines(folder: Path, _: Backbone) -> None:
 
 
 def make_run(folder: Path, _: Backbone) -> None:
-    report.begin_results(folder, {"run": {"seed": 0}}, resume=False)
+    report.begin_results(folder, {"run": {"seed": 0}})
     run = results.Run(seconds=1.0, arrivals=[(1, 0.5)])
     results.append(
         folder / results.ANSWERS,

@@ -224,9 +224,7 @@ WRITERS: dict[str, Callable[[Path, Backbone], object]] = {
     "a conversation": save_conversation,
     "a trace": FORMATS["a trace"].make,
     "a card": lambda folder, _: picture.save_card(long_trace(["a ", "b "]), folder / "it.png"),
-    "a run of bench": lambda folder, _: report.begin_results(
-        folder, {"run": {"seed": 0}}, resume=False
-    ),
+    "a run of bench": lambda folder, _: report.begin_results(folder, {"run": {"seed": 0}}),
 }
 
 
@@ -373,5 +371,5 @@ def test_a_command_does_not_write_over_what_it_reads(tmp_path: Path) -> None:
         with pytest.raises(CannotWrite, match="is read by the same command"):
             files.check_file(path, overwrite=True, reads=[*others, alias])
         with pytest.raises(CannotWrite, match="is read by the same command"):
-            report.check_results(tmp_path, overwrite=True, resume=False, reads=[*others, alias])
+            report.check_results(tmp_path, overwrite=True, reads=[*others, alias])
     assert files.check_file(path, overwrite=True, reads=others) == path

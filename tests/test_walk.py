@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
@@ -32,12 +33,16 @@ WAYS = {text.split("\n")[0]: steps for text in SECTIONS if (steps := STEP.findal
 Step = tuple[str, str]
 
 
+@functools.cache  # asked at every call of Python's, torch's and ours
+def file_of_ours(name: str) -> str | None:
+    path = Path(name)
+    return path.relative_to(PACKAGE).as_posix() if path.is_relative_to(PACKAGE) else None
+
+
 def step_of(code: CodeType) -> Step | None:
     """File and function of ours; None for others' code."""
-    path = Path(code.co_filename)
-    if not path.is_relative_to(PACKAGE):
-        return None
-    return path.relative_to(PACKAGE).as_posix(), code.co_name
+    file = file_of_ours(code.co_filename)
+    return None if file is None else (file, code.co_name)
 
 
 def room(step: Step) -> str:

@@ -216,7 +216,6 @@ _USUAL = ("suite", "limit", "max_new_tokens", "repeats")  # flags that --help li
     ),
     Flag("concurrency", tuple[int, ...], "Measure 1,8,32 answers at once instead."),
     Flag("overwrite", bool, "Start over where the output holds results."),
-    Flag("resume", bool, "Go on where an interrupted run stopped."),
     *base.grouped("Prompts", _USUAL, *base.option_flags(results.BenchOptions)),
     *base.LOADING,
     *base.SPECULATION,
@@ -224,7 +223,8 @@ _USUAL = ("suite", "limit", "max_new_tokens", "repeats")  # flags that --help li
 def bench(*, as_json: base.AsJson = False, asked: Asked) -> None:
     """Measure methods side by side. All answer the same prompts, in random order.
 
-    Nothing else should run on the machine meanwhile. Exit code 1 where a method failed.
+    Nothing else should run on the machine meanwhile. A killed run goes on where it was. Exit code 1
+    where a method failed.
     """
     base.require(asked, "output")
     options = base.options_of(results.BenchOptions, asked)
@@ -236,9 +236,8 @@ def bench(*, as_json: base.AsJson = False, asked: Asked) -> None:
     sweep = {said: move for text in asked.get("sweep", []) for said, move in moved(text).items()}
     from selfspec.eval import report
 
-    resume, anew = asked.get("resume", False), asked.get("overwrite", False)
-    reads = base.inputs(asked)
-    folder = report.check_results(asked["output"], overwrite=anew, resume=resume, reads=reads)
+    anew = asked.get("overwrite", False)
+    folder = report.check_results(asked["output"], overwrite=anew, reads=base.inputs(asked))
     suite = results.load_suite(options.suite, options.questions)
     speculator = base.load(asked)
     names = asked.get("methods", _METHODS if speculator.heads else _NO_HEADS)
@@ -254,7 +253,7 @@ def bench(*, as_json: base.AsJson = False, asked: Asked) -> None:
     record = _record(asked, names, options, speculator, questions)
     runner, tuning = Bench(speculator=speculator, options=options), []
     with files.locked(folder):
-        report.begin_results(folder, record, resume=resume)
+        report.begin_results(folder, record, overwrite=anew)
         if tried:
             with base.bar("settings", "questions") as show:
                 tuning = runner.measure(questions[1], tried, folder / results.TUNING, show)

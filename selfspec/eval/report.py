@@ -411,36 +411,33 @@ class Results(NamedTuple):
     summary: dict[str, Any]
 
 
-def check_results(
-    folder: str | Path, *, overwrite: bool, resume: bool, reads: Iterable[object] = ()
-) -> Path:
+def check_results(folder: str | Path, *, overwrite: bool, reads: Iterable[object] = ()) -> Path:
     """The folder. Raises CannotWrite, InvalidOption for results that nobody gave up."""
-    if overwrite and resume:
-        raise InvalidOption("--overwrite and --resume at once, expected one")
 
     def is_run(folder: Path) -> bool:
         return (folder / RUN).exists() and files.written_here(folder / RUN)
 
     folder = files.check_folder(folder, FILES, is_run, overwrite=True, reads=reads)
-    if is_run(folder) and not (overwrite or resume):
-        raise InvalidOption(f"{folder} holds results. Give --resume, --overwrite or another folder")
+    if is_run(folder) and (folder / SUMMARY).exists() and not overwrite:
+        raise InvalidOption(f"{folder} holds results. Give --overwrite or another folder")
     return folder
 
 
-def begin_results(folder: Path, run: Mapping[str, Any], *, resume: bool) -> None:
-    """Make the folder and say what will be measured, or check that a run to go on with is the same.
+def begin_results(folder: Path, run: Mapping[str, Any], *, overwrite: bool = False) -> None:
+    """Make the folder and say what will be measured; what an earlier run left is gone on with.
 
-    Without `resume` what an earlier run left is removed. Raises InvalidOption for another run.
+    With `overwrite` it is removed. Raises InvalidOption where that was another run.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / RUN
-    if resume and path.exists():
+    if path.exists() and not overwrite:
         earlier = _mapping(read_yaml(path), path)
         for part, values in run.items():
             for name, value in values.items():
                 if (before := _mapping(earlier.get(part), path).get(name)) != value:
                     raise InvalidOption(
-                        f"cannot resume {folder}: {part} {name} was {before}, now it is {value}"
+                        f"{folder} holds another run: {part} {name} was {before}, now it is "
+                        f"{value}. Give --overwrite or another folder"
                     )
         return
     text = yaml.safe_dump(dict(run), sort_keys=False, allow_unicode=True)

@@ -180,7 +180,7 @@ class _Speculation(_Shape):
     @classmethod
     def _is_small(cls, said: str | None, info: pydantic.ValidationInfo) -> str | None:
         try:
-            check_request({str(info.field_name): said})
+            check_request({} if said is None else {str(info.field_name): said})
         except errors.InvalidOption as error:
             raise ValueError(str(error)) from error
         return said

@@ -164,7 +164,6 @@ tune --max-new-tokens 1                          | max_new_tokens is 1
 tune --objective fast                            | 'fast' is not one of 'speed', 'latency'
 bench                                            | no --output
 bench P --methods plain,specualtion              | Did you mean speculation?
-bench P --overwrite --resume                     | --overwrite and --resume at once
 bench P --sweep exit.threshold=x                 | expected
 bench P --sweep tau=1                            | unknown option to sweep 'tau'
 bench P --sweep exit_threshold=1                 | Did you mean exit.threshold?

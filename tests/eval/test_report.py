@@ -222,7 +222,7 @@ RECORD: dict[str, Any] = {"run": {"limit": 2, "methods": ["plain"]}, "machine": 
 def test_a_finished_run_comes_back_as_it_was_written(
     summary: dict[str, Any], tmp_path: Path
 ) -> None:
-    report.begin_results(tmp_path / "new" / "run", RECORD, resume=False)
+    report.begin_results(tmp_path / "new" / "run", RECORD)
     text = report.write_results(tmp_path / "new" / "run", summary)
     assert report.read_results(tmp_path / "new" / "run") == Results("run", RECORD, summary)
     files = {path.name: path for path in (tmp_path / "new" / "run").iterdir()}
@@ -232,30 +232,33 @@ def test_a_finished_run_comes_back_as_it_was_written(
 
 def test_starting_over_removes_what_a_bench_writes_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    report.check_results(tmp_path, overwrite=False, resume=False)
-    report.begin_results(tmp_path, RECORD, resume=False)
+    report.check_results(tmp_path, overwrite=False)
+    report.begin_results(tmp_path, RECORD)
+    report.check_results(tmp_path, overwrite=False)  # not finished: to go on with
     for name in report.FILES[1:]:
         (tmp_path / name).write_text("old")
-    report.check_results(tmp_path, overwrite=True, resume=False)
-    report.begin_results(tmp_path, RECORD, resume=False)
+    with pytest.raises(InvalidOption, match=r"holds results\. Give --overwrite"):
+        report.check_results(tmp_path, overwrite=False)
+    report.check_results(tmp_path, overwrite=True)
+    report.begin_results(tmp_path, RECORD, overwrite=True)
     assert {path.name for path in tmp_path.iterdir()} == {"run.yaml", "notes.txt"}
     (tmp_path / "run.yaml").write_text("somebody else's")
     for overwrite in (True, False):
         with pytest.raises(CannotWrite, match=r"holds run\.yaml, which selfspec did not write"):
-            report.check_results(tmp_path, overwrite=overwrite, resume=not overwrite)
+            report.check_results(tmp_path, overwrite=overwrite)
 
 
 def test_going_on_is_refused_where_anything_was_asked_otherwise(tmp_path: Path) -> None:
     for _ in range(2):  # nothing was there: as good as a start
-        report.begin_results(tmp_path, RECORD, resume=True)
+        report.begin_results(tmp_path, RECORD)
     with pytest.raises(InvalidOption, match="machine threads was 1, now it is 2"):
-        report.begin_results(tmp_path, {**RECORD, "machine": {"threads": 2}}, resume=True)
+        report.begin_results(tmp_path, {**RECORD, "machine": {"threads": 2}})
     with pytest.raises(InvalidOption, match=r"run methods was \['plain'\], now it is \['other'\]"):
-        report.begin_results(tmp_path, {"run": {"limit": 2, "methods": ["other"]}}, resume=True)
+        report.begin_results(tmp_path, {"run": {"limit": 2, "methods": ["other"]}})
     for damaged in ("[]", "run: 1"):
         (tmp_path / report.RUN).write_text(damaged)
         with pytest.raises(InvalidData, match="expected names and values"):
-            report.begin_results(tmp_path, RECORD, resume=True)
+            report.begin_results(tmp_path, RECORD)
 
 
 # --- pictures: three methods and a sweep
@@ -334,7 +337,7 @@ def test_the_command_writes_a_page_with_every_table_and_chart(
     folders = [tmp_path / name for name in ("<s>first", "second")]
     finished.summary["failures"].append("q4, turn 1: too long")
     for folder in folders:
-        report.begin_results(folder, finished.run, resume=False)
+        report.begin_results(folder, finished.run)
         report.write_results(folder, finished.summary)
     command = ["report", *map(str, folders), "--output", str(tmp_path / "it.html")]
     assert main(command) == 0

@@ -240,7 +240,12 @@ def test_what_clients_send_is_fine(server: Running, body: dict[str, Any]) -> Non
     assert server.post(body, Authorization="Bearer none").status_code == 200
 
 
-SPECULATION: list[Any] = [True, False, {"drafter": "ngram"}, {"never_slower": False}]
+SPECULATION: list[Any] = [
+    True,
+    False,
+    {"drafter": "ngram"},
+    {"drafter": None, "never_slower": False},
+]
 
 
 def test_sixteen_at_once_have_the_texts_that_they_have_alone(small: Running) -> None:
