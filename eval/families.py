@@ -151,7 +151,7 @@ def _line(error: Exception) -> str:
     return lines[0].strip()[:_MOST_WORDS] if lines else type(error).__name__
 
 
-# --- tiny models --------------------------------------------------------------------------------
+# --- tiny models
 
 LAYERS, WINDOW, ORIGINAL = 6, 8, 64
 MAX_PARAMETERS = 10_000_000
@@ -291,7 +291,7 @@ def _ropes(parameters: Any) -> Iterator[dict[str, Any]]:
             yield from _ropes(value)
 
 
-# --- the page -------------------------------------------------------------------------------------
+# --- the page
 
 HEAD = "<!-- written by selfspec -->\n# Families of models\n\n"
 TABLE = "## All of them\n\n"

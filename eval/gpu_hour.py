@@ -70,7 +70,7 @@ TEXT, HEADS = "text.jsonl.gz", "heads.zip"
 Found = dict[str, Any]  # what a step fills in; it stays where the step fails
 
 
-# --- the models -----------------------------------------------------------------------------------
+# --- the models
 
 
 class Hour:
@@ -163,7 +163,7 @@ def any_words() -> PreTrainedTokenizerFast:
     return made
 
 
-# --- drafts that stay as often as is wanted -------------------------------------------------------
+# --- drafts that stay as often as is wanted
 
 
 class Planted(Runtime):
@@ -193,7 +193,7 @@ def planted(on: Speculator, drafts: int, chance: float) -> Speculator:
     return made
 
 
-# --- check ----------------------------------------------------------------------------------------
+# --- check
 
 
 def machine(hour: Hour, found: Found) -> None:
@@ -293,7 +293,7 @@ def lossless(hour: Hour, found: Found, executor: str, dtype: torch.dtype) -> Non
         raise RuntimeError(f"not so: {'; '.join(failed)}")
 
 
-# --- speed ----------------------------------------------------------------------------------------
+# --- speed
 
 
 def pace(
@@ -359,7 +359,7 @@ def batches(hour: Hour, found: Found, name: str) -> None:
                 found.setdefault(way, {})[texts] = sum(map(len, answers)) / load.seconds
 
 
-# --- fit ------------------------------------------------------------------------------------------
+# --- fit
 
 TINY_TEXT = (
     *("--batch-size", "24", "--max-prompt-tokens", "200"),
@@ -398,7 +398,7 @@ def commanded(hour: Hour, *words: str) -> None:
     lab.selfspec_command(*words, *hour.source, "--device", str(hour.device))
 
 
-# --- steps, within their time ---------------------------------------------------------------------
+# --- steps, within their time
 
 
 class Step(NamedTuple):

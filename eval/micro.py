@@ -74,7 +74,7 @@ def as_table(
     return lab.table([what, *(f"{count:,}" for count in rows), *(more or {})], lines)
 
 
-# --- what a pass spends its time on ---------------------------------------------------------------
+# --- what a pass spends its time on
 
 ALL, CALL, UNEMBEDDING = "all layers", "the call", "unembedding"
 PARTS: Mapping[str, tuple[Kind, ...]] = {
@@ -132,7 +132,7 @@ def split(
     lab.finish(output, {**about, "seconds": seconds}, text + as_table("part", seconds, both))
 
 
-# --- linear layers --------------------------------------------------------------------------------
+# --- linear layers
 
 _PATIENCE_S = 0.2  # a kernel that takes longer is not asked for more rows
 
@@ -231,7 +231,7 @@ def arithmetic_rate(clock: Clock) -> float:
     return float(2e-9 * len(square) ** 3 / min(clock.laps({"": lambda: square @ square})[""]))
 
 
-# --- passes, beside llama.cpp ---------------------------------------------------------------------
+# --- passes, beside llama.cpp
 
 
 @app.command()
@@ -280,7 +280,7 @@ def passes(
     lab.finish(output, {**about, "seconds": seconds}, text + as_table("", seconds, more=more))
 
 
-# --- prompts --------------------------------------------------------------------------------------
+# --- prompts
 
 
 @app.command()
@@ -335,7 +335,7 @@ def peak_of(model: str | None, dtype: str, name: str, length: int) -> float:
     return grown(lambda: read(ids_of(length)))
 
 
-# --- drafts at other sizes ------------------------------------------------------------------------
+# --- drafts at other sizes
 
 MOST_DRAFTS, DRAFT_VOCABULARY = 8, 32_000
 

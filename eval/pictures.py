@@ -68,7 +68,7 @@ def small(picture: Path) -> None:
     made.save(picture, optimize=True, pnginfo=note)
 
 
-# --- the gallery ----------------------------------------------------------------------------------
+# --- the gallery
 
 _COMMAND = re.compile(r"^selfspec (trace --html .*)", re.MULTILINE)
 
@@ -100,7 +100,7 @@ def commands() -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in _COMMAND.findall(text)]
 
 
-# --- pages, in a browser --------------------------------------------------------------------------
+# --- pages, in a browser
 
 WIDE, PHONE = {"width": 1200, "height": 800}, {"width": 360, "height": 740}
 PATIENCE_MS = 120_000
@@ -181,7 +181,7 @@ def ask(page: Page, question: str, tokens: int) -> None:
     expect(page.get_by_role("button", name="Regenerate")).to_be_visible(timeout=PATIENCE_MS)
 
 
-# --- SVG, light and dark --------------------------------------------------------------------------
+# --- SVG, light and dark
 
 Look = dict[str, str]  # colours by their names on pages
 
@@ -219,7 +219,7 @@ def label(
     )
 
 
-# --- the race -------------------------------------------------------------------------------------
+# --- the race
 
 PROMPT = "Explain in a few sentences how a rainbow forms."
 
@@ -334,7 +334,7 @@ def moves(names: dict[float, str], slow: float) -> str:
     return shown + "@media (prefers-reduced-motion:reduce){*{animation:none!important}}"
 
 
-# --- bars -----------------------------------------------------------------------------------------
+# --- bars
 
 NAMES = {
     compare.THEIRS: "Hugging Face",

@@ -48,7 +48,7 @@ app = typer.Typer(pretty_exceptions_enable=False)
 
 Tokens = Annotated[int, typer.Option(min=1, help="Of an answer at most.")]
 
-# --- a server in a process of its own, and its clients --------------------------------------------
+# --- a server in a process of its own, and its clients
 
 _READY_S = 300.0  # for a server to load its model
 _STOP_S = 40.0  # for a server to stop when it is asked to; then it is killed
@@ -173,7 +173,7 @@ def question(text: str, tokens: int, **more: Any) -> dict[str, Any]:
 STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 
 
-# --- load -----------------------------------------------------------------------------------------
+# --- load
 
 OURS, PLAIN, FILE = "selfspec", "selfspec, no drafts", "selfspec, the file's blocks"
 THEIRS, BATCHING = "transformers", "transformers, continuous batching"
@@ -264,7 +264,7 @@ def ahead(loads: Sequence[Load]) -> dict[int, float]:
     return (best[OURS] / best.filter(PEERS).max(axis=1)).to_dict()  # type: ignore[no-any-return]
 
 
-# --- equal ----------------------------------------------------------------------------------------
+# --- equal
 
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95}
 

@@ -101,7 +101,7 @@ def first_line(error: BaseException) -> str:
     return text.splitlines()[0].rstrip(" .:")
 
 
-# --- values, names and types ----------------------------------------------------------------------
+# --- values, names and types
 
 _SHOWN = 60  # characters of a value that an error repeats
 _MOST_LISTED = 40  # known names that an error lists

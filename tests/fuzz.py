@@ -122,7 +122,7 @@ def as_list(value: Any) -> Any:
     return [as_list(entry) for entry in value] if isinstance(value, tuple) else value
 
 
-# --- models ---------------------------------------------------------------------------------------
+# --- models
 
 
 @cache
@@ -218,7 +218,7 @@ def hugging_face(family: str, prompt: tuple[int, ...], wishes: Wishes) -> list[i
     return answer[0, len(prompt) :].tolist()
 
 
-# --- strategies -----------------------------------------------------------------------------------
+# --- strategies
 
 lengths = st.one_of(
     st.sampled_from(

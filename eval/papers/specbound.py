@@ -81,7 +81,7 @@ def main(
     lab.finish(output, {"points": found}, f"{NOTE}\n" + as_table(pd.DataFrame(found)))
 
 
-# --- a model that answers early -------------------------------------------------------------------
+# --- a model that answers early
 
 
 def early_model(model: PreTrainedModel, layers: int, extra: int) -> PreTrainedModel:
@@ -143,7 +143,7 @@ def dialled_heads(
     return heads.eval(), head
 
 
-# --- timed ----------------------------------------------------------------------------------------
+# --- timed
 
 
 class Dial(NamedTuple):
@@ -190,7 +190,7 @@ def rig(
     return Speculator(backbone, base.tokenizer, heads, base.label, options), head
 
 
-# --- the formula ----------------------------------------------------------------------------------
+# --- the formula
 
 
 def points(

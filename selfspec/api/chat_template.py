@@ -183,7 +183,7 @@ def _said(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-# --- running a template ---------------------------------------------------------------------------
+# --- running a template
 
 _MOST_CHARACTERS = 1 << 20  # of a rendered text, and eight more for each that comes in
 _KEPT = 2  # processes that wait for work, of 25 MB each; while more threads ask there are more

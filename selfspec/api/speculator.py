@@ -440,7 +440,7 @@ def _speculator(
     return Speculator(backbone, tokenizer, fitted, label, chosen, second, turn_end, store)
 
 
-# --- what drafts: heads that were given or are known here, or prompt lookup -------------------
+# --- what drafts: heads that were given or are known here, or prompt lookup
 
 
 def heads_for(
@@ -483,7 +483,7 @@ def find_heads(
     return heads_of(folder, backbone.unembedding, backbone.fingerprint, label, backbone.num_layers)
 
 
-# --- what `load` and `wrap` were given ------------------------------------------------------------
+# --- what `load` and `wrap` were given
 
 
 def _check_loading(
@@ -530,7 +530,7 @@ def _read(datastore: object, template: str | Path | None) -> tuple[Datastore | N
     return store, None if template is None else templates.read(template)
 
 
-# --- inside Hugging Face's `generate` -------------------------------------------------------------
+# --- inside Hugging Face's `generate`
 
 
 @eager
@@ -583,7 +583,7 @@ def _callers(name: str) -> Any:
     return None if frame is None else frame.f_locals.get(name)
 
 
-# --- what the `generate` of pushed heads calls ----------------------------------------------------
+# --- what the `generate` of pushed heads calls
 
 _WRAPPED: WeakKeyDictionary[PreTrainedModel, tuple[object, Speculator]] = WeakKeyDictionary()
 """What each model was last wrapped to, and for which heads, as long as the model lives."""

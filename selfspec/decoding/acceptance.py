@@ -211,7 +211,7 @@ def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
     return rest / total if total > 0 else target_probs
 
 
-# --- how likely the model found each token, where asked for ---------------------------------------
+# --- how likely the model found each token, where asked for
 
 
 class Logprob(NamedTuple):
@@ -236,7 +236,7 @@ class Noting(Heard):
         self._noted.append(Logprob(token, float(logs[token]), tuple(top)))
 
 
-# --- rules that change the output on purpose, labelled, never a default ---------------------------
+# --- rules that change the output on purpose, labelled, never a default
 
 
 class CmAsd:

@@ -65,7 +65,7 @@ from selfspec.model.kv import POSITIONS, KVCache, KVStore, Memory, PooledKVCache
 from selfspec.model.weights import TEAM
 from selfspec.options import word
 
-# --- what all texts of one model share ------------------------------------------------------------
+# --- what all texts of one model share
 
 logger = logging.getLogger(__name__)
 
@@ -355,7 +355,7 @@ def _judge(heads: ExitHeads, options: SpeculationOptions) -> ExitJudge:
     )
 
 
-# --- how much of a prompt enters with a round: no sum depends on it -------------------------------
+# --- how much of a prompt enters with a round: no sum depends on it
 
 BULK_ROWS = 1024  # rows of prompts at most that enter with a round
 
@@ -402,7 +402,7 @@ def _mean(before: float | None, newest: float) -> float:
     return newest if before is None else before + _NEWEST * (newest - before)
 
 
-# --- the engine -----------------------------------------------------------------------------------
+# --- the engine
 
 MOST_TEXTS = 32  # of a round: from here on one more adds few tokens on two cores
 

@@ -65,7 +65,7 @@ class Clock:
             torch.cuda.synchronize(device)
 
 
-# --- a plain step and the memory's rate -----------------------------------------------------------
+# --- a plain step and the memory's rate
 
 ROWS = (1, 2, 4, 8, 16)
 CONTEXT = 256
@@ -162,7 +162,7 @@ class Passes:
         return target.best
 
 
-# --- costs of a model and its heads ---------------------------------------------------------------
+# --- costs of a model and its heads
 
 _QUICK_ROWS = (16, 8, 4, 2, 1)  # what the first pass waits for counts least in the largest
 _QUICK_CONTEXT = 64
@@ -304,7 +304,7 @@ def _question(
     return ask
 
 
-# --- whether a row's bits depend on what runs with it ---------------------------------------------
+# --- whether a row's bits depend on what runs with it
 #
 # Two ways lead to rows whose bits do not: kernels whose result for a row is the same for any number
 # of rows, or passes of one fixed shape, padded, over a fixed number of slots. Either is a property

@@ -26,7 +26,7 @@ from selfspec.errors import InvalidOption
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-# --- one row of a batch: processors and criteria that were made for all, for it -------------------
+# --- one row of a batch: processors and criteria that were made for all, for it
 
 # transformers' processors whose calls do not affect each other
 STATELESS = frozenset(
@@ -125,7 +125,7 @@ def _own(processor: Any, row: int, rows: int) -> dict[str, Any]:
     return {}
 
 
-# --- penalties, as OpenAI defines them ------------------------------------------------------------
+# --- penalties, as OpenAI defines them
 
 
 class OccurrencePenalty(LogitsProcessor):
@@ -148,7 +148,7 @@ class OccurrencePenalty(LogitsProcessor):
         return lowered
 
 
-# --- grammars: which tokens may come next, and which must -----------------------------------------
+# --- grammars: which tokens may come next, and which must
 
 
 class GrammarMask(LogitsProcessor):
@@ -224,7 +224,7 @@ class GrammarMask(LogitsProcessor):
         return allowed
 
 
-# --- scores ---------------------------------------------------------------------------------------
+# --- scores
 
 _BITS = 2**64 - 1
 _UNKNOWN = -3e4  # score of a token that a head does not know, among such; fits any dtype

@@ -23,7 +23,7 @@ from selfspec.heads.heads import Answer, ExitHead, Signal, joined, scored
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv import KVCache, Rows, uploaded, with_zeros
 
-# --- work: what a text needs computed next, met together with the needs of others -----------------
+# --- work: what a text needs computed next, met together with the needs of others
 
 Result = TypeVar("Result")
 Key = TypeVar("Key", bound=Hashable)
@@ -237,7 +237,7 @@ def _ends(parts: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
     return pairwise(accumulate(map(len, parts), initial=0))
 
 
-# --- the schedule: counts, no tensors -------------------------------------------------------------
+# --- the schedule: counts, no tensors
 
 
 class Pass(NamedTuple):
@@ -288,7 +288,7 @@ class Schedule:
         return pairwise([*(b for b in range(end) if self.waiting[b]), end])
 
 
-# --- the hidden-state cache -----------------------------------------------------------------------
+# --- the hidden-state cache
 
 
 class HiddenCache:
@@ -396,7 +396,7 @@ class HiddenCache:
         return None if parents == list(range(-1, step.rows - 1)) else parents
 
 
-# --- the sequence ---------------------------------------------------------------------------------
+# --- the sequence
 
 
 _MOST_UNREAD = 16  # tokens that heads which attend read later; prompts at once, for texts to come
@@ -516,7 +516,7 @@ class DecodeState:
         self.hidden.clear()
 
 
-# --- what proposes tokens -------------------------------------------------------------------------
+# --- what proposes tokens
 
 
 class Drafter(Protocol):

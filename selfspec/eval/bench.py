@@ -107,7 +107,7 @@ def _hugging_face(
     return Written(sequences[0, ids.shape[1] :].tolist())
 
 
-# --- grids of settings ----------------------------------------------------------------------------
+# --- grids of settings
 
 NO_BOUND = 64
 """W_max where there is to be none: the largest, which no chain of confident drafts reaches."""
@@ -313,7 +313,7 @@ METHODS = {
 """By name; the ablations and peers that share our runtime differ in settings alone."""
 
 
-# --- sweeps: `--sweep exit.threshold=0.1,0.3` -----------------------------------------------------
+# --- sweeps: `--sweep exit.threshold=0.1,0.3`
 
 
 def moved(said: str) -> dict[str, Setting]:
@@ -354,7 +354,7 @@ def _known() -> dict[str, tuple[str, str, Any]]:
     return found
 
 
-# --- what is ready to be measured -----------------------------------------------------------------
+# --- what is ready to be measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -441,7 +441,7 @@ def _contender(
     return Contender(label=f"{name}({said})", method=name, setting=setting, lossy=lossy)
 
 
-# --- the runner -----------------------------------------------------------------------------------
+# --- the runner
 
 _WARM_UP, _WARM_UP_TOKENS = "Count to ten.", 16
 
@@ -590,7 +590,7 @@ def _failed(error: Exception) -> Run:
     return Run(error=f"{type(error).__name__}: {first_line(error)}")
 
 
-# --- choosing settings and questions --------------------------------------------------------------
+# --- choosing settings and questions
 
 
 def chosen(
@@ -626,7 +626,7 @@ def parted(
     return results.spread(rest, options.limit), others
 
 
-# --- what is heard of a method --------------------------------------------------------------------
+# --- what is heard of a method
 
 
 class Arrivals:

@@ -190,7 +190,7 @@ def _through_end(tokens: list[int], ends: set[int]) -> list[int]:
     return tokens[: place + 1]
 
 
-# --- tables ---------------------------------------------------------------------------------------
+# --- tables
 
 _PLACES = ["method", "texts"]
 

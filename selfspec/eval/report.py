@@ -42,7 +42,7 @@ BASES = ("plain", "hugging-face")  # what speed-ups are over, where they were me
 NAMES = {"plain": "plain decoding on our runtime", "hugging-face": "Hugging Face's generate"}
 ALL, WITHOUT_LOOPS = "all", "without_loops"
 
-# --- figures --------------------------------------------------------------------------------------
+# --- figures
 
 
 _COLUMNS = (
@@ -226,7 +226,7 @@ def rates(summary: Summary) -> str:
     return ", ".join(f"{name} {rate:.1f}" for name, rate in found.items()) + " tokens/s"
 
 
-# --- tables ---------------------------------------------------------------------------------------
+# --- tables
 
 
 class Table(NamedTuple):
@@ -397,7 +397,7 @@ def markdown(table: Table) -> str:
     return f"## {table.title}\n\n{cells.to_markdown(index=False, disable_numparse=True)}\n"
 
 
-# --- the folder of a run --------------------------------------------------------------------------
+# --- the folder of a run
 
 RUN, SUMMARY = "run.yaml", "summary.json"
 FILES = (RUN, ANSWERS, TUNING, SUMMARY, "table.md", "table.csv")
@@ -472,7 +472,7 @@ def _mapping(values: Any, path: Path) -> dict[str, Any]:
     return values
 
 
-# --- the chart ------------------------------------------------------------------------------------
+# --- the chart
 
 BLUE, INK, PALE = pages.RAMP[1], pages.TONES["ink"].light, pages.TONES["other"].light
 
@@ -501,7 +501,7 @@ def chart(summary: Summary) -> Figure | None:
     return figure
 
 
-# --- the report: one page of HTML ---------------------------------------------------------------
+# --- the report: one page of HTML
 
 TITLE, READ = "selfspec: measured", "How to read this"
 

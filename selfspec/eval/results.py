@@ -146,7 +146,7 @@ def _reference(value: Any) -> str | None:
     return value or None
 
 
-# --- what `bench` can be asked: its flags derive from here ----------------------------------------
+# --- what `bench` can be asked: its flags derive from here
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +181,7 @@ class BenchOptions:
         check_fields(self)
 
 
-# --- the file of answers --------------------------------------------------------------------------
+# --- the file of answers
 
 _MOST_BYTES = 1 << 30  # size limit of a file of answers: thousands of long ones take a tenth of it
 
@@ -274,7 +274,7 @@ def failures(answers: Iterable[Answer]) -> list[str]:
     ]
 
 
-# --- statistics: numbers come in, rates with their intervals go out -------------------------------
+# --- statistics: numbers come in, rates with their intervals go out
 
 RESAMPLES = 2000
 """Resamples of a bootstrap. Another seed moves an end of its interval by about 6 % of the ratio's
@@ -337,7 +337,7 @@ def repeated_share(tokens: Sequence[int]) -> float:
     return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-# --- what a lossy rule does to the text -----------------------------------------------------------
+# --- what a lossy rule does to the text
 
 
 @dataclass(frozen=True, kw_only=True)

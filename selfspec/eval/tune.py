@@ -168,7 +168,7 @@ def score(seconds: Seconds, plain: Seconds, objective: str) -> Seconds:
     return np.asarray(np.percentile(plain / seconds, _PERCENTILE, axis=-1))
 
 
-# --- candidates -----------------------------------------------------------------------------------
+# --- candidates
 
 
 def candidates(speculator: Speculator) -> Iterator[Options]:

@@ -129,7 +129,7 @@ def verdict(rungs: Sequence[Rung]) -> str:
     return "lossless up to rounding: the text is the model's own, bits could not be pinned here"
 
 
-# --- the rungs ------------------------------------------------------------------------------------
+# --- the rungs
 
 
 def _segments(subject: Subject) -> Rung:
@@ -267,7 +267,7 @@ RUNGS: dict[str, Callable[[Subject], Rung]] = {
 """Claims in the order of design: from exact to rounded."""
 
 
-# --- bits, texts, distances to the best token -----------------------------------------------------
+# --- bits, texts, distances to the best token
 
 
 @dataclass
@@ -402,7 +402,7 @@ def largest_difference(found: Tensor, expected: Tensor) -> float:
     return float(difference[difference.isfinite()].max())
 
 
-# --- what the model says without us, and copies of it ---------------------------------------------
+# --- what the model says without us, and copies of it
 
 
 def hugging_face(model: PreTrainedModel, ids: Tensor, new_tokens: int) -> tuple[list[int], Tensor]:
@@ -448,7 +448,7 @@ def named(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# --- one row, one result: the logits of a text, however it arrives --------------------------------
+# --- one row, one result: the logits of a text, however it arrives
 
 
 class Way(NamedTuple):
@@ -516,7 +516,7 @@ def _cuts(count: int, way: Way) -> Iterator[tuple[int, int]]:
             low = end
 
 
-# --- planted drafts -------------------------------------------------------------------------------
+# --- planted drafts
 
 _EAGER = 1e-6  # a threshold that every token reaches: all exits are taken, also the wrong ones
 _RIGHT = 5  # right tokens of a planted tree at most: there is room for others beside them
@@ -637,7 +637,7 @@ def planted(
     return found
 
 
-# --- decoding that is heard -----------------------------------------------------------------------
+# --- decoding that is heard
 
 
 class Recorder(Heard):

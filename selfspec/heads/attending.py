@@ -383,7 +383,7 @@ class Attention:
         return TextRows(self, tokens, self.heads.fed(outputs), positions, sees)
 
 
-# --- modules --------------------------------------------------------------------------------------
+# --- modules
 
 
 def unfilled(config: AttendingConfig, *, embeddings: bool) -> Any:
@@ -446,7 +446,7 @@ def _scale(unembedding: Unembedding) -> Tensor:
     return found[0].abs()
 
 
-# --- files ----------------------------------------------------------------------------------------
+# --- files
 
 
 def _vocabulary(ids: Tensor | None, count: int) -> dict[str, Tensor]:

@@ -111,7 +111,7 @@ def repeated_config(weights: Path) -> dict[str, Any] | None:
     return values if isinstance(values, dict) else None
 
 
-# --- what the values of a config may be -----------------------------------------------------------
+# --- what the values of a config may be
 
 
 class _Rule(NamedTuple):
@@ -257,7 +257,7 @@ def _check_fit(values: Mapping[str, Any], layers: list[int]) -> None:
         raise InvalidHeads("its defaults are not for everybody: lossy, pinned or another drafter's")
 
 
-# --- EAGLE-3 heads --------------------------------------------------------------------------------
+# --- EAGLE-3 heads
 
 
 def _is_eagle3(values: Any) -> bool:
@@ -326,7 +326,7 @@ def as_json(config: Mapping[str, Any]) -> str:
     return json.dumps(config, indent=2) + "\n"
 
 
-# --- which heads on this machine fit a model: a small file for each in the cache folder -----------
+# --- which heads on this machine fit a model: a small file for each in the cache folder
 
 _MOST_KNOWN_BYTES = 1 << 18
 _MOST_KNOWN = 32  # folders that are listed for a model

@@ -23,7 +23,7 @@ from selfspec.heads.folder import MEDUSA
 from selfspec.model.parts import Unembedding
 from selfspec.model.weights import rows_of
 
-# --- kinds of heads -------------------------------------------------------------------------------
+# --- kinds of heads
 
 
 class DraftVocabulary(NamedTuple):
@@ -281,7 +281,7 @@ HEAD_TYPES: dict[str, type[ExitHead]] = {
 }
 
 
-# --- how certain: by the whole distribution, never by the token that was drawn --------------------
+# --- how certain: by the whole distribution, never by the token that was drawn
 
 Signal = Callable[[Tensor], Tensor]  # draft logits [.., V] -> [..] in [0, 1], 1 is certain
 
@@ -338,7 +338,7 @@ class Ensemble:
         return torch.stack(parts).sum(0)
 
 
-# --- answers about rows, in one pass of a head and one read -------------------------------------
+# --- answers about rows, in one pass of a head and one read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -391,7 +391,7 @@ def joined(deep: Sequence[Tensor | None], hidden: Sequence[Tensor]) -> Tensor | 
     return torch.cat([torch.zeros_like(row) if one is None else one.to(row) for one, row in both])
 
 
-# --- the exit judge -------------------------------------------------------------------------------
+# --- the exit judge
 
 
 class ExitJudge:

@@ -29,7 +29,7 @@ from selfspec.model.weights import FORMATS, QuantisedWeight, why_not_compiled
 
 logger = logging.getLogger(__name__)
 
-# --- the header -----------------------------------------------------------------------------------
+# --- the header
 
 _NUMBERS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 """Bytes of each type of value that is a number or a bool, by its code in the file."""
@@ -204,7 +204,7 @@ def _check_sizes(
         raise InvalidData(f"its tensors are too small for a feed_forward_length of {inner}")
 
 
-# --- a model of its blocks ------------------------------------------------------------------------
+# --- a model of its blocks
 
 
 _FAMILIES = ("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3")  # as files name them

@@ -136,7 +136,7 @@ def _as_numbers(found: Grouped, dtype: torch.dtype) -> Tensor:
     return (counted.float() * found.scales.float()[:, found.group_of]).to(dtype)
 
 
-# --- how each method keeps weights ----------------------------------------------------------------
+# --- how each method keeps weights
 
 
 def _gptq(said: Mapping[str, Any]) -> Method:
@@ -268,7 +268,7 @@ def _check(found: Grouped, layer: str) -> None:
         raise InvalidData(f"{layer} has a scale that is not finite")
 
 
-# --- blocks ---------------------------------------------------------------------------------------
+# --- blocks
 
 
 def _as_blocks(found: Grouped, bits: int, dtype: torch.dtype) -> QuantisedWeight | None:

@@ -65,7 +65,7 @@ class ModelFiles:
     stamps: tuple[FileStamp, ...] = ()  # of the weights' files before they were read, if known
 
 
-# --- models ---------------------------------------------------------------------------------------
+# --- models
 
 
 def default_model_file() -> Path:
@@ -282,7 +282,7 @@ def _torch_device(device: str | None) -> torch.device | None:
     return found
 
 
-# --- quantised files: weights as they lie there, or de-quantised once ----------------------------
+# --- quantised files: weights as they lie there, or de-quantised once
 
 _STORED = ("bfloat16", "float16", "float32")  # other dtypes are converted as they are loaded
 _CONVERSION = b"1"  # raise it when _made_once writes other files: old cache entries are then unused
@@ -393,7 +393,7 @@ def _convert(gguf: Path, out: Path, dtype: str) -> None:
         tokenizer.save_pretrained(out)
 
 
-# --- heads ----------------------------------------------------------------------------------------
+# --- heads
 
 
 def resolve_heads(name: str | Path) -> Path:

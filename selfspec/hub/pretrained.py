@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedConfig, PreTrainedModel
 
-# --- folders from outside: files of bounded size, whole weights -----------------------------------
+# --- folders from outside: files of bounded size, whole weights
 
 _MOST_BYTES = 256 << 20  # for a file of `_SMALL`; the largest known, of tokenizers, have a tenth
 _OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json")
@@ -117,7 +117,7 @@ def _numbers(config: Any) -> Iterator[tuple[str, int]]:
             yield name, value
 
 
-# --- loading, without transformers' bars and reports ----------------------------------------------
+# --- loading, without transformers' bars and reports
 
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")  # fetched of a model
 _SHAPES_DIFFER = "ignore_mismatched_sizes"  # said of weights that do not fit their config
@@ -254,7 +254,7 @@ def quiet(*, bars: bool = False) -> Iterator[None]:
             control.enable_progress_bar()
 
 
-# --- a model whose weights somebody else brings ---------------------------------------------------
+# --- a model whose weights somebody else brings
 
 _OUTPUT = "lm_head.weight"
 

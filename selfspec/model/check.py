@@ -336,7 +336,7 @@ def _require_equal(found: Tensor, expected: Tensor, where: str, decoder: Decoder
         )
 
 
-# --- rows that change each other: no draft is lossless there --------------------------------------
+# --- rows that change each other: no draft is lossless there
 
 _BEHIND, _BESIDE = 7, 7  # rows in front of the watched one, and beside it
 _SPIKE = 100.0  # times the usual: some numbers of an outlying row, one of 64, or eight in all

@@ -133,7 +133,7 @@ def _of_tensor(weight: Tensor) -> str:
     return digest.hexdigest()
 
 
-# --- the files that decide weights --------------------------------------------------------------
+# --- the files that decide weights
 
 
 def stamps(paths: Iterable[Path]) -> tuple[FileStamp, ...]:
@@ -166,7 +166,7 @@ def of_snapshot(name: str, config: Any) -> tuple[FileStamp, ...]:
     return of_folder(Path(found).parent) if isinstance(found, str) else ()
 
 
-# --- a model that was wrapped, compared with what it is later -------------------------------------
+# --- a model that was wrapped, compared with what it is later
 
 _WORD = 8
 """Bytes that are compared at either end of each weight. What changed all of it through `.data`,

@@ -62,7 +62,7 @@ class Executor(Protocol):
         """Output of layer L, [T, d] -> final norm and lm_head, [T, V]."""
 
 
-# --- which positions a row looks at ---------------------------------------------------------------
+# --- which positions a row looks at
 
 MASKS = {
     FULL: create_causal_mask,

@@ -21,7 +21,7 @@ from torch import Tensor
 from selfspec.errors import InvalidOption
 from selfspec.model.compiler import PANEL
 
-# --- pages: 64 positions of all layers each; one that several caches hold is never written --------
+# --- pages: 64 positions of all layers each; one that several caches hold is never written
 
 POSITIONS = 64  # positions of a page; BLOCK of the kernel
 
@@ -86,7 +86,7 @@ class Page:
         self.kept = False  # whether a store keeps it for texts to come
 
 
-# --- one text: room to spare, and what is kept of a chain only moves a number ---------------------
+# --- one text: room to spare, and what is kept of a chain only moves a number
 
 _FIRST_SLOTS = 256  # of a new buffer: a short answer to a short prompt fits without growing
 
@@ -336,7 +336,7 @@ def ancestors(parents: Sequence[int], device: torch.device) -> Tensor:
     return found.to(device)
 
 
-# --- many texts, within a budget ------------------------------------------------------------------
+# --- many texts, within a budget
 
 Ids = tuple[int, ...]
 

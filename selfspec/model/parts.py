@@ -198,7 +198,7 @@ def _by_position(learned: nn.Module) -> Callable[[Tensor], Tensor]:
     return learned
 
 
-# --- what a caller gave ---------------------------------------------------------------------------
+# --- what a caller gave
 
 
 def check_model(model: Any, name: str = "model") -> None:
@@ -225,7 +225,7 @@ def kind_of(value: Any) -> str:
     return f"a class, {value.__name__}" if isinstance(value, type) else f"of type {name}"
 
 
-# --- hooks, and code of others --------------------------------------------------------------------
+# --- hooks, and code of others
 
 _IDLE_HOOKS = ("transformers.utils.output_capturing", "selfspec.model.check")
 """Where hooks come from that change nothing: transformers leaves some behind after a call with

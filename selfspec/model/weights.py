@@ -36,7 +36,7 @@ from selfspec.model.compiler import KERNELS, PANEL
 
 logger = logging.getLogger(__name__)
 
-# --- as many threads as find a core ---------------------------------------------------------------
+# --- as many threads as find a core
 
 _WINDOW_S = 0.06  # of work, some twenty slices of a scheduler: fewer say little about neighbours
 
@@ -108,7 +108,7 @@ class Team:
 TEAM = Team()  # one for the process, as the threads are
 
 
-# --- libraries of C++: one that the wheel brings, or made here ------------------------------------
+# --- libraries of C++: one that the wheel brings, or made here
 
 DTYPES = (torch.float32, torch.bfloat16)  # that compiled code reads, and blocks are expanded to
 
@@ -243,7 +243,7 @@ def _tiles_allowed() -> bool:
     return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
 
 
-# --- weights that lie in a mapped file ------------------------------------------------------------
+# --- weights that lie in a mapped file
 
 _MAPPINGS = Path("/proc/self/smaps")
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) r(?:..p|-.s) \S+ \S+ (\d+)")
@@ -280,7 +280,7 @@ class FilePages:
                     advise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
 
 
-# --- weights as blocks of a file, numbers wherever somebody reads them ----------------------------
+# --- weights as blocks of a file, numbers wherever somebody reads them
 
 _UNCHANGEABLE = (
     "weights that are blocks of a file cannot be changed. Change a copy (copy.deepcopy), or load "
@@ -459,7 +459,7 @@ def _expanded(values: Any) -> Any:
 _SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
 
-# --- panels of outputs, by stripes that are kept in one form --------------------------------------
+# --- panels of outputs, by stripes that are kept in one form
 
 
 class _Stripe(ctypes.Structure):

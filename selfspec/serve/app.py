@@ -165,7 +165,7 @@ async def _refuse_path(request: Request, error: Exception) -> Response:
     return gate.response(Refused(status, f"{request.url.path} {said}"))
 
 
-# --- what one request gets back ------------------------------------------------------------------
+# --- what one request gets back
 
 
 class Reply:

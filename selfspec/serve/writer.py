@@ -211,7 +211,7 @@ class Writer:
                 self.open -= 1
 
 
-# --- from the rounds of an answer to what its client reads -------------------------------------
+# --- from the rounds of an answer to what its client reads
 
 Json = dict[str, Any]
 
@@ -460,7 +460,7 @@ class Calls:
         return ("", calls) if calls else (self._text[self._given :], [])
 
 
-# --- what Prometheus reads at /metrics ------------------------------------------------------------
+# --- what Prometheus reads at /metrics
 
 _PREFIX = "selfspec_"
 

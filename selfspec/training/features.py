@@ -292,7 +292,7 @@ def launched() -> PartialState:
     return PartialState(cpu=not torch.accelerator.is_available())
 
 
-# --- on disk --------------------------------------------------------------------------------------
+# --- on disk
 
 FORMAT_VERSION = 3  # 2: answer positions alone were kept
 MANIFEST = "manifest.json"

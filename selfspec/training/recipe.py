@@ -277,7 +277,7 @@ def _interleaved(families: Sequence[Family]) -> list[Family]:
     return [families[index] for _, index in sorted(places)]
 
 
-# --- reading a recipe -----------------------------------------------------------------------------
+# --- reading a recipe
 
 _KEYS = {"families": dict, "lists": dict, "languages": dict, "written-share": float}
 

@@ -110,7 +110,7 @@ def batch_seed(seed: int, index: int) -> int:
     return (int.from_bytes(start[:4], "big") + index) % 2**32
 
 
-# --- turns ----------------------------------------------------------------------------------------
+# --- turns
 
 # stand for turns of unknown text; letters only, so that no template trims or escapes them
 _FIRST, _ANSWER, _SECOND = "selfspecfirst", "selfspecanswer", "selfspecsecond"
@@ -214,7 +214,7 @@ def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> froze
     return found
 
 
-# --- answers --------------------------------------------------------------------------------------
+# --- answers
 
 LOOP_NGRAM = 8  # tokens whose third occurrence makes a loop
 
@@ -357,7 +357,7 @@ class Server:
             raise SelfspecError(f"{self._url}/{path} is not as OpenAI's: {error!r}") from error
 
 
-# --- the model's part -----------------------------------------------------------------------------
+# --- the model's part
 
 
 @dataclass
@@ -519,7 +519,7 @@ class Author:
         return None
 
 
-# --- rows of a recipe -----------------------------------------------------------------------------
+# --- rows of a recipe
 
 
 class Written:
@@ -682,7 +682,7 @@ class Admission:
         return True
 
 
-# --- what is compared -----------------------------------------------------------------------------
+# --- what is compared
 
 
 def ngrams(text: str) -> set[int]:

@@ -150,7 +150,7 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     return added | set(tokenizer.all_special_ids)
 
 
-# --- sources --------------------------------------------------------------------------------------
+# --- sources
 
 
 def check_source(source: str | Path) -> None:
@@ -265,7 +265,7 @@ def _record(row: Any) -> dict[str, Any]:
     return row
 
 
-# --- records --------------------------------------------------------------------------------------
+# --- records
 
 
 def encoded(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> Conversation:
@@ -400,7 +400,7 @@ def _from_messages(messages: list[Message], tokenizer: PreTrainedTokenizerBase) 
     return Conversation(tuple(ids), tuple(answers))
 
 
-# --- a file of rows that grows --------------------------------------------------------------------
+# --- a file of rows that grows
 
 FORMAT_VERSION = 4
 """2: draws came from a generator of the batch, not of the row. 3: rows of a batch knew the file."""

@@ -242,7 +242,7 @@ def _typed(kind: type[Kept], values: Mapping[str, Any]) -> Kept:
     return made
 
 
-# --- what drafts gained, in words that the page, the card and the terminal share ------------------
+# --- what drafts gained, in words that the page, the card and the terminal share
 
 
 class Gain(NamedTuple):
@@ -346,7 +346,7 @@ def head_right(trace: LayerTrace, place: Place) -> int | None:
     return next((said.layer for said in fitted if said.top_tokens[0] == place.token), None)
 
 
-# --- how a text looks where a space or a line's end must be seen ----------------------------------
+# --- how a text looks where a space or a line's end must be seen
 
 
 def visible(text: str) -> str:

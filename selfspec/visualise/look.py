@@ -201,7 +201,7 @@ def _words(prompt: Prompt, asked: Tensor, texts: TokenTexts) -> str:
     return "".join(texts.pieces(asked.tolist()))
 
 
-# --- what heads say of hidden states --------------------------------------------------------------
+# --- what heads say of hidden states
 
 
 class Lens(NamedTuple):
@@ -303,7 +303,7 @@ def chained(
     return made
 
 
-# --- where prompt lookup copied from ---------------------------------------------------------
+# --- where prompt lookup copied from
 
 
 def origins(prompt: Sequence[int], rounds: Sequence[Round], size: int) -> list[int | None]:

@@ -128,7 +128,7 @@ def _took(entry: Round, costs: MeasuredCosts | None) -> tuple[float, float]:
     return round(costs.seconds_of([entry]) - verifying, 9), round(verifying, 9)
 
 
-# --- on a terminal --------------------------------------------------------------------------------
+# --- on a terminal
 
 _SUPERSCRIPT = str.maketrans(
     "0123456789abcdefghijklmnoprstuvwxyz", "⁰¹²³⁴⁵⁶⁷⁸⁹ᵃᵇᶜᵈᵉᶠᵍʰⁱʲᵏˡᵐⁿᵒᵖʳˢᵗᵘᵛʷˣʸᶻ"

@@ -106,7 +106,7 @@ def test_what_only_drawing_knows_asks_for_it(speculator: Speculator, name: str) 
     assert speculator.generate(random_ids(5), **at_zero).token_ids == greedy
 
 
-# --- where the model's positions end, and behind that ---------------------------------------------
+# --- where the model's positions end, and behind that
 
 LIMIT = 64
 DRAFTER = "exit:layers=2/5,threshold=0.05,max_tokens=4"

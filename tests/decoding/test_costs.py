@@ -127,7 +127,7 @@ def test_a_draft_model_costs_its_share_of_the_weights() -> None:
     assert DraftCost(rows=(0.1,), token=share).of(drafts) == pytest.approx(0.2 + 2 * share)
 
 
-# --- the never-slower rule ------------------------------------------------------------------------
+# --- the never-slower rule
 
 
 COST = DraftCost(rows=(0.08,), head=0.05, num_layers=12)
@@ -268,7 +268,7 @@ def test_wrong_drafters_are_paused_and_no_token_changes(drafter: str, exact: Any
     assert stats.rounds - stats.ended["off"] <= 11 + 3 + 2 * stats.accepted
 
 
-# --- measured costs -------------------------------------------------------------------------------
+# --- measured costs
 
 
 CPU = torch.device("cpu")
@@ -421,7 +421,7 @@ def test_the_limit_is_the_time_that_reading_takes() -> None:
     }
 
 
-# --- whether a row's bits are its own, and what pinned mode does elsewhere ------------------------
+# --- whether a row's bits are its own, and what pinned mode does elsewhere
 
 FIXED = PassShape(8, 64)
 EXACT = FusedExecutor.logits

@@ -252,7 +252,7 @@ def test_a_conversation_that_reuses_its_prefix_drafts_from_all_of_it(
     assert alone.stats.drafted == again.stats.drafted
 
 
-# --- every drafter under every controller ---------------------------------------------------------
+# --- every drafter under every controller
 
 
 SKIP_ONE = "skip:skipped=2,threshold=0.3,max_tokens=2"
@@ -365,7 +365,7 @@ def test_lengths_of_seen_text_and_of_exits_are_bounded_apart(eager: Speculator) 
     assert max(found.stats.drafted_by_index) > 1
 
 
-# --- a second model drafts ------------------------------------------------------------------------
+# --- a second model drafts
 
 
 class CountingBackbone(Backbone):
@@ -519,7 +519,7 @@ def test_another_number_of_logits_is_refused_unless_padding_begins_behind_the_la
             wrap(make_model("llama"), tokenizer, draft_model=make_model("llama", vocab_size=64))
 
 
-# --- drafts from the model without some of its layers ---------------------------------------------
+# --- drafts from the model without some of its layers
 
 
 def skipping(search: LayerSearch | None = None, width: int = 8, **options: Any) -> SkipDrafter:
@@ -626,7 +626,7 @@ def test_a_search_keeps_the_best_set_and_ends() -> None:
     assert not LayerSearch(2).goes_on
 
 
-# --- drafts from successors -----------------------------------------------------------------------
+# --- drafts from successors
 
 
 def test_two_tokens_come_before_one_and_the_newest_entry_counts(
@@ -651,7 +651,7 @@ def test_two_tokens_come_before_one_and_the_newest_entry_counts(
     assert [list(table.behind([n, n]).tokens) for n in (1, 2, 3)] == [[11], [], [13]]
 
 
-# --- lookahead ------------------------------------------------------------------------------------
+# --- lookahead
 
 
 def make_lookahead(

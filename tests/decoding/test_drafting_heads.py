@@ -266,7 +266,7 @@ def test_the_command_line_takes_the_folder_as_it_is(
     assert any(one["name"] == name for one in json.loads(said("heads", "list", "--json")))
 
 
-# --- Medusa's tree: its shape, its tokens, what of it pays ----------------------------------------
+# --- Medusa's tree: its shape, its tokens, what of it pays
 
 
 def published() -> set[tuple[int, ...]]:
@@ -378,7 +378,7 @@ def test_they_answer_about_no_layer(precise: Backbone) -> None:
     assert heads.config.head_type == MEDUSA
 
 
-# --- heads from 8-bit copies of their weights: the same answers, and when there is no copy --------
+# --- heads from 8-bit copies of their weights: the same answers, and when there is no copy
 
 
 @needs_compiler

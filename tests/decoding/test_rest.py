@@ -102,7 +102,7 @@ def test_a_guesser_says_what_follows_paths_of_a_draft_and_in_chains_the_heaviest
         ] == expected
 
 
-# --- the file -------------------------------------------------------------------------------------
+# --- the file
 
 
 def test_a_file_holds_what_was_saved_and_is_known_as_ours(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_another_vocabulary_is_refused(tmp_path: Path, exact: Any) -> None:
         wrap(exact, other, datastore=path)
 
 
-# --- through the facade ---------------------------------------------------------------------------
+# --- through the facade
 
 
 def test_longest_paths_and_rows_are_bounded(tmp_path: Path, exact: Any) -> None:

@@ -334,7 +334,7 @@ def test_a_clock_of_the_users_own_is_left_alone() -> None:
     assert fresh.initial_timestamp > 3.0
 
 
-# --- processed scores and draws -------------------------------------------------------------------
+# --- processed scores and draws
 
 
 PROMPT, LENGTH = 6, 26

@@ -92,7 +92,7 @@ def test_logits_are_padded_as_passes_are_and_come_back_without_padding(
     assert torch.equal(target.logits, hidden[:, :5])
 
 
-# --- rounds over the queues -----------------------------------------------------------------------
+# --- rounds over the queues
 
 
 Decide = Callable[[int, int], int | None]

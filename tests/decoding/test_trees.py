@@ -199,7 +199,7 @@ def test_siblings_keep_the_distribution_of_sampling(make: Callable[[Sampler], Dr
     laws.assert_same(found, {(token,): float(chance) for token, chance in enumerate(law)})
 
 
-# --- the tree drafter -----------------------------------------------------------------------------
+# --- the tree drafter
 
 
 BEST = ((10, 0.5), (11, 0.25), (12, 0.1))

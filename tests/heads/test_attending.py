@@ -110,7 +110,7 @@ def test_no_head_is_asked_about_a_single_row() -> None:
         read(HERE / "llama")[0]
 
 
-# --- damaged folders ------------------------------------------------------------------------------
+# --- damaged folders
 
 
 def layer(name: str, value: Any) -> Change:

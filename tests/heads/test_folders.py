@@ -90,7 +90,7 @@ def test_loading_writes_nothing_into_the_model(backbone: Backbone, tmp_path: Pat
     assert all(weight.requires_grad for weight in backbone.model.parameters())
 
 
-# --- heads: config.json ---------------------------------------------------------------------------
+# --- heads: config.json
 
 
 @pytest.fixture
@@ -224,7 +224,7 @@ def refused(folder: Path, backbone: Backbone) -> None:
     assert snapshot(folder) == before
 
 
-# --- heads: model.safetensors ---------------------------------------------------------------------
+# --- heads: model.safetensors
 
 NAME = "by_layer.4.up.weight"
 

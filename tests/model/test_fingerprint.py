@@ -108,7 +108,7 @@ def test_what_cannot_be_read_has_no_fingerprint_and_the_log_says_why(
     assert "What fits it is not checked" in caplog.messages[0]
 
 
-# --- once per file --------------------------------------------------------------------------------
+# --- once per file
 
 
 @pytest.fixture
@@ -234,7 +234,7 @@ def test_heads_whose_model_has_no_fingerprint_are_taken_by_sizes_and_a_warning_s
         wrap(shallow, heads=tmp_path, label="shallow")
 
 
-# --- a model that was changed after it was wrapped is refused at the next request -----------------
+# --- a model that was changed after it was wrapped is refused at the next request
 
 
 def set_data(weight: Tensor) -> None:

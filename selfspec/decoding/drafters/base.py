@@ -85,7 +85,7 @@ class DraftWriter:
         self.room = 0
 
 
-# --- controllers: how many tokens a round drafts, from how earlier rounds went --------------------
+# --- controllers: how many tokens a round drafts, from how earlier rounds went
 
 
 class DraftController:
@@ -208,7 +208,7 @@ def make_controller(options: SpeculationOptions, length: int) -> DraftController
     return Heuristic(length, bounds)
 
 
-# --- guesses: what may follow a token of a tree ---------------------------------------------------
+# --- guesses: what may follow a token of a tree
 
 ROOT = -1  # stands for the newest committed token, where a draft token is named
 

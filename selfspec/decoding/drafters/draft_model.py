@@ -118,7 +118,7 @@ def check_same_size(
         )
 
 
-# --- the model itself without some of its layers: Self-SD, and SWIFT's search for them ------------
+# --- the model itself without some of its layers: Self-SD, and SWIFT's search for them
 
 WINDOW = 32  # newest tokens of an answer by which layers are tried; SWIFT's context window
 _RATIO = 0.45  # of the layers between the first and the last, that a tried set leaves out; SWIFT's

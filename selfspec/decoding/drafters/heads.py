@@ -35,7 +35,7 @@ from selfspec.model.kv import uploaded
 from selfspec.model.recipe import Activation, norm_of, why_unusual
 from selfspec.model.weights import CompiledLinear, QuantisedWeight, in_8_bits
 
-# --- heads on the embedding: what they think of the next token ------------------------------------
+# --- heads on the embedding: what they think of the next token
 
 
 class HeadGuesser:
@@ -130,7 +130,7 @@ class AttendingGuesser(HeadGuesser):
         return torch.cat([self._outputs[node] for node in asked]), None
 
 
-# --- Medusa: each head says a token further ahead, all from one verified state --------------------
+# --- Medusa: each head says a token further ahead, all from one verified state
 
 CHOICES: dict[tuple[int, ...], int] = {
     (): 10,
@@ -195,7 +195,7 @@ class MedusaGuesser(HeadGuesser):
         return self._guesses(draft, node, self._said, place, count)
 
 
-# --- rows run through the hidden cache and wait where they left -----------------------------------
+# --- rows run through the hidden cache and wait where they left
 
 
 class _Exit(NamedTuple):
@@ -314,7 +314,7 @@ class AttendingDrafter(ExitDrafter):
         return writer.draft
 
 
-# --- exit heads by compiled code, from 8-bit copies of their weights ------------------------------
+# --- exit heads by compiled code, from 8-bit copies of their weights
 
 
 @torch.no_grad()

@@ -162,7 +162,7 @@ class SeenTextFirst:
             self._trunks.learn(draft, kept)
 
 
-# --- what a grammar forces: keys, quotes, brackets, the end ---------------------------------------
+# --- what a grammar forces: keys, quotes, brackets, the end
 
 
 class GrammarDrafter:
@@ -194,7 +194,7 @@ class GrammarDrafter:
             self._seen.learn(draft, kept)
 
 
-# --- successors: Token Recycling ------------------------------------------------------------------
+# --- successors: Token Recycling
 
 KEPT = 8  # successors of an entry
 _MOST = 1 << 16  # entries of each order; the oldest make room
@@ -284,7 +284,7 @@ class SuccessorGuesser:
         return ready([one.best(self._count) for one in known])
 
 
-# --- lookahead: n-grams that came out beside earlier verifications --------------------------------
+# --- lookahead: n-grams that came out beside earlier verifications
 
 
 class NgramPool:

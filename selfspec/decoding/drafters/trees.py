@@ -26,7 +26,7 @@ from selfspec.decoding.drafters.base import (
 from selfspec.decoding.state import DecodeState, Drafter, Steps, ready
 from selfspec.decoding.stats import FREE, Stopwatch
 
-# --- the never-slower rule: by past rounds alone, so sampling stays exact -------------------------
+# --- the never-slower rule: by past rounds alone, so sampling stays exact
 
 NEWEST = 1 / 16
 """Weight of the newest round in the running mean. With 1 / 8 drafts that pay paused by chance:
@@ -101,7 +101,7 @@ class WhilePaying:
             self._drafter.learn(draft, kept)
 
 
-# --- trees: a Guesser says what follows a token, nothing here knows a model -----------------------
+# --- trees: a Guesser says what follows a token, nothing here knows a model
 
 _ROUNDING = 1e-6
 _REMEMBERED = 16  # answers of the head that say what the next one should bring
