@@ -27,6 +27,7 @@ from selfspec.files import write as write_file
 from selfspec.heads.exit_heads import ExitHeads, hash_of
 from selfspec.model.backbone import Backbone
 from selfspec.model.compiler import KERNELS
+from selfspec.model.weights import TEAM
 from selfspec.options import settings_text
 
 logger = logging.getLogger(__name__)
@@ -131,12 +132,15 @@ def processor(device: torch.device) -> str:
 
 
 def first_costs(backbone: Backbone, heads: ExitHeads | None) -> dict[str, Any]:
-    """Options for what rows and heads cost here: measured once, and kept if it can be."""
+    """Options for what rows and heads cost here: measured once, on a machine that is not busy."""
     file = _costs_path(backbone, heads)
     with suppress(*_UNUSABLE):
         return _checked(read_json(file), heads)
     logger.info("measuring what rows and heads cost on this machine, once")
     options = {"costs": settings_text(quick_costs(backbone, heads))}
+    if TEAM.crowded:
+        logger.info("not kept: other programs keep this machine busy")
+        return options
     try:
         write(backbone, heads, options, file=file)
     except OSError as error:

@@ -67,6 +67,11 @@ class Team:
         self._worked_s = self._got_s = 0.0
         self._again_at, self._pause = 0.0, _PAUSES[0]
 
+    @property
+    def crowded(self) -> bool:
+        """Whether other programs keep some of the threads' cores."""
+        return self._free is not None
+
     @contextmanager
     def limited(self) -> Iterator[None]:
         """Around a round: torch's number of threads is that of the team, and then what it was."""
