@@ -224,7 +224,9 @@ WRITERS: dict[str, Callable[[Path, Backbone], object]] = {
     "a conversation": save_conversation,
     "a trace": FORMATS["a trace"].make,
     "a card": lambda folder, _: picture.save_card(long_trace(["a ", "b "]), folder / "it.png"),
-    "a run of bench": lambda folder, _: report.begin_results(folder, {"run": {"seed": 0}}),
+    "a run of bench": lambda folder, _: report.begin_results(
+        folder, {"run": {"seed": 0}}, overwrite=True
+    ),
 }
 
 

@@ -38,7 +38,7 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 28743,
+    "tests/": 28748,
     "model": 6394,
     "decoding": 4985,
     "training": 3851,

@@ -18,6 +18,7 @@ from selfspec.config import SpeculationOptions
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.hub.models import load_model
 from selfspec.model.backbone import Backbone
+from selfspec.model.weights import TEAM
 from selfspec.options import Costs, Exit, Ngram
 from tests.gguf_models import write_model
 from tests.heads.kinds import make_heads, train
@@ -54,7 +55,7 @@ def test_a_model_without_heads_measures_once_too(
     monkeypatch.setattr(tuned, "quick_costs", lambda *_: measured.pop())
     monkeypatch.setattr(tuned, "first_costs", FIRST_COSTS)
     with monkeypatch.context() as busy:
-        busy.setattr(tuned.TEAM, "_free", 1)
+        busy.setattr(TEAM, "_free", 1)
         assert wrap(model, heads="none").options.costs == Costs(row=0.9)
     for _ in range(2):
         assert wrap(model, heads="none").options.costs == Costs(row=0.1)
