@@ -350,7 +350,7 @@ NAMES = {
 }
 POLICIES = {
     "ngram": "prompt lookup",
-    "ngram+successors": "and Token Recycling",
+    "ngram+successors": "Token Recycling",
     "lookahead": "lookahead, N, W, G = 3, 2, 2",
     "lookahead-5-7-7": "lookahead, 5, 7, 7",
     "rest": "a datastore (REST)",
