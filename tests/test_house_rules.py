@@ -38,11 +38,11 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 28748,
+    "tests/": 28758,
     "model": 6394,
     "decoding": 4985,
     "training": 3851,
-    "eval": 2845,
+    "eval": 2848,
     "eval/": 3605,
     "cli": 3226,
     "serve": 2879,

@@ -448,11 +448,14 @@ def begin_results(folder: Path, run: Mapping[str, Any], *, overwrite: bool = Fal
 
 
 def write_results(folder: Path, summary: Mapping[str, Any]) -> str:
-    """Write the figures as JSON, Markdown and CSV; returns the Markdown."""
+    """Write the figures as Markdown, CSV and, last, JSON: a run that has it is finished.
+
+    Returns the Markdown.
+    """
     text = "\n".join(markdown(table) for table in tables(summary))
-    files.write(folder / SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
-    files.write(folder / "table.csv", figures(summary).to_csv(index=False))
     files.write(folder / "table.md", text)
+    files.write(folder / "table.csv", figures(summary).to_csv(index=False))
+    files.write(folder / SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
     return text
 
 

@@ -230,6 +230,16 @@ def test_a_finished_run_comes_back_as_it_was_written(
     assert files["table.md"].read_text(encoding="utf-8") == text
 
 
+def test_a_run_whose_tables_were_not_written_is_gone_on_with(
+    summary: dict[str, Any], tmp_path: Path
+) -> None:
+    report.begin_results(tmp_path, RECORD)
+    (tmp_path / "table.csv").mkdir()  # as a full disk, it takes no file
+    with pytest.raises(CannotWrite):
+        report.write_results(tmp_path, summary)
+    assert not (tmp_path / report.SUMMARY).exists()
+
+
 def test_starting_over_removes_what_a_bench_writes_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     report.check_results(tmp_path, overwrite=False)

@@ -135,7 +135,7 @@ _STEP, _NEWEST, _MOMENTUM = 0.01, 0.5, 0.9
 class LayerSearch:
     """Which layers drafts leave out, counted from 1; all texts of a model search together.
 
-    Sets are drawn at random; every 25th of SWIFT's is asked of a Gaussian process.
+    Each set is drawn at random, where SWIFT asks a Gaussian process for every 25th.
     """
 
     def __init__(self, num_layers: int) -> None:
