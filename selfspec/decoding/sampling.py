@@ -295,9 +295,33 @@ class Sampler:
         Not by `torch.multinomial`, which takes an exponential number for each of [V].
         """
         if self.seed is not None and place is not None:
-            return _raced(probs, mixed(self.seed, place - self.pad))
+            tokens, _, share = _race(probs, mixed(self.seed, place - self.pad))
+            return tokens[0] if tokens[0] != _OTHERS else _found(_unraced(probs), share)
         asked: Any = {"dtype": torch.float64, "device": probs.device, "generator": self.generator}
         return _found(probs, torch.rand(1, **asked))
+
+    def foreseen(
+        self, probs: Tensor, place: int, count: int, doubt: float
+    ) -> tuple[list[int], list[float]]:
+        """What a seed may draw behind `place` ids: `count` tokens and their chances, falling.
+
+        `probs` [V] are a draft's. The target's logits are believed to be the draft's plus Gumbel
+        noise, `doubt` wide: then a token wins the target's race with a probability that goes by
+        its time in the draft's, to the power of -temperature / doubt. Near temperature 0 that is
+        softmax(logits / doubt), by which greedy drafts are judged.
+        """
+        assert self.seed is not None  # noqa: S101  # asked of samplers with a seed alone
+        tokens, times, _ = _race(probs, mixed(self.seed, place - self.pad))
+        shares = (times[0] / times) ** (self.temperature / doubt)
+        both = zip(tokens, (shares / shares.sum()).tolist(), strict=True)
+        known = [(token, chance) for token, chance in both if token != _OTHERS][:count]
+        return [token for token, _ in known], [chance for _, chance in known]
+
+    @property
+    def temperature(self) -> float:
+        """By which logits are divided."""
+        warper = logits_process.TemperatureLogitsWarper
+        return next((float(p.temperature) for p in self.processors if isinstance(p, warper)), 1.0)
 
     def uniform(self, device: torch.device) -> Tensor:
         """One number from [0, 1), a tensor without dimensions."""
@@ -335,13 +359,15 @@ def _found(probs: Tensor, share: Tensor) -> int:
 
 
 _RACING = 64  # tokens that race by themselves: the likeliest ones. All others race as one
+_OTHERS, _WHICH = -1, -2  # in place of a token's id: the others, and which of them
 
 
-def _raced(probs: Tensor, number: int) -> int:
-    """The winner of a race: times from exponential distributions, divided by probabilities [V].
+def _race(probs: Tensor, number: int) -> tuple[list[int], np.ndarray[Any, Any], Tensor]:
+    """Tokens of [V] by their times, the fastest first, these times, and a share for `_found`.
 
-    A token's time hangs on its id and `number` alone, so two distributions that race with the same
-    number mostly have one winner. Where one of the others wins, another number says which.
+    A time is from an exponential distribution, divided by the probability. A token's hangs on its
+    id and `number` alone, so two distributions that race with the same number mostly have one
+    winner.
     """
     count = min(_RACING, len(probs))
     best = probs.topk(count)
@@ -349,15 +375,16 @@ def _raced(probs: Tensor, number: int) -> int:
     found = torch.cat([best.values.double(), best.indices.double(), torch.stack(sums)]).tolist()
     whole, raced = found[-2:]
     _check_whole(whole)
-    # -1: the others; -2: which of them
-    ids = np.array([*found[count:-2], -1, -2]).astype(np.int64)
+    ids = np.array([*found[count:-2], _OTHERS, _WHICH]).astype(np.int64)
     shares = _uniform(number, ids)
     with np.errstate(divide="ignore"):
         times = -np.log(shares[:-1]) / np.array([*found[:count], max(whole - raced, 0.0)])
-    if (winner := int(ids[times.argmin()])) >= 0:
-        return winner
-    others = probs.index_fill(0, best.indices, 0.0)
-    return _found(others, others.new_tensor(shares[-1:], dtype=torch.float64))
+    order = times.argsort()[: np.isfinite(times).sum()]
+    return ids[order].tolist(), times[order], probs.new_tensor(shares[-1:], dtype=torch.float64)
+
+
+def _unraced(probs: Tensor) -> Tensor:
+    return probs.index_fill(0, probs.topk(min(_RACING, len(probs))).indices, 0.0)
 
 
 def _uniform(number: int, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

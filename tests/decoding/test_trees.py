@@ -336,7 +336,7 @@ def test_heads_that_are_always_wrong_are_paused_and_text_already_seen_goes_on() 
 
 def test_a_token_that_the_trunk_has_is_not_drawn_again() -> None:
     sampler = Sampler(LogitsProcessorList(), do_sample=True)
-    rest, taken = Drawn(torch.tensor([0.5, 0.3, 0.2]), sampler, 3, place=1).without(0)
+    rest, taken = Drawn(torch.tensor([0.5, 0.3, 0.2]), sampler, 3).without(0)
     assert taken == 0.5
     assert rest.chances == pytest.approx([0.3, 0.2])
     drawn = [rest.choice(rank) for rank in range(3)]
@@ -358,10 +358,7 @@ class Draws:
 
     def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
         last = [self.state.tokens[-1] if at < 0 else draft.tokens[at] for at in asked]
-        places = [len(self.state.tokens) + len(draft.path(at)) for at in asked]
-        laws_of = [self.table[token] for token in last]
-        both = zip(laws_of, places, strict=True)
-        return ready([Drawn(law, self.sampler, self.count, place) for law, place in both])
+        return ready([Drawn(self.table[token], self.sampler, self.count) for token in last])
 
 
 class Copied:
@@ -424,7 +421,7 @@ def test_a_decision_that_sees_the_drawn_token_would_be_found() -> None:
 
     def play() -> tuple[int, ...]:
         words = laws.Words(0)
-        choice = Picky(laws.DRAFTS[0], sampler, 2, place=1).choice(0)
+        choice = Picky(laws.DRAFTS[0], sampler, 2).choice(0)
         assert choice.probs is not None
         draft = laws.drafted(choice.token, law=choice.probs)
         laws.verdicts(rule, words, laws.TARGETS[[0, choice.token]].log(), draft)

@@ -271,8 +271,8 @@ class Drawn:
     Decoding").
     """
 
-    def __init__(self, probs: Tensor, sampler: Sampler, count: int, place: int) -> None:
-        self._probs, self._sampler, self._count, self._place = probs, sampler, count, place
+    def __init__(self, probs: Tensor, sampler: Sampler, count: int) -> None:
+        self._probs, self._sampler, self._count = probs, sampler, count
         best = probs.topk(min(count, len(probs))).values
         self.chances: list[float] = [chance for chance in best.tolist() if chance > 0.0]
 
@@ -283,7 +283,7 @@ class Drawn:
         if not bool(total > 0.0):
             return None
         probs = probs / total
-        token = self._sampler.draw(probs, self._place)
+        token = self._sampler.draw(probs)
         self._probs = probs.clone()
         self._probs[token] = 0.0
         return DraftToken(token, probs=probs)
@@ -292,13 +292,20 @@ class Drawn:
         """The rest of the distribution without `token`, and the token's probability."""
         probs = self._probs.clone()
         probs[token] = 0.0
-        return Drawn(probs, self._sampler, self._count, self._place), float(self._probs[token])
+        return Drawn(probs, self._sampler, self._count), float(self._probs[token])
 
 
-def processed(sampler: Sampler, ids: Tensor, logits: Tensor, count: int) -> Guesses:
-    """At most `count` guesses behind `ids` [1, n] under processors, or draws; logits [1, V]."""
-    probs = sampler.probs(ids, logits)
-    if sampler.do_sample:
-        return Drawn(probs, sampler, count, ids.shape[1])
-    best = probs.topk(min(count, len(probs)))
-    return Known(best.indices.tolist(), best.values.tolist())
+def processed(sampler: Sampler, ids: Tensor, logits: Tensor, count: int, doubt: float) -> Guesses:
+    """At most `count` guesses behind `ids` [1, n] under processors, or draws; logits [1, V].
+
+    `doubt` divides logits of a draft, so that it is as sure as it is right.
+    """
+    scores = sampler.scores(ids, logits)[0]
+    if not sampler.do_sample:
+        best = (scores / doubt).softmax(-1).topk(min(count, len(scores)))
+        return Known(best.indices.tolist(), best.values.tolist())
+    probs = scores.softmax(-1)
+    if sampler.seed is None:
+        return Drawn(probs, sampler, count)
+    # what stays is the seed's own draw: nobody asks for distributions
+    return Known(*sampler.foreseen(probs, ids.shape[1], count, doubt))

@@ -84,7 +84,7 @@ class HeadGuesser:
         path = uploaded(draft.tokens_to(node), self._state.ids.device)
         ids = torch.cat([self._state.ids, path[None]], dim=1)
         logits = self._head.to_target_logits(said.logits[row : row + 1])
-        return processed(self._sampler, ids, logits, len(tokens))
+        return processed(self._sampler, ids, logits, len(tokens), self._judge.temperature(0))
 
 
 def known_deep(heads: ExitHeads, state: DecodeState) -> Tensor | None:
