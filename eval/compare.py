@@ -37,7 +37,7 @@ from selfspec.api.speculator import Speculator
 from selfspec.api.text import encode
 from selfspec.errors import InvalidOption
 from selfspec.eval import report
-from selfspec.eval.bench import METHODS, Contender, Setting, Written, endless
+from selfspec.eval.bench import METHODS, Contender, Decode, Setting, Written, described, endless
 from selfspec.eval.results import SIX_TASKS, Answer, BenchOptions, Question, speed_up
 from selfspec.files import write
 from selfspec.hub.models import default_model_file
@@ -64,10 +64,10 @@ def rival(
     return Written(found["token_ids"])
 
 
-def elsewhere(own: Speculator, method: str, _: Speculator, *asked: Any) -> Written:
+def elsewhere(own: Speculator, by: Decode, _: Speculator, *asked: Any) -> Written:
     """On a model of other weights than the bench's."""
     with endless(own):
-        return METHODS[method].decode(own, *asked)
+        return by(own, *asked)
 
 
 def main(
@@ -109,8 +109,9 @@ def main(
         own = lab.loaded(model, heads, dtype, executor, numbers=True)
         more = [replace(way, label=NUMBERS + way.label) for way in ours]
         for name, setting in ({"": {}} | (ASSISTED if lookup else {})).items():
-            more.append(Contender(label=THEIRS + name, method=THEIRS, setting=setting))
-        ways += [lab.By(**vars(way), by=partial(elsewhere, own, way.method)) for way in more]
+            by = METHODS[THEIRS].decode
+            more.append(Contender(label=THEIRS + name, method=THEIRS, setting=setting, by=by))
+        ways += [replace(way, by=partial(elsewhere, own, way.by)) for way in more]
     gguf = Path(model) if model else default_model_file()
     rivals = {LLAMA: (llama_cpp, gguf), OPENVINO: (openvino, gguf), INT4: (openvino, int4)}
     with ExitStack() as stack:
@@ -120,7 +121,7 @@ def main(
                 continue
             by = partial(rival, stack.enter_context(worker(name, python, file, threads, context)))
             theirs += [
-                lab.By(label=name + drafts, method=name, setting={"lookup": bool(drafts)}, by=by)
+                Contender(label=name + drafts, method=name, setting={"lookup": bool(drafts)}, by=by)
                 for drafts in ("", LOOKUP)[: 1 + lookup]
             ]
         stack.enter_context(others(busy))
@@ -150,17 +151,8 @@ def named_settings(drafters: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 def summed(answers: Sequence[Answer], ways: Sequence[Contender]) -> dict[str, Any]:
     """All figures of a bench; how many passes a rival takes is not known from outside."""
-    methods = {
-        way.label: {
-            "method": way.label,
-            "source": way.method,
-            "setting": dict(way.setting),
-            "lossy": way.lossy,
-            "chosen_from": [],
-        }
-        for way in ways
-    }
-    found = report.summarise(answers, methods)
+    named = [replace(way, method=way.label, source=way.method) for way in ways]
+    found = report.summarise(answers, described(named, {}))
     outside = [way.label for way in ways if way.method in (LLAMA, OPENVINO, INT4)]
     for figures in (*found[report.ALL].values(), *found[report.WITHOUT_LOOPS].values()):
         for label in outside:

@@ -20,7 +20,7 @@ import yaml
 
 from eval import lab
 from eval.lab import SHAPES, Shape
-from eval.micro import best_chain, eagle3_weights, in_steps
+from eval.micro import best_chain, in_steps
 from selfspec.training.features import FeatureSpec
 
 RESULTS, RUN = Path(__file__).parent / "results", "policies-bf16-amx"
@@ -59,11 +59,7 @@ class Size(NamedTuple):
     @property
     def exit_head(self) -> int:
         """Weights of a deep-fused one and of the unembedding that it reads."""
-        return 8 * self.shape.hidden**2 + DRAFT_VOCABULARY * self.shape.hidden
-
-    @property
-    def eagle3(self) -> int:
-        return eagle3_weights(*self.shape[:2], self.shape.keys, self.shape.vocab)
+        return 8 * self.shape.hidden_size**2 + DRAFT_VOCABULARY * self.shape.hidden_size
 
 
 def main(
@@ -113,7 +109,7 @@ def sizes() -> dict[str, Size]:
     for name, shape in (("1B", "llama-3.2-1b"), ("8B", "llama-3.1-8b")):
         one = read("sizes")["sizes"][f"random-{shape}"]
         own = Size(SHAPES[shape], {int(n): cost for n, cost in one["rows"].items()}, 1.0)
-        found[name] = own._replace(step=own.eagle3 / one["head"])
+        found[name] = own._replace(step=own.shape.eagle3 / one["head"])
     own = found["8B"]
     step = own.step * large.weights / own.shape.weights
     return found | {LARGE: Size(large, own.rows, step)}
@@ -136,32 +132,32 @@ def policies(
     chains = (one / (in_steps(k + 1, size.rows) + k * head) for k, one in enumerate(kept))
     yield "exit heads, a chain", float(max(chains))
     if name in EAGLE3:
-        width, vocab = size.shape.hidden, size.shape.vocab
+        width, vocab = size.shape.hidden_size, size.shape.vocab_size
         heads = MEDUSA_HEADS * (width**2 + vocab * width) / size.step
         yield "Medusa-1, its tree", MEDUSA_TOKENS / (in_steps(MEDUSA_ROWS, size.rows) + heads)
-        gain, _ = best_chain(chance_of(EAGLE3[name]), size.rows, size.eagle3 / size.step)
+        gain, _ = best_chain(chance_of(EAGLE3[name]), size.rows, size.shape.eagle3 / size.step)
         yield "EAGLE-3, a chain", gain
 
 
 def chance_of(tokens: float) -> float:
     """A draft's chance to be right, where chains of CHAIN give so many tokens a verification."""
     chances = np.linspace(0.0, 1.0, 1001)
-    return float(np.interp(tokens, sum(chances**place for place in range(CHAIN + 1)), chances))
+    return float(np.interp(tokens, lab.expected_tokens(chances, CHAIN), chances))
 
 
 def pass_s(shape: Shape, texts: int, rows: int, gpus: Gpus) -> float:
     """So many rows of each text, in bfloat16: reading weights, keys and values, or arithmetic."""
-    read = 2 * shape.weights + texts * CONTEXT * 4 * shape.layers * shape.keys
+    read = 2 * shape.weights + texts * CONTEXT * 4 * shape.num_hidden_layers * shape.keys
     return max(read / gpus.bytes_per_s, 2 * shape.weights * texts * rows / gpus.flops)
 
 
 def making(name: str, size: Size, gpus: Gpus, tokens: float, kind: str) -> dict[str, str]:
     """Hours of all GPUs side by side, bytes and dollars, by column."""
-    weights, positions, width = size.shape.weights, POSITIONS * tokens, size.shape.hidden
+    weights, positions, width = size.shape.weights, POSITIONS * tokens, size.shape.hidden_size
     per_draft = 6 * 8 * width**2 + 4 * DRAFT_VOCABULARY * width
     drafts, spec = 2, FeatureSpec((0,), deep=True, top_k=1)
     if kind == "eagle3":
-        per_draft, drafts, spec = 6 * size.eagle3, 3, FeatureSpec((0, 1, 2, 3), top_k=1)
+        per_draft, drafts, spec = 6 * size.shape.eagle3, 3, FeatureSpec((0, 1, 2, 3), top_k=1)
     prompts = 2 * weights * (positions - tokens) / gpus.flops
     text = (prompts + tokens / TEXTS * pass_s(size.shape, TEXTS, 1, gpus)) / 3600
     features = 2 * weights * positions / gpus.flops / 3600
@@ -181,7 +177,7 @@ def serving(name: str, size: Size, gpus: Gpus, texts: int) -> dict[str, str]:
     """Tokens per second of all texts, and dollars for a million, by column."""
     seconds = pass_s(size.shape, texts, 1, gpus)
     rows = {n: pass_s(size.shape, texts, n, gpus) / seconds for n in range(1, 10)}
-    head = size.eagle3 / size.shape.weights
+    head = size.shape.eagle3 / size.shape.weights
     gain, drafts = best_chain(chance_of(EAGLE3[name]), rows, head)
     price = gpus.dollars / 3600 * 1e6 * seconds / texts
     return {

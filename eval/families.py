@@ -28,7 +28,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from eval.lab import run
 from selfspec import files
 from selfspec.api.speculator import wrap
-from selfspec.errors import SelfspecError
+from selfspec.errors import SelfspecError, first_line
 from selfspec.eval.results import first_divergence
 from selfspec.eval.verify import Way, hugging_face, logits_of
 from selfspec.model.backbone import Backbone
@@ -74,20 +74,24 @@ def tried(family: str) -> Row:
     try:
         model = _running_model(family)
     except Exception as error:  # noqa: BLE001  # whatever a config may lack is said on the page
-        return Row(family, named, "not tried", "", f"{type(error).__name__}: {_line(error)}")
+        return Row(family, named, "not tried", "", _why(error))
     try:
         wrap(model, heads="logit-lens")
         backbone, wrong = _compared(family, model)
     except SelfspecError as error:
-        return Row(family, named, "refused", "", _line(error))
+        return Row(family, named, "refused", "", first_line(error)[:_MOST_WORDS])
     except Exception as error:  # noqa: BLE001  # a crash is a finding
-        return Row(family, named, "WRONG", "", f"{type(error).__name__}: {_line(error)}")
+        return Row(family, named, "WRONG", "", _why(error))
     executor = backbone.executor_name
     if wrong:
         return Row(family, named, "WRONG", executor, wrong)
     note = "" if model.dtype == torch.float64 else "texts compared in float32: no float64 there; "
     note += "" if executor == "fused" else f"not fused: {backbone.refused['fused'][:_MOST_WORDS]}"
     return Row(family, named, "exact", executor, note)
+
+
+def _why(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)[:_MOST_WORDS]}"
 
 
 def _running_model(family: str) -> PreTrainedModel:
@@ -144,11 +148,6 @@ def executor_error(model: PreTrainedModel) -> float:
 def random_ids(length: int) -> Tensor:
     """[1, length] ids, the same at every call."""
     return torch.randint(96, (1, length), generator=torch.Generator().manual_seed(length))
-
-
-def _line(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[0].strip()[:_MOST_WORDS] if lines else type(error).__name__
 
 
 # --- tiny models

@@ -48,7 +48,7 @@ from selfspec.decoding.measure import Clock, quick_costs, step_speed
 from selfspec.decoding.stats import GenerationStats
 from selfspec.errors import SelfspecError, first_line
 from selfspec.eval import concurrency, verify
-from selfspec.eval.bench import Bench, Contender, endless
+from selfspec.eval.bench import METHODS, Bench, Contender, endless
 from selfspec.eval.results import BenchOptions
 from selfspec.eval.verify import WrongDrafter, greedy_request
 from selfspec.files import read_json, write
@@ -115,17 +115,8 @@ class Hour:
                 return found[0], found[1], found[2].label
             except (SelfspecError, ImportError) as error:
                 label += f": {first_line(error)}"
-        shape = lab.SHAPES[name]
-        config = LlamaConfig(
-            hidden_size=shape.hidden,
-            intermediate_size=shape.inner,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads,
-            num_key_value_heads=shape.kv_heads,
-            vocab_size=shape.vocab,
-            max_position_embeddings=shape.positions,
-            tie_word_embeddings=name != LARGE,
-        )
+        sizes: dict[str, Any] = lab.SHAPES[name]._asdict()
+        config = LlamaConfig(**sizes, tie_word_embeddings=name != LARGE)
         with self.device:
             made = AutoModelForCausalLM.from_config(config, dtype=dtype)
         return made.eval(), any_words(), label
@@ -304,7 +295,7 @@ def pace(
     A try goes first, on the longest prompt: what is compiled for it serves shorter ones.
     """
     asked = sorted(hour.prompts(on), key=Tensor.numel, reverse=True)[:most]
-    way = Contender(label=method, method=method, setting=setting)
+    way = Contender(label=method, method=method, setting=setting, by=METHODS[method].decode)
     runner = Bench(speculator=on, options=BenchOptions())
     first, *runs = [runner.run(way, ids, [0] * hour.tokens) for ids in (asked[0], *asked)]
     if errors := [run.error for run in (first, *runs) if run.error]:

@@ -8,13 +8,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Annotated, Any, NamedTuple, TypeVar, cast
 
 import typer
 from torch import Tensor
-from transformers.generation.streamers import BaseStreamer
 
 import selfspec
 from selfspec.api.speculator import Speculator
@@ -23,7 +22,7 @@ from selfspec.cli.main import main
 from selfspec.cli.measure import machine
 from selfspec.errors import InvalidOption, SelfspecError
 from selfspec.eval import report
-from selfspec.eval.bench import Bench, Contender, Decode, Written
+from selfspec.eval.bench import Bench, Contender
 from selfspec.eval.results import ANSWERS, Answer, BenchOptions, Question, failures, load_suite
 from selfspec.files import write
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
@@ -45,44 +44,42 @@ Numbers = Annotated[str, typer.Option(help="With commas.")]
 PLAIN = Contender(label="plain", method="plain", setting={"speculate": False})
 
 
-@dataclass(frozen=True, kw_only=True)
-class By(Contender):
-    """A function decodes, in place of the method."""
-
-    by: Decode
-
-    def decode(
-        self, speculator: Speculator, ids: Tensor, count: int, streamer: BaseStreamer | None = None
-    ) -> Written:
-        return self.by(speculator, ids, count, self.setting, streamer)
-
-
 Item = TypeVar("Item")
 Ask = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 class Shape(NamedTuple):
-    """Sizes of a Llama."""
+    """Sizes of a Llama, by their names in its config."""
 
-    hidden: int
-    inner: int
-    layers: int
-    heads: int
-    kv_heads: int
-    vocab: int
-    positions: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    vocab_size: int
+    max_position_embeddings: int
 
     @property
     def keys(self) -> int:
         """Width of all keys of a token, and of all values."""
-        return self.hidden // self.heads * self.kv_heads
+        return self.hidden_size // self.num_attention_heads * self.num_key_value_heads
 
     @property
     def weights(self) -> int:
         """Weights that a step reads: layers and unembedding."""
-        layer = 2 * self.hidden * (self.hidden + self.keys) + 3 * self.hidden * self.inner
-        return self.layers * layer + self.vocab * self.hidden
+        width = self.hidden_size
+        layer = 2 * width * (width + self.keys) + 3 * width * self.intermediate_size
+        return self.num_hidden_layers * layer + self.vocab_size * width
 
+    @property
+    def eagle3(self) -> int:
+        """Weights of an EAGLE-3 head: three states to one, a layer that reads two, its tokens."""
+        width = self.hidden_size
+        layer = 3 * width * (width + self.intermediate_size) + 4 * width * self.keys
+        return 3 * width * width + layer + width * min(DRAFT_VOCABULARY, self.vocab_size)
+
+
+DRAFT_VOCABULARY = 32_000  # of EAGLE-3
 
 SHAPES = {
     "smollm2-135m": Shape(576, 1536, 30, 9, 3, 49152, 8192),
@@ -92,6 +89,11 @@ SHAPES = {
     "llama-3.1-8b": Shape(4096, 14336, 32, 32, 8, 128256, 8192),
     "llama-3.1-70b": Shape(8192, 28672, 80, 64, 8, 128256, 8192),
 }
+
+
+def expected_tokens(chance: Any, drafts: int) -> Any:
+    """(1 - a^(k+1)) / (1 - a): what a round of k drafts commits, where each stays by chance a."""
+    return sum(chance**kept for kept in range(drafts + 1))
 
 
 def run(command: Callable[..., object]) -> None:

@@ -192,12 +192,13 @@ def linear(
 
 def _linear_layers(shape: Shape) -> Iterator[tuple[str, tuple[int, int]]]:
     """Outputs and inputs."""
-    yield "queries, keys, values", (shape.hidden + 2 * shape.keys, shape.hidden)
-    yield "output", (shape.hidden, shape.hidden)
-    yield "gate, up", (2 * shape.inner, shape.hidden)
-    yield "down", (shape.hidden, shape.inner)
-    if shape.vocab * shape.hidden <= _MOST_WEIGHTS:
-        yield "head", (shape.vocab, shape.hidden)
+    width, inner = shape.hidden_size, shape.intermediate_size
+    yield "queries, keys, values", (width + 2 * shape.keys, width)
+    yield "output", (width, width)
+    yield "gate, up", (2 * inner, width)
+    yield "down", (width, inner)
+    if shape.vocab_size * width <= _MOST_WEIGHTS:
+        yield "head", (shape.vocab_size, width)
 
 
 def one_layer(
@@ -337,7 +338,7 @@ def peak_of(model: str | None, dtype: str, name: str, length: int) -> float:
 
 # --- drafts at other sizes
 
-MOST_DRAFTS, DRAFT_VOCABULARY = 8, 32_000
+MOST_DRAFTS = 8
 
 
 @app.command()
@@ -360,10 +361,8 @@ def sizes(
         loaded, _, files = load_model(name, dtype=dtype, blocks=True)
         backbone = Backbone(loaded)
         speed = step_speed(backbone, clock=Clock(backbone.device, repeats))
-        config: Any = loaded.config
-        keys = config.hidden_size // config.num_attention_heads * config.num_key_value_heads
-        sizes = config.hidden_size, config.intermediate_size, keys, backbone.vocab_size
-        head = eagle3_weights(*sizes) / speed.step_bytes
+        shape = Shape(*(getattr(loaded.config, field) for field in Shape._fields))
+        head = shape.eagle3 / speed.step_bytes
         costs = {1: 1.0, **speed.rows_in_steps}
         best = {chance: best_chain(chance, costs, head) for chance in chances}
         found[files.label] = {"step_s": speed.step_s, "rows": costs, "head": head, "best": best}
@@ -378,18 +377,12 @@ def sizes(
     lab.finish(output, {"sizes": found}, text + lab.table(columns, lines))
 
 
-def eagle3_weights(width: int, inner: int, keys: int, vocab_size: int) -> int:
-    """Three states to one, a layer that reads two, the draft vocabulary."""
-    layer = 2 * width * (width + 2 * keys) + width * width + 3 * width * inner
-    return 3 * width * width + layer + width * min(DRAFT_VOCABULARY, vocab_size)
-
-
 def best_chain(chance: float, costs: Mapping[int, float], head: float) -> tuple[float, int]:
     """Times plain decoding, and drafts a round."""
 
     def gain(drafts: int) -> float:
-        tokens = sum(chance**place for place in range(drafts + 1))
-        return tokens / (in_steps(drafts + 1, costs) + drafts * head)
+        cost = in_steps(drafts + 1, costs) + drafts * head
+        return lab.expected_tokens(chance, drafts) / cost
 
     return max((gain(drafts), drafts) for drafts in range(MOST_DRAFTS + 1))
 

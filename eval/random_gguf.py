@@ -33,25 +33,28 @@ def main(
     """Write it."""
     sizes = SHAPES[shape]
     writer = GGUFWriter(path, "llama", use_temp_file=True)
-    writer.add_block_count(sizes.layers)
-    writer.add_context_length(sizes.positions)
-    writer.add_embedding_length(sizes.hidden)
-    writer.add_feed_forward_length(sizes.inner)
-    writer.add_head_count(sizes.heads)
-    writer.add_head_count_kv(sizes.kv_heads)
+    writer.add_block_count(sizes.num_hidden_layers)
+    writer.add_context_length(sizes.max_position_embeddings)
+    writer.add_embedding_length(sizes.hidden_size)
+    writer.add_feed_forward_length(sizes.intermediate_size)
+    writer.add_head_count(sizes.num_attention_heads)
+    writer.add_head_count_kv(sizes.num_key_value_heads)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(sizes.vocab)
+    writer.add_vocab_size(sizes.vocab_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
-    writer.add_token_list(["a", "b", "ab", *(f"<{number}>" for number in range(sizes.vocab - 3))])
+    writer.add_token_list(
+        ["a", "b", "ab", *(f"<{number}>" for number in range(sizes.vocab_size - 3))]
+    )
     writer.add_token_merges(["a b"])
-    writer.add_eos_token_id(sizes.vocab - 1)
+    writer.add_eos_token_id(sizes.vocab_size - 1)
     for number, (name, of, outputs, inner) in enumerate(_weights(sizes, kind)):
         data = _blocks(of, outputs, inner, number)
         writer.add_tensor(name, data, raw_dtype=GGMLQuantizationType[of])
-    norms = [f"blk.{n}.{part}_norm.weight" for n in range(sizes.layers) for part in ("attn", "ffn")]
+    layers, parts = range(sizes.num_hidden_layers), ("attn", "ffn")
+    norms = [f"blk.{layer}.{part}_norm.weight" for layer in layers for part in parts]
     for name in (*norms, "output_norm.weight"):
-        writer.add_tensor(name, np.ones(sizes.hidden, np.float32))
+        writer.add_tensor(name, np.ones(sizes.hidden_size, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -59,9 +62,9 @@ def main(
 
 
 def _weights(sizes: Shape, kind: str) -> Iterator[tuple[str, str, int, int]]:
-    width, inner, keys = sizes.hidden, sizes.inner, sizes.keys
-    yield "token_embd.weight", "Q6_K", sizes.vocab, width
-    for layer in range(sizes.layers):
+    width, inner, keys = sizes.hidden_size, sizes.intermediate_size, sizes.keys
+    yield "token_embd.weight", "Q6_K", sizes.vocab_size, width
+    for layer in range(sizes.num_hidden_layers):
         for part, outputs in (("q", width), ("k", keys), ("v", keys), ("output", width)):
             yield f"blk.{layer}.attn_{part}.weight", kind, outputs, width
         for part in ("gate", "up"):

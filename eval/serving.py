@@ -32,7 +32,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import httpx
 import pandas as pd
@@ -54,20 +54,13 @@ _READY_S = 300.0  # for a server to load its model
 _STOP_S = 40.0  # for a server to stop when it is asked to; then it is killed
 
 
-class Said(NamedTuple):
-    text: str
-    finish: str | None
-    prompt_tokens: int | None
-    tokens: int | None
-    likely: list[tuple[str, float]]  # each token with its logarithm, where that was asked for
-
-
 @dataclass
 class Heard:
     text: str = ""
     finish: str | None = None
     usage: dict[str, Any] = field(default_factory=dict)
     likely: list[tuple[str, float]] = field(default_factory=list)
+    """Each token with its logarithm, where that was asked for."""
     error: str | None = None
     arrivals: list[float] = field(default_factory=list)  # seconds to each chunk of a stream's text
 
@@ -77,9 +70,10 @@ class Heard:
         return int(self.usage.get("completion_tokens", len(self.arrivals)))
 
     @property
-    def said(self) -> Said:
-        prompt, own = (self.usage.get(f"{kind}_tokens") for kind in ("prompt", "completion"))
-        return Said(self.error or self.text, self.finish, prompt, own, self.likely)
+    def said(self) -> list[Any]:
+        """All that must be the same, however it was asked for."""
+        counts = [self.usage.get(f"{kind}_tokens") for kind in ("prompt", "completion")]
+        return [self.error or self.text, self.finish, *counts, self.likely]
 
     def take(self, answer: Mapping[str, Any], seconds: float | None = None) -> None:
         """A whole answer, or a stream's chunk that came after so many seconds."""
@@ -283,7 +277,7 @@ def equal(
     """Is each text over HTTP that of `generate` alone?"""
     prompts = lab.prompts(questions, limit=requests)
     given = {"model": model, "heads": heads, "dtype": dtype}
-    speculator, alone = lab.loaded(model, heads, dtype), list[Said]()
+    speculator, alone = lab.loaded(model, heads, dtype), list[Heard]()
     for prompt in lab.each(prompts, "alone", "answers"):
         alone.append(without_server(speculator, len(alone), prompt, tokens))
     flags = [part for name, value in given.items() if value for part in (f"--{name}", value)]
@@ -301,18 +295,18 @@ def equal(
         raise typer.Exit(1)
 
 
-def without_server(speculator: Speculator, number: int, prompt: str, tokens: int) -> Said:
+def without_server(speculator: Speculator, number: int, prompt: str, tokens: int) -> Heard:
     options: Any = {"max_new_tokens": tokens, "speculate": False, "logprobs": 0, "do_sample": False}
     if sampled(number):
         options |= {"do_sample": True, "top_k": 0, "min_p": 0.0, "seed": number, **SAMPLED}
     found = speculator.generate(prompt, **options)
     words: Any = speculator.tokenizer
-    return Said(
-        found.text,
-        "stop" if found.stop_reason == "eos" else "length",
-        found.stats.prompt_tokens,
-        len(found.token_ids),
-        [(words.decode([one.token]), one.logprob) for one in found.logprobs or ()],
+    counts = {"prompt_tokens": found.stats.prompt_tokens}
+    return Heard(
+        text=found.text,
+        finish="stop" if found.stop_reason == "eos" else "length",
+        usage=counts | {"completion_tokens": len(found.token_ids)},
+        likely=[(words.decode([one.token]), one.logprob) for one in found.logprobs or ()],
     )
 
 
@@ -323,7 +317,7 @@ def sampled(number: int) -> bool:
 async def compared(
     address: str,
     prompts: Sequence[str],
-    alone: Sequence[Said],
+    alone: Sequence[Heard],
     tokens: int,
     concurrency: int,
     *,
@@ -362,9 +356,9 @@ async def compared(
         "drafted": sum(one.get("num_draft_tokens", 0) for one in drafts),
         "accepted": sum(one.get("num_accepted_tokens", 0) for one in drafts),
         "differing": {
-            number: [*alone[number], "over HTTP:", *one.said]
+            number: [*alone[number].said, "over HTTP:", *one.said]
             for number, one in sorted(heard.items())
-            if one.said != alone[number]
+            if one.said != alone[number].said
         },
     }
 

@@ -162,7 +162,7 @@ class Dial(NamedTuple):
             return on_our_runtime(*asked)
 
         setting = {"drafter": f"exit:max_tokens={self.drafts}"}
-        return lab.By(label=self.label, method="speculation", setting=setting, by=decode)
+        return Contender(label=self.label, method="speculation", setting=setting, by=decode)
 
 
 def rig(
@@ -216,7 +216,7 @@ def points(
         accepted = sum(kept for _, kept in passes)
         heads_s = sum(run.counts["seconds"]["heads"] for run in own)
         a, head = accepted / tried, heads_s / sum(drafts for drafts, _ in passes) / step
-        tokens = sum(expected_tokens(a, k) for k, _ in passes)
+        tokens = sum(lab.expected_tokens(a, k) for k, _ in passes)
         # without drafts the newest token's own row still runs through the shallow layers
         cost = sum(round_cost(k, d, rows=max(k, 1)) for k, _ in passes)
         complete = sum(round_cost(k, d, rows=k + 1, head=head) for k, _ in passes)
@@ -244,11 +244,6 @@ def rounds(run: Run, most: int) -> Iterator[tuple[int, int]]:
     for count in counts:
         yield min(most, left - 1), count - 1
         left -= count
-
-
-def expected_tokens(acceptance: float, drafts: int) -> float:
-    """(1 - a^(k+1)) / (1 - a): what a round commits."""
-    return sum(acceptance**kept for kept in range(drafts + 1))
 
 
 def round_cost(drafts: int, depth_ratio: float, *, rows: int, head: float = 0.0) -> float:

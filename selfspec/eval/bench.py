@@ -364,13 +364,15 @@ class Contender:
     label: str
     method: str
     setting: Setting
+    source: str = ""  # what the method is
+    by: Decode = on_our_runtime
     lossy: bool = False  # its rule changes the output; tables say so
 
     def decode(
         self, speculator: Speculator, ids: Tensor, count: int, streamer: Any = None
     ) -> Written:
         """Write `count` tokens behind ids [1, P], fewer if an end token ends the answer."""
-        return METHODS[self.method].decode(speculator, ids, count, self.setting, streamer)
+        return self.by(speculator, ids, count, self.setting, streamer)
 
     @property
     def own_text(self) -> bool:
@@ -415,7 +417,7 @@ def described(
     return {
         entry.label: {
             "method": entry.method,
-            "source": METHODS[entry.method].source,
+            "source": entry.source,
             "setting": dict(entry.setting),
             "lossy": entry.lossy,
             "chosen_from": labels if len(labels := tried.get(entry.label, [])) > 1 else [],
@@ -427,8 +429,8 @@ def described(
 def _contender(
     speculator: Speculator, name: str, setting: Setting, said: str | None = None
 ) -> Contender:
-    lossy = False
-    if METHODS[name].decode is on_our_runtime:
+    method, lossy = METHODS[name], False
+    if method.decode is on_our_runtime:
         options = {"speculate": True, "do_sample": False, **setting}
         # what would fail on every prompt is raised here
         stream = speculator.stream([0], max_new_tokens=1, **options)
@@ -438,7 +440,8 @@ def _contender(
         asked = stream.request.speculation
         lossy = asked.speculate and asked.loss is not None
     said = said or ", ".join(f"{key}={word(value)}" for key, value in setting.items())
-    return Contender(label=f"{name}({said})", method=name, setting=setting, lossy=lossy)
+    about: Any = {"source": method.source, "by": method.decode, "lossy": lossy}
+    return Contender(label=f"{name}({said})", method=name, setting=setting, **about)
 
 
 # --- the runner

@@ -27,7 +27,7 @@ from selfspec.heads.heads import ExitHead, ExitJudge, spread
 from selfspec.model.backbone import Backbone
 from selfspec.options import Costs, Exit
 from selfspec.training.features import Batch, FeatureSpec, features
-from selfspec.visualise.layers import Kind, LayerSays, LayerTrace, Place, TraceInfo
+from selfspec.visualise.layers import LayerSays, LayerTrace, Place, TraceInfo
 
 _ROWS = 128  # places whose logits exist at a time
 TOP = 5  # guesses kept of each layer
@@ -85,8 +85,7 @@ def inspect(
                 speculator.backbone,
                 Reader(lenses, judge, texts),
                 asked,
-                stream.rounds,
-                origins(asked.tolist(), stream.rounds, resolved.ngram.size),
+                [*_came(asked.tolist(), stream.rounds, resolved.ngram.size)],
             )
         ),
         rounds=tuple(stream.rounds),
@@ -132,17 +131,10 @@ def _resolved(speculator: Speculator, options: SpeculationOptions) -> Speculatio
 
 @torch.no_grad()
 def _places(
-    backbone: Backbone,
-    reader: Reader,
-    asked: Tensor,
-    rounds: Sequence[Round],
-    seen_at: Sequence[int | None],
+    backbone: Backbone, reader: Reader, asked: Tensor, came: Sequence[tuple[dict[str, Any], int]]
 ) -> Iterator[Place]:
-    """The answer of `rounds` behind the prompt `asked` [P], in one pass over both.
-
-    `seen_at`: where each token was copied from.
-    """
-    answer = [token for entry in rounds for token in entry.tokens]
+    """The tokens that `came` behind the prompt `asked` [P], in one pass over both."""
+    answer = [one["token"] for one, _ in came]
     ids = torch.cat([asked, asked.new_tensor(answer)])[None]
     predicts = torch.zeros_like(ids, dtype=torch.bool)
     predicts[:, len(asked) - 1 : -1] = True
@@ -150,8 +142,7 @@ def _places(
     deep = any(lens.head.reads_deep for lens in lenses.values())
     spec = FeatureSpec((*lenses, last), deep=deep)
     looked = features(backbone, spec, Batch(ids, predicts, predicts))
-    came = [*_came(rounds)]
-    exits, behind = [one.exit_layer for one in came], [one.behind for one in came]
+    exits, behind = [one["exit_layer"] for one, _ in came], [drafts for _, drafts in came]
     made = chained(lenses, looked.hidden, looked.deep, exits, behind)
     texts = iter(reader.texts.pieces(answer))
     for rows in torch.arange(len(answer)).split(_ROWS):
@@ -162,12 +153,8 @@ def _places(
         for index, best, layers in zip(rows.tolist(), final, zip(*said, strict=True), strict=True):
             yield Place(
                 index=index,
-                token=answer[index],
                 text=next(texts),
-                kind=came[index].kind,
-                round=came[index].round,
-                exit_layer=came[index].exit_layer,
-                copied_from=seen_at[index],
+                **came[index][0],
                 final_top_tokens=best.tokens,
                 final_top_texts=best.texts,
                 final_top_probs=best.probs,
@@ -175,21 +162,28 @@ def _places(
             )
 
 
-class _Came(NamedTuple):
-    kind: Kind
-    round: int
-    exit_layer: int | None
-    behind: int  # drafts of exit heads that lead here in its round, without a break
+def _came(
+    prompt: Sequence[int], rounds: Sequence[Round], size: int
+) -> Iterator[tuple[dict[str, Any], int]]:
+    """How each token of the answer came, as its Place says it.
 
-
-def _came(rounds: Sequence[Round]) -> Iterator[_Came]:
+    With it how many drafts of exit heads lead there in its round, without a break. `size`: the
+    longest n-gram that prompt lookup looked for.
+    """
+    index = NgramIndex(size)
+    index.extend(prompt)
     for number, entry in enumerate(rounds):
-        behind = 0
-        for source, layer in entry.givers:
-            kind: Kind = "prefill" if entry.prefill else "bonus" if source == MODEL else "accepted"
-            left = layer if source == EXIT else None
-            yield _Came(kind, number, left, behind)
+        (_, begin), behind = index.find(), 0
+        period = len(index.text) - begin
+        for offset, (token, giver) in enumerate(zip(entry.tokens, entry.givers, strict=True)):
+            at = begin + offset % (period or 1)  # a copy may go on into itself
+            copied = giver.source == NGRAM and period and index.text[at] == token
+            left = giver.layer if giver.source == EXIT else None
+            kind = "bonus" if giver.source == MODEL else "accepted"
+            place = {"token": token, "kind": "prefill" if entry.prefill else kind, "round": number}
+            yield place | {"exit_layer": left, "copied_from": at if copied else None}, behind
             behind = 0 if left is None else behind + 1
+        index.extend(entry.tokens)
 
 
 def _words(prompt: Prompt, asked: Tensor, texts: TokenTexts) -> str:
@@ -301,25 +295,3 @@ def chained(
             beside = None if known is None else known[rows]
             made[layer][rows] = lens.head.features(hidden[layer][rows], beside)
     return made
-
-
-# --- where prompt lookup copied from
-
-
-def origins(prompt: Sequence[int], rounds: Sequence[Round], size: int) -> list[int | None]:
-    """For each token of the answer its place in prompt and answer; None: it was not copied.
-
-    `size`: the longest n-gram that the drafter looked for.
-    """
-    index = NgramIndex(size)
-    index.extend(prompt)
-    found: list[int | None] = []
-    for entry in rounds:
-        _, begin = index.find()
-        period = len(index.text) - begin
-        for offset, (token, (source, _)) in enumerate(zip(entry.tokens, entry.givers, strict=True)):
-            at = begin + offset % (period or 1)  # a copy may go on into itself
-            copied = source == NGRAM and period and index.text[at] == token
-            found.append(at if copied else None)
-        index.extend(entry.tokens)
-    return found

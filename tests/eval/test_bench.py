@@ -67,16 +67,9 @@ def bench(speculator: Speculator) -> Bench:
     return Bench(speculator=speculator, options=options, now=itertools.count(0.0, 1.0).__next__)
 
 
-@pytest.fixture
-def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], Contender]:
-    """Makes a contender out of a function that does not do its work."""
-
-    def make(decode: Callable[..., Any]) -> Contender:
-        method = methods.Method("broken", lambda _: [{}], decode)
-        monkeypatch.setitem(METHODS, "broken", method)
-        return Contender(label="broken", method="broken", setting={})
-
-    return make
+def broken(decode: Callable[..., Any]) -> Contender:
+    """A function that does not do its work."""
+    return Contender(label="broken", method="broken", setting={}, by=decode)
 
 
 def quiet(done: int, total: int, words: str) -> None:
@@ -229,7 +222,7 @@ def stops_early(speculator: Speculator, ids: Tensor, count: int, *_: Any) -> Wri
     [(fails, "RuntimeError: out of luck"), (stops_early, f"wrote {COUNT - 1} of {COUNT} tokens")],
 )
 def test_a_method_that_fails_is_recorded_and_the_others_go_on(
-    decode: Any, error: str, bench: Bench, contenders: list[Contender], tmp_path: Path, broken: Any
+    decode: Any, error: str, bench: Bench, contenders: list[Contender], tmp_path: Path
 ) -> None:
     answers = measure(bench, [*contenders, broken(decode)], tmp_path)
     assert len(answers) == 4
@@ -253,7 +246,7 @@ def test_a_prompt_that_cannot_be_run_is_recorded_once_and_others_go_on(
 
 
 def test_an_interrupted_run_goes_on_with_what_is_missing(
-    bench: Bench, contenders: list[Contender], tmp_path: Path, broken: Any
+    bench: Bench, contenders: list[Contender], tmp_path: Path
 ) -> None:
     path = tmp_path / "answers.jsonl"
     whole = measure(bench, contenders, tmp_path)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from eval import lab
 from eval.papers import self_sd, specbound
-from eval.papers.specbound import Dial, DialledHead, early_model, expected_tokens, round_cost
+from eval.papers.specbound import Dial, DialledHead, early_model, round_cost
 from selfspec.api.speculator import wrap
 from selfspec.errors import InvalidOption, UnsupportedModel
 from selfspec.eval.results import Answer, Run
@@ -128,8 +128,8 @@ def test_a_right_head_keeps_every_draft() -> None:
 
 
 def test_a_round_commits_what_stays_and_costs_plain_steps() -> None:
-    assert expected_tokens(0.8, 6) == pytest.approx((1 - 0.8**7) / (1 - 0.8))
-    assert expected_tokens(1.0, 3) == 4
+    assert lab.expected_tokens(0.8, 6) == pytest.approx((1 - 0.8**7) / (1 - 0.8))
+    assert lab.expected_tokens(1.0, 3) == 4
     assert round_cost(4, 0.25, rows=5, head=0.01) == pytest.approx(5 * 0.25 + 0.75 + 0.04)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -49,7 +50,7 @@ def test_what_differs_is_found(server: Running) -> None:
     ]
     token, logprob = alone[1].likely[-1]
     off_by_a_bit = [*alone[1].likely[:-1], (token, math.nextafter(logprob, 0.0))]
-    wrong = [alone[0], alone[1]._replace(likely=off_by_a_bit), alone[2]]
+    wrong = [alone[0], replace(alone[1], likely=off_by_a_bit), alone[2]]
     for expected, differing in ((alone, []), (wrong, [1])):
         work = serving.compared(server.address, PROMPTS, expected, 6, 2, speculation=True)
         found = asyncio.run(work)
