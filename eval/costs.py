@@ -56,11 +56,6 @@ class Size(NamedTuple):
     rows: Mapping[int, float]  # in plain steps
     step: float  # bytes that take as long to read as a plain step
 
-    @property
-    def exit_head(self) -> int:
-        """Weights of a deep-fused one and of the unembedding that it reads."""
-        return 8 * self.shape.hidden_size**2 + DRAFT_VOCABULARY * self.shape.hidden_size
-
 
 def main(
     output: lab.Output,
@@ -74,7 +69,7 @@ def main(
     overall, small = run["all"]["overall"], by_size[SMALL]
     gains = {"135M, measured": {p: overall[m]["over_plain"]["ratio"] for p, m in POLICIES.items()}}
     for name, size in by_size.items():
-        gains[name] = dict(policies(name, size, run, small.exit_head / small.step))
+        gains[name] = dict(policies(name, size, run, exit_head(small.shape) / small.step))
         if count := GPUS.get(name):
             gpus = Gpus(count, count * flops, count * bandwidth, count * dollars)
             made += [making(name, size, gpus, tokens, kind) for kind in ("deep-fused", "eagle3")]
@@ -98,18 +93,22 @@ def read(name: str) -> Any:
     return json.loads((RESULTS / name / "summary.json").read_text(encoding="utf-8"))
 
 
+def exit_head(shape: Shape) -> int:
+    """Weights of a deep-fused one and of the unembedding that it reads."""
+    return 8 * shape.hidden_size**2 + DRAFT_VOCABULARY * shape.hidden_size
+
+
 def sizes() -> dict[str, Size]:
     """Rows of 135M are those of the run of all policies, of 70B those of 8B."""
     small, large = SHAPES["smollm2-135m"], SHAPES["llama-3.1-70b"]
     text = (RESULTS / RUN / "run.yaml").read_text(encoding="utf-8")
     added, head = yaml.safe_load(text)["speculation"]["costs"].removeprefix("row=").split(",head=")
     steps = np.cumsum([1.0, *map(float, added.split("/"))])
-    own = Size(small, dict(enumerate(steps.tolist(), 1)), 1.0)
-    found = {SMALL: own._replace(step=own.exit_head / float(head))}
+    found = {SMALL: Size(small, dict(enumerate(steps.tolist(), 1)), exit_head(small) / float(head))}
     for name, shape in (("1B", "llama-3.2-1b"), ("8B", "llama-3.1-8b")):
         one = read("sizes")["sizes"][f"random-{shape}"]
-        own = Size(SHAPES[shape], {int(n): cost for n, cost in one["rows"].items()}, 1.0)
-        found[name] = own._replace(step=own.shape.eagle3 / one["head"])
+        rows = {int(count): cost for count, cost in one["rows"].items()}
+        found[name] = Size(SHAPES[shape], rows, SHAPES[shape].eagle3 / one["head"])
     own = found["8B"]
     step = own.step * large.weights / own.shape.weights
     return found | {LARGE: Size(large, own.rows, step)}
@@ -119,7 +118,7 @@ def policies(
     name: str, size: Size, run: Mapping[str, Any], small_head: float
 ) -> Iterator[tuple[str, float]]:
     """Times plain decoding: tokens of a verification over its rows and heads, in plain steps."""
-    head = size.exit_head / size.step
+    head = exit_head(size.shape) / size.step
     for policy, method in POLICIES.items():
         one, parts = run["all"]["overall"][method], run["parts_s"]
         tokens = one["compression_rate"]

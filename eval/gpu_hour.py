@@ -49,8 +49,8 @@ from selfspec.decoding.stats import GenerationStats
 from selfspec.errors import SelfspecError, first_line
 from selfspec.eval import concurrency, verify
 from selfspec.eval.bench import METHODS, Bench, Contender, endless
-from selfspec.eval.results import BenchOptions
-from selfspec.eval.verify import WrongDrafter, greedy_request
+from selfspec.eval.results import BenchOptions, Question
+from selfspec.eval.verify import WrongDrafter
 from selfspec.files import read_json, write
 from selfspec.hub.models import load_model
 from selfspec.model.cuda_graph import Capture, Work, graph_capture, uncaptured
@@ -274,8 +274,8 @@ def profiled(hour: Hour, found: Found, executor: str) -> None:
 def lossless(hour: Hour, found: Found, executor: str, dtype: torch.dtype) -> None:
     """The rungs of `selfspec verify`; its copy in float64 is the same for all, so made once."""
     on = hour.on(DEFAULT, dtype, executor)
-    asked = [greedy_request(on, ids, hour.tokens // 4) for ids in hour.prompts(on)[:2]]
-    cases = [verify.Case(id=f"prompt {number}", request=one) for number, one in enumerate(asked)]
+    asked = [Question(id=one, task="", turns=(one,)) for one in QUESTIONS[:2]]
+    cases = verify.cases_of(on, asked, hour.tokens // 4)
     rungs = {*range(1, 8)} - ({3} if (executor, dtype) != (GRAPHS, FP32) else set())
     subject = verify.Subject(speculator=on, cases=cases, rungs=rungs, max_copy_gb=8.0)
     for claim, rung in verify.climb(subject):

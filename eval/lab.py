@@ -25,7 +25,7 @@ from selfspec.eval import report
 from selfspec.eval.bench import Bench, Contender
 from selfspec.eval.results import ANSWERS, Answer, BenchOptions, Question, failures, load_suite
 from selfspec.files import write
-from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
+from selfspec.heads.exit_heads import ExitHeads, logit_lens
 from selfspec.hub.models import load_model
 from selfspec.model.backbone import Backbone
 
@@ -96,16 +96,16 @@ def expected_tokens(chance: Any, drafts: int) -> Any:
     return sum(chance**kept for kept in range(drafts + 1))
 
 
-def run(command: Callable[..., object]) -> None:
-    """Run a function, or an app of several, with the command line's flags.
+def run(*commands: Callable[..., object]) -> None:
+    """Run a function, of several that which the first word names, with the command line's flags.
 
     What a user can mend is one line, without a traceback.
     """
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    for one in commands:
+        app.command()(one)
     try:
-        if isinstance(command, typer.Typer):
-            command()
-        else:
-            typer.run(command)
+        app()
     except SelfspecError as error:
         sys.exit(str(error))
 
@@ -167,15 +167,12 @@ def untrained(
     backbone: Backbone, layer: int, head_type: str, draft_ids: Tensor | None = None
 ) -> ExitHeads:
     """Heads of one exit; over `draft_ids` alone where there are any."""
-    config = HeadsConfig(
-        base_model="",
-        base_fingerprint="",
-        hidden_size=backbone.hidden_size,
-        num_layers=backbone.num_layers,
-        vocab_size=backbone.vocab_size,
+    config = replace(
+        logit_lens(backbone.unembedding, backbone.num_layers, "").config,
         exit_layers=(layer,),
         head_type=head_type,
         draft_vocab_size=None if draft_ids is None else len(draft_ids),
+        defaults={},
     )
     return ExitHeads(config, backbone.unembedding, draft_ids)
 

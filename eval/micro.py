@@ -35,8 +35,6 @@ from selfspec.model.fused import Kind, Program
 from selfspec.model.kv import KVCache, Rows
 from selfspec.model.weights import CompiledLinear
 
-app = typer.Typer(pretty_exceptions_enable=False)
-
 InFront = Annotated[int, typer.Option(min=1, help="Ids of the context.")]
 
 HF, OURS = "hugging-face", "selfspec"
@@ -87,7 +85,6 @@ PARTS: Mapping[str, tuple[Kind, ...]] = {
 }
 
 
-@app.command()
 @torch.inference_mode()
 def split(
     output: lab.Output,
@@ -142,7 +139,6 @@ _MOST_WEIGHTS = 100_000_000
 MODELS = ("smollm2-135m", "llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b")
 
 
-@app.command()
 def linear(
     output: lab.Output,
     shapes: Annotated[str, typer.Option(help=f"Some of {', '.join(SHAPES)}.")] = ",".join(MODELS),
@@ -161,26 +157,18 @@ def linear(
     clock, counts = Clock(CPU, repeats), lab.counts(rows)
     memory, arithmetic = memory_rate(clock) / 1e9, arithmetic_rate(clock)
     asked = list(product(dtypes.split(","), shapes.split(",")))
-    seconds: dict[str, dict[int, float]] = {}
-    sizes: dict[str, tuple[int, int]] = {}  # weights, and bytes of each
+    least, most, seconds = counts[0], counts[-1], dict[str, dict[int, float]]()
+    read, computed = dict[str, str](), dict[str, str]()
     for dtype, shape in lab.each(asked, "time", "shapes"):
         for part, (out, inner) in _linear_layers(SHAPES[shape]):
             kind = getattr(torch, dtype)
             for kernel, found in one_layer(out, inner, kind, counts, cold_mb, clock).items():
                 name = f"{shape} {dtype}, {part} {out}×{inner}, {kernel}"
-                seconds[name], sizes[name] = found, (out * inner, kind.itemsize)
-    least, most = counts[0], counts[-1]
-    rates = {
-        f"GB/s, {least} rows": {
-            name: f"{1e-9 * size * width / seconds[name][least]:.1f}"
-            for name, (size, width) in sizes.items()
-        },
-        f"GFLOP/s, {most} rows": {
-            name: f"{2e-9 * size * most / seconds[name][most]:.1f}"
-            for name, (size, _) in sizes.items()
-            if most in seconds[name]
-        },
-    }
+                seconds[name] = found
+                read[name] = f"{1e-9 * out * inner * kind.itemsize / found[least]:.1f}"
+                if most in found:
+                    computed[name] = f"{2e-9 * out * inner * most / found[most]:.1f}"
+    rates = {f"GB/s, {least} rows": read, f"GFLOP/s, {most} rows": computed}
     text = (
         f"{torch.get_num_threads()} threads. Read: {memory:.1f} GB/s of memory by torch's sum. "
         f"Computed: {arithmetic:.0f} GFLOP/s by torch's float32 matmul. Milliseconds by rows; in "
@@ -235,7 +223,6 @@ def arithmetic_rate(clock: Clock) -> float:
 # --- passes, beside llama.cpp
 
 
-@app.command()
 @torch.inference_mode()
 def passes(
     output: lab.Output,
@@ -284,7 +271,6 @@ def passes(
 # --- prompts
 
 
-@app.command()
 def prompts(
     output: lab.Output,
     model: lab.Model = None,
@@ -341,7 +327,6 @@ def peak_of(model: str | None, dtype: str, name: str, length: int) -> float:
 MOST_DRAFTS = 8
 
 
-@app.command()
 def sizes(
     output: lab.Output,
     models: Annotated[str, typer.Option(help="Files, with commas; weights may be random.")],
@@ -395,4 +380,4 @@ def in_steps(rows: float, costs: Mapping[int, float]) -> float:
 
 
 if __name__ == "__main__":
-    lab.run(app)
+    lab.run(split, linear, passes, prompts, sizes)

@@ -53,8 +53,6 @@ from selfspec.pages import TONES
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-app = typer.Typer(pretty_exceptions_enable=False)
-
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE, TRACES, PICTURES = DOCS / "gallery.md", DOCS / "gallery", DOCS / "images" / "gallery"
 
@@ -73,7 +71,6 @@ def small(picture: Path) -> None:
 _COMMAND = re.compile(r"^selfspec (trace --html .*)", re.MULTILINE)
 
 
-@app.command()
 def gallery(
     names: Annotated[list[str] | None, typer.Argument(help="Without it, all.")] = None,
 ) -> None:
@@ -106,7 +103,6 @@ WIDE, PHONE = {"width": 1200, "height": 800}, {"width": 360, "height": 740}
 PATIENCE_MS = 120_000
 
 
-@app.command()
 def pages(
     folder: Path,
     *,
@@ -247,7 +243,6 @@ class Run:
         return self.pieces[-1][1]
 
 
-@app.command()
 def race(
     folder: Path,
     prompt: Annotated[str, typer.Option()] = PROMPT,
@@ -366,7 +361,6 @@ LEFT, FIRST, ROW, THICK = 260, 54, 34, 20
 LONGEST = WIDTH - LEFT - 90
 
 
-@app.command()
 def bars(summary: Path, folder: Path, over: str = compare.THEIRS) -> None:
     """speed-light.svg and -dark.svg, of times over `model.generate`; over another, policies-..
 
@@ -399,4 +393,4 @@ def bars_drawn(times: dict[str, float], names: dict[str, str], over: str, look: 
 
 
 if __name__ == "__main__":
-    lab.run(app)
+    lab.run(gallery, pages, race, bars)

@@ -28,11 +28,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import httpx
 import pandas as pd
@@ -44,9 +44,8 @@ from selfspec.eval.concurrency import Load, table
 from selfspec.eval.results import SIX_TASKS
 from selfspec.hub.models import DEFAULT_HEADS, resolve_model
 
-app = typer.Typer(pretty_exceptions_enable=False)
-
 Tokens = Annotated[int, typer.Option(min=1, help="Of an answer at most.")]
+Item = TypeVar("Item")
 
 # --- a server in a process of its own, and its clients
 
@@ -137,10 +136,21 @@ def _wait(address: str, process: subprocess.Popen[bytes]) -> None:
     raise RuntimeError(f"was not ready within {_READY_S:g} seconds")
 
 
-def clients(address: str) -> httpx.AsyncClient:
-    """A client with as many connections at once as are wanted."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    return httpx.AsyncClient(base_url=address, timeout=None, limits=limits)
+Work = Callable[[httpx.AsyncClient, Item], Awaitable[None]]
+
+
+async def shared(address: str, clients: int, items: Iterable[Item], work: Work[Item]) -> float:
+    """Work by so many clients, each of which takes the next item that is left. Gives seconds."""
+    left, limits = iter(items), httpx.Limits()  # none
+
+    async def some() -> None:
+        for item in left:
+            await work(client, item)
+
+    async with httpx.AsyncClient(base_url=address, timeout=None, limits=limits) as client:
+        start = time.perf_counter()
+        await asyncio.gather(*(some() for _ in range(clients)))
+        return time.perf_counter() - start
 
 
 async def ask(client: httpx.AsyncClient, body: Mapping[str, Any]) -> Heard:
@@ -174,7 +184,6 @@ THEIRS, BATCHING = "transformers", "transformers, continuous batching"
 PEERS = [THEIRS, BATCHING]
 
 
-@app.command()
 def load(
     output: lab.Output,
     model: Annotated[str | None, typer.Option(help="Folder of all; the default model's.")] = None,
@@ -207,12 +216,12 @@ def load(
             more = {"model": folder, **STREAMED} if name in PEERS else STREAMED  # it wants a name
             hello = [question(f"Hello, {number}.", 8, **more) for number in range(max(plan))]
             warm = Load(texts=max(plan))  # what a server does once is not measured
-            asyncio.run(loaded(address, hello, warm))
+            loaded(address, hello, warm)
             others = itertools.cycle(prompts)
             for count, number in plan.items():
                 own = [question(text, tokens, **more) for text in itertools.islice(others, number)]
                 loads.append(Load(method=name, texts=count, repeat=turn))
-                asyncio.run(loaded(address, own, loads[-1]))
+                loaded(address, own, loads[-1])
     summary: dict[str, Any] = {
         "servers": {name: shlex.join(command) for name, command in commands.items()},
         "prompts": len(prompts),
@@ -228,27 +237,19 @@ def load(
     lab.finish(output, summary, f"{table(loads)}\n{text}")
 
 
-async def loaded(address: str, asked: Sequence[Mapping[str, Any]], load: Load) -> None:
-    """All requests, by so many clients, each of which takes the next one that is left.
+def loaded(address: str, asked: Sequence[Mapping[str, Any]], load: Load) -> None:
+    """All requests. Raises RuntimeError for an error, which no figure may hide."""
 
-    Raises RuntimeError for an error, which no figure may hide.
-    """
-    left = iter(asked)
+    async def work(client: httpx.AsyncClient, body: Mapping[str, Any]) -> None:
+        heard = await ask(client, body)
+        if heard.error is not None:
+            raise RuntimeError(heard.error)
+        load.tokens += heard.tokens
+        load.first_s += heard.arrivals[:1]
+        pairs = itertools.pairwise(heard.arrivals)
+        load.gaps_s += [later - earlier for earlier, later in pairs]
 
-    async def work() -> None:
-        for body in left:
-            heard = await ask(client, body)
-            if heard.error is not None:
-                raise RuntimeError(heard.error)
-            load.tokens += heard.tokens
-            load.first_s += heard.arrivals[:1]
-            pairs = itertools.pairwise(heard.arrivals)
-            load.gaps_s += [later - earlier for earlier, later in pairs]
-
-    async with clients(address) as client:
-        start = time.perf_counter()
-        await asyncio.gather(*(work() for _ in range(load.texts)))
-        load.seconds = time.perf_counter() - start
+    load.seconds = asyncio.run(shared(address, load.texts, asked, work))
 
 
 def ahead(loads: Sequence[Load]) -> dict[int, float]:
@@ -263,7 +264,6 @@ def ahead(loads: Sequence[Load]) -> dict[int, float]:
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95}
 
 
-@app.command()
 def equal(
     output: lab.Output,
     questions: lab.Suite = SIX_TASKS,
@@ -284,8 +284,8 @@ def equal(
     found = []
     with served(ours(*flags)) as address:
         for speculation in (True, False):
-            work = compared(address, prompts, alone, tokens, concurrency, speculation=speculation)
-            found.append(asyncio.run(work))
+            asked = address, prompts, alone, tokens, concurrency
+            found.append(compared(*asked, speculation=speculation))
             print(found[-1], flush=True)
     summary = {"requests": len(prompts), "concurrency": concurrency, "found": found}
     header = [name for name in found[0] if name != "differing"]
@@ -314,7 +314,7 @@ def sampled(number: int) -> bool:
     return number % 3 == 0
 
 
-async def compared(
+def compared(
     address: str,
     prompts: Sequence[str],
     alone: Sequence[Heard],
@@ -326,25 +326,23 @@ async def compared(
     """How many there were, and which differ. Every second one streams."""
     dice = random.Random(concurrency)
     order = dice.sample(range(len(prompts)), len(prompts))
-    left, heard, cancelled = iter(order), dict[int, Heard](), 0
+    heard, cancelled = dict[int, Heard](), 0
 
-    async def work() -> None:
+    async def work(client: httpx.AsyncClient, number: int) -> None:
         nonlocal cancelled
-        for number in left:
-            more: dict[str, Any] = {"speculation": speculation, "logprobs": True}
-            if number % 2:
-                more |= STREAMED
-            if sampled(number):
-                more |= {"seed": number, **SAMPLED}
-            asked = question(prompts[number], tokens, **more)
-            if dice.random() < 0.25:
-                cancelled += 1
-                with suppress(asyncio.TimeoutError):  # its client goes away, unless it was answered
-                    await asyncio.wait_for(ask(client, asked), dice.uniform(0.05, 1.0))
-            heard[number] = await ask(client, asked)
+        more: dict[str, Any] = {"speculation": speculation, "logprobs": True}
+        if number % 2:
+            more |= STREAMED
+        if sampled(number):
+            more |= {"seed": number, **SAMPLED}
+        asked = question(prompts[number], tokens, **more)
+        if dice.random() < 0.25:
+            cancelled += 1
+            with suppress(asyncio.TimeoutError):  # its client goes away, unless it was answered
+                await asyncio.wait_for(ask(client, asked), dice.uniform(0.05, 1.0))
+        heard[number] = await ask(client, asked)
 
-    async with clients(address) as client:
-        await asyncio.gather(*(work() for _ in range(concurrency)))
+    asyncio.run(shared(address, concurrency, order, work))
     drafts = [one.usage.get("speculation", {}) for one in heard.values()]
     return {
         "speculation": speculation,
@@ -364,4 +362,4 @@ async def compared(
 
 
 if __name__ == "__main__":
-    lab.run(app)
+    lab.run(load, equal)

@@ -5,7 +5,6 @@ Imports no torch by itself, because commands name suites in their help.
 
 from __future__ import annotations
 
-import itertools
 import json
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from selfspec import files
+from selfspec.decoding.stats import common
 from selfspec.errors import InvalidData, InvalidOption, check_keys
 from selfspec.files import json_lines, parse_json, read_bytes
 from selfspec.options import at_least, check_fields
@@ -387,10 +387,8 @@ def quality_summary(records: Sequence[Quality]) -> dict[str, Any]:
 
 def first_divergence(found: Sequence[int], expected: Sequence[int]) -> int | None:
     """Equal tokens ahead of the first that differs, or ahead of one text's end; None if equal."""
-    if list(found) == list(expected):
-        return None
-    pairs = zip(found, expected, strict=False)
-    return len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
+    same = common([*found], [*expected])
+    return None if same == len(found) == len(expected) else same
 
 
 def edit_distance(found: Sequence[int], expected: Sequence[int]) -> int:

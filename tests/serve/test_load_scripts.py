@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from dataclasses import replace
 
@@ -19,7 +18,7 @@ PROMPTS = ["Name a river.", "Count to five.", "Say hello."]
 def test_a_load_counts_what_usage_says(server: Running) -> None:
     load = Load(texts=2)
     asked = [question(text, 6, **serving.STREAMED) for text in (*PROMPTS, *PROMPTS[:2])]
-    asyncio.run(serving.loaded(server.address, asked, load))
+    serving.loaded(server.address, asked, load)
     alone = [
         server.speculator.generate(PROMPTS[index % 3], max_new_tokens=6, do_sample=False)
         for index in range(5)
@@ -32,7 +31,7 @@ def test_a_load_counts_what_usage_says(server: Running) -> None:
 def test_an_error_is_no_figure(server: Running) -> None:
     asked = [question("Hello", 4, temperature=9)]
     with pytest.raises(RuntimeError, match=r"status 400.*temperature"):
-        asyncio.run(serving.loaded(server.address, asked, Load(texts=1)))
+        serving.loaded(server.address, asked, Load(texts=1))
 
 
 def test_the_best_peer_counts() -> None:
@@ -52,7 +51,6 @@ def test_what_differs_is_found(server: Running) -> None:
     off_by_a_bit = [*alone[1].likely[:-1], (token, math.nextafter(logprob, 0.0))]
     wrong = [alone[0], replace(alone[1], likely=off_by_a_bit), alone[2]]
     for expected, differing in ((alone, []), (wrong, [1])):
-        work = serving.compared(server.address, PROMPTS, expected, 6, 2, speculation=True)
-        found = asyncio.run(work)
+        found = serving.compared(server.address, PROMPTS, expected, 6, 2, speculation=True)
         assert list(found["differing"]) == differing
         assert (found["answers"], found["sampled"], found["streams"]) == (3, 1, 1)
