@@ -60,10 +60,9 @@ def main(
     for name in heads:
         found[name] = shares(backbone, heads_of(resolve_heads(name), *model_of), texts)
     answered = sum(map(len, texts.values()))
-    about = {"model": files.label, "suite": suite, "new_tokens": new_tokens}
-    about |= {"questions": len(asked), "answered": answered}
+    about = {"model": files.label, "suite": suite, "new_tokens": new_tokens, "answered": answered}
     text = f"{answered} of {len(asked)} questions were answered.\n\n{page(found)}"
-    lab.finish(output, {**about, "right": found}, text)
+    lab.finish(output, {**about, "questions": len(asked), "right": found}, text)
 
 
 def answers(

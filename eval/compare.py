@@ -191,8 +191,7 @@ def worker(
     name: str, python: str, model: Path, threads: int, context: int
 ) -> AbstractContextManager[lab.Ask]:
     script = Path(__file__).with_name("rivals.py")
-    runtime = LLAMA if name == LLAMA else OPENVINO
-    return lab.answering([python, str(script), runtime, str(model), str(threads), str(context)])
+    return lab.answering([python, str(script), name, str(model), str(threads), str(context)])
 
 
 @contextmanager

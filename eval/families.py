@@ -14,7 +14,6 @@ import dataclasses
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -261,33 +260,24 @@ def tiny_model(family: str, dtype: torch.dtype) -> PreTrainedModel:
 def tiny_config(family: str) -> PreTrainedConfig:
     """A family's config, without special tokens."""
     kind = type(AutoConfig.for_model(family).get_text_config(decoder=True))
-    fields = {field.name: field.default for field in dataclasses.fields(kind)}
+    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
+    sizes = {name for name, default in defaults.items() if type(default) is int}
+    sizes |= {name for name in _ALSO_IF_NONE if defaults.get(name, 0) is None}
     given = {
         name: value
         for value, names in _SIZES
         for name in names.split()
-        if name in fields and (value is None or _is_size(name, fields[name]))
+        if name in (defaults if value is None else sizes)
     }
     if "kv_lora_rank" in given:  # latent attention: as many keys as queries
         given["num_key_value_heads"] = 4
     config = kind(**given | SPECIAL.get(family, {}))
     config._experts_implementation = "eager"  # the grouped product knows no float64
-    for rope in _ropes(getattr(config, "rope_parameters", None)):
-        if "original_max_position_embeddings" in rope:
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *ropes.values()):  # one, or one per attention type
+        if isinstance(rope, dict) and "original_max_position_embeddings" in rope:
             rope["original_max_position_embeddings"] = ORIGINAL
     return config
-
-
-def _is_size(name: str, default: object) -> bool:
-    return (type(default) is int) or (default is None and name in _ALSO_IF_NONE)
-
-
-def _ropes(parameters: Any) -> Iterator[dict[str, Any]]:
-    """A config's rope parameters, which may be one dict or one per attention type."""
-    if isinstance(parameters, dict):
-        yield parameters
-        for value in parameters.values():
-            yield from _ropes(value)
 
 
 # --- the page

@@ -129,8 +129,7 @@ class Hour:
         if on.label.startswith("random"):
             self._folder = tempfile.TemporaryDirectory()  # there as long as this
             on.model.save_pretrained(self._folder.name)
-            if on.tokenizer is not None:
-                on.tokenizer.save_pretrained(self._folder.name)
+            any_words().save_pretrained(self._folder.name)
             found = ["--model", self._folder.name]
         self.drop()
         return found
@@ -160,10 +159,11 @@ def any_words() -> PreTrainedTokenizerFast:
 class Planted(Runtime):
     """Drafts that cost nothing and stay by chance: near ties of random weights decide nothing."""
 
-    drafts: int
-    chance: float
-    dice: random.Random
     lossless = False
+
+    def __init__(self, on: Speculator, drafts: int, chance: float) -> None:
+        super().__init__(on.backbone, None, None)
+        self.drafts, self.chance, self.dice = drafts, chance, random.Random(0)
 
     def drafter(self, *_: Any) -> WrongDrafter:
         return WrongDrafter(width=self.drafts)
@@ -179,8 +179,7 @@ class Planted(Runtime):
 
 def planted(on: Speculator, drafts: int, chance: float) -> Speculator:
     made = Speculator(on.backbone, on.tokenizer, None, "", SpeculationOptions(drafter="none"))
-    made.runtime = runtime = Planted(on.backbone, None, None)
-    runtime.drafts, runtime.chance, runtime.dice = drafts, chance, random.Random(0)
+    made.runtime = Planted(on, drafts, chance)
     return made
 
 
@@ -374,8 +373,7 @@ def fitted(hour: Hour, found: Found) -> None:
         heads, results, questions = (Path(scratch, one) for one in ("heads", "bench", "q.jsonl"))
         commanded(hour, "fit", "--data", str(hour.output / TEXT), "--output", str(heads), *more)
         found["metrics"] = read_json(heads / "metrics.json")
-        archive = shutil.make_archive(f"{scratch}/packed", "zip", heads)
-        write(hour.output / HEADS, Path(archive).read_bytes())
+        shutil.make_archive(str((hour.output / HEADS).with_suffix("")), "zip", heads)
         found["heads_mb"] = (hour.output / HEADS).stat().st_size / 1e6
         write(questions, "".join(json.dumps({"prompt": one}) + "\n" for one in QUESTIONS))
         ways = ("--heads", str(heads), "--methods", "plain,no-never-slower")

@@ -124,12 +124,8 @@ def command() -> str:
     return shlex.join(["python", *program, *words])
 
 
-def counts(text: str) -> list[int]:
-    return [int(word) for word in text.split(",")]
-
-
-def shares(text: str) -> list[float]:
-    return [float(word) for word in text.split(",")]
+def numbers(text: str, kind: Callable[[str], Item]) -> list[Item]:
+    return [kind(word) for word in text.split(",")]
 
 
 def prompts(suite: str, questions: Path | None = None, limit: int | None = None) -> list[str]:
@@ -146,13 +142,12 @@ def loaded(
     numbers: bool = False,
 ) -> Speculator:
     """From the files as they are; `numbers`: from de-quantised weights."""
-    chosen: dict[str, Any] = {} if executor == "auto" else {"executor": executor}
-    asked: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+    own = selfspec.load(model, heads=heads, dtype=dtype, executor="auto" if numbers else executor)
     if not numbers:
-        return selfspec.load(model, heads=heads, **asked, **chosen)
-    like = selfspec.load(model, heads=heads, **asked)
-    plain, tokenizer, files = load_model(model, dtype=like.backbone.dtype)
-    return selfspec.wrap(plain, tokenizer, heads=like.heads or "none", label=files.label, **chosen)
+        return own
+    plain, tokenizer, files = load_model(model, dtype=own.backbone.dtype)
+    found = own.heads or "none"
+    return selfspec.wrap(plain, tokenizer, heads=found, label=files.label, executor=executor)
 
 
 def first_turns(suite: str, questions: Path | None, limit: int | None) -> list[Question]:

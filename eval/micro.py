@@ -28,7 +28,7 @@ from eval.compare import LLAMA, worker
 from eval.lab import SHAPES, Shape
 from eval.memory import apart, grown
 from selfspec.decoding.measure import Clock, Passes, memory_rate, step_speed
-from selfspec.errors import InvalidOption
+from selfspec.errors import check_keys
 from selfspec.hub.models import default_model_file, load_model
 from selfspec.model.backbone import Backbone
 from selfspec.model.fused import Kind, Program
@@ -38,13 +38,16 @@ from selfspec.model.weights import CompiledLinear
 InFront = Annotated[int, typer.Option(min=1, help="Ids of the context.")]
 
 HF, OURS = "hugging-face", "selfspec"
-Work = Callable[[], object]
+Work = Callable[[int], object]  # of so many rows
 Seconds = Mapping[str, Mapping[int, float]]  # by thing, then by how many rows
 
 CPU = torch.device("cpu")
 
 
-def timed(works: Mapping[tuple[str, int], Work], clock: Clock) -> dict[str, dict[int, float]]:
+def timed(
+    things: Mapping[str, Work], counts: Sequence[int], clock: Clock
+) -> dict[str, dict[int, float]]:
+    works = {(name, n): partial(work, n) for n in counts for name, work in things.items()}
     found: dict[str, dict[int, float]] = {}
     for (name, rows), seconds in clock.seconds(works).items():
         found.setdefault(name, {})[rows] = seconds
@@ -101,7 +104,7 @@ def split(
     whole.
     """
     loaded, _, files = load_model(model, dtype=dtype, device="cpu", blocks=blocks)
-    backbone, counts = Backbone(loaded, executor="fused"), lab.counts(rows)
+    backbone, counts = Backbone(loaded, executor="fused"), lab.numbers(rows, int)
     executor: Any = backbone._executor
     whole: Program = executor._program
     kv, layers = KVCache(backbone.num_layers), backbone.num_layers
@@ -109,17 +112,14 @@ def split(
     front, behind = backbone.embed(ids[:in_front]), backbone.embed(ids[in_front:])
     backbone.run(front, 0, layers, Rows.of(kv, 0, in_front, CPU))
 
-    def run(program: Program, hidden: Tensor) -> None:
+    def run(program: Program, count: int) -> None:
         executor._program = program
-        backbone.run(hidden, 0, layers, Rows.of(kv, in_front, len(hidden), CPU))
+        backbone.run(behind[:count], 0, layers, Rows.of(kv, in_front, count, CPU))
         kv.truncate(in_front)
 
-    works: dict[tuple[str, int], Work] = {}
-    for count in counts:
-        for name, kinds in PARTS.items():
-            works[name, count] = partial(run, whole.only(kinds), behind[:count])
-        works[UNEMBEDDING, count] = partial(backbone.logits, behind[:count])
-    seconds = timed(works, Clock(CPU, repeats))
+    things: dict[str, Work] = {name: partial(run, whole.only(of)) for name, of in PARTS.items()}
+    things[UNEMBEDDING] = lambda count: backbone.logits(behind[:count])
+    seconds = timed(things, counts, Clock(CPU, repeats))
     about = {"model": files.label, "dtype": str(backbone.dtype), "in_front": in_front}
     text = (
         f"Milliseconds of a pass by its parts and rows, {files.label}, {backbone.dtype}, behind "
@@ -152,9 +152,8 @@ def linear(
     Weights come from memory, as in a step: as many copies in turn as no cache holds. Beside the
     times: what part of the memory's rate one row reaches, and of the arithmetic's the most rows.
     """
-    if unknown := set(shapes.split(",")) - SHAPES.keys():
-        raise InvalidOption(f"expected some of {', '.join(SHAPES)}, found {unknown.pop()}")
-    clock, counts = Clock(CPU, repeats), lab.counts(rows)
+    check_keys(shapes.split(","), SHAPES, "shape")
+    clock, counts = Clock(CPU, repeats), lab.numbers(rows, int)
     memory, arithmetic = memory_rate(clock) / 1e9, arithmetic_rate(clock)
     asked = list(product(dtypes.split(","), shapes.split(",")))
     least, most, seconds = counts[0], counts[-1], dict[str, dict[int, float]]()
@@ -240,7 +239,7 @@ def passes(
     Beside it: what the memory allows, for the bytes that a pass of one row reads.
     """
     torch.set_num_threads(threads)
-    counts, clock = lab.counts(rows), Clock(CPU, repeats)
+    counts, clock = lab.numbers(rows, int), Clock(CPU, repeats)
     loaded = {"blocks": Backbone(load_model(model, dtype=dtype, blocks=True)[0])}
     if numbers:
         loaded["numbers"] = Backbone(load_model(model, dtype=loaded["blocks"].dtype)[0])
@@ -249,12 +248,9 @@ def passes(
     with worker(LLAMA, python, gguf, threads, in_front + max(counts)) as ask:
         ids = ours["blocks"].ids.tolist()
         ask({"front": ids[:in_front]})
-        works: dict[tuple[str, int], Work] = {
-            (name, count): partial(one.run, count) for count in counts for name, one in ours.items()
-        }
-        for count in counts:
-            works[LLAMA, count] = partial(ask, {"rows": ids[in_front:][:count]})
-        seconds = timed(works, clock)
+        things: dict[str, Work] = {name: one.run for name, one in ours.items()}
+        things[LLAMA] = lambda count: ask({"rows": ids[in_front:][:count]})
+        seconds = timed(things, counts, clock)
     rate = memory_rate(clock)
     read = {name: one.weight_bytes + in_front * one.position_bytes for name, one in loaded.items()}
     limits = {name: count / rate for name, count in read.items()}
@@ -283,18 +279,11 @@ def prompts(
     Memory is measured in processes of their own, one for each length and side: the kernel's peak
     (VmHWM) above what was in use when the model was ready.
     """
-    counts = lab.counts(lengths)
-    readers = {name: reader(model, dtype, name) for name in (OURS, HF)}
-    works = {
-        (name, count): partial(read, ids_of(count))
-        for count in counts
-        for name, read in readers.items()
-    }
-    seconds = timed(works, Clock(CPU, repeats))
-    del readers, works
+    counts, names = lab.numbers(lengths, int), (OURS, HF)
+    seconds = timed({n: reader(model, dtype, n) for n in names}, counts, Clock(CPU, repeats))
     peaks = {
         name: {count: apart(peak_of, model, dtype, name, count) for count in counts}
-        for name in seconds
+        for name in names
     }
     text = f"Milliseconds to the first token by ids, {dtype}; in brackets: in Hugging Face's\n\n"
     text += as_table("", seconds, seconds[HF]) + "\nPeak memory above the ready model, in MB\n\n"
@@ -303,23 +292,21 @@ def prompts(
     lab.finish(output, summary, text + lab.table(["", *(f"{n:,}" for n in counts)], rows))
 
 
-def ids_of(length: int) -> Tensor:
-    return torch.arange(length)[None] % 90  # any model has so many ids
+def reader(model: str | None, dtype: str, name: str) -> Work:
+    own: Any = lab.loaded(model, dtype=dtype) if name == OURS else load_model(model, dtype=dtype)[0]
 
+    def read(length: int) -> None:
+        ids = torch.arange(length)[None] % 90  # any model has so many
+        own.generate(ids, max_new_tokens=1, do_sample=False)
 
-def reader(model: str | None, dtype: str, name: str) -> Callable[[Tensor], object]:
-    if name == OURS:
-        speculator = lab.loaded(model, dtype=dtype)
-        return partial(speculator.generate, max_new_tokens=1, do_sample=False)
-    theirs: Any = load_model(model, dtype=dtype)[0]
-    return partial(theirs.generate, max_new_tokens=1, do_sample=False)
+    return read
 
 
 def peak_of(model: str | None, dtype: str, name: str, length: int) -> float:
     """Megabytes at most, above what a ready model takes that has answered once."""
     read = reader(model, dtype, name)
-    read(ids_of(16))
-    return grown(lambda: read(ids_of(length)))
+    read(16)
+    return grown(partial(read, length))
 
 
 # --- drafts at other sizes
@@ -340,7 +327,7 @@ def sizes(
     (1 - a^(W + 1)) / (1 - a) tokens a verification, which costs a pass of W + 1 rows (measured) and
     W times the head: its bytes, at 8 bits a weight and 32,000 tokens, over those of a step.
     """
-    chances = lab.shares(rates)
+    chances = lab.numbers(rates, float)
     lines, found = [], {}
     for name in models.split(","):
         loaded, _, files = load_model(name, dtype=dtype, blocks=True)
@@ -366,8 +353,8 @@ def best_chain(chance: float, costs: Mapping[int, float], head: float) -> tuple[
     """Times plain decoding, and drafts a round."""
 
     def gain(drafts: int) -> float:
-        cost = in_steps(drafts + 1, costs) + drafts * head
-        return lab.expected_tokens(chance, drafts) / cost
+        tokens: float = lab.expected_tokens(chance, drafts)
+        return tokens / (in_steps(drafts + 1, costs) + drafts * head)
 
     return max((gain(drafts), drafts) for drafts in range(MOST_DRAFTS + 1))
 

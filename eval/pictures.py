@@ -100,7 +100,6 @@ def commands() -> list[list[str]]:
 # --- pages, in a browser
 
 WIDE, PHONE = {"width": 1200, "height": 800}, {"width": 360, "height": 740}
-PATIENCE_MS = 120_000
 
 
 def pages(
@@ -174,7 +173,7 @@ def ask(page: Page, question: str, tokens: int) -> None:
     page.get_by_label("max_tokens").fill(str(tokens))
     page.get_by_label("Your message").fill(question)
     page.get_by_role("button", name="Send").click()
-    expect(page.get_by_role("button", name="Regenerate")).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.get_by_role("button", name="Regenerate")).to_be_visible(timeout=120_000)
 
 
 # --- SVG, light and dark

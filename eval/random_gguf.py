@@ -64,11 +64,10 @@ def main(
 def _weights(sizes: Shape, kind: str) -> Iterator[tuple[str, str, int, int]]:
     width, inner, keys = sizes.hidden_size, sizes.intermediate_size, sizes.keys
     yield "token_embd.weight", "Q6_K", sizes.vocab_size, width
+    attention = {"attn_q": width, "attn_k": keys, "attn_v": keys, "attn_output": width}
     for layer in range(sizes.num_hidden_layers):
-        for part, outputs in (("q", width), ("k", keys), ("v", keys), ("output", width)):
-            yield f"blk.{layer}.attn_{part}.weight", kind, outputs, width
-        for part in ("gate", "up"):
-            yield f"blk.{layer}.ffn_{part}.weight", kind, inner, width
+        for part, outputs in (attention | {"ffn_gate": inner, "ffn_up": inner}).items():
+            yield f"blk.{layer}.{part}.weight", kind, outputs, width
         yield f"blk.{layer}.ffn_down.weight", kind, width, inner
 
 

@@ -90,8 +90,8 @@ def main(name: str, model: str, threads: str, context: str) -> None:
     # what libraries print must not come between the answers
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    runtimes = {"llama.cpp": by_llama, "openvino": by_openvino}
-    answer = partial(runtimes[name], model, int(threads), int(context))
+    runtime = by_llama if name == "llama.cpp" else by_openvino
+    answer = partial(runtime, model, int(threads), int(context))
     for line in sys.stdin:
         print(json.dumps(answer(json.loads(line))), file=answers, flush=True)
 

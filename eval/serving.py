@@ -32,7 +32,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import httpx
 import pandas as pd
@@ -45,7 +45,6 @@ from selfspec.eval.results import SIX_TASKS
 from selfspec.hub.models import DEFAULT_HEADS, resolve_model
 
 Tokens = Annotated[int, typer.Option(min=1, help="Of an answer at most.")]
-Item = TypeVar("Item")
 
 # --- a server in a process of its own, and its clients
 
@@ -136,10 +135,10 @@ def _wait(address: str, process: subprocess.Popen[bytes]) -> None:
     raise RuntimeError(f"was not ready within {_READY_S:g} seconds")
 
 
-Work = Callable[[httpx.AsyncClient, Item], Awaitable[None]]
+Work = Callable[[httpx.AsyncClient, Any], Awaitable[None]]
 
 
-async def shared(address: str, clients: int, items: Iterable[Item], work: Work[Item]) -> float:
+async def shared(address: str, clients: int, items: Iterable[Any], work: Work) -> float:
     """Work by so many clients, each of which takes the next item that is left. Gives seconds."""
     left, limits = iter(items), httpx.Limits()  # none
 
@@ -207,7 +206,7 @@ def load(
         BATCHING: [*theirs, "--continuous-batching"],
     }
     prompts = lab.prompts(questions)
-    plan = {count: max(requests, count) for count in lab.counts(clients)}
+    plan = {count: max(requests, count) for count in lab.numbers(clients, int)}
     names = [*commands]
     turns = [(turn, name) for turn in range(repeats) for name in names[:: -1 if turn % 2 else 1]]
     loads = list[Load]()

@@ -75,8 +75,7 @@ def main(
         pairs = zip((before, after), pythons, strict=True)
         both = [stack.enter_context(version(*pair, asked)) for pair in pairs]
         found = answers(both, prompts, new_tokens)
-    different = found[found.differ != ""]
-    different = different.assign(prompt=different.prompt.str.slice(0, 60))
+    different = found[found.differ != ""].assign(prompt=found.prompt.str.slice(0, 60))
     print(different[["way", "differ", "prompt"]].to_markdown(index=False) if len(different) else "")
     print(f"{len(prompts)} prompts, {dtype}: {len(different)} of {len(found)} answers differ")
     if not bits:

@@ -11,7 +11,8 @@ from selfspec.config import SpeculationOptions
 from selfspec.decoding.costs import MeasuredCosts
 from selfspec.decoding.stats import Round
 from selfspec.options import Exit
-from selfspec.visualise.layers import Kind, LayerSays, LayerTrace, Place, TraceInfo
+from selfspec.visualise.layers import LayerSays, LayerTrace, Place, TraceInfo
+from selfspec.visualise.look import provenance
 
 TOKEN = 7  # every token of a trace by hand
 
@@ -51,25 +52,19 @@ def trace_of(
 ) -> LayerTrace:
     """Tokens with these texts; what layers say of them is drawn."""
     dice, places = random.Random(0), list[Place]()
-    for number, entry in enumerate(rounds):
-        for token, (source, layer) in zip(entry.tokens, entry.givers, strict=True):
-            kind: Kind = "bonus" if source == "model" else "accepted"
-            top, probs = _guesses(dice, token)
-            places.append(
-                Place(
-                    index=len(places),
-                    token=token,
-                    text=texts[len(places)],
-                    kind="prefill" if entry.prefill else kind,
-                    round=number,
-                    exit_layer=layer if source == "exit" else None,
-                    copied_from=None,
-                    final_top_tokens=top,
-                    final_top_texts=tuple(map(text_of, top)),
-                    final_top_probs=probs,
-                    layers=tuple(_says(dice, layer, token) for layer in info.exit_layers),
-                )
+    for index, (came, _) in enumerate(provenance((), rounds, 4)):
+        top, probs = _guesses(dice, came["token"])
+        places.append(
+            Place(
+                index=index,
+                text=texts[index],
+                **came,
+                final_top_tokens=top,
+                final_top_texts=tuple(map(text_of, top)),
+                final_top_probs=probs,
+                layers=tuple(_says(dice, layer, came["token"]) for layer in info.exit_layers),
             )
+        )
     drafts = tuple(draft_texts)
     return LayerTrace(info=info, places=tuple(places), rounds=tuple(rounds), draft_texts=drafts)
 

@@ -39,7 +39,6 @@ from selfspec.errors import InvalidOption, UnsupportedModel
 from selfspec.eval.bench import Contender, Written, on_our_runtime
 from selfspec.eval.report import frame_of
 from selfspec.eval.results import SIX_TASKS, Answer, BenchOptions, Question, Run
-from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import DraftVocabulary, LogitLensHead
 from selfspec.model.backbone import Backbone
 from selfspec.model.parts import text_config
@@ -71,8 +70,9 @@ def main(
     base = lab.loaded(model, dtype=dtype, executor="generic")
     questions, found = lab.first_turns(suite, None, limit), list[dict[str, Any]]()
     options = BenchOptions(suite=suite, max_new_tokens=max_new_tokens, repeats=repeats, seed=seed)
-    dials = list(starmap(Dial, product(lab.counts(max_draft_tokens), lab.shares(wrong_shares))))
-    for extra in lab.counts(extra_layers):
+    drafts, shares = lab.numbers(max_draft_tokens, int), lab.numbers(wrong_shares, float)
+    dials = list(starmap(Dial, product(drafts, shares)))
+    for extra in lab.numbers(extra_layers, int):
         speculator, head = rig(base, questions, layers, extra, draft_vocab_size, max_new_tokens)
         folder = output / f"{extra}-layers-more"
         ways = [lab.PLAIN, *(dial.turned(head) for dial in dials)]
@@ -133,16 +133,6 @@ class DialledHead(LogitLensHead):
         return torch.where(wrong[..., None], logits.roll(1, -1), logits)
 
 
-def dialled_heads(
-    backbone: Backbone, layer: int, draft_ids: Tensor | None = None
-) -> tuple[ExitHeads, DialledHead]:
-    """Heads of one exit at `layer`, and that head, whose `wrong_share` is to be dialled."""
-    heads = lab.untrained(backbone, layer, "logit-lens", draft_ids)
-    head = DialledHead(backbone.unembedding, DraftVocabulary.of(backbone.unembedding, draft_ids))
-    heads.by_layer[str(layer)] = head
-    return heads.eval(), head
-
-
 # --- timed
 
 
@@ -186,7 +176,10 @@ def rig(
     texts = (plain.generate(question.turns[0], **asked).token_ids for question in questions)
     used = set(itertools.chain.from_iterable(texts))
     others = range(max(0, min(draft_vocab_size, backbone.vocab_size) - len(used)))
-    heads, head = dialled_heads(backbone, layers, torch.tensor(sorted(used | {*others})))
+    ids, unembedding = torch.tensor(sorted(used | {*others})), backbone.unembedding
+    heads = lab.untrained(backbone, layers, "logit-lens", ids).eval()
+    head = DialledHead(unembedding, DraftVocabulary.of(unembedding, ids)).eval()
+    heads.by_layer[str(layers)] = head
     return Speculator(backbone, base.tokenizer, heads, base.label, options), head
 
 

@@ -85,7 +85,7 @@ def inspect(
                 speculator.backbone,
                 Reader(lenses, judge, texts),
                 asked,
-                [*_came(asked.tolist(), stream.rounds, resolved.ngram.size)],
+                [*provenance(asked.tolist(), stream.rounds, resolved.ngram.size)],
             )
         ),
         rounds=tuple(stream.rounds),
@@ -162,7 +162,7 @@ def _places(
             )
 
 
-def _came(
+def provenance(
     prompt: Sequence[int], rounds: Sequence[Round], size: int
 ) -> Iterator[tuple[dict[str, Any], int]]:
     """How each token of the answer came, as its Place says it.

@@ -113,17 +113,6 @@ def test_a_head_is_wrong_as_often_as_it_is_dialled() -> None:
         assert wrong == pytest.approx(share, abs=0.03)  # four standard deviations
 
 
-def test_a_right_head_keeps_every_draft() -> None:
-    backbone = Backbone(early_model(make_model("llama", torch.float64), 3, 5))
-    heads, head = specbound.dialled_heads(backbone, 3)
-    options: dict[str, Any] = {"drafter": "exit:threshold=1e-06,max_tokens=4"}
-    speculator = wrap(backbone.model, heads=heads, **options)
-    stats = speculator.generate(IDS, max_new_tokens=21).stats
-    assert (stats.accepted, stats.drafted, stats.rounds) == (16, 16, 4)
-    head.wrong_share = 0.4
-    assert speculator.generate(IDS, max_new_tokens=21).stats.accepted < 16
-
-
 # --- the formula
 
 
