@@ -152,7 +152,7 @@ def named_settings(drafters: Sequence[str]) -> dict[str, dict[str, Any]]:
 def summed(answers: Sequence[Answer], ways: Sequence[Contender]) -> dict[str, Any]:
     """All figures of a bench; how many passes a rival takes is not known from outside."""
     named = [replace(way, method=way.label, source=way.method) for way in ways]
-    found = report.summarise(answers, described(named, {}))
+    found = report.summarise(answers, described(named))
     outside = [way.label for way in ways if way.method in (LLAMA, OPENVINO, INT4)]
     for figures in (*found[report.ALL].values(), *found[report.WITHOUT_LOOPS].values()):
         for label in outside:

@@ -3,9 +3,10 @@
     python -m eval.gpu_hour check --output out    # then speed, fit
 
 `check`: whether graphs are captured and compute what they should, where rounds wait. `speed`: the
-default model, and random weights in larger shapes, beside Hugging Face. `fit`: heads on text that
-the model writes. A step begins only if it fits into `--minutes`, and is stopped after three times
-its reckoned seconds; OUTPUT/COMMAND.json is written after each. Exit code 1 where one failed.
+default model, and random weights in larger shapes, beside Hugging Face. `fit`: what `selfspec
+adapt` makes, in OUTPUT/adapted. A step begins only if it fits into `--minutes`, and is stopped
+after three times its reckoned seconds; OUTPUT/COMMAND.json is written after each. Exit code 1 where
+one failed.
 `--tiny`: a tiny random model, on a CPU too. Where the default model cannot be read (`--weights`
 names its file) weights of its shape are random, and the result says so.
 """
@@ -15,7 +16,6 @@ from __future__ import annotations
 import gc
 import json
 import random
-import shutil
 import signal
 import sys
 import tempfile
@@ -24,9 +24,8 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
-from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -65,7 +64,7 @@ QUESTIONS = (
     "Write a Python function that counts the words in a file.",
     "Sam has 12 apples, gives away 5 and buys twice as many as are left. How many has he now?",
 )
-TEXT, HEADS = "text.jsonl.gz", "heads.zip"
+ADAPTED = "adapted"  # folder of text and heads
 
 Found = dict[str, Any]  # what a step fills in; it stays where the step fails
 
@@ -121,16 +120,14 @@ class Hour:
             made = AutoModelForCausalLM.from_config(config, dtype=dtype)
         return made.eval(), any_words(), label
 
-    @cached_property
-    def source(self) -> list[str]:
-        """The default model as commands are given it; random weights come from a folder."""
+    def source(self, scratch: str) -> list[str]:
+        """The default model as a command is given it; random weights are saved to `scratch`."""
         on = self.on(DEFAULT, executor=GENERIC)
         found = [] if self.weights is None else ["--model", str(self.weights)]
         if on.label.startswith("random"):
-            self._folder = tempfile.TemporaryDirectory()  # there as long as this
-            on.model.save_pretrained(self._folder.name)
-            any_words().save_pretrained(self._folder.name)
-            found = ["--model", self._folder.name]
+            on.model.save_pretrained(scratch)
+            any_words().save_pretrained(scratch)
+            found = ["--model", scratch]
         self.drop()
         return found
 
@@ -351,40 +348,14 @@ def batches(hour: Hour, found: Found, name: str) -> None:
 
 # --- fit
 
-TINY_TEXT = (
-    *("--batch-size", "24", "--max-prompt-tokens", "200"),
-    *("--max-new-tokens", "8", "--max-question-tokens", "4"),
-)
 
-
-def written(hour: Hour, found: Found) -> None:
-    """Text by the built-in recipe, for nearly half of the time; one batch of a tiny model."""
-    tokens, more = ("1", TINY_TEXT) if hour.tiny else ("1000000000", ("--batch-size", "16"))
-    file, start = hour.output / TEXT, time.monotonic()
-    with suppress(TimeUp), within(60 * hour.minutes * 0.45):
-        commanded(hour, "data", "--tokens", tokens, *more, "--output", str(file))
-    found |= {"seconds": time.monotonic() - start, "mb": file.stat().st_size / 1e6}
-
-
-def fitted(hour: Hour, found: Found) -> None:
-    """Heads as `selfspec fit` makes them, agreement on a 20th of the talks; and what they give."""
-    more = ("--draft-vocab-size", "96", "--batch-tokens", "256") if hour.tiny else ()
+def adapted(hour: Hour, found: Found) -> None:
+    """`selfspec adapt`, in four fifths of the time: text, heads, settings, what they give."""
+    folder, budget = hour.output / ADAPTED, 10 if hour.tiny else max(10, 48 * hour.minutes)
+    asked = ("--budget", f"{budget:.0f}s", "--output", str(folder), "--device", str(hour.device))
     with tempfile.TemporaryDirectory() as scratch:
-        heads, results, questions = (Path(scratch, one) for one in ("heads", "bench", "q.jsonl"))
-        commanded(hour, "fit", "--data", str(hour.output / TEXT), "--output", str(heads), *more)
-        found["metrics"] = read_json(heads / "metrics.json")
-        shutil.make_archive(str((hour.output / HEADS).with_suffix("")), "zip", heads)
-        found["heads_mb"] = (hour.output / HEADS).stat().st_size / 1e6
-        write(questions, "".join(json.dumps({"prompt": one}) + "\n" for one in QUESTIONS))
-        ways = ("--heads", str(heads), "--methods", "plain,no-never-slower")
-        prompts = ("--suite", str(questions), "--max-new-tokens", str(hour.tokens))
-        commanded(hour, "bench", *ways, *prompts, "--output", str(results))
-        found["gains"] = read_json(results / "summary.json")["all"]["overall"]
-
-
-def commanded(hour: Hour, *words: str) -> None:
-    """A command of selfspec's on the default model."""
-    lab.selfspec_command(*words, *hour.source, "--device", str(hour.device))
+        lab.selfspec_command("adapt", *asked, *hour.source(scratch))
+    found |= read_json(folder / "adapt.json")
 
 
 # --- steps, within their time
@@ -427,8 +398,7 @@ def speed_steps() -> Iterator[Step]:
 
 def fit_steps() -> Iterator[Step]:
     yield Step(2, machine, {})
-    yield Step(100, written, {})
-    yield Step(60, fitted, {})
+    yield Step(150, adapted, {})
 
 
 class TimeUp(BaseException):

@@ -260,7 +260,7 @@ def bench(*, as_json: base.AsJson = False, asked: Asked) -> None:
         methods = [*chosen(grid, tuning).values(), *moves]
         with base.bar("bench", "questions") as show:
             answers = runner.measure(questions[0], methods, folder / results.ANSWERS, show)
-        summary = report.summarise(answers, described(methods, grid), options.seed)
+        summary = report.summarise(answers, described(methods), options.seed)
         report.write_results(folder, summary)
     words = f"{report.verdict(summary)}\nTables: {folder / 'table.md'}\n{report.rates(summary)}\n"
     base.emit(json.dumps(summary) + "\n" if as_json else words)

@@ -367,6 +367,7 @@ class Contender:
     source: str = ""  # what the method is
     by: Decode = on_our_runtime
     lossy: bool = False  # its rule changes the output; tables say so
+    chosen_from: Sequence[str] = ()  # labels of all its settings, if it was the fastest of several
 
     def decode(
         self, speculator: Speculator, ids: Tensor, count: int, streamer: Any = None
@@ -409,21 +410,10 @@ def swept(speculator: Speculator, moves: Mapping[str, Setting]) -> list[Contende
     ]
 
 
-def described(
-    methods: Sequence[Contender], grid: Mapping[str, Sequence[Contender]]
-) -> dict[str, dict[str, Any]]:
+def described(methods: Sequence[Contender]) -> dict[str, dict[str, Any]]:
     """By label, for the record: what each is, its setting, and out of which it was chosen."""
-    tried = {name: [one.label for one in entries] for name, entries in grid.items()}
-    return {
-        entry.label: {
-            "method": entry.method,
-            "source": entry.source,
-            "setting": dict(entry.setting),
-            "lossy": entry.lossy,
-            "chosen_from": labels if len(labels := tried.get(entry.label, [])) > 1 else [],
-        }
-        for entry in methods
-    }
+    names = ("method", "source", "setting", "lossy", "chosen_from")
+    return {entry.label: {name: getattr(entry, name) for name in names} for entry in methods}
 
 
 def _contender(
@@ -605,10 +595,12 @@ def chosen(
         runs = [answer.runs[contender.label] for answer in tuning if answer.runs]
         return sum(run.error is not None for run in runs), sum(run.seconds for run in runs)
 
-    return {
-        name: replace(min(entries, key=cost) if len(entries) > 1 else entries[0], label=name)
-        for name, entries in grid.items()
-    }
+    found = {}
+    for name, entries in grid.items():
+        labels = [one.label for one in entries] if len(entries) > 1 else []
+        best = min(entries, key=cost) if labels else entries[0]
+        found[name] = replace(best, label=name, chosen_from=labels)
+    return found
 
 
 def parted(

@@ -183,26 +183,26 @@ def bases(summary: Summary) -> list[str]:
     return [base for base in BASES if any(figures[f"over_{base}"] for figures in found)]
 
 
-def gains_of(summary: Summary, base: str | None) -> dict[str, Mapping[str, float]]:
-    """Speed-ups by label, without sweeps and those that have none."""
-    overall = summary[ALL].get(OVERALL, {})
+def gains_of(summary: Summary) -> tuple[str, dict[str, Mapping[str, float]]]:
+    """The first of `bases`, and speed-ups over it by label: no sweeps, none that have none."""
+    base, overall = [*bases(summary), ""][0], summary[ALL].get(OVERALL, {})
     found = {
         label: overall.get(label, {}).get(f"over_{base}")
         for label, entry in summary["methods"].items()
         if label == entry["method"]
     }
-    return {label: gain for label, gain in found.items() if gain}
+    return base, {label: gain for label, gain in found.items() if gain}
 
 
 def verdict(summary: Summary) -> str:
     """What was found, in a sentence: the fastest of the methods whose texts are those of plain."""
-    base = next(iter(bases(summary)), None)
+    base, found = gains_of(summary)
     gains = {
         label: gain
-        for label, gain in gains_of(summary, base).items()
+        for label, gain in found.items()
         if label not in BASES and not _lossy(summary, label)
     }
-    if base is None or not gains:
+    if not gains:
         return "No speed-up can be told: plain decoding or a lossless method was not measured."
     best = max(gains, key=lambda label: float(gains[label]["ratio"]))
     gain, wrote = gains[best], summary[ALL][OVERALL][best]["answers"]
@@ -482,8 +482,8 @@ BLUE, INK, PALE = pages.RAMP[1], pages.TONES["ink"].light, pages.TONES["other"].
 
 def chart(summary: Summary) -> Figure | None:
     """A bar per method, with its interval, where there are several; the fastest stands out."""
-    base = next(iter(bases(summary)), None)
-    gains = _by_method(gains_of(summary, base))
+    base, found = gains_of(summary)
+    gains = _by_method(found)
     if len(gains) < 2:
         return None
     names = [shown(summary, label) for label in gains.method]

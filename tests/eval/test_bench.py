@@ -421,7 +421,7 @@ def test_a_method_with_a_text_of_its_own_says_so_and_has_nothing_to_choose(
     (entry,) = grid(wavering, name)
     assert entry.own_text
     assert entry.lossy == (name in LOSSY)
-    assert methods.described([entry], {})[entry.label]["lossy"] == entry.lossy
+    assert methods.described([entry])[entry.label]["lossy"] == entry.lossy
     found = written(wavering, name)
     assert len(found.token_ids) == LONG
     assert found.token_ids != plain

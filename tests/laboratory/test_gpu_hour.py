@@ -33,11 +33,8 @@ def test_every_step_runs_on_a_tiny_model(tmp_path: Path) -> None:
     few, many = (swept[f"7 drafts, {chance}"]["tokens_a_round"] for chance in (0.5, 0.9))
     assert 1.0 <= few < many
     assert speed["ours, smollm2-135m, generic"]["found"]["plain"]["tokens_a_round"] == 1.0
-    assert fit["fitted"]["found"]["metrics"]["train_answer_tokens"] > 0
-    assert fit["fitted"]["found"]["gains"].keys() == {"plain", "no-never-slower"}
-    sizes = [file.stat().st_size for file in tmp_path.iterdir()]
-    assert len(sizes) <= 8
-    assert max(sizes) < 15 << 20
+    assert fit["adapted"]["found"]["finished"]
+    assert (tmp_path / "adapted" / "heads" / "model.safetensors").exists()
 
 
 def test_what_fails_hangs_or_no_longer_fits_is_recorded_and_the_others_run(tmp_path: Path) -> None:
