@@ -200,23 +200,18 @@ class Method(NamedTuple):
     """One way to decode; `source` says what it is, for readers of the results."""
 
     source: str
-    settings: Grid
+    settings: Grid | Setting  # one of a lossy rule: the fastest of several would be the lossiest
     decode: Decode = on_our_runtime
-
-
-def _ours(source: str, setting: Setting) -> Method:
-    """Nothing to choose: the fastest setting of a lossy rule would be the lossiest."""
-    return Method(source, lambda _: [setting])
 
 
 METHODS = {
     "hugging-face": Method(
-        "transformers' model.generate, plain greedy decoding", lambda _: [{}], _hugging_face
+        "transformers' model.generate, plain greedy decoding", {}, _hugging_face
     ),
-    "plain": _ours("plain greedy decoding on our runtime", {"speculate": False}),
-    "speculation": _ours("SpecBound on our runtime, with the settings of the heads", EXIT),
+    "plain": Method("plain greedy decoding on our runtime", {"speculate": False}),
+    "speculation": Method("SpecBound on our runtime, with the settings of the heads", EXIT),
     **{
-        name: _ours(f"{source}, on our runtime", {"drafter": name})
+        name: Method(f"{source}, on our runtime", {"drafter": name})
         for name, source in (
             ("ngram", "prompt lookup"),
             ("ngram+exit", "prompt lookup, else speculation"),
@@ -226,27 +221,27 @@ METHODS = {
             ("lookahead", "lookahead decoding (Fu et al. 2024), N, W, G = 3, 2, 2"),
         )
     },
-    "lookahead-5-7-7": _ours(
+    "lookahead-5-7-7": Method(
         "lookahead decoding as its project has it: N, W, G = 5, 7, 7, and no pauses",
         {"drafter": "lookahead:level=5,window=7,guesses=7", "never_slower": False},
     ),
-    "default": _ours("as `generate` drafts here by itself, tuned or not", {}),
-    "no-value-rule": _ours(
+    "default": Method("as `generate` drafts here by itself, tuned or not", {}),
+    "no-value-rule": Method(
         "ngram+exit, but whatever the text has said before is proposed in full",
         {"drafter": "ngram+exit", "costs": "row=0"},
     ),
-    "no-never-slower": _ours(
+    "no-never-slower": Method(
         "ngram+exit, but exit heads go on drafting where that does not pay",
         {"drafter": "ngram+exit", "never_slower": False},
     ),
-    "draft-model": _ours(
+    "draft-model": Method(
         "a second, smaller model (speculative decoding as it began) on our runtime",
         {"drafter": "draft-model", "never_slower": False},
     ),
     "self-sd": Method(
         "Self-SD: the model without layers that were found before drafts; on our runtime", _self_sd
     ),
-    "swift": _ours(
+    "swift": Method(
         "after SWIFT: layers are searched for while it writes; chains in place of trees",
         {"drafter": "skip:skipped=none,target=none,max_tokens=25", "never_slower": False},
     ),
@@ -257,7 +252,7 @@ METHODS = {
     "no-depth-bound": Method(
         "speculation without D_max: all fitted exit layers (Figure 4 of SpecBound)", _no_depth_bound
     ),
-    "no-width-bound": _ours(
+    "no-width-bound": Method(
         "speculation without W_max (Figure 4 of SpecBound)", exits(max_tokens=NO_BOUND)
     ),
     "prompt-lookup": Method(
@@ -286,16 +281,16 @@ METHODS = {
         _peer((0.4, 0.6, 0.8), (6,)),
     ),
     "medusa": Method("Medusa-1 on our runtime, with heads of its kind (--heads)", _medusa),
-    "cm-asd": _ours(
+    "cm-asd": Method(
         "speculation under CM-ASD's rule: drafts close to the model's best token stay",
         {**EXIT, "acceptance": "cm-asd"},
     ),
-    "easd": _ours(
+    "easd": Method(
         "speculation under EASD's rule: no drafts where both models waver",
         {**EXIT, "acceptance": "easd"},
     ),
     **{
-        name + suffix: _ours(
+        name + suffix: Method(
             f"{source}, temperature {warmth:g}", {**setting, **_DRAWN, "temperature": warmth}
         )
         for suffix, warmth in (("", 1.0), ("-0.3", 0.3))
@@ -305,7 +300,7 @@ METHODS = {
             ("sampled-default", "as `generate` drafts here by itself, sampled without loss", {}),
         )
     },
-    "lenience": _ours(
+    "lenience": Method(
         "speculative sampling that keeps more drafts: lenience 0.6, temperature 1",
         {**EXIT, "acceptance": "lenient:lenience=0.6", **_DRAWN},
     ),
@@ -390,7 +385,8 @@ def candidates(speculator: Speculator, names: Sequence[str]) -> dict[str, list[C
     check_keys(names, METHODS, "method")
     found = {}
     for name in names:
-        settings = METHODS[name].settings(speculator)
+        known = METHODS[name].settings
+        settings = [known] if isinstance(known, Mapping) else known(speculator)
         if not settings:
             raise InvalidOption(
                 f"{name} is the same as speculation with these heads and options. Leave it out of "

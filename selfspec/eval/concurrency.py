@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from selfspec.api.chat_template import listed
 from selfspec.api.speculator import Speculator
 from selfspec.api.text import encode
 from selfspec.decoding.engine import Running
@@ -111,7 +112,7 @@ def padded_batch(
     """Transformers' `generate`: batches of `texts` prompts, padded on the left."""
     load, answers, start = Load(texts=texts), list[list[int]](), time.perf_counter()
     model: Any = speculator.model
-    ends = _ends(model)
+    ends = listed(model.generation_config.eos_token_id)
     for first in range(0, len(prompts), texts):
         group = prompts[first : first + texts]
         ones = [torch.ones_like(ids[0]) for ids in group]
@@ -134,10 +135,9 @@ def continuous(speculator: Speculator, prompts: Sequence[Tensor], count: int, te
     """Transformers' continuous batching: `generate_batch`, so many prompts at a time."""
     load, answers, start = Load(texts=texts), list[list[int]](), time.perf_counter()
     model: Any = speculator.model
-    ends = _ends(model)
-    config = GenerationConfig(
-        max_new_tokens=count, do_sample=False, eos_token_id=sorted(ends), pad_token_id=min(ends)
-    )
+    ends = listed(model.generation_config.eos_token_id)
+    ended: Any = {"eos_token_id": ends or None, "pad_token_id": min(ends, default=None)}
+    config = GenerationConfig(max_new_tokens=count, do_sample=False, **ended)
     for first in range(0, len(prompts), texts):
         group = [ids[0].tolist() for ids in prompts[first : first + texts]]
         found = model.generate_batch(group, generation_config=config, progress_bar=False)
@@ -180,12 +180,7 @@ def measured(
                 yield load
 
 
-def _ends(model: Any) -> set[int]:
-    found = model.generation_config.eos_token_id
-    return set(found if isinstance(found, list) else [found])
-
-
-def _through_end(tokens: list[int], ends: set[int]) -> list[int]:
+def _through_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
     place = next((at for at, token in enumerate(tokens) if token in ends), len(tokens))
     return tokens[: place + 1]
 
