@@ -24,9 +24,6 @@ from selfspec.hub.models import LOGIT_LENS
 
 FORMAT_VERSION = 6
 
-Kind = Literal["prefill", "accepted", "bonus"]
-"""Where a token comes from: the prompt's pass, a draft that stayed, verification itself."""
-
 _VISIBLE = {" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"}
 
 
@@ -56,7 +53,7 @@ class Place:
     text: str
     """What the token adds to the answer, special tokens included; "" where a later one completes
     a character that begins here. All texts join to the whole."""
-    kind: Kind
+    kind: Literal["prefill", "accepted", "bonus"]  # by the prompt's pass, a draft, verification
     round: int  # index in `LayerTrace.rounds`; 0 is the prompt's pass
     exit_layer: int | None  # where an accepted draft of the exit heads left
     copied_from: int | None
