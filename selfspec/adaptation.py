@@ -41,6 +41,7 @@ from selfspec.training.options import (
     CacheOptions,
     DataOptions,
     FitOptions,
+    explained,
     plain,
     record_of,
     require_same,
@@ -248,10 +249,8 @@ class _Adaptation:
         file = self.folder / STATE
         if not file.exists():
             return _State(made_from=made_from, budget_s=self.budget_s)
-        try:
+        with explained(f"{file} is damaged", "Remove its folder"):
             state = record_of(_State, read_json(file))
-        except (InvalidOption, ValueError) as error:
-            raise InvalidData(f"{file} is damaged: {error}. Remove its folder") from error
         require_same(self.folder, state.made_from, made_from, "remove the folder")
         if self.budget_s > state.budget_s:
             if is_heads_folder(self._heads):  # which the next ones go on from

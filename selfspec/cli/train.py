@@ -527,7 +527,7 @@ def fit(*, asked: Asked) -> None:
         job = _job(asked, options, model, begun)
         with base.bar("fit", "steps") as show:
             fitted = fitting.fit(job, show)
-        if job.processes.is_main_process:
+        if base.is_first():
             named = {flag.name: asked.get(flag.name) for flag in _FILES}
             run = named | {"base_model": job.base_model} | plain(job.options)
             records.write(output, fitted, run)
@@ -728,8 +728,8 @@ def calibration_words(found: Calibration) -> str:
 
     columns = ("layer", "agreement", "2nd draft", "ECE", "T", "ECE at T")
     grid = Table(*columns, box=None, pad_edge=False)
-    for layer, one in found.reliabilities.items():
-        second = "" if found.second is None else f"{found.second[layer]:.1%}"
+    for layer, one in found.layers.items():
+        second = "" if one.agreement_second is None else f"{one.agreement_second:.1%}"
         errors = f"{one.ece_before:.3f}", f"{one.temperature:.2f}", f"{one.ece:.3f}"
         grid.add_row(str(layer), f"{one.agreement:.1%}", second, *errors)
     setting = found.setting

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate import PartialState
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -30,7 +30,7 @@ from selfspec.heads.attending import AttendingHeads
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.model.backbone import Backbone
 from selfspec.model.check import evaluation
-from selfspec.training.options import record_of, require_same
+from selfspec.training.options import explained, record_of, require_same
 from selfspec.training.text import Conversation
 
 LOGIT_ROWS = 128  # rows whose full logits exist at a time; 25 MB for 49,152 tokens
@@ -360,18 +360,13 @@ class Manifest:
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         """Raises InvalidData for a folder without one that this version reads."""
-        path = folder / MANIFEST
-        try:
-            found = read_json(path)
+        what, way_out = f"{folder} is no feature cache", "Run selfspec cache with another --output"
+        with explained(what, way_out):
+            found = read_json(folder / MANIFEST)
             if not isinstance(found, dict) or found.get("format_version") != FORMAT_VERSION:
-                raise InvalidOption(
-                    f"its format version is not {FORMAT_VERSION}. Run selfspec cache with another "
-                    "--output"
-                )
+                raise InvalidOption(f"its format version is not {FORMAT_VERSION}")
             spec = record_of(FeatureSpec, found.get("spec"))
             return record_of(cls, found | {"spec": replace(spec, layers=tuple(spec.layers))})
-        except (InvalidData, InvalidOption) as error:
-            raise InvalidData(f"{folder} is no feature cache: {path}: {error}") from error
 
     def paths(self, folder: Path) -> list[Path]:
         """The files of all shards."""
@@ -517,13 +512,8 @@ FeatureSource = StreamSource | CacheSource
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """A shard; all that is wrong with it is InvalidData that names it."""
-    try:
-        with safe_open(path, "pt") as file:
-            yield file
-    except (OSError, SafetensorError, InvalidData) as error:
-        words = " ".join(str(error).split())
-        raise InvalidData(f"{path} is damaged: {words}. Run selfspec cache again") from error
+    with explained(f"{path} is damaged", "Run selfspec cache again"), safe_open(path, "pt") as file:
+        yield file
 
 
 def sha256(path: Path) -> str:
@@ -536,8 +526,6 @@ def sha256(path: Path) -> str:
 
 
 def _is_whole(path: Path, known: str) -> bool:
-    try:
-        with safe_open(path, "pt"):
-            return known in ("", sha256(path))
-    except (OSError, SafetensorError):
-        return False
+    with suppress(InvalidData), _opened(path):
+        return known in ("", sha256(path))
+    return False

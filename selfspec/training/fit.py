@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import metadata
@@ -20,8 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-from accelerate import PartialState
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, distributed, nn
 from torch.nn.utils.rnn import pad_sequence
@@ -43,7 +43,7 @@ from selfspec.hub.models import fast_products
 from selfspec.model.backbone import Backbone
 from selfspec.options import FITTED, MEDUSA_FITTED
 from selfspec.training.features import CacheSource, Features, FeatureSpec, Selection, launched
-from selfspec.training.options import FitOptions, plain, record_of, require_same
+from selfspec.training.options import FitOptions, explained, plain, record_of, require_same
 
 Show = Callable[[int, int, str], None]  # gets steps done, steps in all, and how it goes
 
@@ -63,7 +63,6 @@ class Job:
     data: str = ""  # name of the text, for the record
     held_out: str = "a 20th of the data"  # name of the text that is measured on
     checkpoint: Path | None = None  # an unfinished fit's state; None: it cannot be resumed
-    processes: PartialState = field(default_factory=launched)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,18 +316,17 @@ def judged(
     return found
 
 
-def _summed(sums: Tensor, processes: PartialState | None) -> Tensor:
-    if processes is not None and processes.num_processes > 1:
+def _summed(sums: Tensor) -> Tensor:
+    """Over all processes."""
+    if (processes := launched()).num_processes > 1:
         sums = sums.to(processes.device)
         distributed.all_reduce(sums)
     return sums
 
 
-def agreements(
-    heads: ExitHeads, batches: Iterable[Features], processes: PartialState | None = None
-) -> dict[int, Agreement]:
-    """By exit layer, over the full vocabulary; `processes`: those with batches of their own."""
-    counts = _summed(counted(heads, batches, 2), processes).tolist()
+def agreements(heads: ExitHeads, batches: Iterable[Features]) -> dict[int, Agreement]:
+    """By exit layer, over the full vocabulary, of the batches of all processes."""
+    counts = _summed(counted(heads, batches, 2)).tolist()
     return {
         layer: Agreement(first, right / first, right_later / later if later else None)
         for layer, ((first, right), (later, right_later)) in zip(
@@ -348,15 +346,13 @@ def counted(heads: ExitHeads, batches: Iterable[Features], drafts: int) -> Tenso
     return counts
 
 
-def coverage(
-    heads: ExitHeads, batches: Iterable[Features], processes: PartialState | None = None
-) -> float:
+def coverage(heads: ExitHeads, batches: Iterable[Features]) -> float:
     """Share of positions where the model's next token is one that heads can draft."""
     ids = heads.first.draft_ids
     if ids is None:
         return 1.0
     known = [_counted(torch.isin(batch.targets[0][batch.answers, 0], ids)) for batch in batches]
-    positions, found = _summed(torch.zeros(2, dtype=torch.int64) + sum(known), processes).tolist()
+    positions, found = _summed(torch.zeros(2, dtype=torch.int64) + sum(known)).tolist()
     return float(found / positions)
 
 
@@ -378,7 +374,7 @@ class Trainer:
     """Heads, their optimiser and its schedule."""
 
     def __init__(self, job: Job, steps: int) -> None:
-        self._options, self._processes, self._steps = job.options, job.processes, steps
+        self._options, self._steps = job.options, steps
         self._answer_weights = answer_weights(job.train, job.options.answer_share)
         backbone, draft_ids = job.backbone, _draft_ids(job)
         config, own = _config(job, draft_ids, steps), backbone.unembedding
@@ -419,13 +415,13 @@ class Trainer:
         for layer in totals:
             for batch, (ids, weights) in zip(batches, wanted, strict=True):
                 totals[layer] += self._backward(layer, batch, ids, weights, positions)
-            if self._processes.num_processes > 1:  # added up while the next layer is computed
+            if launched().num_processes > 1:  # added up while the next layer is computed
                 on_the_way += [
                     distributed.all_reduce(entry.grad, async_op=True)
                     for entry in self.heads.part(layer).parameters()
                     if entry.grad is not None
                 ]
-        losses = _summed(torch.tensor([*totals.values()], dtype=torch.float64), self._processes)
+        losses = _summed(torch.tensor([*totals.values()], dtype=torch.float64))
         totals = dict(zip(totals, losses.tolist(), strict=True))
         for sum_of_all in on_the_way:
             sum_of_all.wait()
@@ -496,7 +492,7 @@ class _Fit:
         if not (few and held):
             raise InvalidData(f"{few} answer tokens to fit, {held} to validate. Give more text")
         self._job, self._watch, self._left = job, watch, left
-        self._part = job.processes.process_index, job.processes.num_processes
+        self._part = launched().process_index, launched().num_processes
         self._steps_per_epoch = math.ceil(len(job.train.indices) / job.options.accumulate)
         self._steps = self._steps_per_epoch * job.options.epochs
         self._trainer = Trainer(job, self._steps)
@@ -566,7 +562,7 @@ class _Fit:
         """Close an epoch: keep the heads of layers that have got better."""
         course, heads = self._course, self._finished()
         validation = self._job.validation.batches(*self._part)
-        for layer, share in agreements(heads, validation, self._job.processes).items():
+        for layer, share in agreements(heads, validation).items():
             loss = course.sums[str(layer)] / course.positions
             entry = {"epoch": epoch + 1, "layer": layer, "train_loss": loss, **share._asdict()}
             course.entries.append(entry)
@@ -579,11 +575,11 @@ class _Fit:
         course, job = self._course, self._job
         metrics = {
             "layers": {str(layer): course.best(layer) for layer in self._layers},
-            "coverage": coverage(self._best, job.validation.batches(*self._part), job.processes),
+            "coverage": coverage(self._best, job.validation.batches(*self._part)),
             "train_answer_tokens": job.train.answers,
             "train_positions": job.train.positions,
             "steps": course.step,
-            "processes": job.processes.num_processes,
+            "processes": launched().num_processes,
             "seconds": {part: round(seconds, 1) for part, seconds in self._watch.seconds.items()},
         }
         training = self._best.config.training | {"steps": course.step}
@@ -592,7 +588,7 @@ class _Fit:
 
     def _save(self) -> None:
         job = self._job
-        if job.checkpoint is not None and job.processes.is_main_process:
+        if job.checkpoint is not None and launched().is_main_process:
             record = {"job": _description(job), "course": asdict(self._course)}
             save_checkpoint(job.checkpoint, self._tensors(), record)
 
@@ -602,13 +598,11 @@ class _Fit:
             return
         tensors, record = load_checkpoint(path)
         require_same(path, record["job"], _description(job), "--overwrite")
-        try:
-            self._course = record_of(_Course, record.get("course"))
-        except InvalidOption as error:
-            raise _damaged(path, f"its course makes no sense: {error}") from error
         own = self._tensors()
-        if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in own.items()}:
-            raise _damaged(path, "its tensors have other names or shapes")
+        with _whole(path):
+            self._course = record_of(_Course, record.get("course"))
+            if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in own.items()}:
+                raise InvalidData("its tensors have other names or shapes")
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
         for state in self._trainer.optimizer.state.values():
@@ -728,17 +722,12 @@ def save_checkpoint(path: Path, tensors: dict[str, Tensor], record: dict[str, An
 
 def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and record. Raises InvalidData if damaged."""
-    try:
-        with safe_open(path, "pt") as file:
-            record = parse_json((file.metadata() or {})[_MARK], "its record")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
-    except (OSError, SafetensorError, InvalidData, KeyError, RuntimeError) as error:
-        raise _damaged(path, error) from error
-    if not isinstance(record, dict) or not isinstance(record.get("job"), dict):
-        raise _damaged(path, "it does not say of what")
-    return tensors, record
+    with _whole(path), safe_open(path, "pt") as file:
+        record = parse_json((file.metadata() or {}).get(_MARK, ""), "its record")
+        if not isinstance(record, dict) or not isinstance(record.get("job"), dict):
+            raise InvalidData("it does not say of what")
+        return {name: file.get_tensor(name) for name in file.keys()}, record  # noqa: SIM118  # no dict
 
 
-def _damaged(path: Path, reason: object) -> InvalidData:
-    words = " ".join(str(reason).split())
-    return InvalidData(f"{path} is no checkpoint: {words}. Remove it to start over")
+def _whole(path: Path) -> AbstractContextManager[None]:
+    return explained(f"{path} is no checkpoint", "Remove it to start over")

@@ -6,12 +6,16 @@ Records of a run are checked against a run that goes on from them. Imports no to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+from safetensors import SafetensorError
+
 from selfspec.errors import (
+    InvalidData,
     InvalidOption,
     annotations_of,
     check_keys,
@@ -215,7 +219,19 @@ def plain(options: Any) -> dict[str, Any]:
     return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(options).items()}
 
 
-# --- records of a run, which the next one goes on from
+# --- what a run leaves, which the next one goes on from
+
+_WRONG = (InvalidData, InvalidOption, OSError, RuntimeError, SafetensorError)
+
+
+@contextmanager
+def explained(what: str, way_out: str) -> Iterator[None]:
+    """All that is wrong with a file is InvalidData: `what` that makes it, why, the `way_out`."""
+    try:
+        yield
+    except _WRONG as error:
+        raise InvalidData(f"{what}: {' '.join(str(error).split())}. {way_out}") from error
+
 
 _MOST_SHOWN = 100  # characters of an option and its two values
 

@@ -184,19 +184,15 @@ class Prompts:
             weight = sum(family.weight for family in usable) * _OWN_SHARE / (1.0 - _OWN_SHARE)
             usable.append(Family(name=OWN, weight=weight, ask=((None,),)))
         self._cycle = _interleaved(usable)
-        self._counts = Counter[str]()  # of a cycle's rows, by family
-        self._ranks = []  # of a cycle's rows within their families
-        for family in self._cycle:
-            self._ranks.append(self._counts[family.name])
-            self._counts[family.name] += 1
+        self._counts = Counter(family.name for family, _ in self._cycle)
         self._looked_at = 0  # rows, of which no model writes these first turns; and where first
         self._asked: dict[bytes, int] = {}
 
     def row(self, number: int) -> Row | None:
         """Row `number`, from 0; None where all of a user's own prompts were asked."""
         cycle, place = divmod(number, len(self._cycle))
-        family = self._cycle[place]
-        turn = cycle * self._counts[family.name] + self._ranks[place]  # the family's turn-th row
+        family, rank = self._cycle[place]
+        turn = cycle * self._counts[family.name] + rank  # the family's turn-th row
         rng = random.Random(f"{self._seed} {number}")
         if family.name == OWN:
             if turn >= len(self._own):
@@ -267,14 +263,14 @@ def _deck(count: int, seed: str) -> list[int]:
     return cards
 
 
-def _interleaved(families: Sequence[Family]) -> list[Family]:
-    """A cycle in which each family has its share of the places, evenly spread."""
+def _interleaved(families: Sequence[Family]) -> list[tuple[Family, int]]:
+    """A cycle in which each family has its share, evenly spread; which of its rows each is."""
     total = sum(family.weight for family in families)
-    places: list[tuple[float, int]] = []
+    places: list[tuple[float, int, int]] = []
     for index, family in enumerate(families):
-        count = max(1, round(_CYCLE * family.weight / total))
-        places += [((turn + (index + 0.5) / len(families)) / count, index) for turn in range(count)]
-    return [families[index] for _, index in sorted(places)]
+        count, shift = max(1, round(_CYCLE * family.weight / total)), (index + 0.5) / len(families)
+        places += [((rank + shift) / count, index, rank) for rank in range(count)]
+    return [(families[index], rank) for _, index, rank in sorted(places)]
 
 
 # --- reading a recipe

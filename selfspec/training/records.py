@@ -206,13 +206,15 @@ class Scores(NamedTuple):
     right: Tensor  # [N] bool: the model says the same
 
 
-class Reliability(NamedTuple):
+@dataclass(frozen=True)
+class Reliability:
     """One exit layer's confidence against the truth."""
 
     agreement: float  # share of positions where the head is right, in 0..1
     temperature: float  # fitted
     ece_before: float  # expected calibration error at temperature 1, in 0..1
     ece: float  # at the fitted one
+    agreement_second: float | None = None  # of second drafts; None: as first ones
 
 
 @torch.no_grad()
@@ -235,16 +237,17 @@ def score(heads: ExitHeads, batches: Iterable[Features]) -> dict[int, tuple[Scor
     return {layer: (joined(first), joined(later)) for layer, (first, later) in seen.items()}
 
 
-def reliability(scores: Scores) -> Reliability:
+def reliability(first: Scores, second: Scores | None = None) -> Reliability:
     """The temperature of the highest likelihood of being right and wrong where it was."""
-    chances = torch.where(scores.right, scores.confidence, 1.0 - scores.confidence).double()
+    chances = torch.where(first.right, first.confidence, 1.0 - first.confidence).double()
     best = int(chances.clamp_min(1e-9).log().mean(-1).argmax())  # log-likelihood
     neutral = min(range(len(TEMPERATURES)), key=lambda i: abs(TEMPERATURES[i] - 1.0))
     return Reliability(
-        agreement=scores.right.double().mean().item(),
+        agreement=first.right.double().mean().item(),
         temperature=TEMPERATURES[best],
-        ece_before=calibration_error(scores.confidence[neutral], scores.right),
-        ece=calibration_error(scores.confidence[best], scores.right),
+        ece_before=calibration_error(first.confidence[neutral], first.right),
+        ece=calibration_error(first.confidence[best], first.right),
+        agreement_second=None if second is None else second.right.double().mean().item(),
     )
 
 
@@ -268,15 +271,13 @@ class Setting:
     speed_up: float  # over plain decoding on the same runtime
 
 
-def exits(
-    confidence: Sequence[Tensor], right: Sequence[Tensor], thresholds: Sequence[float]
-) -> Exits:
-    """Statistics over N positions, [N] by exit layer from shallow to deep."""
-    waiting, at, kept = torch.ones_like(right[0]), list[float](), 0
-    for sure, correct, tau in zip(confidence, right, thresholds, strict=True):
+def exits(drafts: Sequence[tuple[Tensor, Tensor]], thresholds: Sequence[float]) -> Exits:
+    """Statistics over N positions; confidence and right ones, [N], by layer from the shallowest."""
+    waiting, at, kept = torch.ones_like(drafts[0][1]), list[float](), 0
+    for (sure, right), tau in zip(drafts, thresholds, strict=True):
         leaves = waiting & (sure >= tau)
         at.append(leaves.double().mean().item())
-        kept += int((leaves & correct).sum())
+        kept += int((leaves & right).sum())
         waiting &= ~leaves
     return Exits(tuple(at), kept / len(waiting))
 
@@ -305,25 +306,13 @@ class Calibration:
 
     positions: int  # held-out answer positions
     coverage: float  # share of them where the heads can draft the model's token
-    reliabilities: dict[int, Reliability]  # by exit layer
-    second: dict[int, float] | None  # share of second drafts that are right; None: as first ones
+    layers: dict[int, Reliability]  # by exit layer
     setting: Setting
     costs: MeasuredCosts
 
     def record(self) -> dict[str, Any]:
         """For `calibration.json`."""
-        seconds = self.second or {}
-        return {
-            "positions": self.positions,
-            "coverage": self.coverage,
-            "layers": {
-                str(layer): found._asdict() | {"agreement_second": seconds.get(layer)}
-                for layer, found in self.reliabilities.items()
-            },
-            "setting": asdict(self.setting),
-            "drafter": self.drafter,
-            "costs": asdict(self.costs),
-        }
+        return asdict(self) | {"drafter": self.drafter}
 
     @property
     def drafter(self) -> str:
@@ -354,33 +343,26 @@ def calibrate(
     heads: ExitHeads, text: Selection, costs: MeasuredCosts, most_layers: int = 2
 ) -> Calibration:
     """Measure, fit temperatures, and choose layers, thresholds and bounds by the cost model."""
-    scores = score(heads, text.batches())
-    found = {layer: reliability(first) for layer, (first, _) in scores.items()}
-    sure = {
-        layer: [one.confidence[TEMPERATURES.index(found[layer].temperature)] for one in both]
-        for layer, both in scores.items()
-    }
-
-    def evaluate(layers: tuple[int, ...], taus: tuple[float, ...]) -> tuple[Exits, Exits]:
-        first, later = (
-            exits([sure[i][draft] for i in layers], [scores[i][draft].right for i in layers], taus)
-            for draft in (0, 1)
-        )
-        return first, later
-
-    candidates = {}
-    for layer, (first, _) in sure.items():
-        ranked = first.sort(descending=True).values
+    found, sure = dict[int, Reliability](), dict[int, list[tuple[Tensor, Tensor]]]()
+    candidates = dict[int, list[float]]()
+    for layer, (first, later) in score(heads, text.batches()).items():
+        found[layer] = reliability(first, later if heads.feeds_itself else None)
+        fitted = TEMPERATURES.index(found[layer].temperature)
+        sure[layer] = [(one.confidence[fitted], one.right) for one in (first, later)]
+        ranked = first.confidence[fitted].sort(descending=True).values
         places = (torch.tensor(_SHARES) * (len(ranked) - 1)).long()
         candidates[layer] = sorted({max(float(value), 1e-3) for value in ranked[places]})
+
+    def evaluate(layers: tuple[int, ...], taus: tuple[float, ...]) -> tuple[Exits, Exits]:
+        first, later = (exits([sure[i][draft] for i in layers], taus) for draft in (0, 1))
+        return first, later
+
     setting = best_setting(costs, candidates, evaluate, most_layers)
     rounded = tuple(round(tau, 3) for tau in setting.exit_threshold)
-    seconds = {layer: later.right.double().mean().item() for layer, (_, later) in scores.items()}
     return Calibration(
         positions=text.answers,
         coverage=coverage(heads, text.batches()),
-        reliabilities=found,
-        second=seconds if heads.feeds_itself else None,
+        layers=found,
         setting=replace(setting, exit_threshold=rounded),
         costs=costs,
     )
@@ -393,7 +375,7 @@ def write_calibration(
     options = SpeculationOptions().updated(heads.config.defaults)
     heads.config = replace(
         heads.config,
-        temperatures={str(k): entry.temperature for k, entry in found.reliabilities.items()},
+        temperatures={str(k): entry.temperature for k, entry in found.layers.items()},
         defaults=found.defaults(options).differing(),
     )
     record = json.dumps({"run": run, **found.record()}, indent=2) + "\n"
@@ -408,6 +390,7 @@ def write_calibration(
 SHARE = 0.05  # p, the share of high-entropy steps (EASD section 3.6)
 
 
+@torch.no_grad()
 def measured_entropy(
     backbone: Backbone,
     conversations: Sequence[Conversation],
@@ -416,31 +399,22 @@ def measured_entropy(
 ) -> dict[str, float]:
     """tau_H of a model over the answers of a text, and the mean entropy there, in nats.
 
-    `progress` hears of batches done and in all. Raises InvalidData for a text without answers.
+    tau_H is the mean of the highest ceil(SHARE N) of N entropies (equation 10). `progress` hears of
+    batches done and in all. Raises InvalidData for a text without answers.
     """
     last = backbone.num_layers
     source = StreamSource(backbone, FeatureSpec((last,)), conversations, batch_tokens)
     if not source.sizes:
         raise InvalidData("the text holds no answers to measure. Give another --data")
-    parts = []
+    parts = list[Tensor]()
     for index in range(len(source.sizes)):
-        parts.append(entropies(backbone, source.batch(index).hidden[last]))
+        for rows in source.batch(index).hidden[last].split(LOGIT_ROWS):
+            parts.append(entropy(backbone.logits(rows).softmax(-1)).cpu())
         progress(index + 1, len(source.sizes))
     found = torch.cat(parts)
+    highest = found.double().topk(math.ceil(SHARE * len(found))).values
     return {
-        "entropy_threshold": round(high_entropy(found), 4),
+        "entropy_threshold": round(highest.mean().item(), 4),
         "positions": len(found),
         "mean_entropy": round(found.mean().item(), 4),
     }
-
-
-@torch.no_grad()
-def entropies(backbone: Backbone, hidden: Tensor) -> Tensor:
-    """The model's entropy behind the last layer's states, [N, d] -> [N] in nats, temperature 1."""
-    parts = [entropy(backbone.logits(rows).softmax(-1)) for rows in hidden.split(LOGIT_ROWS)]
-    return torch.cat(parts).cpu()
-
-
-def high_entropy(found: Tensor) -> float:
-    """Mean of the highest ceil(p N) of N entropies, equation 10."""
-    return found.double().topk(math.ceil(SHARE * len(found))).values.mean().item()

@@ -33,7 +33,7 @@ from selfspec.errors import (
 )
 from selfspec.files import local_path, open_bytes, read_json, read_text
 from selfspec.hub.models import HUB_ID
-from selfspec.training.options import record_of, require_same
+from selfspec.training.options import explained, record_of, require_same
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -552,13 +552,9 @@ class Writer:
 
     def _resume(self) -> None:
         """Take over what is recorded and cut off what a killed run wrote behind it."""
-        try:
+        what = f"{self._record} is no record of this version of selfspec data"
+        with explained(what, f"Delete it and {self.output.name} to start over"):
             found = record_of(_Run, read_json(self._record, _MOST_BYTES))
-        except (InvalidData, InvalidOption) as error:
-            raise InvalidData(
-                f"{self._record} is no record of this version of selfspec data: {error}. Delete it "
-                f"and {self.output.name} to start over"
-            ) from error
         own, way_out = self._run.versions, f"remove it and {self._record.name}"
         require_same(self.output, found.options, self._run.options, way_out)
         if changed := {k: v for k, v in own.items() if found.versions.get(k) != v}:
