@@ -113,7 +113,7 @@ def fit(
     Raises InvalidOption for layers or sizes that do not fit the model or another job's checkpoint,
     InvalidData for an empty text, SelfspecError when a loss is not finite.
     """
-    return _Fit(job, watch or Stopwatch(), left).run(progress)
+    return Trainer(job, watch or Stopwatch(), left).run(progress)
 
 
 def feature_spec(backbone: Backbone, options: FitOptions, *, measured: bool) -> FeatureSpec:
@@ -371,13 +371,19 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Trainer:
-    """Heads, their optimiser and its schedule."""
+    """A fit: heads, their optimiser and its schedule, and how far it has come."""
 
-    def __init__(self, job: Job, steps: int) -> None:
-        self._options, self._steps = job.options, steps
+    def __init__(self, job: Job, watch: Stopwatch, left: Callable[[], float]) -> None:
+        few, held = job.train.answers, job.validation.answers
+        if not (few and held):
+            raise InvalidData(f"{few} answer tokens to fit, {held} to validate. Give more text")
+        self._job, self._options, self._watch, self._left = job, job.options, watch, left
+        self._part = launched().process_index, launched().num_processes
+        self._steps_per_epoch = math.ceil(len(job.train.indices) / job.options.accumulate)
+        self._steps = self._steps_per_epoch * job.options.epochs
         self._answer_weights = answer_weights(job.train, job.options.answer_share)
         backbone, draft_ids = job.backbone, _draft_ids(job)
-        config, own = _config(job, draft_ids, steps), backbone.unembedding
+        config, own = _config(job, draft_ids, self._steps), backbone.unembedding
         device = own.weight.device
         # products in bfloat16 where the model has them too: that is how heads will run
         mixed = backbone.dtype == torch.bfloat16 and fast_products(torch.bfloat16, device)
@@ -401,6 +407,47 @@ class Trainer:
             moments = {moment: torch.zeros_like(parameter) for moment in _MOMENTS}
             self.optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
             parameter.grad = torch.zeros_like(parameter)
+        self._layers = self.heads.config.exit_layers
+        self._course = _Course(dict.fromkeys(map(str, self._layers), 0.0))
+        self._best = self._finished()
+        self._resume()
+
+    def run(self, progress: Show) -> Fitted:
+        """All steps that are left."""
+        course, stride = self._course, self._options.accumulate
+        indices, begun, before = self._job.train.indices, time.perf_counter(), course.step
+        # not from the steps alone: a fit can be killed between an epoch's last one and its end
+        for epoch in range(len(course.entries) // len(self._layers), self._options.epochs):
+            if course.schedule >= self._steps:
+                break
+            place = course.step - epoch * self._steps_per_epoch
+            drawn = torch.Generator().manual_seed(self._options.seed + epoch)
+            order = [indices[i] for i in torch.randperm(len(indices), generator=drawn).tolist()]
+            self._watch.start()
+            steps = [order[at : at + stride] for at in range(place * stride, len(order), stride)]
+            known = max((entry["agreement"] for entry in course.entries), default=None)
+            known = "" if known is None else f"  agreement {known:.1%}"
+            for positions, mine in self._batches(steps):
+                self._watch.lap("features")
+                losses = self.step(course.schedule, mine, positions)
+                course.step += 1
+                course.positions += positions
+                for layer, loss in losses.items():
+                    course.sums[str(layer)] += loss * positions
+                self._watch.lap("heads")
+                took = (time.perf_counter() - begun) / (course.step - before)
+                rest = self._steps - course.schedule  # a step is worth more where time is short
+                course.schedule += min(rest, max(1.0, rest * took / max(took, self._left())))
+                mean = sum(losses.values()) / len(losses)
+                words = f"epoch {epoch + 1}  loss {mean:.3f}{known}"
+                progress(round(course.schedule), self._steps, words)
+                if course.schedule >= self._steps:
+                    break
+                if course.step % self._options.checkpoint_steps == 0:
+                    self._save()
+            self._validate(epoch)
+            self._save()
+        return self._fitted()
 
     def step(self, number: float, batches: Sequence[Features], positions: int) -> dict[int, float]:
         """Place `number` of the schedule, from 0, on this process's part of `positions` positions.
@@ -408,7 +455,7 @@ class Trainer:
         Gives the loss by exit layer, nats per position, over all processes. Raises SelfspecError,
         with the weights as they were, when one is not finite.
         """
-        totals = dict.fromkeys(self.heads.config.exit_layers, 0.0)
+        totals = dict.fromkeys(self._layers, 0.0)
         weighing = self._options.ce_share, self._answer_weights
         wanted = [targets(batch, self._index, *weighing) for batch in batches]
         on_the_way = []
@@ -439,15 +486,6 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=False)
         return totals
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All that a fit goes on from, but for the number of steps."""
-        named = {f"heads.{k}": p.detach() for k, p in self.heads.named_parameters()}
-        for name, parameter in self.heads.named_parameters():
-            if parameter.requires_grad:
-                state = self.optimizer.state[parameter]
-                named |= {f"{moment}.{name}": state[moment] for moment in _MOMENTS}
-        return named
 
     def _backward(
         self, layer: int, batch: Features, ids: Tensor, weights: Tensor, positions: int
@@ -485,61 +523,9 @@ class Trainer:
             return (step + 1) / (warmup + 1)
         return 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / max(1, self._steps - warmup)))
 
-
-class _Fit:
-    def __init__(self, job: Job, watch: Stopwatch, left: Callable[[], float]) -> None:
-        few, held = job.train.answers, job.validation.answers
-        if not (few and held):
-            raise InvalidData(f"{few} answer tokens to fit, {held} to validate. Give more text")
-        self._job, self._watch, self._left = job, watch, left
-        self._part = launched().process_index, launched().num_processes
-        self._steps_per_epoch = math.ceil(len(job.train.indices) / job.options.accumulate)
-        self._steps = self._steps_per_epoch * job.options.epochs
-        self._trainer = Trainer(job, self._steps)
-        self._layers = self._trainer.heads.config.exit_layers
-        self._course = _Course(dict.fromkeys(map(str, self._layers), 0.0))
-        self._best = self._finished()
-        self._resume()
-
-    def run(self, progress: Show) -> Fitted:
-        course, stride = self._course, self._job.options.accumulate
-        indices, begun, before = self._job.train.indices, time.perf_counter(), course.step
-        # not from the steps alone: a fit can be killed between an epoch's last one and its end
-        for epoch in range(len(course.entries) // len(self._layers), self._job.options.epochs):
-            if course.schedule >= self._steps:
-                break
-            place = course.step - epoch * self._steps_per_epoch
-            drawn = torch.Generator().manual_seed(self._job.options.seed + epoch)
-            order = [indices[i] for i in torch.randperm(len(indices), generator=drawn).tolist()]
-            self._watch.start()
-            steps = [order[at : at + stride] for at in range(place * stride, len(order), stride)]
-            known = max((entry["agreement"] for entry in course.entries), default=None)
-            known = "" if known is None else f"  agreement {known:.1%}"
-            for positions, mine in self._batches(steps):
-                self._watch.lap("features")
-                losses = self._trainer.step(course.schedule, mine, positions)
-                course.step += 1
-                course.positions += positions
-                for layer, loss in losses.items():
-                    course.sums[str(layer)] += loss * positions
-                self._watch.lap("heads")
-                took = (time.perf_counter() - begun) / (course.step - before)
-                rest = self._steps - course.schedule  # a step is worth more where time is short
-                course.schedule += min(rest, max(1.0, rest * took / max(took, self._left())))
-                mean = sum(losses.values()) / len(losses)
-                words = f"epoch {epoch + 1}  loss {mean:.3f}{known}"
-                progress(round(course.schedule), self._steps, words)
-                if course.schedule >= self._steps:
-                    break
-                if course.step % self._job.options.checkpoint_steps == 0:
-                    self._save()
-            self._validate(epoch)
-            self._save()
-        return self._fitted()
-
     def _finished(self) -> ExitHeads:
         """A copy of the heads in the model's dtype, on its own unembedding."""
-        return self._trainer.heads.twin(self._job.backbone.unembedding)
+        return self.heads.twin(self._job.backbone.unembedding)
 
     def _batches(self, steps: Iterable[list[int]]) -> Iterator[tuple[int, list[Features]]]:
         """Each step's count of positions, and this process's part of them."""
@@ -605,12 +591,18 @@ class _Fit:
                 raise InvalidData("its tensors have other names or shapes")
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
-        for state in self._trainer.optimizer.state.values():
+        for state in self.optimizer.state.values():
             state["step"].fill_(self._course.step)
 
     def _tensors(self) -> dict[str, Tensor]:
-        best = {f"best.{name}": tensor for name, tensor in self._best.named_parameters()}
-        return self._trainer.tensors() | best
+        """All that a fit goes on from, but for its course."""
+        named = {f"best.{name}": tensor for name, tensor in self._best.named_parameters()}
+        for name, parameter in self.heads.named_parameters():
+            named[f"heads.{name}"] = parameter.detach()
+            if parameter.requires_grad:
+                state = self.optimizer.state[parameter]
+                named |= {f"{moment}.{name}": state[moment] for moment in _MOMENTS}
+        return named
 
 
 def _description(job: Job) -> dict[str, Any]:
@@ -649,9 +641,9 @@ def _draft_ids(job: Job) -> Tensor | None:
         return None
     if size > vocab_size:
         raise InvalidOption(f"draft_vocab_size is {size}, the model has {vocab_size} tokens")
-    device = job.backbone.unembedding.weight.device
     counts = job.train.source.token_counts()
-    return draft_vocabulary(counts, size, job.special_ids, vocab_size).to(device)
+    chosen = draft_vocabulary(counts, size, job.special_ids, vocab_size)
+    return chosen.to(job.backbone.unembedding.weight.device)
 
 
 def _config(job: Job, draft_ids: Tensor | None, steps: int) -> HeadsConfig:
