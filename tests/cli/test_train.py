@@ -182,6 +182,7 @@ def test_an_interrupted_or_killed_run_is_continued(
     assert main(more) == 0
     assert main([*more, "--output", "whole.jsonl"]) == 0
     assert Path("out.jsonl").read_bytes() == Path("whole.jsonl").read_bytes()
+    assert run_record()["counts"] == run_record("whole.jsonl")["counts"]
 
 
 def test_counts_in_words_name_what_was_dropped() -> None:

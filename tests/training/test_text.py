@@ -27,7 +27,6 @@ from selfspec.training.text import (
     DROPPED,
     KEPT,
     Conversation,
-    Counts,
     Reader,
     Writer,
     encoded,
@@ -464,19 +463,3 @@ def test_other_versions_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureF
         assert not caplog.messages
         Writer(tmp_path / "a.jsonl", OPTIONS, {"torch": "2"})
     assert "other versions than {'torch': '2'}" in caplog.messages[0]
-
-
-def test_a_row_counts_its_answers_and_loops_by_family() -> None:
-    counts = Counts()
-    counts.add_row({"input_ids": [1] * 12, "answers": [[3, 5], [8, 12]], "loops": 1, "family": "a"})
-    counts.add_row({"input_ids": [1, 2, 3], "answers": [], "family": "b"})
-    counts.add("b", "alike")
-    assert {name: counts.total(name) for name in KEPT} == {
-        "rows": 2,
-        "tokens": 15,
-        "answers": 2,
-        "answer_tokens": 6,
-        "loops_cut": 1,
-    }
-    assert (counts.families["a"]["rows"], counts.families["b"]["alike"]) == (1, 1)
-    assert counts.dropped() == f"1 {DROPPED['alike']}"
