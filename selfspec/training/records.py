@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata, resources
 from io import BytesIO
@@ -282,24 +282,6 @@ def exits(drafts: Sequence[tuple[Tensor, Tensor]], thresholds: Sequence[float]) 
     return Exits(tuple(at), kept / len(waiting))
 
 
-def best_setting(
-    costs: MeasuredCosts,
-    candidates: Mapping[int, Sequence[float]],
-    evaluate: Callable[[tuple[int, ...], tuple[float, ...]], tuple[Exits, Exits]],
-    most_layers: int = 2,
-) -> Setting:
-    """The fastest: at most `most_layers` exit layers, drafts as long as costs were measured."""
-    found: list[Setting] = []
-    for count in range(1, most_layers + 1):
-        for layers in itertools.combinations(sorted(candidates), count):
-            for taus in itertools.product(*(candidates[layer] for layer in layers)):
-                first, later = evaluate(layers, taus)
-                for width in range(1, len(costs.layers)):
-                    rate, gain = expected(costs, layers, first, later, width)
-                    found.append(Setting(layers, taus, width, rate, gain))
-    return max(found, key=lambda setting: setting.speed_up)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
     """What was found."""
@@ -353,11 +335,17 @@ def calibrate(
         places = (torch.tensor(_SHARES) * (len(ranked) - 1)).long()
         candidates[layer] = sorted({max(float(value), 1e-3) for value in ranked[places]})
 
-    def evaluate(layers: tuple[int, ...], taus: tuple[float, ...]) -> tuple[Exits, Exits]:
-        first, later = (exits([sure[i][draft] for i in layers], taus) for draft in (0, 1))
-        return first, later
+    def settings() -> Iterator[Setting]:
+        """Any few layers, at any of their thresholds, and drafts as long as costs were measured."""
+        for count in range(1, most_layers + 1):
+            for layers in itertools.combinations(sorted(candidates), count):
+                for taus in itertools.product(*(candidates[layer] for layer in layers)):
+                    first, later = (exits([sure[i][n] for i in layers], taus) for n in (0, 1))
+                    for width in range(1, len(costs.layers)):
+                        rate, gain = expected(costs, layers, first, later, width)
+                        yield Setting(layers, taus, width, rate, gain)
 
-    setting = best_setting(costs, candidates, evaluate, most_layers)
+    setting = max(settings(), key=lambda setting: setting.speed_up)
     rounded = tuple(round(tau, 3) for tau in setting.exit_threshold)
     return Calibration(
         positions=text.answers,

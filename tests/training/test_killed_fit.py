@@ -1,7 +1,7 @@
 """A fit that is killed at any point ends as if never killed, and heads are old or new, never mixed.
 
 What is there at a moment is what a kill leaves: before or behind a step, a measurement, or a single
-operation on a file, halves of files included. One kill is real: a forked process is gone.
+operation on a file, halves of files included. Real kills: tests/test_files.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import os
 import random
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,6 @@ from selfspec.training import fit, records
 from tests.models import make_model
 from tests.talks import make_talks, make_tokenizer
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="forks")
-
 FIT = ["fit", "--model", "model", "--dtype", "float32", "--data", "talks.jsonl"]
 FIT += ["--validation", "talks.jsonl", "--batch-tokens", "128", "--draft-vocab-size", "80"]
 FIT += ["--exit-layers", "2,3", "--checkpoint-steps", "1", "--output", "place/out"]
@@ -36,11 +33,10 @@ PLACE, OUT, KEPT = Path("place"), Path("place/out"), Path("kept")
 
 
 class Moments:
-    """What a fit does, and in KEPT what lies in PLACE then; at `last` the process is gone."""
+    """What a fit does, and in KEPT what lies in PLACE then."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, last: str | None = None) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.names: list[str] = []
-        self._last = last
         for place, name in [
             *((os, name) for name in ("fsync", "truncate")),
             *((Path, name) for name in ("replace", "mkdir", "unlink", "write_bytes", "rmdir")),
@@ -53,10 +49,7 @@ class Moments:
 
     def pass_by(self, name: str) -> None:
         self.names.append(name)
-        if name == self._last:
-            os._exit(9)
-        if self._last is None:
-            shutil.copytree(PLACE, KEPT / str(len(self.names)))
+        shutil.copytree(PLACE, KEPT / str(len(self.names)))
 
     def _watched(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
@@ -120,17 +113,6 @@ def test_a_fit_killed_at_any_moment_gives_the_same_heads() -> None:
         left_at(moment)
         assert main([*FIT, *EPOCHS]) in (0, 2)  # 2: only the checkpoint was left to remove
         assert contents(OUT) == expected, f"killed at {names[moment - 1]}, moment {moment}"
-    shutil.rmtree(OUT)
-    if (child := os.fork()) == 0:
-        try:
-            with pytest.MonkeyPatch.context() as patch:
-                Moments(patch, "half of a file")
-                main([*FIT, *EPOCHS])
-        finally:
-            os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    assert main([*FIT, *EPOCHS]) == 0
-    assert contents(OUT) == expected
 
 
 def test_heads_being_replaced_are_the_old_ones_or_the_new_ones(backbone: Backbone) -> None:

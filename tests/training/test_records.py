@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 from collections.abc import Iterator
@@ -26,7 +25,6 @@ from selfspec.training.fit import Fitted, Job, fit
 from selfspec.training.records import (
     TEMPERATURES,
     Scores,
-    best_setting,
     calibration_error,
     exits,
     measured_entropy,
@@ -92,27 +90,6 @@ def test_the_model_foretells_a_simulated_scheduler() -> None:
     assert gain == pytest.approx(tokens / seconds, rel=0.01)
 
 
-def test_the_best_setting_is_the_best_of_all() -> None:
-    candidates = {2: (0.1, 0.6), 5: (0.4,)}
-
-    def evaluate(layers: tuple[int, ...], taus: tuple[float, ...]) -> tuple[Exits, Exits]:
-        at = tuple(0.9 - tau for tau in taus)
-        found = Exits(tuple(share / len(at) for share in at), sum(at) / len(at) * 0.8)
-        return found, found
-
-    found = best_setting(FLAT, candidates, evaluate)
-    every: list[tuple[tuple[int, ...], tuple[float, ...]]] = [
-        ((layer,), (tau,)) for layer, taus in candidates.items() for tau in taus
-    ]
-    every += [((2, 5), pair) for pair in itertools.product(*candidates.values())]
-    gains = [
-        expected(FLAT, layers, *evaluate(layers, taus), width)[1]
-        for layers, taus in every
-        for width in range(1, 8)
-    ]
-    assert found.speed_up == max(gains)
-
-
 @pytest.fixture(scope="module")
 def learned(backbone: Backbone, talks: Talks) -> tuple[Job, Fitted]:
     job = make_job(backbone, talks, head_type="deep-fused", epochs=6, learning_rate=3e-2)
@@ -143,6 +120,9 @@ def test_calibrated_heads_carry_settings_that_the_runtime_takes(
     assert record["run"] == {"data": "talks"}
     assert record["positions"] == found.positions == 210
     assert record["setting"]["speed_up"] == found.setting.speed_up > 1.0
+    alone = records.calibrate(fitted.heads, learned[0].validation, FLAT, most_layers=1).setting
+    assert (alone.exit_layers, found.setting.exit_layers) == ((2,), (2, 4))
+    assert 1.0 < alone.speed_up < found.setting.speed_up
 
 
 def test_what_is_slower_is_never_written_and_the_report_says_what_is(
