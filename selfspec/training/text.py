@@ -182,7 +182,11 @@ def rows(source: str | Path) -> Iterator[tuple[str, Any]]:
             begin = file.read(_MOST_LINE).lstrip(_BLANK)
             file.seek(0)
             if begin.startswith(b"["):
-                yield from _items(path, file.read(_MOST_ARRAY + 1))
+                array = file.read(_MOST_ARRAY + 1)
+                if len(array) > _MOST_ARRAY:
+                    raise InvalidData(f"{path} has over {_MOST_ARRAY} bytes. Give it as .jsonl")
+                for number, item in enumerate(_parsed(array, f"{path} "), start=1):
+                    yield f"item {number}", item
                 return
         yield from _lines(path, file)
 
@@ -222,13 +226,6 @@ def _lines(path: Path, file: IO[bytes]) -> Iterator[tuple[str, bytes]]:
             raise InvalidData(f"{path}, line {number}: only blank lines for {blank} bytes")
         if not blank:
             yield f"line {number}", line
-
-
-def _items(path: Path, array: bytes) -> Iterator[tuple[str, Any]]:
-    if len(array) > _MOST_ARRAY:
-        raise InvalidData(f"{path} has more than {_MOST_ARRAY} bytes. Give it as .jsonl")
-    for number, item in enumerate(_parsed(array, f"{path} "), start=1):
-        yield f"item {number}", item
 
 
 def _parsed(content: bytes, where: str = "") -> Any:

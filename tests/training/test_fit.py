@@ -20,7 +20,6 @@ from torch.nn import functional
 
 from selfspec.errors import HeadsMismatch, InvalidData, InvalidOption, SelfspecError
 from selfspec.heads.attending import AttendingConfig, heads_of
-from selfspec.heads.exit_heads import logit_lens
 from selfspec.heads.folder import read_config
 from selfspec.heads.heads import DraftVocabulary, TranslatorHead
 from selfspec.model.backbone import Backbone
@@ -34,7 +33,6 @@ from selfspec.training.fit import (
     Trainer,
     agreements,
     answer_weights,
-    coverage,
     cross_entropy,
     default_exit_layers,
     draft_index,
@@ -126,6 +124,7 @@ def test_a_fit_lowers_the_loss_and_raises_agreement(
     before = fitted(backbone, talks, epochs=1, learning_rate=1e-12, **changes)
     found = agreements(result.heads, job.validation.batches())
     assert shares(result) == [found[layer].agreement for layer in LAYERS]
+    assert {one.positions for one in found.values()} == {job.validation.answers}
     for index, layer in enumerate(LAYERS):
         losses = [entry["train_loss"] for entry in result.epochs if entry["layer"] == layer]
         assert losses[-1] < 0.8 * losses[0]
@@ -573,31 +572,6 @@ def test_positions_weigh_what_answers_and_others_are_given(
     assert weights.tolist() == [[1.5], [1.5], [0.25]]
     with pytest.raises(InvalidData, match="no targets"):
         targets(replace(few, top_ids=None), index, 1.0, ALIKE)
-
-
-def test_agreement_is_counted_over_all_and_over_the_most_confident(backbone: Backbone) -> None:
-    heads = logit_lens(backbone.unembedding, backbone.num_layers, "tiny")
-    hidden = torch.randn(40, backbone.hidden_size, generator=torch.Generator().manual_seed(0))
-    logits = heads[1](hidden)
-    top = logits.argmax(-1)
-    top[:21] = (top[:21] + 1) % VOCAB_SIZE
-    states = dict.fromkeys(heads.config.exit_layers, hidden)
-    halves = [
-        Features(
-            {layer: state[part] for layer, state in states.items()},
-            following=top[part],
-            continues=torch.ones(20, dtype=torch.bool),
-            answers=torch.ones(20, dtype=torch.bool),
-            top_ids=top[part, None].int(),
-            top_log_probs=torch.zeros(20, 1),
-        )
-        for part in (slice(0, 20), slice(20, 40))
-    ]
-    found = agreements(heads, halves)[1]
-    assert found.positions == 40
-    assert found.agreement == pytest.approx(19 / 40)
-    assert found.agreement_second is None
-    assert coverage(heads, halves) == 1.0
 
 
 def test_the_draft_vocabulary_is_special_then_frequent_then_low() -> None:
