@@ -596,7 +596,7 @@ class Trainer:
 
     def _tensors(self) -> dict[str, Tensor]:
         """All that a fit goes on from, but for its course."""
-        named = {f"best.{name}": tensor for name, tensor in self._best.named_parameters()}
+        named = {f"best.{name}": tensor.detach() for name, tensor in self._best.named_parameters()}
         for name, parameter in self.heads.named_parameters():
             named[f"heads.{name}"] = parameter.detach()
             if parameter.requires_grad:

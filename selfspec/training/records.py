@@ -378,7 +378,6 @@ def write_calibration(
 SHARE = 0.05  # p, the share of high-entropy steps (EASD section 3.6)
 
 
-@torch.no_grad()
 def measured_entropy(
     backbone: Backbone,
     conversations: Sequence[Conversation],
@@ -394,10 +393,9 @@ def measured_entropy(
     source = StreamSource(backbone, FeatureSpec((last,)), conversations, batch_tokens)
     if not source.sizes:
         raise InvalidData("the text holds no answers to measure. Give another --data")
-    parts = list[Tensor]()
+    parts = []
     for index in range(len(source.sizes)):
-        for rows in source.batch(index).hidden[last].split(LOGIT_ROWS):
-            parts.append(entropy(backbone.logits(rows).softmax(-1)).cpu())
+        parts.append(entropies(backbone, source.batch(index).hidden[last]))
         progress(index + 1, len(source.sizes))
     found = torch.cat(parts)
     highest = found.double().topk(math.ceil(SHARE * len(found))).values
@@ -406,3 +404,10 @@ def measured_entropy(
         "positions": len(found),
         "mean_entropy": round(found.mean().item(), 4),
     }
+
+
+@torch.no_grad()
+def entropies(backbone: Backbone, hidden: Tensor) -> Tensor:
+    """The model's entropy behind the last layer's states, [N, d] -> [N] in nats, temperature 1."""
+    parts = [entropy(backbone.logits(rows).softmax(-1)) for rows in hidden.split(LOGIT_ROWS)]
+    return torch.cat(parts).cpu()
