@@ -104,11 +104,6 @@ class Features:
         """The same on `device`."""
         return Features.of({name: tensor.to(device) for name, tensor in self.tensors().items()})
 
-    def part(self, number: int, count: int) -> Features:
-        """Every `count`-th text, from `number` on."""
-        kept = ((~self.continues).cumsum(0) - 1) % count == number
-        return Features.of({name: tensor[kept] for name, tensor in self.tensors().items()})
-
 
 class Batch(NamedTuple):
     """Conversations side by side, padded on the right."""
@@ -468,8 +463,11 @@ class CacheSource:
 
     def batch(self, index: int, number: int = 0, count: int = 1) -> Features:
         """The same as `StreamSource.batch` gives."""
-        found = Features.of(self._read(index, self.spec.names))
-        return found if count == 1 else found.part(number, count)
+        found = self._read(index, self.spec.names)
+        if count > 1:
+            mine = ((~found["continues"]).cumsum(0) - 1) % count == number  # by texts
+            found = {name: tensor[mine] for name, tensor in found.items()}
+        return Features.of(found)
 
     def token_counts(self) -> Counter[int]:
         """How often each token stands in an answer."""

@@ -405,8 +405,8 @@ class Talk:
 Proposal = tuple[list[Record], Counts]  # a batch's rows, and what became of those that gave none
 Submit = Callable[["Batch"], Callable[[], Proposal]]  # has it proposed; what it returns waits
 
-Script = Generator[Ask | None, list[int], T]
-"""What a row wants of the model, text by text; None: nothing yet, it waits for another row."""
+Script = Generator[Ask | None, Any, T]
+"""What a row wants of the model, text by text, whose ids it is sent; None: it waits for a row."""
 
 
 class Author:
@@ -448,29 +448,26 @@ class Author:
 
     def write(self, scripts: Iterable[Script[Record | None]]) -> list[Record]:
         """All records that they return, in their order; many texts are written at any time."""
-        texts, found = self._server or Texts(self.backbone, self._watch), dict[int, Record]()
-        ready = deque(enumerate(scripts))
-        running: dict[Hashable, tuple[int, Script[Record | None]]] = {}
-
-        def go_on(place: int, script: Script[Record | None], ids: list[int] | None = None) -> None:
-            try:
-                ask = next(script) if ids is None else script.send(ids)
-            except StopIteration as end:
-                if end.value is not None:
-                    found[place] = end.value
-                return
-            if ask is None:
-                ready.append((place, script))
-            else:
-                running[texts.add(ask)] = (place, script)
-
+        texts, running = self._server or Texts(self.backbone, self._watch), dict[Hashable, Any]()
+        ready = deque((place, script, None) for place, script in enumerate(scripts))
+        found: dict[int, Record | None] = {}
         while ready or running:
             for _ in range(len(ready)):
-                if len(running) < MOST_TEXTS:
-                    go_on(*ready.popleft())
-            for text, ids in texts.step():
-                go_on(*running.pop(text), ids)
-        return [found[place] for place in sorted(found)]
+                if len(running) == MOST_TEXTS:
+                    break
+                place, script, ids = ready.popleft()
+                try:
+                    ask = script.send(ids)
+                except StopIteration as end:
+                    found[place] = end.value
+                    continue
+                if ask is None:
+                    ready.append((place, script, None))
+                else:
+                    running[texts.add(ask)] = place, script
+            ended = [(*running.pop(text), ids) for text, ids in texts.step()]
+            ready.extendleft(reversed(ended))  # they go on before others begin
+        return [record for _, record in sorted(found.items()) if record is not None]
 
     def answer(self, talks: Iterable[Talk]) -> Proposal:
         """What is said in conversations whose user turns are there."""

@@ -402,12 +402,8 @@ def test_a_checkpoint_of_another_job_is_refused(
 
 
 NORM = "by_layer.2.norm.weight"
-COURSE = {"step": "4", "sums": {"2": NAN, "4": 0.0}, "entries": [3], "positions": "7", "more": 1}
 CHECKPOINTS: list[Callable[[dict[str, Tensor], Any], Any]] = [
-    *(
-        lambda tensors, record, entry=entry: record["course"].update([entry])
-        for entry in COURSE.items()
-    ),
+    lambda tensors, record: record["course"].update(sums={"2": NAN, "4": 0.0}),
     lambda tensors, record: record.pop("job"),
     lambda tensors, record: record.update(course=[]),
     lambda tensors, record: tensors.pop(f"heads.{NORM}"),
