@@ -215,55 +215,28 @@ def test_a_cache_gives_back_the_very_batches(
 
 
 @pytest.mark.usefixtures("small_shards")
-@pytest.mark.parametrize("after", [0, 4])
-def test_a_stopped_run_goes_on_at_the_next_shard(
-    after: int, stream: StreamSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_damaged_or_missing_shard_is_made_again_and_the_others_stay(
+    stream: StreamSource, tmp_path: Path
 ) -> None:
-    write(tmp_path / "whole", stream)
-    computed: list[int] = []
-    batch = StreamSource.batch
-
-    def stop_or_compute(self: StreamSource, index: int) -> Features:
-        if len(computed) == after:
-            raise KeyboardInterrupt
-        computed.append(index)
-        return batch(self, index)
-
-    monkeypatch.setattr(StreamSource, "batch", stop_or_compute)
-    with pytest.raises(KeyboardInterrupt):
-        write(tmp_path / "stopped", stream)
-    with pytest.raises(InvalidData, match="is unfinished"):
-        CacheSource(tmp_path / "stopped", stream.backbone)
-    kept = len(shards(tmp_path / "stopped"))
-    monkeypatch.setattr(StreamSource, "batch", batch)
-    seen: list[tuple[int, bool]] = []
-    write(tmp_path / "stopped", stream, progress=lambda *entry: seen.append(entry))
-    assert sum(not computed for _, computed in seen) == kept  # a whole shard at a time
-    assert sum(positions for positions, _ in seen) == sum(stream.sizes)
-    names = {path.name for path in (tmp_path / "whole").iterdir()}
-    assert {path.name for path in (tmp_path / "stopped").iterdir()} == names
-    assert all(
-        (tmp_path / "whole" / name).read_bytes() == (tmp_path / "stopped" / name).read_bytes()
-        for name in names
-    )
-    assert (kept > 0) == (after == 4)
-
-
-@pytest.mark.usefixtures("small_shards")
-def test_a_damaged_shard_is_named_and_rebuilt(stream: StreamSource, tmp_path: Path) -> None:
     write(tmp_path, stream)
-    victim = shards(tmp_path)[1]
-    whole = victim.read_bytes()
-    victim.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    whole = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    lost, victim, *kept = shards(tmp_path)
+    victim.write_bytes(whole[victim.name][:-1] + bytes([whole[victim.name][-1] ^ 1]))
     with pytest.raises(InvalidData, match=f"{victim.name} is damaged"):
         CacheSource(tmp_path, stream.backbone)
     write(tmp_path, stream)
-    assert victim.read_bytes() == whole
+    assert victim.read_bytes() == whole[victim.name]
     CacheSource(tmp_path, stream.backbone)
     manifest_of(stream).write(tmp_path)  # as a killed run leaves it
-    os.truncate(victim, len(whole) - 1)
-    write(tmp_path, stream)
-    assert victim.read_bytes() == whole
+    with pytest.raises(InvalidData, match="is unfinished"):
+        CacheSource(tmp_path, stream.backbone)
+    os.truncate(victim, len(whole[victim.name]) - 1)
+    lost.unlink()
+    seen: list[tuple[int, bool]] = []
+    write(tmp_path, stream, progress=lambda *entry: seen.append(entry))
+    assert sum(not computed for _, computed in seen) == len(kept) > 0  # a whole shard at a time
+    assert sum(positions for positions, _ in seen) == sum(stream.sizes)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == whole
 
 
 def test_a_folder_of_other_features_is_refused(
