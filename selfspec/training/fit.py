@@ -585,7 +585,7 @@ class Trainer:
         tensors, record = load_checkpoint(path)
         require_same(path, record["job"], _description(job), "--overwrite")
         own = self._tensors()
-        with _whole(path):
+        with _explained(path):
             self._course = record_of(_Course, record.get("course"))
             if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in own.items()}:
                 raise InvalidData("its tensors have other names or shapes")
@@ -714,12 +714,12 @@ def save_checkpoint(path: Path, tensors: dict[str, Tensor], record: dict[str, An
 
 def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and record. Raises InvalidData if damaged."""
-    with _whole(path), safe_open(path, "pt") as file:
+    with _explained(path), safe_open(path, "pt") as file:
         record = parse_json((file.metadata() or {}).get(_MARK, ""), "its record")
         if not isinstance(record, dict) or not isinstance(record.get("job"), dict):
             raise InvalidData("it does not say of what")
         return {name: file.get_tensor(name) for name in file.keys()}, record  # noqa: SIM118  # no dict
 
 
-def _whole(path: Path) -> AbstractContextManager[None]:
+def _explained(path: Path) -> AbstractContextManager[None]:
     return explained(f"{path} is no checkpoint", "Remove it to start over")
