@@ -65,6 +65,8 @@ class Named(Asked):
 Command = Callable[..., None]
 Options = TypeVar("Options")
 
+_keyword = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
+
 logger = logging.getLogger(__name__)
 
 PIPE_CLOSED = 141  # 128 + SIGPIPE
@@ -144,7 +146,8 @@ class Flag:
             show_envvar=False,
             rich_help_panel=self.group,
         )
-        return _keyword(self.name, None, Annotated[(str if many else kinds[0]) | None, option])
+        kind = str if many else kinds[0]
+        return _keyword(self.name, default=None, annotation=Annotated[kind | None, option])
 
 
 def option_flags(options: type, names: Iterable[str] | None = None) -> tuple[Flag, ...]:
@@ -198,13 +201,7 @@ KV_MEMORY = Flag(
     rare=True,
 )
 
-_CONFIG = typer.Option(
-    "--config",
-    metavar="FILE",
-    help="YAML file of options; flags win over it.",
-    envvar="SELFSPEC_CONFIG",
-    show_envvar=False,
-)
+_CONFIG = Flag("config", Path, "YAML file of options; flags win over it.", metavar="FILE")
 _known: set[str] = set()  # names of all commands' flags: keys that the default file may hold
 
 
@@ -215,9 +212,8 @@ def with_flags(*flags: Flag) -> Callable[[Command], Command]:
     def decorate(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)
         parameters = [entry for entry in signature.parameters.values() if entry.name != "asked"]
-        parameters += [flag.parameter() for flag in flags]
-        parameters.append(_keyword("config", None, Annotated[Path | None, _CONFIG]))
-        parameters.append(_keyword("help_all", False, Annotated[bool, _HELP_ALL]))
+        parameters += [flag.parameter() for flag in (*flags, _CONFIG)]
+        parameters += [_keyword("help_all", default=False, annotation=_HELP_ALL)]
 
         @functools.wraps(command)
         def wrapper(config: Path | None, help_all: bool, **given: Any) -> None:  # noqa: ARG001  # it has shown all by now
@@ -232,12 +228,6 @@ def with_flags(*flags: Flag) -> Callable[[Command], Command]:
         return wrapper
 
     return decorate
-
-
-def _keyword(name: str, default: Any, annotation: Any) -> inspect.Parameter:
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-    )
 
 
 def merged(file: Path | None, given: Asked, flags: Sequence[Flag]) -> Named:
@@ -362,7 +352,10 @@ def _show_all(context: typer.Context, asked: bool) -> None:
         raise typer.Exit
 
 
-_HELP_ALL = typer.Option("--help-all", help="Show all options.", is_eager=True, callback=_show_all)
+_HELP_ALL = Annotated[
+    bool,
+    typer.Option("--help-all", help="Show all options.", is_eager=True, callback=_show_all),
+]
 
 
 def docstrings(options: type) -> dict[str, str]:
@@ -755,8 +748,8 @@ def repair_streams() -> None:
     sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     # what was closed is not open for writing now either: the first word says so
     sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-    errors = open(2, "wb", closefd=False)  # noqa: SIM115
-    sys.stderr = Forgiving(errors, errors="backslashreplace", line_buffering=True)
+    errors = io.BufferedWriter(Forgiving(2, "wb", closefd=False))
+    sys.stderr = io.TextIOWrapper(errors, errors="backslashreplace", line_buffering=True)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -769,16 +762,12 @@ def silence(stream: Any) -> None:
         os.close(nowhere)
 
 
-class Forgiving(io.TextIOWrapper):
-    """A stream whose words are lost where they cannot be written; that ends nothing."""
+class Forgiving(io.FileIO):
+    """A file whose bytes are lost where they cannot be written; that ends nothing."""
 
-    def write(self, text: str) -> int:
-        """How much was taken: all of it, always."""
-        with contextlib.suppress(OSError, ValueError):
-            super().write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        """Flush as the stream does, without its errors."""
-        with contextlib.suppress(OSError, ValueError):
-            super().flush()
+    def write(self, data: Any) -> int:
+        """How much was taken: all of it, where nothing can be."""
+        try:
+            return super().write(data) or len(data)
+        except OSError:
+            return len(data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -618,6 +619,8 @@ def _job(asked: Asked, options: FitOptions, model: Base, checkpoint: Path) -> Jo
 
 # --- calibrate
 
+Found = tuple[dict[str, Any], str]  # what was found, for programs and for people
+
 _INSTEAD = {  # by drafter, why
     "ngram": "prompt lookup, which pauses where it does not pay",
     "none": "because a verification of several rows costs more than as many steps",
@@ -649,14 +652,11 @@ def calibrate(*, as_json: base.AsJson = False, asked: Asked) -> None:
         files.check_folder(output, names, folders.is_heads_folder, overwrite=True)
     with nullcontext() if output is None else writing(output):
         if heads is None or entropy:
-            _calibrate_entropy(asked, output, as_json=as_json)
-            return
-        found = _calibrate(asked, heads, output)
-    if as_json:
-        base.emit_json(found.record())
-    else:
-        base.emit(calibration_words(found))
-    if output is not None:
+            found, words = _calibrate_entropy(asked, output)
+        else:
+            found, words = _calibrate(asked, heads, output)
+    base.emit(json.dumps(found) + "\n" if as_json else words)
+    if output is not None and not entropy:
         base.note(f"wrote {output / folders.CONFIG_FILE}")
         base.say_next("tune", asked, "--heads", str(output))
 
@@ -668,7 +668,7 @@ def _heads_of(folder: Path, model: Base) -> ExitHeads:
     return heads_of(folder, own.unembedding, own.fingerprint, model.name, own.num_layers)
 
 
-def _calibrate(asked: Asked, folder: Path, output: Path | None) -> Calibration:
+def _calibrate(asked: Asked, folder: Path, output: Path | None) -> Found:
     model = _load(asked)
     from selfspec.decoding.measure import measure
     from selfspec.model.backbone import Backbone
@@ -694,10 +694,10 @@ def _calibrate(asked: Asked, folder: Path, output: Path | None) -> Calibration:
     if output is not None:
         recorded = {name: asked[name] for name in sorted(asked) if name != "config"}
         records.write_calibration(heads, output, found, recorded)
-    return found
+    return found.record(), calibration_words(found)
 
 
-def _calibrate_entropy(asked: Asked, output: Path | None, *, as_json: bool) -> None:
+def _calibrate_entropy(asked: Asked, output: Path | None) -> Found:
     model = _load(asked)
     from selfspec.training.records import SHARE, measured_entropy
 
@@ -713,10 +713,7 @@ def _calibrate_entropy(asked: Asked, output: Path | None, *, as_json: bool) -> N
         options = options.updated({"easd": {"entropy": value}})
         replace(config, defaults=options.differing()).write(output)
         where = f"written to {output}"
-    if as_json:
-        base.emit_json(found)
-        return
-    base.emit(
+    return found, (
         f"entropy threshold {value} nats, the mean of the highest {SHARE:.0%} at "
         f"{found['positions']:,} answer positions (mean of all {found['mean_entropy']}); {where}\n"
     )
