@@ -58,23 +58,6 @@ def chat(*, asked: Asked) -> None:
             interrupts.clear()  # what Ctrl-C was meant for has ended
 
 
-Act = Callable[["Chat", str], None]
-
-COMMANDS: dict[str, tuple[str, str, Act]] = {}
-"""By name: what may stand behind it (in brackets: need not), what it does, and how."""
-
-
-def _command(usage: str, text: str) -> Callable[[Act], Act]:
-    """Makes a method of `Chat` what a line with a slash does."""
-
-    def known(act: Act) -> Act:
-        name, _, takes = usage.partition(" ")
-        COMMANDS[name] = takes, text, act
-        return act
-
-    return known
-
-
 class Chat:
     """A conversation at work: turns and commands come in, what was asked for is written."""
 
@@ -161,7 +144,6 @@ class Chat:
                 return entry["content"]
         return None
 
-    @_command("/help", "these lines")
     def _help(self, _: str) -> None:
         from rich.table import Table
         from rich.text import Text
@@ -181,20 +163,17 @@ class Chat:
                 style = giver.colour(self.speculator.backbone.num_layers) or ""
                 self.writer.line(f"  {giver.words}", style)
 
-    @_command("/stats", "what the last answer took")
     def _stats(self, _: str) -> None:
         if self.last is None:
             raise InvalidOption("there is no answer yet. Ask something")
         self.writer.line(base.statistics(self.last, "short"))
         self.writer.line(base.statistics(self.last, "full"))
 
-    @_command("/undo", "take back the last question and its answer")
     def _undo(self, _: str) -> None:
         if (question := self._take_back()) is None:
             raise InvalidOption("there is nothing to take back")
         self.writer.line(f"taken back: {question.splitlines()[0]}")
 
-    @_command("/retry", "ask it again (the same answer, unless tokens are sampled)")
     def _retry(self, _: str) -> None:
         kept = self.messages, self.last, self.tokens
         if (question := self._take_back()) is None:
@@ -205,7 +184,6 @@ class Chat:
             if self.last is None:  # the old answer stays where there is no new one
                 self.messages, self.last, self.tokens = kept
 
-    @_command("/system [TEXT]", "set the system message, or show it")
     def _system(self, text: str) -> None:
         if text:
             rest = [entry for entry in self.messages if entry["role"] != "system"]
@@ -213,11 +191,9 @@ class Chat:
         found = [entry["content"] for entry in self.messages[:1] if entry["role"] == "system"]
         self.writer.line(f"system: {found[0]}" if found else "no system message")
 
-    @_command("/clear", "start over; the system message stays")
     def _clear(self, _: str) -> None:
         self._replace([entry for entry in self.messages[:1] if entry["role"] == "system"])
 
-    @_command("/save FILE", "keep the conversation in a file")
     def save(self, name: str) -> None:
         """Raises CannotWrite."""
         values = {"made_by": "selfspec chat", "model": self.speculator.label}
@@ -226,7 +202,6 @@ class Chat:
         files.write(path, talk + "\n")
         self.writer.line(f"wrote {name}")
 
-    @_command("/load FILE", "go on with a conversation from a file")
     def _load(self, name: str) -> None:
         values = files.read_json(path := files.local_path(name))
         messages: list[dict[str, str]] = []
@@ -241,7 +216,6 @@ class Chat:
         turns = sum(entry["role"] == "user" for entry in messages)
         self.writer.line(f"read {name}: {turns} questions")
 
-    @_command("/trace [FILE]", "who gave each token of the last answer; .html: a page")
     def _trace(self, name: str) -> None:
         """The last answer is written once more, and each layer asked what it made of it."""
         if self.last is None:
@@ -267,18 +241,32 @@ class Chat:
             found.save(path)
         self.writer.line(f"wrote {name}")
 
-    @_command("/model", "what answers, and how it runs")
     def _model(self, _: str) -> None:
         self.writer.line(repr(self.speculator).strip("<>"))
 
-    @_command("/colour", "colours on or off")
     def _colour(self, _: str) -> None:
         self.writer.colour = not self.writer.colour
         self.writer.line(f"colours are {'on' if self.writer.colour else 'off'}")
 
-    @_command("/quit", "leave, as Ctrl-D does")
     def _quit(self, _: str) -> None:
         self.ended = True
+
+
+COMMANDS: dict[str, tuple[str, str, Callable[[Chat, str], None]]] = {
+    "/help": ("", "these lines", Chat._help),
+    "/stats": ("", "what the last answer took", Chat._stats),
+    "/undo": ("", "take back the last question and its answer", Chat._undo),
+    "/retry": ("", "ask it again (the same answer, unless tokens are sampled)", Chat._retry),
+    "/system": ("[TEXT]", "set the system message, or show it", Chat._system),
+    "/clear": ("", "start over; the system message stays", Chat._clear),
+    "/save": ("FILE", "keep the conversation in a file", Chat.save),
+    "/load": ("FILE", "go on with a conversation from a file", Chat._load),
+    "/trace": ("[FILE]", "who gave each token of the last answer; .html: a page", Chat._trace),
+    "/model": ("", "what answers, and how it runs", Chat._model),
+    "/colour": ("", "colours on or off", Chat._colour),
+    "/quit": ("", "leave, as Ctrl-D does", Chat._quit),
+}
+"""By name: what may stand behind it (in brackets: need not), what it does, and how."""
 
 
 # --- where turns come from: each reader gives the next one, stripped, None at the end
@@ -419,15 +407,16 @@ class Writer:
 
         style = Giver(source, layer).colour(self._num_layers) or ""
         for part in re.findall(r"\n|[^\S\n]+|\S+", text):
-            wide = cell_len(part) > len(part)  # scripts without spaces may break anywhere
-            for one in part if wide else [part]:
-                if wide or one.isspace():
-                    self._end_word()
-                if one == "\n":
-                    self._new_line()
-                elif one.isspace():
-                    self._gap += one.expandtabs(4)
-                else:
+            if part == "\n":
+                self.end()
+            elif part.isspace():
+                self._end_word()
+                self._gap += part.expandtabs(4)
+            else:
+                wide = cell_len(part) > len(part)  # scripts without spaces may break anywhere
+                for one in part if wide else [part]:
+                    if wide:
+                        self._end_word()
                     self._word.append(_still(one), style)
             if self._word.cell_len >= self._console.width:
                 self._end_word()
