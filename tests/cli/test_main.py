@@ -272,25 +272,6 @@ def test_flags_have_no_defaults_of_their_own_and_reach_who_takes_them(
     }
 
 
-@pytest.mark.parametrize(
-    ("text", "given", "expected"),
-    [
-        ("# nothing\n", {}, {}),
-        (
-            "drafter: exit:threshold=0.5\npinned-rows: 4\npinned: true\nmodel: m\n",
-            {"pinned_rows": 6, "pinned": False},
-            {"drafter": "exit:threshold=0.5", "pinned_rows": 6, "pinned": False, "model": "m"},
-        ),
-        ("stop_strings: a,b\n", {}, {"stop_strings": ["a,b"]}),
-        ("temperature: 5e-1\n", {}, {"temperature": 0.5}),
-    ],
-)
-def test_a_flag_wins_over_yaml(
-    text: str, given: dict[str, object], expected: dict[str, object], tmp_path: Path
-) -> None:
-    assert merged(config(tmp_path, text), given, SHARED) == expected
-
-
 def test_of_an_option_with_settings_each_is_taken_from_the_flag_or_else_the_file(
     tmp_path: Path,
 ) -> None:
@@ -318,7 +299,9 @@ def test_of_an_option_with_settings_each_is_taken_from_the_flag_or_else_the_file
 def test_the_environment_stands_for_flags_between_these_and_a_file(
     speculator: FakeSpeculator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
-    file = config(tmp_path, "max_new_tokens: 7\nseed: 1\ntop_k: 2\n")
+    file = config(
+        tmp_path, "# ours\nmax-new-tokens: 7\nseed: 1\ntop_k: 2\npinned: true\nmin_p: 5e-1\n"
+    )
     for name, value in (
         ("CONFIG", str(file)),
         ("SEED", "2"),
@@ -327,10 +310,11 @@ def test_the_environment_stands_for_flags_between_these_and_a_file(
         ("STOP_STRINGS", "a"),
     ):
         monkeypatch.setenv(f"SELFSPEC_{name}", value)
-    assert main(["generate", "--top-k", "4", "hi"]) == 0
-    generation = {"max_new_tokens": 7, "seed": 2, "top_k": 4, "stop_strings": ["a"]}
+    assert main(["generate", "--top-k", "4", "--no-pinned", "hi"]) == 0
+    generation = {"max_new_tokens": 7, "seed": 2, "top_k": 4, "stop_strings": ["a"], "min_p": 0.5}
     assert speculator.given == generation | {"raw": False}
-    assert speculator.loaded == generation | {"speculate": False, "config": str(file)}
+    others = {"speculate": False, "pinned": False, "config": str(file)}
+    assert speculator.loaded == generation | others
     monkeypatch.setenv("SELFSPEC_SEED", "x")
     assert "(of SELFSPEC_SEED in the environment)" in call(["generate", "hi"], 2).err
 
@@ -345,10 +329,13 @@ def test_the_default_file_stands_below_all_others(
     file = tmp_path / "home" / "selfspec" / "config.yaml"
     file.parent.mkdir(parents=True)
     # of these, epochs is a key of other commands
-    file.write_text("seed: 1\ntop_k: 2\nmin_p: 0.5\nepochs: 1\ndrafter: ngram:size=2\n")
+    file.write_text(
+        "seed: 1\ntop_k: 2\nmin_p: 0.5\nstop_strings: a,b\nepochs: 1\ndrafter: ngram:size=2\n"
+    )
     given = config(tmp_path, "top_k: 3\nmin_p: 0.25\ndrafter: ngram:max_tokens=4\n")
     assert main(["generate", "--config", str(given), "--min-p", "0.1", "hi"]) == 0
-    assert speculator.given == {"seed": 1, "top_k": 3, "min_p": 0.1, "raw": False}
+    generation = {"seed": 1, "top_k": 3, "min_p": 0.1, "stop_strings": ["a,b"]}
+    assert speculator.given == generation | {"raw": False}
     assert speculator.loaded is not None
     assert speculator.loaded["drafter"] == {"ngram": {"size": "2", "max_tokens": "4"}}
     # what a mode has no use for is left out there, not refused

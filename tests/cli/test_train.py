@@ -6,11 +6,7 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import socket
-import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,18 +43,6 @@ def nexts(call: Call, words: list[str]) -> list[str]:
     return found
 
 
-def forked(command: list[str], prepare: Callable[[], object] = lambda: None) -> int:
-    """Run it in a process of its own; returns the process."""
-    child = os.fork()
-    if child == 0:
-        try:
-            prepare()
-            main(command)
-        finally:
-            os._exit(0)
-    return child
-
-
 # --- data
 
 SETTINGS = """\
@@ -70,8 +54,7 @@ max-question-tokens: 12
 max-new-tokens: 20
 recipe: prompts.yaml
 """
-COMMAND = ["data", "--config", "recipe.yaml", "--output", "out.jsonl"]
-INVENT = [*COMMAND, "--tokens", "200"]
+INVENT = ["data", "--config", "recipe.yaml", "--output", "out.jsonl", "--tokens", "200"]
 GIVEN = ["data", "--config", "given.yaml", "--output", "out.jsonl"]
 
 
@@ -155,32 +138,22 @@ def test_the_user_turns_of_a_file_are_answered(recipes: Path, call: Call) -> Non
     assert "bad.json: skipped 2 bad rows, the first: item 1 holds a int" in output.err
 
 
-def test_an_interrupted_or_killed_run_is_continued(
+def test_an_interrupted_run_is_continued(
     recipes: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def seeds() -> list[int]:
-        """Of the batches that are written so far."""
-        return run_record()["seeds"] if Path("out.jsonl.run.json").exists() else []
-
-    child = forked([*COMMAND, "--tokens", "1000000"])
-    while len(seeds()) < 2:
-        time.sleep(0.01)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    written = Counts(run_record()["counts"]["families"]).answer_tokens
-    propose, begun = selfgen.Written.propose, len(seeds())
+    propose = selfgen.Written.propose
 
     def once(*arguments: Any) -> Any:
-        if len(seeds()) > begun:
+        if Path("out.jsonl.run.json").exists():  # behind the first batch
             raise KeyboardInterrupt
         return propose(*arguments)
 
-    more = [*COMMAND, "--tokens", str(written + 200)]
     with monkeypatch.context() as patch:
         patch.setattr(selfgen.Written, "propose", once)
-        assert "out.jsonl: the same command continues it" in call(more, 130).err
-    assert main(more) == 0
-    assert main([*more, "--output", "whole.jsonl"]) == 0
+        assert "out.jsonl: the same command continues it" in call(INVENT, 130).err
+    assert len(run_record()["seeds"]) == 1
+    assert main(INVENT) == 0
+    assert main([*INVENT, "--output", "whole.jsonl"]) == 0
     assert Path("out.jsonl").read_bytes() == Path("whole.jsonl").read_bytes()
     assert run_record()["counts"] == run_record("whole.jsonl")["counts"]
 
@@ -253,14 +226,18 @@ def test_two_processes_take_the_steps_of_one(workplace: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
 
-    def launched(rank: int) -> None:
-        """What a launcher sets."""
-        PartialState._reset_state()
-        ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
-        sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "2")
-        os.environ.update(ranks | sizes, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-
-    for child in [forked([*shared, "together"], partial(launched, rank)) for rank in (0, 1)]:
+    children = []
+    for rank in ("0", "1"):
+        if (child := os.fork()) == 0:
+            try:
+                PartialState._reset_state()  # and what a launcher sets
+                os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+                main([*shared, "together"])
+            finally:
+                os._exit(0)
+        children.append(child)
+    for child in children:
         os.waitpid(child, 0)
     metrics = json.loads((workplace / "together" / "metrics.json").read_text())
     assert metrics["processes"] == 2

@@ -309,7 +309,7 @@ def write_bytes(path: Path, tensor: str, place: int, value: bytes) -> None:
             lambda it: it.write_bytes(it.read_bytes().replace(b"blk.1.attn_k.", b"blk.1.attn_x.")),
             "it lacks 1 weights",
         ),
-        ("GGUF", lambda it: it.write_bytes(it.read_bytes()[:-40]), "its tensors end at byte"),
+        ("GGUF", lambda it: it.write_bytes(it.read_bytes()[:-1]), "its tensors end at byte"),
         ("gptq", change("qweight", lambda it: it[:-1]), "qweight is .7, 128., expected .8, 128."),
         ("gptq", change("qweight", lambda it: it.float()), "holds torch.float32"),
         ("gptq", change("qzeros", lambda it: it[:1]), "qzeros is .1, 16., expected .2, 16."),
