@@ -148,11 +148,18 @@ def test_a_sweep_is_one_setting_per_value(text: str, setting: dict[str, Any]) ->
 TRACE = ["trace", *MODEL, *DRAFTS, *SIX]
 
 
+def page_data(page: Path) -> dict[str, Any]:
+    """What a page shows."""
+    text = page.read_text().split('id="data">')[1].split("</script>")[0]
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
 def test_it_shows_keeps_and_draws_the_answer_that_generate_gives(
     workplace: Path, call: Call
 ) -> None:
     raw = ["--raw", "--output", "t.jsonl"]
-    shown = call([*TRACE, "a b c", *raw, "--card", "card.png"]).out
+    shown = call([*TRACE, "a b c", *raw, "--card", "card.png", "--html", "page.html"]).out
     found = LayerTrace.load(Path("t.jsonl"))
     options = {"drafter": "exit:layers=2/4,threshold=0.05", "max_new_tokens": 6, "raw": True}
     answer = load("model", dtype="float32", heads="logit-lens").generate("a b c", **options)  # type: ignore[arg-type]  # checked by generate
@@ -161,21 +168,9 @@ def test_it_shows_keeps_and_draws_the_answer_that_generate_gives(
     assert "6 tokens" in shown
     assert "\x1b" not in shown
     assert Path("card.png").is_file()
+    assert page_data(workplace / "page.html")["plain_step"] is not None
     assert call(["trace", "--from", "t.jsonl"]).out == shown
     assert call(["trace", "--from", "t.jsonl", "--json"]).out == Path("t.jsonl").read_text()
-
-
-def page_data(page: Path) -> dict[str, Any]:
-    """What a page shows."""
-    text = page.read_text().split('id="data">')[1].split("</script>")[0]
-    found: dict[str, Any] = json.loads(text)
-    return found
-
-
-def test_a_page_and_a_card_have_costs_of_this_machine(workplace: Path) -> None:
-    drawn = ["--temperature", "9", "--seed", "1"]
-    assert main([*TRACE, "a b c", *drawn, "--html", "page.html", "--card", "card.png"]) == 0
-    assert page_data(workplace / "page.html")["plain_step"] is not None
 
 
 def test_a_kept_trace_is_drawn(

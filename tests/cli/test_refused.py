@@ -201,7 +201,6 @@ data --output new.jsonl --recipe a --from talks.jsonl | recipe with --from
 
 LATE = """
 trace a L --drafter exit:layers=2/9              | exit layer 9 is not among
-trace a M --no-all-layers --heads none           | no exit heads to look through
 bench L P --sweep exit.max_depth=3 --drafter exit:layers=2/4 | exit:max_depth 3 is not among
 bench L P --methods no-depth-bound --drafter exit:layers=1/2/3/4/5,threshold=0.05 | is the same
 env --model model --dtype float64 --executor fused | fused executor
@@ -353,10 +352,6 @@ def test_what_is_in_the_way_of_an_output_stays(writer: str, way: str, refused: R
     assert "missing" not in said  # refused before a model or a run is looked for
 
 
-def holding(name: str, content: str) -> Change:
-    return lambda folder: (folder / name).write_text(content)
-
-
 # --- models
 
 
@@ -419,7 +414,9 @@ MODELS: dict[str, Change] = {
     "quantised, with plain weights": config(
         quantization_config={"quant_method": "gptq", "bits": 4}
     ),
-    "tokenizer of nobody": holding("tokenizer.json", '{"model": {"type": "Mine"}}'),
+    "tokenizer of nobody": replaced(
+        "tokenizer.json", lambda path: path.write_text('{"model": {"type": "Mine"}}')
+    ),
 }
 
 

@@ -319,24 +319,16 @@ def test_a_dry_run_only_reports_and_then_defaults_are_written_into_the_heads(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
     monkeypatch.setattr("selfspec.decoding.measure.measure", lambda *_, **__: FLAT)
-    layers_of = ["--exit-layers", "0,2,4"]
-    assert main([*CACHE, *layers_of, "--deep"]) == 0
     heads = workplace / "heads"
     heads.unlink()
-    fit = ["fit", *MODEL, "--cache", "features", *layers_of, "--draft-vocab-size", "90"]
-    call([*fit, "--epochs", "6", "--output", "heads"])
-    command = ["calibrate", *MODEL, "--heads", "heads"]
+    call([*FIT[:-1], "heads", "--exit-layers", "0,2,4", "--draft-vocab-size", "90"])
+    command = ["calibrate", *MODEL, "--heads", "heads", "--data", "talks.jsonl"]
     kept = (heads / "config.json").read_bytes()
-    reports = []
-    for text in (["--data", "talks.jsonl"], ["--cache", "features"]):
-        reports.append(json.loads(call([*command, "--dry-run", "--json", *text]).out))
-    for layer in ("0", "2", "4"):
-        one, other = (report["layers"][layer]["agreement"] for report in reports)
-        assert one == pytest.approx(other, abs=1 / 210)  # batched otherwise: a tie may fall
+    report = json.loads(call([*command, "--dry-run", "--json"]).out)
+    assert report["layers"].keys() == {"0", "2", "4"}
     assert (heads / "config.json").read_bytes() == kept
     assert not (heads / "calibration.json").exists()
-    before = HeadsConfig.read(heads)
-    said = call([*command, "--data", "talks.jsonl"])
+    before, said = HeadsConfig.read(heads), call(command)
     after = HeadsConfig.read(heads)
     assert (before.defaults, before.temperatures) == ({"drafter": "ngram+exit"}, {})
     assert after.temperatures.keys() == {"0", "2", "4"}
