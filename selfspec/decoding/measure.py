@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from selfspec.decoding.acceptance import GreedyMatch
+from selfspec.decoding.acceptance import GreedyMatch, Target
 from selfspec.decoding.costs import MeasuredCosts
 from selfspec.decoding.decode import StopRule, rounds
 from selfspec.decoding.sampling import Sampler
@@ -119,16 +119,13 @@ def step_speed(
 ) -> StepSpeed:
     """Measured behind `context` tokens, or as many as the model has room for; a few seconds."""
     clock = clock or Clock(backbone.device, _STEP_REPEATS)
-    room = backbone.max_positions
-    context = max(1, min(context, room - ROWS[-1]))
-    passes = Passes(backbone, context, most=ROWS[-1])
-    counts = [rows for rows in ROWS if rows == 1 or context + rows <= room]
+    passes, works = _by_rows(backbone, context, ROWS)
     return StepSpeed(
-        context_tokens=context,
+        context_tokens=passes.context,
         weight_bytes=backbone.weight_bytes,
-        kv_bytes=context * backbone.position_bytes,
+        kv_bytes=passes.context * backbone.position_bytes,
         memory_bytes_per_s=memory_rate(clock),
-        rows_s=clock.seconds({rows: partial(passes.run, rows) for rows in counts}),
+        rows_s=clock.seconds(works),
     )
 
 
@@ -139,27 +136,69 @@ def memory_rate(clock: Clock) -> float:
     return numbers.nbytes / clock.seconds({"read": lambda: numbers.sum()})["read"]
 
 
-class Passes:
+class PassShape(NamedTuple):
+    """What all passes of a pinned decoding have in common; None where the kernels do not care."""
+
+    rows: int | None = None
+    slots: int | None = None  # for keys
+
+
+_ANY = PassShape()
+
+
+class Behind:
+    """A context; what runs behind it leaves the KV cache, unless it is to stay."""
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        pieces: Sequence[Tensor],
+        shape: PassShape = _ANY,
+        layers: int | None = None,
+    ) -> None:
+        """`pieces`: ids, a pass each; only the first `layers` run, if so many are named."""
+        upto = (layers,) if layers is not None and layers < backbone.num_layers else ()
+        self.kv = KVCache(backbone.num_layers, shape.slots)
+        self._hidden = HiddenCache(backbone, self.kv, upto, pinned_rows=shape.rows)
+        self.backbone = backbone
+        for piece in pieces:
+            self._run(piece)
+        self.context = self.kv.length(0)
+
+    def target(self, ids: Tensor, kept: int = 0) -> Target:
+        """Logits of `ids`, of which the first `kept` stay."""
+        start, states = self.kv.length(0), self._run(ids)
+        found = alone(self._hidden.unembed(states))
+        self.kv.truncate(start + kept)
+        return found
+
+    def _run(self, ids: Tensor) -> Tensor:
+        self._hidden.clear()
+        self._hidden.push(self.backbone.embed(ids))
+        return alone(self._hidden.advance(0))
+
+
+class Passes(Behind):
     """Passes of up to `most` rows behind one context."""
 
     def __init__(self, backbone: Backbone, context: int, *, most: int) -> None:
-        self._backbone = backbone
-        self._context = context
-        self.kv = KVCache(backbone.num_layers)
-        self._hidden = HiddenCache(backbone, self.kv)
         # of the context, then of the rows
         self.ids = torch.arange(context + most, device=backbone.device) % backbone.vocab_size
-        self._hidden.push(backbone.embed(self.ids[:context]))
-        alone(self._hidden.advance_all())
+        super().__init__(backbone, [self.ids[:context]])
 
     def run(self, rows: int) -> list[int]:
         """The best token behind each of `rows` rows, read back; the KV cache stays as it was."""
-        hidden, backbone = self._hidden, self._backbone
-        hidden.clear()
-        hidden.push(backbone.embed(self.ids[self._context :][:rows]))
-        target = alone(hidden.unembed(alone(hidden.advance_all())))
-        self.kv.truncate(self._context)
-        return target.best
+        return self.target(self.ids[self.context :][:rows]).best
+
+
+def _by_rows(
+    backbone: Backbone, context: int, counts: Sequence[int]
+) -> tuple[Passes, dict[int, Callable[[], object]]]:
+    """Behind `context` tokens, or as many as the model has room for."""
+    room = backbone.max_positions
+    passes = Passes(backbone, max(1, min(context, room - max(counts))), most=max(counts))
+    fitting = (rows for rows in counts if rows == 1 or passes.context + rows <= room)
+    return passes, {rows: partial(passes.run, rows) for rows in fitting}
 
 
 # --- costs of a model and its heads
@@ -177,19 +216,17 @@ def quick_costs(
 
     A neighbour on the machine makes passes longer, never shorter.
     """
-    context = max(1, min(_QUICK_CONTEXT, backbone.max_positions - _QUICK_ROWS[0]))
-    passes = Passes(backbone, context, most=_QUICK_ROWS[0])
-    counts = [rows for rows in _QUICK_ROWS if context + rows <= backbone.max_positions or rows == 1]
-    works: dict[int, Callable[[], object]] = {rows: partial(passes.run, rows) for rows in counts}
+    passes, works = _by_rows(backbone, _QUICK_CONTEXT, _QUICK_ROWS)
+    rising = sorted(works)
     if heads is not None:
         hidden = backbone.embed(passes.ids[:1])
-        works[0] = _question(backbone, heads, passes.ids[:1], hidden, context)
+        works[0] = _question(backbone, heads, passes.ids[:1], hidden, passes.context)
     clock, start = Clock(backbone.device, 1, now), now()
     least = {work: min(laps) for work, laps in clock.laps(works).items()}
     while now() - start < _QUICK_S:
         for work, laps in clock.laps(works).items():
             least[work] = min(least[work], *laps)
-    step, rising, added = least[1], sorted(counts), list[float]()
+    step, added = least[1], list[float]()
     for fewer, more in itertools.pairwise(rising):
         each = (least[more] - least[fewer]) / (more - fewer) / step
         added += [round(min(max(each, 0.0), 1.0), 3)] * (more - fewer)
@@ -321,59 +358,44 @@ _FEW_LAYERS = 4
 _MOST_SLOTS = 1 << 20  # positions with memory from the start: a slip of the pen asks for more
 
 
-class PassShape(NamedTuple):
-    """What all passes of a pinned decoding have in common; None where the kernels do not care."""
-
-    rows: int | None = None
-    slots: int | None = None  # for keys
-
-
 class PinnedProbe:
     """What was found about one model on this machine; each question is probed once."""
 
     def __init__(self, backbone: Backbone) -> None:
         self._backbone = backbone
-        self._failure = cache(partial(_failure, backbone))
+        self._why_not = cache(partial(why_unpinned, backbone))
 
     def shape(self, fixed: PassShape, widest: int) -> PassShape:
         """What makes bits independent of drafts: the kernels by themselves, else a `fixed` shape.
 
         Raises PinnedUnavailable if neither does, InvalidOption for more slots than could be had.
         """
-        if self._backbone.claims.steady and self._failure(PassShape(), widest) is None:
-            return PassShape()
+        if self._backbone.claims.steady and self._why_not(_ANY, widest) is None:
+            return _ANY
         if (fixed.slots or 0) > _MOST_SLOTS:
             raise InvalidOption(
                 f"pinned passes would look at {fixed.slots} positions each, expected at most "
                 f"{_MOST_SLOTS}. Lower max_new_tokens, or leave pinned out"
             )
-        if (failure := self._failure(fixed, widest)) is not None:
-            raise failure
+        if (why := self._why_not(fixed, widest)) is not None:
+            raise PinnedUnavailable(why)
         return fixed
 
     def holds_unpadded(self, widest: int) -> bool:
         """Whether kernels treat rows alike by themselves, as a quick look has it."""
         if not self._backbone.claims.steady:
             return False
-        failure = self._failure(PassShape(), widest, quick=True)
-        if failure is not None:
-            logger.info("drafts may move bits here: %s", failure)
-        return failure is None
-
-
-def _failure(
-    backbone: Backbone, shape: PassShape, widest: int, *, quick: bool = False
-) -> PinnedUnavailable | None:
-    try:
-        check_pinned(backbone, shape, widest, quick=quick)
-    except PinnedUnavailable as error:
-        return error
-    return None
+        why = self._why_not(_ANY, widest, quick=True)
+        if why is not None:
+            logger.info("drafts may move bits here: %s", why)
+        return why is None
 
 
 @torch.inference_mode()
-def check_pinned(backbone: Backbone, shape: PassShape, widest: int, *, quick: bool = False) -> None:
-    """Raise PinnedUnavailable unless logits are bitwise the same for every grouping of rows.
+def why_unpinned(
+    backbone: Backbone, shape: PassShape, widest: int, *, quick: bool = False
+) -> str | None:
+    """What differs where rows are grouped otherwise; None: logits are bitwise the same.
 
     The same random tokens run one at a time, in blocks of `widest` rows, and in uneven blocks;
     every second block has wrong tokens behind it, as rejected drafts would be. What is in front of
@@ -381,7 +403,6 @@ def check_pinned(backbone: Backbone, shape: PassShape, widest: int, *, quick: bo
     nothing either. Costs about 3 * `widest` passes at each of two contexts; `quick` looks at the
     longer one alone, at half as many tokens and at the first few layers.
     """
-    layers = min(backbone.num_layers, _FEW_LAYERS) if quick else backbone.num_layers
     for context in _CONTEXTS[-1:] if quick else _CONTEXTS:
         room = (shape.slots or backbone.max_positions) - widest - context
         if (count := min(widest if quick else 2 * widest, room)) <= 0:
@@ -391,58 +412,36 @@ def check_pinned(backbone: Backbone, shape: PassShape, widest: int, *, quick: bo
         front, ids = ids.to(backbone.device).split([context, count])
         pieces = _PIECE if any_split(backbone, shape) else context
         whole, parts = (
-            _Text(backbone, shape, widest, layers, front.split(size)) for size in (context, pieces)
+            Behind(backbone, front.split(size), shape, _FEW_LAYERS if quick else None)
+            for size in (context, pieces)
         )
-        single = whole.logits(ids, [1] * count)
+        single = _in_blocks(whole, ids, [1] * count, widest)
         uneven = [1 + step % (widest - 1) for step in range(count)]
         for name, widths in {"full": [widest] * count, "uneven": uneven}.items():
-            if differing := int((single != parts.logits(ids, widths)).any(-1).sum()):
-                raise PinnedUnavailable(
+            found = _in_blocks(parts, ids, widths, widest)
+            if differing := int((single != found).any(-1).sum()):
+                return (
                     f"{differing} of {count} positions behind {context} others changed bits "
                     f"between single rows and {name} blocks of up to {widest} rows: these kernels "
                     "do not treat all rows alike"
                 )
+    return None
 
 
 def any_split(backbone: Backbone, shape: PassShape) -> bool:
     """Whether a text is claimed to have the same bits however it is cut into passes."""
-    return shape == PassShape() and backbone.claims.steady
+    return shape == _ANY and backbone.claims.steady
 
 
-class _Text:
-    def __init__(
-        self,
-        backbone: Backbone,
-        shape: PassShape,
-        widest: int,
-        layers: int,
-        pieces: Sequence[Tensor],
-    ) -> None:
-        """A context, in `pieces` of ids, through the first `layers`."""
-        self._backbone, self._widest = backbone, widest
-        self._kv = KVCache(backbone.num_layers, shape.slots)
-        upto = (layers,) if layers < backbone.num_layers else ()
-        self._hidden = HiddenCache(backbone, self._kv, upto, pinned_rows=shape.rows)
-        for piece in pieces:
-            self._run(piece)
-        self._context = self._kv.length(0)
-
-    def logits(self, ids: Tensor, widths: Sequence[int]) -> Tensor:
-        """Logits [count, V] of `ids` [count] behind the context, run in blocks of `widths`."""
-        found: list[Tensor] = []
-        done = 0
-        while done < len(ids):
-            block = ids[done : done + widths[len(found)]]
-            wrong = (block[-1:] + 1) % self._backbone.vocab_size
-            drafted = torch.cat([block, wrong.expand(self._widest - len(block))])
-            states = self._run(drafted if len(found) % 2 else block)
-            found.append(alone(self._hidden.unembed(states)).logits[: len(block)])
-            done += len(block)
-            self._kv.truncate(self._context + done)
-        self._kv.truncate(self._context)
-        return torch.cat(found)
-
-    def _run(self, ids: Tensor) -> Tensor:
-        self._hidden.clear()
-        self._hidden.push(self._backbone.embed(ids))
-        return alone(self._hidden.advance(0))
+def _in_blocks(behind: Behind, ids: Tensor, widths: Sequence[int], widest: int) -> Tensor:
+    """Logits [count, V] of `ids` [count], run in blocks of `widths`."""
+    found, done = list[Tensor](), 0
+    while done < len(ids):
+        block = rows = ids[done : done + widths[len(found)]]
+        if len(found) % 2:
+            wrong = (block[-1:] + 1) % behind.backbone.vocab_size
+            rows = torch.cat([block, wrong.expand(widest - len(block))])
+        found.append(behind.target(rows, len(block)).logits[: len(block)])
+        done += len(block)
+    behind.kv.truncate(behind.context)
+    return torch.cat(found)

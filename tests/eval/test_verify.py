@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.decoding.acceptance import Target
 from selfspec.decoding.measure import PassShape, any_split
-from selfspec.errors import PinnedUnavailable
 from selfspec.eval import verify
 from selfspec.eval.verify import RUNGS, WAYS, Case, Comparison, Rung, Subject, Way, climb, logits_of
 from selfspec.model.backbone import Backbone
@@ -111,10 +110,8 @@ def test_tokens_that_are_not_the_logits_choice_fail_the_second_rung(
 
 
 def test_what_is_skipped_says_why(speculator: Speculator, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise PinnedUnavailable("3 of 8 positions changed bits")
-
-    monkeypatch.setattr("selfspec.decoding.measure.check_pinned", refuse)
+    why = "3 of 8 positions changed bits"
+    monkeypatch.setattr("selfspec.decoding.measure.why_unpinned", lambda *_, **__: why)
     unprobed = speculator_of(speculator.model)
     rungs = [rung for _, rung in climb(subject_of(unprobed, 4, rungs=(1, 2, 4, 5, 6, 7)))]
     skipped = [number for number, rung in enumerate(rungs, 1) if rung.outcome == "skipped"]
