@@ -10,7 +10,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,33 +19,12 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from selfspec.api.speculator import wrap
 from selfspec.api.stream import Stream
-from selfspec.config import OPTION_NAMES
+from selfspec.config import OPTION_NAMES, SpeculationOptions
 from selfspec.decoding.acceptance import GreedyMatch
-from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.decode import StopRule, rounds
 from selfspec.decoding.drafters.base import DraftController, Drafting
-from selfspec.decoding.drafters.draft_model import (
-    DraftCache,
-    DraftModelDrafter,
-    LayerSearch,
-    SkipDrafter,
-)
-from selfspec.decoding.drafters.heads import (
-    AttendingDrafter,
-    AttendingGuesser,
-    ExitDrafter,
-    HeadGuesser,
-    MedusaGuesser,
-)
-from selfspec.decoding.drafters.ngram import (
-    LookaheadDrafter,
-    NgramDrafter,
-    SeenTextFirst,
-    SuccessorGuesser,
-    Successors,
-)
-from selfspec.decoding.drafters.rest import Datastore, RestGuesser
-from selfspec.decoding.drafters.trees import TreeDrafter, WhilePaying
+from selfspec.decoding.drafters.rest import Datastore
+from selfspec.decoding.engine import Asked, Runtime
 from selfspec.decoding.measure import PassShape
 from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState, Drafter, NoDrafter
@@ -63,11 +42,9 @@ from selfspec.eval.verify import (
 from selfspec.heads.attending import AttendingConfig, AttendingHeads, unfilled
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig, logit_lens
 from selfspec.heads.folder import MEDUSA
-from selfspec.heads.heads import ExitJudge
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv import KVCache
-from selfspec.options import Skip
-from tests.models import VOCAB_SIZE, wrapped
+from tests.models import wrapped
 from tests.talks import make_tokenizer
 
 FIXED = PassShape(rows=6, slots=64)
@@ -107,6 +84,7 @@ def decode(
     new_tokens: int = NEW_TOKENS,
     shape: PassShape = FREE,
     exit_layers: tuple[int, ...] = (),
+    reader: AttendingHeads | None = None,
     sampler: Sampler | None = None,
 ) -> Decoded:
     """Greedy decoding with any drafter, checking the invariants of design.md section 1."""
@@ -118,7 +96,7 @@ def decode(
         exit_layers=exit_layers,
         kv=kv,
         pinned_rows=shape.rows,
-        reader=reader_of(drafter),
+        reader=reader,
     )
     rule = Recorder(GreedyMatch(sampler or greedy()))
     entries = []
@@ -137,13 +115,6 @@ def greedy() -> Sampler:
 def drafting(width: int) -> Drafting:
     """The likeliest tokens, `width` in every round."""
     return Drafting(greedy(), DraftController(width))
-
-
-def exit_drafter(backbone: Backbone, tau: float, width: int = 5) -> ExitDrafter:
-    """Untrained heads at EXITS; a low tau drafts often and wrongly, which is what tests want."""
-    heads = logit_lens(backbone.unembedding, backbone.num_layers, "tiny")
-    judge = ExitJudge(backbone.num_layers, dict.fromkeys(EXITS, tau), anneal_strength=0.3)
-    return ExitDrafter(heads, judge, drafting(width))
 
 
 def deep_heads(backbone: Backbone, exit_layers: tuple[int, ...] = DEEP_EXITS) -> ExitHeads:
@@ -168,30 +139,10 @@ def _moved(heads: ExitHeads, seed: int, by: float) -> ExitHeads:
     return heads
 
 
-def deep_drafter(heads: ExitHeads, tau: float, width: int = 5) -> ExitDrafter:
-    """Chains of `deep_heads`."""
-    judge = ExitJudge(heads.config.num_layers, dict.fromkeys(DEEP_EXITS, tau))
-    return ExitDrafter(heads, judge, drafting(width))
-
-
 def medusa_heads(backbone: Backbone, count: int = 4) -> ExitHeads:
     """`count` heads of random weights, each for a token further ahead."""
     own = replace(deep_heads(backbone).config, exit_layers=(0,), head_type=MEDUSA, num_heads=count)
     return _moved(ExitHeads(own, backbone.unembedding), seed=7, by=0.3)
-
-
-def grown(
-    guesser: Any, depth: int, most: int = 9, row: float = 0.0, seen: NgramDrafter | None = None
-) -> TreeDrafter:
-    """Trees of up to `most` guesses, whether they pay or not."""
-    cost, controller = DraftCost(rows=(row,)), DraftController(depth)
-    return TreeDrafter(guesser, cost, controller, most=most, seen=seen, never_slower=False)
-
-
-def medusa_drafter(backbone: Backbone, most: int = 15, row: float = 0.0) -> TreeDrafter:
-    """Trees of `medusa_heads`."""
-    judge = ExitJudge(backbone.num_layers, {0: 1e-9})
-    return grown(MedusaGuesser(medusa_heads(backbone), judge, greedy(), 10), 6, most, row)
 
 
 def attending_heads(backbone: Backbone) -> AttendingHeads:
@@ -224,104 +175,91 @@ def attending_heads(backbone: Backbone) -> AttendingHeads:
     return AttendingHeads(config, backbone.unembedding, tensors).eval().requires_grad_(False)
 
 
-def attending_drafter(heads: AttendingHeads, tau: float, width: int = 5) -> AttendingDrafter:
-    """Chains of `attending_heads`."""
-    judge = ExitJudge(heads.config.num_layers, {0: tau})
-    return AttendingDrafter(heads, judge, drafting(width))
+LOW = f"exit:layers={'/'.join(map(str, EXITS))},anneal_strength=0.3,max_tokens=5,threshold=0.05"
+TREES = "exit:layers=0,threshold=0.001,guesses=4,max_rows=10,max_tokens=3"
+
+OWN = {
+    "eager exits": ("lens", LOW),
+    "exits with pauses": ("lens", LOW),
+    "choosy exits": ("lens", LOW.replace("0.05", "0.5")),
+    "eager deep": ("deep", "exit:threshold=0.02,max_tokens=5"),
+    "choosy deep": ("deep", "exit:threshold=0.1,max_tokens=5"),
+    "attending": ("attending", "exit:threshold=0.001,max_tokens=5"),
+    "choosy attending": ("attending", "exit:threshold=0.2,anneal_strength=0,max_tokens=3"),
+    "fewer layers": ("", "skip:threshold=0.3,max_tokens=4"),
+    "another model": ("", "draft-model:max_tokens=4"),
+    "seen text": ("", "ngram"),
+    "seen text, else exits": ("lens", f"ngram+{LOW}"),
+    "trees": ("deep", TREES),
+    "trees around seen text": ("deep", f"ngram+{TREES}"),
+    "attending trees": ("attending", TREES),
+    "attending trees around seen text": ("attending", f"ngram+{TREES}"),
+    "medusa trees": ("medusa", "exit:threshold=1e-9,guesses=10"),
+    "successors": ("", "successors:guesses=2,max_rows=10,max_tokens=3"),
+    "rest": ("", "rest:max_rows=10,max_tokens=5"),
+    "lookahead": ("", "lookahead:level=3,window=2,guesses=2"),
+}
+"""Drafts that options ask for: whose heads, and the drafter. A low threshold drafts often and
+wrongly, which is what tests want."""
+
+EAGER = SpeculationOptions(never_slower=False).updated(
+    {"costs": "row=0,head=0", "ngram": "size=2,max_tokens=5"}
+)
+"""Nothing need pay."""
+
+HEADS: dict[str, Callable[[Backbone], ExitHeads | AttendingHeads]] = {
+    "lens": lambda backbone: logit_lens(backbone.unembedding, backbone.num_layers, "tiny"),
+    "deep": deep_heads,
+    "attending": attending_heads,
+    "medusa": medusa_heads,
+}
 
 
-def reader_of(drafter: Drafter) -> AttendingHeads | None:
-    """Heads that attend, if any draft."""
-    heads = getattr(drafter, "heads", None) or getattr(
-        getattr(drafter, "_guesser", None), "_heads", None
-    )
-    return heads if isinstance(heads, AttendingHeads) else None
-
-
-def tree_drafter(
-    heads: ExitHeads | AttendingHeads, seen: NgramDrafter | None = None
-) -> TreeDrafter:
-    """Wide trees of `deep_heads`, or of those that attend, around prompt lookup."""
-    judge = ExitJudge(heads.config.num_layers, {0: 0.001})
-    kind: Any = AttendingGuesser if isinstance(heads, AttendingHeads) else HeadGuesser
-    return grown(kind(heads, judge, greedy(), 4), 3, seen=seen)
-
-
-def successor_drafter(sequence: list[int], vocab_size: int) -> TreeDrafter:
-    """Trees of what the sequence itself taught, every third token wrong."""
-    table = Successors()
+def taught(runtime: Runtime, sequence: list[int]) -> None:
+    """Successors and a datastore of the sequence itself, every third token wrong."""
+    size = runtime.backbone.vocab_size
     for at, token in enumerate(sequence[1:], start=1):
-        wrong = (token + 1) % vocab_size
-        table.learn(sequence[:at], [wrong, token] if at % 3 else [wrong], token)
-    return grown(SuccessorGuesser(table, 2), 3)
-
-
-def rest_drafter(sequence: list[int], vocab_size: int) -> TreeDrafter:
-    """Trees of the sequence and of another, of which every third token is wrong."""
-    wrong = [(token + (at % 3 == 0)) % vocab_size for at, token in enumerate(sequence)]
-    store = Datastore.of([sequence, wrong, wrong], make_tokenizer())
-    return grown(RestGuesser(store, 9, trees=True), 5)
-
-
-def second_model() -> DraftModelDrafter:
-    """A model of half the layers, which has nothing to do with the one that verifies."""
-    return DraftModelDrafter(DraftCache(wrapped("llama", num_hidden_layers=3)), drafting(4))
-
-
-def fewer_layers(backbone: Backbone) -> SkipDrafter:
-    """The model itself without every other layer."""
-    options = Skip(skipped=(*range(2, backbone.num_layers, 2),), threshold=0.3)
-    return SkipDrafter(options, LayerSearch(backbone.num_layers), drafting(4))
+        wrong = (token + 1) % size
+        runtime.successors.learn(sequence[:at], [wrong, token] if at % 3 else [wrong], token)
+    other = [(token + (at % 3 == 0)) % size for at, token in enumerate(sequence)]
+    runtime.datastore = Datastore.of([sequence, other, other], make_tokenizer())
 
 
 def drafters(
     backbone: Backbone, sequence: list[int], kinds: Kinds = None, *, trees: bool = True
-) -> Iterator[tuple[str, Drafter, tuple[int, ...]]]:
-    """Good, bad and random drafts, and real exits; with the exit layers each needs."""
+) -> Iterator[tuple[str, Drafter, dict[str, Any]]]:
+    """Good, bad and random drafts, and real ones; with what `decode` has to know of each."""
     size = backbone.vocab_size
-    deep = cache(partial(deep_heads, backbone))
-    attending = cache(partial(attending_heads, backbone))
-
-    def seen(longest: int) -> NgramDrafter:
-        return NgramDrafter(DraftController(5), size=longest)
-
-    exits = partial(exit_drafter, backbone)
-    bounds: Any = {"level": 3, "window": 2, "guesses": 2, "most": 7}
-    makers: dict[str, tuple[Callable[[], Drafter], tuple[int, ...]]] = {
-        "oracle": (lambda: OracleDrafter(sequence, width=5), ()),
-        "wrong": (lambda: WrongDrafter(sequence, 0, size, width=5), ()),
-        "random": (lambda: RandomDrafter((), 0, size, width=3), ()),
-        "mixed": (lambda: MixedDrafter(sequence, 1, size, width=5), ()),
-        "mixed over exits": (lambda: MixedDrafter(sequence, 2, size, width=4), EXITS),
-        "eager exits": (lambda: exits(0.05), EXITS),
-        "exits with pauses": (lambda: WhilePaying(exits(0.05), DraftCost(rows=(1.0,))), EXITS),
-        "choosy exits": (lambda: exits(0.5, 3), EXITS),
-        "eager deep": (lambda: deep_drafter(deep(), 0.02), DEEP_EXITS),
-        "choosy deep": (lambda: deep_drafter(deep(), 0.1), DEEP_EXITS),
-        "attending": (lambda: attending_drafter(attending(), 0.001), ()),
-        "choosy attending": (lambda: attending_drafter(attending(), 0.2, width=3), ()),
-        "fewer layers": (lambda: fewer_layers(backbone), ()),
-        "seen text": (lambda: seen(2), ()),
-        "seen text, else exits": (lambda: SeenTextFirst(seen(3), exits(0.05)), EXITS),
+    scripted: dict[str, tuple[Drafter, tuple[int, ...]]] = {
+        "oracle": (OracleDrafter(sequence, width=5), ()),
+        "wrong": (WrongDrafter(sequence, 0, size, width=5), ()),
+        "random": (RandomDrafter((), 0, size, width=3), ()),
+        "mixed": (MixedDrafter(sequence, 1, size, width=5), ()),
+        "mixed over exits": (MixedDrafter(sequence, 2, size, width=4), EXITS),
+        "oracle trees": (BranchingDrafter(sequence, 0, size, 7), ()),
+        "oracle trees over exits": (BranchingDrafter(sequence, 1, size, 7), EXITS),
     }
-    if size == VOCAB_SIZE:  # of tiny models; no other is at hand for a real one
-        makers["another model"] = (second_model, ())
-    if trees and backbone.runs_trees:
-        makers |= {
-            "oracle trees": (lambda: BranchingDrafter(sequence, 0, size, 7), ()),
-            "oracle trees over exits": (lambda: BranchingDrafter(sequence, 1, size, 7), EXITS),
-            "trees": (lambda: tree_drafter(deep()), (0,)),
-            "successors": (lambda: successor_drafter(sequence, size), ()),
-            "rest": (lambda: rest_drafter(sequence, size), ()),
-            "medusa trees": (lambda: medusa_drafter(backbone), (0,)),
-            "lookahead": (lambda: LookaheadDrafter(DraftController(2), **bounds), ()),
-            "attending trees": (lambda: tree_drafter(attending()), ()),
-            "attending trees around seen text": (lambda: tree_drafter(attending(), seen(2)), ()),
-            "trees around seen text": (lambda: tree_drafter(deep(), seen(2)), (0,)),
-        }
-    for name, (make, layers) in makers.items():
-        if kinds is None or name in kinds:
-            yield name, make(), layers
+    trees = trees and backbone.runs_trees
+    for name, (drafter, exits) in scripted.items():
+        if (kinds is None or name in kinds) and (trees or "trees" not in name):
+            yield name, drafter, {"exit_layers": exits}
+    heads_of = cache(lambda kind: HEADS[kind](backbone) if kind else None)
+    asked = Asked(ids=torch.tensor([sequence]), sampler=greedy(), stop=StopRule(max_length=999))
+    for name, (kind, wanted) in OWN.items():
+        options = EAGER.updated({"drafter": wanted})
+        if name == "exits with pauses":
+            options = options.updated({"never_slower": True, "costs": "row=0.3"})
+        second = wrapped("llama", num_hidden_layers=3) if name == "another model" else None
+        # no second model is at hand for a real one
+        fits = second is None or second.vocab_size == size
+        if (kinds is None or name in kinds) and fits and (trees or not options.grows_trees):
+            heads = heads_of(kind)
+            runtime = Runtime(backbone, heads, second)
+            taught(runtime, sequence)
+            reads: dict[str, Any] = {"exit_layers": heads.layers_in_use(options) if heads else ()}
+            if isinstance(heads, AttendingHeads):
+                reads = {"reader": heads}
+            yield name, runtime.drafter(asked, options), reads
 
 
 def check_draft_invariance(
@@ -338,10 +276,8 @@ def check_draft_invariance(
     """
     plain = decode(backbone, ids, NoDrafter(), shape=shape, new_tokens=new_tokens)
     sequence, trees = ids[0].tolist() + plain.tokens, backbone.claims.steady
-    for name, drafter, exits in drafters(backbone, sequence, kinds, trees=trees):
-        found = decode(
-            backbone, ids, drafter, shape=shape, exit_layers=exits, new_tokens=new_tokens
-        )
+    for name, drafter, more in drafters(backbone, sequence, kinds, trees=trees):
+        found = decode(backbone, ids, drafter, shape=shape, new_tokens=new_tokens, **more)
         differing = int((found.logits != plain.logits).any(-1).sum())
         assert differing == 0, f"{name}: {differing} of {len(plain.tokens)} positions differ"
         assert found.tokens == plain.tokens, name
@@ -350,8 +286,8 @@ def check_draft_invariance(
 def check_equal_to_hugging_face(backbone: Backbone, ids: Tensor, kinds: Kinds = None) -> None:
     """Rung 3, for float64: tokens equal to `model.generate`'s, whatever the drafts."""
     expected, _ = hugging_face(backbone.model, ids, NEW_TOKENS)
-    for name, drafter, exits in drafters(backbone, ids[0].tolist() + expected, kinds):
-        found = decode(backbone, ids, drafter, exit_layers=exits)
+    for name, drafter, more in drafters(backbone, ids[0].tolist() + expected, kinds):
+        found = decode(backbone, ids, drafter, **more)
         assert found.tokens == expected, name
         kept = max(entry.accepted for entry in found.entries)
         assert kept >= {"oracle": 1, "oracle trees": 2}.get(name, 0), name
@@ -367,8 +303,8 @@ def count_ties(
     """
     expected, _ = hugging_face(backbone.model, ids, new_tokens)
     ties = 0
-    for name, drafter, exits in drafters(backbone, ids[0].tolist() + expected, kinds):
-        found = decode(backbone, ids, drafter, exit_layers=exits, new_tokens=new_tokens)
+    for name, drafter, more in drafters(backbone, ids[0].tolist() + expected, kinds):
+        found = decode(backbone, ids, drafter, new_tokens=new_tokens, **more)
         parted = [a != b for a, b in zip(found.tokens, expected, strict=True)]
         if any(parted):
             at = parted.index(True)
@@ -394,8 +330,8 @@ def check_near_top(
     """
     plain = decode(backbone, ids, NoDrafter(), new_tokens=new_tokens)
     shortfalls: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
-    for name, drafter, exits in drafters(backbone, ids[0].tolist() + plain.tokens, kinds):
-        found = decode(backbone, ids, drafter, exit_layers=exits, new_tokens=new_tokens)
+    for name, drafter, more in drafters(backbone, ids[0].tolist() + plain.tokens, kinds):
+        found = decode(backbone, ids, drafter, new_tokens=new_tokens, **more)
         if (text := tuple(found.tokens)) not in shortfalls:  # most drafts lead to one text
             shortfalls[text] = shortfall(backbone.model, exact, ids, found.tokens)
         short, noise = shortfalls[text]

@@ -20,14 +20,22 @@ from selfspec.api.speculator import Speculator, wrap
 from selfspec.cli.main import main
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import Draft, GreedyMatch
+from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.decode import StopRule, rounds
-from selfspec.decoding.drafters.heads import CHOICES, AskAhead, AttendingDrafter, pack
+from selfspec.decoding.drafters.base import DraftController
+from selfspec.decoding.drafters.heads import (
+    CHOICES,
+    AskAhead,
+    AttendingDrafter,
+    MedusaGuesser,
+    pack,
+)
 from selfspec.decoding.drafters.trees import TreeDrafter
 from selfspec.decoding.engine import Asked, Engine, Runtime
-from selfspec.decoding.state import DecodeState, NoDrafter, Run, Steps, alone
+from selfspec.decoding.state import DecodeState, NoDrafter, Run, alone
 from selfspec.decoding.stats import Round, Stopwatch
 from selfspec.errors import InvalidOption
-from selfspec.eval.verify import OracleDrafter
+from selfspec.eval.verify import BranchingDrafter, OracleDrafter
 from selfspec.heads.attending import AttendingHeads
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.folder import MEDUSA
@@ -175,22 +183,13 @@ def test_a_conversation_goes_on_from_what_was_read(backbone: Backbone) -> None:
     torch.testing.assert_close(*keys, rtol=1e-4, atol=1e-4)
 
 
-class BranchingDrafter(OracleDrafter):
-    """A wrong token in front of each right one."""
-
-    def draft(self, *args: Any) -> Steps[Draft]:
-        draft = yield from super().draft(*args)
-        right = draft.tokens
-        tokens = [token for one in right for token in (one ^ 1, one)]
-        return Draft.of(tokens, [at for n in range(len(right)) for at in (2 * n - 1,) * 2])
-
-
 @pytest.mark.parametrize("drafter", [OracleDrafter, BranchingDrafter], ids=["chain", "tree"])
 def test_rows_that_stay_are_read_and_no_others(backbone: Backbone, drafter: Any) -> None:
     ids = random_ids(30)
     plain = ladder.decode(backbone, ids, NoDrafter())
     found = []
-    for one in (NoDrafter(), drafter(ids[0].tolist() + plain.tokens, 3)):
+    text = ids[0].tolist() + plain.tokens
+    for one in (NoDrafter(), drafter(text, 0, backbone.vocab_size, 7)):
         state = DecodeState(backbone, ids, reader=ladder.attending_heads(backbone))
         stop = StopRule(max_length=30 + ladder.NEW_TOKENS)
         rule = GreedyMatch(ladder.greedy())
@@ -209,9 +208,10 @@ def test_what_broke_in_the_middle_of_a_round_is_read_again(
 ) -> None:
     ids = random_ids(30)
     heads = ladder.attending_heads(generic)
-    expected = ladder.decode(generic, ids, ladder.attending_drafter(heads, 0.001, 4))
-    drafter = ladder.attending_drafter(heads, 0.001, 4)
-    state = DecodeState(generic, ids, reader=drafter.heads)
+    judge = ExitJudge(6, {0: 0.001})
+    drafter, alike = (AttendingDrafter(heads, judge, ladder.drafting(4)) for _ in range(2))
+    expected = ladder.decode(generic, ids, alike, reader=heads)
+    state = DecodeState(generic, ids, reader=heads)
     given = (
         *(state, drafter, GreedyMatch(ladder.greedy())),
         *(StopRule(max_length=30 + ladder.NEW_TOKENS), Stopwatch()),
@@ -311,12 +311,19 @@ def test_a_tree_is_whole_where_rows_cost_nothing_and_cut_to_what_pays_elsewhere(
     precise: Backbone, row: float, least: int, most: int
 ) -> None:
     state = begun(precise)
-    drafter: TreeDrafter = ladder.medusa_drafter(precise, 63, row)
+    heads, judge = ladder.medusa_heads(precise), ExitJudge(6, {0: 1e-9})
+    drafter = TreeDrafter(
+        MedusaGuesser(heads, judge, ladder.greedy(), 10),
+        DraftCost(rows=(row,)),
+        DraftController(6),
+        most=63,
+        never_slower=False,
+    )
     with torch.inference_mode():
         draft = alone(drafter.draft(state, 9, Stopwatch()))
     assert least <= len(draft.tokens) <= most
     assert draft.heads == 1
-    tokens, chances = ranked(ladder.medusa_heads(precise), state)
+    tokens, chances = ranked(heads, state)
     places = paths_of(draft)
     ranks = {
         tuple(tokens[depth].index(draft.tokens[at]) for depth, at in enumerate(path)): path[-1]
