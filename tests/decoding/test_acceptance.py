@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 from transformers.generation.logits_process import (
     NoRepeatNGramLogitsProcessor,
-    TemperatureLogitsWarper,
     TopKLogitsWarper,
 )
 
 from selfspec import options as rules
-from selfspec.api.speculator import Speculator, wrap
+from selfspec.api.speculator import wrap
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import (
     AcceptanceRule,
@@ -34,7 +33,6 @@ from selfspec.decoding.acceptance import (
 from selfspec.decoding.sampling import Sampler
 from selfspec.errors import InvalidOption
 from selfspec.heads.heads import entropy
-from selfspec.options import TOGETHER
 from tests.laws import (
     DRAFT,
     TARGET,
@@ -54,36 +52,6 @@ from tests.laws import (
     verdicts,
 )
 from tests.models import make_model, random_ids
-
-
-def greedy_rule(*processors: Any) -> GreedyMatch:
-    return GreedyMatch(make_sampler(Sampler, *processors, do_sample=False))
-
-
-def rows(*tokens: int) -> Tensor:
-    """[k, 6] logits with their maxima at `tokens`."""
-    return torch.nn.functional.one_hot(torch.tensor(tokens), 6) * 4.0 + torch.arange(6) / 10
-
-
-@pytest.mark.parametrize(
-    ("draft", "expected"),
-    [
-        ([], [(3, False)]),
-        ([3], [(3, True), (1, False)]),
-        ([3, 1, 4], [(3, True), (1, True), (4, True), (5, False)]),
-        ([3, 2, 4], [(3, True), (1, False)]),
-        ([0, 1, 4], [(3, False)]),
-        ([3, 1, 5], [(3, True), (1, True), (4, False)]),
-    ],
-)
-def test_greedy_keeps_drafts_up_to_the_first_that_is_not_the_targets(
-    draft: list[int], expected: list[tuple[int, bool]]
-) -> None:
-    logits = rows(3, 1, 4, 5)[: len(draft) + 1]
-    assert verdicts(greedy_rule(), Words(0), logits, Draft.of(draft)) == expected
-    # the general path, with a processor that changes nothing, agrees
-    rule = greedy_rule(TemperatureLogitsWarper(1.0))
-    assert verdicts(rule, Words(0), logits, Draft.of(draft)) == expected
 
 
 def test_greedy_and_full_lenience_are_lossless() -> None:
@@ -383,36 +351,6 @@ def test_every_option_changes_its_rule(name: str, option: str, value: Any, token
         for wanted in (base[name], replace(base[name], **{option: value}))
     ]
     assert kept[0] != kept[1]
-
-
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("drafter", [name for name in TOGETHER if name != "none"])
-@pytest.mark.parametrize("acceptance", ["cm-asd", "easd:entropy=0.1"])
-def test_every_drafter_serves_every_lossy_rule_and_results_say_so(
-    eager: Speculator, acceptance: str, drafter: str, do_sample: bool
-) -> None:
-    options: dict[str, Any] = {"acceptance": acceptance, "drafter": drafter, "seed": 0}
-    answer = eager.generate(
-        random_ids(13), max_new_tokens=20, do_sample=do_sample, temperature=2.0, **options
-    )
-    assert len(answer.token_ids) == 20
-    assert answer.stats.drafted > 0
-    assert not answer.stats.lossless
-
-
-def test_a_rule_without_slack_gives_the_plain_text_and_one_with_slack_another(
-    eager: Speculator,
-) -> None:
-    ids = random_ids(13)
-    plain = eager.generate(ids, max_new_tokens=40, drafter="none").token_ids
-
-    def text(**options: Any) -> list[int]:
-        return eager.generate(ids, max_new_tokens=40, **options).token_ids
-
-    assert text(acceptance="cm-asd:tolerance=0,tolerance_gain=0") == plain
-    assert text(acceptance="cm-asd:tolerance=9,top_beta=90") != plain
-    assert text(acceptance="easd:entropy=9") == plain
-    assert text(acceptance="easd:entropy=0,overlap=0") != plain
 
 
 def test_a_lossy_rule_is_announced_once_and_never_where_nothing_is_drafted(

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from selfspec.api.request import Grammars
 from selfspec.api.speculator import Speculator
 from selfspec.config import Grammar, grammar_of_schema, wanted_grammar
+from selfspec.decoding.acceptance import Draft
 from selfspec.decoding.drafters.ngram import GrammarDrafter
 from selfspec.decoding.sampling import GrammarMask
 from selfspec.errors import InvalidOption
@@ -96,14 +97,10 @@ def test_nothing_is_drafted_that_the_grammar_forbids(
     text: list[int] = []
     looked_at = 0
     for entry in (stream.drain(), stream.rounds)[1]:
-        parents = entry.parents or [*range(-1, len(entry.draft_tokens) - 1)]
-        for index, token in enumerate(entry.draft_tokens):
-            path, at = [token], parents[index]
-            while at >= 0:
-                path.insert(0, entry.draft_tokens[at])
-                at = parents[at]
-            assert allowed(words, text, path)
-            looked_at += entry.sources[index] != "grammar"
+        draft = Draft.again(entry)
+        for index, one in enumerate(draft.proposed):
+            assert allowed(words, text, draft.tokens_to(index))
+            looked_at += one.source != "grammar"
         text += entry.tokens
     assert looked_at or drafts == {"drafter": "ngram"}
 
