@@ -97,7 +97,7 @@ def worth(
 ) -> Found:
     """What drafts without these layers come to on all answers."""
     backbone = speculator.backbone
-    cost = DraftCost.for_model(backbone).with_costs(speculator.options.costs)
+    cost = DraftCost.with_costs(speculator.options.costs, backbone)
     cost = replace(cost, token=token_cost_without(skipped, backbone))
     tokens = steps = hits = 0.0
     for state, count in answers:

@@ -126,7 +126,6 @@ class Stream:
     @property
     def result(self) -> Generation:
         """The answer so far."""
-        self._stats.seconds = self._entries.watch.seconds
         # a round that ends the text may be cut between its tokens
         handed_out = len(self._tokens) == sum(len(entry.tokens) for entry in self.rounds)
         text, tokens, tokenizer = "", self._tokens, self.request.tokenizer

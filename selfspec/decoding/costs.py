@@ -7,7 +7,7 @@ shares of a plain step what drafting adds to a round, and the never-slower rule 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain, islice, repeat
 from typing import TYPE_CHECKING
@@ -132,14 +132,11 @@ class DraftCost:
     num_layers: int = 1
 
     @classmethod
-    def for_model(cls, model: Backbone, load: Load | None = None) -> DraftCost:
-        """A guess, where nobody measured."""
-        return cls(rows=(USUAL,), load=load or Load(), head=USUAL, num_layers=model.num_layers)
-
-    def with_costs(self, asked: Costs) -> DraftCost:
-        """This, or what was asked for."""
-        head = self.head if asked.head is None else asked.head
-        return replace(self, rows=asked.rows or self.rows, head=head)
+    def with_costs(cls, asked: Costs, model: Backbone, load: Load | None = None) -> DraftCost:
+        """What was asked for, or a guess."""
+        head = USUAL if asked.head is None else asked.head
+        rows, layers = asked.rows or (USUAL,), model.num_layers
+        return cls(rows=rows, load=load or Load(), head=head, num_layers=layers)
 
     @property
     def row_costs(self) -> tuple[float, ...]:

@@ -130,6 +130,7 @@ class Runtime:
         if asked.logprobs is not None:
             rule = Noting(rule, asked.logprobs, noted)
         state = self.state(asked, options, kv)
+        watch = Stopwatch()
         stats = GenerationStats(
             num_layers=self.backbone.num_layers,
             prompt_tokens=state.length - state.pad,
@@ -137,10 +138,10 @@ class Runtime:
             lossless=rule.lossless or not options.speculate,
             pinned=self._is_pinned(options),
             drafts_refused=refused,
+            seconds=watch.seconds,
         )
         if not stats.lossless:
             self._tell("lossy acceptance: the output differs from the model's own")
-        watch = Stopwatch()
         drafter = self.drafter(asked, options, draft_cache, load)
         least, start = state.hidden.least, len(state.committed(0))
         counts = range(least, 1 + max(least, options.widest_pass if options.speculate else 1))
@@ -148,7 +149,7 @@ class Runtime:
         if options.uses("draft-model") and (second := self.draft_model) is not None:
             second.capture(start, (0, second.num_layers), range(1, 3))
         steps = written(state, drafter, rule, asked.stop, watch)
-        return Running(state=state, steps=steps, stats=stats, watch=watch, logprobs=noted)
+        return Running(state=state, steps=steps, stats=stats, logprobs=noted)
 
     def rule(self, sampler: Sampler, options: SpeculationOptions) -> AcceptanceRule:
         """Which drafts stay; a laboratory may listen in here."""
@@ -192,7 +193,7 @@ class Runtime:
 
     def draft_cost(self, options: SpeculationOptions, load: Load | None = None) -> DraftCost:
         """What drafting costs, as far as known; InvalidOption for layers that are not there."""
-        cost = DraftCost.for_model(self.backbone, load).with_costs(options.costs)
+        cost = DraftCost.with_costs(options.costs, self.backbone, load)
         if options.uses("skip"):
             skipped, layers = options.skip.skipped or self.layers.skipped, self.backbone.num_layers
             if max(skipped, default=0) > layers:
@@ -414,7 +415,6 @@ class Running:
     state: DecodeState
     steps: Generator[Work | Round, Any, None]  # what `decode.written` yields
     stats: GenerationStats  # the reader of the rounds counts in it
-    watch: Stopwatch
     logprobs: list[Logprob]  # of all committed tokens, where asked for; grows with the text
     ended: bool = False  # whether no more rounds will come
     error: BaseException | None = None  # what ended it, if that was no stop rule

@@ -271,7 +271,6 @@ class Answer:
             raise running.error
         if running.ended:
             text += self._rest()
-            running.stats.seconds = running.watch.seconds
         content, calls = text, list[Json]()
         if self._calls is not None:
             content = self._calls.push(text)

@@ -124,7 +124,7 @@ def _resolved(speculator: Speculator, options: SpeculationOptions) -> Speculatio
         exits = replace(exits, layers=layers, threshold=taus, max_depth=None)
     if not speculator.runtime.runs_trees(replace(options, drafter="exit")):
         exits = replace(exits, guesses=1)
-    cost = DraftCost.for_model(speculator.backbone).with_costs(options.costs)
+    cost = DraftCost.with_costs(options.costs, speculator.backbone)
     costs = Costs(row=cost.rows, head=cost.head)
     return replace(options, speculate=True, drafter=drafter, exit=exits, costs=costs)
 
