@@ -1,7 +1,7 @@
 """Rungs of the losslessness ladder (design.md section 5), as functions that raise AssertionError.
 
 Called by test_lossless.py on correct code, where they must pass, and by test_mutants.py on code
-with a planted bug, where one of them must fail.
+with a planted bug, where one of them must fail. Rungs 4 and 5 are those of `selfspec verify`.
 """
 
 from __future__ import annotations
@@ -198,6 +198,7 @@ OWN = {
     "successors": ("", "successors:guesses=2,max_rows=10,max_tokens=3"),
     "rest": ("", "rest:max_rows=10,max_tokens=5"),
     "lookahead": ("", "lookahead:level=3,window=2,guesses=2"),
+    "medusa chains": ("medusa", "exit:threshold=1e-9"),
 }
 """Drafts that options ask for: whose heads, and the drafter. A low threshold drafts often and
 wrongly, which is what tests want."""
@@ -293,61 +294,6 @@ def check_equal_to_hugging_face(backbone: Backbone, ids: Tensor, kinds: Kinds = 
         assert kept >= {"oracle": 1, "oracle trees": 2}.get(name, 0), name
 
 
-def count_ties(
-    backbone: Backbone, ids: Tensor, *, new_tokens: int = NEW_TOKENS, kinds: Kinds = None
-) -> int:
-    """Rung 4, for float32: tokens equal to `model.generate`'s, or parted at a tie; counts ties.
-
-    A tie is a margin of the top logit within twice the noise: the largest difference, on this
-    very text, between logits of our passes and of one block.
-    """
-    expected, _ = hugging_face(backbone.model, ids, new_tokens)
-    ties = 0
-    for name, drafter, more in drafters(backbone, ids[0].tolist() + expected, kinds):
-        found = decode(backbone, ids, drafter, new_tokens=new_tokens, **more)
-        parted = [a != b for a, b in zip(found.tokens, expected, strict=True)]
-        if any(parted):
-            at = parted.index(True)
-            noise = measured_noise(backbone.model, ids, found)
-            top = found.logits[at].topk(2).values
-            assert float(top[0] - top[1]) <= 2 * noise, f"{name} parts at {at}, noise {noise}"
-            ties += 1
-    return ties
-
-
-def check_near_top(
-    backbone: Backbone,
-    exact: PreTrainedModel,
-    ids: Tensor,
-    *,
-    new_tokens: int = NEW_TOKENS,
-    kinds: Kinds = None,
-) -> None:
-    """Rung 5, for bfloat16: each token lies within the noise of the float32 model's top logit.
-
-    Noise: the largest difference, on the emitted text, between the bfloat16 and the float32 model
-    run plainly over it in one block; a token may lose it twice, once for each of two logits.
-    """
-    plain = decode(backbone, ids, NoDrafter(), new_tokens=new_tokens)
-    shortfalls: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
-    for name, drafter, more in drafters(backbone, ids[0].tolist() + plain.tokens, kinds):
-        found = decode(backbone, ids, drafter, new_tokens=new_tokens, **more)
-        if (text := tuple(found.tokens)) not in shortfalls:  # most drafts lead to one text
-            shortfalls[text] = shortfall(backbone.model, exact, ids, found.tokens)
-        short, noise = shortfalls[text]
-        assert short <= 2 * noise, f"{name}: {short} below the top, noise {noise}"
-
-
-def shortfall(
-    model: PreTrainedModel, exact: PreTrainedModel, ids: Tensor, tokens: list[int]
-) -> tuple[Tensor, Tensor]:
-    """By how much `tokens` miss the top logit of `exact` at most, and the noise of `model`."""
-    reference = block_logits(exact, ids, tokens)
-    noise = (block_logits(model, ids, tokens) - reference).abs().max()
-    chosen = reference.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-    return (reference.max(-1).values - chosen).max(), noise
-
-
 def check_sampling(
     model: PreTrainedModel,
     ids: Tensor,
@@ -411,8 +357,3 @@ def chi_square_p(
         cells += 1
     half = torch.tensor([(cells - 1) / 2, statistic / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1]))
-
-
-def measured_noise(model: PreTrainedModel, ids: Tensor, found: Decoded) -> float:
-    """Largest difference between our passes and one block, on the same text."""
-    return float((block_logits(model, ids, found.tokens) - found.logits).abs().max())

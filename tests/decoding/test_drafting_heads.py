@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from selfspec.api.speculator import Speculator, wrap
+from selfspec.api.speculator import wrap
 from selfspec.cli.main import main
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import Draft, GreedyMatch
@@ -347,32 +347,6 @@ def test_a_tree_is_no_deeper_than_there_are_heads(precise: Backbone) -> None:
         found = [one for one in engine.add(asked(random_ids(9)), options) if one.draft_tokens]
         depths = {max(map(len, paths_of(Draft.again(one)))) for one in found}
         assert max(depths) == min(count, 4)
-
-
-@pytest.fixture(scope="module")
-def medusa(backbone: Backbone) -> Speculator:
-    heads = ladder.medusa_heads(backbone)
-    return wrap(backbone.model, heads=heads, executor=backbone.executor_name)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"drafter": WHOLE, "never_slower": False},
-        {"drafter": MEDUSA_FITTED, "costs": "row=0.01"},
-        {"drafter": MEDUSA_FITTED, "repetition_penalty": 1.5},
-        {"drafter": WHOLE, "controller": "threshold"},
-        {"drafter": WHOLE, "pinned": True},
-    ],
-    ids=str,
-)
-def test_medusa_trees_change_no_text(medusa: Speculator, options: dict[str, Any]) -> None:
-    many: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
-    many |= {name: options[name] for name in options.keys() & {"repetition_penalty"}}
-    plain = medusa.generate(random_ids(9), speculate=False, **many)
-    found = medusa.generate(random_ids(9), **many | options)
-    assert found.token_ids == plain.token_ids
-    assert found.stats.drafted_by_source["exit"] > 0
 
 
 def test_they_answer_about_no_layer(precise: Backbone) -> None:
