@@ -7,7 +7,6 @@ again. Prompts are short or end near a limit: a sliding window (8), a block (64)
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Any
@@ -414,17 +413,17 @@ class Turn:
 def conversations(draw: st.DrawFn) -> tuple[str, list[Turn]]:
     """A kind of heads, and turns that take up the whole text, a part of it, or nothing."""
     heads = draw(st.sampled_from(sorted(EXITS)))
-    return heads, list(turns(draw, heads))
+    return heads, draw(st.lists(turns(heads), min_size=2, max_size=4))
 
 
-def turns(draw: st.DrawFn, heads: str) -> Iterator[Turn]:
-    for _ in range(draw(st.integers(2, 4))):
-        added = draw(prompts(longest=12))
-        longest = FURTHEST - MOST_NEW - added.length
-        yield Turn(
-            keep=draw(st.sampled_from([0, 5, longest, longest])),
-            added=added,
-            wishes=draw(wishes(FURTHEST - MOST_NEW)),
-            pieces=draw(st.sampled_from([None, None, 1, 4])),
-            speculation=draw(speculations(heads)),
-        )
+@st.composite
+def turns(draw: st.DrawFn, heads: str) -> Turn:
+    added = draw(prompts(longest=12))
+    longest = FURTHEST - MOST_NEW - added.length
+    return Turn(
+        keep=draw(st.sampled_from([0, 5, longest, longest])),
+        added=added,
+        wishes=draw(wishes(FURTHEST - MOST_NEW)),
+        pieces=draw(st.sampled_from([None, None, 1, 4])),
+        speculation=draw(speculations(heads)),
+    )

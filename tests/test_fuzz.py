@@ -10,7 +10,9 @@ from __future__ import annotations
 import shutil
 import sys
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
 
 import pytest
 import torch
@@ -45,18 +47,26 @@ def all_options(case: Case | Turn) -> dict[str, Any]:
     return case.wishes.options | strings | case.speculation
 
 
+def agreed(expected: Callable[[], list[int]], ask: Callable[[], object]) -> list[int] | None:
+    """Hugging Face's tokens; None where its scores are no distribution, which `ask` says, too."""
+    try:
+        return expected()
+    except RuntimeError:
+        with pytest.raises(InvalidOption, match="no distribution to draw from"):
+            ask()
+        return None
+
+
 def check_answer(family: str, case: Case) -> None:
     speculator = fuzz.speculator(family, torch.float64, case.executor, case.heads)
-    try:
-        expected = expected_of(case, family)
-    except RuntimeError:  # scores that are no law, for transformers too
-        with pytest.raises(InvalidOption, match="no distribution to draw from"):
-            speculator.generate(case.prompt.ids, **all_options(case))
+    generate = partial(speculator.generate, case.prompt.ids)
+    expected = agreed(lambda: expected_of(case, family), lambda: generate(**all_options(case)))
+    if expected is None:
         return
     text = torch.cat([case.prompt.ids, torch.tensor([expected])], dim=1)
     for speculate in (False, True):
         options = all_options(case) | {"speculate": speculate}
-        answer = speculator.generate(case.prompt.ids, **options)
+        answer = generate(**options)
         assert answer.token_ids == expected
         assert answer.stop_reason == case.wishes.reason(text)
     event("some drafts accepted" if answer.stats.accepted else "none accepted")
@@ -91,16 +101,10 @@ def test_inside_of_hugging_faces_own_generate_too(family: str) -> None:
         speculator = fuzz.speculator(family, torch.float64, case.executor, case.heads)
         strings = list(case.wishes.strings) or None
         loop = speculator.hf(strings=strings, **case.speculation)
-        model: Any = speculator.model
-        options = {"do_sample": False} | case.wishes.options
-        try:
-            expected = expected_of(case, family)
-        except RuntimeError:  # scores that are no law, for transformers too
-            with pytest.raises(InvalidOption, match="no distribution to draw from"):
-                model.generate(case.prompt.ids, custom_generate=loop, **options)
-            return
-        found = model.generate(case.prompt.ids, custom_generate=loop, **options)
-        assert found[0, case.prompt.length :].tolist() == expected
+        options = {"do_sample": False, "custom_generate": loop} | case.wishes.options
+        ask = partial(cast(Any, speculator.model).generate, case.prompt.ids, **options)
+        expected = agreed(lambda: expected_of(case, family), ask)
+        assert expected is None or ask()[0, case.prompt.length :].tolist() == expected
 
     check()
 
@@ -116,11 +120,9 @@ def test_so_is_every_turn_of_a_session(family: str) -> None:
             prompt = torch.cat([text[:, : turn.keep], turn.added.ids], dim=1)
             wishes = turn.wishes
             stream = session.stream(prompt, **all_options(turn))
-            try:
-                expected = fuzz.hugging_face(family, tuple(prompt[0].tolist()), wishes)
-            except RuntimeError:  # scores that are no law, for transformers too
-                with pytest.raises(InvalidOption, match="no distribution to draw from"):
-                    stream.drain()
+            ids = tuple(prompt[0].tolist())
+            expected = agreed(partial(fuzz.hugging_face, family, ids, wishes), stream.drain)
+            if expected is None:
                 continue
             for number, _ in enumerate(stream, start=1):
                 if number == turn.pieces:

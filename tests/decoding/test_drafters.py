@@ -270,10 +270,10 @@ def test_every_drafter_serves_every_controller_and_rule(
         assert found.token_ids == plain.token_ids
 
 
-@pytest.fixture(scope="module", params=[*EXECUTORS, "cuda-graph"])
-def writer(request: pytest.FixtureRequest) -> Speculator:
-    """Of one executor; its datastore has what it writes, and the same with every third id right."""
-    found = wrap(make_model("llama"), executor=request.param, never_slower=False, costs="row=0.01")
+@pytest.fixture(scope="module")
+def writer() -> Speculator:
+    """Its datastore has what it writes, and the same with every third id right."""
+    found = wrap(make_model("llama"), never_slower=False, costs="row=0.01")
     plain = found.generate(random_ids(9), max_new_tokens=WINDOW + 30, speculate=False)
     text = [*random_ids(9)[0].tolist(), *plain.token_ids]
     wrong = [(token + at % 3) % 96 for at, token in enumerate(text)]
@@ -282,26 +282,17 @@ def writer(request: pytest.FixtureRequest) -> Speculator:
 
 
 @pytest.mark.parametrize(
-    "drafter",
-    [
-        *("successors", "ngram+successors", "rest", "ngram+rest", "skip:skipped=3", "skip"),
-        *("ngram+skip", "lookahead:level=3", "lookahead:level=5,window=7,guesses=7"),
-        "lookahead:level=2,window=1,guesses=1",
-    ],
+    "drafter", ["successors", "ngram+successors", "rest", "ngram+rest", "skip"]
 )
-def test_a_text_stays_on_every_executor_and_is_drafted_when_it_comes_again(
-    writer: Speculator, drafter: str
-) -> None:
-    writer.runtime.layers = LayerSearch(6)
+def test_a_text_that_comes_again_is_drafted(writer: Speculator, drafter: str) -> None:
     first = writer.runtime.layers.skipped
     many: dict[str, Any] = {"max_new_tokens": WINDOW + 30, "do_sample": False}
     plain = writer.generate(random_ids(9), speculate=False, **many)
     found = [writer.generate(random_ids(9), drafter=drafter, **many) for _ in range(2)]
     assert [one.token_ids for one in found] == [plain.token_ids] * 2
-    source = drafter.removeprefix("ngram+").partition(":")[0]
-    assert found[1].stats.accepted_by_source[source] > (0 if source in ("skip", "lookahead") else 6)
-    searched = writer.runtime.layers.skipped != first
-    assert searched == (drafter.endswith("skip") and writer.backbone.runs_trees)
+    source = drafter.removeprefix("ngram+")
+    assert found[1].stats.accepted_by_source[source] > (0 if source == "skip" else 6)
+    assert (writer.runtime.layers.skipped != first) == (drafter == "skip")
 
 
 SAMPLED: dict[str, dict[str, Any]] = {
