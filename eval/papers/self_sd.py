@@ -71,7 +71,7 @@ def written(speculator: Speculator, prompt: str, count: int) -> tuple[DecodeStat
     request = greedy_request(speculator, prompt, count)
     asked, options = request.only(), replace(request.speculation, speculate=False)
     kv = KVCache(speculator.backbone.num_layers)  # pages of an engine's own go to other texts
-    running = speculator.engine().add(asked, options, kv=kv)
+    running = speculator.engine().add(replace(asked, kv=kv), options)
     made = [token for entry in running for token in entry.tokens]
     return running.state, len(made)
 

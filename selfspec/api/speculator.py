@@ -306,9 +306,8 @@ class Session:
             # back to what it shares with the new prompt, of which at least one id is left
             state.kv.truncate(common(state.committed(0), asked.ids[0, :-1].tolist()))
             kv = state.kv
-        running = self._speculator.engine().add(
-            asked, speculation, kv=kv, draft_cache=self._draft_cache
-        )
+        asked = replace(asked, kv=kv, draft_cache=self._draft_cache)
+        running = self._speculator.engine().add(asked, speculation)
         self._pinned, self._state = shapes, running.state
         self._stream = Stream(running, request)
         return self._stream

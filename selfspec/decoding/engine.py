@@ -15,7 +15,7 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -87,6 +87,8 @@ class Asked:
     sampler: Sampler
     stop: StopRule
     logprobs: int | None = None  # how many likely tokens to note beside each
+    kv: KVCache | None = None  # may hold a prefix, and is kept where it is; None: the engine's own
+    draft_cache: DraftCache | None = None  # may hold what the draft model read of an earlier turn
 
 
 class Runtime:
@@ -104,15 +106,8 @@ class Runtime:
         self.layers, self.probe = LayerSearch(backbone.num_layers), PinnedProbe(backbone)
         self._told: set[str] = set()
 
-    def text(
-        self,
-        asked: Asked,
-        options: SpeculationOptions,
-        load: Load,
-        kv: KVCache | None,
-        draft_cache: DraftCache | None,
-    ) -> Running:
-        """A text to write; `kv` and `draft_cache` may hold what an earlier turn left.
+    def text(self, asked: Asked, options: SpeculationOptions, load: Load) -> Running:
+        """A text to write.
 
         Raises ModelChanged if the model, or the draft model, is not what was wrapped.
         """
@@ -129,7 +124,7 @@ class Runtime:
             rule = Remembering(rule, self.successors, asked.ids[0, asked.pad :][-2:].tolist())
         if asked.logprobs is not None:
             rule = Noting(rule, asked.logprobs, noted)
-        state = self.state(asked, options, kv)
+        state = self.state(asked, options)
         watch = Stopwatch()
         stats = GenerationStats(
             num_layers=self.backbone.num_layers,
@@ -142,7 +137,7 @@ class Runtime:
         )
         if not stats.lossless:
             self._tell("lossy acceptance: the output differs from the model's own")
-        drafter = self.drafter(asked, options, draft_cache, load)
+        drafter = self.drafter(asked, options, load)
         least, start = state.hidden.least, len(state.committed(0))
         counts = range(least, 1 + max(least, options.widest_pass if options.speculate else 1))
         self.backbone.capture(start, state.hidden.schedule.depths, counts, state.kv.slots)
@@ -155,11 +150,9 @@ class Runtime:
         """Which drafts stay; a laboratory may listen in here."""
         return acceptance_rule(sampler, options)
 
-    def state(
-        self, asked: Asked, options: SpeculationOptions, kv: KVCache | None = None
-    ) -> DecodeState:
-        """A text before its first round; `kv` may hold a prefix of it."""
-        shape = PassShape()
+    def state(self, asked: Asked, options: SpeculationOptions) -> DecodeState:
+        """A text before its first round."""
+        shape, kv = PassShape(), asked.kv
         if options.pinned:
             slots = fixed_slots(asked.stop.max_length - asked.pad + options.pinned_rows)
             fixed = PassShape(options.pinned_rows, max(slots, (kv and kv.slots) or 0))
@@ -214,11 +207,7 @@ class Runtime:
         return cost if options.costs.head is not None else replace(cost, head=read)
 
     def drafter(
-        self,
-        asked: Asked,
-        options: SpeculationOptions,
-        draft_cache: DraftCache | None = None,
-        load: Load | None = None,
+        self, asked: Asked, options: SpeculationOptions, load: Load | None = None
     ) -> Drafter:
         """What proposes tokens under `options`; nothing behind an end token.
 
@@ -254,7 +243,7 @@ class Runtime:
             if trees:
                 return chains
         elif options.drafter != "ngram":
-            chains = self._chains(options, sampler, ends, draft_cache)
+            chains = self._chains(asked, options)
             if options.never_slower:
                 chains = WhilePaying(chains, cost)
         return chains if seen is None else SeenTextFirst(seen, chains)
@@ -281,16 +270,12 @@ class Runtime:
         kind = AttendingGuesser if isinstance(heads, AttendingHeads) else HeadGuesser
         return kind(heads, judge, sampler, guesses)
 
-    def _chains(
-        self,
-        options: SpeculationOptions,
-        sampler: Sampler,
-        ends: Collection[int],
-        cache: DraftCache | None,
-    ) -> Drafter:
+    def _chains(self, asked: Asked, options: SpeculationOptions) -> Drafter:
+        ends = asked.stop.end_tokens
+
         def how(longest: int) -> Drafting:
             beliefs = options.acceptance.reads_beliefs
-            return Drafting(sampler, make_controller(options, longest), ends, beliefs)
+            return Drafting(asked.sampler, make_controller(options, longest), ends, beliefs)
 
         if options.uses("lookahead"):
             wanted, trees = options.lookahead, self.runs_trees(options)
@@ -303,7 +288,7 @@ class Runtime:
                 most=options.most_drafts,
             )
         if options.uses("draft-model"):
-            cache = cache or self.draft_cache()
+            cache = asked.draft_cache or self.draft_cache()
             if cache is None:
                 raise InvalidOption(
                     f"drafter {options.drafter} needs a second model. Give --draft-model"
@@ -509,24 +494,17 @@ class Engine:
         return len(self._waiting)
 
     @eager
-    def add(
-        self,
-        asked: Asked,
-        options: SpeculationOptions,
-        *,
-        kv: KVCache | None = None,
-        draft_cache: DraftCache | None = None,
-    ) -> Running:
-        """A text joins, with the next round; `kv` is kept where it is, not in this engine.
+    def add(self, asked: Asked, options: SpeculationOptions) -> Running:
+        """A text joins, with the next round.
 
         Raises as `Runtime.text` does, and InvalidOption for a text that can never fit.
         """
-        if kv is None:
+        if asked.kv is None:
             positions = asked.stop.max_length - asked.pad
             if self._strict:
                 self._store.refuse_too_long(positions)
-            kv = self._store.kv(positions)
-        running = self.runtime.text(asked, options, self._load, kv, draft_cache)
+            asked = replace(asked, kv=self._store.kv(positions))
+        running = self.runtime.text(asked, options, self._load)
         running.engine = self
         self._waiting.append(running)
         return running

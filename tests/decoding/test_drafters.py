@@ -260,8 +260,8 @@ SKIP_ONE = "skip:skipped=2,threshold=0.3,max_tokens=2"
 def test_every_drafter_serves_every_controller_and_rule(
     eager: Speculator, drafter: str, how: dict[str, Any]
 ) -> None:
-    ids, many = random_ids(13), {"max_new_tokens": 40, "drafter": drafter}
-    found = eager.generate(ids, **many | how)
+    ids, many = random_ids(13), how | {"max_new_tokens": 40, "drafter": drafter}
+    found = eager.generate(ids, **many)
     assert found.stats.drafted > 0
     assert set(found.stats.drafted_by_source) <= set(drafter.split("+"))
     assert found.stats.lossless == ("controller" in how)

@@ -110,7 +110,7 @@ def test_random_drafts_without_a_mask_would_be_forbidden(words: PreTrainedTokeni
     assert sum(wrong) > 15
 
 
-FIELDS = {
+FIELDS: dict[str, dict[str, Any]] = {
     "number": {"type": "integer", "minimum": -5, "maximum": 99},
     "flag": {"type": "boolean"},
     "nothing": {"type": "null"},
