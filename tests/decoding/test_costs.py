@@ -30,7 +30,7 @@ from selfspec.decoding.measure import (
     why_unpinned,
 )
 from selfspec.decoding.sampling import DraftToken
-from selfspec.decoding.state import DecodeState, Steps, alone, ready
+from selfspec.decoding.state import alone
 from selfspec.decoding.stats import Round, Stopwatch
 from selfspec.errors import PinnedUnavailable
 from selfspec.heads.exit_heads import ExitHeads, logit_lens
@@ -38,7 +38,7 @@ from selfspec.model.backbone import Backbone
 from selfspec.model.fused import FusedExecutor
 from selfspec.model.generic import GenericExecutor
 from selfspec.options import Costs
-from tests.decoding.test_drafters import Text
+from tests.decoding.test_drafters import Other, Text
 from tests.heads.kinds import make_heads
 from tests.models import make_model, needs_compiler, random_ids
 from tests.recorded import RecordedCapture
@@ -131,21 +131,9 @@ def priced(row: float) -> DraftCost:
     return DraftCost(rows=(row,), num_layers=10**9)
 
 
-class Heads:
-    """Drafts a token at layer 3; notes what it hears."""
-
-    def __init__(self) -> None:
-        self.heard: list[tuple[int, int]] = []
-
-    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:
-        return ready(Draft(proposed=[DraftToken(90, layer=3)], heads=1, ended="width"))
-
-    def learn(self, draft: Draft, kept: Sequence[int]) -> None:
-        self.heard.append((len(draft.tokens), len(kept)))
-
-
-ONE = COST.of(alone(Heads().draft(Text([]), 1, Stopwatch())))
-"""What a round of `Heads` costs: 0.38 plain steps."""
+EXITS = Draft(proposed=[DraftToken(90, layer=3)], heads=1, ended="width")
+ONE = COST.of(EXITS)
+"""What a round with this draft costs: 0.38 plain steps."""
 
 
 def play(paying: WhilePaying, right: Sequence[bool]) -> list[bool]:
@@ -165,7 +153,7 @@ def runs(drafted: Sequence[bool]) -> list[int]:
 
 
 def test_drafts_that_are_never_right_are_made_in_14_rounds_and_then_in_one_of_65() -> None:
-    heads = Heads()
+    heads = Other(EXITS)
     drafted = play(WhilePaying(heads, COST), [False] * 2000)
     first = math.ceil(math.log(1 + 0.5 / ONE) / math.log(16 / 15))
     assert first == 14
@@ -181,7 +169,7 @@ def test_drafts_that_are_dear_begin_with_a_pause_and_are_made_once_they_pay(
     """Dear at the load of the first round: texts may have come since this one was added."""
     load = Load()
     dear = DraftCost(rows=(share,), head=share, num_layers=10**9, load=load)
-    wrong, right = WhilePaying(Heads(), dear), WhilePaying(Heads(), dear)
+    wrong, right = WhilePaying(Other(EXITS), dear), WhilePaying(Other(EXITS), dear)
     load.texts = texts
     assert dear.per_token == pytest.approx(2 * texts * share / (1 + (texts - 1) * share))
     assert runs(play(wrong, [False] * 300))[:6] == [LONGEST_PAUSE // 2, 1, 64, 1, 64, 1]
@@ -193,11 +181,11 @@ def test_drafts_that_are_dear_begin_with_a_pause_and_are_made_once_they_pay(
 def test_drafts_that_pay_are_always_made() -> None:
     dice = random.Random(0)
     right = [dice.random() < 0.8 for _ in range(500)]
-    assert all(play(WhilePaying(Heads(), COST), right))
+    assert all(play(WhilePaying(Other(EXITS), COST), right))
 
 
 def test_heads_that_become_right_are_found_again_and_tried_sooner_when_they_fail_again() -> None:
-    paying = WhilePaying(Heads(), COST)
+    paying = WhilePaying(Other(EXITS), COST)
     play(paying, [False] * 500)
     drafted = play(paying, [True] * 100)
     assert runs(drafted)[1] == 100 - runs(drafted)[0]  # once found, not lost again
@@ -212,7 +200,13 @@ def test_no_sequence_of_drafts_loses_more_than_eight_steps_and_a_round_for_each_
     for seed in range(200):
         dice = random.Random(seed)
         row = dice.choice([0.02, 0.3, 1.0, 5.0, 20.0])
-        paying, rate, gained, pauses, before = WhilePaying(Heads(), priced(row)), 0.5, 0.0, 0, True
+        paying, rate, gained, pauses, before = (
+            WhilePaying(Other(EXITS), priced(row)),
+            0.5,
+            0.0,
+            0,
+            True,
+        )
         for place in range(400):
             if place % dice.randint(5, 60) == 0:
                 rate = dice.choice([0.0, 0.1, 0.5, 1.0])

@@ -176,15 +176,16 @@ def test_the_controller_hears_the_rate_of_each_match_and_ends_the_draft() -> Non
 
 
 class Other:
-    """Drafts 90, 91, .. unless it pauses; notes what it is asked and told."""
+    """Drafts the same, unless it pauses; notes what it is asked and told."""
 
-    def __init__(self) -> None:
+    def __init__(self, draft: Draft | None = None) -> None:
+        self.made = draft or Draft.of([90, 91])
         self.asked, self.pauses = 0, False
         self.heard: list[tuple[int, int]] = []
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:
         self.asked += 1
-        return ready(Draft() if self.pauses else Draft.of([90, 91][:limit]))
+        return ready(Draft() if self.pauses else self.made)
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
         self.heard.append((len(draft.tokens), len(kept)))

@@ -15,7 +15,6 @@ from selfspec.decoding.acceptance import Draft, GreedyMatch
 from selfspec.decoding.decode import StopRule, rounds
 from selfspec.decoding.drafters.base import DraftController, Drafting
 from selfspec.decoding.drafters.heads import ExitDrafter
-from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState, NoDrafter, Schedule, Steps, alone
 from selfspec.decoding.stats import Round, Stopwatch
 from selfspec.eval.verify import MixedDrafter
@@ -113,16 +112,12 @@ def make_state(backbone: Backbone, prompt: int = 5, **options: Any) -> DecodeSta
 
 def make_drafter(heads: ScriptedHeads, width: int = 4) -> ExitDrafter:
     judge = ExitJudge(8, dict.fromkeys(EXIT_LAYERS, 0.9))
-    return ExitDrafter(cast(ExitHeads, heads), judge, Drafting(greedy(), DraftController(width)))
-
-
-def greedy() -> Sampler:
-    return Sampler(processors=cast(Any, []))
+    return ExitDrafter(cast(ExitHeads, heads), judge, ladder.drafting(width))
 
 
 def decode(state: DecodeState, decide: Decide, max_length: int = 64) -> Iterator[Round]:
     """Rounds of greedy decoding, the prompt's pass first."""
-    drafter, rule = make_drafter(ScriptedHeads(state, decide)), GreedyMatch(greedy())
+    drafter, rule = make_drafter(ScriptedHeads(state, decide)), GreedyMatch(ladder.greedy())
     return rounds(state, drafter, rule, StopRule(max_length=max_length), Stopwatch())
 
 
@@ -257,8 +252,12 @@ def test_a_controller_ends_a_draft_and_hears_what_was_kept(
             heard.append((drafted, accepted))
 
     judge = ExitJudge(8, dict.fromkeys(EXIT_LAYERS, 0.9))
-    drafter = ExitDrafter(cast(ExitHeads, heads), judge, Drafting(greedy(), ThreeThenUnsure(5)))
-    loop = rounds(state, drafter, GreedyMatch(greedy()), StopRule(max_length=64), Stopwatch())
+    drafter = ExitDrafter(
+        cast(ExitHeads, heads), judge, Drafting(ladder.greedy(), ThreeThenUnsure(5))
+    )
+    loop = rounds(
+        state, drafter, GreedyMatch(ladder.greedy()), StopRule(max_length=64), Stopwatch()
+    )
     entries = [next(loop) for _ in range(3)]
     assert [entry.ended for entry in entries] == ["off", "unsure", "unsure"]
     assert heard == [(3, 2), (3, 2)]
