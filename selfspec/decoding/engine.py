@@ -27,7 +27,7 @@ from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import AcceptanceRule, Logprob, Noting, acceptance_rule
 from selfspec.decoding.costs import USUAL, DraftCost, Load, token_cost, token_cost_without
 from selfspec.decoding.decode import StopRule, written
-from selfspec.decoding.drafters.base import Drafting, Guesser, Trunks, make_controller
+from selfspec.decoding.drafters.base import Drafting, Trunks, make_controller
 from selfspec.decoding.drafters.draft_model import (
     DraftCache,
     DraftModelDrafter,
@@ -70,6 +70,7 @@ from selfspec.options import word
 logger = logging.getLogger(__name__)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Found = TypeVar("Found")
 
 
 def eager(function: Function) -> Function:
@@ -225,14 +226,14 @@ class Runtime:
                 return ngram
         if sampler.grammar is not None:  # nothing is proposed that it forbids
             seen = GrammarDrafter(sampler.grammar, sampler.pad, options.widest_pass - 1, seen)
-        chains: Drafter = NoDrafter()
-        if (guesser := self._guesser(options, sampler)) is not None:
+        own = NoDrafter() if options.drafter == "ngram" else self._own(asked, options)
+        if isinstance(own, (RestGuesser, SuccessorGuesser, HeadGuesser)):
             if not options.never_slower:  # nothing need pay
                 cost = replace(cost, rows=(0.0,), head=0.0)
             trees = self.runs_trees(options)
             # of one guess for a place it is a chain, as long as it does not stand beside another
-            chains = TreeDrafter(
-                guesser,
+            own = TreeDrafter(
+                own,
                 cost,
                 make_controller(options, options.tree.max_tokens),
                 ends,
@@ -241,68 +242,70 @@ class Runtime:
                 never_slower=options.never_slower,
             )
             if trees:
-                return chains
-        elif options.drafter != "ngram":
-            chains = self._chains(asked, options)
-            if options.never_slower:
-                chains = WhilePaying(chains, cost)
-        return chains if seen is None else SeenTextFirst(seen, chains)
+                return own
+        elif options.never_slower and options.drafter != "ngram":
+            own = WhilePaying(own, cost)
+        return own if seen is None else SeenTextFirst(seen, own)
 
-    def _guesser(self, options: SpeculationOptions, sampler: Sampler) -> Guesser | None:
-        """What says the tokens of a tree; None: drafts are chains."""
-        trees, heads = self.runs_trees(options), self.heads
-        if options.uses("rest"):
-            if self.datastore is None:
-                raise InvalidOption(
-                    f"drafter {options.drafter} needs a datastore. Give --datastore"
-                )
-            return RestGuesser(self.datastore, options.most_drafts, trees=trees)
-        if options.uses("successors"):
-            return SuccessorGuesser(self.successors, options.successors.guesses if trees else 1)
-        if heads is None or not options.uses("exit"):
-            return None
-        used = heads.layers_in_use(options)  # raises for those that it does not have
-        judge, guesses = _judge(heads, options), options.exit.guesses if trees else 1
-        if heads.looks_ahead:
-            return MedusaGuesser(heads, judge, sampler, guesses)
-        if not trees or used != (0,):
-            return None
-        kind = AttendingGuesser if isinstance(heads, AttendingHeads) else HeadGuesser
-        return kind(heads, judge, sampler, guesses)
-
-    def _chains(self, asked: Asked, options: SpeculationOptions) -> Drafter:
-        ends = asked.stop.end_tokens
+    def _own(
+        self, asked: Asked, options: SpeculationOptions
+    ) -> RestGuesser | SuccessorGuesser | HeadGuesser | Drafter:
+        """What drafts beside prompt lookup: chains, or guesses for a tree."""
+        sampler, ends, trees = asked.sampler, asked.stop.end_tokens, self.runs_trees(options)
 
         def how(longest: int) -> Drafting:
             beliefs = options.acceptance.reads_beliefs
-            return Drafting(asked.sampler, make_controller(options, longest), ends, beliefs)
+            return Drafting(sampler, make_controller(options, longest), ends, beliefs)
 
-        if options.uses("lookahead"):
-            wanted, trees = options.lookahead, self.runs_trees(options)
-            return LookaheadDrafter(
-                make_controller(options, wanted.level - 1),
-                ends,
-                level=wanted.level,
-                window=wanted.window if trees else 0,
-                guesses=wanted.guesses if trees else 1,
-                most=options.most_drafts,
-            )
-        if options.uses("draft-model"):
-            cache = asked.draft_cache or self.draft_cache()
-            if cache is None:
-                raise InvalidOption(
-                    f"drafter {options.drafter} needs a second model. Give --draft-model"
+        def there(found: Found | None, what: str) -> Found:
+            if found is None:
+                kind = HeadsNotFound if options.uses("exit") else InvalidOption
+                raise kind(f"drafter {options.drafter} needs {what}")
+            return found
+
+        match options.drafter.removeprefix("ngram+"):
+            case "rest":
+                store = there(self.datastore, "a datastore. Give --datastore")
+                return RestGuesser(store, options.most_drafts, trees=trees)
+            case "successors":
+                return SuccessorGuesser(self.successors, options.successors.guesses if trees else 1)
+            case "lookahead":
+                wanted = options.lookahead
+                return LookaheadDrafter(
+                    make_controller(options, wanted.level - 1),
+                    ends,
+                    level=wanted.level,
+                    window=wanted.window if trees else 0,
+                    guesses=wanted.guesses if trees else 1,
+                    most=options.most_drafts,
                 )
-            return DraftModelDrafter(cache, how(options.draft_model.max_tokens))
-        if options.uses("skip"):
-            return SkipDrafter(options.skip, self.layers, how(options.skip.max_tokens))
-        heads = self.heads
-        if heads is None:
-            raise HeadsNotFound(
-                f"drafter {options.drafter} needs exit heads. Give heads=... or ngram"
-            )
-        kind = AttendingDrafter if isinstance(heads, AttendingHeads) else ExitDrafter
-        drafter = kind(heads, _judge(heads, options), how(options.exit.max_tokens))
+            case "draft-model":
+                cache = asked.draft_cache or self.draft_cache()
+                cache = there(cache, "a second model. Give --draft-model")
+                return DraftModelDrafter(cache, how(options.draft_model.max_tokens))
+            case "skip":
+                return SkipDrafter(options.skip, self.layers, how(options.skip.max_tokens))
+        heads = there(self.heads, "exit heads. Give heads=... or ngram")
+        return self._of_heads(heads, options, how(options.exit.max_tokens))
+
+    def _of_heads(
+        self, heads: ExitHeads, options: SpeculationOptions, how: Drafting
+    ) -> HeadGuesser | ExitDrafter:
+        used = heads.layers_in_use(options)  # raises for those that it does not have
+        config, exits, trees = heads.config, options.exit, self.runs_trees(options)
+        judge = ExitJudge(
+            config.num_layers,
+            spread(exits.thresholds, exits.layers or config.exit_layers),
+            exits.anneal_strength,
+            {int(layer): value for layer, value in config.temperatures.items()},
+        )
+        attends, guesses = isinstance(heads, AttendingHeads), exits.guesses if trees else 1
+        if heads.looks_ahead:
+            return MedusaGuesser(heads, judge, how.sampler, guesses)
+        if trees and used == (0,):
+            asks = AttendingGuesser if attends else HeadGuesser
+            return asks(heads, judge, how.sampler, guesses)
+        drafter = (AttendingDrafter if attends else ExitDrafter)(heads, judge, how)
         if self.backbone.claims.replayed is not None:
             drafter.ask_once(self.backbone)
         return drafter
@@ -328,17 +331,6 @@ class Runtime:
             return options.pinned
         # without drafts there is nothing to ask, and a probe would delay the first token
         return options.speculate and self.probe.holds_unpadded(options.widest_pass)
-
-
-def _judge(heads: ExitHeads, options: SpeculationOptions) -> ExitJudge:
-    """With the thresholds of `options`, and temperatures that were fitted to the heads."""
-    config = heads.config
-    return ExitJudge(
-        config.num_layers,
-        spread(options.exit.thresholds, options.exit.layers or config.exit_layers),
-        options.exit.anneal_strength,
-        {int(layer): value for layer, value in config.temperatures.items()},
-    )
 
 
 # --- how much of a prompt enters with a round: no sum depends on it
