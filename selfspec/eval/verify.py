@@ -582,7 +582,7 @@ class MixedDrafter(OracleDrafter):
 class BranchingDrafter(OracleDrafter):
     """Plants a true prefix of random length in a random tree of other tokens.
 
-    Where there are exit layers, the first rows wait at some of them, as if they had left there.
+    The first rows wait at some exit layers, as if they had left there; none where heads attend.
     """
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
@@ -602,7 +602,6 @@ class BranchingDrafter(OracleDrafter):
                 tokens += self._junk(1)
                 parents.append(parent)
         draft = Draft.of(tokens, parents, ended="width" if tokens else "budget")
-        # no row waits where heads that attend read states
         exits = len(state.hidden.schedule.depths) - 2 if state.attention is None else 0
         trunk = [*state.committed(-1), *tokens[: draft.trunk]]
         for token in trunk[: self._number(len(trunk) + 1) if exits else 0]:
