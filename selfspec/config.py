@@ -7,7 +7,6 @@ the heads' own defaults > here. That holds for each setting: text changes what i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypedDict
@@ -244,30 +243,34 @@ DEFAULT_MAX_NEW_TOKENS = 128
 """Tokens to generate where neither the caller nor the model says."""
 
 
+_NOT_BELOW_0 = parts.at_least(0)
+_Count = Annotated[int, parts.at_least(1)]
+
+
 class GenerateOptions(TypedDict, total=False):
     """Keywords of `generate` and `stream`: Hugging Face's, with its meaning, and ours."""
 
     # how long, and where to stop
-    max_new_tokens: int
-    max_length: int
-    min_new_tokens: int
-    min_length: int
-    max_time: float
+    max_new_tokens: _Count
+    max_length: _Count
+    min_new_tokens: Annotated[int, _NOT_BELOW_0]
+    min_length: Annotated[int, _NOT_BELOW_0]
+    max_time: Annotated[float, _NOT_BELOW_0]
     eos_token_id: int | list[int]
     pad_token_id: int
     stop_strings: str | list[str]
     stopping_criteria: list[Any]
     # how a token is chosen
     do_sample: bool
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    typical_p: float
-    epsilon_cutoff: float
-    eta_cutoff: float
-    repetition_penalty: float
-    no_repeat_ngram_size: int
+    temperature: Annotated[float, _NOT_BELOW_0]
+    top_k: Annotated[int, _NOT_BELOW_0]
+    top_p: parts.Share
+    min_p: parts.Probability
+    typical_p: parts.Probability
+    epsilon_cutoff: parts.Probability
+    eta_cutoff: parts.Probability
+    repetition_penalty: Annotated[float, parts.Range(lambda value: value > 0, "of more than 0")]
+    no_repeat_ngram_size: Annotated[int, _NOT_BELOW_0]
     bad_words_ids: list[list[int]]
     sequence_bias: list[list[Any]] | dict[tuple[int, ...], float]
     suppress_tokens: list[int]
@@ -283,11 +286,11 @@ class GenerateOptions(TypedDict, total=False):
     prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]]
     # what comes in and out
     attention_mask: Tensor
-    num_return_sequences: int
+    num_return_sequences: _Count
     generation_config: GenerationConfig
     streamer: BaseStreamer
     # ours: for this call only
-    seed: int
+    seed: Annotated[int, parts.between(-(2**63), 2**64 - 1)]
     """Seeds a generator of this call's own; without it draws come from torch's global one."""
     json_schema: Mapping[str, Any] | bool
     """The answer is JSON that follows this schema; True: any object."""
@@ -297,7 +300,7 @@ class GenerateOptions(TypedDict, total=False):
     """Taken off the score of tokens that the answer has already, as OpenAI defines it."""
     frequency_penalty: float
     """The same, for each time that the answer has them."""
-    logprobs: int
+    logprobs: Annotated[int, _NOT_BELOW_0]
     """How likely each token was is noted, and so many of the likeliest in its place."""
     raw: bool
     """A prompt in words is tokenised as it is, without the chat template."""
@@ -310,27 +313,6 @@ class GenerateOptions(TypedDict, total=False):
     require_lossless: bool
     pinned: bool | None
     pinned_rows: int
-
-
-_RANGES: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("max_time", "min_length", "min_new_tokens"), (0, math.inf)),
-    **dict.fromkeys(("no_repeat_ngram_size", "temperature", "top_k", "logprobs"), (0, math.inf)),
-    **dict.fromkeys(("max_length", "max_new_tokens", "num_return_sequences"), (1, math.inf)),
-    **dict.fromkeys(("top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"), (0, 1)),
-    "seed": (-(2**63), 2**64 - 1),
-}
-
-
-def check_ranges(given: Mapping[str, Any]) -> None:
-    """Raise InvalidOption for values that transformers or torch would refuse late or not at all."""
-    for name, value in given.items():
-        if name in _RANGES:
-            least, most = _RANGES[name]
-            if not least <= value <= most:
-                bound = f"at least {least}" if value < least else f"at most {most}"
-                raise InvalidOption(f"{name} is {shown(value)}, expected {bound}")
-        if name in ("top_p", "repetition_penalty") and value <= 0:
-            raise InvalidOption(f"{name} is {shown(value)}, expected more than 0")
 
 
 # --- the structure of an answer: a JSON schema or a grammar

@@ -120,12 +120,10 @@ _TORCH_CLASSES = dict.fromkeys(("Tensor", "GenerationConfig", "BaseStreamer"), A
 """Names in annotations that need torch: whoever uses such a value checks it."""
 
 
-def _hints(options: type) -> dict[str, Any]:
-    return get_type_hints(options, localns=_TORCH_CLASSES)
-
-
-annotations_of: Callable[[type], dict[str, Any]] = functools.cache(_hints)
-"""Type hints of a class of options; what only torch knows is Any."""
+annotations_of: Callable[..., dict[str, Any]] = functools.cache(
+    functools.partial(get_type_hints, localns=_TORCH_CLASSES)
+)
+"""Type hints of a class of options, what only torch knows as Any; `include_extras`: with ranges."""
 
 
 def check_keys(values: Iterable[str], known: Iterable[str], kind: str) -> None:

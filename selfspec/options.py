@@ -13,7 +13,7 @@ import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
 
 from selfspec.errors import (
     InvalidOption,
@@ -73,19 +73,26 @@ class Part:
 def check_fields(options: Any, prefix: str = "") -> None:
     """Raise InvalidOption unless all fields have values of their types, in their ranges.
 
-    An error names a field behind `prefix`. None is in every range.
+    An error names a field behind `prefix`.
     """
-    kind: type = type(options)
-    hints, limits = annotations_of(kind), ranges(kind)
-    check_types(vars(options), hints, prefix)
-    for key, value in vars(options).items():
-        name, limit = f"{prefix}{key}", limits.get(key)
-        every = value if isinstance(value, tuple) and not (limit and limit.whole) else (value,)
-        if limit and not every:
-            raise InvalidOption(f"{name} is empty, expected at least one value")
+    check_types(vars(options), annotations_of(type(options)), prefix)
+    check_ranges(vars(options), type(options), prefix)
+
+
+def check_ranges(values: Mapping[str, Any], kind: type, prefix: str = "") -> None:
+    """Raise InvalidOption for a value out of the range that `kind` has for it; None never is."""
+    limits = ranges(kind)
+    for name, value in values.items():
+        if (limit := limits.get(name)) is None:
+            continue
+        every = value if isinstance(value, tuple) and not limit.whole else (value,)
+        if not every:
+            raise InvalidOption(f"{prefix}{name} is empty, expected at least one value")
         for one in every:
-            if limit and one is not None and not limit.holds(one):
-                raise InvalidOption(f"{name} is {one}, expected a value {limit.expected}")
+            if one is not None and not limit.holds(one):
+                raise InvalidOption(
+                    f"{prefix}{name} is {shown(one)}, expected a value {limit.expected}"
+                )
 
 
 def check_asked(part: Part) -> None:
@@ -103,10 +110,9 @@ def check_asked(part: Part) -> None:
 @functools.cache
 def ranges(kind: type) -> dict[str, Range]:
     """By field, of those that have one."""
-    hints = get_type_hints(kind, include_extras=True)
     return {
         name: note
-        for name, hint in hints.items()
+        for name, hint in annotations_of(kind, include_extras=True).items()
         for note in getattr(hint, "__metadata__", ())
         if isinstance(note, Range)
     }

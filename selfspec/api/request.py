@@ -34,7 +34,6 @@ from selfspec.config import (
     Grammar,
     SpeculationOptions,
     check_grammar,
-    check_ranges,
     matcher_class,
     wanted_grammar,
 )
@@ -58,6 +57,7 @@ from selfspec.errors import (
 )
 from selfspec.model.backbone import Backbone
 from selfspec.model.parts import CACHES
+from selfspec.options import check_ranges
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -188,7 +188,7 @@ def check_options(options: Mapping[str, Any], vocab_size: int) -> None:
     given = {name: value for name, value in options.items() if value is not None}
     ours = {name: value for name, value in given.items() if name not in OPTION_NAMES}
     check_types(ours, hints)  # the others by SpeculationOptions
-    check_ranges(given)
+    check_ranges(given, GenerateOptions)
     config = given.get("generation_config")
     if config is not None and not isinstance(config, GenerationConfig):
         raise InvalidOption(f"generation_config is {shown(config)}, expected a GenerationConfig")

@@ -44,7 +44,7 @@ from selfspec.errors import (
 )
 from selfspec.heads.folder import known_folders, read_config
 from selfspec.hub import models as hub
-from selfspec.options import PARTS, Kinds, Part, laid_over, members, typed, word
+from selfspec.options import PARTS, Kinds, Part, check_ranges, laid_over, members, typed, word
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -455,7 +455,7 @@ _NO_FOLDER = hub.LOGIT_LENS, hub.NO_HEADS
 def answering(asked: Asked) -> Asked:
     """Keywords of `Speculator.generate`, checked; files become what they hold."""
     found = picked(asked, GENERATION)
-    config.check_ranges(found)
+    check_ranges(found, config.GenerateOptions)
     for name, read in (("json_schema", files.read_json), ("grammar", files.read_text)):
         if name in found:
             found[name] = read(Path(found[name]))

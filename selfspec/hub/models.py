@@ -94,7 +94,7 @@ def resolve_model(name: str | Path | None, dtype: str = "float32") -> ModelFiles
     if (gguf := _gguf_file(name)) is not None:
         stored = dtype if dtype in _STORED else "float32"
         with _naming(gguf):
-            folder = _made_once(gguf, stored, partial(_convert, dtype=stored))
+            folder = _made_once(gguf, stored, partial(pretrained.convert_gguf, dtype=stored))
         return ModelFiles(str(folder), gguf.stem, is_default=name is None)
     path = files.local_path(str(name))
     if path.is_dir():
@@ -380,17 +380,6 @@ def _naming(gguf: Path) -> Iterator[None]:
             f"cannot write the de-quantised model: {first_line(error.__cause__ or error)}. "
             "Set XDG_CACHE_HOME to a folder with room for it"
         ) from error
-
-
-def _convert(gguf: Path, out: Path, dtype: str) -> None:
-    import torch
-
-    said = "de-quantising %s to %s, once, into %s. The weights keep their quantised values"
-    logger.info(said, gguf.name, dtype, files.cache_folder() / "models")
-    model, tokenizer = pretrained.load_gguf(gguf)
-    with pretrained.quiet():
-        model.to(getattr(torch, dtype)).save_pretrained(out)
-        tokenizer.save_pretrained(out)
 
 
 # --- heads

@@ -7,17 +7,20 @@ weights that are there. No pickles, no code of a model's author; transformers co
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selfspec.errors import InvalidData, LacksWeights, ModelNotFound, first_line, shown
-from selfspec.files import check_safetensors, read_json
+from selfspec.files import cache_folder, check_safetensors, read_json
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
     from transformers import PreTrainedConfig, PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 # --- folders from outside: files of bounded size, whole weights
 
@@ -170,19 +173,24 @@ def _require_known_method(said: Any) -> None:
         )
 
 
-def load_gguf(gguf: Path) -> tuple[Any, Any]:
-    """Model, de-quantised to float32, and tokenizer. Raises ModelNotFound with the reason."""
+def convert_gguf(gguf: Path, out: Path, dtype: str) -> None:
+    """Write the model, de-quantised, and the tokenizer. Raises ModelNotFound with the reason."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+    said = "de-quantising %s to %s, once, into %s. The weights keep their quantised values"
+    logger.info(said, gguf.name, dtype, cache_folder() / "models")
     where: dict[str, Any] = {"gguf_file": gguf.name}
     # dequantize=True drops the quantiser, which otherwise forbids save_pretrained
     options: dict[str, Any] = {"quantization_config": GgufConfig(dequantize=True)}
     with _reading(f"cannot read {gguf} as GGUF"):
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             gguf.parent, dtype=torch.float32, **where, **options
         )
-        return model, AutoTokenizer.from_pretrained(gguf.parent, **where)
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **where)
+    with quiet():
+        model.to(getattr(torch, dtype)).save_pretrained(out)
+        tokenizer.save_pretrained(out)
 
 
 def describe_gguf(gguf: Path, out: Path) -> None:

@@ -45,7 +45,7 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         (out / "config.json").write_text("{}", encoding="utf-8")
         (out / "model.safetensors").write_bytes(gguf.read_bytes())
 
-    monkeypatch.setattr(hub, "_convert", convert)
+    monkeypatch.setattr(pretrained, "convert_gguf", convert)
     return calls
 
 
@@ -96,7 +96,7 @@ def test_a_conversion_that_ends_early_leaves_nothing_half_written(
         (out / "config.json").write_text("{", encoding="utf-8")
         raise error
 
-    monkeypatch.setattr(hub, "_convert", ends)
+    monkeypatch.setattr(pretrained, "convert_gguf", ends)
     with pytest.raises(found, match=said):
         hub.resolve_model(gguf)
     assert entries(empty_cache) == []

@@ -140,7 +140,7 @@ def test_what_cannot_stay_is_de_quantised_with_a_line(
 ) -> None:
     monkeypatch.setattr(pretrained, "load", lambda *_, **__: (torch.nn.Linear(1, 1), None))
     done = lambda _gguf, out, dtype: (out / "config.json").touch()  # noqa: E731
-    monkeypatch.setattr(hub, "_convert", done)
+    monkeypatch.setattr(pretrained, "convert_gguf", done)
     write_model(tmp_path / "it.gguf", **options)
     with caplog.at_level(logging.INFO):
         hub.load_model(tmp_path / "it.gguf", device="cpu", blocks=True)
