@@ -15,7 +15,7 @@ import stat
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -241,68 +241,60 @@ def load(
     gguf: Path, header: GgufHeader, config: PreTrainedConfig, dtype: torch.dtype, attention: str
 ) -> PreTrainedModel:
     """The model in `gguf`, in evaluation mode. Raises InvalidData for a file that does not fit."""
-    read = _Reader(_mapped(gguf), header, config, dtype)
-    model = assembled(config, dtype, attention, read.weight)
-    if read.others:
-        said = "%s keeps some weights as %s, which are de-quantised"
-        logger.debug(said, gguf.name, ", ".join(read.others))
-    return model
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
+    data, others = _mapped(gguf), dict[str, None]()  # formats that do not stay as they are
+    kinds = {name: kind for kind, name in MODEL_ARCH_NAMES.items()}
+    names = get_tensor_name_map(kinds[header.architecture], config.num_hidden_layers)
 
-class _Reader:
-    def __init__(
-        self, data: Tensor, header: GgufHeader, config: PreTrainedConfig, dtype: torch.dtype
-    ) -> None:
-        from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-
-        self._data, self._header, self._dtype = data, header, dtype
-        self._config: Any = config
-        kinds = {name: kind for kind, name in MODEL_ARCH_NAMES.items()}
-        kind = kinds[header.architecture]
-        self._names = get_tensor_name_map(kind, self._config.num_hidden_layers)
-        self.others: set[str] = set()  # formats that do not stay as they are
-
-    def weight(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
-        """A parameter's weight, of this shape; None if the file has no such. Raises InvalidData."""
-        own = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
-        tensor = self._header.tensors.get(own or "")
+    def weight(name: str, shape: tuple[int, ...]) -> Tensor | None:
+        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        tensor = header.tensors.get(own or "")
         if own is None or tensor is None:
             return None
         if tensor.shape != shape:
             raise InvalidData(f"{own} is {list(tensor.shape)}, expected {list(shape)}")
-        data = self._data[tensor.first : tensor.first + tensor.nbytes]
-        rows = self._rows(own, shape[0])
+        kept = data[tensor.first : tensor.first + tensor.nbytes]
+        rows = _rows(own, shape[0], header.architecture, config)
         if tensor.kind in FORMATS and len(shape) == 2:
-            blocks = data.view(shape[0], -1)
-            return QuantisedWeight(blocks, FORMATS[tensor.kind], self._dtype, rows)
-        found = self._numbers(own, tensor, data)
-        return found if rows is None else found[rows]
-
-    def _numbers(self, name: str, tensor: GgufTensor, data: Tensor) -> Tensor:
-        from gguf import GGMLQuantizationType, dequantize
-
+            return QuantisedWeight(kept.view(shape[0], -1), FORMATS[tensor.kind], dtype, rows)
         if tensor.kind not in ("F32", "F16", "BF16"):
-            self.others.add(tensor.kind)
-        try:
-            values = dequantize(data.numpy(), GGMLQuantizationType[tensor.kind])
-        except NotImplementedError as error:
-            raise InvalidData(f"{name} is {tensor.kind}, which nothing here can read") from error
-        found = torch.from_numpy(np.array(values, dtype=np.float32)).view(tensor.shape)
-        if not bool(found.isfinite().all()):
-            raise InvalidData(f"{name} holds numbers that are not finite")
-        if "norm" in name:
-            found = found - _ADDED_TO_NORMS.get(self._header.architecture, 0.0)
-        return found.to(self._dtype)
+            others[tensor.kind] = None
+        found = _numbers(own, tensor, kept)
+        if "norm" in own:
+            found = found - _ADDED_TO_NORMS.get(header.architecture, 0.0)
+        return found.to(dtype) if rows is None else found.to(dtype)[rows]
 
-    def _rows(self, name: str, count: int) -> Tensor | None:
-        """Which row of the file each output is, where the converter moved them."""
-        part = name.split(".")[2] if name.startswith("blk.") else ""
-        if self._header.architecture != "llama" or part not in _IN_PAIRS:
-            return None
-        heads = getattr(self._config, _IN_PAIRS[part])
-        if count % (2 * heads):
-            raise InvalidData(f"{name} has {count} rows, which are not pairs of {heads} heads")
-        return torch.arange(count).view(heads, -1, 2).transpose(1, 2).reshape(-1)
+    model = assembled(config, dtype, attention, weight)
+    if others:
+        said = "%s keeps some weights as %s, which are de-quantised"
+        logger.debug(said, gguf.name, ", ".join(others))
+    return model
+
+
+def _numbers(name: str, tensor: GgufTensor, data: Tensor) -> Tensor:
+    """In float32."""
+    from gguf import GGMLQuantizationType, dequantize
+
+    try:
+        values = dequantize(data.numpy(), GGMLQuantizationType[tensor.kind])
+    except NotImplementedError as error:
+        raise InvalidData(f"{name} is {tensor.kind}, which nothing here can read") from error
+    found = torch.from_numpy(np.array(values, dtype=np.float32)).view(tensor.shape)
+    if not bool(found.isfinite().all()):
+        raise InvalidData(f"{name} holds numbers that are not finite")
+    return found
+
+
+def _rows(name: str, count: int, architecture: str, config: PreTrainedConfig) -> Tensor | None:
+    """Which row of the file each output is, where the converter moved them."""
+    part = name.split(".")[2] if name.startswith("blk.") else ""
+    if architecture != "llama" or part not in _IN_PAIRS:
+        return None
+    heads = getattr(config, _IN_PAIRS[part])
+    if count % (2 * heads):
+        raise InvalidData(f"{name} has {count} rows, which are not pairs of {heads} heads")
+    return torch.arange(count).view(heads, -1, 2).transpose(1, 2).reshape(-1)
 
 
 def _mapped(gguf: Path) -> Tensor:

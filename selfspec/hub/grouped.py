@@ -27,18 +27,14 @@ _AWQ_PLACES = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # of eight outputs, in a w
 
 
 class Tensors:
-    """The tensors of a folder, by name."""
+    """The tensors of a folder that was checked, by name."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises InvalidData for an index that is invalid, or names files that are not there."""
-        self._file_of: dict[str, Any] = {}
         one = folder / "model.safetensors"
         named = [one] if one.is_file() else indexed(folder)  # as transformers finds them
+        self._file_of: dict[str, Any] = {}
         for file in named or sorted(folder.glob("*.safetensors")):
-            try:
-                opened = safe_open(file, framework="pt")
-            except Exception as error:  # of its own kinds
-                raise InvalidData(f"cannot read {file}: {error}") from error
+            opened = safe_open(file, framework="pt")
             self._file_of |= dict.fromkeys(opened.keys(), opened)  # type: ignore[no-untyped-call]
 
     def __contains__(self, name: object) -> bool:
