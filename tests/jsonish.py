@@ -6,11 +6,11 @@ import json
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.model.backbone import Backbone
+from tests.api.test_text import byte_level_bpe
 from tests.ladder import deep_heads
 from tests.models import make_model
 
@@ -25,18 +25,8 @@ _TEXT = [
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE, trained on a little JSON."""
-    inner = Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE - 16,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=[END],
-        show_progress=False,
-    )
-    inner.train_from_iterator(_TEXT, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=END)
+    """Trained on a little JSON."""
+    return byte_level_bpe(_TEXT, VOCAB_SIZE - 16)
 
 
 def speculator(**options: Any) -> Speculator:

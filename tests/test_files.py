@@ -134,22 +134,6 @@ def test_a_name_that_can_be_no_file_is_refused(
             check()
 
 
-def test_what_is_there_is_asked_for(ours: Path) -> None:
-    with pytest.raises(CannotWrite, match=r"is there already\. Give --overwrite"):
-        files.check_file(ours)
-    assert files.check_file(ours, overwrite=True) == ours
-
-
-def test_a_folder_of_somebody_else_is_left(ours: Path) -> None:
-    folder = ours.parent
-    assert files.check_folder(folder, ["other"], lambda _: False) == folder
-    with pytest.raises(CannotWrite, match="holds out, which selfspec did not write"):
-        files.check_folder(folder, ["out"], lambda _: False, overwrite=True)
-    with pytest.raises(CannotWrite, match=r"holds out already\. Give --overwrite"):
-        files.check_folder(folder, ["out"], lambda _: True)
-    assert files.check_folder(folder, ["out"], lambda _: True, overwrite=True) == folder
-
-
 HOLD = """
 import sys, time
 from pathlib import Path

@@ -111,13 +111,6 @@ def test_values_that_exclude_each_other_are_named(values: dict[str, Any], words:
         SpeculationOptions().updated(values)
 
 
-@pytest.mark.parametrize("pinned", [True, False])
-def test_values_at_the_edge_of_their_range_are_kept(pinned: bool) -> None:
-    exits = Exit(threshold=(1.0, 1e-9), anneal_strength=0.0, max_tokens=7 if pinned else 8)
-    options = SpeculationOptions(pinned=pinned, exit=exits, pinned_rows=8)
-    assert (options.exit, options.pinned_rows) == (exits, 8)
-
-
 PARTS: list[Any] = [part for kinds in KINDS.values() for part in kinds.values()]
 NUMBERS: list[tuple[Any, str]] = [
     (kind, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, cast
 
@@ -18,17 +19,19 @@ TEMPLATE = (
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
+MAT = ("the cat sat on the mat, the end of the thing",) * 5
 
-def byte_level_bpe() -> PreTrainedTokenizerFast:
+
+def byte_level_bpe(texts: Iterable[str] = MAT, size: int = 280) -> PreTrainedTokenizerFast:
     """One token per byte, a few merges, and `<end>`: a letter of ours can be several tokens."""
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
-    sizes: Any = {"vocab_size": 280, "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    sizes: Any = {"vocab_size": size, "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
     trainer = trainers.BpeTrainer(special_tokens=["<end>"], show_progress=False, **sizes)
-    inner.train_from_iterator(["the cat sat on the mat, the end of the thing"] * 5, trainer)
+    inner.train_from_iterator(texts, trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>")
-    assert len(tokenizer) <= 280
+    assert len(tokenizer) <= size
     return tokenizer
 
 

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
-from selfspec.errors import HeadsNotFound, InvalidOption, ModelNotFound
+from selfspec.errors import HeadsNotFound, ModelNotFound
 from selfspec.heads.folder import FILES_OF_A_FIT
 from selfspec.hub import models as hub
 from selfspec.hub import pretrained
@@ -261,22 +261,6 @@ def test_loading_shows_no_bars_and_leaves_the_setting_alone(
     finally:
         (bars.enable_progress_bar if before else bars.disable_progress_bar)()
     assert "Loading weights" not in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"dtype": "int8"}, "dtype is 'int8', expected float32"),
-        ({"dtype": "cuda"}, "dtype is 'cuda', expected float32"),
-        ({"device": "toaster"}, "device is 'toaster', expected cpu"),
-        ({"device": "cuda:99"}, "cannot use device cuda:99"),
-    ],
-)
-def test_bad_dtype_or_device_is_an_invalid_option(
-    folder: Path, options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(InvalidOption, match=message):
-        hub.load_model(folder, **options)
 
 
 @pytest.mark.parametrize(

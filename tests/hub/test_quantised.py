@@ -124,29 +124,6 @@ def test_other_formats_are_de_quantised_and_named(
     assert torch.equal(found, numbers.model.layers[0].mlp.up_proj.weight)
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"architecture": "starcoder2"}, "starcoder2 is not among"),
-        ({"kind": "F16"}, "none of its weights are in blocks that are known"),
-    ],
-)
-def test_what_cannot_stay_is_de_quantised_with_a_line(
-    tmp_path: Path,
-    options: dict[str, Any],
-    why: str,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(pretrained, "load", lambda *_, **__: (torch.nn.Linear(1, 1), None))
-    done = lambda _gguf, out, dtype: (out / "config.json").touch()  # noqa: E731
-    monkeypatch.setattr(pretrained, "convert_gguf", done)
-    write_model(tmp_path / "it.gguf", **options)
-    with caplog.at_level(logging.INFO):
-        hub.load_model(tmp_path / "it.gguf", device="cpu", blocks=True)
-    assert f"it.gguf is de-quantised: {why}" in caplog.text
-
-
 def test_a_dtype_is_chosen_where_none_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,6 +261,15 @@ def change(name: str, to: Callable[[Tensor], Tensor | None]) -> Callable[[Path],
     return damage
 
 
+def written(folder: Path, method: str, **said: Any) -> Path:
+    """A model kept so: a GGUF file, or the folder."""
+    if method == "GGUF":
+        write_model(folder / "it.gguf", **said)
+        return folder / "it.gguf"
+    write_folder(folder, method, bits=8 if method == "int-quantized" else 4, said=said)
+    return folder
+
+
 def write_bytes(path: Path, tensor: str, place: int, value: bytes) -> None:
     first = read_header(path).tensors[tensor].first
     with path.open("r+b") as file:
@@ -325,11 +311,7 @@ def write_bytes(path: Path, tensor: str, place: int, value: bytes) -> None:
 def test_damage_is_refused_in_one_line(
     tmp_path: Path, kind: str, damage: Callable[[Path], object], said: str
 ) -> None:
-    place = tmp_path / "it.gguf" if kind == "GGUF" else tmp_path
-    if kind == "GGUF":
-        write_model(place)
-    else:
-        write_folder(place, kind, bits=8 if kind == "int-quantized" else 4)
+    place = written(tmp_path, kind)
     damage(place)
     with pytest.raises(ModelNotFound, match=said) as found:
         hub.load_model(place, dtype="float32", device="cpu", blocks=True)
@@ -339,6 +321,8 @@ def test_damage_is_refused_in_one_line(
 @pytest.mark.parametrize(
     ("method", "says", "why"),
     [
+        ("GGUF", {"architecture": "starcoder2"}, "starcoder2 is not among"),
+        ("GGUF", {"kind": "F16"}, "none of its weights are in blocks that are known"),
         ("gptq", {"bits": 3}, "GPTQ of 3 bits"),
         ("gptq", {"dynamic": {"x": {}}}, "or by layer"),
         ("awq", {"version": "gemv"}, "AWQ of 4 bits as gemv"),
@@ -361,10 +345,12 @@ def test_other_ways_are_left_to_transformers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pretrained, "load", lambda *_, **__: (torch.nn.Linear(1, 1), None))
-    write_folder(tmp_path, method, said=says)
+    convert = lambda _gguf, out, dtype: (out / "config.json").touch()  # noqa: E731
+    monkeypatch.setattr(pretrained, "convert_gguf", convert)
+    place = written(tmp_path, method, **(says or {}))
     if says is None:
-        change("qweight", lambda _: None)(tmp_path)
+        change("qweight", lambda _: None)(place)
     with caplog.at_level(logging.INFO):
-        hub.load_model(tmp_path, device="cpu", blocks=True)
-    assert "is left to transformers: " in caplog.text
+        hub.load_model(place, device="cpu", blocks=True)
+    assert ("is de-quantised" if method == "GGUF" else "is left to transformers") in caplog.text
     assert why in caplog.text
