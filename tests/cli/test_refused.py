@@ -26,7 +26,7 @@ from selfspec.hub import models as hub
 from selfspec.serve.options import VARIABLE
 from tests.bad_input import Change, config, furnish, patience, snapshot, tensors
 from tests.gguf_files import header, tensor, text, tiny, value
-from tests.test_reading import BOMB
+from tests.test_files import BOMB
 
 SHORT = {
     "M": "--model model --dtype float32",
@@ -310,7 +310,7 @@ calibrate M --data prompts.jsonl --heads @
 data M --output new.jsonl --tokens 9 --recipe @
 data M --output new.jsonl --from @.jsonl
 """
-"""A line for each way to read. More of what is no file: tests/test_reading.py."""
+"""A line for each way to read. More of what is no file: tests/test_files.py."""
 
 NO_FILES = ("nowhere/at/all", "garbage", "/dev/zero")
 
