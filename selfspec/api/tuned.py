@@ -21,7 +21,7 @@ import torch
 
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.measure import quick_costs
-from selfspec.errors import InvalidData, InvalidOption, check_keys, first_line
+from selfspec.errors import CannotWrite, InvalidData, InvalidOption, check_keys, first_line
 from selfspec.files import cache_folder, read_json
 from selfspec.files import write as write_file
 from selfspec.heads.exit_heads import ExitHeads, hash_of
@@ -143,7 +143,7 @@ def first_costs(backbone: Backbone, heads: ExitHeads | None) -> dict[str, Any]:
         return options
     try:
         write(backbone, heads, options, file=file)
-    except OSError as error:
+    except CannotWrite as error:
         logger.info("not kept: %s", error)
     return options
 

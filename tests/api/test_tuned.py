@@ -85,6 +85,8 @@ def test_costs_are_measured_once_and_kept(
     assert speculator.options.costs == Costs(head=0.5)
     assert tuned.forget(speculator.backbone, heads) == [file]
     assert not file.exists()
+    file.mkdir()  # where none can be kept
+    assert wrap(model, heads=heads).options.costs.rows is not None
 
 
 def test_each_setting_is_taken_from_the_first_that_says_it(
