@@ -71,28 +71,22 @@ class Part:
 
 
 def check_fields(options: Any, prefix: str = "") -> None:
-    """Raise InvalidOption unless all fields have values of their types, in their ranges.
-
-    An error names a field behind `prefix`.
-    """
+    """Raise InvalidOption unless all fields have values of their types, in their ranges."""
     check_types(vars(options), annotations_of(type(options)), prefix)
     check_ranges(vars(options), type(options), prefix)
 
 
 def check_ranges(values: Mapping[str, Any], kind: type, prefix: str = "") -> None:
-    """Raise InvalidOption for a value out of the range that `kind` has for it; None never is."""
-    limits = ranges(kind)
-    for name, value in values.items():
-        if (limit := limits.get(name)) is None:
-            continue
+    """Raise InvalidOption for a value out of its range in `kind`, named behind `prefix`."""
+    for name, limit in ranges(kind).items():
+        value = values.get(name)
         every = value if isinstance(value, tuple) and not limit.whole else (value,)
         if not every:
             raise InvalidOption(f"{prefix}{name} is empty, expected at least one value")
         for one in every:
             if one is not None and not limit.holds(one):
-                raise InvalidOption(
-                    f"{prefix}{name} is {shown(one)}, expected a value {limit.expected}"
-                )
+                said = f"{prefix}{name} is {shown(one)}, expected a value {limit.expected}"
+                raise InvalidOption(said)
 
 
 def check_asked(part: Part) -> None:
