@@ -24,6 +24,7 @@ from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -250,26 +251,23 @@ def _tiles_allowed() -> bool:
 
 # --- weights that lie in a mapped file
 
-_MAPPINGS = Path("/proc/self/smaps")
-_MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) r(?:..p|-.s) \S+ \S+ (\d+)")
-"""Addresses and inode, of a mapping where what this process writes is its own, or nothing."""
-_CHANGED = re.compile(r"(?:Anonymous|Swap): +[1-9]")
+_PERMISSIONS = re.compile("r..p|r-.s")
+"""Permissions of a mapping where what this process writes is its own, or nothing."""
 
 
 class FilePages:
     """What this process has mapped from files and never written to, at the time this is made."""
 
     def __init__(self) -> None:
-        text = ""
-        with suppress(OSError):  # no /proc, or not for us
-            text = _MAPPINGS.read_text(encoding="utf-8", errors="replace")
         self._ranges: list[tuple[int, int]] = []
         """First and last address of each mapping of a file without a page of the process's own: a
         page that was written to is a copy in memory alone, which letting go would lose."""
-        for mapping in re.split(r"\n(?=[0-9a-f]+-)", text):
-            header = _MAPPING.match(mapping)
-            if header and header[3] != "0" and not _CHANGED.search(mapping):
-                self._ranges.append((int(header[1], 16), int(header[2], 16)))
+        with suppress(AttributeError, OSError, ValueError, psutil.Error):  # no /proc, or not for us
+            for one in psutil.Process().memory_maps(grouped=False):
+                own = one.anonymous or one.swap or not _PERMISSIONS.fullmatch(one.perms)
+                if one.path.startswith("/") and not own:
+                    start, end = one.addr.split("-")
+                    self._ranges.append((int(start, 16), int(end, 16)))
 
     def release(self, module: nn.Module) -> None:
         """Give back the memory of parameters that only repeat a file; others stay as they are."""
