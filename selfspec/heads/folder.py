@@ -42,7 +42,7 @@ EAGLE3 = "eagle3"  # heads that attend, ours and those that others publish
 MEDUSA = "medusa"  # several heads on the last layer, each for a token further ahead
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
-_MOST_CONFIG_BYTES = 1 << 20
+_MOST_BYTES = 1 << 20  # of a JSON file here
 
 _EAGLE3_DEFAULTS = {"drafter": "ngram+exit:threshold=0.3,anneal_strength=0,max_tokens=5"}
 """Such heads bring no settings. Not measured: with 0.3 a third draft is right as often as not where
@@ -60,7 +60,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise HeadsNotFound(f"no {CONFIG_FILE} in {folder}. Expected a folder of exit heads")
     try:
-        found = _checked(read_json(path, _MOST_CONFIG_BYTES))
+        found = _checked(read_json(path, _MOST_BYTES))
     except (InvalidData, InvalidHeads) as error:
         raise InvalidHeads(f"{path} is not a config of exit heads: {error}") from error
     weights = Path(folder) / WEIGHTS_FILE
@@ -81,10 +81,7 @@ def _weights_of(config: Mapping[str, Any]) -> Any:
 
 def attends(folder: Path) -> bool:
     """Whether a folder holds EAGLE-3 heads, by its config, right or wrong."""
-    try:
-        return _is_eagle3(read_json(Path(folder) / CONFIG_FILE, _MOST_CONFIG_BYTES))
-    except InvalidData:
-        return False
+    return _is_eagle3(_object(Path(folder) / CONFIG_FILE))
 
 
 def is_heads_folder(folder: Path) -> bool:
@@ -92,11 +89,8 @@ def is_heads_folder(folder: Path) -> bool:
     config = folder / CONFIG_FILE
     if not config.exists():
         return repeated_config(folder / WEIGHTS_FILE) is not None
-    try:
-        values = read_json(config, _MOST_CONFIG_BYTES)
-    except InvalidData:
-        return False
-    return isinstance(values, dict) and (values.keys() >= _OURS.keys() or METADATA in values)
+    values = _object(config)
+    return values.keys() >= _OURS.keys() or METADATA in values
 
 
 def repeated_config(weights: Path) -> dict[str, Any] | None:
@@ -109,6 +103,15 @@ def repeated_config(weights: Path) -> dict[str, Any] | None:
     except (OSError, SafetensorError, InvalidData, KeyError, RuntimeError):
         return None
     return values if isinstance(values, dict) else None
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """What a JSON file holds; empty where it is none, or no object."""
+    try:
+        values = read_json(file, _MOST_BYTES)
+    except InvalidData:
+        return {}
+    return values if isinstance(values, dict) else {}
 
 
 # --- what the values of a config may be
@@ -328,7 +331,6 @@ def as_json(config: Mapping[str, Any]) -> str:
 
 # --- which heads on this machine fit a model: a small file for each in the cache folder
 
-_MOST_KNOWN_BYTES = 1 << 18
 _MOST_KNOWN = 32  # folders that are listed for a model
 
 
@@ -342,7 +344,7 @@ def remember(folder: Path, *, chosen: bool = False) -> bool:
     if not base.isalnum():
         return False  # a model without a fingerprint is never found by it
     own = folder.absolute()
-    others = [one for one in _folders(_known(_file_of(base))) if one != own and one.exists()]
+    others = [one for one in _folders(_object(_file_of(base))) if one != own and one.exists()]
     entry = {
         "folders": [str(one) for one in [own, *others][:_MOST_KNOWN]],
         "chosen": chosen,
@@ -373,7 +375,7 @@ def find_known(
     """
     written = any(
         entry.get("sizes") == list(sizes) and (not chosen or entry.get("chosen") is True)
-        for entry in map(_known, known_place().glob("*.json"))
+        for entry in map(_object, known_place().glob("*.json"))
     )
     own = ((one, _said(one)) for one in bundled)
     coming = [
@@ -381,7 +383,7 @@ def find_known(
     ]
     if not (written or coming) or not (base := fingerprint()):
         return None
-    named = _folders(_known(_file_of(base))) if written else []
+    named = _folders(_object(_file_of(base))) if written else []
     for gone in (folder for folder in named if not folder.exists()):
         logger.info(
             "exit heads of this model were in %s and are gone. If they were moved: "
@@ -394,7 +396,7 @@ def find_known(
 
 def known_folders() -> list[Path]:
     """Folders that were written here and are still there; those in use first."""
-    entries = map(_known, sorted(known_place().glob("*.json")))
+    entries = map(_object, sorted(known_place().glob("*.json")))
     return [folder for entry in entries for folder in _folders(entry) if _said(folder)]
 
 
@@ -419,11 +421,3 @@ def _said(folder: Path) -> dict[str, Any]:
         return read_config(folder)
     except (HeadsNotFound, InvalidHeads):
         return {}
-
-
-def _known(file: Path) -> dict[str, Any]:
-    try:
-        values = read_json(file, _MOST_KNOWN_BYTES)
-    except InvalidData:
-        return {}
-    return values if isinstance(values, dict) else {}

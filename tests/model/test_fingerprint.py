@@ -265,12 +265,14 @@ CHANGES: list[tuple[Callable[[Any], object], str]] = [
     # which no Llama has, and Cohere's are asked for
     (lambda m: setattr(m.config, "logit_scale", 2.0), "model has logit_scale, which it had not"),
     (lambda m: m.config.rope_parameters.update(rope_theta=1.0), "rope_parameters of config of the"),
+    (lambda m: mlp(m).adapters.append("second"), f"adapters of {MLP} was changed"),  # as PEFT's
 ]
 
 
 @pytest.mark.parametrize(("change", "found"), CHANGES)
 def test_each_change_is_named(change: Callable[[Any], object], found: str) -> None:
     model = make_model("llama", tie_word_embeddings=False)
+    mlp(model).adapters = ["first"]
     watch = ModelWatch(model)
     assert watch.change() is None
     change(model)
@@ -390,56 +392,3 @@ def test_weights_made_in_inference_mode_count_no_changes_and_are_watched() -> No
         assert watch.change() is None
         model.lm_head.weight.mul_(2)
     assert watch.change() is not None
-
-
-# --- low-rank adapters
-
-
-class Adapted(nn.Module):
-    """A linear layer and what adapters add to it, in the containers that PEFT has."""
-
-    def __init__(self, base_layer: nn.Linear, seed: int) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        self.base_layer = base_layer
-        self.lora_A: Any = nn.ModuleDict()
-        self.lora_B: Any = nn.ModuleDict()
-        self.scaling = {"first": 2.0, "second": 0.5}
-        for name in self.scaling:
-            self.lora_A[name] = nn.Linear(base_layer.in_features, 4, bias=False)
-            self.lora_B[name] = nn.Linear(4, base_layer.out_features, bias=False)
-        for weight in [*self.lora_A.parameters(), *self.lora_B.parameters()]:
-            nn.init.normal_(weight, std=0.3, generator=generator)
-        self.to(base_layer.weight.dtype)
-        self._active_adapter = ["first"]
-        self._disable_adapters = False
-
-    def forward(self, rows: Tensor) -> Tensor:
-        answer: Tensor = self.base_layer(rows)
-        for name in () if self._disable_adapters else self._active_adapter:
-            added: Tensor = self.lora_B[name](self.lora_A[name](rows))
-            answer = answer + self.scaling[name] * added
-        return answer
-
-
-def adapted() -> Any:
-    model: Any = make_model("llama", torch.float64)
-    for index, layer in enumerate(model.model.layers):
-        layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj, index)
-        layer.mlp.down_proj = Adapted(layer.mlp.down_proj, 100 + index)
-    return model.eval()
-
-
-def test_the_text_is_that_of_the_adapted_model_until_its_adapters_change() -> None:
-    model, ids = adapted(), random_ids(9)
-    layers = [one for one in model.modules() if isinstance(one, Adapted)]
-    for layer in layers[1:]:
-        layer._active_adapter = ["second"]
-    speculator = wrap(model, heads="logit-lens", drafter="exit:threshold=0.01")
-    answer = speculator.generate(ids, max_new_tokens=30, never_slower=False)
-    expected = model.generate(ids, max_new_tokens=30, do_sample=False)
-    assert answer.token_ids == expected[0, 9:].tolist()
-    assert answer.stats.drafted > 0
-    layers[1]._active_adapter.append("first")
-    with pytest.raises(ModelChanged, match=r"_active_adapter of model\.layers\.0\.mlp"):
-        speculator.generate(ids, max_new_tokens=2)
