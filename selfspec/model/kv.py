@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain, groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -355,16 +356,18 @@ class _Node:
     ids: Ids  # up to 64; only a leaf has fewer
     parent: _Node | None = None
     page: Page | None = None  # None: the root, which stands before all texts
-    children: dict[Ids, _Node] = field(default_factory=dict)
-    order: list[Ids] = field(default_factory=list)
-    """Ids of the children, sorted: those that share most with some ids are next to them."""
+    children: list[_Node] = field(default_factory=list)
+    """Sorted by their ids: those that share most with some ids are next to them."""
 
     def nearest(self, ids: Ids) -> tuple[int, _Node | None]:
         """The child that shares most of its first ids with `ids`, and how many."""
-        place = bisect_left(self.order, ids)
-        near = (self.children[one] for one in self.order[max(0, place - 1) : place + 1])
-        shared = ((_shared(one.ids, ids), one) for one in near)
-        return max(shared, default=(0, None), key=lambda pair: pair[0])
+        place = bisect_left(self.children, ids, key=_ids_of)
+        near = self.children[max(0, place - 1) : place + 1]
+        pairs = ((shared(one.ids, ids), one) for one in near)
+        return max(pairs, default=(0, None), key=lambda pair: pair[0])
+
+
+_ids_of = attrgetter("ids")
 
 
 class PooledKVCache(KVCache):
@@ -477,29 +480,27 @@ class KVStore:
 
     def _prefix(self, ids: Ids) -> tuple[list[_Node], _Node | None, int]:
         """Nodes that hold the first ids, one that holds some of the next, and how many in all."""
-        node, nodes = self._root, list[_Node]()
-        for at in range(0, len(ids), POSITIONS):
-            child = node.children.get(ids[at : at + POSITIONS])
-            if child is None or len(child.ids) < POSITIONS:
-                break
+        nodes, length = [self._root], 0
+        while True:
+            count, child = nodes[-1].nearest(ids[length : length + POSITIONS])
+            if child is None or count < POSITIONS:
+                return nodes[1:], child if count else None, length + count
             nodes.append(child)
-            node = child
-        length = len(nodes) * POSITIONS
-        more, partial = node.nearest(ids[length:][:POSITIONS])
-        return nodes, partial if more else None, length + more
+            length += POSITIONS
 
     def _keep(self, kv: PooledKVCache, ids: Ids) -> None:
         """Hang the cache's pages with these ids into the tree, where they are not yet."""
         node = self._root
         for at, page in zip(range(0, len(ids), POSITIONS), kv.held, strict=False):
             part = ids[at : at + POSITIONS]
-            if part not in node.children:
+            _, child = node.nearest(part)
+            if child is None or child.ids != part:
                 if page.kept:  # it holds more, or other, ids elsewhere
                     return
-                self._nodes[page] = node.children[part] = _Node(part, node, page)
-                insort(node.order, part)
+                self._nodes[page] = child = _Node(part, node, page)
+                insort(node.children, child, key=_ids_of)
                 page.kept = True
-            node = node.children[part]
+            node = child
 
     def _touch(self, pages: Sequence[Page]) -> None:
         """Mark pages as needed now; parents later than children, which so go first."""
@@ -516,8 +517,8 @@ class KVStore:
         """Free the page that was unused for longest; whether there is one."""
         for page, node in self._nodes.items():
             if node.parent is not None and not node.children and not page.caches:
-                del node.parent.children[node.ids], self._nodes[page]
-                del node.parent.order[bisect_left(node.parent.order, node.ids)]
+                node.parent.children.remove(node)
+                del self._nodes[page]
                 page.kept = False
                 self._free.append(page)
                 return True
@@ -528,9 +529,12 @@ def _pages(positions: int) -> int:
     return -(-positions // POSITIONS) + 1
 
 
-def _shared(one: Ids, other: Ids) -> int:
-    pairs = zip(one, other, strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+def shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many of their first ids are the same."""
+    count = min(len(one), len(other))
+    if one[:count] == other[:count]:
+        return count
+    return next((at for at in range(count) if one[at] != other[at]), count)
 
 
 def _size(count: int) -> str:
