@@ -15,19 +15,8 @@ import torch
 from accelerate import cpu_offload, dispatch_model
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from transformers import (
-    AutoModelForCausalLM,
-    BloomConfig,
-    CTRLConfig,
-    GPT2Config,
-    MambaConfig,
-    MptConfig,
-    OPTConfig,
-    PreTrainedConfig,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
+from eval.families import tiny_model
 from selfspec.api.speculator import Speculator, find_heads, wrap
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.state import HiddenCache, alone
@@ -178,19 +167,6 @@ def test_positions_end_where_they_are_learned_and_not_where_they_are_rotated() -
     assert limits == dict.fromkeys(families) | learned | table_in_each_layer
 
 
-def tiny(config: PreTrainedConfig) -> Any:
-    with torch.random.fork_rng():
-        if isinstance(config, T5Config):
-            return T5ForConditionalGeneration(config)
-        return AutoModelForCausalLM.from_config(config).eval()
-
-
-WIDE: dict[str, Any] = {"hidden_size": 16, "vocab_size": 32}
-ATTENDING = {"num_hidden_layers": 1, "num_attention_heads": 2, **WIDE}
-SHORT: dict[str, Any] = {"n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 32}
-T5: dict[str, Any] = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
-
-
 class Scaled(nn.Module):
     def forward(
         self, hidden: Tensor, past_key_values: object, attention_scaling: Tensor | None = None
@@ -202,7 +178,7 @@ graphless: Any = partial(torch.compile, backend="eager")
 
 
 def gpt2(change: Callable[[Any], None]) -> Any:
-    model = tiny(GPT2Config(**SHORT))
+    model: Any = make_model("gpt2")
     model.get_output_embeddings = lambda: model.lm_head
     change(model)
     return model
@@ -221,27 +197,23 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: qwen2("layer_types", ["full_attention", "linear_attention"] * 3), "linear_attention"),
     (lambda: qwen2("num_kv_shared_layers", 2), "shares keys and values"),
     (lambda: qwen2("num_hidden_layers", 12), "has 6 layers, expected the 12 of its config"),
-    (lambda: tiny(BloomConfig(n_layer=1, n_head=2, **WIDE)), "that take alibi"),
     (
-        lambda: tiny(MptConfig(n_layers=1, d_model=16, n_heads=2, vocab_size=32)),
-        "has layers that take position_bias",
+        lambda: make_model("opt", word_embed_proj_dim=8),
+        "a decoder with project_out, a part that",
     ),
-    (
-        lambda: tiny(MambaConfig(num_hidden_layers=1, **WIDE)),
-        "has linear_attention layers, which cannot be",
+    *(
+        (partial(tiny_model, family, torch.float32), words)
+        for family, words in [
+            ("bloom", "has layers that take alibi"),
+            ("mpt", "has layers that take position_bias"),
+            ("mamba", "has linear_attention layers, which cannot be"),
+            ("ctrl", "has no final norm named norm, final_layer_norm"),
+        ]
     ),
-    (
-        lambda: tiny(CTRLConfig(**SHORT, dff=16, n_positions=16)),
-        "has no final norm named norm, final_layer_norm",
-    ),
-    (
-        lambda: tiny(OPTConfig(**ATTENDING, ffn_dim=16, word_embed_proj_dim=8)),
-        "has a decoder with project_out, a part that is not known",
-    ),
-    (lambda: tiny(T5Config(**T5, vocab_size=32)), "has an encoder, expected a decoder alone"),
 ]
 CHANGES: list[tuple[Callable[[Any], None], str]] = [
     (lambda m: setattr(m, "get_output_embeddings", lambda: None), "has no lm_head to read"),
+    (lambda m: setattr(m.config, "is_encoder_decoder", True), "has an encoder, expected a decoder"),
     (lambda m: delattr(m.transformer, "wte"), "has no embedding named embed_tokens"),
     (lambda m: delattr(m.transformer, "h"), "has no list of layers named layers, h"),
     (lambda m: setitem(m.transformer.h, 0, Scaled()), "has layers that take attention_scaling"),
