@@ -361,13 +361,10 @@ class _Node:
 
     def nearest(self, ids: Ids) -> tuple[int, _Node | None]:
         """The child that shares most of its first ids with `ids`, and how many."""
-        place = bisect_left(self.children, ids, key=_ids_of)
+        place = bisect_left(self.children, ids, key=attrgetter("ids"))
         near = self.children[max(0, place - 1) : place + 1]
         pairs = ((shared(one.ids, ids), one) for one in near)
         return max(pairs, default=(0, None), key=lambda pair: pair[0])
-
-
-_ids_of = attrgetter("ids")
 
 
 class PooledKVCache(KVCache):
@@ -498,7 +495,7 @@ class KVStore:
                 if page.kept:  # it holds more, or other, ids elsewhere
                     return
                 self._nodes[page] = child = _Node(part, node, page)
-                insort(node.children, child, key=_ids_of)
+                insort(node.children, child, key=attrgetter("ids"))
                 page.kept = True
             node = child
 
