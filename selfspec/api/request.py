@@ -126,13 +126,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 """Fields that mean another way of decoding or another result, and the values that do not."""
 
-_MODEL_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("use_cache", "is_causal"), (None, True)),
-    **dict.fromkeys(("output_attentions", "output_hidden_states"), (None, False)),
-    "output_router_logits": (None, False),
-}
-"""Keywords of a model's forward, and the values that change nothing. `logits_to_keep` may be
-anything: of the logits only the last are used."""
+_OF_THE_MODEL = REFUSED | {"is_causal": (None, True), "output_router_logits": (None, False)}
+"""The same of a model's forward; `logits_to_keep` may be anything: only the last are used."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -439,7 +434,7 @@ def refuse_model_keywords(model_kwargs: Mapping[str, Any], input_ids: Tensor) ->
         elif name in CACHES:
             if not hasattr(value, "get_seq_length") or value.get_seq_length() > 0:
                 raise InvalidOption(f"{name} is not supported. Use speculator.session()")
-        elif not _among(value, _MODEL_NEUTRAL.get(name, ())):
+        elif not _among(value, _OF_THE_MODEL.get(name, ())):
             hint = "Give input_ids alone" if name == "inputs_embeds" else "Leave it out"
             raise InvalidOption(f"{name} is not supported: it would be ignored. {hint}")
 

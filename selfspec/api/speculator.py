@@ -341,7 +341,13 @@ def load(
     UnsupportedModel, HeadsNotFound, InvalidHeads, HeadsMismatch, DraftModelMismatch, InvalidData,
     InvalidOption.
     """
-    _check_loading(model, draft_model, heads, attn_implementation, device)
+    for name, value in (("model", model), ("draft_model", draft_model)):
+        if value == "":
+            raise InvalidOption(f"{name} is empty, expected {_NAMES}")
+        _require(f"{name} is", value, str | Path, _NAMES)
+    _require("heads are", heads, str | Path | ExitHeads, _HEADS)
+    given = {"attn_implementation": attn_implementation, "device": device}
+    check_types(given, {"attn_implementation": str, "device": str | None})
     check(options, beside=[*inspect.signature(load).parameters])
     templates.start_renderer()
     store, template = _read(datastore, chat_template)
@@ -393,7 +399,13 @@ def wrap(
     UnsupportedModel, HeadsNotFound, InvalidHeads, HeadsMismatch, DraftModelMismatch, InvalidData,
     InvalidOption.
     """
-    _check_wrapping(tokenizer, heads, draft_model)
+    inner = isinstance(getattr(tokenizer, "tokenizer", None), PreTrainedTokenizerBase)
+    advice = "Give its .tokenizer" if inner else "Load one with AutoTokenizer, or leave it out"
+    known = f"a tokenizer of transformers. {advice}"
+    _require("tokenizer is", tokenizer, PreTrainedTokenizerBase, known)
+    _require("heads are", heads, str | Path | ExitHeads, _HEADS)
+    if draft_model is not None:
+        check_model(draft_model, "draft_model")
     check(options, beside=[*inspect.signature(wrap).parameters])
     store, template = _read(datastore, chat_template)
     backbone = Backbone(model, executor=executor)
@@ -485,40 +497,17 @@ def find_heads(
 # --- what `load` and `wrap` were given
 
 
-def _check_loading(
-    model: object, draft_model: object, heads: object, attention: object, device: object
-) -> None:
-    for value, name in ((model, "model"), (draft_model, "draft_model")):
-        if value is not None and not (isinstance(value, str | Path) and str(value)):
-            found = "empty" if value == "" else kind_of(value)
-            raise InvalidOption(
-                f"{name} is {found}, expected a hub id, a folder or a .gguf file. For a model that "
-                "is loaded already use selfspec.wrap(model)"
-            )
-    _check_heads(heads)
-    given = {"attn_implementation": attention, "device": device}
-    check_types(given, {"attn_implementation": str, "device": str | None})
+_NAMES = (
+    "a hub id, a folder or a .gguf file. For a model that is loaded already use "
+    "selfspec.wrap(model)"
+)
+_HEADS = "a folder, a name, 'logit-lens' or ExitHeads. See the names with: selfspec heads"
 
 
-def _check_wrapping(tokenizer: object, heads: object, draft_model: object) -> None:
-    """The model is for its Backbone to check."""
-    if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
-        inner = isinstance(getattr(tokenizer, "tokenizer", None), PreTrainedTokenizerBase)
-        advice = "Give its .tokenizer" if inner else "Load one with AutoTokenizer, or leave it out"
-        raise InvalidOption(
-            f"tokenizer is {kind_of(tokenizer)}, expected a tokenizer of transformers. {advice}"
-        )
-    _check_heads(heads)
-    if draft_model is not None:
-        check_model(draft_model, "draft_model")
-
-
-def _check_heads(heads: object) -> None:
-    if heads is not None and not isinstance(heads, str | Path | ExitHeads):
-        raise InvalidOption(
-            f"heads are {kind_of(heads)}, expected a folder, a name, 'logit-lens' or ExitHeads. "
-            "See the names with: selfspec heads"
-        )
+def _require(name: str, value: object, kinds: Any, expected: str) -> None:
+    """None is "not given"."""
+    if value is not None and not isinstance(value, kinds):
+        raise InvalidOption(f"{name} {kind_of(value)}, expected {expected}")
 
 
 def _read(datastore: object, template: str | Path | None) -> tuple[Datastore | None, str | None]:

@@ -93,8 +93,7 @@ class _Server:
         writer = self._writer
         if writer.alive:
             with contextlib.suppress(asyncio.TimeoutError):  # a round takes long
-                looked = asyncio.wrap_future(writer.look())
-                writer.metrics.show(await asyncio.wait_for(looked, _LOOK_S))
+                await asyncio.wait_for(asyncio.wrap_future(writer.look()), _LOOK_S)
         return Response(writer.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     async def _answer(self, request: Request, kind: type[ChatBody | TextBody]) -> Response:

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import prometheus_client as prometheus
 from torch import Tensor
@@ -95,14 +95,15 @@ class Writer:
         """What is not yet written of a job is left."""
         self._orders.put(lambda: self._leave(job))
 
-    def look(self) -> Future[State]:
-        """What it has between two rounds; no result once it has stopped."""
-        found: Future[State] = Future()
+    def look(self) -> Future[Memory]:
+        """Sets the gauges between two rounds, and tells of memory; never once it has stopped."""
+        found: Future[Memory] = Future()
 
         def answer() -> None:
             if found.set_running_or_notify_cancel():
-                running = self._engine.texts - self._engine.waiting
-                found.set_result(State(running, self.open - running, self._engine.memory))
+                running, memory = self._engine.texts - self._engine.waiting, self._engine.memory
+                self.metrics.show(running, self.open - running, *memory)
+                found.set_result(memory)
 
         self._orders.put(answer)
         return found
@@ -500,14 +501,6 @@ _HISTOGRAMS = {
 }
 
 
-class State(NamedTuple):
-    """What a writer has at one moment."""
-
-    running: int
-    waiting: int
-    memory: Memory
-
-
 class Metrics:
     """The metrics of one server: nothing in them is shared with another one."""
 
@@ -566,10 +559,8 @@ class Metrics:
         seconds = time.perf_counter() - answer.job.came_s
         self._histograms["e2e_request_latency_seconds"].observe(seconds)
 
-    def show(self, state: State) -> None:
-        """Set gauges. From any thread."""
-        memory = state.memory
-        values = (*state[:2], memory.used, memory.promised, memory.kept, memory.most)
+    def show(self, *values: float) -> None:
+        """Set all gauges, in their order. From any thread."""
         for gauge, value in zip(self._gauges.values(), values, strict=True):
             gauge.set(value)
 

@@ -160,7 +160,7 @@ class Level:
         noted stands against the first; hypothesis, in this process, keeps what it drew.
         """
         wait_until(self._server.idle)
-        wait_until(lambda: self._server.writer.look().result(20).memory.used == 0)
+        wait_until(lambda: self._server.writer.look().result(20).used == 0)
         files, threads = self._held
         wait_until(lambda: self._counts()[0] <= files + own_files)
         wait_until(lambda: self._counts()[1] <= threads)
@@ -177,5 +177,5 @@ class Level:
 
     def _memory(self) -> int:
         """Without what is kept for texts that begin alike, which has a budget of its own."""
-        kept = self._server.writer.look().result(20).memory.kept
+        kept = self._server.writer.look().result(20).kept
         return int(psutil.Process().memory_info().rss) - kept
