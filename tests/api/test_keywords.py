@@ -76,18 +76,28 @@ NEUTRAL_VALUES: dict[str, Any] = {
     **{"assistant_confidence_threshold": 0.9, "max_matching_ngram_size": 2},
     **dict.fromkeys(("assistant_lookbehind", "target_lookbehind", "bos_token_id"), 3),
     **{"disable_compile": True, "low_memory": True, "prefill_chunk_size": 4},
-    **{"decoder_start_token_id": 3, "max_cache_len": 99},
+    **{"decoder_start_token_id": 3, "max_cache_len": 99, "cache_implementation": "dynamic"},
+    # keywords of the forward that say what is so anyway
+    **{"logits_to_keep": 1, "use_cache": True, "token_type_ids": None, "output_attentions": None},
+    "position_ids": torch.arange(LENGTH)[None],
 }
 
 
-@pytest.mark.parametrize("name", NEUTRAL_VALUES)
-def test_a_neutral_field_changes_no_token_of_transformers_own(
-    name: str, speculator: Speculator, exact: Any
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({name: value} for name, value in NEUTRAL_VALUES.items()),
+        *({"attention_mask": torch.ones(1, LENGTH, dtype=one)} for one in (torch.long, torch.bool)),
+    ],
+    ids=str,
+)
+def test_what_is_neutral_changes_no_token_of_transformers_own(
+    given: dict[str, Any], speculator: Speculator, exact: Any
 ) -> None:
-    ids, options = random_ids(LENGTH), {name: NEUTRAL_VALUES[name], "max_new_tokens": 8}
-    plain = exact.generate(ids, max_new_tokens=8, do_sample=False)
-    assert torch.equal(exact.generate(ids, do_sample=False, **options), plain)
-    found = exact.generate(ids, do_sample=False, custom_generate=speculator.hf(), **options)
+    ids, options = random_ids(LENGTH), {"max_new_tokens": 8, "do_sample": False}
+    plain = exact.generate(ids, **options)
+    assert torch.equal(exact.generate(ids, **given, **options), plain)
+    found = exact.generate(ids, custom_generate=speculator.hf(), **given, **options)
     assert torch.equal(found, plain)
 
 
@@ -246,26 +256,6 @@ def test_a_filled_cache_is_refused_and_an_empty_one_is_not(
     options |= {CACHE: DynamicCache()}
     found = exact.generate(ids, custom_generate=speculator.hf(), **options)
     assert torch.equal(found, exact.generate(ids, **options | {CACHE: DynamicCache()}))
-
-
-PASSED: list[dict[str, Any]] = [
-    {"attention_mask": torch.ones(1, LENGTH, dtype=torch.long)},
-    {"attention_mask": torch.ones(1, LENGTH, dtype=torch.bool)},
-    {"position_ids": torch.arange(LENGTH)[None]},
-    {"logits_to_keep": 1},
-    {"use_cache": True},
-    {"cache_implementation": "dynamic"},
-    {"token_type_ids": None, "output_attentions": None},
-]
-
-
-@pytest.mark.parametrize("given", PASSED, ids=str)
-def test_keywords_that_say_what_is_so_anyway_pass(
-    given: dict[str, Any], speculator: Speculator, exact: Any
-) -> None:
-    ids, options = random_ids(LENGTH), {"max_new_tokens": 8, "do_sample": False}
-    found = exact.generate(ids, custom_generate=speculator.hf(), **given, **options)
-    assert torch.equal(found, exact.generate(ids, **options))
 
 
 def test_positions_behind_padding_pass_and_others_do_not(
