@@ -222,8 +222,13 @@ class Body(_Shape):
             if value is not None and not (name in _NOTHING and value in _NOTHING[name])
         }
 
-    def _choices(self, prompts: Sequence[Prompt], options: Any, **more: Any) -> list[Choice]:
+    def _choices(
+        self, prompts: Sequence[Prompt], options: Any, limits: ServeOptions, **more: Any
+    ) -> list[Choice]:
         """`n` of each prompt; `options`: what `generate` takes beside those of every body."""
+        count, most = self.n * len(prompts), limits.concurrency + limits.queue
+        if count > most:
+            raise Refused(400, f"{count} answers at once, expected at most {most}", field="n")
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         wished = {
             "presence_penalty": self.presence_penalty,
@@ -302,6 +307,7 @@ class ChatBody(Body):
         return self._choices(
             [[message.as_turn() for message in self.messages]],
             options,
+            limits,
             tools=[tool.model_dump(exclude_none=True) for tool in tools],
             must_call=self._must_call,
             needs_tools="tools" if tools else "messages" if shown else None,
@@ -325,7 +331,7 @@ class TextBody(Body):
             options["logprobs"] = self.logprobs
         one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         prompts: Any = [self.prompt] if one else self.prompt
-        return self._choices(prompts, options)
+        return self._choices(prompts, options, limits)
 
 
 class Refused(Exception):

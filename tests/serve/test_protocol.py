@@ -15,7 +15,7 @@ import pytest
 from selfspec.api.speculator import Speculator
 from selfspec.errors import HeadsNotFound
 from selfspec.serve.options import ServeOptions
-from selfspec.serve.protocol import TextBody, of_error
+from selfspec.serve.protocol import Refused, TextBody, of_error
 from tests.serve.live import CHAT, JSON, Running, running, streaming, wait_until
 from tests.test_readme import fenced
 
@@ -183,6 +183,11 @@ def test_what_is_not_supported_is_refused_by_name(
     assert error["type"] == "invalid_request_error"
     assert error["message"]
     assert "\n" not in error["message"]
+
+
+def test_more_answers_than_may_wait_are_refused_before_they_are_made() -> None:
+    with pytest.raises(Refused, match="12800000 answers at once, expected at most 160"):
+        TextBody(prompt=["a"] * 100_000, n=128).choices(ServeOptions(), 9)
 
 
 def test_a_drafter_that_this_server_has_not_is_the_requests_fault() -> None:
