@@ -296,7 +296,9 @@ class Sampler:
         """
         if self.seed is not None and place is not None:
             tokens, _, share = _race(probs, mixed(self.seed, place - self.pad))
-            return tokens[0] if tokens[0] != _OTHERS else _found(_unraced(probs), share)
+            if tokens[0] != _OTHERS:
+                return tokens[0]
+            return _found(_unraced(probs), probs.new_tensor([share], dtype=torch.float64))
         asked: Any = {"dtype": torch.float64, "device": probs.device, "generator": self.generator}
         return _found(probs, torch.rand(1, **asked))
 
@@ -362,7 +364,7 @@ _RACING = 64  # tokens that race by themselves: the likeliest ones. All others r
 _OTHERS, _WHICH = -1, -2  # in place of a token's id: the others, and which of them
 
 
-def _race(probs: Tensor, number: int) -> tuple[list[int], np.ndarray[Any, Any], Tensor]:
+def _race(probs: Tensor, number: int) -> tuple[list[int], np.ndarray[Any, Any], float]:
     """Tokens of [V] by their times, the fastest first, these times, and a share for `_found`.
 
     A time is from an exponential distribution, divided by the probability. A token's hangs on its
@@ -380,7 +382,7 @@ def _race(probs: Tensor, number: int) -> tuple[list[int], np.ndarray[Any, Any], 
     with np.errstate(divide="ignore"):
         times = -np.log(shares[:-1]) / np.array([*found[:count], max(whole - raced, 0.0)])
     order = times.argsort()[: np.isfinite(times).sum()]
-    return ids[order].tolist(), times[order], probs.new_tensor(shares[-1:], dtype=torch.float64)
+    return ids[order].tolist(), times[order], float(shares[-1])
 
 
 def _unraced(probs: Tensor) -> Tensor:

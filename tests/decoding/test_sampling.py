@@ -483,7 +483,7 @@ def test_they_are_noted_only_where_asked_for(speaker: Speculator) -> None:
     none = speaker.generate(random_ids(4), max_new_tokens=3, logprobs=0).logprobs
     assert none is not None
     assert [one.top for one in none] == [()] * 3
-    with pytest.raises(InvalidOption, match="logprobs is -1, expected at least 0"):
+    with pytest.raises(InvalidOption, match="logprobs is -1, expected a value of at least 0"):
         speaker.generate(random_ids(4), logprobs=-1)
     many = speaker.generate(random_ids(4), max_new_tokens=1, logprobs=10**6).logprobs
     assert many is not None
