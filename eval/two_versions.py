@@ -75,12 +75,12 @@ def main(
         pairs = zip((before, after), pythons, strict=True)
         both = [stack.enter_context(version(*pair, asked)) for pair in pairs]
         found = answers(both, prompts, new_tokens)
-    different = found[found.differ != ""].assign(prompt=found.prompt.str.slice(0, 60))
-    print(different[["way", "differ", "prompt"]].to_markdown(index=False) if len(different) else "")
-    print(f"{len(prompts)} prompts, {dtype}: {len(different)} of {len(found)} answers differ")
+    unlike = different(found)
+    print(unlike.to_markdown(index=False) if len(unlike) else "")
+    print(f"{len(prompts)} prompts, {dtype}: {len(unlike)} of {len(found)} answers differ")
     if not bits:
         print(speeds(found).to_markdown(floatfmt=".3f"))
-    raise typer.Exit(int(len(different) > 0))
+    raise typer.Exit(int(len(unlike) > 0))
 
 
 @contextmanager
@@ -110,6 +110,12 @@ def answers(versions: Sequence[lab.Ask], prompts: Sequence[str], count: int) -> 
                 row |= {side: answer["seconds"], f"{side}_tokens": len(answer["ids"])}
             rows.append(row)
     return pd.DataFrame(rows)
+
+
+def different(found: pd.DataFrame) -> pd.DataFrame:
+    """Answers that differ, in what, with the first words of their prompts."""
+    unlike = found.loc[found.differ != "", ["way", "differ", "prompt"]]
+    return unlike.assign(prompt=unlike.prompt.str.slice(0, 60))
 
 
 def speeds(found: pd.DataFrame) -> pd.DataFrame:

@@ -38,12 +38,12 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 27977,
+    "tests/": 27980,
     "model": 6393,
     "decoding": 4987,
     "training": 3787,
     "eval": 2832,
-    "eval/": 3470,
+    "eval/": 3476,
     "cli": 3201,
     "serve": 2872,
     "api": 2240,

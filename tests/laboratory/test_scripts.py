@@ -134,6 +134,7 @@ def test_every_prompt_is_asked_plainly_and_with_drafts_of_both() -> None:
         assert [request.get("speculate") for request in version.asked] == [False, None] * 2
         assert all(request["max_new_tokens"] == 7 for request in version.asked)
     assert set(found.differ) == {""}
+    assert two_versions.different(found).empty
     for row in two_versions.speeds(found).itertuples(index=False):
         assert tuple(row) == (1.0, 2.0, 2.0, 2.0, 2.0, 2.0)
 
@@ -142,6 +143,8 @@ def test_every_prompt_is_asked_plainly_and_with_drafts_of_both() -> None:
 def test_what_differs_is_named(part: str) -> None:
     found = two_versions.answers([Fake(1.0).ask, Fake(1.0, "bc", part).ask], ["a", "bc"], 7)
     assert list(found.differ) == ["", "", part, part]
+    unlike = [("plain", part, "bc"), ("default", part, "bc")]
+    assert [*two_versions.different(found).itertuples(index=False, name=None)] == unlike
 
 
 # --- llama.cpp and OpenVINO, by stand-ins
