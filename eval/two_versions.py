@@ -1,7 +1,7 @@
 r"""Two checkouts on the same prompts, in turns: whether texts are the same, and whose are faster.
 
     python -m eval.two_versions ../before . --limit 48 --threads 2
-    python -m eval.two_versions ../before . --limit 60 --bits
+    python -m eval.two_versions ../before . --limit 60 --bits --executor generic
 
 Each answers in a process of its own, from its own PYTHONPATH; --pythons: an interpreter for each.
 Compared are token ids and all counters of rounds; with --bits a hash of all target logits in place
@@ -22,6 +22,7 @@ import pandas as pd
 import typer
 
 from eval import lab
+from selfspec.cli.base import Executor
 from selfspec.errors import InvalidOption
 from selfspec.eval.results import SIX_TASKS, speed_up
 
@@ -64,12 +65,13 @@ def main(
     limit: lab.Limit = None,
     model: lab.Model = None,
     dtype: str = "bfloat16",
+    executor: Executor = "auto",
     new_tokens: lab.NewTokens = 48,
     threads: lab.Threads = 1,
     bits: Annotated[bool, typer.Option("--bits", help="Compare logits, not times.")] = False,
 ) -> None:
     """Each prompt by both checkouts, by plain decoding and with the default drafts."""
-    asked = {"model": model, "dtype": dtype, "threads": threads, "bits": bits}
+    asked = {"model": model, "dtype": dtype, "executor": executor, "threads": threads, "bits": bits}
     prompts = lab.prompts(suite, limit=limit)
     with ExitStack() as stack:
         pairs = zip((before, after), pythons, strict=True)
