@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Hashable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import cached_property
 from typing import NoReturn
 
@@ -17,9 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from selfspec import files
 from selfspec.errors import (
-    CannotWrite,
     InvalidDraft,
     InvalidOption,
     InvalidPrompt,
@@ -39,7 +37,7 @@ from selfspec.model.check import (
     refuse_unsupported,
 )
 from selfspec.model.cuda_graph import CudaGraphExecutor
-from selfspec.model.fingerprint import FileStamp, ModelWatch
+from selfspec.model.fingerprint import FileStamp, ModelWatch, Passed
 from selfspec.model.fused import FusedExecutor
 from selfspec.model.generic import Claims, Decoder, Executor, without_gradients
 from selfspec.model.kv import POSITIONS, KVCache, Rows
@@ -83,14 +81,12 @@ class Backbone(Decoder):
         if fingerprint is not None:
             self.fingerprint = fingerprint
         self.refused: dict[str, str] = {}  # by executor, why it does not run this model
-        mark = fingerprints.mark_of_checks(model, executor, loaded_from)
-        passed = mark is not None and mark.is_file()
-        passages = [] if passed else self._conform()
+        self.passed = Passed.by(model, executor, loaded_from)
+        passages = [] if "layers" in self.passed else self._conform()
         self.executor_name, self._executor = self._choose(executor, passages)
-        usual = not self.refused and self.mode is nullcontext
-        if mark is not None and not passed and usual and self.device.type == "cpu":
-            with suppress(CannotWrite):  # a folder that takes no files costs time, nothing else
-                files.write(mark, "")
+        if self.refused or self.mode is not nullcontext or self.device.type != "cpu":
+            self.passed = Passed(None)
+        self.passed.add("layers")
         if self.executor_name != "fused":
             keep_numbers(model)
         self.mixing = None if self.claims.steady else find_mixing(self, self._executor)
@@ -229,9 +225,11 @@ class Backbone(Decoder):
                 f"the {self.executor_name} executor runs chains of drafts. Choose generic for trees"
             )
         try:
-            check_trees(self, self._executor)
+            if "trees" not in self.passed:
+                check_trees(self, self._executor)
         except UnsupportedModel as error:
             return error
+        self.passed.add("trees")
         return None
 
     @cached_property
@@ -239,11 +237,12 @@ class Backbone(Decoder):
         """Whether texts may share a pass, bit for bit: tried when the first ones come."""
         if self.claims.spans == 1:
             return False
-        apart = keeps_apart(self, self._executor)
-        if not apart:
+        if "texts" not in self.passed and not keeps_apart(self, self._executor):
             said = "the %s executor lets texts of one pass change each other: each runs by itself"
             logger.warning(said, self.executor_name)
-        return apart
+            return False
+        self.passed.add("texts")
+        return True
 
     def _choose(self, name: str, passages: Sequence[Passage]) -> tuple[str, Executor]:
         """The best that runs, or the one asked for, and its name. Raises UnsupportedModel."""

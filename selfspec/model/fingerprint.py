@@ -81,26 +81,43 @@ def of_loaded(model: PreTrainedModel, loaded_from: tuple[FileStamp, ...]) -> str
     return found
 
 
-def mark_of_checks(
-    model: PreTrainedModel, executor: str, loaded_from: tuple[FileStamp, ...]
-) -> Path | None:
-    """The file that says that this model, read from these files, passed the checks of a Backbone.
+class Passed:
+    """Checks that a model has passed, kept for processes that read it from the same files."""
 
-    It stands for all that the checks look at: files, config, versions, our own code, processor.
-    None where they have to be made.
-    """
-    if not _as_stamped(loaded_from):
-        return None
-    config: Any = model.config
-    facts = [
-        *(executor, str(model.dtype), str(model.device), torch.get_num_threads()),
-        *(config.to_json_string(), config._attn_implementation, torch.__version__),
-        *(metadata.version("transformers"), sorted(processor_features()), loaded_from),
-    ]
-    digest = hashlib.sha256(json.dumps(facts).encode())
-    for file in sorted((*KERNELS.parent.glob("*.py"), *KERNELS.glob("*.[ch]pp"))):
-        digest.update(file.read_bytes())
-    return cache_folder() / "checked" / digest.hexdigest()
+    def __init__(self, file: Path | None) -> None:
+        """`file` stands for all that the checks look at; None: nothing is kept."""
+        self._file, self._names = file, set[str]()
+        with suppress(OSError, ValueError):  # not there, or damaged
+            self._names |= {*(file.read_text(encoding="ascii").split() if file else ())}
+
+    @classmethod
+    def by(
+        cls, model: PreTrainedModel, executor: str, loaded_from: tuple[FileStamp, ...]
+    ) -> Passed:
+        """Those that hold for these files, this config, our own code, versions, processor."""
+        if not _as_stamped(loaded_from):
+            return cls(None)
+        config: Any = model.config
+        facts = [
+            *(executor, str(model.dtype), str(model.device), torch.get_num_threads()),
+            *(config.to_json_string(), config._attn_implementation, torch.__version__),
+            *(metadata.version("transformers"), sorted(processor_features()), loaded_from),
+        ]
+        digest = hashlib.sha256(json.dumps(facts).encode())
+        for file in sorted((*KERNELS.parent.glob("*.py"), *KERNELS.glob("*.[ch]pp"))):
+            digest.update(file.read_bytes())
+        return cls(cache_folder() / "checked" / digest.hexdigest())
+
+    def __contains__(self, check: str) -> bool:
+        return check in self._names
+
+    def add(self, check: str) -> None:
+        """Note that it was passed."""
+        if self._file is None or check in self:
+            return
+        self._names.add(check)
+        with suppress(CannotWrite):  # a folder that takes no files costs time, nothing else
+            files.write(self._file, " ".join(sorted(self._names)))
 
 
 def _unreadable(model: nn.Module, weights: dict[str, Tensor]) -> str | None:

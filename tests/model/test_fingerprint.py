@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,8 @@ from selfspec.files import cache_folder
 from selfspec.hub import models as hub
 from selfspec.model import fingerprint
 from selfspec.model.backbone import Backbone
-from selfspec.model.check import Passage, captured_outputs, check_conformance
+from selfspec.model.check import captured_outputs
 from selfspec.model.fingerprint import UNKNOWN, ModelWatch
-from selfspec.model.generic import Decoder
 from tests.heads.kinds import make_heads, train
 from tests.models import BREADTH, FAMILIES, make_model, random_ids
 from tests.talks import make_tokenizer
@@ -203,22 +203,43 @@ def test_a_backbone_asks_once_and_only_when_it_must(folder: Path, hashed: list[s
 def test_checks_that_a_models_files_passed_are_made_once(
     folder: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checked: list[Decoder] = []
+    made: list[str] = []
 
-    def counted(decoder: Decoder) -> list[Passage]:
-        checked.append(decoder)
-        return check_conformance(decoder)
+    def counted(module: str, check: str) -> None:
+        work = getattr(import_module(module), check)
+        monkeypatch.setattr(
+            f"{module}.{check}", lambda *a, **k: made.append(check) or work(*a, **k)
+        )
 
-    monkeypatch.setattr("selfspec.model.backbone.check_conformance", counted)
-    texts = [load(folder, device="cpu").generate([3, 4, 5]).token_ids for _ in range(2)]
-    kept = [*(empty_cache / "checked").glob("*")]
-    once = len(kept)  # where nothing compiles nothing is kept
-    assert (len(checked), texts[0]) == (2 - once, texts[1])
+    checks = {
+        "check_conformance": "selfspec.model.backbone",
+        "check_trees": "selfspec.model.backbone",
+        "keeps_apart": "selfspec.model.backbone",
+        "why_unpinned": "selfspec.decoding.measure",
+    }
+    for check, module in checks.items():
+        counted(module, check)
+
+    def texts(speculator: Speculator) -> list[list[int]]:
+        options: Any = {"drafter": "ngram+successors", "max_new_tokens": 4}
+        answers = speculator.generate_batch([[3, 4, 5], [6, 7]], **options)
+        return [answer.token_ids for answer in answers]
+
+    first = texts(load(folder, device="cpu"))
+    kept = [*(empty_cache / "checked").glob("*")]  # none where nothing compiles
+    if kept:
+        assert sorted(made) == sorted(checks)
+        assert texts(load(folder, device="cpu")) == first
+        assert sorted(made) == sorted(checks)
+        kept[0].write_bytes(b"\xff trees")
+    made.clear()
+    assert texts(load(folder, device="cpu")) == first
+    assert made.count("check_conformance") == 1
     os.utime(folder / "model.safetensors", (1, 1))
     load(folder, device="cpu")
     model, _, _ = hub.load_model(folder, device="cpu")
     wrap(model)
-    assert len(checked) == 4 - once
+    assert made.count("check_conformance") == 3
 
 
 def test_heads_whose_model_has_no_fingerprint_are_taken_by_sizes_and_a_warning_says_so(
