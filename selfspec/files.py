@@ -25,7 +25,7 @@ from typing import IO, Any
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-from selfspec.errors import CannotWrite, InvalidData, InvalidOption, first_line
+from selfspec.errors import CannotWrite, InvalidData, InvalidOption, SelfspecError, first_line
 
 _OURS = re.compile(
     rb'\{\s*("index": \d+, )?"made_by": "selfspec( [a-z]+)?"'  # JSON, and lines of it
@@ -336,7 +336,11 @@ def _explained(path: Path) -> Iterator[None]:
     """Turns what the system says of a failed write into CannotWrite."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except Exception as error:
+        # of libraries in Rust some raise Exception itself
+        failed = isinstance(error, OSError | SafetensorError) or "(os error " in str(error)
+        if isinstance(error, SelfspecError) or not failed:
+            raise
         reason = getattr(error, "strerror", None) or first_line(error)
         raise CannotWrite(
             f"cannot write {path}: {reason}. What was there before is unchanged. Make room, or "

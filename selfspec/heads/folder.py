@@ -354,7 +354,10 @@ def remember(folder: Path, *, chosen: bool = False) -> bool:
     }
     try:
         files.write(_file_of(base), json.dumps(entry, indent=2) + "\n")
-    except CannotWrite as error:  # the heads themselves are written
+    except CannotWrite as error:
+        if chosen:
+            raise
+        # the heads themselves are written
         logger.warning("%s are not found by themselves: %s. Name them: --heads", folder, error)
         return False
     return True

@@ -377,7 +377,7 @@ def _naming(gguf: Path) -> Iterator[None]:
         raise ModelNotFound(f"cannot load {gguf}: {error}") from error
     except CannotWrite as error:
         raise ModelNotFound(
-            f"cannot write the de-quantised model: {first_line(error.__cause__ or error)}. "
+            f"cannot write into {files.cache_folder()}: {first_line(error.__cause__ or error)}. "
             "Set XDG_CACHE_HOME to a folder with room for it"
         ) from error
 

@@ -197,9 +197,11 @@ def describe_gguf(gguf: Path, out: Path) -> None:
     """Write the config and the tokenizer of a file. Raises ModelNotFound with the reason."""
     from transformers import AutoConfig, AutoTokenizer
 
-    with _reading(f"cannot read {gguf} as GGUF"):
-        for kind in (AutoTokenizer, AutoConfig):
-            kind.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(out)
+    for kind in (AutoTokenizer, AutoConfig):
+        with _reading(f"cannot read {gguf} as GGUF"):
+            read: Any = kind.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        with quiet():
+            read.save_pretrained(out)
 
 
 def load_description(folder: Path) -> tuple[Any, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shlex
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping
@@ -87,10 +88,11 @@ def make_library(library: Path, source: Path, constants: Mapping[str, int], targ
     It is linked with no OpenMP runtime: what it calls is looked up among those that are loaded.
     """
     with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder) / "made.o"
+        made, linked = Path(folder) / "made.o", Path(folder) / "made.so"
         options = (*_FLAGS, *target.flags.split(), *_macros(constants))
         _run(*options, "-c", str(source), "-o", str(made))
-        _run("-shared", str(made), "-o", str(library))
+        _run("-shared", str(made), "-o", str(linked))
+        shutil.copyfile(linked, library)  # a linker on a full disk does not say which
 
 
 def version() -> str | None:

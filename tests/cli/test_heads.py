@@ -58,6 +58,14 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+def test_heads_that_a_full_disk_does_not_remember_are_not_called_nameless(
+    toy: Path, call: Call
+) -> None:
+    (toy.parents[1] / "cache").write_text("in the way")
+    assert "cannot write" in (said := call(["heads", "use", str(toy)], 2).err)
+    assert "which weights they are for" not in said
+
+
 def test_list_names_what_is_there_and_skips_a_damaged_folder(toy: Path, call: Call) -> None:
     header, line = call(["heads", "list"]).out.splitlines()
     assert header.split() == ["name", "base", "model", "exit", "layers", "type", "MB"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import logging
 import os
@@ -150,6 +151,18 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(source: Path) -> Non
     with pytest.raises(ValueError, match="the compiler failed"):
         compiled(source)
     assert not list((cache_folder() / "compiled").iterdir())
+
+
+@needs_compiler
+def test_a_full_disk_is_named_and_not_the_linker(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: Path, library: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(library))
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    with pytest.raises(ValueError, match=f"{cache_folder()}/compiled/.*: No space left"):
+        compiled(source, NUMBER=42)
 
 
 def runtimes() -> set[str]:
