@@ -295,6 +295,12 @@ def require(asked: Asked, *names: str) -> None:
             raise InvalidOption(f"no {flag}. Give the flag, or the key in a --config file")
 
 
+def refuse(asked: Asked, names: set[str], why: str) -> None:
+    """Raise InvalidOption for one of `names` that this command was given, and would pass over."""
+    if given := getattr(asked, "names", asked.keys()) & names:
+        raise InvalidOption(f"{min(given)} {why}")
+
+
 def inputs(asked: Asked) -> list[object]:
     """Values that may name files which a command reads: all but those of its outputs."""
     return [value for name, value in asked.items() if name not in ("output", "html", "card")]

@@ -45,10 +45,12 @@ _FLAGS = (
 
 
 @with_flags(*_FLAGS, *SHARED)
-def generate(prompt: base.Prompt = None, *, as_json: base.AsJson = False, asked: Asked) -> None:
+def generate(
+    prompt: base.Prompt = None, *, as_json: base.AsJson = False, asked: base.Named
+) -> None:
     """Answer a prompt, or a file of them. Drafts change no token."""
     raw, system = asked.get("raw", False), asked.get("system")
-    if raw and system is not None:
+    if raw and system is not None and "system" in asked.names:
         raise InvalidOption("--raw and --system at once: a raw prompt has no messages")
     options = base.answering(asked) | {"raw": raw}
     if {"prompts", "output"} & asked.keys():
@@ -56,9 +58,9 @@ def generate(prompt: base.Prompt = None, *, as_json: base.AsJson = False, asked:
             raise InvalidOption("--prompts and another prompt at once. Leave one of them out")
         if not {"prompts", "output"} <= asked.keys():
             raise InvalidOption("--prompts and --output go together. Give both")
-        base.emit(answer_all(asked, options))
+        base.emit(answer_all(asked, options, more=as_json or "stats" in asked.names))
         return
-    if {"concurrency", "kv_memory"} & asked.keys():
+    if {"concurrency", "kv_memory"} & asked.names:
         raise InvalidOption("--concurrency and --kv-memory are for --prompts. Leave them out")
     text = base.read_prompt(prompt, asked.get("file"), raw=raw)
     base.check_template(asked)
@@ -101,8 +103,10 @@ def _facts(answer: Generation) -> dict[str, Any]:
 _MADE_BY = {"made_by": "selfspec generate"}
 
 
-def answer_all(asked: Asked, options: dict[str, Any]) -> str:
-    """Write the answers, or why there is none; says how many."""
+def answer_all(asked: Asked, options: dict[str, Any], *, more: bool) -> str:
+    """Write the answers, or why there is none; says how many, and no `more`."""
+    if more:
+        raise InvalidOption("--json and --stats: each line of --output has both. Leave them out")
     output, overwrite = base.check_file(asked, asked["output"]), asked.get("overwrite", False)
     room = {"most": asked.get("concurrency", 32), "kv_memory": base.kv_memory(asked)}
     if room["most"] < 1:

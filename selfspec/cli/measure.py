@@ -164,6 +164,8 @@ def tune(*, as_json: base.AsJson = False, asked: Asked) -> None:
     from selfspec.api import tuned
     from selfspec.eval import tune as choosing
 
+    if asked.get("forget", False) and (as_json or asked.get("dry_run", False)):
+        raise InvalidOption("--forget removes files, without --json or --dry-run. Leave them out")
     new_tokens = asked.get("max_new_tokens", choosing.NEW_TOKENS)
     if new_tokens < 2:
         raise InvalidOption(f"max_new_tokens is {new_tokens}, expected at least 2")
@@ -220,7 +222,7 @@ _USUAL = ("suite", "limit", "max_new_tokens", "repeats")  # flags that --help li
     *base.LOADING,
     *base.SPECULATION,
 )
-def bench(*, as_json: base.AsJson = False, asked: Asked) -> None:
+def bench(*, as_json: base.AsJson = False, asked: base.Named) -> None:
     """Measure methods side by side. All answer the same prompts, in random order.
 
     Nothing else should run on the machine meanwhile. A killed run goes on where it was. Exit code 1
@@ -229,8 +231,8 @@ def bench(*, as_json: base.AsJson = False, asked: Asked) -> None:
     base.require(asked, "output")
     options = base.options_of(results.BenchOptions, asked)
     results.check_packages("bench", "pandas", "tabulate", "matplotlib")
-    if "concurrency" in asked:
-        base.emit(_concurrency(asked, options))
+    if "concurrency" in asked.names:
+        base.emit(_concurrency(asked, options, as_json=as_json))
         return
     check_keys(asked.get("methods", ()), METHODS, "method")
     sweep = {said: move for text in asked.get("sweep", []) for said, move in moved(text).items()}
@@ -304,9 +306,10 @@ def _record(
     return plain
 
 
-def _concurrency(asked: Asked, options: results.BenchOptions) -> str:
-    """Measure many answers at once, and write; returns the tables. Raises InvalidOption."""
-    texts: tuple[int, ...] = asked["concurrency"]
+def _concurrency(asked: Asked, options: results.BenchOptions, *, as_json: bool) -> str:
+    """Measure many answers at once, and write; returns what is printed. Raises InvalidOption."""
+    ignored, texts = {"sweep", "quality", "tune_questions"}, asked["concurrency"]
+    base.refuse(asked, ignored, "means nothing with --concurrency. Leave it out")
     if min(texts) < 1:
         raise InvalidOption(f"concurrency holds {min(texts)}, expected at least 1")
     ends = "concurrency.json", "concurrency.md"
@@ -330,7 +333,7 @@ def _concurrency(asked: Asked, options: results.BenchOptions) -> str:
     text = concurrency.table(loads)
     files.write(outputs[0], json.dumps(summary, indent=2) + "\n")
     files.write(outputs[1], f"<!-- written by selfspec bench -->\n{text}")
-    return text
+    return json.dumps(summary) + "\n" if as_json else text
 
 
 # --- report

@@ -237,9 +237,10 @@ def data(*, asked: Asked) -> None:
     base.require(asked, "output")
     if _workers(asked) > 1 and "endpoint" in asked:
         raise InvalidOption("workers with endpoint: the server's answers need no more. Drop one")
-    if "source" in asked and (given := {"recipe", "passages", "questions", "raw"} & asked.keys()):
-        raise InvalidOption(f"{min(given)} with --from: prompts come from one of them. Drop one")
-    if "source" not in asked and options.tokens is None:
+    if "source" in asked:
+        ignored = {"recipe", "passages", "questions", "raw"}
+        base.refuse(asked, ignored, "with --from: prompts come from one of them. Drop one")
+    elif options.tokens is None:
         raise InvalidOption("no --tokens. Say how many answer tokens the model should write")
     _check(asked)
     if not asked.keys() & {"endpoint", "source"}:
@@ -496,6 +497,7 @@ _FILES = (
     *option_flags(CacheOptions, ("batch_tokens", "max_tokens")),
 )
 
+_IS_CACHED = "with cache: that holds a text's features, in batches. Drop one"
 _OF_HEADS = {"exit_layers", "head_type", "inner_size", "draft_vocab_size", "state_layers"}
 
 
@@ -510,8 +512,11 @@ def fit(*, asked: Asked) -> None:
         check_keys([asked["preset"]], PRESETS, "preset")
         asked = PRESETS[asked["preset"]] | asked
     base.require(asked, "output", "cache" if "cache" in asked else "data")
-    if "start_from" in asked and (given := _OF_HEADS & asked.keys()):
-        raise InvalidOption(f"{min(given)} with start_from: the heads say it. Drop one")
+    if "start_from" in asked:
+        base.refuse(asked, _OF_HEADS, "with start_from: the heads say it. Drop one")
+    if "cache" in asked:
+        batched = () if "validation" in asked else ("batch_tokens",)
+        base.refuse(asked, {"data", "keep_features", *batched}, _IS_CACHED)
     _check(asked)
     options = options_of(FitOptions, asked)
     _check_heads_output(asked)
@@ -644,6 +649,9 @@ def calibrate(*, as_json: base.AsJson = False, asked: Asked) -> None:
     """
     entropy, source = asked.get("entropy", False), "cache" if "cache" in asked else "data"
     base.require(asked, *(("data",) if entropy else ("heads", source)))
+    why = "means nothing with --entropy. Leave it out" if entropy else _IS_CACHED
+    ignored = {"cache", "max_exit_layers"} if entropy else {"data"} if source == "cache" else set()
+    base.refuse(asked, ignored, why)
     _check(asked)
     heads = hub.resolve_heads(asked["heads"]) if "heads" in asked else None
     output = None if asked.get("dry_run", False) else heads

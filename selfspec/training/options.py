@@ -40,6 +40,11 @@ PRESETS: dict[str, dict[str, Any]] = {
 """Named sets of FitOptions. specbound: what the paper prints (its section 3.1)."""
 
 
+_KINDS_WITH = {  # options that some head types have
+    "state_layers": (EAGLE3,),
+    **dict.fromkeys(("draft_steps", "step_decay"), ("deep-fused", EAGLE3, MEDUSA)),
+}
+
 Count = Annotated[int, at_least(1)]
 Limit = Annotated[int | None, at_least(1)]
 Positive = Annotated[float, Range(lambda value: value > 0.0, "above 0")]
@@ -202,6 +207,9 @@ class FitOptions:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        for name, kinds in _KINDS_WITH.items():
+            if getattr(self, name) is not None and self.head_type not in kinds:
+                raise InvalidOption(f"{name} means nothing to {self.head_type} heads. Leave it out")
 
     @property
     def ahead(self) -> int:

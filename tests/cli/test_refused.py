@@ -130,6 +130,8 @@ demo --model untaught --heads none               | a text: selfspec demo --raw -
 trace a --model untaught --heads none            | a text: selfspec trace --raw --model untaught
 adapt --model untaught                           | a text: selfspec adapt --raw --model untaught
 data --model untaught --tokens 9 --output x      | a text: selfspec data --raw --model untaught
+generate --prompts prompts.jsonl --output new --json | each line of --output has both
+generate --prompts prompts.jsonl --output new --stats | each line of --output has both
 generate a --json-schema bad.jsonl               | is not JSON
 generate a --json-schema schema.json             | is 7
 generte a                                        | Did you mean 'generate'?
@@ -159,6 +161,8 @@ tune --suite spec-bench                          | Give --questions FILE
 tune --suite sixtasks                            | Did you mean six-tasks?
 tune --suite prompts.jsonl --limit 0             | limit is 0
 tune --max-new-tokens 1                          | max_new_tokens is 1
+tune --forget --json                             | --forget removes files, without
+tune --forget --dry-run                          | --forget removes files, without
 tune --objective fast                            | 'fast' is not one of 'speed', 'latency'
 bench                                            | no --output
 bench P --methods plain,specualtion              | Did you mean speculation?
@@ -167,6 +171,8 @@ bench P --sweep tau=1                            | unknown option to sweep 'tau'
 bench P --sweep exit_threshold=1                 | Did you mean exit.threshold?
 bench P --repeats 0                              | repeats is 0
 bench P --concurrency 0                          | concurrency holds 0
+bench P --concurrency 1 --sweep exit.threshold=0.5 | sweep means nothing with --concurrency
+bench P --concurrency 1 --quality                | quality means nothing with --concurrency
 verify --rungs two                               | rungs is 'two', expected a list of whole
 verify --max-new-tokens 0                        | max_new_tokens
 verify --suite six-tasks --questions prompts.jsonl | Leave out --questions
@@ -181,6 +187,10 @@ serve --api-key-file nowhere                     | cannot read nowhere
 serve --api-key-file empty                       | empty holds no API key
 serve --api-key-file text.txt                    | characters that no header can carry
 fit --data talks.jsonl                           | no --output
+fit T --cache features                           | batch_tokens with cache: that holds
+fit --data talks.jsonl --cache features --output new | data with cache: that holds
+fit T --head-type linear --draft-steps 3         | draft_steps means nothing to linear heads
+fit T --state-layers 1,2                         | state_layers means nothing to deep-fused heads
 fit T --preset specbond                          | Did you mean specbound?
 fit T --epochs 0                                 | epochs is 0, expected a value of at least 1
 fit T --data none.jsonl                          | none.jsonl
@@ -188,6 +198,9 @@ fit T --config wrong.yaml                        | Did you mean
 fit T --config list.yaml                         | expected `option: value` lines
 fit --cache nowhere --output new                 | nowhere is no feature cache
 calibrate M --data talks.jsonl                   | no --heads
+calibrate H --data talks.jsonl --cache features  | data with cache: that holds
+calibrate H --entropy --data talks.jsonl --cache features | cache means nothing with --entropy
+calibrate M --entropy --data talks.jsonl --max-exit-layers 1 | means nothing with --entropy
 data --tokens 5                                  | no --output
 data --output new.jsonl                          | no --tokens
 data --output new.jsonl --tokens 9 --workers 0   | workers is 0, expected a value of at least 1
