@@ -17,12 +17,18 @@ import pandas as pd
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import (
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+)
 
 from selfspec.api.chat_template import listed
 from selfspec.api.speculator import Speculator
 from selfspec.api.text import encode
 from selfspec.decoding.engine import Running
+from selfspec.errors import InvalidOption
 from selfspec.eval.bench import unchanged
 from selfspec.eval.results import BenchOptions, Question, ratio_interval
 
@@ -140,8 +146,16 @@ def continuous(speculator: Speculator, prompts: Sequence[Tensor], count: int, te
     config = GenerationConfig(max_new_tokens=count, do_sample=False, **ended)
     for first in range(0, len(prompts), texts):
         group = [ids[0].tolist() for ids in prompts[first : first + texts]]
-        found = model.generate_batch(group, generation_config=config, progress_bar=False)
+        blocks = sum((len(ids) + count) // 256 + 1 for ids in group)  # left to itself: all memory
+        room = ContinuousBatchingConfig(
+            page_size=256, num_blocks=blocks, max_batch_tokens=sum(map(len, group))
+        )
+        found = model.generate_batch(group, config, room, progress_bar=False)
         made = {tuple(one.prompt_ids): list(one.generated_tokens) for one in found.values()}
+        why = [one.error for one in found.values() if one.error]
+        if why or len(found) < len(group):
+            said = f"generate_batch of transformers failed{f' ({why[0]})' if why else ''}"
+            raise InvalidOption(f"{said}. Leave hugging-face-continuous out: --methods")
         answers += [made[tuple(ids)] for ids in group]
     load.seconds = time.perf_counter() - start
     return load, answers

@@ -22,7 +22,7 @@ from selfspec.eval import bench as methods
 from selfspec.eval import results
 from selfspec.eval.bench import METHODS, Bench, Contender, Written, candidates, endless, swept
 from selfspec.eval.bench import moved as moves
-from selfspec.eval.concurrency import Load, table
+from selfspec.eval.concurrency import Load, continuous, padded_batch, table
 from selfspec.eval.results import Answer, BenchOptions, Question, Run
 from tests import ladder
 from tests.models import make_model, random_ids
@@ -288,6 +288,32 @@ def test_settings_are_chosen_on_questions_that_are_not_reported() -> None:
     assert [question.id for question in reported] == ["1", "3", "6"]
     with pytest.raises(InvalidOption, match="Give fewer --tune-questions"):  # nothing is left
         methods.parted(suite[:1], BenchOptions(), tuning=True)
+
+
+# --- many at once
+
+
+def test_continuous_batching_gets_the_memory_that_its_texts_need(
+    bare: Speculator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Left to itself transformers takes and clears nearly all that is free, for each batch."""
+    model: Any = bare.model
+    blocks, ours = [], model.generate_batch
+
+    def counted(group: Any, config: Any, room: Any, **options: Any) -> Any:
+        blocks.append(room.num_blocks)
+        return ours(group, config, room, **options)
+
+    monkeypatch.setattr(model, "generate_batch", counted, raising=False)
+    prompts = [random_ids(length) for length in (3, 170, 100)]
+    _, answers = continuous(bare, prompts, LONG, 2)
+    assert (answers, blocks) == (padded_batch(bare, prompts, LONG, 2)[1], [2, 1])
+
+
+def test_a_model_without_continuous_batching_is_refused_and_not_measured() -> None:
+    other = wrap(make_model("gpt_neox"), make_tokenizer(), heads="none")
+    with pytest.raises(InvalidOption, match=r"failed \(.+\)\. Leave hugging-face-continuous out"):
+        continuous(other, [random_ids(3)], COUNT, 1)
 
 
 # --- looks at a clock
