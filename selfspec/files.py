@@ -337,8 +337,7 @@ def _explained(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # of libraries in Rust some raise Exception itself
-        failed = isinstance(error, OSError | SafetensorError) or "(os error " in str(error)
+        failed = isinstance(error, OSError | SafetensorError) or "(os error " in str(error)  # Rust
         if isinstance(error, SelfspecError) or not failed:
             raise
         reason = getattr(error, "strerror", None) or first_line(error)

@@ -355,9 +355,8 @@ def remember(folder: Path, *, chosen: bool = False) -> bool:
     try:
         files.write(_file_of(base), json.dumps(entry, indent=2) + "\n")
     except CannotWrite as error:
-        if chosen:
+        if chosen:  # else the heads themselves are written
             raise
-        # the heads themselves are written
         logger.warning("%s are not found by themselves: %s. Name them: --heads", folder, error)
         return False
     return True
