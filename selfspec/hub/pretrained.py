@@ -140,11 +140,16 @@ def load(source: str, **options: Any) -> tuple[Any, Any]:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         safe = {"use_safetensors": True, "trust_remote_code": False}
         model, found = read(source, output_loading_info=True, **safe, **options)
+    _require_all(source, found)
+    return model, tokenizer
+
+
+def _require_all(source: object, found: dict[str, Any]) -> None:
+    """Raise ModelNotFound for weights that transformers did not find, and made up."""
     if missing := sorted(found["missing_keys"]):
         raise ModelNotFound(
             f"{source} lacks {len(missing)} weights, {missing[0]} among them. Is the file whole?"
         )
-    return model, tokenizer
 
 
 @contextlib.contextmanager
@@ -183,11 +188,12 @@ def convert_gguf(gguf: Path, out: Path, dtype: str) -> None:
     where: dict[str, Any] = {"gguf_file": gguf.name}
     # dequantize=True drops the quantiser, which otherwise forbids save_pretrained
     options: dict[str, Any] = {"quantization_config": GgufConfig(dequantize=True)}
+    options |= {"dtype": torch.float32, "output_loading_info": True}
+    read: Any = AutoModelForCausalLM.from_pretrained  # typed as if it gave the model alone
     with _reading(f"cannot read {gguf} as GGUF"):
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            gguf.parent, dtype=torch.float32, **where, **options
-        )
+        model, found = read(gguf.parent, **where, **options)
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **where)
+    _require_all(gguf, found)
     with quiet():
         model.to(getattr(torch, dtype)).save_pretrained(out)
         tokenizer.save_pretrained(out)
