@@ -310,9 +310,9 @@ def from_prepared(
     **others: Any,
 ) -> Request:
     """A Request from what Hugging Face hands to a `custom_generate`; `others`: its fields."""
-    backbone.check_ids(input_ids)
     refuse_other_decoding(config)
     refuse_model_keywords(model_kwargs, input_ids)
+    backbone.check_ids(input_ids)  # none where embeddings were given
     pads = left_padding(input_ids, model_kwargs.get("attention_mask"))
     limit, length = backbone.position_limit, input_ids.shape[1] - min(pads)
     if limit is not None and length > limit:
