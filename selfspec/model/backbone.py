@@ -87,7 +87,12 @@ class Backbone(Decoder):
         if self.refused or self.mode is not nullcontext or self.device.type != "cpu":
             self.passed = Passed(None)
         self.passed.add("layers")
-        if self.executor_name != "fused":
+        if self.executor_name != "fused":  # that has no dropout
+            if any(one.training and fingerprints.has_dropout(one) for one in self.layers.modules()):
+                raise InvalidOption(
+                    "the model is in training mode, where dropout makes each pass another. Call "
+                    "model.eval() before you wrap it"
+                )
             keep_numbers(model)
         self.mixing = None if self.claims.steady else find_mixing(self, self._executor)
         """How the rows of a pass change each other, in words; None where they do not."""

@@ -328,6 +328,11 @@ def evaluation(model: PreTrainedModel) -> Iterator[None]:
 
 def _require_equal(found: Tensor, expected: Tensor, where: str, decoder: Decoder) -> None:
     if not torch.equal(found, expected.to(found.device)):
+        if bool(expected.isnan().any()):
+            raise UnsupportedModel(
+                f"{type(decoder.model).__name__} gives NaN at {where}: a weight is damaged, or its "
+                f"numbers are too large for {decoder.dtype}. Load it in float32, or copy it anew"
+            )
         difference = (found.float() - expected.to(found.device).float()).abs().max().item()
         raise unsupported(
             decoder.model,

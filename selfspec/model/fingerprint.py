@@ -378,14 +378,19 @@ def _configs(named: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, Any]]:
 
 def _watched(one: Any) -> set[str]:
     found = vars(one).keys() - _IDLE - (_LINEAR if type(one) is nn.Linear else set())
+    if has_dropout(one):
+        found |= {"training"}
+    return {name for name in found if not isinstance(vars(one)[name], Tensor)}
+
+
+def has_dropout(one: Any) -> bool:
+    """Whether a module, or what it holds directly, drops shares out in training."""
     parts = (one, *one.children()) if isinstance(one, nn.Module) else ()
     held = [(name, value) for part in parts for name, value in vars(part).items()]
-    if any(
+    return any(
         (name == "p" or "drop" in name) and isinstance(value, float) and value > 0
         for name, value in held
-    ):
-        found |= {"training"}  # shares are dropped out
-    return {name for name in found if not isinstance(vars(one)[name], Tensor)}
+    )
 
 
 def _copied(value: Any) -> Any:

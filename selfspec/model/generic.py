@@ -228,8 +228,10 @@ class Decoder:
 
     @property
     def position_limit(self) -> int | None:
-        """Positions that the model can compute, if there is an end: learned ones are a table."""
-        return self.max_positions if self.parts.rotary_emb is None else None
+        """Positions that the model can compute, if there is an end: some are a table."""
+        rotary = self.parts.rotary_emb  # GPT-J's is one, too
+        tabled = rotary is None or hasattr(rotary, "embed_positions")
+        return self.max_positions if tabled else None
 
     @property
     def dtype(self) -> torch.dtype:

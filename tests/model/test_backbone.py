@@ -20,13 +20,12 @@ from eval.families import tiny_model
 from selfspec.api.speculator import Speculator, find_heads, wrap
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.state import HiddenCache, alone
-from selfspec.errors import UnsupportedModel
+from selfspec.errors import InvalidOption, UnsupportedModel
 from selfspec.model.backbone import Backbone
 from selfspec.model.check import captured_outputs
 from selfspec.model.fused import FusedExecutor
 from selfspec.model.generic import Decoder
 from selfspec.model.kv import KVCache
-from selfspec.model.parts import parts_of
 from selfspec.model.weights import CompiledLinear
 from tests import ladder
 from tests.models import (
@@ -116,6 +115,20 @@ def test_wrapping_and_generating_leave_the_model_as_it_was() -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+def test_a_weight_that_is_no_number_is_named() -> None:
+    model: Any = make_model("llama")
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = torch.nan
+    with pytest.raises(UnsupportedModel, match="gives NaN at layer 2: a weight is damaged"):
+        Backbone(model)
+
+
+def test_dropout_is_run_by_no_executor() -> None:
+    model = make_model("llama", attention_dropout=0.5).train()
+    with pytest.raises(InvalidOption, match="dropout makes each pass another"):
+        Backbone(model, executor="generic")
+    Backbone(model.eval(), executor="generic")
+
+
 @pytest.mark.parametrize(
     ("first", "where"), [(0, "layer 1 by up to [0-9]"), (200, "layer 1 behind 246 positions by")]
 )
@@ -158,13 +171,12 @@ def test_drafts_leave_the_text_of_new_families_as_it_is(family: str) -> None:
     assert answer.stats.drafted > 0
 
 
-def test_positions_end_where_they_are_learned_and_not_where_they_are_rotated() -> None:
+def test_positions_end_where_they_are_a_table_and_not_where_they_are_rotated() -> None:
     families = ("llama", "gpt_neox", "llama4", "gpt2", "opt", "gptj")
     limits = {family: Decoder(make_model(family)).position_limit for family in families}
-    learned = dict.fromkeys(("gpt2", "opt"), MAX_POSITIONS)
-    rotary = parts_of(make_model("gptj")).rotary_emb  # transformers 5.24 has one
-    table_in_each_layer = {"gptj": MAX_POSITIONS if rotary is None else None}
-    assert limits == dict.fromkeys(families) | learned | table_in_each_layer
+    assert limits == dict.fromkeys(families) | dict.fromkeys(families[3:], MAX_POSITIONS)
+    ids = random_ids(MAX_POSITIONS - 2)
+    assert len(wrap(make_model("gptj")).generate(ids, max_new_tokens=9).token_ids) == 3
 
 
 class Scaled(nn.Module):
