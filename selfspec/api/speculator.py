@@ -319,7 +319,7 @@ def load(
     heads: str | Path | ExitHeads | None = None,
     dtype: str | torch.dtype | None = None,
     device: str | None = None,
-    attn_implementation: str = "sdpa",
+    attn_implementation: str | None = None,
     executor: str = "auto",
     draft_model: str | Path | None = None,
     datastore: str | Path | None = None,
@@ -332,6 +332,7 @@ def load(
     or pulled last for a model of these weights, or come with selfspec, unless a draft model takes
     their place; without any, prompt lookup drafts. The default model keeps its own.
     `dtype`: None is bfloat16, and for a GGUF file float32 where products in bfloat16 are slow.
+    `attn_implementation`: None is sdpa, for models that lack it eager.
     `executor`: generic runs the model's own layers, fused compiled ones on a CPU, cuda-graph the
     model's own as CUDA graphs, auto the best of these that can be had. `draft_model`: a smaller one
     with the same tokens, which drafts; `datastore`: a file of `selfspec datastore`, whose texts
@@ -347,7 +348,7 @@ def load(
         _require(f"{name} is", value, str | Path, _NAMES)
     _require("heads are", heads, str | Path | ExitHeads, _HEADS)
     given = {"attn_implementation": attn_implementation, "device": device}
-    check_types(given, {"attn_implementation": str, "device": str | None})
+    check_types(given, {"attn_implementation": str | None, "device": str | None})
     check(options, beside=[*inspect.signature(load).parameters])
     templates.start_renderer()
     store, template = _read(datastore, chat_template)

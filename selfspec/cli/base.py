@@ -421,7 +421,7 @@ LOADING = grouped(
         "drafts need --pinned.",
     ),
     Flag("device", str, "cpu, cuda, cuda:1, or auto to spread the layers over all devices."),
-    Flag("attn_implementation", Literal["sdpa", "eager"], "sdpa (the default) or eager."),
+    Flag("attn_implementation", Literal["sdpa", "eager"], "sdpa where the model has it, or eager."),
     Flag(
         "chat_template",
         str,

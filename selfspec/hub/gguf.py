@@ -238,7 +238,11 @@ def check_scales(gguf: Path, header: GgufHeader) -> None:
 
 
 def load(
-    gguf: Path, header: GgufHeader, config: PreTrainedConfig, dtype: torch.dtype, attention: str
+    gguf: Path,
+    header: GgufHeader,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    attention: str | None,
 ) -> PreTrainedModel:
     """The model in `gguf`, in evaluation mode. Raises InvalidData for a file that does not fit."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map

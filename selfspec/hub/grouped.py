@@ -94,7 +94,7 @@ def load(
     config: PreTrainedConfig,
     method: Method,
     dtype: torch.dtype,
-    attention: str,
+    attention: str | None,
     *,
     blocks: bool,
 ) -> PreTrainedModel:

@@ -148,7 +148,7 @@ def load_model(
     *,
     dtype: str | torch.dtype | None = None,
     device: str | None = None,
-    attn_implementation: str = "sdpa",
+    attn_implementation: str | None = None,
     blocks: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, ModelFiles]:
     """Model in eval mode, tokenizer, and where they came from.
@@ -289,7 +289,7 @@ _CONVERSION = b"1"  # raise it when _made_once writes other files: old cache ent
 
 
 def _from_folder(
-    source: str, dtype: torch.dtype, attention: str, of_blocks: torch.dtype | None
+    source: str, dtype: torch.dtype, attention: str | None, of_blocks: torch.dtype | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase] | None:
     """Model and tokenizer of a folder or hub id that a known method quantised, else None.
 
@@ -324,7 +324,7 @@ def _from_folder(
 
 
 def _from_gguf(
-    gguf: Path, dtype: torch.dtype, attention: str, device: torch.device | None
+    gguf: Path, dtype: torch.dtype, attention: str | None, device: torch.device | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase] | None:
     """Model and tokenizer, its weights as they lie in the file; None where that cannot be had.
 

@@ -278,7 +278,7 @@ _OUTPUT = "lm_head.weight"
 def assembled(
     config: PreTrainedConfig,
     dtype: torch.dtype,
-    attention: str,
+    attention: str | None,
     weight: Callable[[str, tuple[int, ...]], Tensor | None],
 ) -> PreTrainedModel:
     """The model that `config` describes, in evaluation mode, without memory of its own.

@@ -22,6 +22,7 @@ from selfspec.hub import models as hub
 from selfspec.hub import pretrained
 from selfspec.training.records import CALIBRATION
 from tests.gguf_files import tiny
+from tests.gguf_models import write_model
 from tests.models import make_model
 from tests.talks import make_tokenizer
 
@@ -228,6 +229,15 @@ def test_model_loads_in_eval_mode_as_it_was_asked_for(folder: Path, dtype: Any) 
     assert tokenizer("b")["input_ids"] == make_tokenizer()("b")["input_ids"]
     assert (files.source, files.label, files.is_default) == (str(folder), "tiny", False)
     assert [Path(path).name for path, _, _ in files.stamps] == ["config.json", "model.safetensors"]
+
+
+def test_a_model_that_knows_no_sdpa_is_loaded_all_the_same(tmp_path: Path) -> None:
+    make_model("gemma2").save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    write_model(tmp_path / "it.gguf", "gemma2", {}, "Q8_0")
+    for place in (tmp_path, tmp_path / "it.gguf"):
+        model, *_ = hub.load_model(place, dtype="float32", device="cpu", blocks=True)
+        assert model.config._attn_implementation == "eager"
 
 
 def test_layers_are_spread_over_devices_on_request(
