@@ -414,7 +414,8 @@ def refuse_other_decoding(config: GenerationConfig) -> None:
     for name, neutral in REFUSED.items():
         value = getattr(config, name, None)
         if not _among(value, neutral):
-            raise InvalidOption(f"{name}={shown(value)} is not supported. Leave it out")
+            hint = "Leave it out, of the model's generation_config too"
+            raise InvalidOption(f"{name}={shown(value)} is not supported. {hint}")
     known = HONOURED | NEUTRAL | REFUSED.keys()
     for name in vars(GenerationConfig()).keys() - known:  # not an attribute of some model's own
         if (value := getattr(config, name, None)) is not None:
