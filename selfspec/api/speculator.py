@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count, islice, repeat
+from numbers import Integral
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -62,6 +63,8 @@ from selfspec.model.parts import check_model, kind_of
 from selfspec.options import Costs
 
 logger = logging.getLogger(__name__)
+
+_NO_SEED = "missing: more prompts than seeds"
 
 _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
@@ -173,13 +176,14 @@ class Speculator:
         if seeds is None and (first := options.get("seed")) is not None:
             seeds = count(first)
         engine = self.engine(most=most, kv_memory=kv_memory)
-        left = zip(count(), prompts, repeat(None) if seeds is None else seeds, strict=False)
+        found = repeat(None) if seeds is None else iter(seeds)
+        left = ((n, prompt, next(found, _NO_SEED)) for n, prompt in enumerate(prompts))
         return self._each(engine, left, options, most)
 
     def _each(
         self,
         engine: Engine,
-        left: Iterator[tuple[int, Prompt, int | None]],
+        left: Iterator[tuple[int, Prompt, Any]],
         options: GenerateOptions,
         most: int,
     ) -> Iterator[Answered]:
@@ -188,7 +192,9 @@ class Speculator:
         try:
             while True:
                 for number, prompt, seed in islice(left, most - len(running)):
-                    own = options if seed is None else options | {"seed": seed % 2**64}
+                    own = options if seed is None else options | {"seed": seed}
+                    if isinstance(seed, Integral):
+                        own["seed"] = int(seed) % 2**64
                     try:
                         request = self.call(prompt, own)
                         added = engine.add(request.only(), request.speculation)

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 from selfspec.api.speculator import Speculator, wrap
-from selfspec.api.stream import Stream
+from selfspec.api.stream import Generation, Stream
 from selfspec.decoding import sampling
 from selfspec.decoding.acceptance import Draft, SeededMatch, SpeculativeSampling, acceptance_rule
 from selfspec.decoding.decode import rounds
@@ -141,6 +141,15 @@ def test_seeds_go_round_at_64_bits(speculator: Speculator) -> None:
     last, first = speculator.generate_batch(both, **FLAT, max_new_tokens=8, seed=2**64 - 1)
     assert last.token_ids == plain(speculator, PROMPTS[0], max_new_tokens=8, seed=-1)
     assert first.token_ids == plain(speculator, PROMPTS[0], max_new_tokens=8, seed=0)
+
+
+def test_no_prompt_is_lost_where_seeds_end_or_are_none(speculator: Speculator) -> None:
+    prompts, seeds = [PROMPTS[0]] * 4, [2**64 + 5, "x", None]
+    asked: Any = {"seeds": seeds, **FLAT, "max_new_tokens": 3}
+    found = dict(speculator.generate_each(prompts, **asked))
+    kinds = [type(found[number]) for number in range(4)]
+    assert kinds == [Generation, InvalidOption, Generation, InvalidOption]
+    assert "more prompts than seeds" in str(found[3])
 
 
 def sampler_of(seed: int) -> Sampler:
