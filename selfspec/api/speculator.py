@@ -64,8 +64,6 @@ from selfspec.options import Costs
 
 logger = logging.getLogger(__name__)
 
-_NO_SEED = "missing: more prompts than seeds"
-
 _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
 Answered = tuple[int, Generation | SelfspecError]
@@ -177,7 +175,8 @@ class Speculator:
             seeds = count(first)
         engine = self.engine(most=most, kv_memory=kv_memory)
         found = repeat(None) if seeds is None else iter(seeds)
-        left = ((n, prompt, next(found, _NO_SEED)) for n, prompt in enumerate(prompts))
+        lacks = "missing: more prompts than seeds"
+        left = ((n, prompt, next(found, lacks)) for n, prompt in enumerate(prompts))
         return self._each(engine, left, options, most)
 
     def _each(

@@ -238,11 +238,7 @@ def check_scales(gguf: Path, header: GgufHeader) -> None:
 
 
 def load(
-    gguf: Path,
-    header: GgufHeader,
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    attention: str | None,
+    gguf: Path, header: GgufHeader, config: PreTrainedConfig, dtype: torch.dtype, attn: str | None
 ) -> PreTrainedModel:
     """The model in `gguf`, in evaluation mode. Raises InvalidData for a file that does not fit."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
@@ -269,7 +265,7 @@ def load(
             found = found - _ADDED_TO_NORMS.get(header.architecture, 0.0)
         return found.to(dtype) if rows is None else found.to(dtype)[rows]
 
-    model = assembled(config, dtype, attention, weight)
+    model = assembled(config, dtype, attn, weight)
     if others:
         said = "%s keeps some weights as %s, which are de-quantised"
         logger.debug(said, gguf.name, ", ".join(others))

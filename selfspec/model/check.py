@@ -329,10 +329,9 @@ def evaluation(model: PreTrainedModel) -> Iterator[None]:
 def _require_equal(found: Tensor, expected: Tensor, where: str, decoder: Decoder) -> None:
     if not torch.equal(found, expected.to(found.device)):
         if bool(expected.isnan().any()):
-            raise UnsupportedModel(
-                f"{type(decoder.model).__name__} gives NaN at {where}: a weight is damaged, or its "
-                f"numbers are too large for {decoder.dtype}. Load it in float32, or copy it anew"
-            )
+            why = f"a weight is damaged, or numbers are too large for {decoder.dtype}"
+            said = f"{type(decoder.model).__name__} gives NaN at {where}: {why}"
+            raise UnsupportedModel(f"{said}. Load it in float32, or copy it anew")
         difference = (found.float() - expected.to(found.device).float()).abs().max().item()
         raise unsupported(
             decoder.model,
