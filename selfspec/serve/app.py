@@ -107,7 +107,6 @@ class _Server:
                 "in a way that is not known here. Use response_format with a schema",
                 field=field,
             )
-        await asyncio.to_thread(self._writer.read_grammar, choices[0])
         reply = Reply(self._writer, choices, body.field)
         setattr(request.state, gate.REPLY, reply)
         if not body.stream:

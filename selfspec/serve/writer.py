@@ -1,6 +1,7 @@
 """One thread that owns the model: requests come in from anywhere, pieces of answers go out.
 
-An engine is for one thread, and so are a tokenizer and Hugging Face's preparation of a request.
+An engine is for one thread, and so is Hugging Face's preparation of a request. Prompts and grammars
+become ids and tables in other threads: large ones take seconds, in which others are written.
 Whatever one request raises, a MemoryError or a panic in Rust, ends that request alone.
 Rounds become what a client reads (text without its stop, calls, an end) and what Prometheus counts.
 Nothing here knows of HTTP.
@@ -15,7 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,6 +40,7 @@ from selfspec.serve.protocol import Choice, Refused, Tools, places
 
 logger = logging.getLogger(__name__)
 
+_READERS = 4  # threads that read prompts: of some megabytes, one takes up to a gigabyte meanwhile
 _POLL_S = 0.5  # between two looks at whether to stop, where nothing is written
 
 
@@ -59,6 +61,7 @@ class Writer:
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._answers: dict[Running, Answer] = {}
         self.open = 0  # choices that are written or wait
+        self._readers = ThreadPoolExecutor(_READERS, "selfspec-reader")
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._work, name="selfspec-writer", daemon=True)
@@ -74,10 +77,6 @@ class Writer:
         """Whether requests would be answered."""
         return self._thread.is_alive() and not self._stopping.is_set()
 
-    def read_grammar(self, choice: Choice) -> None:
-        """What would hold other answers up, in the thread that calls. Raises InvalidOption."""
-        self._speculator.read_grammar(self._asked(choice))
-
     def submit(self, job: Job) -> None:
         """Have a job written. Raises Refused where too much waits already."""
         count = len(job.choices)
@@ -87,7 +86,8 @@ class Writer:
                 raise Refused(429, said, headers={"Retry-After": "1"})
             self.open += count
         job.left = count
-        self._orders.put(lambda: self._begin(job))
+        read = self._readers.submit(self._read, job)
+        read.add_done_callback(lambda _: self._orders.put(lambda: self._begin(job, read)))
 
     def cancel(self, job: Job) -> None:
         """What is not yet written of a job is left."""
@@ -109,6 +109,7 @@ class Writer:
     def stop(self) -> None:
         """Leave everything, and end the thread."""
         self._stopping.set()
+        self._readers.shutdown(wait=False, cancel_futures=True)
         self._orders.put(lambda: None)
         self._thread.join()
 
@@ -157,11 +158,18 @@ class Writer:
             logger.error("an answer was not heard:\n%s", places(error))
             self._leave(job)
 
-    def _begin(self, job: Job) -> None:
+    def _read(self, job: Job) -> dict[int, Tensor]:
+        """The ids of a job's prompts, by what `id` says of these: choices share them."""
+        self._speculator.read_grammar(self._asked(job.choices[0]))  # all have one
+        prompts = {id(choice.prompt): choice for choice in job.choices}
+        return {name: self._ids(choice) for name, choice in prompts.items() if job.left}
+
+    def _begin(self, job: Job, read: Future[dict[int, Tensor]]) -> None:
         """A job's texts join the engine: all, or none."""
+        if not job.left:  # nobody waits any more
+            return
         try:
-            prompts = {id(choice.prompt): choice for choice in job.choices}  # choices share them
-            ids = {name: self._ids(choice) for name, choice in prompts.items()}
+            ids = read.result()
             calls = [self._call(ids[id(choice.prompt)], choice) for choice in job.choices]
             job.prompt_tokens = sum(one.shape[1] for one in ids.values())
             self.metrics.count("prompt_tokens", by=job.prompt_tokens)

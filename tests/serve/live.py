@@ -170,8 +170,8 @@ class Level:
         assert max(self._bytes[half:]) < max(self._bytes[:half]) + allowed
 
     def _counts(self) -> tuple[int, int]:
-        """Open files and sockets; threads, but for the event loop's pool, which keeps a few."""
-        others = ("asyncio_", "uvloop_")
+        """Open files and sockets; threads, but for pools, which keep a few."""
+        others = ("asyncio_", "uvloop_", "selfspec-reader")
         running = [one for one in threading.enumerate() if not one.name.startswith(others)]
         return psutil.Process().num_fds(), len(running)
 

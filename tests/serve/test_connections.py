@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
@@ -190,6 +191,26 @@ def text(heard: queue.Queue[Any]) -> str:
     pieces: list[Piece] = list(iter(lambda: heard.get(timeout=30), ENDED))
     assert pieces[-1].error is None
     return "".join(piece.text for piece in pieces)
+
+
+def test_a_prompt_that_is_read_for_long_holds_nobody_up(
+    writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, goes_on = writer._ids, threading.Event()
+    with monkeypatch.context() as patch:
+        slow = [5, 6, 7]
+        patch.setattr(
+            writer, "_ids", lambda one: (one.prompt != slow or goes_on.wait(60)) and own(one)
+        )
+        _, heard = submitted(writer, slow)
+        gone, silent = submitted(writer, slow)
+        text(submitted(writer, [1, 2, 3])[1])
+        writer.cancel(gone)
+        wait_until(lambda: writer.open == 1)
+        goes_on.set()
+        text(heard)
+    wait_until(lambda: writer.open == 0)
+    assert silent.empty()
 
 
 @pytest.mark.parametrize("kind", [MemoryError, Panic])
