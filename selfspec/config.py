@@ -324,7 +324,7 @@ class GenerateOptions(TypedDict, total=False):
 GRAMMAR_KEYWORDS = ("json_schema", "grammar")
 """Keywords of `generate` that ask for a structure."""
 
-_WRITING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+WRITING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as `json.dumps` writes it: a small model can go on with spaces for ever, and what is written
 in one way only is forced."""
 
@@ -358,7 +358,7 @@ def grammar_of_schema(schema: Mapping[str, Any] | bool) -> Grammar:
         expected = "a schema, or True for any object"
         raise InvalidOption(f"json_schema is {shown(schema)}, expected {expected}")
     try:
-        found = matcher_class().grammar_from_json_schema(dict(schema), overrides=_WRITING)
+        found = matcher_class().grammar_from_json_schema(dict(schema), overrides=WRITING)
     except (RecursionError, TypeError, ValueError) as error:
         raise InvalidOption(f"json_schema cannot be read: {first_line(error)}") from error
     return Grammar("json_schema", found)

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from selfspec.api.request import Request
 from selfspec.api.speculator import Speculator
 from selfspec.api.text import TextDecoder, TokenTexts, UntilStop, begun, encode, is_end
-from selfspec.config import GenerateOptions
+from selfspec.config import WRITING, GenerateOptions
 from selfspec.decoding.acceptance import Draft
 from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.engine import Running
@@ -392,9 +392,15 @@ class ToolFormat:
 
     def grammar(self, tools: Tools) -> str:
         """Lark for one call of one of these."""
-        schema = json.dumps({"anyOf": [self._schema(tool["function"]) for tool in tools]})
         before, after = (json.dumps(text) if text else "" for text in (self.before, self.after))
-        return f"start: {before} call {after}\ncall: %json {schema}\n"
+        ways, rules = [], ""
+        for number, tool in enumerate(tools):  # each schema by itself: its $ref begin at its root
+            name, schema = tool["function"]["name"], tool["function"].get("parameters")
+            begins = json.dumps(f'{{"name": "{name}", "{self.arguments}": ')
+            ways.append(f'{begins} arguments{number} "}}"')
+            schema = (schema or {"type": "object", "properties": {}}) | {"x-guidance": WRITING}
+            rules += f"arguments{number}: %json {json.dumps(schema)}\n"
+        return f"start: {before} ({' | '.join(ways)}) {after}\n{rules}"
 
     def calls(self, text: str, names: Collection[str]) -> list[Json]:
         """Calls of `names` in a text; what only looks like one stays text, and all of it then."""
@@ -404,15 +410,6 @@ class ToolFormat:
             return [self._call(part.split(after)[0] if after else part, names) for part in parts]
         except (InvalidData, LookupError, TypeError):
             return []
-
-    def _schema(self, function: Json) -> Json:
-        arguments = function.get("parameters") or {"type": "object", "properties": {}}
-        return {
-            "type": "object",
-            "properties": {"name": {"const": function["name"]}, self.arguments: arguments},
-            "required": ["name", self.arguments],
-            "additionalProperties": False,
-        }
 
     def _call(self, text: str, names: Collection[str]) -> Json:
         said = parse_json(text.strip(), "a call")
