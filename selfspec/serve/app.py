@@ -97,8 +97,11 @@ class _Server:
         return Response(writer.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     async def _answer(self, request: Request, kind: type[ChatBody | TextBody]) -> Response:
-        body = await self._read(request, kind)
-        choices = body.choices(self._writer.options, self._writer.room)
+        sent = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if sent != "application/json":  # what a page elsewhere cannot send without being asked
+            raise Refused(415, "Content-Type must be application/json")
+        held = await gate.read(request, self._writer.options)
+        body, choices = await asyncio.to_thread(self._read, held, kind)
         field = choices[0].needs_tools  # all have the same tools, and one grammar
         if field is not None and not self._writer.knows_tools:
             raise Refused(
@@ -119,11 +122,9 @@ class _Server:
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
 
-    async def _read(self, request: Request, kind: type[ChatBody | TextBody]) -> ChatBody | TextBody:
-        sent = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if sent != "application/json":  # what a page elsewhere cannot send without being asked
-            raise Refused(415, "Content-Type must be application/json")
-        held = await gate.read(request, self._writer.options)
+    def _read(
+        self, held: bytearray, kind: type[ChatBody | TextBody]
+    ) -> tuple[ChatBody | TextBody, list[Choice]]:
         try:
             body = kind.model_validate(files.parse_json(held.decode(), "the body"))
         except UnicodeDecodeError as error:
@@ -135,7 +136,7 @@ class _Server:
         self._require_model(body.model)
         if "stream_options" in body.model_fields_set and not body.stream:
             raise Refused(400, "stream_options is for streams. Drop it", field="stream_options")
-        return body
+        return body, body.choices(self._writer.options, self._writer.room)
 
     def _require_model(self, name: str | None) -> None:
         if name not in (None, self._writer.label):

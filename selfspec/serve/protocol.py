@@ -44,7 +44,8 @@ Stop = Annotated[str, Field(max_length=64)]
 Setting = Annotated[str, Field(max_length=256)]
 
 T = TypeVar("T")
-Some = Annotated[list[T], Field(min_length=1)]
+Many = Annotated[list[T], Field(fail_fast=True)]  # one error is told, and there may be a million
+Some = Annotated[Many[T], Field(min_length=1)]
 
 Tools = Sequence[dict[str, Any]]
 """Tools as OpenAI has them: `{"type": "function", "function": {"name": .., "parameters": ..}}`."""
@@ -97,9 +98,9 @@ class _Call(_Shape):
 
 class _Message(_Shape):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[_Text] | None = None
+    content: str | Many[_Text] | None = None
     name: str | None = None
-    tool_calls: list[_Call] | None = None
+    tool_calls: Many[_Call] | None = None
     tool_call_id: str | None = None
     refusal: None = None
 
@@ -319,7 +320,7 @@ class TextBody(Body):
 
     field: ClassVar[str] = "prompt"
 
-    prompt: str | Some[str] | Some[StrictInt] | Some[list[StrictInt]]
+    prompt: str | Some[str] | Some[StrictInt] | Some[Many[StrictInt]]
     max_tokens: Count | None = 16
     logprobs: Likely | None = None
 

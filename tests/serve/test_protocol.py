@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -10,13 +11,15 @@ from typing import Any
 
 import httpx
 import openai
+import pydantic
 import pytest
+from openai.types.chat import ChatCompletionMessage
 
 from selfspec.api.speculator import Speculator
 from selfspec.errors import HeadsNotFound
 from selfspec.serve.options import ServeOptions
-from selfspec.serve.protocol import Refused, TextBody, of_error
-from tests.serve.live import CHAT, JSON, Running, running, streaming, wait_until
+from selfspec.serve.protocol import ChatBody, Refused, TextBody, of_error
+from tests.serve.live import CHAT, JSON, TEXT, Running, answers, running, streaming, wait_until
 from tests.test_readme import fenced
 
 TOOLS = Path(__file__).parents[2] / "docs" / "guides" / "tools.md"
@@ -190,6 +193,26 @@ def test_more_answers_than_may_wait_are_refused_before_they_are_made() -> None:
         TextBody(prompt=["a"] * 100_000, n=128).choices(ServeOptions(), 9)
 
 
+def test_of_a_million_errors_one_is_looked_for() -> None:
+    messages = [{"role": "user", "content": [{}] * 1000}] * 1000
+    for kind, body in ((TextBody, {"prompt": [{}] * 1000}), (ChatBody, {"messages": messages})):
+        with pytest.raises(pydantic.ValidationError) as error:
+            kind.model_validate(body)
+        assert error.value.error_count() < 10
+
+
+def test_a_body_that_is_read_for_long_holds_nobody_up(
+    small: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, goes_on = TextBody.choices, threading.Event()
+    monkeypatch.setattr(TextBody, "choices", lambda *a: goes_on.wait(20) and own(*a))
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(small.post, {"prompt": "One", "max_tokens": 1}, TEXT)
+        answers(small)
+        goes_on.set()
+        assert slow.result().status_code == 200
+
+
 def test_a_drafter_that_this_server_has_not_is_the_requests_fault() -> None:
     assert of_error(HeadsNotFound("drafter exit needs exit heads")).status == 400
 
@@ -228,6 +251,7 @@ def test_a_bad_body_or_path_is_refused(
 
 
 NOTHING = {"logprobs": False, "tools": None, "stop": None, "response_format": {"type": "text"}}
+SAID = ChatCompletionMessage(role="assistant", content="Mars.")
 WEBUI = {"model": "SmolLM2-135M-Instruct.Q4_1", "messages": ASK}
 
 
@@ -237,8 +261,10 @@ WEBUI = {"model": "SmolLM2-135M-Instruct.Q4_1", "messages": ASK}
         {**BODY, "user": "someone", "presence_penalty": 0, **NOTHING},
         # Open WebUI: an answer, one with the settings of a chat, a title
         {**WEBUI, "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 2},
+        {**BODY, "stream": True, "stream_options": {"include_obfuscation": False}},
         {**BODY, **WEBUI, "min_p": 0.1, "logit_bias": {"5": 1}, "seed": 0, "stop": ["."]},
         {**WEBUI, "stream": False, "max_completion_tokens": 2},
+        {**BODY, "messages": [*ASK, SAID.model_dump(), *ASK]},  # what an answer was, sent back
     ],
 )
 def test_what_clients_send_is_fine(server: Running, body: dict[str, Any]) -> None:
