@@ -32,6 +32,8 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "service_tier": ("auto", "default"),
     "modalities": (["text"],),
+    "include_obfuscation": (False,),
+    "annotations": ([],),
 }
 """Values of fields that are not supported, which ask for nothing."""
 
@@ -64,9 +66,20 @@ class Choice:
 
 
 class _Shape(pydantic.BaseModel):
-    """An object of a body: what is not named is refused."""
+    """An object of a body: what is not named is refused, unless it asks for nothing."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _without_nothing(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        return {
+            name: value
+            for name, value in body.items()
+            if value is not None and not (name in _NOTHING and value in _NOTHING[name])
+        }
 
 
 class _Text(_Shape):
@@ -211,17 +224,6 @@ class Body(_Shape):
     user: str | None = None
     metadata: dict[str, str] | None = None
     speculation: StrictBool | _Speculation | None = None
-
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def _without_nothing(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
-            return body
-        return {
-            name: value
-            for name, value in body.items()
-            if value is not None and not (name in _NOTHING and value in _NOTHING[name])
-        }
 
     def _choices(
         self, prompts: Sequence[Prompt], options: Any, limits: ServeOptions, **more: Any
