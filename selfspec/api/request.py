@@ -460,6 +460,9 @@ def _check_positions(positions: Any, mask: Tensor | None, input_ids: Tensor) -> 
         )
 
 
+_stops = lru_cache(8)(stopping.StopStringCriteria)  # as many as transformers keeps the insides of
+
+
 def stop_strings(
     tokenizer: PreTrainedTokenizerBase | None, strings: str | list[str]
 ) -> stopping.StopStringCriteria:
@@ -470,7 +473,7 @@ def stop_strings(
     if not all(isinstance(text, str) and text for text in listed):
         raise InvalidOption(f"stop_strings are {shown(strings)}, expected texts that are not empty")
     try:
-        return stopping.StopStringCriteria(tokenizer=tokenizer, stop_strings=list(listed))
+        return _stops(tokenizer, tuple(listed))
     except ValueError as error:
         raise InvalidOption(
             f"stop_strings are {shown(strings)}: no token writes that. Leave it out"

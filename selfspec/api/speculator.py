@@ -261,12 +261,14 @@ class Speculator:
         rest = plain_numbers(options)
         return self.options.updated({k: rest.pop(k) for k in OPTION_NAMES if k in rest}), rest
 
-    def read_grammar(self, options: GenerateOptions) -> None:
-        """Read the grammar of a call ahead of it, in any thread: a large one takes seconds."""
+    def read_ahead(self, options: GenerateOptions) -> None:
+        """Read stops and the grammar ahead of a call, in any thread: they may take seconds."""
+        end = NO_END if options.get("raw") else self.turn_end
+        known = {**options, **end.options(options, self.model)}
+        if strings := wanted(self.model, known, "stop_strings"):
+            stop_strings(self.tokenizer, strings)
         grammar = wanted_grammar(options)
         if grammar is not None:
-            end = NO_END if options.get("raw") else self.turn_end
-            known = {**options, **end.options(options, self.model)}
             ends = wanted(self.model, known, "eos_token_id")
             self._grammars.mask(grammar, templates.listed(ends))
 

@@ -160,7 +160,7 @@ class Writer:
 
     def _read(self, job: Job) -> dict[int, Tensor]:
         """The ids of a job's prompts, by what `id` says of these: choices share them."""
-        self._speculator.read_grammar(self._asked(job.choices[0]))  # all have one
+        self._speculator.read_ahead(self._asked(job.choices[0]))  # all have one
         prompts = {id(choice.prompt): choice for choice in job.choices}
         return {name: self._ids(choice) for name, choice in prompts.items() if job.left}
 

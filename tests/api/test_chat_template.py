@@ -110,7 +110,7 @@ def test_a_grammar_is_read_ahead_for_the_ends_that_answers_have(
 ) -> None:
     tokenizer.add_tokens(["<|im_end|>"], special_tokens=True)
     speculator = wrap(model, tokenizer, chat_template="chatml")
-    speculator.read_grammar({"json_schema": True})
+    speculator.read_ahead({"json_schema": True})
     monkeypatch.setattr("selfspec.api.request.check_grammar", lambda _: 1 // 0)
     speculator.call(TALK, {"json_schema": True, "max_new_tokens": 4})
 

@@ -11,6 +11,7 @@ from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 import pytest
+from transformers import StopStringCriteria
 
 from selfspec.api.speculator import Speculator
 from selfspec.decoding.engine import Engine
@@ -211,6 +212,19 @@ def test_a_prompt_that_is_read_for_long_holds_nobody_up(
         text(heard)
     wait_until(lambda: writer.open == 0)
     assert silent.empty()
+
+
+def test_stops_are_read_beside_the_writer(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, own = list[str](), StopStringCriteria.clean_tokenizer_vocab
+
+    def clean(*args: Any, **more: Any) -> Any:
+        seen.append(threading.current_thread().name.partition("_")[0])
+        return own(*args, **more)
+
+    monkeypatch.setattr(StopStringCriteria, "clean_tokenizer_vocab", staticmethod(clean))
+    for _ in range(2):
+        text(submitted(writer, [1, 2, 3], stop_strings=["never there"])[1])
+    assert seen == ["selfspec-reader"]
 
 
 @pytest.mark.parametrize("kind", [MemoryError, Panic])
