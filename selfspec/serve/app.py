@@ -27,7 +27,7 @@ from selfspec import files, pages
 from selfspec.errors import InvalidData
 from selfspec.serve import gate, protocol
 from selfspec.serve.options import Keys
-from selfspec.serve.protocol import ChatBody, Choice, Refused, TextBody, of_error, places
+from selfspec.serve.protocol import Body, ChatBody, Choice, Refused, TextBody, of_error, places
 from selfspec.serve.writer import Job, Json, Piece, Writer
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class _Server:
                 "in a way that is not known here. Use response_format with a schema",
                 field=field,
             )
-        reply = Reply(self._writer, choices, body.field)
+        reply = Reply(self._writer, choices, body)
         setattr(request.state, gate.REPLY, reply)
         if not body.stream:
             await gate.unless_gone(request.receive, reply.rest())
@@ -170,10 +170,10 @@ async def _refuse_path(request: Request, error: Exception) -> Response:
 class Reply:
     """What one request gets back: pieces come from the writer's thread to this loop."""
 
-    def __init__(self, writer: Writer, choices: Sequence[Choice], field: str) -> None:
-        """Submits the request, whose prompt is in `field`. Raises Refused where too much waits."""
-        self._writer, self._field = writer, field
-        self._chat = field == ChatBody.field
+    def __init__(self, writer: Writer, choices: Sequence[Choice], body: Body) -> None:
+        """Submits the request. Raises Refused where too much waits."""
+        self._writer, self._field = writer, body.field
+        self._chat = isinstance(body, ChatBody)
         self._notes = "logprobs" in choices[0].options
         self._head = {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -184,7 +184,7 @@ class Reply:
         loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Piece] = asyncio.Queue()
         self._room = _MOST_WAITING * len(choices)
-        self._job = Job(choices, lambda piece: loop.call_soon_threadsafe(self._put, piece))
+        self._job = Job(choices, lambda one: loop.call_soon_threadsafe(self._put, one), body.n)
         writer.submit(self._job)
 
     async def next(self) -> Piece:

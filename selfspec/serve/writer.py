@@ -158,20 +158,19 @@ class Writer:
             logger.error("an answer was not heard:\n%s", places(error))
             self._leave(job)
 
-    def _read(self, job: Job) -> dict[int, Tensor]:
-        """The ids of a job's prompts, by what `id` says of these: choices share them."""
+    def _read(self, job: Job) -> list[Tensor]:
+        """The ids of a job's prompts."""
         self._speculator.read_ahead(self._asked(job.choices[0]))  # all have one
-        prompts = {id(choice.prompt): choice for choice in job.choices}
-        return {name: self._ids(choice) for name, choice in prompts.items() if job.left}
+        return [self._ids(choice) for choice in job.choices[:: job.n] if job.left]
 
-    def _begin(self, job: Job, read: Future[dict[int, Tensor]]) -> None:
+    def _begin(self, job: Job, read: Future[list[Tensor]]) -> None:
         """A job's texts join the engine: all, or none."""
         if not job.left:  # nobody waits any more
             return
         try:
             ids = read.result()
-            calls = [self._call(ids[id(choice.prompt)], choice) for choice in job.choices]
-            job.prompt_tokens = sum(one.shape[1] for one in ids.values())
+            calls = [self._call(ids[at // job.n], one) for at, one in enumerate(job.choices)]
+            job.prompt_tokens = sum(one.shape[1] for one in ids)
             self.metrics.count("prompt_tokens", by=job.prompt_tokens)
             for place, call in enumerate(calls):
                 running = self._engine.add(call.only(), call.speculation)
@@ -244,6 +243,7 @@ class Job:
 
     choices: Sequence[Choice]
     wrote: Callable[[Piece], object]
+    n: int = 1  # choices of each prompt, one behind the other
     prompt_tokens: int = 0  # known before the first piece
     left: int = 0  # choices that have no end yet
     came_s: float = field(default_factory=time.perf_counter)

@@ -123,6 +123,9 @@ def test_text_goes_on_from_words_or_ids_one_or_several(
         )
         expected = [generate(one, raw=isinstance(one, str)).text for one in prompts]
         assert [choice.text for choice in answer.choices] == expected
+    many: Any = {"prompt": ["a", "b", "a"], "n": 2, "max_tokens": 1}
+    usage = client.completions.create(model=server.speculator.label, **many).usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (3, 6)
 
 
 def test_models_and_health(client: openai.OpenAI, server: Running) -> None:
