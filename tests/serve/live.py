@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 
+from selfspec.api import chat_template
 from selfspec.api.speculator import Speculator
 from selfspec.serve.app import make_app
 from selfspec.serve.gate import Server, bound
@@ -173,7 +174,8 @@ class Level:
         """Open files and sockets; threads, but for pools, which keep a few."""
         others = ("asyncio_", "uvloop_", "selfspec-reader")
         running = [one for one in threading.enumerate() if not one.name.startswith(others)]
-        return psutil.Process().num_fds(), len(running)
+        pipes = 2 * len(chat_template._idle)  # of renderers that are kept, at most two
+        return psutil.Process().num_fds() - pipes, len(running)
 
     def _memory(self) -> int:
         """Without what is kept for texts that begin alike, which has a budget of its own."""
