@@ -38,14 +38,14 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 28166,
+    "tests/": 28171,
     "model": 6427,
     "decoding": 4989,
     "training": 3795,
     "eval": 2846,
     "eval/": 3478,
-    "cli": 3222,
-    "serve": 2880,
+    "cli": 3233,
+    "serve": 2883,
     "api": 2252,
     "heads": 1712,
     "visualise": 1601,

@@ -489,7 +489,7 @@ def load(asked: Asked) -> Speculator:
 
 @contextlib.contextmanager
 def _status(doing: str) -> Iterator[Callable[[str], None]]:
-    if not sys.stderr.isatty() or logging.getLogger("selfspec").level == logging.ERROR:
+    if not sys.stderr.isatty() or is_quiet():
         yield lambda _: None
         return
     from rich.console import Console
@@ -620,15 +620,26 @@ def words(value: Any) -> str:
     return json.dumps(value) if isinstance(value, dict) else str(value)
 
 
-def note(text: str) -> None:
+def aside(text: str) -> None:
     """Write a line that is not a result."""
     typer.echo(text, err=True)
+
+
+def note(text: str) -> None:
+    """The same of one that nobody asked for."""
+    if not is_quiet():
+        aside(text)
+
+
+def is_quiet() -> bool:
+    """Whether --quiet was given."""
+    return logging.getLogger("selfspec").level == logging.ERROR
 
 
 def complain(error: SelfspecError | str) -> None:
     """Write an error as its one line, without what would move a terminal's cursor."""
     line = " ".join(str(SelfspecError(str(error))).split())  # which is of a bounded length
-    note("selfspec: error: " + "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))
+    aside("selfspec: error: " + "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))
 
 
 def refused(error: Exception) -> str | None:
@@ -728,8 +739,8 @@ def bar(name: str, unit: str, *, rate: bool = False) -> Iterator[Callable[..., N
         progress.TextColumn(unit + "  {task.fields[words]}"),
         progress.TimeRemainingColumn(),
     )
-    quiet = logging.getLogger("selfspec").level == logging.ERROR or not is_first()
-    with progress.Progress(*columns, console=Console(stderr=True), disable=quiet) as drawn:
+    disable = is_quiet() or not is_first()
+    with progress.Progress(*columns, console=Console(stderr=True), disable=disable) as drawn:
         task = drawn.add_task(name, total=None, words="")
 
         def show(done: int, total: int | None, words: str = "", *, found: bool = False) -> None:

@@ -126,7 +126,7 @@ class Chat:
         if end == "\n":
             base.say_if_cut(found, self.options)
         if self.stats is not None:
-            base.note(base.statistics(found, self.stats))
+            base.aside(base.statistics(found, self.stats))
 
     def _replace(self, messages: list[dict[str, str]]) -> None:
         self.messages, self.last, self.tokens = messages, None, 0

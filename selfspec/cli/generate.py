@@ -85,7 +85,7 @@ def generate(
         answer = stream.result
         base.say_if_cut(answer, asked)
     if "stats" in asked:
-        base.note(base.statistics(answer, asked["stats"]))
+        base.aside(base.statistics(answer, asked["stats"]))
 
 
 def _facts(answer: Generation) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def _explained(error: Exception, words: Sequence[str]) -> int:
         return INTERRUPTED
     trace = "".join(traceback.format_exception(error))
     if "--debug" in itertools.takewhile(_ANYWHERE.__contains__, words):
-        base.note(trace.rstrip())
+        base.aside(trace.rstrip())
     if isinstance(error, typer.TyperException):
         base.complain(error.format_message() + _hints(error, words))
         return error.exit_code

@@ -267,7 +267,7 @@ def bench(*, as_json: base.AsJson = False, asked: base.Named) -> None:
     words = f"{report.verdict(summary)}\nTables: {folder / 'table.md'}\n{report.rates(summary)}\n"
     base.emit(json.dumps(summary) + "\n" if as_json else words)
     if failures := summary["failures"]:
-        base.note("".join(f"failed: {line}\n" for line in failures).rstrip())
+        base.aside("".join(f"failed: {line}\n" for line in failures).rstrip())
         raise typer.Exit(1)
 
 

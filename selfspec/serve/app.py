@@ -55,7 +55,7 @@ def make_app(writer: Writer, keys: Keys) -> FastAPI:
     app.post("/v1/completions")(server.text)
     app.get("/v1/models")(server.models)
     app.get("/v1/models/{name:path}")(server.model)
-    app.get("/health")(server.health)
+    app.api_route("/health", methods=["GET", "HEAD"])(server.health)
     app.get("/")(server.page)
     app.get("/metrics")(server.metrics)
     return app

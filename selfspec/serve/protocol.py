@@ -221,7 +221,10 @@ class Body(_Shape):
     logit_bias: Annotated[dict[TokenName, Bias], Field(max_length=1024)] | None = None
     response_format: _ResponseFormat | None = None
     max_tokens: Count | None = None
+    # for whoever bills and caches; nothing here does
     user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
     metadata: dict[str, str] | None = None
     speculation: StrictBool | _Speculation | None = None
 

@@ -84,8 +84,11 @@ def test_the_log_goes_to_stderr_and_quiet_and_verbose_may_stand_anywhere(capsys:
         logger.debug("how")
         logger.info("notice")
         logger.error("error")
+        base.say_next("fit", {})
+        base.complain("wrong")
         said = capsys.readouterr().err.splitlines()
-        assert said == [f"selfspec: {words}" for words in heard]
+        asides = ["next: selfspec fit"] * ("notice" in heard) + ["selfspec: error: wrong"]
+        assert said == [*(f"selfspec: {words}" for words in heard), *asides]
 
 
 # --- in a process

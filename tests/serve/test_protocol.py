@@ -135,6 +135,7 @@ def test_models_and_health(client: openai.OpenAI, server: Running) -> None:
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("../../etc/passwd")
     assert httpx.get(f"{server.address}/health").json()["status"] == "ok"
+    assert httpx.head(f"{server.address}/health").status_code == 200
 
 
 SCHEMA = {"name": "a", "schema": {"type": "objekt"}}
@@ -261,7 +262,8 @@ WEBUI = {"model": "SmolLM2-135M-Instruct.Q4_1", "messages": ASK}
 @pytest.mark.parametrize(
     "body",
     [
-        {**BODY, "user": "someone", "presence_penalty": 0, **NOTHING},
+        {**BODY, "user": "someone", "prompt_cache_key": "a", "safety_identifier": "b"},
+        {**BODY, "presence_penalty": 0, **NOTHING},
         # Open WebUI: an answer, one with the settings of a chat, a title
         {**WEBUI, "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 2},
         {**BODY, "stream": True, "stream_options": {"include_obfuscation": False}},
