@@ -207,9 +207,12 @@ def test_checks_that_a_models_files_passed_are_made_once(
 
     def counted(module: str, check: str) -> None:
         work = getattr(import_module(module), check)
-        monkeypatch.setattr(
-            f"{module}.{check}", lambda *a, **k: made.append(check) or work(*a, **k)
-        )
+
+        def noted(*args: Any, **options: Any) -> Any:
+            made.append(check)
+            return work(*args, **options)
+
+        monkeypatch.setattr(f"{module}.{check}", noted)
 
     checks = {
         "check_conformance": "selfspec.model.backbone",
