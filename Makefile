@@ -75,7 +75,7 @@ hostile: setup
 	    --hypothesis-profile=hostile $(if $(SEED),--hypothesis-seed=$(SEED))
 
 # The kernels compiled with the sanitisers of g++ for addresses and undefined behaviour. FLAGS adds
-# to them: FLAGS=-mno-amx-tile leaves the matrix registers to those who have them.
+# to them: FLAGS='-mno-amx-tile -mno-amx-bf16' leaves the matrix registers to those who have them.
 SANITISED := c++ -fsanitize=address,undefined -fno-sanitize-recover=all
 SANITISERS = $(foreach one,asan ubsan,$(shell c++ -print-file-name=lib$(one).so))
 sanitise: setup

@@ -70,7 +70,7 @@ def this_machine(*, tiles: bool) -> Target:
     flags = "-march=native"
     said = _run(*_FLAGS, flags, "-x", "c++", "-E", "-dM", os.devnull)
     if not tiles and b"__AMX_TILE__" in said:
-        flags += " -mno-amx-tile"
+        flags += " -mno-amx-tile -mno-amx-bf16"  # the compiler asks for both
     return Target(f"native-{hashlib.sha256(said).hexdigest()[:8]}", flags)
 
 

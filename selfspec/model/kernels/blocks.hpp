@@ -38,9 +38,7 @@ inline Vector from_bytes(const uint8_t* bytes) {
 }
 
 inline float from_half(uint16_t half) {
-  const uint32_t bits = uint32_t(half & 0x7fff) << 13;
-  float size;
-  std::memcpy(&size, &bits, sizeof size);
+  const float size = std::bit_cast<float>(uint32_t(half & 0x7fff) << 13);
   return half & 0x8000 ? size * -0x1p112f : size * 0x1p112f;
 }
 
@@ -169,17 +167,6 @@ constexpr int panels_of_blocks(int rows) {
   return LANES == 8 && rows <= 2 ? 2 : 1;
 }
 
-#if BFLOAT16 && defined(__AVX512BF16__)
-// A whole number of at most eight bits, as bfloat16.
-constexpr uint16_t as_bfloat16(int number) {
-  const int size = number < 0 ? -number : number;
-  int digits = 0;
-  while (size >> (digits + 1)) digits++;
-  const int bits = (127 + digits) << 7 | (size << (7 - digits) & 127);
-  return uint16_t(!size ? 0 : number < 0 ? bits | 0x8000 : bits);
-}
-#endif
-
 // A group of a panel, made ready for many rows.
 struct Ready {
   Bits terms[TOGETHER / ADDED][VECTORS];
@@ -300,10 +287,11 @@ struct Kept : Layout<BITS, GROUP, SCALE, OFFSET> {
 
    private:
 #if BFLOAT16 && defined(__AVX512BF16__)
-    static __m512i table() {  // the sixteen numbers, twice
+    static __m512i table() {  // the sixteen numbers as bfloat16, twice
       alignas(64) static constexpr auto numbers = [] {
         std::array<uint16_t, 32> found{};
-        for (int i = 0; i < 32; i++) found[i] = as_bfloat16(i % 16 - OFFSET);
+        for (int i = 0; i < 32; i++)
+          found[i] = uint16_t(std::bit_cast<uint32_t>(float(i % 16 - OFFSET)) >> 16);
         return found;
       }();
       return _mm512_load_si512(numbers.data());
@@ -312,19 +300,15 @@ struct Kept : Layout<BITS, GROUP, SCALE, OFFSET> {
   };
 
 #ifdef __AMX_BF16__
-  // Adds to the sums of `groups` times `height` rows, which are those of tiles, for panels that lie
-  // `size` bytes apart. `totals`: [groups, in / GROUP, ROWS_OF_TILE].
-  static void multiply_tiles(long in, long groups, long height, long count, Block<const Input> x,
-                             const float* totals, const uint8_t* panel, long size,
-                             Block<float> sums) {
-    constexpr decltype(&pass<1>) all[] = {pass<1>, pass<2>, pass<4>, pass<8>, pass<16>};
-    const int which = height > 8 ? 4 : height > 4 ? 3 : height > 2 ? 2 : height - 1;
-    for (long p = 0; p < count; p++)
-      all[which](in, groups, height, x, totals, panel + p * size, sums.from_panel(p));
-  }
-
  private:
   static constexpr int LINES = GROUP / 2;  // of a tile of weights: pairs of inputs
+  // Half of a group is fetched where a tile is made, half where products are added.
+  static constexpr int FETCHED = Place::UNIT_BYTES / (Place::UNIT / GROUP) / 2;
+
+  static void fetch(const uint8_t* from) {
+    UNROLL for (int at = 0; at < FETCHED; at += 64) __builtin_prefetch(from + at, 0, 2);
+  }
+
   struct Tile {
     alignas(64) Number weights[LINES][2 * PANEL];
     Vector scale, least;
@@ -341,7 +325,7 @@ struct Kept : Layout<BITS, GROUP, SCALE, OFFSET> {
   // Adds groups from `first` to `end`, which are `tiles`, to the sums of `height` rows, at most ROWS.
   template <int ROWS>
   static void add(long height, Block<const Input> x, const float* totals, const Tile* tiles, long first,
-                  long end, Block<float> to) {
+                  long end, const uint8_t* next, Block<float> to) {
     alignas(64) float products[4][ROWS_OF_TILE][PANEL];
     if (height < ROWS) std::memset(products, 0, sizeof products);  // no odd numbers: they are slow
     Vector sums[ROWS];
@@ -359,6 +343,7 @@ struct Kept : Layout<BITS, GROUP, SCALE, OFFSET> {
       if (place >= end) return;
       const Vector scale = tiles[place - first].scale, least = tiles[place - first].least;
       const float* const total = totals + place * ROWS_OF_TILE;
+      fetch(next + (place - first) * FETCHED);
       UNROLL for (int r = 0; r < ROWS; r++) {
         sums[r] += scale * *(const Floats*)products[which][r];
         if (LEAST) sums[r] += least * total[r];
@@ -384,23 +369,33 @@ struct Kept : Layout<BITS, GROUP, SCALE, OFFSET> {
       if (r < height) *(Floats*)(to.at + r * to.row) = sums[r];
   }
 
-  // Some inputs of a panel stay in the cache while all rows pass them.
+ public:
+  // Adds to the sums of `groups` times `height` rows, at most ROWS each, for one or two panels that lie
+  // `size` bytes apart: some of their inputs stay in the cache while all rows pass. `totals`:
+  // [groups, in / GROUP, ROWS_OF_TILE].
   template <int ROWS>
-  static void pass(long in, long groups, long height, Block<const Input> x, const float* totals,
-                   const uint8_t* panel, Block<float> sums) {
-    constexpr long MOST = 24;
-    thread_local std::vector<Tile> tiles(MOST);
-    for (long first = 0; first < in / GROUP; first += MOST) {
-      const long end = std::min(in / GROUP, first + MOST);
-      for (long g = first; g < end; g++) tiles[g - first].take(panel, g * GROUP);
+  static void multiply_tiles(long in, long groups, long height, long count, Block<const Input> x,
+                             const float* totals, const uint8_t* panel, long size, Block<float> sums) {
+    constexpr long MOST = 12;
+    thread_local std::vector<Tile> tiles(2 * MOST);
+    const long all = in / GROUP, pieces = up(all, MOST);
+    for (long piece = 0; piece < pieces; piece++) {
+      const long first = all * piece / pieces, end = all * (piece + 1) / pieces;
+      const auto next = [&](long p) {  // what is made of its panel after this
+        return end < all ? Place::group(panel + p * size, end * GROUP) : panel + (count + p) * size;
+      };
+      for (long p = 0; p < count; p++)
+        for (long g = first; g < end; g++) {
+          fetch(next(p) + (g - first) * FETCHED);
+          tiles[p * MOST + g - first].take(panel + p * size, g * GROUP);
+        }
       for (long g = 0; g < groups; g++)
-        add<ROWS>(height, {x.at + g * height * x.row, x.row, 0},
-                  totals + g * in / GROUP * ROWS_OF_TILE, tiles.data(), first, end,
-                  {sums.at + g * height * sums.row, sums.row, 0});
+        for (long p = 0; p < count; p++)
+          add<ROWS>(height, x.from_row(g * height), totals + g * all * ROWS_OF_TILE, &tiles[p * MOST],
+                    first, end, next(p) + (end - first) * FETCHED,
+                    sums.from_row(g * height).from_panel(p));
     }
   }
-
- public:
 #endif
 
   // Adds the inputs from `first` to `end`, whole groups, to the sums of ROWS rows, for panels that

@@ -12,12 +12,12 @@ struct Form {
                         Block<const float> totals, const uint8_t* panel, long size, Block<float> sums);
   using MultiplyReady = void(long first, long end, Block<const Input> x, Block<const float> totals,
                              const Ready* ready, Block<float> sums);
+  using MultiplyTiles = void(long in, long groups, long height, long count, Block<const Input> x,
+                             const float* totals, const uint8_t* panel, long size, Block<float> sums);
   std::array<Multiply*, ROWS_OF_BLOCKS> multiply;  // by rows, from one on
   void (*make_ready)(const uint8_t* panel, long first, long end, Ready* to);
   std::array<MultiplyReady*, ROWS_OF_BLOCKS> multiply_ready;
-  void (*multiply_tiles)(long in, long groups, long height, long count, Block<const Input> x,
-                         const float* totals, const uint8_t* panel, long size,
-                         Block<float> sums);  // if any
+  std::array<MultiplyTiles*, 5> multiply_tiles;  // by rows: 1, 2, 4, 8, 16; if any
   void (*put)(const uint8_t* from, int o, uint8_t* to);  // quants of a group of output o
   bool placed;
   Scale scale;
@@ -29,9 +29,10 @@ struct Form {
 template <typename As>
 constexpr auto tiles_of() -> decltype(Form::multiply_tiles) {
 #ifdef __AMX_BF16__
-  return As::multiply_tiles;
+  return each(std::make_integer_sequence<int, 5>(),
+              []<int I>() { return &As::template multiply_tiles<(1 << I) / 2>; });
 #endif
-  return nullptr;
+  return {};
 }
 
 template <int BITS, int GROUP, Scale SCALE, int OFFSET>

@@ -27,10 +27,7 @@ inline float exponential(float x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  const uint32_t bits = uint32_t(int32_t(n) + 127) << 23;  // 2^n
-  float power;
-  std::memcpy(&power, &bits, sizeof power);
-  return p * power;
+  return p * std::bit_cast<float>(uint32_t(int32_t(n) + 127) << 23);  // 2^n
 }
 
 // 2^x, to 1e-7, of numbers that are at most 0. Below -126 it is 0: processors take a hundred times as

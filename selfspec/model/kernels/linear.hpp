@@ -59,6 +59,15 @@ struct Linear {
   // inputs [rows, in] -> result [rows, out]; with `adds`, that many times, to what is there. For all
   // threads of a team, which leave when all are done. `room`, of the team, is for many rows.
   void run(long rows, const Number* from, Number* result, float adds, Input* room) const {
+    const long tiles = up(rows, ROWS_OF_TILE), pieces = up(tiles, Arithmetic::most(in));
+    for (long i = 0; i < pieces; i++) {
+      const long first = tiles * i / pieces * ROWS_OF_TILE, end = tiles * (i + 1) / pieces * ROWS_OF_TILE;
+      run_piece(std::min(rows, end) - first, from + first * in, result + first * out, adds, room);
+    }
+  }
+
+ private:
+  void run_piece(long rows, const Number* from, Number* result, float adds, Input* room) const {
     const Arithmetic by(rows);
     const bool few = rows <= Arithmetic::FEW;
     thread_local std::vector<Input> own;
@@ -93,7 +102,6 @@ struct Linear {
 #pragma omp barrier
   }
 
- private:
   bool has_blocks() const {
     long panel = 0;
     for (const Stripe* stripe = stripes; panel < up(out, PANEL); panel += stripe++->panels)

@@ -4,6 +4,7 @@
 
 #pragma once
 
+#include <bit>
 #include <cstdint>
 #include <cstring>
 
@@ -32,22 +33,16 @@ inline void hold([[maybe_unused]] Bits& vector) {
 
 inline float wide(float value) { return value; }
 
-inline float wide(uint16_t value) {  // bfloat16: the upper half of a float
-  const uint32_t bits = uint32_t(value) << 16;
-  float result;
-  std::memcpy(&result, &bits, sizeof result);
-  return result;
-}
+// bfloat16: the upper half of a float.
+inline float wide(uint16_t value) { return std::bit_cast<float>(uint32_t(value) << 16); }
 
 #if BFLOAT16
 
 using Number = uint16_t;
 
 inline Number narrow(float value) {  // to the nearest, ties to even
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  const bool number = (bits & 0x7fffffff) <= 0x7f800000;
-  return Number(number ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : bits >> 16 | 0x40);
+  const auto bits = std::bit_cast<uint32_t>(value);
+  return Number((bits & 0x7fffffff) <= 0x7f800000 ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : bits >> 16 | 0x40);
 }
 
 #else

@@ -15,6 +15,8 @@ namespace {
 class Tiles {
  public:
   static constexpr long FEW = 16;  // rows of one tile
+  // Tiles of rows of so many inputs that stay in the second cache.
+  static long most(long in) { return std::max(4L, (512L << 10) / (2 * in * ROWS_OF_TILE)); }
 
   explicit Tiles(long rows) : groups(up(rows, ROWS_OF_TILE)), height(up(rows, groups)) { use(); }
   ~Tiles() { _tile_release(); }
@@ -63,8 +65,9 @@ class Tiles {
                 Block<float> sums) const {
     const bool smaller = form.group < 2 * STEPS;
     if (smaller) use(form.group);
-    form.multiply_tiles(in, groups, height, count, x, (const float*)(x.at + places() * x.row), blocks,
-                        form.bytes(in), sums);
+    const float* const totals = (const float*)(x.at + places() * x.row);
+    const auto by_rows = form.multiply_tiles[std::bit_width(unsigned(height - 1))];
+    by_rows(in, groups, height, count, x, totals, blocks, form.bytes(in), sums);
     if (smaller) use();
   }
 

@@ -10,6 +10,7 @@ namespace {
 class Vectors {
  public:
   static constexpr long FEW = MOST_ROWS;  // rows that share what is read of panels
+  static long most(long) { return 1L << 32; }  // arithmetic is the limit, wherever rows lie
 
   explicit Vectors(long rows) : rows(rows) {}
 
