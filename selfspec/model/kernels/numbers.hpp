@@ -42,7 +42,7 @@ using Number = uint16_t;
 
 inline Number narrow(float value) {  // to the nearest, ties to even
   const auto bits = std::bit_cast<uint32_t>(value);
-  return Number((bits & 0x7fffffff) <= 0x7f800000 ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : bits >> 16 | 0x40);
+  return Number(value == value ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : bits >> 16 | 0x40);
 }
 
 #else
