@@ -188,6 +188,7 @@ def test_sums_are_those_of_numbers_whatever_runs_beside(
     made: Any = zeroed if isinstance(kind, int) else weight_of
     weight, numbers = made(kind, dtype)
     x = inputs(600, weight.shape[1], dtype)  # in more than one piece
+    x[-2:] *= torch.tensor([[2.0**-106], [2.0**-125]])  # registers take less for nothing
     found = CompiledLinear(weight)
     assert found.nbytes < 0.75 * numbers.nbytes
     whole = found(x)
@@ -197,7 +198,7 @@ def test_sums_are_those_of_numbers_whatever_runs_beside(
     sizes = x.double().abs() @ exact.abs()
     error = (whole.double() - x.double() @ exact).abs()
     rounding = 2**-8 if dtype == torch.bfloat16 else 2**-20
-    assert bool((error <= (x.double() @ exact).abs() * rounding + sizes * 2**-20).all())
+    assert bool((error <= (x.double() @ exact).abs() * rounding + sizes * 2**-20 + 1e-26).all())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

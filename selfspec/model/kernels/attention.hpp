@@ -55,14 +55,12 @@ struct Store {
   // A position's key and value, [width], to their places of a block, or from those of another. Of the
   // lines that a value shares with its neighbours no other number is touched: other threads write
   // these.
-  void put_key(const Number* key, long place, Number* block) const {
+  void put_key(const Number* key, long place, Number* block, long apart = 1) const {
     Number* const to = block + key_at(place);
-    for (long j = 0; j < width; j += STEP) std::copy_n(key + j, STEP, to + j * PANEL);
+    for (long j = 0; j < width; j += STEP) std::copy_n(key + j * apart, STEP, to + j * PANEL);
   }
   void copy_key(const Number* block, long there, long place, Number* to) const {
-    const Number* const from = block + key_at(there);
-    to += key_at(place);
-    for (long j = 0; j < width; j += STEP) std::copy_n(from + j * PANEL, STEP, to + j * PANEL);
+    put_key(block + key_at(there), place, to, PANEL);
   }
   void put_value(const Number* value, long place, Number* block) const {
     for (long j = 0; j < width; j += PANEL) {
@@ -121,16 +119,8 @@ struct Span {
 };
 
 inline void norm_head(const Heads& heads, const float* weight, float* x) {
-  if (heads.centred) {
-    float sum = 0;
-    for (long j = 0; j < heads.size; j++) sum += x[j];
-    for (long j = 0; j < heads.size; j++) x[j] -= sum / heads.size;
-  }
-  float squares = 0;
-#pragma omp simd reduction(+ : squares)
-  for (long j = 0; j < heads.size; j++) squares += x[j] * x[j];
-  const float scale = 1 / std::sqrt(squares / heads.size + heads.eps);
-  for (long j = 0; j < heads.size; j++) x[j] *= scale * weight[j];
+  standardise(heads.centred, heads.eps, heads.size, x, x);
+  for (long j = 0; j < heads.size; j++) x[j] *= weight[j];
 }
 
 // One query or key, normed if the model does that, and rotated. `number`: of the head, queries
@@ -174,8 +164,7 @@ struct Lines {
     first = (T*)((intptr_t(held.data()) + 63) / 64 * 64);
   }
   void clear() { std::fill_n(first, count * apart, T(0)); }
-  T* operator[](long line) { return first + line * apart; }
-  const T* operator[](long line) const { return first + line * apart; }
+  T* operator[](long line) const { return first + line * apart; }
 };
 
 // What queries of one key head see of a text: a softmax that runs along.
@@ -231,7 +220,7 @@ struct Running {
     for (long q = 0; q < count; q++) {
       if (heads.softcap) cap(scores[q]);
       Vector s[COUNT], largest = Vector{} - INFINITY;
-      load(scores[q], s);
+      std::copy_n((const Floats*)scores[q], COUNT, s);
       if (!whole) {
         const auto [low, high] = sees(first + q);
         for (int v = 0; v < COUNT; v++) {
@@ -260,7 +249,7 @@ struct Running {
     }
     for (long q = 0; q < count; q++) {
       Vector s[COUNT], added = {};
-      load(scores[q], s);
+      std::copy_n((const Floats*)scores[q], COUNT, s);
       const float top = tops[q] == -INFINITY ? 0 : tops[q];  // none of them is seen
       for (int v = 0; v < COUNT; v++) added += s[v] = powers_of_two((s[v] - top) * scaling);
       all[first + q] += added;
@@ -285,10 +274,6 @@ struct Running {
       else
         kept[0] = best[q], kept[1] = weights, std::copy_n(mine, heads.width(), kept + HEADER);
     }
-  }
-
-  static void load(const float* line, Vector* to) {
-    for (long v = 0; v < BLOCK / LANES; v++) to[v] = *(const Floats*)(line + v * LANES);
   }
 
   void cap(float* line) const {

@@ -112,46 +112,31 @@ enum Scale {
 };
 constexpr int STORED = 0;  // in place of what is taken off each quant: minima, as scales are
 
-// Where what is kept of a panel lies.
-template <int BITS, int GROUP, Scale SCALE, int OFFSET>
-struct Layout {
-  static constexpr int UNIT = SCALE == NESTED ? 256 : GROUP;
-  static constexpr int PARTS = OFFSET == STORED ? 2 : 1;
-  static constexpr int HEAD = 2 * PARTS * PANEL, SMALL = SCALE == HALF ? 0 : PARTS * PANEL;
-  static constexpr int GROUP_BYTES = SMALL + GROUP * PANEL * BITS / 8;
-  static constexpr int UNIT_BYTES = HEAD + UNIT / GROUP * GROUP_BYTES;
-
-  // The group of input k.
-  static const uint8_t* group(const uint8_t* panel, long k) {
-    return panel + k / UNIT * UNIT_BYTES + HEAD + k % UNIT / GROUP * GROUP_BYTES;
-  }
-
-  // From halves of a unit, and a group's own bytes where scales are nested.
-  static Vector factor(const uint8_t* halves, const uint8_t* small) {
-    const Vector half = from_halves(halves);
-    return SCALE == NESTED ? half * from_bytes(small) : half;
-  }
-};
-
 // Sums of a row of inputs that are multiplied by some of these forms, one for each group.
 constexpr int TOGETHER = 32;
 constexpr long totals_of(long in) { return in / TOGETHER; }
 
 inline void total(long in, const Input* row, float* to, long apart) {
+  constexpr int PER = Kind::STEP / Kind::INPUTS;  // numbers of an Input
+  const auto one = Kind::spread(Input(PER == 2 ? 0x3f803f80 : 1));
   for (long k = 0; k < in; k += TOGETHER, to += apart) {
     Vector sum = {};
-#if BFLOAT16 && defined(__AVX512BF16__)
-    const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
-    sum = Kind::add(sum, *(const Words*)(row + k / 2), ones);
-#else
-    for (int i = 0; i < TOGETHER; i += LANES) sum += *(const Floats*)(row + k + i);
-#endif
+    for (int i = 0; i < TOGETHER / PER; i += LANES)
+      sum = Kind::add(sum, *(const Words*)(row + k / PER + i), one);
     *to = sum_of(sum);
   }
 }
 
-constexpr int ADDED = Kind::STEP / Kind::TERMS;  // inputs that one addition takes
-constexpr bool PAIRED = ADDED == 2;
+// How vectors add quants. A tile has two chains, of even inputs and of odd ones, and rounds each
+// addition as float32 does: few rows give the same by vectors of that, at the memory's speed.
+#ifdef TILES
+using BlockKind = Float32;
+#else
+using BlockKind = Kind;
+#endif
+using Rows = Block<const BlockKind::Input>;
+constexpr int ADDED = BlockKind::STEP / BlockKind::TERMS;  // inputs that one addition takes
+constexpr bool PAIRED = Kind::STEP / Kind::TERMS == 2, CHAINED = PAIRED && ADDED == 1;
 
 // Quants of four bits may stay at their place in a word, as if they were larger by a power of two:
 // their inputs are as much smaller. The last quant leaves it: there it would be a sign.
@@ -159,7 +144,7 @@ inline void shrink(long in, const Input* row, Input* to) {
   for (long k = 0; k < in; k++) to[k] = k % 8 == 7 ? row[k] : row[k] * (1.0f / (1 << 4 * (k % 8)));
 }
 
-constexpr int ROWS_OF_BLOCKS = WIDE ? 8 : LANES == 8 ? 6 : 4;  // that share what is made of a quant
+constexpr int ROWS_OF_BLOCKS = CHAINED ? 5 : WIDE ? 8 : LANES == 8 ? 6 : 4;  // that share a quant
 
 // Panels that are read side by side: a few sums alone would wait for themselves.
 constexpr int panels_of_blocks(int rows) {
@@ -188,7 +173,7 @@ struct ReadyGroup {
 // `group(k, p, v)` is the group of inputs k.. for vector v of panel p. AT_ONCE: inputs of a word, or
 // where nothing is unpacked of one addition, which compilers put in better order.
 template <int ROWS, int PANELS, int GROUP, bool LEAST, int AT_ONCE, typename Groups>
-inline __attribute__((always_inline)) void add_groups(long first, long end, Block<const Input> x,
+inline __attribute__((always_inline)) void add_groups(long first, long end, Rows x,
                                                       Block<const float> totals, Block<float> sums,
                                                       long ahead, const Groups& group) {
   constexpr int COUNT = PANELS * VECTORS;
@@ -199,15 +184,18 @@ inline __attribute__((always_inline)) void add_groups(long first, long end, Bloc
   UNROLL for (int r = 0; r < ROWS; r++)
     UNROLL for (int c = 0; c < COUNT; c++) s[r][c] = *(const Floats*)sum(r, c);
   for (long k = first; k < end; k += GROUP) {
-    Vector t[ROWS][COUNT] = {};
+    Vector t[ROWS][COUNT][1 + CHAINED] = {};
     for (int i = 0; i < GROUP; i += AT_ONCE) {
       UNROLL for (int p = 0; p < PANELS; p++) group(k, p, 0).fetch(i, ahead);
       UNROLL for (int j = 0; j < AT_ONCE; j += ADDED) {
         Bits terms[COUNT];
         UNROLL for (int c = 0; c < COUNT; c++) terms[c] = group(k, c / VECTORS, c % VECTORS).term(i, j);
         UNROLL for (int r = 0; r < ROWS; r++) {
-          const auto input = Kind::spread(x.at[r * x.row + (k + i + j) / ADDED]);
-          UNROLL for (int c = 0; c < COUNT; c++) t[r][c] = Kind::add(t[r][c], terms[c], input);
+          const auto input = BlockKind::spread(x.at[r * x.row + (k + i + j) / ADDED]);
+          UNROLL for (int c = 0; c < COUNT; c++) {
+            Vector& to = t[r][c][CHAINED ? j % 2 : 0];
+            to = BlockKind::add(to, terms[c], input);
+          }
         }
       }
     }
@@ -215,8 +203,8 @@ inline __attribute__((always_inline)) void add_groups(long first, long end, Bloc
       const auto one = group(k, c / VECTORS, c % VECTORS);
       const Vector scale = one.scale(), least = LEAST ? one.least() : Vector{};
       UNROLL for (int r = 0; r < ROWS; r++) {
-        s[r][c] += scale * t[r][c];
-        if (LEAST) s[r][c] += least * totals.at[r * totals.row + k / TOGETHER];
+        s[r][c] += scale * (CHAINED ? t[r][c][0] + t[r][c][CHAINED] : t[r][c][0]);
+        if (LEAST) s[r][c] += least * totals.at[r * totals.row + k / TOGETHER * totals.panel];
       }
     }
   }
@@ -225,20 +213,35 @@ inline __attribute__((always_inline)) void add_groups(long first, long end, Bloc
 }
 
 template <int BITS, int GROUP, Scale SCALE, int OFFSET>
-struct Kept : Layout<BITS, GROUP, SCALE, OFFSET> {
-  using Place = Layout<BITS, GROUP, SCALE, OFFSET>;
+struct Kept {
+  static constexpr int UNIT = SCALE == NESTED ? 256 : GROUP;
+  static constexpr int PARTS = OFFSET == STORED ? 2 : 1;
+  static constexpr int HEAD = 2 * PARTS * PANEL, SMALL = SCALE == HALF ? 0 : PARTS * PANEL;
+  static constexpr int GROUP_BYTES = SMALL + GROUP * PANEL * BITS / 8;
+  static constexpr int UNIT_BYTES = HEAD + UNIT / GROUP * GROUP_BYTES;
   static constexpr bool PLACED = BITS == 4 && !PAIRED;  // see `shrink`
   // Pairs of four bits are looked up less the offset, eight bits lie there so.
   static constexpr bool LEAST = OFFSET == STORED || SCALE == ZEROED || PLACED;
   static_assert(GROUP == TOGETHER || !LEAST);  // nobody adds up the inputs of others
 
-  // Of eight bits a byte for each output, input by input, or two where pairs are added. Of four bits
-  // a word for each output: eight inputs, the first one lowest; of pairs one in each half of it.
+  // The group of input k.
+  static const uint8_t* group(const uint8_t* panel, long k) {
+    return panel + k / UNIT * UNIT_BYTES + HEAD + k % UNIT / GROUP * GROUP_BYTES;
+  }
+
+  // From halves of a unit, and a group's own bytes where scales are nested.
+  static Vector factor(const uint8_t* halves, const uint8_t* small) {
+    const Vector half = from_halves(halves);
+    return SCALE == NESTED ? half * from_bytes(small) : half;
+  }
+
+  // Of eight bits a byte for each output, input by input. Of four bits a word for each output: eight
+  // inputs, the first one lowest; of pairs one in each half of it.
   static void put(const uint8_t* from, int o, uint8_t* to) {
     for (int k = 0; k < GROUP; k++) {
       const int bit = PAIRED ? k % 8 / 2 * 4 + k % 2 * 16 : k % 8 * 4;
       if (BITS == 8)
-        to[PAIRED ? (k / 2 * PANEL + o) * 2 + k % 2 : k * PANEL + o] = uint8_t(from[k] - OFFSET);
+        to[k * PANEL + o] = uint8_t(from[k] - OFFSET);
       else
         to[(k / 8 * PANEL + o) * 4 + bit / 8] |= uint8_t(from[k] << bit % 8);
     }
@@ -249,15 +252,15 @@ struct Kept : Layout<BITS, GROUP, SCALE, OFFSET> {
     const uint8_t *halves, *small, *quants;
 
     Group(const uint8_t* panel, long k, int v) {
-      halves = panel + k / Place::UNIT * Place::UNIT_BYTES + 2 * v * LANES;
-      small = Place::group(panel, k) + v * LANES;
-      quants = Place::group(panel, k) + Place::SMALL + v * LANES * (BITS == 4 ? 4 : 1);
+      halves = panel + k / UNIT * UNIT_BYTES + 2 * v * LANES;
+      small = group(panel, k) + v * LANES;
+      quants = group(panel, k) + SMALL + v * LANES * (BITS == 4 ? 4 : 1);
     }
 
-    Vector scale() const { return Place::factor(halves, small); }
+    Vector scale() const { return factor(halves, small); }
 
     Vector least() const {
-      if (OFFSET == STORED) return Place::factor(halves + 2 * PANEL, small + PANEL);
+      if (OFFSET == STORED) return factor(halves + 2 * PANEL, small + PANEL);
       const Vector usual = Vector{} + (PLACED ? float(OFFSET) : 0.0f);
       return -scale() * (SCALE == ZEROED ? usual + from_bytes(small) : usual);
     }
@@ -267,43 +270,48 @@ struct Kept : Layout<BITS, GROUP, SCALE, OFFSET> {
         __builtin_prefetch(quants + k * PANEL * BITS / 8 + 64 * line + ahead);
     }
 
-    // Input i + j as Kind adds it, or that and the next; of every eight `i` is the first.
+#if BFLOAT16 && defined(__AVX512BF16__)
+    // Inputs i + j and i + j + 1 as bfloat16.
+    Bits pair(int i, int j) const {
+      if (BITS == 8) return byte(i + j) >> 16 | byte(i + j + 1);
+      const __m512i word = _mm512_loadu_si512(quants + i / 8 * PANEL * 4);
+      return (Bits)_mm512_permutexvar_epi16(_mm512_srli_epi16(word, 2 * j), twice());
+    }
+#endif
+
+    // Input i + j as BlockKind adds it, or that and the next; of every eight `i` is the first.
     Bits term(int i, int j) const {
 #if BFLOAT16 && defined(__AVX512BF16__)
-      if (BITS == 8) {
-        const uint8_t* at = quants + (i + j) * PANEL;
-        return (Bits)_mm512_cvtne2ps_pbh((__m512)from_bytes(at + PANEL), (__m512)from_bytes(at));
-      }
-      const __m512i word = _mm512_loadu_si512(quants + i / 8 * PANEL * 4);
-      // what lies above the four bits chooses between two equal halves of the table
-      return (Bits)_mm512_permutexvar_epi16(_mm512_srli_epi16(word, 2 * j), table());
-#else
-      if (BITS == 8) return (Bits)from_bytes(quants + (i + j) * PANEL);
+      if (ADDED == 2) return pair(i, j);
+#endif
+      if (BITS == 8) return byte(i + j);
       const Bits word = *(const Words*)(quants + i / 8 * PANEL * 4);
+#ifdef TILES
+      const __m512i place = (__m512i)(word >> j / 2 * 4);
+      if (j % 2) return (Bits)_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, place, twice());
+      return (Bits)_mm512_maskz_permutexvar_ps(0xffff, place, (__m512)numbers());
+#else
       const Bits quant = j == 7 ? word >> 28 : word & 15u << 4 * j;
       return (Bits)__builtin_convertvector((Ints)quant, Vector);
 #endif
     }
 
    private:
+    Bits byte(int k) const { return (Bits)from_bytes(quants + k * PANEL); }
 #if BFLOAT16 && defined(__AVX512BF16__)
-    static __m512i table() {  // the sixteen numbers as bfloat16, twice
-      alignas(64) static constexpr auto numbers = [] {
-        std::array<uint16_t, 32> found{};
-        for (int i = 0; i < 32; i++)
-          found[i] = uint16_t(std::bit_cast<uint32_t>(float(i % 16 - OFFSET)) >> 16);
-        return found;
-      }();
-      return _mm512_load_si512(numbers.data());
+    static Vector numbers() { return __builtin_convertvector(numbered() - OFFSET, Vector); }
+    // As bfloat16: what lies above the four bits chooses between two equal halves.
+    static __m512i twice() {
+      return (__m512i)_mm512_cvtne2ps_pbh((__m512)numbers(), (__m512)numbers());
     }
 #endif
   };
 
-#ifdef __AMX_BF16__
+#ifdef TILES
  private:
   static constexpr int LINES = GROUP / 2;  // of a tile of weights: pairs of inputs
   // Half of a group is fetched where a tile is made, half where products are added.
-  static constexpr int FETCHED = Place::UNIT_BYTES / (Place::UNIT / GROUP) / 2;
+  static constexpr int FETCHED = UNIT_BYTES / (UNIT / GROUP) / 2;
 
   static void fetch(const uint8_t* from) {
     UNROLL for (int at = 0; at < FETCHED; at += 64) __builtin_prefetch(from + at, 0, 2);
@@ -316,7 +324,7 @@ struct Kept : Layout<BITS, GROUP, SCALE, OFFSET> {
     void take(const uint8_t* panel, long k) {
       const Group group(panel, k, 0);
       UNROLL for (int line = 0; line < LINES; line++)
-        *(Words*)weights[line] = group.term(line / 4 * 8, line % 4 * 2);
+        *(Words*)weights[line] = group.pair(line / 4 * 8, line % 4 * 2);
       scale = group.scale();
       if (LEAST) least = group.least();
     }
@@ -382,7 +390,7 @@ struct Kept : Layout<BITS, GROUP, SCALE, OFFSET> {
     for (long piece = 0; piece < pieces; piece++) {
       const long first = all * piece / pieces, end = all * (piece + 1) / pieces;
       const auto next = [&](long p) {  // what is made of its panel after this
-        return end < all ? Place::group(panel + p * size, end * GROUP) : panel + (count + p) * size;
+        return end < all ? group(panel + p * size, end * GROUP) : panel + (count + p) * size;
       };
       for (long p = 0; p < count; p++)
         for (long g = first; g < end; g++) {
@@ -401,17 +409,18 @@ struct Kept : Layout<BITS, GROUP, SCALE, OFFSET> {
   // Adds the inputs from `first` to `end`, whole groups, to the sums of ROWS rows, for panels that
   // lie `size` bytes apart.
   template <int ROWS>
-  static void multiply(long first, long end, long count, Block<const Input> x,
-                       Block<const float> totals, const uint8_t* panel, long size, Block<float> sums) {
+  static void multiply(long first, long end, long count, Rows x, Block<const float> totals,
+                       const uint8_t* panel, long size, Block<float> sums) {
     constexpr int MOST = panels_of_blocks(ROWS), FEWER = MOST > 3 ? MOST / 2 : 1;
     const long ahead = ahead_of(MOST, size);
     long p = 0;
-    for (; p + MOST <= count; p += MOST)
-      some<ROWS, MOST>(first, end, x, totals, panel + p * size, size, ahead, sums.from_panel(p));
-    for (; p + FEWER <= count; p += FEWER)
-      some<ROWS, FEWER>(first, end, x, totals, panel + p * size, size, ahead, sums.from_panel(p));
-    for (; p < count; p++)
-      some<ROWS, 1>(first, end, x, totals, panel + p * size, size, ahead, sums.from_panel(p));
+    const auto some = [&]<int PANELS>() __attribute__((noinline)) {  // for its registers
+      for (; p + PANELS <= count; p += PANELS) {
+        const auto group = [&](long k, int q, int v) { return Group(panel + (p + q) * size, k, v); };
+        add_groups<ROWS, PANELS, GROUP, LEAST, 8>(first, end, x, totals, sums.from_panel(p), ahead, group);
+      }
+    };
+    some.template operator()<MOST>(), some.template operator()<FEWER>(), some.template operator()<1>();
   }
 
   // The groups from `first` to `end` of a panel.
@@ -425,20 +434,12 @@ struct Kept : Layout<BITS, GROUP, SCALE, OFFSET> {
         if (LEAST) to->minima[v] = group.least();
       }
   }
-
- private:
-  template <int ROWS, int PANELS>
-  static void some(long first, long end, Block<const Input> x, Block<const float> totals,
-                   const uint8_t* panel, long size, long ahead, Block<float> sums) {
-    const auto group = [&](long k, int p, int v) { return Group(panel + p * size, k, v); };
-    add_groups<ROWS, PANELS, GROUP, LEAST, 8>(first, end, x, totals, sums, ahead, group);
-  }
 };
 
 // The same for one panel whose groups from `first` on are ready.
 template <int GROUP, bool LEAST, int ROWS>
-void multiply_ready(long first, long end, Block<const Input> x, Block<const float> totals,
-                    const Ready* ready, Block<float> sums) {
+void multiply_ready(long first, long end, Rows x, Block<const float> totals, const Ready* ready,
+                    Block<float> sums) {
   const auto group = [&](long k, int, int v) { return ReadyGroup{ready[(k - first) / GROUP], v}; };
   add_groups<ROWS, 1, GROUP, LEAST, ADDED>(first, end, x, totals, sums, 0, group);
 }

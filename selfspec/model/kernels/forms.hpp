@@ -8,9 +8,9 @@ namespace {
 
 // How the weights of a panel are kept.
 struct Form {
-  using Multiply = void(long first, long end, long count, Block<const Input> x,
-                        Block<const float> totals, const uint8_t* panel, long size, Block<float> sums);
-  using MultiplyReady = void(long first, long end, Block<const Input> x, Block<const float> totals,
+  using Multiply = void(long first, long end, long count, Rows x, Block<const float> totals,
+                        const uint8_t* panel, long size, Block<float> sums);
+  using MultiplyReady = void(long first, long end, Rows x, Block<const float> totals,
                              const Ready* ready, Block<float> sums);
   using MultiplyTiles = void(long in, long groups, long height, long count, Block<const Input> x,
                              const float* totals, const uint8_t* panel, long size, Block<float> sums);
@@ -20,6 +20,7 @@ struct Form {
   std::array<MultiplyTiles*, 5> multiply_tiles;  // by rows: 1, 2, 4, 8, 16; if any
   void (*put)(const uint8_t* from, int o, uint8_t* to);  // quants of a group of output o
   bool placed;
+  int few;  // rows that vectors add up where there are tiles
   Scale scale;
   int group, offset, unit, parts, head, small, group_bytes, unit_bytes;
 
@@ -28,7 +29,7 @@ struct Form {
 
 template <typename As>
 constexpr auto tiles_of() -> decltype(Form::multiply_tiles) {
-#ifdef __AMX_BF16__
+#ifdef TILES
   return each(std::make_integer_sequence<int, 5>(),
               []<int I>() { return &As::template multiply_tiles<(1 << I) / 2>; });
 #endif
@@ -45,6 +46,7 @@ constexpr Form form_of() {
           tiles_of<As>(),
           As::put,
           As::PLACED,
+          BITS == 8 ? 5 : 3,
           SCALE, GROUP, OFFSET, As::UNIT, As::PARTS, As::HEAD, As::SMALL, As::GROUP_BYTES,
           As::UNIT_BYTES};
 }

@@ -66,6 +66,22 @@ inline float hyperbolic_tangent(float x) {
   return std::fabs(x) < 0.625f ? near : far;
 }
 
+// What RMSNorm makes of numbers before its weights, or LayerNorm, where a mean is taken off.
+template <typename T>
+inline void standardise(bool centred, float eps, long count, const T* from, float* to) {
+  float sum = 0, squares = 0;
+  if (centred) {
+#pragma omp simd reduction(+ : sum)
+    for (long j = 0; j < count; j++) sum += wide(from[j]);
+  }
+  const float mean = sum / count;
+#pragma omp simd reduction(+ : squares)
+  for (long j = 0; j < count; j++) squares += (wide(from[j]) - mean) * (wide(from[j]) - mean);
+  const float scale = 1 / std::sqrt(squares / count + eps);
+#pragma omp simd
+  for (long j = 0; j < count; j++) to[j] = (wide(from[j]) - mean) * scale;
+}
+
 inline float silu(float x) { return x / (1 + exponential(-x)); }
 
 // The tail of the normal distribution is formula 7.1.26 of Abramowitz and Stegun, Handbook of

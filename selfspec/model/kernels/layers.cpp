@@ -146,24 +146,10 @@ void norm(const Operation& op, long rows, const Number* from, Number* to) {
 #pragma omp for
   for (long row = 0; row < rows; row++) {
     const Number* h = from + row * op.row + op.at;
-    float sum = 0, squares = 0;
-    if (op.centred) {
-#pragma omp simd reduction(+ : sum)
-      for (long j = 0; j < op.in; j++) sum += wide(h[j]);
-    }
-    const float mean = sum / op.in;
-#pragma omp simd reduction(+ : squares)
-    for (long j = 0; j < op.in; j++) squares += (wide(h[j]) - mean) * (wide(h[j]) - mean);
-    const float scale = 1 / std::sqrt(squares / op.in + op.eps);
     float* const x = normed.data();
+    standardise(op.centred, op.eps, op.in, h, x);
 #pragma omp simd
-    for (long j = 0; j < op.in; j++) x[j] = (wide(h[j]) - mean) * scale;
-    if (op.rounds) {
-#pragma omp simd
-      for (long j = 0; j < op.in; j++) x[j] = wide(narrow(x[j]));
-    }
-#pragma omp simd
-    for (long j = 0; j < op.in; j++) x[j] *= weight[j];
+    for (long j = 0; j < op.in; j++) x[j] = (op.rounds ? wide(narrow(x[j])) : x[j]) * weight[j];
     if (bias) {
 #pragma omp simd
       for (long j = 0; j < op.in; j++) x[j] += bias[j];

@@ -10,7 +10,8 @@
 
 #include <omp.h>
 
-#if BFLOAT16 && defined(__AMX_BF16__)
+#include "numbers.hpp"
+#ifdef TILES
 #include "tiles.hpp"
 #else
 #include "vectors.hpp"
@@ -41,11 +42,6 @@ inline void put(long count, const float* values, float adds, Number* to) {
 struct Stripe {
   long panels, form;
   const void* weights;
-
-  // The blocks of a panel of `in` inputs.
-  const uint8_t* at(long panel, long in) const {
-    return (const uint8_t*)weights + panel * FORMS[form].bytes(in);
-  }
 };
 
 struct Linear {
@@ -82,11 +78,11 @@ struct Linear {
     }
     const long threads = omp_get_num_threads(), me = omp_get_thread_num();
     const long all = up(out, PANEL), first = all * me / threads, last = all * (me + 1) / threads;
-    const long at_once = by.panels();
     long start = 0, end;  // of a stripe
     for (const Stripe* stripe = stripes; start < last; start = end, stripe++) {
       end = start + stripe->panels;
-      const long until = std::min(last, end);
+      const Form& form = FORMS[stripe->form];
+      const long until = std::min(last, end), at_once = by.panels(form);
       for (long p = std::max(first, start); p < until; p += at_once) {
         const long count = std::min(at_once, until - p);
         sums.assign(by.places() * at_once * PANEL, 0.0f);
@@ -95,7 +91,7 @@ struct Linear {
         if (stripe->form == PLAIN)
           add_panels(by, *stripe, p - start, count, x, few ? steps() : PIECE, to);
         else
-          by.multiply(FORMS[stripe->form], in, count, x, stripe->at(p - start, in), to);
+          by.multiply(form, in, count, x, (const uint8_t*)stripe->weights + (p - start) * form.bytes(in), to);
         finish(rows, p, count, to.at, to.row, result, adds);
       }
     }

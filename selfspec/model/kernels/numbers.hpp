@@ -8,6 +8,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if BFLOAT16 && defined(__AMX_BF16__)
+#define TILES
+#endif
+
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
 #elif defined(__AVX__)

@@ -2,8 +2,8 @@
 //
 // A tile is up to 16 rows of 64 bytes: 32 inputs of rows, the weights of a panel that belong to
 // them, or 16 sums of rows. An output of a row is one chain of tiles along the inner dimension.
-// Within a tile its sum has an order that vectors have not, so that one row takes this way as well:
-// its bits depend on neither the rows nor the panels beside it.
+// Within a tile its sum has an order of its own, so that one row of numbers takes this way as well,
+// and few rows of blocks add up by vectors in that order: bits depend on nothing beside a row.
 
 #pragma once
 
@@ -39,10 +39,14 @@ class Tiles {
 
   // In whole cache lines.
   static long inputs(long in) { return up(in, 2 * STEPS) * STEPS; }
-  // Of all rows, behind which their totals lie.
-  long room(long in) const { return places() * inputs(in) + groups * ROWS_OF_TILE * totals_of(in); }
+  // Of all rows; behind them their totals, and where they are few the same as vectors add them.
+  long room(long in) const {
+    return places() * (inputs(in) + (is_few() ? in : 0)) + groups * ROWS_OF_TILE * totals_of(in);
+  }
   long places() const { return groups * height; }
-  long panels() const { return 2; }
+  long panels(const Form& form = FORMS[PLAIN]) const {
+    return height <= form.few ? panels_of_blocks(int(height)) : 2;
+  }
 
   void multiply(long count, long steps, Block<const Input> x, Block<const Number> w,
                 Block<float> sums, long ahead = AHEAD, bool fresh = false) const {
@@ -55,17 +59,25 @@ class Tiles {
     add(count, 1, {x.at + whole * STEPS, x.row, 0}, {last[0], 0, SIZE}, sums, 0, fresh && !whole);
   }
 
+  // Numbers below 2^-100 count as 0: of such a tile makes nothing, and vectors something.
   void complete(long in, long row, Input* room) const {
     float* const totals = (float*)(room + places() * inputs(in));
+    Number* const numbers = (Number*)(room + row * inputs(in));
+    for (long k = 0; k < in; k++) numbers[k] = (numbers[k] & 0x7f80) < 27 << 7 ? 0 : numbers[k];
     total(in, room + row * inputs(in),
           totals + row / height * totals_of(in) * ROWS_OF_TILE + row % height, ROWS_OF_TILE);
+    float* const few = totals + ROWS_OF_TILE * totals_of(in) + row * in;
+    for (long k = 0; is_few() && k < in; k++) few[k] = wide(numbers[k]);
   }
 
   void multiply(const Form& form, long in, long count, Block<const Input> x, const uint8_t* blocks,
                 Block<float> sums) const {
+    const float* const totals = (const float*)(x.at + places() * x.row);
+    if (height <= form.few)
+      return form.multiply[height - 1](0, in, count, {totals + ROWS_OF_TILE * totals_of(in), in, 0},
+                                       {totals, 1, ROWS_OF_TILE}, blocks, form.bytes(in), sums);
     const bool smaller = form.group < 2 * STEPS;
     if (smaller) use(form.group);
-    const float* const totals = (const float*)(x.at + places() * x.row);
     const auto by_rows = form.multiply_tiles[std::bit_width(unsigned(height - 1))];
     by_rows(in, groups, height, count, x, totals, blocks, form.bytes(in), sums);
     if (smaller) use();
@@ -75,6 +87,8 @@ class Tiles {
   static constexpr long STEPS = 16, SIZE = STEPS * PANEL * 2;
   static constexpr int ROWS = 4, WEIGHTS = 6;  // tiles of two each; those below are sums
   const long groups, height;         // tiles of rows; their rows
+
+  bool is_few() const { return height <= ROWS_OF_BLOCKS; }
 
   // Some tiles along the inner dimension; `fresh`: to 0.
   void add(long count, long tiles, Block<const Input> x, Block<const Number> w, Block<float> sums,

@@ -21,7 +21,7 @@ class Vectors {
   // Rows that are prepared and have sums.
   long places() const { return rows; }
   // That are read side by side: for few rows as blocks are, for many so that these share inputs.
-  long panels() const {
+  long panels(const Form& = FORMS[PLAIN]) const {
     const long most = panels_at_once(up(rows, groups_of(rows)));
     const long together = rows > FEW_OF_BLOCKS ? 2 : panels_of_blocks(int(rows));
     return WIDE ? most : up(most, together) * together;
@@ -47,7 +47,7 @@ class Vectors {
   void multiply(const Form& form, long in, long count, Block<const Input> x, const uint8_t* blocks,
                 Block<float> sums) const {
     const long all = places() * x.row, size = form.bytes(in);
-    const Block<const float> totals = {(const float*)(x.at + (PAIRED ? 1 : 2) * all), totals_of(in), 0};
+    const Block<const float> totals = {(const float*)(x.at + (PAIRED ? 1 : 2) * all), totals_of(in), 1};
     if (form.placed) x = x.from_row(places());
     if (rows <= FEW_OF_BLOCKS)
       return in_groups([&](long r, long height) {

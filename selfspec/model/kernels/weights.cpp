@@ -130,17 +130,13 @@ extern "C" {
 
 // weight [out, in] -> panels [up(out / PANEL), up(in / STEP), PANEL, STEP], filled up with 0.
 void pack(long in, long out, const Number* weight, Number* panels) {
-  const long steps = up(in, STEP), count = up(out, PANEL);
+  const long size = up(in, STEP) * PANEL * STEP, count = up(out, PANEL);
 #pragma omp parallel for
   for (long p = 0; p < count; p++)
-    for (long k = 0; k < steps; k++)
-      for (long o = 0; o < PANEL; o++)
-        for (long i = 0; i < STEP; i++) {
-          const long row = p * PANEL + o, column = k * STEP + i;
-          const bool there = row < out && column < in;
-          panels[((p * steps + k) * PANEL + o) * STEP + i] =
-              there ? weight[row * in + column] : Number(0);
-        }
+    for (long i = 0; i < size; i++) {
+      const long row = p * PANEL + i / STEP % PANEL, column = i / (PANEL * STEP) * STEP + i % STEP;
+      panels[p * size + i] = row < out && column < in ? weight[row * in + column] : Number(0);
+    }
 }
 
 // rows [count, in] -> result [count, out], plus bias [out] where there is one.
