@@ -38,7 +38,7 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 28173,
+    "tests/": 28172,
     "model": 6427,
     "decoding": 4989,
     "training": 3795,

@@ -87,9 +87,7 @@ def test_the_bits_of_a_row_depend_on_the_row(out: int, inner: int, dtype: torch.
 
 def test_a_chain_adds_from_the_first_input_to_the_last() -> None:
     """2^24, then ones: each is lost when it comes alone, and none when they are added up first."""
-    inner = 64
-    row = torch.ones(1, inner)
-    weight = torch.ones(20, inner)
+    row, weight = torch.ones(1, 64), torch.ones(20, 64)
     weight[:, 0] = 2**24
     assert (CompiledLinear(weight)(row) == 2**24).all()
     assert (CompiledLinear(weight.flip(1))(row) > 2**24).all()
