@@ -406,18 +406,17 @@ struct Kept {
   }
 #endif
 
-  // Adds the inputs from `first` to `end`, whole groups, to the sums of ROWS rows, for panels that
-  // lie `size` bytes apart.
+  // Adds all inputs to the sums of ROWS rows, for `count` of `left` panels that lie `size` bytes apart.
   template <int ROWS>
-  static void multiply(long first, long end, long count, Rows x, Block<const float> totals,
+  static void multiply(long in, long count, long left, Rows x, Block<const float> totals,
                        const uint8_t* panel, long size, Block<float> sums) {
     constexpr int MOST = panels_of_blocks(ROWS), FEWER = MOST > 3 ? MOST / 2 : 1;
-    const long ahead = ahead_of(MOST, size);
     long p = 0;
     const auto some = [&]<int PANELS>() __attribute__((noinline)) {  // for its registers
       for (; p + PANELS <= count; p += PANELS) {
         const auto group = [&](long k, int q, int v) { return Group(panel + (p + q) * size, k, v); };
-        add_groups<ROWS, PANELS, GROUP, LEAST, 8>(first, end, x, totals, sums.from_panel(p), ahead, group);
+        const long ahead = ahead_of(MOST, size, p + PANELS >= left);
+        add_groups<ROWS, PANELS, GROUP, LEAST, 8>(0, in, x, totals, sums.from_panel(p), ahead, group);
       }
     };
     some.template operator()<MOST>(), some.template operator()<FEWER>(), some.template operator()<1>();

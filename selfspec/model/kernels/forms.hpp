@@ -8,7 +8,7 @@ namespace {
 
 // How the weights of a panel are kept.
 struct Form {
-  using Multiply = void(long first, long end, long count, Rows x, Block<const float> totals,
+  using Multiply = void(long in, long count, long left, Rows x, Block<const float> totals,
                         const uint8_t* panel, long size, Block<float> sums);
   using MultiplyReady = void(long first, long end, Rows x, Block<const float> totals,
                              const Ready* ready, Block<float> sums);

@@ -91,7 +91,8 @@ struct Linear {
         if (stripe->form == PLAIN)
           add_panels(by, *stripe, p - start, count, x, few ? steps() : PIECE, to);
         else
-          by.multiply(form, in, count, x, (const uint8_t*)stripe->weights + (p - start) * form.bytes(in), to);
+          by.multiply(form, in, count, last - p, x,
+                      (const uint8_t*)stripe->weights + (p - start) * form.bytes(in), to);
         finish(rows, p, count, to.at, to.row, result, adds);
       }
     }

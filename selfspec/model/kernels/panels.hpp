@@ -31,9 +31,10 @@ constexpr long AHEAD = 2048;
 constexpr long SHORT = 16384;
 
 // The same for `panels` of `size` bytes that are read side by side. Behind the end of each lies its
-// neighbour, which is being read: of short ones the same place of those that come next is fetched.
-constexpr long ahead_of(int panels, long size) {
-  return panels > 1 && size <= SHORT ? panels * size : AHEAD;
+// neighbour, which is being read: of short ones the same place of those that come next is fetched,
+// unless these are the last of their thread.
+constexpr long ahead_of(int panels, long size, bool last = false) {
+  return panels > 1 && size <= SHORT ? last ? 0 : panels * size : AHEAD;
 }
 
 // How a step along the inner dimension is stored and added: STEP weights of an output, INPUTS of

@@ -41,7 +41,8 @@ class Tiles {
   static long inputs(long in) { return up(in, 2 * STEPS) * STEPS; }
   // Of all rows; behind them their totals, and where they are few the same as vectors add them.
   long room(long in) const {
-    return places() * (inputs(in) + (is_few() ? in : 0)) + groups * ROWS_OF_TILE * totals_of(in);
+    const long few = height <= ROWS_OF_BLOCKS ? in : 0;
+    return places() * (inputs(in) + few) + groups * ROWS_OF_TILE * totals_of(in);
   }
   long places() const { return groups * height; }
   long panels(const Form& form = FORMS[PLAIN]) const {
@@ -67,14 +68,14 @@ class Tiles {
     total(in, room + row * inputs(in),
           totals + row / height * totals_of(in) * ROWS_OF_TILE + row % height, ROWS_OF_TILE);
     float* const few = totals + ROWS_OF_TILE * totals_of(in) + row * in;
-    for (long k = 0; is_few() && k < in; k++) few[k] = wide(numbers[k]);
+    for (long k = 0; height <= ROWS_OF_BLOCKS && k < in; k++) few[k] = wide(numbers[k]);
   }
 
-  void multiply(const Form& form, long in, long count, Block<const Input> x, const uint8_t* blocks,
-                Block<float> sums) const {
+  void multiply(const Form& form, long in, long count, long left, Block<const Input> x,
+                const uint8_t* blocks, Block<float> sums) const {
     const float* const totals = (const float*)(x.at + places() * x.row);
     if (height <= form.few)
-      return form.multiply[height - 1](0, in, count, {totals + ROWS_OF_TILE * totals_of(in), in, 0},
+      return form.multiply[height - 1](in, count, left, {totals + ROWS_OF_TILE * totals_of(in), in, 0},
                                        {totals, 1, ROWS_OF_TILE}, blocks, form.bytes(in), sums);
     const bool smaller = form.group < 2 * STEPS;
     if (smaller) use(form.group);
@@ -87,8 +88,6 @@ class Tiles {
   static constexpr long STEPS = 16, SIZE = STEPS * PANEL * 2;
   static constexpr int ROWS = 4, WEIGHTS = 6;  // tiles of two each; those below are sums
   const long groups, height;         // tiles of rows; their rows
-
-  bool is_few() const { return height <= ROWS_OF_BLOCKS; }
 
   // Some tiles along the inner dimension; `fresh`: to 0.
   void add(long count, long tiles, Block<const Input> x, Block<const Number> w, Block<float> sums,

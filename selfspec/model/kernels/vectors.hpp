@@ -44,14 +44,14 @@ class Vectors {
     if (!PAIRED) shrink(in, from, shrunk + row * inputs(in));
   }
 
-  void multiply(const Form& form, long in, long count, Block<const Input> x, const uint8_t* blocks,
-                Block<float> sums) const {
+  void multiply(const Form& form, long in, long count, long left, Block<const Input> x,
+                const uint8_t* blocks, Block<float> sums) const {
     const long all = places() * x.row, size = form.bytes(in);
     const Block<const float> totals = {(const float*)(x.at + (PAIRED ? 1 : 2) * all), totals_of(in), 1};
     if (form.placed) x = x.from_row(places());
     if (rows <= FEW_OF_BLOCKS)
       return in_groups([&](long r, long height) {
-        form.multiply[height - 1](0, in, count, x.from_row(r), totals.from_row(r), blocks, size,
+        form.multiply[height - 1](in, count, left, x.from_row(r), totals.from_row(r), blocks, size,
                                   sums.from_row(r));
       });
     thread_local std::vector<Ready> ready;
