@@ -220,7 +220,7 @@ struct Running {
     for (long q = 0; q < count; q++) {
       if (heads.softcap) cap(scores[q]);
       Vector s[COUNT], largest = Vector{} - INFINITY;
-      std::copy_n((const Floats*)scores[q], COUNT, s);
+      UNROLL for (int v = 0; v < COUNT; v++) s[v] = *(const Floats*)(scores[q] + v * LANES);
       if (!whole) {
         const auto [low, high] = sees(first + q);
         for (int v = 0; v < COUNT; v++) {
@@ -249,7 +249,7 @@ struct Running {
     }
     for (long q = 0; q < count; q++) {
       Vector s[COUNT], added = {};
-      std::copy_n((const Floats*)scores[q], COUNT, s);
+      UNROLL for (int v = 0; v < COUNT; v++) s[v] = *(const Floats*)(scores[q] + v * LANES);
       const float top = tops[q] == -INFINITY ? 0 : tops[q];  // none of them is seen
       for (int v = 0; v < COUNT; v++) added += s[v] = powers_of_two((s[v] - top) * scaling);
       all[first + q] += added;

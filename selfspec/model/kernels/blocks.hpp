@@ -144,7 +144,7 @@ inline void shrink(long in, const Input* row, Input* to) {
   for (long k = 0; k < in; k++) to[k] = k % 8 == 7 ? row[k] : row[k] * (1.0f / (1 << 4 * (k % 8)));
 }
 
-constexpr int ROWS_OF_BLOCKS = CHAINED ? 5 : WIDE ? 8 : LANES == 8 ? 6 : 4;  // that share a quant
+constexpr int ROWS_OF_BLOCKS = CHAINED ? 4 : WIDE ? 8 : LANES == 8 ? 6 : 4;  // that share a quant
 
 // Panels that are read side by side: a few sums alone would wait for themselves.
 constexpr int panels_of_blocks(int rows) {

@@ -46,7 +46,7 @@ constexpr Form form_of() {
           tiles_of<As>(),
           As::put,
           As::PLACED,
-          BITS == 8 ? 5 : 3,
+          BITS == 8 ? 4 : 3,
           SCALE, GROUP, OFFSET, As::UNIT, As::PARTS, As::HEAD, As::SMALL, As::GROUP_BYTES,
           As::UNIT_BYTES};
 }
