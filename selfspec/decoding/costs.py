@@ -150,8 +150,8 @@ class DraftCost:
 
     @property
     def per_token(self) -> float:
-        """What a draft token of an exit head takes at least, its layers left out."""
-        return min(self.row_costs) + self.asking
+        """What the first draft token of an exit head takes, its layers left out."""
+        return self.row_costs[0] + self.asking
 
     def of(self, draft: Draft) -> float:
         """Without tokens that take no work: they would be there without this.
