@@ -168,7 +168,7 @@ def test_drafts_that_are_dear_begin_with_a_pause_and_are_made_once_they_pay(
 ) -> None:
     """Dear at the load of the first round: texts may have come since this one was added."""
     load = Load()
-    dear = DraftCost(rows=(share,), head=share, num_layers=10**9, load=load)
+    dear = DraftCost(rows=(*(share,) * 32, 0.01), head=share, num_layers=10**9, load=load)
     wrong, right = WhilePaying(Other(EXITS), dear), WhilePaying(Other(EXITS), dear)
     load.texts = texts
     assert dear.per_token == pytest.approx(2 * texts * share / (1 + (texts - 1) * share))
