@@ -11,7 +11,6 @@
 
 #pragma once
 
-#include <array>
 #include <vector>
 
 #include "panels.hpp"
