@@ -153,8 +153,8 @@ def pass_s(shape: Shape, texts: int, rows: int, gpus: Gpus) -> float:
 def making(name: str, size: Size, gpus: Gpus, tokens: float, kind: str) -> dict[str, str]:
     """Hours of all GPUs side by side, bytes and dollars, by column."""
     weights, positions, width = size.shape.weights, POSITIONS * tokens, size.shape.hidden_size
-    per_draft = 6 * 8 * width**2 + 4 * DRAFT_VOCABULARY * width
-    drafts, spec = 2, FeatureSpec((0,), deep=True, top_k=1)
+    per_draft = 6 * 11 * width**2 + 4 * DRAFT_VOCABULARY * width
+    drafts, spec = 2, FeatureSpec((0, 1), deep=True, top_k=1)
     if kind == "eagle3":
         per_draft, drafts, spec = 6 * size.shape.eagle3, 3, FeatureSpec((0, 1, 2, 3), top_k=1)
     prompts = 2 * weights * (positions - tokens) / gpus.flops

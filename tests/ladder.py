@@ -84,7 +84,7 @@ def decode(
     new_tokens: int = NEW_TOKENS,
     shape: PassShape = FREE,
     exit_layers: tuple[int, ...] = (),
-    reader: AttendingHeads | None = None,
+    heads: ExitHeads | None = None,
     sampler: Sampler | None = None,
 ) -> Decoded:
     """Greedy decoding with any drafter, checking the invariants of design.md section 1."""
@@ -96,7 +96,7 @@ def decode(
         exit_layers=exit_layers,
         kv=kv,
         pinned_rows=shape.rows,
-        reader=reader,
+        heads=heads,
     )
     rule = Recorder(GreedyMatch(sampler or greedy()))
     entries = []
@@ -117,7 +117,11 @@ def drafting(width: int) -> Drafting:
     return Drafting(greedy(), DraftController(width))
 
 
-def deep_heads(backbone: Backbone, exit_layers: tuple[int, ...] = DEEP_EXITS) -> ExitHeads:
+def deep_heads(
+    backbone: Backbone,
+    exit_layers: tuple[int, ...] = DEEP_EXITS,
+    states: tuple[int, ...] | None = None,
+) -> ExitHeads:
     """Heads of random weights that read deep states, the first of them on the embedding."""
     weight = backbone.unembedding.weight
     config = HeadsConfig(
@@ -128,6 +132,7 @@ def deep_heads(backbone: Backbone, exit_layers: tuple[int, ...] = DEEP_EXITS) ->
         vocab_size=weight.shape[0],
         exit_layers=exit_layers,
         head_type="deep-fused",
+        state_layers=states,
     )
     return _moved(ExitHeads(config, backbone.unembedding), seed=3, by=0.1)
 
@@ -184,6 +189,7 @@ OWN = {
     "choosy exits": ("lens", LOW.replace("0.05", "0.5")),
     "eager deep": ("deep", "exit:threshold=0.02,max_tokens=5"),
     "choosy deep": ("deep", "exit:threshold=0.1,max_tokens=5"),
+    "deep with states": ("deep with states", "exit:threshold=0.02,max_tokens=5"),
     "attending": ("attending", "exit:threshold=0.001,max_tokens=5"),
     "choosy attending": ("attending", "exit:threshold=0.2,anneal_strength=0,max_tokens=3"),
     "fewer layers": ("", "skip:threshold=0.3,max_tokens=4"),
@@ -192,6 +198,7 @@ OWN = {
     "seen text, else exits": ("lens", f"ngram+{LOW}"),
     "trees": ("deep", TREES),
     "trees around seen text": ("deep", f"ngram+{TREES}"),
+    "trees of states": ("deep with states", TREES),
     "attending trees": ("attending", TREES),
     "attending trees around seen text": ("attending", f"ngram+{TREES}"),
     "medusa trees": ("medusa", "exit:threshold=1e-9,guesses=10"),
@@ -211,6 +218,7 @@ EAGER = SpeculationOptions(never_slower=False).updated(
 HEADS: dict[str, Callable[[Backbone], ExitHeads | AttendingHeads]] = {
     "lens": lambda backbone: logit_lens(backbone.unembedding, backbone.num_layers, "tiny"),
     "deep": deep_heads,
+    "deep with states": lambda backbone: deep_heads(backbone, (0,), (1, 2)),
     "attending": attending_heads,
     "medusa": medusa_heads,
 }
@@ -257,10 +265,8 @@ def drafters(
             heads = heads_of(kind)
             runtime = Runtime(backbone, heads, second)
             taught(runtime, sequence)
-            reads: dict[str, Any] = {"exit_layers": heads.layers_in_use(options) if heads else ()}
-            if isinstance(heads, AttendingHeads):
-                reads = {"reader": heads}
-            yield name, runtime.drafter(asked, options), reads
+            used = heads.layers_in_use(options) if heads else ()
+            yield name, runtime.drafter(asked, options), {"exit_layers": used, "heads": heads}
 
 
 def check_draft_invariance(

@@ -20,9 +20,9 @@ NEW_TOKENS = 20
 
 KINDS: dict[str, dict[str, Any]] = {
     "translator": {"head_type": "translator", "exit_layers": (1, 3, 5)},
-    "low-rank": {"head_type": "low-rank", "exit_layers": (2, 5), "draft_vocab_size": 60},
+    "narrow": {"head_type": "translator", "exit_layers": (2, 5), "draft_vocab_size": 60},
     "deep-fused": {"head_type": "deep-fused", "exit_layers": (0, 3)},
-    "deep-fused-0": {"head_type": "deep-fused", "exit_layers": (0,)},
+    "deep-fused-0": {"head_type": "deep-fused", "exit_layers": (0,), "state_layers": (2, 5)},
 }
 
 

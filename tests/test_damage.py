@@ -128,7 +128,7 @@ FORMATS = {
     ),
     "heads": Format(
         ("config.json", "model.safetensors"),
-        lambda folder, backbone: train(make_heads("low-rank-draft", backbone.unembedding)).save(
+        lambda folder, backbone: train(make_heads("deep-fused-draft", backbone.unembedding)).save(
             folder
         ),
         lambda folder, backbone: ExitHeads.from_pretrained(

@@ -38,17 +38,17 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 28172,
-    "model": 6427,
-    "decoding": 4989,
-    "training": 3795,
+    "tests/": 28219,
+    "model": 6464,
+    "decoding": 5007,
+    "training": 3821,
     "eval": 2846,
     "eval/": 3478,
-    "cli": 3233,
+    "cli": 3241,
     "serve": 2883,
     "api": 2252,
     "heads": 1712,
-    "visualise": 1601,
+    "visualise": 1603,
     "hub": 1429,
     "options": 626,
     "adaptation": 554,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from selfspec.model.backbone import Backbone
+from selfspec.model.generic import States
 from selfspec.model.kv import Rows
 from tests.models import make_model
 
@@ -21,7 +22,9 @@ class WatchedBackbone(Backbone):
         model = make_model("llama", torch.float64, num_hidden_layers=8)
         super().__init__(model, executor="generic")
 
-    def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
+    def run(
+        self, hidden: Tensor, first: int, last: int, rows: Rows, states: States | None = None
+    ) -> Tensor:
         kv = rows.only.kv
         lengths = [kv.length(layer) for layer in range(self.num_layers)]
         assert lengths == sorted(lengths, reverse=True)  # never more in a deeper layer
@@ -33,4 +36,4 @@ class WatchedBackbone(Backbone):
         if self.passes_until_error == 0:
             super().run(hidden, first, first + 1, rows)
             raise RuntimeError("out of memory in the second layer of a pass")
-        return super().run(hidden, first, last, rows)
+        return super().run(hidden, first, last, rows, states)

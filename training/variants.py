@@ -1,21 +1,24 @@
 r"""Other heads and losses beside the default's, on equal features: what a change of them gains.
 
-    selfspec cache --data train.jsonl.gz --exit-layers 0 --top-k 1 --answers-only --output features
+    selfspec cache --data train.jsonl.gz --exit-layers 0,2,15,27 --state-layers 2,15,21,27 \
+        --top-k 1 --output features
     python training/variants.py --cache features --max-tokens 150000 --output variants
 
 Every variant is fitted to the same batches in the same order, and measured on every 20th batch,
 which none has seen. A line for each, and `summary.json`. Heads are not kept: what pays moves into
-`selfspec fit`.
+`selfspec fit`. Layers besides 0 are for those that read more states; `--answers-only` is enough
+for all but "attending" and "labels at every position".
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from types import MappingProxyType
+from typing import Annotated, Any, NamedTuple, cast
 
 import torch
 import typer
@@ -25,7 +28,8 @@ from selfspec.cli.base import bar
 from selfspec.errors import InvalidOption
 from selfspec.files import write
 from selfspec.heads.exit_heads import ExitHeads
-from selfspec.heads.heads import HEAD_TYPES, DeepFusedHead, Parts
+from selfspec.heads.folder import EAGLE3
+from selfspec.heads.heads import HEAD_TYPES, DeepFusedHead, ExitHead, Parts
 from selfspec.hub.models import load_model, training_dtype
 from selfspec.model.backbone import Backbone
 from selfspec.model.parts import Unembedding
@@ -40,6 +44,8 @@ FEWEST = 1000
 
 DRAFTS = 3
 """Of a chain that is measured."""
+
+Drafts = Iterator[tuple[Tensor, Tensor]]
 
 
 class TwoLayers(DeepFusedHead):
@@ -81,7 +87,8 @@ class Biased(DeepFusedHead):
         return parts
 
     def features(self, hidden: Tensor, deep: Tensor | None = None) -> Tensor:
-        state, ids = hidden[..., : self._size], hidden[..., self._size].long()
+        state = hidden[..., : self._size].to(self.before.weight)
+        ids = hidden[..., self._size].long()
         read = super().features(state, None if deep is None else deep[..., : self._size])
         return torch.cat([read, self.before(ids)], -1)
 
@@ -93,13 +100,13 @@ class Biased(DeepFusedHead):
 @torch.no_grad()
 def chains(heads: ExitHeads, text: Selection) -> list[float]:
     """Share of positions where a chain's first draft is kept, its first two, its first three."""
-    kept, counted = [0] * DRAFTS, [0] * DRAFTS
+    kept, counted, head = [0] * DRAFTS, [0] * DRAFTS, heads.first
     for batch in text.batches():
         top_ids, _ = batch.targets
         answers, right = batch.answers, torch.ones_like(batch.answers)
         for place, (features, valid) in enumerate(unrolled(heads, 0, batch, DRAFTS)):
-            logits = [heads[0].unembed(rows) for rows in features.split(1024)]
-            tokens = heads[0].to_target_ids(torch.cat(logits).argmax(-1))
+            best = [head.unembed(rows).argmax(-1) for rows in features.split(1024)]
+            tokens = head.to_target_ids(torch.cat(best))
             right = right & (tokens == top_ids[:, 0])
             rows = answers & valid
             kept[place] += int((right & rows).sum())
@@ -120,18 +127,6 @@ def to_the_first_error(heads: ExitHeads, layer: int, batch: Features, steps: int
         right = (right & (tokens == top_ids[:, 0])).roll(1, dims=0)
 
 
-Drafts = Iterator[tuple[Tensor, Tensor]]
-
-VARIANTS = {  # name: kind of head, drafts ahead, which of them are learned
-    "default": (DeepFusedHead, 2, unrolled),
-    "one draft ahead": (DeepFusedHead, 1, unrolled),
-    "three, each weighing 0.8 of the one before": (DeepFusedHead, 3, unrolled),
-    "two, to the first error": (DeepFusedHead, 2, to_the_first_error),
-    "two hidden layers": (TwoLayers, 2, unrolled),
-    "bias of rank 128": (Biased, 2, unrolled),
-}
-
-
 class WithIds(CacheSource):
     """The id of the token itself behind its embedding, as one more number.
 
@@ -145,6 +140,53 @@ class WithIds(CacheSource):
         return replace(found, hidden={0: torch.cat([found.hidden[0], ids.float()], -1).float()})
 
 
+class OfStates(CacheSource):
+    """Some of the states that are cached; `layers` is set for a fit."""
+
+    layers: tuple[int, ...] = ()
+
+    def batch(self, index: int, number: int = 0, count: int = 1) -> Features:
+        found, held = super().batch(index, number, count), self.spec.states
+        deep, *states = cast("Tensor", found.deep).tensor_split(1 + len(held), dim=-1)
+        wanted = [states[held.index(layer)] for layer in self.layers]
+        return replace(found, deep=torch.cat([deep, *wanted], -1))
+
+
+class Variant(NamedTuple):
+    """What is other than in the default."""
+
+    kind: type[ExitHead] = DeepFusedHead
+    options: Mapping[str, Any] = MappingProxyType({})
+    source: type[CacheSource] = CacheSource
+    drafts: Callable[..., Drafts] = unrolled  # which are learned
+    states: tuple[float, ...] = ()  # of which layers, as shares of the depth
+
+
+_ATTENDING = {"head_type": EAGLE3, "learning_rate": 7e-4}
+
+VARIANTS = {
+    "default": Variant(),
+    "one draft ahead": Variant(options={"draft_steps": 1}),
+    "three, each weighing 0.8 of the one before": Variant(
+        options={"draft_steps": 3, "step_decay": 0.8}
+    ),
+    "five, each weighing 0.8 of the one before": Variant(
+        options={"draft_steps": 5, "step_decay": 0.8}
+    ),
+    "two, to the first error": Variant(drafts=to_the_first_error),
+    "two hidden layers": Variant(TwoLayers),
+    "bias of rank 128": Variant(Biased, source=WithIds),
+    "the state at 0.9 of the depth": Variant(source=OfStates, states=(0.9,)),
+    "the state at 0.7 of the depth": Variant(source=OfStates, states=(0.7,)),
+    "the states at 0.07, 0.5 and 0.9": Variant(source=OfStates, states=(0.07, 0.5, 0.9)),
+    "twice as many hidden units": Variant(options={"inner_size": 2304}),
+    "labels at every position": Variant(options={"answer_share": None}),
+    "draft vocabulary of 4,096": Variant(options={"draft_vocab_size": 4096}),
+    "draft vocabulary of 16,384": Variant(options={"draft_vocab_size": 16384}),
+    "attending": Variant(options=_ATTENDING),
+}
+
+
 def fit_variant(
     name: str,
     cache: Path,
@@ -155,10 +197,17 @@ def fit_variant(
     **job: Any,
 ) -> tuple[fit.Fitted, Selection]:
     """One of VARIANTS, and what it is to be measured on."""
-    kind, ahead, drafts = VARIANTS[name]
-    source = (WithIds if issubclass(kind, Biased) else CacheSource)(cache, backbone)
-    train, held_out = split(source)
-    options = replace(options, draft_steps=ahead, step_decay=0.8 if ahead > 2 else None)
+    kind, changed, source, drafts, states = VARIANTS[name]
+    held, options = source(cache, backbone), replace(options, **changed)
+    layers = tuple(round(share * backbone.num_layers) for share in states)
+    attends = options.head_type == EAGLE3
+    options = replace(options, state_layers=None if attends else layers)
+    there = held.spec.layers if attends else held.spec.states
+    if missing := {*fit.state_layers(backbone, options)} - {*there}:
+        raise InvalidOption(f"the cache holds no states of layers {sorted(missing)} for {name!r}")
+    if isinstance(held, OfStates):
+        held.layers = layers
+    train, held_out = split(held)
     job |= {"train": train.limited(max_tokens), "validation": held_out, "options": options}
     own = HEAD_TYPES["deep-fused"]
     try:

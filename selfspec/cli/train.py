@@ -171,6 +171,9 @@ def _require_features(found: FeatureSpec, needed: FeatureSpec) -> None:
         raise InvalidOption(f"the cache holds answers alone. {choices}")
     if needed.deep and not found.deep:
         raise InvalidOption("the cache holds no deep states. Cache again with --deep")
+    if needed.states != found.states[: len(needed.states)]:
+        held = f"the cache holds states of layers {list(found.states)}, not {list(needed.states)}"
+        raise InvalidOption(f"{held}. Cache again with --state-layers")
 
 
 # --- adapt
@@ -400,13 +403,15 @@ def _write_features(asked: Asked, options: CacheOptions, workers: int) -> None:
 
     from selfspec.heads.exit_heads import check_exit_layers
     from selfspec.training import features as store
-    from selfspec.training.fit import default_exit_layers
+    from selfspec.training.fit import default_exit_layers, state_layers
 
     backbone = model.backbone
     first, depth = 0 if options.deep else 1, backbone.num_layers  # layer 0 is the embedding
     layers = options.exit_layers or (*range(first, 1), *default_exit_layers(depth))
     check_exit_layers(layers, range(first, depth))
-    spec = store.FeatureSpec(layers, options.deep, options.top_k, not options.answers_only)
+    states = state_layers(backbone, FitOptions(state_layers=options.state_layers))
+    states = states if options.deep else ()
+    spec = store.FeatureSpec(layers, options.deep, options.top_k, not options.answers_only, states)
     texts = _read(asked["data"], model, asked, options.batch_tokens, options.max_tokens)
     source = store.StreamSource(backbone, spec, texts, options.batch_tokens)
     names = {"base_model": model.name, "data": Path(asked["data"]).name}
@@ -498,7 +503,7 @@ _FILES = (
 )
 
 _IS_CACHED = "with cache: that holds a text's features, in batches. Drop one"
-_OF_HEADS = {"exit_layers", "head_type", "inner_size", "draft_vocab_size", "state_layers"}
+_OF_HEADS = {"exit_layers", "head_type", "inner_size", "draft_vocab_size"}
 
 
 @with_flags(*_FILES, *option_flags(FitOptions))
@@ -595,9 +600,12 @@ def _job(asked: Asked, options: FitOptions, model: Base, checkpoint: Path) -> Jo
         train, held_out = (whole(source),) * 2 if validation else split(source)
         if asked.get("max_tokens"):
             train = train.limited(asked["max_tokens"])
-        own = kind in (folders.EAGLE3, folders.MEDUSA) or (kind == "deep-fused" and 0 in found)
+        attends = kind == folders.EAGLE3
+        own = attends or kind == folders.MEDUSA or (kind == "deep-fused" and 0 in found)
         if options.exit_layers is None and not own:
             options = replace(options, exit_layers=found)
+        if options.state_layers is None and fit.state_layers(backbone, options) and not attends:
+            options = replace(options, state_layers=source.spec.states)
         _require_features(source.spec, fit.feature_spec(backbone, options, measured=False))
     else:  # features are made from conversations while they are needed
         data = Path(asked["data"]).name

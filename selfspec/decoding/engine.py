@@ -141,7 +141,8 @@ class Runtime:
         drafter = self.drafter(asked, options, load)
         least, start = state.hidden.least, len(state.committed(0))
         counts = range(least, 1 + max(least, options.widest_pass if options.speculate else 1))
-        self.backbone.capture(start, state.hidden.schedule.depths, counts, state.kv.slots)
+        depths = *state.hidden.schedule.depths, *state.hidden.state_layers
+        self.backbone.capture(start, depths, counts, state.kv.slots)
         if options.uses("draft-model") and (second := self.draft_model) is not None:
             second.capture(start, (0, second.num_layers), range(1, 3))
         steps = written(state, drafter, rule, asked.stop, watch)
@@ -161,13 +162,12 @@ class Runtime:
             kv = kv or KVCache(self.backbone.num_layers)
             kv.slots = shape.slots
         heads = self.heads if options.speculate and options.uses("exit") else None
-        reader = heads if isinstance(heads, AttendingHeads) else None
         return DecodeState(
             self.backbone,
             asked.ids,
             pad=asked.pad,
             exit_layers=() if heads is None else heads.layers_in_use(options),
-            reader=reader,
+            heads=heads,
             kv=kv,
             pinned_rows=shape.rows,
         )

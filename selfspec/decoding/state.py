@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -19,6 +19,7 @@ from selfspec.decoding.acceptance import Draft, Target
 from selfspec.decoding.stats import Stopwatch
 from selfspec.errors import InvalidDraft
 from selfspec.heads.attending import AttendingHeads
+from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import Answer, ExitHead, Signal, joined, scored
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv import KVCache, Rows, uploaded, with_zeros
@@ -83,6 +84,8 @@ class Run(Work):
     last: int
     parents: Sequence[int] | None = None  # what each row follows, as in a Span
     least: int = 1  # rows that its passes have at least: shorter ones are padded
+    states: Sequence[int] = ()  # layers whose states are kept on the way
+    kept: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def turn(self) -> tuple[int, int, int]:
@@ -95,25 +98,32 @@ class Run(Work):
 
     def done(self, alike: Sequence[Run], others: Sequence[Work]) -> list[Tensor | None]:
         """One pass, up to where the first of them ends, or others wait."""
+        parts = [work.hidden for work in alike]
         backbone, first, stop = self.backbone, self.first, min(work.last for work in alike)
         for other in others:
             if isinstance(other, Run) and other.backbone is backbone and first < other.first < stop:
                 stop = other.first
+        states: dict[int, list[Tensor]] = {one: [] for work in alike for one in work.states}
         if len(alike) == 1:
-            outputs: Sequence[Tensor] = [self._alone(stop)]
+            outputs: Sequence[Tensor] = [self._alone(stop, states)]
         else:
             rows = Rows.joined([work._rows(len(work.hidden)) for work in alike])
-            hidden = torch.cat([work.hidden for work in alike])
-            counts = [span.count for span in rows.spans]
-            outputs = backbone.run(hidden, first, stop, rows).split(counts)
+            outputs = backbone.run(torch.cat(parts), first, stop, rows, states).split(
+                [*map(len, parts)]
+            )
+        for layer, found in states.items():
+            if found:
+                each = torch.cat(found)[: sum(map(len, parts))].split([*map(len, parts)])
+                for work, part in zip(alike, each, strict=True):
+                    work.kept[layer] = part
         for work, output in zip(alike, outputs, strict=True):
             work.hidden, work.first = output, stop
         return [work.hidden if work.first == work.last else None for work in alike]
 
-    def _alone(self, stop: int) -> Tensor:
+    def _alone(self, stop: int, states: dict[int, list[Tensor]]) -> Tensor:
         count, start = len(self.hidden), self.kv.length(self.first)
         block = with_zeros(self.hidden, self.least)
-        output = self.backbone.run(block, self.first, stop, self._rows(len(block)))
+        output = self.backbone.run(block, self.first, stop, self._rows(len(block)), states)
         if len(block) > count:
             self.kv.truncate(start + count, self.first, stop)
         return output[:count]
@@ -133,7 +143,7 @@ class Ask(Work):
     backbone: Backbone
     head: ExitHead
     hidden: Tensor
-    deep: Tensor | None  # [n, d], or None where it is not known
+    deep: Tensor | None  # [n, up to head.beside], or None where it is not known
     temperature: float
     count: int  # tokens wanted
     signal: Signal | None = None
@@ -145,7 +155,7 @@ class Ask(Work):
     def done(self, alike: Sequence[Ask], _others: Sequence[Work]) -> list[Answer]:
         hidden = [work.hidden for work in alike]
         inputs = [hidden[0] if len(alike) == 1 else torch.cat(hidden)]
-        if (deep := joined([work.deep for work in alike], hidden)) is not None:
+        if (deep := joined([work.deep for work in alike], hidden, self.head.beside)) is not None:
             inputs.append(deep)
         if (replayed := self.backbone.claims.replayed) is None:
             found = self._asked(*inputs)
@@ -309,12 +319,12 @@ class HiddenCache:
     ) -> None:
         """`exit_layers` rise and lie in 0..L-1; shorter passes are padded to `pinned_rows`.
 
-        `state_layers`, 0..L: where rows that run to the end leave states for readers; then no row
-        waits at an exit layer.
+        `state_layers`, 0..L: where rows that run to the end leave states for readers; then rows
+        wait at no other exit layer than 0.
         """
-        between = sorted(layer for layer in state_layers if 0 < layer < backbone.num_layers)
-        self.schedule = Schedule(between if state_layers else exit_layers, backbone.num_layers)
-        self._state_layers = state_layers
+        self.schedule = Schedule(exit_layers, backbone.num_layers)
+        self.state_layers = state_layers
+        self._passed: dict[int, Tensor] = {}  # by layer, of the last pass
         self.states: Tensor | None = None
         """States of the rows that ran to the end last, layers side by side, [rows, layers * d]."""
         self._backbone = backbone
@@ -351,24 +361,24 @@ class HiddenCache:
         hidden = self.rows(boundary)
         if step is not None:
             tree, least = self._tree(step), self.least
-            hidden = yield Run(self._backbone, self._kv, hidden, step.first, step.last, tree, least)
+            work = Run(self._backbone, self._kv, hidden, step.first, step.last, tree, least)
+            work.states = self.state_layers
+            hidden = yield work
+            self._passed = work.kept
         self._queues[boundary].clear()
         self._queues[until].append(hidden)
         return hidden
 
     def advance_all(self) -> Steps[Tensor]:
         """Run every row to boundary L; gives them all, [rows, d]."""
-        if not self._state_layers:
-            for boundary, until in self.schedule.finish():
-                yield from self.advance(boundary, until)
-            return self.rows(len(self._queues) - 1)
-        hidden, passed = self.rows(0), {}
-        for boundary, depth in enumerate(self.schedule.depths[:-1]):
-            passed[depth] = hidden
-            hidden = yield from self.advance(boundary)
-        passed[self.schedule.depths[-1]] = hidden
-        states = [passed[layer].to(hidden.device) for layer in self._state_layers]
-        self.states = torch.cat(states, dim=-1)
+        for boundary, until in self.schedule.finish():
+            first = self.rows(boundary)
+            yield from self.advance(boundary, until)
+        hidden = self.rows(len(self._queues) - 1)
+        if self.state_layers:
+            passed = {0: first, **self._passed, self.schedule.depths[-1]: hidden}
+            states = [passed[layer].to(hidden.device) for layer in self.state_layers]
+            self.states = torch.cat(states, dim=-1)
         return hidden
 
     def unembed(self, hidden: Tensor) -> Steps[Target]:
@@ -418,23 +428,26 @@ class DecodeState:
         exit_layers: Sequence[int] = (),
         kv: KVCache | None = None,
         pinned_rows: int | None = None,
-        reader: AttendingHeads | None = None,
+        heads: ExitHeads | None = None,
     ) -> None:
         """`ids` [1, n] with n > pad. `kv` may hold a prefix of them.
 
-        `reader`: heads that attend, in place of those at `exit_layers`.
+        `heads` find here what they read of it beside the states at `exit_layers`.
         """
         self.backbone = backbone
         self.kv = KVCache(backbone.num_layers) if kv is None else kv
-        layers = () if reader is None else reader.layers
+        layers = () if heads is None else heads.layers
         self.hidden = HiddenCache(backbone, self.kv, exit_layers, pinned_rows, layers)
         device, embed = backbone.device, backbone.embed
         self.attention = (
-            None if reader is None else reader.attention(lambda ids: embed(ids.to(device)))
+            heads.attention(lambda ids: embed(ids.to(device)))
+            if isinstance(heads, AttendingHeads)
+            else None
         )
         self.pad = pad
         self._committed: list[int] = ids[0, pad:].tolist()
         self._outputs: Tensor | None = None
+        self._states: Tensor | None = None
         self._path: list[int] = []  # rows of the round, the newest token's first, that stay
         self._written = ids.shape[1]  # ids in the buffer: the others come when somebody looks
         self._buffer = torch.cat([ids, ids.new_zeros(1, max(ids.shape[1], 256))], dim=1)
@@ -476,9 +489,19 @@ class DecodeState:
             return None
         return self._outputs[self._path[-1]][None]
 
+    @property
+    def states(self) -> Sequence[Tensor]:
+        """States of other layers there, [1, d] each, where heads read such."""
+        if self._states is None:
+            return []
+        here: Tensor = self._states[self._path[-1]][None]
+        return list(here.split(self.backbone.hidden_size, dim=-1))
+
     def keep_outputs(self, outputs: Tensor) -> None:
         """[k + 1, d] of layer L, that the next committed tokens come from."""
         self._outputs, self._path = outputs, []
+        states = self.hidden.states
+        self._states = None if states is None else states[-len(outputs) :]
 
     def keep_states(self, rows: Sequence[int]) -> None:
         """Rows of the pass that has just ended whose positions are committed."""

@@ -50,7 +50,7 @@ class AttendingConfig(HeadsConfig):
     """What `config.json` of such a folder says; sizes are the model's."""
 
     format: str  # speculators or original
-    state_layers: tuple[int, ...] | None  # counted as `hidden_states`; None: 2, L // 2, L - 3
+    # `state_layers` are counted as `hidden_states`; None: 2, L // 2, L - 3
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False

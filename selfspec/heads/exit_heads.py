@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -52,6 +53,7 @@ class HeadsConfig:
     inner_size: int | None = None  # of the head's inner layer; None: the head type's own choice
     draft_vocab_size: int | None = None  # tokens that heads can draft; None: all
     num_heads: int | None = None  # of a kind that looks ahead; None: one at each exit layer
+    state_layers: tuple[int, ...] | None = None  # read beside layer L; of exit layer 0 alone
     temperatures: dict[str, float] = field(default_factory=dict)  # by exit layer; 1 where missing
     defaults: dict[str, Any] = field(default_factory=dict)  # SpeculationOptions that suit
     training: dict[str, Any] = field(default_factory=dict)  # tokens, data, steps, seed, versions
@@ -65,6 +67,10 @@ class HeadsConfig:
         if HEAD_TYPES[self.head_type].looks_ahead == (self.num_heads is None):
             raise InvalidOption(f"num_heads is {self.num_heads}, with head type {self.head_type}")
         check_exit_layers(self.exit_layers, possible_exit_layers(self.head_type, self.num_layers))
+        if self.state_layers is not None:
+            if (self.head_type, self.exit_layers) != ("deep-fused", (0,)):
+                raise InvalidOption("state_layers are for deep-fused heads at exit layer 0 alone")
+            check_state_layers(self.state_layers, self.num_layers)
         drafted, known = self.draft_vocab_size, self.vocab_size
         if drafted is not None and drafted > known:
             raise InvalidOption(f"draft vocabulary of {drafted} tokens, the model has {known}")
@@ -83,8 +89,9 @@ class HeadsConfig:
     def record(self) -> dict[str, Any]:
         """Ready for `config.json`."""
         values = asdict(self)
-        if self.num_heads is None:  # which earlier versions do not know
-            del values["num_heads"]
+        for name in ("num_heads", "state_layers"):  # which earlier versions do not know
+            if values[name] is None:
+                del values[name]
         return values
 
     def write(self, folder: Path) -> None:
@@ -141,6 +148,19 @@ def check_exit_layers(asked: Iterable[int], allowed: Iterable[int]) -> None:
         )
 
 
+def check_state_layers(layers: Sequence[int], num_layers: int) -> None:
+    """Raise InvalidOption unless they rise and lie in 1..L-1."""
+    if not layers or list(layers) != sorted({*layers} & {*range(1, num_layers)}):
+        expected = f"expected rising ones in 1..{num_layers - 1}"
+        raise InvalidOption(f"state_layers is {list(layers)}, {expected}")
+
+
+def with_states(deep: Tensor, states: Sequence[Tensor]) -> Tensor:
+    """[.., d], and k states [.., d], each scaled to a mean square of 1, -> [.., (1 + k) * d]."""
+    scaled = [nn.functional.rms_norm(one.float(), one.shape[-1:]).to(deep) for one in states]
+    return torch.cat([deep, *scaled], dim=-1)
+
+
 class ExitHeads(nn.Module):
     """The exit heads of one model, with their config."""
 
@@ -159,9 +179,9 @@ class ExitHeads(nn.Module):
         # those that look ahead stand behind the first of them, at 0, in order
         names = [*map(str, config.exit_layers)]
         names += [f"ahead_{number}" for number in range(2, (config.num_heads or 1) + 1)]
-        self.by_layer = nn.ModuleDict(
-            {name: head(unembedding, vocabulary, config.inner_size) for name in names}
-        )
+        self.layers: Sequence[int] = config.state_layers or ()
+        made = partial(head, unembedding, vocabulary, config.inner_size, len(self.layers))
+        self.by_layer = nn.ModuleDict({name: made() for name in names})
 
     def __getitem__(self, layer: int) -> ExitHead:
         """The head of exit layer `layer`. Raises InvalidOption if none reads one."""
@@ -288,6 +308,8 @@ def logit_lens(unembedding: Unembedding, num_layers: int, base_model: str) -> Ex
 
     Only one exit, three quarters up, is in use unless asked: earlier ones are nearly always wrong.
     """
+    if num_layers == 1:
+        raise InvalidOption("logit-lens reads layers before the last one, the model has one")
     vocab_size, hidden_size = unembedding.weight.shape
     config = HeadsConfig(
         base_model=base_model,

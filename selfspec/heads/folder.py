@@ -175,6 +175,7 @@ _OURS_TOO = {
     **dict.fromkeys(("base_revision", "weights"), _LINE),
     **dict.fromkeys(("inner_size", "draft_vocab_size"), _SIZE),
     "num_heads": _whole(64),
+    "state_layers": _LAYERS,
     **_OF_A_FIT,
 }
 _EAGLE3 = {
@@ -238,7 +239,7 @@ def _checked(values: Any) -> dict[str, Any]:
     _some(values, _OURS_TOO)
     _check_fit(values, values["exit_layers"])
     said = {name: value for name, value in values.items() if value is not None}
-    return {**said, "exit_layers": tuple(said["exit_layers"])}
+    return {name: tuple(one) if isinstance(one, list) else one for name, one in said.items()}
 
 
 def _check_fit(values: Mapping[str, Any], layers: list[int]) -> None:

@@ -18,7 +18,6 @@ import torch
 from accelerate.hooks import remove_hook_from_module
 from torch import Tensor, nn
 
-from selfspec.errors import InvalidOption
 from selfspec.heads.folder import MEDUSA
 from selfspec.model.parts import Unembedding
 from selfspec.model.weights import rows_of
@@ -46,22 +45,20 @@ class DraftVocabulary(NamedTuple):
 class Parts(NamedTuple):
     """A head's features are x + direct(x) + outer(silu(inner(x))), as far as given.
 
-    x is the normed state, with `deep` beside it where the head reads that.
+    x is the normed state, with `deep` beside it where the head reads that; there x is no term.
     """
 
     norm: nn.Module
-    keeps: bool = True  # x itself is a term; it is the only one where there is no other
     direct: nn.Linear | None = None
     inner: nn.Linear | None = None
     outer: nn.Linear | None = None
-    activated: bool = True  # there is a silu behind `inner`
 
 
 class Packed(Protocol):
     """A copy of a head that is faster to ask, and rounded."""
 
-    def features(self, hidden: Tensor, deep: Tensor | None) -> Tensor:
-        """Features like those of the head."""
+    def features(self, hidden: Tensor, beside: Tensor | None) -> Tensor:
+        """Features like those of the head; what it reads beside states is as wide as it can be."""
 
     def unembed(self, features: Tensor) -> Tensor:
         """[.., d] -> [.., V_draft], bias included, before the model's own finish."""
@@ -76,16 +73,18 @@ class ExitHead(nn.Module, ABC):
 
     reads_deep: ClassVar[bool] = False  # `deep`, the normed output of layer L one position earlier
     looks_ahead: ClassVar[bool] = False  # there are several; `hidden` is what is `deep` for others
-    has_inner: ClassVar[bool] = False  # an inner layer whose width can be chosen
     draft_ids: Tensor | None
 
     def __init__(
-        self, unembedding: Unembedding, vocabulary: DraftVocabulary, inner_size: int | None = None
+        self,
+        unembedding: Unembedding,
+        vocabulary: DraftVocabulary,
+        inner_size: int | None = None,
+        states: int = 0,
     ) -> None:
-        """Raises InvalidOption for an `inner_size` where there is no inner layer."""
         super().__init__()
-        if inner_size is not None and not self.has_inner:
-            raise InvalidOption(f"{type(self).__name__} has no inner layer, found {inner_size}")
+        self.beside = unembedding.weight.shape[1] * (1 + states) if self.reads_deep else 0
+        """Numbers of `deep`, the states included."""
         self.register_buffer("draft_ids", vocabulary.ids)
         self._target_vocab_size = unembedding.weight.shape[0]
         self._finish = unembedding.finish
@@ -100,20 +99,20 @@ class ExitHead(nn.Module, ABC):
         """Make the head's own modules, as they are before any fitting."""
 
     def features(self, hidden: Tensor, deep: Tensor | None = None) -> Tensor:
-        """[.., d] and `deep`, [.., d], zeros where it is not known, -> [.., d]."""
+        """[.., d] and `deep`, [.., up to `beside`], -> [.., d]; what is not known is 0."""
         hidden = hidden.to(self.rows.device)  # from where its layer is; heads are beside lm_head
+        beside = widened(deep, hidden, self.beside) if self.beside else None
         if (packed := self._packed_for(hidden)) is not None:
-            return packed.features(hidden, deep)
-        norm, keeps, direct, inner, outer, activated = self.parts
+            return packed.features(hidden, beside)
+        norm, direct, inner, outer = self.parts
         x: Tensor = norm(hidden)
-        if self.reads_deep:
-            x = torch.cat([x, torch.zeros_like(x) if deep is None else deep.to(x)], dim=-1)
-        terms: list[Tensor] = [x] if keeps else []
+        if beside is not None:
+            x = torch.cat([x, beside.to(x)], dim=-1)
+        terms: list[Tensor] = [x] if beside is None else []
         if direct is not None:
             terms.append(direct(x))
         if inner is not None:
-            opened = inner(x)
-            opened = nn.functional.silu(opened) if activated else opened
+            opened = nn.functional.silu(inner(x))
             terms.append(opened if outer is None else outer(opened))
         return reduce(torch.add, terms)
 
@@ -194,42 +193,26 @@ class TranslatorHead(ExitHead):
         return Parts(self.norm, direct=self.up)
 
 
-class LowRankHead(ExitHead):
-    """A translator through two narrow matrices of rank `inner_size`; None: a quarter of d."""
-
-    has_inner = True
-
-    def _build(self, unembedding: Unembedding, inner_size: int | None) -> Parts:
-        self.norm = _own_norm(unembedding)
-        size = unembedding.weight.shape[1]
-        rank = inner_size or max(1, size // 4)
-        self.down = nn.Linear(size, rank, bias=False).to(unembedding.weight)
-        self.up = _zeros(rank, size, unembedding)
-        return Parts(self.norm, inner=self.down, outer=self.up, activated=False)
-
-
-class MlpHead(ExitHead):
-    """A translator, a hidden layer of width `inner_size` beside its affine map; None: d."""
-
-    has_inner = True
-
-    def _build(self, unembedding: Unembedding, inner_size: int | None) -> Parts:
-        self.norm = _own_norm(unembedding)
-        inputs = unembedding.weight.shape[1] * (2 if self.reads_deep else 1)
-        self.change = _Mlp(inputs, inner_size or inputs, unembedding)
-        change, keeps = self.change, not self.reads_deep
-        return Parts(self.norm, keeps, change.direct, change.inner, change.outer)
-
-
-class DeepFusedHead(MlpHead):
+class DeepFusedHead(ExitHead):
     """An affine map and a hidden layer that also read what the model made of the token before.
 
     Verification computed that for the first draft of a round; for later ones the features of the
-    head that drafted the token before take its place. It starts from nothing: with tied embeddings
-    the identity would guess the token just read. `inner_size`: of the hidden layer; None: 2 d.
+    head that drafted the token before take its place, and states of earlier layers, where it reads
+    such, are not there. It starts from nothing: with tied embeddings the identity would guess the
+    token just read. `inner_size`: of the hidden layer; None: 2 d.
     """
 
     reads_deep = True
+
+    def _build(self, unembedding: Unembedding, inner_size: int | None) -> Parts:
+        size = unembedding.weight.shape[1]
+        inputs, width = size + self.beside, inner_size or 2 * size
+        self.norm = _own_norm(unembedding)
+        self.change = nn.ModuleDict()
+        self.change["direct"] = direct = _zeros(inputs, size, unembedding)
+        self.change["inner"] = inner = nn.Linear(inputs, width).to(unembedding.weight)
+        self.change["outer"] = outer = _zeros(width, size, unembedding)
+        return Parts(self.norm, direct=direct, inner=inner, outer=outer)
 
 
 class MedusaHead(ExitHead):
@@ -244,17 +227,6 @@ class MedusaHead(ExitHead):
         size = unembedding.weight.shape[1]
         self.inner = _zeros(size, size, unembedding)
         return Parts(nn.Identity(), inner=self.inner)  # the state is normed already
-
-
-class _Mlp(nn.Module):
-    """The weights of an affine map and a hidden layer side by side; they give zero at first."""
-
-    def __init__(self, inputs: int, inner_size: int, unembedding: Unembedding) -> None:
-        super().__init__()
-        size = unembedding.weight.shape[1]
-        self.direct = _zeros(inputs, size, unembedding)
-        self.inner = nn.Linear(inputs, inner_size).to(unembedding.weight)
-        self.outer = _zeros(inner_size, size, unembedding)
 
 
 def _own_norm(unembedding: Unembedding) -> nn.Module:
@@ -273,8 +245,6 @@ def _zeros(inputs: int, outputs: int, unembedding: Unembedding) -> nn.Linear:
 HEAD_TYPES: dict[str, type[ExitHead]] = {
     "linear": LinearHead,
     "translator": TranslatorHead,
-    "low-rank": LowRankHead,
-    "mlp": MlpHead,
     "deep-fused": DeepFusedHead,
     "logit-lens": LogitLensHead,
     MEDUSA: MedusaHead,
@@ -383,12 +353,19 @@ def scored(
     return features, logits, torch.cat(found, dim=1)
 
 
-def joined(deep: Sequence[Tensor | None], hidden: Sequence[Tensor]) -> Tensor | None:
-    """What rows of many texts have beside their hidden states; zeros where it is not known."""
+def widened(deep: Tensor | None, hidden: Tensor, width: int) -> Tensor:
+    """`deep` beside `hidden`, [.., `width`]: zeros where nothing is known."""
+    if deep is None:
+        return hidden.new_zeros(*hidden.shape[:-1], width)
+    return nn.functional.pad(deep.to(hidden), (0, width - deep.shape[-1]))
+
+
+def joined(deep: Sequence[Tensor | None], hidden: Sequence[Tensor], width: int) -> Tensor | None:
+    """What rows of many texts have beside their hidden states; None where none has anything."""
     if all(one is None for one in deep):
         return None
     both = zip(deep, hidden, strict=True)
-    return torch.cat([torch.zeros_like(row) if one is None else one.to(row) for one, row in both])
+    return torch.cat([widened(one, row, width) for one, row in both])
 
 
 # --- the exit judge

@@ -10,8 +10,8 @@ import itertools
 import logging
 from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
-from functools import cached_property
-from typing import NoReturn
+from functools import cached_property, partial
+from typing import NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ from selfspec.model.check import (
 from selfspec.model.cuda_graph import CudaGraphExecutor
 from selfspec.model.fingerprint import FileStamp, ModelWatch, Passed
 from selfspec.model.fused import FusedExecutor
-from selfspec.model.generic import Claims, Decoder, Executor, without_gradients
+from selfspec.model.generic import Claims, Decoder, Executor, States, without_gradients
 from selfspec.model.kv import POSITIONS, KVCache, Rows
 from selfspec.model.parts import Unembedding, check_model, unsupported
 from selfspec.model.weights import QuantisedWeight, keep_numbers
@@ -160,20 +160,31 @@ class Backbone(Decoder):
         bias = getattr(self.lm_head, "bias", None)
         return Unembedding(weight, self.parts.norm, self.finish, bias)
 
-    def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
+    def run(
+        self, hidden: Tensor, first: int, last: int, rows: Rows, states: States | None = None
+    ) -> Tensor:
         """Layers first+1..last on [T, d]; adds keys and values of T positions to the KV caches.
 
-        Raises InvalidDraft or UnsupportedModel for a tree where executor or model runs no trees.
+        `states` get what is behind layers in between, by layer, in parts of rows. Raises
+        InvalidDraft or UnsupportedModel for a tree where executor or model runs no trees.
         """
         executor = self._executor
         if not rows.are_chains and self._no_trees is not None:
             raise self._no_trees
+        between = sorted(layer for layer in states or () if first < layer < last)
+        if states and between and not self.claims.keeps:
+            for layer in between:
+                hidden = self.run(hidden, first, layer, rows)
+                states[layer].append(hidden)
+                first = layer
+        run = executor.run
+        if between and self.claims.keeps:
+            run = partial(cast("FusedExecutor", executor).run, states=states)
         together = len(rows.spans) == 1 or self.runs_many
         with self.mode():
             if together and len(rows.spans) <= executor.claims.spans:
-                return executor.run(hidden, first, last, rows)
-            parts = rows.each(hidden)
-            return torch.cat([executor.run(part, first, last, one) for part, one in parts])
+                return run(hidden, first, last, rows)
+            return torch.cat([run(part, first, last, one) for part, one in rows.each(hidden)])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Output of layer L, [T, d] -> target logits [T, V], float32."""

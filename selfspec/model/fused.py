@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import functools
 from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import replace
 from enum import IntEnum
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.model.compiler import PANEL
-from selfspec.model.generic import Claims
+from selfspec.model.generic import Claims, States
 from selfspec.model.kv import Page, PageLayout, Rows, Span
 from selfspec.model.parts import DecoderParts, attention_types, require_own_code
 from selfspec.model.recipe import (
@@ -139,6 +140,7 @@ class Program:
         self._starts = [0]  # of each layer among the operations, and their end
         self.layout = PageLayout(dtype, ())  # of keys and values of all layers that attend
         self._kept: list[Tensor | CompiledLinear] = []  # what the operations point to
+        self._copies: dict[int, int] = {}  # buffers of what is kept behind a layer
 
     def add_layer(self, operations: Sequence[Operation]) -> None:
         """One more layer."""
@@ -269,6 +271,17 @@ class Program:
             found.add_layer([one for one in self._table[first:last] if one.kind in kinds])
         return found
 
+    def keeping(self, layers: Collection[int]) -> Program:
+        """The same, which also keeps what it has behind some layers."""
+        found = copy.copy(self)
+        found._table, found._starts, found._widths = (Operation * 0)(), [0], [*self._widths]
+        found._copies = {layer: len(self._widths) + at for at, layer in enumerate(layers)}
+        found._widths += [self._widths[HIDDEN]] * len(layers)
+        for layer, (first, last) in enumerate(pairwise(self._starts), start=1):
+            copies = [found.add(HIDDEN, found._copies[layer], 1.0)] if layer in layers else []
+            found.add_layer([*self._table[first:last], *copies])
+        return found
+
     def run(
         self,
         rows: Tensor,
@@ -276,10 +289,11 @@ class Program:
         last: int,
         rotations: Sequence[Tensor],
         spans: Sequence[Span],
-    ) -> Tensor:
+    ) -> tuple[Tensor, dict[int, Tensor]]:
         """Layers first+1..last on [T, d]; adds keys and values of T positions to the KV caches.
 
-        `rotations`: [T, pairs] complex numbers each. Raises ValueError for rows of another kind.
+        Also gives what is kept by layer. `rotations`: [T, pairs] complex numbers each. Raises
+        ValueError for rows of another kind.
         """
         ends = list(accumulate(span.count for span in spans))
         caches = {id(span.kv) for span in spans}
@@ -293,10 +307,10 @@ class Program:
             spans=len(spans),
             span=(SpanStruct * len(spans))(*known),
         )
-        found = self._call(asked, rows, first, last, HIDDEN)
+        buffers = self._call(asked, rows, first, last)
         for span in spans:
             span.kv.extend(span.count, first, last)
-        return found
+        return buffers[HIDDEN], {layer: buffers[at] for layer, at in self._copies.items()}
 
     def _span(self, span: Span, start: int, first: int) -> SpanStruct:
         """Where keys and values are from layer first+1 on, with room for these rows."""
@@ -319,14 +333,16 @@ class Program:
 
     def transform(self, rows: Tensor, target: int) -> Tensor:
         """[T, d] through the first layer, which attends to nothing -> buffer `target`."""
-        return self._call(Pass(), rows, 0, 1, target)
+        return self._call(Pass(), rows, 0, 1)[target]
 
-    def _call(self, asked: Pass, rows: Tensor, first: int, last: int, target: int) -> Tensor:
+    def _call(self, asked: Pass, rows: Tensor, first: int, last: int) -> list[Tensor]:
         if rows.dtype != self._dtype or rows.shape[-1] != self._widths[0]:  # else memory is misread
             raise ValueError(f"rows are {rows.dtype} {tuple(rows.shape)}, not of these layers")
         count = len(rows)
         hidden = rows.clone(memory_format=torch.contiguous_format)
         buffers = [hidden, *(rows.new_empty(count, width) for width in self._widths[1:])]
+        for at in self._copies.values():
+            buffers[at].zero_()  # what is kept is added to it
         # inputs as they are, at the places of blocks, and added up by groups
         room = torch.empty(count + _SPARE, 3 * self._widest + _SPARE, dtype=torch.float32)
         asked.rows, asked.room = count, room.data_ptr()
@@ -335,7 +351,7 @@ class Program:
         at = ctypes.addressof(self._table) + start * ctypes.sizeof(Operation)
         with TEAM.measured():
             self._run(at, end - start, ctypes.addressof(asked))
-        return buffers[target]
+        return buffers
 
     def _need(self, buffer: int, width: int) -> None:
         """Raise ValueError for an operation that would read or write beside its buffer."""
@@ -389,7 +405,7 @@ _BLOCK_ROWS = 1024  # of a prompt that run together: its memory does not grow wi
 class FusedExecutor:
     """The decoder from compiled products, norms, attention and activations."""
 
-    claims = Claims(steady=True, trees=True, spans=_BLOCK_ROWS)
+    claims = Claims(steady=True, trees=True, spans=_BLOCK_ROWS, keeps=True)
 
     def __init__(self, decoder: DecoderParts, lm_head: nn.Linear) -> None:
         """Copies the weights. Those that lie in a file leave memory as soon as they are copied.
@@ -403,6 +419,7 @@ class FusedExecutor:
         kinds = attention_types(decoder.config)
         self._recipe(0, kinds[0], dtype)  # raises before long work
         self._program = Program(dtype, lm_head.in_features)
+        self._keeping = functools.cache(self._program.keeping)
         self.weight_bytes = 0  # of what a row reads, in the compiled layout
         self._unembedding = last = Program(dtype, lm_head.in_features)
         normed = last.buffer("normed", lm_head.in_features)
@@ -429,7 +446,9 @@ class FusedExecutor:
         """Output of layer L, [T, d] -> what lm_head gives, [T, V]."""
         return self._unembedding.transform(hidden, self._logits)
 
-    def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
+    def run(
+        self, hidden: Tensor, first: int, last: int, rows: Rows, states: States | None = None
+    ) -> Tensor:
         """Layers first+1..last on [T, d]; adds keys and values of T positions to the KV cache."""
         if len(hidden) > _BLOCK_ROWS and (len(rows.spans) > 1 or rows.are_chains):
             parts = rows.each(hidden)
@@ -437,12 +456,17 @@ class FusedExecutor:
                 blocks = (one.split(_BLOCK_ROWS) for one in (hidden, rows.positions))
                 kv, pairs = rows.only.kv, zip(*blocks, strict=True)
                 parts = ((one, Rows(places, (Span(kv, len(one)),))) for one, places in pairs)
-            return torch.cat([self.run(part, first, last, one) for part, one in parts])
+            return torch.cat([self.run(part, first, last, one, states) for part, one in parts])
         newest = rows.spans[0]
         unseen = 0 if newest.parents is None else -1 - newest.parents[0]
         held = newest.kv.length(first) - unseen
         turns = self._rotations.at(hidden, rows.positions, held)
-        return self._program.run(hidden, first, last, turns, rows.spans)
+        program = self._keeping(frozenset(states)) if states else self._program
+        found, copies = program.run(hidden, first, last, turns, rows.spans)
+        for layer, come in (states or {}).items():
+            if first < layer < last:
+                come.append(copies[layer])
+        return found
 
     def _operations(self, recipe: Recipe, rotation: int) -> Iterator[Operation]:
         program, attention, mlp = self._program, recipe.attention, recipe.mlp

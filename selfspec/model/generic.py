@@ -34,6 +34,8 @@ from selfspec.model.parts import (
     parts_of,
 )
 
+States = dict[int, list[Tensor]]  # parts of what is behind a layer, as they come
+
 
 @dataclass(frozen=True)
 class Claims:
@@ -42,6 +44,7 @@ class Claims:
     steady: bool = False  # a row's bits are its own, in a prompt as alone; the probe tests it
     trees: bool = False  # runs rows that have siblings
     spans: int = 1  # sequences of one pass at most; the backbone splits what has more
+    keeps: bool = False  # gives the states behind layers on the way, too
     pages: PageLayout | None = None  # of keys and values, where texts can share them
     replayed: Callable[..., tuple[Tensor, ...]] | None = None  # does a key's work by a graph
 

@@ -27,7 +27,7 @@ from selfspec import files
 from selfspec.errors import InvalidData, InvalidOption, shown
 from selfspec.files import read_json
 from selfspec.heads.attending import AttendingHeads
-from selfspec.heads.exit_heads import ExitHeads
+from selfspec.heads.exit_heads import ExitHeads, with_states
 from selfspec.model.backbone import Backbone
 from selfspec.model.check import evaluation
 from selfspec.training.options import explained, record_of, require_same
@@ -44,13 +44,15 @@ class FeatureSpec:
     deep: bool = False  # also the normed output of layer L one position earlier
     top_k: int = 0  # also this many of the model's own most likely next tokens
     everywhere: bool = False  # from all positions, not only those that predict an answer's token
+    states: tuple[int, ...] = ()  # rising layers whose states stand behind `deep`
 
     @classmethod
     def read_by(cls, heads: ExitHeads) -> FeatureSpec:
         """What heads are measured on."""
         if isinstance(heads, AttendingHeads):
             return cls((0, *heads.layers), top_k=1, everywhere=True)
-        return cls(heads.config.exit_layers, heads.reads_deep, top_k=1)
+        states = tuple(heads.layers)
+        return cls(heads.config.exit_layers, heads.reads_deep, top_k=1, states=states)
 
     @property
     def names(self) -> set[str]:
@@ -61,7 +63,7 @@ class FeatureSpec:
 
     def bytes_per_token(self, hidden_size: int, element_size: int) -> int:
         """Size of one position in memory and on disk; `element_size` of a hidden state's number."""
-        vectors = len(self.layers) + self.deep
+        vectors = len(self.layers) + self.deep * (1 + len(self.states))
         return vectors * hidden_size * element_size + 8 + 2 + self.top_k * (4 + 2)
 
 
@@ -73,7 +75,8 @@ class Features:
     following: Tensor  # [N] int64: the next token of the text
     continues: Tensor  # [N] bool: the position stands right behind the one of the row before
     answers: Tensor  # [N] bool: the next token belongs to an answer
-    deep: Tensor | None = None  # [N, d]: layer L's normed output one position earlier, or zeros
+    deep: Tensor | None = None
+    """Layer L's normed output one position earlier, [N, d], `with_states`; zeros in front."""
     top_ids: Tensor | None = None  # [N, k] int32: the model's likeliest next tokens, best first
     top_log_probs: Tensor | None = None  # [N, k] float16, over the full vocabulary
 
@@ -139,23 +142,26 @@ def padded(conversations: Sequence[Conversation]) -> Batch:
 def features(backbone: Backbone, spec: FeatureSpec, batch: Batch) -> Features:
     """One frozen pass over a batch, no further than to the last state that is asked for."""
     to_the_end = spec.deep or spec.top_k > 0
-    stops = (*spec.layers, backbone.num_layers) if to_the_end else spec.layers
+    last = {backbone.num_layers} if to_the_end else set[int]()
+    stops = sorted({*spec.layers, *spec.states} | last)
     ids = batch.ids.to(backbone.device)
     device = backbone.unembedding.weight.device
     predicts = batch.predicts.to(device)
     kept = batch.known.to(device) if spec.everywhere else predicts
     # right padding behind causal attention needs no mask: no position of a text can see it
     with evaluation(backbone.model), torch.no_grad():
-        states = [hidden.to(device) for hidden in backbone.states(ids, stops)]
+        states = zip(stops, backbone.states(ids, stops), strict=True)
+        found = {layer: state.to(device) for layer, state in states}
         deep = top_ids = top_log_probs = None
         if to_the_end:
-            last_output = states.pop()
+            last_output = found[backbone.num_layers]
             if spec.deep:
-                deep = _shifted(backbone.unembedding.norm(last_output))[kept]
+                normed = backbone.unembedding.norm(last_output)
+                deep = _shifted(with_states(normed, [found[n] for n in spec.states]))[kept]
             if spec.top_k:
                 top_ids, top_log_probs = _top(backbone, last_output[kept], spec.top_k)
     return Features(
-        hidden={layer: s[kept] for layer, s in zip(spec.layers, states, strict=True)},
+        hidden={layer: found[layer][kept] for layer in spec.layers},
         following=batch.ids.roll(-1, dims=1).to(device)[kept],
         continues=(kept & _shifted(kept))[kept],
         answers=predicts[kept],
@@ -241,7 +247,7 @@ class Selection:
             "text": self.source.digest,
             "batches": hashlib.sha256(repr(list(self.indices)).encode()).hexdigest(),
             "answer_tokens": self.answers,
-            "features": [list(spec.layers), spec.deep, spec.top_k, spec.everywhere],
+            "features": repr(spec),
         }
 
     def batches(self, number: int = 0, count: int = 1) -> Iterator[Features]:
@@ -361,7 +367,8 @@ class Manifest:
             if not isinstance(found, dict) or found.get("format_version") != FORMAT_VERSION:
                 raise InvalidOption(f"its format version is not {FORMAT_VERSION}")
             spec = record_of(FeatureSpec, found.get("spec"))
-            return record_of(cls, found | {"spec": replace(spec, layers=tuple(spec.layers))})
+            spec = replace(spec, layers=tuple(spec.layers), states=tuple(spec.states))
+            return record_of(cls, found | {"spec": spec})
 
     def paths(self, folder: Path) -> list[Path]:
         """The files of all shards."""
@@ -498,7 +505,7 @@ class CacheSource:
         elif name == "top_log_probs":  # float16 has no number for what is very unlikely
             good = tensor.is_floating_point() and not bool(tensor.isnan().any())
         else:
-            width = [self._hidden_size]
+            width = [self._hidden_size * (1 + (name == "deep") * len(self.spec.states))]
             good = tensor.is_floating_point() and bool(tensor.isfinite().all())
         if not good or [*tensor.shape] != [count, *width]:
             raise InvalidData(f"{name}, {tensor.dtype} {[*tensor.shape]}, does not fit the model")

@@ -35,6 +35,7 @@ from selfspec.heads.exit_heads import (
     ExitHeads,
     HeadsConfig,
     check_exit_layers,
+    check_state_layers,
     possible_exit_layers,
 )
 from selfspec.heads.folder import EAGLE3, MEDUSA
@@ -118,12 +119,13 @@ def fit(
 
 def feature_spec(backbone: Backbone, options: FitOptions, *, measured: bool) -> FeatureSpec:
     """What a fit needs to know about each position, or what is `measured` at answers alone."""
-    attends, layers = options.head_type == EAGLE3, exit_layers(backbone, options)
+    attends, states = options.head_type == EAGLE3, state_layers(backbone, options)
     return FeatureSpec(
-        (0, *state_layers(backbone, options)) if attends else layers,
+        (*exit_layers(backbone, options), *(states if attends else ())),
         options.head_type in ("deep-fused", MEDUSA),
         top_k=1 if measured or options.ce_share == 1.0 else TOP_K,
         everywhere=attends or (not measured and options.answer_share != 1.0),
+        states=() if attends else states,
     )
 
 
@@ -134,27 +136,32 @@ def going_on(options: FitOptions, start: ExitHeads) -> FitOptions:
             f"{start.folder} brings embeddings of its own, heads are fitted to the model's. Leave "
             "out --start-from"
         )
-    config = start.config
+    config, steps = start.config, options.draft_steps
+    if config.num_heads not in (None, steps or config.num_heads):
+        raise InvalidOption(f"draft_steps is {steps}, there are {config.num_heads} heads to go on")
+    if None not in (options.state_layers, config.state_layers):
+        raise InvalidOption("state_layers with start_from: the heads have their own. Drop one")
     return replace(
         options,
         exit_layers=config.exit_layers,
         head_type=config.head_type,
         inner_size=config.inner_size,
         draft_vocab_size=config.draft_vocab_size,
-        draft_steps=options.draft_steps or config.num_heads,
-        state_layers=config.state_layers if isinstance(config, AttendingConfig) else None,
+        draft_steps=steps or config.num_heads,
+        state_layers=options.state_layers or config.state_layers or (),
     )
 
 
 def state_layers(backbone: Backbone, options: FitOptions) -> tuple[int, ...]:
-    """Whose states heads that attend read. Raises InvalidOption where the model has no such."""
-    most = backbone.num_layers - 1
-    layers = options.state_layers
+    """Whose states heads read. Raises InvalidOption where the model has no such."""
+    count, layers, kind = backbone.num_layers, options.state_layers, options.head_type
     if layers is None:
-        usual = (2, (most + 1) // 2, most - 2)
-        layers = tuple(sorted({min(max(1, layer), most) for layer in usual}))
-    if not layers or list(layers) != sorted({*layers} & {*range(1, most + 1)}):
-        raise InvalidOption(f"state_layers is {list(layers)}, expected rising ones in 1..{most}")
+        wanted = [2, count // 2, count - 3] if kind == EAGLE3 else []
+        if kind == "deep-fused" and exit_layers(backbone, options) == (0,) and count > 1:
+            wanted = [round(0.7 * count)]  # from which they gain most: training/README.md
+        layers = tuple(sorted({min(max(1, layer), count - 1) for layer in wanted}))
+    if layers or kind == EAGLE3:
+        check_state_layers(layers, count)
     return layers
 
 
@@ -396,7 +403,7 @@ class Trainer:
             else ExitHeads(config, own, draft_ids)
         )
         if job.start is not None:
-            heads.load_state_dict(job.start.state_dict())
+            heads.load_state_dict(_widened(job.start.state_dict(), heads.state_dict()))
         self.heads = heads.float()
         self._index = draft_index(draft_ids, backbone.vocab_size).to(device)
         learning = [entry for entry in self.heads.parameters() if entry.requires_grad]
@@ -655,7 +662,8 @@ def _config(job: Job, draft_ids: Tensor | None, steps: int) -> HeadsConfig:
         "training": _record(job, steps),
     }
     if job.start is not None:
-        return replace(job.start.config, temperatures={}, **common)
+        states = options.state_layers or job.start.config.state_layers
+        return replace(job.start.config, temperatures={}, state_layers=states, **common)
     every = backbone.vocab_size if attends else None
     common |= {
         "base_model": job.base_model,
@@ -669,7 +677,8 @@ def _config(job: Job, draft_ids: Tensor | None, steps: int) -> HeadsConfig:
         "num_heads": options.ahead if medusa else None,
     }
     if not attends:
-        return HeadsConfig(inner_size=options.inner_size, **common)
+        states = state_layers(backbone, options) or None
+        return HeadsConfig(inner_size=options.inner_size, state_layers=states, **common)
     like = backbone.model.config.get_text_config()
     return AttendingConfig(
         format="speculators",
@@ -678,6 +687,12 @@ def _config(job: Job, draft_ids: Tensor | None, steps: int) -> HeadsConfig:
         layer=layer_like(like, backbone.vocab_size, options.inner_size),
         **common,
     )
+
+
+def _widened(weights: dict[str, Tensor], like: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of heads that may read more states from now on: zeros for these."""
+    missing = {name: like[name].shape[-1] - one.shape[-1] for name, one in weights.items()}
+    return {name: nn.functional.pad(one, (0, missing[name])) for name, one in weights.items()}
 
 
 def _record(job: Job, steps: int) -> dict[str, Any]:

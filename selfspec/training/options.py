@@ -26,7 +26,7 @@ from selfspec.errors import (
 from selfspec.heads.folder import EAGLE3, MEDUSA
 from selfspec.options import SHARE, Probability, Range, at_least, check_fields
 
-FITTED_HEAD_TYPES = ("linear", "translator", "low-rank", "mlp", "deep-fused", EAGLE3, MEDUSA)
+FITTED_HEAD_TYPES = ("linear", "translator", "deep-fused", EAGLE3, MEDUSA)
 
 PRESETS: dict[str, dict[str, Any]] = {
     "specbound": {
@@ -41,7 +41,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 _KINDS_WITH = {  # options that some head types have
-    "state_layers": (EAGLE3,),
+    **dict.fromkeys(("state_layers", "inner_size"), ("deep-fused", EAGLE3)),
     **dict.fromkeys(("draft_steps", "step_decay"), ("deep-fused", EAGLE3, MEDUSA)),
 }
 
@@ -116,6 +116,10 @@ class CacheOptions:
     deep: bool = True
     """Keep the last state of the token before, which deep-fused heads read."""
 
+    state_layers: tuple[int, ...] | None = None
+    """Layers whose states of the token before are kept beside it, rising. None: one, at 0.7 of the
+    depth."""
+
     top_k: Count = 32
     """The model's own most likely next tokens, kept for fitting to its distribution and for
     measuring, at least 1."""
@@ -144,19 +148,19 @@ class FitOptions:
     evenly over the first two thirds."""
 
     head_type: Annotated[str, _HEAD_TYPE] = "deep-fused"
-    """deep-fused (mlp that also reads the model's last state of the token before: no layer runs
+    """deep-fused (an MLP that also reads the model's last state of the token before: no layer runs
     for a draft), linear (norm and an LM head of its own), translator (norm, an affine map, the
-    model's own unembedding), low-rank (the same, narrow), mlp, eagle3 (a decoder layer that
-    attends to the whole text, with an LM head of its own; other runtimes read its files, too), or
-    medusa (several, each from the model's last state to a token further ahead)."""
+    model's own unembedding), eagle3 (a decoder layer that attends to the whole text, with an LM
+    head of its own; other runtimes read its files, too), or medusa (several, each from the model's
+    last state to a token further ahead)."""
 
     state_layers: tuple[int, ...] | None = None
-    """Layers whose states eagle3 heads read, rising, 1 to the model's last but one. None: 2, the
-    middle one and the last but three."""
+    """Layers whose states of the token before heads read, rising, 1 to the model's last but one.
+    None: for eagle3 2, the middle one and the last but three; for deep-fused heads at exit layer 0
+    alone those of the cache, else one, at 0.7 of the depth."""
 
     inner_size: Limit = None
-    """Rank of a low-rank head, hidden units of another type's MLP, at least 1. None: the type's own
-    choice."""
+    """Hidden units of deep-fused and eagle3 heads, at least 1. None: the type's own choice."""
 
     draft_vocab_size: Limit = 8192
     """Tokens that heads can draft: all special ones, the most frequent of the training answers,
@@ -208,7 +212,7 @@ class FitOptions:
     def __post_init__(self) -> None:
         check_fields(self)
         for name, kinds in _KINDS_WITH.items():
-            if getattr(self, name) is not None and self.head_type not in kinds:
+            if getattr(self, name) and self.head_type not in kinds:
                 raise InvalidOption(f"{name} means nothing to {self.head_type} heads. Leave it out")
 
     @property

@@ -23,7 +23,7 @@ from selfspec.decoding.drafters.ngram import NgramIndex
 from selfspec.decoding.stats import EXIT, MODEL, NGRAM, Round
 from selfspec.errors import HeadsNotFound
 from selfspec.heads.exit_heads import logit_lens
-from selfspec.heads.heads import ExitHead, ExitJudge, spread
+from selfspec.heads.heads import ExitHead, ExitJudge, spread, widened
 from selfspec.model.backbone import Backbone
 from selfspec.options import Costs, Exit
 from selfspec.training.features import Batch, FeatureSpec, features
@@ -83,7 +83,7 @@ def inspect(
         places=tuple(
             _places(
                 speculator.backbone,
-                Reader(lenses, judge, texts),
+                Reader(lenses, judge, texts, tuple(getattr(speculator.heads, "layers", ()))),
                 asked,
                 [*provenance(asked.tolist(), stream.rounds, resolved.ngram.size)],
             )
@@ -140,7 +140,7 @@ def _places(
     predicts[:, len(asked) - 1 : -1] = True
     lenses, last = reader.lenses, backbone.num_layers
     deep = any(lens.head.reads_deep for lens in lenses.values())
-    spec = FeatureSpec((*lenses, last), deep=deep)
+    spec = FeatureSpec((*lenses, last), deep=deep, states=reader.states)
     looked = features(backbone, spec, Batch(ids, predicts, predicts))
     exits, behind = [one["exit_layer"] for one, _ in came], [drafts for _, drafts in came]
     made = chained(lenses, looked.hidden, looked.deep, exits, behind)
@@ -220,6 +220,7 @@ class Reader(NamedTuple):
     lenses: Mapping[int, Lens]
     judge: ExitJudge  # the decode's own, for all layers of `lenses`
     texts: TokenTexts
+    states: tuple[int, ...] = ()  # layers that heads read of the token before
 
     def said(
         self, layer: int, features: Tensor, target_logits: Tensor, tokens: Tensor
@@ -278,7 +279,7 @@ def chained(
     exits: Sequence[Any],
     behind: Sequence[int],
 ) -> dict[int, Tensor]:
-    """Features [N, d] of each layer, read from `hidden` [N, d] by layer and `deep` [N, d].
+    """Features [N, d] of each layer, read from `hidden` [N, d] by layer and `deep`.
 
     `behind[n]` drafts of exit heads stand before place n in its round. Where there are any, heads
     read no deep state but the features of the last one, which left at layer `exits[n - 1]`: as in
@@ -290,7 +291,8 @@ def chained(
         rows = torch.tensor([n for n, found in enumerate(behind) if found == drafts])
         if known is not None and drafts > 0:
             for row in rows.tolist():
-                known[row] = made[exits[row - 1]][row - 1]
+                drafted = made[exits[row - 1]][row - 1]
+                known[row] = widened(drafted, drafted, known.shape[-1])
         for layer, lens in lenses.items():
             beside = None if known is None else known[rows]
             made[layer][rows] = lens.head.features(hidden[layer][rows], beside)

@@ -190,7 +190,7 @@ fit --data talks.jsonl                           | no --output
 fit T --cache features                           | batch_tokens with cache: that holds
 fit --data talks.jsonl --cache features --output new | data with cache: that holds
 fit T --head-type linear --draft-steps 3         | draft_steps means nothing to linear heads
-fit T --state-layers 1,2                         | state_layers means nothing to deep-fused heads
+fit T --head-type linear --state-layers 1,2      | state_layers means nothing to linear heads
 fit T --preset specbond                          | Did you mean specbound?
 fit T --epochs 0                                 | epochs is 0, expected a value of at least 1
 fit T --data none.jsonl                          | none.jsonl

@@ -41,6 +41,7 @@ from selfspec.heads.heads import top_probability
 from selfspec.hub import models as hub
 from selfspec.hub.models import ModelFiles
 from selfspec.model.backbone import Backbone
+from selfspec.model.generic import States
 from selfspec.model.kv import Rows, ancestors
 from selfspec.options import CONTROLLERS, TOGETHER, Skip
 from tests import ladder
@@ -361,10 +362,12 @@ class CountingBackbone(Backbone):
         self.passes: list[list[int]] = []
         super().__init__(model, executor="generic")
 
-    def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
+    def run(
+        self, hidden: Tensor, first: int, last: int, rows: Rows, states: States | None = None
+    ) -> Tensor:
         if first == 0:
             self.passes.append(rows.positions.tolist())
-        return super().run(hidden, first, last, rows)
+        return super().run(hidden, first, last, rows, states)
 
 
 @pytest.fixture(scope="module")

@@ -77,7 +77,7 @@ def test_drafts_are_those_of_the_reference_on_any_executor(name: str, executor: 
     for place in range(SHOWN):
         ids = text()[:, : LENGTH - STEPS - SHOWN + 2 + place]
         drafter = AttendingDrafter(heads, judge, ladder.drafting(STEPS))
-        state = DecodeState(backbone, ids[:, :-1], reader=heads)
+        state = DecodeState(backbone, ids[:, :-1], heads=heads)
         rule = Forced(int(ids[0, -1]))
         found = rounds(state, drafter, rule, StopRule(max_length=99), Stopwatch())
         next(found)
@@ -190,7 +190,7 @@ def test_rows_that_stay_are_read_and_no_others(backbone: Backbone, drafter: Any)
     found = []
     text = ids[0].tolist() + plain.tokens
     for one in (NoDrafter(), drafter(text, 0, backbone.vocab_size, 7)):
-        state = DecodeState(backbone, ids, reader=ladder.attending_heads(backbone))
+        state = DecodeState(backbone, ids, heads=ladder.attending_heads(backbone))
         stop = StopRule(max_length=30 + ladder.NEW_TOKENS)
         rule = GreedyMatch(ladder.greedy())
         kept = [len(entry.kept) for entry in rounds(state, one, rule, stop, Stopwatch())]
@@ -210,8 +210,8 @@ def test_what_broke_in_the_middle_of_a_round_is_read_again(
     heads = ladder.attending_heads(generic)
     judge = ExitJudge(6, {0: 0.001})
     drafter, alike = (AttendingDrafter(heads, judge, ladder.drafting(4)) for _ in range(2))
-    expected = ladder.decode(generic, ids, alike, reader=heads)
-    state = DecodeState(generic, ids, reader=heads)
+    expected = ladder.decode(generic, ids, alike, heads=heads)
+    state = DecodeState(generic, ids, heads=heads)
     given = (
         *(state, drafter, GreedyMatch(ladder.greedy())),
         *(StopRule(max_length=30 + ladder.NEW_TOKENS), Stopwatch()),
@@ -365,17 +365,18 @@ def test_they_answer_about_no_layer(precise: Backbone) -> None:
 @needs_compiler
 @pytest.mark.parametrize("family", ["llama", "phi"])  # phi: LayerNorm, an unembedding with a bias
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", HEAD_TYPES)
+@pytest.mark.parametrize("kind", [*HEAD_TYPES, "states"])
 def test_packed_heads_answer_the_same_up_to_eight_bits(
     kind: str, dtype: torch.dtype, family: str
 ) -> None:
     backbone = Backbone(make_model(family, dtype), executor="generic")
     heads = train(make_heads(kind, backbone.unembedding, draft_vocab_size=5))
     hidden = backbone.embed(random_ids(6)[0]).view(2, 3, -1)
+    every = hidden.flip(0), None, hidden.repeat(1, 1, 1 + len(heads.layers))
 
     def answers() -> list[Tensor]:
         with torch.no_grad():
-            features = [heads.first.features(hidden, deep) for deep in (hidden.flip(0), None)]
+            features = [heads.first.features(hidden, deep) for deep in every]
             return [*features, heads.first.unembed(hidden)]
 
     whole = answers()
@@ -420,7 +421,7 @@ def near(found: Tensor, expected: Tensor) -> bool:
     ("kind", "options"),
     [
         ("deep-fused-draft", {"compiler": "no-such-compiler"}),
-        ("mlp", {"draft_vocab_size": 5, "norm": nn.Softmax(dim=-1)}),  # of a kind of its own
+        ("translator", {"draft_vocab_size": 5, "norm": nn.Softmax(dim=-1)}),  # of a kind of its own
         *((kind, {}) for kind in ("linear", "deep-fused", "logit-lens")),  # these draft any token
     ],
 )

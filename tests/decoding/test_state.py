@@ -14,14 +14,15 @@ from torch import Tensor
 from selfspec.decoding.acceptance import Draft, GreedyMatch
 from selfspec.decoding.decode import StopRule, rounds
 from selfspec.decoding.drafters.base import DraftController, Drafting
-from selfspec.decoding.drafters.heads import ExitDrafter
+from selfspec.decoding.drafters.heads import ExitDrafter, known_deep
 from selfspec.decoding.state import DecodeState, NoDrafter, Schedule, Steps, alone
 from selfspec.decoding.stats import Round, Stopwatch
 from selfspec.eval.verify import MixedDrafter
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import ExitJudge
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv import KVCache, Rows
+from selfspec.training.features import FeatureSpec, features, padded
+from selfspec.training.text import Conversation
 from tests import ladder
 from tests.models import VOCAB_SIZE, random_ids
 from tests.watched import EXIT_LAYERS, WatchedBackbone
@@ -33,38 +34,38 @@ def cut(exact: Any) -> Backbone:
 
 
 class DeepKeeper:
-    """Drafts as another drafter does, and keeps the deep state it could have read."""
+    """Drafts as another drafter does, and keeps what heads could have read."""
 
-    def __init__(self, drafter: MixedDrafter) -> None:
-        self.drafter = drafter
-        self.deep: dict[int, Tensor] = {}
+    def __init__(self, drafter: MixedDrafter, heads: ExitHeads) -> None:
+        self.drafter, self.heads = drafter, heads
+        self.deep: dict[int, Tensor | None] = {}
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:
-        assert state.deep is not None
-        self.deep[state.length - 2] = state.deep
+        self.deep[state.length - 1] = known_deep(self.heads, state)
         return self.drafter.draft(state, limit, watch)
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
         self.drafter.learn(draft, kept)
 
 
-def test_deep_is_the_last_layers_output_before_the_newest_token(cut: Backbone) -> None:
+def test_heads_read_before_the_newest_token_what_they_were_fitted_to(cut: Backbone) -> None:
     ids = random_ids(7)
     assert DecodeState(cut, ids).deep is None  # not known before the first pass
     plain = ladder.decode(cut, ids, NoDrafter())
     text = [*ids[0].tolist(), *plain.tokens]
-    keeper = DeepKeeper(MixedDrafter(text, 1, cut.vocab_size, width=5))
-    found = ladder.decode(cut, ids, keeper)
+    heads = ladder.HEADS["deep with states"](cut)
+    keeper = DeepKeeper(MixedDrafter(text, 1, cut.vocab_size, width=5), heads)
+    found = ladder.decode(cut, ids, keeper, heads=heads)
     assert found.tokens == plain.tokens
     assert len({entry.accepted for entry in found.entries}) > 2
-    with torch.no_grad():
-        hidden = cut.embed(torch.tensor(text))
-        rows = Rows.of(KVCache(cut.num_layers), 0, len(text), hidden.device)
-        outputs = cut.run(hidden, 0, cut.num_layers, rows)
+    batch = padded([Conversation(tuple(text), ((1, len(text)),))])
+    expected = features(cut, FeatureSpec.read_by(heads), batch).deep
+    assert expected is not None
+    assert expected.shape[-1] == heads[0].beside == 3 * cut.hidden_size
     assert len(keeper.deep) > 3
     for position, deep in keeper.deep.items():
         # float64 with norms in float32; largest difference measured: 3e-7
-        torch.testing.assert_close(deep, outputs[position : position + 1], rtol=0, atol=1e-5)
+        torch.testing.assert_close(deep, expected[position : position + 1], rtol=0, atol=1e-5)
 
 
 # --- rounds over the queues
@@ -82,7 +83,7 @@ class ScriptedHeads:
         self.decide = decide
         self.seen: list[tuple[int, int, Tensor]] = []  # draft, layer, hidden state
 
-    reads_deep = False
+    reads_deep, beside = False, 0
 
     def __getitem__(self, layer: int) -> ScriptedHeads:
         self.layer = layer

@@ -273,7 +273,7 @@ def test_shortfall_is_measured_in_the_exact_model(
     assert found == (1.0, 0.5)
 
 
-@pytest.mark.parametrize("kind", ["mlp", "deep-fused-draft"])
+@pytest.mark.parametrize("kind", ["translator", "deep-fused-draft"])
 def test_a_float64_twin_has_the_same_heads(kind: str) -> None:
     model = make_model("llama", torch.bfloat16)
     heads = train(make_heads(kind, Backbone(model, executor="generic").unembedding))

@@ -17,15 +17,15 @@ KINDS: dict[str, dict[str, Any]] = {
     "linear": {"head_type": "linear"},
     "linear-draft": {"head_type": "linear", "draft_vocab_size": 5},
     "translator": {"head_type": "translator"},
-    "low-rank": {"head_type": "low-rank", "inner_size": 3},
-    "low-rank-draft": {"head_type": "low-rank", "inner_size": 3, "draft_vocab_size": 5},
-    "mlp": {"head_type": "mlp", "inner_size": 7},
     "deep-fused": {"head_type": "deep-fused"},
     "deep-fused-draft": {"head_type": "deep-fused", "inner_size": 7, "draft_vocab_size": 5},
     "logit-lens": {"head_type": "logit-lens"},
     "logit-lens-draft": {"head_type": "logit-lens", "draft_vocab_size": 5},
 }
-MEDUSA_KIND: dict[str, Any] = {"head_type": "medusa", "exit_layers": (0,), "num_heads": 3}
+AT_0: dict[str, dict[str, Any]] = {
+    "medusa": {"head_type": "medusa", "num_heads": 3},
+    "states": {"head_type": "deep-fused", "state_layers": (2, 5)},
+}
 TRAINED = [kind for kind in KINDS if not kind.startswith("logit-lens")]
 
 
@@ -44,7 +44,8 @@ def make_config(**values: Any) -> HeadsConfig:
 
 
 def make_heads(kind: str, unembedding: Unembedding, **values: Any) -> ExitHeads:
-    config = make_config(**KINDS.get(kind, MEDUSA_KIND) | values)
+    own = KINDS[kind] if kind in KINDS else {"exit_layers": (0,)} | AT_0[kind]
+    config = make_config(**own | values)
     return ExitHeads(config, unembedding, DRAFT_IDS if config.draft_vocab_size else None)
 
 

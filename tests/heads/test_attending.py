@@ -100,7 +100,7 @@ def test_a_model_s_vocabulary_may_be_padded(name: str) -> None:
 
 def test_folders_are_told_from_those_of_other_heads(tmp_path: Path) -> None:
     assert all(attends(HERE / name) for name in HEADS)
-    (tmp_path / "config.json").write_text('{"head_type": "mlp", "draft_vocab_size": 5}')
+    (tmp_path / "config.json").write_text('{"head_type": "linear", "draft_vocab_size": 5}')
     assert not attends(tmp_path)
     assert not attends(tmp_path / "nowhere")
 

@@ -95,9 +95,9 @@ def test_loading_writes_nothing_into_the_model(backbone: Backbone, tmp_path: Pat
 
 @pytest.fixture
 def heads(tmp_path: Path, backbone: Backbone) -> Path:
-    """A folder of trained low-rank translators over a draft vocabulary."""
+    """A folder of trained MLPs over a draft vocabulary."""
     folder = tmp_path / "heads"
-    train(make_heads("low-rank-draft", backbone.unembedding)).save(folder)
+    train(make_heads("deep-fused-draft", backbone.unembedding)).save(folder)
     return folder
 
 
@@ -115,6 +115,7 @@ CONFIG_VALUES: list[tuple[str, Any]] = [
     *(("defaults", {"drafter": value}) for value in ("exit:threshold=7", "exit:layers=3")),
     *(("defaults", {"drafter": value}) for value in ("exit:threshold=0.5/0.5/0.5", 5, None)),
     *(("num_heads", value) for value in (0, 2)),
+    *(("state_layers", value) for value in ([], [0], [2], [2, 1], [6], 3)),
     *((name, None) for name in ("base_model", "hidden_size", "exit_layers", "head_type")),
     ("unknown", 1),
 ]
@@ -130,7 +131,7 @@ def test_a_heads_config_with_a_strange_value(
     refused(heads, backbone)
 
 
-@pytest.mark.parametrize("kind", ["low-rank-draft", "medusa", "eagle3"])
+@pytest.mark.parametrize("kind", ["deep-fused-draft", "states", "medusa", "eagle3"])
 def test_any_value_anywhere_in_a_config_is_one_line_or_of_its_type(
     kind: str, tmp_path: Path, backbone: Backbone
 ) -> None:
@@ -226,7 +227,7 @@ def refused(folder: Path, backbone: Backbone) -> None:
 
 # --- heads: model.safetensors
 
-NAME = "by_layer.4.up.weight"
+NAME = "by_layer.4.change.inner.weight"
 
 
 WEIGHTS: dict[str, Change] = {

@@ -50,7 +50,7 @@ def test_untrained_heads_read_the_last_state_as_the_model_does(
             assert torch.equal(found, expected), kind
 
 
-@pytest.mark.parametrize("kind", ["linear", "translator", "low-rank", "mlp", "deep-fused"])
+@pytest.mark.parametrize("kind", ["linear", "translator", "deep-fused"])
 def test_features_are_the_sum_of_a_heads_terms(
     kind: str, unembedding: Unembedding, hidden: Tensor
 ) -> None:
@@ -71,8 +71,6 @@ def test_features_are_the_sum_of_a_heads_terms(
     terms = {
         "linear": lambda: x,
         "translator": lambda: x + mapped("up", x),
-        "low-rank": lambda: x + mapped("up", mapped("down", x)),
-        "mlp": lambda: x + mlp(),
         "deep-fused": mlp,
     }
     expected, rows = terms[kind](), weights.get("weight", unembedding.weight)
@@ -88,7 +86,7 @@ def test_features_are_the_sum_of_a_heads_terms(
 
 @pytest.mark.parametrize(
     ("kind", "shared"),
-    [("translator", True), ("low-rank", True), ("logit-lens", True), ("linear", False)],
+    [("translator", True), ("logit-lens", True), ("linear", False)],
 )
 def test_the_unembedding_is_the_models_own_storage_unless_a_head_has_a_matrix(
     kind: str, shared: bool, own: Unembedding, hidden: Tensor
@@ -150,6 +148,8 @@ def test_the_logit_lens_has_a_head_at_every_layer_uses_one_and_takes_no_memory(
     assert (heads.config.vocab_size, heads.config.hidden_size) == (VOCAB_SIZE, 32)
     assert not heads.state_dict()
     assert logit_lens(unembedding, 2, "tiny").config.defaults == {"drafter": "exit:layers=1"}
+    with pytest.raises(InvalidOption, match="the model has one"):
+        logit_lens(unembedding, 1, "tiny")
 
 
 # --- signals and answers
@@ -302,8 +302,11 @@ def test_ids_are_exact_beside_chances(
 
 def test_what_a_text_does_not_know_is_zeros_beside_what_others_know() -> None:
     hidden, deep = [states(2), states(1), states(3)], [None, states(1, seed=1), None]
-    found = joined(deep, hidden)
+    found = joined(deep, hidden, 32)
     assert found is not None
     expected = torch.cat([torch.zeros(2, 32), states(1, seed=1), torch.zeros(3, 32)])
     assert torch.equal(found, expected)
-    assert joined([None, None, None], hidden) is None
+    wide = joined(deep, hidden, 96)  # nor what its heads have no states for
+    assert wide is not None
+    assert torch.equal(wide, nn.functional.pad(expected, (0, 64)))
+    assert joined([None, None, None], hidden, 96) is None

@@ -72,7 +72,7 @@ def run(
     turns = torch.empty(0) if turned is None else turned.contiguous()
     span = Span(kv or KVCache(1), len(rows), None if parents is None else tuple(parents))
     with torch.inference_mode():
-        return program.run(rows, 0, 1, [turns], [span])
+        return program.run(rows, 0, 1, [turns], [span])[0]
 
 
 def back(program: Program, width: int, narrow: int, dtype: torch.dtype) -> Operation:

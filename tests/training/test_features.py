@@ -33,6 +33,7 @@ from selfspec.training.features import (
 from selfspec.training.options import FitOptions
 from selfspec.training.text import Conversation
 from tests.bad_input import Change, one_line
+from tests.models import make_model
 from tests.talks import Talks
 from training.variants import VARIANTS, chains, fit_variant
 
@@ -330,11 +331,11 @@ def test_a_strange_shard(made: Path, tmp_path: Path, backbone: Backbone, damage:
     one_line(caught, path.parent)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_variants_of_heads_are_fitted_to_a_cache(
-    name: str, backbone: Backbone, talks: Talks, tmp_path: Path
-) -> None:
-    spec = FeatureSpec((0,), deep=True, top_k=1)
+@pytest.mark.parametrize("name", [n for n in VARIANTS if "vocabulary" not in n])
+def test_variants_of_heads_are_fitted_to_a_cache(name: str, talks: Talks, tmp_path: Path) -> None:
+    backbone = Backbone(make_model("llama", torch.bfloat16, num_hidden_layers=8))
+    states = (1, 4, 6, 7)
+    spec = FeatureSpec((0, 2, 4, 5), deep=True, top_k=1, everywhere=True, states=states)
     write(tmp_path, StreamSource(backbone, spec, talks, 32))
     options = FitOptions(exit_layers=(0,), answer_share=1.0, draft_vocab_size=60, epochs=1)
     found, held_out = fit_variant(

@@ -131,11 +131,14 @@ def test_a_fit_lowers_the_loss_and_raises_agreement(
         assert shares(result)[index] > shares(before)[index] + 0.1
 
 
-@pytest.mark.parametrize("head_type", ["deep-fused", "eagle3"])
+@pytest.mark.parametrize(
+    ("head_type", "states"), [("deep-fused", None), ("deep-fused", (2, 5)), ("eagle3", None)]
+)
 def test_heads_on_the_embedding_learn_to_draft_without_any_layer(
-    backbone: Backbone, talks: Talks, head_type: str
+    backbone: Backbone, talks: Talks, head_type: str, states: tuple[int, ...] | None
 ) -> None:
     options = {"head_type": head_type, "exit_layers": (0,), "learning_rate": 3e-2}
+    options["state_layers"] = states
     shares = fitted(backbone, talks, epochs=20, **options).metrics["layers"]["0"]
     assert shares["agreement"] > 0.5
     one_step = fitted(backbone, talks, epochs=20, draft_steps=1, **options).metrics["layers"]["0"]
@@ -226,9 +229,32 @@ def test_a_fit_goes_on_from_heads(backbone: Backbone, talks: Talks, head_type: s
     assert found.heads.config.exit_layers == layers
 
 
-def test_heads_with_embeddings_of_their_own_do_not_learn_on() -> None:
+def test_heads_learn_on_from_more_states(backbone: Backbone, talks: Talks) -> None:
+    kind: dict[str, Any] = {"head_type": "deep-fused", "exit_layers": (0,), "state_layers": ()}
+    first = fitted(backbone, talks[:8], epochs=1, **kind).heads
+    learned = []
+    for rate in (1e-9, 1e-2):
+        wanted = FitOptions(learning_rate=rate, epochs=1, state_layers=(2, 5))
+        options = going_on(wanted, first)
+        text = selected(backbone, talks, options, BATCH_TOKENS)
+        job = replace(make_job(backbone, talks), options=options, start=first)
+        learned.append(fit(replace(job, train=text, validation=text)).heads[0])
+    before, after = learned
+    name, size = "change.inner.weight", backbone.hidden_size
+    known, same, moved = (one.state_dict()[name] for one in (first[0], before, after))
+    torch.testing.assert_close(same[:, : 2 * size], known, rtol=0, atol=1e-6)
+    assert float(same[:, 2 * size :].abs().max()) < 1e-6 < float(moved[:, 2 * size :].abs().max())
+
+
+def test_heads_that_cannot_learn_on_so(backbone: Backbone, talks: Talks) -> None:
     with pytest.raises(InvalidOption, match="llama brings embeddings of its own"):
         going_on(FitOptions(), read(HERE / "llama"))
+    attending = fitted(backbone, talks[:8], head_type="eagle3", exit_layers=(0,), epochs=1).heads
+    with pytest.raises(InvalidOption, match="the heads have their own"):
+        going_on(FitOptions(state_layers=(2,)), attending)
+    three = fitted(backbone, talks[:8], head_type="medusa", exit_layers=(0,), epochs=1).heads
+    with pytest.raises(InvalidOption, match="draft_steps is 5, there are 3 heads"):
+        going_on(FitOptions(draft_steps=5), three)
 
 
 def test_coverage_is_the_share_of_tokens_that_can_be_drafted(
@@ -432,13 +458,14 @@ def test_a_strange_checkpoint_is_one_line(
 
 
 def test_heads_of_the_asked_kind_and_the_default_layers(backbone: Backbone, talks: Talks) -> None:
-    kind: dict[str, Any] = {"head_type": "low-rank", "inner_size": 4}
+    kind: dict[str, Any] = {"head_type": "deep-fused", "inner_size": 4}
     config = fitted(backbone, talks, exit_layers=None, **kind).heads.config
-    assert (config.head_type, config.inner_size) == ("low-rank", 4)
-    assert config.exit_layers == default_exit_layers(backbone.num_layers)
+    assert (config.head_type, config.inner_size) == ("deep-fused", 4)
+    assert (config.exit_layers, config.state_layers) == ((0,), (4,))
+    early = FitOptions(head_type="translator")
+    assert exit_layers(backbone, early) == default_exit_layers(backbone.num_layers)
     assert default_exit_layers(30) == (4, 8, 12, 16, 20)
     assert default_exit_layers(2) == (1,)
-    assert exit_layers(backbone, FitOptions()) == (0,)
     assert config.training["answer_tokens"] == sum(len(talk.answer_ids) for talk in talks)
 
 
@@ -491,7 +518,7 @@ def test_a_loss_that_is_not_finite_stops_with_step_and_layer(
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"inner_size": 4}, "TranslatorHead has no inner layer, found 4"),
+        ({"inner_size": 4}, "inner_size means nothing to translator heads"),
         ({"exit_layers": (6,)}, "exit layer 6 is not among"),
         ({"exit_layers": (0, 2)}, "exit layer 0 is not among"),
         ({"exit_layers": (4, 2)}, "must be rising"),

@@ -73,7 +73,7 @@ def test_a_kept_draft_is_what_its_layer_says_and_no_earlier_layer_was_sure(
         assert len({place.round for place in kept}) < len(kept)
 
 
-@pytest.mark.parametrize("kind", ["translator", "low-rank"])
+@pytest.mark.parametrize("kind", ["translator", "narrow"])
 def test_numbers_are_those_of_a_plain_loop(kind: str) -> None:
     speculator = skilled(kind)
     found = looked(kind, drafter="exit:anneal_strength=0.5")

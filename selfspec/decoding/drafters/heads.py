@@ -27,7 +27,7 @@ from selfspec.decoding.sampling import DraftToken, Sampler
 from selfspec.decoding.state import Ask, DecodeState, Embed, Steps, Work, done_alone
 from selfspec.decoding.stats import EXIT, Stopwatch
 from selfspec.heads.attending import AttendingHeads
-from selfspec.heads.exit_heads import ExitHeads
+from selfspec.heads.exit_heads import ExitHeads, with_states
 from selfspec.heads.heads import Answer, ExitHead, ExitJudge, Parts, scored, top_probability
 from selfspec.model.backbone import Backbone
 from selfspec.model.fused import HIDDEN, Operation, Program
@@ -88,11 +88,11 @@ class HeadGuesser:
 
 
 def known_deep(heads: ExitHeads, state: DecodeState) -> Tensor | None:
-    """What heads read beside the hidden state of the newest token, [1, d]."""
+    """What heads read beside the hidden state of the newest token, [1, d] or more."""
     if state.deep is None or not heads.reads_deep:
         return None
     normed: Tensor = state.backbone.unembedding.norm(state.deep)
-    return normed
+    return with_states(normed, state.states)
 
 
 class AttendingGuesser(HeadGuesser):
@@ -359,17 +359,13 @@ class PackedHead:
 
     def __init__(self, head: ExitHead, rows: CompiledLinear) -> None:
         """`rows`: the head's. Raises ValueError where it cannot be compiled."""
-        self._rows, self._reads_deep = rows, head.reads_deep
-        width = rows.in_features
-        self._program = Program(rows.dtype, 2 * width if head.reads_deep else width)
+        self._rows, width = rows, rows.in_features
+        self._program = Program(rows.dtype, width + head.beside)
         self._features = self._program.buffer("features", width)
-        self._program.add_layer(list(self._operations(head.parts)))
+        self._program.add_layer(list(self._operations(head.parts, keeps=not head.beside)))
 
-    def features(self, hidden: Tensor, deep: Tensor | None) -> Tensor:
-        inputs = hidden
-        if self._reads_deep:
-            beside = torch.zeros_like(hidden) if deep is None else deep.to(hidden.dtype)
-            inputs = torch.cat([hidden, beside], dim=-1)
+    def features(self, hidden: Tensor, beside: Tensor | None) -> Tensor:
+        inputs = hidden if beside is None else torch.cat([hidden, beside], dim=-1)
         found = self._program.transform(inputs.reshape(-1, inputs.shape[-1]), self._features)
         return found.view_as(hidden)
 
@@ -377,7 +373,7 @@ class PackedHead:
         """[.., d] -> [.., V_draft], bias included, before the model's own finish."""
         return self._rows(features)
 
-    def _operations(self, parts: Parts) -> Iterator[Operation]:
+    def _operations(self, parts: Parts, *, keeps: bool) -> Iterator[Operation]:
         program, to = self._program, self._features
         if not isinstance(parts.norm, nn.Identity):
             norm = norm_of(parts.norm, self._rows.in_features, self._rows.dtype)
@@ -390,15 +386,14 @@ class PackedHead:
             inner, outer = _light(parts.inner.weight, parts.inner.bias), parts.outer
             opened = to if outer is None else program.buffer("opened", inner.out_features)
             yield program.linear(HIDDEN, opened, inner)
-            if parts.activated:
-                yield program.activate(opened, opened, Activation.SILU, gated=False)
+            yield program.activate(opened, opened, Activation.SILU, gated=False)
             if outer is not None:
                 yield program.linear(opened, to, _light(outer.weight, outer.bias))
             terms = 1.0
         if parts.direct is not None:
             direct = _light(parts.direct.weight, parts.direct.bias)
             yield program.linear(HIDDEN, to, direct, adds=terms)
-        if parts.keeps:
+        if keeps:
             yield program.add(HIDDEN, to, 1.0)
 
 
