@@ -98,7 +98,7 @@ class Run(Work):
 
     def done(self, alike: Sequence[Run], others: Sequence[Work]) -> list[Tensor | None]:
         """One pass, up to where the first of them ends, or others wait."""
-        parts = [work.hidden for work in alike]
+        parts, counts = [work.hidden for work in alike], [len(work.hidden) for work in alike]
         backbone, first, stop = self.backbone, self.first, min(work.last for work in alike)
         for other in others:
             if isinstance(other, Run) and other.backbone is backbone and first < other.first < stop:
@@ -108,16 +108,15 @@ class Run(Work):
             outputs: Sequence[Tensor] = [self._alone(stop, states)]
         else:
             rows = Rows.joined([work._rows(len(work.hidden)) for work in alike])
-            outputs = backbone.run(torch.cat(parts), first, stop, rows, states).split(
-                [*map(len, parts)]
-            )
-        for layer, found in states.items():
-            if found:
-                each = torch.cat(found)[: sum(map(len, parts))].split([*map(len, parts)])
-                for work, part in zip(alike, each, strict=True):
-                    work.kept[layer] = part
+            outputs = backbone.run(torch.cat(parts), first, stop, rows, states).split(counts)
+        between = {layer: torch.cat(found) for layer, found in states.items() if found}
+        for layer, found in between.items():
+            for work, part in zip(alike, found[: sum(counts)].split(counts), strict=True):
+                work.kept[layer] = part
         for work, output in zip(alike, outputs, strict=True):
             work.hidden, work.first = output, stop
+            if stop in states:
+                work.kept[stop] = output
         return [work.hidden if work.first == work.last else None for work in alike]
 
     def _alone(self, stop: int, states: dict[int, list[Tensor]]) -> Tensor:

@@ -70,7 +70,7 @@ class HeadsConfig:
         if self.state_layers is not None:
             if (self.head_type, self.exit_layers) != ("deep-fused", (0,)):
                 raise InvalidOption("state_layers are for deep-fused heads at exit layer 0 alone")
-            check_state_layers(self.state_layers, self.num_layers)
+            check_exit_layers(self.state_layers, range(1, self.num_layers), "state")
         drafted, known = self.draft_vocab_size, self.vocab_size
         if drafted is not None and drafted > known:
             raise InvalidOption(f"draft vocabulary of {drafted} tokens, the model has {known}")
@@ -135,24 +135,17 @@ def possible_exit_layers(head_type: str, num_layers: int) -> range:
     return range(1) if kind.looks_ahead else range(0 if kind.reads_deep else 1, num_layers)
 
 
-def check_exit_layers(asked: Iterable[int], allowed: Iterable[int]) -> None:
+def check_exit_layers(asked: Iterable[int], allowed: Iterable[int], kind: str = "exit") -> None:
     """Raise InvalidOption unless `asked` is a rising, non-empty selection from `allowed`."""
     layers, choice = list(asked), list(allowed)
     for layer in layers:
         if layer not in choice:
             listed = f"{choice[0]}..{choice[-1]}" if len(choice) > 12 else choice
-            raise InvalidOption(f"exit layer {layer} is not among {listed}. Give one that is")
+            raise InvalidOption(f"{kind} layer {layer} is not among {listed}. Give one that is")
     if not layers or layers != sorted(set(layers)):
         raise InvalidOption(
-            f"exit layers {layers} must be rising, without repeats, at least one. Give them so"
+            f"{kind} layers {layers} must be rising, without repeats, at least one. Give them so"
         )
-
-
-def check_state_layers(layers: Sequence[int], num_layers: int) -> None:
-    """Raise InvalidOption unless they rise and lie in 1..L-1."""
-    if not layers or list(layers) != sorted({*layers} & {*range(1, num_layers)}):
-        expected = f"expected rising ones in 1..{num_layers - 1}"
-        raise InvalidOption(f"state_layers is {list(layers)}, {expected}")
 
 
 def with_states(deep: Tensor, states: Sequence[Tensor]) -> Tensor:

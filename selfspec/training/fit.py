@@ -35,7 +35,6 @@ from selfspec.heads.exit_heads import (
     ExitHeads,
     HeadsConfig,
     check_exit_layers,
-    check_state_layers,
     possible_exit_layers,
 )
 from selfspec.heads.folder import EAGLE3, MEDUSA
@@ -161,7 +160,7 @@ def state_layers(backbone: Backbone, options: FitOptions) -> tuple[int, ...]:
             wanted = [round(0.7 * count)]  # from which they gain most: training/README.md
         layers = tuple(sorted({min(max(1, layer), count - 1) for layer in wanted}))
     if layers or kind == EAGLE3:
-        check_state_layers(layers, count)
+        check_exit_layers(layers, range(1, count), "state")
     return layers
 
 

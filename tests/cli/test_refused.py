@@ -127,17 +127,13 @@ generate a --kv-memory 1GB                       | are for --prompts
 generate a --model untaught --heads none         | no chat template: is it a base model? Give
 chat --model untaught --heads none               | a text: selfspec generate --raw --model untaught
 demo --model untaught --heads none               | a text: selfspec demo --raw --model untaught
-trace a --model untaught --heads none            | a text: selfspec trace --raw --model untaught
-adapt --model untaught                           | a text: selfspec adapt --raw --model untaught
 data --model untaught --tokens 9 --output x      | a text: selfspec data --raw --model untaught
 generate --prompts prompts.jsonl --output new --json | each line of --output has both
-generate --prompts prompts.jsonl --output new --stats | each line of --output has both
 generate a --json-schema bad.jsonl               | is not JSON
 generate a --json-schema schema.json             | is 7
 generte a                                        | Did you mean 'generate'?
 nothing                                          | 'nothing'. Known: generate, chat, demo
 generate a --frobnicate                          | For all of them: selfspec generate --help-all
-heads list --frobnicate                          | For all of them: selfspec heads list -h
 heads show                                       | Missing argument 'DIR'
 heads show model                                 |
 heads pull model                                 |
@@ -159,7 +155,6 @@ trace --from model/config.json                   | line 1: it is not JSON
 tune --suite prompts.jsonl --limit 1             | one question cannot be held
 tune --suite spec-bench                          | Give --questions FILE
 tune --suite sixtasks                            | Did you mean six-tasks?
-tune --suite prompts.jsonl --limit 0             | limit is 0
 tune --max-new-tokens 1                          | max_new_tokens is 1
 tune --forget --json                             | --forget removes files, without
 tune --forget --dry-run                          | --forget removes files, without
@@ -169,19 +164,15 @@ bench P --methods plain,specualtion              | Did you mean speculation?
 bench P --sweep exit.threshold=x                 | expected
 bench P --sweep tau=1                            | unknown option to sweep 'tau'
 bench P --sweep exit_threshold=1                 | Did you mean exit.threshold?
-bench P --repeats 0                              | repeats is 0
 bench P --concurrency 0                          | concurrency holds 0
 bench P --concurrency 1 --sweep exit.threshold=0.5 | sweep means nothing with --concurrency
 bench P --concurrency 1 --quality                | quality means nothing with --concurrency
 verify --rungs two                               | rungs is 'two', expected a list of whole
-verify --max-new-tokens 0                        | max_new_tokens
 verify --suite six-tasks --questions prompts.jsonl | Leave out --questions
 serve --host 0.0.0.0                             | which others can reach. Set SELFSPEC_API_KEY
 serve --host no.such.host.example                | which others can reach
 serve --cors-origin https://a.b --cors-origin *  | every web page that
 serve --port 70000                               | port is 70000, expected a value
-serve --concurrency 0                            | concurrency is 0, expected a value
-serve --timeout 0                                | timeout is 0.0, expected a value
 serve --kv-memory much                           | expected a size like 500MB or 2GB
 serve --api-key-file nowhere                     | cannot read nowhere
 serve --api-key-file empty                       | empty holds no API key
@@ -193,7 +184,6 @@ fit T --head-type linear --draft-steps 3         | draft_steps means nothing to 
 fit T --head-type linear --state-layers 1,2      | state_layers means nothing to linear heads
 fit T --preset specbond                          | Did you mean specbound?
 fit T --epochs 0                                 | epochs is 0, expected a value of at least 1
-fit T --data none.jsonl                          | none.jsonl
 fit T --config wrong.yaml                        | Did you mean
 fit T --config list.yaml                         | expected `option: value` lines
 fit --cache nowhere --output new                 | nowhere is no feature cache
@@ -227,13 +217,9 @@ calibrate H --cache features                     | not [5]
 data M D --tokens 9 --questions none.jsonl       | none.jsonl
 data M D --from bad.jsonl                        | bad.jsonl, line 2 is not JSON
 generate a L --max-new-tokens -1                 |
-generate a L --max-new-tokens nan                |
 generate a L --max-new-tokens ''                 |
 generate a L --seed 99999999999999999999999999   |
 generate a L --costs row=0.1/-1                  |
-generate a L --acceptance ''                     |
-generate a L --drafter ''                        |
-generate a L --drafter exit:layers=2//4          |
 generate a L --device ''                         |
 generate a L --device meta                       |
 """

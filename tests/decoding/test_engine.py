@@ -137,7 +137,7 @@ def test_all_texts_of_a_round_draft_and_verify_together(
     asked: list[int] = []
     run, ask = Backbone.run, scored
 
-    def watched(self: Backbone, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
+    def watched(self: Backbone, hidden: Tensor, first: int, last: int, rows: Rows, _: Any) -> Any:
         seen.append((len(rows.spans), first, last))
         return run(self, hidden, first, last, rows)
 

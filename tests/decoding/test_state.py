@@ -15,12 +15,13 @@ from selfspec.decoding.acceptance import Draft, GreedyMatch
 from selfspec.decoding.decode import StopRule, rounds
 from selfspec.decoding.drafters.base import DraftController, Drafting
 from selfspec.decoding.drafters.heads import ExitDrafter, known_deep
-from selfspec.decoding.state import DecodeState, NoDrafter, Schedule, Steps, alone
+from selfspec.decoding.state import DecodeState, NoDrafter, Run, Schedule, Steps, alone
 from selfspec.decoding.stats import Round, Stopwatch
 from selfspec.eval.verify import MixedDrafter
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import ExitJudge
 from selfspec.model.backbone import Backbone
+from selfspec.model.kv import KVCache
 from selfspec.training.features import FeatureSpec, features, padded
 from selfspec.training.text import Conversation
 from tests import ladder
@@ -66,6 +67,19 @@ def test_heads_read_before_the_newest_token_what_they_were_fitted_to(cut: Backbo
     for position, deep in keeper.deep.items():
         # float64 with norms in float32; largest difference measured: 3e-7
         torch.testing.assert_close(deep, expected[position : position + 1], rtol=0, atol=1e-5)
+
+
+def test_states_are_kept_wherever_a_pass_stops(cut: Backbone) -> None:
+    hidden, layers = cut.embed(random_ids(4)[0]), (2, 3, 5)
+    works = [Run(cut, KVCache(6), hidden, 0, last, states=layers) for last in (6, 3)]
+    left, _ = works[0].done(works, [])
+    assert (left, works[0].first) == (None, 3)
+    (output,) = works[0].done(works[:1], [])
+    whole = Run(cut, KVCache(6), hidden, 0, 6, states=layers)
+    (expected,) = whole.done([whole], [])
+    torch.testing.assert_close(output, expected)
+    for layer in layers:
+        torch.testing.assert_close(works[0].kept[layer], whole.kept[layer])
 
 
 # --- rounds over the queues
