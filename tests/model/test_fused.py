@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -295,16 +296,24 @@ def test_what_a_branch_shares_with_others_is_added_up_as_in_a_chain(dtype: torch
 
 @needs_compiler
 def test_a_long_prompt_runs_in_blocks_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And gives the states of layers on the way."""
     backbone, ids = Backbone(make_model("mistral"), executor="fused"), torch.arange(90)
 
-    def states() -> Tensor:
-        rows = Rows.of(KVCache(6), 0, 90, ids.device)
-        return backbone.run(backbone.embed(ids), 0, 6, rows)
+    def states(*stops: int) -> list[Tensor]:
+        rows, kept = (
+            Rows.of(KVCache(6), 0, 90, ids.device),
+            {stop: list[Tensor]() for stop in (2, 5)},
+        )
+        found = [backbone.embed(ids)]
+        for first, last in itertools.pairwise((0, *stops)):
+            found.append(backbone.run(found[-1], first, last, rows, {} if stops[1:] else kept))
+        return found[1:] if stops[1:] else [*map(torch.cat, kept.values()), *found[1:]]
 
     with torch.inference_mode():
-        whole = states()
+        whole = torch.stack(states(2, 5, 6))
+        assert torch.equal(torch.stack(states(6)), whole)
         monkeypatch.setattr("selfspec.model.fused._BLOCK_ROWS", 40)
-        assert torch.equal(states(), whole)
+        assert torch.equal(torch.stack(states(6)), whole)
 
 
 # --- many texts in one pass
