@@ -250,7 +250,7 @@ def unrolled(
         return
     valid = torch.ones_like(batch.continues)
     if heads.looks_ahead and batch.deep is not None:
-        states = batch.deep
+        states = batch.deep[:, : heads.config.hidden_size]  # a cache may hold more beside it
         for _, ahead in zip(range(steps), heads.by_layer.values(), strict=False):
             yield cast("ExitHead", ahead).features(states), valid
             states, valid = states.roll(1, dims=0), batch.continues & valid.roll(1)

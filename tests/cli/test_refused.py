@@ -151,7 +151,6 @@ trace --from model/config.json                   | line 1: it is not JSON
 tune --suite prompts.jsonl --limit 1             | one question cannot be held
 tune --suite spec-bench                          | Give --questions FILE
 tune --suite sixtasks                            | Did you mean six-tasks?
-tune --max-new-tokens 1                          | max_new_tokens is 1
 tune --forget --json                             | --forget removes files, without
 tune --objective fast                            | 'fast' is not one of 'speed', 'latency'
 bench                                            | no --output

@@ -154,7 +154,8 @@ def test_medusa_heads_learn_the_tokens_behind_the_next_one(
     assert found.heads.config.num_heads == 3
     for batch in job.train.batches():
         assert batch.deep is not None
-        drafts = list(unrolled(found.heads, 0, batch, 9))
+        wide = replace(batch, deep=batch.deep.repeat(1, 2))  # of a cache with other states, too
+        drafts = list(unrolled(found.heads, 0, wide, 9))
         for step, (features, valid) in enumerate(drafts):
             head = found.heads.by_layer["0" if step == 0 else f"ahead_{step + 1}"]
             for row in valid.nonzero()[:, 0].tolist():
