@@ -41,7 +41,7 @@ from eval import families, lab
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.api.text import encode
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.acceptance import Proposed, Target, Verdict
+from selfspec.decoding.acceptance import Prefix, Proposed, Target, Verdict
 from selfspec.decoding.engine import Runtime
 from selfspec.decoding.measure import Clock, quick_costs, step_speed
 from selfspec.decoding.stats import GenerationStats
@@ -168,7 +168,7 @@ class Planted(Runtime):
     def rule(self, *_: Any) -> Planted:
         return self
 
-    def verdict(self, _: Tensor, target: Target, row: int, proposed: Proposed) -> Verdict:
+    def verdict(self, _: Prefix, target: Target, row: int, proposed: Proposed) -> Verdict:
         token = target.best[row]  # read in any case, as a rule reads it
         kept = bool(proposed) and self.dice.random() < self.chance
         return Verdict(proposed[0].token, 0) if kept else Verdict(token)

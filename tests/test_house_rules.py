@@ -38,9 +38,9 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 28219,
-    "model": 6464,
-    "decoding": 5006,
+    "tests/": 28221,
+    "model": 6500,
+    "decoding": 5015,
     "training": 3820,
     "eval": 2846,
     "eval/": 3478,

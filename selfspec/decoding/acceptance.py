@@ -118,13 +118,21 @@ class Target:
         return Target(self.logits[rows], lambda: self.best[rows])
 
 
+class Prefix(Protocol):
+    """A text so far."""
+
+    @property
+    def ids(self) -> Tensor:
+        """[1, n]: made when somebody looks."""
+
+
 class AcceptanceRule(Protocol):
     """Decides which drafts stay."""
 
     lossless: bool
 
-    def verdict(self, ids: Tensor, target: Target, row: int, proposed: Proposed) -> Verdict:
-        """The token behind `ids` [1, n], the text up to `row`."""
+    def verdict(self, text: Prefix, target: Target, row: int, proposed: Proposed) -> Verdict:
+        """The token behind the text up to `row`."""
 
 
 class Heard:
@@ -133,8 +141,8 @@ class Heard:
     def __init__(self, rule: AcceptanceRule) -> None:
         self._rule, self.lossless = rule, rule.lossless
 
-    def verdict(self, ids: Tensor, target: Target, row: int, proposed: Proposed) -> Verdict:
-        found = self._rule.verdict(ids, target, row, proposed)
+    def verdict(self, text: Prefix, target: Target, row: int, proposed: Proposed) -> Verdict:
+        found = self._rule.verdict(text, target, row, proposed)
         self.note(target.logits[row], found.token)
         return found
 
@@ -152,11 +160,11 @@ class GreedyMatch:
         """`sampler` must not sample."""
         self._sampler = sampler
 
-    def verdict(self, ids: Tensor, target: Target, row: int, proposed: Proposed) -> Verdict:
+    def verdict(self, text: Prefix, target: Target, row: int, proposed: Proposed) -> Verdict:
         if self._sampler.is_plain_greedy:
             token = target.best[row]
         else:
-            token = self._sampler.choose(ids, target.row(row)).token
+            token = self._sampler.choose(text.ids, target.row(row)).token
         tokens = [draft.token for draft in proposed]
         return Verdict(token, tokens.index(token) if token in tokens else None)
 
@@ -187,8 +195,8 @@ class SpeculativeSampling:
         self._lenience = lenience
         self.lossless = lenience == 1.0
 
-    def verdict(self, ids: Tensor, target: Target, row: int, proposed: Proposed) -> Verdict:
-        probs = self._sampler.probs(ids, target.row(row))
+    def verdict(self, text: Prefix, target: Target, row: int, proposed: Proposed) -> Verdict:
+        probs = self._sampler.probs(text.ids, target.row(row))
         for index, draft in enumerate(proposed):
             if (drafted := draft.probs) is None:  # it was certain
                 drafted = torch.zeros_like(probs)
@@ -263,8 +271,8 @@ class CmAsd:
         self._sampler, self._wanted = sampler, wanted
         self._signal: Signal = Ensemble(wanted.weights, wanted.margin_scale)
 
-    def verdict(self, ids: Tensor, target: Target, row: int, proposed: Proposed) -> Verdict:
-        wanted, scores = self._wanted, self._sampler.scores(ids, target.row(row))[0]
+    def verdict(self, text: Prefix, target: Target, row: int, proposed: Proposed) -> Verdict:
+        wanted, scores = self._wanted, self._sampler.scores(text.ids, target.row(row))[0]
         best = scores.topk(min(wanted.top_beta, len(scores))).values
         for index, draft in enumerate(proposed):
             sure = 1.0 if draft.belief is None else float(self._signal(draft.belief.log()))
@@ -306,8 +314,8 @@ class Easd:
         self._sampler, self._tokens, self._entropy = sampler, wanted.tokens, wanted.entropy
         self._least_common = wanted.overlap * wanted.tokens
 
-    def verdict(self, ids: Tensor, target: Target, row: int, proposed: Proposed) -> Verdict:
-        scores = self._sampler.scores(ids, target.row(row))[0]
+    def verdict(self, text: Prefix, target: Target, row: int, proposed: Proposed) -> Verdict:
+        scores = self._sampler.scores(text.ids, target.row(row))[0]
         for index, draft in enumerate(proposed):
             if draft.belief is not None and self._ambiguous(scores, draft.belief):
                 ruled_out = scores.new_tensor([draft.token], dtype=torch.long)

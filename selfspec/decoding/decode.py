@@ -208,7 +208,7 @@ def walk(
     while True:
         following = draft.following(row)
         proposed = [draft.proposed[index] for index in following]
-        verdict = rule.verdict(state.ids, target, row, proposed)
+        verdict = rule.verdict(state, target, row, proposed)
         yield row, verdict
         if verdict.kept is None:
             return

@@ -609,7 +609,7 @@ class Engine:
             running.error = error
             self._end(running)
             return
-        if isinstance(found, Enter):
+        if type(found) is Enter:  # isinstance of what derives from a Protocol looks for its methods
             self._entering[running] = found.rows
         elif not isinstance(found, Round):
             self._works[running] = found

@@ -69,8 +69,7 @@ class Embed(Work):
     def done(self, alike: Sequence[Embed], _others: Sequence[Work]) -> Sequence[Tensor]:
         ids = [token for work in alike for token in work.ids]
         hidden = self.backbone.embed(uploaded(ids, self.backbone.device))
-        parts: Sequence[Tensor] = hidden.split([len(work.ids) for work in alike])
-        return parts
+        return [hidden] if len(alike) == 1 else hidden.split([len(work.ids) for work in alike])
 
 
 @dataclass(eq=False)
@@ -98,17 +97,18 @@ class Run(Work):
 
     def done(self, alike: Sequence[Run], others: Sequence[Work]) -> list[Tensor | None]:
         """One pass, up to where the first of them ends, or others wait."""
-        parts, counts = [work.hidden for work in alike], [len(work.hidden) for work in alike]
         backbone, first, stop = self.backbone, self.first, min(work.last for work in alike)
         for other in others:
             if isinstance(other, Run) and other.backbone is backbone and first < other.first < stop:
                 stop = other.first
         states: dict[int, list[Tensor]] = {one: [] for work in alike for one in work.states}
+        counts = [len(work.hidden) for work in alike]
         if len(alike) == 1:
             outputs: Sequence[Tensor] = [self._alone(stop, states)]
         else:
-            rows = Rows.joined([work._rows(len(work.hidden)) for work in alike])
-            outputs = backbone.run(torch.cat(parts), first, stop, rows, states).split(counts)
+            rows = Rows.joined([work._rows(n) for work, n in zip(alike, counts, strict=True)])
+            hidden = torch.cat([work.hidden for work in alike])
+            outputs = backbone.run(hidden, first, stop, rows, states).split(counts)
         between = {layer: torch.cat(found) for layer, found in states.items() if found}
         for layer, found in between.items():
             for work, part in zip(alike, found[: sum(counts)].split(counts), strict=True):

@@ -241,7 +241,7 @@ class CudaGraphExecutor:
                 return self._generic.run(hidden, first, last, rows)
             # what lay behind may be NaN, which masks let through
             self._hidden[:padded] = with_zeros(hidden, padded)
-            torch.add(self._offsets[:padded], rows.positions[:1], out=self._positions[:padded])
+            torch.add(self._offsets[:padded], rows.only.start, out=self._positions[:padded])
             torch.add(self._offsets[:padded], start, out=self._places[:padded])
             segment = first, last, padded, self._count(needed)
             (output,) = self.replays.run(segment, partial(self._segment, *segment))

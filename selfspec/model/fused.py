@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import functools
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
 from itertools import accumulate, pairwise
@@ -119,6 +119,7 @@ def pointers(addresses: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
 
 
 HIDDEN = 0  # the buffer of what comes in and goes out
+_LINE = 64  # bytes of a cache line
 _SPARE = 32  # rows and inputs at most that `linear.hpp` fills up with zeros
 
 
@@ -307,10 +308,14 @@ class Program:
             spans=len(spans),
             span=(SpanStruct * len(spans))(*known),
         )
-        buffers = self._call(asked, rows, first, last)
+        hidden = rows.clone(memory_format=torch.contiguous_format)
+        # what is kept is added to it
+        kept = {layer: rows.new_zeros(rows.shape) for layer in self._copies}
+        read = {self._copies[layer]: found for layer, found in kept.items()}
+        self._call(asked, {HIDDEN: hidden, **read}, first, last)
         for span in spans:
             span.kv.extend(span.count, first, last)
-        return buffers[HIDDEN], {layer: buffers[at] for layer, at in self._copies.items()}
+        return hidden, kept
 
     def _span(self, span: Span, start: int, first: int) -> SpanStruct:
         """Where keys and values are from layer first+1 on, with room for these rows."""
@@ -332,26 +337,34 @@ class Program:
         return found
 
     def transform(self, rows: Tensor, target: int) -> Tensor:
-        """[T, d] through the first layer, which attends to nothing -> buffer `target`."""
-        return self._call(Pass(), rows, 0, 1)[target]
+        """[T, d] through the first layer, which attends to nothing -> buffer `target`.
 
-    def _call(self, asked: Pass, rows: Tensor, first: int, last: int) -> list[Tensor]:
+        `rows` are HIDDEN themselves: a layer that writes there must be given a copy.
+        """
+        found = rows.new_empty(len(rows), self._widths[target])
+        self._call(Pass(), {HIDDEN: rows.contiguous(), target: found}, 0, 1)
+        return found
+
+    def _call(self, asked: Pass, given: Mapping[int, Tensor], first: int, last: int) -> None:
+        """`given`: the buffers that come from outside, or are read there; HIDDEN is one."""
+        rows, size = given[HIDDEN], self._dtype.itemsize
         if rows.dtype != self._dtype or rows.shape[-1] != self._widths[0]:  # else memory is misread
             raise ValueError(f"rows are {rows.dtype} {tuple(rows.shape)}, not of these layers")
         count = len(rows)
-        hidden = rows.clone(memory_format=torch.contiguous_format)
-        buffers = [hidden, *(rows.new_empty(count, width) for width in self._widths[1:])]
-        for at in self._copies.values():
-            buffers[at].zero_()  # what is kept is added to it
+        # in one piece: between layers, with caches cold, a call of torch takes 10 to 25 us
+        lines = (-(-count * width * size // _LINE) for width in self._widths)
+        *starts, end = accumulate(lines, initial=0)
+        own = torch.empty(end * _LINE, dtype=torch.uint8)
+        places = [own.data_ptr() + start * _LINE for start in starts]
+        for number, buffer in given.items():
+            places[number] = buffer.data_ptr()
         # inputs as they are, at the places of blocks, and added up by groups
         room = torch.empty(count + _SPARE, 3 * self._widest + _SPARE, dtype=torch.float32)
-        asked.rows, asked.room = count, room.data_ptr()
-        asked.buffers = pointers([buffer.data_ptr() for buffer in buffers])
+        asked.rows, asked.room, asked.buffers = count, room.data_ptr(), pointers(places)
         start, end = self._starts[first], self._starts[last]
         at = ctypes.addressof(self._table) + start * ctypes.sizeof(Operation)
         with TEAM.measured():
             self._run(at, end - start, ctypes.addressof(asked))
-        return buffers
 
     def _need(self, buffer: int, width: int) -> None:
         """Raise ValueError for an operation that would read or write beside its buffer."""
@@ -382,10 +395,10 @@ class Rotations:
             raise ValueError("layers differ in how positions are rotated")
         return list(self._ways).index(kind)
 
-    def at(self, rows: Tensor, positions: Tensor, start: int) -> list[Tensor]:
-        """The rotations by kind, [T, pairs], for `positions` [T] of rows behind `start` slots."""
-        offset = int(positions[0]) - start
-        end = int(positions.max()) - offset + 1
+    def at(self, rows: Tensor, spans: Sequence[Span], offset: int) -> list[Tensor]:
+        """The rotations by kind, [T, pairs], for rows of these spans; `offset`: their slot 0's."""
+        places = [span.positions for span in spans]
+        end = max(map(max, places)) - offset + 1
         if not self._tables or len(self._tables[0]) < end or offset != self._offset:
             every, tables = torch.arange(offset, offset + 2 * end)[None], list[Tensor]()
             for kind, way in self._ways.items():
@@ -395,8 +408,10 @@ class Rotations:
                     cos, sin = self._decoder.rotations(rows[None], every, kind)
                     tables.append(way.turns(cos[0], sin[0]))
             self._tables, self._offset = tables, offset
-        places = positions - offset
-        return [table[places] for table in self._tables]
+        if isinstance(chain := places[0], range) and len(places) == 1:
+            return [table[chain.start - offset : end] for table in self._tables]
+        slots = torch.tensor([place - offset for one in places for place in one])
+        return [table[slots] for table in self._tables]
 
 
 _BLOCK_ROWS = 1024  # of a prompt that run together: its memory does not grow with it
@@ -453,14 +468,15 @@ class FusedExecutor:
         if len(hidden) > _BLOCK_ROWS and (len(rows.spans) > 1 or rows.are_chains):
             parts = rows.each(hidden)
             if len(rows.spans) == 1:  # of a prompt, a block behind the other
-                blocks = (one.split(_BLOCK_ROWS) for one in (hidden, rows.positions))
-                kv, pairs = rows.only.kv, zip(*blocks, strict=True)
-                parts = ((one, Rows(places, (Span(kv, len(one)),))) for one, places in pairs)
+                kv, start, device = rows.only.kv, rows.only.start, rows.device
+                blocks = enumerate(hidden.split(_BLOCK_ROWS))
+                parts = (
+                    (one, Rows.of(kv, start + at * _BLOCK_ROWS, len(one), device))
+                    for at, one in blocks
+                )
             return torch.cat([self.run(part, first, last, one, states) for part, one in parts])
         newest = rows.spans[0]
-        unseen = 0 if newest.parents is None else -1 - newest.parents[0]
-        held = newest.kv.length(first) - unseen
-        turns = self._rotations.at(hidden, rows.positions, held)
+        turns = self._rotations.at(hidden, rows.spans, newest.start - newest.kv.length(first))
         program = self._keeping(frozenset(states)) if states else self._program
         found, copies = program.run(hidden, first, last, turns, rows.spans)
         for layer, come in (states or {}).items():

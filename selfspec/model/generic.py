@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -241,7 +242,7 @@ class Decoder:
         """Dtype of hidden states."""
         return self.model.dtype
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         """Where token ids enter."""
         embedding: Any = self.parts.embed_tokens
@@ -272,13 +273,20 @@ class Decoder:
 
     def finish(self, logits: Tensor) -> Tensor:
         """The scalings that some families put behind lm_head, then float32."""
-        if (divisor := self.parts.logits_divisor) is not None:  # Granite
+        divisor, factor, cap = self._scalings
+        if divisor is not None:
             logits = logits / divisor
-        if (factor := getattr(self.config, "logit_scale", None)) is not None:  # Cohere
+        if factor is not None:
             logits = logits * factor
-        if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:  # Gemma
+        if cap is not None:
             logits = torch.tanh(logits / cap) * cap
         return logits.float()
+
+    @cached_property
+    def _scalings(self) -> tuple[float | None, float | None, float | None]:
+        """For Granite, Cohere, Gemma: asked once, since configs of transformers answer slowly."""
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        return self.parts.logits_divisor, getattr(self.config, "logit_scale", None), cap
 
 
 @contextmanager

@@ -246,16 +246,24 @@ class Span:
 
     kv: KVCache
     count: int
+    start: int  # the position behind the newest that is held
     parents: tuple[int, ...] | None = None
     """None: each row follows the one before. Else, for each row, the earlier row of the span that
     it follows; -1: the newest position that is held, -2: the one before it, and so on."""
+
+    @property
+    def positions(self) -> Sequence[int]:
+        """One for each row; siblings share theirs."""
+        if self.parents is None:
+            return range(self.start, self.start + self.count)
+        return [self.start + depth for depth in depths(self.parents)]
 
 
 @dataclass(frozen=True)
 class Rows:
     """The rows of one pass."""
 
-    positions: Tensor  # [T] int64
+    device: torch.device
     spans: tuple[Span, ...]  # in the order of the block
 
     @classmethod
@@ -268,16 +276,19 @@ class Rows:
         parents: Sequence[int] | None = None,
     ) -> Rows:
         """`count` rows of one sequence behind its first `start` positions: a chain, or a tree."""
-        span = Span(kv, count, None if parents is None else tuple(parents))
-        if span.parents is None:
-            return cls(torch.arange(start, start + count, device=device), (span,))
-        return cls(uploaded(depths(span.parents), device) + start, (span,))
+        return cls(device, (Span(kv, count, start, None if parents is None else tuple(parents)),))
 
     @classmethod
     def joined(cls, parts: Sequence[Rows]) -> Rows:
         """One pass of what would be several, each of other sequences."""
-        positions = torch.cat([part.positions for part in parts])
-        return cls(positions, tuple(span for part in parts for span in part.spans))
+        return cls(parts[0].device, tuple(span for part in parts for span in part.spans))
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[T] int64. Compiled layers never ask: on a CPU it takes as long as a product."""
+        if len(self.spans) == 1 and (span := self.only).parents is None:
+            return torch.arange(span.start, span.start + span.count, device=self.device)
+        return uploaded([place for span in self.spans for place in span.positions], self.device)
 
     @property
     def only(self) -> Span:
@@ -292,10 +303,9 @@ class Rows:
 
     def each(self, hidden: Tensor) -> Iterator[tuple[Tensor, Rows]]:
         """The block [T, d] and its rows, span by span."""
-        counts = [span.count for span in self.spans]
-        parts = zip(hidden.split(counts), self.positions.split(counts), self.spans, strict=True)
-        for part, positions, span in parts:
-            yield part, Rows(positions, (span,))
+        parts = hidden.split([span.count for span in self.spans])
+        for part, span in zip(parts, self.spans, strict=True):
+            yield part, Rows(self.device, (span,))
 
 
 def uploaded(numbers: Sequence[int], device: torch.device) -> Tensor:

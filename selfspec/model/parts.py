@@ -76,6 +76,7 @@ class DecoderParts:
     norm: nn.Module  # from the output of layer L to what lm_head reads
     rotary_emb: nn.Module | None  # gives layers rotations by position; None: they need none
     learned_positions: Callable[[Tensor], Tensor] | None  # of positions, added where layers begin
+    embedding_multiplier: float | None  # Granite's
     norms_embeddings: bool
     logits_divisor: float | None  # logits are divided by it behind lm_head
     cache_keyword: str  # the keyword under which layers take keys and values
@@ -84,8 +85,8 @@ class DecoderParts:
     def embed(self, ids: Tensor) -> Tensor:
         """[B, T] ids -> [B, T, d] hidden states at boundary 0, without learned positions."""
         hidden: Tensor = self.embed_tokens(ids)
-        if (scale := getattr(self.config, "embedding_multiplier", None)) is not None:  # Granite
-            hidden = hidden * scale
+        if self.embedding_multiplier is not None:
+            hidden = hidden * self.embedding_multiplier
         return self.norm(hidden) if self.norms_embeddings else hidden
 
     @cached_property
@@ -168,6 +169,7 @@ def parts_of(model: PreTrainedModel) -> DecoderParts:
         norm=_DividedNorm(norm, divisor) if before_head else norm,
         rotary_emb=rotary,
         learned_positions=None if learned is None else _by_position(learned),
+        embedding_multiplier=getattr(config, "embedding_multiplier", None),
         norms_embeddings=config.model_type in _NORMS_EMBEDDINGS,
         logits_divisor=None if before_head else divisor,
         cache_keyword=keyword,

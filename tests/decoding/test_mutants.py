@@ -13,7 +13,7 @@ from torch import Tensor
 import selfspec.decoding.acceptance
 import selfspec.decoding.decode
 import selfspec.decoding.drafters
-from selfspec.decoding.acceptance import Draft, GreedyMatch, Proposed, Target, Verdict
+from selfspec.decoding.acceptance import Draft, GreedyMatch, Prefix, Proposed, Target, Verdict
 from selfspec.decoding.drafters.heads import ExitDrafter
 from selfspec.decoding.sampling import DraftToken, Sampler
 from selfspec.decoding.state import DecodeState, HiddenCache, Steps
@@ -62,8 +62,8 @@ def positions_start_one_late(patch: pytest.MonkeyPatch) -> None:
     right = GenericExecutor.run
 
     def wrong(self: Any, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
-        late = replace(rows, positions=rows.positions + 1) if first else rows
-        return right(self, hidden, first, last, late)
+        late = replace(rows.only, start=rows.only.start + 1) if first else rows.only
+        return right(self, hidden, first, last, Rows(rows.device, (late,)))
 
     patch.setattr(GenericExecutor, "run", wrong)
 
@@ -98,11 +98,11 @@ def every_draft_stays(patch: pytest.MonkeyPatch) -> None:
     right = GreedyMatch.verdict
 
     def wrong(
-        self: GreedyMatch, ids: Tensor, target: Target, row: int, proposed: Proposed
+        self: GreedyMatch, text: Prefix, target: Target, row: int, proposed: Proposed
     ) -> Verdict:
         if proposed:
             return Verdict(proposed[0].token, 0)
-        return right(self, ids, target, row, proposed)
+        return right(self, text, target, row, proposed)
 
     patch.setattr(GreedyMatch, "verdict", wrong)
 

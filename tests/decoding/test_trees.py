@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import count, product
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -189,11 +190,11 @@ def test_siblings_keep_the_distribution_of_sampling(make: Callable[[Sampler], Dr
     sampler = laws.ExactSampler(LogitsProcessorList(), do_sample=True)
     law = torch.tensor([0.5, 0.2, 0.3])
     rule, target = SpeculativeSampling(sampler), Target(law.log()[None])
-    ids = torch.zeros(1, 1, dtype=torch.int64)
+    text = SimpleNamespace(ids=torch.zeros(1, 1, dtype=torch.int64))
 
     def play() -> tuple[int, ...]:
         draft = make(sampler)
-        return (rule.verdict(ids, target, 0, draft.proposed).token,)
+        return (rule.verdict(text, target, 0, draft.proposed).token,)
 
     found = laws.enumerate_law(sampler, play)
     laws.assert_same(found, {(token,): float(chance) for token, chance in enumerate(law)})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -20,6 +20,7 @@ from selfspec.model.backbone import Backbone
 from selfspec.model.check import named_positions, stretches
 from selfspec.model.cuda_graph import CudaGraphExecutor
 from selfspec.model.fused import FusedExecutor, Rotations
+from selfspec.model.kv import Span
 from selfspec.model.parts import parts_of
 from tests.models import make_model, needs_compiler, random_ids
 
@@ -124,9 +125,9 @@ def test_an_executor_that_errs_only_far_from_the_start_is_not_chosen(
 ) -> None:
     right = Rotations.at
 
-    def far(self: Any, rows: Tensor, positions: Tensor, start: int) -> list[Tensor]:
-        (turns,) = right(self, rows, positions, start)
-        return [turns.conj().resolve_conj() if int(positions[-1]) >= 200 else turns]
+    def far(self: Any, rows: Tensor, spans: Sequence[Span], offset: int) -> list[Tensor]:
+        (turns,) = right(self, rows, spans, offset)
+        return [turns.conj().resolve_conj() if spans[0].positions[-1] >= 200 else turns]
 
     Backbone(make_model("llama"), executor="fused")
     monkeypatch.setattr(Rotations, "at", far)

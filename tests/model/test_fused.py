@@ -71,7 +71,7 @@ def run(
 ) -> Tensor:
     """What the one layer of `program` makes of `rows` [T, d], rotated by `turned` if at all."""
     turns = torch.empty(0) if turned is None else turned.contiguous()
-    span = Span(kv or KVCache(1), len(rows), None if parents is None else tuple(parents))
+    span = Span(kv or KVCache(1), len(rows), 0, None if parents is None else tuple(parents))
     with torch.inference_mode():
         return program.run(rows, 0, 1, [turns], [span])[0]
 
@@ -369,7 +369,7 @@ def test_rows_that_belong_to_nobody_or_to_one_text_twice_are_refused() -> None:
     backbone = Backbone(make_model("llama"), executor="fused")
     embedded, kv = backbone.embed(random_ids(4)[0]), KVCache(backbone.num_layers)
     two = Rows.joined([Rows.of(kv, 0, 2, embedded.device)] * 2)
-    few = Rows(torch.arange(3), (Span(kv, 3),))
+    few = Rows.of(kv, 0, 3, embedded.device)
     for rows in (two, few):
         with torch.inference_mode(), pytest.raises(ValueError, match="4 rows are not those of"):
             backbone.run(embedded, 0, backbone.num_layers, rows)

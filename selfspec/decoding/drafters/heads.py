@@ -365,7 +365,8 @@ class PackedHead:
         self._program.add_layer(list(self._operations(head.parts, keeps=not head.beside)))
 
     def features(self, hidden: Tensor, beside: Tensor | None) -> Tensor:
-        inputs = hidden if beside is None else torch.cat([hidden, beside], dim=-1)
+        # norms are written over what comes in
+        inputs = hidden.clone() if beside is None else torch.cat([hidden, beside], dim=-1)
         found = self._program.transform(inputs.reshape(-1, inputs.shape[-1]), self._features)
         return found.view_as(hidden)
 
