@@ -38,16 +38,16 @@ RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = {"datasets", "matplotlib"}
 
 MOST_LINES = {
-    "tests/": 28221,
-    "model": 6500,
-    "decoding": 5015,
+    "tests/": 28259,
+    "model": 6550,
+    "decoding": 5031,
     "training": 3820,
     "eval": 2846,
     "eval/": 3478,
     "cli": 3241,
     "serve": 2883,
     "api": 2252,
-    "heads": 1705,
+    "heads": 1715,
     "visualise": 1603,
     "hub": 1429,
     "options": 626,

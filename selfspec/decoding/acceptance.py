@@ -100,9 +100,14 @@ class Verdict(NamedTuple):
 class Target:
     """The target's logits, [T, V]: of a round's k + 1 rows, or of many texts' rows."""
 
-    def __init__(self, logits: Tensor, best: Callable[[], list[int]] | None = None) -> None:
-        self.logits = logits
-        self._best = best
+    def __init__(
+        self,
+        logits: Tensor,
+        normed: Tensor | None = None,
+        best: Callable[[], list[int]] | None = None,
+    ) -> None:
+        """`normed`, [T, d]: what was unembedded."""
+        self.logits, self.normed, self._best = logits, normed, best
 
     def row(self, index: int) -> Tensor:
         """Logits of one row, [1, V]."""
@@ -115,7 +120,8 @@ class Target:
         return found
 
     def part(self, rows: slice) -> Target:
-        return Target(self.logits[rows], lambda: self.best[rows])
+        normed = None if self.normed is None else self.normed[rows]
+        return Target(self.logits[rows], normed, lambda: self.best[rows])
 
 
 class Prefix(Protocol):

@@ -155,9 +155,11 @@ def verify(state: DecodeState, draft: Draft) -> Steps[Target]:
     if schedule.pushed != len(pending):
         raise InvalidDraft(f"{schedule.pushed} rows were queued for {len(pending)} tokens")
     hidden = yield from state.hidden.advance_all()
-    judged = hidden[-(len(draft.proposed) + 1) :]
-    state.keep_outputs(judged)
-    return (yield from state.hidden.unembed(judged))
+    judged = len(draft.proposed) + 1
+    state.judge(judged)
+    target = yield from state.hidden.unembed(hidden[-judged:])
+    state.normed = target.normed
+    return target
 
 
 def commit(

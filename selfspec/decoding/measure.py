@@ -220,7 +220,7 @@ def quick_costs(
     rising = sorted(works)
     if heads is not None:
         hidden = backbone.embed(passes.ids[:1])
-        works[0] = _question(backbone, heads, passes.ids[:1], hidden, passes.context)
+        works[0] = _question(backbone, heads, hidden, passes.context)
     clock, start = Clock(backbone.device, 1, now), now()
     least = {work: min(laps) for work, laps in clock.laps(works).items()}
     while now() - start < _QUICK_S:
@@ -300,7 +300,7 @@ def _works(
         Stopwatch(),
     )
     next(plain)
-    ask = None if heads is None else _question(backbone, heads, block[:1], outputs[-1:], context)
+    ask = None if heads is None else _question(backbone, heads, outputs[-1:], context)
     for rows in range(1, most + 1):
         yield ("layers", rows), partial(run, embedded[:rows], backbone.num_layers)
         yield ("logits", rows), partial(backbone.logits, outputs[:rows])
@@ -312,7 +312,7 @@ def _works(
 
 
 def _question(
-    backbone: Backbone, heads: ExitHeads, token: Tensor, hidden: Tensor, context: int
+    backbone: Backbone, heads: ExitHeads, hidden: Tensor, context: int
 ) -> Callable[[], object]:
     """What the exit drafter does for one token at one exit layer after the other, layers left out.
 
@@ -328,7 +328,7 @@ def _question(
 
     def ask() -> object:
         layer, reads = next(layers), hidden
-        backbone.embed(token)
+        backbone.embed_listed([0])
         if text is not None and (read := alone(text.read([0] * (context + 1)))) is not None:
             reads = done_alone(text.draft([0], read, [-1]))
         head = cast("ExitHead", heads.by_layer[str(layer)])

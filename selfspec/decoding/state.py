@@ -22,7 +22,7 @@ from selfspec.heads.attending import AttendingHeads
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import Answer, ExitHead, Signal, joined, scored
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv import KVCache, Rows, uploaded, with_zeros
+from selfspec.model.kv import KVCache, Rows, with_zeros
 
 # --- work: what a text needs computed next, met together with the needs of others
 
@@ -68,7 +68,7 @@ class Embed(Work):
 
     def done(self, alike: Sequence[Embed], _others: Sequence[Work]) -> Sequence[Tensor]:
         ids = [token for work in alike for token in work.ids]
-        hidden = self.backbone.embed(uploaded(ids, self.backbone.device))
+        hidden = self.backbone.embed_listed(ids)
         return [hidden] if len(alike) == 1 else hidden.split([len(work.ids) for work in alike])
 
 
@@ -184,10 +184,12 @@ class Unembed(Work):
 
     def done(self, alike: Sequence[Unembed], _others: Sequence[Work]) -> list[Target]:
         if len(alike) == 1:
-            logits = self.backbone.logits(with_zeros(self.hidden, self.least))
-            return [Target(logits[: len(self.hidden)])]
+            normed, logits = self.backbone.unembed(with_zeros(self.hidden, self.least))
+            count = len(self.hidden)
+            return [Target(logits[:count], normed[:count])]
         hidden = [work.hidden for work in alike]
-        together = Target(self.backbone.logits(torch.cat(hidden)))
+        normed, logits = self.backbone.unembed(torch.cat(hidden))
+        together = Target(logits, normed)
         return [together.part(slice(*ends)) for ends in _ends(hidden)]
 
 
@@ -445,7 +447,9 @@ class DecodeState:
         )
         self.pad = pad
         self._committed: list[int] = ids[0, pad:].tolist()
-        self._outputs: Tensor | None = None
+        self._judged = 0  # rows that the next committed tokens come from
+        self.normed: Tensor | None = None
+        """What layer L gave for these, normed, [k + 1, d]."""
         self._states: Tensor | None = None
         self._path: list[int] = []  # rows of the round, the newest token's first, that stay
         self._written = ids.shape[1]  # ids in the buffer: the others come when somebody looks
@@ -483,10 +487,10 @@ class DecodeState:
 
     @property
     def deep(self) -> Tensor | None:
-        """Output of layer L at the position before the newest token, [1, d]; None if not known."""
-        if self._outputs is None or not self._path:
+        """Normed output of layer L in front of the newest token, [1, d]; None if not known."""
+        if self.normed is None or not self._path:
             return None
-        return self._outputs[self._path[-1]][None]
+        return self.normed[self._path[-1]][None]
 
     @property
     def states(self) -> Sequence[Tensor]:
@@ -496,11 +500,11 @@ class DecodeState:
         here: Tensor = self._states[self._path[-1]][None]
         return list(here.split(self.backbone.hidden_size, dim=-1))
 
-    def keep_outputs(self, outputs: Tensor) -> None:
-        """[k + 1, d] of layer L, that the next committed tokens come from."""
-        self._outputs, self._path = outputs, []
+    def judge(self, count: int) -> None:
+        """The next committed tokens come from the last `count` rows, k + 1."""
+        self._judged, self._path, self.normed = count, [], None
         states = self.hidden.states
-        self._states = None if states is None else states[-len(outputs) :]
+        self._states = None if states is None else states[-count:]
 
     def keep_states(self, rows: Sequence[int]) -> None:
         """Rows of the pass that has just ended whose positions are committed."""
@@ -532,8 +536,8 @@ class DecodeState:
         else:
             path = self._path[: len(self._committed) - 1 - newest]
             self.kv.keep(newest, path)
-            if self.hidden.states is not None and self._outputs is not None:
-                before = len(self.hidden.states) - len(self._outputs)
+            if self.hidden.states is not None and self._judged:
+                before = len(self.hidden.states) - self._judged
                 self.keep_states([*range(before), *(before + row for row in path)])
         self.hidden.clear()
 

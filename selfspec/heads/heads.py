@@ -63,6 +63,9 @@ class Packed(Protocol):
     def unembed(self, features: Tensor) -> Tensor:
         """[.., d] -> [.., V_draft], bias included, before the model's own finish."""
 
+    def likeliest(self, logits: Tensor, temperature: float, count: int) -> Tensor:
+        """What the head calls so."""
+
 
 class ExitHead(nn.Module, ABC):
     """Base of all head types: features, then an unembedding over the draft vocabulary.
@@ -146,6 +149,17 @@ class ExitHead(nn.Module, ABC):
     def forward(self, hidden: Tensor, deep: Tensor | None = None) -> Tensor:
         """[.., d] -> draft logits [.., V_draft], float32."""
         return self.unembed(self.features(hidden, deep))
+
+    def likeliest(self, logits: Tensor, temperature: float, count: int) -> Tensor:
+        """Draft logits [n, V_draft] -> [n, 2 * count]: the likeliest tokens, then their chances.
+
+        float32 is exact up to 2^24 token ids.
+        """
+        count = min(count, logits.shape[-1])
+        if self._packed is not None and not torch.is_grad_enabled():
+            return self._packed.likeliest(logits, temperature, count)
+        indices, chances = likeliest(logits, temperature, count)
+        return torch.cat([self.to_target_ids(indices).float(), chances.float()], dim=1)
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Indices into the draft logits -> token ids of the model; any shape."""
@@ -341,16 +355,12 @@ class Answer:
 def scored(
     head: ExitHead, features: Tensor, temperature: float, count: int, signal: Signal | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `head` says behind its features [n, d]: they, draft logits, and what an Answer reads.
-
-    float32 is exact up to 2^24 token ids.
-    """
+    """What `head` says behind its features [n, d]: they, draft logits, and what an Answer reads."""
     logits = head.unembed(features)
-    indices, chances = likeliest(logits, temperature, count)
-    found = [head.to_target_ids(indices).float(), chances.float()]
+    numbers = head.likeliest(logits, temperature, count)
     if signal is not None:
-        found.append(signal(logits / temperature).float()[:, None])
-    return features, logits, torch.cat(found, dim=1)
+        numbers = torch.cat([numbers, signal(logits / temperature).float()[:, None]], dim=1)
+    return features, logits, numbers
 
 
 def widened(deep: Tensor | None, hidden: Tensor, width: int) -> Tensor:

@@ -188,8 +188,13 @@ class Backbone(Decoder):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Output of layer L, [T, d] -> target logits [T, V], float32."""
+        return self.unembed(hidden)[1]
+
+    def unembed(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The same, behind the normed rows, [T, d], that heads read."""
         with self.mode():
-            return self.finish(self._executor.logits(hidden))
+            normed, logits = self._executor.unembed(hidden)
+            return normed, self.finish(logits)
 
     @torch.inference_mode()
     def capture(

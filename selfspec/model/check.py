@@ -140,7 +140,7 @@ def check_conformance(decoder: Decoder) -> list[Passage]:
                 pages.release(layer)
                 where = f"layer {index + 1}" + (f" behind {start} positions" if start else "")
                 _require_equal(hidden[-1], expected[layer][0], where, decoder)
-            logits = decoder.own.logits(hidden[-1])
+            logits = decoder.own.unembed(hidden[-1])[1]
             pages.release(decoder.lm_head)
             _require_equal(decoder.finish(logits), output.logits[0].float(), "the logits", decoder)
             found.append(Passage(start, held, tuple(hidden), logits))
@@ -165,7 +165,7 @@ def check_agreement(decoder: Decoder, other: Executor, passages: Sequence[Passag
                 error = _error(theirs - ours, decoder.layers[layer])
                 if not error <= bound * _size(ours - before) + _rounding(ours):
                     raise ValueError(f"layer {layer + 1} comes out differently at position {start}")
-            if not _size(other.logits(hidden[-1]) - logits) <= bound * _size(logits):
+            if not _size(other.unembed(hidden[-1])[1] - logits) <= bound * _size(logits):
                 raise ValueError("the logits come out differently")
 
 
@@ -374,7 +374,7 @@ def find_mixing(decoder: Decoder, executor: Executor) -> str | None:
             if found is not None:
                 return f"layer {layer + 1}, {found}"
         usual, outlying = (
-            decoder.finish(executor.logits(each))[:1] for each in (block, _spiked(block))
+            decoder.finish(executor.unembed(each)[1])[:1] for each in (block, _spiked(block))
         )
         found = _change(usual, outlying, usual)
         return None if found is None else f"the logits, {found}"

@@ -248,9 +248,10 @@ class CudaGraphExecutor:
             kv.extend(count, first, last)
             return output[:count].clone()  # the next replay overwrites it
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Output of layer L, [T, d] -> what lm_head gives, [T, V]."""
-        return self._replayed("logits", lambda rows: (self._generic.logits(rows),), hidden)[0]
+    def unembed(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Output of layer L, [T, d] -> normed, [T, d], and what lm_head makes of that, [T, V]."""
+        normed, logits = self._replayed("unembed", self._generic.unembed, hidden)
+        return normed, logits
 
     def _replayed(self, key: Hashable, work: Work, *inputs: Tensor) -> tuple[Tensor, ...]:
         if (padded := _padded(count := len(inputs[0]))) is None:
@@ -304,7 +305,7 @@ class CudaGraphExecutor:
                 rows = Rows.of(kv, done, len(block), weight.device)
                 hidden = self._decoder.embed_tokens(block)
                 found.append(self.run(hidden, 0, self._num_layers, rows))
-                found.append(self.logits(found[-1]))
+                found += self.unembed(found[-1])
                 done += len(block)
         return found
 

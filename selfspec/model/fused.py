@@ -336,14 +336,14 @@ class Program:
         found.memory = pages
         return found
 
-    def transform(self, rows: Tensor, target: int) -> Tensor:
-        """[T, d] through the first layer, which attends to nothing -> buffer `target`.
+    def transform(self, rows: Tensor, *targets: int) -> list[Tensor]:
+        """[T, d] through the first layer, which attends to nothing -> buffers `targets`.
 
         `rows` are HIDDEN themselves: a layer that writes there must be given a copy.
         """
-        found = rows.new_empty(len(rows), self._widths[target])
-        self._call(Pass(), {HIDDEN: rows.contiguous(), target: found}, 0, 1)
-        return found
+        found = {one: rows.new_empty(len(rows), self._widths[one]) for one in targets}
+        self._call(Pass(), {HIDDEN: rows.contiguous(), **found}, 0, 1)
+        return [*found.values()]
 
     def _call(self, asked: Pass, given: Mapping[int, Tensor], first: int, last: int) -> None:
         """`given`: the buffers that come from outside, or are read there; HIDDEN is one."""
@@ -438,8 +438,8 @@ class FusedExecutor:
         self.weight_bytes = 0  # of what a row reads, in the compiled layout
         self._unembedding = last = Program(dtype, lm_head.in_features)
         normed = last.buffer("normed", lm_head.in_features)
-        self._logits = last.buffer("logits", lm_head.out_features)
-        linear = last.linear(normed, self._logits, self._compiled(lm_head))  # the largest first
+        self._outputs = normed, last.buffer("logits", lm_head.out_features)
+        linear = last.linear(*self._outputs, self._compiled(lm_head))  # the largest first
         norm = norm_of(decoder.norm, lm_head.in_features, dtype)
         last.add_layer([last.norm(HIDDEN, normed, norm), linear])
         pages.release(lm_head)
@@ -457,9 +457,10 @@ class FusedExecutor:
         except (AttributeError, TypeError, ValueError) as error:  # other shapes fail in many ways
             raise ValueError(f"layer {index + 1}: {error}") from error
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Output of layer L, [T, d] -> what lm_head gives, [T, V]."""
-        return self._unembedding.transform(hidden, self._logits)
+    def unembed(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Output of layer L, [T, d] -> normed, [T, d], and what lm_head makes of that, [T, V]."""
+        normed, logits = self._unembedding.transform(hidden, *self._outputs)
+        return normed, logits
 
     def run(
         self, hidden: Tensor, first: int, last: int, rows: Rows, states: States | None = None

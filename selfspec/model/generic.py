@@ -32,8 +32,10 @@ from selfspec.model.parts import (
     SLIDING,
     DecoderParts,
     attention_types,
+    foreign_hooks,
     parts_of,
 )
+from selfspec.model.weights import QuantisedWeight
 
 States = dict[int, list[Tensor]]  # parts of what is behind a layer, as they come
 
@@ -62,8 +64,8 @@ class Executor(Protocol):
     def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
         """Layers first+1..last on [T, d]; adds keys and values of T positions to the KV caches."""
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Output of layer L, [T, d] -> final norm and lm_head, [T, V]."""
+    def unembed(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Output of layer L, [T, d] -> normed, [T, d], and what lm_head makes of that, [T, V]."""
 
 
 # --- which positions a row looks at
@@ -159,10 +161,10 @@ class GenericExecutor:
             hidden = output[0] if isinstance(output, tuple) else output
         return hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Output of layer L, [T, d] -> final norm and lm_head, [T, V]."""
-        logits: Tensor = self._lm_head(self.decoder.norm(hidden[None]))
-        return logits[0]
+    def unembed(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Output of layer L, [T, d] -> normed, [T, d], and what lm_head makes of that, [T, V]."""
+        normed: Tensor = self.decoder.norm(hidden[None])
+        return normed[0], self._lm_head(normed)[0]
 
     def masks(
         self, kinds: Iterable[str], hidden: Tensor, first: int, positions: Tensor, kv: KVCache
@@ -256,6 +258,23 @@ class Decoder:
         """[T] ids -> [T, d] at boundary 0; positions, learned ones too, enter where layers run."""
         with self.mode():
             return self.parts.embed(ids[None])[0]
+
+    def embed_listed(self, ids: Sequence[int]) -> Tensor:
+        """The same of ids that the host knows."""
+        if self._blocks is None:
+            return self.embed(uploaded(ids, self.device))
+        return self._blocks.listed(ids)
+
+    @cached_property
+    def _blocks(self) -> QuantisedWeight | None:
+        """Embeddings as blocks of a file, where nothing is done to what is read of them."""
+        module, parts = self.parts.embed_tokens, self.parts
+        weight, scale = getattr(module, "weight", None), parts.embedding_multiplier
+        called = type(module) is nn.Embedding and not foreign_hooks(module)
+        plain = called and not hasattr(module, "_hf_hook") and "forward" not in vars(module)
+        if not plain or scale is not None or parts.norms_embeddings:
+            return None
+        return weight if isinstance(weight, QuantisedWeight) else None
 
     def states(self, ids: Tensor, layers: Sequence[int]) -> list[Tensor]:
         """[B, T] ids -> [B, T, d] after each of the rising `layers`, by the model's own modules."""

@@ -411,17 +411,21 @@ def test_the_limit_is_the_time_that_reading_takes() -> None:
 # --- whether a row's bits are its own, and what pinned mode does elsewhere
 
 FIXED = PassShape(8, 64)
-EXACT = FusedExecutor.logits
+EXACT = FusedExecutor.unembed
 
 
 def wrapped(model: Any, executor: str = "fused") -> Speculator:
     return wrap(model, heads="logit-lens", executor=executor, drafter="exit:threshold=0.05")
 
 
-def depends_on_rows(self: FusedExecutor, rows: Tensor) -> Tensor:
+def other_by(factor: float, self: FusedExecutor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    normed, logits = EXACT(self, rows)
+    return normed, logits * factor
+
+
+def depends_on_rows(self: FusedExecutor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """A kernel that rounds otherwise for four rows or more."""
-    found = EXACT(self, rows)
-    return found * (1 + 2**-22) if len(rows) >= 4 else found
+    return other_by(1 + 2**-22 * (len(rows) >= 4), self, rows)
 
 
 def assert_drafts_leave_the_pinned_text(speculator: Speculator, rows: int = 8) -> None:
@@ -444,7 +448,7 @@ def test_kernels_that_depend_on_the_number_of_rows_get_passes_of_one_shape(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert wrapped(model).runtime.probe.shape(FIXED, 8) == PassShape()
-    monkeypatch.setattr(FusedExecutor, "logits", depends_on_rows)
+    monkeypatch.setattr(FusedExecutor, "unembed", depends_on_rows)
     again = wrapped(model)
     assert "do not treat all rows alike" in str(why_unpinned(again.backbone, PassShape(), 8))
     assert again.runtime.probe.shape(FIXED, 8) == FIXED
@@ -477,7 +481,7 @@ def test_bits_are_pinned_by_default_where_a_probe_finds_it_so(
     assert not pinned("fused", speculate=False)  # nothing was probed
     assert not pinned("generic")
     assert pinned("generic", pinned=True)
-    monkeypatch.setattr(FusedExecutor, "logits", depends_on_rows)
+    monkeypatch.setattr(FusedExecutor, "unembed", depends_on_rows)
     assert not pinned("fused")
 
 
@@ -487,7 +491,7 @@ def test_pinned_mode_is_refused_where_neither_way_holds(
 ) -> None:
     speculator, calls = wrapped(model), iter(range(10**6))
     monkeypatch.setattr(
-        FusedExecutor, "logits", lambda self, rows: EXACT(self, rows) * (1 + next(calls) * 1e-6)
+        FusedExecutor, "unembed", lambda *rows: other_by(1 + next(calls) * 1e-6, *rows)
     )
     with pytest.raises(PinnedUnavailable):
         speculator.generate(random_ids(9), max_new_tokens=5, pinned=True)

@@ -184,7 +184,7 @@ def test_a_round_launches_little_beside_graphs_and_captures_nothing() -> None:
             found[drafted] = max(counts, found.get(drafted, counts))
         assert len(capture.recordings) == captured
     # before heads were captured 127 beside 7 graphs
-    assert found == {0: (9, 2), 4: (58, 11)}
+    assert found == {0: (10, 2), 4: (59, 11)}
 
 
 def test_a_read_would_be_noticed() -> None:

@@ -657,7 +657,7 @@ def make_lookahead(
 def verified(drafter: LookaheadDrafter, draft: Draft, said: Sequence[int]) -> None:
     """The target says `said` behind the newest token and behind each of the draft."""
     assert len(said) == len(draft.proposed) + 1
-    draft.target = Target(torch.empty(0), lambda: list(said))
+    draft.target = Target(torch.empty(0), best=lambda: list(said))
     drafter.learn(draft, [])
 
 

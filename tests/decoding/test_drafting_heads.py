@@ -295,7 +295,7 @@ def begun(precise: Backbone) -> DecodeState:
 def ranked(heads: ExitHeads, state: DecodeState) -> tuple[list[list[int]], Tensor]:
     """The ten likeliest tokens of each head, and their probabilities [K, 10], by hand."""
     assert state.deep is not None
-    x, rows = state.backbone.unembedding.norm(state.deep), state.backbone.unembedding.weight
+    x, rows = state.deep, state.backbone.unembedding.weight
     found = []
     for name, weight in heads.named_parameters():
         if name.endswith("weight"):

@@ -19,7 +19,7 @@ from selfspec.decoding.state import DecodeState, NoDrafter, Run, Schedule, Steps
 from selfspec.decoding.stats import Round, Stopwatch
 from selfspec.eval.verify import MixedDrafter
 from selfspec.heads.exit_heads import ExitHeads
-from selfspec.heads.heads import ExitJudge
+from selfspec.heads.heads import ExitJudge, likeliest
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv import KVCache
 from selfspec.training.features import FeatureSpec, features, padded
@@ -117,8 +117,8 @@ class ScriptedHeads:
             logits[0, token] = 50.0
         return logits
 
-    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
-        return draft_ids
+    def likeliest(self, logits: Tensor, temperature: float, count: int) -> Tensor:
+        return torch.cat(likeliest(logits, temperature, count), dim=1)
 
 
 def make_state(backbone: Backbone, prompt: int = 5, **options: Any) -> DecodeState:

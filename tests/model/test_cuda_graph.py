@@ -86,7 +86,7 @@ def test_replays_give_the_bits_of_the_models_own_layers_in_that_shape(
             assert torch.equal(found, expected)
             block = found
         wide = torch.nn.functional.pad(block, (0, 0, 0, padded - count))
-        expected = backbone.finish(backbone.own.logits(wide))[:count]
+        expected = backbone.finish(backbone.own.unembed(wide)[1])[:count]
         assert torch.equal(backbone.logits(block), expected)
         at += count
         assert {ours.length(layer) for layer in range(6)} == {at}

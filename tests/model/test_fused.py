@@ -379,7 +379,8 @@ class Mixing:
     """Adds a little to all rows of a pass of several texts."""
 
     def __init__(self, other: Executor) -> None:
-        self.claims, self.weight_bytes, self.logits = other.claims, other.weight_bytes, other.logits
+        self.claims, self.weight_bytes = other.claims, other.weight_bytes
+        self.unembed = other.unembed
         self._other = other
 
     def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:

@@ -272,6 +272,33 @@ def test_a_weight_is_a_tensor_like_any_other(kept: bool) -> None:
     assert torch.equal(copied.double().weight, torch.zeros_like(numbers).double())
 
 
+def test_rows_that_the_host_knows_are_those_of_a_tensor() -> None:
+    blocks, numbers = zeroed(4, torch.bfloat16)  # all of a file's rows, in order
+    for rows in torch.arange(53), torch.arange(53).flip(0):
+        weight: Any = blocks if rows[0] == 0 else weights.rows_of(blocks, rows)
+        assert torch.equal(weight.listed([7, 0, 7]), numbers[rows[[7, 0, 7]]])
+
+
+@given(
+    size=st.integers(1, 700),
+    count=st.integers(1, 12),
+    scale=st.sampled_from([0.1, 5.0, 200.0]),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_the_likeliest_are_those_of_a_softmax(
+    size: int, count: int, scale: float, dtype: torch.dtype
+) -> None:
+    """Of equal ones the first: rounded logits often are."""
+    count, made = min(count, size), torch.Generator().manual_seed(size)
+    logits = (torch.randn(3, size, generator=made) * scale).bfloat16().float()
+    ids = torch.randint(200_000, (size,), generator=made)
+    found = weights.likeliest(logits, 1.3, count, ids, dtype)
+    order = logits.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    assert torch.equal(found[:, :count], ids[order].float())
+    chances = (logits.double() / 1.3).softmax(-1).gather(-1, order)
+    torch.testing.assert_close(found[:, count:].double(), chances, rtol=3e-5, atol=1e-30)
+
+
 def test_blocks_cannot_be_changed() -> None:
     weight, numbers = weight_of("Q4_0", torch.float32)
     layer = linear(weight)

@@ -33,7 +33,7 @@ from selfspec.model.backbone import Backbone
 from selfspec.model.fused import HIDDEN, Operation, Program
 from selfspec.model.kv import uploaded
 from selfspec.model.recipe import Activation, norm_of, why_unusual
-from selfspec.model.weights import CompiledLinear, QuantisedWeight, in_8_bits
+from selfspec.model.weights import CompiledLinear, QuantisedWeight, in_8_bits, likeliest
 
 # --- heads on the embedding: what they think of the next token
 
@@ -91,8 +91,7 @@ def known_deep(heads: ExitHeads, state: DecodeState) -> Tensor | None:
     """What heads read beside the hidden state of the newest token, [1, d] or more."""
     if state.deep is None or not heads.reads_deep:
         return None
-    normed: Tensor = state.backbone.unembedding.norm(state.deep)
-    return with_states(normed, state.states)
+    return with_states(state.deep, state.states)
 
 
 class AttendingGuesser(HeadGuesser):
@@ -360,6 +359,7 @@ class PackedHead:
     def __init__(self, head: ExitHead, rows: CompiledLinear) -> None:
         """`rows`: the head's. Raises ValueError where it cannot be compiled."""
         self._rows, width = rows, rows.in_features
+        self._ids = None if head.draft_ids is None else head.draft_ids.long().contiguous()
         self._program = Program(rows.dtype, width + head.beside)
         self._features = self._program.buffer("features", width)
         self._program.add_layer(list(self._operations(head.parts, keeps=not head.beside)))
@@ -367,12 +367,16 @@ class PackedHead:
     def features(self, hidden: Tensor, beside: Tensor | None) -> Tensor:
         # norms are written over what comes in
         inputs = hidden.clone() if beside is None else torch.cat([hidden, beside], dim=-1)
-        found = self._program.transform(inputs.reshape(-1, inputs.shape[-1]), self._features)
-        return found.view_as(hidden)
+        rows = inputs.reshape(-1, inputs.shape[-1])
+        return self._program.transform(rows, self._features)[0].view_as(hidden)
 
     def unembed(self, features: Tensor) -> Tensor:
         """[.., d] -> [.., V_draft], bias included, before the model's own finish."""
         return self._rows(features)
+
+    def likeliest(self, logits: Tensor, temperature: float, count: int) -> Tensor:
+        """[n, V_draft] -> [n, 2 * count]: the likeliest tokens, then their probabilities."""
+        return likeliest(logits, temperature, count, self._ids, self._rows.dtype)
 
     def _operations(self, parts: Parts, *, keeps: bool) -> Iterator[Operation]:
         program, to = self._program, self._features

@@ -54,16 +54,26 @@ inline Vector powers_of_two(Vector x) {
 #endif
 }
 
-// The polynomial near 0 is that of the Cephes library, too.
-inline float hyperbolic_tangent(float x) {
-  const float z = x * x;
-  float p = -5.70498872745e-3f;
-  p = p * z + 2.06390887954e-2f;
-  p = p * z - 5.37397155531e-2f;
-  p = p * z + 1.33314422036e-1f;
-  p = p * z - 3.33332819422e-1f;
-  const float near = x + x * z * p, far = 1 - 2 / (1 + exponential(2 * x));
-  return std::fabs(x) < 0.625f ? near : far;
+inline float hyperbolic_tangent(float x) { return 1 - 2 / (1 + exponential(2 * x)); }
+
+// Places of the `most` largest of softmax(logits / temperature), [count], and how large they are,
+// falling; of equal ones the first.
+template <typename T>
+inline void likeliest(long count, const T* logits, float temperature, long most, long* places,
+                      float* shares) {
+  std::fill_n(shares, most, -INFINITY), std::fill_n(places, most, 0);
+  for (long e = 0; e < count; e++) {
+    if (!(wide(logits[e]) > shares[most - 1])) continue;
+    long i = most - 1;
+    for (; i && shares[i - 1] < wide(logits[e]); i--)
+      places[i] = places[i - 1], shares[i] = shares[i - 1];
+    places[i] = e, shares[i] = wide(logits[e]);
+  }
+  const float top = shares[0];
+  float total = 0;
+#pragma omp simd reduction(+ : total)
+  for (long e = 0; e < count; e++) total += exponential((wide(logits[e]) - top) / temperature);
+  for (long i = 0; i < most; i++) shares[i] = exponential((shares[i] - top) / temperature) / total;
 }
 
 // What RMSNorm makes of numbers before its weights, or LayerNorm, where a mean is taken off.
@@ -128,7 +138,8 @@ void apply(bool gated, long rows, long width, const Number* from, Number* to) {
 }
 
 // For all threads of a team. `activation`: by number, as in recipe.py.
-void activate(long activation, bool gated, long rows, long width, const Number* from, Number* to) {
+inline void activate(long activation, bool gated, long rows, long width, const Number* from,
+                     Number* to) {
   constexpr decltype(&apply<silu>) ALL[] = {apply<silu>, apply<gelu>, apply<gelu_tanh>, apply<relu>,
                                             apply<relu_squared>};
   ALL[activation](gated, rows, width, from, to);

@@ -5,6 +5,7 @@
 // on the rows that run beside it.
 
 #include <memory>
+#include <numeric>
 #include <vector>
 
 #include "attention.hpp"
@@ -32,12 +33,17 @@ struct Route {
   void find(const Experts& experts, long count, const Number* logits) {
     const long each = experts.each;
     std::vector<long> chosen(count * each);
-    std::vector<float> of_chosen(count * each), weights(experts.count);
+    std::vector<float> of_chosen(count * each);
     starts.assign(experts.count + 1, 0);
     for (long row = 0; row < count; row++) {
-      choose(experts, logits + row * experts.count, weights, &chosen[row * each],
-             &of_chosen[row * each]);
-      for (long i = 0; i < each; i++) starts[chosen[row * each + i] + 1]++;
+      long* const its = &chosen[row * each];
+      float* const share = &of_chosen[row * each];
+      likeliest(experts.count, logits + row * experts.count, 1, each, its, share);
+      const float taken = experts.normalised ? std::accumulate(share, share + each, 0.0f) : 1;
+      for (long i = 0; i < each; i++) {
+        share[i] = experts.rounds ? wide(narrow(share[i] / taken)) : share[i] / taken;
+        starts[its[i] + 1]++;
+      }
     }
     for (long e = 0; e < experts.count; e++) starts[e + 1] += starts[e];
     std::vector<long> next(starts.begin(), starts.end() - 1);
@@ -47,31 +53,9 @@ struct Route {
       rows[place] = i / each, shares[place] = of_chosen[i];
     }
   }
-
- private:
-  // The `each` largest of a softmax; of equals the first.
-  static void choose(const Experts& experts, const Number* logits, std::vector<float>& weights,
-                     long* chosen, float* of_chosen) {
-    float top = -INFINITY, total = 0, taken = 0;
-    for (long e = 0; e < experts.count; e++) top = std::max(top, wide(logits[e]));
-    for (long e = 0; e < experts.count; e++) {
-      weights[e] = exponential(wide(logits[e]) - top);
-      total += weights[e];
-    }
-    for (long i = 0; i < experts.each; i++) {
-      const long best = std::max_element(weights.begin(), weights.end()) - weights.begin();
-      chosen[i] = best, of_chosen[i] = weights[best] / total;
-      taken += of_chosen[i];
-      weights[best] = -1;
-    }
-    for (long i = 0; i < experts.each; i++) {
-      if (experts.normalised) of_chosen[i] /= taken;
-      if (experts.rounds) of_chosen[i] = wide(narrow(of_chosen[i]));
-    }
-  }
 };
 
-// from [rows, width], logits [rows, experts] -> to [rows, width]. For all threads of a team.
+// from [rows, width], logits [rows, experts] -> to [rows, width]. For all threads.
 void mix_experts(const Experts& experts, long rows, long width, const Number* from,
                  const Number* logits, Number* const* buffers, Number* to, Input* room) {
   thread_local Route route;
@@ -158,12 +142,6 @@ void norm(const Operation& op, long rows, const Number* from, Number* to) {
   }
 }
 
-// to [rows, width] += from, `times` times.
-void add(long rows, long width, float times, const Number* from, Number* to) {
-#pragma omp for
-  for (long i = 0; i < rows * width; i++) to[i] = added(to[i], from[i], times);
-}
-
 void step(const Operation& op, const Pass& pass, const Work& work, float* shared) {
   const Number* from = pass.buffers[op.from];
   Number* to = pass.buffers[op.to];
@@ -181,7 +159,8 @@ void step(const Operation& op, const Pass& pass, const Work& work, float* shared
       return mix_experts(op.experts, pass.rows, op.in, from, pass.buffers[op.logits], pass.buffers,
                          to, pass.room);
     case ADD:
-      return add(pass.rows, op.in, op.adds, from, to);
+#pragma omp for
+      for (long i = 0; i < pass.rows * op.in; i++) to[i] = added(to[i], from[i], op.adds);
   }
 }
 

@@ -3,9 +3,9 @@
 // Compiled with BFLOAT16 (0 or 1: float32), for a wheel or on the machine that runs it. A block of a
 // GGUF file is a stretch of one output's inputs, and becomes that output's part of one unit of
 // blocks.hpp. The formats are those of ggml; which values a block stands for is as in the Python
-// package gguf. Two are our own: Q4_0 and Q8_0 with a byte behind the scale, for weights counted from
-// elsewhere.
+// package gguf. Two are our own: Q4_0 and Q8_0 with a byte behind the scale, taken off each quant.
 
+#include "functions.hpp"
 #include "linear.hpp"
 
 namespace {
@@ -147,6 +147,17 @@ void linear_layer(long count, long in, long out, const Number* rows, const Strip
   std::vector<Input> room(count > Arithmetic::FEW ? Arithmetic(count).room(in) : 0);
 #pragma omp parallel if (count * in * out > ALONE)
   linear.run(count, rows, result, 0, room.data());
+}
+
+// The `count` likeliest of each row of logits [rows, size]: their `ids` [size], or none: places; then
+// how likely, [rows, 2 * count].
+void likeliest(long rows, long size, long count, float temperature, const float* logits,
+               const long* ids, float* found) {
+  std::vector<long> places(count);
+  for (long row = 0; row < rows; row++, logits += size, found += 2 * count) {
+    likeliest(size, logits, temperature, count, places.data(), found + count);
+    for (long i = 0; i < count; i++) found[i] = float(ids ? ids[places[i]] : places[i]);
+  }
 }
 
 // Of a panel of `in` inputs from this format.
