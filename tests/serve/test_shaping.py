@@ -291,14 +291,14 @@ def entry(tokens: list[int], drafts: list[int], kept: list[int], **more: Any) ->
 def test_a_round_waits_for_its_text_and_a_stop_cuts_it() -> None:
     told = Explanation(None, DraftCost(rows=(0.5, 0.25), head=0.125, num_layers=4))
     told.add(entry([1], [], [], prefill=True), ["on"])
-    assert [one["steps"] for one in told.shown("on")["rounds"]] == [0]
+    assert [one["steps"] for one in told.shown("on")] == [0]
     told.add(
         entry([2, 3, 4], [2, 3, 9], [0, 1], exit_layers=[2, 1, 0], heads=4), ["e E", "N", "D!"]
     )
-    assert told.shown("e ")["rounds"] == []  # END may begin here
+    assert told.shown("e ") == []  # END may begin here
     told.add(entry([5], [], []), ["?"])
     told.rest("!")
-    first, second = told.shown("", last=True)["rounds"]
+    first, second = told.shown("", last=True)
     assert [token["text"] for token in first["tokens"]] == ["e ", "", ""]
     assert [token["layer"] for token in first["tokens"]] == [2, 1, None]
     assert [draft["text"] for draft in first["drafts"]] == ["<2>", "<3>", "<9>"]
@@ -317,6 +317,6 @@ def test_rejected_drafts_have_their_text_behind_what_they_follow(server: Running
     told = Explanation(tokenizer, speculator.runtime.draft_cost(speculator.options))
     told.add(entry([one], [], [], prefill=True), [" one"])
     told.add(entry([one], [two, three], [], parents=[-1, -1], sources=["ngram"] * 2), [" one"])
-    _, second = told.shown(" one one")["rounds"]
+    _, second = told.shown(" one one")
     assert [draft["text"] for draft in second["drafts"]] == [" two", " three"]
     assert {draft["layer"] for draft in second["drafts"]} == {None}
