@@ -489,22 +489,19 @@ def load(asked: Asked) -> Speculator:
 
 @contextlib.contextmanager
 def _status(doing: str) -> Iterator[Callable[[str], None]]:
-    if not sys.stderr.isatty() or is_quiet():
-        yield lambda _: None
-        return
     from rich.console import Console
     from rich.live import Live
-    from rich.text import Text
 
+    plain: Any = {"markup": False, "highlight": False, "emoji": False}
     with Live(
-        Text(doing),
-        console=Console(stderr=True),
+        doing,
+        console=Console(stderr=True, quiet=is_quiet(), **plain),
         refresh_per_second=1,
         transient=True,
         redirect_stdout=False,  # downloads have bars of their own
         redirect_stderr=False,
     ) as line:
-        yield lambda doing: line.update(Text(doing))
+        yield line.update
 
 
 def check_template(asked: Asked, command: str = "generate") -> None:
