@@ -19,7 +19,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -33,7 +33,6 @@ from selfspec.api.chat_template import advice
 from selfspec.cli import interrupts
 from selfspec.config import OPTION_NAMES, SpeculationOptions
 from selfspec.errors import (
-    CannotWrite,
     InvalidData,
     InvalidOption,
     InvalidPrompt,
@@ -261,11 +260,9 @@ def default_file() -> Path:
 def _read_yaml(file: Path, known: Iterable[str]) -> Asked:
     """Option names and values; dashes count as underscores."""
     try:
-        loaded = files.read_yaml(file)
+        loaded = files.read_yaml(file) or {}  # None: nothing is in it
     except InvalidData as error:
         raise InvalidOption(f"cannot take the config: {error}") from error
-    if loaded is None:
-        return {}
     if not isinstance(loaded, dict):
         kind = type(loaded).__name__
         raise InvalidOption(f"{file} holds a {kind}, expected `option: value` lines")
@@ -295,7 +292,7 @@ def require(asked: Asked, *names: str) -> None:
             raise InvalidOption(f"no {flag}. Give the flag, or the key in a --config file")
 
 
-def refuse(asked: Asked, names: set[str], why: str) -> None:
+def refuse(asked: Asked, names: Set[str], why: str) -> None:
     """Raise InvalidOption for one of `names` that this command was given, and would pass over."""
     if given := getattr(asked, "names", asked.keys()) & names:
         raise InvalidOption(f"{min(given)} {why}")
@@ -587,16 +584,9 @@ def conversation(system: str | None, *turns: str) -> list[dict[str, str]]:
 
 
 def emit(text: str) -> None:
-    """Write results at once. Leaves quietly when nobody reads them any more."""
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        silence(sys.stdout)
-        raise typer.Exit(PIPE_CLOSED) from None
-    except OSError as error:
-        silence(sys.stdout)
-        raise CannotWrite(f"cannot write standard output: {error.strerror}") from error
+    """Write results at once. Raises OSError, which `main` explains, where they cannot be."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 def emit_json(value: Any) -> None:

@@ -29,11 +29,7 @@ if TYPE_CHECKING:
     from selfspec.decoding.measure import StepSpeed
     from selfspec.visualise.layers import LayerTrace
 
-SUITE = (
-    Flag("suite", str, "Prompts: six-tasks (the default), spec-bench, or a .jsonl file."),
-    Flag("questions", str, "The file of a suite that is not built in."),
-    Flag("limit", int, "Questions to take, spread over the suite."),
-)
+SUITE = base.option_flags(results.BenchOptions, ("suite", "questions", "limit"))
 
 
 def suite_of(asked: Asked, limit: int) -> list[results.Question]:
@@ -66,9 +62,8 @@ def trace(prompt: base.Prompt = None, *, as_json: base.AsJson = False, asked: ba
     if asked.get("source") is not None:
         if prompt is not None:
             raise InvalidOption("a prompt and --from at once, expected one. Leave one of them out")
-        for name in sorted(asked.names - _FROM):
-            flag = ("no-" if asked[name] is False else "") + name.replace("_", "-")
-            raise InvalidOption(f"--{flag} means nothing with --from, a kept answer. Leave it out")
+        why = "means nothing with --from, a kept answer. Leave it out"
+        base.refuse(asked, asked.names - _FROM, why)
     targets = _check_targets(asked)
     with contextlib.ExitStack() as stack:
         for path in targets.values():
@@ -98,8 +93,6 @@ def _check_targets(asked: Asked) -> dict[str, Path]:
     for name, text in sorted(base.picked(asked, _TARGETS).items()):
         path = base.check_file(asked, text)
         suffix = {"card": ".png", "html": ".html"}.get(name, path.suffix)
-        if not path.parent.is_dir():
-            raise InvalidOption(f"--{name} {path}: there is no folder {path.parent}. Make it first")
         if path.suffix != suffix:
             raise InvalidOption(f"--{name} {path}: expected a name that ends in {suffix}")
         if name == "card":

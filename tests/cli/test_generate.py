@@ -17,7 +17,6 @@ from selfspec.cli import base, generate
 from selfspec.cli.main import main
 from selfspec.config import SpeculationOptions
 from selfspec.decoding import engine
-from selfspec.errors import ModelNotFound
 from selfspec.hub import models as hub
 from tests.cli.fakes import Call, FakeAnswer, FakeSpeculator, FakeStream, user
 from tests.models import make_model
@@ -86,19 +85,6 @@ def test_json_is_one_object_and_nothing_else(
         "heads": heads,
         "options": SpeculationOptions().described() | seed | {"raw": False},
     }
-
-
-def test_an_error_is_one_line_unless_debug_is_on(
-    monkeypatch: pytest.MonkeyPatch, call: Call
-) -> None:
-    def fail(_: Any) -> None:
-        raise ModelNotFound("no model here. Get one")
-
-    monkeypatch.setattr(base, "load", fail)
-    assert tuple(call(["generate", "hi"], 2)) == ("", "selfspec: error: no model here. Get one\n")
-    shown = call(["generate", "hi", "--debug"], 2).err.splitlines()
-    assert "Traceback" in shown[0]
-    assert shown[-1] == "selfspec: error: no model here. Get one"
 
 
 def test_a_newline_ends_an_answer_that_has_none_and_an_interrupt_any(

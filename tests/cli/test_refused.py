@@ -142,10 +142,9 @@ report dir                                       | Missing option '--output'
 report dir --output new                          | holds no finished run
 trace a --html page                              | expected a name that ends in .html
 trace a --card card.jpg                          | card.jpg: expected a name that ends in .png
-trace a --output nowhere/t.jsonl                 | there is no folder nowhere. Make it first
 trace a --output new.html --html new.html        | new.html is named for two outputs
 trace a --from trace.jsonl                       | a prompt and --from at once
-trace --from trace.jsonl --output new            | --output means nothing with --from
+trace --from trace.jsonl --output new            | output means nothing with --from
 trace --from future.jsonl                        | line 1: format version 9, this selfspec reads 6
 trace --from model/config.json                   | line 1: it is not JSON
 tune --suite prompts.jsonl --limit 1             | one question cannot be held
