@@ -162,6 +162,8 @@ verify --rungs two                               | rungs is 'two', expected a li
 verify --suite six-tasks --questions prompts.jsonl | Leave out --questions
 serve --host 0.0.0.0                             | which others can reach. Set SELFSPEC_API_KEY
 serve --cors-origin https://a.b --cors-origin *  | every web page that
+serve --cors-origin page.example                 | expected scheme and host
+serve --cors-origin https://page.example/        | expected scheme and host
 serve --port 70000                               | port is 70000, expected a value
 serve --kv-memory much                           | expected a size like 500MB or 2GB
 serve --api-key-file nowhere                     | cannot read nowhere
