@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,15 +42,14 @@ def test_a_prompt_is_answered_on_stdout_and_statistics_go_to_stderr(
     prompt: Any,
     err: str,
     speculator: FakeSpeculator,
-    piped: Callable[[bytes], None],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     call: Call,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("prompt.txt").write_text("from a file\n")
-    piped(given.encode())
-    assert tuple(call(["generate", *arguments])) == ("Hello you.\n", err)
+    found = call(["generate", *arguments], given=given.encode())
+    assert tuple(found) == ("Hello you.\n", err)
     assert speculator.prompts == [prompt]
     assert speculator.given["raw"] is ("--raw" in arguments)
 
@@ -114,18 +112,13 @@ def test_a_schema_or_a_grammar_is_read_from_a_file(
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
 def test_an_answer_that_was_cut_says_so_unless_that_was_asked_for(
-    command: str,
-    speculator: FakeSpeculator,
-    piped: Callable[[bytes], None],
-    monkeypatch: pytest.MonkeyPatch,
-    call: Call,
+    command: str, speculator: FakeSpeculator, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
     monkeypatch.setattr(FakeStream, "result", FakeAnswer(stop_reason="length"))
     for flags, said in (([], True), (["--max-new-tokens", "2"], False), (["-q"], False)):
         speculator.answers = [["one"]]
-        piped(b"a\n")
-        shown = "cut after 2 tokens; more: --max-new-tokens" in call([command, *flags]).err
-        assert shown is said
+        heard = call([command, *flags], given=b"a\n").err
+        assert ("cut after 2 tokens; more: --max-new-tokens" in heard) is said
 
 
 # --- many prompts

@@ -25,6 +25,7 @@ from selfspec.cli.main import main
 from selfspec.hub import models as hub
 from selfspec.serve.options import VARIABLE
 from tests.bad_input import Change, config, furnish, patience, snapshot, tensors
+from tests.cli.fakes import Call
 from tests.gguf_files import header, tensor, text, tiny, value
 from tests.test_files import BOMB
 
@@ -72,28 +73,21 @@ Refused = Callable[..., str]
 
 
 @pytest.fixture
-def refused(
-    furnished: Path,
-    piped: Callable[[bytes], None],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> Refused:
+def refused(furnished: Path, monkeypatch: pytest.MonkeyPatch, call: Call) -> Refused:
     """The one line, with these words, in which a command refused its input in this folder."""
     monkeypatch.chdir(furnished)
-    piped(b"")
 
-    def refuse(line: str | list[str], words: str = "") -> str:
+    def refuse(line: str | list[str], words: str = "", given: bytes | None = b"") -> str:
         before = snapshot(Path.cwd())
         with patience():
-            code = main(words_of(line) if isinstance(line, str) else line)
-        said = capsys.readouterr().err
+            said = call(words_of(line) if isinstance(line, str) else line, 2, given=given).err
         lines = [line for line in said.splitlines() if "selfspec: error: " in line]
-        assert (code, len(lines)) == (2, 1), said[-2000:]
+        assert len(lines) == 1, said[-2000:]
         assert "Traceback" not in said
         assert len(lines[0]) > len("selfspec: error: ") + 10
         assert words in lines[0], lines[0]
         assert snapshot(Path.cwd()) == before
-        return lines[0]
+        return str(lines[0])
 
     return refuse
 
@@ -218,17 +212,13 @@ def test_a_line_that_suits_no_such_model_is_refused(
     refused(line, words)
 
 
-def test_a_prompt_is_text_and_is_there(
-    refused: Refused, piped: Callable[[bytes], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_is_text_and_is_there(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     refused(["generate", "\udcff"], "the prompt is not UTF-8")
-    piped(b"\xff")
-    refused("generate", "byte 0 is wrong")
+    refused("generate", "byte 0 is wrong", b"\xff")
     for turns in (b"\xff\n", b"a\n\xc3\n"):
-        piped(turns)
-        refused("chat M --max-new-tokens 2")
+        refused("chat M --max-new-tokens 2", given=turns)
     monkeypatch.setattr(sys, "stdin", type("Terminal", (), {"isatty": lambda self: True})())
-    refused("generate", "no prompt")
+    refused("generate", "no prompt", None)
 
 
 YAML = [
