@@ -374,9 +374,7 @@ def verify(*, as_json: base.AsJson = False, asked: Asked) -> None:
     wanted = set(asked.get("rungs", range(1, 8)))
     if not wanted <= {*range(1, 8)}:
         raise InvalidOption(f"rungs are {asked['rungs']}, expected numbers from 1 to 7: 2,6,7")
-    new_tokens = asked.get("max_new_tokens", _NEW_TOKENS)
-    if new_tokens < 1:
-        raise InvalidOption(f"max_new_tokens is {new_tokens}, expected at least 1")
+    new_tokens = base.answering(asked).get("max_new_tokens", _NEW_TOKENS)
     questions = suite_of(asked, _PROMPTS)
     speculator = base.load(asked)
     keep_numbers(speculator.model)  # it is compared with, and copied
