@@ -46,7 +46,6 @@ from selfspec.hub import models as hub
 from selfspec.options import PARTS, Kinds, Part, check_ranges, laid_over, members, typed, word
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
     from selfspec.api.speculator import Speculator
@@ -691,22 +690,16 @@ def raw_flag(tokenizer: object) -> list[str]:
     return ["--raw"] if getattr(tokenizer, "chat_template", None) is None else []
 
 
-def printed(show: Callable[[Console], None], width: int | None = None) -> str:
-    """What `show` prints on standard output, with its colours; in `width` if no terminal."""
+def rendered(grid: Table) -> str:
+    """A table as text; never wrapped where it is not for a terminal."""
     from rich.console import Console
 
     console = Console(highlight=False)
-    if width is not None and not console.is_terminal:
-        console.width = width
+    if not console.is_terminal:
+        console.width = 1000
     with console.capture() as capture:
-        show(console)
-    return capture.get()
-
-
-def rendered(grid: Table) -> str:
-    """A table as text; never wrapped where it is not for a terminal."""
-    text = printed(lambda console: console.print(grid), width=1000)
-    return "".join(f"{line.rstrip()}\n" for line in text.splitlines())
+        console.print(grid)
+    return "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
 
 
 @contextlib.contextmanager

@@ -82,10 +82,11 @@ def trace(prompt: base.Prompt = None, *, as_json: base.AsJson = False, asked: ba
     if as_json:
         base.emit("".join(json.dumps(line) + "\n" for line in found.lines()))
         return
+    from rich.console import Console
+
     from selfspec.visualise.views import show
 
-    rejected = asked.get("rejected", False)
-    base.emit(base.printed(lambda it: show(found, it, rejected=rejected)))
+    show(found, Console(highlight=False), rejected=asked.get("rejected", False))
 
 
 def _check_targets(asked: Asked) -> dict[str, Path]:
