@@ -751,14 +751,6 @@ def repair_streams() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def silence(stream: Any) -> None:
-    """Send what is still to come, and what is kept back, nowhere: it would fail again."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
-
-
 class Forgiving(io.FileIO):
     """A file whose bytes are lost where they cannot be written; that ends nothing."""
 

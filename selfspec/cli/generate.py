@@ -309,12 +309,12 @@ def serve(*, asked: Asked) -> None:
     options = base.options_of(ServeOptions, asked)
     kv_memory = base.kv_memory(asked)
     keys = Keys.found(Path(asked["api_key_file"]) if "api_key_file" in asked else None)
-    give = f"set {VARIABLE}, or give --api-key-file"
+    give = f"Set {VARIABLE}, or give --api-key-file"
     if not is_loopback(options.host) and not keys:
-        raise InvalidOption(f"host is {options.host}, which others can reach. S{give[1:]}")
+        raise InvalidOption(f"host is {options.host}, which others can reach. {give}")
     if "*" in (options.cors_origin or ()) and not keys:
         wrong = "cors_origin is *: every web page that this machine's browser shows could ask"
-        raise InvalidOption(f"{wrong}. Name the page, {give}")
+        raise InvalidOption(f"{wrong}. {give}, or name the page")
     check_packages("a server", "fastapi", "uvicorn", "prometheus_client", extra="serve")
     from selfspec.serve.gate import Server, bound
 
