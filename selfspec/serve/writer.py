@@ -41,7 +41,6 @@ from selfspec.serve.protocol import Choice, Refused, Tools, places
 logger = logging.getLogger(__name__)
 
 _READERS = 4  # threads that read prompts: of some megabytes, one takes up to a gigabyte meanwhile
-_POLL_S = 0.5  # between two looks at whether to stop, where nothing is written
 
 
 class Writer:
@@ -128,7 +127,7 @@ class Writer:
         """All there are; where nothing is written, wait for one."""
         try:
             if not self._engine.texts:
-                self._orders.get(timeout=_POLL_S)()
+                self._orders.get()()
             while True:
                 self._orders.get_nowait()()
         except queue.Empty:

@@ -30,15 +30,10 @@ def log(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[pytest.LogCaptureFixture]:
     """All of it, at its most talkative; without a handler that a command's test left."""
+    monkeypatch.setattr(caplog.handler, "formatter", logging.Formatter("%(name)s %(message)s"))
     monkeypatch.setattr(logging.getLogger("selfspec"), "handlers", [])
     with caplog.at_level(logging.DEBUG), caplog.at_level(logging.DEBUG, "selfspec"):
         yield caplog
-
-
-def written(log: pytest.LogCaptureFixture) -> str:
-    """What a log file would hold, tracebacks included."""
-    shape = logging.Formatter("%(name)s %(message)s")
-    return "\n".join(shape.format(record) for record in log.records)
 
 
 def preflight(server: Running, origin: str = PAGE) -> httpx.Response:
@@ -81,7 +76,7 @@ def test_lines_and_texts_are_logged_where_that_is_asked_for(
         text = server.post(ASK).json()["choices"][0]["message"]["content"]
         server.post({**ASK, "stream": True})
         httpx.get(f"{server.address}/nowhere%0A%1b[31m?q={SECRET}")
-    lines = [line for line in written(log).splitlines() if line.startswith("selfspec.serve.gate")]
+    lines = [line for line in log.text.splitlines() if line.startswith("selfspec.serve.gate")]
     assert len(lines) == 7
     pattern = r"POST /v1/chat/completions 200, \d+ \+ 8 tokens in \d+\.\d{3} s for 127\.0\.0\.1$"
     for line, asked, answered in (lines[:3], lines[3:6]):
@@ -98,7 +93,7 @@ def test_an_answer_that_the_servers_end_cuts_is_one_line(log: pytest.LogCaptureF
     nobody: Any = None
     scope = {"type": "http", "method": "POST", "path": "/", "client": None}
     asyncio.run(_Around(cut, ServeOptions(), nobody)(scope, nobody, nobody))
-    ours = [line for line in written(log).splitlines() if line.startswith("selfspec")]
+    ours = [line for line in log.text.splitlines() if line.startswith("selfspec")]
     assert ours == ["selfspec.serve.gate an answer was cut: the server stops"]
 
 
@@ -128,7 +123,7 @@ def test_no_text_is_logged_unasked_at_any_level(
     with running(tiny, log_requests=True) as server:
         answers = [server.post(body) for body in HOSTILE]
         assert {answer.status_code for answer in answers} == {200, 400, 404}
-        assert "an answer failed" not in written(log)  # what a client did wrong is no fault
+        assert "an answer failed" not in log.text  # what a client did wrong is no fault
         said = answers[1].json()["choices"][0]["message"]["content"]
         assert len(said) > 20
         server.post(f'{{"{SECRET}'.encode())
@@ -150,7 +145,7 @@ def test_no_text_is_logged_unasked_at_any_level(
                 server.post({**ASK, "stream": True})
         assert server.post(ASK).status_code == 200
         assert server.writer.open == 0
-    everything = written(log) + "".join(capfd.readouterr())
+    everything = log.text + "".join(capfd.readouterr())
     assert SECRET not in everything
     assert said[:20] not in everything
     assert everything.count("ValueError") >= 4  # it does say what went wrong, and where:
