@@ -136,12 +136,12 @@ class Chat:
             with suppress(InvalidPrompt):
                 self.tokens = encode(tokenizer, list(messages)).shape[1]
 
-    def _take_back(self) -> str | None:
+    def _take_back(self) -> str:
         for place, entry in reversed([*enumerate(self.messages)]):
             if entry["role"] == "user":
                 self._replace(self.messages[:place])
                 return entry["content"]
-        return None
+        raise InvalidOption("there is no question yet. Ask something")
 
     def _help(self, _: str) -> None:
         from rich.table import Table
@@ -169,14 +169,11 @@ class Chat:
         self.writer.line(base.statistics(self.last, "full"))
 
     def _undo(self, _: str) -> None:
-        if (question := self._take_back()) is None:
-            raise InvalidOption("there is nothing to take back")
-        self.writer.line(f"taken back: {question.splitlines()[0]}")
+        self.writer.line(f"taken back: {self._take_back().splitlines()[0]}")
 
     def _retry(self, _: str) -> None:
         kept = self.messages, self.last, self.tokens
-        if (question := self._take_back()) is None:
-            raise InvalidOption("there is no question yet. Ask something")
+        question = self._take_back()
         try:
             self._reply(question)
         finally:

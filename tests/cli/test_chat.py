@@ -105,7 +105,7 @@ def test_a_conversation_is_saved_and_gone_on_with(
         ("/sav x", "unknown command '/sav'. Did you mean /save?"),
         ("/save", "/save needs a file"),
         ("/quit now", "/quit takes nothing behind it"),
-        ("/undo", "nothing to take back"),
+        ("/undo", "no question yet"),
         ("/trace", "no answer to trace yet"),
         ("/stats", "no answer yet"),
     ],
