@@ -222,7 +222,6 @@ def with_flags(*flags: Flag) -> Callable[[Command], Command]:
             command(**given, asked=asked)
 
         wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # typer reads the flags here
-        wrapper.__annotations__ = {entry.name: entry.annotation for entry in parameters}
         return wrapper
 
     return decorate
