@@ -612,9 +612,8 @@ def _named(kind: str, settings: Any) -> dict[str, Any]:
 
     Raises InvalidOption for anything else, and for a key given twice.
     """
-    values: Any = settings or {}
+    values: Any = {} if isinstance(settings, str) else settings or {}
     if isinstance(settings, str):
-        values = {}
         for entry in settings.split(","):
             name, equals, value = (piece.strip() for piece in entry.partition("="))
             if not equals or not name:
