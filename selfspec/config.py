@@ -269,7 +269,7 @@ class GenerateOptions(TypedDict, total=False):
     typical_p: parts.Probability
     epsilon_cutoff: parts.Probability
     eta_cutoff: parts.Probability
-    repetition_penalty: Annotated[float, parts.Range(lambda value: value > 0, "of more than 0")]
+    repetition_penalty: Annotated[float, parts.ABOVE_ZERO]
     no_repeat_ngram_size: Annotated[int, _NOT_BELOW_0]
     bad_words_ids: list[list[int]]
     sequence_bias: list[list[Any]] | dict[tuple[int, ...], float]

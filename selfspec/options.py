@@ -114,6 +114,7 @@ def ranges(kind: type) -> dict[str, Range]:
 
 AMOUNT, LAYER = between(0, 1000), between(0, 4096)
 PROBABILITY = between(0, 1, request=1.0)
+ABOVE_ZERO = Range(lambda value: value > 0, "of more than 0")
 POSITIVE = Range(lambda value: 0.0 < value <= 1000.0, "in (0, 1000]", most=1000.0)
 SHARE = Range(lambda value: 0.0 < value <= 1.0, "in (0, 1]", most=1.0, request=1.0)
 
@@ -611,9 +612,8 @@ def _named(kind: str, settings: Any) -> dict[str, Any]:
 
     Raises InvalidOption for anything else, and for a key given twice.
     """
-    values: Any = settings or {}
+    values: Any = {} if isinstance(settings, str) else settings or {}
     if isinstance(settings, str):
-        values = {}
         for entry in settings.split(","):
             name, equals, value = (piece.strip() for piece in entry.partition("="))
             if not equals or not name:

@@ -26,7 +26,7 @@ import torch
 
 from selfspec import files
 from selfspec.cli.chat import Chat
-from selfspec.cli.generate import Run
+from selfspec.cli.generate import answer_all
 from selfspec.errors import CannotWrite, InvalidData
 from selfspec.eval import report
 from selfspec.eval.results import ANSWERS
@@ -194,9 +194,12 @@ def fill_folder(folder: Path, _: Backbone) -> None:
 
 
 def finish_prompts(folder: Path, _: Backbone) -> None:
-    run = Run.begun(folder / "answers.jsonl", {}, overwrite=True)
-    run.add(0, CannotWrite("words"))
-    run.finish()
+    if not (prompts := folder.parent / "prompts.jsonl").exists():
+        prompts.write_text('{"prompt": "bad"}\n')
+    asked = {"prompts": prompts, "output": folder / "answers.jsonl", "overwrite": True}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("selfspec.cli.base.load", lambda _: FakeSpeculator())
+        answer_all(asked, {"raw": True}, more=False)
 
 
 WRITERS: dict[str, Callable[[Path, Backbone], object]] = {

@@ -19,7 +19,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -33,7 +33,6 @@ from selfspec.api.chat_template import advice
 from selfspec.cli import interrupts
 from selfspec.config import OPTION_NAMES, SpeculationOptions
 from selfspec.errors import (
-    CannotWrite,
     InvalidData,
     InvalidOption,
     InvalidPrompt,
@@ -47,7 +46,6 @@ from selfspec.hub import models as hub
 from selfspec.options import PARTS, Kinds, Part, check_ranges, laid_over, members, typed, word
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
     from selfspec.api.speculator import Speculator
@@ -224,7 +222,6 @@ def with_flags(*flags: Flag) -> Callable[[Command], Command]:
             command(**given, asked=asked)
 
         wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # typer reads the flags here
-        wrapper.__annotations__ = {entry.name: entry.annotation for entry in parameters}
         return wrapper
 
     return decorate
@@ -261,11 +258,9 @@ def default_file() -> Path:
 def _read_yaml(file: Path, known: Iterable[str]) -> Asked:
     """Option names and values; dashes count as underscores."""
     try:
-        loaded = files.read_yaml(file)
+        loaded = files.read_yaml(file) or {}  # None: nothing is in it
     except InvalidData as error:
         raise InvalidOption(f"cannot take the config: {error}") from error
-    if loaded is None:
-        return {}
     if not isinstance(loaded, dict):
         kind = type(loaded).__name__
         raise InvalidOption(f"{file} holds a {kind}, expected `option: value` lines")
@@ -295,7 +290,7 @@ def require(asked: Asked, *names: str) -> None:
             raise InvalidOption(f"no {flag}. Give the flag, or the key in a --config file")
 
 
-def refuse(asked: Asked, names: set[str], why: str) -> None:
+def refuse(asked: Asked, names: Set[str], why: str) -> None:
     """Raise InvalidOption for one of `names` that this command was given, and would pass over."""
     if given := getattr(asked, "names", asked.keys()) & names:
         raise InvalidOption(f"{min(given)} {why}")
@@ -489,22 +484,19 @@ def load(asked: Asked) -> Speculator:
 
 @contextlib.contextmanager
 def _status(doing: str) -> Iterator[Callable[[str], None]]:
-    if not sys.stderr.isatty() or is_quiet():
-        yield lambda _: None
-        return
     from rich.console import Console
     from rich.live import Live
-    from rich.text import Text
 
+    plain: Any = {"markup": False, "highlight": False, "emoji": False}
     with Live(
-        Text(doing),
-        console=Console(stderr=True),
+        doing,
+        console=Console(stderr=True, quiet=is_quiet(), **plain),
         refresh_per_second=1,
         transient=True,
         redirect_stdout=False,  # downloads have bars of their own
         redirect_stderr=False,
     ) as line:
-        yield lambda doing: line.update(Text(doing))
+        yield line.update
 
 
 def check_template(asked: Asked, command: str = "generate") -> None:
@@ -590,16 +582,9 @@ def conversation(system: str | None, *turns: str) -> list[dict[str, str]]:
 
 
 def emit(text: str) -> None:
-    """Write results at once. Leaves quietly when nobody reads them any more."""
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        silence(sys.stdout)
-        raise typer.Exit(PIPE_CLOSED) from None
-    except OSError as error:
-        silence(sys.stdout)
-        raise CannotWrite(f"cannot write standard output: {error.strerror}") from error
+    """Write results at once. Raises OSError, which `main` explains, where they cannot be."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 def emit_json(value: Any) -> None:
@@ -704,22 +689,16 @@ def raw_flag(tokenizer: object) -> list[str]:
     return ["--raw"] if getattr(tokenizer, "chat_template", None) is None else []
 
 
-def printed(show: Callable[[Console], None], width: int | None = None) -> str:
-    """What `show` prints on standard output, with its colours; in `width` if no terminal."""
+def rendered(grid: Table) -> str:
+    """A table as text; never wrapped where it is not for a terminal."""
     from rich.console import Console
 
     console = Console(highlight=False)
-    if width is not None and not console.is_terminal:
-        console.width = width
+    if not console.is_terminal:
+        console.width = 1000
     with console.capture() as capture:
-        show(console)
-    return capture.get()
-
-
-def rendered(grid: Table) -> str:
-    """A table as text; never wrapped where it is not for a terminal."""
-    text = printed(lambda console: console.print(grid), width=1000)
-    return "".join(f"{line.rstrip()}\n" for line in text.splitlines())
+        console.print(grid)
+    return "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
 
 
 @contextlib.contextmanager
@@ -769,14 +748,6 @@ def repair_streams() -> None:
     sys.stderr = io.TextIOWrapper(errors, errors="backslashreplace", line_buffering=True)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-
-
-def silence(stream: Any) -> None:
-    """Send what is still to come, and what is kept back, nowhere: it would fail again."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
 
 
 class Forgiving(io.FileIO):

@@ -24,7 +24,6 @@ from selfspec.errors import InvalidData, InvalidOption, InvalidPrompt, SelfspecE
 if TYPE_CHECKING:
     from prompt_toolkit.history import History
     from prompt_toolkit.key_binding import KeyPressEvent
-    from rich.text import Text
 
     from selfspec.api.speculator import Speculator
     from selfspec.api.stream import Generation
@@ -137,12 +136,12 @@ class Chat:
             with suppress(InvalidPrompt):
                 self.tokens = encode(tokenizer, list(messages)).shape[1]
 
-    def _take_back(self) -> str | None:
+    def _take_back(self) -> str:
         for place, entry in reversed([*enumerate(self.messages)]):
             if entry["role"] == "user":
                 self._replace(self.messages[:place])
                 return entry["content"]
-        return None
+        raise InvalidOption("there is no question yet. Ask something")
 
     def _help(self, _: str) -> None:
         from rich.table import Table
@@ -170,14 +169,11 @@ class Chat:
         self.writer.line(base.statistics(self.last, "full"))
 
     def _undo(self, _: str) -> None:
-        if (question := self._take_back()) is None:
-            raise InvalidOption("there is nothing to take back")
-        self.writer.line(f"taken back: {question.splitlines()[0]}")
+        self.writer.line(f"taken back: {self._take_back().splitlines()[0]}")
 
     def _retry(self, _: str) -> None:
         kept = self.messages, self.last, self.tokens
-        if (question := self._take_back()) is None:
-            raise InvalidOption("there is no question yet. Ask something")
+        question = self._take_back()
         try:
             self._reply(question)
         finally:
@@ -225,6 +221,8 @@ class Chat:
             raise InvalidOption(f"{path}: expected a name that ends in .html or .jsonl")
         if name:
             files.check_file(path, overwrite=True)
+        from rich.console import Console
+
         from selfspec.cli.measure import costs_of
         from selfspec.visualise import look, views
 
@@ -233,7 +231,7 @@ class Chat:
         if [place.token for place in found.places] != self.last.token_ids:
             base.note("selfspec: sampled again, the answer is another one: this is its trace")
         if not name:
-            base.emit(base.printed(lambda console: views.show(found, console)))
+            views.show(found, Console(highlight=False))
             return
         if path.suffix == ".html":
             files.write(path, views.render(found, costs_of(self.speculator, found)))
@@ -430,12 +428,7 @@ class Writer:
         """A paragraph of its own."""
         from rich.text import Text
 
-        self._print(Text(text, style), soft_wrap=not self._console.is_terminal)
-
-    def _print(self, *parts: str | Text, **how: Any) -> None:
-        with self._console.capture() as capture:
-            self._console.print(*parts, **how)
-        base.emit(capture.get())
+        self._console.print(Text(text, style), soft_wrap=not self._console.is_terminal)
 
     def _end_word(self) -> None:
         """Write the word that waits, on a new line where it does not fit."""
@@ -445,7 +438,7 @@ class Writer:
         if self._column and self._column + cells >= self._console.width:
             self._new_line()
         self._column += len(self._gap) + self._word.cell_len
-        self._print(self._gap, self._word, sep="", end="", soft_wrap=True)
+        self._console.print(self._gap, self._word, sep="", end="", soft_wrap=True)
         self._gap, self._word = "", self._word.blank_copy()
 
     def _new_line(self, end: str = "\n") -> None:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -88,7 +87,9 @@ def generate(
         base.aside(base.statistics(answer, asked["stats"]))
 
 
-def _facts(answer: Generation) -> dict[str, Any]:
+def _facts(answer: Generation | SelfspecError) -> dict[str, Any]:
+    if isinstance(answer, SelfspecError):
+        return {"error": str(answer)}
     return {
         "text": answer.text,
         "token_ids": answer.token_ids,
@@ -114,26 +115,40 @@ def answer_all(asked: Asked, options: dict[str, Any], *, more: bool) -> str:
     prompts = _read(Path(asked["prompts"]), asked.get("system"), raw=options["raw"])
     with files.locked(output):
         files.check_file(output, overwrite=overwrite)  # another run may have ended since
+        partial = output.with_name(f"{output.name}.partial")
         known = {"prompts": prompts, **base.picked(asked, SHARED), **options}
-        run = Run.begun(output, known, overwrite=overwrite)
+        lines = _begun(partial, known, overwrite=overwrite)
         speculator = base.load(asked)
-        numbers = [number for number in range(len(prompts)) if number not in run.lines]
+        numbers = [number for number in range(len(prompts)) if number not in lines]
         seed = options.pop("seed", None)
+        answers = speculator.generate_each(
+            (prompts[number] for number in numbers),
+            seeds=None if seed is None else (seed + number for number in numbers),
+            **room,
+            **options,
+        )
         try:
             with base.bar("generate", "answers") as show:
-                show(len(run.lines), len(prompts), found=True)
-                for place, found in speculator.generate_each(
-                    (prompts[number] for number in numbers),
-                    seeds=None if seed is None else (seed + number for number in numbers),
-                    **room,
-                    **options,
-                ):
-                    run.add(numbers[place], found)
-                    show(len(run.lines), len(prompts))
+                show(len(lines), len(prompts), found=True)
+                for place, found in answers:
+                    line = {"index": numbers[place], **_MADE_BY, **_facts(found)}
+                    files.append(partial, text := json.dumps(line, ensure_ascii=False))
+                    lines[numbers[place]] = text
+                    show(len(lines), len(prompts))
         except KeyboardInterrupt:
-            base.note(f"{len(run.lines)} of {len(prompts)} answered; the same command goes on")
+            base.note(f"{len(lines)} of {len(prompts)} answered; the same command goes on")
             raise
-        return run.finish()
+        in_order = [lines[number] for number in sorted(lines)]
+        files.write(output, "".join(f"{text}\n" for text in in_order))
+        partial.unlink()
+    return f"{output}: {_counted([*map(json.loads, in_order)])}\n"
+
+
+def _counted(answers: list[dict[str, Any]]) -> str:
+    tokens = sum(len(one.get("token_ids", ())) for one in answers)
+    why = [one["error"] for one in answers if "error" in one]
+    failed = f", {len(why)} without an answer; the first: {why[0]}" if why else ""
+    return f"{len(answers)} answers, {tokens} tokens{failed}"
 
 
 def _read(path: Path, system: str | None, *, raw: bool) -> list[Messages]:
@@ -156,56 +171,28 @@ def _read(path: Path, system: str | None, *, raw: bool) -> list[Messages]:
     return found
 
 
-@dataclass
-class Run:
-    """Answers to a file of prompts that are written so far, by number of the prompt."""
+def _begun(partial: Path, asked: dict[str, Any], *, overwrite: bool) -> dict[int, str]:
+    """Lines that a run which was stopped has written, by number of the prompt; the file is there.
 
-    output: Path
-    partial: Path
-    lines: dict[int, str] = field(default_factory=dict)
-
-    @classmethod
-    def begun(cls, output: Path, asked: dict[str, Any], *, overwrite: bool) -> Run:
-        """Begun anew, or gone on with.
-
-        With `overwrite` a run with other prompts or options gives way; without, it and a damaged
-        file raise CannotWrite.
-        """
-        run = cls(output, output.with_name(f"{output.name}.partial"))
-        mark = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()
-        head = json.dumps(_MADE_BY | {"asked": mark})
-        if files.check_file(run.partial, overwrite=True).exists():
-            text = run.partial.read_text(encoding="utf-8", errors="replace")
-            first, *lines = text.split("\n")[:-1] or [""]  # a kill may have cut off the last line
-            if first == head:
-                try:
-                    run.lines = {int(files.parse_json(one, "it")["index"]): one for one in lines}
-                except (InvalidData, ValueError, TypeError, LookupError) as error:
-                    damaged = f"{run.partial} is damaged. Remove it to begin anew"
-                    raise CannotWrite(damaged) from error
-            elif not overwrite:
-                wrong = f"{run.partial} belongs to a run with other prompts or options"
-                raise CannotWrite(f"{wrong}. Go on with those, or remove it")
-        files.write(run.partial, "".join(f"{text}\n" for text in (head, *run.lines.values())))
-        return run
-
-    def add(self, number: int, found: Generation | SelfspecError) -> None:
-        """One more answer, or why there is none."""
-        facts = {"error": str(found)} if isinstance(found, SelfspecError) else _facts(found)
-        text = json.dumps({"index": number, **_MADE_BY, **facts}, ensure_ascii=False)
-        files.append(self.partial, text)
-        self.lines[number] = text
-
-    def finish(self) -> str:
-        """All answers, in the order of their prompts, become the output; says how many."""
-        lines = [self.lines[number] for number in sorted(self.lines)]
-        files.write(self.output, "".join(f"{line}\n" for line in lines))
-        self.partial.unlink()
-        found = [json.loads(line) for line in lines]
-        tokens = sum(len(line.get("token_ids", ())) for line in found)
-        why = [line["error"] for line in found if "error" in line]
-        failed = f", {len(why)} without an answer; the first: {why[0]}" if why else ""
-        return f"{self.output}: {len(found)} answers, {tokens} tokens{failed}\n"
+    With `overwrite` a run with other prompts or options gives way; without, it and a damaged file
+    raise CannotWrite.
+    """
+    mark = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()
+    head, found = json.dumps(_MADE_BY | {"asked": mark}), dict[int, str]()
+    if files.check_file(partial, overwrite=True).exists():
+        text = partial.read_text(encoding="utf-8", errors="replace")
+        first, *lines = text.split("\n")[:-1] or [""]  # a kill may have cut off the last line
+        if first == head:
+            try:
+                found = {int(files.parse_json(one, "it")["index"]): one for one in lines}
+            except (InvalidData, ValueError, TypeError, LookupError) as error:
+                damaged = f"{partial} is damaged. Remove it to begin anew"
+                raise CannotWrite(damaged) from error
+        elif not overwrite:
+            wrong = f"{partial} belongs to a run with other prompts or options"
+            raise CannotWrite(f"{wrong}. Go on with those, or remove it")
+    files.write(partial, "".join(f"{text}\n" for text in (head, *found.values())))
+    return found
 
 
 # --- demo
@@ -322,12 +309,12 @@ def serve(*, asked: Asked) -> None:
     options = base.options_of(ServeOptions, asked)
     kv_memory = base.kv_memory(asked)
     keys = Keys.found(Path(asked["api_key_file"]) if "api_key_file" in asked else None)
-    give = f"set {VARIABLE}, or give --api-key-file"
+    give = f"Set {VARIABLE}, or give --api-key-file"
     if not is_loopback(options.host) and not keys:
-        raise InvalidOption(f"host is {options.host}, which others can reach. S{give[1:]}")
+        raise InvalidOption(f"host is {options.host}, which others can reach. {give}")
     if "*" in (options.cors_origin or ()) and not keys:
         wrong = "cors_origin is *: every web page that this machine's browser shows could ask"
-        raise InvalidOption(f"{wrong}. Name the page, {give}")
+        raise InvalidOption(f"{wrong}. {give}, or name the page")
     check_packages("a server", "fastapi", "uvicorn", "prometheus_client", extra="serve")
     from selfspec.serve.gate import Server, bound
 

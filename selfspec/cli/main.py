@@ -125,7 +125,9 @@ def _explained(error: Exception, words: Sequence[str]) -> int:
         base.complain(error.format_message() + _hints(error, words))
         return error.exit_code
     if isinstance(error, OSError) and not error.filename:
-        base.silence(sys.stdout)  # what is kept back would fail again
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            # what is kept back goes nowhere: it would fail again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     said = base.refused(error)
     base.complain(base.bug(error, words, trace) if said is None else said)
     return BUG if said is None else 2

@@ -29,11 +29,7 @@ if TYPE_CHECKING:
     from selfspec.decoding.measure import StepSpeed
     from selfspec.visualise.layers import LayerTrace
 
-SUITE = (
-    Flag("suite", str, "Prompts: six-tasks (the default), spec-bench, or a .jsonl file."),
-    Flag("questions", str, "The file of a suite that is not built in."),
-    Flag("limit", int, "Questions to take, spread over the suite."),
-)
+SUITE = base.option_flags(results.BenchOptions, ("suite", "questions", "limit"))
 
 
 def suite_of(asked: Asked, limit: int) -> list[results.Question]:
@@ -66,9 +62,8 @@ def trace(prompt: base.Prompt = None, *, as_json: base.AsJson = False, asked: ba
     if asked.get("source") is not None:
         if prompt is not None:
             raise InvalidOption("a prompt and --from at once, expected one. Leave one of them out")
-        for name in sorted(asked.names - _FROM):
-            flag = ("no-" if asked[name] is False else "") + name.replace("_", "-")
-            raise InvalidOption(f"--{flag} means nothing with --from, a kept answer. Leave it out")
+        why = "means nothing with --from, a kept answer. Leave it out"
+        base.refuse(asked, asked.names - _FROM, why)
     targets = _check_targets(asked)
     with contextlib.ExitStack() as stack:
         for path in targets.values():
@@ -87,10 +82,11 @@ def trace(prompt: base.Prompt = None, *, as_json: base.AsJson = False, asked: ba
     if as_json:
         base.emit("".join(json.dumps(line) + "\n" for line in found.lines()))
         return
+    from rich.console import Console
+
     from selfspec.visualise.views import show
 
-    rejected = asked.get("rejected", False)
-    base.emit(base.printed(lambda it: show(found, it, rejected=rejected)))
+    show(found, Console(highlight=False), rejected=asked.get("rejected", False))
 
 
 def _check_targets(asked: Asked) -> dict[str, Path]:
@@ -98,8 +94,6 @@ def _check_targets(asked: Asked) -> dict[str, Path]:
     for name, text in sorted(base.picked(asked, _TARGETS).items()):
         path = base.check_file(asked, text)
         suffix = {"card": ".png", "html": ".html"}.get(name, path.suffix)
-        if not path.parent.is_dir():
-            raise InvalidOption(f"--{name} {path}: there is no folder {path.parent}. Make it first")
         if path.suffix != suffix:
             raise InvalidOption(f"--{name} {path}: expected a name that ends in {suffix}")
         if name == "card":
@@ -381,9 +375,7 @@ def verify(*, as_json: base.AsJson = False, asked: Asked) -> None:
     wanted = set(asked.get("rungs", range(1, 8)))
     if not wanted <= {*range(1, 8)}:
         raise InvalidOption(f"rungs are {asked['rungs']}, expected numbers from 1 to 7: 2,6,7")
-    new_tokens = asked.get("max_new_tokens", _NEW_TOKENS)
-    if new_tokens < 1:
-        raise InvalidOption(f"max_new_tokens is {new_tokens}, expected at least 1")
+    new_tokens = base.answering(asked).get("max_new_tokens", _NEW_TOKENS)
     questions = suite_of(asked, _PROMPTS)
     speculator = base.load(asked)
     keep_numbers(speculator.model)  # it is compared with, and copied

@@ -103,7 +103,7 @@ class _Server:
         held = await gate.read(request, self._writer.options)
         body, choices = await asyncio.to_thread(self._read, held, kind)
         field = choices[0].needs_tools  # all have the same tools, and one grammar
-        if field is not None and not self._writer.knows_tools:
+        if field is not None and self._writer.tool_format is None:
             raise Refused(
                 400,
                 f"{field}: the chat template of {self._writer.label} knows no tools, or calls them "
@@ -293,8 +293,7 @@ class Reply:
         return all(pieces and pieces[-1].finish for pieces in self._pieces)
 
     def _told(self, piece: Piece) -> Iterator[Json]:
-        rounds = piece.told is not None and piece.told["rounds"]
-        something = piece.text or piece.logprobs or rounds
+        something = piece.text or piece.logprobs or piece.told
         if not self._chat:
             if something or piece.finish:
                 yield self._choice(piece.choice, [piece], {"text": piece.text}, piece.finish)
@@ -318,8 +317,8 @@ class Reply:
         likely = self._likely(index, pieces) if self._notes and pieces else None
         found = {"index": index, **said, "logprobs": likely, "finish_reason": finish}
         if told := [piece.told for piece in pieces if piece.told is not None]:
-            rounds = [entry for one in told for entry in one["rounds"]]
-            found["speculation"] = {**told[0], "rounds": rounds}
+            rounds = [*itertools.chain.from_iterable(told)]
+            found["speculation"] = {"rounds": rounds, "num_layers": self._writer.num_layers}
         return found
 
     def _likely(self, index: int, pieces: Sequence[Piece]) -> Json:

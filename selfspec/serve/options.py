@@ -13,13 +13,11 @@ from typing import Annotated
 
 from selfspec import files
 from selfspec.errors import InvalidOption
-from selfspec.options import Range, at_least, between, check_fields
+from selfspec.options import ABOVE_ZERO, at_least, between, check_fields
 
 VARIABLE = "SELFSPEC_API_KEY"
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
-
-_ABOVE_ZERO = Range(lambda value: value > 0, "of more than 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +36,7 @@ class ServeOptions:
     queue: Annotated[int, at_least(0)] = 128
     """Requests that may wait; more are refused with status 429."""
 
-    timeout: Annotated[float, _ABOVE_ZERO] = 600.0
+    timeout: Annotated[float, ABOVE_ZERO] = 600.0
     """Seconds for an answer, waiting included; then it is cut."""
 
     max_tokens: Annotated[int, at_least(1)] = 1024
@@ -47,16 +45,16 @@ class ServeOptions:
     max_prompt_tokens: Annotated[int | None, at_least(1)] = None
     """Tokens of a prompt at most. None: the model's context length."""
 
-    max_body_mb: Annotated[float, _ABOVE_ZERO] = 4.0
+    max_body_mb: Annotated[float, ABOVE_ZERO] = 4.0
     """Largest body of a request, in megabytes."""
 
-    client_timeout: Annotated[float, _ABOVE_ZERO] = 30.0
+    client_timeout: Annotated[float, ABOVE_ZERO] = 30.0
     """Seconds for a client to send a request, or to read on; then its connection ends."""
 
     patience: Annotated[float, at_least(0)] = 1.0
     """Delay of the next token of an answer while another prompt is read, at most, in tokens."""
 
-    graceful_seconds: Annotated[float, _ABOVE_ZERO] = 30.0
+    graceful_seconds: Annotated[float, ABOVE_ZERO] = 30.0
     """Seconds that running answers have when the server is stopped."""
 
     replicas: Annotated[int, at_least(1)] = 1

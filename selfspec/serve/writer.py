@@ -41,7 +41,6 @@ from selfspec.serve.protocol import Choice, Refused, Tools, places
 logger = logging.getLogger(__name__)
 
 _READERS = 4  # threads that read prompts: of some megabytes, one takes up to a gigabyte meanwhile
-_POLL_S = 0.5  # between two looks at whether to stop, where nothing is written
 
 
 class Writer:
@@ -52,12 +51,13 @@ class Writer:
     ) -> None:
         self.options, self.label = options, speculator.label
         self.room = speculator.backbone.max_positions  # tokens of a text, its prompt included
+        self.num_layers = speculator.backbone.num_layers
         self.metrics = Metrics()
         self._speculator = speculator
         self._engine = speculator.engine(
             most=options.concurrency, patience=options.patience, kv_memory=kv_memory
         )
-        self._tool_format = format_of(speculator.tokenizer)
+        self.tool_format = format_of(speculator.tokenizer)
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._answers: dict[Running, Answer] = {}
         self.open = 0  # choices that are written or wait
@@ -66,11 +66,6 @@ class Writer:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._work, name="selfspec-writer", daemon=True)
         self._thread.start()
-
-    @property
-    def knows_tools(self) -> bool:
-        """Whether the chat template can show functions, and says how they are called."""
-        return self._tool_format is not None
 
     @property
     def alive(self) -> bool:
@@ -132,7 +127,7 @@ class Writer:
         """All there are; where nothing is written, wait for one."""
         try:
             if not self._engine.texts:
-                self._orders.get(timeout=_POLL_S)()
+                self._orders.get()()
             while True:
                 self._orders.get_nowait()()
         except queue.Empty:
@@ -174,7 +169,7 @@ class Writer:
             self.metrics.count("prompt_tokens", by=job.prompt_tokens)
             for place, call in enumerate(calls):
                 running = self._engine.add(call.only(), call.speculation)
-                self._answers[running] = Answer(job, place, call, running, self._tool_format)
+                self._answers[running] = Answer(job, place, call, running, self.tool_format)
         except BaseException as error:  # noqa: BLE001  # as above
             logger.debug("a request failed:\n%s", places(error))
             self._leave(job)
@@ -197,9 +192,9 @@ class Writer:
         return self._speculator.call(ids, {**self._asked(choice), "max_new_tokens": longest})
 
     def _asked(self, choice: Choice) -> GenerateOptions:
-        if not choice.must_call or self._tool_format is None:
+        if not choice.must_call or self.tool_format is None:
             return choice.options
-        return {**choice.options, "grammar": self._tool_format.grammar(choice.tools)}
+        return {**choice.options, "grammar": self.tool_format.grammar(choice.tools)}
 
     def _leave(self, job: Job) -> None:
         for answer in [one for one in self._answers.values() if one.job is job]:
@@ -229,7 +224,7 @@ class Piece:
     choice: int
     text: str = ""
     logprobs: Sequence[Json] = ()  # as a chat's answer has them, where they are noted
-    told: Json | None = None  # who gave the tokens, where that was asked for
+    told: Sequence[Json] | None = None  # who gave the tokens, by round, where that was asked for
     error: BaseException | None = None  # in place of an end
     # with the last piece
     calls: Sequence[Json] = ()
@@ -277,7 +272,10 @@ class Answer:
         if running.error is not None:
             raise running.error
         if running.ended:
-            text += self._rest()
+            rest = self._decoder.push([], last=True)
+            if self._explanation is not None:
+                self._explanation.rest(rest)
+            text += self._stops.push(rest, last=True)
         content, calls = text, list[Json]()
         if self._calls is not None:
             content = self._calls.push(text)
@@ -312,12 +310,6 @@ class Answer:
         if self._explanation is not None:
             self._explanation.add(entry, texts)
         return "".join(map(self._stops.push, texts))
-
-    def _rest(self) -> str:
-        rest = self._decoder.push([], last=True)
-        if self._explanation is not None:
-            self._explanation.rest(rest)
-        return self._stops.push(rest, last=True)
 
     def _likely(self, token: int, logprob: float) -> Json:
         """Half of a character has no bytes here: a tokenizer gives text alone."""
@@ -362,7 +354,7 @@ class Explanation:
         if text:
             self._waiting[-1]["tokens"][-1]["text"] += text
 
-    def shown(self, text: str, *, last: bool = False) -> Json:
+    def shown(self, text: str, *, last: bool = False) -> list[Json]:
         """The rounds that are complete now that `text` is shown; `last`: no more will be."""
         self._shown += len(text)
         found = []
@@ -374,7 +366,7 @@ class Explanation:
             for token in told["tokens"]:
                 token["text"] = token["text"][: self._shown]
                 self._shown -= len(token["text"])
-        return {"rounds": found, "num_layers": self._cost.num_layers}
+        return found
 
 
 def _giver(source: str, layer: int) -> Json:
@@ -465,8 +457,6 @@ class Calls:
 
 # --- what Prometheus reads at /metrics
 
-_PREFIX = "selfspec_"
-
 _GAUGES = {
     "num_requests_running": "Answers that are being written.",
     "num_requests_waiting": "Answers that wait for room.",
@@ -508,18 +498,18 @@ class Metrics:
     """The metrics of one server: nothing in them is shared with another one."""
 
     def __init__(self) -> None:
-        self._registry = registry = prometheus.CollectorRegistry()
-        prometheus.ProcessCollector(registry=registry)
+        self._registry = prometheus.CollectorRegistry()
+        prometheus.ProcessCollector(registry=self._registry)
+        all_have: Any = {"namespace": "selfspec", "registry": self._registry}
         self._gauges = {
-            name: prometheus.Gauge(_PREFIX + name, said, registry=registry)
-            for name, said in _GAUGES.items()
+            name: prometheus.Gauge(name, said, **all_have) for name, said in _GAUGES.items()
         }
         self._counters = {
-            name: prometheus.Counter(_PREFIX + name, said, labels, registry=registry)
+            name: prometheus.Counter(name, said, labels, **all_have)
             for name, (said, *labels) in _COUNTERS.items()
         }
         self._histograms = {
-            name: prometheus.Histogram(_PREFIX + name, said, buckets=buckets, registry=registry)
+            name: prometheus.Histogram(name, said, buckets=buckets, **all_have)
             for name, (said, buckets) in _HISTOGRAMS.items()
         }
 

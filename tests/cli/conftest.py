@@ -6,7 +6,7 @@ import io
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,16 @@ def quiet_afterwards() -> Iterator[None]:
 
 
 @pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Runs a command and gives what it wrote, once its exit code is as said: 0, if nothing is."""
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
+    """Runs a command and gives what it wrote, once its exit code is as said: 0, if nothing is.
 
-    def called(arguments: list[str], code: int = 0) -> Any:
+    Standard input is what is `given`; None: as it is.
+    """
+
+    def called(arguments: list[str], code: int = 0, *, given: bytes | None = b"") -> Any:
+        if given is not None:
+            stdin = io.TextIOWrapper(io.BytesIO(given), encoding="utf-8")
+            monkeypatch.setattr(sys, "stdin", stdin)
         found, said = main(arguments), capsys.readouterr()
         assert found == code, said.err
         return said
@@ -55,16 +61,6 @@ def speculator(monkeypatch: pytest.MonkeyPatch) -> FakeSpeculator:
 
     monkeypatch.setattr(base, "load", load)
     return fake
-
-
-@pytest.fixture
-def piped(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], None]:
-    """Puts bytes on standard input."""
-
-    def pipe(data: bytes) -> None:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
-
-    return pipe
 
 
 @pytest.fixture(scope="session")

@@ -94,22 +94,16 @@ class FakeSpeculator:
         return stream.result
 
     def generate_each(
-        self,
-        prompts: Iterable[Any],
-        *,
-        most: int,
-        kv_memory: int | None,
-        seeds: Iterable[int] | None = None,
-        **options: Any,
+        self, prompts: Iterable[Any], *, seeds: Iterable[Any] | None, **options: Any
     ) -> Iterator[tuple[int, Any]]:
         """Even numbers first; an answer's text is its prompt's number and seed."""
-        self.given, self.room = options, (most, kv_memory)
-        drawn: Iterable[int | None] = itertools.repeat(None) if seeds is None else seeds
-        asked = list(zip(prompts, drawn, strict=False))
+        self.room = options.pop("most"), options.pop("kv_memory")
+        self.given = options
+        asked = list(zip(prompts, seeds or itertools.repeat(None), strict=False))
         for number in sorted(range(len(asked)), key=lambda number: number % 2):
             prompt, seed = asked[number]
             self.prompts.append(prompt)
-            if self.broken and number in self.broken:
+            if number in self.broken:
                 raise self.broken[number]
             words = prompt if isinstance(prompt, str) else prompt[-1]["content"]
             if words == "bad":

@@ -16,7 +16,6 @@ from selfspec.errors import InvalidPrompt
 from tests.cli.fakes import Call, FakeSpeculator, user
 
 ROOT = Path(__file__).parents[2]
-Pipe = Callable[[bytes], None]
 
 
 def said(text: str) -> dict[str, str]:
@@ -67,16 +66,11 @@ def system(text: str) -> dict[str, str]:
     ],
 )
 def test_chat_remembers_what_was_said_and_what_commands_changed(
-    typed: str,
-    answers: list[list[Any]],
-    asked: list[Any],
-    speculator: FakeSpeculator,
-    piped: Pipe,
-    call: Call,
+    typed: str, answers: list[list[Any]], asked: list[Any], speculator: FakeSpeculator, call: Call
 ) -> None:
     speculator.answers = list(answers)
-    piped(typed.encode())
-    shown = call(["chat", "--system", "s", "--stats", "--seed", "1"]).err.splitlines()
+    command = ["chat", "--system", "s", "--stats", "--seed", "1"]
+    shown = call(command, given=typed.encode()).err.splitlines()
     assert speculator.prompts == asked
     assert speculator.given == {"seed": 1}
     assert not speculator.answers
@@ -91,13 +85,13 @@ def test_chat_remembers_what_was_said_and_what_commands_changed(
 
 
 def test_a_conversation_is_saved_and_gone_on_with(
-    speculator: FakeSpeculator, piped: Pipe, call: Call, tmp_path: Path
+    speculator: FakeSpeculator, call: Call, tmp_path: Path
 ) -> None:
     kept, strange = tmp_path / "talk.json", tmp_path / "strange.json"
     strange.write_text('{"messages": [{"role": "robot", "content": "x"}]}')
     speculator.answers = [["one"], ["two"], ["three"]]
-    piped(f"a\n/save {kept}\n/save {strange}\n/load {strange}\nb\n/load {kept}\nc\n".encode())
-    refused = call(["chat"]).err
+    typed = f"a\n/save {kept}\n/save {strange}\n/load {strange}\nb\n/load {kept}\nc\n"
+    refused = call(["chat"], given=typed.encode()).err
     assert json.loads(kept.read_text())["messages"] == [user("a"), said("one")]
     assert speculator.prompts[1] == [user("a"), said("one"), user("b")]
     assert speculator.prompts[2] == [user("a"), said("one"), user("c")]
@@ -111,16 +105,15 @@ def test_a_conversation_is_saved_and_gone_on_with(
         ("/sav x", "unknown command '/sav'. Did you mean /save?"),
         ("/save", "/save needs a file"),
         ("/quit now", "/quit takes nothing behind it"),
-        ("/undo", "nothing to take back"),
+        ("/undo", "no question yet"),
         ("/trace", "no answer to trace yet"),
         ("/stats", "no answer yet"),
     ],
 )
 def test_a_wrong_command_is_said_on_one_line(
-    line: str, words: str, speculator: FakeSpeculator, piped: Pipe, call: Call
+    line: str, words: str, speculator: FakeSpeculator, call: Call
 ) -> None:
-    piped(f"{line}\n".encode())
-    (shown,) = call(["chat"]).err.splitlines()
+    (shown,) = call(["chat"], given=f"{line}\n".encode()).err.splitlines()
     assert words in shown
     assert speculator.prompts == []
 

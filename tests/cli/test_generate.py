@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,6 @@ from selfspec.cli import base, generate
 from selfspec.cli.main import main
 from selfspec.config import SpeculationOptions
 from selfspec.decoding import engine
-from selfspec.errors import ModelNotFound
 from selfspec.hub import models as hub
 from tests.cli.fakes import Call, FakeAnswer, FakeSpeculator, FakeStream, user
 from tests.models import make_model
@@ -44,15 +42,14 @@ def test_a_prompt_is_answered_on_stdout_and_statistics_go_to_stderr(
     prompt: Any,
     err: str,
     speculator: FakeSpeculator,
-    piped: Callable[[bytes], None],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     call: Call,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("prompt.txt").write_text("from a file\n")
-    piped(given.encode())
-    assert tuple(call(["generate", *arguments])) == ("Hello you.\n", err)
+    found = call(["generate", *arguments], given=given.encode())
+    assert tuple(found) == ("Hello you.\n", err)
     assert speculator.prompts == [prompt]
     assert speculator.given["raw"] is ("--raw" in arguments)
 
@@ -88,19 +85,6 @@ def test_json_is_one_object_and_nothing_else(
     }
 
 
-def test_an_error_is_one_line_unless_debug_is_on(
-    monkeypatch: pytest.MonkeyPatch, call: Call
-) -> None:
-    def fail(_: Any) -> None:
-        raise ModelNotFound("no model here. Get one")
-
-    monkeypatch.setattr(base, "load", fail)
-    assert tuple(call(["generate", "hi"], 2)) == ("", "selfspec: error: no model here. Get one\n")
-    shown = call(["generate", "hi", "--debug"], 2).err.splitlines()
-    assert "Traceback" in shown[0]
-    assert shown[-1] == "selfspec: error: no model here. Get one"
-
-
 def test_a_newline_ends_an_answer_that_has_none_and_an_interrupt_any(
     speculator: FakeSpeculator, call: Call
 ) -> None:
@@ -128,18 +112,13 @@ def test_a_schema_or_a_grammar_is_read_from_a_file(
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
 def test_an_answer_that_was_cut_says_so_unless_that_was_asked_for(
-    command: str,
-    speculator: FakeSpeculator,
-    piped: Callable[[bytes], None],
-    monkeypatch: pytest.MonkeyPatch,
-    call: Call,
+    command: str, speculator: FakeSpeculator, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
     monkeypatch.setattr(FakeStream, "result", FakeAnswer(stop_reason="length"))
     for flags, said in (([], True), (["--max-new-tokens", "2"], False), (["-q"], False)):
         speculator.answers = [["one"]]
-        piped(b"a\n")
-        shown = "cut after 2 tokens; more: --max-new-tokens" in call([command, *flags]).err
-        assert shown is said
+        heard = call([command, *flags], given=b"a\n").err
+        assert ("cut after 2 tokens; more: --max-new-tokens" in heard) is said
 
 
 # --- many prompts

@@ -16,29 +16,23 @@ from selfspec.errors import HeadsMismatch, InvalidHeads, ModelNotFound
 from selfspec.hub import models as hub
 from selfspec.training import records
 from tests.cli.fakes import Call, FakeSpeculator
+from tests.heads.kinds import make_config
 
-CONFIG = {
-    "format_version": 2,
-    "base_model": "toy-model",
-    "base_fingerprint": "f" * 64,
-    "hidden_size": 8,
-    "num_layers": 6,
-    "vocab_size": 16,
-    "exit_layers": [2, 4],
-    "head_type": "translator",
+TRAINING = {
+    "data": "talks",
+    "validation": "more talks",
+    "dtype": "float32",
+    "conversations": 3,
+    "answer_tokens": 60,
+    "epochs": 1,
+    "steps": 2,
+    "ce_share": 1.0,
+    "learning_rate": 0.1,
+    "seed": 0,
+}
+CONFIG: dict[str, Any] = {
+    **{"base_model": "toy-model", "head_type": "translator", "training": TRAINING},
     "defaults": {"drafter": "exit:threshold=0.7"},
-    "training": {
-        "data": "talks",
-        "validation": "more talks",
-        "dtype": "float32",
-        "conversations": 3,
-        "answer_tokens": 60,
-        "epochs": 1,
-        "steps": 2,
-        "ce_share": 1.0,
-        "learning_rate": 0.1,
-        "seed": 0,
-    },
 }
 SHARES = {"positions": 9, "agreement": 0.5, "agreement_second": None}
 
@@ -48,7 +42,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkout whose only heads are these; their weights are 1 MB of nothing."""
     folder = tmp_path / "checkpoints" / "toy"
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    make_config(**CONFIG).write(folder)
     (folder / "model.safetensors").write_bytes(bytes(1_000_000))
     (folder / "run.yaml").write_text("run: {}\n")
     (folder / "metrics.json").write_text(json.dumps({"layers": {"2": SHARES}, "coverage": 1.0}))

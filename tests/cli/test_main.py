@@ -22,6 +22,7 @@ from selfspec.cli import base
 from selfspec.cli.base import SHARED, merged
 from selfspec.cli.main import BUG, INTERRUPTED, app, main
 from selfspec.config import SpeculationOptions
+from selfspec.errors import ModelNotFound
 from selfspec.model import backbone
 from selfspec.options import ACCEPTANCE, CONTROLLERS, DRAFTERS, Costs, Easd, Exit, GammaTune
 from tests.bad_input import furnish, snapshot
@@ -119,7 +120,7 @@ def test_a_shell_completes_commands(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        ("selfspec --version >/dev/full", 2, "cannot write standard output: No space left"),
+        ("selfspec --version >/dev/full", 2, "cannot write standard output or a file: No space"),
         ("selfspec --version >&-", 2, "cannot write standard output"),
         ("selfspec --version 2>&-", 0, ""),
         ("selfspec heads show nothing 2>/dev/full", 2, ""),
@@ -181,20 +182,21 @@ def test_ctrl_c_ends_it_with_130_whenever_it_comes(delay_s: float, tmp_path: Pat
 # --- bugs, and what is none
 
 
-Raised = Callable[[BaseException, int], str]
+Raised = Callable[..., str]
 
 
 @pytest.fixture
 def raised(monkeypatch: pytest.MonkeyPatch, call: Call) -> Raised:
     """What a command that raises an error says of it, and its exit code."""
 
-    def raise_(error: BaseException, code: int) -> str:
+    def raise_(error: BaseException, code: int, *flags: str) -> str:
         def mistaken(**_: Any) -> None:
             raise error
 
         monkeypatch.setattr("selfspec.cli.main.app", lambda: mistaken)
-        said: str = call(["generate", "a b"], code).err
-        return said
+        said = call(["generate", "a b", *flags], code)
+        assert said.out == ""
+        return str(said.err)
 
     return raise_
 
@@ -223,10 +225,16 @@ def test_a_bug_says_that_it_is_one_and_where_its_report_is(
         (MemoryError(), "there is not enough memory"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "not enough memory"),
         (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "enough memory"),
+        (ModelNotFound("no model here. Get one"), "selfspec: error: no model here. Get one"),
     ],
 )
-def test_what_the_system_refuses_is_no_bug(error: Exception, words: str, raised: Raised) -> None:
-    assert words in raised(error, 2)
+def test_what_is_refused_is_no_bug_and_one_line_unless_debug_is_on(
+    error: Exception, words: str, raised: Raised
+) -> None:
+    (line,) = raised(error, 2).splitlines()
+    assert words in line
+    first, *_, last = raised(error, 2, "--debug").splitlines()
+    assert (first, last) == ("Traceback (most recent call last):", line)
 
 
 def test_what_ctrl_c_broke_is_no_bug_however_late_it_fails(

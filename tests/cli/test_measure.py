@@ -26,7 +26,6 @@ from tests.cli.fakes import Call
 from tests.decoding.test_mutants import every_draft_stays
 from tests.models import make_model
 from tests.talks import make_tokenizer
-from tests.traces import long_trace
 
 MODEL = ["--model", "model", "--dtype", "float32"]
 DRAFTS = ["--heads", "logit-lens", "--drafter", "exit:layers=2/4,threshold=0.05"]
@@ -149,7 +148,7 @@ TRACE = ["trace", *MODEL, *DRAFTS, *SIX]
 
 
 def test_it_shows_keeps_and_draws_the_answer_that_generate_gives(
-    workplace: Path, call: Call
+    workplace: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raw = ["--raw", "--output", "t.jsonl"]
     shown = call([*TRACE, "a b c", *raw, "--card", "card.png", "--html", "page.html"]).out
@@ -162,20 +161,12 @@ def test_it_shows_keeps_and_draws_the_answer_that_generate_gives(
     assert "\x1b" not in shown
     assert Path("card.png").is_file()
     assert re.search('"plain_step":[0-9.e-]+,', Path("page.html").read_text())
-    assert call(["trace", "--from", "t.jsonl"]).out == shown
-    assert call(["trace", "--from", "t.jsonl", "--json"]).out == Path("t.jsonl").read_text()
-
-
-def test_a_kept_trace_is_drawn(
-    workplace: Path, call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    long_trace([f"t{number} " for number in range(45)]).save(workplace / "long.jsonl")
-    assert main(["trace", "--from", "long.jsonl", "--html", "page.html"]) == 0
-    page = (workplace / "page.html").read_text()
-    assert "t44" in page
-    assert '"plain_step":null' in page
+    kept = ["trace", "--from", "t.jsonl"]
+    assert call([*kept, "--html", "a/new/page.html"]).out == shown
+    assert '"plain_step":null' in Path("a/new/page.html").read_text()
+    assert call([*kept, "--json"]).out == Path("t.jsonl").read_text()
     monkeypatch.setattr("selfspec.eval.results.find_spec", lambda name: None)
-    refused = call(["trace", "--from", "long.jsonl", "--card", "a.png"], 2).err
+    refused = call([*kept, "--card", "a.png"], 2).err
     assert "--card needs matplotlib: pip install" in refused
 
 

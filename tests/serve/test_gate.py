@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from selfspec.api.speculator import Speculator
-from selfspec.errors import InvalidOption
 from selfspec.serve.gate import _Around
 from selfspec.serve.options import ServeOptions
 from tests.serve.live import LONG, Running, running, streaming, wait_until
@@ -30,15 +30,10 @@ def log(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[pytest.LogCaptureFixture]:
     """All of it, at its most talkative; without a handler that a command's test left."""
+    monkeypatch.setattr(caplog.handler, "formatter", logging.Formatter("%(name)s %(message)s"))
     monkeypatch.setattr(logging.getLogger("selfspec"), "handlers", [])
     with caplog.at_level(logging.DEBUG), caplog.at_level(logging.DEBUG, "selfspec"):
         yield caplog
-
-
-def written(log: pytest.LogCaptureFixture) -> str:
-    """What a log file would hold, tracebacks included."""
-    shape = logging.Formatter("%(name)s %(message)s")
-    return "\n".join(shape.format(record) for record in log.records)
 
 
 def preflight(server: Running, origin: str = PAGE) -> httpx.Response:
@@ -74,12 +69,6 @@ def test_an_origin_that_is_named_may_ask_and_needs_a_key(tiny: Speculator) -> No
         assert "access-control-allow-origin" not in allowed(other)
 
 
-@pytest.mark.parametrize("origin", ["page.example", "https://page.example/", "https://", ""])
-def test_an_origin_has_a_scheme_and_a_host(origin: str) -> None:
-    with pytest.raises(InvalidOption, match="expected scheme and host"):
-        ServeOptions(cors_origin=[origin])
-
-
 def test_lines_and_texts_are_logged_where_that_is_asked_for(
     tiny: Speculator, log: pytest.LogCaptureFixture
 ) -> None:
@@ -87,7 +76,7 @@ def test_lines_and_texts_are_logged_where_that_is_asked_for(
         text = server.post(ASK).json()["choices"][0]["message"]["content"]
         server.post({**ASK, "stream": True})
         httpx.get(f"{server.address}/nowhere%0A%1b[31m?q={SECRET}")
-    lines = [line for line in written(log).splitlines() if line.startswith("selfspec.serve.gate")]
+    lines = [line for line in log.text.splitlines() if line.startswith("selfspec.serve.gate")]
     assert len(lines) == 7
     pattern = r"POST /v1/chat/completions 200, \d+ \+ 8 tokens in \d+\.\d{3} s for 127\.0\.0\.1$"
     for line, asked, answered in (lines[:3], lines[3:6]):
@@ -102,14 +91,10 @@ def test_an_answer_that_the_servers_end_cuts_is_one_line(log: pytest.LogCaptureF
         raise asyncio.CancelledError
 
     nobody: Any = None
-    asyncio.run(_Around(cut, ServeOptions(), nobody)({"type": "http"}, nobody, nobody))
-    assert "gate an answer was cut: the server stops" in written(log)
-
-
-def test_no_line_where_it_is_not(server: Running, log: pytest.LogCaptureFixture) -> None:
-    server.post(ASK)
-    ours = [line for line in written(log).splitlines() if line.startswith("selfspec")]
-    assert not any("POST" in line for line in ours)
+    scope = {"type": "http", "method": "POST", "path": "/", "client": None}
+    asyncio.run(_Around(cut, ServeOptions(), nobody)(scope, nobody, nobody))
+    ours = [line for line in log.text.splitlines() if line.startswith("selfspec")]
+    assert ours == ["selfspec.serve.gate an answer was cut: the server stops"]
 
 
 HOSTILE: list[Any] = [
@@ -138,7 +123,7 @@ def test_no_text_is_logged_unasked_at_any_level(
     with running(tiny, log_requests=True) as server:
         answers = [server.post(body) for body in HOSTILE]
         assert {answer.status_code for answer in answers} == {200, 400, 404}
-        assert "an answer failed" not in written(log)  # what a client did wrong is no fault
+        assert "an answer failed" not in log.text  # what a client did wrong is no fault
         said = answers[1].json()["choices"][0]["message"]["content"]
         assert len(said) > 20
         server.post(f'{{"{SECRET}'.encode())
@@ -160,7 +145,7 @@ def test_no_text_is_logged_unasked_at_any_level(
                 server.post({**ASK, "stream": True})
         assert server.post(ASK).status_code == 200
         assert server.writer.open == 0
-    everything = written(log) + "".join(capfd.readouterr())
+    everything = log.text + "".join(capfd.readouterr())
     assert SECRET not in everything
     assert said[:20] not in everything
     assert everything.count("ValueError") >= 4  # it does say what went wrong, and where:
@@ -204,6 +189,10 @@ def read(server: Running) -> Figures:
     }
 
 
+def grown(server: Running, before: Figures) -> Figures:
+    return {name: value - before.get(name, 0) for name, value in read(server).items()}
+
+
 def asked(server: Running, **more: Any) -> Any:
     answer = server.post({**BODY, **more})
     assert answer.status_code == 200
@@ -214,40 +203,32 @@ def test_counters_are_the_sums_of_usage(small: Running) -> None:
     wishes: list[dict[str, Any]] = [{}, {"speculation": False}, {"n": 2, "temperature": 0.8}]
     before = read(small)
     answers = [asked(small, **wish) for wish in wishes]
-    after = read(small)
-
-    def more(*name: str) -> float:
-        return after.get(name, 0) - before.get(name, 0)
-
-    usages = [answer["usage"] for answer in answers]
-    drafts = [usage["speculation"] for usage in usages]
-    written = sum(usage["completion_tokens"] for usage in usages)
-    accepted = sum(one["num_accepted_tokens"] for one in drafts)
-    assert accepted > 0
-    drafted = sum(one["num_draft_tokens"] for one in drafts)
-    assert more("prompt_tokens_total") == sum(usage["prompt_tokens"] for usage in usages)
-    assert more("generation_tokens_total") == written
-    assert more("spec_decode_num_draft_tokens_total") == drafted
-    assert more("spec_decode_num_accepted_tokens_total") == accepted
-    assert 0 < more("spec_decode_num_drafts_total") <= sum(one["rounds"] for one in drafts)
-    for position in range(max(len(one["num_accepted_tokens_per_pos"]) for one in drafts)):
-        by_place = [one["num_accepted_tokens_per_pos"][position:][:1] for one in drafts]
-        name = "spec_decode_num_accepted_tokens_per_pos_total"
-        assert more(name, str(position)) == sum(map(sum, by_place))
-    for source in {source for one in drafts for source in one["sources"]}:
-        given = sum(one["sources"].get(source, {"accepted": 0})["accepted"] for one in drafts)
-        assert more("tokens_by_source_total", source) == given
-    assert more("tokens_by_source_total", "model") == written - accepted
-    reasons = [choice["finish_reason"] for answer in answers for choice in answer["choices"]]
-    for reason in set(reasons):
-        assert more("request_success_total", reason) == reasons.count(reason)
+    expected = Counter[tuple[str, ...]]()
+    for answer in answers:
+        usage, drafts = answer["usage"], answer["usage"]["speculation"]
+        model = usage["completion_tokens"] - drafts["num_accepted_tokens"]
+        expected["prompt_tokens_total",] += usage["prompt_tokens"]
+        expected["generation_tokens_total",] += usage["completion_tokens"]
+        expected["spec_decode_num_draft_tokens_total",] += drafts["num_draft_tokens"]
+        expected["spec_decode_num_accepted_tokens_total",] += drafts["num_accepted_tokens"]
+        expected["tokens_by_source_total", "model"] += model
+        for position, count in enumerate(drafts["num_accepted_tokens_per_pos"]):
+            expected["spec_decode_num_accepted_tokens_per_pos_total", str(position)] += count
+        for source, counts in drafts["sources"].items():
+            expected["tokens_by_source_total", source] += counts["accepted"]
+        for choice in answer["choices"]:
+            expected["request_success_total", choice["finish_reason"]] += 1
+    assert expected["spec_decode_num_accepted_tokens_total",] > 0
+    found = grown(small, before)
+    assert {name: found.get(name, 0) for name in expected} == expected
+    rounds = sum(answer["usage"]["speculation"]["rounds"] for answer in answers)
+    assert 0 < found["spec_decode_num_drafts_total",] <= rounds
 
 
 def test_times_are_noted_once_and_a_prompt_that_comes_again_is_a_hit(small: Running) -> None:
     asked(small, speculation=False)
     before = read(small)
     usage = asked(small, speculation=False)["usage"]
-    after = read(small)
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     assert cached > 0
     expected = {
@@ -257,7 +238,8 @@ def test_times_are_noted_once_and_a_prompt_that_comes_again_is_a_hit(small: Runn
         "prefix_cache_queries_total": usage["prompt_tokens"],
         "prefix_cache_hits_total": cached,
     }
-    assert {name: after[name,] - before[name,] for name in expected} == expected
+    found = grown(small, before)
+    assert {name: found[name,] for name in expected} == expected
 
 
 def test_gauges_rise_and_return_to_nothing(tiny: Speculator) -> None:
@@ -273,14 +255,3 @@ def test_gauges_rise_and_return_to_nothing(tiny: Speculator) -> None:
             assert idle[name,] == 0
         assert idle["kv_memory_promised_bytes",] == 0
         assert idle["request_cancelled_total",] == 2
-
-
-def test_refusals_are_counted_by_status(small: Running) -> None:
-    before = read(small)
-    for content in (b"{", b"{}", b"x" * 5_000_000):
-        small.post(content)
-    httpx.get(f"{small.address}/nothing")
-    after = read(small)
-    for status, count in (("400", 2), ("413", 1), ("404", 1)):
-        name = "request_refused_total", status
-        assert after[name] - before.get(name, 0) == count

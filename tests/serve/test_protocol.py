@@ -163,7 +163,10 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ({"temperature": 3}, "temperature"),
         ({"n": 0}, "n"),
         ({"n": True}, "n"),
+        ({"n": 129}, "n"),
         ({"stop": ["a" * 129]}, "stop[0]"),
+        ({"stop": ["a"] * 5}, "stop"),
+        ({"logit_bias": {str(token): 100 for token in range(1025)}}, "logit_bias"),
         ({"top_p": 0}, "top_p"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages[0]"),
@@ -172,7 +175,8 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ({"messages": [{"role": "user", "content": IMAGE}]}, "messages[0].content[0].type"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"speculation": {"drafter": "wish"}}, "speculation.drafter"),
-        ({"speculation": {"drafter": "ngram:size=1000000000"}}, "speculation.drafter"),
+        ({"speculation": {"drafter": "+".join(["ngram"] * 99)}}, "speculation.drafter"),
+        ({"speculation": {"drafter": "ngram:size=9"}}, "speculation.drafter"),
         ({"speculation": {"controller": "heuristic:longest=65"}}, "speculation.controller"),
         ({"speculation": {"model": "x"}}, "speculation.model"),
         ({"n": 128, "messages": ASK * 5_000}, "messages"),
@@ -281,6 +285,12 @@ SPECULATION: list[Any] = [
     False,
     {"drafter": "ngram"},
     {"drafter": None, "never_slower": False},
+    # as much as a request may ask for
+    {"drafter": "ngram:size=8,max_tokens=16"},
+    {"drafter": "exit:max_tokens=16,guesses=4,max_rows=32"},
+    {"drafter": "successors:max_tokens=16,guesses=4,max_rows=32"},
+    {"drafter": "lookahead:level=4,window=4,guesses=4"},
+    {"controller": "gammatune:longest=16,shortest=16"},
 ]
 
 
@@ -291,7 +301,7 @@ def test_sixteen_at_once_have_the_texts_that_they_have_alone(small: Running) -> 
 
     def over_http(number: int) -> str:
         body = {**BODY, "messages": [{"role": "user", "content": asked[number]}]}
-        answer = small.post({**body, "speculation": SPECULATION[number % 4]})
+        answer = small.post({**body, "speculation": SPECULATION[number % len(SPECULATION)]})
         return str(answer.json()["choices"][0]["message"]["content"])
 
     with ThreadPoolExecutor(16) as pool:

@@ -8,9 +8,10 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
+from unittest.mock import Mock
 
 import httpx
 import psutil
@@ -229,35 +230,29 @@ def test_keys_origins_and_sizes_are_minded_before_any_copy() -> None:
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-class Handle:
-    """Of copies that send what they are given; then they wait, or end with an error."""
+class Messages:
+    """Of a copy: what it is given; then it waits, or ends with an error."""
 
-    def __init__(self, *messages: dict[str, Any], error: Exception | None = None) -> None:
-        self.answer = self
-        self._messages, self._error = iter(messages), error
-        self._waits: asyncio.Future[None] | None = None
-
-    def options(self, **_: Any) -> Handle:
-        return self
-
-    def remote(self, *_: Any) -> Handle:
-        return self
+    def __init__(self, messages: Sequence[dict[str, Any]], error: Exception | None) -> None:
+        self._messages, self._error, self._cancelled = messages, error, asyncio.Event()
 
     async def __aiter__(self) -> AsyncIterator[dict[str, Any]]:
         for message in self._messages:
             yield message
         if self._error is None:
-            self._waits = asyncio.get_running_loop().create_future()
-            await self._waits
+            await self._cancelled.wait()
         raise self._error or RequestCancelledError("0")
 
     def cancel(self) -> None:
-        if self._waits is not None and not self._waits.done():
-            self._waits.set_result(None)
+        self._cancelled.set()
 
 
-def through(handle: Handle, path: str = "/v1/models", **options: Any) -> Any:
-    front = make_front(cast("Any", handle), ServeOptions(**options), Keys([]))
+def through(
+    *messages: dict[str, Any], error: Exception | None = None, path: str = "/v1/models"
+) -> Any:
+    handle = Mock()
+    handle.options.return_value.answer.remote.return_value = Messages(messages, error)
+    front = make_front(handle, ServeOptions(timeout=0.05), Keys([]))
     return TestClient(front, base_url="http://localhost").get(path)
 
 
@@ -266,20 +261,20 @@ def test_where_no_copy_is_ready_that_is_said_in_time(
     monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     monkeypatch.setattr("selfspec.serve.replicas._READY_S", 0.05)
-    answer = through(Handle(), path, timeout=0.05)
+    answer = through(path=path)
     assert answer.status_code == 503
     assert answer.json()["error"]["message"] == "no copy of the model is ready. Try again soon"
 
 
 def test_where_a_copy_ends_its_answer_is_refused_and_never_half_of_one() -> None:
-    answer = through(Handle(error=ActorDiedError()))
+    answer = through(error=ActorDiedError())
     assert answer.status_code == 503
     assert answer.json()["error"]["type"] == "server_error"
     assert "Send the request again" in answer.json()["error"]["message"]
     begun = {"type": "http.response.start", "status": 200, "headers": []}
     half = {"type": "http.response.body", "body": b'{"half', "more_body": True}
     with pytest.raises(RuntimeError, match="the answer was cut"):
-        through(Handle(begun, half, error=ActorDiedError()))
+        through(begun, half, error=ActorDiedError())
 
 
 def test_without_ray_one_line_says_what_to_install(
