@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from selfspec.errors import InvalidData, InvalidOption
 from selfspec.heads.heads import HEAD_TYPES, DeepFusedHead
@@ -59,8 +57,6 @@ def test_features_are_the_models_own_states_at_answer_positions(
         output = backbone.model(batch.ids, output_hidden_states=True)
     for layer in LAYERS:
         assert torch.equal(found.hidden[layer], output.hidden_states[layer][batch.predicts])
-    assert found.top_ids is not None
-    assert found.top_log_probs is not None
     expected = output.logits[batch.predicts].log_softmax(-1).topk(5)
     assert torch.equal(found.top_ids.long(), expected.indices)
     # float16 near -5; largest difference measured: 0.0019
@@ -94,23 +90,6 @@ def test_rows_continue_within_an_answer_only(backbone: Backbone) -> None:
     assert everywhere.answers.tolist() == [False, True, True, False, True, True, True, True]
     assert everywhere.continues.tolist() == [False, *[True] * 5, False, True]
     assert torch.equal(everywhere.hidden[2][everywhere.answers], found.hidden[2])
-
-
-def test_without_targets_the_layers_behind_the_last_exit_do_not_run(
-    backbone: Backbone, talks: Talks
-) -> None:
-    ran: list[int] = []
-    hooks = [
-        layer.register_forward_hook(lambda *_, index=index: ran.append(index))
-        for index, layer in enumerate(backbone.layers)
-    ]
-    found = features(backbone, FeatureSpec(LAYERS), padded(talks))
-    for hook in hooks:
-        hook.remove()
-    assert ran == [0, 1, 2, 3]
-    expected = features(backbone, WHOLE, padded(talks))
-    assert all(torch.equal(found.hidden[layer], expected.hidden[layer]) for layer in LAYERS)
-    assert (found.deep, found.top_ids) == (None, None)
 
 
 # --- sources
@@ -296,29 +275,12 @@ def test_a_manifest_with_a_strange_value(
     one_line(caught, path.parent)
 
 
-def changed(name: str, change: Callable[[Tensor], Tensor | None]) -> Change:
-    """A shard with another tensor, or one less, and a manifest to match."""
-
-    def apply(path: Path) -> None:
-        tensors = load_file(path)
-        new = change(tensors.pop(f"0.{name}"))
-        save_file(tensors if new is None else tensors | {f"0.{name}": new}, path)
-        manifest = path.parent / store.MANIFEST
-        known = json.loads(manifest.read_text()) | {"sha256": [store.sha256(path)]}
-        manifest.write_text(json.dumps(known))
-
-    return apply
-
-
 SHARDS: dict[str, Change] = {
     "gone": lambda path: path.unlink(),
     "half": lambda path: os.truncate(path, 300),
-    "no following": changed("following", lambda _: None),
-    "no hidden": changed("hidden.2", lambda _: None),
-    "other tokens": changed("following", lambda ids: ids + 1_000_000),
-    "other answers": changed("answers", lambda answers: answers.int()),
-    "narrow": changed("hidden.2", lambda hidden: hidden[:, 1:].contiguous()),
-    "no number": changed("hidden.2", lambda hidden: hidden / 0),
+    "other tokens": lambda path: save_file(
+        {name: tensor + 1 for name, tensor in load_file(path).items()}, path
+    ),
 }
 
 
