@@ -50,8 +50,8 @@ NO_HEADS = "none"  # in place of a folder: no heads, where some would be taken b
 FROM_BLOCKS = ("auto", "fused")  # executors that take weights as they lie in a quantised file
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 HEADS_FILES = (  # what `fit` and `calibrate` write; nothing else of a folder is fetched or copied
-    *("README.md", "calibration.json", "config.json", "curves.png", "metrics.json"),
-    *("metrics.jsonl", "model.safetensors", "run.yaml"),
+    *("README.md", "calibration.json", "config.json", "metrics.json", "metrics.jsonl"),
+    *("model.safetensors", "run.yaml"),
 )
 
 
