@@ -8,6 +8,7 @@ finished result. What is read can neither hang, fill memory nor surprise. GGUF: 
 from __future__ import annotations
 
 import errno
+import hashlib
 import itertools
 import json
 import os
@@ -83,6 +84,15 @@ def local_path(name: str | Path) -> Path:
     except OSError as error:
         raise InvalidOption(f"cannot use {str(name)!r}: {error.strerror}") from error
     return path
+
+
+def sha256(path: Path, begin: bytes = b"") -> str:
+    """The hash of `begin` and a file's bytes."""
+    found = hashlib.sha256(begin)
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            found.update(block)
+    return found.hexdigest()
 
 
 # --- before long work begins

@@ -7,7 +7,6 @@ and transformers are imported on first use, so that looking for a file stays che
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import re
 import ssl
@@ -347,15 +346,11 @@ def _from_gguf(
 
 def _made_once(gguf: Path, kind: str, make: Callable[[Path, Path], None]) -> Path:
     """A folder of the cache that `make` fills: whole or not at all, by the first of several."""
-    digest = hashlib.sha256(_CONVERSION)  # of all: 0.05 s for the default model
     try:
-        with gguf.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
+        digest = files.sha256(gguf, _CONVERSION)  # of all: 0.05 s for the default model
     except OSError as error:
         raise ModelNotFound(f"cannot read {gguf}: {error.strerror}") from error
-    name = f"{gguf.stem}-{digest.hexdigest()[:12]}-{kind}"
-    target = files.cache_folder() / "models" / name
+    target = files.cache_folder() / "models" / f"{gguf.stem}-{digest[:12]}-{kind}"
     if (target / "config.json").is_file():
         return target
     from selfspec.hub.gguf import read_header

@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from selfspec import files
 from selfspec.errors import InvalidData, InvalidOption, shown
-from selfspec.files import read_json
+from selfspec.files import read_json, sha256
 from selfspec.heads.attending import AttendingHeads
 from selfspec.heads.exit_heads import ExitHeads, with_states
 from selfspec.model.backbone import Backbone
@@ -487,15 +487,6 @@ FeatureSource = StreamSource | CacheSource
 def _opened(path: Path) -> Iterator[Any]:
     with explained(f"{path} is damaged", "Run selfspec cache again"), safe_open(path, "pt") as file:
         yield file
-
-
-def sha256(path: Path) -> str:
-    """The hash of a file's bytes."""
-    found = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            found.update(block)
-    return found.hexdigest()
 
 
 def _is_whole(path: Path, known: str) -> bool:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from selfspec import files
 from selfspec.errors import InvalidData, InvalidOption
 from selfspec.heads.heads import HEAD_TYPES, DeepFusedHead
 from selfspec.model.backbone import Backbone
@@ -174,7 +175,7 @@ def test_a_cache_gives_back_the_very_batches(
     assert sum(stream.sizes) == sum(16 + seed for seed in range(12))
     assert len(shards(tmp_path / "features")) > 2
     assert (found.spec, found.sizes, found.digest) == (SPEC, stream.sizes, stream.digest)
-    hashes = [store.sha256(path) for path in shards(tmp_path / "features")]
+    hashes = [files.sha256(path) for path in shards(tmp_path / "features")]
     assert found.manifest == replace(manifest_of(stream), sha256=hashes)
     assert sum(found.conversations) == 12
     for index in range(len(stream.sizes)):
