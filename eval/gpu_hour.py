@@ -51,9 +51,8 @@ from selfspec.eval.bench import METHODS, Bench, Contender, endless
 from selfspec.eval.results import BenchOptions, Question
 from selfspec.eval.verify import WrongDrafter
 from selfspec.files import read_json, write
-from selfspec.hub.models import load_model
+from selfspec.hub import models as hub
 from selfspec.model.cuda_graph import Capture, Work, graph_capture, uncaptured
-from selfspec.training import records
 
 DEFAULT, SMALL, LARGE = "smollm2-135m", "llama-3.2-1b", "llama-3.1-8b"
 GRAPHS, GENERIC = "cuda-graph", "generic"
@@ -110,7 +109,7 @@ class Hour:
         label = f"random weights, {name}"
         if name == DEFAULT:
             try:
-                found = load_model(self.weights, dtype=dtype, device=str(self.device))
+                found = hub.load_model(self.weights, dtype=dtype, device=str(self.device))
                 return found[0], found[1], found[2].label
             except (SelfspecError, ImportError) as error:
                 label += f": {first_line(error)}"
@@ -184,7 +183,7 @@ def planted(on: Speculator, drafts: int, chance: float) -> Speculator:
 
 
 def machine(hour: Hour, found: Found) -> None:
-    found |= records.machine() | {"cuda": torch.version.cuda}
+    found |= hub.machine()
     if hour.cuda:
         about = torch.cuda.get_device_properties(hour.device)
         found |= {"memory_gb": about.total_memory / 1e9, "capability": (about.major, about.minor)}

@@ -324,7 +324,7 @@ class _Adaptation:
         options = replace(self.text, batch_size=state.batch_size, max_new_tokens=longest)
         excluded = {n for q in load_suite() for turn in q.turns for n in selfgen.ngrams(turn)}
         made_from = asdict(options) | state.made_from
-        writer = Writer(self.folder / TEXT, made_from, records.machine())
+        writer = Writer(self.folder / TEXT, made_from, hub.machine())
         done, fresh = writer.counts.answer_tokens, 0
 
         def count(tokens: int) -> None:

@@ -258,7 +258,6 @@ def data(*, asked: Asked) -> None:
 def _write_data(asked: Asked, options: DataOptions) -> Counts:
     from selfspec.training import selfgen
     from selfspec.training.recipe import Passages, read_recipe
-    from selfspec.training.records import machine
 
     excluded = _excluded_ngrams(asked)
     recipe = None if "source" in asked else read_recipe(asked.get("recipe"))
@@ -279,7 +278,7 @@ def _write_data(asked: Asked, options: DataOptions) -> Counts:
         "fingerprint": model.backbone.fingerprint,
     }
     del recorded["tokens"]  # a file may grow
-    writer = Writer(Path(asked["output"]), recorded, machine())
+    writer = Writer(Path(asked["output"]), recorded, hub.machine())
     done, generated = writer.counts.answer_tokens, 0
     if options.tokens is not None and done >= options.tokens:
         said = f"selfspec: {asked['output']} is finished: it holds {done:,} answer tokens"

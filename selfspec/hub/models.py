@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import platform
 import re
 import ssl
 import tempfile
@@ -213,6 +214,27 @@ def fast_products(dtype: torch.dtype, device: torch.device) -> bool:
     if device.type != "cpu" or dtype != torch.bfloat16:
         return True
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def machine() -> dict[str, Any]:
+    """What a measured figure depends on, and what a repetition elsewhere may differ in."""
+    import torch
+
+    from selfspec.model.weights import origin
+
+    cuda = torch.cuda.is_available()
+    packages = ("selfspec", "torch", "transformers", "accelerate", "safetensors")
+    return {
+        **{name: metadata.version(name) for name in packages},
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "cores": files.cores(),
+        "threads": torch.get_num_threads(),
+        "compiled": origin(),
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "cuda": torch.version.cuda if cuda else None,
+    }
 
 
 def training_dtype(device: str | None) -> str:

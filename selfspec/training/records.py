@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata, resources
@@ -31,7 +30,7 @@ from selfspec.heads.attending import config_of
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
 from selfspec.heads.folder import FILES_OF_A_FIT
 from selfspec.heads.heads import entropy, top_probability
-from selfspec.hub.models import HUB_ID
+from selfspec.hub import models as hub
 from selfspec.model.backbone import Backbone
 from selfspec.options import FITTED, Exit, Ngram, NoDrafts
 from selfspec.training.features import LOGIT_ROWS, Features, FeatureSpec, Selection, StreamSource
@@ -57,7 +56,7 @@ def card(
 
     Raises jinja2.TemplateError, LookupError, TypeError or ValueError for records of other things.
     """
-    on_hub = "/" in config.base_model and HUB_ID.fullmatch(config.base_model) is not None
+    on_hub = "/" in config.base_model and hub.HUB_ID.fullmatch(config.base_model) is not None
     return page(
         "card",
         header=ModelCardData(
@@ -90,7 +89,7 @@ def write(folder: Path, fitted: Fitted, run: Mapping[str, Any]) -> None:
     """Write all files of `folder`; `run`: the command's options, for YAML. Raises CannotWrite."""
     others = {
         "README.md": card(fitted.heads.config, fitted.metrics),
-        "run.yaml": yaml.safe_dump({"run": dict(run), "machine": machine()}, sort_keys=False),
+        "run.yaml": yaml.safe_dump({"run": dict(run), "machine": hub.machine()}, sort_keys=False),
         "metrics.jsonl": "".join(json.dumps(entry) + "\n" for entry in fitted.epochs),
         "metrics.json": json.dumps(fitted.metrics, indent=2) + "\n",
     }
@@ -141,18 +140,6 @@ def _without_folders(record: Any) -> Any:
         for name, value in record["run"].items()
     }
     return record | {"run": run}
-
-
-def machine() -> dict[str, Any]:
-    """What a repetition on another machine may differ in."""
-    packages = ("torch", "transformers", "safetensors")
-    accelerated = torch.cuda.is_available()
-    return {name: metadata.version(name) for name in packages} | {
-        "python": platform.python_version(),
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "accelerator": torch.cuda.get_device_name() if accelerated else None,
-    }
 
 
 # --- calibration: measured on held-out text, chosen by the cost model

@@ -261,7 +261,7 @@ def test_env_says_where_things_are(
     found = facts(call)
     assert found["cache_folder"] == str(tmp_path / "selfspec")
     assert found["threads"] >= 1
-    assert {*measure.PACKAGES, "cpu", "device", "default_model", "python"} <= found.keys()
+    assert {"torch", "transformers", "cpu", "device", "default_model", "python"} <= found.keys()
     assert "speed" not in found  # no model was named
 
     def missing() -> Path:
