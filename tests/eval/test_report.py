@@ -263,8 +263,6 @@ def test_going_on_is_refused_where_anything_was_asked_otherwise(tmp_path: Path) 
         report.begin_results(tmp_path, RECORD)
     with pytest.raises(InvalidOption, match="machine threads was 1, now it is 2"):
         report.begin_results(tmp_path, {**RECORD, "machine": {"threads": 2}})
-    with pytest.raises(InvalidOption, match=r"run methods was \['plain'\], now it is \['other'\]"):
-        report.begin_results(tmp_path, {"run": {"limit": 2, "methods": ["other"]}})
     for damaged in ("[]", "run: 1"):
         (tmp_path / report.RUN).write_text(damaged)
         with pytest.raises(InvalidData, match="expected names and values"):

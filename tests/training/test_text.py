@@ -409,22 +409,21 @@ def test_lines_of_somebody_else_behind_ours_are_kept(
 
 
 RECORD: dict[str, list[Any]] = {
-    "format_version": [2, "2", None],
-    "options": [None, []],
-    "versions": [None, 3],
+    "format_version": [2],
     "counts": [
-        *(None, {"families": [1]}, {"families": {"a": {"rows": 1}}}),
-        *({"families": {"": dict.fromkeys((*KEPT, *DROPPED), n)}} for n in ("many", -1)),
+        {"families": {"a": {"rows": 1}}},
+        {"families": {"": dict.fromkeys((*KEPT, *DROPPED), -1)}},
     ],
-    "seeds": [None, ["a"], [-1]],
-    "bytes": [None, "10", -1, True, 3, 10**9, 10**30],
+    "seeds": [[-1]],
+    "bytes": ["10", -1, 3, 10**9, 10**30],
     "more": [1],
 }
+"""More values of other types: test_damage.py."""
 
 
 @pytest.mark.parametrize(
     "change",
-    [*("", [], {}, 5), *({name: value} for name, values in RECORD.items() for value in values)],
+    [*("", {}), *({name: value} for name, values in RECORD.items() for value in values)],
 )
 def test_a_strange_record_loses_no_line(tmp_path: Path, change: Any) -> None:
     path = tmp_path / "a.jsonl.gz"
