@@ -363,8 +363,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Raises CannotWrite."""
-        entries = {name: value for name, value in asdict(self).items() if value is not None}
-        files.write(folder / MANIFEST, json.dumps(entries, indent=1) + "\n")
+        files.write(folder / MANIFEST, json.dumps(asdict(self), indent=1) + "\n")
 
 
 def check_output(name: str, reads: Iterable[object] = ()) -> Path:

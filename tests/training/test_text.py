@@ -87,7 +87,6 @@ def test_messages_and_sharegpt_are_the_same_conversation(
         ({"text": "a b c"}, (7, 8, 9), ((1, 3),)),  # every token but the first is to be learned
         ({"input_ids": [5, 6, 7], "answer_start": 2}, (5, 6, 7), ((2, 3),)),
         ({"input_ids": [5, 6, 7], "answers": [[1, 2], [2, 3]]}, (5, 6, 7), ((1, 2), (2, 3))),
-        ({"input_ids": [5, 6, 7, 8], "loss_mask": [1, 1, 0, 1]}, (5, 6, 7, 8), ((1, 2), (3, 4))),
     ],
 )
 def test_ids_and_text_say_what_is_learned(
@@ -122,7 +121,6 @@ BAD: dict[str, list[Any]] = {
         {"input_ids": [1, 2, 3], "answers": value}
         for value in (None, [1], [[1]], [[0, 1]], [[1, 9]], [[2, 1]], [[1, 3], [2, 3]], [[1, True]])
     ],
-    "loss_mask": [{"input_ids": [1, 2, 3], "loss_mask": v} for v in (None, [0, 1], ["a"] * 3)],
     "no list with at least one message": [{"messages": None}, {"conversations": []}],
     "without text as its content": [
         *({"messages": value} for value in ([3], [{"role": "user"}])),
