@@ -47,7 +47,6 @@ def main(
     limit: lab.Limit = None,
     new_tokens: lab.NewTokens = 96,
 ) -> None:
-    """Measure agreement."""
     asked = load_suite(suite, questions, limit)
     loaded, tokenizer, files = load_model(model, dtype=training_dtype(None))
     known = fingerprint.of_loaded(loaded, files.stamps)

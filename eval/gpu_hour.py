@@ -309,7 +309,6 @@ THEIRS: dict[str, Found] = {
 
 
 def theirs(hour: Hour, found: Found, name: str, way: str) -> None:
-    """Hugging Face's `generate`."""
     on = hour.on(name, executor=GENERIC)
     found |= {"model": on.label, **pace(hour, on, "hugging-face", **THEIRS[way])}
 
@@ -438,7 +437,6 @@ def carried_out(
 
 
 def begun(hour: Hour, step: Step, most: float) -> Found:
-    """What became of a step."""
     found: Found = {}
     entry: Found = {"outcome": "done", "found": found}
     start = time.perf_counter()
@@ -467,7 +465,6 @@ def main(
     tiny: Annotated[bool, typer.Option("--tiny", help="A tiny random model.")] = False,
     minutes: Annotated[float | None, typer.Option(max=9, help="4; for fit 5.")] = None,
 ) -> None:
-    """Run one command."""
     usual, steps = COMMANDS[command]
     hour = Hour(output, weights, usual if minutes is None else minutes, tiny=tiny)
     asked = [step for step in steps() if not tiny or step.given.get("name") in (None, DEFAULT)]

@@ -128,7 +128,6 @@ def numbers(text: str, kind: Callable[[str], Item]) -> list[Item]:
 
 
 def prompts(suite: str, questions: Path | None = None, limit: int | None = None) -> list[str]:
-    """First turns."""
     return [question.turns[0] for question in load_suite(suite, questions, limit)]
 
 
