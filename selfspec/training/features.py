@@ -218,12 +218,14 @@ class StreamSource:
 
 
 class Selection:
-    """Some batches of a source: how many positions, answer tokens and conversations they have."""
+    """Batches of a source: how many positions, answer tokens and conversations they have."""
 
-    def __init__(self, source: FeatureSource, indices: Sequence[int]) -> None:
-        self.source, self.indices = source, indices
+    def __init__(self, source: FeatureSource, indices: Sequence[int] | None = None) -> None:
+        """None: all."""
+        self.source = source
+        self.indices = range(len(source.sizes)) if indices is None else indices
         self.positions, self.answers, self.conversations = (
-            sum(counts[index] for index in indices)
+            sum(counts[index] for index in self.indices)
             for counts in (source.sizes, source.answers, source.conversations)
         )
 
@@ -257,11 +259,6 @@ class Selection:
             index for index, answers in zip(order, before, strict=False) if answers < max_tokens
         ]
         return Selection(self.source, sorted(taken))
-
-
-def whole(source: FeatureSource) -> Selection:
-    """All batches."""
-    return Selection(source, range(len(source.sizes)))
 
 
 def split(source: FeatureSource) -> tuple[Selection, Selection]:

@@ -154,7 +154,7 @@ def test_every_twentieth_batch_is_held_out(backbone: Backbone, talks: Talks) -> 
 def test_a_part_of_a_source_is_large_enough_and_not_the_shortest_conversations(
     backbone: Backbone, talks: Talks
 ) -> None:
-    every = store.whole(StreamSource(backbone, SPEC, talks * 4, 32))
+    every = store.Selection(StreamSource(backbone, SPEC, talks * 4, 32))
     part = every.limited(200)
     assert 200 <= part.answers < 200 + max(every.source.answers)
     assert list(part.indices) == sorted(part.indices)
@@ -182,7 +182,7 @@ def test_a_cache_gives_back_the_very_batches(
     assert found.token_counts() == stream.token_counts()
     assert seen == [(size, True) for size in stream.sizes]
     # of several processes each has a part: whole batches, and texts of those left over
-    for source in (store.whole(found), store.whole(stream)):
+    for source in (store.Selection(found), store.Selection(stream)):
         parts = [[*source.batches(number, 4)] for number in range(4)]
         assert len(source.indices) == 6
         assert [*map(len, parts)] == [3, 2, 1, 1]
@@ -272,7 +272,7 @@ def test_a_manifest_with_a_strange_value(
     path = shutil.copytree(made, tmp_path / "features") / store.MANIFEST
     path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
     with pytest.raises(InvalidData) as caught:
-        list(store.whole(CacheSource(path.parent, backbone)).batches())
+        list(store.Selection(CacheSource(path.parent, backbone)).batches())
     one_line(caught, path.parent)
 
 

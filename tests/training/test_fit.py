@@ -24,7 +24,7 @@ from selfspec.heads.folder import read_config
 from selfspec.heads.heads import DraftVocabulary, TranslatorHead
 from selfspec.model.backbone import Backbone
 from selfspec.training import records
-from selfspec.training.features import Features, FeatureSpec, Selection, StreamSource, whole
+from selfspec.training.features import Features, FeatureSpec, Selection, StreamSource
 from selfspec.training.fit import (
     CHECKPOINT,
     Fitted,
@@ -68,7 +68,7 @@ BATCH_TOKENS = 128
 
 def selected(backbone: Backbone, talks: Talks, options: FitOptions, batch_tokens: int) -> Selection:
     spec = feature_spec(backbone, options, measured=False)
-    return whole(StreamSource(backbone, spec, talks, batch_tokens, keep=True))
+    return Selection(StreamSource(backbone, spec, talks, batch_tokens, keep=True))
 
 
 def make_job(
