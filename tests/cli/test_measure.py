@@ -51,7 +51,7 @@ def test_results_hold_the_run_the_answers_and_the_tables(workplace: Path, call: 
     assert re.fullmatch(r"Hugging Face [\d.]+, without drafts [\d.]+, selfspec .* tokens/s", rates)
     assert (out / "table.md").read_text().startswith("## Tokens per verification (CR)")
     assert "| speculation(exit.max_tokens=2) " in (out / "table.md").read_text()
-    names = ["answers.jsonl", "run.yaml", "summary.json", "table.csv", "table.md"]
+    names = ["answers.jsonl", "run.yaml", "summary.json", "table.md"]
     assert sorted(path.name for path in out.iterdir()) == names
     run = run_of(workplace)
     assert run["run"]["suite"] == "suite.jsonl"
