@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from selfspec import files
-from selfspec.errors import InvalidData, InvalidOption, shown
+from selfspec.errors import InvalidData, InvalidOption
 from selfspec.files import read_json, sha256
 from selfspec.heads.attending import AttendingHeads
 from selfspec.heads.exit_heads import ExitHeads, with_states
@@ -304,9 +304,6 @@ class Manifest:
     sha256: list[str] | None = None  # of each shard; None until all are there
 
     def __post_init__(self) -> None:
-        layers = list(self.spec.layers)
-        if not layers or layers != sorted(set(layers)) or min(*layers, self.spec.top_k - 1) < 0:
-            raise InvalidOption(f"spec is {shown(self.spec)}, expected rising layers")
         numbers = [index for batches in self.shards for index in batches]
         if (
             numbers != list(range(len(numbers)))

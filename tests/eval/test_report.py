@@ -461,10 +461,6 @@ def test_speed_up_is_the_ratio_of_total_times_not_the_mean_of_ratios() -> None:
     assert found.p5 == pytest.approx(0.55, abs=1e-12)
     assert found.prompts == 3
 
-    for base, method in (([1.0, 1.0], [1.0]), ([], [])):
-        with pytest.raises(ValueError, match="expected the same and some"):
-            results.speed_up(base, method)
-
 
 def test_an_interval_is_of_pairs_that_stay_together_and_its_seed_repeats_it() -> None:
     # each prompt takes the first method exactly twice as long, however long that is

@@ -254,8 +254,8 @@ MANIFEST: dict[str, list[Any]] = {
     "format_version": [2, None],
     "base_fingerprint": ["x\ny", "x" * 2000],
     "spec": [
-        *(None, KNOWN | {"top_k": 0}, KNOWN | {"deep": False}),
-        *(KNOWN | {"layers": value} for value in ([4, 2], [], [-1], [2])),
+        *(None, KNOWN | {"deep": False}),
+        *(KNOWN | {"layers": value} for value in ([], [-1], [2])),
     ],
     "shards": [[], [[]], [["0"]], [[0, 0]], [[1]], [[0], [1], [2], [3], [4], [5]]],
     "conversations": [[], [-1]],
