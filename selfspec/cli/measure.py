@@ -169,7 +169,8 @@ def tune(*, as_json: base.AsJson = False, asked: Asked) -> None:
     if new_tokens < 2:
         raise InvalidOption(f"max_new_tokens is {new_tokens}, expected at least 2")
     questions = suite_of(asked, _QUESTIONS)
-    choosing.require_two(len(questions))
+    if len(questions) < 2:
+        raise InvalidOption("one question cannot be held out. Take at least two: --limit 2")
     speculator = base.load(base.picked(asked, base.LOADING))
     backbone, heads = speculator.backbone, speculator.heads
     if asked.get("forget", False):
