@@ -14,11 +14,11 @@ import ssl
 import tempfile
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -185,7 +185,9 @@ def load_model(
         device_map="auto" if place is None else None,
     )
     if place is None:
-        logger.info("%s is spread: %s", files.label, _spread(model))
+        parts = Counter((getattr(model, "hf_device_map", None) or {"": model.device}).values())
+        spread = ", ".join(f"{count} parts on device {one}" for one, count in parts.items())
+        logger.info("%s is spread: %s", files.label, spread)
     else:
         try:
             model.to(place)  # type: ignore[arg-type]  # annotated otherwise upstream
@@ -194,14 +196,6 @@ def load_model(
     if found is None:
         stamps = stamps or fingerprint.of_snapshot(files.source, model.config)
     return model.eval(), tokenizer, replace(files, stamps=stamps)
-
-
-def _spread(model: Any) -> str:
-    """Where `device_map` put the parts of a model, in order."""
-    placed = getattr(model, "hf_device_map", None) or {"": model.device}
-    runs = [(place, [part or "all" for part in run]) for place, run in groupby(placed, placed.get)]
-    ends = [(place, dict.fromkeys((run[0], run[-1]))) for place, run in runs]
-    return ", ".join(f"{' to '.join(parts)} on device {place}" for place, parts in ends)
 
 
 def fast_products(dtype: torch.dtype, device: torch.device) -> bool:
