@@ -27,7 +27,7 @@ from selfspec.heads.exit_heads import ExitHeads
 from selfspec.hub.models import load_model, resolve_heads, training_dtype
 from selfspec.model import fingerprint
 from selfspec.model.backbone import Backbone
-from selfspec.training.features import FeatureSpec, StreamSource, whole
+from selfspec.training.features import FeatureSpec, Selection, StreamSource
 from selfspec.training.fit import counted
 from selfspec.training.options import DataOptions
 from selfspec.training.selfgen import Author, talk_of
@@ -47,7 +47,6 @@ def main(
     limit: lab.Limit = None,
     new_tokens: lab.NewTokens = 96,
 ) -> None:
-    """Measure agreement."""
     asked = load_suite(suite, questions, limit)
     loaded, tokenizer, files = load_model(model, dtype=training_dtype(None))
     known = fingerprint.of_loaded(loaded, files.stamps)
@@ -88,7 +87,7 @@ def shares(
     counts = {}
     for kind, talks in lab.each(list(texts.items()), "measure", "kinds of text"):
         source = StreamSource(backbone, FeatureSpec.read_by(heads), talks, BATCH_TOKENS)
-        counts[kind] = counted(heads, whole(source).batches(), DRAFTS)
+        counts[kind] = counted(heads, Selection(source).batches(), DRAFTS)
     counts["all"] = torch.stack([*counts.values()]).sum(0)
     return {
         layer: {

@@ -55,7 +55,6 @@ ASSISTED: dict[str, dict[str, Any]] = {
 def rival(
     ask: lab.Ask, _: Speculator, ids: Tensor, count: int, setting: Setting, streamer: Any
 ) -> Written:
-    """In its own process."""
     start = time.perf_counter()
     found = ask({"ids": ids[0].tolist(), "count": count, **setting})
     if streamer is not None:
@@ -93,7 +92,6 @@ def main(
     in_front: Annotated[int, typer.Option(help="Tokens to repeat prompts to, at least.")] = 0,
     busy: Annotated[int, typer.Option(help="Other processes that compute meanwhile.")] = 0,
 ) -> None:
-    """Measure, then write."""
     if int4 is not None and openvino is None:
         raise InvalidOption("int4 is a folder for OpenVINO. Give --openvino, or leave it out")
     torch.set_num_threads(threads)

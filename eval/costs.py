@@ -64,7 +64,6 @@ def main(
     bandwidth: Annotated[float, typer.Option(help="Bytes/s that it reaches.")] = 2.5e12,
     dollars: Annotated[float, typer.Option(help="Price of its hour.")] = 2.5,
 ) -> None:
-    """Reckon all."""
     run, by_size, made, served = read(RUN), sizes(), [], []
     overall, small = run["all"]["overall"], by_size[SMALL]
     gains = {"135M, measured": {p: overall[m]["over_plain"]["ratio"] for p, m in POLICIES.items()}}

@@ -51,9 +51,8 @@ from selfspec.eval.bench import METHODS, Bench, Contender, endless
 from selfspec.eval.results import BenchOptions, Question
 from selfspec.eval.verify import WrongDrafter
 from selfspec.files import read_json, write
-from selfspec.hub.models import load_model
+from selfspec.hub import models as hub
 from selfspec.model.cuda_graph import Capture, Work, graph_capture, uncaptured
-from selfspec.training import records
 
 DEFAULT, SMALL, LARGE = "smollm2-135m", "llama-3.2-1b", "llama-3.1-8b"
 GRAPHS, GENERIC = "cuda-graph", "generic"
@@ -110,7 +109,7 @@ class Hour:
         label = f"random weights, {name}"
         if name == DEFAULT:
             try:
-                found = load_model(self.weights, dtype=dtype, device=str(self.device))
+                found = hub.load_model(self.weights, dtype=dtype, device=str(self.device))
                 return found[0], found[1], found[2].label
             except (SelfspecError, ImportError) as error:
                 label += f": {first_line(error)}"
@@ -184,7 +183,7 @@ def planted(on: Speculator, drafts: int, chance: float) -> Speculator:
 
 
 def machine(hour: Hour, found: Found) -> None:
-    found |= records.machine() | {"cuda": torch.version.cuda}
+    found |= hub.machine()
     if hour.cuda:
         about = torch.cuda.get_device_properties(hour.device)
         found |= {"memory_gb": about.total_memory / 1e9, "capability": (about.major, about.minor)}
@@ -310,7 +309,6 @@ THEIRS: dict[str, Found] = {
 
 
 def theirs(hour: Hour, found: Found, name: str, way: str) -> None:
-    """Hugging Face's `generate`."""
     on = hour.on(name, executor=GENERIC)
     found |= {"model": on.label, **pace(hour, on, "hugging-face", **THEIRS[way])}
 
@@ -439,7 +437,6 @@ def carried_out(
 
 
 def begun(hour: Hour, step: Step, most: float) -> Found:
-    """What became of a step."""
     found: Found = {}
     entry: Found = {"outcome": "done", "found": found}
     start = time.perf_counter()
@@ -468,7 +465,6 @@ def main(
     tiny: Annotated[bool, typer.Option("--tiny", help="A tiny random model.")] = False,
     minutes: Annotated[float | None, typer.Option(max=9, help="4; for fit 5.")] = None,
 ) -> None:
-    """Run one command."""
     usual, steps = COMMANDS[command]
     hour = Hour(output, weights, usual if minutes is None else minutes, tiny=tiny)
     asked = [step for step in steps() if not tiny or step.given.get("name") in (None, DEFAULT)]

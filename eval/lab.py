@@ -19,14 +19,13 @@ import selfspec
 from selfspec.api.speculator import Speculator
 from selfspec.cli.base import bar
 from selfspec.cli.main import main
-from selfspec.cli.measure import machine
 from selfspec.errors import InvalidOption, SelfspecError
 from selfspec.eval import report
 from selfspec.eval.bench import Bench, Contender
 from selfspec.eval.results import ANSWERS, Answer, BenchOptions, Question, failures, load_suite
 from selfspec.files import write
 from selfspec.heads.exit_heads import ExitHeads, logit_lens
-from selfspec.hub.models import load_model
+from selfspec.hub.models import load_model, machine
 from selfspec.model.backbone import Backbone
 
 Output = Annotated[Path, typer.Option(help="Results folder.")]
@@ -129,7 +128,6 @@ def numbers(text: str, kind: Callable[[str], Item]) -> list[Item]:
 
 
 def prompts(suite: str, questions: Path | None = None, limit: int | None = None) -> list[str]:
-    """First turns."""
     return [question.turns[0] for question in load_suite(suite, questions, limit)]
 
 

@@ -32,7 +32,6 @@ def load(
     dtypes: Annotated[str, typer.Option(help="With commas.")] = "bfloat16,float32",
     executors: Annotated[str, typer.Option(help="With commas.")] = "auto,generic",
 ) -> None:
-    """Load in every way, in turn."""
     cases = list(product(dtypes.split(","), executors.split(",")))
     apart(loading, model, *cases[0])  # a first use may convert the file
     found = [apart(loading, model, *case) for case in cases]
@@ -58,7 +57,6 @@ def loading(model: str | None, dtype: str, executor: str) -> dict[str, Any]:
 
 
 def apart(work: Callable[..., Found], *given: Any) -> Found:
-    """Done in a process of its own."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(work, given)
 

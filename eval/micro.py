@@ -178,7 +178,6 @@ def linear(
 
 
 def _linear_layers(shape: Shape) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Outputs and inputs."""
     width, inner = shape.hidden_size, shape.intermediate_size
     yield "queries, keys, values", (width + 2 * shape.keys, width)
     yield "output", (width, width)

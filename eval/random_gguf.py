@@ -30,7 +30,6 @@ def main(
     shape: Annotated[str, typer.Option(help=", ".join(SHAPES))] = "llama-3.2-1b",
     kind: Annotated[str, typer.Option(help="Q4_0, Q8_0, Q4_K or Q6_K.")] = "Q4_K",
 ) -> None:
-    """Write it."""
     sizes = SHAPES[shape]
     writer = GGUFWriter(path, "llama", use_temp_file=True)
     writer.add_block_count(sizes.num_hidden_layers)

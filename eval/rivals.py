@@ -86,7 +86,6 @@ def by_openvino(model: str, threads: int, _: int, asked: dict[str, Any]) -> dict
 
 
 def main(name: str, model: str, threads: str, context: str) -> None:
-    """Until the input ends."""
     # what libraries print must not come between the answers
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

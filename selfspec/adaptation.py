@@ -36,7 +36,7 @@ from selfspec.hub import models as hub
 from selfspec.model import fingerprint
 from selfspec.model.backbone import Backbone
 from selfspec.training import fit, records, selfgen
-from selfspec.training.features import Selection, StreamSource, whole
+from selfspec.training.features import Selection, StreamSource
 from selfspec.training.options import (
     CacheOptions,
     DataOptions,
@@ -324,7 +324,7 @@ class _Adaptation:
         options = replace(self.text, batch_size=state.batch_size, max_new_tokens=longest)
         excluded = {n for q in load_suite() for turn in q.turns for n in selfgen.ngrams(turn)}
         made_from = asdict(options) | state.made_from
-        writer = Writer(self.folder / TEXT, made_from, records.machine())
+        writer = Writer(self.folder / TEXT, made_from, hub.machine())
         done, fresh = writer.counts.answer_tokens, 0
 
         def count(tokens: int) -> None:
@@ -404,7 +404,7 @@ class _Adaptation:
         keep = size < psutil.virtual_memory().available / 2
         others = StreamSource(backbone, measured, [row[1] for row in held_out], most, keep=True)
         fitted = StreamSource(backbone, spec, train, step, keep=keep)
-        return whole(fitted), whole(others), held_out
+        return Selection(fitted), Selection(others), held_out
 
     def _fit_options(self) -> FitOptions:
         return FitOptions(
@@ -473,7 +473,7 @@ class _Adaptation:
         spec, batch_tokens = held_out.source.spec, CacheOptions().batch_tokens
         for kind, talks in kinds.items():
             source = StreamSource(self._backbone, spec, talks, batch_tokens)
-            shares = fit.agreements(heads, whole(source).batches()).values()
+            shares = fit.agreements(heads, Selection(source).batches()).values()
             best = max(shares, key=lambda one: one.agreement)
             self._state.agreement[kind] = best.positions, best.agreement
 

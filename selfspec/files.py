@@ -8,6 +8,7 @@ finished result. What is read can neither hang, fill memory nor surprise. GGUF: 
 from __future__ import annotations
 
 import errno
+import hashlib
 import itertools
 import json
 import os
@@ -83,6 +84,15 @@ def local_path(name: str | Path) -> Path:
     except OSError as error:
         raise InvalidOption(f"cannot use {str(name)!r}: {error.strerror}") from error
     return path
+
+
+def sha256(path: Path, begin: bytes = b"") -> str:
+    """The hash of `begin` and a file's bytes."""
+    found = hashlib.sha256(begin)
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            found.update(block)
+    return found.hexdigest()
 
 
 # --- before long work begins
@@ -476,18 +486,15 @@ def parse_json(text: str, where: str) -> Any:
     return value
 
 
-def json_lines(
-    path: Path, most_line_bytes: int = MOST_LINE_BYTES, most_lines: int | None = None
-) -> Iterator[tuple[int, str]]:
+def json_lines(path: Path, most_bytes: int = MOST_LINE_BYTES) -> Iterator[tuple[int, str]]:
     """Number, from 1, and text of each line that is not blank, one in memory at a time.
 
-    Only a line feed ends a line. Raises InvalidData: unreadable, not UTF-8, a line too long, or
-    too many lines.
+    Only a line feed ends a line. Raises InvalidData: unreadable, not UTF-8, or a line too long.
     """
     with open_bytes(path) as file:
-        for number in range(1, (most_lines or 2**62) + 2):
+        for number in itertools.count(1):
             try:
-                data = file.readline(most_line_bytes + 1)
+                data = file.readline(most_bytes + 1)
                 line = data.decode("utf-8-sig" if number == 1 else "utf-8")
             except OSError as error:
                 raise InvalidData(f"cannot read {path}: {error.strerror}") from error
@@ -495,10 +502,8 @@ def json_lines(
                 raise InvalidData(f"{path}, line {number} is not UTF-8") from error
             if not data:
                 return
-            if len(data) > most_line_bytes:
-                raise InvalidData(f"{path}, line {number} has more than {most_line_bytes} bytes")
-            if number == most_lines:
-                raise InvalidData(f"{path} has {most_lines} lines or more, fewer are read")
+            if len(data) > most_bytes:
+                raise InvalidData(f"{path}, line {number} has more than {most_bytes} bytes")
             if line.strip():
                 yield number, line.removesuffix("\n")
 

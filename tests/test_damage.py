@@ -82,7 +82,6 @@ def read_features(folder: Path, backbone: Backbone) -> None:
 def make_talk_lines(folder: Path, _: Backbone) -> None:
     rows: list[Any] = [
         {"input_ids": [1, 2, 3, 4], "answers": [[1, 2], [3, 4]]},
-        {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]},
         {"messages": [{"role": r, "content": "a"} for r in ("system", "user", "assistant")]},
         {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
     ]

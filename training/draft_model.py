@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.cli.base import bar
-from selfspec.cli.measure import machine
 from selfspec.errors import InvalidOption, SelfspecError
 from selfspec.files import check_folder, replacing_folder
 from selfspec.hub import models as hub
@@ -77,7 +76,7 @@ def main(
     talks = read_conversations(data, tokenizer, **limits)
     small = cut(whole, layers)
     found: dict[str, Any] = {"command": command(), "base": loaded_from.label}
-    found |= {"options": options, "machine": machine()}
+    found |= {"options": options, "machine": hub.machine()}
     found["answer_tokens_held_out"] = sum(len(talk.answer_ids) for talk in held_out)
     found["agreement_before"] = agreement(small, held_out, batch_tokens)
     with bar("draft model", "steps") as show:

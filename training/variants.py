@@ -102,12 +102,11 @@ def chains(heads: ExitHeads, text: Selection) -> list[float]:
     """Share of positions where a chain's first draft is kept, its first two, its first three."""
     kept, counted, head = [0] * DRAFTS, [0] * DRAFTS, heads.first
     for batch in text.batches():
-        top_ids, _ = batch.targets
         answers, right = batch.answers, torch.ones_like(batch.answers)
         for place, (features, valid) in enumerate(unrolled(heads, 0, batch, DRAFTS)):
             best = [head.unembed(rows).argmax(-1) for rows in features.split(1024)]
             tokens = head.to_target_ids(torch.cat(best))
-            right = right & (tokens == top_ids[:, 0])
+            right = right & (tokens == batch.top_ids[:, 0])
             rows = answers & valid
             kept[place] += int((right & rows).sum())
             counted[place] += int(rows.sum())
@@ -118,13 +117,12 @@ def chains(heads: ExitHeads, text: Selection) -> list[float]:
 def to_the_first_error(heads: ExitHeads, layer: int, batch: Features, steps: int) -> Drafts:
     """Later drafts only behind right ones: behind a wrong one they are never looked at."""
     right = torch.ones_like(batch.continues)
-    top_ids, _ = batch.targets
     for features, valid in unrolled(heads, layer, batch, steps):
         yield features, valid & right
         with torch.no_grad():
             best = [heads[layer].unembed(rows).argmax(-1) for rows in features.split(1024)]
             tokens = heads[layer].to_target_ids(torch.cat(best))
-        right = (right & (tokens == top_ids[:, 0])).roll(1, dims=0)
+        right = (right & (tokens == batch.top_ids[:, 0])).roll(1, dims=0)
 
 
 class WithIds(CacheSource):

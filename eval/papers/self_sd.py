@@ -51,7 +51,6 @@ def main(
     new_tokens: lab.NewTokens = 32,
     ratio: Annotated[float, typer.Option(help="Share of the layers that may go.")] = 0.45,
 ) -> None:
-    """Search, write."""
     speculator = lab.loaded(heads="none", dtype=dtype)
     asked = lab.prompts(suite, questions, limit)
     with torch.inference_mode():

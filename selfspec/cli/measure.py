@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import platform
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import metadata
@@ -164,7 +163,8 @@ def tune(*, as_json: base.AsJson = False, asked: Asked) -> None:
     if new_tokens < 2:
         raise InvalidOption(f"max_new_tokens is {new_tokens}, expected at least 2")
     questions = suite_of(asked, _QUESTIONS)
-    choosing.require_two(len(questions))
+    if len(questions) < 2:
+        raise InvalidOption("one question cannot be held out. Take at least two: --limit 2")
     speculator = base.load(base.picked(asked, base.LOADING))
     backbone, heads = speculator.backbone, speculator.heads
     if asked.get("forget", False):
@@ -294,7 +294,7 @@ def _record(
             "datastore": file.get("datastore"),
         },
         "speculation": speculator.options.described(),
-        "machine": machine(),
+        "machine": hub.machine(),
     }
     plain: dict[str, dict[str, Any]] = json.loads(json.dumps(facts))  # lists, as YAML gives back
     return plain
@@ -413,8 +413,6 @@ def verify(*, as_json: base.AsJson = False, asked: Asked) -> None:
 
 # --- env
 
-PACKAGES = ("selfspec", "torch", "transformers", "accelerate", "safetensors")
-
 
 def lm_eval(words: Annotated[list[str] | None, typer.Argument(metavar="..")] = None) -> None:
     """Evaluate on tasks of EleutherAI's lm-eval.
@@ -448,7 +446,7 @@ def env(*, as_json: base.AsJson = False, asked: base.Named) -> None:
     if named := os.environ.get("SELFSPEC_CONFIG"):
         config = f"{named} (SELFSPEC_CONFIG), then {config}"
     facts: dict[str, Any] = {
-        **machine(),
+        **hub.machine(),
         "default_model": model,
         "default_heads": hub.DEFAULT_HEADS,
         "cache_folder": str(files.cache_folder()),
@@ -459,26 +457,6 @@ def env(*, as_json: base.AsJson = False, asked: base.Named) -> None:
         about, speed = _model_facts(loading)
         facts |= about | ({"speed": speed.to_dict()} if as_json else speed_lines(speed))
     (base.emit_json if as_json else base.emit_facts)(facts)
-
-
-def machine() -> dict[str, Any]:
-    """What a measured figure depends on."""
-    import torch
-
-    from selfspec.model.weights import origin
-
-    cuda = torch.cuda.is_available()
-    return {
-        **{name: metadata.version(name) for name in PACKAGES},
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        "cores": files.cores(),
-        "threads": torch.get_num_threads(),
-        "compiled": origin(),
-        "device": torch.cuda.get_device_name() if cuda else "cpu",
-        "cuda": torch.version.cuda if cuda else None,
-    }
 
 
 def _model_facts(asked: Asked) -> tuple[dict[str, Any], StepSpeed]:

@@ -258,7 +258,6 @@ def data(*, asked: Asked) -> None:
 def _write_data(asked: Asked, options: DataOptions) -> Counts:
     from selfspec.training import selfgen
     from selfspec.training.recipe import Passages, read_recipe
-    from selfspec.training.records import machine
 
     excluded = _excluded_ngrams(asked)
     recipe = None if "source" in asked else read_recipe(asked.get("recipe"))
@@ -279,7 +278,7 @@ def _write_data(asked: Asked, options: DataOptions) -> Counts:
         "fingerprint": model.backbone.fingerprint,
     }
     del recorded["tokens"]  # a file may grow
-    writer = Writer(Path(asked["output"]), recorded, machine())
+    writer = Writer(Path(asked["output"]), recorded, hub.machine())
     done, generated = writer.counts.answer_tokens, 0
     if options.tokens is not None and done >= options.tokens:
         said = f"selfspec: {asked['output']} is finished: it holds {done:,} answer tokens"
@@ -578,7 +577,7 @@ def _check_heads_output(asked: Asked) -> None:
 
 def _job(asked: Asked, options: FitOptions, model: Base, checkpoint: Path) -> Job:
     from selfspec.training import fit
-    from selfspec.training.features import CacheSource, StreamSource, launched, split, whole
+    from selfspec.training.features import CacheSource, Selection, StreamSource, launched, split
 
     backbone, tokenizer = model.backbone, model.tokenizer
     cached, validation, start = options_of(CacheOptions, asked), asked.get("validation"), None
@@ -587,7 +586,7 @@ def _job(asked: Asked, options: FitOptions, model: Base, checkpoint: Path) -> Jo
         talks: list[Conversation], *, measured: bool = True, keep: bool = True
     ) -> Selection:
         spec = fit.feature_spec(backbone, options, measured=measured)
-        return whole(StreamSource(backbone, spec, talks, cached.batch_tokens, keep=keep))
+        return Selection(StreamSource(backbone, spec, talks, cached.batch_tokens, keep=keep))
 
     if "start_from" in asked:
         start = _heads_of(hub.resolve_heads(asked["start_from"]), model)
@@ -597,7 +596,7 @@ def _job(asked: Asked, options: FitOptions, model: Base, checkpoint: Path) -> Jo
         part = here.process_index, here.num_processes
         source = CacheSource(Path(asked["cache"]), backbone, *part)
         data, found, kind = source.manifest.data, source.spec.layers, options.head_type
-        train, held_out = (whole(source),) * 2 if validation else split(source)
+        train, held_out = (Selection(source),) * 2 if validation else split(source)
         if asked.get("max_tokens"):
             train = train.limited(asked["max_tokens"])
         attends = kind == folders.EAGLE3
@@ -689,7 +688,7 @@ def _calibrate(asked: Asked, folder: Path, output: Path | None) -> Found:
     from selfspec.decoding.measure import measure
     from selfspec.model.backbone import Backbone
     from selfspec.training import records
-    from selfspec.training.features import CacheSource, FeatureSpec, StreamSource, whole
+    from selfspec.training.features import CacheSource, FeatureSpec, Selection, StreamSource
 
     heads = _heads_of(folder, model)
     if heads.looks_ahead:
@@ -700,11 +699,11 @@ def _calibrate(asked: Asked, folder: Path, output: Path | None) -> Found:
     if "cache" in asked:
         source = CacheSource(Path(asked["cache"]), model.backbone)
         _require_features(source.spec, needed)
-        features = whole(source) if limit is None else whole(source).limited(limit)
+        features = Selection(source) if limit is None else Selection(source).limited(limit)
     else:
         batch_tokens = CacheOptions().batch_tokens
         talks = _read(asked["data"], model, asked, batch_tokens, limit)
-        features = whole(StreamSource(model.backbone, needed, talks, batch_tokens, keep=True))
+        features = Selection(StreamSource(model.backbone, needed, talks, batch_tokens, keep=True))
     costs = measure(Backbone(model.backbone.model), heads)
     found = records.calibrate(heads, features, costs, asked.get("max_exit_layers", 2))
     if output is not None:

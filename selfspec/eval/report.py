@@ -12,7 +12,7 @@ import html
 import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,6 @@ from selfspec.eval.results import (
     TASKS,
     TUNING,
     Answer,
-    SpeedUp,
     failures,
     quality_summary,
     speed_up,
@@ -248,19 +247,14 @@ class Table(NamedTuple):
 
 
 def figures(summary: Summary) -> pd.DataFrame:
-    """A row per group of answers, task and method, as table.csv has it."""
+    """A row per group of answers, task and method."""
     rows = [
-        {"answers_in": group, "task": task, "method": label, "lossy": _lossy(summary, label)}
-        | found
+        {"answers_in": group, "task": task, "method": label} | found
         for group in (ALL, WITHOUT_LOOPS)
         for task, methods in summary[group].items()
         for label, found in methods.items()
     ]
-    names = ["answers_in", "task", "method", "lossy"]
-    names += ["answers", "compression_rate", "acceptance_rate"]
-    names += [f"over_{base}_{entry.name}" for base in BASES for entry in fields(SpeedUp)]
-    found = pd.json_normalize(rows, sep="_").reindex(columns=names)
-    return found.astype({f"over_{base}_prompts": "Int64" for base in BASES})
+    return pd.json_normalize(rows, sep="_")
 
 
 def _lossy(summary: Summary, label: str) -> bool:
@@ -345,7 +339,7 @@ def _by_prompt(summary: Summary, found: pd.DataFrame, base: str) -> Table:
     headers = {"prompts": "prompts", "ratio": "total", "mean": "mean", "p5": "5th percentile"}
     headers |= {"worst": "worst", "unlike": "answers unlike plain decoding's"}
     title = f"Speed-up over {NAMES[base]}, by prompt"
-    return _picked(title, overall.assign(unlike=unlike), headers)
+    return _picked(title, overall.astype({"prompts": int}).assign(unlike=unlike), headers)
 
 
 _QUALITY = {
@@ -400,7 +394,7 @@ def markdown(table: Table) -> str:
 # --- the folder of a run
 
 RUN, SUMMARY = "run.yaml", "summary.json"
-FILES = (RUN, ANSWERS, TUNING, SUMMARY, "table.md", "table.csv")
+FILES = (RUN, ANSWERS, TUNING, SUMMARY, "table.md")
 
 
 class Results(NamedTuple):
@@ -448,13 +442,12 @@ def begin_results(folder: Path, run: Mapping[str, Any], *, overwrite: bool = Fal
 
 
 def write_results(folder: Path, summary: Mapping[str, Any]) -> str:
-    """Write the figures as Markdown, CSV and, last, JSON: a run that has it is finished.
+    """Write the figures as Markdown and, last, JSON: a run that has it is finished.
 
     Returns the Markdown.
     """
     text = "\n".join(markdown(table) for table in tables(summary))
     files.write(folder / "table.md", text)
-    files.write(folder / "table.csv", figures(summary).to_csv(index=False))
     files.write(folder / SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
     return text
 

@@ -110,7 +110,6 @@ def raced(
     objective: str = "speed",
 ) -> Tuned:
     """`tune` on numbered prompts: every second one judges, the others choose."""
-    require_two(prompts)
     show(0, prompts, "without drafts")
     # an answer of one token is the prompt's pass alone; and all is warm then
     timed = [number for number in range(prompts) if ask(number, PLAIN).verifications]
@@ -153,12 +152,6 @@ def raced(
         settings=len(settings),
         prompts=len(timed),
     )
-
-
-def require_two(prompts: int) -> None:
-    """Raise InvalidOption unless there are prompts to choose by and others to judge by."""
-    if prompts < 2:
-        raise InvalidOption("one question cannot be held out. Take at least two: --limit 2")
 
 
 def score(seconds: Seconds, plain: Seconds, objective: str) -> Seconds:

@@ -30,8 +30,7 @@ from selfspec.files import parse_json, read_json
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 FILES_OF_A_FIT = (  # what `fit` writes
-    *("README.md", CONFIG_FILE, "curves.png", "metrics.json", "metrics.jsonl"),
-    *(WEIGHTS_FILE, "run.yaml"),
+    *("README.md", CONFIG_FILE, "metrics.json", "metrics.jsonl", WEIGHTS_FILE, "run.yaml"),
 )
 
 FORMAT_VERSION = 2  # 1: `base_fingerprint` is that of the unembedding alone

@@ -7,18 +7,18 @@ and transformers are imported on first use, so that looking for a file stays che
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
+import platform
 import re
 import ssl
 import tempfile
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,8 +50,8 @@ NO_HEADS = "none"  # in place of a folder: no heads, where some would be taken b
 FROM_BLOCKS = ("auto", "fused")  # executors that take weights as they lie in a quantised file
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 HEADS_FILES = (  # what `fit` and `calibrate` write; nothing else of a folder is fetched or copied
-    *("README.md", "calibration.json", "config.json", "curves.png", "metrics.json"),
-    *("metrics.jsonl", "model.safetensors", "run.yaml"),
+    *("README.md", "calibration.json", "config.json", "metrics.json", "metrics.jsonl"),
+    *("model.safetensors", "run.yaml"),
 )
 
 
@@ -185,7 +185,9 @@ def load_model(
         device_map="auto" if place is None else None,
     )
     if place is None:
-        logger.info("%s is spread: %s", files.label, _spread(model))
+        parts = Counter((getattr(model, "hf_device_map", None) or {"": model.device}).values())
+        spread = ", ".join(f"{count} parts on device {one}" for one, count in parts.items())
+        logger.info("%s is spread: %s", files.label, spread)
     else:
         try:
             model.to(place)  # type: ignore[arg-type]  # annotated otherwise upstream
@@ -194,14 +196,6 @@ def load_model(
     if found is None:
         stamps = stamps or fingerprint.of_snapshot(files.source, model.config)
     return model.eval(), tokenizer, replace(files, stamps=stamps)
-
-
-def _spread(model: Any) -> str:
-    """Where `device_map` put the parts of a model, in order."""
-    placed = getattr(model, "hf_device_map", None) or {"": model.device}
-    runs = [(place, [part or "all" for part in run]) for place, run in groupby(placed, placed.get)]
-    ends = [(place, dict.fromkeys((run[0], run[-1]))) for place, run in runs]
-    return ", ".join(f"{' to '.join(parts)} on device {place}" for place, parts in ends)
 
 
 def fast_products(dtype: torch.dtype, device: torch.device) -> bool:
@@ -214,6 +208,27 @@ def fast_products(dtype: torch.dtype, device: torch.device) -> bool:
     if device.type != "cpu" or dtype != torch.bfloat16:
         return True
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def machine() -> dict[str, Any]:
+    """What a measured figure depends on, and what a repetition elsewhere may differ in."""
+    import torch
+
+    from selfspec.model.weights import origin
+
+    cuda = torch.cuda.is_available()
+    packages = ("selfspec", "torch", "transformers", "accelerate", "safetensors")
+    return {
+        **{name: metadata.version(name) for name in packages},
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "cores": files.cores(),
+        "threads": torch.get_num_threads(),
+        "compiled": origin(),
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "cuda": torch.version.cuda if cuda else None,
+    }
 
 
 def training_dtype(device: str | None) -> str:
@@ -347,15 +362,11 @@ def _from_gguf(
 
 def _made_once(gguf: Path, kind: str, make: Callable[[Path, Path], None]) -> Path:
     """A folder of the cache that `make` fills: whole or not at all, by the first of several."""
-    digest = hashlib.sha256(_CONVERSION)  # of all: 0.05 s for the default model
     try:
-        with gguf.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
+        digest = files.sha256(gguf, _CONVERSION)  # of all: 0.05 s for the default model
     except OSError as error:
         raise ModelNotFound(f"cannot read {gguf}: {error.strerror}") from error
-    name = f"{gguf.stem}-{digest.hexdigest()[:12]}-{kind}"
-    target = files.cache_folder() / "models" / name
+    target = files.cache_folder() / "models" / f"{gguf.stem}-{digest[:12]}-{kind}"
     if (target / "config.json").is_file():
         return target
     from selfspec.hub.gguf import read_header

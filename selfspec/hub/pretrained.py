@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 _MOST_BYTES = 256 << 20  # for a file of `_SMALL`; the largest known, of tokenizers, have a tenth
 _OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json")
 _SMALL = ("*.json", "*.jinja", "*.txt", "*.model")
-_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _SIZES = (*_LAYERS, "vocab_size", "hidden_size", "head_dim", "intermediate_size")
@@ -55,11 +54,6 @@ def check_model_folder(folder: Path) -> Shapes:
     indexed(folder)
     weights = sorted(folder.glob("*.safetensors"))
     shapes = {name: shape for file in weights for name, shape in _shapes(file, plain)}
-    if not weights and any(file for kind in _PICKLED for file in folder.glob(kind)):
-        raise InvalidData(
-            "it holds pickled weights, which may run code and are never read. Expected "
-            "*.safetensors: convert them"
-        )
     check_sizes(configs["config.json"], shapes)
     return shapes
 

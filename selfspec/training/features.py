@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from selfspec import files
-from selfspec.errors import InvalidData, InvalidOption, shown
-from selfspec.files import read_json
+from selfspec.errors import InvalidData, InvalidOption
+from selfspec.files import read_json, sha256
 from selfspec.heads.attending import AttendingHeads
 from selfspec.heads.exit_heads import ExitHeads, with_states
 from selfspec.model.backbone import Backbone
@@ -42,7 +42,7 @@ class FeatureSpec:
 
     layers: tuple[int, ...]  # exit layers, rising; 0 is the embedding
     deep: bool = False  # also the normed output of layer L one position earlier
-    top_k: int = 0  # also this many of the model's own most likely next tokens
+    top_k: int = 1  # this many of the model's own most likely next tokens
     everywhere: bool = False  # from all positions, not only those that predict an answer's token
     states: tuple[int, ...] = ()  # rising layers whose states stand behind `deep`
 
@@ -50,16 +50,15 @@ class FeatureSpec:
     def read_by(cls, heads: ExitHeads) -> FeatureSpec:
         """What heads are measured on."""
         if isinstance(heads, AttendingHeads):
-            return cls((0, *heads.layers), top_k=1, everywhere=True)
-        states = tuple(heads.layers)
-        return cls(heads.config.exit_layers, heads.reads_deep, top_k=1, states=states)
+            return cls((0, *heads.layers), everywhere=True)
+        return cls(heads.config.exit_layers, heads.reads_deep, states=tuple(heads.layers))
 
     @property
     def names(self) -> set[str]:
         """Names of a batch's tensors."""
-        found = {"following", "continues", "answers", *(f"hidden.{n}" for n in self.layers)}
-        found |= {"deep"} if self.deep else set()
-        return found | {"top_ids", "top_log_probs"} if self.top_k else found
+        found = {"following", "continues", "answers", "top_ids", "top_log_probs"}
+        found |= {f"hidden.{n}" for n in self.layers}
+        return found | {"deep"} if self.deep else found
 
     def bytes_per_token(self, hidden_size: int, element_size: int) -> int:
         """Size of one position in memory and on disk; `element_size` of a hidden state's number."""
@@ -75,20 +74,13 @@ class Features:
     following: Tensor  # [N] int64: the next token of the text
     continues: Tensor  # [N] bool: the position stands right behind the one of the row before
     answers: Tensor  # [N] bool: the next token belongs to an answer
+    top_ids: Tensor  # [N, k] int32: the model's likeliest next tokens, best first
+    top_log_probs: Tensor  # [N, k] float16, over the full vocabulary
     deep: Tensor | None = None
     """Layer L's normed output one position earlier, [N, d], `with_states`; zeros in front."""
-    top_ids: Tensor | None = None  # [N, k] int32: the model's likeliest next tokens, best first
-    top_log_probs: Tensor | None = None  # [N, k] float16, over the full vocabulary
 
     def __len__(self) -> int:
         return len(self.following)
-
-    @property
-    def targets(self) -> tuple[Tensor, Tensor]:
-        """The model's likeliest next tokens, and how likely. Raises InvalidData without them."""
-        if self.top_ids is None or self.top_log_probs is None:
-            raise InvalidData("these features hold no targets. Ask for them: top_k of at least 1")
-        return self.top_ids, self.top_log_probs
 
     def tensors(self) -> dict[str, Tensor]:
         """By name, for a file."""
@@ -140,10 +132,8 @@ def padded(conversations: Sequence[Conversation]) -> Batch:
 
 
 def features(backbone: Backbone, spec: FeatureSpec, batch: Batch) -> Features:
-    """One frozen pass over a batch, no further than to the last state that is asked for."""
-    to_the_end = spec.deep or spec.top_k > 0
-    last = {backbone.num_layers} if to_the_end else set[int]()
-    stops = sorted({*spec.layers, *spec.states} | last)
+    """One frozen pass over a batch."""
+    stops = sorted({*spec.layers, *spec.states, backbone.num_layers})
     ids = batch.ids.to(backbone.device)
     device = backbone.unembedding.weight.device
     predicts = batch.predicts.to(device)
@@ -152,22 +142,19 @@ def features(backbone: Backbone, spec: FeatureSpec, batch: Batch) -> Features:
     with evaluation(backbone.model), torch.no_grad():
         states = zip(stops, backbone.states(ids, stops), strict=True)
         found = {layer: state.to(device) for layer, state in states}
-        deep = top_ids = top_log_probs = None
-        if to_the_end:
-            last_output = found[backbone.num_layers]
-            if spec.deep:
-                normed = backbone.unembedding.norm(last_output)
-                deep = _shifted(with_states(normed, [found[n] for n in spec.states]))[kept]
-            if spec.top_k:
-                top_ids, top_log_probs = _top(backbone, last_output[kept], spec.top_k)
+        last_output, deep = found[backbone.num_layers], None
+        if spec.deep:
+            normed = backbone.unembedding.norm(last_output)
+            deep = _shifted(with_states(normed, [found[n] for n in spec.states]))[kept]
+        top_ids, top_log_probs = _top(backbone, last_output[kept], spec.top_k)
     return Features(
         hidden={layer: found[layer][kept] for layer in spec.layers},
         following=batch.ids.roll(-1, dims=1).to(device)[kept],
         continues=(kept & _shifted(kept))[kept],
         answers=predicts[kept],
-        deep=deep,
         top_ids=top_ids,
         top_log_probs=top_log_probs,
+        deep=deep,
     )
 
 
@@ -231,12 +218,14 @@ class StreamSource:
 
 
 class Selection:
-    """Some batches of a source: how many positions, answer tokens and conversations they have."""
+    """Batches of a source: how many positions, answer tokens and conversations they have."""
 
-    def __init__(self, source: FeatureSource, indices: Sequence[int]) -> None:
-        self.source, self.indices = source, indices
+    def __init__(self, source: FeatureSource, indices: Sequence[int] | None = None) -> None:
+        """None: all."""
+        self.source = source
+        self.indices = range(len(source.sizes)) if indices is None else indices
         self.positions, self.answers, self.conversations = (
-            sum(counts[index] for index in indices)
+            sum(counts[index] for index in self.indices)
             for counts in (source.sizes, source.answers, source.conversations)
         )
 
@@ -270,11 +259,6 @@ class Selection:
             index for index, answers in zip(order, before, strict=False) if answers < max_tokens
         ]
         return Selection(self.source, sorted(taken))
-
-
-def whole(source: FeatureSource) -> Selection:
-    """All batches."""
-    return Selection(source, range(len(source.sizes)))
 
 
 def split(source: FeatureSource) -> tuple[Selection, Selection]:
@@ -320,9 +304,6 @@ class Manifest:
     sha256: list[str] | None = None  # of each shard; None until all are there
 
     def __post_init__(self) -> None:
-        layers = list(self.spec.layers)
-        if not layers or layers != sorted(set(layers)) or min(*layers, self.spec.top_k) < 0:
-            raise InvalidOption(f"spec is {shown(self.spec)}, expected rising layers")
         numbers = [index for batches in self.shards for index in batches]
         if (
             numbers != list(range(len(numbers)))
@@ -376,8 +357,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Raises CannotWrite."""
-        entries = {name: value for name, value in asdict(self).items() if value is not None}
-        files.write(folder / MANIFEST, json.dumps(entries, indent=1) + "\n")
+        files.write(folder / MANIFEST, json.dumps(asdict(self), indent=1) + "\n")
 
 
 def check_output(name: str, reads: Iterable[object] = ()) -> Path:
@@ -445,7 +425,6 @@ class CacheSource:
 
     def __init__(self, folder: Path, backbone: Backbone, number: int = 0, count: int = 1) -> None:
         """Raises InvalidData. Process `number` of `count` hashes every `count`-th shard."""
-        self._hidden_size, self._vocab_size = backbone.hidden_size, backbone.vocab_size
         self.manifest = known = Manifest.read(folder)
         if known.sha256 is None:
             raise InvalidData(f"{folder} is unfinished. Run the selfspec cache command again")
@@ -490,25 +469,7 @@ class CacheSource:
             held = {n.removeprefix(prefix) for n in file.keys() if n.startswith(prefix)}  # noqa: SIM118  # no dict
             if held != self.spec.names:
                 raise InvalidData(f"its tensors are not those of {self.spec}")
-            tensors = {name: file.get_tensor(prefix + name) for name in names}
-            for name, tensor in tensors.items():
-                self._check(name, tensor, tensors["following"].numel())
-        return tensors
-
-    def _check(self, name: str, tensor: Tensor, count: int) -> None:
-        width = [min(self.spec.top_k, self._vocab_size)] if name.startswith("top_") else []
-        if name in ("continues", "answers"):
-            good = tensor.dtype == torch.bool
-        elif name in ("following", "top_ids"):
-            known = (tensor >= 0) & (tensor < self._vocab_size)
-            good = tensor.dtype in (torch.int32, torch.int64) and bool(known.all())
-        elif name == "top_log_probs":  # float16 has no number for what is very unlikely
-            good = tensor.is_floating_point() and not bool(tensor.isnan().any())
-        else:
-            width = [self._hidden_size * (1 + (name == "deep") * len(self.spec.states))]
-            good = tensor.is_floating_point() and bool(tensor.isfinite().all())
-        if not good or [*tensor.shape] != [count, *width]:
-            raise InvalidData(f"{name}, {tensor.dtype} {[*tensor.shape]}, does not fit the model")
+            return {name: file.get_tensor(prefix + name) for name in names}
 
 
 FeatureSource = StreamSource | CacheSource
@@ -519,15 +480,6 @@ FeatureSource = StreamSource | CacheSource
 def _opened(path: Path) -> Iterator[Any]:
     with explained(f"{path} is damaged", "Run selfspec cache again"), safe_open(path, "pt") as file:
         yield file
-
-
-def sha256(path: Path) -> str:
-    """The hash of a file's bytes."""
-    found = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            found.update(block)
-    return found.hexdigest()
 
 
 def _is_whole(path: Path, known: str) -> bool:

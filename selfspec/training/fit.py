@@ -211,12 +211,11 @@ def targets(
     `ce_share` of the weight is on the model's top token, the rest on its likeliest ones.
     The latter is not renormalised: a position whose probability lies elsewhere weighs less.
     """
-    top_ids, top_log_probs = features.targets
-    ids = [top_ids[:, :1].long()]
+    ids = [features.top_ids[:, :1].long()]
     weights = [torch.full_like(ids[0], ce_share, dtype=torch.float32)]
     if ce_share < 1.0:
-        ids.append(top_ids.long())
-        weights.append((1.0 - ce_share) * top_log_probs.float().exp())
+        ids.append(features.top_ids.long())
+        weights.append((1.0 - ce_share) * features.top_log_probs.float().exp())
     places = index[torch.cat(ids, dim=-1)]
     of_answers, of_others = answer_weights
     shares = torch.where(features.answers, of_answers, of_others)[:, None]
@@ -313,11 +312,10 @@ def judged(
     As first drafts, as second ones, ...: of later ones where the tokens before are the answer's.
     """
     head, answers, found = cast("ExitHead", heads.by_layer[str(layer)]), batch.answers, []
-    top_ids, _ = batch.targets
     for features, valid in unrolled(heads, layer, batch, drafts):
         rows = (answers & valid).nonzero()[:, 0]
         logits = head.unembed(features[rows])
-        found.append((logits, head.to_target_ids(logits.argmax(-1)) == top_ids[rows, 0]))
+        found.append((logits, head.to_target_ids(logits.argmax(-1)) == batch.top_ids[rows, 0]))
         answers = batch.answers & answers.roll(1)
     return found
 
@@ -357,7 +355,7 @@ def coverage(heads: ExitHeads, batches: Iterable[Features]) -> float:
     ids = heads.first.draft_ids
     if ids is None:
         return 1.0
-    known = [_counted(torch.isin(batch.targets[0][batch.answers, 0], ids)) for batch in batches]
+    known = [_counted(torch.isin(batch.top_ids[batch.answers, 0], ids)) for batch in batches]
     positions, found = _summed(torch.zeros(2, dtype=torch.int64) + sum(known)).tolist()
     return float(found / positions)
 

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import math
-import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata, resources
-from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,14 +30,12 @@ from selfspec.heads.attending import config_of
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
 from selfspec.heads.folder import FILES_OF_A_FIT
 from selfspec.heads.heads import entropy, top_probability
-from selfspec.hub.models import HUB_ID
+from selfspec.hub import models as hub
 from selfspec.model.backbone import Backbone
 from selfspec.options import FITTED, Exit, Ngram, NoDrafts
 from selfspec.training.features import LOGIT_ROWS, Features, FeatureSpec, Selection, StreamSource
 from selfspec.training.fit import Fitted, coverage, judged
 from selfspec.training.text import Conversation
-
-logger = logging.getLogger(__name__)
 
 
 def page(template: str, /, **values: Any) -> str:
@@ -61,7 +56,7 @@ def card(
 
     Raises jinja2.TemplateError, LookupError, TypeError or ValueError for records of other things.
     """
-    on_hub = "/" in config.base_model and HUB_ID.fullmatch(config.base_model) is not None
+    on_hub = "/" in config.base_model and hub.HUB_ID.fullmatch(config.base_model) is not None
     return page(
         "card",
         header=ModelCardData(
@@ -79,31 +74,6 @@ def card(
     )
 
 
-def picture_of(entries: Sequence[dict[str, Any]]) -> bytes | None:
-    """Loss and agreement by epoch; without matplotlib a notice takes the picture's place."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        logger.info("no curves.png: it needs matplotlib (pip install 'selfspec[train]')")
-        return None
-    figure = Figure(figsize=(8, 3.2), layout="constrained")
-    loss, agreement = figure.subplots(1, 2)
-    for layer in sorted({entry["layer"] for entry in entries}):
-        found = [entry for entry in entries if entry["layer"] == layer]
-        epochs = [entry["epoch"] for entry in found]
-        losses = [entry["train_loss"] for entry in found]
-        loss.plot(epochs, losses, marker="o", label=f"layer {layer}")
-        agreement.plot(epochs, [100 * entry["agreement"] for entry in found], marker="o")
-    loss.set(xlabel="epoch", ylabel="training loss [nats per token]")
-    agreement.set(xlabel="epoch", ylabel="agreement, held out [%]")
-    for axes in (loss, agreement):
-        axes.xaxis.get_major_locator().set_params(integer=True)
-    figure.legend(loc="outside right center", frameon=False)
-    drawn = BytesIO()
-    figure.savefig(drawn, dpi=120)
-    return drawn.getvalue()
-
-
 FILES = ("README.md", "config.json", "metrics.json", "model.safetensors", "run.yaml")
 """What a folder of fitted heads holds at least."""
 
@@ -117,15 +87,14 @@ _PATHS = (  # options that may name files; a model's hub id stands in the config
 
 def write(folder: Path, fitted: Fitted, run: Mapping[str, Any]) -> None:
     """Write all files of `folder`; `run`: the command's options, for YAML. Raises CannotWrite."""
-    others: dict[str, str | bytes | None] = {
+    others = {
         "README.md": card(fitted.heads.config, fitted.metrics),
-        "run.yaml": yaml.safe_dump({"run": dict(run), "machine": machine()}, sort_keys=False),
+        "run.yaml": yaml.safe_dump({"run": dict(run), "machine": hub.machine()}, sort_keys=False),
         "metrics.jsonl": "".join(json.dumps(entry) + "\n" for entry in fitted.epochs),
         "metrics.json": json.dumps(fitted.metrics, indent=2) + "\n",
-        "curves.png": picture_of(fitted.epochs),
     }
     (folder / CALIBRATION).unlink(missing_ok=True)  # of the heads that these replace
-    fitted.heads.save(folder, {name: what for name, what in others.items() if what is not None})
+    fitted.heads.save(folder, others)
 
 
 def card_of(folder: Path, licence: str | None = None, heads: str = "HEADS") -> str:
@@ -171,18 +140,6 @@ def _without_folders(record: Any) -> Any:
         for name, value in record["run"].items()
     }
     return record | {"run": run}
-
-
-def machine() -> dict[str, Any]:
-    """What a repetition on another machine may differ in."""
-    packages = ("torch", "transformers", "safetensors")
-    accelerated = torch.cuda.is_available()
-    return {name: metadata.version(name) for name in packages} | {
-        "python": platform.python_version(),
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "accelerator": torch.cuda.get_device_name() if accelerated else None,
-    }
 
 
 # --- calibration: measured on held-out text, chosen by the cost model

@@ -47,7 +47,7 @@ _ROLES = {name: name for name in ("system", "user", "assistant")}
 _SHAREGPT_ROLES = _ROLES | {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
 _FILE_SUFFIXES = (".jsonl", ".json", ".gz", ".txt")
 _BLANK = b"\xef\xbb\xbf \t\r\n"  # the mark that some editors put in front, and white space
-_EXPECTED = "input_ids and answer_start or loss_mask, messages, conversations, turns or text"
+_EXPECTED = "input_ids and answer_start, messages, conversations, turns or text"
 
 _MOST_LINE = 16 << 20  # bytes of a line, and of blank ones in a row
 _MOST_ARRAY = 1 << 30  # bytes of a .json file that is one array: it is read as a whole
@@ -338,24 +338,12 @@ def _is_text(value: Any) -> bool:
 
 
 def _from_ids(record: dict[str, Any]) -> Conversation:
-    """Ids with `answers`, [[first, end], ...], a `loss_mask`, or one answer up to their end."""
+    """Ids with `answers`, [[first, end], ...], or one answer up to their end."""
     ids = record["input_ids"]
     if not isinstance(ids, list) or not {*map(type, ids)} <= {int}:
         raise InvalidData("has input_ids that are no list of whole numbers")
-    length, name = len(ids), "answers"
-    if name in record:
-        answers = record[name]
-    elif "loss_mask" in record:
-        name, mask = "loss_mask", record["loss_mask"]
-        kinds = {*map(type, mask)} if isinstance(mask, list) else {str}
-        if not kinds <= {int, bool} or len(mask) != length:
-            raise InvalidData(f"has a loss_mask that is no list of {length} zeros and ones")
-        bits = [0, *map(bool, mask[1:]), 0]  # the first token of a text is never predicted
-        borders = [place for place in range(1, length + 1) if bits[place] != bits[place - 1]]
-        answers = list(zip(borders[::2], borders[1::2], strict=True))
-    else:
-        name = "answer_start"
-        answers = [(record.get(name), length)]
+    length, name = len(ids), "answers" if "answers" in record else "answer_start"
+    answers: Any = record["answers"] if name == "answers" else [(record.get(name), length)]
     pairs = fits(answers, list[tuple[int, int]])
     places = [1, *(place for pair in answers for place in pair), length] if pairs else []
     if not pairs or places != sorted(places) or any(first == end for first, end in answers):

@@ -256,7 +256,7 @@ def test_layers_are_spread_over_devices_on_request(
         hub.load_model(folder, device=device)
     assert asked == ["auto", None]
     (said,) = caplog.messages
-    assert said == "tiny is spread: embed to layers.0 on device 0, layers.1 on device disk"
+    assert said == "tiny is spread: 2 parts on device 0, 1 parts on device disk"
 
 
 @pytest.mark.parametrize("shown", [True, False])

@@ -20,7 +20,7 @@ from selfspec.cli.main import main
 from selfspec.heads import exit_heads as heads_module
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.model.backbone import Backbone
-from selfspec.training import fit, records
+from selfspec.training import fit
 from tests.models import make_model
 from tests.talks import make_talks, make_tokenizer
 
@@ -72,14 +72,13 @@ class Moments:
 
 @pytest.fixture(autouse=True)
 def workplace(tmp_path: Path, backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The current folder: a tiny model and conversations. No curves are drawn."""
+    """The current folder: a tiny model and conversations."""
     make_model("llama").save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
     talks = make_talks(backbone.model)
     lines = [json.dumps({"input_ids": list(t.ids), "answer_start": 5}) for t in talks]
     (tmp_path / "talks.jsonl").write_text("\n".join(lines) + "\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(records, "picture_of", lambda entries: repr(entries).encode())
     PLACE.mkdir()
 
 
