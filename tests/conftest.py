@@ -22,7 +22,6 @@ from selfspec.api.speculator import Speculator, load
 from selfspec.files import cache_folder
 from selfspec.model.backbone import Backbone
 from tests.models import CHEAP, make_model, random_ids
-from tests.watched import WatchedBackbone
 
 torch.set_num_threads(1)  # tiny products: a second thread only waits, for seconds on a busy machine
 
@@ -93,6 +92,12 @@ def model(tiny_model: TinyModel) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="session")
+def exact(tiny_model: TinyModel) -> PreTrainedModel:
+    """The tiny Llama in float64, where equal tokens are no matter of luck; do not change it."""
+    return tiny_model("llama", torch.float64)
+
+
+@pytest.fixture(scope="session")
 def backbone(model: PreTrainedModel) -> Backbone:
     """The tiny Llama, cut open. It holds no state of its own, so all tests share it."""
     return Backbone(model)
@@ -108,17 +113,3 @@ def default() -> Speculator:
 def prompt_ids() -> Tensor:
     """[1, 12] ids, longer than the sliding windows of the tiny models."""
     return random_ids(12)
-
-
-@pytest.fixture(scope="module")
-def shared() -> WatchedBackbone:
-    """The model behind `watched`, built once per test file; for fixtures that outlive a test."""
-    return WatchedBackbone()
-
-
-@pytest.fixture
-def watched(shared: WatchedBackbone) -> Iterator[WatchedBackbone]:
-    """A Llama of 8 layers, float64."""
-    shared.runs.clear()
-    yield shared
-    shared.passes_until_error = -1

@@ -433,13 +433,6 @@ def assert_drafts_leave_the_pinned_text(speculator: Speculator, rows: int = 8) -
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_row_has_one_set_of_bits(dtype: torch.dtype) -> None:
-    backbone = Backbone(make_model("llama", dtype), executor="fused")
-    assert why_unpinned(backbone, PassShape(), 8) is None
-
-
-@needs_compiler
 def test_kernels_that_depend_on_the_number_of_rows_get_passes_of_one_shape(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,10 +41,10 @@ from selfspec.heads.heads import top_probability
 from selfspec.hub import models as hub
 from selfspec.hub.models import ModelFiles
 from selfspec.model.backbone import Backbone
-from selfspec.model.generic import States
-from selfspec.model.kv import Rows, ancestors
+from selfspec.model.kv import ancestors
 from selfspec.options import CONTROLLERS, TOGETHER, Skip
 from tests import ladder
+from tests.decoding.conftest import WatchedBackbone
 from tests.models import EXECUTORS, make_model, random_ids
 from tests.talks import make_tokenizer
 
@@ -357,23 +357,9 @@ def test_lengths_of_seen_text_and_of_exits_are_bounded_apart(eager: Speculator) 
 # --- a second model drafts
 
 
-class CountingBackbone(Backbone):
-    def __init__(self, model: Any) -> None:
-        self.passes: list[list[int]] = []
-        super().__init__(model, executor="generic")
-
-    def run(
-        self, hidden: Tensor, first: int, last: int, rows: Rows, states: States | None = None
-    ) -> Tensor:
-        if first == 0:
-            self.passes.append(rows.positions.tolist())
-        return super().run(hidden, first, last, rows, states)
-
-
 @pytest.fixture(scope="module")
-def second() -> CountingBackbone:
-    """Two layers, float64."""
-    return CountingBackbone(make_model("llama", torch.float64, num_hidden_layers=2))
+def second() -> WatchedBackbone:
+    return WatchedBackbone(2)
 
 
 @pytest.fixture(scope="module")
@@ -394,11 +380,11 @@ def own_text(backbone: Backbone, ids: Tensor, count: int) -> list[int]:
 
 @torch.inference_mode()
 def test_drafts_are_the_other_models_own_text_and_no_row_runs_twice(
-    second: CountingBackbone, target: Backbone
+    second: WatchedBackbone, target: Backbone
 ) -> None:
     state = DecodeState(target, random_ids(7))
     drafter = DraftModelDrafter(DraftCache(second), ladder.drafting(4))
-    second.passes.clear()
+    second.runs.clear()
     for kept in (2, 4, 0):
         draft = drafted(drafter, state)
         assert draft.tokens == own_text(second, state.ids, 4)
@@ -407,7 +393,7 @@ def test_drafts_are_the_other_models_own_text_and_no_row_runs_twice(
         for token in draft.tokens[:kept]:
             state.append(token, 0)
         state.append((draft.tokens[kept] if kept < 4 else 0) ^ 1, 0)  # the target's own
-    assert second.passes == [
+    assert [positions for positions, _, _ in second.runs] == [
         *([*range(7)], [7], [8], [9]),  # the fourth draft does not run
         *([9], [10], [11], [12]),  # two of four were kept; 9 is now the target's token
         *([13, 14], [15], [16], [17]),  # of four that were kept the last had not run; 14: as above
@@ -416,7 +402,7 @@ def test_drafts_are_the_other_models_own_text_and_no_row_runs_twice(
 
 @torch.inference_mode()
 def test_the_controller_sees_the_other_models_top_probability(
-    second: CountingBackbone, target: Backbone
+    second: WatchedBackbone, target: Backbone
 ) -> None:
     state = DecodeState(target, random_ids(7))
     whole, cut_short = (
@@ -439,7 +425,7 @@ def test_nothing_is_drafted_beyond_the_other_models_last_position(target: Backbo
 
 
 def test_a_conversation_runs_what_is_new_only_in_the_other_model_too(
-    second: CountingBackbone, exact: Any
+    second: WatchedBackbone, exact: Any
 ) -> None:
     options = SpeculationOptions(drafter="draft-model")
     speculator = Speculator(Backbone(exact), None, None, "", options, second)
@@ -447,9 +433,9 @@ def test_a_conversation_runs_what_is_new_only_in_the_other_model_too(
     first = random_ids(9)
     answer = session.generate(first, max_new_tokens=8)
     turn = torch.cat([first, torch.tensor([[*answer.token_ids, 5, 6]])], dim=1)
-    second.passes.clear()
+    second.runs.clear()
     again = session.generate(turn, max_new_tokens=8)
-    assert second.passes[0][0] >= 9
+    assert second.runs[0][0][0] >= 9
     assert again.token_ids == speculator.generate(turn, max_new_tokens=8).token_ids
 
 

@@ -25,8 +25,10 @@ from selfspec.model.kv import KVCache
 from selfspec.training.features import FeatureSpec, features, padded
 from selfspec.training.text import Conversation
 from tests import ladder
+from tests.decoding.conftest import WatchedBackbone
 from tests.models import VOCAB_SIZE, random_ids
-from tests.watched import EXIT_LAYERS, WatchedBackbone
+
+EXIT_LAYERS = (2, 4, 6)
 
 
 @pytest.fixture(scope="module")
