@@ -21,17 +21,16 @@ from selfspec.errors import InvalidOption, InvalidPrompt
 from selfspec.hub import models as hub
 from selfspec.model.backbone import Backbone
 from tests.models import EXECUTORS, make_model, random_ids
+from tests.talks import make_tokenizer
 
 
-def test_inside_hugging_faces_generate_tokens_and_output_object_are_its_own(
+def test_inside_hugging_faces_generate_the_output_object_is_its_own(
     speculator: Speculator, exact: Any
 ) -> None:
     ids, asked = random_ids(13), {"max_new_tokens": 30, "do_sample": False}
-    expected = exact.generate(ids, **asked)
-    assert torch.equal(exact.generate(ids, custom_generate=speculator.hf(), **asked), expected)
     loop = speculator.hf(drafter="exit:threshold=0.5")
     record = exact.generate(ids, custom_generate=loop, return_dict_in_generate=True, **asked)
-    assert torch.equal(record.sequences, expected)
+    assert torch.equal(record.sequences, exact.generate(ids, **asked))
 
 
 def test_a_lenient_rule_needs_sampling(speculator: Speculator) -> None:
@@ -83,15 +82,25 @@ def test_heads_speak_up_where_there_are_none(exact: Any, caplog: pytest.LogCaptu
     assert not caplog.text
 
 
-def test_in_float16_the_default_model_is_not_that_of_its_heads(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("dtype", "options", "heads"),
+    [
+        (torch.float32, {}, hub.DEFAULT_HEADS),
+        (torch.float32, {"draft_model": "small"}, None),  # which takes their place
+        (torch.float32, {"draft_model": "small", "heads": "own"}, "own"),
+        (torch.float16, {"dtype": "float16"}, None),  # not the model of its heads
+    ],
+)
+def test_the_default_model_has_its_heads_unless_something_else_drafts_or_it_is_another(
+    dtype: torch.dtype, options: Any, heads: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    half = make_model("llama", torch.float16), None, hub.ModelFiles("tiny", "tiny", is_default=True)
+    files = hub.ModelFiles("tiny", "tiny", is_default=True)
+    tiny = make_model("llama", dtype), make_tokenizer(), files
     asked: list[Any] = []
-    monkeypatch.setattr(hub, "load_model", lambda *_, **__: half)
+    monkeypatch.setattr(hub, "load_model", lambda *_, **__: tiny)
     monkeypatch.setattr(facade, "find_heads", lambda _model, heads, _label: asked.append(heads))
-    facade.load(dtype="float16", executor="generic")
-    assert asked == [None]
+    facade.load(executor="generic", **options)
+    assert asked == [heads]
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p"])

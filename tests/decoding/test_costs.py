@@ -31,7 +31,7 @@ from selfspec.decoding.measure import (
 )
 from selfspec.decoding.sampling import DraftToken
 from selfspec.decoding.state import alone
-from selfspec.decoding.stats import Round, Stopwatch
+from selfspec.decoding.stats import Stopwatch
 from selfspec.errors import PinnedUnavailable
 from selfspec.heads.exit_heads import ExitHeads, logit_lens
 from selfspec.model.backbone import Backbone
@@ -42,6 +42,7 @@ from tests.decoding.test_drafters import Other, Text
 from tests.heads.kinds import make_heads
 from tests.models import make_model, needs_compiler, random_ids
 from tests.recorded import RecordedCapture
+from tests.traces import entry
 
 COSTS = MeasuredCosts(
     num_layers=10, layers=(1.0, 1.5), start=(0.2, 0.5), logits=(0.1, 0.2), head=0.01, round=0.05
@@ -61,19 +62,8 @@ def test_counts_may_be_expected_ones() -> None:
 
 
 def test_rounds_cost_their_passes_their_verdicts_and_the_heads_asked() -> None:
-    prompt = Round(
-        tokens=[1], draft_tokens=[], exit_layers=[], sources=[], kept=[], ended="off", prefill=True
-    )
-    drafted = Round(
-        tokens=[2, 3],
-        draft_tokens=[2],
-        exit_layers=[3],
-        sources=["exit"],
-        kept=[0],
-        heads=3,
-        ended="depth",
-        passes=[(1, 0, 3), (1, 0, 3), (1, 3, 6), (2, 3, 10)],
-    )
+    prompt = entry(1, prefill=True, ended="off")
+    drafted = entry(2, [3], 1, heads=3, passes=[(1, 0, 3), (1, 0, 3), (1, 3, 6), (2, 3, 10)])
     passes = 3 * 0.2 + 9 * 0.08 + 0.5 + 7 * 0.1
     found = COSTS.seconds_of([prompt, drafted])
     assert found == pytest.approx(passes + 0.2 + 0.05 + 3 * 0.01)

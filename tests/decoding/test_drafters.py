@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from selfspec.api import speculator as facade
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import Draft, Target
@@ -38,8 +37,6 @@ from selfspec.decoding.state import DecodeState, Drafter, Steps, alone, ready
 from selfspec.decoding.stats import Stopwatch
 from selfspec.errors import DraftModelMismatch, HeadsNotFound, InvalidOption
 from selfspec.heads.heads import top_probability
-from selfspec.hub import models as hub
-from selfspec.hub.models import ModelFiles
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv import ancestors
 from selfspec.options import CONTROLLERS, TOGETHER, Skip
@@ -448,19 +445,6 @@ def test_a_model_that_drafts_for_itself_is_always_right(exact: Any) -> None:
     assert stats.drafted_by_source == {"draft-model": 15}
     sampled = speculator.generate(random_ids(9), max_new_tokens=21, do_sample=True, seed=1).stats
     assert sampled.accepted == sampled.drafted
-
-
-def test_a_draft_model_takes_the_place_of_the_default_heads(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tiny = make_model("llama"), make_tokenizer(), ModelFiles("tiny", "tiny", is_default=True)
-    monkeypatch.setattr(hub, "load_model", lambda *_, **__: tiny)
-    asked: list[Any] = []
-    monkeypatch.setattr(facade, "find_heads", lambda _model, heads, _label: asked.append(heads))
-    facade.load()
-    facade.load(draft_model="small")
-    facade.load(draft_model="small", heads="own")
-    assert asked == [hub.DEFAULT_HEADS, None, "own"]
 
 
 def test_another_vocabulary_is_refused_with_sizes_and_the_first_difference() -> None:

@@ -21,7 +21,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.api.stream import Generation, Stream
 from selfspec.decoding import sampling
-from selfspec.decoding.acceptance import Draft, SeededMatch, SpeculativeSampling, acceptance_rule
+from selfspec.decoding.acceptance import Draft, SeededMatch
 from selfspec.decoding.decode import rounds
 from selfspec.decoding.sampling import Sampler, mixed
 from selfspec.decoding.state import NoDrafter, alone
@@ -154,15 +154,6 @@ def test_no_prompt_is_lost_where_seeds_end_or_are_none(speculator: Speculator) -
 
 def sampler_of(seed: int) -> Sampler:
     return Sampler(LogitsProcessorList(), do_sample=True).seeded(seed, torch.device("cpu"))
-
-
-def test_a_seed_asks_for_the_rule_that_matches_draws(speculator: Speculator) -> None:
-    seeded = sampler_of(3)
-    rule = acceptance_rule(seeded, speculator.options)
-    assert isinstance(rule, SeededMatch)
-    assert rule.lossless
-    free = replace(seeded, seed=None)
-    assert isinstance(acceptance_rule(free, speculator.options), SpeculativeSampling)
 
 
 def test_of_drafts_and_siblings_the_one_that_is_the_targets_own_draw_stays() -> None:
@@ -344,14 +335,6 @@ def test_neighbours_are_drawn_independently(line: str) -> None:
         assert independent(zip(drawn, drawn[step:], strict=False)) > 0.001
 
 
-@pytest.mark.parametrize("step", [0, 1])
-def test_places_of_two_seeds_are_drawn_independently(step: int) -> None:
-    """With seed plus place as a seed, the next place of one were the same place of the other."""
-    one, other = sampler_of(0), sampler_of(1)
-    pairs = ((one.draw(LAW, at + step), other.draw(LAW, at)) for at in range(1, 4001))
-    assert independent(pairs) > 0.001
-
-
 def test_every_seed_and_place_has_a_number_of_its_own() -> None:
     numbers = [mixed(seed, place) for seed in range(-50, 50) for place in range(100)]
     assert len({*numbers}) == len(numbers)
@@ -370,10 +353,3 @@ def test_a_seeds_draws_touch_no_other_generator() -> None:
     assert first == again
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(sampler.generator.get_state(), own)
-
-
-def test_padding_in_front_counts_for_no_place() -> None:
-    sampler = sampler_of(0)
-    padded = replace(sampler, pad=4)
-    places = range(1, 200)
-    assert [padded.draw(LAW, at + 4) for at in places] == [sampler.draw(LAW, at) for at in places]
