@@ -44,9 +44,7 @@ def test_a_field_of_another_way_of_decoding_is_refused_by_name(name: str) -> Non
         refuse_other_decoding(config)
 
 
-def test_a_field_that_only_a_later_transformers_knows_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_field_of_a_later_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     original = GenerationConfig.__init__
 
     def later(self: Any, **options: Any) -> None:
@@ -241,9 +239,7 @@ def test_hf_refuses_what_it_would_ignore(
         assert "\n" not in str(caught.value)
 
 
-def test_a_filled_cache_is_refused_and_an_empty_one_is_not(
-    speculator: Speculator, exact: Any
-) -> None:
+def test_a_filled_cache_is_refused_and_no_empty_one(speculator: Speculator, exact: Any) -> None:
     ids = random_ids(LENGTH)
     options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
     cache = DynamicCache()
@@ -255,9 +251,7 @@ def test_a_filled_cache_is_refused_and_an_empty_one_is_not(
     assert torch.equal(found, exact.generate(ids, **options | {CACHE: DynamicCache()}))
 
 
-def test_positions_behind_padding_pass_and_others_do_not(
-    speculator: Speculator, exact: Any
-) -> None:
+def test_positions_behind_padding_pass_and_no_others(speculator: Speculator, exact: Any) -> None:
     ids = torch.cat([random_ids(LENGTH), random_ids(LENGTH, seed=1)])
     mask = torch.ones_like(ids)
     mask[0, :4] = 0

@@ -353,9 +353,7 @@ def test_every_option_changes_its_rule(name: str, option: str, value: Any, token
     assert kept[0] != kept[1]
 
 
-def test_a_lossy_rule_is_announced_once_and_never_where_nothing_is_drafted(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_lossy_rule_that_drafts_is_announced_once(caplog: pytest.LogCaptureFixture) -> None:
     speculator = wrap(make_model("llama"), heads="logit-lens", acceptance="cm-asd")
     with caplog.at_level(logging.WARNING, "selfspec"):
         for drafter in ("none", "exit", "exit"):

@@ -153,9 +153,7 @@ def test_drafts_that_are_never_right_are_made_in_14_rounds_and_then_in_one_of_65
 
 
 @pytest.mark.parametrize(("share", "texts"), [(0.3, 1), (0.1, 16)])
-def test_drafts_that_are_dear_begin_with_a_pause_and_are_made_once_they_pay(
-    share: float, texts: int
-) -> None:
+def test_drafts_that_are_dear_begin_with_a_pause_till_they_pay(share: float, texts: int) -> None:
     """Dear at the load of the first round: texts may have come since this one was added."""
     load = Load()
     dear = DraftCost(rows=(*(share,) * 32, 0.01), head=share, num_layers=10**9, load=load)

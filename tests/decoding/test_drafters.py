@@ -222,9 +222,7 @@ def test_seen_text_has_to_promise_more_than_the_other_has_been_giving(
 
 
 @pytest.mark.parametrize("drafter", ["ngram:size=2", "lookahead"])
-def test_a_conversation_that_reuses_its_prefix_drafts_from_all_of_it(
-    exact: Any, drafter: str
-) -> None:
+def test_a_conversation_drafts_from_the_prefix_that_it_reuses(exact: Any, drafter: str) -> None:
     heads = ladder.deep_heads(Backbone(exact, executor="generic"), (0,))  # which draft nothing here
     speculator = wrap(exact, heads=heads, drafter=drafter, costs="row=0.0")
     session, first = speculator.session(), random_ids(9)

@@ -245,9 +245,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("name", ["llama", "original-llama"])
 @pytest.mark.usefixtures("folders")
-def test_the_command_line_takes_the_folder_as_it_is(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_line_takes_such_folders(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     def said(*words: str) -> str:
         capsys.readouterr()
         assert main([*words]) == 0

@@ -182,9 +182,7 @@ def test_what_is_forced_ends_with_the_end_token(words: PreTrainedTokenizerFast) 
     assert one.forced([], 0) == []
 
 
-def test_a_trunk_is_what_is_forced_whatever_else_is_promised(
-    words: PreTrainedTokenizerFast,
-) -> None:
+def test_a_trunk_is_what_is_forced_whatever_the_rival(words: PreTrainedTokenizerFast) -> None:
     one = mask(grammar_of_schema(PERSON))
     drafter = GrammarDrafter(one, 0, 2)
     begun = Text([0] * one.start + words('{"')["input_ids"])

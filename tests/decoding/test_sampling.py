@@ -406,9 +406,7 @@ def test_drafts_are_chosen_without_processors_that_may_keep_state() -> None:
     assert len(sampler.processors) == 7
 
 
-def test_target_processors_see_each_true_prefix_once_whatever_was_drafted(
-    backbone: Backbone,
-) -> None:
+def test_target_processors_see_each_true_prefix_once(backbone: Backbone) -> None:
     truth = decoded(backbone, make_sampler())
     for drafter in (NoDrafter(), MixedDrafter(truth, 0, VOCAB_SIZE)):
         note = Note()

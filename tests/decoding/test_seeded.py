@@ -204,9 +204,7 @@ def test_near_temperature_0_a_guess_has_the_chance_of_a_greedy_one() -> None:
 
 
 @pytest.mark.parametrize(("temperature", "doubt"), [(0.3, 0.5), (1.0, 1.0), (1.0, 2.0)])
-def test_a_guess_is_as_right_as_said_where_the_target_differs_as_believed(
-    temperature: float, doubt: float
-) -> None:
+def test_a_guess_is_as_right_as_it_says(temperature: float, doubt: float) -> None:
     generator = torch.Generator().manual_seed(1)
     sampler, ids = heated(temperature), random_ids(3)
     said, right, count = 0.0, 0, 1500

@@ -35,9 +35,7 @@ from training.narrow import narrowed
 @pytest.mark.parametrize("family", ["llama", "gemma2", "cohere", "granite", "phi"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.inference_mode()
-def test_untrained_heads_read_the_last_state_as_the_model_does(
-    family: str, dtype: torch.dtype
-) -> None:
+def test_untrained_heads_read_a_state_as_the_model_does(family: str, dtype: torch.dtype) -> None:
     backbone = wrapped(family, dtype)
     hidden = backbone.embed(random_ids(3)[0])
     expected = backbone.logits(hidden)
@@ -99,9 +97,7 @@ def test_the_unembedding_is_the_models_own_storage_unless_a_head_has_a_matrix(
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "draft" in kind])
-def test_draft_logits_are_the_full_heads_logits_of_the_chosen_tokens(
-    kind: str, hidden: Tensor
-) -> None:
+def test_draft_logits_are_the_full_heads_of_the_chosen_tokens(kind: str, hidden: Tensor) -> None:
     unembedding = wrapped("phi", torch.float64).unembedding  # with a bias
     full = make_heads(kind.removesuffix("-draft"), unembedding)[2]
     heads = make_heads(kind, unembedding)
@@ -126,9 +122,7 @@ def test_narrowed_heads_say_the_same_of_fewer_tokens(kind: str, unembedding: Une
         narrowed(narrow, unembedding, 4, Counter())
 
 
-def test_draft_logits_widen_to_the_vocabulary_without_the_other_tokens(
-    unembedding: Unembedding, hidden: Tensor
-) -> None:
+def test_draft_logits_widen_to_the_vocabulary(unembedding: Unembedding, hidden: Tensor) -> None:
     head = make_heads("linear-draft", unembedding)[2]
     logits = head(hidden)
     wide = head.to_target_logits(logits)
@@ -139,9 +133,7 @@ def test_draft_logits_widen_to_the_vocabulary_without_the_other_tokens(
     assert head.to_target_ids(torch.tensor([[4, 0], [2, 2]])).tolist() == [[95, 0], [17, 17]]
 
 
-def test_the_logit_lens_has_a_head_at_every_layer_uses_one_and_takes_no_memory(
-    unembedding: Unembedding,
-) -> None:
+def test_the_logit_lens_has_heads_everywhere_and_takes_no_memory(unembedding: Unembedding) -> None:
     heads = logit_lens(unembedding, 6, "tiny")
     assert heads.config.exit_layers == (1, 2, 3, 4, 5)
     assert heads.config.defaults == {"drafter": "exit:layers=4"}
@@ -256,9 +248,7 @@ def asked(head: ExitHead, hidden: Tensor, count: int = 3, **options: Any) -> Ans
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_tokens_are_the_likeliest_ids_of_the_model_with_their_chances(
-    head: ExitHead, count: int
-) -> None:
+def test_tokens_are_the_likeliest_ids_with_their_chances(head: ExitHead, count: int) -> None:
     said = asked(head, states(4), count)
     assert torch.equal(said.features, head.features(states(4), states(4, seed=1)))
     assert torch.equal(said.logits, head.unembed(said.features))

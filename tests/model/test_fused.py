@@ -263,9 +263,7 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, threads: int
 
 @needs_compiler
 @pytest.mark.parametrize(("held", "window"), [(0, 0), (50, 17), (60, 0), (1020, 17)])
-def test_a_branch_of_a_tree_has_the_bits_of_a_chain(
-    dtype: torch.dtype, held: int, window: int
-) -> None:
+def test_a_branch_has_the_bits_of_a_chain(dtype: torch.dtype, held: int, window: int) -> None:
     """Also across the end of a block of 64 positions."""
     parents = [-1, -1, *range(1, 9), 4, 4, 11]
     whole = Attended(dtype, held, len(parents), window)
@@ -388,9 +386,7 @@ class Mixing:
 
 @needs_compiler
 @torch.inference_mode()
-def test_texts_that_change_each_other_run_one_by_one_and_the_log_says_so(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_texts_that_change_each_other_run_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
     backbone = Backbone(make_model("llama"), executor="fused")
     backbone._executor = Mixing(backbone._executor)
     layers, text = backbone.num_layers, backbone.embed(random_ids(4)[0])

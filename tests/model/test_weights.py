@@ -180,9 +180,7 @@ def test_weights_are_those_of_the_gguf_package(kind: str, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", [*FORMATS, *ZEROED])
-def test_sums_are_those_of_numbers_whatever_runs_beside(
-    kind: str | int, dtype: torch.dtype
-) -> None:
+def test_sums_are_those_of_numbers_in_any_company(kind: str | int, dtype: torch.dtype) -> None:
     made: Any = zeroed if isinstance(kind, int) else weight_of
     weight, numbers = made(kind, dtype)
     x = inputs(600, weight.shape[1], dtype)  # in more than one piece
@@ -224,9 +222,7 @@ def linear(weight: Tensor) -> nn.Linear:
 
 
 @pytest.mark.parametrize("biased", [False, True])
-def test_large_layers_are_made_piece_by_piece(
-    biased: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_layers_are_made_in_pieces(biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, numbers = weight_of("Q4_K", torch.float32)
     bias = torch.randn(len(numbers)) if biased else None
     most, expanded = 0, QuantisedWeight.expanded

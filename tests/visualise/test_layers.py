@@ -259,9 +259,7 @@ def test_a_headline_says_what_drafts_gave() -> None:
         assert found._replace(drafted=0).headline.endswith(end)
 
 
-def test_a_card_holds_any_text_without_warning(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_card_holds_any_text_silently(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     loss = Gain(tokens=50, drafted=22, per_verification=1.5, times=0.8)
     monkeypatch.setattr(picture, "gain", lambda *_: loss)
     odd = ["你好世界你好世界", "🎉", "", "\ufffd", "שלום", "\u0301"]
