@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from selfspec.decoding.state import alone, done_alone
-from selfspec.errors import HeadsMismatch, InvalidHeads, InvalidOption
+from selfspec.errors import HeadsMismatch, InvalidHeads, InvalidOption, SelfspecError
 from selfspec.heads.attending import AttendingHeads, TextRows
 from selfspec.heads.folder import attends
 from selfspec.model.backbone import Backbone
@@ -167,35 +167,33 @@ DAMAGES: list[tuple[Change, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "said"), DAMAGES, ids=addressless)
-def test_a_damaged_folder_is_one_line_that_says_where(
-    tmp_path: Path, change: Change, said: str
+OF_ANOTHER_MODEL = [
+    (config(**{STATES: [1, 4, 9]}), "8 layers"),
+    (config(target_hidden_size=WIDTH * 2), "width 64"),
+    (layer("vocab_size", VOCABULARY + 1), "129 tokens"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "said"),
+    [
+        *((InvalidHeads, *damage) for damage in DAMAGES),
+        *((HeadsMismatch, *other) for other in OF_ANOTHER_MODEL),
+    ],
+    ids=addressless,
+)
+def test_what_is_damaged_or_of_another_model_is_one_line_that_says_where(
+    tmp_path: Path, kind: type[SelfspecError], change: Change, said: str
 ) -> None:
     folder = tmp_path / "heads"
     shutil.copytree(HERE / "llama", folder)
     change(folder)
     before = snapshot(folder)
-    with pytest.raises(InvalidHeads) as caught:
+    with pytest.raises(kind) as caught:
         read(folder)
     one_line(caught, folder)
     assert said in str(caught.value)
     assert snapshot(folder) == before
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (config(**{STATES: [1, 4, 9]}), "8 layers"),
-        (config(target_hidden_size=WIDTH * 2), "width 64"),
-        (layer("vocab_size", VOCABULARY + 1), "129 tokens"),
-    ],
-)
-def test_heads_of_another_model_are_told_so(tmp_path: Path, change: Change, said: str) -> None:
-    folder = tmp_path / "heads"
-    shutil.copytree(HERE / "llama", folder)
-    change(folder)
-    with pytest.raises(HeadsMismatch, match=said):
-        read(folder)
 
 
 def test_heads_run_in_the_model_s_dtype() -> None:
