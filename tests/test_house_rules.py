@@ -35,7 +35,8 @@ FLOORS = (
 
 HEIGHT = {name: height for height, names in enumerate(FLOORS) for name in names}
 RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
-NOT_IN_RUNTIME = {"datasets", "matplotlib"}
+NOT_IN_RUNTIME = ("datasets", "matplotlib")
+LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
     "tests/": 28221,
@@ -195,23 +196,12 @@ def test_circles_and_floors_are_found() -> None:
     assert house.floors({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == {"c": 1, "b": 2, "a": 3}
 
 
-def test_runtime_needs_no_training_or_plotting_packages() -> None:
-    found = {
-        (path.name, name)
-        for path, tree in TREES.items()
-        if room(path) in RUNTIME
-        for name in house.imported(tree)
-        if name.split(".")[0] in NOT_IN_RUNTIME
-    }
-    assert not found
-
-
-def test_nothing_that_ships_needs_the_laboratory() -> None:
+def test_runtime_needs_no_training_or_plotting_and_nothing_the_laboratory() -> None:
     found = {
         (path.name, name)
         for path, tree in TREES.items()
         for name in house.imported(tree)
-        if name.split(".")[0] in ("eval", "tests", "training")
+        if name.split(".")[0] in (*LABORATORY, *(NOT_IN_RUNTIME if room(path) in RUNTIME else ()))
     }
     assert not found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -277,15 +277,6 @@ def test_a_clock_that_ticks_once_a_part_makes_all_parts_alike(
     )
 
 
-def laps(seconds: Callable[[int], float]) -> Iterator[float]:
-    """Clock readings in pairs; lap n takes `seconds(n)`."""
-    time = 0.0
-    for lap in itertools.count():
-        yield time
-        time += seconds(lap)
-        yield time
-
-
 def test_quick_costs_are_the_least_of_each_pass_and_rows_between_two_cost_alike(
     backbone: Backbone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,7 +294,9 @@ def test_quick_costs_are_the_least_of_each_pass_and_rows_between_two_cost_alike(
 
 
 def test_one_slow_moment_does_not_show(backbone: Backbone, heads: ExitHeads) -> None:
-    clock = laps(lambda lap: 100.0 if lap in (3, 20, 31) else 2.0)
+    # readings in pairs, each lap of which takes two seconds, and some a hundred
+    laps = (100.0 if lap in (3, 20, 31) else 2.0 for lap in itertools.count())
+    clock = itertools.accumulate(step for lap in laps for step in (0.0, lap))
     found = measure(backbone, heads, now=lambda: next(clock))
     assert {*found.layers, *found.start, *found.logits, found.head} == {2.0}
 

@@ -460,15 +460,14 @@ def test_likelihoods_are_those_of_the_models_own_logits(
 
 
 def test_they_are_noted_only_where_asked_for(speaker: Speculator) -> None:
-    assert speaker.generate(random_ids(4), max_new_tokens=3).logprobs is None
-    none = speaker.generate(random_ids(4), max_new_tokens=3, logprobs=0).logprobs
-    assert none is not None
-    assert [one.top for one in none] == [()] * 3
+    def noted(count: int | None) -> Any:
+        return speaker.generate(random_ids(4), max_new_tokens=3, logprobs=count).logprobs
+
+    assert noted(None) is None
+    assert [one.top for one in noted(0)] == [()] * 3
+    assert [len(one.top) for one in noted(10**6)] == [VOCAB_SIZE] * 3
     with pytest.raises(InvalidOption, match="logprobs is -1, expected a value of at least 0"):
-        speaker.generate(random_ids(4), logprobs=-1)
-    many = speaker.generate(random_ids(4), max_new_tokens=1, logprobs=10**6).logprobs
-    assert many is not None
-    assert len(many[0].top) == VOCAB_SIZE
+        noted(-1)
 
 
 def test_penalties_count_the_answer_alone() -> None:
