@@ -176,9 +176,7 @@ def test_heads_that_slow_are_not_faster(seconds: Any, faster: bool) -> None:
     assert report.gain("prompt lookup").ratio == pytest.approx(seconds[1] / seconds[2])
 
 
-def test_heads_that_are_faster_are_used_by_themselves(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_faster_heads_are_used_by_themselves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = json.loads((folder / STATE).read_text()) | {"finished": False}
     (folder / STATE).write_text(json.dumps(state))  # as before its last step
     monkeypatch.setattr(Report, "faster", True)

@@ -138,9 +138,7 @@ def plain(model: Any, ids: Tensor, **options: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("length", [LIMIT - 6, LIMIT - 1])
-def test_a_length_that_nobody_gave_ends_at_the_limit(
-    limited: Speculator, short: Any, length: int
-) -> None:
+def test_a_default_length_ends_at_the_limit(limited: Speculator, short: Any, length: int) -> None:
     ids = random_ids(length)
     expected = plain(short, ids)  # transformers' own default is cut at the limit too
     answer = limited.generate(ids)

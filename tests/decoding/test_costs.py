@@ -264,9 +264,7 @@ def heads(backbone: Backbone) -> ExitHeads:
     return logit_lens(backbone.unembedding, backbone.num_layers, "tiny")
 
 
-def test_a_clock_that_ticks_once_a_part_makes_all_parts_alike(
-    backbone: Backbone, heads: ExitHeads
-) -> None:
+def test_a_clock_of_single_ticks_makes_parts_alike(backbone: Backbone, heads: ExitHeads) -> None:
     clock = itertools.count()
     found = measure(backbone, heads, now=lambda: float(next(clock)))
     ones = (1.0,) * 8
@@ -439,9 +437,7 @@ def test_graphs_of_such_kernels_are_of_8_rows_or_16(monkeypatch: pytest.MonkeyPa
 
 
 @needs_compiler
-def test_bits_are_pinned_by_default_where_a_probe_finds_it_so(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bits_are_pinned_where_a_probe_says_so(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def pinned(executor: str, **options: Any) -> bool:
         answer = wrapped(model, executor).generate(random_ids(9), max_new_tokens=6, **options)
         return answer.stats.pinned

@@ -374,9 +374,7 @@ def own_text(backbone: Backbone, ids: Tensor, count: int) -> list[int]:
 
 
 @torch.inference_mode()
-def test_drafts_are_the_other_models_own_text_and_no_row_runs_twice(
-    second: WatchedBackbone, target: Backbone
-) -> None:
+def test_drafts_are_the_others_text_row_by_row(second: WatchedBackbone, target: Backbone) -> None:
     state = DecodeState(target, random_ids(7))
     drafter = DraftModelDrafter(DraftCache(second), ladder.drafting(4))
     second.runs.clear()
@@ -396,9 +394,7 @@ def test_drafts_are_the_other_models_own_text_and_no_row_runs_twice(
 
 
 @torch.inference_mode()
-def test_the_controller_sees_the_other_models_top_probability(
-    second: WatchedBackbone, target: Backbone
-) -> None:
+def test_the_controller_sees_the_others_chances(second: WatchedBackbone, target: Backbone) -> None:
     state = DecodeState(target, random_ids(7))
     whole, cut_short = (
         drafted(DraftModelDrafter(DraftCache(second), Drafting(ladder.greedy(), controller)), state)
@@ -501,9 +497,7 @@ def lengths(state: DecodeState) -> set[int]:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("skipped", [(2,), (5, 3), (2, 3, 6)])
-def test_drafts_are_what_a_model_without_these_layers_says(
-    target: Backbone, skipped: tuple[int, ...]
-) -> None:
+def test_drafts_are_what_fewer_layers_say(target: Backbone, skipped: tuple[int, ...]) -> None:
     """Where no text stands in front; there the keys and values are the whole model's."""
     kept = [one for at, one in enumerate(make_model("llama").model.layers, 1) if at not in skipped]
     cut = make_model("llama", num_hidden_layers=len(kept))
@@ -588,9 +582,7 @@ def test_a_search_keeps_the_best_set_and_ends() -> None:
 # --- drafts from successors
 
 
-def test_two_tokens_come_before_one_and_the_newest_entry_counts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_two_tokens_come_before_one_and_the_newest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     table = Successors()
     assert table.behind([1, 2]).tokens == []
     table.learn([1, 2], [5, 6], 5)

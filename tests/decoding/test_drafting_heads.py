@@ -364,9 +364,7 @@ def test_they_answer_about_no_layer(precise: Backbone) -> None:
 @pytest.mark.parametrize("family", ["llama", "phi"])  # phi: LayerNorm, an unembedding with a bias
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [*HEAD_TYPES, "states"])
-def test_packed_heads_answer_the_same_up_to_eight_bits(
-    kind: str, dtype: torch.dtype, family: str
-) -> None:
+def test_packed_heads_answer_alike_to_8_bits(kind: str, dtype: torch.dtype, family: str) -> None:
     backbone = Backbone(make_model(family, dtype), executor="generic")
     heads = train(make_heads(kind, backbone.unembedding, draft_vocab_size=5))
     hidden = backbone.embed(random_ids(6)[0]).view(2, 3, -1)

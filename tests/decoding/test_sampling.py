@@ -184,9 +184,7 @@ def test_two_rows_give_what_they_give_in_hugging_faces_batch(name: str, compare:
 
 
 @pytest.mark.parametrize("name", SAMPLING)
-def test_rows_drawn_from_one_token_are_those_of_hugging_faces_batch(
-    name: str, compare: Compare
-) -> None:
+def test_rows_drawn_from_one_token_are_those_of_hugging_face(name: str, compare: Compare) -> None:
     flat = {"do_sample": True, "top_k": 0, "temperature": 3.0}  # without it any token is drawn
     compare(**flat | SAMPLING[name])
 
@@ -194,9 +192,7 @@ def test_rows_drawn_from_one_token_are_those_of_hugging_faces_batch(
 @pytest.mark.parametrize(
     "options", [{"encoder_repetition_penalty": 3.0}, {"encoder_no_repeat_ngram_size": 1}], ids=str
 )
-def test_sequences_of_one_prompt_share_what_is_held_for_it(
-    options: dict[str, Any], compare: Compare
-) -> None:
+def test_sequences_of_one_prompt_share_its_state(options: dict[str, Any], compare: Compare) -> None:
     found = compare(**options, num_return_sequences=2, do_sample=True, top_k=1)
     assert found.shape[0] == 4
     assert torch.equal(found[0], found[1])

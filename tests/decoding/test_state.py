@@ -253,9 +253,7 @@ def test_an_error_in_any_pass_leaves_what_is_committed(
     assert state.ids[0].tolist() == truth[:20]
 
 
-def test_a_controller_ends_a_draft_and_hears_what_was_kept(
-    watched: WatchedBackbone, truth: list[int]
-) -> None:
+def test_a_controller_ends_drafts_and_is_told(watched: WatchedBackbone, truth: list[int]) -> None:
     state = make_state(watched)
     heads = ScriptedHeads(state, lambda step, _: truth[state.length + step] + (step == 2))
     heard: list[tuple[int, int]] = []
@@ -282,9 +280,7 @@ def test_a_controller_ends_a_draft_and_hears_what_was_kept(
 
 
 @given(st.sets(st.integers(0, 7), max_size=3), st.lists(st.integers(0, 3), min_size=1, max_size=6))
-def test_verification_takes_every_row_through_every_layer_once(
-    exit_layers: set[int], reached: list[int]
-) -> None:
+def test_all_rows_go_through_all_layers_once(exit_layers: set[int], reached: list[int]) -> None:
     """`reached`: how far each new row is taken, with all rows that it meets."""
     schedule = Schedule(sorted(exit_layers), 8)
     for until in reached:

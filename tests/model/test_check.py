@@ -87,9 +87,7 @@ CHANGES: list[tuple[Callable[[Any], object], str]] = [
 
 @needs_compiler
 @pytest.mark.parametrize(("change", "found"), CHANGES)
-def test_what_numbers_may_not_show_is_refused_by_name(
-    change: Callable[[Any], object], found: str
-) -> None:
+def test_what_numbers_may_hide_is_refused(change: Callable[[Any], object], found: str) -> None:
     model: Any = make_model("llama")
     FusedExecutor(parts_of(model), model.lm_head)
     change(model)

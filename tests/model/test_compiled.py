@@ -251,9 +251,7 @@ def test_features_are_those_of_the_first_core_if_the_system_names_any(
 
 @needs_compiler
 @pytest.mark.parametrize("allowed", [True, False] if platform.machine() == "x86_64" else [])
-def test_matrix_registers_that_the_system_refuses_are_none(
-    allowed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_matrix_registers_are_none(allowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: "flags : fpu amx_tile amx_bf16\n")
     monkeypatch.setattr(weights, "_tiles_allowed", lambda: allowed)
     assert ("amx_tile" in weights.processor_features()) is allowed

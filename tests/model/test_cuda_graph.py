@@ -272,9 +272,7 @@ def test_models_that_cannot_be_captured_are_refused_by_name() -> None:
             CudaGraphExecutor(parts_of(model), model.lm_head)
 
 
-def test_another_executor_that_computes_something_else_is_not_chosen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_executor_of_other_numbers_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     right = CudaGraphExecutor._mask
 
     def blind(self: CudaGraphExecutor, kind: str, places: Tensor, seen: int) -> Tensor:

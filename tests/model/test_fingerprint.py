@@ -168,9 +168,7 @@ def test_a_damaged_entry_is_made_again(folder: Path, hashed: list[str]) -> None:
         assert len(hashed) == count
 
 
-def test_a_cache_folder_that_takes_no_files_costs_time_only(
-    folder: Path, hashed: list[str], empty_cache: Path
-) -> None:
+def test_an_unwritable_cache_costs_time(folder: Path, hashed: list[str], empty_cache: Path) -> None:
     (empty_cache / "fingerprints").write_text("a file")
     assert loaded(folder) == loaded(folder)
     assert len(hashed) == 2

@@ -329,9 +329,7 @@ def test_a_long_prompt_runs_in_blocks_with_the_same_bits(monkeypatch: pytest.Mon
     ],
     ids=str,
 )
-def test_texts_of_one_pass_have_the_bits_that_they_have_alone(
-    family: str, dtype: torch.dtype
-) -> None:
+def test_texts_of_one_pass_have_the_bits_they_have_alone(family: str, dtype: torch.dtype) -> None:
     """A prompt, one row behind a chunk's end, a chain, a tree behind an older position."""
     backbone = Backbone(make_model(family, dtype, max_position_embeddings=700), executor="fused")
     layers, host = backbone.num_layers, torch.device("cpu")
