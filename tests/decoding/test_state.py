@@ -127,9 +127,9 @@ def make_state(backbone: Backbone, prompt: int = 5, **options: Any) -> DecodeSta
     return DecodeState(backbone, random_ids(prompt), exit_layers=EXIT_LAYERS, **options)
 
 
-def make_drafter(heads: ScriptedHeads, width: int = 4) -> ExitDrafter:
+def make_drafter(heads: ScriptedHeads, drafting: Drafting | None = None) -> ExitDrafter:
     judge = ExitJudge(8, dict.fromkeys(EXIT_LAYERS, 0.9))
-    return ExitDrafter(cast(ExitHeads, heads), judge, ladder.drafting(width))
+    return ExitDrafter(cast(ExitHeads, heads), judge, drafting or ladder.drafting(4))
 
 
 def decode(state: DecodeState, decide: Decide, max_length: int = 64) -> Iterator[Round]:
@@ -266,13 +266,9 @@ def test_a_controller_ends_drafts_and_is_told(watched: WatchedBackbone, truth: l
         def end(self, drafted: int, accepted: int) -> None:
             heard.append((drafted, accepted))
 
-    judge = ExitJudge(8, dict.fromkeys(EXIT_LAYERS, 0.9))
-    drafter = ExitDrafter(
-        cast(ExitHeads, heads), judge, Drafting(ladder.greedy(), ThreeThenUnsure(5))
-    )
-    loop = rounds(
-        state, drafter, GreedyMatch(ladder.greedy()), StopRule(max_length=64), Stopwatch()
-    )
+    drafter = make_drafter(heads, Drafting(ladder.greedy(), ThreeThenUnsure(5)))
+    rule = GreedyMatch(ladder.greedy())
+    loop = rounds(state, drafter, rule, StopRule(max_length=64), Stopwatch())
     entries = [next(loop) for _ in range(3)]
     assert [entry.ended for entry in entries] == ["off", "unsure", "unsure"]
     assert heard == [(3, 2), (3, 2)]
