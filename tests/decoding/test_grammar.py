@@ -172,8 +172,7 @@ def test_a_mask_goes_back_and_forth_between_prefixes(lengths: list[int]) -> None
 
 
 def test_what_is_forced_ends_with_the_end_token(words: PreTrainedTokenizerFast) -> None:
-    asked = wanted_grammar({"grammar": 'start: ("yes" | "no") ", of course."'})
-    assert asked is not None
+    asked: Any = wanted_grammar({"grammar": 'start: ("yes" | "no") ", of course."'})
     one = mask(asked)
     forced = one.forced(words("yes")["input_ids"], 50)
     assert words.decode(forced) == ", of course.<end>"

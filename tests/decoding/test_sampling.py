@@ -442,10 +442,9 @@ def test_likelihoods_are_those_of_the_models_own_logits(
     speaker: Speculator, drafts: dict[str, Any], drawing: dict[str, Any]
 ) -> None:
     ids = random_ids(9)
-    found = speaker.generate(ids, max_new_tokens=12, logprobs=3, **drafts, **drawing)
+    found: Any = speaker.generate(ids, max_new_tokens=12, logprobs=3, **drafts, **drawing)
     whole = torch.tensor([ids[0].tolist() + found.token_ids])
     logs = speaker.model(whole).logits[0, 8:-1].log_softmax(-1)
-    assert found.logprobs is not None
     assert [one.token for one in found.logprobs] == found.token_ids
     for row, one in zip(logs, found.logprobs, strict=True):
         assert one.logprob == pytest.approx(float(row[one.token]), abs=1e-4)
@@ -456,14 +455,14 @@ def test_likelihoods_are_those_of_the_models_own_logits(
 
 
 def test_they_are_noted_only_where_asked_for(speaker: Speculator) -> None:
-    def noted(count: int | None) -> Any:
-        return speaker.generate(random_ids(4), max_new_tokens=3, logprobs=count).logprobs
+    def noted(**asked: Any) -> Any:
+        return speaker.generate(random_ids(4), max_new_tokens=3, **asked).logprobs
 
-    assert noted(None) is None
-    assert [one.top for one in noted(0)] == [()] * 3
-    assert [len(one.top) for one in noted(10**6)] == [VOCAB_SIZE] * 3
+    assert noted() is None
+    assert [one.top for one in noted(logprobs=0)] == [()] * 3
+    assert [len(one.top) for one in noted(logprobs=10**6)] == [VOCAB_SIZE] * 3
     with pytest.raises(InvalidOption, match="logprobs is -1, expected a value of at least 0"):
-        noted(-1)
+        noted(logprobs=-1)
 
 
 def test_penalties_count_the_answer_alone() -> None:

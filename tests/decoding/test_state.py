@@ -62,8 +62,7 @@ def test_heads_read_before_the_newest_token_what_they_were_fitted_to(cut: Backbo
     assert found.tokens == plain.tokens
     assert len({entry.accepted for entry in found.entries}) > 2
     batch = padded([Conversation(tuple(text), ((1, len(text)),))])
-    expected = features(cut, FeatureSpec.read_by(heads), batch).deep
-    assert expected is not None
+    expected: Any = features(cut, FeatureSpec.read_by(heads), batch).deep
     assert expected.shape[-1] == heads[0].beside == 3 * cut.hidden_size
     assert len(keeper.deep) > 3
     for position, deep in keeper.deep.items():

@@ -371,7 +371,6 @@ def test_a_decision_that_sees_the_drawn_token_would_be_found() -> None:
     def play() -> tuple[int, ...]:
         words = laws.Words(0)
         choice = Picky(laws.DRAFTS[0], sampler, 2).choice(0)
-        assert choice.probs is not None
         draft = laws.drafted(choice.token, law=choice.probs)
         laws.verdicts(rule, words, laws.TARGETS[[0, choice.token]].log(), draft)
         return tuple(words.tokens[1:])

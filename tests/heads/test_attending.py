@@ -66,9 +66,8 @@ def test_logits_and_drafts_are_those_of_the_reference(name: str, *, tree: bool) 
             reading.add(piece)
         tokens = ids[0].tolist()
         for forced in (True, False):
-            output = alone(reading.read(tokens))
+            output: Any = alone(reading.read(tokens))
             for step in range(STEPS):
-                assert output is not None
                 logits = heads.head(output)[0]
                 if forced:
                     wanted = expected["logits"][step, shown]
@@ -91,8 +90,7 @@ def test_a_model_s_vocabulary_may_be_padded(name: str) -> None:
     heads = AttendingHeads.from_pretrained(HERE / name, unembedding, "", "tiny", 8)
     reading = heads.attention(model.get_input_embeddings())
     reading.add(torch.randn(2, 3 * WIDTH))
-    output = alone(reading.read([0, 1, VOCABULARY + 7]))
-    assert output is not None
+    output: Any = alone(reading.read([0, 1, VOCABULARY + 7]))
     wide = heads.head.to_target_logits(heads.head(output))
     assert wide.shape == (1, VOCABULARY + 8)
     assert not wide[:, VOCABULARY:].isfinite().any()
@@ -203,7 +201,6 @@ def test_heads_run_in_the_model_s_dtype() -> None:
     )
     reading = heads.attention(model.embed)
     reading.add(torch.randn(5, 3 * WIDTH, dtype=torch.bfloat16))
-    output = alone(reading.read(list(range(6))))
-    assert output is not None
+    output: Any = alone(reading.read(list(range(6))))
     assert output.dtype == torch.bfloat16
     assert heads.head(output).shape == (1, DRAFTED)

@@ -292,11 +292,9 @@ def test_ids_are_exact_beside_chances(
 
 def test_what_a_text_does_not_know_is_zeros_beside_what_others_know() -> None:
     hidden, deep = [states(2), states(1), states(3)], [None, states(1, seed=1), None]
-    found = joined(deep, hidden, 32)
-    assert found is not None
+    found: Any = joined(deep, hidden, 32)
     expected = torch.cat([torch.zeros(2, 32), states(1, seed=1), torch.zeros(3, 32)])
     assert torch.equal(found, expected)
-    wide = joined(deep, hidden, 96)  # nor what its heads have no states for
-    assert wide is not None
+    wide: Any = joined(deep, hidden, 96)  # nor what its heads have no states for
     assert torch.equal(wide, nn.functional.pad(expected, (0, 64)))
     assert joined([None, None, None], hidden, 96) is None

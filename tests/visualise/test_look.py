@@ -75,8 +75,7 @@ def test_a_kept_draft_is_what_the_first_sure_layer_says(kind: str, all_layers: b
 def test_numbers_are_those_of_a_plain_loop(kind: str) -> None:
     speculator = skilled(kind)
     found = looked(kind, drafter="exit:anneal_strength=0.5")
-    heads = speculator.heads
-    assert heads is not None
+    heads: Any = speculator.heads
     temperatures = {int(layer): value for layer, value in heads.config.temperatures.items()}
     layers = heads.config.exit_layers
     judge = ExitJudge(6, dict.fromkeys(layers, 0.5), 0.5, temperatures)
