@@ -64,7 +64,9 @@ def test_one_call_gives_text_heads_and_a_report(folder: Path) -> None:
     assert {TEXT, HEADS, REPORT, STATE} <= {file.name for file in folder.iterdir()}
     assert report.answer_tokens > 0
     assert len(report.rows) >= 6
-    assert (folder / REPORT).read_text() == replaced(report, folder)
+    # the kept folder's report names itself
+    kept = report.markdown().replace(str(folder), str(Path("kept").absolute()))
+    assert (folder / REPORT).read_text() == kept
     assert all(row.same for row in report.rows)
     positions, share = report.agreement["all"]
     assert positions == sum(n for kind, (n, _) in report.agreement.items() if kind != "all")
@@ -74,11 +76,6 @@ def test_one_call_gives_text_heads_and_a_report(folder: Path) -> None:
     assert fitted.heads.config.temperatures
     plain = fitted.generate("a b c", max_new_tokens=12, speculate=False)
     assert fitted.generate("a b c", max_new_tokens=12).token_ids == plain.token_ids
-
-
-def replaced(report: Report, folder: Path) -> str:
-    """The kept folder's report names itself."""
-    return report.markdown().replace(str(folder), str(Path("kept").absolute()))
 
 
 def test_with_more_time_it_writes_more_text_and_the_heads_learn_on(folder: Path) -> None:

@@ -116,11 +116,6 @@ def test_a_draft_model_costs_its_share_of_the_weights() -> None:
 COST = DraftCost(rows=(0.08,), head=0.05, num_layers=12)
 
 
-def priced(row: float) -> DraftCost:
-    """A row is all that costs anything."""
-    return DraftCost(rows=(row,), num_layers=10**9)
-
-
 EXITS = Draft(proposed=[DraftToken(90, layer=3)], heads=1, ended="width")
 ONE = COST.of(EXITS)
 """What a round with this draft costs: 0.38 plain steps."""
@@ -188,13 +183,9 @@ def test_no_sequence_of_drafts_loses_more_than_eight_steps_and_a_round_for_each_
     for seed in range(200):
         dice = random.Random(seed)
         row = dice.choice([0.02, 0.3, 1.0, 5.0, 20.0])
-        paying, rate, gained, pauses, before = (
-            WhilePaying(Other(EXITS), priced(row)),
-            0.5,
-            0.0,
-            0,
-            True,
-        )
+        # a row is all that costs anything
+        paying = WhilePaying(Other(EXITS), DraftCost(rows=(row,), num_layers=10**9))
+        rate, gained, pauses, before = 0.5, 0.0, 0, True
         for place in range(400):
             if place % dice.randint(5, 60) == 0:
                 rate = dice.choice([0.0, 0.1, 0.5, 1.0])

@@ -282,14 +282,6 @@ def precise(exact: Any) -> Backbone:
     return Backbone(exact, executor="generic")
 
 
-def begun(precise: Backbone) -> DecodeState:
-    """A text whose prompt has been read."""
-    state = DecodeState(precise, random_ids(9), exit_layers=(0,))
-    stop = StopRule(max_length=40)
-    next(rounds(state, NoDrafter(), GreedyMatch(ladder.greedy()), stop, Stopwatch()))
-    return state
-
-
 def ranked(heads: ExitHeads, state: DecodeState) -> tuple[list[list[int]], Tensor]:
     """The ten likeliest tokens of each head, and their probabilities [K, 10], by hand."""
     assert state.deep is not None
@@ -308,7 +300,8 @@ def ranked(heads: ExitHeads, state: DecodeState) -> tuple[list[list[int]], Tenso
 def test_a_tree_is_whole_where_rows_cost_nothing_and_cut_to_what_pays_elsewhere(
     precise: Backbone, row: float, least: int, most: int
 ) -> None:
-    state = begun(precise)
+    state, stop = DecodeState(precise, random_ids(9), exit_layers=(0,)), StopRule(max_length=40)
+    next(rounds(state, NoDrafter(), GreedyMatch(ladder.greedy()), stop, Stopwatch()))
     heads, judge = ladder.medusa_heads(precise), ExitJudge(6, {0: 1e-9})
     drafter = TreeDrafter(
         MedusaGuesser(heads, judge, ladder.greedy(), 10),

@@ -142,10 +142,6 @@ def scripted(exits: list[int | None]) -> Decide:
     return lambda step, layer: 10 + step if exits[step] == layer else None
 
 
-def lengths(state: DecodeState) -> list[int]:
-    return [state.kv.length(layer) for layer in range(state.backbone.num_layers)]
-
-
 LONG_SHALLOW_CHAIN: list[tuple[list[int], int, int]] = [
     ([5], 0, 2),  # "?" gives "I" at layer 2 and waits there
     ([6], 0, 2),  # "I" is unsure at layer 2,
@@ -244,7 +240,7 @@ def test_an_error_in_any_pass_leaves_what_is_committed(
     with pytest.raises(RuntimeError, match="out of memory"):
         next(loop)
     assert state.ids[0].tolist() == truth[: 6 if passes else 5]
-    assert set(lengths(state)) == {5 if passes else 0}
+    assert {state.kv.length(layer) for layer in range(8)} == {5 if passes else 0}
     assert state.hidden.schedule.pushed == 0
     watched.passes_until_error = -1
     for _ in decode(state, scripted([None] * 8), max_length=20):

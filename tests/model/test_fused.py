@@ -298,10 +298,8 @@ def test_a_long_prompt_runs_in_blocks_with_the_same_bits(monkeypatch: pytest.Mon
     backbone, ids = Backbone(make_model("mistral"), executor="fused"), torch.arange(90)
 
     def states(*stops: int) -> list[Tensor]:
-        rows, kept = (
-            Rows.of(KVCache(6), 0, 90, ids.device),
-            {stop: list[Tensor]() for stop in (2, 5)},
-        )
+        rows = Rows.of(KVCache(6), 0, 90, ids.device)
+        kept: dict[int, list[Tensor]] = {2: [], 5: []}
         found = [backbone.embed(ids)]
         for first, last in itertools.pairwise((0, *stops)):
             found.append(backbone.run(found[-1], first, last, rows, {} if stops[1:] else kept))
