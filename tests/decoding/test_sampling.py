@@ -351,17 +351,6 @@ def make_sampler(*processors: Any, **values: Any) -> Sampler:
     return Sampler(LogitsProcessorList(processors), **values)
 
 
-def watermark() -> SynthIDTextWatermarkLogitsProcessor:
-    return SynthIDTextWatermarkLogitsProcessor(
-        ngram_len=2,
-        keys=[1, 2],
-        sampling_table_size=8,
-        sampling_table_seed=0,
-        context_history_size=4,
-        device=torch.device("cpu"),
-    )
-
-
 def decoded(backbone: Backbone, sampler: Sampler, drafter: Drafter | None = None) -> list[int]:
     """WHOLE ids, greedily."""
     ids, new = random_ids(PROMPT), WHOLE - PROMPT
@@ -393,7 +382,8 @@ def test_drafts_are_chosen_without_processors_that_may_keep_state() -> None:
     kept = [TemperatureLogitsWarper(0.5), TopKLogitsWarper(3), NoRepeatNGramLogitsProcessor(2)]
     # transformers' class around a function of the user's
     users = PrefixConstrainedLogitsProcessor(lambda _row, _ids: [1], num_beams=1)
-    others = [Note(), watermark(), lambda _ids, scores: scores, users]
+    watermark = SynthIDTextWatermarkLogitsProcessor(2, [1, 2], 8, 0, 4, torch.device("cpu"))
+    others = [Note(), watermark, lambda _ids, scores: scores, users]
     sampler = make_sampler(*others, *kept, do_sample=True, generator=generator)
     drafting = sampler.for_drafts()
     assert list(drafting.processors) == kept

@@ -66,11 +66,7 @@ def test_features_are_the_sum_of_a_heads_terms(
         inner = nn.functional.silu(mapped("change.inner", x))
         return mapped("change.direct", x) + mapped("change.outer", inner)
 
-    terms = {
-        "linear": lambda: x,
-        "translator": lambda: x + mapped("up", x),
-        "deep-fused": mlp,
-    }
+    terms = {"linear": lambda: x, "translator": lambda: x + mapped("up", x), "deep-fused": mlp}
     expected, rows = terms[kind](), weights.get("weight", unembedding.weight)
     # float32; largest difference measured: 1.9e-6
     assert (head.features(hidden, deep) - expected).abs().max() < 1e-5
