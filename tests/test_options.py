@@ -409,11 +409,7 @@ def test_an_error_is_one_line_with_what_was_found(values: dict[str, Any], messag
     ("hint", "right", "wrong"),
     [
         (int, [3, np.int64(3)], [True, 3.0, "3", None]),
-        (
-            float,
-            [0.5, 1, np.float32(0.5), Fraction(1, 2)],
-            [True, math.nan, math.inf, 10**400, 1j],
-        ),
+        (float, [0.5, 1, np.float32(0.5), Fraction(1, 2)], [True, math.nan, math.inf, 10**400, 1j]),
         (bool, [True], [1]),
         (str, ["a"], [b"a"]),
         (int | None, [None], []),

@@ -12,10 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers.generation.logits_process import (
-    NoRepeatNGramLogitsProcessor,
-    TopKLogitsWarper,
-)
+from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor, TopKLogitsWarper
 
 from selfspec import options as rules
 from selfspec.api.speculator import wrap

@@ -79,8 +79,7 @@ def test_features_are_the_sum_of_a_heads_terms(
 
 
 @pytest.mark.parametrize(
-    ("kind", "shared"),
-    [("translator", True), ("logit-lens", True), ("linear", False)],
+    ("kind", "shared"), [("translator", True), ("logit-lens", True), ("linear", False)]
 )
 def test_the_unembedding_is_the_models_own_storage_unless_a_head_has_a_matrix(
     kind: str, shared: bool, own: Unembedding, hidden: Tensor
