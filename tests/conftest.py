@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no test asks the network
@@ -14,15 +13,13 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is: of programs that tests s
 import pytest
 import torch
 from hypothesis import settings
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.api import tuned
 from selfspec.api.speculator import Speculator, load
 from selfspec.files import cache_folder
 from selfspec.model.backbone import Backbone
-from tests.models import CHEAP, make_model, random_ids
-from tests.watched import WatchedBackbone
+from tests.models import CHEAP, make_model
 
 torch.set_num_threads(1)  # tiny products: a second thread only waits, for seconds on a busy machine
 
@@ -31,8 +28,6 @@ settings.register_profile("fuzz", max_examples=150, deadline=None, print_blob=Tr
 settings.register_profile("hostile", max_examples=3000, deadline=None, print_blob=True)
 settings.register_profile("same-texts", max_examples=4000, deadline=None, print_blob=True)
 settings.load_profile("suite")
-
-TinyModel = Callable[..., PreTrainedModel]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -81,15 +76,15 @@ def _share(folder: Path, *names: str) -> None:
 
 
 @pytest.fixture(scope="session")
-def tiny_model() -> TinyModel:
-    """`tiny_model(family, dtype, attn)`: as `make_model`, each built once; do not change them."""
-    return cache(make_model)
+def model() -> PreTrainedModel:
+    """The tiny Llama, float32, sdpa; shared by all tests, do not change it."""
+    return make_model("llama")
 
 
 @pytest.fixture(scope="session")
-def model(tiny_model: TinyModel) -> PreTrainedModel:
-    """The tiny Llama, float32, sdpa; shared by all tests, do not change it."""
-    return tiny_model("llama")
+def exact() -> PreTrainedModel:
+    """The same in float64, where equal tokens are no matter of luck."""
+    return make_model("llama", torch.float64)
 
 
 @pytest.fixture(scope="session")
@@ -102,23 +97,3 @@ def backbone(model: PreTrainedModel) -> Backbone:
 def default() -> Speculator:
     """The default model with its heads; what it is asked for goes with each call."""
     return load(costs=CHEAP)
-
-
-@pytest.fixture
-def prompt_ids() -> Tensor:
-    """[1, 12] ids, longer than the sliding windows of the tiny models."""
-    return random_ids(12)
-
-
-@pytest.fixture(scope="module")
-def shared() -> WatchedBackbone:
-    """The model behind `watched`, built once per test file; for fixtures that outlive a test."""
-    return WatchedBackbone()
-
-
-@pytest.fixture
-def watched(shared: WatchedBackbone) -> Iterator[WatchedBackbone]:
-    """A Llama of 8 layers, float64."""
-    shared.runs.clear()
-    yield shared
-    shared.passes_until_error = -1

@@ -356,10 +356,7 @@ CONTROLLER_TUNING = {
         scale=shares,
     ),
 }
-COSTS = tuning(
-    row=st.sampled_from([0.0, 0.3]),
-    head=st.sampled_from([0.0, 0.3]),
-)
+COSTS = tuning(row=st.sampled_from([0.0, 0.3]), head=st.sampled_from([0.0, 0.3]))
 
 
 @st.composite

@@ -36,16 +36,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def place_and_clock(monkeypatch: pytest.MonkeyPatch, models: Path) -> None:
     """Each look at the clock takes a twentieth of a second."""
+    monkeypatch.chdir(models)
     clock = itertools.count(step=0.05)
     monkeypatch.setattr("selfspec.adaptation.time.monotonic", lambda: next(clock))
-
-
-@pytest.fixture(autouse=True)
-def places(monkeypatch: pytest.MonkeyPatch, models: Path) -> None:
-    monkeypatch.chdir(models)
 
 
 def made(output: Path, **options: Any) -> Report:
@@ -54,7 +50,7 @@ def made(output: Path, **options: Any) -> Report:
 
 
 @pytest.fixture
-def folder(models: Path, tmp_path: Path, ticks: None) -> Path:
+def folder(models: Path, tmp_path: Path) -> Path:
     """A finished one; a copy of what the first test that wants it made."""
     kept = models / "kept"
     if not kept.exists():
@@ -68,7 +64,9 @@ def test_one_call_gives_text_heads_and_a_report(folder: Path) -> None:
     assert {TEXT, HEADS, REPORT, STATE} <= {file.name for file in folder.iterdir()}
     assert report.answer_tokens > 0
     assert len(report.rows) >= 6
-    assert (folder / REPORT).read_text() == replaced(report, folder)
+    # the kept folder's report names itself
+    kept = report.markdown().replace(str(folder), str(Path("kept").absolute()))
+    assert (folder / REPORT).read_text() == kept
     assert all(row.same for row in report.rows)
     positions, share = report.agreement["all"]
     assert positions == sum(n for kind, (n, _) in report.agreement.items() if kind != "all")
@@ -78,11 +76,6 @@ def test_one_call_gives_text_heads_and_a_report(folder: Path) -> None:
     assert fitted.heads.config.temperatures
     plain = fitted.generate("a b c", max_new_tokens=12, speculate=False)
     assert fitted.generate("a b c", max_new_tokens=12).token_ids == plain.token_ids
-
-
-def replaced(report: Report, folder: Path) -> str:
-    """The kept folder's report names itself."""
-    return report.markdown().replace(str(folder), str(Path("kept").absolute()))
 
 
 def test_with_more_time_it_writes_more_text_and_the_heads_learn_on(folder: Path) -> None:
@@ -96,7 +89,6 @@ def test_with_more_time_it_writes_more_text_and_the_heads_learn_on(folder: Path)
     assert new["before"] == old
 
 
-@pytest.mark.usefixtures("ticks")
 def test_a_killed_one_goes_on(tmp_path: Path) -> None:
     steps = ("writing", "fitting: step", "temperatures", "comparing")
     for step in steps:
@@ -146,7 +138,6 @@ def test_folders_of_others_stay(tmp_path: Path) -> None:
     assert (tmp_path / TEXT).read_text() == "mine"
 
 
-@pytest.mark.usefixtures("ticks")
 def test_a_base_model_writes_on_behind_plain_text(tmp_path: Path) -> None:
     report = made(tmp_path / "out", model="base", raw=True)
     rows = [json.loads(line) for line in (tmp_path / "out" / TEXT).read_text().splitlines()]
@@ -155,7 +146,6 @@ def test_a_base_model_writes_on_behind_plain_text(tmp_path: Path) -> None:
     assert report.rows[0].task == "held out"
 
 
-@pytest.mark.usefixtures("ticks")
 def test_own_questions_are_asked_or_kept_back(tmp_path: Path) -> None:
     report = made(tmp_path / "out", questions="own.jsonl")
     assert [row.task for row in report.rows] == ["your questions"] * 2
@@ -176,9 +166,7 @@ def test_heads_that_slow_are_not_faster(seconds: Any, faster: bool) -> None:
     assert report.gain("prompt lookup").ratio == pytest.approx(seconds[1] / seconds[2])
 
 
-def test_heads_that_are_faster_are_used_by_themselves(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_faster_heads_are_used_by_themselves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = json.loads((folder / STATE).read_text()) | {"finished": False}
     (folder / STATE).write_text(json.dumps(state))  # as before its last step
     monkeypatch.setattr(Report, "faster", True)

@@ -52,9 +52,7 @@ def full(*_: Any, **__: Any) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, OSError])
-def test_an_error_while_writing_leaves_what_was_there(
-    ours: Path, error: type[BaseException]
-) -> None:
+def test_an_error_in_writing_leaves_what_was_there(ours: Path, error: type[BaseException]) -> None:
     before = snapshot(ours.parent)
 
     def file() -> None:
@@ -161,9 +159,7 @@ def test_an_output_has_one_writer_and_a_killed_one_is_none(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_killed_processes_left_is_cleared_and_a_folder_moved_aside_comes_back(
-    tmp_path: Path,
-) -> None:
+def test_what_killed_processes_left_is_cleared_and_put_back(tmp_path: Path) -> None:
     old = time.time() - 2 * 86_400
     for name in (".out.txt.a_1bcdef.new", ".mine.txt.a_1bcdef.new", ".out.txt.b_2cdefg.new"):
         (tmp_path / name).mkdir()
@@ -273,9 +269,7 @@ def test_no_link_is_followed(writer: str, tmp_path: Path, backbone: Backbone) ->
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_a_full_disk_leaves_the_old_and_nothing_half_written(
-    writer: str, tmp_path: Path, backbone: Backbone
-) -> None:
+def test_a_full_disk_leaves_the_old_files(writer: str, tmp_path: Path, backbone: Backbone) -> None:
     kept = tmp_path / "kept"
     kept.mkdir()
     WRITERS[writer](kept, backbone)

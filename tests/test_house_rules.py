@@ -35,7 +35,8 @@ FLOORS = (
 
 HEIGHT = {name: height for height, names in enumerate(FLOORS) for name in names}
 RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
-NOT_IN_RUNTIME = {"datasets", "matplotlib"}
+NOT_IN_RUNTIME = ("datasets", "matplotlib")
+LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
     "tests/": 28259,
@@ -72,11 +73,6 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 def functions(tree: ast.AST) -> list[Function]:
     return [node for node in ast.walk(tree) if isinstance(node, Function)]
-
-
-def length(node: Function) -> int:
-    assert node.end_lineno is not None
-    return node.end_lineno - node.lineno + 1
 
 
 def public_definitions(body: list[ast.stmt]) -> Iterator[Function | ast.ClassDef]:
@@ -117,7 +113,7 @@ def test_rooms_keep_their_budgets() -> None:
 
 def test_functions_stay_short() -> None:
     lengths = {
-        f"{path.name}:{node.name}": length(node)
+        f"{path.name}:{node.name}": (node.end_lineno or 0) - node.lineno + 1
         for path, tree in TREES.items()
         for node in functions(tree)
     }
@@ -195,23 +191,12 @@ def test_circles_and_floors_are_found() -> None:
     assert house.floors({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == {"c": 1, "b": 2, "a": 3}
 
 
-def test_runtime_needs_no_training_or_plotting_packages() -> None:
-    found = {
-        (path.name, name)
-        for path, tree in TREES.items()
-        if room(path) in RUNTIME
-        for name in house.imported(tree)
-        if name.split(".")[0] in NOT_IN_RUNTIME
-    }
-    assert not found
-
-
-def test_nothing_that_ships_needs_the_laboratory() -> None:
+def test_runtime_needs_no_training_or_plotting_and_nothing_the_laboratory() -> None:
     found = {
         (path.name, name)
         for path, tree in TREES.items()
         for name in house.imported(tree)
-        if name.split(".")[0] in ("eval", "tests", "training")
+        if name.split(".")[0] in (*LABORATORY, *(NOT_IN_RUNTIME if room(path) in RUNTIME else ()))
     }
     assert not found
 

@@ -83,9 +83,7 @@ BAD: list[tuple[type, str, list[Any]]] = [
 
 
 @pytest.mark.parametrize(("made", "name", "values"), BAD)
-def test_values_of_other_types_or_out_of_range_are_named(
-    made: Any, name: str, values: list[Any]
-) -> None:
+def test_values_of_other_types_or_ranges_are_named(made: Any, name: str, values: list[Any]) -> None:
     kind = f"{made.kind}:" if hasattr(made, "kind") else ""
     for value in values:
         with pytest.raises(InvalidOption, match=rf"^{kind}{name} is .*, expected") as caught:
@@ -202,9 +200,7 @@ def test_what_changes_the_output_is_named() -> None:
         ({"drafter": "lookahead:level=8,window=16,guesses=16"}, 127, 16),
     ],
 )
-def test_a_lookahead_has_as_many_rows_as_its_sizes_make_and_as_fit(
-    said: dict[str, Any], drafts: int, rows: int
-) -> None:
+def test_a_lookahead_has_as_many_rows_as_fit(said: dict[str, Any], drafts: int, rows: int) -> None:
     options = SpeculationOptions().updated({"drafter": "lookahead", **said})
     assert (options.most_drafts, options.widest_pass) == (drafts, rows)
     assert options.grows_trees == ("controller" not in said)
@@ -283,9 +279,7 @@ def test_a_part_is_what_its_text_says(part: Part) -> None:
 
 
 @given(options)
-def test_options_are_what_their_least_description_makes_of_the_built_in_ones(
-    found: SpeculationOptions,
-) -> None:
+def test_options_are_what_their_least_description_says(found: SpeculationOptions) -> None:
     said = json.loads(json.dumps(found.differing()))
     assert SpeculationOptions().updated(said) == found
 
@@ -401,9 +395,7 @@ TOO_FEW = "pinned_rows is 8, but"
         ({"drafter": "draft-model:max_tokens=8", "pinned": True}, f"{TOO_FEW} draft-model:max_tok"),
     ],
 )
-def test_an_error_is_one_line_that_says_what_was_found_and_what_to_do(
-    values: dict[str, Any], message: str
-) -> None:
+def test_an_error_is_one_line_with_what_was_found(values: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidOption) as caught:
         SpeculationOptions().updated(values)
     assert str(caught.value).startswith(message)
@@ -417,11 +409,7 @@ def test_an_error_is_one_line_that_says_what_was_found_and_what_to_do(
     ("hint", "right", "wrong"),
     [
         (int, [3, np.int64(3)], [True, 3.0, "3", None]),
-        (
-            float,
-            [0.5, 1, np.float32(0.5), Fraction(1, 2)],
-            [True, math.nan, math.inf, 10**400, 1j],
-        ),
+        (float, [0.5, 1, np.float32(0.5), Fraction(1, 2)], [True, math.nan, math.inf, 10**400, 1j]),
         (bool, [True], [1]),
         (str, ["a"], [b"a"]),
         (int | None, [None], []),

@@ -159,9 +159,7 @@ STRANGE = ["x", b"x", 0.5, NAN, INF, True, [5], ["a"], [None], [[1.5]], {}, obje
 
 
 @pytest.mark.parametrize("name", KEYWORDS)
-def test_a_keyword_takes_what_its_type_says_or_refuses_it_in_one_line(
-    name: str, speculator: Speculator
-) -> None:
+def test_a_keyword_takes_its_type_or_refuses_in_one_line(name: str, speculator: Speculator) -> None:
     for value in STRANGE:
         try:
             generate(speculator, {"max_new_tokens": 2, "do_sample": True} | {name: value})
@@ -321,9 +319,7 @@ def test_numbers_of_numpy_are_numbers(speculator: Speculator) -> None:
 # --- nothing is lost by it
 
 
-def test_after_bad_input_a_speculator_and_its_session_answer_as_before(
-    speculator: Speculator,
-) -> None:
+def test_after_bad_input_speculator_and_session_answer_as_before(speculator: Speculator) -> None:
     session, ids = speculator.session(), random_ids(9, vocab_size=VOCAB)
     expected = session.generate(ids, max_new_tokens=6).token_ids
     for prompt in (None, [VOCAB], "\ud800"):

@@ -56,9 +56,7 @@ def model() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("name", templates.NAMES)
-def test_turns_are_written_as_the_source_has_them_and_only_ever_grow(
-    name: str, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_turns_are_as_the_source_has_them(name: str, tokenizer: PreTrainedTokenizerFast) -> None:
     write = templates.having(tokenizer, templates.read(name)).apply_chat_template
     two, three, four = (
         str(write(TALK[:count], tokenize=False, add_generation_prompt=count != 3))
@@ -71,9 +69,7 @@ def test_turns_are_written_as_the_source_has_them_and_only_ever_grow(
     assert templates.name_of(templates.read(name)) == name
 
 
-def test_a_turn_ends_with_the_end_token_with_one_of_the_template_or_with_text(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_a_turn_ends_with_a_token_or_with_text(tokenizer: PreTrainedTokenizerFast) -> None:
     chatml = templates.having(tokenizer, templates.read("chatml"))
     alpaca = templates.having(tokenizer, templates.read("alpaca"))
     assert templates.turn_end(alpaca) == NO_END
@@ -201,9 +197,7 @@ def test_a_broken_or_hostile_template_is_refused_in_one_line(text: str) -> None:
     assert len(said) < 1000
 
 
-def test_a_hostile_template_holds_up_no_other_and_leaves_the_process_alone(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_a_hostile_template_holds_up_nothing_else(tokenizer: PreTrainedTokenizerFast) -> None:
     kinds = resource.RLIMIT_AS, resource.RLIMIT_DATA
     limits = [*map(resource.getrlimit, kinds)]
     good = templates.having(tokenizer, templates.read("chatml"))

@@ -21,17 +21,16 @@ from selfspec.errors import InvalidOption, InvalidPrompt
 from selfspec.hub import models as hub
 from selfspec.model.backbone import Backbone
 from tests.models import EXECUTORS, make_model, random_ids
+from tests.talks import make_tokenizer
 
 
-def test_inside_hugging_faces_generate_tokens_and_output_object_are_its_own(
+def test_inside_hugging_faces_generate_the_output_object_is_its_own(
     speculator: Speculator, exact: Any
 ) -> None:
     ids, asked = random_ids(13), {"max_new_tokens": 30, "do_sample": False}
-    expected = exact.generate(ids, **asked)
-    assert torch.equal(exact.generate(ids, custom_generate=speculator.hf(), **asked), expected)
     loop = speculator.hf(drafter="exit:threshold=0.5")
     record = exact.generate(ids, custom_generate=loop, return_dict_in_generate=True, **asked)
-    assert torch.equal(record.sequences, expected)
+    assert torch.equal(record.sequences, exact.generate(ids, **asked))
 
 
 def test_a_lenient_rule_needs_sampling(speculator: Speculator) -> None:
@@ -83,15 +82,25 @@ def test_heads_speak_up_where_there_are_none(exact: Any, caplog: pytest.LogCaptu
     assert not caplog.text
 
 
-def test_in_float16_the_default_model_is_not_that_of_its_heads(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("dtype", "options", "heads"),
+    [
+        (torch.float32, {}, hub.DEFAULT_HEADS),
+        (torch.float32, {"draft_model": "small"}, None),  # which takes their place
+        (torch.float32, {"draft_model": "small", "heads": "own"}, "own"),
+        (torch.float16, {"dtype": "float16"}, None),  # not the model of its heads
+    ],
+)
+def test_the_default_model_has_its_heads_unless_something_else_drafts_or_it_is_another(
+    dtype: torch.dtype, options: Any, heads: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    half = make_model("llama", torch.float16), None, hub.ModelFiles("tiny", "tiny", is_default=True)
+    files = hub.ModelFiles("tiny", "tiny", is_default=True)
+    tiny = make_model("llama", dtype), make_tokenizer(), files
     asked: list[Any] = []
-    monkeypatch.setattr(hub, "load_model", lambda *_, **__: half)
+    monkeypatch.setattr(hub, "load_model", lambda *_, **__: tiny)
     monkeypatch.setattr(facade, "find_heads", lambda _model, heads, _label: asked.append(heads))
-    facade.load(dtype="float16", executor="generic")
-    assert asked == [None]
+    facade.load(executor="generic", **options)
+    assert asked == [heads]
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p"])
@@ -128,18 +137,8 @@ def plain(model: Any, ids: Tensor, **options: Any) -> list[int]:
     return model.generate(ids, do_sample=False, **options)[0, ids.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma3"])
-def test_every_kind_of_rotation_goes_on_behind_the_limit(family: str) -> None:
-    model = make_model(family, torch.float64, max_position_embeddings=LIMIT)
-    ids = random_ids(LIMIT - 4)
-    answer = wrap(model, **DRAFTING).generate(ids, max_new_tokens=80)
-    assert answer.token_ids == plain(model, ids, max_new_tokens=80)
-
-
 @pytest.mark.parametrize("length", [LIMIT - 6, LIMIT - 1])
-def test_a_length_that_nobody_gave_ends_at_the_limit(
-    limited: Speculator, short: Any, length: int
-) -> None:
+def test_a_default_length_ends_at_the_limit(limited: Speculator, short: Any, length: int) -> None:
     ids = random_ids(length)
     expected = plain(short, ids)  # transformers' own default is cut at the limit too
     answer = limited.generate(ids)
@@ -159,13 +158,12 @@ def test_without_a_length_a_prompt_at_the_limit_is_refused_as_by_hugging_face(
 
 
 @pytest.mark.parametrize("executor", [*EXECUTORS, "cuda-graph"])
-def test_every_executor_goes_on_behind_the_limit(executor: str) -> None:
-    model = make_model("llama", max_position_embeddings=LIMIT)
-    ids = random_ids(LIMIT - 9)
-    expected = wrap(model, executor="generic", drafter="none").generate(ids, max_new_tokens=90)
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+def test_every_executor_and_rotation_goes_on_behind_the_limit(family: str, executor: str) -> None:
+    dtype = torch.float32 if executor == "fused" else torch.float64
+    model, ids = make_model(family, dtype, max_position_embeddings=LIMIT), random_ids(LIMIT - 9)
     answer = wrap(model, executor=executor, **DRAFTING).generate(ids, max_new_tokens=90)
-    assert answer.token_ids == expected.token_ids
-    assert len(answer.token_ids) == 90
+    assert answer.token_ids == plain(model, ids, max_new_tokens=90)
 
 
 @pytest.mark.parametrize(

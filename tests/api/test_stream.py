@@ -34,9 +34,7 @@ class Listener(BaseStreamer):
         self.ended += 1
 
 
-def test_a_streamer_hears_the_prompt_then_single_tokens_then_the_end(
-    speculator: Speculator, exact: Any
-) -> None:
+def test_a_streamer_hears_prompt_tokens_and_end(speculator: Speculator, exact: Any) -> None:
     ids, listener, loop = random_ids(13), Listener(), speculator.hf()
     answer = speculator.generate(ids, max_new_tokens=9, streamer=listener)
     assert listener.heard == [ids[0].tolist(), *([token] for token in answer.token_ids)]

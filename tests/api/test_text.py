@@ -106,9 +106,7 @@ def test_blocks_of_any_size_join_to_the_decoded_whole(name: str, data: st.DataOb
     assert found + decoder.push([], last=True) == tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def test_a_character_is_held_back_until_its_last_byte_or_the_end(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_a_character_waits_for_its_last_byte_or_the_end(tokenizer: PreTrainedTokenizerFast) -> None:
     ids = ids_of(tokenizer, "a\N{GRINNING FACE}b")
     assert pieces(tokenizer, ids) == ["a", "", "", "", "\N{GRINNING FACE}", "b", ""]
     half = ids[1:3] + ids_of(tokenizer, "b")
@@ -136,9 +134,7 @@ def test_a_long_answer_is_not_decoded_again_for_each_token(
     assert max(sizes) <= 4
 
 
-def test_single_tokens_have_texts_that_join_to_the_whole(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_texts_of_single_tokens_join_to_the_whole(tokenizer: PreTrainedTokenizerFast) -> None:
     """Special tokens too; a character of several tokens is shown by the last."""
     texts, words, mute = TokenTexts(tokenizer), TokenTexts(metaspace()), TokenTexts(None)
     for text in ("the cat", "the \N{GRINNING FACE} end<end>", "", "né<end>the"):

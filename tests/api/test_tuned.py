@@ -66,9 +66,8 @@ def test_costs_are_measured_once_and_kept(
 ) -> None:
     monkeypatch.setattr(tuned, "first_costs", FIRST_COSTS)
     costs = wrap(model, heads=heads).options.costs
-    assert costs.head is not None
-    assert costs.rows is not None
-    assert len(costs.rows) == 15
+    assert costs.head
+    assert len(costs.rows or ()) == 15
     [file] = (cache.parent / "costs").iterdir()
     kept = file.read_text()
     assert wrap(model, heads=heads).options.costs == costs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -31,7 +31,7 @@ from selfspec.decoding.measure import (
 )
 from selfspec.decoding.sampling import DraftToken
 from selfspec.decoding.state import alone
-from selfspec.decoding.stats import Round, Stopwatch
+from selfspec.decoding.stats import Stopwatch
 from selfspec.errors import PinnedUnavailable
 from selfspec.heads.exit_heads import ExitHeads, logit_lens
 from selfspec.model.backbone import Backbone
@@ -42,6 +42,7 @@ from tests.decoding.test_drafters import Other, Text
 from tests.heads.kinds import make_heads
 from tests.models import make_model, needs_compiler, random_ids
 from tests.recorded import RecordedCapture
+from tests.traces import entry
 
 COSTS = MeasuredCosts(
     num_layers=10, layers=(1.0, 1.5), start=(0.2, 0.5), logits=(0.1, 0.2), head=0.01, round=0.05
@@ -61,19 +62,8 @@ def test_counts_may_be_expected_ones() -> None:
 
 
 def test_rounds_cost_their_passes_their_verdicts_and_the_heads_asked() -> None:
-    prompt = Round(
-        tokens=[1], draft_tokens=[], exit_layers=[], sources=[], kept=[], ended="off", prefill=True
-    )
-    drafted = Round(
-        tokens=[2, 3],
-        draft_tokens=[2],
-        exit_layers=[3],
-        sources=["exit"],
-        kept=[0],
-        heads=3,
-        ended="depth",
-        passes=[(1, 0, 3), (1, 0, 3), (1, 3, 6), (2, 3, 10)],
-    )
+    prompt = entry(1, prefill=True, ended="off")
+    drafted = entry(2, [3], 1, heads=3, passes=[(1, 0, 3), (1, 0, 3), (1, 3, 6), (2, 3, 10)])
     passes = 3 * 0.2 + 9 * 0.08 + 0.5 + 7 * 0.1
     found = COSTS.seconds_of([prompt, drafted])
     assert found == pytest.approx(passes + 0.2 + 0.05 + 3 * 0.01)
@@ -126,11 +116,6 @@ def test_a_draft_model_costs_its_share_of_the_weights() -> None:
 COST = DraftCost(rows=(0.08,), head=0.05, num_layers=12)
 
 
-def priced(row: float) -> DraftCost:
-    """A row is all that costs anything."""
-    return DraftCost(rows=(row,), num_layers=10**9)
-
-
 EXITS = Draft(proposed=[DraftToken(90, layer=3)], heads=1, ended="width")
 ONE = COST.of(EXITS)
 """What a round with this draft costs: 0.38 plain steps."""
@@ -163,9 +148,7 @@ def test_drafts_that_are_never_right_are_made_in_14_rounds_and_then_in_one_of_65
 
 
 @pytest.mark.parametrize(("share", "texts"), [(0.3, 1), (0.1, 16)])
-def test_drafts_that_are_dear_begin_with_a_pause_and_are_made_once_they_pay(
-    share: float, texts: int
-) -> None:
+def test_drafts_that_are_dear_begin_with_a_pause_till_they_pay(share: float, texts: int) -> None:
     """Dear at the load of the first round: texts may have come since this one was added."""
     load = Load()
     dear = DraftCost(rows=(*(share,) * 32, 0.01), head=share, num_layers=10**9, load=load)
@@ -200,13 +183,9 @@ def test_no_sequence_of_drafts_loses_more_than_eight_steps_and_a_round_for_each_
     for seed in range(200):
         dice = random.Random(seed)
         row = dice.choice([0.02, 0.3, 1.0, 5.0, 20.0])
-        paying, rate, gained, pauses, before = (
-            WhilePaying(Other(EXITS), priced(row)),
-            0.5,
-            0.0,
-            0,
-            True,
-        )
+        # a row is all that costs anything
+        paying = WhilePaying(Other(EXITS), DraftCost(rows=(row,), num_layers=10**9))
+        rate, gained, pauses, before = 0.5, 0.0, 0, True
         for place in range(400):
             if place % dice.randint(5, 60) == 0:
                 rate = dice.choice([0.0, 0.1, 0.5, 1.0])
@@ -276,9 +255,7 @@ def heads(backbone: Backbone) -> ExitHeads:
     return logit_lens(backbone.unembedding, backbone.num_layers, "tiny")
 
 
-def test_a_clock_that_ticks_once_a_part_makes_all_parts_alike(
-    backbone: Backbone, heads: ExitHeads
-) -> None:
+def test_a_clock_of_single_ticks_makes_parts_alike(backbone: Backbone, heads: ExitHeads) -> None:
     clock = itertools.count()
     found = measure(backbone, heads, now=lambda: float(next(clock)))
     ones = (1.0,) * 8
@@ -287,15 +264,6 @@ def test_a_clock_that_ticks_once_a_part_makes_all_parts_alike(
     assert found == MeasuredCosts(
         num_layers=6, layers=ones, start=ones, logits=ones, head=1.0, round=0.0
     )
-
-
-def laps(seconds: Callable[[int], float]) -> Iterator[float]:
-    """Clock readings in pairs; lap n takes `seconds(n)`."""
-    time = 0.0
-    for lap in itertools.count():
-        yield time
-        time += seconds(lap)
-        yield time
 
 
 def test_quick_costs_are_the_least_of_each_pass_and_rows_between_two_cost_alike(
@@ -315,7 +283,9 @@ def test_quick_costs_are_the_least_of_each_pass_and_rows_between_two_cost_alike(
 
 
 def test_one_slow_moment_does_not_show(backbone: Backbone, heads: ExitHeads) -> None:
-    clock = laps(lambda lap: 100.0 if lap in (3, 20, 31) else 2.0)
+    # readings in pairs, each lap of which takes two seconds, and some a hundred
+    laps = (100.0 if lap in (3, 20, 31) else 2.0 for lap in itertools.count())
+    clock = itertools.accumulate(step for lap in laps for step in (0.0, lap))
     found = measure(backbone, heads, now=lambda: next(clock))
     assert {*found.layers, *found.start, *found.logits, found.head} == {2.0}
 
@@ -437,13 +407,6 @@ def assert_drafts_leave_the_pinned_text(speculator: Speculator, rows: int = 8) -
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_row_has_one_set_of_bits(dtype: torch.dtype) -> None:
-    backbone = Backbone(make_model("llama", dtype), executor="fused")
-    assert why_unpinned(backbone, PassShape(), 8) is None
-
-
-@needs_compiler
 def test_kernels_that_depend_on_the_number_of_rows_get_passes_of_one_shape(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -469,9 +432,7 @@ def test_graphs_of_such_kernels_are_of_8_rows_or_16(monkeypatch: pytest.MonkeyPa
 
 
 @needs_compiler
-def test_bits_are_pinned_by_default_where_a_probe_finds_it_so(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bits_are_pinned_where_a_probe_says_so(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def pinned(executor: str, **options: Any) -> bool:
         answer = wrapped(model, executor).generate(random_ids(9), max_new_tokens=6, **options)
         return answer.stats.pinned

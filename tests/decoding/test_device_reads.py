@@ -140,9 +140,7 @@ def test_sampling_reads_once_per_verdict_and_draws(speculator: Speculator) -> No
         assert counts["list"] == judged(entry) + draws
 
 
-def test_sampling_with_a_seed_draws_once_per_draft_and_once_per_verdict(
-    speculator: Speculator,
-) -> None:
+def test_sampling_with_a_seed_draws_once_per_draft_and_verdict(speculator: Speculator) -> None:
     for entry, counts in rounds_of(
         speculator, drafter="exit:threshold=0.05", do_sample=True, seed=0
     ):

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from selfspec.api import speculator as facade
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import Draft, Target
@@ -38,13 +37,11 @@ from selfspec.decoding.state import DecodeState, Drafter, Steps, alone, ready
 from selfspec.decoding.stats import Stopwatch
 from selfspec.errors import DraftModelMismatch, HeadsNotFound, InvalidOption
 from selfspec.heads.heads import top_probability
-from selfspec.hub import models as hub
-from selfspec.hub.models import ModelFiles
 from selfspec.model.backbone import Backbone
-from selfspec.model.generic import States
-from selfspec.model.kv import Rows, ancestors
+from selfspec.model.kv import ancestors
 from selfspec.options import CONTROLLERS, TOGETHER, Skip
 from tests import ladder
+from tests.decoding.conftest import WatchedBackbone
 from tests.models import EXECUTORS, make_model, random_ids
 from tests.talks import make_tokenizer
 
@@ -225,9 +222,7 @@ def test_seen_text_has_to_promise_more_than_the_other_has_been_giving(
 
 
 @pytest.mark.parametrize("drafter", ["ngram:size=2", "lookahead"])
-def test_a_conversation_that_reuses_its_prefix_drafts_from_all_of_it(
-    exact: Any, drafter: str
-) -> None:
+def test_a_conversation_drafts_from_the_prefix_that_it_reuses(exact: Any, drafter: str) -> None:
     heads = ladder.deep_heads(Backbone(exact, executor="generic"), (0,))  # which draft nothing here
     speculator = wrap(exact, heads=heads, drafter=drafter, costs="row=0.0")
     session, first = speculator.session(), random_ids(9)
@@ -357,23 +352,9 @@ def test_lengths_of_seen_text_and_of_exits_are_bounded_apart(eager: Speculator) 
 # --- a second model drafts
 
 
-class CountingBackbone(Backbone):
-    def __init__(self, model: Any) -> None:
-        self.passes: list[list[int]] = []
-        super().__init__(model, executor="generic")
-
-    def run(
-        self, hidden: Tensor, first: int, last: int, rows: Rows, states: States | None = None
-    ) -> Tensor:
-        if first == 0:
-            self.passes.append(rows.positions.tolist())
-        return super().run(hidden, first, last, rows, states)
-
-
 @pytest.fixture(scope="module")
-def second() -> CountingBackbone:
-    """Two layers, float64."""
-    return CountingBackbone(make_model("llama", torch.float64, num_hidden_layers=2))
+def second() -> WatchedBackbone:
+    return WatchedBackbone(2)
 
 
 @pytest.fixture(scope="module")
@@ -393,12 +374,10 @@ def own_text(backbone: Backbone, ids: Tensor, count: int) -> list[int]:
 
 
 @torch.inference_mode()
-def test_drafts_are_the_other_models_own_text_and_no_row_runs_twice(
-    second: CountingBackbone, target: Backbone
-) -> None:
+def test_drafts_are_the_others_text_row_by_row(second: WatchedBackbone, target: Backbone) -> None:
     state = DecodeState(target, random_ids(7))
     drafter = DraftModelDrafter(DraftCache(second), ladder.drafting(4))
-    second.passes.clear()
+    second.runs.clear()
     for kept in (2, 4, 0):
         draft = drafted(drafter, state)
         assert draft.tokens == own_text(second, state.ids, 4)
@@ -407,7 +386,7 @@ def test_drafts_are_the_other_models_own_text_and_no_row_runs_twice(
         for token in draft.tokens[:kept]:
             state.append(token, 0)
         state.append((draft.tokens[kept] if kept < 4 else 0) ^ 1, 0)  # the target's own
-    assert second.passes == [
+    assert [positions for positions, _, _ in second.runs] == [
         *([*range(7)], [7], [8], [9]),  # the fourth draft does not run
         *([9], [10], [11], [12]),  # two of four were kept; 9 is now the target's token
         *([13, 14], [15], [16], [17]),  # of four that were kept the last had not run; 14: as above
@@ -415,9 +394,7 @@ def test_drafts_are_the_other_models_own_text_and_no_row_runs_twice(
 
 
 @torch.inference_mode()
-def test_the_controller_sees_the_other_models_top_probability(
-    second: CountingBackbone, target: Backbone
-) -> None:
+def test_the_controller_sees_the_others_chances(second: WatchedBackbone, target: Backbone) -> None:
     state = DecodeState(target, random_ids(7))
     whole, cut_short = (
         drafted(DraftModelDrafter(DraftCache(second), Drafting(ladder.greedy(), controller)), state)
@@ -439,7 +416,7 @@ def test_nothing_is_drafted_beyond_the_other_models_last_position(target: Backbo
 
 
 def test_a_conversation_runs_what_is_new_only_in_the_other_model_too(
-    second: CountingBackbone, exact: Any
+    second: WatchedBackbone, exact: Any
 ) -> None:
     options = SpeculationOptions(drafter="draft-model")
     speculator = Speculator(Backbone(exact), None, None, "", options, second)
@@ -447,9 +424,9 @@ def test_a_conversation_runs_what_is_new_only_in_the_other_model_too(
     first = random_ids(9)
     answer = session.generate(first, max_new_tokens=8)
     turn = torch.cat([first, torch.tensor([[*answer.token_ids, 5, 6]])], dim=1)
-    second.passes.clear()
+    second.runs.clear()
     again = session.generate(turn, max_new_tokens=8)
-    assert second.passes[0][0] >= 9
+    assert second.runs[0][0][0] >= 9
     assert again.token_ids == speculator.generate(turn, max_new_tokens=8).token_ids
 
 
@@ -462,19 +439,6 @@ def test_a_model_that_drafts_for_itself_is_always_right(exact: Any) -> None:
     assert stats.drafted_by_source == {"draft-model": 15}
     sampled = speculator.generate(random_ids(9), max_new_tokens=21, do_sample=True, seed=1).stats
     assert sampled.accepted == sampled.drafted
-
-
-def test_a_draft_model_takes_the_place_of_the_default_heads(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tiny = make_model("llama"), make_tokenizer(), ModelFiles("tiny", "tiny", is_default=True)
-    monkeypatch.setattr(hub, "load_model", lambda *_, **__: tiny)
-    asked: list[Any] = []
-    monkeypatch.setattr(facade, "find_heads", lambda _model, heads, _label: asked.append(heads))
-    facade.load()
-    facade.load(draft_model="small")
-    facade.load(draft_model="small", heads="own")
-    assert asked == [hub.DEFAULT_HEADS, None, "own"]
 
 
 def test_another_vocabulary_is_refused_with_sizes_and_the_first_difference() -> None:
@@ -533,9 +497,7 @@ def lengths(state: DecodeState) -> set[int]:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("skipped", [(2,), (5, 3), (2, 3, 6)])
-def test_drafts_are_what_a_model_without_these_layers_says(
-    target: Backbone, skipped: tuple[int, ...]
-) -> None:
+def test_drafts_are_what_fewer_layers_say(target: Backbone, skipped: tuple[int, ...]) -> None:
     """Where no text stands in front; there the keys and values are the whole model's."""
     kept = [one for at, one in enumerate(make_model("llama").model.layers, 1) if at not in skipped]
     cut = make_model("llama", num_hidden_layers=len(kept))
@@ -620,9 +582,7 @@ def test_a_search_keeps_the_best_set_and_ends() -> None:
 # --- drafts from successors
 
 
-def test_two_tokens_come_before_one_and_the_newest_entry_counts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_two_tokens_come_before_one_and_the_newest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     table = Successors()
     assert table.behind([1, 2]).tokens == []
     table.learn([1, 2], [5, 6], 5)

@@ -245,9 +245,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("name", ["llama", "original-llama"])
 @pytest.mark.usefixtures("folders")
-def test_the_command_line_takes_the_folder_as_it_is(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_line_takes_such_folders(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     def said(*words: str) -> str:
         capsys.readouterr()
         assert main([*words]) == 0
@@ -284,14 +282,6 @@ def precise(exact: Any) -> Backbone:
     return Backbone(exact, executor="generic")
 
 
-def begun(precise: Backbone) -> DecodeState:
-    """A text whose prompt has been read."""
-    state = DecodeState(precise, random_ids(9), exit_layers=(0,))
-    stop = StopRule(max_length=40)
-    next(rounds(state, NoDrafter(), GreedyMatch(ladder.greedy()), stop, Stopwatch()))
-    return state
-
-
 def ranked(heads: ExitHeads, state: DecodeState) -> tuple[list[list[int]], Tensor]:
     """The ten likeliest tokens of each head, and their probabilities [K, 10], by hand."""
     assert state.deep is not None
@@ -310,7 +300,8 @@ def ranked(heads: ExitHeads, state: DecodeState) -> tuple[list[list[int]], Tenso
 def test_a_tree_is_whole_where_rows_cost_nothing_and_cut_to_what_pays_elsewhere(
     precise: Backbone, row: float, least: int, most: int
 ) -> None:
-    state = begun(precise)
+    state, stop = DecodeState(precise, random_ids(9), exit_layers=(0,)), StopRule(max_length=40)
+    next(rounds(state, NoDrafter(), GreedyMatch(ladder.greedy()), stop, Stopwatch()))
     heads, judge = ladder.medusa_heads(precise), ExitJudge(6, {0: 1e-9})
     drafter = TreeDrafter(
         MedusaGuesser(heads, judge, ladder.greedy(), 10),
@@ -366,9 +357,7 @@ def test_they_answer_about_no_layer(precise: Backbone) -> None:
 @pytest.mark.parametrize("family", ["llama", "phi"])  # phi: LayerNorm, an unembedding with a bias
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [*HEAD_TYPES, "states"])
-def test_packed_heads_answer_the_same_up_to_eight_bits(
-    kind: str, dtype: torch.dtype, family: str
-) -> None:
+def test_packed_heads_answer_alike_to_8_bits(kind: str, dtype: torch.dtype, family: str) -> None:
     backbone = Backbone(make_model(family, dtype), executor="generic")
     heads = train(make_heads(kind, backbone.unembedding, draft_vocab_size=5))
     hidden = backbone.embed(random_ids(6)[0]).view(2, 3, -1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from selfspec.decoding.costs import beside
 from selfspec.decoding.decode import StopRule
 from selfspec.decoding.engine import BULK_ROWS, Asked, Engine, Pace, Running, Runtime
 from selfspec.decoding.sampling import Sampler
+from selfspec.decoding.stats import Round
 from selfspec.errors import InvalidOption
 from selfspec.eval.verify import Listening, Recorder
 from selfspec.heads.exit_heads import logit_lens
@@ -75,10 +76,18 @@ def requests(count: int, options: Sequence[SpeculationOptions]) -> list[Wanted]:
     return found
 
 
+def tokens_of(entries: Iterable[Round]) -> list[int]:
+    return [token for entry in entries for token in entry.tokens]
+
+
+def drain(engine: Engine) -> None:
+    while engine.texts:
+        engine.step()
+
+
 def written(runtime: Listening, wanted: Wanted) -> tuple[list[int], Tensor]:
     running = Engine(runtime).add(wanted.asked(), wanted.options)
-    tokens = [token for entry in running for token in entry.tokens]
-    return tokens, runtime.heard[-1].logits
+    return tokens_of(running), runtime.heard[-1].logits
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral"])
@@ -115,7 +124,7 @@ def test_texts_have_the_bits_that_they_have_alone(
     assert dropped
     shared = 0
     for one, (number, rule) in running.items():
-        tokens = [token for entry in one.take() for token in entry.tokens]
+        tokens = tokens_of(one.take())
         expected, logits = alone[number]
         assert tokens == expected[: len(tokens)]
         assert len(tokens) == len(expected) or one in dropped
@@ -173,7 +182,7 @@ def test_texts_that_cannot_share_passes_are_what_they_are_alone() -> None:
     engine = Engine(runtime, patience=0.1)
     running = [engine.add(one.asked(), one.options) for one in wanted]
     for one, rule, (tokens, logits) in zip(running, runtime.heard[-6:], alone, strict=True):
-        assert [token for entry in one for token in entry.tokens] == tokens
+        assert tokens_of(one) == tokens
         assert torch.equal(rule.logits, logits)
 
 
@@ -198,10 +207,9 @@ def test_what_one_text_raises_is_for_its_own_reader(runtime: Listening) -> None:
         engine.add(one.asked([Failing(4, error)] if number == 2 else ()), one.options)
         for number, one in enumerate(wanted)
     ]
-    while engine.texts:
-        engine.step()
+    drain(engine)
     for number, (one, expected) in enumerate(zip(running, alone, strict=True)):
-        tokens = [token for entry in one.take() for token in entry.tokens]
+        tokens = tokens_of(one.take())
         if number == 2:
             assert tokens == expected[: len(tokens)]
             with pytest.raises(ZeroDivisionError):
@@ -209,11 +217,6 @@ def test_what_one_text_raises_is_for_its_own_reader(runtime: Listening) -> None:
         else:
             assert tokens == expected
     assert engine.memory.used == 0
-
-
-def _drain(engine: Engine) -> None:
-    while engine.texts:
-        engine.step()
 
 
 @needs_compiler
@@ -225,11 +228,11 @@ def test_an_interrupt_ends_the_round_and_leaves_an_engine_that_works(runtime: Li
     for number, one in enumerate(wanted):
         engine.add(one.asked(stop if number == 1 else ()), one.options)
     with pytest.raises(KeyboardInterrupt):
-        _drain(engine)
+        drain(engine)
     assert engine.texts == 0
     assert engine.memory.used == 0
     again = engine.add(wanted[0].asked(), wanted[0].options)
-    assert [token for entry in again for token in entry.tokens] == alone[0]
+    assert tokens_of(again) == alone[0]
 
 
 @needs_compiler
@@ -267,7 +270,7 @@ def test_memory_is_bounded_and_what_never_fits_is_refused(runtime: Listening) ->
         most = max(most, memory.used)
     assert most > 3 * page  # several at once
     for one, expected in zip(running, alone, strict=True):
-        assert [token for entry in one.take() for token in entry.tokens] == expected
+        assert tokens_of(one.take()) == expected
 
 
 def test_a_row_costs_more_of_a_fuller_round() -> None:

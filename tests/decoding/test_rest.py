@@ -47,9 +47,7 @@ def weights(texts: list[list[int]], newest: list[int]) -> tuple[Counter[Prefix],
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_heaviest_prefixes_behind_the_longest_suffix_are_those_of_the_definition(
-    seed: int,
-) -> None:
+def test_the_heaviest_prefixes_behind_the_longest_suffix_are_found(seed: int) -> None:
     drawn = random.Random(seed)
     texts = [[drawn.randrange(3) for _ in range(drawn.randrange(1, 60))] for _ in range(12)]
     newest = [drawn.randrange(3) for _ in range(drawn.randrange(1, 20))]

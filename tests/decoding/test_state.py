@@ -25,8 +25,10 @@ from selfspec.model.kv import KVCache
 from selfspec.training.features import FeatureSpec, features, padded
 from selfspec.training.text import Conversation
 from tests import ladder
+from tests.decoding.conftest import WatchedBackbone
 from tests.models import VOCAB_SIZE, random_ids
-from tests.watched import EXIT_LAYERS, WatchedBackbone
+
+EXIT_LAYERS = (2, 4, 6)
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +62,7 @@ def test_heads_read_before_the_newest_token_what_they_were_fitted_to(cut: Backbo
     assert found.tokens == plain.tokens
     assert len({entry.accepted for entry in found.entries}) > 2
     batch = padded([Conversation(tuple(text), ((1, len(text)),))])
-    expected = features(cut, FeatureSpec.read_by(heads), batch).deep
-    assert expected is not None
+    expected: Any = features(cut, FeatureSpec.read_by(heads), batch).deep
     assert expected.shape[-1] == heads[0].beside == 3 * cut.hidden_size
     assert len(keeper.deep) > 3
     for position, deep in keeper.deep.items():
@@ -125,9 +126,9 @@ def make_state(backbone: Backbone, prompt: int = 5, **options: Any) -> DecodeSta
     return DecodeState(backbone, random_ids(prompt), exit_layers=EXIT_LAYERS, **options)
 
 
-def make_drafter(heads: ScriptedHeads, width: int = 4) -> ExitDrafter:
+def make_drafter(heads: ScriptedHeads, drafting: Drafting | None = None) -> ExitDrafter:
     judge = ExitJudge(8, dict.fromkeys(EXIT_LAYERS, 0.9))
-    return ExitDrafter(cast(ExitHeads, heads), judge, ladder.drafting(width))
+    return ExitDrafter(cast(ExitHeads, heads), judge, drafting or ladder.drafting(4))
 
 
 def decode(state: DecodeState, decide: Decide, max_length: int = 64) -> Iterator[Round]:
@@ -139,10 +140,6 @@ def decode(state: DecodeState, decide: Decide, max_length: int = 64) -> Iterator
 def scripted(exits: list[int | None]) -> Decide:
     """Draft j leaves at `exits[j]`, as token 10 + j."""
     return lambda step, layer: 10 + step if exits[step] == layer else None
-
-
-def lengths(state: DecodeState) -> list[int]:
-    return [state.kv.length(layer) for layer in range(state.backbone.num_layers)]
 
 
 LONG_SHALLOW_CHAIN: list[tuple[list[int], int, int]] = [
@@ -243,7 +240,7 @@ def test_an_error_in_any_pass_leaves_what_is_committed(
     with pytest.raises(RuntimeError, match="out of memory"):
         next(loop)
     assert state.ids[0].tolist() == truth[: 6 if passes else 5]
-    assert set(lengths(state)) == {5 if passes else 0}
+    assert {state.kv.length(layer) for layer in range(8)} == {5 if passes else 0}
     assert state.hidden.schedule.pushed == 0
     watched.passes_until_error = -1
     for _ in decode(state, scripted([None] * 8), max_length=20):
@@ -251,9 +248,7 @@ def test_an_error_in_any_pass_leaves_what_is_committed(
     assert state.ids[0].tolist() == truth[:20]
 
 
-def test_a_controller_ends_a_draft_and_hears_what_was_kept(
-    watched: WatchedBackbone, truth: list[int]
-) -> None:
+def test_a_controller_ends_drafts_and_is_told(watched: WatchedBackbone, truth: list[int]) -> None:
     state = make_state(watched)
     heads = ScriptedHeads(state, lambda step, _: truth[state.length + step] + (step == 2))
     heard: list[tuple[int, int]] = []
@@ -266,13 +261,9 @@ def test_a_controller_ends_a_draft_and_hears_what_was_kept(
         def end(self, drafted: int, accepted: int) -> None:
             heard.append((drafted, accepted))
 
-    judge = ExitJudge(8, dict.fromkeys(EXIT_LAYERS, 0.9))
-    drafter = ExitDrafter(
-        cast(ExitHeads, heads), judge, Drafting(ladder.greedy(), ThreeThenUnsure(5))
-    )
-    loop = rounds(
-        state, drafter, GreedyMatch(ladder.greedy()), StopRule(max_length=64), Stopwatch()
-    )
+    drafter = make_drafter(heads, Drafting(ladder.greedy(), ThreeThenUnsure(5)))
+    rule = GreedyMatch(ladder.greedy())
+    loop = rounds(state, drafter, rule, StopRule(max_length=64), Stopwatch())
     entries = [next(loop) for _ in range(3)]
     assert [entry.ended for entry in entries] == ["off", "unsure", "unsure"]
     assert heard == [(3, 2), (3, 2)]
@@ -280,9 +271,7 @@ def test_a_controller_ends_a_draft_and_hears_what_was_kept(
 
 
 @given(st.sets(st.integers(0, 7), max_size=3), st.lists(st.integers(0, 3), min_size=1, max_size=6))
-def test_verification_takes_every_row_through_every_layer_once(
-    exit_layers: set[int], reached: list[int]
-) -> None:
+def test_all_rows_go_through_all_layers_once(exit_layers: set[int], reached: list[int]) -> None:
     """`reached`: how far each new row is taken, with all rows that it meets."""
     schedule = Schedule(sorted(exit_layers), 8)
     for until in reached:

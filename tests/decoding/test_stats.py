@@ -3,63 +3,19 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 
-from selfspec.decoding.stats import PARTS, GenerationStats, Round, Stopwatch
+from selfspec.decoding.stats import PARTS, GenerationStats, Stopwatch
+from tests.traces import entry
 
-
-def entry(**values: Any) -> Round:
-    """A Round; what is not given is empty."""
-    empty: dict[str, Any] = {
-        "tokens": [],
-        "draft_tokens": [],
-        "exit_layers": [],
-        "sources": ["exit"] * len(values.get("draft_tokens", [])),
-        "kept": [*range(values.pop("accepted", 0))],
-        "ended": "off",
-    }
-    return Round(**empty | values)
-
-
-PREFILL = entry(tokens=[7], prefill=True, passes=[(5, 0, 8)])
-
+PREFILL = entry(1, prefill=True, ended="off", passes=[(5, 0, 8)])
 ALL_ACCEPTED = entry(
-    tokens=[1, 2, 3, 4],
-    draft_tokens=[1, 2, 3],
-    exit_layers=[2, 4, 2],
-    accepted=3,
-    ended="width",
-    passes=[(1, 0, 2), (1, 0, 2), (2, 2, 4), (2, 0, 2), (2, 2, 4), (4, 4, 8)],
+    4, [2, 4, 2], 3, passes=[(1, 0, 2), (1, 0, 2), (2, 2, 4), (2, 0, 2), (2, 2, 4), (4, 4, 8)]
 )
-
-ONE_REJECTED = entry(
-    tokens=[5, 9],
-    draft_tokens=[5, 6],
-    exit_layers=[4, 2],
-    accepted=1,
-    ended="depth",
-    passes=[(1, 0, 4), (2, 0, 8)],
-)
-
-SEEN = entry(
-    tokens=[5, 6],
-    draft_tokens=[5, 7, 7],
-    exit_layers=[0] * 3,
-    sources=["ngram"] * 3,
-    accepted=1,
-)
-
-STOPPED = entry(
-    tokens=[8, 0],
-    draft_tokens=[8, 0],
-    exit_layers=[4, 4],
-    accepted=2,
-    ended="eos",
-    passes=[(3, 0, 8)],
-    stop_reason="eos",
-)
+ONE_REJECTED = entry(2, [4, 2], 1, ended="depth", passes=[(1, 0, 4), (2, 0, 8)])
+SEEN = entry(2, [0] * 3, 1, sources=["ngram"] * 3, ended="off", passes=[])
+STOPPED = entry(2, [4, 4], 2, ended="eos", passes=[(3, 0, 8)], stop_reason="eos")
 
 
 @pytest.fixture

@@ -8,18 +8,17 @@ from torch import Tensor
 
 from selfspec.model.backbone import Backbone
 from selfspec.model.parts import Unembedding
-from tests.models import make_model
-
-
-@pytest.fixture(scope="session")
-def backbone() -> Backbone:
-    """A tiny Llama of these tests, which they share; do not change it."""
-    return Backbone(make_model("llama"), executor="generic")
+from tests.models import make_model, wrapped
 
 
 @pytest.fixture
-def unembedding(backbone: Backbone) -> Unembedding:
-    return backbone.unembedding
+def backbone() -> Backbone:
+    return wrapped("llama")
+
+
+@pytest.fixture
+def unembedding() -> Unembedding:
+    return wrapped("llama").unembedding
 
 
 @pytest.fixture

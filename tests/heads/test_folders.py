@@ -25,23 +25,39 @@ from selfspec.config import SpeculationOptions
 from selfspec.errors import HeadsNotFound, InvalidHeads, SelfspecError, require_types
 from selfspec.heads.attending import config_of
 from selfspec.heads.exit_heads import ExitHeads
-from selfspec.heads.folder import CONFIG_FILE, METADATA, WEIGHTS_FILE
+from selfspec.heads.folder import METADATA, WEIGHTS_FILE
 from selfspec.model.backbone import Backbone
 from selfspec.model.parts import Unembedding
 from selfspec.options import ACCEPTANCE, CONTROLLERS, TOGETHER
-from tests.bad_input import DEEP, INF, NAN, Change, one_line, snapshot, steps_into, tensor, tensors
+from tests.bad_input import (
+    DEEP,
+    INF,
+    NAN,
+    Change,
+    config,
+    one_line,
+    snapshot,
+    steps_into,
+    tensor,
+    tensors,
+)
 from tests.heads.eagle3.make import HERE
 from tests.heads.kinds import FINGERPRINT, TRAINED, make_heads, train
 from tests.models import VOCAB_SIZE, addressless, make_model
 
 
 def load(folder: Path, unembedding: Unembedding) -> ExitHeads:
-    return ExitHeads.from_pretrained(folder, unembedding, FINGERPRINT, "tiny")
+    return ExitHeads.from_pretrained(folder, unembedding, FINGERPRINT, "tiny", 6)
 
 
-def edit_config(folder: Path, **values: Any) -> None:
-    path = folder / CONFIG_FILE
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+def refused(
+    folder: Path, unembedding: Unembedding, kind: type[SelfspecError] = SelfspecError
+) -> None:
+    before = snapshot(folder)
+    with pytest.raises(kind) as caught:
+        load(folder, unembedding)
+    one_line(caught, folder)
+    assert snapshot(folder) == before
 
 
 @pytest.mark.parametrize("kind", TRAINED)
@@ -80,7 +96,7 @@ def test_heads_saved_in_float32_load_in_the_models_dtype_ready_to_use(heads: Pat
 def test_loading_writes_nothing_into_the_model(backbone: Backbone, tmp_path: Path) -> None:
     # logit-lens heads share the model's norm; a folder made with another norm must not replace it
     make_heads("linear", backbone.unembedding, exit_layers=(2,)).save(tmp_path)
-    edit_config(tmp_path, head_type="logit-lens")
+    config(head_type="logit-lens")(tmp_path)
     save_file({"by_layer.2.norm.weight": torch.zeros(32)}, tmp_path / WEIGHTS_FILE)
     before = {name: weight.clone() for name, weight in backbone.model.state_dict().items()}
     with suppress(InvalidHeads):
@@ -125,10 +141,10 @@ CONFIG_VALUES: list[tuple[str, Any]] = [
     ("name", "value"), CONFIG_VALUES, ids=lambda value: addressless(repr(value))[:30]
 )
 def test_a_heads_config_with_a_strange_value(
-    heads: Path, backbone: Backbone, name: str, value: Any
+    heads: Path, unembedding: Unembedding, name: str, value: Any
 ) -> None:
-    edit_config(heads, **{name: value})
-    refused(heads, backbone)
+    config(**{name: value})(heads)
+    refused(heads, unembedding)
 
 
 @pytest.mark.parametrize("kind", ["deep-fused-draft", "states", "medusa", "eagle3"])
@@ -150,22 +166,22 @@ def test_any_value_anywhere_in_a_config_is_one_line_or_of_its_type(
             inner[last] = value
             path.write_text(json.dumps(values))
             try:
-                config = config_of(folder)
+                found = config_of(folder)
             except InvalidHeads as error:
                 said = str(error)
                 assert "\n" not in said
                 assert str(folder) in said
             else:
-                require_types(config)
+                require_types(found)
 
 
 @pytest.mark.parametrize("number", [None, 2, 4])
 def test_medusa_heads_of_another_number_than_their_file(
-    heads: Path, backbone: Backbone, number: object
+    heads: Path, unembedding: Unembedding, number: object
 ) -> None:
-    train(make_heads("medusa", backbone.unembedding)).save(heads)
-    edit_config(heads, num_heads=number)
-    refused(heads, backbone)
+    train(make_heads("medusa", unembedding)).save(heads)
+    config(num_heads=number)(heads)
+    refused(heads, unembedding)
 
 
 DEFAULTS: list[dict[str, Any]] = [
@@ -182,47 +198,31 @@ DEFAULTS: list[dict[str, Any]] = [
 def test_defaults_of_heads_write_the_models_own_text_or_are_refused(
     heads: Path, backbone: Backbone, defaults: dict[str, Any]
 ) -> None:
-    edit_config(heads, defaults=defaults)
+    config(defaults=defaults)(heads)
     options = SpeculationOptions().updated(defaults)
     elsewhere = options.uses("draft-model") or options.uses("rest")
     if options.loss or elsewhere or options.pinned:
-        refused(heads, backbone)
+        refused(heads, backbone.unembedding)
         return
-    found = read_heads(heads, backbone)
+    found = load(heads, backbone.unembedding)
     options = SpeculationOptions().updated(found.config.defaults)
     speculator = Speculator(backbone, None, found, "tiny", options)
     asked: Any = {"max_new_tokens": 6, "do_sample": True, "seed": 1}
     answer = speculator.generate([1, 2, 3, 1, 2], **asked)
-    assert (
-        answer.token_ids == speculator.generate([1, 2, 3, 1, 2], **asked, speculate=False).token_ids
-    )
+    plain = speculator.generate([1, 2, 3, 1, 2], **asked, speculate=False)
+    assert answer.token_ids == plain.token_ids
 
 
-def test_a_heads_config_that_is_a_folder_or_a_pipe(heads: Path, backbone: Backbone) -> None:
+def test_a_heads_config_that_is_a_folder_or_a_pipe(heads: Path, unembedding: Unembedding) -> None:
     path = heads / "config.json"
-    path.unlink()
-    os.mkfifo(path)
-    with pytest.raises(HeadsNotFound):
-        read_heads(heads, backbone)
-    path.unlink()
-    for place in (heads, heads / "nowhere"):
-        with pytest.raises(HeadsNotFound, match=f"no config.json in {place}"):
-            read_heads(place, backbone)
-    path.mkdir()
-    with pytest.raises(HeadsNotFound):
-        read_heads(heads, backbone)
-
-
-def read_heads(folder: Path, backbone: Backbone) -> ExitHeads:
-    return ExitHeads.from_pretrained(folder, backbone.unembedding, FINGERPRINT, "tiny", 6)
-
-
-def refused(folder: Path, backbone: Backbone) -> None:
-    before = snapshot(folder)
-    with pytest.raises(SelfspecError) as caught:
-        read_heads(folder, backbone)
-    one_line(caught, folder)
-    assert snapshot(folder) == before
+    for make in (os.mkfifo, Path.mkdir):
+        path.unlink()
+        for place in (heads, heads / "nowhere"):
+            with pytest.raises(HeadsNotFound, match=f"no config.json in {place}"):
+                load(place, unembedding)
+        make(path)
+        with pytest.raises(HeadsNotFound):
+            load(heads, unembedding)
 
 
 # --- heads: model.safetensors
@@ -250,19 +250,19 @@ WEIGHTS: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("damage", WEIGHTS)
-def test_strange_weights_of_heads(heads: Path, backbone: Backbone, damage: str) -> None:
+def test_strange_weights_of_heads(heads: Path, unembedding: Unembedding, damage: str) -> None:
     WEIGHTS[damage](heads)
-    with pytest.raises(InvalidHeads) as caught:
-        read_heads(heads, backbone)
-    assert "\n" not in str(caught.value)
+    refused(heads, unembedding, InvalidHeads)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", DEEP, '{"weights": "x"}', "{}"])
-def test_a_config_that_weights_repeat_wrongly(heads: Path, backbone: Backbone, text: str) -> None:
+def test_a_config_that_weights_repeat_wrongly(
+    heads: Path, unembedding: Unembedding, text: str
+) -> None:
     path = heads / "model.safetensors"
     save_file(load_file(path), path, {METADATA: text})
     if text.startswith('{"') or text == "{}":
         with pytest.raises(InvalidHeads, match="repeats no config"):
-            read_heads(heads, backbone)
+            load(heads, unembedding)
     else:
-        assert read_heads(heads, backbone).config.exit_layers == (2, 4)
+        assert load(heads, unembedding).config.exit_layers == (2, 4)

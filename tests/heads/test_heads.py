@@ -35,9 +35,7 @@ from training.narrow import narrowed
 @pytest.mark.parametrize("family", ["llama", "gemma2", "cohere", "granite", "phi"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.inference_mode()
-def test_untrained_heads_read_the_last_state_as_the_model_does(
-    family: str, dtype: torch.dtype
-) -> None:
+def test_untrained_heads_read_a_state_as_the_model_does(family: str, dtype: torch.dtype) -> None:
     backbone = wrapped(family, dtype)
     hidden = backbone.embed(random_ids(3)[0])
     expected = backbone.logits(hidden)
@@ -68,11 +66,7 @@ def test_features_are_the_sum_of_a_heads_terms(
         inner = nn.functional.silu(mapped("change.inner", x))
         return mapped("change.direct", x) + mapped("change.outer", inner)
 
-    terms = {
-        "linear": lambda: x,
-        "translator": lambda: x + mapped("up", x),
-        "deep-fused": mlp,
-    }
+    terms = {"linear": lambda: x, "translator": lambda: x + mapped("up", x), "deep-fused": mlp}
     expected, rows = terms[kind](), weights.get("weight", unembedding.weight)
     # float32; largest difference measured: 1.9e-6
     assert (head.features(hidden, deep) - expected).abs().max() < 1e-5
@@ -85,8 +79,7 @@ def test_features_are_the_sum_of_a_heads_terms(
 
 
 @pytest.mark.parametrize(
-    ("kind", "shared"),
-    [("translator", True), ("logit-lens", True), ("linear", False)],
+    ("kind", "shared"), [("translator", True), ("logit-lens", True), ("linear", False)]
 )
 def test_the_unembedding_is_the_models_own_storage_unless_a_head_has_a_matrix(
     kind: str, shared: bool, own: Unembedding, hidden: Tensor
@@ -99,9 +92,7 @@ def test_the_unembedding_is_the_models_own_storage_unless_a_head_has_a_matrix(
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "draft" in kind])
-def test_draft_logits_are_the_full_heads_logits_of_the_chosen_tokens(
-    kind: str, hidden: Tensor
-) -> None:
+def test_draft_logits_are_the_full_heads_of_the_chosen_tokens(kind: str, hidden: Tensor) -> None:
     unembedding = wrapped("phi", torch.float64).unembedding  # with a bias
     full = make_heads(kind.removesuffix("-draft"), unembedding)[2]
     heads = make_heads(kind, unembedding)
@@ -126,9 +117,7 @@ def test_narrowed_heads_say_the_same_of_fewer_tokens(kind: str, unembedding: Une
         narrowed(narrow, unembedding, 4, Counter())
 
 
-def test_draft_logits_widen_to_the_vocabulary_without_the_other_tokens(
-    unembedding: Unembedding, hidden: Tensor
-) -> None:
+def test_draft_logits_widen_to_the_vocabulary(unembedding: Unembedding, hidden: Tensor) -> None:
     head = make_heads("linear-draft", unembedding)[2]
     logits = head(hidden)
     wide = head.to_target_logits(logits)
@@ -139,9 +128,7 @@ def test_draft_logits_widen_to_the_vocabulary_without_the_other_tokens(
     assert head.to_target_ids(torch.tensor([[4, 0], [2, 2]])).tolist() == [[95, 0], [17, 17]]
 
 
-def test_the_logit_lens_has_a_head_at_every_layer_uses_one_and_takes_no_memory(
-    unembedding: Unembedding,
-) -> None:
+def test_the_logit_lens_has_heads_everywhere_and_takes_no_memory(unembedding: Unembedding) -> None:
     heads = logit_lens(unembedding, 6, "tiny")
     assert heads.config.exit_layers == (1, 2, 3, 4, 5)
     assert heads.config.defaults == {"drafter": "exit:layers=4"}
@@ -256,9 +243,7 @@ def asked(head: ExitHead, hidden: Tensor, count: int = 3, **options: Any) -> Ans
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_tokens_are_the_likeliest_ids_of_the_model_with_their_chances(
-    head: ExitHead, count: int
-) -> None:
+def test_tokens_are_the_likeliest_ids_with_their_chances(head: ExitHead, count: int) -> None:
     said = asked(head, states(4), count)
     assert torch.equal(said.features, head.features(states(4), states(4, seed=1)))
     assert torch.equal(said.logits, head.unembed(said.features))
@@ -302,11 +287,9 @@ def test_ids_are_exact_beside_chances(
 
 def test_what_a_text_does_not_know_is_zeros_beside_what_others_know() -> None:
     hidden, deep = [states(2), states(1), states(3)], [None, states(1, seed=1), None]
-    found = joined(deep, hidden, 32)
-    assert found is not None
+    found: Any = joined(deep, hidden, 32)
     expected = torch.cat([torch.zeros(2, 32), states(1, seed=1), torch.zeros(3, 32)])
     assert torch.equal(found, expected)
-    wide = joined(deep, hidden, 96)  # nor what its heads have no states for
-    assert wide is not None
+    wide: Any = joined(deep, hidden, 96)  # nor what its heads have no states for
     assert torch.equal(wide, nn.functional.pad(expected, (0, 64)))
     assert joined([None, None, None], hidden, 96) is None

@@ -209,10 +209,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: qwen2("layer_types", ["full_attention", "linear_attention"] * 3), "linear_attention"),
     (lambda: qwen2("num_kv_shared_layers", 2), "shares keys and values"),
     (lambda: qwen2("num_hidden_layers", 12), "has 6 layers, expected the 12 of its config"),
-    (
-        lambda: make_model("opt", word_embed_proj_dim=8),
-        "a decoder with project_out, a part that",
-    ),
+    (lambda: make_model("opt", word_embed_proj_dim=8), "a decoder with project_out, a part that"),
     *(
         (partial(tiny_model, family, torch.float32), words)
         for family, words in [

@@ -87,9 +87,7 @@ CHANGES: list[tuple[Callable[[Any], object], str]] = [
 
 @needs_compiler
 @pytest.mark.parametrize(("change", "found"), CHANGES)
-def test_what_numbers_may_not_show_is_refused_by_name(
-    change: Callable[[Any], object], found: str
-) -> None:
+def test_what_numbers_may_hide_is_refused(change: Callable[[Any], object], found: str) -> None:
     model: Any = make_model("llama")
     FusedExecutor(parts_of(model), model.lm_head)
     change(model)
@@ -120,9 +118,7 @@ def test_hooks_of_all_modules_count(model: Any) -> None:
 
 
 @needs_compiler
-def test_an_executor_that_errs_only_far_from_the_start_is_not_chosen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_executor_that_errs_far_away_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Rotations.at
 
     def far(self: Any, rows: Tensor, spans: Sequence[Span], offset: int) -> list[Tensor]:
@@ -217,9 +213,7 @@ def test_such_a_model_gets_no_drafts_and_is_told_why(caplog: pytest.LogCaptureFi
     assert plain.stats.drafts_refused is None  # none were asked for
 
 
-def test_float16_drafts_where_bits_are_pinned_and_says_so_once_elsewhere(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_float16_drafts_only_where_bits_are_pinned(caplog: pytest.LogCaptureFixture) -> None:
     """A seed whose text drafts changed."""
     speculator = wrap(make_model("llama", torch.float16), heads="logit-lens")
     ids, options = random_ids(9, seed=5), dict[str, Any](max_new_tokens=40)

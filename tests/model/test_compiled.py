@@ -128,9 +128,7 @@ def test_places_that_others_can_change_are_told(kind: str, source: Path) -> None
 
 
 @needs_compiler
-def test_code_that_others_can_change_is_not_loaded(
-    source: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_code_open_to_others_is_not_loaded(source: Path, caplog: pytest.LogCaptureFixture) -> None:
     target = compiler.this_machine(tiles=weights._tiles_allowed())
     library = cache_folder() / "compiled" / library_name(source, {"NUMBER": 42}, target)
     library.parent.mkdir(parents=True)
@@ -155,9 +153,7 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(source: Path) -> Non
 
 
 @needs_compiler
-def test_a_full_disk_is_named_and_not_the_linker(
-    source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_named_not_the_linker(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: Path, library: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(library))
 
@@ -255,9 +251,7 @@ def test_features_are_those_of_the_first_core_if_the_system_names_any(
 
 @needs_compiler
 @pytest.mark.parametrize("allowed", [True, False] if platform.machine() == "x86_64" else [])
-def test_matrix_registers_that_the_system_refuses_are_none(
-    allowed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_matrix_registers_are_none(allowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: "flags : fpu amx_tile amx_bf16\n")
     monkeypatch.setattr(weights, "_tiles_allowed", lambda: allowed)
     assert ("amx_tile" in weights.processor_features()) is allowed

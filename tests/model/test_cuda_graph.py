@@ -66,9 +66,7 @@ def backbone() -> Backbone:
     [*((family, torch.float32) for family in FAMILIES), ("llama", torch.bfloat16)],
     ids=str,
 )
-def test_replays_give_the_bits_of_the_models_own_layers_in_that_shape(
-    family: str, dtype: torch.dtype
-) -> None:
+def test_replays_give_the_bits_of_the_models_own_layers(family: str, dtype: torch.dtype) -> None:
     backbone = recorded(family, dtype)
     fixed = KVCache(6, slots=256)
     hidden = backbone.embed(random_ids(PREFIX + 9)[0])
@@ -126,9 +124,7 @@ def test_what_a_sequence_or_padding_left_behind_reaches_no_row(backbone: Backbon
     assert torch.equal(ladder.decode(backbone, random_ids(12), NoDrafter()).logits, expected)
 
 
-def test_slots_grow_with_the_text_and_segments_are_captured_anew(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_slots_grow_and_segments_are_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graph, "_FIRST_SLOTS", 64)
     monkeypatch.setattr(cuda_graph, "_FEWEST_SEEN", 16)
     model = make_model("llama", torch.float64)
@@ -204,9 +200,7 @@ def test_a_replay_that_computes_something_else_is_refused() -> None:
         executor.start_capture(lambda: forgetful)
 
 
-def test_where_capture_fails_segments_run_as_they_are_and_one_notice_says_so(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_where_capture_fails_segments_run_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
     def fails(work: Work) -> Work:
         raise RuntimeError("operation not permitted when stream is capturing\nand a trace")
 
@@ -236,9 +230,7 @@ def test_the_graph_unused_for_longest_makes_room(monkeypatch: pytest.MonkeyPatch
     assert made == ["1", "2", "3", "2"]
 
 
-def test_on_a_cpu_it_has_to_be_asked_for_and_says_that_it_gains_nothing(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_on_a_cpu_it_says_that_it_gains_nothing(caplog: pytest.LogCaptureFixture) -> None:
     model = make_model("gemma2")
     with caplog.at_level(logging.WARNING):
         assert Backbone(model).executor_name in ("fused", "generic")
@@ -249,9 +241,7 @@ def test_on_a_cpu_it_has_to_be_asked_for_and_says_that_it_gains_nothing(
     assert "no CUDA device" in caplog.text
 
 
-def test_on_a_gpu_it_is_chosen_unless_nothing_can_be_captured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_on_a_gpu_it_is_chosen_where_it_can_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Backbone, "device", torch.device("cuda"))
     monkeypatch.setattr("selfspec.model.backbone.check_conformance", lambda _: [])
     monkeypatch.setattr("selfspec.model.backbone.check_agreement", lambda *_: None)
@@ -282,9 +272,7 @@ def test_models_that_cannot_be_captured_are_refused_by_name() -> None:
             CudaGraphExecutor(parts_of(model), model.lm_head)
 
 
-def test_another_executor_that_computes_something_else_is_not_chosen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_executor_of_other_numbers_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     right = CudaGraphExecutor._mask
 
     def blind(self: CudaGraphExecutor, kind: str, places: Tensor, seen: int) -> Tensor:

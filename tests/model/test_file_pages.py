@@ -77,9 +77,7 @@ def loaded(tmp_path: Path) -> PreTrainedModel:
 
 
 @needs_compiler
-def test_packing_needs_little_more_than_one_copy_and_leaves_the_model_whole(
-    loaded: PreTrainedModel,
-) -> None:
+def test_packing_needs_little_more_than_one_copy(loaded: PreTrainedModel) -> None:
     ids = random_ids(9)
     logits = loaded(ids).logits
     Backbone(make_model("llama"), executor="fused")  # what the first one loads is not counted

@@ -67,9 +67,7 @@ def test_tied_weights_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(seen) == len(set(seen)) == len(list(tied.parameters()))
 
 
-def test_weights_that_lie_otherwise_in_memory_are_the_same_numbers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_weights_laid_out_otherwise_are_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = make_model("llama")
     expected = fingerprint.of(model)
     layer = model.model.layers[0].mlp.up_proj
@@ -150,9 +148,7 @@ def test_a_file_is_hashed_once_and_again_when_it_changes(folder: Path, hashed: l
     assert len(hashed) == 4
 
 
-def test_a_file_that_is_replaced_while_it_is_read_is_not_kept(
-    folder: Path, hashed: list[str]
-) -> None:
+def test_a_file_that_changes_while_it_is_read_is_not_kept(folder: Path, hashed: list[str]) -> None:
     model, _, files = hub.load_model(folder, dtype="float32", device="cpu")
     os.utime(folder / "model.safetensors", ns=(0, 0))
     for _ in range(2):
@@ -172,9 +168,7 @@ def test_a_damaged_entry_is_made_again(folder: Path, hashed: list[str]) -> None:
         assert len(hashed) == count
 
 
-def test_a_cache_folder_that_takes_no_files_costs_time_only(
-    folder: Path, hashed: list[str], empty_cache: Path
-) -> None:
+def test_an_unwritable_cache_costs_time(folder: Path, hashed: list[str], empty_cache: Path) -> None:
     (empty_cache / "fingerprints").write_text("a file")
     assert loaded(folder) == loaded(folder)
     assert len(hashed) == 2

@@ -263,9 +263,7 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, threads: int
 
 @needs_compiler
 @pytest.mark.parametrize(("held", "window"), [(0, 0), (50, 17), (60, 0), (1020, 17)])
-def test_a_branch_of_a_tree_has_the_bits_of_a_chain(
-    dtype: torch.dtype, held: int, window: int
-) -> None:
+def test_a_branch_has_the_bits_of_a_chain(dtype: torch.dtype, held: int, window: int) -> None:
     """Also across the end of a block of 64 positions."""
     parents = [-1, -1, *range(1, 9), 4, 4, 11]
     whole = Attended(dtype, held, len(parents), window)
@@ -300,10 +298,8 @@ def test_a_long_prompt_runs_in_blocks_with_the_same_bits(monkeypatch: pytest.Mon
     backbone, ids = Backbone(make_model("mistral"), executor="fused"), torch.arange(90)
 
     def states(*stops: int) -> list[Tensor]:
-        rows, kept = (
-            Rows.of(KVCache(6), 0, 90, ids.device),
-            {stop: list[Tensor]() for stop in (2, 5)},
-        )
+        rows = Rows.of(KVCache(6), 0, 90, ids.device)
+        kept: dict[int, list[Tensor]] = {2: [], 5: []}
         found = [backbone.embed(ids)]
         for first, last in itertools.pairwise((0, *stops)):
             found.append(backbone.run(found[-1], first, last, rows, {} if stops[1:] else kept))
@@ -331,9 +327,7 @@ def test_a_long_prompt_runs_in_blocks_with_the_same_bits(monkeypatch: pytest.Mon
     ],
     ids=str,
 )
-def test_texts_of_one_pass_have_the_bits_that_they_have_alone(
-    family: str, dtype: torch.dtype
-) -> None:
+def test_texts_of_one_pass_have_the_bits_they_have_alone(family: str, dtype: torch.dtype) -> None:
     """A prompt, one row behind a chunk's end, a chain, a tree behind an older position."""
     backbone = Backbone(make_model(family, dtype, max_position_embeddings=700), executor="fused")
     layers, host = backbone.num_layers, torch.device("cpu")
@@ -389,9 +383,7 @@ class Mixing:
 
 @needs_compiler
 @torch.inference_mode()
-def test_texts_that_change_each_other_run_one_by_one_and_the_log_says_so(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_texts_that_change_each_other_run_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
     backbone = Backbone(make_model("llama"), executor="fused")
     backbone._executor = Mixing(backbone._executor)
     layers, text = backbone.num_layers, backbone.embed(random_ids(4)[0])

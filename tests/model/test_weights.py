@@ -44,16 +44,12 @@ def inputs(rows: int, inner: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(rows, inner, generator=torch.Generator().manual_seed(rows)).to(dtype)
 
 
-def bound(weight: Tensor, rows: Tensor) -> Tensor:
-    """How far sums of float32 may be from the truth, [rows, out]; bfloat16 results are rounded."""
-    size = rows.double().abs() @ weight.double().abs().T
-    return size * rows.shape[1] * 2**-24
-
-
 def close(found: Tensor, rows: Tensor, weight: Tensor, bias: Tensor) -> bool:
+    """As near the truth as sums of float32 are, [rows, out]; bfloat16 results are rounded."""
     truth = rows.double() @ weight.double().T + bias.double()
+    sums = (rows.double().abs() @ weight.double().abs().T) * rows.shape[1] * 2**-24
     rounding = truth.abs() * 2**-8 if found.dtype == torch.bfloat16 else truth.abs() * 2**-24
-    return bool(((found.double() - truth).abs() <= bound(weight, rows) + rounding + 1e-30).all())
+    return bool(((found.double() - truth).abs() <= sums + rounding + 1e-30).all())
 
 
 @given(
@@ -180,9 +176,7 @@ def test_weights_are_those_of_the_gguf_package(kind: str, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", [*FORMATS, *ZEROED])
-def test_sums_are_those_of_numbers_whatever_runs_beside(
-    kind: str | int, dtype: torch.dtype
-) -> None:
+def test_sums_are_those_of_numbers_in_any_company(kind: str | int, dtype: torch.dtype) -> None:
     made: Any = zeroed if isinstance(kind, int) else weight_of
     weight, numbers = made(kind, dtype)
     x = inputs(600, weight.shape[1], dtype)  # in more than one piece
@@ -224,9 +218,7 @@ def linear(weight: Tensor) -> nn.Linear:
 
 
 @pytest.mark.parametrize("biased", [False, True])
-def test_large_layers_are_made_piece_by_piece(
-    biased: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_layers_are_made_in_pieces(biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, numbers = weight_of("Q4_K", torch.float32)
     bias = torch.randn(len(numbers)) if biased else None
     most, expanded = 0, QuantisedWeight.expanded

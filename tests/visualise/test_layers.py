@@ -34,18 +34,15 @@ def saved(tmp_path: Path) -> Path:
 def test_a_file_gives_the_same_trace_back_and_every_line_says_what_it_is(tmp_path: Path) -> None:
     path = saved(tmp_path)
     assert LayerTrace.load(path) == small_trace()
+    odd = long_trace(["\u2028", "\x85", '"\n\\', "\U0001f389"])  # some end a line elsewhere
+    odd.save(tmp_path / "odd")
+    assert LayerTrace.load(tmp_path / "odd") == odd
     lines = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
     assert [line["type"] for line in lines] == ["info", *["place"] * 6, *["round"] * 4]
     assert lines[0]["format_version"] == 6
     options = SpeculationOptions().updated(lines[0]["options"])
     assert options == INFO.options
     assert lines[9]["passes"] == [[1, 0, 2], [1, 2, 4], [3, 4, 6]]
-
-
-def test_texts_may_hold_anything_that_ends_a_line_elsewhere(tmp_path: Path) -> None:
-    found = long_trace(["\u2028", "\x85", '"\n\\', "\U0001f389"])
-    found.save(tmp_path / "trace")
-    assert LayerTrace.load(tmp_path / "trace") == found
 
 
 @pytest.mark.parametrize(
@@ -259,9 +256,7 @@ def test_a_headline_says_what_drafts_gave() -> None:
         assert found._replace(drafted=0).headline.endswith(end)
 
 
-def test_a_card_holds_any_text_without_warning(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_card_holds_any_text_silently(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     loss = Gain(tokens=50, drafted=22, per_verification=1.5, times=0.8)
     monkeypatch.setattr(picture, "gain", lambda *_: loss)
     odd = ["你好世界你好世界", "🎉", "", "\ufffd", "שלום", "\u0301"]
@@ -303,16 +298,12 @@ def test_wide_characters_count_twice() -> None:
 # The HTML page as text; test_page_browser opens it
 
 
-def embedded(page: str) -> dict:
-    """The page's data, cut out as a browser does: up to the first closing tag."""
-    start = page.index('<script type="application/json" id="data">')
-    text = page[page.index(">", start) + 1 :]
-    return json.loads(text[: text.lower().index("</script")])
-
-
 def test_texts_of_tokens_cannot_leave_their_element_and_nothing_is_loaded() -> None:
     page = render(traces.drawn_trace(), None)
-    data = embedded(page)
+    # as a browser cuts it out: up to the first closing tag
+    start = '<script type="application/json" id="data">'
+    (text,) = re.findall(f"{start}(.*?)</script", page, re.DOTALL | re.IGNORECASE)
+    data = json.loads(text)
     assert "</script>" in [text for _, text in data["words"]]
     assert "Say &lt;/script&gt; and &lt;script&gt;hacked = 1&lt;/script&gt;.</p>" in page
     assert len(re.findall(r"<script", page)) == 2
