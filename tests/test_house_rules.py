@@ -39,13 +39,13 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27486,
-    "model": 6550,
+    "tests/": 27501,
+    "model": 6553,
     "decoding": 5031,
     "training": 3715,
     "eval": 2829,
     "eval/": 3462,
-    "cli": 3163,
+    "cli": 3172,
     "serve": 2870,
     "api": 2252,
     "heads": 1714,

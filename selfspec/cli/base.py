@@ -701,12 +701,16 @@ def rendered(grid: Table) -> str:
     return "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
 
 
+LOGGED_S = 60.0  # between two lines of progress in a log
+
+
 @contextlib.contextmanager
 def bar(name: str, unit: str, *, rate: bool = False) -> Iterator[Callable[..., None]]:
     """A progress bar on standard error, with the time that is left; with `rate` also units/s.
 
     It gives `show(done, total, words="", found=False)`. `total` None: not known. `found`: earlier
-    runs did this much, so it says nothing about the time that is left.
+    runs did this much, so it says nothing about the time that is left. In a log, where no bar can
+    move, it says a line a minute.
     """
     from rich import progress
     from rich.console import Console
@@ -718,15 +722,20 @@ def bar(name: str, unit: str, *, rate: bool = False) -> Iterator[Callable[..., N
         progress.TextColumn(unit + "  {task.fields[words]}"),
         progress.TimeRemainingColumn(),
     )
-    disable = is_quiet() or not is_first()
-    with progress.Progress(*columns, console=Console(stderr=True), disable=disable) as drawn:
+    console, disable = Console(stderr=True), is_quiet() or not is_first()
+    said = time.monotonic()
+    with progress.Progress(*columns, console=console, disable=disable) as drawn:
         task = drawn.add_task(name, total=None, words="")
 
         def show(done: int, total: int | None, words: str = "", *, found: bool = False) -> None:
+            nonlocal said
             change = drawn.reset if found else drawn.update  # a reset begins the clock anew
             change(task, completed=done, total=total, words=words)
             if rate and (speed := drawn.tasks[0].speed):
                 drawn.update(task, words=f"{speed:,.0f} {unit}/s")
+            if not console.is_terminal and not disable and time.monotonic() >= said + LOGGED_S:
+                said = time.monotonic()
+                console.print(drawn.get_renderable())
 
         yield show
 

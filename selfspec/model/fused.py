@@ -352,7 +352,9 @@ class Program:
             raise ValueError(f"rows are {rows.dtype} {tuple(rows.shape)}, not of these layers")
         count = len(rows)
         # in one piece: between layers, with caches cold, a call of torch takes 10 to 25 us
-        lines = (-(-count * width * size // _LINE) for width in self._widths)
+        lines = [-(-count * width * size // _LINE) for width in self._widths]
+        for number in given:
+            lines[number] = 0
         *starts, end = accumulate(lines, initial=0)
         own = torch.empty(end * _LINE, dtype=torch.uint8)
         places = [own.data_ptr() + start * _LINE for start in starts]

@@ -362,7 +362,8 @@ class QuantisedWeight(Tensor):
 
     def listed(self, rows: Sequence[int]) -> Tensor:
         """The same of rows that the host knows, [T, in]: a third of the time with caches cold."""
-        if self.kept is not None or not self.in_order:
+        out_of_range = min(rows) < 0 or max(rows) >= len(self.blocks)  # which torch refuses
+        if self.kept is not None or not self.in_order or out_of_range:
             return self.expanded(torch.tensor(rows))
         return self._at(len(rows), (ctypes.c_long * len(rows))(*rows))
 

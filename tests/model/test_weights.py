@@ -269,6 +269,9 @@ def test_rows_that_the_host_knows_are_those_of_a_tensor() -> None:
     for rows in torch.arange(53), torch.arange(53).flip(0):
         weight: Any = blocks if rows[0] == 0 else weights.rows_of(blocks, rows)
         assert torch.equal(weight.listed([7, 0, 7]), numbers[rows[[7, 0, 7]]])
+        for wrong in (-54, 53):
+            with pytest.raises(IndexError):
+                weight.listed([0, wrong])
 
 
 @given(
