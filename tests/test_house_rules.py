@@ -39,14 +39,14 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27501,
+    "tests/": 27502,
     "model": 6553,
     "decoding": 5031,
     "training": 3715,
     "eval": 2829,
     "eval/": 3462,
     "cli": 3172,
-    "serve": 2870,
+    "serve": 2878,
     "api": 2252,
     "heads": 1714,
     "visualise": 1603,

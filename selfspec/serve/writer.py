@@ -394,14 +394,20 @@ class ToolFormat:
             rules += f"arguments{number}: %json {json.dumps(schema)}\n"
         return f"start: {before} ({' | '.join(ways)}) {after}\n{rules}"
 
-    def calls(self, text: str, names: Collection[str]) -> list[Json]:
-        """Calls of `names` in a text; what only looks like one stays text, and all of it then."""
+    def calls(self, text: str, names: Collection[str]) -> tuple[list[Json], str]:
+        """Calls of `names` in a text, and what stands behind them.
+
+        What only looks like a call stays text, and all of it then.
+        """
         before, after = self.before.strip(), self.after.strip()
         parts = text.split(before)[1:] if before else [text]
+        pairs = [part.partition(after)[::2] if after else (part, "") for part in parts]
         try:
-            return [self._call(part.split(after)[0] if after else part, names) for part in parts]
+            return [self._call(said, names) for said, _ in pairs], "".join(
+                rest for _, rest in pairs
+            )
         except (InvalidData, LookupError, TypeError):
-            return []
+            return [], ""
 
     def _call(self, text: str, names: Collection[str]) -> Json:
         said = parse_json(text.strip(), "a call")
@@ -451,8 +457,10 @@ class Calls:
 
     def end(self) -> tuple[str, list[Json]]:
         """What is left to be shown, and the calls."""
-        calls = self._form.calls(self._text, self._names)
-        return ("", calls) if calls else (self._text[self._given :], [])
+        calls, behind = self._form.calls(self._text, self._names)
+        return (
+            (behind if behind.strip() else "", calls) if calls else (self._text[self._given :], [])
+        )
 
 
 # --- what Prometheus reads at /metrics

@@ -176,6 +176,7 @@ CALL = '{"name": "get_time", "arguments": {}}'
     [
         (TAGGED, f"So: <tool_call>\n{CALL}\n</tool_call>", "So: ", ["get_time"]),
         (TAGGED, f"<tool_call>{CALL}</tool_call><tool_call>{CALL}", "", ["get_time"] * 2),
+        (TAGGED, f"<tool_call>{CALL}</tool_call>\nSo it is.", "\nSo it is.", ["get_time"]),
         (TAGGED, "<tool_call>\nnothing", "<tool_call>\nnothing", []),
         (TAGGED, f"<tool_call>{CALL.replace('time', 'cash')}", None, []),
         (TAGGED, "a <tool", "a <tool", []),
