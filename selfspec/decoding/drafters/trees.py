@@ -38,10 +38,10 @@ PRIOR = 0.5
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 8, 64  # rounds
 
-DEAR = 0.3
-"""Steps that a draft token may take beside its layers and still be tried at once. A row and a head
-take 0.31 with AMX: tried at once heads gave 1.09 of plain decoding, prompt lookup alone 1.13, and
-0.95 of it in answers to questions (120 of Spec-Bench)."""
+DEAR = 0.25
+"""Steps that a draft token may take beside its layers and still be tried at once. At 0.31 (AMX, a
+row and a head; 0.29 to 0.33 as it is measured) heads tried at once gave 1.09 of plain decoding,
+prompt lookup alone 1.13 (120 of Spec-Bench); at 0.29 (AVX-512) both gave 1.15."""
 
 
 class Paying:
