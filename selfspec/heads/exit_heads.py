@@ -364,4 +364,4 @@ def _checked_draft_ids(
         raise InvalidHeads(f"draft vocabulary holds ids outside 0..{config.vocab_size - 1}")
     if bool((ids[1:] <= ids[:-1]).any()):
         raise InvalidHeads("the ids of a draft vocabulary must rise")
-    return ids.long().to(unembedding.weight.device)
+    return ids.long().contiguous().to(unembedding.weight.device)

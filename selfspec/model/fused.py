@@ -351,7 +351,7 @@ class Program:
         if rows.dtype != self._dtype or rows.shape[-1] != self._widths[0]:  # else memory is misread
             raise ValueError(f"rows are {rows.dtype} {tuple(rows.shape)}, not of these layers")
         count = len(rows)
-        # in one piece: between layers, with caches cold, a call of torch takes 10 to 25 us
+        # in one piece: weights have emptied the caches, and each call of torch has to come back
         lines = [-(-count * width * size // _LINE) for width in self._widths]
         for number in given:
             lines[number] = 0

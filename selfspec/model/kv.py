@@ -285,7 +285,7 @@ class Rows:
 
     @cached_property
     def positions(self) -> Tensor:
-        """[T] int64. Compiled layers never ask: on a CPU it takes as long as a product."""
+        """[T] int64; compiled layers never ask."""
         if len(self.spans) == 1 and (span := self.only).parents is None:
             return torch.arange(span.start, span.start + span.count, device=self.device)
         return uploaded([place for span in self.spans for place in span.positions], self.device)

@@ -358,8 +358,7 @@ class PackedHead:
 
     def __init__(self, head: ExitHead, rows: CompiledLinear) -> None:
         """`rows`: the head's. Raises ValueError where it cannot be compiled."""
-        self._rows, width = rows, rows.in_features
-        self._ids = None if head.draft_ids is None else head.draft_ids.long().contiguous()
+        self._rows, self._ids, width = rows, head.draft_ids, rows.in_features
         self._program = Program(rows.dtype, width + head.beside)
         self._features = self._program.buffer("features", width)
         self._program.add_layer(list(self._operations(head.parts, keeps=not head.beside)))

@@ -40,8 +40,8 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 8, 64  # rounds
 
 DEAR = 0.25
 """Steps that a draft token may take beside its layers and still be tried at once. At 0.31 (AMX, a
-row and a head; 0.29 to 0.33 as it is measured) heads tried at once gave 1.09 of plain decoding,
-prompt lookup alone 1.13 (120 of Spec-Bench); at 0.29 (AVX-512) both gave 1.15."""
+row and a head; eval/results/bench-bf16-amx-120) heads tried at once gave 1.09 of plain decoding,
+prompt lookup alone 1.13; at 0.29 (AVX-512; bench-bf16-blocks-avx512) both gave 1.15."""
 
 
 class Paying:
