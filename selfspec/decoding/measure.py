@@ -333,10 +333,10 @@ def _question(
             reads = done_alone(text.draft([0], read, [-1]))
         head = cast("ExitHead", heads.by_layer[str(layer)])
         if heads.looks_ahead:  # all at once
-            features = heads.ahead(hidden)
+            logits = head.unembed(features := heads.ahead(hidden))
         else:
-            features = head.features(reads, hidden if heads.reads_deep else None)
-        return Answer.read(*scored(head, features, judge.temperature(layer), 1))
+            features, logits = head.asked(reads, hidden if heads.reads_deep else None)
+        return Answer.read(features, logits, scored(head, logits, judge.temperature(layer), 1))
 
     return ask
 

@@ -152,22 +152,21 @@ class Ask(Work):
         return Ask, id(self.head), self.temperature, self.count, self.signal
 
     def done(self, alike: Sequence[Ask], _others: Sequence[Work]) -> list[Answer]:
+        replayed = self.backbone.claims.replayed
+        if len(alike) == 1 and replayed is None:
+            return [Answer.read(*self._asked(self.hidden, self.deep))]
         hidden = [work.hidden for work in alike]
-        inputs = [hidden[0] if len(alike) == 1 else torch.cat(hidden)]
+        inputs = [self.hidden if len(alike) == 1 else torch.cat(hidden)]
         if (deep := joined([work.deep for work in alike], hidden, self.head.beside)) is not None:
             inputs.append(deep)
-        if (replayed := self.backbone.claims.replayed) is None:
-            found = self._asked(*inputs)
-        else:
-            found = replayed(self.likeness, self._asked, *inputs)
+        found = replayed(self.likeness, self._asked, *inputs) if replayed else self._asked(*inputs)
         whole = Answer.read(*found)
-        if len(alike) == 1:
-            return [whole]
         return [whole.part(slice(*ends)) for ends in _ends(hidden)]
 
     def _asked(self, hidden: Tensor, deep: Tensor | None = None) -> tuple[Tensor, ...]:
-        features = self.head.features(hidden, deep)
-        return scored(self.head, features, self.temperature, self.count, self.signal)
+        features, logits = self.head.asked(hidden, deep)
+        numbers = scored(self.head, logits, self.temperature, self.count, self.signal)
+        return features, logits, numbers
 
 
 @dataclass(eq=False)
@@ -487,18 +486,15 @@ class DecodeState:
 
     @property
     def deep(self) -> Tensor | None:
-        """Normed output of layer L in front of the newest token, [1, d]; None if not known."""
+        """What heads read in front of the newest token, [1, d] or more; None if not known.
+
+        Normed output of layer L, and states of other layers beside it, where they read such.
+        """
         if self.normed is None or not self._path:
             return None
-        return self.normed[self._path[-1]][None]
-
-    @property
-    def states(self) -> Sequence[Tensor]:
-        """States of other layers there, [1, d] each, where heads read such."""
-        if self._states is None:
-            return []
-        here: Tensor = self._states[self._path[-1]][None]
-        return list(here.split(self.backbone.hidden_size, dim=-1))
+        here = slice(row := self._path[-1], row + 1)
+        deep, states = self.normed[here], self._states
+        return deep if states is None else torch.cat([deep, states[here].to(deep)], dim=-1)
 
     def judge(self, count: int) -> None:
         """The next committed tokens come from the last `count` rows, k + 1."""

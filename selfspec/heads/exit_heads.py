@@ -148,12 +148,6 @@ def check_exit_layers(asked: Iterable[int], allowed: Iterable[int], kind: str = 
         )
 
 
-def with_states(deep: Tensor, states: Sequence[Tensor]) -> Tensor:
-    """[.., d], and k states [.., d], each scaled to a mean square of 1, -> [.., (1 + k) * d]."""
-    scaled = [nn.functional.rms_norm(one.float(), one.shape[-1:]).to(deep) for one in states]
-    return torch.cat([deep, *scaled], dim=-1)
-
-
 class ExitHeads(nn.Module):
     """The exit heads of one model, with their config."""
 

@@ -60,6 +60,9 @@ class Packed(Protocol):
     def features(self, hidden: Tensor, beside: Tensor | None) -> Tensor:
         """Features like those of the head; what it reads beside states is as wide as it can be."""
 
+    def asked(self, hidden: Tensor, beside: Tensor | None) -> tuple[Tensor, Tensor]:
+        """These, and what `unembed` makes of them."""
+
     def unembed(self, features: Tensor) -> Tensor:
         """[.., d] -> [.., V_draft], bias included, before the model's own finish."""
 
@@ -87,7 +90,7 @@ class ExitHead(nn.Module, ABC):
     ) -> None:
         super().__init__()
         self.beside = unembedding.weight.shape[1] * (1 + states) if self.reads_deep else 0
-        """Numbers of `deep`, the states included."""
+        """Numbers of `deep`: what layer L gave, normed, then raw states, which the head scales."""
         self.register_buffer("draft_ids", vocabulary.ids)
         self._target_vocab_size = unembedding.weight.shape[0]
         self._finish = unembedding.finish
@@ -103,14 +106,15 @@ class ExitHead(nn.Module, ABC):
 
     def features(self, hidden: Tensor, deep: Tensor | None = None) -> Tensor:
         """[.., d] and `deep`, [.., up to `beside`], -> [.., d]; what is not known is 0."""
-        hidden = hidden.to(self.rows.device)  # from where its layer is; heads are beside lm_head
-        beside = widened(deep, hidden, self.beside) if self.beside else None
+        hidden, beside = self._read(hidden, deep)
         if (packed := self._packed_for(hidden)) is not None:
             return packed.features(hidden, beside)
         norm, direct, inner, outer = self.parts
         x: Tensor = norm(hidden)
         if beside is not None:
-            x = torch.cat([x, beside.to(x)], dim=-1)
+            last, *states = beside.to(x).split(x.shape[-1], dim=-1)
+            states = [nn.functional.rms_norm(one.float(), one.shape[-1:]) for one in states]
+            x = torch.cat([x, last, *(one.to(x) for one in states)], dim=-1)
         terms: list[Tensor] = [x] if beside is None else []
         if direct is not None:
             terms.append(direct(x))
@@ -118,6 +122,19 @@ class ExitHead(nn.Module, ABC):
             opened = nn.functional.silu(inner(x))
             terms.append(opened if outer is None else outer(opened))
         return reduce(torch.add, terms)
+
+    def asked(self, hidden: Tensor, deep: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """[n, d] and `deep` -> `features` and `unembed` of them; in one call where packed."""
+        hidden, beside = self._read(hidden, deep)
+        if (packed := self._packed_for(hidden)) is not None:
+            features, logits = packed.asked(hidden, beside)
+            return features, self._finish(logits)
+        features = self.features(hidden, deep)
+        return features, self.unembed(features)
+
+    def _read(self, hidden: Tensor, deep: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        hidden = hidden.to(self.rows.device)  # from where its layer is; heads are beside lm_head
+        return hidden, widened(deep, hidden, self.beside) if self.beside else None
 
     def unembed(self, features: Tensor) -> Tensor:
         """[.., d] -> draft logits [.., V_draft], float32."""
@@ -353,21 +370,21 @@ class Answer:
 
 
 def scored(
-    head: ExitHead, features: Tensor, temperature: float, count: int, signal: Signal | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What `head` says behind its features [n, d]: they, draft logits, and what an Answer reads."""
-    logits = head.unembed(features)
+    head: ExitHead, logits: Tensor, temperature: float, count: int, signal: Signal | None = None
+) -> Tensor:
+    """What an Answer reads of draft logits [n, V_draft]."""
     numbers = head.likeliest(logits, temperature, count)
-    if signal is not None:
-        numbers = torch.cat([numbers, signal(logits / temperature).float()[:, None]], dim=1)
-    return features, logits, numbers
+    if signal is None:
+        return numbers
+    return torch.cat([numbers, signal(logits / temperature).float()[:, None]], dim=1)
 
 
 def widened(deep: Tensor | None, hidden: Tensor, width: int) -> Tensor:
     """`deep` beside `hidden`, [.., `width`]: zeros where nothing is known."""
     if deep is None:
         return hidden.new_zeros(*hidden.shape[:-1], width)
-    return nn.functional.pad(deep.to(hidden), (0, width - deep.shape[-1]))
+    missing, deep = width - deep.shape[-1], deep.to(hidden)
+    return nn.functional.pad(deep, (0, missing)) if missing else deep
 
 
 def joined(deep: Sequence[Tensor | None], hidden: Sequence[Tensor], width: int) -> Tensor | None:

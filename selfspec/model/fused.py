@@ -336,13 +336,13 @@ class Program:
         found.memory = pages
         return found
 
-    def transform(self, rows: Tensor, *targets: int) -> list[Tensor]:
-        """[T, d] through the first layer, which attends to nothing -> buffers `targets`.
+    def transform(self, rows: Tensor, *targets: int, layers: int = 1) -> list[Tensor]:
+        """[T, d] through the first layers, which attend to nothing -> buffers `targets`.
 
         `rows` are HIDDEN themselves: a layer that writes there must be given a copy.
         """
         found = {one: rows.new_empty(len(rows), self._widths[one]) for one in targets}
-        self._call(Pass(), {HIDDEN: rows.contiguous(), **found}, 0, 1)
+        self._call(Pass(), {HIDDEN: rows.contiguous(), **found}, 0, layers)
         return [*found.values()]
 
     def _call(self, asked: Pass, given: Mapping[int, Tensor], first: int, last: int) -> None:

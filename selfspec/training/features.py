@@ -27,7 +27,7 @@ from selfspec import files
 from selfspec.errors import InvalidData, InvalidOption
 from selfspec.files import read_json, sha256
 from selfspec.heads.attending import AttendingHeads
-from selfspec.heads.exit_heads import ExitHeads, with_states
+from selfspec.heads.exit_heads import ExitHeads
 from selfspec.model.backbone import Backbone
 from selfspec.model.check import evaluation
 from selfspec.training.options import explained, record_of, require_same
@@ -77,7 +77,7 @@ class Features:
     top_ids: Tensor  # [N, k] int32: the model's likeliest next tokens, best first
     top_log_probs: Tensor  # [N, k] float16, over the full vocabulary
     deep: Tensor | None = None
-    """Layer L's normed output one position earlier, [N, d], `with_states`; zeros in front."""
+    """Of one position earlier: layer L's normed output and k states, [N, (1 + k) * d]; or zeros."""
 
     def __len__(self) -> int:
         return len(self.following)
@@ -145,7 +145,8 @@ def features(backbone: Backbone, spec: FeatureSpec, batch: Batch) -> Features:
         last_output, deep = found[backbone.num_layers], None
         if spec.deep:
             normed = backbone.unembedding.norm(last_output)
-            deep = _shifted(with_states(normed, [found[n] for n in spec.states]))[kept]
+            beside = [found[layer].to(normed) for layer in spec.states]
+            deep = _shifted(torch.cat([normed, *beside], dim=-1))[kept]
         top_ids, top_log_probs = _top(backbone, last_output[kept], spec.top_k)
     return Features(
         hidden={layer: found[layer][kept] for layer in spec.layers},

@@ -366,7 +366,8 @@ def test_packed_heads_answer_alike_to_8_bits(kind: str, dtype: torch.dtype, fami
     def answers() -> list[Tensor]:
         with torch.no_grad():
             features = [heads.first.features(hidden, deep) for deep in every]
-            return [*features, heads.first.unembed(hidden)]
+            asked = heads.first.asked(hidden[0], hidden[1])
+            return [*features, *asked, heads.first.unembed(hidden)]
 
     whole = answers()
     pack(heads)

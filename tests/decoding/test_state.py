@@ -14,7 +14,7 @@ from torch import Tensor
 from selfspec.decoding.acceptance import Draft, GreedyMatch
 from selfspec.decoding.decode import StopRule, rounds
 from selfspec.decoding.drafters.base import DraftController, Drafting
-from selfspec.decoding.drafters.heads import ExitDrafter, known_deep
+from selfspec.decoding.drafters.heads import ExitDrafter
 from selfspec.decoding.state import DecodeState, NoDrafter, Run, Schedule, Steps, alone
 from selfspec.decoding.stats import Round, Stopwatch
 from selfspec.eval.verify import MixedDrafter
@@ -39,12 +39,12 @@ def cut(exact: Any) -> Backbone:
 class DeepKeeper:
     """Drafts as another drafter does, and keeps what heads could have read."""
 
-    def __init__(self, drafter: MixedDrafter, heads: ExitHeads) -> None:
-        self.drafter, self.heads = drafter, heads
+    def __init__(self, drafter: MixedDrafter) -> None:
+        self.drafter = drafter
         self.deep: dict[int, Tensor | None] = {}
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:
-        self.deep[state.length - 1] = known_deep(self.heads, state)
+        self.deep[state.length - 1] = state.deep
         return self.drafter.draft(state, limit, watch)
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
@@ -57,7 +57,7 @@ def test_heads_read_before_the_newest_token_what_they_were_fitted_to(cut: Backbo
     plain = ladder.decode(cut, ids, NoDrafter())
     text = [*ids[0].tolist(), *plain.tokens]
     heads = ladder.HEADS["deep with states"](cut)
-    keeper = DeepKeeper(MixedDrafter(text, 1, cut.vocab_size, width=5), heads)
+    keeper = DeepKeeper(MixedDrafter(text, 1, cut.vocab_size, width=5))
     found = ladder.decode(cut, ids, keeper, heads=heads)
     assert found.tokens == plain.tokens
     assert len({entry.accepted for entry in found.entries}) > 2
@@ -104,10 +104,7 @@ class ScriptedHeads:
         self.layer = layer
         return self
 
-    def features(self, hidden: Tensor, deep: Tensor | None) -> Tensor:
-        return hidden
-
-    def unembed(self, hidden: Tensor) -> Tensor:
+    def asked(self, hidden: Tensor, deep: Tensor | None) -> tuple[Tensor, Tensor]:
         assert hidden.shape == (1, 32)
         # rows entered since the round began: the newest token's, then one per draft
         step = self.state.hidden.schedule.pushed - 1
@@ -116,7 +113,7 @@ class ScriptedHeads:
         logits = torch.zeros(1, VOCAB_SIZE)
         if token is not None:
             logits[0, token] = 50.0
-        return logits
+        return hidden, logits
 
     def likeliest(self, logits: Tensor, temperature: float, count: int) -> Tensor:
         return torch.cat(likeliest(logits, temperature, count), dim=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -76,6 +76,16 @@ def test_features_are_the_sum_of_a_heads_terms(
     assert torch.equal(head(hidden), head(hidden, torch.zeros_like(deep)))
     with pytest.raises(KeyError):
         heads[3]
+
+
+def test_states_are_read_at_a_mean_square_of_1(unembedding: Unembedding, hidden: Tensor) -> None:
+    head = train(make_heads("states", unembedding)).first
+    last, *raw = torch.randn(3, *hidden.shape)
+    states = [one / one.square().mean(-1, keepdim=True).sqrt() for one in raw]
+    norm, direct, inner, outer = cast("Any", head.parts)
+    x = torch.cat([norm(hidden), last, *states], dim=-1)
+    expected = direct(x) + outer(nn.functional.silu(inner(x)))
+    torch.testing.assert_close(head.features(hidden, torch.cat([last, *raw], -1)), expected)
 
 
 @pytest.mark.parametrize(
@@ -238,8 +248,8 @@ def states(count: int, seed: int = 0) -> Tensor:
 
 
 def asked(head: ExitHead, hidden: Tensor, count: int = 3, **options: Any) -> Answer:
-    features = head.features(hidden, states(len(hidden), seed=1))
-    return Answer.read(*scored(head, features, TEMPERATURE, count, **options))
+    features, logits = head.asked(hidden, states(len(hidden), seed=1))
+    return Answer.read(features, logits, scored(head, logits, TEMPERATURE, count, **options))
 
 
 @pytest.mark.parametrize("count", [1, 3])

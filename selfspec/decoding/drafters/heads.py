@@ -27,12 +27,12 @@ from selfspec.decoding.sampling import DraftToken, Sampler
 from selfspec.decoding.state import Ask, DecodeState, Embed, Steps, Work, done_alone
 from selfspec.decoding.stats import EXIT, Stopwatch
 from selfspec.heads.attending import AttendingHeads
-from selfspec.heads.exit_heads import ExitHeads, with_states
+from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import Answer, ExitHead, ExitJudge, Parts, scored, top_probability
 from selfspec.model.backbone import Backbone
 from selfspec.model.fused import HIDDEN, Operation, Program
 from selfspec.model.kv import uploaded
-from selfspec.model.recipe import Activation, norm_of, why_unusual
+from selfspec.model.recipe import Activation, Norm, norm_of, why_unusual
 from selfspec.model.weights import CompiledLinear, QuantisedWeight, in_8_bits, likeliest
 
 # --- heads on the embedding: what they think of the next token
@@ -50,7 +50,8 @@ class HeadGuesser:
 
     def begin(self, state: DecodeState) -> None:
         self._state = state
-        self._known = known_deep(self._heads, state)  # beside the newest token's embedding, [1, d]
+        # beside the newest token's embedding, [1, d] or more
+        self._known = state.deep if self._heads.reads_deep else None
         self._features: dict[int, Tensor] = {}  # what the head made of each asked token, [1, d]
 
     def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
@@ -85,13 +86,6 @@ class HeadGuesser:
         ids = torch.cat([self._state.ids, path[None]], dim=1)
         logits = self._head.to_target_logits(said.logits[row : row + 1])
         return processed(self._sampler, ids, logits, len(tokens), self._judge.temperature(0))
-
-
-def known_deep(heads: ExitHeads, state: DecodeState) -> Tensor | None:
-    """What heads read beside the hidden state of the newest token, [1, d] or more."""
-    if state.deep is None or not heads.reads_deep:
-        return None
-    return with_states(state.deep, state.states)
 
 
 class AttendingGuesser(HeadGuesser):
@@ -158,7 +152,9 @@ class AskAhead(Work):
     def done(self, alike: Sequence[AskAhead], _others: Sequence[Work]) -> list[Answer]:
         features = self.heads.ahead(torch.cat([work.state for work in alike]))
         head, each = self.heads.first, len(features) // len(alike)
-        whole = Answer.read(*scored(head, features, self.temperature, self.count))
+        logits = head.unembed(features)
+        numbers = scored(head, logits, self.temperature, self.count)
+        whole = Answer.read(features, logits, numbers)
         return [whole.part(slice(at, at + each)) for at in range(0, len(features), each)]
 
 
@@ -217,7 +213,8 @@ class ExitDrafter(ChoosingDrafter):
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:
         """Up to min(limit, W_max) tokens; the rows that gave them wait where they left."""
         writer = DraftWriter(self, limit, source=EXIT)
-        ids, newest, deep = state.ids, state.committed(-1), known_deep(self.heads, state)
+        ids, newest = state.ids, state.committed(-1)
+        deep = state.deep if self.heads.reads_deep else None
         while writer.room:
             state.hidden.push((yield Embed(state.backbone, newest)))
             found = yield from self._first_exit(state, ids, deep, writer.draft, watch)
@@ -361,13 +358,20 @@ class PackedHead:
         self._rows, self._ids, width = rows, head.draft_ids, rows.in_features
         self._program = Program(rows.dtype, width + head.beside)
         self._features = self._program.buffer("features", width)
-        self._program.add_layer(list(self._operations(head.parts, keeps=not head.beside)))
+        self._program.add_layer(list(self._operations(head.parts, head.beside)))
+        self._logits = self._program.buffer("logits", rows.out_features)
+        self._program.add_layer([self._program.linear(self._features, self._logits, rows)])
 
     def features(self, hidden: Tensor, beside: Tensor | None) -> Tensor:
-        # norms are written over what comes in
-        inputs = hidden.clone() if beside is None else torch.cat([hidden, beside], dim=-1)
-        rows = inputs.reshape(-1, inputs.shape[-1])
-        return self._program.transform(rows, self._features)[0].view_as(hidden)
+        rows = _inputs(hidden, beside)
+        (found,) = self._program.transform(rows.reshape(-1, rows.shape[-1]), self._features)
+        return found.view_as(hidden)
+
+    def asked(self, hidden: Tensor, beside: Tensor | None) -> tuple[Tensor, Tensor]:
+        """[n, d] -> features, and `unembed` of them, in one call."""
+        both = self._features, self._logits
+        features, logits = self._program.transform(_inputs(hidden, beside), *both, layers=2)
+        return features, logits
 
     def unembed(self, features: Tensor) -> Tensor:
         """[.., d] -> [.., V_draft], bias included, before the model's own finish."""
@@ -377,14 +381,17 @@ class PackedHead:
         """[n, V_draft] -> [n, 2 * count]: the likeliest tokens, then their probabilities."""
         return likeliest(logits, temperature, count, self._ids, self._rows.dtype)
 
-    def _operations(self, parts: Parts, *, keeps: bool) -> Iterator[Operation]:
-        program, to = self._program, self._features
+    def _operations(self, parts: Parts, beside: int) -> Iterator[Operation]:
+        program, to, width = self._program, self._features, self._rows.in_features
         if not isinstance(parts.norm, nn.Identity):
-            norm = norm_of(parts.norm, self._rows.in_features, self._rows.dtype)
+            norm = norm_of(parts.norm, width, self._rows.dtype)
             if parts.direct is None and parts.inner is None:
                 yield program.norm(HIDDEN, to, norm)
                 return
             yield program.norm(HIDDEN, HIDDEN, norm)
+        scale = Norm(torch.ones(width), None, torch.finfo(torch.float32).eps, False, False)
+        for state in range(2 * width, width + beside, width):  # behind the last layer's output
+            yield program.norm(HIDDEN, HIDDEN, scale, at=state)
         terms = 0.0  # 1: the target holds some
         if parts.inner is not None:
             inner, outer = _light(parts.inner.weight, parts.inner.bias), parts.outer
@@ -397,8 +404,13 @@ class PackedHead:
         if parts.direct is not None:
             direct = _light(parts.direct.weight, parts.direct.bias)
             yield program.linear(HIDDEN, to, direct, adds=terms)
-        if keeps:
+        if not beside:
             yield program.add(HIDDEN, to, 1.0)
+
+
+def _inputs(hidden: Tensor, beside: Tensor | None) -> Tensor:
+    """[.., all that a head reads], anew: norms are written over what comes in."""
+    return hidden.clone() if beside is None else torch.cat([hidden, beside], dim=-1)
 
 
 def _light(weight: Tensor, bias: Tensor | None) -> CompiledLinear:

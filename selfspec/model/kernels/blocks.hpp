@@ -309,11 +309,12 @@ struct Kept {
 #ifdef TILES
  private:
   static constexpr int LINES = GROUP / 2;  // of a tile of weights: pairs of inputs
-  // Half of a group is fetched where a tile is made, half where products are added.
-  static constexpr int FETCHED = UNIT_BYTES / (UNIT / GROUP) / 2;
+  // Of a group's bytes some are fetched where a tile is made, the others where products are added.
+  static constexpr int EACH = UNIT_BYTES / (UNIT / GROUP), MADE = EACH * 2 / 5 / 64 * 64;
 
+  template <int SIZE>
   static void fetch(const uint8_t* from) {
-    UNROLL for (int at = 0; at < FETCHED; at += 64) __builtin_prefetch(from + at, 0, 2);
+    UNROLL for (int at = 0; at < SIZE; at += 64) __builtin_prefetch(from + at, 0, 2);
   }
 
   struct Tile {
@@ -350,7 +351,7 @@ struct Kept {
       if (place >= end) return;
       const Vector scale = tiles[place - first].scale, least = tiles[place - first].least;
       const float* const total = totals + place * ROWS_OF_TILE;
-      fetch(next + (place - first) * FETCHED);
+      fetch<EACH - MADE>(next + (place - first) * (EACH - MADE));
       UNROLL for (int r = 0; r < ROWS; r++) {
         sums[r] += scale * *(const Floats*)products[which][r];
         if (LEAST) sums[r] += least * total[r];
@@ -377,31 +378,27 @@ struct Kept {
   }
 
  public:
-  // Adds to the sums of `groups` times `height` rows, at most ROWS each, for one or two panels that lie
-  // `size` bytes apart: some of their inputs stay in the cache while all rows pass. `totals`:
+  // Adds to the sums of `groups` times `height` rows, at most ROWS each, for `count` panels that lie
+  // `size` bytes apart: some inputs of one stay in the cache while all rows pass. `totals`:
   // [groups, in / GROUP, ROWS_OF_TILE].
   template <int ROWS>
   static void multiply_tiles(long in, long groups, long height, long count, Block<const Input> x,
                              const float* totals, const uint8_t* panel, long size, Block<float> sums) {
-    constexpr long MOST = 12;
-    thread_local std::vector<Tile> tiles(2 * MOST);
+    constexpr long MOST = 24;
+    thread_local std::vector<Tile> tiles(MOST);
     const long all = in / GROUP, pieces = up(all, MOST);
-    for (long piece = 0; piece < pieces; piece++) {
-      const long first = all * piece / pieces, end = all * (piece + 1) / pieces;
-      const auto next = [&](long p) {  // what is made of its panel after this
-        return end < all ? group(panel + p * size, end * GROUP) : panel + (count + p) * size;
-      };
-      for (long p = 0; p < count; p++)
+    for (long p = 0; p < count; p++, panel += size)
+      for (long piece = 0; piece < pieces; piece++) {
+        const long first = all * piece / pieces, end = all * (piece + 1) / pieces;
+        const uint8_t* const next = end < all ? group(panel, end * GROUP) : panel + size;
         for (long g = first; g < end; g++) {
-          fetch(next(p) + (g - first) * FETCHED);
-          tiles[p * MOST + g - first].take(panel + p * size, g * GROUP);
+          fetch<MADE>(next + (g - first) * MADE);
+          tiles[g - first].take(panel, g * GROUP);
         }
-      for (long g = 0; g < groups; g++)
-        for (long p = 0; p < count; p++)
-          add<ROWS>(height, x.from_row(g * height), totals + g * all * ROWS_OF_TILE, &tiles[p * MOST],
-                    first, end, next(p) + (end - first) * FETCHED,
-                    sums.from_row(g * height).from_panel(p));
-    }
+        for (long g = 0; g < groups; g++)
+          add<ROWS>(height, x.from_row(g * height), totals + g * all * ROWS_OF_TILE, tiles.data(), first,
+                    end, next + (end - first) * MADE, sums.from_row(g * height).from_panel(p));
+      }
   }
 #endif
 
