@@ -298,7 +298,8 @@ class Sampler:
             tokens, _, share = _race(probs, mixed(self.seed, place - self.pad))
             if tokens[0] != _OTHERS:
                 return tokens[0]
-            return _found(_unraced(probs), probs.new_tensor([share], dtype=torch.float64))
+            others = probs.index_fill(0, probs.topk(min(_RACING, len(probs))).indices, 0.0)
+            return _found(others, probs.new_tensor([share], dtype=torch.float64))
         asked: Any = {"dtype": torch.float64, "device": probs.device, "generator": self.generator}
         return _found(probs, torch.rand(1, **asked))
 
@@ -383,10 +384,6 @@ def _race(probs: Tensor, number: int) -> tuple[list[int], np.ndarray[Any, Any], 
         times = -np.log(shares[:-1]) / np.array([*found[:count], max(whole - raced, 0.0)])
     order = times.argsort()[: np.isfinite(times).sum()]
     return ids[order].tolist(), times[order], float(shares[-1])
-
-
-def _unraced(probs: Tensor) -> Tensor:
-    return probs.index_fill(0, probs.topk(min(_RACING, len(probs))).indices, 0.0)
 
 
 def _uniform(number: int, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

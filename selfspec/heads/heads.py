@@ -106,7 +106,8 @@ class ExitHead(nn.Module, ABC):
 
     def features(self, hidden: Tensor, deep: Tensor | None = None) -> Tensor:
         """[.., d] and `deep`, [.., up to `beside`], -> [.., d]; what is not known is 0."""
-        hidden, beside = self._read(hidden, deep)
+        hidden = hidden.to(self.rows.device)  # from where its layer is; heads are beside lm_head
+        beside = widened(deep, hidden, self.beside) if self.beside else None
         if (packed := self._packed_for(hidden)) is not None:
             return packed.features(hidden, beside)
         norm, direct, inner, outer = self.parts
@@ -125,16 +126,12 @@ class ExitHead(nn.Module, ABC):
 
     def asked(self, hidden: Tensor, deep: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """[n, d] and `deep` -> `features` and `unembed` of them; in one call where packed."""
-        hidden, beside = self._read(hidden, deep)
-        if (packed := self._packed_for(hidden)) is not None:
-            features, logits = packed.asked(hidden, beside)
-            return features, self._finish(logits)
-        features = self.features(hidden, deep)
-        return features, self.unembed(features)
-
-    def _read(self, hidden: Tensor, deep: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        hidden = hidden.to(self.rows.device)  # from where its layer is; heads are beside lm_head
-        return hidden, widened(deep, hidden, self.beside) if self.beside else None
+        if (packed := self._packed_for(hidden)) is None:
+            features = self.features(hidden, deep)
+            return features, self.unembed(features)
+        beside = widened(deep, hidden, self.beside) if self.beside else None
+        features, logits = packed.asked(hidden, beside)
+        return features, self._finish(logits)
 
     def unembed(self, features: Tensor) -> Tensor:
         """[.., d] -> draft logits [.., V_draft], float32."""

@@ -380,14 +380,9 @@ def _attention(decoder: DecoderParts, part: Any, kind: str, dtype: torch.dtype) 
         norms_last=norms == _LAST_NORMS,
         scaling=float(part.scaling),
         softcap=cap,
-        window=window_of(decoder.config, kind),
+        window=None if kind == FULL else int(decoder.config.sliding_window),
         output=plain_linear(getattr(part, output), output, dtype),
     )
-
-
-def window_of(config: Any, kind: str) -> int | None:
-    """Positions that a query of this kind may look at; None: all before it."""
-    return None if kind == FULL else int(config.sliding_window)
 
 
 def _heads_among(projections: tuple[nn.Linear, ...], size: int, config: Any) -> tuple[Tensor, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
@@ -36,19 +36,14 @@ def cut(exact: Any) -> Backbone:
     return Backbone(exact)
 
 
-class DeepKeeper:
-    """Drafts as another drafter does, and keeps what heads could have read."""
+class DeepKeeper(MixedDrafter):
+    """Keeps what heads could have read."""
 
-    def __init__(self, drafter: MixedDrafter) -> None:
-        self.drafter = drafter
-        self.deep: dict[int, Tensor | None] = {}
+    deep: dict[int, Tensor | None]
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:
         self.deep[state.length - 1] = state.deep
-        return self.drafter.draft(state, limit, watch)
-
-    def learn(self, draft: Draft, kept: Sequence[int]) -> None:
-        self.drafter.learn(draft, kept)
+        return super().draft(state, limit, watch)
 
 
 def test_heads_read_before_the_newest_token_what_they_were_fitted_to(cut: Backbone) -> None:
@@ -57,7 +52,8 @@ def test_heads_read_before_the_newest_token_what_they_were_fitted_to(cut: Backbo
     plain = ladder.decode(cut, ids, NoDrafter())
     text = [*ids[0].tolist(), *plain.tokens]
     heads = ladder.HEADS["deep with states"](cut)
-    keeper = DeepKeeper(MixedDrafter(text, 1, cut.vocab_size, width=5))
+    keeper = DeepKeeper(text, 1, cut.vocab_size, width=5)
+    keeper.deep = {}
     found = ladder.decode(cut, ids, keeper, heads=heads)
     assert found.tokens == plain.tokens
     assert len({entry.accepted for entry in found.entries}) > 2

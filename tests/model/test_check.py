@@ -22,6 +22,7 @@ from selfspec.model.cuda_graph import CudaGraphExecutor
 from selfspec.model.fused import FusedExecutor, Rotations
 from selfspec.model.kv import Span
 from selfspec.model.parts import parts_of
+from selfspec.model.recipe import Attention
 from tests.models import make_model, needs_compiler, random_ids
 
 
@@ -135,7 +136,8 @@ def test_an_executor_that_errs_far_away_is_not_chosen(monkeypatch: pytest.Monkey
 def test_a_window_that_is_wrong_by_one_is_found_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("mistral", sliding_window=100)
     Backbone(model, executor="fused")
-    monkeypatch.setattr("selfspec.model.recipe.window_of", lambda *_: 101)
+    wrong = {"window": 101}
+    monkeypatch.setattr("selfspec.model.recipe.Attention", lambda **own: Attention(**own | wrong))
     with pytest.raises(UnsupportedModel, match="comes out differently at position 93"):
         Backbone(model, executor="fused")
 

@@ -50,8 +50,7 @@ class HeadGuesser:
 
     def begin(self, state: DecodeState) -> None:
         self._state = state
-        # beside the newest token's embedding, [1, d] or more
-        self._known = state.deep if self._heads.reads_deep else None
+        self._known = state.deep if self._heads.reads_deep else None  # beside the newest embedding
         self._features: dict[int, Tensor] = {}  # what the head made of each asked token, [1, d]
 
     def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
@@ -153,8 +152,7 @@ class AskAhead(Work):
         features = self.heads.ahead(torch.cat([work.state for work in alike]))
         head, each = self.heads.first, len(features) // len(alike)
         logits = head.unembed(features)
-        numbers = scored(head, logits, self.temperature, self.count)
-        whole = Answer.read(features, logits, numbers)
+        whole = Answer.read(features, logits, scored(head, logits, self.temperature, self.count))
         return [whole.part(slice(at, at + each)) for at in range(0, len(features), each)]
 
 
@@ -368,17 +366,14 @@ class PackedHead:
         return found.view_as(hidden)
 
     def asked(self, hidden: Tensor, beside: Tensor | None) -> tuple[Tensor, Tensor]:
-        """[n, d] -> features, and `unembed` of them, in one call."""
         both = self._features, self._logits
         features, logits = self._program.transform(_inputs(hidden, beside), *both, layers=2)
         return features, logits
 
     def unembed(self, features: Tensor) -> Tensor:
-        """[.., d] -> [.., V_draft], bias included, before the model's own finish."""
         return self._rows(features)
 
     def likeliest(self, logits: Tensor, temperature: float, count: int) -> Tensor:
-        """[n, V_draft] -> [n, 2 * count]: the likeliest tokens, then their probabilities."""
         return likeliest(logits, temperature, count, self._ids, self._rows.dtype)
 
     def _operations(self, parts: Parts, beside: int) -> Iterator[Operation]:
