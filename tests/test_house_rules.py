@@ -39,9 +39,9 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27508,
+    "tests/": 27510,
     "model": 6545,
-    "decoding": 5030,
+    "decoding": 5036,
     "training": 3716,
     "eval": 2829,
     "eval/": 3462,

@@ -266,20 +266,22 @@ def test_a_clock_of_single_ticks_makes_parts_alike(backbone: Backbone, heads: Ex
     )
 
 
-def test_quick_costs_are_the_least_of_each_pass_and_rows_between_two_cost_alike(
+def test_quick_costs_leave_slow_passes_out_and_rows_between_two_cost_alike(
     backbone: Backbone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, slow = [0.0], {8}  # the first pass of 8 rows meets a neighbour
+    takes = {1: 0.01, 2: 0.011, 3: 0.014, 4: 0.014, 5: 0.02, 6: 0.021, 8: 0.025, 16: 0.033}
+    clock, slow = [0.0], [2, 8, 16]  # a pass in the first lap and two that count meet a neighbour
 
     def run(_passes: object, rows: int) -> None:
-        clock[0] += {1: 0.1, 2: 0.11, 4: 0.13, 8: 0.21, 16: 0.29}[rows]
-        if rows in slow:
-            slow.remove(rows)
-            clock[0] += 1.0
+        clock[0] += takes[rows]
+        if rows in slow[:1]:
+            slow.pop(0)
+            clock[0] += 0.2
 
     monkeypatch.setattr(measuring.Passes, "run", run)
     found = measuring.quick_costs(backbone, None, now=lambda: clock[0])
-    assert found == Costs(row=(0.1, *[0.1] * 2, *[0.2] * 4, *[0.1] * 8))
+    assert found == Costs(row=(0.1, 0.3, 0.0, 0.6, 0.1, *[0.2] * 2, *[0.1] * 8))
+    assert not slow
 
 
 def test_one_slow_moment_does_not_show(backbone: Backbone, heads: ExitHeads) -> None:
