@@ -57,10 +57,10 @@ class Parts(NamedTuple):
 class Packed(Protocol):
     """A copy of a head that is faster to ask, and rounded."""
 
-    def features(self, hidden: Tensor, beside: Tensor | None) -> Tensor:
+    def features(self, hidden: Tensor, beside: Tensor) -> Tensor:
         """Features like those of the head; what it reads beside states is as wide as it can be."""
 
-    def asked(self, hidden: Tensor, beside: Tensor | None) -> tuple[Tensor, Tensor]:
+    def asked(self, hidden: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:
         """These, and what `unembed` makes of them."""
 
     def unembed(self, features: Tensor) -> Tensor:
@@ -107,16 +107,16 @@ class ExitHead(nn.Module, ABC):
     def features(self, hidden: Tensor, deep: Tensor | None = None) -> Tensor:
         """[.., d] and `deep`, [.., up to `beside`], -> [.., d]; what is not known is 0."""
         hidden = hidden.to(self.rows.device)  # from where its layer is; heads are beside lm_head
-        beside = widened(deep, hidden, self.beside) if self.beside else None
+        beside = widened(deep, hidden, self.beside)
         if (packed := self._packed_for(hidden)) is not None:
             return packed.features(hidden, beside)
         norm, direct, inner, outer = self.parts
         x: Tensor = norm(hidden)
-        if beside is not None:
+        if self.beside:
             last, *states = beside.to(x).split(x.shape[-1], dim=-1)
             states = [nn.functional.rms_norm(one.float(), one.shape[-1:]) for one in states]
             x = torch.cat([x, last, *(one.to(x) for one in states)], dim=-1)
-        terms: list[Tensor] = [x] if beside is None else []
+        terms: list[Tensor] = [] if self.beside else [x]
         if direct is not None:
             terms.append(direct(x))
         if inner is not None:
@@ -129,7 +129,7 @@ class ExitHead(nn.Module, ABC):
         if (packed := self._packed_for(hidden)) is None:
             features = self.features(hidden, deep)
             return features, self.unembed(features)
-        beside = widened(deep, hidden, self.beside) if self.beside else None
+        beside = widened(deep, hidden, self.beside)
         features, logits = packed.asked(hidden, beside)
         return features, self._finish(logits)
 

@@ -360,14 +360,14 @@ class PackedHead:
         self._logits = self._program.buffer("logits", rows.out_features)
         self._program.add_layer([self._program.linear(self._features, self._logits, rows)])
 
-    def features(self, hidden: Tensor, beside: Tensor | None) -> Tensor:
-        rows = _inputs(hidden, beside)
+    def features(self, hidden: Tensor, beside: Tensor) -> Tensor:
+        rows = torch.cat([hidden, beside], dim=-1)  # anew: norms are written over what comes in
         (found,) = self._program.transform(rows.reshape(-1, rows.shape[-1]), self._features)
         return found.view_as(hidden)
 
-    def asked(self, hidden: Tensor, beside: Tensor | None) -> tuple[Tensor, Tensor]:
-        both = self._features, self._logits
-        features, logits = self._program.transform(_inputs(hidden, beside), *both, layers=2)
+    def asked(self, hidden: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:
+        rows, both = torch.cat([hidden, beside], dim=-1), (self._features, self._logits)
+        features, logits = self._program.transform(rows, *both, layers=2)
         return features, logits
 
     def unembed(self, features: Tensor) -> Tensor:
@@ -401,11 +401,6 @@ class PackedHead:
             yield program.linear(HIDDEN, to, direct, adds=terms)
         if not beside:
             yield program.add(HIDDEN, to, 1.0)
-
-
-def _inputs(hidden: Tensor, beside: Tensor | None) -> Tensor:
-    """[.., all that a head reads], anew: norms are written over what comes in."""
-    return hidden.clone() if beside is None else torch.cat([hidden, beside], dim=-1)
 
 
 def _light(weight: Tensor, bias: Tensor | None) -> CompiledLinear:
