@@ -39,12 +39,12 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27510,
-    "model": 6545,
+    "tests/": 27545,
+    "model": 6629,
     "decoding": 5031,
     "training": 3716,
     "eval": 2829,
-    "eval/": 3462,
+    "eval/": 3463,
     "cli": 3172,
     "serve": 2878,
     "api": 2252,

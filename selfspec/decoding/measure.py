@@ -23,7 +23,7 @@ from selfspec.decoding.acceptance import GreedyMatch, Target
 from selfspec.decoding.costs import MeasuredCosts
 from selfspec.decoding.decode import StopRule, rounds
 from selfspec.decoding.sampling import Sampler
-from selfspec.decoding.state import DecodeState, HiddenCache, NoDrafter, alone, done_alone
+from selfspec.decoding.state import Ask, DecodeState, HiddenCache, NoDrafter, alone, done_alone
 from selfspec.decoding.stats import Stopwatch
 from selfspec.errors import InvalidOption, PinnedUnavailable
 from selfspec.heads.attending import AttendingHeads, Attention
@@ -337,12 +337,12 @@ def _question(
         backbone.embed_listed([0])
         if text is not None and (read := alone(text.read([0] * (context + 1)))) is not None:
             reads = done_alone(text.draft([0], read, [-1]))
-        head = cast("ExitHead", heads.by_layer[str(layer)])
+        head, temperature = cast("ExitHead", heads.by_layer[str(layer)]), judge.temperature(layer)
         if heads.looks_ahead:  # all at once
             logits = head.unembed(features := heads.ahead(hidden))
-        else:
-            features, logits = head.asked(reads, hidden if heads.reads_deep else None)
-        return Answer.read(features, logits, scored(head, logits, judge.temperature(layer), 1))
+            return Answer.read(features, logits, scored(head, logits, temperature, 1))
+        deep = hidden if heads.reads_deep else None
+        return done_alone(Ask(backbone, head, reads, deep, temperature, 1))
 
     return ask
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.errors import (
-    InvalidDraft,
     InvalidOption,
     InvalidPrompt,
     ModelChanged,
@@ -166,7 +165,7 @@ class Backbone(Decoder):
         """Layers first+1..last on [T, d]; adds keys and values of T positions to the KV caches.
 
         `states` get what is behind layers in between, by layer, in parts of rows. Raises
-        InvalidDraft or UnsupportedModel for a tree where executor or model runs no trees.
+        UnsupportedModel for a tree where the model runs no trees.
         """
         executor = self._executor
         if not rows.are_chains and self._no_trees is not None:
@@ -235,19 +234,15 @@ class Backbone(Decoder):
 
     @property
     def runs_trees(self) -> bool:
-        """Whether executor and model run rows that have siblings."""
+        """Whether the model runs rows that have siblings."""
         return self._no_trees is None
 
     @cached_property
-    def _no_trees(self) -> InvalidDraft | UnsupportedModel | None:
-        """Why they do not; what the executor claims of it is tested when somebody asks."""
-        if not self.claims.trees:
-            return InvalidDraft(
-                f"the {self.executor_name} executor runs chains of drafts. Choose generic for trees"
-            )
+    def _no_trees(self) -> UnsupportedModel | None:
+        """Why they do not, tested when somebody asks."""
         try:
-            if "trees" not in self.passed:
-                check_trees(self, self._executor)
+            if "trees" not in self.passed:  # a graph of each layer alone would serve nobody
+                check_trees(self, self.own if self.claims.replayed else self._executor)
         except UnsupportedModel as error:
             return error
         self.passed.add("trees")

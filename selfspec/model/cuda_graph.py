@@ -1,9 +1,9 @@
 """Runs the model's own layers on a GPU as CUDA graphs: one launch per segment instead of hundreds.
 
-A graph replays kernels with the addresses and shapes that it was captured with. So inputs are
-copied into fixed buffers, rows are padded to a few counts, keys and values stay where they are, and
-which slots a row may see comes from slot numbers on the device. Nothing here needs a GPU but
-`graph_capture`.
+torch's compiler first makes a few kernels of a layer's many small ones, where it can. A graph
+replays kernels with the addresses and shapes that it was captured with. So inputs are copied into
+fixed buffers, rows are padded to a few counts, keys and values stay where they are, and which slots
+a row may see comes from numbers on the device. Nothing here needs a GPU but `graph_capture`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,23 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from selfspec.errors import first_line
-from selfspec.model.generic import Claims, GenericExecutor, as_mask
-from selfspec.model.kv import KVCache, Rows, fixed_slots, with_zeros
-from selfspec.model.parts import SLIDING, require_own_code
+from selfspec.model.generic import Claims, GenericExecutor, as_mask, in_reach, run_layer
+from selfspec.model.kv import (
+    KVCache,
+    Rows,
+    ancestors,
+    depths,
+    fixed_slots,
+    held_behind,
+    with_zeros,
+)
+from selfspec.model.parts import require_own_code
 
 
 class StaticSlots:
@@ -63,21 +71,24 @@ class StaticSlots:
         self._tenant = lambda: None
 
 
-class SlotView:
-    """A segment's cache, in transformers' terms; a replay with other `places` writes elsewhere."""
+class SlotView(NamedTuple):
+    """A layer's cache, in transformers' terms; a replay with other `places` writes elsewhere.
 
-    def __init__(self, slots: StaticSlots, places: Tensor, seen: int) -> None:
-        """`places` [rows]: slots; layers look at the first `seen` slots."""
-        self._slots, self._places, self._seen = slots, places, seen
+    It does not look at the layer's number, which compiled code would be made for.
+    """
+
+    keys: Tensor  # [1, heads, slots, head_dim]
+    values: Tensor
+    places: Tensor  # [rows]: slots
+    seen: int  # the layer looks at as many slots
 
     def update(
-        self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object
+        self, keys: Tensor, values: Tensor, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
         """Write [1, heads, rows, head_dim] at their places; what is seen, [1, heads, S, ..]."""
-        all_keys, all_values = self._slots.keys[layer], self._slots.values[layer]
-        all_keys.index_copy_(2, self._places, keys)
-        all_values.index_copy_(2, self._places, values)
-        return all_keys[:, :, : self._seen], all_values[:, :, : self._seen]
+        self.keys.index_copy_(2, self.places, keys)
+        self.values.index_copy_(2, self.places, values)
+        return self.keys[:, :, : self.seen], self.values[:, :, : self.seen]
 
 
 def _zeros(like: Tensor, slots: int) -> Tensor:
@@ -180,6 +191,10 @@ class Replays:
 ROW_COUNTS = (1, 2, 4, 8, 16)  # of a captured pass; fewer are padded, more (prompts) run uncaptured
 _MOST_ROWS = ROW_COUNTS[-1]
 
+_DEPTHS, _UNSEEN = _MOST_ROWS, _MOST_ROWS + 1
+"""Behind who sees whom, each row's distance from the text and how much of its end it does not see,
+in numbers on the device."""
+
 _FEWEST_SEEN = 256
 """Slots that a captured pass looks at: this, doubled as long as the text needs it. Each count takes
 a graph of its own, and fewer counts cost more masked slots."""
@@ -189,6 +204,27 @@ _TRIAL_ROWS = (7, 1, 1, 1, 3)  # of a replay's test: one row is captured, then r
 _TRIAL_ERROR = 0.05
 """Largest error of a replay, relative to the output (root mean square): a library may pick another
 kernel for a capture, but an input that a graph misses is off by much more."""
+
+
+_MOST_COMPILED = 64  # versions of a layer, of all models of a process, and of counts of rows
+
+
+def compiled_layer(compiler: str) -> Callable[..., Tensor]:
+    """`run_layer` with the element-wise work between products in few kernels, rounded as without.
+
+    All layers of a kind share its code, for all counts of rows but one, and of slots. What it gives
+    raises RuntimeError where a layer cannot be compiled as a whole.
+    """
+    options: Any = {"emulate_precision_casts": True} if compiler == "inductor" else None
+    work = torch.compile(run_layer, backend=compiler, fullgraph=True, dynamic=True, options=options)
+    shapes: Any = torch.fx.experimental._config  # rows would be taken for heads, if as many
+
+    def through(*layer: Any, **given: Any) -> Tensor:
+        most = torch._dynamo.config.patch(recompile_limit=_MOST_COMPILED)
+        with most, shapes.patch(use_duck_shape=False):
+            return work(*layer, **given)
+
+    return through
 
 
 class CudaGraphExecutor:
@@ -210,21 +246,40 @@ class CudaGraphExecutor:
             self._hidden = weight.new_zeros(_MOST_ROWS, config.hidden_size)
             self._positions = torch.zeros(_MOST_ROWS, dtype=torch.int64, device=weight.device)
             self._places = torch.zeros_like(self._positions)  # the slots of the rows
+            self._tree = torch.zeros(_MOST_ROWS + 2, _MOST_ROWS, dtype=torch.int64).to(self._places)
             self._offsets = torch.arange(_MOST_ROWS, device=weight.device)
         self._slots = StaticSlots(self._one_position(), self._count(min(slots, self._limit)))
+        self._planted: tuple[int, ...] = ()
         self.replays = Replays(lambda: uncaptured)
+        self._through: Callable[..., Tensor] = run_layer
         self._lock = threading.Lock()  # answers may be written in several threads
         self.claims = Claims(replayed=self._replayed)
 
-    def start_capture(self, strategy: Callable[[], Capture] | None = None) -> None:
-        """Capture each segment at its first use from now on. Raises ValueError if a replay errs."""
+    def start_capture(
+        self, strategy: Callable[[], Capture] | None = None, compiler: str | None = "inductor"
+    ) -> None:
+        """Capture each segment at its first use from now on. Raises ValueError if a replay errs.
+
+        `compiler`: torch's name of the one that makes one kernel of a layer's many small ones.
+        """
         strategy = strategy or (lambda: graph_capture(self._hidden.device))
         expected = self._trial()
+        try:
+            if compiler is not None:
+                logger.info("compiling layers for this device: half a minute, the first time")
+                self._through = compiled_layer(compiler)
+                self._compare(expected, "a compiled layer")
+        except Exception as error:  # noqa: BLE001  # whatever fails: layers run as they are
+            logger.warning("layers run uncompiled: %s", first_line(error))
+            self._through = run_layer
         self.replays = Replays(strategy)
+        self._compare(expected, "a captured segment, replayed,")
+
+    def _compare(self, expected: Sequence[Tensor], what: str) -> None:
         for found, right in zip(self._trial(), expected, strict=True):
             error = (found.float() - right.float()).square().mean().sqrt()
             if not float(error) <= _TRIAL_ERROR * float(right.float().square().mean().sqrt()):
-                raise ValueError("a captured segment, replayed, comes out differently")
+                raise ValueError(f"{what} comes out differently")
 
     def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
         """Layers first+1..last on [T, d], whose positions rise by one; adds to the KV cache."""
@@ -241,7 +296,8 @@ class CudaGraphExecutor:
                 return self._generic.run(hidden, first, last, rows)
             # what lay behind may be NaN, which masks let through
             self._hidden[:padded] = with_zeros(hidden, padded)
-            torch.add(self._offsets[:padded], rows.only.start, out=self._positions[:padded])
+            self._plant(rows.only.parents)
+            torch.add(self._tree[_DEPTHS, :padded], rows.only.start, out=self._positions[:padded])
             torch.add(self._offsets[:padded], start, out=self._places[:padded])
             segment = first, last, padded, self._count(needed)
             (output,) = self.replays.run(segment, partial(self._segment, *segment))
@@ -261,22 +317,40 @@ class CudaGraphExecutor:
             outputs = self.replays.run((key, padded, len(inputs)), work, *rows)
             return tuple(output[:count].clone() for output in outputs)
 
+    def _plant(self, parents: Sequence[int] | None) -> None:
+        """Say which rows see which; those of padding follow one another."""
+        parents = () if parents is None else tuple(parents)
+        parents = *parents, *range(len(parents) - 1, _MOST_ROWS - 1)
+        if parents != self._planted:
+            self._planted = parents
+            numbers = torch.tensor([depths(parents), held_behind(parents)])
+            tree = torch.cat([ancestors(parents), numbers])
+            pinned = tree.pin_memory() if self._tree.is_cuda else tree
+            self._tree.copy_(pinned, non_blocking=True)
+
+    @torch.inference_mode(False)  # or the buffers' rows and what layers give differ in kind
+    @torch.no_grad()
     def _segment(self, first: int, last: int, count: int, seen: int) -> tuple[Tensor]:
         """Layers first+1..last from the fixed buffers: what is captured."""
         positions, places = self._positions[None, :count], self._places[:count]
         kinds = set(self._generic.layer_types[first:last])
-        masks = {kind: self._mask(kind, places, seen) for kind in kinds}
-        view = SlotView(self._slots, places, seen)
-        hidden = self._hidden[None, :count]
-        return (self._generic.run_layers(hidden, first, last, positions, view, masks)[0],)
+        masks = {kind: self._mask(kind, count, seen) for kind in kinds}
+        slots = zip(self._slots.keys, self._slots.values, strict=True)
+        views = [SlotView(keys, values, places, seen) for keys, values in slots]
+        hidden = self._hidden[None, :count].clone()  # no view, like what later layers get
+        run = self._generic.run_layers
+        return (run(hidden, first, last, positions, views, masks, self._through)[0],)
 
-    def _mask(self, kind: str, places: Tensor, seen: int) -> Tensor:
-        """[1, 1, rows, seen] as transformers makes it, but from slots on the device, [rows]."""
-        config = self._decoder.config
-        behind = places[:, None] - torch.arange(seen, device=places.device)
-        visible = behind >= 0
-        if kind == SLIDING:
-            visible &= behind < config.sliding_window
+    def _mask(self, kind: str, count: int, seen: int) -> Tensor:
+        """[1, 1, rows, seen] as transformers makes it, but from numbers on the device."""
+        tree, first, config = self._tree[:, :count], self._places[0], self._decoder.config
+        slots = torch.arange(seen, device=first.device)
+        row = (slots - first).clamp(-1, count)  # of this pass that a slot is for
+        ours, row = (row >= 0) & (row < count), row.clamp(0, count - 1)
+        held = slots < first - tree[_UNSEEN, :, None]
+        visible = held | (ours & tree.index_select(1, row)[:count].bool())
+        stands = torch.where(ours, first + tree[_DEPTHS].index_select(0, row), slots)
+        visible = in_reach(visible, kind, config, first + tree[_DEPTHS], stands)
         return as_mask(visible, config, self._hidden)
 
     def _count(self, needed: int) -> int:

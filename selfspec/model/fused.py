@@ -422,7 +422,7 @@ _BLOCK_ROWS = 1024  # of a prompt that run together: its memory does not grow wi
 class FusedExecutor:
     """The decoder from compiled products, norms, attention and activations."""
 
-    claims = Claims(steady=True, trees=True, spans=_BLOCK_ROWS, keeps=True)
+    claims = Claims(steady=True, spans=_BLOCK_ROWS, keeps=True)
 
     def __init__(self, decoder: DecoderParts, lm_head: nn.Linear) -> None:
         """Copies the weights. Those that lie in a file leave memory as soon as they are copied.

@@ -45,7 +45,6 @@ class Claims:
     """What an executor says of itself. The backbone never gives it a pass that it cannot run."""
 
     steady: bool = False  # a row's bits are its own, in a prompt as alone; the probe tests it
-    trees: bool = False  # runs rows that have siblings
     spans: int = 1  # sequences of one pass at most; the backbone splits what has more
     keeps: bool = False  # gives the states behind layers on the way, too
     pages: PageLayout | None = None  # of keys and values, where texts can share them
@@ -87,13 +86,20 @@ def tree_mask(kind: str, config: PreTrainedConfig, rows: Rows, layer: int, like:
     slots[start:end] = positions  # siblings share a position
     unseen = uploaded(held_behind(parents), positions.device)
     visible = slots < start - unseen[:, None]
-    visible[:, start:end] = ancestors(parents, positions.device)
+    visible[:, start:end] = ancestors(parents).to(positions.device)
+    return as_mask(in_reach(visible, kind, config, positions, slots), config, like)
+
+
+def in_reach(
+    visible: Tensor, kind: str, config: PreTrainedConfig, rows: Tensor, slots: Tensor
+) -> Tensor:
+    """What layers of a kind look at, of `visible` [T, S]; positions of rows and of slots."""
     if kind == SLIDING:
-        visible &= positions[:, None] - slots < config.sliding_window
+        visible = visible & (rows[:, None] - slots < config.sliding_window)
     elif kind == CHUNKED:
         size = config.attention_chunk_size
-        visible &= positions[:, None] // size == slots // size
-    return as_mask(visible, config, like)
+        visible = visible & (rows[:, None] // size == slots // size)
+    return visible
 
 
 def as_mask(visible: Tensor, config: PreTrainedConfig, like: Tensor) -> Tensor:
@@ -105,10 +111,17 @@ def as_mask(visible: Tensor, config: PreTrainedConfig, like: Tensor) -> Tensor:
     return visible[None, None]
 
 
+def run_layer(layer: nn.Module, hidden: Tensor, **given: Any) -> Tensor:
+    """A layer of the model on [B, T, d], by its own code."""
+    output = layer(hidden, **given)  # positional: hooks and checkpoint wrappers read args[0]
+    found: Tensor = output[0] if isinstance(output, tuple) else output
+    return found
+
+
 class GenericExecutor:
     """Calls `decoder.layers[i]` directly, with masks sized by the layers that are run."""
 
-    claims = Claims(trees=True)
+    claims = Claims()
 
     def __init__(self, decoder: DecoderParts, lm_head: nn.Module) -> None:
         self.decoder = decoder
@@ -131,7 +144,7 @@ class GenericExecutor:
             masks = {
                 kind: tree_mask(kind, self.decoder.config, rows, first, hidden) for kind in kinds
             }
-        return self.run_layers(block, first, last, positions, span.kv, masks)[0]
+        return self.run_layers(block, first, last, positions, [span.kv] * last, masks)[0]
 
     def run_layers(
         self,
@@ -139,26 +152,27 @@ class GenericExecutor:
         first: int,
         last: int,
         positions: Tensor,
-        kv: Any,
+        caches: Sequence[Any],
         masks: Mapping[str, Any],
+        through: Callable[..., Tensor] = run_layer,
     ) -> Tensor:
-        """Layers first+1..last on [B, T, d]; a mask for each kind; `kv`: a KVCache, or alike."""
+        """Layers first+1..last on [B, T, d]; a mask for each kind, a KVCache or alike for each."""
         if first == 0:
             hidden = self.decoder.with_positions(hidden, positions)
         rotations = self._rotations(hidden, positions, list(masks))
         unread: dict[str, Any] = {SHARED: {}} if self.decoder.shares else {}
         for layer in range(first, last):
             kind = self.layer_types[layer]
-            output = self.decoder.layers[layer](
-                hidden,  # positional: hooks and checkpoint wrappers read args[0]
+            hidden = through(
+                self.decoder.layers[layer],
+                hidden,
                 attention_mask=masks[kind],
                 position_ids=positions,
                 use_cache=True,
-                **{self.decoder.cache_keyword: kv},
+                **{self.decoder.cache_keyword: caches[layer]},
                 **rotations[kind],
                 **unread,
             )
-            hidden = output[0] if isinstance(output, tuple) else output
         return hidden
 
     def unembed(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -286,7 +300,8 @@ class Decoder:
                 if first < last:
                     kinds = set(self.own.layer_types[first:last])
                     masks = self.own.masks(kinds, hidden, first, positions, kv)
-                    hidden = self.own.run_layers(hidden, first, last, positions, kv, masks)
+                    caches = [kv] * last
+                    hidden = self.own.run_layers(hidden, first, last, positions, caches, masks)
                 found.append(hidden)
         return found
 

@@ -338,13 +338,13 @@ def held_behind(parents: Sequence[int]) -> list[int]:
     return found
 
 
-def ancestors(parents: Sequence[int], device: torch.device) -> Tensor:
+def ancestors(parents: Sequence[int]) -> Tensor:
     """[T, T], true where the column's row is the row itself or one that it follows."""
     found = torch.eye(len(parents), dtype=torch.bool)
     for row, parent in enumerate(parents):
         if parent >= 0:
             found[row] |= found[parent]
-    return found.to(device)
+    return found
 
 
 # --- many texts, within a budget

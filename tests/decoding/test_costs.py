@@ -427,7 +427,7 @@ def test_graphs_of_such_kernels_are_of_8_rows_or_16(monkeypatch: pytest.MonkeyPa
         "run_layers",
         lambda self, hidden, *rest: exact(self, hidden, *rest) + 0.01 * hidden.shape[1],
     )
-    speculator.backbone._executor.start_capture(RecordedCapture)  # type: ignore[attr-defined]
+    speculator.backbone._executor.start_capture(RecordedCapture, None)  # type: ignore[attr-defined]
     assert "do not treat all rows alike" in str(why_unpinned(speculator.backbone, PassShape(), 8))
     for rows in (8, 16):
         assert_drafts_leave_the_pinned_text(speculator, rows)

@@ -167,7 +167,7 @@ def test_a_draft_model_reads_once_per_token(speculator: Speculator) -> None:
 def test_a_round_launches_little_beside_graphs_and_captures_nothing() -> None:
     made = wrap(make_model("llama"), heads="logit-lens", executor="cuda-graph", never_slower=False)
     capture, found = RecordedCapture(), dict[int, tuple[int, int]]()
-    made.backbone._executor.start_capture(lambda: capture)  # type: ignore[attr-defined]
+    made.backbone._executor.start_capture(lambda: capture, None)  # type: ignore[attr-defined]
     drafter = "exit:layers=5,threshold=0.0001,max_tokens=4"
     for speculate in (False, True):
         options: Any = {"speculate": speculate, "drafter": drafter, "max_new_tokens": 24}

@@ -649,7 +649,7 @@ def test_rows_of_the_window_see_what_the_papers_mask_lets_them_see(level: int, w
         draft = ask(drafter, text)
         order = [(j, i) for i in range(window) for j in range(levels)]
         rows = {place: row for row, place in enumerate(order)}
-        seen = ancestors([-1, *(one.parent + 1 for one in draft.proposed)], torch.device("cpu"))
+        seen = ancestors([-1, *(one.parent + 1 for one in draft.proposed)])
         for j, i in order:  # level 0 up to the column, and the column
             wanted = {rows[0, at] for at in range(i + 1)} | {rows[at, i] for at in range(j + 1)}
             assert set(seen[rows[j, i]].nonzero().flatten().tolist()) == wanted

@@ -32,11 +32,10 @@ from tests.models import EXECUTORS, make_model, random_ids
 
 
 @cache
-def cut(family: str = "llama", dtype: torch.dtype = torch.float64, attn: str = "sdpa") -> Backbone:
-    return Backbone(make_model(family, dtype, attn), executor="generic")
+def cut(family: str = "llama", executor: str = "generic", attn: str = "sdpa") -> Backbone:
+    return Backbone(make_model(family, torch.float64, attn), executor=executor)
 
 
-FAMILIES = ["llama", "mistral", "gemma2", "gpt2"]
 PARENTS = (-1, -1, 0, 0, 1, 3, 3, 2)
 """Two first tokens; the first has two children, one of which has two."""
 
@@ -53,7 +52,7 @@ def test_a_tree_s_depths_and_ancestors() -> None:
     assert depths(PARENTS) == [0, 0, 1, 1, 1, 2, 2, 2]
     assert depths((-3, -1, 0, 1)) == [-2, 0, -1, 1]  # behind older held positions
     assert held_behind((-3, -1, 0, 1)) == [2, 0, 2, 0]
-    seen = ancestors(PARENTS, torch.device("cpu"))
+    seen = ancestors(PARENTS)
     assert [row.nonzero().flatten().tolist() for row in seen] == paths(PARENTS)
 
 
@@ -79,15 +78,17 @@ def check_rows_see_their_own_paths(
         torch.testing.assert_close(found[row], alone, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@pytest.mark.parametrize("how", ["generic sdpa", "generic eager", "cuda-graph sdpa"])
 @pytest.mark.parametrize("held", [0, 5, 40])  # 40: beyond the sliding windows
-@pytest.mark.parametrize("family", FAMILIES)
-def test_each_row_of_a_tree_sees_its_own_path(family: str, held: int, attn: str) -> None:
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])
+def test_each_row_of_a_tree_sees_its_own_path(family: str, held: int, how: str) -> None:
+    if family == "gpt2" and "cuda-graph" in how:
+        family = "qwen3"  # positions of GPT-2 are learned, which is not captured
     # float64, norms and softmax of some families in float32; measured: 4e-6
-    check_rows_see_their_own_paths(cut(family, attn=attn), held, PARENTS, atol=5e-5)
+    check_rows_see_their_own_paths(cut(family, *how.split()), held, PARENTS, atol=5e-5)
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("executor", [*EXECUTORS, "cuda-graph"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
 def test_a_row_behind_an_older_held_position_sees_nothing_newer(family: str, executor: str) -> None:
     backbone = Backbone(make_model(family, torch.float32), executor=executor)
@@ -121,20 +122,11 @@ def test_an_error_while_a_tree_is_committed_keeps_the_text_s_own_rows(broken: in
     assert state.ids[0].tolist() == text
 
 
-@pytest.mark.parametrize(
-    ("family", "executor", "kind", "words"),
-    [
-        ("llama", "cuda-graph", InvalidDraft, "the cuda-graph executor runs chains of drafts"),
-        # Llama 4 scales queries by how many rows lie in front, which siblings are not
-        ("llama4", "generic", UnsupportedModel, "comes out otherwise beside siblings"),
-    ],
-)
-def test_what_runs_chains_only_refuses_a_tree(
-    family: str, executor: str, kind: type[Exception], words: str
-) -> None:
-    backbone, ids = Backbone(make_model(family), executor=executor), random_ids(5)
+def test_what_runs_chains_only_refuses_a_tree() -> None:
+    """Llama 4 scales queries by how many rows lie in front, which siblings are not."""
+    backbone, ids = Backbone(make_model("llama4"), executor="generic"), random_ids(5)
     drafter = BranchingDrafter([*ids[0].tolist(), *range(20)], 1, backbone.vocab_size, 7)
-    with pytest.raises(kind, match=words):
+    with pytest.raises(UnsupportedModel, match="comes out otherwise beside siblings"):
         ladder.decode(backbone, ids, drafter)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from eval.families import tiny_model
 from selfspec.api.speculator import wrap
@@ -33,7 +34,7 @@ BLOCKS = [*itertools.accumulate([30, *[1, 5, 2] * 40])]
 def recorded(family: str = "llama", dtype: torch.dtype = torch.float32) -> Backbone:
     """A backbone whose segments are recorded once and replayed, as on a GPU."""
     backbone = Backbone(make_model(family, dtype), executor="cuda-graph")
-    executor_of(backbone).start_capture(RecordedCapture)
+    executor_of(backbone).start_capture(RecordedCapture, None)
     return backbone
 
 
@@ -97,6 +98,47 @@ def test_drafts_do_not_change_one_bit_of_a_logit(family: str, dtype: torch.dtype
     ladder.check_draft_invariance(recorded(family, dtype), random_ids(13), ladder.FIXED)
 
 
+@torch.inference_mode()
+def test_trees_and_chains_share_a_graph() -> None:
+    """Behind a tree of seven rows, kept in part, a chain; then the tree again."""
+    backbone = recorded("mistral", torch.float64)
+    executor, own, ours, theirs = executor_of(backbone), backbone.own, KVCache(6), KVCache(6)
+    hidden, at = backbone.embed(random_ids(PREFIX + 30)[0]), PREFIX
+    for kv in (ours, theirs):
+        own.run(hidden[:at], 0, 6, behind(kv, 0, at))
+    before = {*executor.replays._graphs}
+    for parents in ((-1, -1, 0, 0, 1, 3, 3), None, (-1, 0, -1, 2, 1, 4, 4)):
+        block = hidden[at : at + 7]
+        rows = [Rows.of(kv, at, 7, torch.device("cpu"), parents) for kv in (ours, theirs)]
+        found, expected = backbone.run(block, 0, 6, rows[0]), own.run(block, 0, 6, rows[1])
+        assert (found - expected).abs().max() < 1e-13
+        for kv in (ours, theirs):
+            kv.keep(at, (0, 3) if parents else (0, 1))
+        at += 2
+    assert executor.replays._graphs.keys() == before
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_layers_are_compiled_once_for_all_and_give_what_they_did(family: str) -> None:
+    """Gemma 2's windows differ, and no more."""
+    executor = executor_of(Backbone(make_model(family, torch.float64), executor="cuda-graph"))
+    expected = executor._trial()
+    counters.clear()
+    executor.start_capture(lambda: uncaptured, "aot_eager")
+    assert counters["stats"]["unique_graphs"] in (2, 3)  # for one row, and for others
+    for found, right in zip(executor._trial(), expected, strict=True):
+        assert (found - right).abs().max() < 1e-12
+
+
+def test_layers_that_cannot_be_compiled_run_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    executor = executor_of(Backbone(make_model("llama"), executor="cuda-graph"))
+    expected = executor._trial()
+    executor.start_capture(lambda: uncaptured, "no such compiler")
+    assert "layers run uncompiled: " in caplog.text
+    assert all(map(torch.equal, executor._trial(), expected))
+
+
 def test_sequences_that_take_turns_keep_the_bits_they_have_alone(backbone: Backbone) -> None:
     prompts = [random_ids(12, seed) for seed in range(3)]
 
@@ -129,7 +171,7 @@ def test_slots_grow_and_segments_are_captured_anew(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(cuda_graph, "_FEWEST_SEEN", 16)
     model = make_model("llama", torch.float64)
     executor = CudaGraphExecutor(parts_of(model), model.lm_head, slots=16)
-    executor.start_capture(RecordedCapture)
+    executor.start_capture(RecordedCapture, None)
     backbone = Backbone(model, executor="generic")
     sizes = []
     # a short text again: segments that were captured for the smaller slots must be gone
@@ -197,7 +239,7 @@ def forgetful(work: Work) -> Work:
 def test_a_replay_that_computes_something_else_is_refused() -> None:
     executor = executor_of(Backbone(make_model("llama"), executor="cuda-graph"))
     with pytest.raises(ValueError, match="replayed, comes out differently"):
-        executor.start_capture(lambda: forgetful)
+        executor.start_capture(lambda: forgetful, None)
 
 
 def test_where_capture_fails_segments_run_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
@@ -207,7 +249,7 @@ def test_where_capture_fails_segments_run_as_they_are(caplog: pytest.LogCaptureF
     backbone = Backbone(make_model("llama"), executor="cuda-graph")
     expected = ladder.decode(backbone, random_ids(12), NoDrafter()).logits
     caplog.clear()
-    executor_of(backbone).start_capture(lambda: fails)
+    executor_of(backbone).start_capture(lambda: fails, None)
     assert not executor_of(backbone).replays.captures
     assert torch.equal(ladder.decode(backbone, random_ids(12), NoDrafter()).logits, expected)
     assert [record.getMessage() for record in caplog.records] == [
@@ -248,7 +290,8 @@ def test_on_a_gpu_it_is_chosen_where_it_can_capture(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("selfspec.model.backbone.find_mixing", lambda *_: None)
     strategy: list[Any] = [RecordedCapture]
     start = CudaGraphExecutor.start_capture
-    monkeypatch.setattr(CudaGraphExecutor, "start_capture", lambda self: start(self, strategy[0]))
+    started: Any = lambda self: start(self, strategy[0], None)  # noqa: E731
+    monkeypatch.setattr(CudaGraphExecutor, "start_capture", started)
     assert Backbone(make_model("llama")).executor_name == "cuda-graph"
     strategy[0] = lambda: uncaptured
     assert Backbone(make_model("llama")).executor_name == "generic"
@@ -275,8 +318,8 @@ def test_models_that_cannot_be_captured_are_refused_by_name() -> None:
 def test_an_executor_of_other_numbers_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     right = CudaGraphExecutor._mask
 
-    def blind(self: CudaGraphExecutor, kind: str, places: Tensor, seen: int) -> Tensor:
-        return right(self, kind, places - 1, seen)  # a row does not see itself
+    def blind(self: CudaGraphExecutor, kind: str, count: int, seen: int) -> Tensor:
+        return right(self, kind, count, seen).roll(-1, -1)  # a row does not see itself
 
     monkeypatch.setattr(CudaGraphExecutor, "_mask", blind)
     with pytest.raises(UnsupportedModel, match="layer 1 comes out differently"):
