@@ -302,13 +302,15 @@ class Runtime:
         attends, guesses = isinstance(heads, AttendingHeads), exits.guesses if trees else 1
         if heads.looks_ahead:
             return MedusaGuesser(heads, judge, how.sampler, guesses)
+        made: HeadGuesser | ExitDrafter
         if trees and used == (0,):
             asks = AttendingGuesser if attends else HeadGuesser
-            return asks(heads, judge, how.sampler, guesses)
-        drafter = (AttendingDrafter if attends else ExitDrafter)(heads, judge, how)
+            made = asks(heads, judge, how.sampler, guesses)
+        else:
+            made = (AttendingDrafter if attends else ExitDrafter)(heads, judge, how)
         if self.backbone.claims.replayed is not None:
-            drafter.ask_once(self.backbone)
-        return drafter
+            made.ask_once(self.backbone)
+        return made
 
     def _refusal(self, options: SpeculationOptions) -> str | None:
         """Why nothing may be drafted, in words, or None."""

@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.decoding.stats import Round
+from selfspec.model.backbone import Backbone
+from tests import ladder
 from tests.models import make_model, random_ids
 from tests.recorded import RecordedCapture
 
@@ -183,6 +185,18 @@ def test_a_round_launches_little_beside_graphs_and_captures_nothing() -> None:
         assert len(capture.recordings) == captured
     # before heads were captured 127 beside 7 graphs
     assert found == {0: (10, 2), 4: (59, 11)}
+
+
+def test_trees_capture_nothing_within_an_answer() -> None:
+    model, capture = make_model("llama"), RecordedCapture()
+    heads = ladder.deep_heads(Backbone(model, executor="generic"), (0,))
+    made = wrap(model, heads=heads, executor="cuda-graph", never_slower=False)
+    made.backbone._executor.start_capture(lambda: capture, None)  # type: ignore[attr-defined]
+    entries = made.stream(random_ids(13), max_new_tokens=24, drafter=ladder.TREES)._entries
+    next(entries)
+    captured, rest = len(capture.recordings), list(entries)
+    assert any(entry.parents for entry in rest)
+    assert len(capture.recordings) == captured
 
 
 def test_a_read_would_be_noticed() -> None:

@@ -48,6 +48,15 @@ class HeadGuesser:
         self._heads, self._head = heads, cast("ExitHead", heads.by_layer["0"])
         self._judge, self._sampler, self._count = judge, sampler.for_drafts(), count
 
+    @torch.inference_mode()
+    def ask_once(self, backbone: Backbone) -> None:
+        """Ask about some rows, so that no text waits while graphs are made of that."""
+        for count in (1, 2, 4, 8):
+            rows = backbone.embed_listed([0] * count)
+            deep = rows if self._heads.reads_deep else None
+            temperature = self._judge.temperature(0)
+            done_alone(Ask(backbone, self._head, rows, deep, temperature, self._count))
+
     def begin(self, state: DecodeState) -> None:
         self._state = state
         self._known = state.deep if self._heads.reads_deep else None  # beside the newest embedding
