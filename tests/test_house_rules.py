@@ -39,9 +39,9 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27545,
-    "model": 6629,
-    "decoding": 5031,
+    "tests/": 27580,
+    "model": 6647,
+    "decoding": 5042,
     "training": 3716,
     "eval": 2829,
     "eval/": 3463,

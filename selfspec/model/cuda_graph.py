@@ -37,8 +37,8 @@ class StaticSlots:
 
     def __init__(self, samples: Sequence[tuple[Tensor, Tensor]], slots: int) -> None:
         """`samples`: keys and values of one position, [1, kv heads, 1, head_dim], per layer."""
-        self._samples = samples
-        self._tenant: Callable[[], KVCache | None] = lambda: None
+        self.samples = samples
+        self.tenant: Callable[[], KVCache | None] = lambda: None
         self.grow(slots)
 
     def grow(self, slots: int) -> None:
@@ -46,29 +46,29 @@ class StaticSlots:
         self.recall()
         self.slots, self.keys, self.values = 0, list[Tensor](), list[Tensor]()
         with torch.inference_mode(False):  # else only inference mode could write to them
-            self.keys = [_zeros(keys, slots) for keys, _ in self._samples]
-            self.values = [_zeros(values, slots) for _, values in self._samples]
+            self.keys = [_zeros(keys, slots) for keys, _ in self.samples]
+            self.values = [_zeros(values, slots) for _, values in self.samples]
         self.slots = slots
 
     def lend(self, kv: KVCache) -> None:
         """Move the keys and values of `kv` here; those of the sequence before it move out."""
-        if self._tenant() is kv:
+        if self.tenant() is kv:
             return
         self.recall()
         for buffer in (*self.keys, *self.values):
             buffer.zero_()  # masked slots weigh nothing, but nothing times NaN is NaN
         kv.move_to(self.keys, self.values)
-        self._tenant = weakref.ref(kv)
+        self.tenant = weakref.ref(kv)
 
     def recall(self) -> None:
         """Move out what is lent, into buffers of its own; a sequence that is gone needs none."""
-        if (tenant := self._tenant()) is not None:
+        if (tenant := self.tenant()) is not None:
             held = max(tenant.length(layer) for layer in range(tenant.num_layers))
             tenant.move_to(
                 [_zeros(buffer, held) for buffer in self.keys],
                 [_zeros(buffer, held) for buffer in self.values],
             )
-        self._tenant = lambda: None
+        self.tenant = lambda: None
 
 
 class SlotView(NamedTuple):
@@ -96,7 +96,11 @@ def _zeros(like: Tensor, slots: int) -> Tensor:
     return like.new_zeros(*like.shape[:-2], slots, like.shape[-1])
 
 
-_MOST_GRAPHS = 128  # kept at a time; the one unused for longest makes room
+_MOST_GRAPHS = 256  # kept at a time; the one unused for longest makes room
+
+_MOST_LANES = 4
+"""Texts whose keys and values stay in slots of their own, with graphs of their own: those of others
+are moved in and out."""
 
 _WARM_UPS = 3  # runs before a capture, which must not see libraries set up their workspaces
 
@@ -248,7 +252,8 @@ class CudaGraphExecutor:
             self._places = torch.zeros_like(self._positions)  # the slots of the rows
             self._tree = torch.zeros(_MOST_ROWS + 2, _MOST_ROWS, dtype=torch.int64).to(self._places)
             self._offsets = torch.arange(_MOST_ROWS, device=weight.device)
-        self._slots = StaticSlots(self._one_position(), self._count(min(slots, self._limit)))
+        first = StaticSlots(self._one_position(), self._count(min(slots, self._limit)))
+        self._lanes = [first]
         self._planted: tuple[int, ...] = ()
         self.replays = Replays(lambda: uncaptured)
         self._through: Callable[..., Tensor] = run_layer
@@ -288,10 +293,7 @@ class CudaGraphExecutor:
         kv.check_room(start + count)
         needed = kv.slots + _MOST_ROWS if kv.slots else start + (padded or count)
         with self._lock:
-            if needed > self._slots.slots:
-                self.replays.clear()
-                self._slots.grow(self._count(needed))
-            self._slots.lend(kv)
+            lane = self._lane(kv, needed)
             if padded is None:
                 return self._generic.run(hidden, first, last, rows)
             # what lay behind may be NaN, which masks let through
@@ -299,7 +301,7 @@ class CudaGraphExecutor:
             self._plant(rows.only.parents)
             torch.add(self._tree[_DEPTHS, :padded], rows.only.start, out=self._positions[:padded])
             torch.add(self._offsets[:padded], start, out=self._places[:padded])
-            segment = first, last, padded, self._count(needed)
+            segment = lane, first, last, padded, self._count(needed)
             (output,) = self.replays.run(segment, partial(self._segment, *segment))
             kv.extend(count, first, last)
             return output[:count].clone()  # the next replay overwrites it
@@ -317,6 +319,20 @@ class CudaGraphExecutor:
             outputs = self.replays.run((key, padded, len(inputs)), work, *rows)
             return tuple(output[:count].clone() for output in outputs)
 
+    def _lane(self, kv: KVCache, needed: int) -> StaticSlots:
+        """Where `kv` is, or goes: unused slots, new ones, or those of whom was away for longest."""
+        lanes = self._lanes  # the one used last is the last
+        of_kv, free = ([one for one in lanes if one.tenant() is who] for who in (kv, None))
+        if not (of_kv or free) and len(lanes) < _MOST_LANES:
+            free = [StaticSlots(lanes[-1].samples, lanes[-1].slots)]
+        lane = (of_kv or free or lanes)[0]
+        self._lanes = [*(one for one in lanes if one is not lane), lane]
+        if needed > lane.slots:
+            self.replays.clear()
+            lane.grow(self._count(needed))
+        lane.lend(kv)
+        return lane
+
     def _plant(self, parents: Sequence[int] | None) -> None:
         """Say which rows see which; those of padding follow one another."""
         parents = () if parents is None else tuple(parents)
@@ -330,12 +346,14 @@ class CudaGraphExecutor:
 
     @torch.inference_mode(False)  # or the buffers' rows and what layers give differ in kind
     @torch.no_grad()
-    def _segment(self, first: int, last: int, count: int, seen: int) -> tuple[Tensor]:
+    def _segment(
+        self, lane: StaticSlots, first: int, last: int, count: int, seen: int
+    ) -> tuple[Tensor]:
         """Layers first+1..last from the fixed buffers: what is captured."""
         positions, places = self._positions[None, :count], self._places[:count]
         kinds = set(self._generic.layer_types[first:last])
         masks = {kind: self._mask(kind, count, seen) for kind in kinds}
-        slots = zip(self._slots.keys, self._slots.values, strict=True)
+        slots = zip(lane.keys, lane.values, strict=True)
         views = [SlotView(keys, values, places, seen) for keys, values in slots]
         hidden = self._hidden[None, :count].clone()  # no view, like what later layers get
         run = self._generic.run_layers

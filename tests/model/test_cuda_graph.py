@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -152,6 +153,26 @@ def test_sequences_that_take_turns_keep_the_bits_they_have_alone(backbone: Backb
     assert [list(entries) for entries in zip(*turns, strict=True)] == alone
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize(("count", "moves"), [(4, 4), (5, 5 + 1 + 2 * 10)])
+def test_four_texts_in_turns_stay_where_they_are(
+    count: int, moves: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of five one goes out for the fifth, then each goes out and comes in again."""
+    backbone, moved = recorded(), Counter[str]()
+    move_to = KVCache.move_to
+
+    def noted(kv: KVCache, *buffers: Any) -> None:
+        moved["all"] += 1
+        move_to(kv, *buffers)
+
+    monkeypatch.setattr(KVCache, "move_to", noted)
+    hidden, texts = backbone.embed(random_ids(3)[0]), [KVCache(6) for _ in range(count)]
+    for row, kv in itertools.product(hidden.split(1), texts):
+        backbone.run(row, 0, 6, behind(kv, 0, 1))
+    assert moved["all"] == moves
+
+
 def test_what_a_sequence_or_padding_left_behind_reaches_no_row(backbone: Backbone) -> None:
     """A prompt of 12 rows is padded to 16."""
     expected = ladder.decode(backbone, random_ids(12), NoDrafter()).logits
@@ -160,7 +181,7 @@ def test_what_a_sequence_or_padding_left_behind_reaches_no_row(backbone: Backbon
         backbone.run(hidden, 0, 6, behind(poisoned, 0, 40))
         backbone.run(hidden[:4], 0, 6, behind(poisoned, 0, 4))
         executor._hidden.fill_(torch.nan)
-    assert executor._slots.keys[0].isnan().any()
+    assert executor._lanes[-1].keys[0].isnan().any()
     del poisoned
     gc.collect()
     assert torch.equal(ladder.decode(backbone, random_ids(12), NoDrafter()).logits, expected)
@@ -184,14 +205,14 @@ def test_slots_grow_and_segments_are_captured_anew(monkeypatch: pytest.MonkeyPat
                 found = executor.run(hidden, 0, 6, behind(ours, 0, count))
                 # float64; the largest difference measured is 3e-15
                 assert (found - expected).abs().max() < 1e-13
-                sizes.append(executor._slots.slots)
+                sizes.append(executor._lanes[-1].slots)
     assert sorted(set(sizes)) == [32, 64, 128, 256]
     assert sizes[-1] == 256
 
 
 def test_the_last_position_of_the_model_has_room_for_padding(backbone: Backbone) -> None:
     answer = ladder.decode(backbone, random_ids(MAX_POSITIONS - 9), NoDrafter(), new_tokens=9)
-    assert executor_of(backbone)._slots.slots == 320  # the next multiple of 64, not of two
+    assert executor_of(backbone)._lanes[-1].slots == 320  # the next multiple of 64, not of two
     generic = Backbone(backbone.model, executor="generic")
     expected = ladder.decode(generic, random_ids(MAX_POSITIONS - 9), NoDrafter(), new_tokens=9)
     assert answer.tokens == expected.tokens
@@ -204,7 +225,7 @@ def test_padding_behind_the_last_slot_makes_room_for_itself() -> None:
     with torch.inference_mode():
         for count in (253, 3):  # padded to 4: slot 257
             executor.run(hidden[:count], 0, 6, behind(kv, 0, count))
-            sizes.append(executor._slots.slots)
+            sizes.append(executor._lanes[-1].slots)
     assert sizes == [256, 320]
 
 
@@ -214,7 +235,7 @@ def test_with_fixed_slots_a_pass_always_looks_at_as_many_and_never_beyond() -> N
     with torch.inference_mode():
         for count in (4, 240, 4):
             executor.run(hidden[:count], 0, 6, behind(kv, 0, count))
-        assert executor.replays._graphs.keys() - before == {(0, 6, 4, 320)}
+        assert executor.replays._graphs.keys() - before == {(executor._lanes[-1], 0, 6, 4, 320)}
         with pytest.raises(IndexError, match="251 positions do not fit 250"):
             executor.run(hidden[:3], 0, 6, behind(kv, 0, 3))
 
