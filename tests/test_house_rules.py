@@ -39,13 +39,13 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27580,
+    "tests/": 27604,
     "model": 6647,
     "decoding": 5042,
     "training": 3716,
-    "eval": 2829,
+    "eval": 2847,
     "eval/": 3463,
-    "cli": 3172,
+    "cli": 3178,
     "serve": 2878,
     "api": 2252,
     "heads": 1722,

@@ -306,8 +306,8 @@ def _concurrency(asked: Asked, options: results.BenchOptions, *, as_json: bool) 
     base.refuse(asked, ignored, "means nothing with --concurrency. Leave it out")
     if min(texts) < 1:
         raise InvalidOption(f"concurrency holds {min(texts)}, expected at least 1")
-    ends = "concurrency.json", "concurrency.md"
-    outputs = [base.check_file(asked, Path(asked["output"], name)) for name in ends]
+    folder, ends = Path(asked["output"]), ("concurrency.json", "concurrency.md")
+    outputs = [base.check_file(asked, folder / name) for name in ends]
     suite = results.load_suite(options.suite, options.questions, options.limit)
     from selfspec.eval import concurrency
     from selfspec.model.weights import keep_numbers
@@ -316,17 +316,23 @@ def _concurrency(asked: Asked, options: results.BenchOptions, *, as_json: bool) 
     check_keys(names, concurrency.METHODS, "method")
     speculator = base.load(asked)
     keep_numbers(speculator.model)  # methods of Hugging Face run the model itself
-    loads, total = [], len(texts) * len(names) * options.repeats
-    with base.bar("concurrency", "measurements") as show:
-        show(0, total)
-        for load in concurrency.measured(speculator, suite, texts, names, options):
+    record = _record(asked, names, options, speculator, (suite, []))
+    summary: dict[str, Any] = {"made_by": "selfspec bench", **record, "texts": list(texts)}
+    total, kept = len(texts) * len(names) * options.repeats, folder / "concurrency.jsonl"
+    folder.mkdir(parents=True, exist_ok=True)
+    with files.locked(folder), base.bar("concurrency", "measurements") as show:
+        earlier = results.begun(kept, summary, overwrite=asked.get("overwrite", False))
+        loads = [concurrency.Load(**one) for one in earlier]
+        show(len(loads), total)
+        for load in concurrency.measured(speculator, suite, texts, names, options, [*loads]):
+            files.append(kept, json.dumps(asdict(load)))
             loads.append(load)
             show(len(loads), total, f"{load.method}, {load.texts} texts")
-    record = _record(asked, names, options, speculator, (suite, []))
-    summary = {"made_by": "selfspec bench", **record, "loads": [one.summary() for one in loads]}
-    text = concurrency.table(loads)
-    files.write(outputs[0], json.dumps(summary, indent=2) + "\n")
-    files.write(outputs[1], f"<!-- written by selfspec bench -->\n{text}")
+        summary["loads"] = [one.summary() for one in loads]
+        text = concurrency.table(loads)
+        files.write(outputs[0], json.dumps(summary, indent=2) + "\n")
+        files.write(outputs[1], f"<!-- written by selfspec bench -->\n{text}")
+        kept.unlink()
     return json.dumps(summary) + "\n" if as_json else text
 
 

@@ -176,8 +176,10 @@ def measured(
     texts: Sequence[int],
     methods: Sequence[str],
     options: BenchOptions,
+    done: Sequence[Load] = (),
 ) -> Iterator[Load]:
-    """All methods at each number of texts, in random order, several times over."""
+    """All methods at each number of texts, in random order, several times over; not the `done`."""
+    known = {(one.method, one.texts, one.repeat) for one in done}
     device, new_tokens = speculator.backbone.device, options.max_new_tokens
     ids = [encode(speculator.tokenizer, one.turns[0]).to(device) for one in questions]
     _, expected = METHODS["plain"](speculator, ids, new_tokens, 1)
@@ -187,7 +189,7 @@ def measured(
         for repeat, count in product(range(options.repeats), texts):
             order = list(methods)
             random.Random(f"{options.seed} {repeat} {count}").shuffle(order)
-            for name in order:
+            for name in (one for one in order if (one, count, repeat) not in known):
                 load, answers = METHODS[name](speculator, ids, new_tokens, count)
                 load.method, load.repeat, load.tokens = name, repeat, sum(map(len, answers))
                 load.same = sum(a == b for a, b in zip(answers, expected, strict=True))

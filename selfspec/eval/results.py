@@ -250,6 +250,22 @@ def _answer(record: Any) -> Answer:
     return Answer(**{**record, "runs": runs})
 
 
+def begun(path: Path, record: dict[str, Any], *, overwrite: bool) -> list[Any]:
+    """What a killed run left behind its `record`, line by line; else the file begins with that.
+
+    Raises CannotWrite, InvalidData, and InvalidOption for the file of another run.
+    """
+    if files.check_file(path, overwrite=True).exists() and overwrite:
+        path.unlink()
+    drop_unfinished(path)
+    found = [parse_json(line, str(path)) for _, line in json_lines(path)] if path.exists() else []
+    if not found:
+        files.append(path, json.dumps(record))
+    elif found[0] != record:
+        raise InvalidOption(f"{path} holds another run. Give --overwrite or another folder")
+    return found[1:]
+
+
 def drop_unfinished(path: Path) -> None:
     """Cut off a last line that a killed run left half-written."""
     if not path.exists():

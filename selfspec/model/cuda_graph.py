@@ -287,7 +287,7 @@ class CudaGraphExecutor:
                 raise ValueError(f"{what} comes out differently")
 
     def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
-        """Layers first+1..last on [T, d], whose positions rise by one; adds to the KV cache."""
+        """Layers first+1..last on [T, d], of one text; adds to the KV cache."""
         kv, count = rows.only.kv, len(hidden)
         start, padded = kv.length(first), _padded(count)
         kv.check_room(start + count)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from selfspec import files
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.api.text import encode
 from selfspec.decoding.drafters.rest import Datastore
 from selfspec.decoding.stats import Round
-from selfspec.errors import HeadsNotFound, InvalidOption
+from selfspec.errors import CannotWrite, HeadsNotFound, InvalidOption
 from selfspec.eval import bench as methods
 from selfspec.eval import results
 from selfspec.eval.bench import METHODS, Bench, Contender, Written, candidates, endless, swept
 from selfspec.eval.bench import moved as moves
-from selfspec.eval.concurrency import Load, continuous, padded_batch, table
+from selfspec.eval.concurrency import Load, continuous, measured, padded_batch, table
 from selfspec.eval.results import Answer, BenchOptions, Question, Run
 from tests import ladder
 from tests.models import make_model, random_ids
@@ -314,6 +316,28 @@ def test_a_model_without_continuous_batching_is_refused_and_not_measured() -> No
     other = wrap(make_model("gpt_neox"), make_tokenizer(), heads="none")
     with pytest.raises(InvalidOption, match=r"failed \(.+\)\. Leave hugging-face-continuous out"):
         continuous(other, [random_ids(3)], COUNT, 1)
+
+
+def test_loads_of_a_killed_run_are_not_measured_again(
+    speculator: Speculator, tmp_path: Path
+) -> None:
+    path, record = tmp_path / "loads.jsonl", {"made_by": "selfspec bench", "texts": [1, 2]}
+    assert results.begun(path, record, overwrite=False) == []
+    kept = load("plain", 2, 0, 50.0)
+    files.append(path, json.dumps(asdict(kept)))
+    with path.open("a") as file:
+        file.write('{"method": "pl')  # killed meanwhile
+    assert [Load(**one) for one in results.begun(path, record, overwrite=False)] == [kept]
+    options, both = BenchOptions(max_new_tokens=2, repeats=1), ("plain", "default")
+    again = measured(speculator, QUESTIONS, (1, 2), both, options, [kept])
+    found = [(one.method, one.texts) for one in again]
+    assert sorted(found) == [("default", 1), ("default", 2), ("plain", 1)]
+    with pytest.raises(InvalidOption, match="holds another run"):
+        results.begun(path, record | {"texts": [1]}, overwrite=False)
+    assert results.begun(path, record | {"texts": [1]}, overwrite=True) == []
+    path.write_text("somebody's\n")
+    with pytest.raises(CannotWrite, match="was not written by selfspec"):
+        results.begun(path, record, overwrite=True)
 
 
 # --- looks at a clock
