@@ -39,8 +39,8 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27604,
-    "model": 6647,
+    "tests/": 27614,
+    "model": 6649,
     "decoding": 5042,
     "training": 3716,
     "eval": 2847,

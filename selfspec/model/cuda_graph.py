@@ -12,6 +12,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -324,7 +325,8 @@ class CudaGraphExecutor:
         lanes = self._lanes  # the one used last is the last
         of_kv, free = ([one for one in lanes if one.tenant() is who] for who in (kv, None))
         if not (of_kv or free) and len(lanes) < _MOST_LANES:
-            free = [StaticSlots(lanes[-1].samples, lanes[-1].slots)]
+            with suppress(torch.OutOfMemoryError):  # then somebody's are taken
+                free = [StaticSlots(lanes[-1].samples, lanes[-1].slots)]
         lane = (of_kv or free or lanes)[0]
         self._lanes = [*(one for one in lanes if one is not lane), lane]
         if needed > lane.slots:

@@ -154,11 +154,16 @@ def test_sequences_that_take_turns_keep_the_bits_they_have_alone(backbone: Backb
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize(("count", "moves"), [(4, 4), (5, 5 + 1 + 2 * 10)])
+@pytest.mark.parametrize(
+    ("count", "moves", "full"),
+    [(4, 4, False), (5, 5 + 1 + 2 * 10, False), (2, 2 + 1 + 2 * 4, True)],
+)
 def test_four_texts_in_turns_stay_where_they_are(
-    count: int, moves: int, monkeypatch: pytest.MonkeyPatch
+    count: int, moves: int, full: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of five one goes out for the fifth, then each goes out and comes in again."""
+    """Of five one goes out for the fifth, then each goes out and comes in again; so do two where
+    memory has no room for more.
+    """
     backbone, moved = recorded(), Counter[str]()
     move_to = KVCache.move_to
 
@@ -166,7 +171,12 @@ def test_four_texts_in_turns_stay_where_they_are(
         moved["all"] += 1
         move_to(kv, *buffers)
 
+    def no_room(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
     monkeypatch.setattr(KVCache, "move_to", noted)
+    if full:
+        monkeypatch.setattr(cuda_graph, "StaticSlots", no_room)
     hidden, texts = backbone.embed(random_ids(3)[0]), [KVCache(6) for _ in range(count)]
     for row, kv in itertools.product(hidden.split(1), texts):
         backbone.run(row, 0, 6, behind(kv, 0, 1))
