@@ -340,11 +340,11 @@ class CudaGraphExecutor:
         parents = () if parents is None else tuple(parents)
         parents = *parents, *range(len(parents) - 1, _MOST_ROWS - 1)
         if parents != self._planted:
-            self._planted = parents
             numbers = torch.tensor([depths(parents), held_behind(parents)])
             tree = torch.cat([ancestors(parents), numbers])
             pinned = tree.pin_memory() if self._tree.is_cuda else tree
             self._tree.copy_(pinned, non_blocking=True)
+            self._planted = parents
 
     @torch.inference_mode(False)  # or the buffers' rows and what layers give differ in kind
     @torch.no_grad()
