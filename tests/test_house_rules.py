@@ -39,13 +39,13 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27614,
+    "tests/": 27631,
     "model": 6649,
     "decoding": 5042,
     "training": 3716,
     "eval": 2847,
     "eval/": 3463,
-    "cli": 3178,
+    "cli": 3184,
     "serve": 2878,
     "api": 2252,
     "heads": 1722,

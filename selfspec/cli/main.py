@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, cast
 from selfspec.cli import interrupts
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     import typer
 
 BUG = 70  # EX_SOFTWARE, as sysexits.h has it
@@ -37,8 +39,12 @@ def run() -> None:
     sys.exit(code)
 
 
-def _interrupt(*_: object) -> None:
+def _interrupt(_signal: int, frame: FrameType | None) -> None:
     interrupts.append(None)
+    while frame is not None:
+        if (frame.f_globals.get("__name__"), frame.f_code.co_name) == ("torch", "<module>"):
+            os._exit(_interrupted())  # an exception would abort the C++ that imports parts of torch
+        frame = frame.f_back
     raise KeyboardInterrupt
 
 

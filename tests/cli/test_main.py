@@ -179,6 +179,23 @@ def test_ctrl_c_ends_it_with_130_whenever_it_comes(delay_s: float, tmp_path: Pat
     assert snapshot(tmp_path) == before
 
 
+def test_ctrl_c_within_torch_ends_it_there(tmp_path: Path) -> None:
+    """Torch's import runs Python from C++, which an exception aborts: its stand-in does so too."""
+    (tmp_path / "torch.py").write_text(
+        "import os, signal\n"
+        "def called_by_cpp():\n    os.kill(os.getpid(), signal.SIGINT)\n"
+        "try:\n    called_by_cpp()\nexcept KeyboardInterrupt:\n    os.abort()\n"
+    )
+    done = subprocess.run(
+        [*SELFSPEC, "generate", "hi"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (INTERRUPTED, "\nselfspec: interrupted\n")
+
+
 # --- bugs, and what is none
 
 
