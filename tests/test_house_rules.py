@@ -39,7 +39,7 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27631,
+    "tests/": 27632,
     "model": 6649,
     "decoding": 5042,
     "training": 3716,
@@ -47,7 +47,7 @@ MOST_LINES = {
     "eval/": 3463,
     "cli": 3184,
     "serve": 2878,
-    "api": 2252,
+    "api": 2253,
     "heads": 1722,
     "visualise": 1603,
     "hub": 1434,

@@ -442,7 +442,8 @@ def _speculator(
     tokenizer, turn_end = templates.chosen(tokenizer, template, fitted, label)
     base = SpeculationOptions()
     if fitted is not None:
-        pack(fitted)
+        if backbone.claims.replayed is None:  # a graph sees torch's own kernels alone
+            pack(fitted)
         base = base.updated(fitted.config.defaults).updated(tuned.read(backbone, fitted))
     elif second is None and "drafter" not in options:
         # prompt lookup drafts for any model, under a rule of its own

@@ -187,9 +187,10 @@ def test_a_round_launches_little_beside_graphs_and_captures_nothing() -> None:
     assert found == {0: (10, 2), 4: (59, 11)}
 
 
-def test_trees_capture_nothing_within_an_answer() -> None:
+@pytest.mark.parametrize("kind", ["deep", "deep with states", "attending"])
+def test_trees_capture_nothing_within_an_answer(kind: str) -> None:
     model, capture = make_model("llama"), RecordedCapture()
-    heads = ladder.deep_heads(Backbone(model, executor="generic"), (0,))
+    heads = ladder.HEADS[kind](Backbone(model, executor="generic"))
     made = wrap(model, heads=heads, executor="cuda-graph", never_slower=False)
     made.backbone._executor.start_capture(lambda: capture, None)  # type: ignore[attr-defined]
     entries = made.stream(random_ids(13), max_new_tokens=24, drafter=ladder.TREES)._entries
