@@ -221,8 +221,9 @@ def captures(hour: Hour, found: Found) -> None:
 
 
 def bits(hour: Hour, found: Found, executor: str, dtype: torch.dtype) -> None:
-    """Logits of 64 positions, by passes of more rows against passes of one."""
+    """Logits of 64 positions, by passes of more rows against passes of one; and beside others."""
     backbone = hour.on(DEFAULT, dtype, executor).backbone
+    found["texts share passes"] = backbone.runs_many
     ids = torch.arange(64, device=hour.device) % backbone.vocab_size
     alone = verify.logits_of(backbone, ids, verify.Way([1]))
     for rows in ROWS:

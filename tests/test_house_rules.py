@@ -39,12 +39,12 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27632,
-    "model": 6649,
+    "tests/": 27734,
+    "model": 6783,
     "decoding": 5042,
     "training": 3716,
     "eval": 2847,
-    "eval/": 3463,
+    "eval/": 3464,
     "cli": 3184,
     "serve": 2878,
     "api": 2253,

@@ -3,7 +3,8 @@
 torch's compiler first makes a few kernels of a layer's many small ones, where it can. A graph
 replays kernels with the addresses and shapes that it was captured with. So inputs are copied into
 fixed buffers, rows are padded to a few counts, keys and values stay where they are, and which slots
-a row may see comes from numbers on the device. Nothing here needs a GPU but `graph_capture`.
+a row may see comes from numbers on the device: rows of several texts are rows that see other slots.
+Nothing here needs a GPU but `graph_capture`.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -24,52 +25,80 @@ from selfspec.model.generic import Claims, GenericExecutor, as_mask, in_reach, r
 from selfspec.model.kv import (
     KVCache,
     Rows,
+    Span,
     ancestors,
     depths,
     fixed_slots,
     held_behind,
+    uploaded,
     with_zeros,
 )
 from selfspec.model.parts import require_own_code
 
 
 class StaticSlots:
-    """Buffers of every layer, [1, kv heads, slots, head_dim], and the sequence that has them."""
+    """Buffers of every layer, [1, kv heads, lanes, slots, head_dim]; a lane has one sequence."""
 
     def __init__(self, samples: Sequence[tuple[Tensor, Tensor]], slots: int) -> None:
         """`samples`: keys and values of one position, [1, kv heads, 1, head_dim], per layer."""
-        self.samples = samples
-        self.tenant: Callable[[], KVCache | None] = lambda: None
-        self.grow(slots)
+        self._samples = samples
+        self.tenants: list[Callable[[], KVCache | None]] = []  # the one used last is the last
+        self._lanes: list[int] = []  # theirs
+        self.grow(1, slots)
 
-    def grow(self, slots: int) -> None:
+    @property
+    def lanes(self) -> int:
+        """How many sequences may stay."""
+        return len(self._lanes)
+
+    def grow(self, lanes: int, slots: int) -> None:
         """Other buffers, made when the old ones are gone: both at once may not fit the device."""
-        self.recall()
+        for at in range(self.lanes):
+            self._recall(at)
         self.slots, self.keys, self.values = 0, list[Tensor](), list[Tensor]()
+        self.tenants, self._lanes = [], []
         with torch.inference_mode(False):  # else only inference mode could write to them
-            self.keys = [_zeros(keys, slots) for keys, _ in self.samples]
-            self.values = [_zeros(values, slots) for _, values in self.samples]
+            self.keys = [_zeros(keys[:, :, None], lanes, slots) for keys, _ in self._samples]
+            self.values = [_zeros(values[:, :, None], lanes, slots) for _, values in self._samples]
         self.slots = slots
+        self.tenants, self._lanes = [lambda: None] * lanes, [*range(lanes)]
 
-    def lend(self, kv: KVCache) -> None:
-        """Move the keys and values of `kv` here; those of the sequence before it move out."""
-        if self.tenant() is kv:
-            return
-        self.recall()
-        for buffer in (*self.keys, *self.values):
-            buffer.zero_()  # masked slots weigh nothing, but nothing times NaN is NaN
-        kv.move_to(self.keys, self.values)
-        self.tenant = weakref.ref(kv)
+    def strangers(self, caches: Sequence[KVCache]) -> int:
+        """Sequences that have a lane, and are none of these."""
+        return sum(one() is not None and one() not in caches for one in self.tenants)
 
-    def recall(self) -> None:
+    def lend(self, caches: Sequence[KVCache]) -> list[int]:
+        """Their lanes, at most as many as there are. Keys and values of new ones move there.
+
+        An unused lane is taken, or that of who was away for longest, who moves out.
+        """
+        for kv in caches:
+            held = [one() for one in self.tenants]
+            others = [at for at, one in enumerate(held) if one not in caches]
+            unused = sorted((at for at in others if held[at] is None), key=self._lanes.__getitem__)
+            at = held.index(kv) if kv in held else (unused or others)[0]
+            if held[at] is not kv:
+                self._recall(at)
+                keys, values = self._of_lane(at)
+                for buffer in (*keys, *values):
+                    buffer.zero_()  # masked slots weigh nothing, but nothing times NaN is NaN
+                kv.move_to(keys, values)
+            del self.tenants[at]
+            self.tenants.append(weakref.ref(kv))
+            self._lanes.append(self._lanes.pop(at))
+        return self._lanes[len(self._lanes) - len(caches) :]
+
+    def _recall(self, at: int) -> None:
         """Move out what is lent, into buffers of its own; a sequence that is gone needs none."""
-        if (tenant := self.tenant()) is not None:
+        if (tenant := self.tenants[at]()) is not None:
             held = max(tenant.length(layer) for layer in range(tenant.num_layers))
-            tenant.move_to(
-                [_zeros(buffer, held) for buffer in self.keys],
-                [_zeros(buffer, held) for buffer in self.values],
-            )
-        self.tenant = lambda: None
+            own = ([_zeros(one, held) for one in every] for every in self._of_lane(at))
+            tenant.move_to(*own)
+        self.tenants[at] = lambda: None
+
+    def _of_lane(self, at: int) -> tuple[list[Tensor], list[Tensor]]:
+        lane = self._lanes[at]
+        return [one[:, :, lane] for one in self.keys], [one[:, :, lane] for one in self.values]
 
 
 class SlotView(NamedTuple):
@@ -78,30 +107,43 @@ class SlotView(NamedTuple):
     It does not look at the layer's number, which compiled code would be made for.
     """
 
-    keys: Tensor  # [1, heads, slots, head_dim]
+    keys: Tensor  # [1, heads, lanes, slots, head_dim]
     values: Tensor
-    places: Tensor  # [rows]: slots
-    seen: int  # the layer looks at as many slots
+    places: Tensor  # [rows]: slots, counted through all lanes
+    seen: int  # the layer looks at as many slots of each lane
 
     def update(
         self, keys: Tensor, values: Tensor, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
         """Write [1, heads, rows, head_dim] at their places; what is seen, [1, heads, S, ..]."""
-        self.keys.index_copy_(2, self.places, keys)
-        self.values.index_copy_(2, self.places, values)
-        return self.keys[:, :, : self.seen], self.values[:, :, : self.seen]
+        self.keys.flatten(2, 3).index_copy_(2, self.places, keys)
+        self.values.flatten(2, 3).index_copy_(2, self.places, values)
+        seen = self.keys[..., : self.seen, :], self.values[..., : self.seen, :]
+        return seen[0].flatten(2, 3), seen[1].flatten(2, 3)
 
 
-def _zeros(like: Tensor, slots: int) -> Tensor:
-    """[1, heads, slots, head_dim] for a buffer of any number of slots."""
-    return like.new_zeros(*like.shape[:-2], slots, like.shape[-1])
+class Segment(NamedTuple):
+    """What a graph of layers was captured for."""
+
+    begin: int  # the first lane
+    size: int  # lanes
+    first: int
+    last: int
+    rows: int
+    seen: int  # slots of each lane
+
+
+def _zeros(like: Tensor, *slots: int) -> Tensor:
+    """[1, heads, slots, head_dim], or with lanes, for a buffer of any number of slots."""
+    return like.new_zeros(*like.shape[:2], *slots, like.shape[-1])
 
 
 _MOST_GRAPHS = 256  # kept at a time; the one unused for longest makes room
 
-_MOST_LANES = 4
-"""Texts whose keys and values stay in slots of their own, with graphs of their own: those of others
-are moved in and out."""
+_MOST_LANES = 8
+"""Texts whose keys and values stay in slots of their own: those of others are moved in and out."""
+
+_ANY_TEXTS = 1 << 16  # in one call; it runs as many passes as it takes
 
 _WARM_UPS = 3  # runs before a capture, which must not see libraries set up their workspaces
 
@@ -171,9 +213,12 @@ class Replays:
         return graph()
 
     def clear(self) -> None:
-        """Drop all graphs: their addresses are no longer right."""
-        self._graphs.clear()
-        if self.captures:  # a pool is not used again once the last graph in it is gone
+        """Drop the graphs of segments: their addresses are no longer right."""
+        for key in [key for key in self._graphs if isinstance(key, Segment)]:
+            del self._graphs[key]
+        if (
+            self.captures and not self._graphs
+        ):  # a pool is not used again once its last graph is gone
             self._capture = self._strategy()
 
     def _captured(self, work: Work, inputs: Sequence[Tensor]) -> tuple[Work, list[Tensor]]:
@@ -196,9 +241,9 @@ class Replays:
 ROW_COUNTS = (1, 2, 4, 8, 16)  # of a captured pass; fewer are padded, more (prompts) run uncaptured
 _MOST_ROWS = ROW_COUNTS[-1]
 
-_DEPTHS, _UNSEEN = _MOST_ROWS, _MOST_ROWS + 1
-"""Behind who sees whom, each row's distance from the text and how much of its end it does not see,
-in numbers on the device."""
+_DEPTHS, _UNSEEN, _ROOTS, _LANES = range(_MOST_ROWS, _MOST_ROWS + 4)
+"""Behind who sees whom, numbers of each row on the device: its distance from its text, how much of
+that text's end it does not see, the first row of that text, and the text's lane."""
 
 _FEWEST_SEEN = 256
 """Slots that a captured pass looks at: this, doubled as long as the text needs it. Each count takes
@@ -249,13 +294,13 @@ class CudaGraphExecutor:
         weight = decoder.embed_tokens.weight
         with torch.inference_mode(False):
             self._hidden = weight.new_zeros(_MOST_ROWS, config.hidden_size)
-            self._positions = torch.zeros(_MOST_ROWS, dtype=torch.int64, device=weight.device)
-            self._places = torch.zeros_like(self._positions)  # the slots of the rows
-            self._tree = torch.zeros(_MOST_ROWS + 2, _MOST_ROWS, dtype=torch.int64).to(self._places)
             self._offsets = torch.arange(_MOST_ROWS, device=weight.device)
-        first = StaticSlots(self._one_position(), self._count(min(slots, self._limit)))
-        self._lanes = [first]
-        self._planted: tuple[int, ...] = ()
+            self._where = self._offsets.new_zeros(2, _MOST_ROWS)  # positions, slots of a lane
+            self._tree = self._offsets.new_zeros(_LANES + 1, _MOST_ROWS)
+        self._slots = StaticSlots(self._one_position(), self._count(min(slots, self._limit)))
+        self._most_lanes = _MOST_LANES
+        self._planted: object = None
+        self._alike = 1  # rows of a pass that have the bits of passes of their own
         self.replays = Replays(lambda: uncaptured)
         self._through: Callable[..., Tensor] = run_layer
         self._lock = threading.Lock()  # answers may be written in several threads
@@ -280,6 +325,9 @@ class CudaGraphExecutor:
             self._through = run_layer
         self.replays = Replays(strategy)
         self._compare(expected, "a captured segment, replayed,")
+        self._alike = self._rows_alike()
+        # whether texts keep their bits beside others is tried when there are some
+        self.claims = Claims(replayed=self._replayed, spans=_ANY_TEXTS if self._alike > 1 else 1)
 
     def _compare(self, expected: Sequence[Tensor], what: str) -> None:
         for found, right in zip(self._trial(), expected, strict=True):
@@ -288,28 +336,62 @@ class CudaGraphExecutor:
                 raise ValueError(f"{what} comes out differently")
 
     def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
-        """Layers first+1..last on [T, d], of one text; adds to the KV cache."""
-        kv, count = rows.only.kv, len(hidden)
-        start, padded = kv.length(first), _padded(count)
-        kv.check_room(start + count)
-        needed = kv.slots + _MOST_ROWS if kv.slots else start + (padded or count)
+        """Layers first+1..last on [T, d]; adds to the KV caches."""
+        found, spans = list[Tensor](), rows.spans
         with self._lock:
-            lane = self._lane(kv, needed)
-            if padded is None:
-                return self._generic.run(hidden, first, last, rows)
-            # what lay behind may be NaN, which masks let through
-            self._hidden[:padded] = with_zeros(hidden, padded)
-            self._plant(rows.only.parents)
-            torch.add(self._tree[_DEPTHS, :padded], rows.only.start, out=self._positions[:padded])
-            torch.add(self._offsets[:padded], start, out=self._places[:padded])
-            segment = lane, first, last, padded, self._count(needed)
-            (output,) = self.replays.run(segment, partial(self._segment, *segment))
-            kv.extend(count, first, last)
-            return output[:count].clone()  # the next replay overwrites it
+            self._make_room(spans, first)
+            while spans:
+                some = spans[: self._together(spans)]
+                spans, count = spans[len(some) :], sum(span.count for span in some)
+                found.append(self._pass(hidden[:count], first, last, some))
+                hidden = hidden[count:]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _make_room(self, spans: Sequence[Span], first: int) -> None:
+        """More lanes, or longer ones, where texts need them; all is captured anew then."""
+        held, caches = self._slots, [span.kv for span in spans]
+        texts = len(caches) + held.strangers(caches)
+        lanes = max(held.lanes, min(self._most_lanes, 1 << (texts - 1).bit_length()))
+        slots = max(held.slots, *(self._count(_needed(span, first)) for span in spans))
+        while (lanes, slots) != (held.lanes, held.slots):
+            self.replays.clear()
+            try:
+                held.grow(lanes, slots)
+            except torch.OutOfMemoryError:  # then some move out for others
+                if lanes == 1:
+                    raise
+                lanes = self._most_lanes = lanes // 2
+
+    def _together(self, spans: Sequence[Span]) -> int:
+        """How many of the first texts share a pass: one, or as many as keep the bits they have."""
+        rows = accumulate(span.count for span in spans[: self._slots.lanes])
+        return max(1, sum(count <= self._alike for count in rows))
+
+    def _pass(self, hidden: Tensor, first: int, last: int, spans: Sequence[Span]) -> Tensor:
+        count, padded = len(hidden), _padded(len(hidden))
+        lanes = self._slots.lend([span.kv for span in spans])
+        if padded is None:
+            return self._generic.run(hidden, first, last, Rows(hidden.device, tuple(spans)))
+        size = 1
+        while min(lanes) // size < max(lanes) // size:
+            size *= 2
+        begin = min(lanes) // size * size
+        # what lay behind may be NaN, which masks let through
+        self._hidden[:padded] = with_zeros(hidden, padded)
+        self._plant(spans, [lane - begin for lane in lanes])
+        self._place(spans, first, padded)
+        seen = self._count(max(_needed(span, first) for span in spans))
+        segment = Segment(begin, size, first, last, padded, seen)
+        (output,) = self.replays.run(segment, partial(self._segment, segment))
+        for span in spans:
+            span.kv.extend(span.count, first, last)
+        return output[:count].clone()  # the next replay overwrites it
 
     def unembed(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Output of layer L, [T, d] -> normed, [T, d], and what lm_head makes of that, [T, V]."""
-        normed, logits = self._replayed("unembed", self._generic.unembed, hidden)
+        pieces = hidden.split(self._alike) if self._alike > 1 else (hidden,)
+        found = [self._replayed("unembed", self._generic.unembed, piece) for piece in pieces]
+        normed, logits = found[0] if len(found) == 1 else map(torch.cat, zip(*found, strict=True))
         return normed, logits
 
     def _replayed(self, key: Hashable, work: Work, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -320,58 +402,72 @@ class CudaGraphExecutor:
             outputs = self.replays.run((key, padded, len(inputs)), work, *rows)
             return tuple(output[:count].clone() for output in outputs)
 
-    def _lane(self, kv: KVCache, needed: int) -> StaticSlots:
-        """Where `kv` is, or goes: unused slots, new ones, or those of whom was away for longest."""
-        lanes = self._lanes  # the one used last is the last
-        of_kv, free = ([one for one in lanes if one.tenant() is who] for who in (kv, None))
-        if not (of_kv or free) and len(lanes) < _MOST_LANES:
-            with suppress(torch.OutOfMemoryError):  # then somebody's are taken
-                free = [StaticSlots(lanes[-1].samples, lanes[-1].slots)]
-        lane = (of_kv or free or lanes)[0]
-        self._lanes = [*(one for one in lanes if one is not lane), lane]
-        if needed > lane.slots:
-            self.replays.clear()
-            lane.grow(self._count(needed))
-        lane.lend(kv)
-        return lane
+    def _plant(self, spans: Sequence[Span], lanes: Sequence[int]) -> None:
+        """Say which rows see which, of what lanes."""
+        follows = _follows(spans)
+        if (planted := [*zip(lanes, follows, strict=True)]) == self._planted:
+            return
+        counts = torch.tensor([len(parents) for parents in follows])
+        roots = (counts.cumsum(0) - counts).repeat_interleave(counts)
+        numbers = [
+            [one for parents in follows for one in of(parents)] for of in (depths, held_behind)
+        ]
+        by_row = torch.tensor(lanes).repeat_interleave(counts)
+        sees = torch.block_diag(*map(ancestors, follows)).long()
+        tree = torch.cat([sees, torch.tensor(numbers), roots[None], by_row[None]])
+        pinned = tree.pin_memory() if self._tree.is_cuda else tree
+        self._tree.copy_(pinned, non_blocking=True)
+        self._planted = planted
 
-    def _plant(self, parents: Sequence[int] | None) -> None:
-        """Say which rows see which; those of padding follow one another."""
-        parents = () if parents is None else tuple(parents)
-        parents = *parents, *range(len(parents) - 1, _MOST_ROWS - 1)
-        if parents != self._planted:
-            numbers = torch.tensor([depths(parents), held_behind(parents)])
-            tree = torch.cat([ancestors(parents), numbers])
-            pinned = tree.pin_memory() if self._tree.is_cuda else tree
-            self._tree.copy_(pinned, non_blocking=True)
-            self._planted = parents
+    def _place(self, spans: Sequence[Span], first: int, count: int) -> None:
+        """Say at what positions rows are, and in which slots; nothing is uploaded for one text."""
+        positions, slots = self._where[:, :count]
+        starts = [span.kv.length(first) for span in spans]
+        if len(spans) == 1:
+            torch.add(self._tree[_DEPTHS, :count], spans[0].start, out=positions)
+            torch.add(self._offsets[:count], starts[0], out=slots)
+            return
+        rows = [
+            (span.start + depth, start + at)
+            for span, start, parents in zip(spans, starts, _follows(spans), strict=True)
+            for at, depth in enumerate(depths(parents))
+        ]
+        numbers = [number for each in zip(*rows[:count], strict=True) for number in each]
+        self._where[:, :count] = uploaded(numbers, slots.device).view(2, count)
 
     @torch.inference_mode(False)  # or the buffers' rows and what layers give differ in kind
     @torch.no_grad()
-    def _segment(
-        self, lane: StaticSlots, first: int, last: int, count: int, seen: int
-    ) -> tuple[Tensor]:
+    def _segment(self, of: Segment) -> tuple[Tensor]:
         """Layers first+1..last from the fixed buffers: what is captured."""
-        positions, places = self._positions[None, :count], self._places[:count]
-        kinds = set(self._generic.layer_types[first:last])
-        masks = {kind: self._mask(kind, count, seen) for kind in kinds}
-        slots = zip(lane.keys, lane.values, strict=True)
-        views = [SlotView(keys, values, places, seen) for keys, values in slots]
-        hidden = self._hidden[None, :count].clone()  # no view, like what later layers get
+        (positions, slots), lanes = self._where[:, : of.rows], self._tree[_LANES, : of.rows]
+        masks = {
+            kind: self._mask(kind, of) for kind in {*self._generic.layer_types[of.first : of.last]}
+        }
+        held, some = self._slots, slice(of.begin, of.begin + of.size)
+        places = lanes * held.slots + slots
+        views = [
+            SlotView(keys[:, :, some], values[:, :, some], places, of.seen)
+            for keys, values in zip(held.keys, held.values, strict=True)
+        ]
+        hidden = self._hidden[None, : of.rows].clone()  # no view, like what later layers get
         run = self._generic.run_layers
-        return (run(hidden, first, last, positions, views, masks, self._through)[0],)
+        through = self._through
+        return (run(hidden, of.first, of.last, positions[None], views, masks, through)[0],)
 
-    def _mask(self, kind: str, count: int, seen: int) -> Tensor:
-        """[1, 1, rows, seen] as transformers makes it, but from numbers on the device."""
-        tree, first, config = self._tree[:, :count], self._places[0], self._decoder.config
-        slots = torch.arange(seen, device=first.device)
-        row = (slots - first).clamp(-1, count)  # of this pass that a slot is for
-        ours, row = (row >= 0) & (row < count), row.clamp(0, count - 1)
-        held = slots < first - tree[_UNSEEN, :, None]
-        visible = held | (ours & tree.index_select(1, row)[:count].bool())
-        stands = torch.where(ours, first + tree[_DEPTHS].index_select(0, row), slots)
-        visible = in_reach(visible, kind, config, first + tree[_DEPTHS], stands)
-        return as_mask(visible, config, self._hidden)
+    def _mask(self, kind: str, of: Segment) -> Tensor:
+        """[1, 1, rows, lanes * seen] as transformers makes it, but from numbers on the device."""
+        (positions, slots), tree = self._where[:, : of.rows], self._tree[:, : of.rows]
+        every = torch.arange(of.size * of.seen, device=slots.device)
+        lane, slot = every // of.seen, every % of.seen
+        row = torch.full_like(every, -1)  # of this pass that a slot is for
+        row.index_copy_(0, tree[_LANES] * of.seen + slots, self._offsets[: of.rows])
+        ours, row = row >= 0, row.clamp(min=0)
+        begins = slots.index_select(0, tree[_ROOTS]) - tree[_UNSEEN]
+        held = (lane == tree[_LANES, :, None]) & (slot < begins[:, None])
+        visible = held | (ours & tree.index_select(1, row)[: of.rows].bool())
+        stands = torch.where(ours, positions.index_select(0, row), slot)
+        visible = in_reach(visible, kind, self._decoder.config, positions, stands)
+        return as_mask(visible, self._decoder.config, self._hidden)
 
     def _count(self, needed: int) -> int:
         """Slots for `needed` positions: few distinct counts, and none beyond what is ever used."""
@@ -402,6 +498,44 @@ class CudaGraphExecutor:
                 found += self.unembed(found[-1])
                 done += len(block)
         return found
+
+    @torch.no_grad()
+    def _rows_alike(self) -> int:
+        """Rows of a pass, at most, that have the bits which each has in a pass of its own."""
+        embed = self._decoder.embed_tokens
+        ids = torch.arange(_MOST_ROWS, device=embed.weight.device) % len(embed.weight)
+        hidden = embed(ids)
+
+        def logits(count: int) -> Tensor:
+            kv, found = KVCache(self._num_layers), []
+            for block in hidden.split(count):
+                rows = Rows.of(kv, kv.length(0), len(block), ids.device)
+                output = self.run(block, 0, self._num_layers, rows)
+                found += [output, self._replayed("unembed", self._generic.unembed, output)[1]]
+            return torch.cat([torch.cat(found[0::2]), torch.cat(found[1::2])], 1)
+
+        expected, alike = logits(1), 1
+        for count in ROW_COUNTS[1:]:
+            if not torch.equal(logits(count), expected):
+                break
+            alike = count
+        return alike
+
+
+def _needed(span: Span, first: int) -> int:
+    """Slots of a lane for what runs through layers first+1.., with room for padding behind it."""
+    end = (start := span.kv.length(first)) + span.count
+    span.kv.check_room(end)
+    return span.kv.slots + _MOST_ROWS if span.kv.slots else max(end, start + _MOST_ROWS)
+
+
+def _follows(spans: Sequence[Span]) -> list[tuple[int, ...]]:
+    """For each text, which of its rows each one follows; those of padding are the last one's."""
+    found = [
+        tuple(range(-1, one.count - 1)) if one.parents is None else one.parents for one in spans
+    ]
+    held, last = sum(map(len, found)), len(found[-1])
+    return [*found[:-1], (*found[-1], *range(last - 1, last - 1 + _MOST_ROWS - held))]
 
 
 def _padded(count: int) -> int | None:

@@ -27,7 +27,8 @@ def test_every_step_runs_on_a_tiny_model(tmp_path: Path) -> None:
     for name, step in (check | speed | fit).items():
         assert step["outcome"] == ("skipped: no CUDA" if name.startswith("waits") else "done"), name
     assert check["captures"]["found"]["graphs"] >= 2 * 5  # layers and logits, by rows
-    assert set(check["bits, generic, torch.float32"]["found"]) == {"2", "4", "8", "16"}
+    rows = {"texts share passes", "2", "4", "8", "16"}
+    assert set(check["bits, generic, torch.float32"]["found"]) == rows
     assert len(check["lossless, cuda-graph, torch.float32"]["found"]) == 7
     swept = speed["swept, smollm2-135m"]["found"]
     few, many = (swept[f"7 drafts, {chance}"]["tokens_a_round"] for chance in (0.5, 0.9))

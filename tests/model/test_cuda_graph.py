@@ -7,6 +7,7 @@ import itertools
 import logging
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,11 +17,20 @@ from torch._dynamo.utils import counters
 
 from eval.families import tiny_model
 from selfspec.api.speculator import wrap
+from selfspec.decoding.decode import StopRule
+from selfspec.decoding.engine import Asked, Engine
 from selfspec.decoding.state import NoDrafter
 from selfspec.errors import UnsupportedModel
 from selfspec.model import cuda_graph
 from selfspec.model.backbone import Backbone
-from selfspec.model.cuda_graph import CudaGraphExecutor, Replays, Work, uncaptured
+from selfspec.model.cuda_graph import (
+    CudaGraphExecutor,
+    Replays,
+    Segment,
+    StaticSlots,
+    Work,
+    uncaptured,
+)
 from selfspec.model.kv import KVCache, Rows
 from selfspec.model.parts import parts_of
 from tests import ladder
@@ -155,32 +165,123 @@ def test_sequences_that_take_turns_keep_the_bits_they_have_alone(backbone: Backb
 
 @torch.inference_mode()
 @pytest.mark.parametrize(
-    ("count", "moves", "full"),
-    [(4, 4, False), (5, 5 + 1 + 2 * 10, False), (2, 2 + 1 + 2 * 4, True)],
+    ("count", "moves", "full"), [(8, 0, False), (9, 2 * 9, False), (2, 2 * 2, True)]
 )
-def test_four_texts_in_turns_stay_where_they_are(
+def test_eight_texts_in_turns_stay_where_they_are(
     count: int, moves: int, full: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of five one goes out for the fifth, then each goes out and comes in again; so do two where
-    memory has no room for more.
-    """
-    backbone, moved = recorded(), Counter[str]()
+    """Of nine each goes out and comes in again; so do two where memory has no room for both."""
+    backbone, moved, grow = recorded(), Counter[str](), StaticSlots.grow
     move_to = KVCache.move_to
 
     def noted(kv: KVCache, *buffers: Any) -> None:
         moved["all"] += 1
         move_to(kv, *buffers)
 
-    def no_room(*_: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+    def no_room(held: StaticSlots, lanes: int, slots: int) -> None:
+        grow(held, 0, slots)
+        if lanes > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        grow(held, 1, slots)
 
     monkeypatch.setattr(KVCache, "move_to", noted)
     if full:
-        monkeypatch.setattr(cuda_graph, "StaticSlots", no_room)
+        monkeypatch.setattr(StaticSlots, "grow", no_room)
     hidden, texts = backbone.embed(random_ids(3)[0]), [KVCache(6) for _ in range(count)]
-    for row, kv in itertools.product(hidden.split(1), texts):
-        backbone.run(row, 0, 6, behind(kv, 0, 1))
+    for row in hidden.split(1):  # by the last round there are as many lanes as there can be
+        moved.clear()
+        for kv in texts:
+            backbone.run(row, 0, 6, behind(kv, 0, 1))
     assert moved["all"] == moves
+
+
+def sharing(family: str = "llama", dtype: torch.dtype = torch.float64) -> Backbone:
+    """Texts share passes here whether or not this processor's kernels keep their bits."""
+    backbone = recorded(family, dtype)
+    executor = executor_of(backbone)
+    executor._alike, executor.claims = 8, replace(executor.claims, spans=64)
+    vars(backbone)["runs_many"] = True
+    return backbone
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+def test_rows_of_many_texts_share_a_graph(family: str) -> None:
+    """Prompts, chains and a tree of texts of different lengths, some of which come later."""
+    backbone = sharing(family)
+    ours, theirs = ([KVCache(6) for _ in range(5)] for _ in range(2))
+    tree, replays = (-1, -2, 0, 0), list[int]()
+    calls: list[dict[int, Any]] = [  # rows of texts, or whom each of them follows
+        {0: 30},  # prompts run as they are
+        {0: 1, 1: 20, 2: 3},
+        {0: 1, 1: 1, 2: 1},
+        {0: 1, 1: tree, 2: 2},
+        {0: 1, 1: tree, 2: 1, 3: 9, 4: 1},
+        {4: 2, 2: 1, 0: 5, 1: 1},
+    ]
+    run, executor = Replays.run, executor_of(backbone)
+
+    def counted(held: Replays, key: Any, *work: Any) -> Any:
+        replays[-1] += isinstance(key, Segment)
+        return run(held, key, *work)
+
+    for call in calls:
+        rows, expected = list[Rows](), list[Tensor]()
+        counts = [len(one) if isinstance(one, tuple) else one for one in call.values()]
+        hidden = backbone.embed(random_ids(sum(counts), seed=len(replays))[0])
+        for text, count, block in zip(call, counts, hidden.split(counts), strict=True):
+            parents = call[text] if isinstance(call[text], tuple) else None
+            at, alone = ours[text].length(), torch.device("cpu")
+            rows.append(Rows.of(ours[text], at, count, alone, parents))
+            own = Rows.of(theirs[text], at, count, alone, parents)
+            expected.append(backbone.own.run(block, 0, 6, own))
+        replays.append(0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Replays, "run", counted)
+            found = backbone.run(hidden, 0, 6, Rows.joined(rows))
+        # Gemma 2's probabilities are float32
+        assert (found - torch.cat(expected)).abs().max() < (1e-5 if family == "gemma2" else 1e-13)
+        for kv in (ours[1], theirs[1]):
+            if call.get(1) == tree:
+                kv.keep(kv.length() - 4, (0, 3))
+    # what is longer than the rows that keep their bits runs by itself
+    assert replays == [0, 2, 1, 1, 3, 2]
+    assert executor._slots.lanes == 8
+
+
+def test_texts_of_an_engine_share_passes_and_stay_as_they_are() -> None:
+    backbone = sharing()
+    speculator = wrap(backbone.model, executor="generic")
+    prompts = [random_ids(12 + 3 * seed, seed) for seed in range(5)]
+    options: dict[str, Any] = {"drafter": "ngram", "costs": "row=0.0"}
+    alone = [speculator.generate(ids, max_new_tokens=12, **options).token_ids for ids in prompts]
+    speculator.runtime.backbone = backbone
+    engine, texts = Engine(speculator.runtime), list[Any]()
+    for ids in prompts:
+        asked = Asked(ids=ids, sampler=ladder.greedy(), stop=StopRule(max_length=ids.shape[1] + 12))
+        texts.append(engine.add(asked, speculator.options.updated(options)))
+    while engine.texts:
+        engine.step()
+    assert [one.state.ids[0, -12:].tolist() for one in texts] == alone
+
+
+@pytest.mark.parametrize("most", [1, 4, 16])
+def test_rows_are_alike_as_far_as_a_trial_shows_it(most: int) -> None:
+    """Kernels are chosen by the number of rows."""
+    model = make_model("llama")
+    executor = CudaGraphExecutor(parts_of(model), model.lm_head)
+
+    def run(hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
+        rows.only.kv.extend(len(hidden), first, last)
+        return hidden
+
+    def unembed(hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return hidden, hidden + (len(hidden) > most)
+
+    executor.run, executor._generic.unembed = run, unembed  # type: ignore[method-assign]
+    executor._alike = executor._rows_alike()
+    assert executor._alike == most
+    assert executor.unembed(torch.zeros(13, 32))[1].any() == (most == 1)  # else in such pieces
 
 
 def test_what_a_sequence_or_padding_left_behind_reaches_no_row(backbone: Backbone) -> None:
@@ -191,7 +292,7 @@ def test_what_a_sequence_or_padding_left_behind_reaches_no_row(backbone: Backbon
         backbone.run(hidden, 0, 6, behind(poisoned, 0, 40))
         backbone.run(hidden[:4], 0, 6, behind(poisoned, 0, 4))
         executor._hidden.fill_(torch.nan)
-    assert executor._lanes[-1].keys[0].isnan().any()
+    assert executor._slots.keys[0].isnan().any()
     del poisoned
     gc.collect()
     assert torch.equal(ladder.decode(backbone, random_ids(12), NoDrafter()).logits, expected)
@@ -215,14 +316,14 @@ def test_slots_grow_and_segments_are_captured_anew(monkeypatch: pytest.MonkeyPat
                 found = executor.run(hidden, 0, 6, behind(ours, 0, count))
                 # float64; the largest difference measured is 3e-15
                 assert (found - expected).abs().max() < 1e-13
-                sizes.append(executor._lanes[-1].slots)
-    assert sorted(set(sizes)) == [32, 64, 128, 256]
-    assert sizes[-1] == 256
+                sizes.append(executor._slots.slots)
+    assert sorted(set(sizes)) == [32, 64, 128, 256, 320]
+    assert sizes[-1] == 320
 
 
 def test_the_last_position_of_the_model_has_room_for_padding(backbone: Backbone) -> None:
     answer = ladder.decode(backbone, random_ids(MAX_POSITIONS - 9), NoDrafter(), new_tokens=9)
-    assert executor_of(backbone)._lanes[-1].slots == 320  # the next multiple of 64, not of two
+    assert executor_of(backbone)._slots.slots == 320  # the next multiple of 64, not of two
     generic = Backbone(backbone.model, executor="generic")
     expected = ladder.decode(generic, random_ids(MAX_POSITIONS - 9), NoDrafter(), new_tokens=9)
     assert answer.tokens == expected.tokens
@@ -235,7 +336,7 @@ def test_padding_behind_the_last_slot_makes_room_for_itself() -> None:
     with torch.inference_mode():
         for count in (253, 3):  # padded to 4: slot 257
             executor.run(hidden[:count], 0, 6, behind(kv, 0, count))
-            sizes.append(executor._lanes[-1].slots)
+            sizes.append(executor._slots.slots)
     assert sizes == [256, 320]
 
 
@@ -245,7 +346,7 @@ def test_with_fixed_slots_a_pass_always_looks_at_as_many_and_never_beyond() -> N
     with torch.inference_mode():
         for count in (4, 240, 4):
             executor.run(hidden[:count], 0, 6, behind(kv, 0, count))
-        assert executor.replays._graphs.keys() - before == {(executor._lanes[-1], 0, 6, 4, 320)}
+        assert executor.replays._graphs.keys() - before == {(0, 1, 0, 6, 4, 320)}
         with pytest.raises(IndexError, match="251 positions do not fit 250"):
             executor.run(hidden[:3], 0, 6, behind(kv, 0, 3))
 
@@ -349,8 +450,8 @@ def test_models_that_cannot_be_captured_are_refused_by_name() -> None:
 def test_an_executor_of_other_numbers_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     right = CudaGraphExecutor._mask
 
-    def blind(self: CudaGraphExecutor, kind: str, count: int, seen: int) -> Tensor:
-        return right(self, kind, count, seen).roll(-1, -1)  # a row does not see itself
+    def blind(self: CudaGraphExecutor, kind: str, of: Segment) -> Tensor:
+        return right(self, kind, of).roll(-1, -1)  # a row does not see itself
 
     monkeypatch.setattr(CudaGraphExecutor, "_mask", blind)
     with pytest.raises(UnsupportedModel, match="layer 1 comes out differently"):
