@@ -39,13 +39,13 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27734,
+    "tests/": 27784,
     "model": 6783,
     "decoding": 5042,
-    "training": 3716,
+    "training": 3789,
     "eval": 2847,
     "eval/": 3464,
-    "cli": 3184,
+    "cli": 3188,
     "serve": 2878,
     "api": 2253,
     "heads": 1722,

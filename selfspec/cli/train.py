@@ -121,7 +121,7 @@ def _chat_template(asked: Asked) -> str | None:
     chosen = templates.read(asked["chat_template"]) if "chat_template" in asked else None
     for flag, template_in in (
         *(("heads", of_heads), ("start_from", of_heads), ("data", text.template_of)),
-        ("cache", lambda name: Manifest.read(Path(name)).chat_template),
+        ("cache", lambda name: Manifest.read(name).chat_template),
     ):
         other = template_in(asked[flag]) if flag in asked else None
         if chosen and other and chosen != other:
@@ -132,8 +132,12 @@ def _chat_template(asked: Asked) -> str | None:
 
 
 def writing(output: str | Path) -> AbstractContextManager[None]:
-    """While open, this command alone writes `output`; of several processes the first sees to it."""
-    return files.locked(Path(output).absolute()) if base.is_first() else nullcontext()
+    """While open, this command alone writes `output`; of several processes the first sees to it.
+
+    What a URL names is not locked.
+    """
+    locks = base.is_first() and "://" not in str(output)
+    return files.locked(Path(output).absolute()) if locks else nullcontext()
 
 
 def _workers(asked: Asked) -> int:
@@ -373,7 +377,7 @@ def _identity(source: str | None) -> str | None:
 
 @with_flags(
     Flag("data", str, f"{_TEXT} Required."),
-    Flag("output", str, "Folder to write the features to. Required."),
+    Flag("output", str, "Folder to write the features to, or a URL (s3://..). Required."),
     Flag("max_size", float, "Gigabytes at most; refused before any work if it would be more."),
     WORKERS,
     *MODEL,
@@ -443,7 +447,7 @@ def _write_features(asked: Asked, options: CacheOptions, workers: int) -> None:
 
             submit = stack.enter_context(cluster.workers(workers, make))
             computed = partial(cluster.in_order, submit, 2 * workers)
-        store.write(Path(asked["output"]), source, manifest, count, computed)
+        store.write(asked["output"], source, manifest, count, computed)
     answers = f"{sum(source.answers):,} of them answers"
     base.emit(f"{asked['output']}: {total:,} positions, {answers}, {size:.2f} GB\n")
 
@@ -490,7 +494,7 @@ def datastore(*, asked: Asked) -> None:
 
 _FILES = (
     Flag("data", str, _TEXT),
-    Flag("cache", str, "Features to fit on, from selfspec cache; instead of --data."),
+    Flag("cache", str, "Features to fit on, from selfspec cache, a URL too; instead of --data."),
     Flag("output", str, "Folder to write the heads to. Required."),
     Flag("validation", str, "Conversations to measure agreement on; else a 20th of the data."),
     Flag("start_from", str, "Heads of the same model to go on from, instead of new ones."),
@@ -594,7 +598,7 @@ def _job(asked: Asked, options: FitOptions, model: Base, checkpoint: Path) -> Jo
     if "cache" in asked:
         here = launched()
         part = here.process_index, here.num_processes
-        source = CacheSource(Path(asked["cache"]), backbone, *part)
+        source = CacheSource(asked["cache"], backbone, *part)
         data, found, kind = source.manifest.data, source.spec.layers, options.head_type
         train, held_out = (Selection(source),) * 2 if validation else split(source)
         if asked.get("max_tokens"):
@@ -697,7 +701,7 @@ def _calibrate(asked: Asked, folder: Path, output: Path | None) -> Found:
     needed = FeatureSpec.read_by(heads)
     limit = asked.get("max_tokens")
     if "cache" in asked:
-        source = CacheSource(Path(asked["cache"]), model.backbone)
+        source = CacheSource(asked["cache"], model.backbone)
         _require_features(source.spec, needed)
         features = Selection(source) if limit is None else Selection(source).limited(limit)
     else:

@@ -14,17 +14,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
 from accelerate import PartialState
+from fsspec.core import url_to_fs
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from selfspec import files
-from selfspec.errors import InvalidData, InvalidOption
+from selfspec.errors import CannotWrite, InvalidData, InvalidOption, SelfspecError, first_line
 from selfspec.files import read_json, sha256
 from selfspec.heads.attending import AttendingHeads
 from selfspec.heads.exit_heads import ExitHeads
@@ -302,7 +304,7 @@ class Manifest:
     positions: int
     bytes: int
     shards: list[list[int]]  # numbers of the batches of each, in order
-    sha256: list[str] | None = None  # of each shard; None until all are there
+    sha256: list[str] | None = None  # of each shard; "" until it is there
 
     def __post_init__(self) -> None:
         numbers = [index for batches in self.shards for index in batches]
@@ -341,11 +343,16 @@ class Manifest:
         )
 
     @classmethod
-    def read(cls, folder: Path) -> Manifest:
+    def read(cls, where: str | Path | Place) -> Manifest:
         """Raises InvalidData for a folder without one that this version reads."""
-        what, way_out = f"{folder} is no feature cache", "Run selfspec cache with another --output"
+        place = where if isinstance(where, Place) else Place(where)
+        what, way_out = (
+            f"{place.name} is no feature cache",
+            "Run selfspec cache with another --output",
+        )
+        path = place.pull(place.folder / MANIFEST)
         with explained(what, way_out):
-            found = read_json(folder / MANIFEST)
+            found = read_json(path)
             if not isinstance(found, dict) or found.get("format_version") != FORMAT_VERSION:
                 raise InvalidOption(f"its format version is not {FORMAT_VERSION}")
             spec = record_of(FeatureSpec, found.get("spec"))
@@ -361,8 +368,75 @@ class Manifest:
         files.write(folder / MANIFEST, json.dumps(asdict(self), indent=1) + "\n")
 
 
+class Place:
+    """Where a cache is: a folder, or a URL that fsspec opens (`s3://bucket/features`).
+
+    Files of a URL come and go by a folder of this process, which goes with it.
+    """
+
+    def __init__(self, name: str | Path) -> None:
+        """Raises InvalidOption for a URL that cannot be opened here."""
+        self.name, self._there = str(name), None
+        self.folder = Path(name)
+        if is_url(name):
+            try:
+                self._there, self._root = url_to_fs(self.name)
+            except Exception as error:  # any package's that fsspec has for it
+                raise InvalidOption(f"cannot open {name}: {first_line(error)}") from error
+            self._mirror = TemporaryDirectory(prefix="selfspec-features-")
+            self.folder = Path(self._mirror.name)
+
+    def pull(self, path: Path) -> Path:
+        """The file, read from there first where it is not here yet, if it is there."""
+        if self._there is not None and not path.exists():
+            with self._told(InvalidData, "read"), suppress(FileNotFoundError):
+                self._there.get_file(self._url(path), str(path))
+        return path
+
+    @contextmanager
+    def opened(self, path: Path) -> Iterator[Any]:
+        """A shard. Raises InvalidData."""
+        what = f"{self.name}/{path.name} is damaged"
+        with explained(what, "Run selfspec cache again"), safe_open(self.pull(path), "pt") as file:
+            yield file
+
+    def push(self, path: Path) -> None:
+        """Write the file there, whole; a shard takes no room here any more. Raises CannotWrite."""
+        if self._there is not None:
+            with self._told(CannotWrite, "write"):
+                self._there.makedirs(self._root, exist_ok=True)
+                self._there.put_file(str(path), self._url(path))
+            path.unlink()
+
+    def holds(self, path: Path, sha: str) -> bool:
+        """Whether a shard is there, as it was written; a URL's is not read for that."""
+        if self._there is None:
+            return bool(sha) and path.exists() and sha256(path) == sha
+        with self._told(InvalidData, "read"):
+            return bool(sha) and bool(self._there.exists(self._url(path)))
+
+    def _url(self, path: Path) -> str:
+        return f"{self._root}/{path.name}"
+
+    @contextmanager
+    def _told(self, kind: type[SelfspecError], what: str) -> Iterator[None]:
+        try:
+            yield
+        except SelfspecError:
+            raise
+        except Exception as error:  # any package's
+            raise kind(f"cannot {what} {self.name}: {first_line(error)}") from error
+
+
+def is_url(name: object) -> bool:
+    """Whether fsspec is to open it."""
+    return "://" in str(name)
+
+
 def check_output(name: str, reads: Iterable[object] = ()) -> Path:
     """The folder, if it is new, free of such files, or a feature cache. Raises CannotWrite."""
+    if is_url(name):
+        return Place(name).folder
     folder = Path(name)
     shards = [path.name for path in folder.glob("shard-*")] if name and folder.is_dir() else []
 
@@ -378,39 +452,46 @@ _IDENTITY = ("base_model", "base_fingerprint", "spec", "dtype", "digest", "shard
 
 
 def write(
-    folder: Path,
+    where: str | Path,
     source: StreamSource,
     manifest: Manifest,
     progress: Callable[[int, bool], object] = lambda *_: None,
     computed: Callable[[Iterable[list[Conversation]]], Iterator[Features]] | None = None,
 ) -> None:
-    """Fill `folder`; goes on where a killed run of the same `manifest` was.
+    """Fill a folder, or what a URL names; goes on where a killed run of the same `manifest` was.
 
-    A shard that is whole is done, unless a finished manifest says that it was another one.
     `progress` hears of positions, and whether this run computed them or found them there.
     `computed` gives the features of batches in order, where other processes compute them. Raises
     InvalidOption for a folder of other features, CannotWrite.
     """
+    place = Place(where)
+    folder = place.folder
     folder.mkdir(parents=True, exist_ok=True)
-    paths = manifest.paths(folder)
-    known = [""] * len(paths)
-    if (folder / MANIFEST).exists():
-        begun = Manifest.read(folder)
+    known = [""] * len(manifest.shards)
+    if place.pull(folder / MANIFEST).exists():
+        begun = Manifest.read(place)
         found, own = ({n: getattr(m, n) for n in _IDENTITY} for m in (begun, manifest))
-        require_same(folder, found, own, "remove the folder")
+        require_same(where, found, own, "remove the folder")
         known = begun.sha256 or known
-    else:
-        manifest.write(folder)
-    missing: dict[Path, list[int]] = {}
-    for path, sha, batches in zip(paths, known, manifest.shards, strict=True):
-        if _is_whole(path, sha):
+    shards = list(zip(manifest.paths(folder), manifest.shards, strict=True))
+    missing: list[int] = []
+    for number, (path, batches) in enumerate(shards):
+        if place.holds(path, known[number]):
             progress(sum(source.sizes[index] for index in batches), False)
         else:
-            missing[path] = batches
-    wanted = [index for batches in missing.values() for index in batches]
+            known[number] = ""
+            missing.append(number)
+    wanted = [index for number in missing for index in manifest.shards[number]]
     plan = (source.plan[index] for index in wanted)
     made = computed(plan) if computed else map(source.batch, wanted)
-    for path, batches in missing.items():
+
+    def note() -> None:
+        replace(manifest, sha256=known).write(folder)
+        place.push(folder / MANIFEST)
+
+    note()
+    for number in missing:
+        path, batches = shards[number]
         tensors: dict[str, Tensor] = {}
         for index in batches:
             for name, tensor in next(made).tensors().items():
@@ -418,31 +499,35 @@ def write(
             progress(source.sizes[index], True)
         with files.replacing(path) as new:
             save_file(tensors, new)
-    replace(manifest, sha256=[*map(sha256, paths)]).write(folder)
+        known[number] = sha256(path)
+        place.push(path)
+        note()
 
 
 class CacheSource:
-    """Batches from a cache folder."""
+    """Batches from a cache folder, or from a URL's, whose shards are copied here once."""
 
-    def __init__(self, folder: Path, backbone: Backbone, number: int = 0, count: int = 1) -> None:
+    def __init__(
+        self, where: str | Path, backbone: Backbone, number: int = 0, count: int = 1
+    ) -> None:
         """Raises InvalidData. Process `number` of `count` hashes every `count`-th shard."""
-        self.manifest = known = Manifest.read(folder)
-        if known.sha256 is None:
-            raise InvalidData(f"{folder} is unfinished. Run the selfspec cache command again")
+        self._place = Place(where)
+        self.manifest = known = Manifest.read(self._place)
+        if not all(hashes := known.sha256 or [""]):
+            raise InvalidData(f"{where} is unfinished. Run the selfspec cache command again")
         if backbone.fingerprint != known.base_fingerprint:
             raise InvalidData(
-                f"{folder} holds features of {known.base_model} ({known.base_fingerprint[:12]}), "
+                f"{where} holds features of {known.base_model} ({known.base_fingerprint[:12]}), "
                 f"the model is another one ({backbone.fingerprint[:12]})"
             )
         self.spec, self.digest = known.spec, known.digest
         self.conversations, self.answers = known.conversations, known.answers
         self.sizes: list[int] = []  # positions in each batch
         self._places: list[Path] = []
-        for shard, (path, batches) in enumerate(
-            zip(known.paths(folder), known.shards, strict=True)
-        ):
-            with _opened(path) as file:
-                if shard % count == number and sha256(path) != known.sha256[shard]:
+        paths = known.paths(self._place.folder)
+        for shard, (path, batches) in enumerate(zip(paths, known.shards, strict=True)):
+            with self._place.opened(path) as file:
+                if shard % count == number and sha256(path) != hashes[shard]:
                     raise InvalidData("its bytes are not those that were written")
                 shapes = [file.get_slice(f"{n}.following").get_shape() for n in batches]
             self.sizes += [math.prod(shape) for shape in shapes]
@@ -466,7 +551,7 @@ class CacheSource:
 
     def _read(self, index: int, names: set[str]) -> dict[str, Tensor]:
         path, prefix = self._places[index], f"{index}."
-        with _opened(path) as file:
+        with self._place.opened(path) as file:
             held = {n.removeprefix(prefix) for n in file.keys() if n.startswith(prefix)}  # noqa: SIM118  # no dict
             if held != self.spec.names:
                 raise InvalidData(f"its tensors are not those of {self.spec}")
@@ -475,15 +560,3 @@ class CacheSource:
 
 FeatureSource = StreamSource | CacheSource
 """Numbered batches of features; `digest` is that of the text and of how it is cut into batches."""
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    with explained(f"{path} is damaged", "Run selfspec cache again"), safe_open(path, "pt") as file:
-        yield file
-
-
-def _is_whole(path: Path, known: str) -> bool:
-    with suppress(InvalidData), _opened(path):
-        return known in ("", sha256(path))
-    return False

@@ -264,7 +264,7 @@ def record_of(kind: type[Kind], values: Any) -> Kind:
 
 
 def require_same(
-    place: Path, begun_with: Mapping[str, Any], given: Mapping[str, Any], way_out: str
+    place: str | Path, begun_with: Mapping[str, Any], given: Mapping[str, Any], way_out: str
 ) -> None:
     """Raise InvalidOption naming the first entry in which a run is not that begun at `place`."""
     for name in sorted(begun_with.keys() | given.keys()):

@@ -196,20 +196,21 @@ def test_the_command_fits_as_presets_recipes_and_flags_say(workplace: Path, call
     assert (config.head_type, config.exit_layers) == ("linear", (2, 3))
 
 
-def test_features_are_cached_and_fitted_to(workplace: Path, call: Call) -> None:
-    output = call([*CACHE, "--exit-layers", "0,2,3", "--deep"])
+@pytest.mark.parametrize("where", ["features", "memory://features"])
+def test_features_are_cached_and_fitted_to(where: str, workplace: Path, call: Call) -> None:
+    output = call([*CACHE[:-1], where, "--exit-layers", "0,2,3", "--deep"])
     assert "258 positions at" in output.err
-    assert "features: 258 positions, 210 of them answers" in output.out
+    assert f"{where}: 258 positions, 210 of them answers" in output.out
     assert output.err.splitlines()[-1] == (
-        "next: selfspec fit --cache features --output heads --model model --dtype float32"
+        f"next: selfspec fit --cache {where} --output heads --model model --dtype float32"
     )
     shared = ["fit", *MODEL, "--draft-vocab-size", "90", "--exit-layers", "0,3", "--epochs", "1"]
     shared += ["--head-type", "deep-fused"]
-    make, calibrate = nexts(call, [*shared, "--cache", "features", "--output", "cached"])
+    make, calibrate = nexts(call, [*shared, "--cache", where, "--output", "cached"])
     assert make.startswith("selfspec data --output held-out.jsonl --tokens ")
     assert "calibrate --heads cached --data held-out.jsonl" in calibrate
     more = ["--validation", "talks.jsonl", "--batch-tokens", "64"]
-    for folder, text in (("a", ["--cache", "features"]), ("b", ["--data", "talks.jsonl"])):
+    for folder, text in (("a", ["--cache", where]), ("b", ["--data", "talks.jsonl"])):
         assert call([*shared, *text, *more, "--output", folder]).out.count("second draft") == 2
     one, other = (workplace / name / "model.safetensors" for name in ("a", "b"))
     assert one.read_bytes() == other.read_bytes()

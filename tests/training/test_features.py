@@ -10,11 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 
 from selfspec import files
-from selfspec.errors import InvalidData, InvalidOption
+from selfspec.errors import CannotWrite, InvalidData, InvalidOption
 from selfspec.heads.heads import HEAD_TYPES, DeepFusedHead
 from selfspec.model.backbone import Backbone
 from selfspec.training import features as store
@@ -111,7 +112,7 @@ def manifest_of(source: StreamSource, **changes: Any) -> Manifest:
     return replace(Manifest.of(source, base_model="tiny", data="talks"), **changes)
 
 
-def write(folder: Path, source: StreamSource, **options: Any) -> None:
+def write(folder: str | Path, source: StreamSource, **options: Any) -> None:
     store.write(folder, source, manifest_of(source), **options)
 
 
@@ -210,7 +211,8 @@ def test_a_damaged_or_missing_shard_is_made_again_and_the_others_stay(
     lost.unlink()
     with pytest.raises(InvalidData, match=f"{lost.name} is damaged"):
         CacheSource(tmp_path, stream.backbone)
-    manifest_of(stream).write(tmp_path)  # as a killed run leaves it
+    hashes = ["", *(files.sha256(path) for path in shards(tmp_path))]
+    manifest_of(stream, sha256=hashes).write(tmp_path)  # as a killed run leaves it
     with pytest.raises(InvalidData, match="is unfinished"):
         CacheSource(tmp_path, stream.backbone)
     os.truncate(victim, len(whole[victim.name]) - 1)
@@ -219,6 +221,53 @@ def test_a_damaged_or_missing_shard_is_made_again_and_the_others_stay(
     assert sum(not computed for _, computed in seen) == len(kept) > 0  # a whole shard at a time
     assert sum(positions for positions, _ in seen) == sum(stream.sizes)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == whole
+
+
+@pytest.mark.usefixtures("small_shards")
+def test_features_of_a_url_are_those_of_a_folder(
+    backbone: Backbone, stream: StreamSource, tmp_path: Path
+) -> None:
+    """Here in the memory of this process; a killed run goes on where it was."""
+    url, seen = f"memory://{tmp_path.name}", list[tuple[int, bool]]()
+    write(tmp_path / "features", stream)
+
+    def killed(positions: int, computed: bool) -> None:
+        seen.append((positions, computed))
+        if len(seen) == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store.write(url, stream, manifest_of(stream), killed)
+    with pytest.raises(InvalidData, match=f"{url} is unfinished"):
+        CacheSource(url, backbone)
+    seen.clear()
+    store.write(url, stream, manifest_of(stream), lambda *entry: seen.append(entry))
+    assert {computed for _, computed in seen} == {True, False}
+    there = fsspec.filesystem("memory")
+    for path in (tmp_path / "features").iterdir():
+        assert there.cat_file(f"/{tmp_path.name}/{path.name}") == path.read_bytes()
+    found = CacheSource(url, backbone)
+    for index in range(len(stream.sizes)):
+        assert_same(found.batch(index), stream.batch(index))
+    there.pipe_file(f"/{tmp_path.name}/{path.name}", b"damaged")
+    with pytest.raises(InvalidData, match=f"{url}"):
+        CacheSource(url, backbone)
+
+
+def test_urls_that_cannot_be_used_are_one_line(
+    backbone: Backbone, stream: StreamSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InvalidOption, match="cannot open nothing://a: Protocol not known"):
+        CacheSource("nothing://a", backbone)
+    with pytest.raises(InvalidData, match="memory://a/b is no feature cache"):
+        CacheSource("memory://a/b", backbone)
+
+    def full(*_: object) -> None:
+        raise PermissionError("the bucket is another's\nand more")
+
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "put_file", full)
+    with pytest.raises(CannotWrite, match=r"memory://a/b: the bucket is another's$"):
+        write("memory://a/b", stream)
 
 
 def test_a_folder_of_other_features_is_refused(
