@@ -220,10 +220,10 @@ def templated(
         )
         return _rendered(template, str(variables))
     except Exception as error:
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(error).split()).rstrip(".")
         raise InvalidPrompt(
             f"the chat template does not take these messages: {reason or type(error).__name__}. "
-            "Give other messages, or a raw prompt"
+            "Give other messages or another chat template, or a raw prompt"
         ) from error
 
 

@@ -169,7 +169,7 @@ class Request:
             max_length=longest,
             end_tokens=self.end_tokens,
             criteria=partial(_ended, own) if own else None,
-            made_for=self.made_for + pad,
+            made_for=None if self.position_limit is not None else self.made_for + pad,
         )
         sampler = self.sampler.for_row(row, rows, pad)
         ids = self.input_ids[row : row + 1]

@@ -59,7 +59,7 @@ from selfspec.heads.folder import find_known
 from selfspec.hub import models as hub
 from selfspec.model import fingerprint
 from selfspec.model.backbone import Backbone
-from selfspec.model.parts import check_model, kind_of
+from selfspec.model.parts import CACHES, check_model, kind_of
 from selfspec.options import Costs
 
 logger = logging.getLogger(__name__)
@@ -546,6 +546,9 @@ def _loop(
     """A `custom_generate` for one model: prompts and answers, [B, longest], padded on the right."""
     if model is not speculator.model:
         raise InvalidOption("this custom_generate belongs to another model. Wrap that model")
+    for name, instead in _UNHEARD.items():
+        if _callers(name) or (_callers("kwargs") or {}).get(name) is not None:
+            raise InvalidOption(f"{name} is not supported: it would be ignored. {instead}")
     if ends_at is not None:
         stopping_criteria.append(ends_at)
     request = requests.from_prepared(
@@ -567,10 +570,18 @@ def _loop(
     return GenerateDecoderOnlyOutput(sequences=ids) if request.return_dict else ids  # type: ignore[arg-type]  # annotated LongTensor upstream
 
 
+_UNHEARD = {
+    "assistant_model": "Wrap the model with draft_model=",
+    "synced_gpus": "Leave it out",
+    **dict.fromkeys(CACHES, "Use speculator.session()"),
+}
+"""What a decoding loop is not told of, or cannot tell from what `generate` made itself."""
+
+
 def _callers(name: str) -> Any:
     """What the `generate` that runs now was given by that name; None where none runs.
 
-    transformers (5.17 to 5.24) keeps two from whom they concern: the streamer from a callable, and
+    transformers (5.17 to 5.24) keeps some from whom they concern: the streamer from a callable, and
     from the code of a repository which one it is. Whatever else sees them belongs to the model,
     which is never changed. Without a streamer the answer comes whole.
     """

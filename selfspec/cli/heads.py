@@ -14,7 +14,7 @@ from selfspec import files
 from selfspec.api.chat_template import name_of
 from selfspec.cli import base
 from selfspec.cli.base import AsJson
-from selfspec.errors import HeadsMismatch, InvalidData, InvalidHeads, InvalidOption
+from selfspec.errors import CannotWrite, HeadsMismatch, InvalidData, InvalidHeads, InvalidOption
 from selfspec.heads.folder import attends, is_heads_folder, known_folders, read_config, remember
 from selfspec.hub import models as hub
 
@@ -88,8 +88,9 @@ def check(
     try:
         speculator = generate.load(model, heads=found)
     except (InvalidHeads, HeadsMismatch, InvalidOption) as error:
-        problems.append(str(error))
-    for problem in problems:
+        why = "" if model or not isinstance(error, HeadsMismatch) else " (--model names another)"
+        problems.append(f"{error}{why}")
+    for problem in dict.fromkeys(problems):
         base.emit(f"failed: {problem}\n")
     if problems:
         raise typer.Exit(1)
@@ -120,10 +121,13 @@ def use(folder: Folder) -> None:
 def pull(
     name: Annotated[str, typer.Argument(metavar="ID", help="A hub id, or a folder to copy.")],
     *,
+    called: Annotated[
+        str | None, typer.Option("--as", metavar="NAME", help="For a folder; else its own.")
+    ] = None,
     overwrite: base.Overwrite = False,
 ) -> None:
     """Fetch heads, so that --heads finds them by OWNER/NAME or NAME from then on."""
-    source, target = hub.heads_to_pull(name)
+    source, target = hub.heads_to_pull(name, called)
     from selfspec.heads.attending import config_of
 
     if target.resolve() == source.resolve():
@@ -134,6 +138,8 @@ def pull(
         if path.is_symlink() or (path.exists() and not path.is_file()):  # it may lead anywhere
             raise InvalidHeads(f"{path} is no plain file, which alone are copied. Put one there")
     config_of(source)  # nothing else is taken over
+    if copied and target.exists() and not overwrite:
+        raise CannotWrite(f"there are heads called {target.name}. Give --as NAME, or --overwrite")
     with files.locked(target, wait=True):
         files.check_folder(
             target,

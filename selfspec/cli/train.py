@@ -555,7 +555,8 @@ def _say_fitted(fitted: Fitted, model: Base, asked: Asked) -> None:
         second = shares["agreement_second"]
         more = "" if second is None else f"  second draft {second:.1%}"
         base.emit(f"layer {layer:>3}  agreement {shares['agreement']:.1%}{more}\n")
-    base.emit(f"{asked['output']}: exit heads at {len(fitted.metrics['layers'])} layers\n")
+    layers = len(fitted.metrics["layers"])
+    base.emit(f"{asked['output']}: exit heads at {layers} layer{'s' * (layers != 1)}\n")
     if fitted.heads.looks_ahead:  # which nothing calibrates
         base.say_next("bench", asked, "--heads", asked["output"], "--methods", "plain,medusa")
         return

@@ -123,10 +123,12 @@ _HEADER = 64 << 20  # bytes of a GGUF file that are looked at: a header of 262,1
 
 
 def brings_template(name: str | Path) -> bool:
-    """Whether a folder or a GGUF file holds a chat template; True for what is not here."""
+    """Whether a folder or a GGUF file holds a chat template; True for what is not here, or none."""
     if (gguf := _gguf_file(name)) is not None:
         with gguf.open("rb") as file:
-            return b"tokenizer.chat_template" in file.read(_HEADER)
+            head = file.read(_HEADER)
+        # what is no such file, loading says
+        return b"tokenizer.chat_template" in head or not head.startswith(b"GGUF")
     folder = files.local_path(str(name))
     if not folder.is_dir() or any((folder / one).exists() for one in _TEMPLATES):
         return True
@@ -138,9 +140,13 @@ def brings_template(name: str | Path) -> bool:
 
 
 def require_model(name: str | Path) -> None:
-    """Raise ModelNotFound for what is no model; nothing is read, fetched or made."""
-    if _gguf_file(name) is None:
+    """Raise ModelNotFound or InvalidData for what is no model; nothing is fetched or made."""
+    if (gguf := _gguf_file(name)) is None:
         resolve_model(name)
+        return
+    with files.open_bytes(gguf) as file:
+        if file.read(4) != b"GGUF":
+            raise InvalidData(f"{gguf} is no GGUF file: it does not begin with GGUF")
 
 
 def load_model(
@@ -418,18 +424,25 @@ def resolve_heads(name: str | Path) -> Path:
     raise HeadsNotFound(f"{str(name)!r} {reason}. {_known_heads()}")
 
 
-def heads_to_pull(name: str) -> tuple[Path, Path]:
+def heads_to_pull(name: str, called: str | None = None) -> tuple[Path, Path]:
     """Heads of a folder, or of a hub id as they are there now; and where `heads pull` keeps them.
 
-    Those of the hub have a place by owner and name. Raises HeadsNotFound.
+    Those of the hub have a place by owner and name, those of a folder by what they are `called`.
+    Raises HeadsNotFound, InvalidOption.
     """
     fetched = files.cache_folder() / "hub-heads"
+    if called is not None and ("/" in called or not HUB_ID.fullmatch(called)):
+        raise InvalidOption(f"{called!r} is no name, expected letters, digits, '.', '_' and '-'")
     if _is_heads_id(name):
+        if called is not None:
+            raise InvalidOption(
+                f"heads of the hub are called by their id, {name}. Leave the name out"
+            )
         return heads_on_hub(name), fetched / name
     source = resolve_heads(name)
     if source.is_relative_to(fetched):
         return source, source
-    last = (source if source.name not in ("", "..") else source.resolve()).name
+    last = called or (source if source.name not in ("", "..") else source.resolve()).name
     if not last:
         raise HeadsNotFound(f"{source} has no name to find it by. Give another folder")
     return source, pulled_heads() / last

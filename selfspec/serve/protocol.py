@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic
-from pydantic import Field, StrictBool, StrictFloat, StrictInt
+from pydantic import BeforeValidator, Field, StrictBool, StrictFloat, StrictInt
 
 from selfspec import errors
 from selfspec.config import GenerateOptions, check_request
@@ -43,6 +43,14 @@ Count = Annotated[StrictInt, Field(ge=1)]
 Likely = Annotated[StrictInt, Field(ge=0, le=20)]
 TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]  # an id; keys of JSON are text
 Stop = Annotated[str, Field(max_length=64)]
+Stops = Annotated[
+    list[Stop],
+    Field(max_length=4),
+    BeforeValidator(
+        lambda given: [given] if isinstance(given, str) else given,
+        json_schema_input_type=Stop | list[Stop],
+    ),
+]
 Setting = Annotated[str, Field(max_length=256)]
 
 T = TypeVar("T")
@@ -209,7 +217,7 @@ class Body(_Shape):
     stream: StrictBool = False
     stream_options: _StreamOptions = _StreamOptions()
     n: Annotated[StrictInt, Field(ge=1, le=128)] = 1
-    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
+    stop: Stops | None = None
     seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**64)] | None = None
     # None: 1 beside a field that only means something to drawn tokens, else 0 (greedy)
     temperature: Annotated[StrictFloat, Field(ge=0, le=2)] | None = None
@@ -235,13 +243,12 @@ class Body(_Shape):
         count, most = self.n * len(prompts), limits.concurrency + limits.queue
         if count > most:
             raise Refused(400, f"{count} answers at once, expected at most {most}", field="n")
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         wished = {
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
             "sequence_bias": [[[int(k)], v] for k, v in (self.logit_bias or {}).items()],
             "json_schema": self.response_format and self.response_format.wanted,
-            "stop_strings": [stop for stop in stops if stop],
+            "stop_strings": [stop for stop in self.stop or [] if stop],
         }
         options |= {name: value for name, value in wished.items() if value not in (None, 0, [])}
         drawing = self.top_p < 1 or self.top_k or self.min_p or self.n > 1 or self.seed is not None

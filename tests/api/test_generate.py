@@ -187,13 +187,17 @@ class Learned(Backbone):
     position_limit = LIMIT
 
 
-def test_where_positions_are_a_table_the_answer_ends_with_them(short: Any) -> None:
+def test_where_positions_are_a_table_the_answer_ends_with_them(
+    short: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    remind.cache_clear()
     limited = wrap(short, **DRAFTING)
     limited.runtime.backbone = Learned(short)
     ids = random_ids(LIMIT - 5)
     answer = limited.generate(ids, max_new_tokens=30)
     assert answer.token_ids == plain(short, ids, max_new_tokens=6)  # the last one takes no position
     assert answer.stop_reason == "length"
+    assert "goes beyond" not in caplog.text
     with pytest.raises(InvalidPrompt, match=f"has {LIMIT} positions. Shorten the prompt"):
         limited.generate(random_ids(LIMIT + 1), max_new_tokens=3)
     padded = torch.cat([random_ids(8), ids], dim=1)

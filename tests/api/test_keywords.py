@@ -230,16 +230,17 @@ def test_hf_refuses_what_it_would_ignore(
         assert "\n" not in str(caught.value)
 
 
-def test_a_filled_cache_is_refused_and_no_empty_one(speculator: Speculator, exact: Any) -> None:
-    ids = random_ids(LENGTH)
-    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
-    cache = DynamicCache()
-    exact(ids[:, :-1], **{CACHE: cache})
-    with pytest.raises(InvalidOption, match=f"^{CACHE}"):
-        exact.generate(ids, custom_generate=speculator.hf(), **options, **{CACHE: cache})
-    options |= {CACHE: DynamicCache()}
-    found = exact.generate(ids, custom_generate=speculator.hf(), **options)
-    assert torch.equal(found, exact.generate(ids, **options | {CACHE: DynamicCache()}))
+@pytest.mark.parametrize("name", [CACHE, "past_key_values", "assistant_model", "synced_gpus"])
+def test_what_a_loop_is_not_told_of_is_refused(
+    name: str, speculator: Speculator, exact: Any
+) -> None:
+    """A cache is filled or left empty by who asks: it would stay so."""
+    value = {"assistant_model": make_model("llama"), "synced_gpus": True}.get(name, DynamicCache())
+    given = {name: value, "custom_generate": speculator.hf(), "max_new_tokens": 4}
+    with pytest.raises(
+        InvalidOption, match=rf"^({name}|{CACHE}) is not supported: it would be ignored"
+    ):
+        exact.generate(random_ids(LENGTH), **given)
 
 
 def test_positions_behind_padding_pass_and_no_others(speculator: Speculator, exact: Any) -> None:

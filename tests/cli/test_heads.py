@@ -101,7 +101,9 @@ def test_check_says_ok_or_fails_with_the_reason(
         return FakeSpeculator()
 
     monkeypatch.setattr(facade, "load", load)
-    shown = ["OK: toy fit fake\n", f"failed: {error}\n", ""][code]
+    monkeypatch.setattr("selfspec.cli.heads.incomplete", lambda _: ["cut off"] * (code == 1))
+    reasons = dict.fromkeys(["cut off", str(error)])  # each said once
+    shown = ["OK: toy fit fake\n", "".join(f"failed: {one}\n" for one in reasons), ""][code]
     said = call(["heads", "check", "toy", "--model", "m"], code)
     assert tuple(said) == (shown, f"selfspec: error: {error}\n" * (code == 2))
 
@@ -141,13 +143,18 @@ def test_pulled_heads_are_found_by_name_and_replaced_when_pulled_again(
     for version in (b"one", b"two"):
         (elsewhere / "model.safetensors").write_bytes(version)
         pull = ["heads", "pull", str(elsewhere)]
-        assert main(pull) == (0 if version == b"one" else 2)
+        said = call(pull, 0 if version == b"one" else 2).err
+        assert ("there are heads called mine. Give --as NAME" in said) is (version == b"two")
         assert main([*pull, "--overwrite"]) == 0
         found = hub.resolve_heads("mine")
         assert found == hub.pulled_heads() / "mine"
         assert (found / "model.safetensors").read_bytes() == version
     assert sorted(path.name for path in found.parent.iterdir()) == ["mine"]
     assert not (found / "notes.txt").exists()
+    assert main(["heads", "pull", str(elsewhere), "--as", "theirs"]) == 0
+    assert hub.resolve_heads("theirs") == hub.pulled_heads() / "theirs"
+    for name, called in ((str(elsewhere), "../up"), (str(elsewhere), "a/b"), ("a/mine", "b")):
+        assert "name" in call(["heads", "pull", name, "--as", called], 2).err
     assert "is there already" in call(["heads", "pull", "mine"]).out
 
 

@@ -52,6 +52,7 @@ def furnished(tmp_path_factory: pytest.TempPathFactory, made: Path) -> Path:
     (folder / "half").mkdir()
     (folder / "half" / "manifest.json").write_text('{"format_version": 3}')
     (folder / "schema.json").write_text("7")
+    (folder / "talks.gguf").write_text("no model")
     for name in ("garbage.jsonl", "link.html", "dangling.png", "pipe.html"):
         (folder / name).symlink_to(name.partition(".")[0])
     untaught = shutil.copytree(folder / "model", folder / "untaught")
@@ -110,6 +111,7 @@ generate a --drafter ngram+draft-model           | needs a second model
 generate a --drafter ngram+rest                  | needs a datastore
 generate a --kv-memory 1GB                       | are for --prompts
 generate a --model untaught --heads none         | no chat template: is it a base model? Give
+generate a --model talks.gguf                    | talks.gguf is no GGUF file
 data --model untaught --tokens 9 --output x      | a text: selfspec data --raw --model untaught
 generate --prompts prompts.jsonl --output new --json | each line of --output has both
 generate a --json-schema schema.json             | is 7

@@ -166,6 +166,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ({"n": 129}, "n"),
         ({"stop": ["a" * 129]}, "stop[0]"),
         ({"stop": ["a"] * 5}, "stop"),
+        ({"stop": 5}, "stop"),
         ({"logit_bias": {str(token): 100 for token in range(1025)}}, "logit_bias"),
         ({"top_p": 0}, "top_p"),
         ({"messages": []}, "messages"),
@@ -199,6 +200,12 @@ def test_what_is_not_supported_is_refused_by_name(
 def test_more_answers_than_may_wait_are_refused_before_they_are_made() -> None:
     with pytest.raises(Refused, match="12800000 answers at once, expected at most 160"):
         TextBody(prompt=["a"] * 100_000, n=128).choices(ServeOptions(), 9)
+
+
+def test_stops_are_a_text_or_up_to_four() -> None:
+    assert TextBody(prompt="a", stop="b").stop == ["b"]  # type: ignore[arg-type]
+    with pytest.raises(pydantic.ValidationError, match="at most 4 items"):
+        TextBody(prompt="a", stop=["b"] * 5)
 
 
 def test_of_a_million_errors_one_is_looked_for() -> None:
