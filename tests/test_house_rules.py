@@ -39,13 +39,13 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27805,
+    "tests/": 27806,
     "model": 6783,
     "decoding": 5042,
     "training": 3789,
     "eval": 2847,
     "eval/": 3464,
-    "cli": 3195,
+    "cli": 3198,
     "serve": 2885,
     "api": 2264,
     "heads": 1722,

@@ -30,6 +30,7 @@ from typer.core import TyperCommand
 
 from selfspec import config, files
 from selfspec.api.chat_template import advice
+from selfspec.api.chat_template import read as read_template
 from selfspec.cli import interrupts
 from selfspec.config import OPTION_NAMES, SpeculationOptions
 from selfspec.errors import (
@@ -502,6 +503,8 @@ def _status(doing: str) -> Iterator[Callable[[str], None]]:
 def check_template(asked: Asked, command: str = "generate") -> None:
     """Say before anything is loaded that messages need a template, and nothing brings one."""
     name, heads = asked.get("model"), asked.get("heads")
+    if "chat_template" in asked:
+        read_template(asked["chat_template"])
     if name is None or asked.keys() & {"raw", "chat_template"} or hub.brings_template(name):
         return
     known = [*hub.list_heads(), *known_folders()]

@@ -121,6 +121,7 @@ generate a --frobnicate                          | For all of them: selfspec gen
 heads show                                       | Missing argument 'DIR'
 heads list -q -v                                 | --quiet and --verbose at once
 chat --chat-template none.jinja                  | cannot read none.jinja
+generate a --chat-template none.jinja            | cannot read none.jinja
 env --model nowhere                              | nowhere
 report dir                                       | Missing option '--output'
 report dir --output new                          | holds no finished run
