@@ -421,10 +421,6 @@ class ExitJudge:
         """T_l, calibration included."""
         return self._temperatures[layer]
 
-    def confidence(self, logits: Tensor, layer: int) -> Tensor:
-        """Draft logits [B, V_draft] of `layer` -> top-1 probability after annealing, [B]."""
-        return top_probability(logits, self._temperatures[layer])
-
     def exits(self, confidence: float, layer: int) -> bool:
         """Whether this confidence is enough at `layer`."""
         return confidence >= self.thresholds[layer]

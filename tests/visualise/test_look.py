@@ -10,7 +10,7 @@ import torch
 from selfspec.api.speculator import wrap
 from selfspec.api.text import TokenTexts
 from selfspec.errors import HeadsNotFound, InvalidOption
-from selfspec.heads.heads import ExitJudge
+from selfspec.heads.heads import ExitJudge, top_probability
 from selfspec.model.backbone import Backbone
 from selfspec.options import laid_over
 from selfspec.visualise.layers import LayerTrace
@@ -95,7 +95,7 @@ def test_numbers_are_those_of_a_plain_loop(kind: str) -> None:
                 held = order[: len(head.rows)]
                 assert list(said.top_tokens) == order[:5]
                 assert said.top_probs == pytest.approx(law[order[:5]].tolist(), abs=2e-6)
-                sure = float(judge.confidence(logits, said.layer))
+                sure = float(top_probability(logits, judge.temperature(said.layer)))
                 assert said.confidence == pytest.approx(sure, abs=2e-6)
                 assert said.rank == (held.index(place.token) + 1 if place.token in held else 0)
                 target = final[held].softmax(-1).double()
