@@ -180,15 +180,12 @@ class GenerationStats:
     """Rounds by the number of drafts they kept."""
     ended: Counter[str] = field(default_factory=Counter)
     """Rounds by why drafting stopped."""
-    row_layers: int = 0
-    """Rows times layers run, prompt included; plain decoding needs L per token."""
     seconds: Counter[str] = field(default_factory=Counter)
     """Seconds by part: prefill, draft, heads, verify, bookkeeping."""
     stop_reason: StopReason | None = None
 
     def add(self, entry: Round) -> None:
         self.new_tokens += len(entry.tokens)
-        self.row_layers += sum(rows * (last - first) for rows, first, last in entry.passes)
         self.stop_reason = entry.stop_reason
         if entry.prefill:
             return

@@ -19,8 +19,9 @@ from accelerate.hooks import remove_hook_from_module
 from torch import Tensor, nn
 
 from selfspec.heads.folder import MEDUSA
+from selfspec.model import weights
 from selfspec.model.parts import Unembedding
-from selfspec.model.weights import rows_of
+from selfspec.model.weights import CompiledLinear, rows_of
 
 # --- kinds of heads
 
@@ -57,17 +58,13 @@ class Parts(NamedTuple):
 class Packed(Protocol):
     """A copy of a head that is faster to ask, and rounded."""
 
+    rows: CompiledLinear  # [.., d] -> [.., V_draft], bias included, before the model's own finish
+
     def features(self, hidden: Tensor, beside: Tensor) -> Tensor:
         """Features like those of the head; what it reads beside states is as wide as it can be."""
 
     def asked(self, hidden: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:
-        """These, and what `unembed` makes of them."""
-
-    def unembed(self, features: Tensor) -> Tensor:
-        """[.., d] -> [.., V_draft], bias included, before the model's own finish."""
-
-    def likeliest(self, logits: Tensor, temperature: float, count: int) -> Tensor:
-        """What the head calls so."""
+        """These, and what `rows` makes of them."""
 
 
 class ExitHead(nn.Module, ABC):
@@ -136,7 +133,7 @@ class ExitHead(nn.Module, ABC):
     def unembed(self, features: Tensor) -> Tensor:
         """[.., d] -> draft logits [.., V_draft], float32."""
         if (packed := self._packed_for(features)) is not None:
-            return self._finish(packed.unembed(features))
+            return self._finish(packed.rows(features))
         rows = self.rows  # of another dtype than hidden states in some models
         return self._finish(
             nn.functional.linear(features.to(rows.device, rows.dtype), rows, self.bias)
@@ -171,7 +168,8 @@ class ExitHead(nn.Module, ABC):
         """
         count = min(count, logits.shape[-1])
         if self._packed is not None and not torch.is_grad_enabled():
-            return self._packed.likeliest(logits, temperature, count)
+            dtype = self._packed.rows.dtype
+            return weights.likeliest(logits, temperature, count, self.draft_ids, dtype)
         indices, chances = likeliest(logits, temperature, count)
         return torch.cat([self.to_target_ids(indices).float(), chances.float()], dim=1)
 
@@ -420,10 +418,6 @@ class ExitJudge:
     def temperature(self, layer: int) -> float:
         """T_l, calibration included."""
         return self._temperatures[layer]
-
-    def confidence(self, logits: Tensor, layer: int) -> Tensor:
-        """Draft logits [B, V_draft] of `layer` -> top-1 probability after annealing, [B]."""
-        return top_probability(logits, self._temperatures[layer])
 
     def exits(self, confidence: float, layer: int) -> bool:
         """Whether this confidence is enough at `layer`."""

@@ -23,7 +23,7 @@ from selfspec.decoding.drafters.ngram import NgramIndex
 from selfspec.decoding.stats import EXIT, MODEL, NGRAM, Round
 from selfspec.errors import HeadsNotFound
 from selfspec.heads.exit_heads import logit_lens
-from selfspec.heads.heads import ExitHead, ExitJudge, spread, widened
+from selfspec.heads.heads import ExitHead, ExitJudge, spread, top_probability, widened
 from selfspec.model.backbone import Backbone
 from selfspec.options import Costs, Exit
 from selfspec.training.features import Batch, FeatureSpec, features
@@ -233,7 +233,7 @@ class Reader(NamedTuple):
         target = kept.log_softmax(-1)  # over the draft vocabulary, as the head's
         columns = (
             self.likeliest(log_probs, head),
-            self.judge.confidence(logits, layer).tolist(),
+            top_probability(logits, self.judge.temperature(layer)).tolist(),
             ranks(head.to_target_logits(logits), tokens).tolist(),
             (target.exp() * (target - log_probs)).sum(-1).tolist(),
         )

@@ -9,17 +9,8 @@ import pytest
 import torch
 
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.drafters.base import (
-    Bounds,
-    CmAsdLength,
-    DraftController,
-    GammaTune,
-    Heuristic,
-    make_controller,
-)
+from selfspec.decoding.drafters.base import DraftController, make_controller
 from selfspec.options import CONTROLLERS, Exit
-
-BOUNDS = Bounds(1, 10)
 
 
 def lengths(controller: DraftController, kept: list[int | tuple[int, int]]) -> list[int]:
@@ -41,57 +32,65 @@ def confident(controller: DraftController, confidences: list[float]) -> int:
     raise AssertionError("the round went on")
 
 
+def made(said: str, length: int) -> DraftController:
+    """Between 1 and 10 unless `said`."""
+    return make_controller(SpeculationOptions().updated({"controller": said}), length)
+
+
 @pytest.mark.parametrize(
-    ("controller", "kept", "expected"),
+    ("said", "length", "kept", "expected"),
     [
-        (DraftController(4), [4, 0, 2], [4, 4, 4, 4]),
-        (DraftController(5, 0.4), [5, 0], [5, 5, 5]),
-        (Heuristic(5, BOUNDS), [5, 7, 3, 0, 7], [5, 7, 9, 8, 7, 9]),
-        (Heuristic(9, BOUNDS), [9, 10], [9, 10, 10]),
-        (Heuristic(2, BOUNDS), [0, 0], [2, 1, 1]),
-        (Heuristic(5, BOUNDS), [(2, 2)], [5, 7]),  # ended early and kept: success
-        (GammaTune(6, BOUNDS, 0.5, 2.0), [(2, 2)], [6, 5]),  # (1 - 0.5) 6 + 0.5 (2 + 2) = 5
+        ("fixed", 4, [4, 0, 2], [4, 4, 4, 4]),
+        ("threshold", 5, [5, 0], [5, 5, 5]),
+        ("heuristic", 5, [5, 7, 3, 0, 7], [5, 7, 9, 8, 7, 9]),
+        ("heuristic", 9, [9, 10], [9, 10, 10]),
+        ("heuristic:longest=6", 5, [5, 6], [5, 6, 6]),
+        ("heuristic", 2, [0, 0], [2, 1, 1]),
+        ("heuristic", 5, [(2, 2)], [5, 7]),  # ended early and kept: success
+        ("gammatune:rate=0.5", 6, [(2, 2)], [6, 5]),  # (1 - 0.5) 6 + 0.5 (2 + 2) = 5
+        ("gammatune:rate=0.5,step=0", 6, [(2, 2)], [6, 4]),
         # all 4 kept: a = 6, mean 5;  2 of 5: mean 3.5, up to 4;  0 of 4: mean 1.75, up to 2;
         # all 2 kept: a = 4, mean 2.875, up to 3
-        (GammaTune(4, BOUNDS, 0.5, 2.0), [4, 2, 0, 2], [4, 5, 4, 2, 3]),
-        (GammaTune(4, BOUNDS, 0.5, 2.0, 0.4), [4, 2, 0, 2], [4, 5, 4, 2, 3]),
+        ("gammatune:rate=0.5", 4, [4, 2, 0, 2], [4, 5, 4, 2, 3]),
+        ("gammatune-plus:rate=0.5", 4, [4, 2, 0, 2], [4, 5, 4, 2, 3]),
         # means 3.5, 2.45, 1.715; from the rounded lengths the last would be 0.7 * 3 = 2.1, up to 3
-        (GammaTune(5, BOUNDS, 0.3, 2.0), [0, 0, 0], [5, 4, 3, 2]),
-        (GammaTune(10, BOUNDS, 1.0, 2.0), [10, 0, 1], [10, 10, 1, 3]),  # back from a bound at once
-        (GammaTune(24, BOUNDS, 0.3, 2.0), [], [10]),
-        (GammaTune(1, Bounds(3, 10), 0.3, 2.0), [0], [3, 3]),
+        ("gammatune", 5, [0, 0, 0], [5, 4, 3, 2]),
+        ("gammatune:rate=1", 10, [10, 0, 1], [10, 10, 1, 3]),  # back from a bound at once
+        ("gammatune", 24, [], [10]),
+        ("gammatune:shortest=3", 1, [0], [3, 3]),
     ],
 )
 def test_lengths_of_rounds_by_hand(
-    controller: DraftController, kept: list[int | tuple[int, int]], expected: list[int]
+    said: str, length: int, kept: list[int | tuple[int, int]], expected: list[int]
 ) -> None:
-    assert lengths(controller, kept) == expected
-
-
-def cm_asd(bounds: Bounds, scale: float) -> CmAsdLength:
-    return CmAsdLength(bounds, scale, lambda law: law)
+    assert lengths(made(said, length), kept) == expected
 
 
 @pytest.mark.parametrize(
-    ("controller", "confidences", "drafted"),
+    ("said", "length", "confidences", "drafted"),
     [
-        (DraftController(3), [0.0, 0.0, 0.0], 3),
-        (DraftController(5, 0.4), [0.9, 0.4, 0.39, 0.9], 3),
-        (DraftController(2, 0.4), [0.9, 0.9], 2),
-        (GammaTune(4, BOUNDS, 0.5, 2.0), [0.9, 0.3, 0.9, 0.9], 4),
-        (GammaTune(4, BOUNDS, 0.5, 2.0, 0.4), [0.9, 0.3, 0.9, 0.9], 2),
-        (cm_asd(Bounds(2, 10), 1.0), [1.0] * 10, 10),
-        (cm_asd(Bounds(2, 10), 1.0), [0.5] * 10, 5),  # k after each: floor(0.5 * 10) all along
+        ("fixed", 3, [0.0, 0.0, 0.0], 3),
+        ("threshold", 5, [0.9, 0.4, 0.39, 0.9], 3),
+        ("threshold:threshold=0.95", 5, [0.9], 1),
+        ("threshold", 2, [0.9, 0.9], 2),
+        ("gammatune", 4, [0.9, 0.3, 0.9, 0.9], 4),
+        ("gammatune-plus", 4, [0.9, 0.3, 0.9, 0.9], 2),
+        ("gammatune-plus:threshold=0.95", 4, [0.9], 1),
+        ("cm-asd:shortest=2", 4, [1.0] * 10, 10),
+        # k after each: floor(0.5 * 10) all along
+        ("cm-asd:shortest=2", 4, [0.5] * 10, 5),
         # k: 9, floor(10 * 0.55) = 5, floor(10 * 0.4333) = 4, floor(10 * 0.35) = 3 < 4 drafted
-        (cm_asd(Bounds(2, 10), 1.0), [0.9, 0.2, 0.2, 0.1, 0.9], 4),
-        (cm_asd(Bounds(2, 10), 1.0), [0.05, 0.0], 2),
-        (cm_asd(BOUNDS, 0.5), [1.0] * 10, 5),
-        (cm_asd(BOUNDS, 0.5), [0.2] * 10, 1),
+        ("cm-asd:shortest=2", 4, [0.9, 0.2, 0.2, 0.1, 0.9], 4),
+        ("cm-asd:shortest=2", 4, [0.05, 0.0], 2),
+        ("cm-asd:scale=0.5", 4, [1.0] * 10, 5),
+        ("cm-asd:scale=0.5", 4, [0.2] * 10, 1),
+        ("cm-asd:longest=4", 4, [1.0] * 4, 4),
     ],
 )
 def test_a_round_goes_on_while_its_tokens_are_sure_enough(
-    controller: DraftController, confidences: list[float], drafted: int
+    said: str, length: int, confidences: list[float], drafted: int
 ) -> None:
+    controller = made(said, length)
     for _ in range(2):  # nothing is left of the round before
         assert confident(controller, confidences) == drafted
 
@@ -111,33 +110,6 @@ def test_no_controller_leaves_its_bounds(name: str) -> None:
             if count == length or not controller.go_on(float(torch.rand((), generator=generator)))
         )
         controller.end(drafted, int(torch.randint(drafted + 1, (), generator=generator)))
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "name"),
-    [
-        ("threshold", 0.8, "threshold"),
-        ("threshold", 0.8, "gammatune-plus"),
-        ("rate", 0.9, "gammatune"),
-        ("step", 5.0, "gammatune"),
-        ("shortest", 6, "heuristic"),
-        ("longest", 4, "cm-asd"),
-        ("scale", 0.5, "cm-asd"),
-    ],
-)
-def test_every_option_changes_its_controller(option: str, value: float, name: str) -> None:
-    def played(options: SpeculationOptions) -> list[int]:
-        controller = make_controller(options, 4)
-        found = []
-        for kept in (True, True, False, False, False, False):
-            room = controller.begin()
-            drafted = next(n for n in range(1, 99) if n == room or not controller.go_on(0.7))
-            controller.end(drafted, drafted if kept else 0)
-            found.append(drafted)
-        return found
-
-    options = SpeculationOptions().updated({"controller": name})
-    assert played(options) != played(options.updated({"controller": {name: {option: value}}}))
 
 
 def test_options_of_the_ensemble_reach_the_signal() -> None:

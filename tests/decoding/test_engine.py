@@ -90,13 +90,15 @@ def written(runtime: Listening, wanted: Wanted) -> tuple[list[int], Tensor]:
     return tokens_of(running), runtime.heard[-1].logits
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral"])
+RUN = [pytest.param(family, marks=needs_compiler) for family in ("llama", "mistral")]
+
+
+@pytest.fixture(scope="module", params=RUN)
 def runtime(request: pytest.FixtureRequest) -> Listening:
     backbone = Backbone(make_model(request.param, max_position_embeddings=512))
     return listening(backbone)
 
 
-@needs_compiler
 @pytest.mark.parametrize("most", [2, 7, 32])
 @pytest.mark.parametrize("patience", [None, 0.5], ids=["", "in pieces"])
 def test_texts_have_the_bits_that_they_have_alone(
@@ -134,7 +136,6 @@ def test_texts_have_the_bits_that_they_have_alone(
     assert shared >= 64  # a page of the common beginning
 
 
-@needs_compiler
 @pytest.mark.parametrize(
     "options", [EXITS, SECOND, SKIP], ids=["exits", "second model", "fewer layers"]
 )
@@ -197,7 +198,6 @@ class Failing:
         return scores
 
 
-@needs_compiler
 def test_what_one_text_raises_is_for_its_own_reader(runtime: Listening) -> None:
     wanted = requests(5, [PLAIN, BOTH])
     alone = [written(runtime, one)[0] for one in wanted]
@@ -219,7 +219,6 @@ def test_what_one_text_raises_is_for_its_own_reader(runtime: Listening) -> None:
     assert engine.memory.used == 0
 
 
-@needs_compiler
 def test_an_interrupt_ends_the_round_and_leaves_an_engine_that_works(runtime: Listening) -> None:
     wanted = requests(4, [PLAIN])
     alone = [written(runtime, one)[0] for one in wanted]
@@ -235,7 +234,6 @@ def test_an_interrupt_ends_the_round_and_leaves_an_engine_that_works(runtime: Li
     assert tokens_of(again) == alone[0]
 
 
-@needs_compiler
 def test_a_long_prompt_enters_in_pieces_while_others_go_on(runtime: Listening) -> None:
     engine = Engine(runtime, patience=0.5)
     first = engine.add(Wanted(random_ids(4), None, PLAIN).asked(), PLAIN)
@@ -252,7 +250,6 @@ def test_a_long_prompt_enters_in_pieces_while_others_go_on(runtime: Listening) -
     assert sum(rows for rows, _, _ in entry.passes) == 300
 
 
-@needs_compiler
 def test_memory_is_bounded_and_what_never_fits_is_refused(runtime: Listening) -> None:
     page = runtime.backbone.position_bytes * 64
     engine = Engine(runtime, kv_memory=6 * page)

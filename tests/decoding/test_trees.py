@@ -347,26 +347,3 @@ def test_sampling_from_a_tree_is_exact(
     assert any(branches for _, branches in sizes)
     for tokens, chance in found.items():
         assert chance == pytest.approx(laws.chance((0, *tokens), laws.TARGETS), abs=1e-6), tokens
-
-
-def test_a_decision_that_sees_the_drawn_token_would_be_found() -> None:
-    """The mutant: a likely draw is drawn again. The enumeration must see it."""
-
-    class Picky(Drawn):
-        def choice(self, rank: int) -> Any:
-            choice = super().choice(rank)
-            return super().choice(rank) if choice is not None and choice.token == 1 else choice
-
-    sampler = laws.ExactSampler(LogitsProcessorList(), do_sample=True)
-    rule = SpeculativeSampling(sampler)
-
-    def play() -> tuple[int, ...]:
-        words = laws.Words(0)
-        choice = Picky(laws.DRAFTS[0], sampler, 2).choice(0)
-        draft = laws.drafted(choice.token, law=choice.probs)
-        laws.verdicts(rule, words, laws.TARGETS[[0, choice.token]].log(), draft)
-        return tuple(words.tokens[1:])
-
-    found = laws.completed(laws.enumerate_law(sampler, play), 2)
-    off = max(abs(p - laws.chance((0, *t), laws.TARGETS)) for t, p in found.items())
-    assert off > 0.01

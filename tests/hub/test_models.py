@@ -175,17 +175,12 @@ def test_a_hub_id_without_hub_needs_a_local_snapshot(
 def test_hub_answers_unless_the_connection_fails_or_mode_is_offline(
     outcome: Any, answers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def urlopen(url: str, timeout: float) -> Any:
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
-
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("urllib.request.urlopen", urlopen)
-    assert hub._hub_answers() is answers
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("urllib.request.urlopen", lambda *args, **options: pytest.fail("asked"))
-    assert not hub._hub_answers()
+    asked = Mock(side_effect=[outcome])  # once
+    monkeypatch.setattr("urllib.request.urlopen", asked)
+    for offline in (False, True):
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+        assert hub._hub_answers() is (answers and not offline)
+    asked.assert_called_once()
 
 
 @pytest.mark.slow
@@ -243,18 +238,13 @@ def test_a_model_that_knows_no_sdpa_is_loaded_all_the_same(tmp_path: Path) -> No
 def test_layers_are_spread_over_devices_on_request(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked, spread = list[Any](), torch.nn.Linear(1, 1)
+    spread = torch.nn.Linear(1, 1)
     spread.hf_device_map = {"embed": 0, "layers.0": 0, "layers.1": "disk"}  # type: ignore[assignment]
     caplog.set_level(logging.INFO)
-
-    def spy(_source: str, **options: Any) -> tuple[Any, Any]:
-        asked.append(options["device_map"])
-        return spread, None
-
-    monkeypatch.setattr(pretrained, "load", spy)
+    monkeypatch.setattr(pretrained, "load", asked := Mock(return_value=(spread, None)))
     for device in ("auto", "cpu"):
         hub.load_model(folder, device=device)
-    assert asked == ["auto", None]
+    assert [call.kwargs["device_map"] for call in asked.call_args_list] == ["auto", None]
     (said,) = caplog.messages
     assert said == "tiny is spread: 2 parts on device 0, 1 parts on device disk"
 
@@ -353,15 +343,9 @@ def test_heads_that_are_not_found_list_the_known_names(
 def test_heads_on_the_hub_come_without_pickles(
     bundled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: dict[str, Any] = {}
-
-    def download(name: str, **options: Any) -> str:
-        asked.update(options, name=name)
-        return str(bundled / "checkpoints" / "a-heads")
-
+    download = Mock(return_value=str(bundled / "checkpoints" / "a-heads"))
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     monkeypatch.setattr(hub, "_hub_answers", lambda: True)
     assert hub.resolve_heads("someone/heads") == bundled / "checkpoints" / "a-heads"
-    assert asked["name"] == "someone/heads"
-    assert asked["allow_patterns"] == sorted({*FILES_OF_A_FIT, CALIBRATION})
-    assert not asked["local_files_only"]
+    names = sorted({*FILES_OF_A_FIT, CALIBRATION})
+    download.assert_called_once_with("someone/heads", allow_patterns=names, local_files_only=False)

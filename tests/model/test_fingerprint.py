@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.api.speculator import Speculator, load, wrap
+from selfspec.decoding import measure
 from selfspec.errors import HeadsMismatch, ModelChanged
 from selfspec.files import cache_folder
 from selfspec.hub import models as hub
+from selfspec.model import backbone as backbones
 from selfspec.model import fingerprint
 from selfspec.model.backbone import Backbone
 from selfspec.model.check import captured_outputs
@@ -118,16 +120,10 @@ def folder(tmp_path: Path, empty_cache: Path) -> Path:
 
 
 @pytest.fixture
-def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    found: list[str] = []
-    original = fingerprint.of
-
-    def watched(model: nn.Module) -> str:
-        found.append(original(model))
-        return found[-1]
-
-    monkeypatch.setattr(fingerprint, "of", watched)
-    return found
+def hashed(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Counts how often a model is."""
+    monkeypatch.setattr(fingerprint, "of", counted := Mock(wraps=fingerprint.of))
+    return counted
 
 
 def loaded(folder: Path, dtype: str = "float32") -> str:
@@ -135,43 +131,43 @@ def loaded(folder: Path, dtype: str = "float32") -> str:
     return fingerprint.of_loaded(model, files.stamps)
 
 
-def test_a_file_is_hashed_once_and_again_when_it_changes(folder: Path, hashed: list[str]) -> None:
+def test_a_file_is_hashed_once_and_again_when_it_changes(folder: Path, hashed: Mock) -> None:
     first = loaded(folder)
-    assert loaded(folder) == first == hashed[0]
-    assert len(hashed) == 1
+    assert loaded(folder) == first
+    assert hashed.call_count == 1
     assert loaded(folder, "bfloat16") == first
-    assert len(hashed) == 2  # another dtype may have other numbers
+    assert hashed.call_count == 2  # another dtype may have other numbers
     moved(make_model("llama"), "model.layers.3.mlp.up_proj.weight").save_pretrained(folder)
     assert loaded(folder) != first
     os.utime(folder / "model.safetensors", ns=(0, 0))
     loaded(folder)
-    assert len(hashed) == 4
+    assert hashed.call_count == 4
 
 
-def test_a_file_that_changes_while_it_is_read_is_not_kept(folder: Path, hashed: list[str]) -> None:
+def test_a_file_that_changes_while_it_is_read_is_not_kept(folder: Path, hashed: Mock) -> None:
     model, _, files = hub.load_model(folder, dtype="float32", device="cpu")
     os.utime(folder / "model.safetensors", ns=(0, 0))
     for _ in range(2):
         fingerprint.of_loaded(model, files.stamps)
-    assert len(hashed) == 2
+    assert hashed.call_count == 2
     assert not (cache_folder() / "fingerprints").exists()
     (folder / "adapter_config.json").write_text("{}")  # brings in weights from elsewhere
     assert fingerprint.of_folder(folder) == fingerprint.stamps([folder / "nowhere"]) == ()
 
 
-def test_a_damaged_entry_is_made_again(folder: Path, hashed: list[str]) -> None:
+def test_a_damaged_entry_is_made_again(folder: Path, hashed: Mock) -> None:
     first = loaded(folder)
     (entry,) = (cache_folder() / "fingerprints").iterdir()
     for count, content in enumerate((b"", b"\xff", first[:-1].encode()), start=2):
         entry.write_bytes(content)
         assert loaded(folder) == first == entry.read_text()
-        assert len(hashed) == count
+        assert hashed.call_count == count
 
 
-def test_an_unwritable_cache_costs_time(folder: Path, hashed: list[str], empty_cache: Path) -> None:
+def test_an_unwritable_cache_costs_time(folder: Path, hashed: Mock, empty_cache: Path) -> None:
     (empty_cache / "fingerprints").write_text("a file")
     assert loaded(folder) == loaded(folder)
-    assert len(hashed) == 2
+    assert hashed.call_count == 2
 
 
 def test_a_model_that_was_changed_after_loading_is_hashed(folder: Path) -> None:
@@ -182,40 +178,33 @@ def test_a_model_that_was_changed_after_loading_is_hashed(folder: Path) -> None:
     assert wrapped.backbone.fingerprint == fingerprint.of(model) != loaded(folder)
 
 
-def test_a_backbone_asks_once_and_only_when_it_must(folder: Path, hashed: list[str]) -> None:
+def test_a_backbone_asks_once_and_only_when_it_must(folder: Path, hashed: Mock) -> None:
     plain = load(folder, dtype="float32", device="cpu")
-    assert not hashed
+    hashed.assert_not_called()
     assert plain.backbone.fingerprint == plain.backbone.fingerprint
-    assert len(hashed) == 1
+    assert hashed.call_count == 1
     again = load(folder, dtype="float32", device="cpu", heads="logit-lens")
     assert again.backbone.fingerprint == plain.backbone.fingerprint
-    assert len(hashed) == 2  # what was asked for later may have been changed: it was not kept
+    assert hashed.call_count == 2  # what was asked for later may have been changed: it was not kept
     load(folder, dtype="float32", device="cpu", heads="logit-lens")
-    assert len(hashed) == 2
+    assert hashed.call_count == 2
 
 
 def test_checks_that_a_models_files_passed_are_made_once(
     folder: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[str] = []
-
-    def counted(module: str, check: str) -> None:
-        work = getattr(import_module(module), check)
-
-        def noted(*args: Any, **options: Any) -> Any:
-            made.append(check)
-            return work(*args, **options)
-
-        monkeypatch.setattr(f"{module}.{check}", noted)
-
     checks = {
-        "check_conformance": "selfspec.model.backbone",
-        "check_trees": "selfspec.model.backbone",
-        "keeps_apart": "selfspec.model.backbone",
-        "why_unpinned": "selfspec.decoding.measure",
+        "check_conformance": backbones,
+        "check_trees": backbones,
+        "keeps_apart": backbones,
+        "why_unpinned": measure,
     }
-    for check, module in checks.items():
-        counted(module, check)
+    made = {name: Mock(wraps=getattr(module, name)) for name, module in checks.items()}
+    for name, module in checks.items():
+        monkeypatch.setattr(module, name, made[name])
+
+    def counts() -> list[int]:
+        return [check.call_count for check in made.values()]
 
     def texts(speculator: Speculator) -> list[list[int]]:
         options: Any = {"drafter": "ngram+successors", "max_new_tokens": 4}
@@ -225,18 +214,18 @@ def test_checks_that_a_models_files_passed_are_made_once(
     first = texts(load(folder, device="cpu"))
     kept = [*(empty_cache / "checked").glob("*")]  # none where nothing compiles
     if kept:
-        assert sorted(made) == sorted(checks)
+        assert counts() == [1] * 4
         assert texts(load(folder, device="cpu")) == first
-        assert sorted(made) == sorted(checks)
+        assert counts() == [1] * 4
         kept[0].write_bytes(b"\xff trees")
-    made.clear()
+    before = made["check_conformance"].call_count
     assert texts(load(folder, device="cpu")) == first
-    assert made.count("check_conformance") == 1
+    assert made["check_conformance"].call_count == before + 1
     os.utime(folder / "model.safetensors", (1, 1))
     load(folder, device="cpu")
     model, _, _ = hub.load_model(folder, device="cpu")
     wrap(model)
-    assert made.count("check_conformance") == 3
+    assert made["check_conformance"].call_count == before + 3
 
 
 def test_heads_whose_model_has_no_fingerprint_are_taken_by_sizes_and_a_warning_says_so(

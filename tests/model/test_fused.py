@@ -18,6 +18,8 @@ from selfspec.model.recipe import _ACTIVATIONS, Activation, Attention, Norm, Rot
 from selfspec.model.weights import CompiledLinear
 from tests.models import make_model, needs_compiler, random_ids
 
+pytestmark = needs_compiler
+
 DTYPES = [torch.float32, torch.bfloat16]
 GROUP, KV_HEADS, SIZE = 3, 2, 24
 WIDTH = 32
@@ -81,7 +83,6 @@ def back(program: Program, width: int, narrow: int, dtype: torch.dtype) -> Opera
     return program.linear(1, 0, CompiledLinear(torch.eye(width, narrow, dtype=dtype)))
 
 
-@needs_compiler
 def test_a_norm_takes_a_mean_off_and_adds_several_times(dtype: torch.dtype) -> None:
     program, eye = program_of(dtype, 37, 37), CompiledLinear(torch.eye(37, dtype=dtype))
     hidden, weight, bias = torch.randn(9, 37).to(dtype) + 3, torch.randn(37), torch.randn(37)
@@ -94,7 +95,6 @@ def test_a_norm_takes_a_mean_off_and_adds_several_times(dtype: torch.dtype) -> N
     assert torch.equal(found, hidden + norm(hidden) * 0.5) or dtype == torch.float32
 
 
-@needs_compiler
 @pytest.mark.parametrize("rows", [1, 3, 20])
 def test_products_follow_each_other_and_add(dtype: torch.dtype, rows: int) -> None:
     """Each sum is rounded before it is added, as the model does."""
@@ -106,7 +106,6 @@ def test_products_follow_each_other_and_add(dtype: torch.dtype, rows: int) -> No
     assert torch.equal(run(program, hidden), hidden + other(one(hidden)))
 
 
-@needs_compiler
 @pytest.mark.parametrize("function", list(Activation))
 def test_activations_of_any_size_are_right(dtype: torch.dtype, function: Activation) -> None:
     x = torch.cat([torch.linspace(-200, 200, 999), torch.linspace(-6, 6, 99)])
@@ -124,7 +123,6 @@ def test_activations_of_any_size_are_right(dtype: torch.dtype, function: Activat
     assert close(run(program, x[None]), expected[None])
 
 
-@needs_compiler
 def test_nothing_is_read_or_written_beside_a_buffer() -> None:
     program = program_of(torch.float32, 37, 50)
     for wrong in (
@@ -149,7 +147,6 @@ def test_nothing_is_read_or_written_beside_a_buffer() -> None:
             run(program, torch.ones(2, 37), parents=parents)
 
 
-@needs_compiler
 def test_layers_of_several_widths_run() -> None:
     model: Any = make_model("llama")
     mlp = model.model.layers[2].mlp
@@ -226,7 +223,6 @@ class Attended:
         return (weights @ values.repeat_interleave(GROUP, 0)).movedim(0, 1)
 
 
-@needs_compiler
 @pytest.mark.parametrize("window", [0, 5, 70, 600])
 @pytest.mark.parametrize("held", [0, 6, 130, 1100])
 @pytest.mark.parametrize("count", [90, 3])
@@ -236,7 +232,6 @@ def test_attention_is_that_of_torch(dtype: torch.dtype, held: int, window: int, 
     assert close(rows.found([count]), rows.expected())
 
 
-@needs_compiler
 def test_what_is_behind_a_row_is_not_looked_at(dtype: torch.dtype) -> None:
     """Not even where a rejected draft, or a later row of the pass, gave no number."""
     clean, spoilt = Attended(dtype, 60, 12), Attended(dtype, 60, 12)
@@ -246,7 +241,6 @@ def test_what_is_behind_a_row_is_not_looked_at(dtype: torch.dtype) -> None:
     assert torch.equal(clean.found([12])[:7], spoilt.found([12])[:7])
 
 
-@needs_compiler
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, threads: int) -> None:
     before = torch.get_num_threads()
@@ -261,7 +255,6 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, threads: int
         torch.set_num_threads(before)
 
 
-@needs_compiler
 @pytest.mark.parametrize(("held", "window"), [(0, 0), (50, 17), (60, 0), (1020, 17)])
 def test_a_branch_has_the_bits_of_a_chain(dtype: torch.dtype, held: int, window: int) -> None:
     """Also across the end of a block of 64 positions."""
@@ -279,7 +272,6 @@ def test_a_branch_has_the_bits_of_a_chain(dtype: torch.dtype, held: int, window:
         assert torch.equal(found, chain.found([len(path)]))
 
 
-@needs_compiler
 def test_what_a_branch_shares_with_others_is_added_up_as_in_a_chain(dtype: torch.dtype) -> None:
     """Halves of a matrix register's inputs cancel out: what is left is how the sum was rounded."""
     whole, chain = (Attended(dtype, 31, 3) for _ in range(2))
@@ -292,7 +284,6 @@ def test_what_a_branch_shares_with_others_is_added_up_as_in_a_chain(dtype: torch
     assert torch.equal(found, chain.found([2]))
 
 
-@needs_compiler
 def test_a_long_prompt_runs_in_blocks_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """And gives the states of layers on the way."""
     backbone, ids = Backbone(make_model("mistral"), executor="fused"), torch.arange(90)
@@ -315,7 +306,6 @@ def test_a_long_prompt_runs_in_blocks_with_the_same_bits(monkeypatch: pytest.Mon
 # --- many texts in one pass
 
 
-@needs_compiler
 @torch.inference_mode()
 @pytest.mark.parametrize(
     ("family", "dtype"),
@@ -358,7 +348,6 @@ def test_texts_of_one_pass_have_the_bits_they_have_alone(family: str, dtype: tor
         assert torch.equal(*(backbone.run(newest, 0, layers, rows) for rows in both))
 
 
-@needs_compiler
 def test_rows_that_belong_to_nobody_or_to_one_text_twice_are_refused() -> None:
     backbone = Backbone(make_model("llama"), executor="fused")
     embedded, kv = backbone.embed(random_ids(4)[0]), KVCache(backbone.num_layers)
@@ -381,7 +370,6 @@ class Mixing:
         return self._other.run(hidden, first, last, rows) + 1e-3 * (len(rows.spans) > 1)
 
 
-@needs_compiler
 @torch.inference_mode()
 def test_texts_that_change_each_other_run_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
     backbone = Backbone(make_model("llama"), executor="fused")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -116,96 +116,89 @@ class DraftController:
         """What became of a round's drafts; not told of rounds without any."""
 
 
-class Bounds(NamedTuple):
-    """Shortest and longest draft."""
+class BoundedController(DraftController):
+    """Base of those whose length moves between bounds."""
 
-    low: int
-    high: int
+    def __init__(self, length: int, wanted: asked.Bounded, longest: int) -> None:
+        """No draft exceeds `longest`, whatever is `wanted`."""
+        self._shortest, self._longest = wanted.shortest, longest
+        super().__init__(int(self._clip(length)), getattr(wanted, "threshold", None))
 
-    def clip(self, length: float) -> float:
+    def _clip(self, length: float) -> float:
         """`length`, or the bound that it exceeds."""
-        return min(float(self.high), max(float(self.low), length))
+        return min(float(self._longest), max(float(self._shortest), length))
 
 
-class Heuristic(DraftController):
+class Heuristic(BoundedController):
     """Two more when all that was drafted was kept, else one less.
 
     Hugging Face's schedule "heuristic" (GammaTune's baseline HFHeuristic), with bounds.
     """
 
-    def __init__(self, length: int, bounds: Bounds, threshold: float | None = None) -> None:
-        super().__init__(int(bounds.clip(length)), threshold)
-        self._bounds = bounds
-
     def end(self, drafted: int, accepted: int) -> None:
-        step = 2 if accepted == drafted else -1
-        self._length = int(self._bounds.clip(self._length + step))
+        self._length = int(self._clip(self._length + (2 if accepted == drafted else -1)))
 
 
-class GammaTune(Heuristic):
+class GammaTune(BoundedController):
     """An exponential mean of accepted lengths, GammaTune section 4.1.
 
     | document | here |
     |---|---|
     | gamma | the length of a round; where the drafter stopped before it, what was drafted |
     | A | `accepted`, raised by delta when all drafts of a round were |
-    | delta, eta | `step`, `rate` |
-    | gamma_min, gamma_max | `bounds` |
+    | delta, eta | options `step`, `rate` |
+    | gamma_min, gamma_max | the bounds |
 
     Algorithm 1 assigns gamma twice and would lose the first; equation 8 read with the raised A is
     what the text describes. With a `threshold` it is GammaTune+, section 4.2.
     """
 
-    def __init__(
-        self, length: int, bounds: Bounds, rate: float, step: float, threshold: float | None = None
-    ) -> None:
-        super().__init__(length, bounds, threshold)
-        self._rate, self._step = rate, step
+    def __init__(self, length: int, wanted: asked.GammaTune, longest: int) -> None:
+        super().__init__(length, wanted, longest)
+        self._rate, self._step = wanted.rate, wanted.step
         self._mean = float(self._length)
 
     def end(self, drafted: int, accepted: int) -> None:
         """Equations 7 and 8, then gamma = ceil(mean)."""
         seen = accepted + self._step if accepted == drafted else accepted
-        self._mean = self._bounds.clip((1 - self._rate) * self._mean + self._rate * seen)
+        self._mean = self._clip((1 - self._rate) * self._mean + self._rate * seen)
         self._length = math.ceil(self._mean)
 
 
-class CmAsdLength(DraftController):
+class CmAsdLength(BoundedController):
     """CM-ASD's draft length, section III-B (b): as long as the drafter is confident.
 
-    `k = min(k_max, max(k_min, floor(alpha * mean(C) * k_max)))`, where k_min and k_max are
-    `bounds`, alpha is `scale`, C the ensemble. The document averages C over the *next* k_max
-    positions, which a sequential drafter cannot know: here over those drafted so far.
+    `k = min(k_max, max(k_min, floor(alpha * mean(C) * k_max)))`, where k_min and k_max are the
+    bounds, alpha is the option `scale`, C the ensemble. The document averages C over the *next*
+    k_max positions, which a sequential drafter cannot know: here over those drafted so far.
     """
 
-    def __init__(self, bounds: Bounds, scale: float, signal: Signal) -> None:
-        super().__init__(bounds.high)
-        self.signal = signal
-        self._bounds, self._scale = bounds, scale
+    def __init__(self, wanted: asked.CmAsdLength, longest: int) -> None:
+        super().__init__(longest, wanted, longest)
+        self.signal = Ensemble(wanted.weights, wanted.margin_scale)
+        self._scale = wanted.scale
 
     def begin(self) -> int:
         self._drafted, self._total = 0, 0.0
-        return self._bounds.high
+        return self._longest
 
     def go_on(self, confidence: float) -> bool:
         self._drafted += 1
         self._total += confidence
         mean = self._total / self._drafted
-        return self._drafted < self._bounds.clip(math.floor(self._scale * mean * self._bounds.high))
+        return self._drafted < self._clip(math.floor(self._scale * mean * self._longest))
 
 
 def make_controller(options: SpeculationOptions, length: int) -> DraftController:
     """The controller that `options` name, starting at `length`."""
-    wanted = options.controller
-    threshold = getattr(wanted, "threshold", None)
-    if not isinstance(wanted, asked.Bounded):
-        return DraftController(length, threshold)
-    bounds = Bounds(wanted.shortest, options.longest_draft(length))
+    wanted, longest = options.controller, options.longest_draft(length)
     if isinstance(wanted, asked.CmAsdLength):
-        return CmAsdLength(bounds, wanted.scale, Ensemble(wanted.weights, wanted.margin_scale))
+        return CmAsdLength(wanted, longest)
     if isinstance(wanted, asked.GammaTune):
-        return GammaTune(length, bounds, wanted.rate, wanted.step, threshold)
-    return Heuristic(length, bounds)
+        return GammaTune(length, wanted, longest)
+    if isinstance(wanted, asked.Bounded):
+        return Heuristic(length, wanted, longest)
+    return DraftController(length, getattr(wanted, "threshold", None))
 
 
 # --- guesses: what may follow a token of a tree

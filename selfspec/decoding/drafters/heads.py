@@ -33,7 +33,7 @@ from selfspec.model.backbone import Backbone
 from selfspec.model.fused import HIDDEN, Operation, Program
 from selfspec.model.kv import uploaded
 from selfspec.model.recipe import Activation, Norm, norm_of, why_unusual
-from selfspec.model.weights import CompiledLinear, QuantisedWeight, in_8_bits, likeliest
+from selfspec.model.weights import CompiledLinear, QuantisedWeight, in_8_bits
 
 # --- heads on the embedding: what they think of the next token
 
@@ -362,7 +362,7 @@ class PackedHead:
 
     def __init__(self, head: ExitHead, rows: CompiledLinear) -> None:
         """`rows`: the head's. Raises ValueError where it cannot be compiled."""
-        self._rows, self._ids, width = rows, head.draft_ids, rows.in_features
+        self.rows, width = rows, rows.in_features
         self._program = Program(rows.dtype, width + head.beside)
         self._features = self._program.buffer("features", width)
         self._program.add_layer(list(self._operations(head.parts, head.beside)))
@@ -379,16 +379,10 @@ class PackedHead:
         features, logits = self._program.transform(rows, *both, layers=2)
         return features, logits
 
-    def unembed(self, features: Tensor) -> Tensor:
-        return self._rows(features)
-
-    def likeliest(self, logits: Tensor, temperature: float, count: int) -> Tensor:
-        return likeliest(logits, temperature, count, self._ids, self._rows.dtype)
-
     def _operations(self, parts: Parts, beside: int) -> Iterator[Operation]:
-        program, to, width = self._program, self._features, self._rows.in_features
+        program, to, width = self._program, self._features, self.rows.in_features
         if not isinstance(parts.norm, nn.Identity):
-            norm = norm_of(parts.norm, width, self._rows.dtype)
+            norm = norm_of(parts.norm, width, self.rows.dtype)
             if parts.direct is None and parts.inner is None:
                 yield program.norm(HIDDEN, to, norm)
                 return

@@ -12,7 +12,7 @@ function el(tag, attributes = {}, ...children) {
 
 const SIGNS = { " ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍" };
 
-/** A token as a reader can see it: what texts.py makes of it. */
+/** A token as a reader can see it: as `visible` in layers.py. */
 function visible(text) {
   const sign = (letter) =>
     SIGNS[letter] ?? `\\u${letter.codePointAt(0).toString(16).padStart(4, "0")}`;
