@@ -41,7 +41,6 @@ from selfspec.decoding.drafters.heads import pack
 from selfspec.decoding.drafters.rest import Datastore
 from selfspec.decoding.engine import MOST_TEXTS, Engine, Running, Runtime, eager
 from selfspec.decoding.state import DecodeState
-from selfspec.decoding.stats import common
 from selfspec.errors import (
     HeadsMismatch,
     InvalidOption,
@@ -59,6 +58,7 @@ from selfspec.heads.folder import find_known
 from selfspec.hub import models as hub
 from selfspec.model import fingerprint
 from selfspec.model.backbone import Backbone
+from selfspec.model.kv import common
 from selfspec.model.parts import CACHES, check_model, kind_of
 from selfspec.options import Costs
 

@@ -55,13 +55,21 @@ from selfspec.decoding.drafters.trees import TreeDrafter, WhilePaying
 from selfspec.decoding.measure import PassShape, PinnedProbe, any_split
 from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState, Drafter, Enter, NoDrafter, Work, next_together
-from selfspec.decoding.stats import GenerationStats, Round, Stopwatch, common
+from selfspec.decoding.stats import GenerationStats, Round, Stopwatch
 from selfspec.errors import HeadsNotFound, InvalidOption, check_types
 from selfspec.heads.attending import AttendingHeads
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import ExitJudge, spread
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv import POSITIONS, KVCache, KVStore, Memory, PooledKVCache, fixed_slots
+from selfspec.model.kv import (
+    POSITIONS,
+    KVCache,
+    KVStore,
+    Memory,
+    PooledKVCache,
+    common,
+    fixed_slots,
+)
 from selfspec.model.weights import TEAM
 from selfspec.options import word
 

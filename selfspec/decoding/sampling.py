@@ -20,8 +20,9 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process, stopping_criteria
 
-from selfspec.decoding.stats import EXIT, common
+from selfspec.decoding.stats import EXIT
 from selfspec.errors import InvalidOption
+from selfspec.model.kv import common
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -69,14 +69,6 @@ def all_givers(layers: Iterable[int]) -> list[Giver]:
     return [*others, *(Giver(EXIT, layer) for layer in layers)]
 
 
-def common(old: Sequence[int], new: Sequence[int]) -> int:
-    """Ids that two texts share from the start."""
-    count = min(len(old), len(new))
-    if old[:count] == new[:count]:
-        return count
-    return next(at for at in range(count) if old[at] != new[at])
-
-
 Ended = Literal["depth", "width", "budget", "eos", "unsure", "off"]
 
 # why drafting stopped, for people

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from selfspec import files
-from selfspec.decoding.stats import common
 from selfspec.errors import InvalidData, InvalidOption, check_keys
 from selfspec.files import json_lines, parse_json, read_bytes
 from selfspec.options import at_least, check_fields
@@ -400,7 +399,8 @@ def quality_summary(records: Sequence[Quality]) -> dict[str, Any]:
 
 def first_divergence(found: Sequence[int], expected: Sequence[int]) -> int | None:
     """Equal tokens ahead of the first that differs, or ahead of one text's end; None if equal."""
-    same = common([*found], [*expected])
+    pairs = enumerate(zip(found, expected, strict=False))
+    same = next((at for at, (one, other) in pairs if one != other), min(len(found), len(expected)))
     return None if same == len(found) == len(expected) else same
 
 

@@ -34,7 +34,7 @@ from selfspec.files import check_safetensors
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig, check_numbers
 from selfspec.heads.folder import EAGLE3, EAGLE3_OURS, METADATA, SWITCHES, attends
 from selfspec.heads.heads import DraftVocabulary, LinearHead
-from selfspec.model.kv import KVCache, shared, uploaded
+from selfspec.model.kv import KVCache, common, uploaded
 from selfspec.model.parts import Unembedding
 
 _LAYERS = {"llama": (LlamaConfig, LlamaDecoderLayer), "qwen3": (Qwen3Config, Qwen3DecoderLayer)}
@@ -330,7 +330,7 @@ class Attention:
 
     def shared(self, ids: Sequence[int]) -> int:
         """Rows that are also those of a text with `ids`, from position 1 on."""
-        return shared(self.ids, ids)
+        return common(self.ids, ids)
 
     def begin(self, ids: Sequence[int], held: int) -> int:
         """How many of the `held` first positions it may keep: rows of a text that began alike."""

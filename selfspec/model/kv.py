@@ -373,7 +373,7 @@ class _Node:
         """The child that shares most of its first ids with `ids`, and how many."""
         place = bisect_left(self.children, ids, key=attrgetter("ids"))
         near = self.children[max(0, place - 1) : place + 1]
-        pairs = ((shared(one.ids, ids), one) for one in near)
+        pairs = ((common(one.ids, ids), one) for one in near)
         return max(pairs, default=(0, None), key=lambda pair: pair[0])
 
 
@@ -536,7 +536,7 @@ def _pages(positions: int) -> int:
     return -(-positions // POSITIONS) + 1
 
 
-def shared(one: Sequence[int], other: Sequence[int]) -> int:
+def common(one: Sequence[int], other: Sequence[int]) -> int:
     """How many of their first ids are the same."""
     count = min(len(one), len(other))
     if one[:count] == other[:count]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from hashlib import sha256
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from selfspec import serve
 from selfspec.api.speculator import Speculator
+from selfspec.decoding.stats import SOURCES
 from tests.browsers import (  # noqa: F401  # fixtures
     Open,
     Page,
@@ -68,6 +70,11 @@ def explained(server: Running, speculation: Any, tokens: int = 24) -> dict[str, 
     more = {"max_tokens": tokens, "speculation": {"explain": True, **speculation}}
     answer = server.post({**body, **more}).json()
     return {**answer["choices"][0], "usage": answer["usage"]}
+
+
+def test_the_legend_knows_every_giver() -> None:
+    script = (VENDOR.parent / "tokens.js").read_text()
+    assert {*re.findall(r'source: "([\w-]+)"', script)} == {*SOURCES}
 
 
 def test_an_answer_shows_what_the_api_says(page: Page, server: Running) -> None:

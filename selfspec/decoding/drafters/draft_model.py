@@ -23,11 +23,11 @@ from selfspec.decoding.acceptance import Draft, Target
 from selfspec.decoding.drafters.base import ChoosingDrafter, Drafting, DraftWriter
 from selfspec.decoding.sampling import DraftToken
 from selfspec.decoding.state import DecodeState, Embed, HiddenCache, Run, Steps
-from selfspec.decoding.stats import DRAFT_MODEL, SKIP, Stopwatch, common
+from selfspec.decoding.stats import DRAFT_MODEL, SKIP, Stopwatch
 from selfspec.errors import DraftModelMismatch
 from selfspec.heads.heads import likeliest
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv import KVCache
+from selfspec.model.kv import KVCache, common
 
 
 class DraftCache:

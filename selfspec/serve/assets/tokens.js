@@ -1,4 +1,5 @@
-// Who gave a token: classes and words for it. One list, read by the answers and the legend.
+// Who gave a token: classes and words for it. One list, read by the answers and the legend, which
+// shows the rare ones when they gave some.
 
 const GIVERS = [
   { source: "model", kind: "piece", words: "the whole model", sample: "plain" },
@@ -6,6 +7,10 @@ const GIVERS = [
   { source: "ngram", kind: "piece seen", words: "prompt lookup", sample: "dots" },
   { source: "grammar", kind: "piece grammar", words: "the grammar of a format", sample: "dashes" },
   { source: "draft-model", kind: "piece second", words: "a draft model", sample: "two lines" },
+  { source: "successors", kind: "piece seen", words: "successors seen before", sample: "dots", rare: true },
+  { source: "rest", kind: "piece seen", words: "a datastore", sample: "dots", rare: true },
+  { source: "lookahead", kind: "piece seen", words: "lookahead", sample: "dots", rare: true },
+  { source: "skip", kind: "piece second", words: "fewer of its layers", sample: "two lines", rare: true },
 ];
 
 const giverOf = (source) => GIVERS.find((giver) => giver.source === source) ?? { kind: "piece seen", words: source };
@@ -49,16 +54,18 @@ function rejectedOf({ drafts }) {
 }
 
 function buildLegend() {
-  $("legend").append(...GIVERS.map(({ source, kind, words, sample }) => {
+  $("legend").append(...GIVERS.map(({ source, kind, words, sample, rare = false }) => {
     const shown = el("span", { class: kind }, sample);
     if (source === "exit") shown.classList.add("depths");
-    return el("li", {}, shown, el("span", {}, words), el("output", { "data-count": source }, ""));
+    return el("li", rare ? { hidden: "" } : {}, shown, el("span", {}, words), el("output", { "data-count": source }, ""));
   }));
 }
 
 /** How many tokens of an answer each gave. */
 function countInLegend(bySource) {
   for (const { source } of GIVERS) {
-    document.querySelector(`[data-count="${source}"]`).textContent = bySource[source] ?? "";
+    const count = document.querySelector(`[data-count="${source}"]`);
+    count.textContent = bySource[source] ?? "";
+    if (bySource[source]) count.parentElement.hidden = false;
   }
 }
