@@ -321,8 +321,8 @@ def _concurrency(asked: Asked, options: results.BenchOptions, *, as_json: bool) 
     total, kept = len(texts) * len(names) * options.repeats, folder / "concurrency.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
     with files.locked(folder), base.bar("concurrency", "measurements") as show:
-        earlier = results.begun(kept, summary, overwrite=asked.get("overwrite", False))
-        loads = [concurrency.Load(**one) for one in earlier]
+        overwrite, made = asked.get("overwrite", False), lambda one: concurrency.Load(**one)
+        loads = files.begun(kept, summary, made, overwrite=overwrite)
         show(len(loads), total)
         for load in concurrency.measured(speculator, suite, texts, names, options, [*loads]):
             files.append(kept, json.dumps(asdict(load)))

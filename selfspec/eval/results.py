@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from selfspec import files
 from selfspec.decoding.stats import common
 from selfspec.errors import InvalidData, InvalidOption, check_keys
-from selfspec.files import json_lines, parse_json, read_bytes
+from selfspec.files import json_lines, parse_json
 from selfspec.options import at_least, check_fields
 
 if TYPE_CHECKING:
@@ -182,8 +182,6 @@ class BenchOptions:
 
 # --- the file of answers
 
-_MOST_BYTES = 1 << 30  # size limit of a file of answers: thousands of long ones take a tenth of it
-
 ANSWERS, TUNING = "answers.jsonl", "tuning.jsonl"
 """Files of a results folder: what is reported, and what settings were chosen on."""
 
@@ -248,32 +246,6 @@ def _answer(record: Any) -> Answer:
         looked = run.get("quality")
         runs[label] = Run(**run | {"arrivals": heard, "quality": looked and Quality(**looked)})
     return Answer(**{**record, "runs": runs})
-
-
-def begun(path: Path, record: dict[str, Any], *, overwrite: bool) -> list[Any]:
-    """What a killed run left behind its `record`, line by line; else the file begins with that.
-
-    Raises CannotWrite, InvalidData, and InvalidOption for the file of another run.
-    """
-    if files.check_file(path, overwrite=True).exists() and overwrite:
-        path.unlink()
-    drop_unfinished(path)
-    found = [parse_json(line, str(path)) for _, line in json_lines(path)] if path.exists() else []
-    if not found:
-        files.append(path, json.dumps(record))
-    elif found[0] != record:
-        raise InvalidOption(f"{path} holds another run. Give --overwrite or another folder")
-    return found[1:]
-
-
-def drop_unfinished(path: Path) -> None:
-    """Cut off a last line that a killed run left half-written."""
-    if not path.exists():
-        return
-    data = read_bytes(path, _MOST_BYTES)
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data):
-        files.write(path, data[:whole])
 
 
 def failures(answers: Iterable[Answer]) -> list[str]:
