@@ -21,6 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from selfspec import files
 from selfspec.cli.main import main
 from selfspec.hub import models as hub
 from selfspec.serve.options import VARIABLE
@@ -51,6 +52,8 @@ def furnished(tmp_path_factory: pytest.TempPathFactory, made: Path) -> Path:
     (folder / "bad.jsonl").write_text(json.dumps(good) + '\n{"messages": [\n')
     (folder / "half").mkdir()
     (folder / "half" / "manifest.json").write_text('{"format_version": 3}')
+    (folder / "shards").mkdir()
+    (folder / "shards" / "shard-00000.safetensors").touch()
     (folder / "schema.json").write_text("7")
     for name in ("garbage.jsonl", "link.html", "dangling.png", "pipe.html"):
         (folder / name).symlink_to(name.partition(".")[0])
@@ -111,7 +114,13 @@ generate a --drafter ngram+rest                  | needs a datastore
 generate a --kv-memory 1GB                       | are for --prompts
 generate a --model untaught --heads none         | no chat template: is it a base model? Give
 data --model untaught --tokens 9 --output x      | a text: selfspec data --raw --model untaught
+generate --prompts prompts.jsonl                 | --prompts and --output go together
+generate a --prompts prompts.jsonl --output new  | --prompts and another prompt at once
+generate --prompts empty --output new            | empty holds no prompts
 generate --prompts prompts.jsonl --output new --json | each line of --output has both
+generate --prompts prompts.jsonl --output new --concurrency 0 | concurrency is 0, expected at least
+generate --prompts prompts.jsonl --output new --kv-memory 0 | '0', expected a size like 500MB or 2GB
+generate --prompts prompts.jsonl --output new --kv-memory -1GB | '-1GB', expected a size like
 generate a --json-schema schema.json             | is 7
 generte a                                        | Did you mean 'generate'?
 nothing                                          | 'nothing'. Known: generate, chat, demo
@@ -157,6 +166,10 @@ fit T --head-type linear --state-layers 1,2      | state_layers means nothing to
 fit T --preset specbond                          | Did you mean specbound?
 fit T --epochs 0                                 | epochs is 0, expected a value of at least 1
 fit --cache nowhere --output new                 | nowhere is no feature cache
+fit --data talks.jsonl --output model --overwrite | which selfspec did not write
+fit --data talks.jsonl --output heads            | already. Give --overwrite
+cache --data talks.jsonl --output half           | which selfspec did not write
+cache --data talks.jsonl --output shards         | which selfspec did not write
 calibrate M --data talks.jsonl                   | no --heads
 calibrate H --data talks.jsonl --cache features  | data with cache: that holds
 calibrate H --entropy --data talks.jsonl --cache features | cache means nothing with --entropy
@@ -168,6 +181,11 @@ data --output new.jsonl --tokens 9 --workers 2 --endpoint U | workers with endpo
 data --output new.jsonl --tokens 9 --recipe none | cannot read none
 data --output new.jsonl --tokens 9 --passages no | no is no folder
 data --output new.jsonl --recipe a --from talks.jsonl | recipe with --from
+data --tokens 9 --output prompts.jsonl           | no prompts.jsonl.run.json to continue it by
+data --tokens 9 --output link                    | is a link
+data --tokens 9 --output dir                     | a folder or a device
+data --tokens 9 --output new.txt                 | would hold lines of JSON. Name it new.jsonl
+data --tokens 9 --output text.txt/below          | Not a directory
 """
 """Lines, and words of their error; no model is loaded."""
 
@@ -308,6 +326,21 @@ IN_THE_WAY = (
 def test_what_is_in_the_way_of_an_output_stays(writer: str, way: str, refused: Refused) -> None:
     said = refused(f"{writer} --overwrite".replace("@", way))
     assert "missing" not in said  # refused before a model or a run is looked for
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("fit T", "new"),
+        ("cache --data talks.jsonl --output new", "new"),
+        ("data --tokens 9 --output new.jsonl", "new.jsonl"),
+    ],
+)
+def test_an_output_that_another_process_writes_is_refused(
+    line: str, name: str, refused: Refused
+) -> None:
+    with files.locked(Path(name).absolute()):
+        refused(line, "is being written by another process")
 
 
 # --- models
