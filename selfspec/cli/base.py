@@ -471,32 +471,26 @@ def load(asked: Asked) -> Speculator:
     On a terminal a line says what is done, until another is written or loading ends.
     """
     check_model(asked)
-    doing = f"loading {asked.get('model', 'the default model')}: "
-    with _status(f"{doing}importing torch and transformers") as say:
-        from selfspec.api import speculator
-
-        say(f"{doing}reading and checking it")
-        loaded = speculator.load(**picked(asked, LOADING), **picked(asked, SPECULATION))
-    if interrupts:  # and swallowed on the way
-        raise KeyboardInterrupt
-    return loaded
-
-
-@contextlib.contextmanager
-def _status(doing: str) -> Iterator[Callable[[str], None]]:
     from rich.console import Console
     from rich.live import Live
 
     plain: Any = {"markup": False, "highlight": False, "emoji": False}
+    doing = f"loading {asked.get('model', 'the default model')}: "
     with Live(
-        doing,
+        f"{doing}importing torch and transformers",
         console=Console(stderr=True, quiet=is_quiet(), **plain),
         refresh_per_second=1,
         transient=True,
         redirect_stdout=False,  # downloads have bars of their own
         redirect_stderr=False,
     ) as line:
-        yield line.update
+        from selfspec.api import speculator
+
+        line.update(f"{doing}reading and checking it")
+        loaded = speculator.load(**picked(asked, LOADING), **picked(asked, SPECULATION))
+    if interrupts:  # and swallowed on the way
+        raise KeyboardInterrupt
+    return loaded
 
 
 def check_template(asked: Asked, command: str = "generate") -> None:

@@ -8,16 +8,17 @@ prompt). Needs the extra `eval`.
 from __future__ import annotations
 
 import base64
-import html
 import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
 import yaml
+from jinja2 import Environment, StrictUndefined, TemplateError
 from matplotlib.figure import Figure
 
 from selfspec import files, pages
@@ -499,20 +500,8 @@ def chart(summary: Summary) -> Figure | None:
 
 # --- the report: one page of HTML
 
-TITLE, READ = "selfspec: measured", "How to read this"
 
-DEFINITIONS = (
-    "CR is tokens committed per verification; the prompt's own pass is not one. SD, the speed-up, "
-    "is the ratio of total wall times over the same prompts and the same tokens, prompt pass "
-    "included. Its 95 % interval is a paired bootstrap over prompts. Per prompt all methods ran in "
-    "random order and wrote the tokens of plain decoding's answer, no more and no fewer; a second "
-    "turn's prompt holds plain decoding's first answer for all. Tokens of a round arrive together: "
-    "the time per token is an equal share of the round's. An answer loops when more than 30 % of "
-    "its 8-grams are repeats; loops flatter every drafter. "
-    "The quality of texts is that of answers written once more, untimed, each up to its own end "
-    "token; relative BLEU takes plain decoding's text as the reference. A method that is lossy "
-    "says so."
-)
+_LACKING = (TemplateError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 
 def page(runs: Iterable[Results]) -> str:
@@ -520,64 +509,31 @@ def page(runs: Iterable[Results]) -> str:
 
     Raises InvalidData for results that lack what it shows.
     """
-    style = pages.style_of("selfspec.eval", "report.css")
-    parts = [
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="generator" content="selfspec">'
-        f'<meta http-equiv="Content-Security-Policy" content="{pages.policy("", style)}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"{_tag('title', TITLE)}<style>{style}</style></head><body>",
-        f"<main>\n{_tag('h1', TITLE)}",
-    ]
-    for run in runs:
-        try:
-            parts += _section(run)
-        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-            raise InvalidData(
-                f"the results {run.name} lack what a report shows: {type(error).__name__} {error}. "
-                "Measure again: selfspec bench"
-            ) from error
-    parts += [_tag("h2", READ), _tag("p", DEFINITIONS), "</main>\n</body></html>\n"]
-    return "\n".join(parts)
+    style, newest = pages.style_of("selfspec.eval", "report.css"), ""
+    made = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    text = (resources.files(__package__) / "assets" / "report.html").read_text(encoding="utf-8")
+
+    def named() -> Iterator[Results]:
+        nonlocal newest
+        for run in runs:
+            newest = run.name
+            yield run
+
+    template = made.from_string(text)
+    shows: Any = {"verdict": verdict, "tables": tables, "chart": _drawn}
+    try:
+        return template.render(runs=named(), style=style, policy=pages.policy("", style), **shows)
+    except _LACKING as error:
+        raise InvalidData(
+            f"the results {newest} lack what a report shows: {type(error).__name__} {error}. "
+            "Measure again: selfspec bench"
+        ) from error
 
 
-def _section(run: Results) -> Iterator[str]:
-    yield _tag("h2", run.name)
-    yield f'<p class="verdict">{html.escape(verdict(run.summary))}</p>'
-    if (figure := chart(run.summary)) is not None:
-        drawn = io.BytesIO()
-        figure.savefig(drawn, dpi=120)
-        data = base64.b64encode(drawn.getvalue()).decode()
-        yield f'<p><img alt="speed-ups" src="data:image/png;base64,{data}"></p>'
-    yield from (_tag("p", words) for words in described(run))
-    for table in tables(run.summary):
-        cells = table.words()
-        lines = ["".join(_tag("th", cell) for cell in cells)]
-        lines += ["".join(_tag("td", cell) for cell in row) for row in cells.to_numpy()]
-        rows = "\n".join(f"<tr>{line}</tr>" for line in lines)
-        yield f"{_tag('h3', table.title)}\n<table>\n{rows}\n</table>"
-
-
-def described(run: Results) -> list[str]:
-    """What was measured, where, and what went wrong."""
-    asked, model, machine = (run.run[part] for part in ("run", "model", "machine"))
-    summary = run.summary
-    others = run.run["questions"]["settings_chosen_on"]
-    words = [
-        f"{model['name']}, {model['dtype']}, on {model['device']}; heads: {model['heads']}. Suite "
-        f"{asked['suite']}: {summary['questions']} questions, {summary['answers']} answers, "
-        f"{summary['new_tokens']:,} new tokens, at most {asked['max_new_tokens']} each, greedy. "
-        f"{asked['repeats']} time(s), seed {asked['seed']}."
-    ]
-    for name, found in (("Machine", machine), ("Speculation", run.run["speculation"])):
-        words.append(f"{name}: {', '.join(f'{key} {value}' for key, value in found.items())}.")
-    if others:
-        words.append(
-            f"Settings of methods with a grid were chosen on {len(others)} questions that are not "
-            f"among those reported: {', '.join(others)}."
-        )
-    return words + [f"Failed: {line}" for line in summary["failures"]]
-
-
-def _tag(name: str, words: Any) -> str:
-    return f"<{name}>{html.escape(str(words))}</{name}>"
+def _drawn(summary: Summary) -> str | None:
+    """The chart as base64, if there is one."""
+    if (figure := chart(summary)) is None:
+        return None
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=120)
+    return base64.b64encode(drawn.getvalue()).decode()
