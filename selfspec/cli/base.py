@@ -241,6 +241,7 @@ def merged(file: Path | None, given: Asked, flags: Sequence[Flag]) -> Named:
     for values in ({name: usual[name] for name in hints if name in usual}, named, given):
         above = {name: typed(name, value, hints[name]) for name, value in values.items()}
         config.check({name: value for name, value in above.items() if name in OPTION_NAMES})
+        check_ranges(above, config.CommandOptions)
         for name in found.keys() & above.keys():
             if dict in members(hints[name]):
                 above[name] = laid_over(name, found[name], above[name])

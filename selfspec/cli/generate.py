@@ -110,8 +110,6 @@ def answer_all(asked: Asked, options: dict[str, Any], *, more: bool) -> str:
         raise InvalidOption("--json and --stats: each line of --output has both. Leave them out")
     output, overwrite = base.check_file(asked, asked["output"]), asked.get("overwrite", False)
     room = {"most": asked.get("concurrency", 32), "kv_memory": base.kv_memory(asked)}
-    if room["most"] < 1:
-        raise InvalidOption(f"concurrency is {room['most']}, expected at least 1")
     prompts = _read(Path(asked["prompts"]), asked.get("system"), raw=options["raw"])
     with files.locked(output):
         files.check_file(output, overwrite=overwrite)  # another run may have ended since

@@ -137,8 +137,7 @@ def writing(output: str | Path) -> AbstractContextManager[None]:
 
 
 def _workers(asked: Asked) -> int:
-    if (count := int(asked.get("workers", 1))) < 1:
-        raise InvalidOption(f"workers is {count}, expected a value of at least 1")
+    count: int = asked.get("workers", 1)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InvalidOption("a launcher started several processes. Start one, with --workers N")
     if count > 1:

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from selfspec import files
 from selfspec.decoding.stats import common
 from selfspec.errors import InvalidData, InvalidOption, check_keys
 from selfspec.files import json_lines, parse_json
-from selfspec.options import at_least, check_fields
+from selfspec.options import Count, check_fields
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -158,12 +158,12 @@ class BenchOptions:
     """File of a suite that is not built in: Spec-Bench's question.jsonl."""
     limit: int | None = None
     """Questions to report at most, spread over the suite."""
-    tune_questions: Annotated[int, at_least(1)] = 6
+    tune_questions: Count = 6
     """Questions of the suite, spread evenly, that choose the settings of methods that have several;
     the report leaves them out. At least 1."""
-    max_new_tokens: Annotated[int, at_least(1)] = 64
+    max_new_tokens: Count = 64
     """Tokens per answer at most; each method writes as many."""
-    repeats: Annotated[int, at_least(1)] = 1
+    repeats: Count = 1
     """Times that each prompt is measured."""
     quality: bool = False
     """Judge the texts of all methods by their references, not only of those that are lossy or

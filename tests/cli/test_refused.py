@@ -118,7 +118,7 @@ generate --prompts prompts.jsonl                 | --prompts and --output go tog
 generate a --prompts prompts.jsonl --output new  | --prompts and another prompt at once
 generate --prompts empty --output new            | empty holds no prompts
 generate --prompts prompts.jsonl --output new --json | each line of --output has both
-generate --prompts prompts.jsonl --output new --concurrency 0 | concurrency is 0, expected at least
+generate --prompts prompts.jsonl --output new --concurrency 0 | concurrency is 0, expected a value
 generate --prompts prompts.jsonl --output new --kv-memory 0 | '0', expected a size like 500MB or 2GB
 generate --prompts prompts.jsonl --output new --kv-memory -1GB | '-1GB', expected a size like
 generate a --json-schema schema.json             | is 7
@@ -140,13 +140,15 @@ tune --suite prompts.jsonl --limit 1             | one question cannot be held
 tune --suite spec-bench                          | Give --questions FILE
 tune --suite sixtasks                            | Did you mean six-tasks?
 tune --forget --json                             | --forget removes files, without
+tune --max-new-tokens 1                          | max_new_tokens is 1, expected at least 2
 tune --objective fast                            | 'fast' is not one of 'speed', 'latency'
 bench                                            | no --output
 bench P --methods plain,specualtion              | Did you mean speculation?
 bench P --sweep exit.threshold=x                 | expected
 bench P --sweep exit_threshold=1                 | Did you mean exit.threshold?
-bench P --concurrency 0                          | concurrency holds 0
+bench P --concurrency 0                          | concurrency is 0, expected a value of at least 1
 bench P --concurrency 1 --sweep exit.threshold=0.5 | sweep means nothing with --concurrency
+verify --rungs 2,8                               | rungs is 8, expected a value in [1, 7]
 verify --rungs two                               | rungs is 'two', expected a list of whole
 verify --suite six-tasks --questions prompts.jsonl | Leave out --questions
 serve --host 0.0.0.0                             | which others can reach. Set SELFSPEC_API_KEY
@@ -171,6 +173,7 @@ fit --data talks.jsonl --output heads            | already. Give --overwrite
 cache --data talks.jsonl --output half           | which selfspec did not write
 cache --data talks.jsonl --output shards         | which selfspec did not write
 calibrate M --data talks.jsonl                   | no --heads
+calibrate H --cache features --max-exit-layers 0 | max_exit_layers is 0, expected a value
 calibrate H --data talks.jsonl --cache features  | data with cache: that holds
 calibrate H --entropy --data talks.jsonl --cache features | cache means nothing with --entropy
 calibrate M --entropy --data talks.jsonl --max-exit-layers 1 | means nothing with --entropy
@@ -194,7 +197,6 @@ trace a L --drafter exit:layers=2/9              | exit layer 9 is not among
 bench L P --sweep exit.max_depth=3 --drafter exit:layers=2/4 | exit:max_depth 3 is not among
 bench L P --methods no-depth-bound --drafter exit:layers=1/2/3/4/5,threshold=0.05 | is the same
 env --model model --dtype float64 --executor fused | fused executor
-verify L --rungs 2,8                             | expected numbers from 1 to 7
 cache M T --max-size 0.00001                     | more than max_size 1e-05
 cache M T --no-deep --exit-layers 0,2            | exit layer 0 is not among
 fit M --cache half --output new                  | half is no feature cache
