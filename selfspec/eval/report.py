@@ -23,17 +23,7 @@ from matplotlib.figure import Figure
 
 from selfspec import files, pages
 from selfspec.errors import InvalidData, InvalidOption
-from selfspec.eval.results import (
-    ANSWERS,
-    LOOPING,
-    OVERALL,
-    TASKS,
-    TUNING,
-    Answer,
-    failures,
-    quality_summary,
-    speed_up,
-)
+from selfspec.eval import results
 from selfspec.files import read_json, read_yaml
 
 Summary = Mapping[str, Any]  # all figures of a bench, ready for JSON
@@ -51,7 +41,7 @@ _COLUMNS = (
 )
 
 
-def frame_of(answers: Iterable[Answer]) -> pd.DataFrame:
+def frame_of(answers: Iterable[results.Answer]) -> pd.DataFrame:
     """A row for each run that gave an answer: those of an answer, then what the run was.
 
     tokens and passes are those behind the first pass, which is the prompt's. token_s: seconds of
@@ -61,7 +51,7 @@ def frame_of(answers: Iterable[Answer]) -> pd.DataFrame:
         {
             **vars(answer),
             **vars(run),
-            "looping": answer.repeated > LOOPING,
+            "looping": answer.repeated > results.LOOPING,
             "method": label,
             "first_s": run.arrivals[0][1],
             "first_tokens": run.arrivals[0][0],
@@ -86,12 +76,12 @@ def seconds_by_prompt(runs: pd.DataFrame, *labels: str) -> pd.DataFrame:
 
 def by_task(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """Spec-Bench's six groups in their order, then other words, then all together."""
-    found = {task: runs[runs.task == task] for task in dict.fromkeys((*TASKS, *runs.task))}
-    return {task: group for task, group in (found | {OVERALL: runs}).items() if len(group)}
+    found = {task: runs[runs.task == task] for task in dict.fromkeys((*results.TASKS, *runs.task))}
+    return {task: group for task, group in (found | {results.OVERALL: runs}).items() if len(group)}
 
 
 def summarise(
-    answers: Sequence[Answer], methods: Mapping[str, Mapping[str, Any]], seed: int = 0
+    answers: Sequence[results.Answer], methods: Mapping[str, Mapping[str, Any]], seed: int = 0
 ) -> dict[str, Any]:
     """All figures of `methods`, which are described by label; `seed` is the bootstrap's."""
     measured = [answer for answer in answers if answer.error is None]
@@ -100,7 +90,7 @@ def summarise(
     own = {label: every[every.method == label] for label in methods}
     texts = {
         label: {
-            task: quality_summary(looked)
+            task: results.quality_summary(looked)
             for task, group in by_task(runs).items()
             if (looked := list(group.quality.dropna()))
         }
@@ -110,7 +100,7 @@ def summarise(
         "methods": methods,
         "questions": len({answer.id for answer in measured}),
         "answers": len(measured),
-        "answers_without_loops": sum(answer.repeated <= LOOPING for answer in measured),
+        "answers_without_loops": sum(answer.repeated <= results.LOOPING for answer in measured),
         "new_tokens": sum(answer.new_tokens for answer in measured),
         "loop_share": {
             task: float(group.drop_duplicates(["id", "turn", "repeat"]).looping.mean())
@@ -128,7 +118,7 @@ def summarise(
         "parts_s": {label: _summed(runs.counts, "seconds") for label, runs in own.items()},
         "unequal": {label: int((~runs.equal.astype(bool)).sum()) for label, runs in own.items()},
         "quality": {label: tasks for label, tasks in texts.items() if tasks},
-        "failures": failures(answers),
+        "failures": results.failures(answers),
     }
 
 
@@ -145,7 +135,7 @@ def _figures(group: pd.DataFrame, methods: Iterable[str], seed: int) -> dict[str
         }
         for base in BASES:
             above, below = seconds_by_prompt(group, base, label).to_numpy().T
-            gain = asdict(speed_up(above, below, seed)) if len(above) else None
+            gain = asdict(results.speed_up(above, below, seed)) if len(above) else None
             found[label][f"over_{base}"] = gain
     return found
 
@@ -179,13 +169,13 @@ def _latency(runs: pd.DataFrame) -> dict[str, float]:
 
 def bases(summary: Summary) -> list[str]:
     """What speed-ups can be shown over; first plain decoding on our runtime, where measured."""
-    found = summary[ALL].get(OVERALL, {}).values()
+    found = summary[ALL].get(results.OVERALL, {}).values()
     return [base for base in BASES if any(figures[f"over_{base}"] for figures in found)]
 
 
 def gains_of(summary: Summary) -> tuple[str, dict[str, Mapping[str, float]]]:
     """The first of `bases`, and speed-ups over it by label: no sweeps, none that have none."""
-    base, overall = [*bases(summary), ""][0], summary[ALL].get(OVERALL, {})
+    base, overall = [*bases(summary), ""][0], summary[ALL].get(results.OVERALL, {})
     found = {
         label: overall.get(label, {}).get(f"over_{base}")
         for label, entry in summary["methods"].items()
@@ -205,7 +195,7 @@ def verdict(summary: Summary) -> str:
     if not gains:
         return "No speed-up can be told: plain decoding or a lossless method was not measured."
     best = max(gains, key=lambda label: float(gains[label]["ratio"]))
-    gain, wrote = gains[best], summary[ALL][OVERALL][best]["answers"]
+    gain, wrote = gains[best], summary[ALL][results.OVERALL][best]["answers"]
     unequal = summary["unequal"].get(best, 0)
     same = f"all {wrote} texts equal" if not unequal else f"{unequal} of {wrote} texts differ"
     faster = f"Fastest of {len(gains)}, {best}: {gain['ratio']:.2f} times as fast as {NAMES[base]}"
@@ -326,7 +316,7 @@ def _speed(summary: Summary, found: pd.DataFrame, base: str, group: str) -> Tabl
     for task, part in found[found.answers_in == group].groupby("task", sort=False):
         part = part.set_index("method")
         columns |= {f"{task} CR": part.compression_rate, f"{task} SD": part.ratio}
-        if task == OVERALL:
+        if task == results.OVERALL:
             ends = Table("", part[["low", "high"]]).words()
             columns["95 %"] = (ends.low + " to " + ends.high).where(part.low.notna(), "-")
     return Table(title, pd.DataFrame(columns).rename_axis("method").reset_index())
@@ -335,7 +325,8 @@ def _speed(summary: Summary, found: pd.DataFrame, base: str, group: str) -> Tabl
 def _by_prompt(summary: Summary, found: pd.DataFrame, base: str) -> Table:
     """How the speed-up differs between prompts: the paper's Table 5."""
     found = found.rename(columns=lambda name: name.removeprefix(f"over_{base}_"))
-    overall = found[(found.answers_in == ALL) & (found.task == OVERALL) & found.ratio.notna()]
+    found = found[(found.answers_in == ALL) & found.ratio.notna()]
+    overall = found[found.task == results.OVERALL]
     unlike = [f"{summary['unequal'][label]} of {summary['answers']}" for label in overall.method]
     headers = {"prompts": "prompts", "ratio": "total", "mean": "mean", "p5": "5th percentile"}
     headers |= {"worst": "worst", "unlike": "answers unlike plain decoding's"}
@@ -395,7 +386,7 @@ def markdown(table: Table) -> str:
 # --- the folder of a run
 
 RUN, SUMMARY = "run.yaml", "summary.json"
-FILES = (RUN, ANSWERS, TUNING, SUMMARY, "table.md")
+FILES = (RUN, results.ANSWERS, results.TUNING, SUMMARY, "table.md")
 
 
 class Results(NamedTuple):

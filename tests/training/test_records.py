@@ -22,13 +22,6 @@ from selfspec.model.backbone import Backbone
 from selfspec.options import Exit
 from selfspec.training import records
 from selfspec.training.fit import Fitted, Job, fit
-from selfspec.training.records import (
-    TEMPERATURES,
-    Scores,
-    calibration_error,
-    exits,
-    measured_entropy,
-)
 from tests.talks import Talks
 from tests.training.test_fit import fitted as fit_to
 from tests.training.test_fit import make_job
@@ -44,8 +37,8 @@ def test_calibration_error_is_the_mean_distance_of_confidence_and_truth() -> Non
     confidence = torch.tensor([0.9, 0.9, 0.9, 0.9, 0.3, 0.3])
     right = torch.tensor([True, True, False, True, False, False])
     # the bin of 0.9: |3.6 - 3| over 4 positions; that of 0.3: |0.6 - 0| over 2
-    assert calibration_error(confidence, right) == pytest.approx((0.6 + 0.6) / 6)
-    assert calibration_error(torch.tensor([1.0, 1.0]), torch.tensor([True, True])) == 0.0
+    assert records.calibration_error(confidence, right) == pytest.approx((0.6 + 0.6) / 6)
+    assert records.calibration_error(torch.tensor([1.0, 1.0]), torch.tensor([True, True])) == 0.0
 
 
 def test_the_fitted_temperature_makes_confidence_true() -> None:
@@ -53,8 +46,8 @@ def test_the_fitted_temperature_makes_confidence_true() -> None:
     generator = torch.Generator().manual_seed(0)
     truth = torch.rand(4000, generator=generator) * 2.0  # logit of the first token, at least 0
     right = torch.rand(4000, generator=generator) < truth.sigmoid()
-    confidence = torch.stack([(2.0 * truth / t).sigmoid() for t in TEMPERATURES])
-    found = records.reliability(Scores(confidence, right))
+    confidence = torch.stack([(2.0 * truth / t).sigmoid() for t in records.TEMPERATURES])
+    found = records.reliability(records.Scores(confidence, right))
     assert found.temperature == pytest.approx(2.0, rel=0.1)
     assert found.ece < 0.02 < found.ece_before
 
@@ -62,7 +55,7 @@ def test_the_fitted_temperature_makes_confidence_true() -> None:
 def test_exits_are_at_the_first_sure_layer() -> None:
     sure = [torch.tensor([0.9, 0.1, 0.1, 0.9]), torch.tensor([0.9, 0.9, 0.1, 0.1])]
     right = [torch.tensor([True, True, True, False]), torch.tensor([False, True, True, True])]
-    assert exits([*zip(sure, right, strict=True)], (0.5, 0.5)) == Exits((0.5, 0.25), 0.5)
+    assert records.exits([*zip(sure, right, strict=True)], (0.5, 0.5)) == Exits((0.5, 0.25), 0.5)
 
 
 def test_the_model_foretells_a_simulated_scheduler() -> None:
@@ -163,7 +156,7 @@ def test_entropies_are_those_of_the_models_own_laws_at_answer_positions(
     heard: list[tuple[int, int]] = []
     for count, highest, batch_tokens in ((12, 11, 64), (12, 11, 10_000), (1, 1, 64)):
         expected = torch.cat(entropies[:count])
-        found = measured_entropy(
+        found = records.measured_entropy(
             backbone, talks[:count], batch_tokens, lambda *done: heard.append(done)
         )
         # float32, batched otherwise; largest difference measured: 2e-6, and rounded to 4 places
