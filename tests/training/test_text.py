@@ -11,7 +11,6 @@ from __future__ import annotations
 import gzip
 import json
 import logging
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -247,22 +246,6 @@ def test_a_line_that_is_too_long_is_a_bad_row(
     assert len(read(path, skip=True)) == 3
     with pytest.raises(InvalidData, match=f"{name}, line {place + 1} has more than 8192 bytes"):
         read(path)
-
-
-@pytest.mark.parametrize("kind", ["gone", "a pipe", "a device", "a loop", "a long name"])
-def test_what_is_no_file_of_conversations(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "a.jsonl"
-    if kind == "a pipe":
-        os.mkfifo(path)
-    elif kind == "a device":
-        path.symlink_to("/dev/zero")
-    elif kind == "a loop":
-        path.symlink_to(path)
-    elif kind == "a long name":
-        path = tmp_path / f"{'a' * 300}.jsonl"
-    with pytest.raises((InvalidData, InvalidOption)) as caught:
-        read(path)
-    one_line(caught, path)
 
 
 @pytest.mark.parametrize("name", ["none.jsonl", "./none"])
