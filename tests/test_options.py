@@ -136,9 +136,7 @@ def test_every_number_has_a_largest_value_and_no_larger_one_is_taken() -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), NUMBERS)
-def test_the_largest_value_costs_little(
-    kind: Any, name: str, largest: tuple[Speculator, list[int]]
-) -> None:
+def test_the_most_costs_little(kind: Any, name: str, largest: tuple[Speculator, list[int]]) -> None:
     speculator, text = largest[0], largest[1][: None if kind is Ngram else 300]
     limit = ranges(kind)[name]
     most = int(limit.most or 0) if "int" in str(annotations_of(kind)[name]) else limit.most

@@ -52,9 +52,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_heads_that_a_full_disk_does_not_remember_are_not_called_nameless(
-    toy: Path, call: Call
-) -> None:
+def test_heads_that_a_full_disk_forgets_are_not_called_nameless(toy: Path, call: Call) -> None:
     (toy.parents[1] / "cache").write_text("in the way")
     assert "cannot write" in (said := call(["heads", "use", str(toy)], 2).err)
     assert "which weights they are for" not in said

@@ -226,9 +226,7 @@ def test_a_line_that_cannot_be_meant_is_refused_before_anything_is_loaded(
 
 
 @pytest.mark.parametrize(("line", "words"), cases(LATE))
-def test_a_line_that_suits_no_such_model_is_refused(
-    line: str, words: str, refused: Refused
-) -> None:
+def test_a_line_that_suits_no_model_is_refused(line: str, words: str, refused: Refused) -> None:
     refused(line, words)
 
 
@@ -253,9 +251,7 @@ YAML = [
 
 
 @pytest.mark.parametrize(("text", "words"), YAML)
-def test_a_config_that_says_nothing_is_refused(
-    text: str, words: str, tmp_path: Path, refused: Refused
-) -> None:
+def test_a_wrong_config_is_refused(text: str, words: str, tmp_path: Path, refused: Refused) -> None:
     (tmp_path / "config.yaml").write_text(text)
     line = f"generate a {'--heads logit-lens' if 'model' in text else 'L'} --config"
     refused(f"{line} {tmp_path}/config.yaml", words)
@@ -338,9 +334,7 @@ def test_what_is_in_the_way_of_an_output_stays(writer: str, way: str, refused: R
         ("data --tokens 9 --output new.jsonl", "new.jsonl"),
     ],
 )
-def test_an_output_that_another_process_writes_is_refused(
-    line: str, name: str, refused: Refused
-) -> None:
+def test_an_output_of_another_process_is_refused(line: str, name: str, refused: Refused) -> None:
     with files.locked(Path(name).absolute()):
         refused(line, "is being written by another process")
 

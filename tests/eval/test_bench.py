@@ -318,9 +318,7 @@ def test_a_model_without_continuous_batching_is_refused_and_not_measured() -> No
         continuous(other, [random_ids(3)], COUNT, 1)
 
 
-def test_loads_of_a_killed_run_are_not_measured_again(
-    speculator: Speculator, tmp_path: Path
-) -> None:
+def test_loads_of_a_killed_run_are_kept(speculator: Speculator, tmp_path: Path) -> None:
     path = tmp_path / "loads.jsonl"
 
     def begun(texts: list[int], *, overwrite: bool = False) -> list[Load]:
@@ -447,9 +445,7 @@ def test_every_setting_of_every_method_writes_the_tokens_of_plain_decoding(
         assert not entry.own_text
 
 
-def test_medusa_verifies_all_of_its_tree_or_what_pays(
-    speculator: Speculator, plain: list[int]
-) -> None:
+def test_medusa_verifies_its_tree_or_what_pays(speculator: Speculator, plain: list[int]) -> None:
     own = wrap(speculator.model, heads=ladder.medusa_heads(speculator.backbone))
     whole, cut = (written(own, "medusa", number) for number in range(2))
     assert whole.token_ids == cut.token_ids == plain
@@ -482,9 +478,7 @@ def test_a_method_with_a_text_of_its_own_says_so_and_has_nothing_to_choose(
     assert written(wavering, name).token_ids == found.token_ids  # drawn ones too: they are seeded
 
 
-def test_options_and_sweeps_that_are_lossy_are_marked_but_plain_decoding_is_not(
-    speculator: Speculator,
-) -> None:
+def test_lossy_options_and_sweeps_are_marked_plain_decoding_not(speculator: Speculator) -> None:
     loose = moved(speculator, acceptance="cm-asd")
     names = ["plain", "hugging-face", "speculation", "ngram"]
     assert [grid(loose, name)[0].lossy for name in names] == [False, False, True, True]
@@ -553,9 +547,7 @@ def test_a_method_drafts_with_what_it_names(speculator: Speculator) -> None:
         assert {one for e in written(speculator, name).rounds for one in e.sources} == {source}
 
 
-def test_self_sd_leaves_out_what_was_found_for_the_model(
-    speculator: Speculator, bare: Speculator
-) -> None:
+def test_self_sd_leaves_out_what_was_found(speculator: Speculator, bare: Speculator) -> None:
     assert grid(speculator, "self-sd")[0].setting["drafter"] == "skip:skipped=3"
     known = copy.copy(bare)
     known.label = next(iter(methods.SKIPPED))
@@ -585,9 +577,7 @@ def test_without_a_width_bound_no_round_ends_because_of_its_width(speculator: Sp
     ("name", "costs", "source"),
     [("no-value-rule", "row=1/0.9", "ngram"), ("no-never-slower", "head=9", "exit")],
 )
-def test_without_a_rule_dear_drafts_go_on(
-    speculator: Speculator, name: str, costs: str, source: str
-) -> None:
+def test_rules_stop_dear_drafts(speculator: Speculator, name: str, costs: str, source: str) -> None:
     dear = moved(speculator, costs=costs)
     every = [written(dear, method).stats for method in ("ngram+exit", name)]
     ruled, free = (stats.drafted_by_source[source] for stats in every if stats)

@@ -38,9 +38,7 @@ def test_batches_hold_every_conversation_once_within_the_limit(talks: Talks) -> 
     assert len(plan) < len(talks)
 
 
-def test_features_are_the_models_own_states_at_answer_positions(
-    backbone: Backbone, talks: Talks
-) -> None:
+def test_features_are_the_models_states_at_answers(backbone: Backbone, talks: Talks) -> None:
     batch = store.padded(talks)
     found = store.features(backbone, WHOLE, batch)
     with torch.no_grad():

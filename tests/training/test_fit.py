@@ -125,9 +125,7 @@ def test_heads_on_the_embedding_learn_to_draft_without_any_layer(
     assert shares["agreement_second"] > one_step["agreement_second"]
 
 
-def test_medusa_heads_learn_the_tokens_behind_the_next_one(
-    backbone: Backbone, talks: Talks
-) -> None:
+def test_medusa_heads_learn_tokens_behind_the_next_one(backbone: Backbone, talks: Talks) -> None:
     options: dict[str, Any] = {"head_type": "medusa", "exit_layers": (0,), "learning_rate": 3e-2}
     job = make_job(backbone, talks, epochs=20, **options)
     found = fitting.fit(job)
@@ -239,9 +237,7 @@ def test_heads_that_cannot_learn_on_so(backbone: Backbone, talks: Talks) -> None
         fitting.going_on(FitOptions(draft_steps=5), three)
 
 
-def test_coverage_is_the_share_of_tokens_that_can_be_drafted(
-    backbone: Backbone, talks: Talks
-) -> None:
+def test_coverage_is_the_share_that_can_be_drafted(backbone: Backbone, talks: Talks) -> None:
     counts = Counter(token for talk in talks for token in talk.answer_ids)
     found = fitted(backbone, talks, draft_vocab_size=20, special_ids={95})
     known = found.heads[2].to_target_ids(torch.arange(20)).tolist()
@@ -290,9 +286,7 @@ def test_steps_are_those_of_a_plain_loop(backbone: Backbone, talks: Talks) -> No
         torch.testing.assert_close(found[f"by_layer.2.{name}"], weight.detach())
 
 
-def test_accumulated_batches_make_the_step_of_one_large_batch(
-    backbone: Backbone, talks: Talks
-) -> None:
+def test_accumulated_batches_make_one_large_batch(backbone: Backbone, talks: Talks) -> None:
     changes: dict[str, Any] = {"epochs": 1, "warmup": 0.0, "max_grad_norm": 1e9}
     large = make_job(backbone, talks, batch_tokens=10_000, **changes)
     parts = make_job(backbone, talks, batch_tokens=64, accumulate=99, **changes)
@@ -448,9 +442,7 @@ def test_only_what_the_heads_read_is_computed(backbone: Backbone, head_type: str
     assert fitting.feature_spec(backbone, soft, measured=False) == FeatureSpec(LAYERS, deep, 32)
 
 
-def test_the_answers_share_of_the_loss_is_what_was_asked_for(
-    backbone: Backbone, talks: Talks
-) -> None:
+def test_the_answers_share_of_the_loss_is_as_asked_for(backbone: Backbone, talks: Talks) -> None:
     read = [Conversation(talk.ids, ()) for talk in talks]
     text = selected(backbone, [*talks, *read], OPTIONS, BATCH_TOKENS)
     assert text.answers == sum(len(talk.answer_ids) for talk in talks)
@@ -552,9 +544,7 @@ def test_targets_are_the_next_token_and_the_distribution_within_the_draft_vocabu
     torch.testing.assert_close(fitting.cross_entropy(guess, *wanted), expected)
 
 
-def test_positions_weigh_what_answers_and_others_are_given(
-    few: Features, guess: torch.Tensor
-) -> None:
+def test_positions_weigh_what_they_are_given(few: Features, guess: torch.Tensor) -> None:
     index = fitting.draft_index(None, VOCAB_SIZE)
     ids, weights = fitting.targets(few, index, 1.0, (1.5, 0.25))
     assert ids.tolist() == [[1], [5], [9]]

@@ -151,9 +151,7 @@ def test_a_folder_without_text_is_refused(tmp_path: Path, name: str) -> None:
         Passages(tmp_path / name)
 
 
-def test_families_without_their_passages_are_left_out_by_name(
-    passages: Passages, tmp_path: Path
-) -> None:
+def test_families_without_passages_are_left_out(passages: Passages, tmp_path: Path) -> None:
     text = RECIPE + "languages: {de: German, fr: French}\n"
     text = text.replace(
         "passage: {tokens: [3, 8]}", "passage: {tokens: [3, 8], language: [de, fr]}"

@@ -143,9 +143,7 @@ def test_what_is_slower_is_never_written_and_the_report_says_what_is(
     assert defaults(FLAT)[0] == fast
 
 
-def test_entropies_are_those_of_the_models_own_laws_at_answer_positions(
-    backbone: Backbone, talks: Talks
-) -> None:
+def test_entropies_are_those_of_the_model_at_answers(backbone: Backbone, talks: Talks) -> None:
     """And the threshold is the mean of the highest twentieth: 11 of 210, or 1 of 12."""
     entropies = []
     for talk in talks:
@@ -174,9 +172,7 @@ def test_entropies_are_those_of_the_models_own_laws_at_answer_positions(
 # --- records
 
 
-def test_the_card_and_the_run_are_made_from_the_records(
-    backbone: Backbone, talks: Talks, tmp_path: Path
-) -> None:
+def test_records_make_card_and_run(backbone: Backbone, talks: Talks, tmp_path: Path) -> None:
     result = fit_to(backbone, talks)
     records.write(tmp_path, result, {"exit_layers": [2, 4]})
     assert {file.name for file in tmp_path.iterdir()} == {*FILES_OF_A_FIT}

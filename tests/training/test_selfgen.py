@@ -43,9 +43,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Lines:
     return read(path), counts
 
 
-def test_a_line_holds_the_models_ids_and_their_text(
-    written: Lines, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_a_line_holds_ids_and_text(written: Lines, tokenizer: PreTrainedTokenizerBase) -> None:
     single = [line for line in written[0] if "answer_start" in line]
     assert len(single) > 10
     for line in single:
@@ -140,9 +138,7 @@ def test_another_value_is_another_text(
         assert found != ids_with(tmp_path, greedy_share=0.0)
 
 
-def test_later_turns_are_asked_and_invented(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_turns_are_asked_and_invented(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     talk = 'families: {talk: {weight: 1, ask: [["{word}", null, "{word} b"]]}}\n'
     words_of = "lists: {word: [" + ", ".join("abc"[i % 3] + " c" * i for i in range(60)) + "]}\n"
     counts = invent(make_author(tokens=200, system="c"), tmp_path / "a", talk + words_of)
@@ -178,9 +174,7 @@ def test_longer_prompts_are_dropped_and_passages_cut_to_fit(tmp_path: Path) -> N
 # --- loops
 
 
-def test_answers_are_cut_where_they_loop_and_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loops_are_cut_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     author = make_author(tokens=60, max_new_tokens=150, greedy_share=1.0)
     never = frozenset({len(WORDS)})  # no answer ends, so that most of them loop
     monkeypatch.setattr(author, "_ends", never)
@@ -209,9 +203,7 @@ def test_seeds_of_a_run_are_all_different_and_stay_within_32_bits() -> None:
     assert all(0 <= seed < 2**32 for seed in seeds)
 
 
-def test_batches_begun_ahead_change_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_ahead_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those at the end were begun with another size than they turn out to need."""
     monkeypatch.setattr(selfgen, "_TALK_TOKENS", 8)
     author = make_author(tokens=500, batch_size=20)
@@ -260,9 +252,7 @@ def test_a_model_without_room_for_a_prompt_is_refused() -> None:
         make_author(max_new_tokens=230)
 
 
-def test_empty_questions_and_answers_are_dropped(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_is_empty_is_dropped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     author = make_author(batch_size=4)
     said = iter([" ", "a", None, "c"])
 
@@ -364,9 +354,7 @@ def test_prompts_are_what_the_template_writes(tokenizer: PreTrainedTokenizerBase
     assert words(turns.next_prompt(said, None)[len(said) :]) == "<end> <line> <start> user"
 
 
-def test_special_tokens_and_the_templates_own_end_a_question(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
+def test_special_and_template_tokens_end_a_question(tokenizer: PreTrainedTokenizerBase) -> None:
     ends = {WORDS[token] for token in selfgen.Turns.of(tokenizer).question_ends()}
     assert ends == {"<start>", "<end>", "<unused>"}
     tokenizer.add_tokens(["[/Q]"])  # not special, but the template ends questions with it
@@ -560,9 +548,7 @@ def remote(url: str, **options: Any) -> selfgen.Author:
     return selfgen.Author(own.backbone, own.turns.tokenizer, own.options, lambda tokens: None, url)
 
 
-def test_answers_are_the_servers_as_the_models_ids(
-    asked: list[dict[str, Any]], tmp_path: Path
-) -> None:
+def test_a_servers_answers_are_the_models_ids(asked: list[dict[str, Any]], tmp_path: Path) -> None:
     author = remote(URL, system="c", greedy_share=0.5)
     prompts = author.prompts(recipe_of(RECIPE, tmp_path), Passages())
     assert prompts.left_out == ["free", "pair"]
@@ -670,9 +656,7 @@ def test_a_row_without_questions_is_refused(
         selfgen.talk_of(record, tokenizer, None)
 
 
-def test_a_run_that_is_broken_off_is_continued_with_the_next_rows(
-    rows: Path, tmp_path: Path
-) -> None:
+def test_a_broken_run_is_continued_with_the_next_rows(rows: Path, tmp_path: Path) -> None:
     expected = answer(rows, tmp_path / "whole")
     for tokens in (1, 12, None):
         counts = answer(rows, tmp_path / "parts", ahead=3, tokens=tokens)

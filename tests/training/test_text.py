@@ -132,9 +132,7 @@ BAD: dict[str, list[Any]] = {
     [(row, reason) for reason, several in BAD.items() for row in several],
     ids=lambda value: repr(value)[:40],
 )
-def test_a_bad_row_is_named_with_file_line_and_reason(
-    tmp_path: Path, row: Any, reason: str
-) -> None:
+def test_a_bad_row_is_named_with_line_and_reason(tmp_path: Path, row: Any, reason: str) -> None:
     path = tmp_path / "talks.jsonl"
     path.write_bytes(LINE + (row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n")
     with pytest.raises(InvalidData) as caught:
@@ -176,17 +174,13 @@ LINES, ARRAY = b'{"n": 1}\n{"n": 2}\n', b' [{"n": 1},\n {"n": 2}]'
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt", "a.json", "a.json.gz"])
 @pytest.mark.parametrize("content", [LINES, ARRAY])
-def test_lines_may_be_anywhere_and_arrays_in_json(
-    tmp_path: Path, name: str, content: bytes
-) -> None:
+def test_lines_may_be_anywhere_arrays_in_json(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
     whole = content == LINES or name.removesuffix(".gz") == "a.json"
     assert numbers(tmp_path / name, skip_bad_rows=True) == ([1, 2] if whole else [])
 
 
-def test_skipped_rows_are_counted_and_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_skipped_rows_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"n": 1}\n"text"\n{"n": 2}\n[]\n')
     reader = text.Reader(path, lambda record: record["n"], skip_bad_rows=True)
@@ -363,9 +357,7 @@ def test_what_a_killed_run_left_behind_is_cut_off(
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
 @pytest.mark.parametrize("coming", [0, 1], ids=["whole", "killed"])
 @pytest.mark.parametrize("added", [b'{"mi', b"\n", gzip.compress(b"mine\n", mtime=0)])
-def test_lines_of_somebody_else_behind_ours_are_kept(
-    tmp_path: Path, name: str, coming: int, added: bytes
-) -> None:
+def test_lines_of_others_are_kept(tmp_path: Path, name: str, coming: int, added: bytes) -> None:
     """After a whole run, and after one that was killed while it wrote a batch."""
     path = tmp_path / name
     writer = filled(path)
