@@ -174,8 +174,7 @@ def grouped(group: str, usual: Collection[str], *flags: Flag) -> tuple[Flag, ...
 
 
 Prompt = Annotated[
-    str | None,
-    typer.Argument(metavar="PROMPT", help="The question; without it, standard input."),
+    str | None, typer.Argument(metavar="PROMPT", help="The question; without it, standard input.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON value on standard output.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")]
@@ -355,8 +354,7 @@ def _show_all(context: typer.Context, asked: bool) -> None:
 
 
 _HELP_ALL = Annotated[
-    bool,
-    typer.Option("--help-all", help="Show all options.", is_eager=True, callback=_show_all),
+    bool, typer.Option("--help-all", help="Show all options.", is_eager=True, callback=_show_all)
 ]
 
 

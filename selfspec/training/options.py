@@ -35,7 +35,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "ce_share": 1.0,
         "learning_rate": 3e-5,
         "epochs": 20,
-    },
+    }
 }
 """Named sets of FitOptions. specbound: what the paper prints (its section 3.1)."""
 

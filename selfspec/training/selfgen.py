@@ -631,10 +631,7 @@ class Admission:
     """Which rows of a recipe the file takes: those that ask and say what none before them did."""
 
     def __init__(
-        self,
-        options: DataOptions,
-        written: Iterable[Record] = (),
-        excluded: Set[int] = frozenset(),
+        self, options: DataOptions, written: Iterable[Record] = (), excluded: Set[int] = frozenset()
     ) -> None:
         """`written`: the records so far. Rows with one of the `excluded` n-grams stay out."""
         self._options, self._excluded = options, excluded

@@ -342,10 +342,7 @@ def test_the_environment_stands_for_flags_between_these_and_a_file(
 
 
 def test_the_default_file_stands_below_all_others(
-    speculator: FakeSpeculator,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    call: Call,
+    speculator: FakeSpeculator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
     file = tmp_path / "home" / "selfspec" / "config.yaml"

@@ -385,8 +385,7 @@ RECORD: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize(
-    "change",
-    [*("", {}), *({name: value} for name, values in RECORD.items() for value in values)],
+    "change", [*("", {}), *({name: value} for name, values in RECORD.items() for value in values)]
 )
 def test_a_strange_record_loses_no_line(tmp_path: Path, change: Any) -> None:
     path = tmp_path / "a.jsonl.gz"
