@@ -87,9 +87,7 @@ def test_what_a_library_makes_beside_the_new_file_goes_with_it(ours: Path) -> No
 
 
 @pytest.mark.parametrize("place", ["fsync", "replace"])
-def test_a_full_disk_is_named_and_leaves_what_was_there(
-    ours: Path, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_named(ours: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = snapshot(ours.parent)
     monkeypatch.setattr(os if place == "fsync" else Path, place, full)
     with pytest.raises(CannotWrite, match=r"out: No space left on device\. What was there before"):

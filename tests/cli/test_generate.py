@@ -85,9 +85,7 @@ def test_json_is_one_object_and_nothing_else(
     }
 
 
-def test_a_newline_ends_an_answer_that_has_none_and_an_interrupt_any(
-    speculator: FakeSpeculator, call: Call
-) -> None:
+def test_a_newline_or_an_interrupt_ends_an_answer(speculator: FakeSpeculator, call: Call) -> None:
     speculator.answers = [["done\n"], ["Hel", KeyboardInterrupt()]]
     assert tuple(call(["generate", "hi"])) == ("done\n", "")
     assert tuple(call(["generate", "hi"], 130)) == ("Hel", "\nselfspec: interrupted\n")
@@ -148,9 +146,7 @@ def texts() -> list[str | None]:
     return [line.get("text") for line in lines]
 
 
-def test_answers_come_in_the_order_of_their_prompts(
-    speculator: FakeSpeculator, asked: list[str], call: Call
-) -> None:
+def test_answers_are_in_order(speculator: FakeSpeculator, asked: list[str], call: Call) -> None:
     said = call([*asked, "--seed", "5", "--max-new-tokens", "9"]).out
     assert texts() == ["one 5", "two 6", None, "four 8"]
     first, _, third, _ = map(json.loads, OUT.read_text().splitlines())
@@ -162,9 +158,7 @@ def test_answers_come_in_the_order_of_their_prompts(
     assert not PARTIAL.exists()
 
 
-def test_the_same_command_goes_on_where_a_run_was_stopped(
-    speculator: FakeSpeculator, asked: list[str], call: Call
-) -> None:
+def test_a_stopped_run_goes_on(speculator: FakeSpeculator, asked: list[str], call: Call) -> None:
     speculator.broken = {1: KeyboardInterrupt()}
     assert "2 of 4 answered; the same command goes on" in call([*asked, "--seed", "5"], 130).err
     assert not OUT.exists()
@@ -228,9 +222,7 @@ def test_room_for_many_prompts(speculator: FakeSpeculator, asked: list[str]) -> 
 # --- demo
 
 
-def test_the_same_text_is_said_to_be_the_same_and_another_is_a_failure(
-    call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_demo_says_whether_texts_are_the_same(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     speculator = wrap(make_model("llama", torch.float64), make_tokenizer(), drafter="ngram")
     monkeypatch.setattr(base, "load", lambda asked: speculator)
     demo = ["demo", "a", "--max-new-tokens", "12", "--raw"]

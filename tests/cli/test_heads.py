@@ -131,9 +131,7 @@ def test_check_names_what_is_not_as_it_should_be(
     assert call(["heads", "check", "toy"], 1).out == f"failed: {problem}\n"
 
 
-def test_pulled_heads_are_found_by_name_and_replaced_when_pulled_again(
-    toy: Path, tmp_path: Path, call: Call
-) -> None:
+def test_pulled_heads_are_found_and_replaced(toy: Path, tmp_path: Path, call: Call) -> None:
     elsewhere = toy.rename(tmp_path / "mine")
     (elsewhere / "notes.txt").write_text("not taken along")
     for version in (b"one", b"two"):
@@ -182,9 +180,7 @@ PLACED: dict[str, Any] = {
         ("run.yaml", "a pipe"),
     ],
 )
-def test_a_folder_with_what_is_no_plain_file_of_heads_is_not_pulled(
-    name: str, kind: str, toy: Path, call: Call
-) -> None:
+def test_what_is_no_plain_file_is_not_pulled(name: str, kind: str, toy: Path, call: Call) -> None:
     (toy / name).rename((toy / name).with_suffix(".kept"))
     PLACED[kind](toy / name)
     said = call(["heads", "pull", str(toy)], 2).err

@@ -243,9 +243,7 @@ def test_a_bug_says_that_it_is_one_and_where_its_report_is(
         (ModelNotFound("no model here. Get one"), "selfspec: error: no model here. Get one"),
     ],
 )
-def test_what_is_refused_is_no_bug_and_one_line_unless_debug_is_on(
-    error: Exception, words: str, raised: Raised
-) -> None:
+def test_a_refusal_is_no_bug_and_one_line(error: Exception, words: str, raised: Raised) -> None:
     (line,) = raised(error, 2).splitlines()
     assert words in line
     first, *_, last = raised(error, 2, "--debug").splitlines()

@@ -83,9 +83,7 @@ def test_the_texts_template_is_kept_in_heads_and_used(workplace: Path, call: Cal
     assert "fitted with the chat template" in other
 
 
-def test_the_template_goes_through_a_cache_and_calibration_takes_that_of_the_heads(
-    workplace: Path, tmp_path: Path, call: Call
-) -> None:
+def test_the_template_goes_through_a_cache(workplace: Path, tmp_path: Path, call: Call) -> None:
     features, heads = str(tmp_path / "features"), str(tmp_path / "heads")
     cache = ["cache", *MODEL, "--data", "own.jsonl", "--exit-layers", "2", "--output", features]
     assert main([*cache, "--batch-tokens", "64"]) == 0

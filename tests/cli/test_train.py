@@ -335,9 +335,7 @@ def test_a_dry_run_only_reports_and_then_defaults_are_written_into_the_heads(
     )
 
 
-def test_the_entropy_threshold_becomes_a_default_that_easd_uses_and_calibration_keeps(
-    workplace: Path, call: Call
-) -> None:
+def test_the_entropy_threshold_becomes_a_default_that_is_kept(workplace: Path, call: Call) -> None:
     (workplace / "heads").unlink()
     shutil.copytree(workplace / "others", workplace / "heads")
     command = ["calibrate", "--entropy", *MODEL]

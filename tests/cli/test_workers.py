@@ -39,7 +39,7 @@ def place(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
             yield folder
 
 
-def test_a_killed_workers_batch_is_written_by_another_and_the_file_is_the_same(
+def test_a_killed_workers_batch_is_written_too(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind the first batch one stops, with the batch that it has or is given, and is killed."""

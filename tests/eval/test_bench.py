@@ -141,9 +141,7 @@ def test_the_second_turn_follows_plain_decodings_answer(
     ]
 
 
-def test_the_order_is_random_and_depends_on_the_seed_alone(
-    bench: Bench, contenders: list[Contender], tmp_path: Path
-) -> None:
+def test_the_seed_sets_the_order(bench: Bench, contenders: list[Contender], tmp_path: Path) -> None:
     def orders(seed: int, repeats: int, folder: str) -> list[list[str]]:
         (tmp_path / folder).mkdir()
         options = replace(bench.options, seed=seed, repeats=repeats, max_new_tokens=2)
@@ -233,9 +231,7 @@ def test_a_method_that_fails_is_recorded_and_the_others_go_on(
         assert all(answer.runs[name].error is None for name in NAMES)
 
 
-def test_a_prompt_that_cannot_be_run_is_recorded_once_and_others_go_on(
-    bench: Bench, contenders: list[Contender], tmp_path: Path
-) -> None:
+def test_a_bad_prompt_is_noted(bench: Bench, contenders: list[Contender], tmp_path: Path) -> None:
     endless = Question(id="long", task="QA", turns=(" ", "b"))
     path = tmp_path / "answers.jsonl"
     found = bench.measure([endless, QUESTIONS[0]], contenders, path, quiet)
@@ -247,9 +243,7 @@ def test_a_prompt_that_cannot_be_run_is_recorded_once_and_others_go_on(
     assert path.read_text() == before
 
 
-def test_an_interrupted_run_goes_on_with_what_is_missing(
-    bench: Bench, contenders: list[Contender], tmp_path: Path
-) -> None:
+def test_a_broken_run_goes_on(bench: Bench, contenders: list[Contender], tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     whole = measure(bench, contenders, tmp_path)
     lines = path.read_text().splitlines(keepends=True)
@@ -437,9 +431,7 @@ OWN_TEXT = (*LOSSY, *(name for name in METHODS if name.startswith("sampl")))
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in (*OWN_TEXT, "medusa")])
-def test_every_setting_of_every_method_writes_the_tokens_of_plain_decoding(
-    speculator: Speculator, plain: list[int], name: str
-) -> None:
+def test_every_method_writes_the_same(speculator: Speculator, plain: list[int], name: str) -> None:
     for number, entry in enumerate(grid(speculator, name)):
         assert written(speculator, name, number).token_ids == plain
         assert not entry.own_text
@@ -457,9 +449,7 @@ def test_medusa_verifies_its_tree_or_what_pays(speculator: Speculator, plain: li
 
 
 @pytest.mark.parametrize("name", OWN_TEXT)
-def test_a_method_with_a_text_of_its_own_says_so_and_has_nothing_to_choose(
-    speculator: Speculator, plain: list[int], name: str
-) -> None:
+def test_methods_with_own_texts_say_so(speculator: Speculator, plain: list[int], name: str) -> None:
     wavering = moved(
         speculator,
         exit={"threshold": 1e-6},
@@ -605,7 +595,7 @@ def test_schedules_of_peers_keep_their_rules(speculator: Speculator) -> None:
 # --- sweeps and labels
 
 
-def test_a_sweep_moves_one_option_at_a_time_of_exit_heads_whatever_the_defaults_name(
+def test_a_sweep_moves_one_option_of_exit_heads_whatever_the_defaults(
     speculator: Speculator,
 ) -> None:
     settings = moves("exit.threshold=0.3") | moves("exit.layers=4/5")

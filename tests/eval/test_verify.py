@@ -80,9 +80,7 @@ def test_a_model_without_heads_is_verified_with_scripted_drafts(drafter: str) ->
     assert "4 kinds of drafts" in second.found
 
 
-def test_generation_settings_of_the_model_count_on_both_sides(
-    speculator: Speculator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_models_settings_count(speculator: Speculator, monkeypatch: pytest.MonkeyPatch) -> None:
     without = subject_of(speculator, 10).compared.texts
     monkeypatch.setattr(speculator.model.generation_config, "repetition_penalty", 1.8)
     subject = subject_of(speculator, 10)

@@ -140,9 +140,7 @@ def test_every_twentieth_batch_is_held_out(backbone: Backbone, talks: Talks) -> 
         store.split(store.StreamSource(backbone, SPEC, talks[:1], 64))
 
 
-def test_a_part_of_a_source_is_large_enough_and_not_the_shortest_conversations(
-    backbone: Backbone, talks: Talks
-) -> None:
+def test_a_part_of_a_source_is_large_enough_and_mixed(backbone: Backbone, talks: Talks) -> None:
     every = store.Selection(store.StreamSource(backbone, SPEC, talks * 4, 32))
     part = every.limited(200)
     assert 200 <= part.answers < 200 + max(every.source.answers)
@@ -184,9 +182,7 @@ def test_a_cache_gives_back_the_very_batches(
 
 
 @pytest.mark.usefixtures("small_shards")
-def test_a_damaged_or_missing_shard_is_made_again_and_the_others_stay(
-    stream: store.StreamSource, tmp_path: Path
-) -> None:
+def test_bad_or_missing_shards_are_made_again(stream: store.StreamSource, tmp_path: Path) -> None:
     write(tmp_path, stream)
     whole = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     lost, victim, *kept = shards(tmp_path)

@@ -336,9 +336,7 @@ def stop_after(count: int) -> fitting.Show:
     return listen
 
 
-def test_a_fit_that_is_killed_again_and_again_ends_with_the_very_same_heads(
-    backbone: Backbone, talks: Talks, tmp_path: Path
-) -> None:
+def test_a_killed_fit_ends_the_same(backbone: Backbone, talks: Talks, tmp_path: Path) -> None:
     """Of other kinds, at any moment: test_killed_fit.py."""
     job = make_job(backbone, talks, epochs=3, head_type="eagle3", exit_layers=(0,))
     expected, job = fitting.fit(job), replace(job, checkpoint=tmp_path / fitting.CHECKPOINT)
@@ -459,9 +457,7 @@ def test_a_fit_without_answers_is_refused(backbone: Backbone, talks: Talks) -> N
             fitted(backbone, unanswered)
 
 
-def test_a_loss_that_is_not_finite_stops_with_step_and_layer(
-    backbone: Backbone, talks: Talks, tmp_path: Path
-) -> None:
+def test_a_loss_that_is_not_finite_stops(backbone: Backbone, talks: Talks, tmp_path: Path) -> None:
     job = make_job(
         backbone,
         talks,

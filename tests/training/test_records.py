@@ -195,9 +195,7 @@ def test_records_make_card_and_run(backbone: Backbone, talks: Talks, tmp_path: P
     assert "0.5 of it cross-entropy" in card
 
 
-def test_the_header_names_a_model_of_the_hub_and_the_card_how_to_use_the_heads(
-    backbone: Backbone, talks: Talks
-) -> None:
+def test_a_card_names_the_model_and_how_to_use_the_heads(backbone: Backbone, talks: Talks) -> None:
     result = fit_to(backbone, talks)
     known = replace(result.heads.config, base_model="lmsys/vicuna-7b", chat_template=read("vicuna"))
     text = records.card(known, result.metrics, licence="apache-2.0")

@@ -58,9 +58,7 @@ def numbers(path: Path, **options: Any) -> list[Any]:
 @pytest.mark.parametrize(
     "record", [{"messages": TALK}, {"conversations": SHARED}, {"conversations": TALK}]
 )
-def test_messages_and_sharegpt_are_the_same_conversation(
-    record: dict[str, Any], tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_formats_say_the_same(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
     """Every assistant turn is an answer, up to its end token."""
     assert text.messages_of(record) == TALK
     ids, answers = text.encoded(record, tokenizer)
@@ -211,9 +209,7 @@ CONTENTS: dict[str, tuple[str, bytes]] = {
 
 
 @pytest.mark.parametrize("kind", CONTENTS)
-def test_a_file_of_conversations_of_other_content(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_odd_files_are_refused(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text, "_MOST_LINE", 8192)
     monkeypatch.setattr(text, "_MOST_ARRAY", 1 << 16)
     name, content = CONTENTS[kind]
