@@ -39,9 +39,7 @@ def place(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
             yield folder
 
 
-def test_a_killed_workers_batch_is_written_too(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_workers_batch_is_written(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the first batch one stops, with the batch that it has or is given, and is killed."""
     assert main([*DATA, "--output", "alone.jsonl"]) == 0
     victims, append = list[psutil.Process](), Writer.append

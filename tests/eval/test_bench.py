@@ -595,9 +595,7 @@ def test_schedules_of_peers_keep_their_rules(speculator: Speculator) -> None:
 # --- sweeps and labels
 
 
-def test_a_sweep_moves_one_option_of_exit_heads_whatever_the_defaults(
-    speculator: Speculator,
-) -> None:
+def test_a_sweep_moves_one_option_whatever_the_defaults(speculator: Speculator) -> None:
     settings = moves("exit.threshold=0.3") | moves("exit.layers=4/5")
     labels = ["speculation(exit.threshold=0.3)", "speculation(exit.layers=4/5)"]
     for changes in ({"exit": {"threshold": 0.1}}, {"drafter": "ngram+exit"}):
