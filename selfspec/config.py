@@ -314,16 +314,6 @@ class GenerateOptions(TypedDict, total=False):
     pinned_rows: int
 
 
-class CommandOptions(TypedDict, total=False):
-    """Flags with a range that are in no class of options."""
-
-    workers: parts.Count
-    concurrency: parts.Count
-    max_tokens: parts.Count
-    max_exit_layers: parts.Count
-    rungs: Annotated[int, parts.between(1, 7)]
-
-
 # --- the structure of an answer: a JSON schema or a grammar
 
 # llguidance reads them. It compiles nothing per schema (a mask takes microseconds from the first

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
@@ -53,14 +53,11 @@ _KINDS = {
 
 MOST_BYTES = 64 << 20  # of a text file that is read as a whole
 MOST_LINE_BYTES = 16 << 20  # of one line of a JSONL file
-_MOST_LINES_BYTES = 1 << 30  # of a file of lines that grows: thousands of long answers are a tenth
 MOST_DEPTH = 64  # lists and mappings inside each other
 MOST_YAML_BYTES = 1 << 20  # a config has a few hundred; YAML is a hundred times as slow as JSON
 MOST_HEADER_BYTES = 16 << 20  # of a safetensors file; a model of 100,000 tensors stays below
 _MOST_YAML_WORD = 10_000  # characters of a plain scalar: numbers with colons take quadratic time
 _PIECE = 1 << 24  # bytes read at once: a read of a gigabyte gets a buffer of it at once
-
-T = TypeVar("T")
 
 
 def cache_folder() -> Path:
@@ -229,39 +226,6 @@ def appended(path: Path, data: bytes) -> Iterator[IO[bytes]]:
                 with suppress(OSError):
                     file.truncate(size)
                 raise
-
-
-def drop_unfinished(path: Path) -> None:
-    """Cut off a last line that a killed run left half-written."""
-    if path.exists():
-        data = read_bytes(path, _MOST_LINES_BYTES)
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data):
-            write(path, data[:whole])
-
-
-def begun(
-    path: Path, record: dict[str, Any], read: Callable[[Any], T], *, overwrite: bool
-) -> list[T]:
-    """What a killed run left in a file behind its `record`, by line; else it begins with that.
-
-    The file of a run with another record gives way to `overwrite`. Raises CannotWrite where it must
-    not, for a file of others, and for one with lines that `read` does not take.
-    """
-    check_file(path, overwrite=True)
-    drop_unfinished(path)
-    found = [text for _, text in json_lines(path)] if path.exists() else []
-    head, *lines = found or [""]
-    if head == json.dumps(record):
-        try:
-            return [read(parse_json(line, "a line")) for line in lines]
-        except (InvalidData, ValueError, TypeError, LookupError) as error:
-            raise CannotWrite(f"{path} is damaged. Remove it to begin anew") from error
-    if head and not overwrite:
-        wrong = f"{path} holds another run"
-        raise CannotWrite(f"{wrong}. Give the same options to go on, or --overwrite")
-    write(path, json.dumps(record) + "\n")
-    return []
 
 
 @contextmanager

@@ -526,8 +526,7 @@ def parsed(group: str, value: Any, kinds: Kinds, present: Mapping[str, Part]) ->
     found = []
     for kind, settings in _entries(group, value):
         if isinstance(settings, Part) and kinds.get(kind) is not type(settings):
-            expected = ", ".join(kinds)
-            raise InvalidOption(f"{group} is {shown(settings)}, expected one of {expected}")
+            raise InvalidOption(f"{group} is {shown(settings)}, expected one of {', '.join(kinds)}")
         check_keys([kind], kinds, group)
         found.append(changed(present[kind], settings))
     return found

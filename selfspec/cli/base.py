@@ -23,12 +23,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, TypeVar, get_args, get_origin
 
 import typer
 from typer.core import TyperCommand
 
 from selfspec import config, files
+from selfspec import options as parts
 from selfspec.api.chat_template import advice
 from selfspec.cli import interrupts
 from selfspec.config import OPTION_NAMES, SpeculationOptions
@@ -226,6 +227,16 @@ def with_flags(*flags: Flag) -> Callable[[Command], Command]:
     return decorate
 
 
+class _Ranges(TypedDict, total=False):
+    """Those of flags that are in no class of options."""
+
+    workers: parts.Count
+    concurrency: parts.Count
+    max_tokens: parts.Count
+    max_exit_layers: parts.Count
+    rungs: Annotated[int, parts.between(1, 7)]
+
+
 def merged(file: Path | None, given: Asked, flags: Sequence[Flag]) -> Named:
     """What was given over the keys of a YAML file, and these over the default file's, typed.
 
@@ -240,7 +251,7 @@ def merged(file: Path | None, given: Asked, flags: Sequence[Flag]) -> Named:
     for values in ({name: usual[name] for name in hints if name in usual}, named, given):
         above = {name: typed(name, value, hints[name]) for name, value in values.items()}
         config.check({name: value for name, value in above.items() if name in OPTION_NAMES})
-        check_ranges(above, config.CommandOptions)
+        check_ranges(above, _Ranges)
         for name in found.keys() & above.keys():
             if dict in members(hints[name]):
                 above[name] = laid_over(name, found[name], above[name])

@@ -18,7 +18,7 @@ from selfspec.cli.chat import Writer
 from selfspec.config import DEFAULT_MAX_NEW_TOKENS
 from selfspec.decoding.stats import MODEL, rate
 from selfspec.errors import InvalidData, InvalidOption, SelfspecError, shown
-from selfspec.eval.results import check_packages, first_divergence
+from selfspec.eval.results import begun, check_packages, first_divergence
 from selfspec.hub.models import heads_name
 from selfspec.serve.options import VARIABLE, Keys, ServeOptions, is_loopback
 
@@ -117,7 +117,7 @@ def answer_all(asked: Asked, options: dict[str, Any], *, more: bool) -> str:
         known = {"prompts": prompts, **base.picked(asked, SHARED), **options}
         mark = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
         record = _MADE_BY | {"asked": mark}
-        lines = dict(files.begun(partial, record, _numbered, overwrite=overwrite))
+        lines = dict(begun(partial, record, _numbered, overwrite=overwrite))
         speculator = base.load(asked)
         numbers = [number for number in range(len(prompts)) if number not in lines]
         seed = options.pop("seed", None)

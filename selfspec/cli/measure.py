@@ -320,7 +320,7 @@ def _concurrency(asked: Asked, options: results.BenchOptions, *, as_json: bool) 
     folder.mkdir(parents=True, exist_ok=True)
     with files.locked(folder), base.bar("concurrency", "measurements") as show:
         overwrite, made = asked.get("overwrite", False), lambda one: concurrency.Load(**one)
-        loads = files.begun(kept, summary, made, overwrite=overwrite)
+        loads = results.begun(kept, summary, made, overwrite=overwrite)
         show(len(loads), total)
         for load in concurrency.measured(speculator, suite, texts, names, options, [*loads]):
             files.append(kept, json.dumps(asdict(load)))

@@ -20,7 +20,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from selfspec import files
 from selfspec.config import OPTION_NAMES, SpeculationOptions
 from selfspec.errors import (
     HeadsNotFound,
@@ -451,7 +450,7 @@ class Bench:
 
         What the file holds already is not measured again.
         """
-        files.drop_unfinished(path)
+        results.drop_unfinished(path)
         found = {answer.key: answer for answer in results.read(path)}
         if any(not self._finished(question, found) for question in questions):
             for contender in contenders:  # kernels and caches are warm then

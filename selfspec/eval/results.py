@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from selfspec import files
 from selfspec.decoding.stats import common
-from selfspec.errors import InvalidData, InvalidOption, check_keys
+from selfspec.errors import CannotWrite, InvalidData, InvalidOption, check_keys
 from selfspec.files import json_lines, parse_json
 from selfspec.options import Count, check_fields
 
@@ -182,6 +182,8 @@ class BenchOptions:
 
 # --- the file of answers
 
+_MOST_BYTES = 1 << 30  # size limit of a file of answers: thousands of long ones take a tenth of it
+
 ANSWERS, TUNING = "answers.jsonl", "tuning.jsonl"
 """Files of a results folder: what is reported, and what settings were chosen on."""
 
@@ -246,6 +248,39 @@ def _answer(record: Any) -> Answer:
         looked = run.get("quality")
         runs[label] = Run(**run | {"arrivals": heard, "quality": looked and Quality(**looked)})
     return Answer(**{**record, "runs": runs})
+
+
+def drop_unfinished(path: Path) -> None:
+    """Cut off a last line that a killed run left half-written."""
+    if path.exists():
+        data = files.read_bytes(path, _MOST_BYTES)
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            files.write(path, data[:whole])
+
+
+def begun(
+    path: Path, record: dict[str, Any], read: Callable[[Any], T], *, overwrite: bool
+) -> list[T]:
+    """What a killed run left in a file behind its `record`, by line; else it begins with that.
+
+    The file of a run with another record gives way to `overwrite`. Raises CannotWrite where it must
+    not, for a file of others, and for one with lines that `read` does not take.
+    """
+    files.check_file(path, overwrite=True)
+    drop_unfinished(path)
+    found = [text for _, text in json_lines(path)] if path.exists() else []
+    head, *lines = found or [""]
+    if head == json.dumps(record):
+        try:
+            return [read(parse_json(line, "a line")) for line in lines]
+        except (InvalidData, ValueError, TypeError, LookupError) as error:
+            raise CannotWrite(f"{path} is damaged. Remove it to begin anew") from error
+    if head and not overwrite:
+        wrong = f"{path} holds another run"
+        raise CannotWrite(f"{wrong}. Give the same options to go on, or --overwrite")
+    files.write(path, json.dumps(record) + "\n")
+    return []
 
 
 def failures(answers: Iterable[Answer]) -> list[str]:

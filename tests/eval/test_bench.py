@@ -317,7 +317,7 @@ def test_loads_of_a_killed_run_are_kept(speculator: Speculator, tmp_path: Path) 
 
     def begun(texts: list[int], *, overwrite: bool = False) -> list[Load]:
         record = {"made_by": "selfspec bench", "texts": texts}
-        return files.begun(path, record, lambda one: Load(**one), overwrite=overwrite)
+        return results.begun(path, record, lambda one: Load(**one), overwrite=overwrite)
 
     assert begun([1, 2]) == []
     kept = load("plain", 2, 0, 50.0)

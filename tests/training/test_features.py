@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import shutil
 from dataclasses import replace
@@ -20,7 +19,6 @@ from selfspec.model.backbone import Backbone
 from selfspec.training import features as store
 from selfspec.training.options import FitOptions
 from selfspec.training.text import Conversation
-from tests.bad_input import one_line
 from tests.models import make_model
 from tests.talks import Talks
 from training.variants import VARIANTS, chains, fit_variant
@@ -224,41 +222,7 @@ def test_a_folder_of_other_features_is_refused(
         store.CacheSource(tmp_path, backbone)
 
 
-# --- a manifest of other things; wrong types and damaged shards: test_damage.py
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone, talks: Talks) -> Path:
-    folder = tmp_path_factory.mktemp("made") / "features"
-    write(folder, store.StreamSource(backbone, SPEC, talks[:3], 64))
-    return folder
-
-
-KNOWN = {"layers": [2, 4], "deep": True, "top_k": 4, "everywhere": True}
-MANIFEST: dict[str, list[Any]] = {
-    "format_version": [2, None],
-    "base_fingerprint": ["x\ny", "x" * 2000],
-    "spec": [
-        *(None, KNOWN | {"deep": False}),
-        *(KNOWN | {"layers": value} for value in ([], [-1], [2])),
-    ],
-    "shards": [[], [[]], [["0"]], [[0, 0]], [[1]], [[0], [1], [2], [3], [4], [5]]],
-    "conversations": [[], [-1]],
-    "sha256": [None, [], ["0" * 64]],
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [(name, value) for name, values in MANIFEST.items() for value in values]
-)
-def test_a_manifest_with_a_strange_value(
-    made: Path, tmp_path: Path, backbone: Backbone, name: str, value: Any
-) -> None:
-    path = shutil.copytree(made, tmp_path / "features") / store.MANIFEST
-    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
-    with pytest.raises(InvalidData) as caught:
-        list(store.Selection(store.CacheSource(path.parent, backbone)).batches())
-    one_line(caught, path.parent)
+# --- variants
 
 
 @pytest.mark.parametrize("name", [n for n in VARIANTS if "vocabulary" not in n])

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from selfspec.errors import InvalidData, InvalidOption, InvalidPrompt
 from selfspec.training import text
 from tests.authors import counted
-from tests.bad_input import DEEP, one_line, snapshot
+from tests.bad_input import DEEP, one_line
 from tests.models import VOCAB_SIZE
 from tests.talks import WORDS, Talks, make_tokenizer
 
@@ -365,35 +365,6 @@ def test_lines_of_others_are_kept(tmp_path: Path, name: str, coming: int, added:
     with pytest.raises(InvalidData, match=r"what follows byte \d+ was not written"):
         opened(path)
     assert path.read_bytes() == before
-
-
-RECORD: dict[str, list[Any]] = {
-    "format_version": [2],
-    "counts": [
-        {"families": {"a": {"rows": 1}}},
-        {"families": {"": dict.fromkeys((*text.KEPT, *text.DROPPED), -1)}},
-    ],
-    "seeds": [[-1]],
-    "bytes": ["10", -1, 3, 10**9, 10**30],
-    "more": [1],
-}
-"""More values of other types: test_damage.py."""
-
-
-@pytest.mark.parametrize(
-    "change", [*("", {}), *({name: value} for name, values in RECORD.items() for value in values)]
-)
-def test_a_strange_record_loses_no_line(tmp_path: Path, change: Any) -> None:
-    path = tmp_path / "a.jsonl.gz"
-    filled(path, 0, 1)
-    whole = json.loads(record(path).read_text())
-    changed = isinstance(change, dict) and change.keys() <= RECORD.keys() and change
-    record(path).write_text(json.dumps(whole | change if changed else change))
-    before = snapshot(tmp_path)
-    with pytest.raises(InvalidData) as caught:
-        opened(path)
-    one_line(caught, path)
-    assert snapshot(tmp_path) == before
 
 
 def test_other_versions_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
