@@ -116,8 +116,8 @@ def answer_all(asked: Asked, options: dict[str, Any], *, more: bool) -> str:
         partial = output.with_name(f"{output.name}.partial")
         known = {"prompts": prompts, **base.picked(asked, SHARED), **options}
         mark = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
-        record = _MADE_BY | {"asked": mark}
-        lines = dict(begun(partial, record, _numbered, overwrite=overwrite))
+        record, read = _MADE_BY | {"asked": mark}, lambda line: (int(line["index"]), line)
+        lines: dict[int, Any] = dict(begun(partial, record, read, overwrite=overwrite))
         speculator = base.load(asked)
         numbers = [number for number in range(len(prompts)) if number not in lines]
         seed = options.pop("seed", None)
@@ -143,10 +143,6 @@ def answer_all(asked: Asked, options: dict[str, Any], *, more: bool) -> str:
         files.write(output, "".join(f"{text}\n" for text in texts))
         partial.unlink()
     return f"{output}: {_counted(in_order)}\n"
-
-
-def _numbered(line: Any) -> tuple[int, dict[str, Any]]:
-    return int(line["index"]), line
 
 
 def _counted(answers: list[dict[str, Any]]) -> str:
