@@ -50,6 +50,7 @@ NUMBERS = (0, 1, 2, 3, 7, 2**31, 2**32 - 1, 2**60, 2**62, 2**63, 2**64 - 1)
 PARTS = [b"", bytes(30), b"[" * 9000, *(struct.pack("<Q", number) for number in NUMBERS)]
 PARTS += [struct.pack("<I", number) for number in NUMBERS[:7]]
 
+Whole = Callable[[str], Path]
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 
@@ -250,7 +251,7 @@ def edited(draw: Draw, text: bytes) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone) -> Callable[[str], Path]:
+def whole(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone) -> Whole:
     """A folder of whole files of a format, made once."""
     root = tmp_path_factory.mktemp("whole")
 
@@ -270,7 +271,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone) -> Calla
 def test_damage_is_one_line_or_does_no_harm(
     name: str,
     draws: st.DataObject,
-    whole: Callable[[str], Path],
+    whole: Whole,
     backbone: Backbone,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
@@ -298,12 +299,7 @@ def test_damage_is_one_line_or_does_no_harm(
     [(f, key, one) for f, table in STRANGE.items() for key, row in table.items() for one in row],
 )
 def test_a_strange_value_is_one_line(
-    name: str,
-    key: str,
-    value: Any,
-    whole: Callable[[str], Path],
-    backbone: Backbone,
-    tmp_path: Path,
+    name: str, key: str, value: Any, whole: Whole, backbone: Backbone, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(whole(name), tmp_path / "it")
     path = folder / FORMATS[name].damaged[0]

@@ -24,6 +24,7 @@ from tests.talks import make_tokenizer
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
+@pytest.mark.usefixtures("workplace")
 @pytest.mark.parametrize(
     ("arguments", "given", "prompt", "err"),
     [
@@ -37,16 +38,8 @@ SYSTEM = {"role": "system", "content": "Be brief."}
     ],
 )
 def test_a_prompt_is_answered_on_stdout_and_statistics_go_to_stderr(
-    arguments: list[str],
-    given: str,
-    prompt: Any,
-    err: str,
-    speculator: FakeSpeculator,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    call: Call,
+    arguments: list[str], given: str, prompt: Any, err: str, speculator: FakeSpeculator, call: Call
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     Path("prompt.txt").write_text("from a file\n")
     found = call(["generate", *arguments], given=given.encode())
     assert tuple(found) == ("Hello you.\n", err)
@@ -55,7 +48,7 @@ def test_a_prompt_is_answered_on_stdout_and_statistics_go_to_stderr(
 
 
 @pytest.mark.parametrize(
-    ("folder", "arguments", "heads"),
+    ("folder", "flags", "heads"),
     [
         (hub.DEFAULT_HEADS, ["--seed", "7"], hub.DEFAULT_HEADS),
         ("/elsewhere/heads", ["--heads", "logit-lens"], "logit-lens"),
@@ -64,16 +57,12 @@ def test_a_prompt_is_answered_on_stdout_and_statistics_go_to_stderr(
     ],
 )
 def test_json_is_one_object_and_nothing_else(
-    folder: str | None,
-    arguments: list[str],
-    heads: str | None,
-    speculator: FakeSpeculator,
-    call: Call,
+    folder: str | None, flags: list[str], heads: str | None, speculator: FakeSpeculator, call: Call
 ) -> None:
     speculator.heads = None if folder is None else SimpleNamespace(folder=Path(folder))
-    captured = call(["generate", "--json", *arguments, "hi"])
+    captured = call(["generate", "--json", *flags, "hi"])
     assert captured.err == ""
-    seed = {"seed": 7} if "--seed" in arguments else {}
+    seed = {"seed": 7} if "--seed" in flags else {}
     assert json.loads(captured.out) == {
         "text": "Hello you.",
         "token_ids": [5, 6],

@@ -105,7 +105,7 @@ def test_check_says_ok_or_fails_with_the_reason(
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "problem"),
+    ("name", "text", "why"),
     [
         ("run.yaml", None, "no run.yaml"),
         (
@@ -117,18 +117,13 @@ def test_check_says_ok_or_fails_with_the_reason(
     ],
 )
 def test_check_names_what_is_not_as_it_should_be(
-    name: str,
-    text: str | None,
-    problem: str,
-    toy: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    call: Call,
+    name: str, text: str | None, why: str, toy: Path, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
     monkeypatch.setattr(facade, "load", lambda *_, **__: FakeSpeculator())
     (toy / name).unlink()
     if text is not None:
         (toy / name).write_text(text)
-    assert call(["heads", "check", "toy"], 1).out == f"failed: {problem}\n"
+    assert call(["heads", "check", "toy"], 1).out == f"failed: {why}\n"
 
 
 def test_pulled_heads_are_found_and_replaced(toy: Path, tmp_path: Path, call: Call) -> None:

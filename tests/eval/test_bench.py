@@ -508,12 +508,7 @@ def test_the_model_is_as_before_after_an_error_within_an_early_exit(speculator: 
     ],
 )
 def test_a_method_that_is_not_to_be_had_says_what_to_do(
-    speculator: Speculator,
-    bare: Speculator,
-    name: str,
-    without: bool,
-    options: dict[str, Any],
-    reason: str,
+    speculator: Speculator, bare: Speculator, name: str, without: bool, options: Any, reason: str
 ) -> None:
     with pytest.raises(InvalidOption, match=reason):
         candidates(bare if without else moved(speculator, **options), [name])

@@ -388,7 +388,8 @@ def test_a_checkpoint_of_another_job_is_refused(
 
 
 NORM = "by_layer.2.norm.weight"
-CHECKPOINTS: list[Callable[[dict[str, Tensor], Any], Any]] = [
+Damage = Callable[[dict[str, Tensor], Any], Any]
+CHECKPOINTS: list[Damage] = [
     lambda tensors, record: record["course"].update(sums={"2": NAN, "4": 0.0}),
     lambda tensors, record: record.pop("job"),
     lambda tensors, record: record.update(course=[]),
@@ -400,11 +401,7 @@ CHECKPOINTS: list[Callable[[dict[str, Tensor], Any], Any]] = [
 
 @pytest.mark.parametrize("damage", CHECKPOINTS)
 def test_a_strange_checkpoint_is_one_line(
-    begun: Path,
-    tmp_path: Path,
-    backbone: Backbone,
-    talks: Talks,
-    damage: Callable[[dict[str, Tensor], Any], Any],
+    begun: Path, tmp_path: Path, backbone: Backbone, talks: Talks, damage: Damage
 ) -> None:
     tensors, record = fitting.load_checkpoint(begun)
     damage(tensors, record)
