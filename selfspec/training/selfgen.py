@@ -710,11 +710,7 @@ class Given:
     """User turns of a file or data set, to be answered."""
 
     def __init__(
-        self,
-        reader: Reader[Talk],
-        done: int,
-        options: DataOptions,
-        excluded: Set[int] = frozenset(),
+        self, reader: Reader[Talk], done: int, options: DataOptions, excluded: Set[int]
     ) -> None:
         """`reader` parses with `talk_of`; `done` batches are written already."""
         self._reader, self._options, self._excluded = reader, options, excluded

@@ -603,7 +603,7 @@ def answer(rows: Path, output: Path, ahead: int = 1, **options: Any) -> Counts:
     parse = partial(selfgen.talk_of, tokenizer=make_tokenizer(), system=author.options.system)
     writer = Writer(output, {}, {})
     reader = Reader(rows, parse, skip_bad_rows=True)
-    source = selfgen.Given(reader, writer.batches, author.options)
+    source = selfgen.Given(reader, writer.batches, author.options, frozenset())
     for _ in selfgen.write(source, writer, author.options, at_once(author.answer), ahead):
         pass
     return writer.counts
