@@ -144,14 +144,13 @@ def test_a_sweep_is_one_setting_per_value(text: str, setting: dict[str, Any]) ->
 
 # --- trace
 
-TRACE = ["trace", *MODEL, *DRAFTS, *SIX]
-
 
 def test_it_shows_keeps_and_draws_the_answer_that_generate_gives(
     workplace: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    raw = ["--raw", "--output", "t.jsonl"]
-    shown = call([*TRACE, "a b c", *raw, "--card", "card.png", "--html", "page.html"]).out
+    trace = ["trace", "a b c", *MODEL, *DRAFTS, *SIX, "--raw"]
+    outputs = ["--output", "t.jsonl", "--card", "card.png", "--html", "page.html"]
+    shown = call([*trace, *outputs]).out
     found = LayerTrace.load(Path("t.jsonl"))
     options = {"drafter": "exit:layers=2/4,threshold=0.05", "max_new_tokens": 6, "raw": True}
     answer = load("model", dtype="float32", heads="logit-lens").generate("a b c", **options)  # type: ignore[arg-type]  # checked by generate

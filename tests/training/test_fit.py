@@ -337,7 +337,7 @@ def stop_after(count: int) -> fitting.Show:
 
 
 def test_a_killed_fit_ends_the_same(backbone: Backbone, talks: Talks, tmp_path: Path) -> None:
-    """Of other kinds, at any moment: test_killed_fit.py."""
+    """Of other kinds, at any moment: tests/cli/test_killed_fit.py."""
     job = make_job(backbone, talks, epochs=3, head_type="eagle3", exit_layers=(0,))
     expected, job = fitting.fit(job), replace(job, checkpoint=tmp_path / fitting.CHECKPOINT)
     for stop in (5, 6, 7):
@@ -516,9 +516,6 @@ def few() -> Features:
     )
 
 
-ALIKE = (1.0, 1.0)
-
-
 @pytest.fixture
 def guess() -> torch.Tensor:
     return torch.randn(3, 3, generator=torch.Generator().manual_seed(1))
@@ -532,7 +529,8 @@ def test_targets_are_the_next_token_and_the_distribution_within_the_draft_vocabu
     full = torch.zeros(3, VOCAB_SIZE).scatter(1, few.top_ids.long(), probs)
     soft = -(full[:, DRAFT_IDS] * guess.log_softmax(-1)).sum()
     hard = functional.cross_entropy(guess[:2], torch.tensor([0, 2]), reduction="sum")
-    wanted = fitting.targets(few, fitting.draft_index(DRAFT_IDS, VOCAB_SIZE), ce_share, ALIKE)
+    index = fitting.draft_index(DRAFT_IDS, VOCAB_SIZE)
+    wanted = fitting.targets(few, index, ce_share, (1.0, 1.0))
     expected = ce_share * hard + (1 - ce_share) * soft
     torch.testing.assert_close(fitting.cross_entropy(guess, *wanted), expected)
 

@@ -26,8 +26,6 @@ from tests.talks import WORDS, make_tokenizer
 
 Lines = tuple[list[dict[str, Any]], Counts]
 
-ONE_TURN = RECIPE.replace(', ["c {other}", null, "b"]', "")
-
 
 def words(ids: list[int]) -> str:
     return " ".join(WORDS[token] for token in ids)
@@ -178,7 +176,8 @@ def test_loops_are_cut_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     author = make_author(tokens=60, max_new_tokens=150, greedy_share=1.0)
     never = frozenset({len(WORDS)})  # no answer ends, so that most of them loop
     monkeypatch.setattr(author, "_ends", never)
-    counts = invent(author, tmp_path / "a", ONE_TURN)
+    one_turn = RECIPE.replace(', ["c {other}", null, "b"]', "")
+    counts = invent(author, tmp_path / "a", one_turn)
     loops = 0
     for line in read(tmp_path / "a"):
         start = line["answer_start"]
