@@ -28,7 +28,6 @@ from selfspec.serve.options import VARIABLE
 from tests.bad_input import Change, config, furnish, patience, snapshot, tensors
 from tests.cli.fakes import Call
 from tests.gguf_files import header, tensor, text, tiny, value
-from tests.test_files import BOMB
 
 SHORT = {
     "M": "--model model --dtype float32",
@@ -240,7 +239,6 @@ def test_a_prompt_is_text_and_is_there(refused: Refused, monkeypatch: pytest.Mon
 
 
 YAML = [
-    (BOMB, "has the alias"),
     ("max_new_tokens: 3\nmax-new-tokens: 4\n", "has a key twice"),
     ("max_new_token: 3\n", "Did you mean max_new_tokens?"),
     ("- epochs\n", "expected `option: value` lines"),
