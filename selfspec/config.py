@@ -244,15 +244,14 @@ DEFAULT_MAX_NEW_TOKENS = 128
 
 
 _NOT_BELOW_0 = parts.at_least(0)
-_Count = Annotated[int, parts.at_least(1)]
 
 
 class GenerateOptions(TypedDict, total=False):
     """Keywords of `generate` and `stream`: Hugging Face's, with its meaning, and ours."""
 
     # how long, and where to stop
-    max_new_tokens: _Count
-    max_length: _Count
+    max_new_tokens: parts.Count
+    max_length: parts.Count
     min_new_tokens: Annotated[int, _NOT_BELOW_0]
     min_length: Annotated[int, _NOT_BELOW_0]
     max_time: Annotated[float, _NOT_BELOW_0]
@@ -286,7 +285,7 @@ class GenerateOptions(TypedDict, total=False):
     prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]]
     # what comes in and out
     attention_mask: Tensor
-    num_return_sequences: _Count
+    num_return_sequences: parts.Count
     generation_config: GenerationConfig
     streamer: BaseStreamer
     # ours: for this call only

@@ -119,6 +119,7 @@ POSITIVE = Range(lambda value: 0.0 < value <= 1000.0, "in (0, 1000]", most=1000.
 SHARE = Range(lambda value: 0.0 < value <= 1.0, "in (0, 1]", most=1.0, request=1.0)
 
 Amount = Annotated[float, AMOUNT]
+Count = Annotated[int, at_least(1)]
 Probability = Annotated[float, PROBABILITY]
 Share = Annotated[float, SHARE]
 Rank = Annotated[int, between(1, 1024)]  # how many of the likeliest tokens
@@ -525,8 +526,7 @@ def parsed(group: str, value: Any, kinds: Kinds, present: Mapping[str, Part]) ->
     found = []
     for kind, settings in _entries(group, value):
         if isinstance(settings, Part) and kinds.get(kind) is not type(settings):
-            expected = ", ".join(kinds)
-            raise InvalidOption(f"{group} is {shown(settings)}, expected one of {expected}")
+            raise InvalidOption(f"{group} is {shown(settings)}, expected one of {', '.join(kinds)}")
         check_keys([kind], kinds, group)
         found.append(changed(present[kind], settings))
     return found

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from selfspec.decoding.drafters.rest import Datastore
-from selfspec.errors import SelfspecError
+from selfspec.errors import InvalidData, SelfspecError
 from selfspec.eval import report, results
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.hub import models as hub
@@ -26,10 +26,10 @@ from selfspec.model.backbone import Backbone
 from selfspec.training import features as store
 from selfspec.training import fit
 from selfspec.training.features import FeatureSpec, StreamSource
-from selfspec.training.text import Writer, read_conversations
+from selfspec.training.text import DROPPED, KEPT, Writer, read_conversations
 from selfspec.visualise.layers import LayerTrace
 from tests.authors import counted
-from tests.bad_input import INF, NAN, limited, patience, snapshot, steps_into
+from tests.bad_input import INF, NAN, limited, one_line, patience, snapshot, steps_into
 from tests.gguf_models import write_model
 from tests.grouped_models import write_folder
 from tests.heads.eagle3.make import HERE
@@ -50,6 +50,7 @@ NUMBERS = (0, 1, 2, 3, 7, 2**31, 2**32 - 1, 2**60, 2**62, 2**63, 2**64 - 1)
 PARTS = [b"", bytes(30), b"[" * 9000, *(struct.pack("<Q", number) for number in NUMBERS)]
 PARTS += [struct.pack("<I", number) for number in NUMBERS[:7]]
 
+Whole = Callable[[str], Path]
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 
@@ -178,6 +179,33 @@ FORMATS = {
 }
 
 
+KNOWN = {"layers": [2, 4], "top_k": 4}
+STRANGE: dict[str, dict[str, list[Any]]] = {
+    "features": {
+        "format_version": [2, None],
+        "base_fingerprint": ["x\ny", "x" * 2000],
+        "spec": [
+            *(None, KNOWN | {"deep": True}),
+            *(KNOWN | {"layers": value} for value in ([], [-1], [2])),
+        ],
+        "shards": [[], [[]], [["0"]], [[0, 0]], [[1]], [[0], [1], [2], [3], [4], [5]]],
+        "conversations": [[], [-1]],
+        "sha256": [None, [], ["0" * 64]],
+    },
+    "a run of data": {
+        "format_version": [2],
+        "counts": [
+            {"families": {"a": {"rows": 1}}},
+            {"families": {"": dict.fromkeys((*KEPT, *DROPPED), -1)}},
+        ],
+        "seeds": [[-1]],
+        "bytes": ["10", -1, 3, 10**9, 10**30],
+        "more": [1],
+    },
+}
+"""By format and name in its first file: values that mean something else, or nothing."""
+
+
 def damaged(draw: Draw, data: bytes) -> bytes:
     """Other bytes than `data`: most where headers are, and in its JSON where it has some."""
     for _ in range(draw(st.integers(1, 3))):
@@ -223,7 +251,7 @@ def edited(draw: Draw, text: bytes) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone) -> Callable[[str], Path]:
+def whole(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone) -> Whole:
     """A folder of whole files of a format, made once."""
     root = tmp_path_factory.mktemp("whole")
 
@@ -243,7 +271,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone) -> Calla
 def test_damage_is_one_line_or_does_no_harm(
     name: str,
     draws: st.DataObject,
-    whole: Callable[[str], Path],
+    whole: Whole,
     backbone: Backbone,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
@@ -264,3 +292,20 @@ def test_damage_is_one_line_or_does_no_harm(
         assert str(folder) in text
     assert snapshot(folder) == before
     shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [(f, key, one) for f, table in STRANGE.items() for key, row in table.items() for one in row],
+)
+def test_a_strange_value_is_one_line(
+    name: str, key: str, value: Any, whole: Whole, backbone: Backbone, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(whole(name), tmp_path / "it")
+    path = folder / FORMATS[name].damaged[0]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    before = snapshot(folder)
+    with pytest.raises(InvalidData) as caught:
+        FORMATS[name].read(folder, backbone)
+    one_line(caught, folder)
+    assert snapshot(folder) == before

@@ -87,9 +87,7 @@ def test_what_a_library_makes_beside_the_new_file_goes_with_it(ours: Path) -> No
 
 
 @pytest.mark.parametrize("place", ["fsync", "replace"])
-def test_a_full_disk_is_named_and_leaves_what_was_there(
-    ours: Path, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_named(ours: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = snapshot(ours.parent)
     monkeypatch.setattr(os if place == "fsync" else Path, place, full)
     with pytest.raises(CannotWrite, match=r"out: No space left on device\. What was there before"):
@@ -122,9 +120,7 @@ def test_no_link_device_or_pipe_is_written_or_replaced(tmp_path: Path, name: str
 @pytest.mark.parametrize(
     "name", ["", "  ", "zero\0byte", "~nobody-here/out", "out/below", "/dev/full", "/proc/x"]
 )
-def test_a_name_that_can_be_no_file_is_refused(
-    ours: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_odd_name_is_refused(ours: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ours.parent)
     for check in (
         lambda: files.check_file(name, overwrite=True),

@@ -48,6 +48,7 @@ from selfspec.options import (
     changed,
     ranges,
 )
+from selfspec.training.options import CacheOptions, DataOptions, FitOptions
 from tests.bad_input import patience
 from tests.models import addressless, make_model
 from tests.talks import make_tokenizer
@@ -75,6 +76,19 @@ BAD: list[tuple[type, str, list[Any]]] = [
     (Costs, "row", [-0.1, (0.1, 2.0), ()]),
     (Costs, "head", [-0.1, "0.1", math.nan, math.inf]),
     (BenchOptions, "tune_questions", [0]),
+    *((DataOptions, name, [0]) for name in ("tokens", "batch_size", "max_new_tokens")),
+    *((DataOptions, name, [0]) for name in ("max_question_tokens", "temperature")),
+    *((DataOptions, name, [-1]) for name in ("question_top_k", "seed")),
+    (DataOptions, "max_prompt_tokens", [31]),
+    (DataOptions, "greedy_share", [1.1]),
+    (DataOptions, "question_temperature", [(1.0,), (1.0, 0.9), (0.0, 1.0)]),
+    *((CacheOptions, name, [0]) for name in ("top_k", "batch_tokens", "max_tokens")),
+    *((FitOptions, name, [0]) for name in ("inner_size", "epochs", "accumulate", "answer_share")),
+    *((FitOptions, name, [0]) for name in ("step_decay", "learning_rate", "max_grad_norm")),
+    (FitOptions, "head_type", ["logit-lens"]),
+    (FitOptions, "ce_share", [1.5]),
+    (FitOptions, "warmup", [1.0]),
+    (FitOptions, "weight_decay", [-0.1]),
     (SpeculationOptions, "pinned_rows", ["6", 2.5, True, 0, 10**9]),
     (SpeculationOptions, "speculate", ["no"]),
     (SpeculationOptions, "drafter", [3]),
@@ -89,6 +103,16 @@ def test_values_of_other_types_or_ranges_are_named(made: Any, name: str, values:
         with pytest.raises(InvalidOption, match=rf"^{kind}{name} is .*, expected") as caught:
             made(**{name: value})
         assert "\n" not in str(caught.value)
+
+
+def test_the_bounds_themselves_are_fine() -> None:
+    ones = dict.fromkeys(("tokens", "batch_size", "max_question_tokens", "max_new_tokens"), 1)
+    least = {"max_prompt_tokens": 32, "greedy_share": 0.0, "question_top_k": 0, "seed": 0}
+    DataOptions(**ones, **least, question_temperature=(0.5, 0.5))  # type: ignore[arg-type]  # of several kinds
+    DataOptions(greedy_share=1.0)
+    FitOptions(ce_share=0.0, answer_share=1.0, step_decay=1.0, warmup=0.0, weight_decay=0.0)
+    with pytest.raises(InvalidOption, match="system is a, expected none with raw"):
+        DataOptions(raw=True, system="a")
 
 
 PARTS: list[Any] = [part for kinds in KINDS.values() for part in kinds.values()]
@@ -112,9 +136,7 @@ def test_every_number_has_a_largest_value_and_no_larger_one_is_taken() -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), NUMBERS)
-def test_the_largest_value_costs_little(
-    kind: Any, name: str, largest: tuple[Speculator, list[int]]
-) -> None:
+def test_the_most_costs_little(kind: Any, name: str, largest: tuple[Speculator, list[int]]) -> None:
     speculator, text = largest[0], largest[1][: None if kind is Ngram else 300]
     limit = ranges(kind)[name]
     most = int(limit.most or 0) if "int" in str(annotations_of(kind)[name]) else limit.most

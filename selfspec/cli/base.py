@@ -23,12 +23,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, TypeVar, get_args, get_origin
 
 import typer
 from typer.core import TyperCommand
 
 from selfspec import config, files
+from selfspec import options as parts
 from selfspec.api.chat_template import advice
 from selfspec.api.chat_template import read as read_template
 from selfspec.cli import interrupts
@@ -175,8 +176,7 @@ def grouped(group: str, usual: Collection[str], *flags: Flag) -> tuple[Flag, ...
 
 
 Prompt = Annotated[
-    str | None,
-    typer.Argument(metavar="PROMPT", help="The question; without it, standard input."),
+    str | None, typer.Argument(metavar="PROMPT", help="The question; without it, standard input.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON value on standard output.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")]
@@ -228,6 +228,16 @@ def with_flags(*flags: Flag) -> Callable[[Command], Command]:
     return decorate
 
 
+class _Ranges(TypedDict, total=False):
+    """Those of flags that are in no class of options."""
+
+    workers: parts.Count
+    concurrency: parts.Count
+    max_tokens: parts.Count
+    max_exit_layers: parts.Count
+    rungs: Annotated[int, parts.between(1, 7)]
+
+
 def merged(file: Path | None, given: Asked, flags: Sequence[Flag]) -> Named:
     """What was given over the keys of a YAML file, and these over the default file's, typed.
 
@@ -242,6 +252,7 @@ def merged(file: Path | None, given: Asked, flags: Sequence[Flag]) -> Named:
     for values in ({name: usual[name] for name in hints if name in usual}, named, given):
         above = {name: typed(name, value, hints[name]) for name, value in values.items()}
         config.check({name: value for name, value in above.items() if name in OPTION_NAMES})
+        check_ranges(above, _Ranges)
         for name in found.keys() & above.keys():
             if dict in members(hints[name]):
                 above[name] = laid_over(name, found[name], above[name])
@@ -355,8 +366,7 @@ def _show_all(context: typer.Context, asked: bool) -> None:
 
 
 _HELP_ALL = Annotated[
-    bool,
-    typer.Option("--help-all", help="Show all options.", is_eager=True, callback=_show_all),
+    bool, typer.Option("--help-all", help="Show all options.", is_eager=True, callback=_show_all)
 ]
 
 
@@ -472,32 +482,26 @@ def load(asked: Asked) -> Speculator:
     On a terminal a line says what is done, until another is written or loading ends.
     """
     check_model(asked)
-    doing = f"loading {asked.get('model', 'the default model')}: "
-    with _status(f"{doing}importing torch and transformers") as say:
-        from selfspec.api import speculator
-
-        say(f"{doing}reading and checking it")
-        loaded = speculator.load(**picked(asked, LOADING), **picked(asked, SPECULATION))
-    if interrupts:  # and swallowed on the way
-        raise KeyboardInterrupt
-    return loaded
-
-
-@contextlib.contextmanager
-def _status(doing: str) -> Iterator[Callable[[str], None]]:
     from rich.console import Console
     from rich.live import Live
 
     plain: Any = {"markup": False, "highlight": False, "emoji": False}
+    doing = f"loading {asked.get('model', 'the default model')}: "
     with Live(
-        doing,
+        f"{doing}importing torch and transformers",
         console=Console(stderr=True, quiet=is_quiet(), **plain),
         refresh_per_second=1,
         transient=True,
         redirect_stdout=False,  # downloads have bars of their own
         redirect_stderr=False,
     ) as line:
-        yield line.update
+        from selfspec.api import speculator
+
+        line.update(f"{doing}reading and checking it")
+        loaded = speculator.load(**picked(asked, LOADING), **picked(asked, SPECULATION))
+    if interrupts:  # and swallowed on the way
+        raise KeyboardInterrupt
+    return loaded
 
 
 def check_template(asked: Asked, command: str = "generate") -> None:

@@ -17,8 +17,8 @@ from selfspec.cli.base import GENERATION, LOADING, SHARED, SPECULATION, Asked, F
 from selfspec.cli.chat import Writer
 from selfspec.config import DEFAULT_MAX_NEW_TOKENS
 from selfspec.decoding.stats import MODEL, rate
-from selfspec.errors import CannotWrite, InvalidData, InvalidOption, SelfspecError, shown
-from selfspec.eval.results import check_packages, first_divergence
+from selfspec.errors import InvalidData, InvalidOption, SelfspecError, shown
+from selfspec.eval.results import begun, check_packages, first_divergence
 from selfspec.hub.models import heads_name
 from selfspec.serve.options import VARIABLE, Keys, ServeOptions, is_loopback
 
@@ -110,14 +110,14 @@ def answer_all(asked: Asked, options: dict[str, Any], *, more: bool) -> str:
         raise InvalidOption("--json and --stats: each line of --output has both. Leave them out")
     output, overwrite = base.check_file(asked, asked["output"]), asked.get("overwrite", False)
     room = {"most": asked.get("concurrency", 32), "kv_memory": base.kv_memory(asked)}
-    if room["most"] < 1:
-        raise InvalidOption(f"concurrency is {room['most']}, expected at least 1")
     prompts = _read(Path(asked["prompts"]), asked.get("system"), raw=options["raw"])
     with files.locked(output):
         files.check_file(output, overwrite=overwrite)  # another run may have ended since
         partial = output.with_name(f"{output.name}.partial")
         known = {"prompts": prompts, **base.picked(asked, SHARED), **options}
-        lines = _begun(partial, known, overwrite=overwrite)
+        mark = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
+        record, read = _MADE_BY | {"asked": mark}, lambda line: (int(line["index"]), line)
+        lines: dict[int, Any] = dict(begun(partial, record, read, overwrite=overwrite))
         speculator = base.load(asked)
         numbers = [number for number in range(len(prompts)) if number not in lines]
         seed = options.pop("seed", None)
@@ -132,16 +132,17 @@ def answer_all(asked: Asked, options: dict[str, Any], *, more: bool) -> str:
                 show(len(lines), len(prompts), found=True)
                 for place, found in answers:
                     line = {"index": numbers[place], **_MADE_BY, **_facts(found)}
-                    files.append(partial, text := json.dumps(line, ensure_ascii=False))
-                    lines[numbers[place]] = text
+                    files.append(partial, json.dumps(line, ensure_ascii=False))
+                    lines[numbers[place]] = line
                     show(len(lines), len(prompts))
         except KeyboardInterrupt:
             base.note(f"{len(lines)} of {len(prompts)} answered; the same command goes on")
             raise
         in_order = [lines[number] for number in sorted(lines)]
-        files.write(output, "".join(f"{text}\n" for text in in_order))
+        texts = (json.dumps(line, ensure_ascii=False) for line in in_order)
+        files.write(output, "".join(f"{text}\n" for text in texts))
         partial.unlink()
-    return f"{output}: {_counted([*map(json.loads, in_order)])}\n"
+    return f"{output}: {_counted(in_order)}\n"
 
 
 def _counted(answers: list[dict[str, Any]]) -> str:
@@ -168,30 +169,6 @@ def _read(path: Path, system: str | None, *, raw: bool) -> list[Messages]:
                 raise InvalidData(f"{where} is {shown(other)}, expected {expected}")
     if not found:
         raise InvalidData(f'{path} holds no prompts. Give lines like {{"prompt": "…"}}')
-    return found
-
-
-def _begun(partial: Path, asked: dict[str, Any], *, overwrite: bool) -> dict[int, str]:
-    """Lines that a run which was stopped has written, by number of the prompt; the file is there.
-
-    With `overwrite` a run with other prompts or options gives way; without, it and a damaged file
-    raise CannotWrite.
-    """
-    mark = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()
-    head, found = json.dumps(_MADE_BY | {"asked": mark}), dict[int, str]()
-    if files.check_file(partial, overwrite=True).exists():
-        text = partial.read_text(encoding="utf-8", errors="replace")
-        first, *lines = text.split("\n")[:-1] or [""]  # a kill may have cut off the last line
-        if first == head:
-            try:
-                found = {int(files.parse_json(one, "it")["index"]): one for one in lines}
-            except (InvalidData, ValueError, TypeError, LookupError) as error:
-                damaged = f"{partial} is damaged. Remove it to begin anew"
-                raise CannotWrite(damaged) from error
-        elif not overwrite:
-            wrong = f"{partial} belongs to a run with other prompts or options"
-            raise CannotWrite(f"{wrong}. Go on with those, or remove it")
-    files.write(partial, "".join(f"{text}\n" for text in (head, *found.values())))
     return found
 
 

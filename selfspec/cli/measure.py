@@ -304,8 +304,6 @@ def _concurrency(asked: Asked, options: results.BenchOptions, *, as_json: bool) 
     """Measure many answers at once, and write; returns what is printed. Raises InvalidOption."""
     ignored, texts = {"sweep", "quality", "tune_questions"}, asked["concurrency"]
     base.refuse(asked, ignored, "means nothing with --concurrency. Leave it out")
-    if min(texts) < 1:
-        raise InvalidOption(f"concurrency holds {min(texts)}, expected at least 1")
     folder, ends = Path(asked["output"]), ("concurrency.json", "concurrency.md")
     outputs = [base.check_file(asked, folder / name) for name in ends]
     suite = results.load_suite(options.suite, options.questions, options.limit)
@@ -321,8 +319,8 @@ def _concurrency(asked: Asked, options: results.BenchOptions, *, as_json: bool) 
     total, kept = len(texts) * len(names) * options.repeats, folder / "concurrency.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
     with files.locked(folder), base.bar("concurrency", "measurements") as show:
-        earlier = results.begun(kept, summary, overwrite=asked.get("overwrite", False))
-        loads = [concurrency.Load(**one) for one in earlier]
+        overwrite, made = asked.get("overwrite", False), lambda one: concurrency.Load(**one)
+        loads = results.begun(kept, summary, made, overwrite=overwrite)
         show(len(loads), total)
         for load in concurrency.measured(speculator, suite, texts, names, options, [*loads]):
             files.append(kept, json.dumps(asdict(load)))
@@ -378,9 +376,6 @@ def verify(*, as_json: base.AsJson = False, asked: Asked) -> None:
     from selfspec.eval import verify as ladder
     from selfspec.model.weights import keep_numbers
 
-    wanted = set(asked.get("rungs", range(1, 8)))
-    if not wanted <= {*range(1, 8)}:
-        raise InvalidOption(f"rungs are {asked['rungs']}, expected numbers from 1 to 7: 2,6,7")
     new_tokens = base.answering(asked).get("max_new_tokens", _NEW_TOKENS)
     questions = suite_of(asked, _PROMPTS)
     speculator = base.load(asked)
@@ -388,7 +383,7 @@ def verify(*, as_json: base.AsJson = False, asked: Asked) -> None:
     subject = ladder.Subject(
         speculator=speculator,
         cases=ladder.cases_of(speculator, questions, new_tokens),
-        rungs=wanted,
+        rungs=asked.get("rungs", range(1, 8)),
         max_copy_gb=asked.get("max_copy_gb", _COPY_GB),
     )
     rungs = []

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from selfspec.model.backbone import Backbone
     from selfspec.training.features import Features, FeatureSpec, Selection
     from selfspec.training.fit import Fitted, Job
-    from selfspec.training.recipe import Passages, Prompts, Recipe
+    from selfspec.training.recipe import Passages, Recipe
     from selfspec.training.records import Calibration
     from selfspec.training.selfgen import Author, Proposal, Source
     from selfspec.training.text import Conversation, Counts
@@ -141,8 +141,7 @@ def writing(output: str | Path) -> AbstractContextManager[None]:
 
 
 def _workers(asked: Asked) -> int:
-    if (count := int(asked.get("workers", 1))) < 1:
-        raise InvalidOption(f"workers is {count}, expected a value of at least 1")
+    count: int = asked.get("workers", 1)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InvalidOption("a launcher started several processes. Start one, with --workers N")
     if count > 1:
@@ -297,13 +296,7 @@ def _write_data(asked: Asked, options: DataOptions) -> Counts:
 
         try:
             author = selfgen.Author(*model[:2], options, count, asked.get("endpoint"))
-            source, prompts, rows = _source(asked, author, writer, recipe, passages, excluded)
-
-            def proposer(author: Author) -> Callable[[Any], Proposal]:
-                return (
-                    selfgen.Written(author, prompts, excluded).propose if prompts else author.answer
-                )
-
+            source, proposer, rows = _source(asked, author, writer, recipe, passages, excluded)
             submit = selfgen.here(proposer(author))
             if workers > 1:
                 from selfspec import cluster
@@ -335,7 +328,8 @@ def _source(
     recipe: Recipe | None,
     passages: Passages,
     excluded: set[int],
-) -> tuple[Source, Prompts | None, Reader[Any] | None]:
+) -> tuple[Source, Callable[[Author], Callable[[Any], Proposal]], Reader[Any] | None]:
+    """Batches, what an author makes of them, and the reader to hear of bad rows at the end."""
     from selfspec.training import selfgen
 
     skip, options = asked.get("skip_bad_rows", False), author.options
@@ -349,10 +343,12 @@ def _source(
         if prompts.left_out:
             why = "for want of --passages" + ("" if author.invents else ", or of invented turns")
             base.note(f"selfspec: left out {why}: {', '.join(prompts.left_out)}")
-        return selfgen.Admission(options, writer.records(), excluded), prompts, None
+        admission = selfgen.Admission(options, writer.records(), excluded)
+        return admission, lambda author: selfgen.Written(author, prompts, excluded).propose, None
     parse = partial(selfgen.talk_of, tokenizer=author.turns.tokenizer, system=options.system)
     rows = Reader(asked["source"], parse, skip_bad_rows=skip)
-    return selfgen.Given(rows, writer.batches, options, excluded), None, rows
+    given = selfgen.Given(rows, writer.batches, options, excluded)
+    return given, lambda author: author.answer, rows
 
 
 def _excluded_ngrams(asked: Asked) -> set[int]:

@@ -8,31 +8,22 @@ prompt). Needs the extra `eval`.
 from __future__ import annotations
 
 import base64
-import html
 import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
 import yaml
+from jinja2 import Environment, StrictUndefined, TemplateError
 from matplotlib.figure import Figure
 
 from selfspec import files, pages
 from selfspec.errors import InvalidData, InvalidOption
-from selfspec.eval.results import (
-    ANSWERS,
-    LOOPING,
-    OVERALL,
-    TASKS,
-    TUNING,
-    Answer,
-    failures,
-    quality_summary,
-    speed_up,
-)
+from selfspec.eval import results
 from selfspec.files import read_json, read_yaml
 
 Summary = Mapping[str, Any]  # all figures of a bench, ready for JSON
@@ -50,7 +41,7 @@ _COLUMNS = (
 )
 
 
-def frame_of(answers: Iterable[Answer]) -> pd.DataFrame:
+def frame_of(answers: Iterable[results.Answer]) -> pd.DataFrame:
     """A row for each run that gave an answer: those of an answer, then what the run was.
 
     tokens and passes are those behind the first pass, which is the prompt's. token_s: seconds of
@@ -60,7 +51,7 @@ def frame_of(answers: Iterable[Answer]) -> pd.DataFrame:
         {
             **vars(answer),
             **vars(run),
-            "looping": answer.repeated > LOOPING,
+            "looping": answer.repeated > results.LOOPING,
             "method": label,
             "first_s": run.arrivals[0][1],
             "first_tokens": run.arrivals[0][0],
@@ -85,12 +76,12 @@ def seconds_by_prompt(runs: pd.DataFrame, *labels: str) -> pd.DataFrame:
 
 def by_task(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """Spec-Bench's six groups in their order, then other words, then all together."""
-    found = {task: runs[runs.task == task] for task in dict.fromkeys((*TASKS, *runs.task))}
-    return {task: group for task, group in (found | {OVERALL: runs}).items() if len(group)}
+    found = {task: runs[runs.task == task] for task in dict.fromkeys((*results.TASKS, *runs.task))}
+    return {task: group for task, group in (found | {results.OVERALL: runs}).items() if len(group)}
 
 
 def summarise(
-    answers: Sequence[Answer], methods: Mapping[str, Mapping[str, Any]], seed: int = 0
+    answers: Sequence[results.Answer], methods: Mapping[str, Mapping[str, Any]], seed: int = 0
 ) -> dict[str, Any]:
     """All figures of `methods`, which are described by label; `seed` is the bootstrap's."""
     measured = [answer for answer in answers if answer.error is None]
@@ -99,7 +90,7 @@ def summarise(
     own = {label: every[every.method == label] for label in methods}
     texts = {
         label: {
-            task: quality_summary(looked)
+            task: results.quality_summary(looked)
             for task, group in by_task(runs).items()
             if (looked := list(group.quality.dropna()))
         }
@@ -109,7 +100,7 @@ def summarise(
         "methods": methods,
         "questions": len({answer.id for answer in measured}),
         "answers": len(measured),
-        "answers_without_loops": sum(answer.repeated <= LOOPING for answer in measured),
+        "answers_without_loops": sum(answer.repeated <= results.LOOPING for answer in measured),
         "new_tokens": sum(answer.new_tokens for answer in measured),
         "loop_share": {
             task: float(group.drop_duplicates(["id", "turn", "repeat"]).looping.mean())
@@ -127,7 +118,7 @@ def summarise(
         "parts_s": {label: _summed(runs.counts, "seconds") for label, runs in own.items()},
         "unequal": {label: int((~runs.equal.astype(bool)).sum()) for label, runs in own.items()},
         "quality": {label: tasks for label, tasks in texts.items() if tasks},
-        "failures": failures(answers),
+        "failures": results.failures(answers),
     }
 
 
@@ -144,7 +135,7 @@ def _figures(group: pd.DataFrame, methods: Iterable[str], seed: int) -> dict[str
         }
         for base in BASES:
             above, below = seconds_by_prompt(group, base, label).to_numpy().T
-            gain = asdict(speed_up(above, below, seed)) if len(above) else None
+            gain = asdict(results.speed_up(above, below, seed)) if len(above) else None
             found[label][f"over_{base}"] = gain
     return found
 
@@ -178,13 +169,13 @@ def _latency(runs: pd.DataFrame) -> dict[str, float]:
 
 def bases(summary: Summary) -> list[str]:
     """What speed-ups can be shown over; first plain decoding on our runtime, where measured."""
-    found = summary[ALL].get(OVERALL, {}).values()
+    found = summary[ALL].get(results.OVERALL, {}).values()
     return [base for base in BASES if any(figures[f"over_{base}"] for figures in found)]
 
 
 def gains_of(summary: Summary) -> tuple[str, dict[str, Mapping[str, float]]]:
     """The first of `bases`, and speed-ups over it by label: no sweeps, none that have none."""
-    base, overall = [*bases(summary), ""][0], summary[ALL].get(OVERALL, {})
+    base, overall = [*bases(summary), ""][0], summary[ALL].get(results.OVERALL, {})
     found = {
         label: overall.get(label, {}).get(f"over_{base}")
         for label, entry in summary["methods"].items()
@@ -204,7 +195,7 @@ def verdict(summary: Summary) -> str:
     if not gains:
         return "No speed-up can be told: plain decoding or a lossless method was not measured."
     best = max(gains, key=lambda label: float(gains[label]["ratio"]))
-    gain, wrote = gains[best], summary[ALL][OVERALL][best]["answers"]
+    gain, wrote = gains[best], summary[ALL][results.OVERALL][best]["answers"]
     unequal = summary["unequal"].get(best, 0)
     same = f"all {wrote} texts equal" if not unequal else f"{unequal} of {wrote} texts differ"
     faster = f"Fastest of {len(gains)}, {best}: {gain['ratio']:.2f} times as fast as {NAMES[base]}"
@@ -325,7 +316,7 @@ def _speed(summary: Summary, found: pd.DataFrame, base: str, group: str) -> Tabl
     for task, part in found[found.answers_in == group].groupby("task", sort=False):
         part = part.set_index("method")
         columns |= {f"{task} CR": part.compression_rate, f"{task} SD": part.ratio}
-        if task == OVERALL:
+        if task == results.OVERALL:
             ends = Table("", part[["low", "high"]]).words()
             columns["95 %"] = (ends.low + " to " + ends.high).where(part.low.notna(), "-")
     return Table(title, pd.DataFrame(columns).rename_axis("method").reset_index())
@@ -334,7 +325,8 @@ def _speed(summary: Summary, found: pd.DataFrame, base: str, group: str) -> Tabl
 def _by_prompt(summary: Summary, found: pd.DataFrame, base: str) -> Table:
     """How the speed-up differs between prompts: the paper's Table 5."""
     found = found.rename(columns=lambda name: name.removeprefix(f"over_{base}_"))
-    overall = found[(found.answers_in == ALL) & (found.task == OVERALL) & found.ratio.notna()]
+    found = found[(found.answers_in == ALL) & found.ratio.notna()]
+    overall = found[found.task == results.OVERALL]
     unlike = [f"{summary['unequal'][label]} of {summary['answers']}" for label in overall.method]
     headers = {"prompts": "prompts", "ratio": "total", "mean": "mean", "p5": "5th percentile"}
     headers |= {"worst": "worst", "unlike": "answers unlike plain decoding's"}
@@ -394,7 +386,7 @@ def markdown(table: Table) -> str:
 # --- the folder of a run
 
 RUN, SUMMARY = "run.yaml", "summary.json"
-FILES = (RUN, ANSWERS, TUNING, SUMMARY, "table.md")
+FILES = (RUN, results.ANSWERS, results.TUNING, SUMMARY, "table.md")
 
 
 class Results(NamedTuple):
@@ -499,20 +491,8 @@ def chart(summary: Summary) -> Figure | None:
 
 # --- the report: one page of HTML
 
-TITLE, READ = "selfspec: measured", "How to read this"
 
-DEFINITIONS = (
-    "CR is tokens committed per verification; the prompt's own pass is not one. SD, the speed-up, "
-    "is the ratio of total wall times over the same prompts and the same tokens, prompt pass "
-    "included. Its 95 % interval is a paired bootstrap over prompts. Per prompt all methods ran in "
-    "random order and wrote the tokens of plain decoding's answer, no more and no fewer; a second "
-    "turn's prompt holds plain decoding's first answer for all. Tokens of a round arrive together: "
-    "the time per token is an equal share of the round's. An answer loops when more than 30 % of "
-    "its 8-grams are repeats; loops flatter every drafter. "
-    "The quality of texts is that of answers written once more, untimed, each up to its own end "
-    "token; relative BLEU takes plain decoding's text as the reference. A method that is lossy "
-    "says so."
-)
+_LACKING = (TemplateError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 
 def page(runs: Iterable[Results]) -> str:
@@ -520,64 +500,31 @@ def page(runs: Iterable[Results]) -> str:
 
     Raises InvalidData for results that lack what it shows.
     """
-    style = pages.style_of("selfspec.eval", "report.css")
-    parts = [
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="generator" content="selfspec">'
-        f'<meta http-equiv="Content-Security-Policy" content="{pages.policy("", style)}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"{_tag('title', TITLE)}<style>{style}</style></head><body>",
-        f"<main>\n{_tag('h1', TITLE)}",
-    ]
-    for run in runs:
-        try:
-            parts += _section(run)
-        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-            raise InvalidData(
-                f"the results {run.name} lack what a report shows: {type(error).__name__} {error}. "
-                "Measure again: selfspec bench"
-            ) from error
-    parts += [_tag("h2", READ), _tag("p", DEFINITIONS), "</main>\n</body></html>\n"]
-    return "\n".join(parts)
+    style, newest = pages.style_of("selfspec.eval", "report.css"), ""
+    made = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    text = (resources.files(__package__) / "assets" / "report.html").read_text(encoding="utf-8")
+
+    def named() -> Iterator[Results]:
+        nonlocal newest
+        for run in runs:
+            newest = run.name
+            yield run
+
+    template = made.from_string(text)
+    shows: Any = {"verdict": verdict, "tables": tables, "chart": _drawn}
+    try:
+        return template.render(runs=named(), style=style, policy=pages.policy("", style), **shows)
+    except _LACKING as error:
+        raise InvalidData(
+            f"the results {newest} lack what a report shows: {type(error).__name__} {error}. "
+            "Measure again: selfspec bench"
+        ) from error
 
 
-def _section(run: Results) -> Iterator[str]:
-    yield _tag("h2", run.name)
-    yield f'<p class="verdict">{html.escape(verdict(run.summary))}</p>'
-    if (figure := chart(run.summary)) is not None:
-        drawn = io.BytesIO()
-        figure.savefig(drawn, dpi=120)
-        data = base64.b64encode(drawn.getvalue()).decode()
-        yield f'<p><img alt="speed-ups" src="data:image/png;base64,{data}"></p>'
-    yield from (_tag("p", words) for words in described(run))
-    for table in tables(run.summary):
-        cells = table.words()
-        lines = ["".join(_tag("th", cell) for cell in cells)]
-        lines += ["".join(_tag("td", cell) for cell in row) for row in cells.to_numpy()]
-        rows = "\n".join(f"<tr>{line}</tr>" for line in lines)
-        yield f"{_tag('h3', table.title)}\n<table>\n{rows}\n</table>"
-
-
-def described(run: Results) -> list[str]:
-    """What was measured, where, and what went wrong."""
-    asked, model, machine = (run.run[part] for part in ("run", "model", "machine"))
-    summary = run.summary
-    others = run.run["questions"]["settings_chosen_on"]
-    words = [
-        f"{model['name']}, {model['dtype']}, on {model['device']}; heads: {model['heads']}. Suite "
-        f"{asked['suite']}: {summary['questions']} questions, {summary['answers']} answers, "
-        f"{summary['new_tokens']:,} new tokens, at most {asked['max_new_tokens']} each, greedy. "
-        f"{asked['repeats']} time(s), seed {asked['seed']}."
-    ]
-    for name, found in (("Machine", machine), ("Speculation", run.run["speculation"])):
-        words.append(f"{name}: {', '.join(f'{key} {value}' for key, value in found.items())}.")
-    if others:
-        words.append(
-            f"Settings of methods with a grid were chosen on {len(others)} questions that are not "
-            f"among those reported: {', '.join(others)}."
-        )
-    return words + [f"Failed: {line}" for line in summary["failures"]]
-
-
-def _tag(name: str, words: Any) -> str:
-    return f"<{name}>{html.escape(str(words))}</{name}>"
+def _drawn(summary: Summary) -> str | None:
+    """The chart as base64, if there is one."""
+    if (figure := chart(summary)) is None:
+        return None
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=120)
+    return base64.b64encode(drawn.getvalue()).decode()

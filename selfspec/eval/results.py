@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from selfspec import files
-from selfspec.errors import InvalidData, InvalidOption, check_keys
-from selfspec.files import json_lines, parse_json, read_bytes
-from selfspec.options import at_least, check_fields
+from selfspec.errors import CannotWrite, InvalidData, InvalidOption, check_keys
+from selfspec.files import json_lines, parse_json
+from selfspec.options import Count, check_fields
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -157,12 +157,12 @@ class BenchOptions:
     """File of a suite that is not built in: Spec-Bench's question.jsonl."""
     limit: int | None = None
     """Questions to report at most, spread over the suite."""
-    tune_questions: Annotated[int, at_least(1)] = 6
+    tune_questions: Count = 6
     """Questions of the suite, spread evenly, that choose the settings of methods that have several;
     the report leaves them out. At least 1."""
-    max_new_tokens: Annotated[int, at_least(1)] = 64
+    max_new_tokens: Count = 64
     """Tokens per answer at most; each method writes as many."""
-    repeats: Annotated[int, at_least(1)] = 1
+    repeats: Count = 1
     """Times that each prompt is measured."""
     quality: bool = False
     """Judge the texts of all methods by their references, not only of those that are lossy or
@@ -249,30 +249,37 @@ def _answer(record: Any) -> Answer:
     return Answer(**{**record, "runs": runs})
 
 
-def begun(path: Path, record: dict[str, Any], *, overwrite: bool) -> list[Any]:
-    """What a killed run left behind its `record`, line by line; else the file begins with that.
-
-    Raises CannotWrite, InvalidData, and InvalidOption for the file of another run.
-    """
-    if files.check_file(path, overwrite=True).exists() and overwrite:
-        path.unlink()
-    drop_unfinished(path)
-    found = [parse_json(line, str(path)) for _, line in json_lines(path)] if path.exists() else []
-    if not found:
-        files.append(path, json.dumps(record))
-    elif found[0] != record:
-        raise InvalidOption(f"{path} holds another run. Give --overwrite or another folder")
-    return found[1:]
-
-
 def drop_unfinished(path: Path) -> None:
     """Cut off a last line that a killed run left half-written."""
-    if not path.exists():
-        return
-    data = read_bytes(path, _MOST_BYTES)
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data):
-        files.write(path, data[:whole])
+    if path.exists():
+        data = files.read_bytes(path, _MOST_BYTES)
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            files.write(path, data[:whole])
+
+
+def begun(
+    path: Path, record: dict[str, Any], read: Callable[[Any], T], *, overwrite: bool
+) -> list[T]:
+    """What a killed run left in a file behind its `record`, by line; else it begins with that.
+
+    The file of a run with another record gives way to `overwrite`. Raises CannotWrite where it must
+    not, for a file of others, and for one with lines that `read` does not take.
+    """
+    files.check_file(path, overwrite=True)
+    drop_unfinished(path)
+    found = [text for _, text in json_lines(path)] if path.exists() else []
+    head, *lines = found or [""]
+    if head == json.dumps(record):
+        try:
+            return [read(parse_json(line, "a line")) for line in lines]
+        except (InvalidData, ValueError, TypeError, LookupError) as error:
+            raise CannotWrite(f"{path} is damaged. Remove it to begin anew") from error
+    if head and not overwrite:
+        wrong = f"{path} holds another run"
+        raise CannotWrite(f"{wrong}. Give the same options to go on, or --overwrite")
+    files.write(path, json.dumps(record) + "\n")
+    return []
 
 
 def failures(answers: Iterable[Answer]) -> list[str]:

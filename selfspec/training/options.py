@@ -24,7 +24,7 @@ from selfspec.errors import (
     shown,
 )
 from selfspec.heads.folder import EAGLE3, MEDUSA
-from selfspec.options import SHARE, Probability, Range, at_least, check_fields
+from selfspec.options import SHARE, Count, Probability, Range, at_least, check_fields
 
 FITTED_HEAD_TYPES = ("linear", "translator", "deep-fused", EAGLE3, MEDUSA)
 
@@ -35,7 +35,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "ce_share": 1.0,
         "learning_rate": 3e-5,
         "epochs": 20,
-    },
+    }
 }
 """Named sets of FitOptions. specbound: what the paper prints (its section 3.1)."""
 
@@ -45,7 +45,6 @@ _KINDS_WITH = {  # options that some head types have
     **dict.fromkeys(("draft_steps", "step_decay"), ("deep-fused", EAGLE3, MEDUSA)),
 }
 
-Count = Annotated[int, at_least(1)]
 Limit = Annotated[int | None, at_least(1)]
 Positive = Annotated[float, Range(lambda value: value > 0.0, "above 0")]
 _BELOW_1 = Range(lambda value: 0.0 <= value < 1.0, "in [0, 1)")

@@ -631,10 +631,7 @@ class Admission:
     """Which rows of a recipe the file takes: those that ask and say what none before them did."""
 
     def __init__(
-        self,
-        options: DataOptions,
-        written: Iterable[Record] = (),
-        excluded: Set[int] = frozenset(),
+        self, options: DataOptions, written: Iterable[Record] = (), excluded: Set[int] = frozenset()
     ) -> None:
         """`written`: the records so far. Rows with one of the `excluded` n-grams stay out."""
         self._options, self._excluded = options, excluded
@@ -713,11 +710,7 @@ class Given:
     """User turns of a file or data set, to be answered."""
 
     def __init__(
-        self,
-        reader: Reader[Talk],
-        done: int,
-        options: DataOptions,
-        excluded: Set[int] = frozenset(),
+        self, reader: Reader[Talk], done: int, options: DataOptions, excluded: Set[int]
     ) -> None:
         """`reader` parses with `talk_of`; `done` batches are written already."""
         self._reader, self._options, self._excluded = reader, options, excluded

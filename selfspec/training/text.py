@@ -201,13 +201,11 @@ def _file_of(source: str | Path) -> Path | None:
 @contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
     """A file's bytes, unpacked. Raises InvalidData, where it is damaged further on, too."""
-    opener: Any = gzip.open if path.suffix == ".gz" else open
     try:
-        if path.exists() and not path.is_file():
-            raise InvalidData(f"cannot read {path}: it is a device or a pipe, expected a file")
-        with opener(path, "rb") as file:
-            yield file
-    except (OSError, EOFError, zlib.error, ValueError) as error:
+        with open_bytes(path) as file:
+            unpacked: Any = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
+            yield unpacked
+    except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise InvalidData(f"cannot read {path}: {reason}") from error
 

@@ -16,7 +16,7 @@ from selfspec.cli import base
 from selfspec.cli.base import Asked
 from selfspec.cli.main import main
 from selfspec.model.backbone import Backbone
-from tests.cli.fakes import Call, FakeSpeculator
+from tests.cli.fakes import Call, FakeSpeculator, link_all
 from tests.heads.kinds import make_heads, train
 from tests.models import make_model
 from tests.talks import WORDS, make_talks, make_tokenizer
@@ -85,7 +85,5 @@ def made(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone) -> Path:
 @pytest.fixture
 def workplace(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder: one of this test's own, with links to what is made."""
-    for path in made.iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(link_all(made, tmp_path))
     return tmp_path

@@ -117,3 +117,10 @@ class FakeSpeculator:
 
 def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
+
+
+def link_all(made: Path, folder: Path) -> Path:
+    """The folder, with links to all that lies in another."""
+    for path in made.iterdir():
+        (folder / path.name).symlink_to(path)
+    return folder

@@ -84,9 +84,7 @@ def test_chat_remembers_what_was_said_and_what_commands_changed(
     assert [stream.closed for stream in speculator.streams] == interrupted
 
 
-def test_a_conversation_is_saved_and_gone_on_with(
-    speculator: FakeSpeculator, call: Call, tmp_path: Path
-) -> None:
+def test_a_talk_is_saved_and_loaded(speculator: FakeSpeculator, call: Call, tmp_path: Path) -> None:
     kept, strange = tmp_path / "talk.json", tmp_path / "strange.json"
     strange.write_text('{"messages": [{"role": "robot", "content": "x"}]}')
     speculator.answers = [["one"], ["two"], ["three"]]

@@ -24,6 +24,7 @@ from tests.talks import make_tokenizer
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
+@pytest.mark.usefixtures("workplace")
 @pytest.mark.parametrize(
     ("arguments", "given", "prompt", "err"),
     [
@@ -37,16 +38,8 @@ SYSTEM = {"role": "system", "content": "Be brief."}
     ],
 )
 def test_a_prompt_is_answered_on_stdout_and_statistics_go_to_stderr(
-    arguments: list[str],
-    given: str,
-    prompt: Any,
-    err: str,
-    speculator: FakeSpeculator,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    call: Call,
+    arguments: list[str], given: str, prompt: Any, err: str, speculator: FakeSpeculator, call: Call
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     Path("prompt.txt").write_text("from a file\n")
     found = call(["generate", *arguments], given=given.encode())
     assert tuple(found) == ("Hello you.\n", err)
@@ -55,7 +48,7 @@ def test_a_prompt_is_answered_on_stdout_and_statistics_go_to_stderr(
 
 
 @pytest.mark.parametrize(
-    ("folder", "arguments", "heads"),
+    ("folder", "flags", "heads"),
     [
         (hub.DEFAULT_HEADS, ["--seed", "7"], hub.DEFAULT_HEADS),
         ("/elsewhere/heads", ["--heads", "logit-lens"], "logit-lens"),
@@ -64,16 +57,12 @@ def test_a_prompt_is_answered_on_stdout_and_statistics_go_to_stderr(
     ],
 )
 def test_json_is_one_object_and_nothing_else(
-    folder: str | None,
-    arguments: list[str],
-    heads: str | None,
-    speculator: FakeSpeculator,
-    call: Call,
+    folder: str | None, flags: list[str], heads: str | None, speculator: FakeSpeculator, call: Call
 ) -> None:
     speculator.heads = None if folder is None else SimpleNamespace(folder=Path(folder))
-    captured = call(["generate", "--json", *arguments, "hi"])
+    captured = call(["generate", "--json", *flags, "hi"])
     assert captured.err == ""
-    seed = {"seed": 7} if "--seed" in arguments else {}
+    seed = {"seed": 7} if "--seed" in flags else {}
     assert json.loads(captured.out) == {
         "text": "Hello you.",
         "token_ids": [5, 6],
@@ -85,9 +74,7 @@ def test_json_is_one_object_and_nothing_else(
     }
 
 
-def test_a_newline_ends_an_answer_that_has_none_and_an_interrupt_any(
-    speculator: FakeSpeculator, call: Call
-) -> None:
+def test_a_newline_or_an_interrupt_ends_an_answer(speculator: FakeSpeculator, call: Call) -> None:
     speculator.answers = [["done\n"], ["Hel", KeyboardInterrupt()]]
     assert tuple(call(["generate", "hi"])) == ("done\n", "")
     assert tuple(call(["generate", "hi"], 130)) == ("Hel", "\nselfspec: interrupted\n")
@@ -148,9 +135,7 @@ def texts() -> list[str | None]:
     return [line.get("text") for line in lines]
 
 
-def test_answers_come_in_the_order_of_their_prompts(
-    speculator: FakeSpeculator, asked: list[str], call: Call
-) -> None:
+def test_answers_are_in_order(speculator: FakeSpeculator, asked: list[str], call: Call) -> None:
     said = call([*asked, "--seed", "5", "--max-new-tokens", "9"]).out
     assert texts() == ["one 5", "two 6", None, "four 8"]
     first, _, third, _ = map(json.loads, OUT.read_text().splitlines())
@@ -162,9 +147,7 @@ def test_answers_come_in_the_order_of_their_prompts(
     assert not PARTIAL.exists()
 
 
-def test_the_same_command_goes_on_where_a_run_was_stopped(
-    speculator: FakeSpeculator, asked: list[str], call: Call
-) -> None:
+def test_a_stopped_run_goes_on(speculator: FakeSpeculator, asked: list[str], call: Call) -> None:
     speculator.broken = {1: KeyboardInterrupt()}
     assert "2 of 4 answered; the same command goes on" in call([*asked, "--seed", "5"], 130).err
     assert not OUT.exists()
@@ -200,35 +183,20 @@ def test_an_old_run_gives_way_on_request_and_a_damaged_one_is_named(
 
 
 @pytest.mark.parametrize(
-    ("more", "line", "reason"),
+    "line",
     [
-        ([], "{", "line 2 is not JSON"),
-        *(
-            ([], line, f'line 2 is {json.loads(line)}, expected one of {{"prompt": "…"}}, not')
-            for line in (
-                *("[1]", "{}", '{"prompt": "a", "seed": 1}', '{"prompt": 3}'),
-                *('{"prompt": " "}', '{"messages": "a"}'),
-            )
-        ),
-        (["--system", "s"], '{"messages": []}', '"messages" stand beside --raw or --system'),
-        (["hi"], "", "--prompts and another prompt at once"),
-        (["--prompts", "empty.jsonl"], "", "holds no prompts"),
-        (["--concurrency", "0"], "", "concurrency is 0, expected at least 1"),
-        *((["--kv-memory", size], "", "a size like 500MB") for size in ("", "2 gigs", "-1GB", "0")),
+        *("{", "[1]", "{}", '{"prompt": "a", "seed": 1}', '{"prompt": 3}', '{"prompt": " "}'),
+        '{"messages": "a"}',
     ],
 )
-def test_many_prompts_are_checked_before_anything_is_loaded(
-    more: list[str],
-    line: str,
-    reason: str,
-    speculator: FakeSpeculator,
-    asked: list[str],
-    call: Call,
+def test_a_line_that_is_no_prompt_is_named_before_anything_is_loaded(
+    line: str, speculator: FakeSpeculator, asked: list[str], call: Call
 ) -> None:
     Path("prompts.jsonl").write_text(f'{{"prompt": "a"}}\n{line}\n')
-    Path("empty.jsonl").touch()
-    assert reason in call([*asked, *more], 2).err
-    assert "--prompts and --output go together" in call(asked[:3], 2).err
+    reason = "not JSON" if line == "{" else f'{json.loads(line)}, expected one of {{"prompt": "…"}}'
+    assert f"line 2 is {reason}" in call(asked, 2).err
+    Path("prompts.jsonl").write_text('{"messages": []}')
+    assert '"messages" stand beside --raw or --system' in call([*asked, "--system", "s"], 2).err
     assert speculator.loaded is None
     assert not PARTIAL.exists()
 
@@ -243,9 +211,7 @@ def test_room_for_many_prompts(speculator: FakeSpeculator, asked: list[str]) -> 
 # --- demo
 
 
-def test_the_same_text_is_said_to_be_the_same_and_another_is_a_failure(
-    call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_demo_says_whether_texts_are_the_same(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     speculator = wrap(make_model("llama", torch.float64), make_tokenizer(), drafter="ngram")
     monkeypatch.setattr(base, "load", lambda asked: speculator)
     demo = ["demo", "a", "--max-new-tokens", "12", "--raw"]

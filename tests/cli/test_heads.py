@@ -52,9 +52,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_heads_that_a_full_disk_does_not_remember_are_not_called_nameless(
-    toy: Path, call: Call
-) -> None:
+def test_heads_that_a_full_disk_forgets_are_not_called_nameless(toy: Path, call: Call) -> None:
     (toy.parents[1] / "cache").write_text("in the way")
     assert "cannot write" in (said := call(["heads", "use", str(toy)], 2).err)
     assert "which weights they are for" not in said
@@ -109,7 +107,7 @@ def test_check_says_ok_or_fails_with_the_reason(
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "problem"),
+    ("name", "text", "why"),
     [
         ("run.yaml", None, "no run.yaml"),
         (
@@ -121,23 +119,16 @@ def test_check_says_ok_or_fails_with_the_reason(
     ],
 )
 def test_check_names_what_is_not_as_it_should_be(
-    name: str,
-    text: str | None,
-    problem: str,
-    toy: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    call: Call,
+    name: str, text: str | None, why: str, toy: Path, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
     monkeypatch.setattr(facade, "load", lambda *_, **__: FakeSpeculator())
     (toy / name).unlink()
     if text is not None:
         (toy / name).write_text(text)
-    assert call(["heads", "check", "toy"], 1).out == f"failed: {problem}\n"
+    assert call(["heads", "check", "toy"], 1).out == f"failed: {why}\n"
 
 
-def test_pulled_heads_are_found_by_name_and_replaced_when_pulled_again(
-    toy: Path, tmp_path: Path, call: Call
-) -> None:
+def test_pulled_heads_are_found_and_replaced(toy: Path, tmp_path: Path, call: Call) -> None:
     elsewhere = toy.rename(tmp_path / "mine")
     (elsewhere / "notes.txt").write_text("not taken along")
     for version in (b"one", b"two"):
@@ -191,9 +182,7 @@ PLACED: dict[str, Any] = {
         ("run.yaml", "a pipe"),
     ],
 )
-def test_a_folder_with_what_is_no_plain_file_of_heads_is_not_pulled(
-    name: str, kind: str, toy: Path, call: Call
-) -> None:
+def test_what_is_no_plain_file_is_not_pulled(name: str, kind: str, toy: Path, call: Call) -> None:
     (toy / name).rename((toy / name).with_suffix(".kept"))
     PLACED[kind](toy / name)
     said = call(["heads", "pull", str(toy)], 2).err

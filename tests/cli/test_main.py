@@ -130,9 +130,7 @@ def test_a_shell_completes_commands(tmp_path: Path) -> None:
         ("cat /dev/zero | selfspec generate", 2, "has more than 4194304 bytes"),
     ],
 )
-def test_streams_that_are_not_as_they_should_be(
-    words: str, code: int, said: str, tmp_path: Path
-) -> None:
+def test_streams_that_are_closed_or_full(words: str, code: int, said: str, tmp_path: Path) -> None:
     furnish(tmp_path)
     result = shell(words, tmp_path)
     assert result.returncode == code, result.stderr
@@ -245,9 +243,7 @@ def test_a_bug_says_that_it_is_one_and_where_its_report_is(
         (ModelNotFound("no model here. Get one"), "selfspec: error: no model here. Get one"),
     ],
 )
-def test_what_is_refused_is_no_bug_and_one_line_unless_debug_is_on(
-    error: Exception, words: str, raised: Raised
-) -> None:
+def test_a_refusal_is_no_bug_and_one_line(error: Exception, words: str, raised: Raised) -> None:
     (line,) = raised(error, 2).splitlines()
     assert words in line
     first, *_, last = raised(error, 2, "--debug").splitlines()
@@ -277,9 +273,7 @@ def config(folder: Path, text: str) -> Path:
     return folder / "run.yaml"
 
 
-def test_flags_have_no_defaults_of_their_own_and_reach_who_takes_them(
-    speculator: FakeSpeculator,
-) -> None:
+def test_flags_have_no_defaults_and_reach_who_takes_them(speculator: FakeSpeculator) -> None:
     assert main(["generate", "hi"]) == 0
     assert (speculator.loaded, speculator.given) == ({}, {"raw": False})
     speculator.answers = [["one"]]
@@ -300,9 +294,7 @@ def test_flags_have_no_defaults_of_their_own_and_reach_who_takes_them(
     }
 
 
-def test_of_an_option_with_settings_each_is_taken_from_the_flag_or_else_the_file(
-    tmp_path: Path,
-) -> None:
+def test_of_an_option_each_setting_is_from_the_flag_or_else_the_file(tmp_path: Path) -> None:
     file = config(
         tmp_path,
         "drafter: {exit: {layers: [4, 8], threshold: 5e-1, max-tokens: 3}}\n"
@@ -348,10 +340,7 @@ def test_the_environment_stands_for_flags_between_these_and_a_file(
 
 
 def test_the_default_file_stands_below_all_others(
-    speculator: FakeSpeculator,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    call: Call,
+    speculator: FakeSpeculator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
     file = tmp_path / "home" / "selfspec" / "config.yaml"

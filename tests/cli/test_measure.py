@@ -144,14 +144,13 @@ def test_a_sweep_is_one_setting_per_value(text: str, setting: dict[str, Any]) ->
 
 # --- trace
 
-TRACE = ["trace", *MODEL, *DRAFTS, *SIX]
-
 
 def test_it_shows_keeps_and_draws_the_answer_that_generate_gives(
     workplace: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    raw = ["--raw", "--output", "t.jsonl"]
-    shown = call([*TRACE, "a b c", *raw, "--card", "card.png", "--html", "page.html"]).out
+    trace = ["trace", "a b c", *MODEL, *DRAFTS, *SIX, "--raw"]
+    outputs = ["--output", "t.jsonl", "--card", "card.png", "--html", "page.html"]
+    shown = call([*trace, *outputs]).out
     found = LayerTrace.load(Path("t.jsonl"))
     options = {"drafter": "exit:layers=2/4,threshold=0.05", "max_new_tokens": 6, "raw": True}
     answer = load("model", dtype="float32", heads="logit-lens").generate("a b c", **options)  # type: ignore[arg-type]  # checked by generate
@@ -170,9 +169,7 @@ def test_it_shows_keeps_and_draws_the_answer_that_generate_gives(
     assert "--card needs matplotlib: pip install" in refused
 
 
-def test_a_model_without_heads_is_looked_at_through_the_logit_lens(
-    workplace: Path, call: Call
-) -> None:
+def test_a_model_without_heads_is_seen_through_the_logit_lens(workplace: Path, call: Call) -> None:
     command = ["trace", "a", *MODEL, "--max-new-tokens", "3"]
     assert "no exit heads to look through. Give" in call([*command, "--no-all-layers"], 2).err
     assert "3 tokens, 2 rounds" in call(command).out
@@ -224,9 +221,7 @@ def test_verify_prints_a_line_per_rung_and_a_verdict(workplace: Path, call: Call
     assert lines[-1].endswith("no draft moves a bit")
 
 
-def test_verify_fails_with_a_planted_bug(
-    workplace: Path, call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_planted_bug_fails(workplace: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     every_draft_stays(monkeypatch)
     flags = "--executor generic --limit 1 --rungs 1,2,4,5,6,7 --json"
     found = json.loads(call([*VERIFY, *flags.split()], 1).out)
@@ -245,9 +240,7 @@ def facts(call: Call, *arguments: str) -> dict[str, Any]:
     return found
 
 
-def test_env_says_where_things_are(
-    monkeypatch: pytest.MonkeyPatch, call: Call, tmp_path: Path
-) -> None:
+def test_env_says_where_all_is(monkeypatch: pytest.MonkeyPatch, call: Call, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found = facts(call)
     assert found["cache_folder"] == str(tmp_path / "selfspec")

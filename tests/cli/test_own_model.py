@@ -67,9 +67,7 @@ def workplace(made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return made
 
 
-def test_the_template_of_the_text_is_kept_in_the_heads_and_used_with_them(
-    workplace: Path, call: Call
-) -> None:
+def test_the_texts_template_is_kept_in_heads_and_used(workplace: Path, call: Call) -> None:
     assert HeadsConfig.read(workplace / "heads").chat_template == TEMPLATE
     shown = call(["heads", "show", "heads"]).out
     assert re.search(r"^chat_template +\{% for m in messages", shown, re.MULTILINE)
@@ -85,9 +83,7 @@ def test_the_template_of_the_text_is_kept_in_the_heads_and_used_with_them(
     assert "fitted with the chat template" in other
 
 
-def test_the_template_goes_through_a_cache_and_calibration_takes_that_of_the_heads(
-    workplace: Path, tmp_path: Path, call: Call
-) -> None:
+def test_the_template_goes_through_a_cache(workplace: Path, tmp_path: Path, call: Call) -> None:
     features, heads = str(tmp_path / "features"), str(tmp_path / "heads")
     cache = ["cache", *MODEL, "--data", "own.jsonl", "--exit-layers", "2", "--output", features]
     assert main([*cache, "--batch-tokens", "64"]) == 0

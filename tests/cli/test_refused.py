@@ -21,13 +21,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from selfspec import files
 from selfspec.cli.main import main
 from selfspec.hub import models as hub
 from selfspec.serve.options import VARIABLE
 from tests.bad_input import Change, config, furnish, patience, snapshot, tensors
 from tests.cli.fakes import Call
 from tests.gguf_files import header, tensor, text, tiny, value
-from tests.test_files import BOMB
 
 SHORT = {
     "M": "--model model --dtype float32",
@@ -51,6 +51,8 @@ def furnished(tmp_path_factory: pytest.TempPathFactory, made: Path) -> Path:
     (folder / "bad.jsonl").write_text(json.dumps(good) + '\n{"messages": [\n')
     (folder / "half").mkdir()
     (folder / "half" / "manifest.json").write_text('{"format_version": 3}')
+    (folder / "shards").mkdir()
+    (folder / "shards" / "shard-00000.safetensors").touch()
     (folder / "schema.json").write_text("7")
     (folder / "talks.gguf").write_text("no model")
     for name in ("garbage.jsonl", "link.html", "dangling.png", "pipe.html"):
@@ -113,7 +115,13 @@ generate a --kv-memory 1GB                       | are for --prompts
 generate a --model untaught --heads none         | no chat template: is it a base model? Give
 generate a --model talks.gguf                    | talks.gguf is no GGUF file
 data --model untaught --tokens 9 --output x      | a text: selfspec data --raw --model untaught
+generate --prompts prompts.jsonl                 | --prompts and --output go together
+generate a --prompts prompts.jsonl --output new  | --prompts and another prompt at once
+generate --prompts empty --output new            | empty holds no prompts
 generate --prompts prompts.jsonl --output new --json | each line of --output has both
+generate --prompts prompts.jsonl --output new --concurrency 0 | concurrency is 0, expected a value
+generate --prompts prompts.jsonl --output new --kv-memory 0 | '0', expected a size like 500MB or 2GB
+generate --prompts prompts.jsonl --output new --kv-memory -1GB | '-1GB', expected a size like
 generate a --json-schema schema.json             | is 7
 generte a                                        | Did you mean 'generate'?
 nothing                                          | 'nothing'. Known: generate, chat, demo
@@ -134,13 +142,15 @@ tune --suite prompts.jsonl --limit 1             | one question cannot be held
 tune --suite spec-bench                          | Give --questions FILE
 tune --suite sixtasks                            | Did you mean six-tasks?
 tune --forget --json                             | --forget removes files, without
+tune --max-new-tokens 1                          | max_new_tokens is 1, expected at least 2
 tune --objective fast                            | 'fast' is not one of 'speed', 'latency'
 bench                                            | no --output
 bench P --methods plain,specualtion              | Did you mean speculation?
 bench P --sweep exit.threshold=x                 | expected
 bench P --sweep exit_threshold=1                 | Did you mean exit.threshold?
-bench P --concurrency 0                          | concurrency holds 0
+bench P --concurrency 0                          | concurrency is 0, expected a value of at least 1
 bench P --concurrency 1 --sweep exit.threshold=0.5 | sweep means nothing with --concurrency
+verify --rungs 2,8                               | rungs is 8, expected a value in [1, 7]
 verify --rungs two                               | rungs is 'two', expected a list of whole
 verify --suite six-tasks --questions prompts.jsonl | Leave out --questions
 serve --host 0.0.0.0                             | which others can reach. Set SELFSPEC_API_KEY
@@ -160,7 +170,12 @@ fit T --head-type linear --state-layers 1,2      | state_layers means nothing to
 fit T --preset specbond                          | Did you mean specbound?
 fit T --epochs 0                                 | epochs is 0, expected a value of at least 1
 fit --cache nowhere --output new                 | nowhere is no feature cache
+fit --data talks.jsonl --output model --overwrite | which selfspec did not write
+fit --data talks.jsonl --output heads            | already. Give --overwrite
+cache --data talks.jsonl --output half           | which selfspec did not write
+cache --data talks.jsonl --output shards         | which selfspec did not write
 calibrate M --data talks.jsonl                   | no --heads
+calibrate H --cache features --max-exit-layers 0 | max_exit_layers is 0, expected a value
 calibrate H --data talks.jsonl --cache features  | data with cache: that holds
 calibrate H --entropy --data talks.jsonl --cache features | cache means nothing with --entropy
 calibrate M --entropy --data talks.jsonl --max-exit-layers 1 | means nothing with --entropy
@@ -171,6 +186,11 @@ data --output new.jsonl --tokens 9 --workers 2 --endpoint U | workers with endpo
 data --output new.jsonl --tokens 9 --recipe none | cannot read none
 data --output new.jsonl --tokens 9 --passages no | no is no folder
 data --output new.jsonl --recipe a --from talks.jsonl | recipe with --from
+data --tokens 9 --output prompts.jsonl           | no prompts.jsonl.run.json to continue it by
+data --tokens 9 --output link                    | is a link
+data --tokens 9 --output dir                     | a folder or a device
+data --tokens 9 --output new.txt                 | would hold lines of JSON. Name it new.jsonl
+data --tokens 9 --output text.txt/below          | Not a directory
 """
 """Lines, and words of their error; no model is loaded."""
 
@@ -179,7 +199,6 @@ trace a L --drafter exit:layers=2/9              | exit layer 9 is not among
 bench L P --sweep exit.max_depth=3 --drafter exit:layers=2/4 | exit:max_depth 3 is not among
 bench L P --methods no-depth-bound --drafter exit:layers=1/2/3/4/5,threshold=0.05 | is the same
 env --model model --dtype float64 --executor fused | fused executor
-verify L --rungs 2,8                             | expected numbers from 1 to 7
 cache M T --max-size 0.00001                     | more than max_size 1e-05
 cache M T --no-deep --exit-layers 0,2            | exit layer 0 is not among
 fit M --cache half --output new                  | half is no feature cache
@@ -209,9 +228,7 @@ def test_a_line_that_cannot_be_meant_is_refused_before_anything_is_loaded(
 
 
 @pytest.mark.parametrize(("line", "words"), cases(LATE))
-def test_a_line_that_suits_no_such_model_is_refused(
-    line: str, words: str, refused: Refused
-) -> None:
+def test_a_line_that_suits_no_model_is_refused(line: str, words: str, refused: Refused) -> None:
     refused(line, words)
 
 
@@ -225,7 +242,6 @@ def test_a_prompt_is_text_and_is_there(refused: Refused, monkeypatch: pytest.Mon
 
 
 YAML = [
-    (BOMB, "has the alias"),
     ("max_new_tokens: 3\nmax-new-tokens: 4\n", "has a key twice"),
     ("max_new_token: 3\n", "Did you mean max_new_tokens?"),
     ("- epochs\n", "expected `option: value` lines"),
@@ -236,9 +252,7 @@ YAML = [
 
 
 @pytest.mark.parametrize(("text", "words"), YAML)
-def test_a_config_that_says_nothing_is_refused(
-    text: str, words: str, tmp_path: Path, refused: Refused
-) -> None:
+def test_a_wrong_config_is_refused(text: str, words: str, tmp_path: Path, refused: Refused) -> None:
     (tmp_path / "config.yaml").write_text(text)
     line = f"generate a {'--heads logit-lens' if 'model' in text else 'L'} --config"
     refused(f"{line} {tmp_path}/config.yaml", words)
@@ -311,6 +325,19 @@ IN_THE_WAY = (
 def test_what_is_in_the_way_of_an_output_stays(writer: str, way: str, refused: Refused) -> None:
     said = refused(f"{writer} --overwrite".replace("@", way))
     assert "missing" not in said  # refused before a model or a run is looked for
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("fit T", "new"),
+        ("cache --data talks.jsonl --output new", "new"),
+        ("data --tokens 9 --output new.jsonl", "new.jsonl"),
+    ],
+)
+def test_an_output_of_another_process_is_refused(line: str, name: str, refused: Refused) -> None:
+    with files.locked(Path(name).absolute()):
+        refused(line, "is being written by another process")
 
 
 # --- models

@@ -77,9 +77,7 @@ def run_record(output: str = "out.jsonl") -> dict[str, Any]:
     return found
 
 
-def test_the_model_writes_conversations_and_the_last_line_counts_them(
-    recipes: Path, call: Call
-) -> None:
+def test_the_model_writes_conversations_and_counts_them(recipes: Path, call: Call) -> None:
     output = call(INVENT)
     lines = read(recipes / "out.jsonl")
     counts = Counts(run_record()["counts"]["families"])
@@ -138,9 +136,7 @@ def test_the_user_turns_of_a_file_are_answered(recipes: Path, call: Call) -> Non
     assert "bad.json: skipped 2 bad rows, the first: item 1 holds a int" in output.err
 
 
-def test_an_interrupted_run_is_continued(
-    recipes: Path, call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_run_goes_on(recipes: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     propose = selfgen.Written.propose
 
     def once(*arguments: Any) -> Any:
@@ -276,9 +272,7 @@ def test_heads_that_attend_are_fitted_calibrated_and_draft(workplace: Path, call
     require_same_text(call, "--heads", "a", "--drafter", "exit:threshold=0.01")
 
 
-def test_medusa_heads_are_fitted_checked_and_draft_and_nothing_calibrates_them(
-    workplace: Path, call: Call
-) -> None:
+def test_medusa_heads_are_fitted_and_draft_uncalibrated(workplace: Path, call: Call) -> None:
     shared = ["fit", *MODEL, "--head-type", "medusa", "--draft-vocab-size", "90", "--epochs", "8"]
     data = ["--data", "talks.jsonl", "--batch-tokens", "64", "--draft-steps", "5"]
     last = nexts(call, [*shared, *data, "--output", "b"])[-1]
@@ -294,9 +288,7 @@ def test_medusa_heads_are_fitted_checked_and_draft_and_nothing_calibrates_them(
 # --- datastore
 
 
-def test_a_datastore_of_talks_and_texts_drafts_and_belongs_to_its_vocabulary(
-    workplace: Path, call: Call
-) -> None:
+def test_a_datastore_drafts_and_belongs_to_its_vocabulary(workplace: Path, call: Call) -> None:
     (workplace / "texts" / "in").mkdir(parents=True)
     (workplace / "texts" / "in" / "a.md").write_text("a b c " * 9)
     command = ["datastore", "--model", "model", "--output", "it.safetensors"]
@@ -344,9 +336,7 @@ def test_a_dry_run_only_reports_and_then_defaults_are_written_into_the_heads(
     )
 
 
-def test_the_entropy_threshold_becomes_a_default_that_easd_uses_and_calibration_keeps(
-    workplace: Path, call: Call
-) -> None:
+def test_the_entropy_threshold_becomes_a_default_that_is_kept(workplace: Path, call: Call) -> None:
     (workplace / "heads").unlink()
     shutil.copytree(workplace / "others", workplace / "heads")
     command = ["calibrate", "--entropy", *MODEL]

@@ -141,9 +141,7 @@ def test_the_second_turn_follows_plain_decodings_answer(
     ]
 
 
-def test_the_order_is_random_and_depends_on_the_seed_alone(
-    bench: Bench, contenders: list[Contender], tmp_path: Path
-) -> None:
+def test_the_seed_sets_the_order(bench: Bench, contenders: list[Contender], tmp_path: Path) -> None:
     def orders(seed: int, repeats: int, folder: str) -> list[list[str]]:
         (tmp_path / folder).mkdir()
         options = replace(bench.options, seed=seed, repeats=repeats, max_new_tokens=2)
@@ -215,13 +213,12 @@ def fails(*_: Any) -> Written:
     raise RuntimeError("out of luck\nand more")
 
 
-def stops_early(speculator: Speculator, ids: Tensor, count: int, *_: Any) -> Written:
-    return Written([1] * (count - 1))
-
-
 @pytest.mark.parametrize(
     ("decode", "error"),
-    [(fails, "RuntimeError: out of luck"), (stops_early, f"wrote {COUNT - 1} of {COUNT} tokens")],
+    [
+        (fails, "RuntimeError: out of luck"),
+        (lambda *_: Written([1] * (COUNT - 1)), f"wrote {COUNT - 1} of {COUNT} tokens"),
+    ],
 )
 def test_a_method_that_fails_is_recorded_and_the_others_go_on(
     decode: Any, error: str, bench: Bench, contenders: list[Contender], tmp_path: Path
@@ -233,9 +230,7 @@ def test_a_method_that_fails_is_recorded_and_the_others_go_on(
         assert all(answer.runs[name].error is None for name in NAMES)
 
 
-def test_a_prompt_that_cannot_be_run_is_recorded_once_and_others_go_on(
-    bench: Bench, contenders: list[Contender], tmp_path: Path
-) -> None:
+def test_a_bad_prompt_is_noted(bench: Bench, contenders: list[Contender], tmp_path: Path) -> None:
     endless = Question(id="long", task="QA", turns=(" ", "b"))
     path = tmp_path / "answers.jsonl"
     found = bench.measure([endless, QUESTIONS[0]], contenders, path, quiet)
@@ -247,9 +242,7 @@ def test_a_prompt_that_cannot_be_run_is_recorded_once_and_others_go_on(
     assert path.read_text() == before
 
 
-def test_an_interrupted_run_goes_on_with_what_is_missing(
-    bench: Bench, contenders: list[Contender], tmp_path: Path
-) -> None:
+def test_a_broken_run_goes_on(bench: Bench, contenders: list[Contender], tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     whole = measure(bench, contenders, tmp_path)
     lines = path.read_text().splitlines(keepends=True)
@@ -318,26 +311,26 @@ def test_a_model_without_continuous_batching_is_refused_and_not_measured() -> No
         continuous(other, [random_ids(3)], COUNT, 1)
 
 
-def test_loads_of_a_killed_run_are_not_measured_again(
-    speculator: Speculator, tmp_path: Path
-) -> None:
-    path, record = tmp_path / "loads.jsonl", {"made_by": "selfspec bench", "texts": [1, 2]}
-    assert results.begun(path, record, overwrite=False) == []
+def test_loads_of_a_killed_run_are_kept(speculator: Speculator, tmp_path: Path) -> None:
+    path = tmp_path / "loads.jsonl"
+
+    def begun(texts: list[int], *, overwrite: bool = False) -> list[Load]:
+        record = {"made_by": "selfspec bench", "texts": texts}
+        return results.begun(path, record, lambda one: Load(**one), overwrite=overwrite)
+
+    assert begun([1, 2]) == []
     kept = load("plain", 2, 0, 50.0)
     files.append(path, json.dumps(asdict(kept)))
     with path.open("a") as file:
         file.write('{"method": "pl')  # killed meanwhile
-    assert [Load(**one) for one in results.begun(path, record, overwrite=False)] == [kept]
+    assert begun([1, 2]) == [kept]
     options, both = BenchOptions(max_new_tokens=2, repeats=1), ("plain", "default")
     again = measured(speculator, QUESTIONS, (1, 2), both, options, [kept])
     found = [(one.method, one.texts) for one in again]
     assert sorted(found) == [("default", 1), ("default", 2), ("plain", 1)]
-    with pytest.raises(InvalidOption, match="holds another run"):
-        results.begun(path, record | {"texts": [1]}, overwrite=False)
-    assert results.begun(path, record | {"texts": [1]}, overwrite=True) == []
-    path.write_text("somebody's\n")
-    with pytest.raises(CannotWrite, match="was not written by selfspec"):
-        results.begun(path, record, overwrite=True)
+    with pytest.raises(CannotWrite, match="holds another run"):
+        begun([1])
+    assert begun([1], overwrite=True) == []
 
 
 # --- looks at a clock
@@ -437,17 +430,13 @@ OWN_TEXT = (*LOSSY, *(name for name in METHODS if name.startswith("sampl")))
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in (*OWN_TEXT, "medusa")])
-def test_every_setting_of_every_method_writes_the_tokens_of_plain_decoding(
-    speculator: Speculator, plain: list[int], name: str
-) -> None:
+def test_every_method_writes_the_same(speculator: Speculator, plain: list[int], name: str) -> None:
     for number, entry in enumerate(grid(speculator, name)):
         assert written(speculator, name, number).token_ids == plain
         assert not entry.own_text
 
 
-def test_medusa_verifies_all_of_its_tree_or_what_pays(
-    speculator: Speculator, plain: list[int]
-) -> None:
+def test_medusa_verifies_its_tree_or_what_pays(speculator: Speculator, plain: list[int]) -> None:
     own = wrap(speculator.model, heads=ladder.medusa_heads(speculator.backbone))
     whole, cut = (written(own, "medusa", number) for number in range(2))
     assert whole.token_ids == cut.token_ids == plain
@@ -459,9 +448,7 @@ def test_medusa_verifies_all_of_its_tree_or_what_pays(
 
 
 @pytest.mark.parametrize("name", OWN_TEXT)
-def test_a_method_with_a_text_of_its_own_says_so_and_has_nothing_to_choose(
-    speculator: Speculator, plain: list[int], name: str
-) -> None:
+def test_methods_with_own_texts_say_so(speculator: Speculator, plain: list[int], name: str) -> None:
     wavering = moved(
         speculator,
         exit={"threshold": 1e-6},
@@ -480,9 +467,7 @@ def test_a_method_with_a_text_of_its_own_says_so_and_has_nothing_to_choose(
     assert written(wavering, name).token_ids == found.token_ids  # drawn ones too: they are seeded
 
 
-def test_options_and_sweeps_that_are_lossy_are_marked_but_plain_decoding_is_not(
-    speculator: Speculator,
-) -> None:
+def test_lossy_options_and_sweeps_are_marked_plain_decoding_not(speculator: Speculator) -> None:
     loose = moved(speculator, acceptance="cm-asd")
     names = ["plain", "hugging-face", "speculation", "ngram"]
     assert [grid(loose, name)[0].lossy for name in names] == [False, False, True, True]
@@ -522,12 +507,7 @@ def test_the_model_is_as_before_after_an_error_within_an_early_exit(speculator: 
     ],
 )
 def test_a_method_that_is_not_to_be_had_says_what_to_do(
-    speculator: Speculator,
-    bare: Speculator,
-    name: str,
-    without: bool,
-    options: dict[str, Any],
-    reason: str,
+    speculator: Speculator, bare: Speculator, name: str, without: bool, options: Any, reason: str
 ) -> None:
     with pytest.raises(InvalidOption, match=reason):
         candidates(bare if without else moved(speculator, **options), [name])
@@ -551,9 +531,7 @@ def test_a_method_drafts_with_what_it_names(speculator: Speculator) -> None:
         assert {one for e in written(speculator, name).rounds for one in e.sources} == {source}
 
 
-def test_self_sd_leaves_out_what_was_found_for_the_model(
-    speculator: Speculator, bare: Speculator
-) -> None:
+def test_self_sd_leaves_out_what_was_found(speculator: Speculator, bare: Speculator) -> None:
     assert grid(speculator, "self-sd")[0].setting["drafter"] == "skip:skipped=3"
     known = copy.copy(bare)
     known.label = next(iter(methods.SKIPPED))
@@ -583,9 +561,7 @@ def test_without_a_width_bound_no_round_ends_because_of_its_width(speculator: Sp
     ("name", "costs", "source"),
     [("no-value-rule", "row=1/0.9", "ngram"), ("no-never-slower", "head=9", "exit")],
 )
-def test_without_a_rule_dear_drafts_go_on(
-    speculator: Speculator, name: str, costs: str, source: str
-) -> None:
+def test_rules_stop_dear_drafts(speculator: Speculator, name: str, costs: str, source: str) -> None:
     dear = moved(speculator, costs=costs)
     every = [written(dear, method).stats for method in ("ngram+exit", name)]
     ruled, free = (stats.drafted_by_source[source] for stats in every if stats)
@@ -613,9 +589,7 @@ def test_schedules_of_peers_keep_their_rules(speculator: Speculator) -> None:
 # --- sweeps and labels
 
 
-def test_a_sweep_moves_one_option_at_a_time_of_exit_heads_whatever_the_defaults_name(
-    speculator: Speculator,
-) -> None:
+def test_a_sweep_moves_one_option_whatever_the_defaults(speculator: Speculator) -> None:
     settings = moves("exit.threshold=0.3") | moves("exit.layers=4/5")
     labels = ["speculation(exit.threshold=0.3)", "speculation(exit.layers=4/5)"]
     for changes in ({"exit": {"threshold": 0.1}}, {"drafter": "ngram+exit"}):

@@ -99,9 +99,7 @@ def summary() -> dict[str, Any]:
         (("parts_s",), {"fast": {"prefill": 3.0, "draft": 0.75, "verify": 1.5}, "plain": {}}),
     ],
 )
-def test_figures_are_those_worked_by_hand(
-    summary: dict[str, Any], place: tuple[str, ...], expected: Any
-) -> None:
+def test_figures_by_hand(summary: dict[str, Any], place: tuple[str, ...], expected: Any) -> None:
     assert functools.reduce(operator.getitem, place, summary) == expected
     assert json.loads(json.dumps(summary)) == summary
     gain = summary["all"]["overall"]["fast"]["over_plain"]
@@ -166,9 +164,7 @@ def rows_of(table: Table) -> list[list[str]]:
     return rows
 
 
-def test_quality_is_summed_up_by_task_and_a_lossy_method_is_marked_everywhere(
-    judged: dict[str, Any],
-) -> None:
+def test_quality_is_summed_up_by_task_and_lossy_methods_are_marked(judged: dict[str, Any]) -> None:
     assert list(judged["quality"]) == ["fast"]
     assert list(judged["quality"]["fast"]) == ["math", "overall"]
     assert judged["quality"]["fast"]["overall"] == quality_summary([TEXT])
@@ -206,9 +202,7 @@ def test_the_first_table_is_laid_out_as_the_papers(summary: dict[str, Any]) -> N
 RECORD: dict[str, Any] = {"run": {"limit": 2, "methods": ["plain"]}, "machine": {"threads": 1}}
 
 
-def test_a_finished_run_comes_back_as_it_was_written(
-    summary: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_finished_run_comes_back_as_written(summary: dict[str, Any], tmp_path: Path) -> None:
     report.begin_results(tmp_path / "new" / "run", RECORD)
     text = report.write_results(tmp_path / "new" / "run", summary)
     assert report.read_results(tmp_path / "new" / "run") == Results("run", RECORD, summary)
@@ -217,9 +211,7 @@ def test_a_finished_run_comes_back_as_it_was_written(
     assert files["table.md"].read_text(encoding="utf-8") == text
 
 
-def test_a_run_whose_tables_were_not_written_is_gone_on_with(
-    summary: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_run_without_its_tables_is_gone_on_with(summary: dict[str, Any], tmp_path: Path) -> None:
     report.begin_results(tmp_path, RECORD)
     (tmp_path / "table.md").mkdir()  # as a full disk, it takes no file
     with pytest.raises(CannotWrite):
@@ -308,9 +300,7 @@ def test_the_chart_holds_all_methods_but_no_sweep(swept: dict[str, Any]) -> None
     assert rows[0][1:] == ["2: 75%, 10: 0%", "1: 60%"]
 
 
-def test_the_verdict_is_the_fastest_lossless_method_or_says_that_none_is(
-    swept: dict[str, Any],
-) -> None:
+def test_the_verdict_is_the_fastest_lossless_method_or_none(swept: dict[str, Any]) -> None:
     assert report.verdict(swept) == BEST
     swept["unequal"]["speculation"] = 1
     assert report.verdict(swept).endswith("1 of 2 texts differ.")

@@ -80,9 +80,7 @@ def test_a_model_without_heads_is_verified_with_scripted_drafts(drafter: str) ->
     assert "4 kinds of drafts" in second.found
 
 
-def test_generation_settings_of_the_model_count_on_both_sides(
-    speculator: Speculator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_models_settings_count(speculator: Speculator, monkeypatch: pytest.MonkeyPatch) -> None:
     without = subject_of(speculator, 10).compared.texts
     monkeypatch.setattr(speculator.model.generation_config, "repetition_penalty", 1.8)
     subject = subject_of(speculator, 10)
@@ -99,9 +97,7 @@ def test_a_planted_bug_fails_a_rung(mutant: Mutant, monkeypatch: pytest.MonkeyPa
     assert any(rung.outcome == "failed" for _, rung in climb(subject))
 
 
-def test_tokens_that_are_not_the_logits_choice_fail_the_second_rung(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_tokens_that_logits_did_not_choose_fail_rung_two(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = subject_of(speculator_of(make_model("llama")), 6)
     every_draft_stays(monkeypatch)  # the row that judges a wrong draft is right, bit for bit
     second = rung(2, subject)
@@ -124,9 +120,7 @@ def test_what_is_skipped_says_why(speculator: Speculator, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(("gap", "outcome"), [(0.2, "passed"), (0.201, "failed")])
-def test_a_parting_is_forgiven_up_to_twice_the_noise(
-    speculator: Speculator, gap: float, outcome: str
-) -> None:
+def test_near_partings_are_forgiven(speculator: Speculator, gap: float, outcome: str) -> None:
     subject = subject_of(speculator)
     parting = verify.Parting(case="prompt 1", drafts="wrong", position=7, margin=gap)
     subject.compared = Comparison([[[1], [2]]], [parting], noise=0.1)
@@ -146,9 +140,7 @@ def test_a_token_far_below_the_best_fails_the_fifth_rung() -> None:
 
 
 @needs_compiler
-def test_a_text_that_gets_the_rows_of_another_fails_the_seventh_rung(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_text_with_rows_of_another_fails_rung_seven(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = subject_of(speculator_of(make_model("llama"), executor="fused"))
     right = Target.part
 
@@ -191,9 +183,7 @@ def test_a_row_has_one_result(family: str, dtype: torch.dtype) -> None:
 
 
 @needs_compiler
-def test_a_kept_half_and_drafts_that_are_taken_back_are_really_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_kept_half_and_wrong_drafts_are_really_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ways differ in what they do: passes and rows, counted."""
     backbone, ids, rows = wrapped("llama", executor="fused"), random_ids(20)[0], []
     logits_of(backbone, ids, Way([20], branch=True))  # the first tree is checked
@@ -217,9 +207,7 @@ def test_a_kept_half_and_drafts_that_are_taken_back_are_really_there(
 
 
 @needs_compiler
-def test_a_product_that_looks_at_the_number_of_rows_is_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_product_that_looks_at_its_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     fused, exact, ids = wrapped("llama", executor="fused"), FusedExecutor.unembed, random_ids(80)[0]
 
     def odd(self: FusedExecutor, rows: Tensor) -> tuple[Tensor, Tensor]:

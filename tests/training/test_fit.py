@@ -23,29 +23,9 @@ from selfspec.heads.attending import AttendingConfig, heads_of
 from selfspec.heads.folder import read_config
 from selfspec.heads.heads import DraftVocabulary, TranslatorHead
 from selfspec.model.backbone import Backbone
+from selfspec.training import fit as fitting
 from selfspec.training import records
 from selfspec.training.features import Features, FeatureSpec, Selection, StreamSource
-from selfspec.training.fit import (
-    CHECKPOINT,
-    Fitted,
-    Job,
-    Show,
-    Trainer,
-    agreements,
-    answer_weights,
-    cross_entropy,
-    default_exit_layers,
-    draft_index,
-    draft_vocabulary,
-    exit_layers,
-    feature_spec,
-    fit,
-    going_on,
-    load_checkpoint,
-    save_checkpoint,
-    targets,
-    unrolled,
-)
 from selfspec.training.options import FITTED_HEAD_TYPES, FitOptions
 from selfspec.training.text import Conversation
 from tests.bad_input import NAN, one_line
@@ -67,7 +47,7 @@ BATCH_TOKENS = 128
 
 
 def selected(backbone: Backbone, talks: Talks, options: FitOptions, batch_tokens: int) -> Selection:
-    spec = feature_spec(backbone, options, measured=False)
+    spec = fitting.feature_spec(backbone, options, measured=False)
     return Selection(StreamSource(backbone, spec, talks, batch_tokens, keep=True))
 
 
@@ -79,10 +59,10 @@ def make_job(
     special_ids: Any = (),
     base_model: str = "tiny",
     **changes: Any,
-) -> Job:
+) -> fitting.Job:
     options = replace(OPTIONS, **changes)
     text = selected(backbone, talks, options, batch_tokens)
-    return Job(
+    return fitting.Job(
         backbone=backbone,
         base_model=base_model,
         train=text,
@@ -93,20 +73,20 @@ def make_job(
     )
 
 
-def fitted(backbone: Backbone, talks: Talks, **changes: Any) -> Fitted:
-    return fit(make_job(backbone, talks, **changes))
+def fitted(backbone: Backbone, talks: Talks, **changes: Any) -> fitting.Fitted:
+    return fitting.fit(make_job(backbone, talks, **changes))
 
 
-def weights(result: Fitted) -> dict[str, Tensor]:
+def weights(result: fitting.Fitted) -> dict[str, Tensor]:
     return dict(result.heads.named_parameters())
 
 
-def assert_same(one: Fitted, other: Fitted) -> None:
+def assert_same(one: fitting.Fitted, other: fitting.Fitted) -> None:
     assert one.epochs == other.epochs
     assert all(torch.equal(t, weights(other)[name]) for name, t in weights(one).items())
 
 
-def shares(result: Fitted) -> list[float]:
+def shares(result: fitting.Fitted) -> list[float]:
     return [result.metrics["layers"][str(layer)]["agreement"] for layer in LAYERS]
 
 
@@ -119,10 +99,10 @@ def test_a_fit_lowers_the_loss_and_raises_agreement(
     seen: list[tuple[int, int]] = []
     changes: dict[str, Any] = {"ce_share": ce_share, "head_type": head_type}
     job = make_job(backbone, talks, epochs=12, learning_rate=3e-2, **changes)
-    result = fit(job, lambda step, steps, _: seen.append((step, steps)))
+    result = fitting.fit(job, lambda step, steps, _: seen.append((step, steps)))
     assert seen == [(step + 1, len(seen)) for step in range(len(seen))]
     before = fitted(backbone, talks, epochs=1, learning_rate=1e-12, **changes)
-    found = agreements(result.heads, job.validation.batches())
+    found = fitting.agreements(result.heads, job.validation.batches())
     assert shares(result) == [found[layer].agreement for layer in LAYERS]
     assert {one.positions for one in found.values()} == {job.validation.answers}
     for index, layer in enumerate(LAYERS):
@@ -145,17 +125,15 @@ def test_heads_on_the_embedding_learn_to_draft_without_any_layer(
     assert shares["agreement_second"] > one_step["agreement_second"]
 
 
-def test_medusa_heads_learn_the_tokens_behind_the_next_one(
-    backbone: Backbone, talks: Talks
-) -> None:
+def test_medusa_heads_learn_tokens_behind_the_next_one(backbone: Backbone, talks: Talks) -> None:
     options: dict[str, Any] = {"head_type": "medusa", "exit_layers": (0,), "learning_rate": 3e-2}
     job = make_job(backbone, talks, epochs=20, **options)
-    found = fit(job)
+    found = fitting.fit(job)
     assert found.heads.config.num_heads == 3
     for batch in job.train.batches():
         assert batch.deep is not None
         wide = replace(batch, deep=batch.deep.repeat(1, 2))  # of a cache with other states, too
-        drafts = list(unrolled(found.heads, 0, wide, 9))
+        drafts = list(fitting.unrolled(found.heads, 0, wide, 9))
         for step, (features, valid) in enumerate(drafts):
             head = found.heads.by_layer["0" if step == 0 else f"ahead_{step + 1}"]
             for row in valid.nonzero()[:, 0].tolist():
@@ -186,7 +164,7 @@ def test_heads_that_attend_learn_from_the_logits_of_the_reference(name: str) -> 
     ids = torch.zeros(7 + LENGTH, 1).long()
     batch = Features(both, ids[:, 0], continues, continues, ids, ids.half())
     expected = load_file(HERE / f"{name}.expected.safetensors")["logits"]
-    for step, (found, valid) in enumerate(unrolled(heads, 0, batch, STEPS)):
+    for step, (found, valid) in enumerate(fitting.unrolled(heads, 0, batch, STEPS)):
         assert valid[:7].tolist() == [place > step for place in range(7)]
         rows = found[7 + FIRST + 1 + step :][:SHOWN]
         torch.testing.assert_close(heads.head.unembed(rows), expected[step], rtol=1e-5, atol=1e-5)
@@ -221,10 +199,10 @@ def test_fitted_heads_that_attend_come_back_from_their_folder(family: str, tmp_p
 def test_a_fit_goes_on_from_heads(backbone: Backbone, talks: Talks, head_type: str) -> None:
     layers = LAYERS if head_type == "translator" else (0,)
     first = fitted(backbone, talks[:8], head_type=head_type, exit_layers=layers, epochs=1)
-    options = going_on(FitOptions(learning_rate=1e-9, epochs=1), first.heads)
+    options = fitting.going_on(FitOptions(learning_rate=1e-9, epochs=1), first.heads)
     job = replace(make_job(backbone, talks), options=options, start=first.heads)
     text = selected(backbone, talks, options, BATCH_TOKENS)
-    found = fit(replace(job, train=text, validation=text))
+    found = fitting.fit(replace(job, train=text, validation=text))
     for name, tensor in weights(first).items():
         assert torch.allclose(tensor, weights(found)[name], atol=1e-6), name
     assert found.heads.config.training["before"] == first.heads.config.training
@@ -237,10 +215,10 @@ def test_heads_learn_on_from_more_states(backbone: Backbone, talks: Talks) -> No
     learned = []
     for rate in (1e-9, 1e-2):
         wanted = FitOptions(learning_rate=rate, epochs=1, state_layers=(2, 5))
-        options = going_on(wanted, first)
+        options = fitting.going_on(wanted, first)
         text = selected(backbone, talks, options, BATCH_TOKENS)
         job = replace(make_job(backbone, talks), options=options, start=first)
-        learned.append(fit(replace(job, train=text, validation=text)).heads[0])
+        learned.append(fitting.fit(replace(job, train=text, validation=text)).heads[0])
     before, after = learned
     name, size = "change.inner.weight", backbone.hidden_size
     known, same, moved = (one.state_dict()[name] for one in (first[0], before, after))
@@ -250,18 +228,16 @@ def test_heads_learn_on_from_more_states(backbone: Backbone, talks: Talks) -> No
 
 def test_heads_that_cannot_learn_on_so(backbone: Backbone, talks: Talks) -> None:
     with pytest.raises(InvalidOption, match="llama brings embeddings of its own"):
-        going_on(FitOptions(), read(HERE / "llama"))
+        fitting.going_on(FitOptions(), read(HERE / "llama"))
     attending = fitted(backbone, talks[:8], head_type="eagle3", exit_layers=(0,), epochs=1).heads
     with pytest.raises(InvalidOption, match="the heads have their own"):
-        going_on(FitOptions(state_layers=(2,)), attending)
+        fitting.going_on(FitOptions(state_layers=(2,)), attending)
     three = fitted(backbone, talks[:8], head_type="medusa", exit_layers=(0,), epochs=1).heads
     with pytest.raises(InvalidOption, match="draft_steps is 5, there are 3 heads"):
-        going_on(FitOptions(draft_steps=5), three)
+        fitting.going_on(FitOptions(draft_steps=5), three)
 
 
-def test_coverage_is_the_share_of_tokens_that_can_be_drafted(
-    backbone: Backbone, talks: Talks
-) -> None:
+def test_coverage_is_the_share_that_can_be_drafted(backbone: Backbone, talks: Talks) -> None:
     counts = Counter(token for talk in talks for token in talk.answer_ids)
     found = fitted(backbone, talks, draft_vocab_size=20, special_ids={95})
     known = found.heads[2].to_target_ids(torch.arange(20)).tolist()
@@ -288,7 +264,7 @@ def test_steps_are_those_of_a_plain_loop(backbone: Backbone, talks: Talks) -> No
     changes: dict[str, Any] = {"exit_layers": (2,), "draft_vocab_size": None}
     changes |= {"weight_decay": 0.1, "seed": 5}
     job = make_job(backbone, talks, **changes, epochs=1, warmup=0.5)
-    found = weights(fit(job))
+    found = weights(fitting.fit(job))
     head = TranslatorHead(backbone.unembedding, DraftVocabulary.of(backbone.unembedding, None))
     decayed, plain = (
         [p for p in head.parameters() if (p.dim() == 2) is matrix] for matrix in (True, False)
@@ -310,19 +286,17 @@ def test_steps_are_those_of_a_plain_loop(backbone: Backbone, talks: Talks) -> No
         torch.testing.assert_close(found[f"by_layer.2.{name}"], weight.detach())
 
 
-def test_accumulated_batches_make_the_step_of_one_large_batch(
-    backbone: Backbone, talks: Talks
-) -> None:
+def test_accumulated_batches_make_one_large_batch(backbone: Backbone, talks: Talks) -> None:
     changes: dict[str, Any] = {"epochs": 1, "warmup": 0.0, "max_grad_norm": 1e9}
     large = make_job(backbone, talks, batch_tokens=10_000, **changes)
     parts = make_job(backbone, talks, batch_tokens=64, accumulate=99, **changes)
     assert len(large.train.indices) == 1 < len(parts.train.indices)
-    (once, *_), (again, *_) = (fit(job).epochs for job in (large, parts))
+    (once, *_), (again, *_) = (fitting.fit(job).epochs for job in (large, parts))
     assert once["train_loss"] == pytest.approx(again["train_loss"], rel=1e-5)
 
 
 @pytest.fixture(scope="module")
-def deep(backbone: Backbone, talks: Talks) -> Fitted:
+def deep(backbone: Backbone, talks: Talks) -> fitting.Fitted:
     """Deep-fused heads, fitted as OPTIONS say."""
     return fitted(backbone, talks, head_type="deep-fused")
 
@@ -338,7 +312,7 @@ OTHERS: dict[str, list[Any]] = {
     ("option", "value"), [(name, value) for name, values in OTHERS.items() for value in values]
 )
 def test_every_option_changes_what_is_learned(
-    backbone: Backbone, talks: Talks, deep: Fitted, option: str, value: Any
+    backbone: Backbone, talks: Talks, deep: fitting.Fitted, option: str, value: Any
 ) -> None:
     name = "by_layer.4.change.direct.weight"
     changed = fitted(backbone, talks, head_type="deep-fused", **{option: value})
@@ -352,7 +326,7 @@ def test_each_layer_keeps_its_best_epoch(backbone: Backbone, talks: Talks) -> No
     assert result.metrics["layers"]["2"] == best
 
 
-def stop_after(count: int) -> Show:
+def stop_after(count: int) -> fitting.Show:
     """A listener that interrupts the fit like ctrl-C."""
 
     def listen(step: int, steps: int, words: str) -> None:
@@ -362,17 +336,15 @@ def stop_after(count: int) -> Show:
     return listen
 
 
-def test_a_fit_that_is_killed_again_and_again_ends_with_the_very_same_heads(
-    backbone: Backbone, talks: Talks, tmp_path: Path
-) -> None:
-    """Of other kinds, at any moment: test_killed_fit.py."""
+def test_a_killed_fit_ends_the_same(backbone: Backbone, talks: Talks, tmp_path: Path) -> None:
+    """Of other kinds, at any moment: tests/cli/test_killed_fit.py."""
     job = make_job(backbone, talks, epochs=3, head_type="eagle3", exit_layers=(0,))
-    expected, job = fit(job), replace(job, checkpoint=tmp_path / CHECKPOINT)
+    expected, job = fitting.fit(job), replace(job, checkpoint=tmp_path / fitting.CHECKPOINT)
     for stop in (5, 6, 7):
         with pytest.raises(KeyboardInterrupt):
-            fit(job, stop_after(stop))
+            fitting.fit(job, stop_after(stop))
     seen: list[int] = []
-    assert_same(fit(job, lambda step, *_: seen.append(step)), expected)
+    assert_same(fitting.fit(job, lambda step, *_: seen.append(step)), expected)
     assert seen[0] == 7
 
 
@@ -382,14 +354,14 @@ def test_a_fit_whose_time_is_short_ends_with_its_learning_rate(
     seconds, left = itertools.count(), itertools.chain((5, 4, 3, 2, 1), itertools.repeat(0))
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(seconds)))
     schedule: list[float] = []
-    rate = Trainer._rate
+    rate = fitting.Trainer._rate
 
-    def watched(trainer: Trainer, step: float) -> float:
+    def watched(trainer: fitting.Trainer, step: float) -> float:
         schedule.append(step)
         return rate(trainer, step)
 
-    monkeypatch.setattr(Trainer, "_rate", watched)
-    found = fit(make_job(backbone, talks, epochs=4), left=lambda: float(next(left)))
+    monkeypatch.setattr(fitting.Trainer, "_rate", watched)
+    found = fitting.fit(make_job(backbone, talks, epochs=4), left=lambda: float(next(left)))
     expected = [0, 2.4, 4.8, 7.2, 9.6]  # of 12 steps, a second each
     assert list(dict.fromkeys(schedule)) == pytest.approx(expected)  # two groups of parameters
     assert found.metrics["steps"] == found.heads.config.training["steps"] == 5
@@ -399,10 +371,10 @@ def test_a_fit_whose_time_is_short_ends_with_its_learning_rate(
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone, talks: Talks) -> Path:
     """The checkpoint of a fit killed in its second epoch."""
-    folder = tmp_path_factory.mktemp("begun")
+    path = tmp_path_factory.mktemp("begun") / fitting.CHECKPOINT
     with pytest.raises(KeyboardInterrupt):
-        fit(make_job(backbone, talks, checkpoint=folder / CHECKPOINT), stop_after(5))
-    return folder / CHECKPOINT
+        fitting.fit(make_job(backbone, talks, checkpoint=path), stop_after(5))
+    return path
 
 
 def test_a_checkpoint_of_another_job_is_refused(
@@ -410,13 +382,14 @@ def test_a_checkpoint_of_another_job_is_refused(
 ) -> None:
     shutil.copy(begun, tmp_path)
     with pytest.raises(InvalidOption, match="was begun with epochs 2, not 3"):
-        fit(make_job(backbone, talks, checkpoint=tmp_path / CHECKPOINT, epochs=3))
+        fitting.fit(make_job(backbone, talks, checkpoint=tmp_path / fitting.CHECKPOINT, epochs=3))
     with pytest.raises(InvalidOption, match="was begun with another data"):
-        fit(make_job(backbone, talks[1:], checkpoint=tmp_path / CHECKPOINT))
+        fitting.fit(make_job(backbone, talks[1:], checkpoint=tmp_path / fitting.CHECKPOINT))
 
 
 NORM = "by_layer.2.norm.weight"
-CHECKPOINTS: list[Callable[[dict[str, Tensor], Any], Any]] = [
+Damage = Callable[[dict[str, Tensor], Any], Any]
+CHECKPOINTS: list[Damage] = [
     lambda tensors, record: record["course"].update(sums={"2": NAN, "4": 0.0}),
     lambda tensors, record: record.pop("job"),
     lambda tensors, record: record.update(course=[]),
@@ -428,19 +401,15 @@ CHECKPOINTS: list[Callable[[dict[str, Tensor], Any], Any]] = [
 
 @pytest.mark.parametrize("damage", CHECKPOINTS)
 def test_a_strange_checkpoint_is_one_line(
-    begun: Path,
-    tmp_path: Path,
-    backbone: Backbone,
-    talks: Talks,
-    damage: Callable[[dict[str, Tensor], Any], Any],
+    begun: Path, tmp_path: Path, backbone: Backbone, talks: Talks, damage: Damage
 ) -> None:
-    tensors, record = load_checkpoint(begun)
+    tensors, record = fitting.load_checkpoint(begun)
     damage(tensors, record)
-    path = tmp_path / CHECKPOINT
-    save_checkpoint(path, tensors, record)
+    path = tmp_path / fitting.CHECKPOINT
+    fitting.save_checkpoint(path, tensors, record)
     before = path.read_bytes()
     with pytest.raises(InvalidData, match="is no checkpoint") as caught:
-        fit(make_job(backbone, talks, checkpoint=tmp_path / CHECKPOINT))
+        fitting.fit(make_job(backbone, talks, checkpoint=tmp_path / fitting.CHECKPOINT))
     one_line(caught, path)
     assert path.read_bytes() == before
 
@@ -451,9 +420,9 @@ def test_heads_of_the_asked_kind_and_the_default_layers(backbone: Backbone, talk
     assert (config.head_type, config.inner_size) == ("deep-fused", 4)
     assert (config.exit_layers, config.state_layers) == ((0,), (4,))
     early = FitOptions(head_type="translator")
-    assert exit_layers(backbone, early) == default_exit_layers(backbone.num_layers)
-    assert default_exit_layers(30) == (4, 8, 12, 16, 20)
-    assert default_exit_layers(2) == (1,)
+    assert fitting.exit_layers(backbone, early) == fitting.default_exit_layers(backbone.num_layers)
+    assert fitting.default_exit_layers(30) == (4, 8, 12, 16, 20)
+    assert fitting.default_exit_layers(2) == (1,)
     assert config.training["answer_tokens"] == sum(len(talk.answer_ids) for talk in talks)
 
 
@@ -461,24 +430,22 @@ def test_heads_of_the_asked_kind_and_the_default_layers(backbone: Backbone, talk
 def test_only_what_the_heads_read_is_computed(backbone: Backbone, head_type: str) -> None:
     options = replace(OPTIONS, head_type=head_type)
     deep = head_type == "deep-fused"
-    fitted, measured = (feature_spec(backbone, options, measured=m) for m in (False, True))
+    fitted, measured = (fitting.feature_spec(backbone, options, measured=m) for m in (False, True))
     assert fitted == FeatureSpec(LAYERS, deep, 1, everywhere=True)
     assert measured == FeatureSpec(LAYERS, deep, 1)
     soft = replace(options, ce_share=0.5, answer_share=1.0)
-    assert feature_spec(backbone, soft, measured=False) == FeatureSpec(LAYERS, deep, 32)
+    assert fitting.feature_spec(backbone, soft, measured=False) == FeatureSpec(LAYERS, deep, 32)
 
 
-def test_the_answers_share_of_the_loss_is_what_was_asked_for(
-    backbone: Backbone, talks: Talks
-) -> None:
+def test_the_answers_share_of_the_loss_is_as_asked_for(backbone: Backbone, talks: Talks) -> None:
     read = [Conversation(talk.ids, ()) for talk in talks]
     text = selected(backbone, [*talks, *read], OPTIONS, BATCH_TOKENS)
     assert text.answers == sum(len(talk.answer_ids) for talk in talks)
     assert text.positions == 2 * sum(len(talk.ids) - 1 for talk in talks)
-    of_answers, of_others = answer_weights(text, 0.75)
+    of_answers, of_others = fitting.answer_weights(text, 0.75)
     assert of_answers * text.answers == pytest.approx(0.75 * text.positions)
     assert of_others * (text.positions - text.answers) == pytest.approx(0.25 * text.positions)
-    assert answer_weights(text, None) == (1.0, 1.0)
+    assert fitting.answer_weights(text, None) == (1.0, 1.0)
 
 
 def test_a_fit_without_answers_is_refused(backbone: Backbone, talks: Talks) -> None:
@@ -487,20 +454,18 @@ def test_a_fit_without_answers_is_refused(backbone: Backbone, talks: Talks) -> N
             fitted(backbone, unanswered)
 
 
-def test_a_loss_that_is_not_finite_stops_with_step_and_layer(
-    backbone: Backbone, talks: Talks, tmp_path: Path
-) -> None:
+def test_a_loss_that_is_not_finite_stops(backbone: Backbone, talks: Talks, tmp_path: Path) -> None:
     job = make_job(
         backbone,
         talks,
         learning_rate=1e37,
         warmup=0.0,
         checkpoint_steps=1,
-        checkpoint=tmp_path / CHECKPOINT,
+        checkpoint=tmp_path / fitting.CHECKPOINT,
     )
     with pytest.raises(SelfspecError, match=r"the loss is (nan|inf) .* at step 2, exit layer 2"):
-        fit(job)
-    assert load_checkpoint(tmp_path / CHECKPOINT)[1]["course"]["step"] == 1
+        fitting.fit(job)
+    assert fitting.load_checkpoint(tmp_path / fitting.CHECKPOINT)[1]["course"]["step"] == 1
 
 
 @pytest.mark.parametrize(
@@ -551,9 +516,6 @@ def few() -> Features:
     )
 
 
-ALIKE = (1.0, 1.0)
-
-
 @pytest.fixture
 def guess() -> torch.Tensor:
     return torch.randn(3, 3, generator=torch.Generator().manual_seed(1))
@@ -567,21 +529,20 @@ def test_targets_are_the_next_token_and_the_distribution_within_the_draft_vocabu
     full = torch.zeros(3, VOCAB_SIZE).scatter(1, few.top_ids.long(), probs)
     soft = -(full[:, DRAFT_IDS] * guess.log_softmax(-1)).sum()
     hard = functional.cross_entropy(guess[:2], torch.tensor([0, 2]), reduction="sum")
-    wanted = targets(few, draft_index(DRAFT_IDS, VOCAB_SIZE), ce_share, ALIKE)
+    index = fitting.draft_index(DRAFT_IDS, VOCAB_SIZE)
+    wanted = fitting.targets(few, index, ce_share, (1.0, 1.0))
     expected = ce_share * hard + (1 - ce_share) * soft
-    torch.testing.assert_close(cross_entropy(guess, *wanted), expected)
+    torch.testing.assert_close(fitting.cross_entropy(guess, *wanted), expected)
 
 
-def test_positions_weigh_what_answers_and_others_are_given(
-    few: Features, guess: torch.Tensor
-) -> None:
-    index = draft_index(None, VOCAB_SIZE)
-    ids, weights = targets(few, index, 1.0, (1.5, 0.25))
+def test_positions_weigh_what_they_are_given(few: Features, guess: torch.Tensor) -> None:
+    index = fitting.draft_index(None, VOCAB_SIZE)
+    ids, weights = fitting.targets(few, index, 1.0, (1.5, 0.25))
     assert ids.tolist() == [[1], [5], [9]]
     assert weights.tolist() == [[1.5], [1.5], [0.25]]
 
 
 def test_the_draft_vocabulary_is_special_then_frequent_then_low() -> None:
     counts = Counter({7: 3, 3: 2, 5: 1})
-    assert draft_vocabulary(counts, 3, {50}, 60).tolist() == [3, 7, 50]
-    assert draft_vocabulary(counts, 6, {50, 2}, 60).tolist() == [0, 2, 3, 5, 7, 50]
+    assert fitting.draft_vocabulary(counts, 3, {50}, 60).tolist() == [3, 7, 50]
+    assert fitting.draft_vocabulary(counts, 6, {50, 2}, 60).tolist() == [0, 2, 3, 5, 7, 50]

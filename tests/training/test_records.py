@@ -22,13 +22,6 @@ from selfspec.model.backbone import Backbone
 from selfspec.options import Exit
 from selfspec.training import records
 from selfspec.training.fit import Fitted, Job, fit
-from selfspec.training.records import (
-    TEMPERATURES,
-    Scores,
-    calibration_error,
-    exits,
-    measured_entropy,
-)
 from tests.talks import Talks
 from tests.training.test_fit import fitted as fit_to
 from tests.training.test_fit import make_job
@@ -44,8 +37,8 @@ def test_calibration_error_is_the_mean_distance_of_confidence_and_truth() -> Non
     confidence = torch.tensor([0.9, 0.9, 0.9, 0.9, 0.3, 0.3])
     right = torch.tensor([True, True, False, True, False, False])
     # the bin of 0.9: |3.6 - 3| over 4 positions; that of 0.3: |0.6 - 0| over 2
-    assert calibration_error(confidence, right) == pytest.approx((0.6 + 0.6) / 6)
-    assert calibration_error(torch.tensor([1.0, 1.0]), torch.tensor([True, True])) == 0.0
+    assert records.calibration_error(confidence, right) == pytest.approx((0.6 + 0.6) / 6)
+    assert records.calibration_error(torch.tensor([1.0, 1.0]), torch.tensor([True, True])) == 0.0
 
 
 def test_the_fitted_temperature_makes_confidence_true() -> None:
@@ -53,8 +46,8 @@ def test_the_fitted_temperature_makes_confidence_true() -> None:
     generator = torch.Generator().manual_seed(0)
     truth = torch.rand(4000, generator=generator) * 2.0  # logit of the first token, at least 0
     right = torch.rand(4000, generator=generator) < truth.sigmoid()
-    confidence = torch.stack([(2.0 * truth / t).sigmoid() for t in TEMPERATURES])
-    found = records.reliability(Scores(confidence, right))
+    confidence = torch.stack([(2.0 * truth / t).sigmoid() for t in records.TEMPERATURES])
+    found = records.reliability(records.Scores(confidence, right))
     assert found.temperature == pytest.approx(2.0, rel=0.1)
     assert found.ece < 0.02 < found.ece_before
 
@@ -62,7 +55,7 @@ def test_the_fitted_temperature_makes_confidence_true() -> None:
 def test_exits_are_at_the_first_sure_layer() -> None:
     sure = [torch.tensor([0.9, 0.1, 0.1, 0.9]), torch.tensor([0.9, 0.9, 0.1, 0.1])]
     right = [torch.tensor([True, True, True, False]), torch.tensor([False, True, True, True])]
-    assert exits([*zip(sure, right, strict=True)], (0.5, 0.5)) == Exits((0.5, 0.25), 0.5)
+    assert records.exits([*zip(sure, right, strict=True)], (0.5, 0.5)) == Exits((0.5, 0.25), 0.5)
 
 
 def test_the_model_foretells_a_simulated_scheduler() -> None:
@@ -150,9 +143,7 @@ def test_what_is_slower_is_never_written_and_the_report_says_what_is(
     assert defaults(FLAT)[0] == fast
 
 
-def test_entropies_are_those_of_the_models_own_laws_at_answer_positions(
-    backbone: Backbone, talks: Talks
-) -> None:
+def test_entropies_are_those_of_the_model_at_answers(backbone: Backbone, talks: Talks) -> None:
     """And the threshold is the mean of the highest twentieth: 11 of 210, or 1 of 12."""
     entropies = []
     for talk in talks:
@@ -163,7 +154,7 @@ def test_entropies_are_those_of_the_models_own_laws_at_answer_positions(
     heard: list[tuple[int, int]] = []
     for count, highest, batch_tokens in ((12, 11, 64), (12, 11, 10_000), (1, 1, 64)):
         expected = torch.cat(entropies[:count])
-        found = measured_entropy(
+        found = records.measured_entropy(
             backbone, talks[:count], batch_tokens, lambda *done: heard.append(done)
         )
         # float32, batched otherwise; largest difference measured: 2e-6, and rounded to 4 places
@@ -181,9 +172,7 @@ def test_entropies_are_those_of_the_models_own_laws_at_answer_positions(
 # --- records
 
 
-def test_the_card_and_the_run_are_made_from_the_records(
-    backbone: Backbone, talks: Talks, tmp_path: Path
-) -> None:
+def test_records_make_card_and_run(backbone: Backbone, talks: Talks, tmp_path: Path) -> None:
     result = fit_to(backbone, talks)
     records.write(tmp_path, result, {"exit_layers": [2, 4]})
     assert {file.name for file in tmp_path.iterdir()} == {*FILES_OF_A_FIT}
@@ -206,9 +195,7 @@ def test_the_card_and_the_run_are_made_from_the_records(
     assert "0.5 of it cross-entropy" in card
 
 
-def test_the_header_names_a_model_of_the_hub_and_the_card_how_to_use_the_heads(
-    backbone: Backbone, talks: Talks
-) -> None:
+def test_a_card_names_the_model_and_how_to_use_the_heads(backbone: Backbone, talks: Talks) -> None:
     result = fit_to(backbone, talks)
     known = replace(result.heads.config, base_model="lmsys/vicuna-7b", chat_template=read("vicuna"))
     text = records.card(known, result.metrics, licence="apache-2.0")

@@ -18,21 +18,6 @@ from selfspec.model.backbone import Backbone
 from selfspec.training import selfgen, text
 from selfspec.training.options import DataOptions
 from selfspec.training.recipe import Passages, Prompts, key
-from selfspec.training.selfgen import (
-    Admission,
-    Ask,
-    Author,
-    Given,
-    Texts,
-    Turns,
-    Written,
-    batch_seed,
-    end_ids,
-    loop_start,
-    ngrams,
-    talk_of,
-    write,
-)
 from selfspec.training.text import DROPPED, Counts, Reader, Writer
 from tests.api.test_text import byte_level_bpe
 from tests.authors import RECIPE, SMALL, at_once, invent, make_author, prompt_ids, read, recipe_of
@@ -40,8 +25,6 @@ from tests.models import VOCAB_SIZE, make_model, random_ids
 from tests.talks import WORDS, make_tokenizer
 
 Lines = tuple[list[dict[str, Any]], Counts]
-
-ONE_TURN = RECIPE.replace(', ["c {other}", null, "b"]', "")
 
 
 def words(ids: list[int]) -> str:
@@ -58,9 +41,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Lines:
     return read(path), counts
 
 
-def test_a_line_holds_the_models_ids_and_their_text(
-    written: Lines, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_a_line_holds_ids_and_text(written: Lines, tokenizer: PreTrainedTokenizerBase) -> None:
     single = [line for line in written[0] if "answer_start" in line]
     assert len(single) > 10
     for line in single:
@@ -72,7 +53,7 @@ def test_a_line_holds_the_models_ids_and_their_text(
         expected = str(tokenizer.decode(said, skip_special_tokens=True))
         assert answer["content"].split() == expected.split()
         assert 1 <= len(said) <= SMALL["max_new_tokens"]
-        assert loop_start(said) is None
+        assert selfgen.loop_start(said) is None
         assert question["content"] == question["content"].strip() != ""
 
 
@@ -105,14 +86,14 @@ def test_rows_differ_and_every_one_is_counted(written: Lines) -> None:
     assert any(not talk.answers for talk in talks)  # only read
     seeds = {line["seed"] for line in lines}
     dropped = sum(counts.total(name) for name in DROPPED)
-    batches = max(seeds) - batch_seed(0, 0) + 1
+    batches = max(seeds) - selfgen.batch_seed(0, 0) + 1
     assert counts.total("rows") + dropped == SMALL["batch_size"] * batches
     assert counts.total("duplicates") > 0
     assert counts.families.keys() == {line["family"] for line in lines}
 
 
 def test_the_last_batch_is_small_where_few_tokens_are_missing() -> None:
-    source = Admission(DataOptions(batch_size=32))
+    source = selfgen.Admission(DataOptions(batch_size=32))
     sizes = [len(source.batch(2, missing)) for missing in (3000, 1500, 100)]
     assert sizes == [32, 23, 16]
     assert source.batch(2, 100) == range(64, 80)
@@ -155,9 +136,7 @@ def test_another_value_is_another_text(
         assert found != ids_with(tmp_path, greedy_share=0.0)
 
 
-def test_later_turns_are_asked_and_invented(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_turns_are_asked_and_invented(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     talk = 'families: {talk: {weight: 1, ask: [["{word}", null, "{word} b"]]}}\n'
     words_of = "lists: {word: [" + ", ".join("abc"[i % 3] + " c" * i for i in range(60)) + "]}\n"
     counts = invent(make_author(tokens=200, system="c"), tmp_path / "a", talk + words_of)
@@ -193,23 +172,22 @@ def test_longer_prompts_are_dropped_and_passages_cut_to_fit(tmp_path: Path) -> N
 # --- loops
 
 
-def test_answers_are_cut_where_they_loop_and_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loops_are_cut_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     author = make_author(tokens=60, max_new_tokens=150, greedy_share=1.0)
     never = frozenset({len(WORDS)})  # no answer ends, so that most of them loop
     monkeypatch.setattr(author, "_ends", never)
-    counts = invent(author, tmp_path / "a", ONE_TURN)
+    one_turn = RECIPE.replace(', ["c {other}", null, "b"]', "")
+    counts = invent(author, tmp_path / "a", one_turn)
     loops = 0
     for line in read(tmp_path / "a"):
         start = line["answer_start"]
         prompt, said = line["input_ids"][:start], line["input_ids"][start:]
-        texts = Texts(author.backbone, lambda tokens: None)
-        texts.add(Ask(prompt, 150, never, 0))
+        texts = selfgen.Texts(author.backbone, lambda tokens: None)
+        texts.add(selfgen.Ask(prompt, 150, never, 0))
         while not (ended := texts.step()):
             pass
         ((_, whole),) = ended
-        assert said == whole[: loop_start(whole)]
+        assert said == whole[: selfgen.loop_start(whole)]
         loops += said != whole
     assert counts.total("loops_cut") == loops > 0
     assert sum(line["loops"] for line in read(tmp_path / "a")) == loops
@@ -219,24 +197,22 @@ def test_answers_are_cut_where_they_loop_and_counted(
 
 
 def test_seeds_of_a_run_are_all_different_and_stay_within_32_bits() -> None:
-    seeds = {batch_seed(seed, index) for seed in (0, 1) for index in range(1000)}
+    seeds = {selfgen.batch_seed(seed, index) for seed in (0, 1) for index in range(1000)}
     assert len(seeds) == 2000
     assert all(0 <= seed < 2**32 for seed in seeds)
 
 
-def test_batches_begun_ahead_change_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_ahead_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those at the end were begun with another size than they turn out to need."""
     monkeypatch.setattr(selfgen, "_TALK_TOKENS", 8)
     author = make_author(tokens=500, batch_size=20)
-    asked, propose = list[int](), Written.propose
+    asked, propose = list[int](), selfgen.Written.propose
 
-    def counted(self: Written, numbers: range) -> Any:
+    def counted(self: selfgen.Written, numbers: range) -> Any:
         asked.append(numbers.start)
         return propose(self, numbers)
 
-    monkeypatch.setattr(Written, "propose", counted)
+    monkeypatch.setattr(selfgen.Written, "propose", counted)
     for ahead in (1, 4):
         invent(author, tmp_path / str(ahead), ahead=ahead)
     assert len(set(asked)) < len(asked) - len(set(asked)), "a batch was proposed again"
@@ -254,7 +230,7 @@ def test_a_run_that_is_broken_off_writes_the_same_file(tmp_path: Path, stop: int
         if next(looks) == stop:
             raise KeyboardInterrupt
 
-    broken = Author(author.backbone, author.turns.tokenizer, author.options, watch)
+    broken = selfgen.Author(author.backbone, author.turns.tokenizer, author.options, watch)
     with pytest.raises(KeyboardInterrupt):
         invent(broken, tmp_path / "broken")
     assert invent(broken, tmp_path / "broken") == expected
@@ -275,9 +251,7 @@ def test_a_model_without_room_for_a_prompt_is_refused() -> None:
         make_author(max_new_tokens=230)
 
 
-def test_empty_questions_and_answers_are_dropped(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_is_empty_is_dropped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     author = make_author(batch_size=4)
     said = iter([" ", "a", None, "c"])
 
@@ -286,9 +260,9 @@ def test_empty_questions_and_answers_are_dropped(
         yield
 
     monkeypatch.setattr(author, "ask", ask)
-    monkeypatch.setattr(Turns, "continuation", lambda turns, start, new: " ")  # answers only
+    monkeypatch.setattr(selfgen.Turns, "continuation", lambda *_: " ")  # answers only
     recipe = recipe_of("families: {free: {weight: 1, continues: true, ask: [b]}}", tmp_path)
-    kept, counts = Written(author, Prompts(recipe, Passages(), 0)).propose(range(4))
+    kept, counts = selfgen.Written(author, Prompts(recipe, Passages(), 0)).propose(range(4))
     assert kept == []
     found = {name: n for name, n in counts.families["free"].items() if n}
     assert found == {"unfinished": 2, "empty": 2}
@@ -299,11 +273,11 @@ def test_empty_questions_and_answers_are_dropped(
 
 def test_eight_words_in_a_row_are_compared_without_case_and_marks() -> None:
     text = "One, two three four; FIVE six seven eight nine"
-    assert ngrams(text) == ngrams("one two three (four five six seven) eight nine!")
-    assert len(ngrams(text)) == 2
-    assert not ngrams(text) & ngrams("zero " + text.replace("four", "4"))
-    assert len(ngrams("你好吗我很好谢谢你")) == 2
-    assert ngrams("too short a text to compare with") == set()
+    assert selfgen.ngrams(text) == selfgen.ngrams("one two three (four five six seven) eight nine!")
+    assert len(selfgen.ngrams(text)) == 2
+    assert not selfgen.ngrams(text) & selfgen.ngrams("zero " + text.replace("four", "4"))
+    assert len(selfgen.ngrams("你好吗我很好谢谢你")) == 2
+    assert selfgen.ngrams("too short a text to compare with") == set()
 
 
 def test_rows_with_words_of_an_excluded_text_are_dropped_and_counted(tmp_path: Path) -> None:
@@ -313,9 +287,9 @@ lists: {word: [a, c, a a, c c, a b, c b]}
 """
     author = make_author(tokens=10_000)
     prompts = Prompts(recipe_of(recipe, tmp_path), Passages(), 0)
-    excluded = ngrams("C b b b b b b b")
-    kept, counts = Written(author, prompts, excluded).propose(range(6))
-    source = Admission(author.options, excluded=excluded)
+    excluded = selfgen.ngrams("C b b b b b b b")
+    kept, counts = selfgen.Written(author, prompts, excluded).propose(range(6))
+    source = selfgen.Admission(author.options, excluded=excluded)
     assert counts.total("excluded") == 3  # c, c c and c b
     assert not any(row["messages"][0]["content"].startswith("c b b b b b b b") for row in kept)
     question = {"role": "user", "content": "is it kept"}
@@ -328,20 +302,20 @@ lists: {word: [a, c, a a, c c, a b, c b]}
 
 def test_rows_are_written_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     author, texts = make_author(batch_size=12), list[int]()
-    step = Texts.step
+    step = selfgen.Texts.step
 
-    def counted(self: Texts) -> Any:
+    def counted(self: selfgen.Texts) -> Any:
         texts.append(self._engine.texts)
         return step(self)
 
-    monkeypatch.setattr(Texts, "step", counted)
+    monkeypatch.setattr(selfgen.Texts, "step", counted)
     prompts = Prompts(recipe_of(RECIPE, tmp_path), Passages(), 0)
-    assert Written(author, prompts).propose(range(12))[0]
+    assert selfgen.Written(author, prompts).propose(range(12))[0]
     assert texts[0] > 6, "rows that need nothing of another one begin together"
 
 
 def test_an_answer_that_was_given_nearly_so_is_dropped() -> None:
-    source = Admission(DataOptions())
+    source = selfgen.Admission(DataOptions())
     counts, words, asked = Counts(), [f"w{n}" for n in range(60)], itertools.count()
 
     def new(said: list[str]) -> bool:
@@ -366,7 +340,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 
 def test_prompts_are_what_the_template_writes(tokenizer: PreTrainedTokenizerBase) -> None:
-    turns = Turns.of(tokenizer, "c")
+    turns = selfgen.Turns.of(tokenizer, "c")
     messages = [*turns.messages(), {"role": "user", "content": "a b"}]
     assert turns.first_prompt("a b") == prompt_ids(tokenizer, messages)
     said = turns.first_prompt("a b") + [WORDS.index(word) for word in ("b", "<end>")]
@@ -379,15 +353,13 @@ def test_prompts_are_what_the_template_writes(tokenizer: PreTrainedTokenizerBase
     assert words(turns.next_prompt(said, None)[len(said) :]) == "<end> <line> <start> user"
 
 
-def test_special_tokens_and_the_templates_own_end_a_question(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    ends = {WORDS[token] for token in Turns.of(tokenizer).question_ends()}
+def test_special_and_template_tokens_end_a_question(tokenizer: PreTrainedTokenizerBase) -> None:
+    ends = {WORDS[token] for token in selfgen.Turns.of(tokenizer).question_ends()}
     assert ends == {"<start>", "<end>", "<unused>"}
     tokenizer.add_tokens(["[/Q]"])  # not special, but the template ends questions with it
     tokenizer.chat_template = "{% for m in messages %}[Q] {{ m.content }} [/Q] {% endfor %}"
     own = tokenizer.convert_tokens_to_ids("[/Q]")
-    assert own in Turns.of(tokenizer).question_ends()
+    assert own in selfgen.Turns.of(tokenizer).question_ends()
 
 
 @pytest.mark.parametrize(
@@ -404,24 +376,24 @@ def test_a_template_that_cannot_be_taken_apart_is_refused(
 ) -> None:
     tokenizer.chat_template = template
     with pytest.raises((InvalidData, InvalidPrompt), match=reason):
-        Turns.of(tokenizer)
+        selfgen.Turns.of(tokenizer)
 
 
 def test_end_tokens_are_the_models_and_the_tokenizers(tokenizer: PreTrainedTokenizerBase) -> None:
     ending = make_model("llama")
-    assert end_ids(ending, tokenizer) == {1}
+    assert selfgen.end_ids(ending, tokenizer) == {1}
     assert ending.generation_config is not None
     for configured in (7, [7, 1], [7]):
         ending.generation_config.eos_token_id = configured
-        assert end_ids(ending, tokenizer) == {1, 7}
+        assert selfgen.end_ids(ending, tokenizer) == {1, 7}
     ending.generation_config.eos_token_id = tokenizer.eos_token = None
     with pytest.raises(InvalidData, match="no end token"):
-        end_ids(ending, tokenizer)
+        selfgen.end_ids(ending, tokenizer)
 
 
 def test_a_user_turn_ends_where_a_template_without_end_tokens_begins_the_answer() -> None:
     tokenizer = templates.having(byte_level_bpe(), templates.read("vicuna"))
-    turns = Turns.of(tokenizer)
+    turns = selfgen.Turns.of(tokenizer)
     header = turns.ids(turns.before)
     said = turns.ids("What is a cat? ASSISTANT: It is")
     assert turns.question(header, said) == "What is a cat? "
@@ -457,9 +429,9 @@ def run(
     heard: list[int] | None = None,
     **sampling: Any,
 ) -> list[list[int]]:
-    texts = Texts(backbone, (lambda tokens: None) if heard is None else heard.append)
+    texts = selfgen.Texts(backbone, (lambda tokens: None) if heard is None else heard.append)
     places = {
-        texts.add(Ask(prompt, limit, ends, 100 * seed + place, **sampling)): place
+        texts.add(selfgen.Ask(prompt, limit, ends, 100 * seed + place, **sampling)): place
         for place, prompt in enumerate(prompts)
     }
     found: dict[int, list[int]] = {}
@@ -473,7 +445,7 @@ def run(
 def alone(backbone: Backbone, prompt: list[int], ends: frozenset[int]) -> list[int]:
     """Greedy tokens without a cache or a batch, up to an end or a loop."""
     ids: list[int] = []
-    while len(ids) < LIMIT and not (ids and ids[-1] in ends) and loop_start(ids) is None:
+    while len(ids) < LIMIT and not (ids and ids[-1] in ends) and selfgen.loop_start(ids) is None:
         ids.append(int(backbone.model(torch.tensor([prompt + ids])).logits[0, -1].argmax()))
     return ids
 
@@ -495,8 +467,8 @@ def test_a_text_that_loops_ends_with_its_third_turn(exact: Backbone) -> None:
     found = run(Backbone(stuck), limit=200)
     assert max(map(len, found)) < 200
     for ids in found:
-        assert loop_start(ids) is not None
-        assert loop_start(ids[:-1]) is None
+        assert selfgen.loop_start(ids) is not None
+        assert selfgen.loop_start(ids[:-1]) is None
 
 
 def test_draws_come_from_the_seed_of_a_text(exact: Backbone) -> None:
@@ -539,7 +511,7 @@ def test_the_models_own_defaults_do_not_change_the_text(exact: Backbone) -> None
     ],
 )
 def test_a_loop_begins_at_the_second_of_three_occurrences(text: str, start: int | None) -> None:
-    assert loop_start([ord(letter) for letter in text]) == start
+    assert selfgen.loop_start([ord(letter) for letter in text]) == start
 
 
 # --- a server
@@ -570,18 +542,16 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return found
 
 
-def remote(url: str, **options: Any) -> Author:
+def remote(url: str, **options: Any) -> selfgen.Author:
     own = make_author(batch_size=24, **options)
-    return Author(own.backbone, own.turns.tokenizer, own.options, lambda tokens: None, url)
+    return selfgen.Author(own.backbone, own.turns.tokenizer, own.options, lambda tokens: None, url)
 
 
-def test_answers_are_the_servers_as_the_models_ids(
-    asked: list[dict[str, Any]], tmp_path: Path
-) -> None:
+def test_a_servers_answers_are_the_models_ids(asked: list[dict[str, Any]], tmp_path: Path) -> None:
     author = remote(URL, system="c", greedy_share=0.5)
     prompts = author.prompts(recipe_of(RECIPE, tmp_path), Passages())
     assert prompts.left_out == ["free", "pair"]
-    rows, _ = Written(author, prompts).propose(range(24))
+    rows, _ = selfgen.Written(author, prompts).propose(range(24))
     answered = [row for row in rows if row["family"] != "read"]
     assert len(answered) > 3
     for row in answered:
@@ -629,11 +599,11 @@ def rows(tmp_path: Path) -> Path:
 
 def answer(rows: Path, output: Path, ahead: int = 1, **options: Any) -> Counts:
     author = make_author(**{"batch_size": 4, "greedy_share": 1.0} | options)
-    parse = partial(talk_of, tokenizer=make_tokenizer(), system=author.options.system)
+    parse = partial(selfgen.talk_of, tokenizer=make_tokenizer(), system=author.options.system)
     writer = Writer(output, {}, {})
     reader = Reader(rows, parse, skip_bad_rows=True)
-    source = Given(reader, writer.batches, author.options)
-    for _ in write(source, writer, author.options, at_once(author.answer), ahead):
+    source = selfgen.Given(reader, writer.batches, author.options, frozenset())
+    for _ in selfgen.write(source, writer, author.options, at_once(author.answer), ahead):
         pass
     return writer.counts
 
@@ -660,10 +630,10 @@ def test_some_rows_are_sampled_if_asked_for(rows: Path, tmp_path: Path) -> None:
 
 def test_a_rows_own_system_message_wins(tokenizer: PreTrainedTokenizerBase) -> None:
     system = {"role": "system", "content": "b"}
-    own = talk_of({"messages": [system, *said("a", "c", "b")]}, tokenizer, "c")
+    own = selfgen.talk_of({"messages": [system, *said("a", "c", "b")]}, tokenizer, "c")
     assert own.messages == [system]
     assert (own.question, own.pending) == ("a", ["b"])
-    given = talk_of({"messages": said(" a ")}, tokenizer, "c")
+    given = selfgen.talk_of({"messages": said(" a ")}, tokenizer, "c")
     assert given.messages == [{"role": "system", "content": "c"}]
     assert given.prompt == prompt_ids(tokenizer, [*given.messages, *said("a")])
 
@@ -682,12 +652,10 @@ def test_a_row_without_questions_is_refused(
     record: dict[str, Any], reason: str, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     with pytest.raises(InvalidData, match=reason):
-        talk_of(record, tokenizer, None)
+        selfgen.talk_of(record, tokenizer, None)
 
 
-def test_a_run_that_is_broken_off_is_continued_with_the_next_rows(
-    rows: Path, tmp_path: Path
-) -> None:
+def test_a_broken_run_is_continued_with_the_next_rows(rows: Path, tmp_path: Path) -> None:
     expected = answer(rows, tmp_path / "whole")
     for tokens in (1, 12, None):
         counts = answer(rows, tmp_path / "parts", ahead=3, tokens=tokens)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import gzip
 import json
 import logging
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -23,18 +22,8 @@ from transformers import PreTrainedTokenizerBase
 
 from selfspec.errors import InvalidData, InvalidOption, InvalidPrompt
 from selfspec.training import text
-from selfspec.training.text import (
-    DROPPED,
-    KEPT,
-    Conversation,
-    Reader,
-    Writer,
-    encoded,
-    messages_of,
-    rows,
-)
 from tests.authors import counted
-from tests.bad_input import DEEP, one_line, snapshot
+from tests.bad_input import DEEP, one_line
 from tests.models import VOCAB_SIZE
 from tests.talks import WORDS, Talks, make_tokenizer
 
@@ -60,7 +49,7 @@ def read(path: Path, *, skip: bool = False, **limits: Any) -> Talks:
 
 
 def numbers(path: Path, **options: Any) -> list[Any]:
-    return list(Reader(path, lambda record: record["n"], **options))
+    return list(text.Reader(path, lambda record: record["n"], **options))
 
 
 # --- records
@@ -69,12 +58,10 @@ def numbers(path: Path, **options: Any) -> list[Any]:
 @pytest.mark.parametrize(
     "record", [{"messages": TALK}, {"conversations": SHARED}, {"conversations": TALK}]
 )
-def test_messages_and_sharegpt_are_the_same_conversation(
-    record: dict[str, Any], tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_formats_say_the_same(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
     """Every assistant turn is an answer, up to its end token."""
-    assert messages_of(record) == TALK
-    ids, answers = encoded(record, tokenizer)
+    assert text.messages_of(record) == TALK
+    ids, answers = text.encoded(record, tokenizer)
     said = [[WORDS[token] for token in ids[first:end]] for first, end in answers]
     assert said == [["b", "<end>"], ["a", "a", "<end>"]]
     whole: Any = tokenizer.apply_chat_template(TALK, return_dict=True)
@@ -92,14 +79,14 @@ def test_messages_and_sharegpt_are_the_same_conversation(
 def test_ids_and_text_say_what_is_learned(
     record: Any, ids: Any, answers: Any, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    assert encoded(record, tokenizer) == (ids, answers)
+    assert text.encoded(record, tokenizer) == (ids, answers)
 
 
 def test_turns_are_questions_without_answers() -> None:
     asked = [{"role": "user", "content": name} for name in ("a", "b")]
-    assert messages_of({"turns": ["a", "b"], "question_id": 1}) == asked
+    assert text.messages_of({"turns": ["a", "b"], "question_id": 1}) == asked
     with pytest.raises(InvalidData):
-        messages_of({"text": "a"})
+        text.messages_of({"text": "a"})
 
 
 BAD: dict[str, list[Any]] = {
@@ -143,9 +130,7 @@ BAD: dict[str, list[Any]] = {
     [(row, reason) for reason, several in BAD.items() for row in several],
     ids=lambda value: repr(value)[:40],
 )
-def test_a_bad_row_is_named_with_file_line_and_reason(
-    tmp_path: Path, row: Any, reason: str
-) -> None:
+def test_a_bad_row_is_named_with_line_and_reason(tmp_path: Path, row: Any, reason: str) -> None:
     path = tmp_path / "talks.jsonl"
     path.write_bytes(LINE + (row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n")
     with pytest.raises(InvalidData) as caught:
@@ -153,23 +138,23 @@ def test_a_bad_row_is_named_with_file_line_and_reason(
     assert str(caught.value).startswith(f"{path}, line 2 ")
     assert reason in str(caught.value)
     one_line(caught, path)
-    assert read(path, skip=True) == [Conversation((1, 2, 3, 4), ((2, 4),))]
+    assert read(path, skip=True) == [text.Conversation((1, 2, 3, 4), ((2, 4),))]
 
 
 @pytest.mark.parametrize("record", [{"text": "a b"}, {"messages": TALK}])
 def test_text_and_messages_need_a_tokenizer(record: dict[str, Any]) -> None:
     with pytest.raises(InvalidData, match="Give input_ids"):
-        encoded(record, None)
+        text.encoded(record, None)
 
 
 def test_what_the_template_refuses_is_a_reason() -> None:
     picky = make_tokenizer()
     picky.chat_template = "{{ raise_exception('no system here') }}"
     with pytest.raises(InvalidPrompt, match="does not take these messages: no system here"):
-        encoded({"messages": TALK}, picky)
+        text.encoded({"messages": TALK}, picky)
     picky.chat_template = None
     with pytest.raises(InvalidData, match="Give --chat-template"):
-        encoded({"messages": TALK}, picky)
+        text.encoded({"messages": TALK}, picky)
 
 
 # --- sources
@@ -178,7 +163,7 @@ def test_what_the_template_refuses_is_a_reason() -> None:
 def test_lines_are_read_with_their_numbers_and_empty_ones_are_none(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"n": 1}\r\n\n{"n": 2}')
-    assert [place for place, _ in rows(path)] == ["line 1", "line 3"]
+    assert [place for place, _ in text.rows(path)] == ["line 1", "line 3"]
     assert numbers(path) == [1, 2]
 
 
@@ -187,20 +172,16 @@ LINES, ARRAY = b'{"n": 1}\n{"n": 2}\n', b' [{"n": 1},\n {"n": 2}]'
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt", "a.json", "a.json.gz"])
 @pytest.mark.parametrize("content", [LINES, ARRAY])
-def test_lines_may_be_anywhere_and_arrays_in_json(
-    tmp_path: Path, name: str, content: bytes
-) -> None:
+def test_lines_may_be_anywhere_arrays_in_json(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
     whole = content == LINES or name.removesuffix(".gz") == "a.json"
     assert numbers(tmp_path / name, skip_bad_rows=True) == ([1, 2] if whole else [])
 
 
-def test_skipped_rows_are_counted_and_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_skipped_rows_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"n": 1}\n"text"\n{"n": 2}\n[]\n')
-    reader = Reader(path, lambda record: record["n"], skip_bad_rows=True)
+    reader = text.Reader(path, lambda record: record["n"], skip_bad_rows=True)
     with caplog.at_level(logging.WARNING):
         reader.report()
         assert not caplog.messages
@@ -228,9 +209,7 @@ CONTENTS: dict[str, tuple[str, bytes]] = {
 
 
 @pytest.mark.parametrize("kind", CONTENTS)
-def test_a_file_of_conversations_of_other_content(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_odd_files_are_refused(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text, "_MOST_LINE", 8192)
     monkeypatch.setattr(text, "_MOST_ARRAY", 1 << 16)
     name, content = CONTENTS[kind]
@@ -259,26 +238,10 @@ def test_a_line_that_is_too_long_is_a_bad_row(
         read(path)
 
 
-@pytest.mark.parametrize("kind", ["gone", "a pipe", "a device", "a loop", "a long name"])
-def test_what_is_no_file_of_conversations(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "a.jsonl"
-    if kind == "a pipe":
-        os.mkfifo(path)
-    elif kind == "a device":
-        path.symlink_to("/dev/zero")
-    elif kind == "a loop":
-        path.symlink_to(path)
-    elif kind == "a long name":
-        path = tmp_path / f"{'a' * 300}.jsonl"
-    with pytest.raises((InvalidData, InvalidOption)) as caught:
-        read(path)
-    one_line(caught, path)
-
-
 @pytest.mark.parametrize("name", ["none.jsonl", "./none"])
 def test_a_missing_file_is_not_taken_for_a_data_set(name: str) -> None:
     with pytest.raises(InvalidData, match=f"cannot read {Path(name)}: .*No such file"):
-        next(rows(name))
+        next(text.rows(name))
 
 
 def test_a_hub_id_is_a_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,14 +254,14 @@ def test_a_hub_id_is_a_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
     vars(fake).update(load_dataset=load_dataset, exceptions=ModuleType("exceptions"))
     vars(fake.exceptions).update(DatasetsError=RuntimeError)
     monkeypatch.setitem(sys.modules, "datasets", fake)
-    assert list(rows("someone/some-talks")) == [("row 1", {"n": 1}), ("row 2", {"n": 2})]
+    assert list(text.rows("someone/some-talks")) == [("row 1", {"n": 1}), ("row 2", {"n": 2})]
     assert numbers(Path("someone/some-talks")) == [1, 2]
     with pytest.raises(InvalidData) as caught:
-        list(rows("someone/else"))
+        list(text.rows("someone/else"))
     assert str(caught.value) == "cannot read the data set someone/else: no someone/else"
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(InvalidData, match=r'pip install "selfspec\[train\]"'):
-        list(rows("someone/some-talks"))
+        list(text.rows("someone/some-talks"))
 
 
 def test_the_real_package_reads_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,8 +269,8 @@ def test_the_real_package_reads_a_folder(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "train.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
-    ((place, row),) = rows(tmp_path / "in")
-    assert (place, messages_of(row)) == ("row 1", TALK)
+    ((place, row),) = text.rows(tmp_path / "in")
+    assert (place, text.messages_of(row)) == ("row 1", TALK)
 
 
 # --- conversations
@@ -335,11 +298,11 @@ OPTIONS = {"seed": 0, "shard": "1/1", "pair": (0.8, 1.0)}
 BATCHES = [['{"a": "é"}', '{"a": 2}'], [], ['{"a": 3}']]
 
 
-def opened(path: Path, **options: Any) -> Writer:
-    return Writer(path, OPTIONS | options, {"torch": "1"})
+def opened(path: Path, **options: Any) -> text.Writer:
+    return text.Writer(path, OPTIONS | options, {"torch": "1"})
 
 
-def filled(path: Path, first: int = 0, last: int = 3) -> Writer:
+def filled(path: Path, first: int = 0, last: int = 3) -> text.Writer:
     writer = opened(path)
     for number in range(first, last):
         writer.append(BATCHES[number], number + 7, counted(rows=number))
@@ -361,8 +324,8 @@ def test_batches_are_appended_and_recorded(tmp_path: Path, name: str) -> None:
     assert state["bytes"] == path.stat().st_size
     assert (state["options"]["pair"], state["versions"]) == ([0.8, 1.0], {"torch": "1"})
     content = path.read_bytes()
-    text = gzip.decompress(content) if name.endswith("gz") else content
-    assert text.decode().splitlines() == [*BATCHES[0], *BATCHES[2]]
+    lines = gzip.decompress(content) if name.endswith("gz") else content
+    assert lines.decode().splitlines() == [*BATCHES[0], *BATCHES[2]]
     with pytest.raises(InvalidOption, match="was begun with extra None, not 5"):
         opened(path, extra=5)
 
@@ -390,9 +353,7 @@ def test_what_a_killed_run_left_behind_is_cut_off(
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
 @pytest.mark.parametrize("coming", [0, 1], ids=["whole", "killed"])
 @pytest.mark.parametrize("added", [b'{"mi', b"\n", gzip.compress(b"mine\n", mtime=0)])
-def test_lines_of_somebody_else_behind_ours_are_kept(
-    tmp_path: Path, name: str, coming: int, added: bytes
-) -> None:
+def test_lines_of_others_are_kept(tmp_path: Path, name: str, coming: int, added: bytes) -> None:
     """After a whole run, and after one that was killed while it wrote a batch."""
     path = tmp_path / name
     writer = filled(path)
@@ -406,40 +367,10 @@ def test_lines_of_somebody_else_behind_ours_are_kept(
     assert path.read_bytes() == before
 
 
-RECORD: dict[str, list[Any]] = {
-    "format_version": [2],
-    "counts": [
-        {"families": {"a": {"rows": 1}}},
-        {"families": {"": dict.fromkeys((*KEPT, *DROPPED), -1)}},
-    ],
-    "seeds": [[-1]],
-    "bytes": ["10", -1, 3, 10**9, 10**30],
-    "more": [1],
-}
-"""More values of other types: test_damage.py."""
-
-
-@pytest.mark.parametrize(
-    "change",
-    [*("", {}), *({name: value} for name, values in RECORD.items() for value in values)],
-)
-def test_a_strange_record_loses_no_line(tmp_path: Path, change: Any) -> None:
-    path = tmp_path / "a.jsonl.gz"
-    filled(path, 0, 1)
-    whole = json.loads(record(path).read_text())
-    changed = isinstance(change, dict) and change.keys() <= RECORD.keys() and change
-    record(path).write_text(json.dumps(whole | change if changed else change))
-    before = snapshot(tmp_path)
-    with pytest.raises(InvalidData) as caught:
-        opened(path)
-    one_line(caught, path)
-    assert snapshot(tmp_path) == before
-
-
 def test_other_versions_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     filled(tmp_path / "a.jsonl")
     with caplog.at_level(logging.WARNING):
         opened(tmp_path / "a.jsonl")
         assert not caplog.messages
-        Writer(tmp_path / "a.jsonl", OPTIONS, {"torch": "2"})
+        text.Writer(tmp_path / "a.jsonl", OPTIONS, {"torch": "2"})
     assert "other versions than {'torch': '2'}" in caplog.messages[0]

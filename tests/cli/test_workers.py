@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -16,8 +15,7 @@ from selfspec.cli.main import main
 from selfspec.errors import InvalidOption
 from selfspec.training.text import Writer
 from tests.authors import RECIPE
-from tests.models import make_model
-from tests.talks import WORDS, make_talks, make_tokenizer
+from tests.cli.fakes import link_all
 
 cluster: Any = pytest.importorskip("selfspec.cluster", exc_type=ImportError)  # before ray itself
 
@@ -30,16 +28,10 @@ CACHE += ["--batch-tokens", "64"]
 
 
 @pytest.fixture(autouse=True, scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def place(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The current folder, with models, prompts and talks; Ray is up, once for all."""
-    folder = tmp_path_factory.mktemp("workers")
-    for name, size in (("words", len(WORDS)), ("model", 96)):
-        model = make_model("llama", vocab_size=size)
-        model.save_pretrained(folder / name)
-        make_tokenizer().save_pretrained(folder / name)
+    folder = link_all(made, tmp_path_factory.mktemp("workers"))
     (folder / "prompts.yaml").write_text(RECIPE)
-    talks = [{"input_ids": list(t.ids), "answer_start": 5} for t in make_talks(model)]
-    (folder / "talks.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         with cluster.started(num_cpus=2):
@@ -47,9 +39,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             yield folder
 
 
-def test_a_killed_workers_batch_is_written_by_another_and_the_file_is_the_same(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_workers_batch_is_written(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the first batch one stops, with the batch that it has or is given, and is killed."""
     assert main([*DATA, "--output", "alone.jsonl"]) == 0
     victims, append = list[psutil.Process](), Writer.append

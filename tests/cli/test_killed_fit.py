@@ -6,7 +6,6 @@ operation on a file, halves of files included. Real kills: tests/test_files.py.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -21,8 +20,6 @@ from selfspec.heads import exit_heads as heads_module
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.model.backbone import Backbone
 from selfspec.training import fit
-from tests.models import make_model
-from tests.talks import make_talks, make_tokenizer
 
 FIT = ["fit", "--model", "model", "--dtype", "float32", "--data", "talks.jsonl"]
 FIT += ["--validation", "talks.jsonl", "--batch-tokens", "128", "--draft-vocab-size", "80"]
@@ -71,14 +68,7 @@ class Moments:
 
 
 @pytest.fixture(autouse=True)
-def workplace(tmp_path: Path, backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The current folder: a tiny model and conversations."""
-    make_model("llama").save_pretrained(tmp_path / "model")
-    make_tokenizer().save_pretrained(tmp_path / "model")
-    talks = make_talks(backbone.model)
-    lines = [json.dumps({"input_ids": list(t.ids), "answer_start": 5}) for t in talks]
-    (tmp_path / "talks.jsonl").write_text("\n".join(lines) + "\n")
-    monkeypatch.chdir(tmp_path)
+def place(workplace: Path) -> None:
     PLACE.mkdir()
 
 
