@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +44,7 @@ from selfspec.training.options import (
     plain,
     record_of,
     require_same,
+    seconds_of,
 )
 from selfspec.training.recipe import Passages, Recipe, read_recipe
 from selfspec.training.text import Conversation, Reader, Writer, encoded, special_ids, user_turns
@@ -79,15 +79,6 @@ WAYS: dict[str, dict[str, Any]] = {  # what is compared
 }
 
 Show = Callable[[float, float, str], None]  # gets seconds spent, seconds in all, and words
-
-
-def seconds_of(budget: str) -> float:
-    """90s, 30m or 2h in seconds. Raises InvalidOption."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(s|m|h)", budget.strip())
-    seconds = float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]] if found else 0.0
-    if seconds < 10.0:
-        raise InvalidOption(f"budget is {budget}, expected at least 10 seconds: 90s, 30m, 2h")
-    return seconds
 
 
 class Row(NamedTuple):

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 import selfspec
-from selfspec.adaptation import BEFORE, HEADS, REPORT, STATE, TEXT, WAYS, Report, Row, seconds_of
+from selfspec.adaptation import BEFORE, HEADS, REPORT, STATE, TEXT, WAYS, Report, Row
 from selfspec.cli.main import main
 from selfspec.errors import CannotWrite, InvalidData, InvalidOption, SelfspecError
 from selfspec.heads.folder import known_folders, read_config
+from selfspec.training.options import seconds_of
 from tests.authors import RECIPE
 from tests.models import make_model
 from tests.talks import WORDS, make_tokenizer

@@ -23,7 +23,14 @@ from selfspec.heads import folder as folders
 from selfspec.hub import models as hub
 from selfspec.options import FITTED
 from selfspec.training import text
-from selfspec.training.options import PRESETS, CacheOptions, DataOptions, FitOptions, plain
+from selfspec.training.options import (
+    PRESETS,
+    CacheOptions,
+    DataOptions,
+    FitOptions,
+    plain,
+    seconds_of,
+)
 from selfspec.training.text import Reader, Writer
 
 if TYPE_CHECKING:
@@ -199,6 +206,8 @@ def adapt(*, asked: Asked) -> None:
     learn on. Nothing else should run meanwhile.
     """
     _check(asked)
+    if "budget" in asked:
+        seconds_of(asked["budget"])
     base.check_template(asked, "adapt")
     given = {name: value for name, value in asked.items() if name != "config"}
     from selfspec.adaptation import adapt as made

@@ -6,6 +6,7 @@ Records of a run are checked against a run that goes on from them. Imports no to
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -233,6 +234,15 @@ def plain(options: Any) -> dict[str, Any]:
 # --- what a run leaves, which the next one goes on from
 
 _WRONG = (InvalidData, InvalidOption, OSError, RuntimeError, SafetensorError)
+
+
+def seconds_of(budget: str) -> float:
+    """90s, 30m or 2h in seconds. Raises InvalidOption."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(s|m|h)", budget.strip())
+    seconds = float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]] if found else 0.0
+    if seconds < 10.0:
+        raise InvalidOption(f"budget is {budget}, expected at least 10 seconds: 90s, 30m, 2h")
+    return seconds
 
 
 @contextmanager

@@ -114,6 +114,7 @@ generate a --drafter ngram+rest                  | needs a datastore
 generate a --kv-memory 1GB                       | are for --prompts
 generate a --model untaught --heads none         | no chat template: is it a base model? Give
 generate a --model talks.gguf                    | talks.gguf is no GGUF file
+adapt --output new --budget 5x                   | budget is 5x, expected at least 10 seconds
 data --model untaught --tokens 9 --output x      | a text: selfspec data --raw --model untaught
 generate --prompts prompts.jsonl                 | --prompts and --output go together
 generate a --prompts prompts.jsonl --output new  | --prompts and another prompt at once
