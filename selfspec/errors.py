@@ -112,6 +112,7 @@ _WORDS: dict[Any, tuple[str, str]] = {  # one value of a type, and several
     float: ("a finite number", "finite numbers"),
     str: ("text", "texts"),
     dict: ("names and values", "names and values"),
+    Mapping: ("names and values", "names and values"),
     types.NoneType: ("None", "None"),
     Any: ("a value", "values"),
 }
@@ -210,7 +211,7 @@ def described(hint: Any) -> str:
         return f"a list of {' and '.join(several)}" if several else "a list"
     if origin is Callable:
         return "a function"
-    return _WORDS.get(hint, (f"a {getattr(hint, '__name__', hint)}",) * 2)[0]
+    return _WORDS.get(origin, (f"a {getattr(hint, '__name__', hint)}",) * 2)[0]
 
 
 def shown(value: object) -> str:

@@ -179,6 +179,8 @@ class Request:
 def check_options(options: Mapping[str, Any], vocab_size: int) -> None:
     """Raise InvalidOption for keywords of `generate` that make no sense; None is "not given"."""
     hints = annotations_of(GenerateOptions)
+    for name in options.keys() & REFUSED.keys():
+        raise InvalidOption(f"{name} is not supported. Leave it out")
     check_keys(options, hints, "option")
     given = {name: value for name, value in options.items() if value is not None}
     ours = {name: value for name, value in given.items() if name not in OPTION_NAMES}

@@ -148,8 +148,8 @@ def answer_all(asked: Asked, options: dict[str, Any], *, more: bool) -> str:
 def _counted(answers: list[dict[str, Any]]) -> str:
     tokens = sum(len(one.get("token_ids", ())) for one in answers)
     why = [one["error"] for one in answers if "error" in one]
-    failed = f", {len(why)} without an answer; the first: {why[0]}" if why else ""
-    return f"{len(answers)} answers, {tokens} tokens{failed}"
+    failed = f", without an answer: {len(why)}; the first: {why[0]}" if why else ""
+    return f"{len(answers) - len(why)} answers, {tokens} tokens{failed}"
 
 
 def _read(path: Path, system: str | None, *, raw: bool) -> list[Messages]:

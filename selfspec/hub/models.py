@@ -407,6 +407,8 @@ def resolve_heads(name: str | Path) -> Path:
 
     A folder of `selfspec adapt` has them in `heads`. Raises HeadsNotFound with the names that are.
     """
+    if not str(name):
+        raise HeadsNotFound(f"heads is empty. {_known_heads()}")
     path = files.local_path(name)
     for folder in (path, path / "heads"):
         if (folder / "config.json").is_file():

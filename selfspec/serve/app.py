@@ -161,7 +161,8 @@ def _chat_page() -> HTMLResponse:
 async def _refuse_path(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
     said = "is not a path of this server" if status == 404 else f"does not take {request.method}"
-    return gate.response(Refused(status, f"{request.url.path} {said}"))
+    headers = getattr(error, "headers", None)  # what it does take
+    return gate.response(Refused(status, f"{request.url.path} {said}", headers=headers))
 
 
 # --- what one request gets back

@@ -143,7 +143,7 @@ def test_answers_are_in_order(speculator: FakeSpeculator, asked: list[str], call
     assert (first["token_ids"], first["stats"]) == ([5, 6], {"new_tokens": 2})
     assert speculator.given == {"max_new_tokens": 9, "raw": False}
     assert speculator.room == (engine.MOST_TEXTS, None)
-    assert "6 tokens, 1 without an answer; the first: no such" in said
+    assert "3 answers, 6 tokens, without an answer: 1; the first: no such" in said
     assert not PARTIAL.exists()
 
 

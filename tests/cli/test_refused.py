@@ -108,6 +108,7 @@ generate a --config nowhere                      | cannot take the config: canno
 generate a --dtype float31                       | 'float31' is not one of 'float32'
 generate a --device 0                            | device is '0', expected cpu
 generate a --heads nowhere                       | 'nowhere' is neither a folder nor a known name
+generate a --heads ''                            | heads is empty. Known
 generate a --model nowhere.gguf                  | 'nowhere.gguf' is not there
 generate a --drafter ngram+draft-model           | needs a second model
 generate a --drafter ngram+rest                  | needs a datastore

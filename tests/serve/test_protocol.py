@@ -261,6 +261,7 @@ def test_a_bad_body_or_path_is_refused(
     url = f"{server.address}{path}"
     answer = httpx.request(method, url, content=body, headers=JSON, timeout=60)
     assert answer.status_code == status
+    assert answer.headers.get("allow") == ("POST" if status == 405 else None)
     assert answer.json()["error"]["type"] == "invalid_request_error"
     assert "ChatBody" not in answer.json()["error"]["message"]
 
