@@ -86,6 +86,11 @@ def local_path(name: str | Path) -> Path:
     return path
 
 
+def is_url(name: object) -> bool:
+    """Whether it names no file of this machine."""
+    return "://" in str(name)
+
+
 def sha256(path: Path, begin: bytes = b"") -> str:
     """The hash of `begin` and a file's bytes."""
     found = hashlib.sha256(begin)

@@ -143,7 +143,7 @@ def writing(output: str | Path) -> AbstractContextManager[None]:
 
     What a URL names is not locked.
     """
-    locks = base.is_first() and "://" not in str(output)
+    locks = base.is_first() and not files.is_url(output)
     return files.locked(Path(output).absolute()) if locks else nullcontext()
 
 

@@ -346,12 +346,11 @@ class Manifest:
     def read(cls, where: str | Path | Place) -> Manifest:
         """Raises InvalidData for a folder without one that this version reads."""
         place = where if isinstance(where, Place) else Place(where)
-        what, way_out = (
-            f"{place.name} is no feature cache",
+        path, way_out = (
+            place.pull(place.folder / MANIFEST),
             "Run selfspec cache with another --output",
         )
-        path = place.pull(place.folder / MANIFEST)
-        with explained(what, way_out):
+        with explained(f"{place.name} is no feature cache", way_out):
             found = read_json(path)
             if not isinstance(found, dict) or found.get("format_version") != FORMAT_VERSION:
                 raise InvalidOption(f"its format version is not {FORMAT_VERSION}")
@@ -378,7 +377,7 @@ class Place:
         """Raises InvalidOption for a URL that cannot be opened here."""
         self.name, self._there = str(name), None
         self.folder = Path(name)
-        if is_url(name):
+        if files.is_url(name):
             try:
                 self._there, self._root = url_to_fs(self.name)
             except Exception as error:  # any package's that fsspec has for it
@@ -396,8 +395,9 @@ class Place:
     @contextmanager
     def opened(self, path: Path) -> Iterator[Any]:
         """A shard. Raises InvalidData."""
-        what = f"{self.name}/{path.name} is damaged"
-        with explained(what, "Run selfspec cache again"), safe_open(self.pull(path), "pt") as file:
+        what, then = f"{self.name}/{path.name} is damaged", "Run selfspec cache again"
+        then = then if self._there is None else "Remove it there, then run selfspec cache again"
+        with explained(what, then), safe_open(self.pull(path), "pt") as file:
             yield file
 
     def push(self, path: Path) -> None:
@@ -428,14 +428,9 @@ class Place:
             raise kind(f"cannot {what} {self.name}: {first_line(error)}") from error
 
 
-def is_url(name: object) -> bool:
-    """Whether fsspec is to open it."""
-    return "://" in str(name)
-
-
 def check_output(name: str, reads: Iterable[object] = ()) -> Path:
     """The folder, if it is new, free of such files, or a feature cache. Raises CannotWrite."""
-    if is_url(name):
+    if files.is_url(name):
         return Place(name).folder
     folder = Path(name)
     shards = [path.name for path in folder.glob("shard-*")] if name and folder.is_dir() else []

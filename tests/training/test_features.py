@@ -233,7 +233,7 @@ def test_features_of_a_url_are_those_of_a_folder(
     for index in range(len(stream.sizes)):
         assert_same(found.batch(index), stream.batch(index))
     there.pipe_file(f"/{tmp_path.name}/{path.name}", b"damaged")
-    with pytest.raises(InvalidData, match=f"{url}"):
+    with pytest.raises(InvalidData, match=f"{url}/{path.name} is damaged.* Remove it there"):
         store.CacheSource(url, backbone)
 
 
