@@ -39,8 +39,8 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27186,
-    "model": 6783,
+    "tests/": 27197,
+    "model": 6809,
     "decoding": 5027,
     "training": 3784,
     "eval": 2843,

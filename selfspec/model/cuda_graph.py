@@ -10,6 +10,7 @@ Nothing here needs a GPU but `graph_capture`.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -62,6 +63,10 @@ class StaticSlots:
             self.values = [_zeros(values[:, :, None], lanes, slots) for _, values in self._samples]
         self.slots = slots
         self.tenants, self._lanes = [lambda: None] * lanes, [*range(lanes)]
+
+    def size_of(self, lanes: int, slots: int) -> int:
+        """Bytes that so many would take."""
+        return lanes * slots * sum(one.nbytes for both in self._samples for one in both)
 
     def strangers(self, caches: Sequence[KVCache]) -> int:
         """Sequences that have a lane, and are none of these."""
@@ -140,8 +145,9 @@ def _zeros(like: Tensor, *slots: int) -> Tensor:
 
 _MOST_GRAPHS = 256  # kept at a time; the one unused for longest makes room
 
-_MOST_LANES = 8
-"""Texts whose keys and values stay in slots of their own: those of others are moved in and out."""
+_MOST_LANES = 128
+"""Texts whose keys and values stay in slots of their own, as far as half of the free memory goes:
+those of others are moved in and out."""
 
 _ANY_TEXTS = 1 << 16  # in one call; it runs as many passes as it takes
 
@@ -337,14 +343,19 @@ class CudaGraphExecutor:
 
     def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
         """Layers first+1..last on [T, d]; adds to the KV caches."""
-        found, spans = list[Tensor](), rows.spans
+        counts = [span.count for span in rows.spans]
+        parts = hidden.split(counts)
+        found = list(parts)
         with self._lock:
-            self._make_room(spans, first)
-            while spans:
-                some = spans[: self._together(spans)]
-                spans, count = spans[len(some) :], sum(span.count for span in some)
-                found.append(self._pass(hidden[:count], first, last, some))
-                hidden = hidden[count:]
+            self._make_room(rows.spans, first)
+            waiting = self._in_order(rows.spans)
+            while waiting:
+                some = waiting[: self._together([counts[at] for at in waiting])]
+                waiting = waiting[len(some) :]
+                block = parts[some[0]] if len(some) == 1 else torch.cat([parts[at] for at in some])
+                output = self._pass(block, first, last, [rows.spans[at] for at in some])
+                for at, part in zip(some, output.split([counts[at] for at in some]), strict=True):
+                    found[at] = part
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _make_room(self, spans: Sequence[Span], first: int) -> None:
@@ -353,6 +364,10 @@ class CudaGraphExecutor:
         texts = len(caches) + held.strangers(caches)
         lanes = max(held.lanes, min(self._most_lanes, 1 << (texts - 1).bit_length()))
         slots = max(held.slots, *(self._count(_needed(span, first)) for span in spans))
+        if (lanes, slots) != (held.lanes, held.slots):
+            room = (_free_bytes(self._hidden.device) + held.size_of(held.lanes, held.slots)) / 2
+            while lanes > 1 and held.size_of(lanes, slots) > room:
+                lanes //= 2
         while (lanes, slots) != (held.lanes, held.slots):
             self.replays.clear()
             try:
@@ -362,9 +377,16 @@ class CudaGraphExecutor:
                     raise
                 lanes = self._most_lanes = lanes // 2
 
-    def _together(self, spans: Sequence[Span]) -> int:
+    def _in_order(self, spans: Sequence[Span]) -> list[int]:
+        """Texts whose lanes are neighbours share passes, which see few other lanes then."""
+        order = list(range(len(spans)))
+        if 1 < len(spans) <= self._slots.lanes:
+            order.sort(key=self._slots.lend([span.kv for span in spans]).__getitem__)
+        return order
+
+    def _together(self, counts: Sequence[int]) -> int:
         """How many of the first texts share a pass: one, or as many as keep the bits they have."""
-        rows = accumulate(span.count for span in spans[: self._slots.lanes])
+        rows = accumulate(counts[: self._slots.lanes])
         return max(1, sum(count <= self._alike for count in rows))
 
     def _pass(self, hidden: Tensor, first: int, last: int, spans: Sequence[Span]) -> Tensor:
@@ -520,6 +542,10 @@ class CudaGraphExecutor:
                 break
             alike = count
         return alike
+
+
+def _free_bytes(device: torch.device) -> float:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
 
 
 def _needed(span: Span, first: int) -> int:

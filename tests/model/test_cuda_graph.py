@@ -165,13 +165,16 @@ def test_sequences_that_take_turns_keep_the_bits_they_have_alone(backbone: Backb
 
 @torch.inference_mode()
 @pytest.mark.parametrize(
-    ("count", "moves", "full"), [(8, 0, False), (9, 2 * 9, False), (2, 2 * 2, True)]
+    ("count", "moves", "room"),
+    [(8, 0, None), (9, 2 * 9, None), (2, 2 * 2, "none"), (9, 2 * 9, "half"), (4, 0, "half")],
 )
 def test_eight_texts_in_turns_stay_where_they_are(
-    count: int, moves: int, full: bool, monkeypatch: pytest.MonkeyPatch
+    count: int, moves: int, room: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of nine each goes out and comes in again; so do two where memory has no room for both."""
+    """Of nine each goes out and comes in again; so do as many as memory has no room for."""
     backbone, moved, grow = recorded(), Counter[str](), StaticSlots.grow
+    executor_of(backbone)._most_lanes = 8
+    four = 4.5 * executor_of(backbone)._slots.size_of(1, 1024)
     move_to = KVCache.move_to
 
     def noted(kv: KVCache, *buffers: Any) -> None:
@@ -185,8 +188,12 @@ def test_eight_texts_in_turns_stay_where_they_are(
         grow(held, 1, slots)
 
     monkeypatch.setattr(KVCache, "move_to", noted)
-    if full:
+    if room == "none":
         monkeypatch.setattr(StaticSlots, "grow", no_room)
+    elif room == "half":  # for four texts
+        slots = executor_of(backbone)._slots
+        free: Any = lambda _: 2 * four - slots.size_of(slots.lanes, slots.slots)  # noqa: E731
+        monkeypatch.setattr(cuda_graph, "_free_bytes", free)
     hidden, texts = backbone.embed(random_ids(3)[0]), [KVCache(6) for _ in range(count)]
     for row in hidden.split(1):  # by the last round there are as many lanes as there can be
         moved.clear()
@@ -209,7 +216,7 @@ def sharing(family: str = "llama", dtype: torch.dtype = torch.float64) -> Backbo
 def test_rows_of_many_texts_share_a_graph(family: str) -> None:
     """Prompts, chains and a tree of texts of different lengths, some of which come later."""
     backbone = sharing(family)
-    ours, theirs = ([KVCache(6) for _ in range(5)] for _ in range(2))
+    ours, theirs = ([KVCache(6) for _ in range(20)] for _ in range(2))
     tree, replays = (-1, -2, 0, 0), list[int]()
     calls: list[dict[int, Any]] = [  # rows of texts, or whom each of them follows
         {0: 30},  # prompts run as they are
@@ -218,6 +225,8 @@ def test_rows_of_many_texts_share_a_graph(family: str) -> None:
         {0: 1, 1: tree, 2: 2},
         {0: 1, 1: tree, 2: 1, 3: 9, 4: 1},
         {4: 2, 2: 1, 0: 5, 1: 1},
+        {text * 7 % 20: 1 for text in range(20)},
+        dict.fromkeys(range(20), 1),
     ]
     run, executor = Replays.run, executor_of(backbone)
 
@@ -245,8 +254,10 @@ def test_rows_of_many_texts_share_a_graph(family: str) -> None:
             if call.get(1) == tree:
                 kv.keep(kv.length() - 4, (0, 3))
     # what is longer than the rows that keep their bits runs by itself
-    assert replays == [0, 2, 1, 1, 3, 2]
-    assert executor._slots.lanes == 8
+    assert replays == [0, 2, 1, 1, 3, 2, 3, 3]
+    assert executor._slots.lanes == 32
+    sizes = {key.size for key in executor.replays._graphs if isinstance(key, Segment)}
+    assert max(sizes) == 8  # neighbours together
 
 
 def test_texts_of_an_engine_share_passes_and_stay_as_they_are() -> None:
