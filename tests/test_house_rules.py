@@ -40,7 +40,7 @@ LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
     "tests/": 27197,
-    "model": 6809,
+    "model": 6811,
     "decoding": 5027,
     "training": 3784,
     "eval": 2843,

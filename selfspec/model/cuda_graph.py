@@ -369,6 +369,8 @@ class CudaGraphExecutor:
             while lanes > 1 and held.size_of(lanes, slots) > room:
                 lanes //= 2
         while (lanes, slots) != (held.lanes, held.slots):
+            said = "room for %d texts of %d positions: passes are captured anew"
+            logger.info(said, lanes, slots)
             self.replays.clear()
             try:
                 held.grow(lanes, slots)
