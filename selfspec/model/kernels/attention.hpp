@@ -7,6 +7,7 @@
 
 #pragma once
 
+#include <optional>
 #include <vector>
 
 #include "functions.hpp"
@@ -52,15 +53,11 @@ struct Store {
   Number* key_block(long slot) const { return pages[slot / BLOCK] + keys; }
   Number* value_block(long slot) const { return pages[slot / BLOCK] + values; }
 
-  // A position's key and value, [width], to their places of a block, or from those of another. Of the
-  // lines that a value shares with its neighbours no other number is touched: other threads write
-  // these.
-  void put_key(const Number* key, long place, Number* block, long apart = 1) const {
-    Number* const to = block + key_at(place);
-    for (long j = 0; j < width; j += STEP) std::copy_n(key + j * apart, STEP, to + j * PANEL);
-  }
-  void copy_key(const Number* block, long there, long place, Number* to) const {
-    put_key(block + key_at(there), place, to, PANEL);
+  // A position's key and value, [width], to their places of a block. Of the lines that a value shares
+  // with its neighbours no other number is touched: other threads write these.
+  void put_key(const Number* key, long place, Number* block) const {
+    Number* const to = block + place / PANEL * PANEL * width + place % PANEL * STEP;
+    for (long j = 0; j < width; j += STEP) std::copy_n(key + j, STEP, to + j * PANEL);
   }
   void put_value(const Number* value, long place, Number* block) const {
     for (long j = 0; j < width; j += PANEL) {
@@ -84,7 +81,6 @@ struct Store {
   }
 
  private:
-  long key_at(long place) const { return place / PANEL * PANEL * width + place % PANEL * STEP; }
   static long value_at(long place, long j) { return j * BLOCK + place / STEP * STEP * PANEL + place % STEP; }
 };
 
@@ -172,19 +168,20 @@ struct Running {
   Heads heads = {};
   long queries = 0;
   Lines<Input> asked, weights;  // [places] of a head's numbers; [QUERIES] of BLOCK
-  Lines<float> scores, sums;    // [QUERIES, BLOCK]; [places, width]
+  Lines<float> scores, sums;    // [QUERIES, BLOCK and more]; [places, width]
   std::vector<float> best;      // [queries] the score that weights count from
   std::vector<Vector> all;      // [queries] which add up to the sum of weights
 
   // Numbers that keep what `count` queries have seen.
   static long room(const Heads& heads, long count) { return count * (HEADER + heads.width()); }
 
-  void shape(const Heads& its, long count) {
+  // `more`: places for scores behind those of a block.
+  void shape(const Heads& its, long count, long more) {
     const long places = count < QUERIES ? count : up(count, QUERIES) * QUERIES;
     heads = its, queries = count;
     asked.shape(places, Arithmetic::inputs(heads.size)), asked.clear();
     weights.shape(QUERIES, Arithmetic::inputs(BLOCK)), weights.clear();
-    scores.shape(QUERIES, BLOCK), sums.shape(places, heads.width());
+    scores.shape(QUERIES, BLOCK + up(more, PANEL) * PANEL), sums.shape(places, heads.width());
     best.resize(count), all.resize(count);
   }
 
@@ -201,9 +198,9 @@ struct Running {
     Kind::prepare(rounded.data(), heads.size, asked[query]);
   }
 
-  // Queries from `first` on meet the keys at [low, high), whole panels of them.
-  void meet(const Arithmetic& by, long first, long low, long high, const Number* keys, long ahead) {
-    add_up(by, up(high - low, PANEL), up(heads.size, STEP), {asked[first], asked.apart, 0},
+  // Queries from `first` on meet `count` keys, whole panels of them; scores go to places from `low` on.
+  void meet(const Arithmetic& by, long first, long low, long count, const Number* keys, long ahead) {
+    add_up(by, up(count, PANEL), up(heads.size, STEP), {asked[first], asked.apart, 0},
            {keys, PANEL * STEP, PANEL * heads.width()},
            {scores[first % QUERIES] + low, scores.apart, PANEL}, ahead, true);
   }
@@ -350,22 +347,23 @@ void keep(const Heads& heads, const Work& work, const std::vector<Text>& texts,
   turned.resize(heads.size), numbers.assign(heads.width(), Number(0));
   const long rows = work.owners.size();
 #pragma omp for collapse(2)
-  for (long at = 0; at < rows; at++)
-    for (long head = 0; head < heads.kv; head++) {
-      const Text& text = texts[work.owners[at]];
-      const long row = at - text.span.first, slot = text.span.held + row, place = slot % BLOCK;
-      const long number = heads.queries() + head;
-      const Number* const key = projected + at * heads.row() + number * heads.size;
-      const Store store = text.store.of(heads, head);
-      turn(heads, number, key, text.rotations + row * heads.rotated, turned.data());
-      for (long j = 0; j < heads.size; j++) numbers[j] = narrow(turned[j]);
-      store.put_key(numbers.data(), place, store.key_block(slot));
-      std::copy_n(key + heads.kv * heads.size, heads.size, numbers.data());
-      store.put_value(numbers.data(), place, store.value_block(slot));
-      if (row + 1 < text.span.rows || !((place + 1) % STEP)) continue;
-      // nothing times what another text left there may be no number
-      store.clear_value(place + 1, store.value_block(slot));
-    }
+  for (long head = 0; head < heads.kv; head++)
+    for (long first = 0; first < rows; first += BLOCK)  // neighbours share cache lines: one thread's
+      for (long at = first; at < std::min(first + BLOCK, rows); at++) {
+        const Text& text = texts[work.owners[at]];
+        const long row = at - text.span.first, slot = text.span.held + row, place = slot % BLOCK;
+        const long number = heads.queries() + head;
+        const Number* const key = projected + at * heads.row() + number * heads.size;
+        const Store store = text.store.of(heads, head);
+        turn(heads, number, key, text.rotations + row * heads.rotated, turned.data());
+        for (long j = 0; j < heads.size; j++) numbers[j] = narrow(turned[j]);
+        store.put_key(numbers.data(), place, store.key_block(slot));
+        std::copy_n(key + heads.kv * heads.size, heads.size, numbers.data());
+        store.put_value(numbers.data(), place, store.value_block(slot));
+        if (row + 1 < text.span.rows || !((place + 1) % STEP)) continue;
+        // nothing times what another text left there may be no number
+        store.clear_value(place + 1, store.value_block(slot));
+      }
 }
 
 // The queries of one key head and some rows: from projections to what they see, and back.
@@ -390,7 +388,7 @@ struct Tile {
   void open(const Number* projected, Running& seen) const {
     thread_local std::vector<float> turned;
     turned.resize(heads.size);
-    seen.shape(heads, queries());
+    seen.shape(heads, queries(), text.span.parents ? text.span.rows : 0);
     for (long q = 0; q < queries(); q++) {
       const Number* const row_of_pass = projected + (text.span.first + row(q)) * heads.row();
       turn(heads, number(q), row_of_pass + number(q) * heads.size,
@@ -407,33 +405,19 @@ struct Tile {
   }
 };
 
-// What a row alone sees of a block from a whole number of panels, `cut`, on: `count` positions, of
-// which the first `same` lie in the block, and all others at `slots`.
-struct Own {
-  const Store& store;
-  long block, cut, count, same;  // block: its first slot
-  const long* slots;             // [count]
-
-  // As a block has those of its first positions.
-  void keys(Number* to) const {
-    const long panel = PANEL * store.width;
-    std::copy_n(store.key_block(block) + cut / PANEL * panel, up(same, PANEL) * panel, to);
-    for (long i = same; i < count; i++)
-      store.copy_key(store.key_block(slots[i]), slots[i] % BLOCK, i, to);
-  }
-
-  // Those before number `seen` are 0.
-  void values(long seen, Number* to) const {
-    const long line = PANEL * STEP, panel = PANEL * BLOCK;
-    for (long p = 0; p < store.width / PANEL; p++)
-      std::copy_n(store.value_block(block) + p * panel + cut * PANEL, up(same, STEP) * line,
-                  to + p * panel);
-    for (long i = same; i < count; i++)
-      store.copy_value(store.value_block(slots[i]), slots[i] % BLOCK, i, to);
-    if (count % STEP) store.clear_value(count, to);
-    for (long i = 0; i < seen; i++) store.clear_value(i, to);
-  }
-};
+// The values that a row alone sees of a block from `cut` on, as a block has those of its first
+// positions: `same` that lie in the block, up to `count` at `slots`; those before `seen` are 0.
+inline void own_values(const Store& store, long block, long cut, long count, long same,
+                       const long* slots, long seen, Number* to) {
+  const long line = PANEL * STEP, panel = PANEL * BLOCK;
+  for (long p = 0; p < store.width / PANEL; p++)
+    std::copy_n(store.value_block(block) + p * panel + cut * PANEL, up(same, STEP) * line,
+                to + p * panel);
+  for (long i = same; i < count; i++)
+    store.copy_value(store.value_block(slots[i]), slots[i] % BLOCK, i, to);
+  if (count % STEP) store.clear_value(count, to);
+  for (long i = 0; i < seen; i++) store.clear_value(i, to);
+}
 
 // Whether values of a block are numbers, at [low, high) or a little more: others times 0 are none.
 inline bool are_numbers(const Number* values, long low, long high, long width) {
@@ -471,37 +455,42 @@ void look(const Tile& tile, long chunk, const Arithmetic& by, Running& seen, Num
     const bool apart = !alike && !are_numbers(values, seen_by_all, there, store.width);
     const long common = span.parents ? old : BLOCK;
     const long cut = apart ? 0 : common / UNBROKEN * UNBROKEN, shared = std::min(cut, there);
+    // slots whose keys a row of a tree may look at lie in this block and in those that follow
+    const bool tree = span.parents && held < at + BLOCK;
+    const long reach = tree ? span.held + span.rows : at + there;
     for (long first = 0; first < tile.queries(); first += QUERIES) {
       const long last = std::min(first + QUERIES, tile.queries());
-      // what a row's queries from `query` on do with its own positions
-      const auto alone = [&](long query, const auto& work) {
-        const long row = tile.row(query), to = std::min(BLOCK, span.position(row) + 1 - at);
-        const long end = std::min(last, (row + 1 - tile.first) * heads.group);
-        if (to > cut) {
-          long slots[BLOCK];
-          span.path(row, at + cut, at + to, slots);
-          const long count = to - cut, same = std::max(0L, std::min(common - cut, count));
-          work(Own{store, at, cut, count, same, slots}, Arithmetic(end - query), query, to);
-          by.use();
-        }
-        return end;
-      };
-      if (shared) seen.meet(by, first, 0, shared, keys, bytes(keys, store.key_block(next)));
-      for (long q = first; cut < BLOCK && q < last;)
-        q = alone(q, [&](const Own& own, const Arithmetic& few, long query, long to) {
-          own.keys(room);
-          seen.meet(few, query, cut, to, room, 0);
-        });
+      for (long b = at; b < reach; b += BLOCK)
+        seen.meet(by, first, b - at, std::min(BLOCK, reach - b), store.key_block(b),
+                  b == at ? bytes(keys, store.key_block(next)) : 0);
+      long slots[BLOCK];
+      for (long q = first; tree && q < last; q++) {
+        const long row = tile.row(q), from = std::max(at, held);
+        const long to = std::min(at + BLOCK, span.position(row) + 1);
+        float* const scores = seen.scores[q % QUERIES];
+        span.path(row, from, to, slots);
+        for (long p = from; p < to; p++) scores[p - at] = scores[slots[p - from] - at];
+      }
       seen.weigh(first, last - first, whole, [&](long query) {
         const long position = span.position(tile.row(query));
         return std::pair(std::max(0L, start(position) - at), std::min(BLOCK, position + 1 - at));
       });
       if (shared) seen.mix(by, first, 0, shared, values, bytes(values, store.value_block(next)));
-      for (long q = first; cut < BLOCK && q < last;)
-        q = alone(q, [&](const Own& own, const Arithmetic& few, long query, long to) {
-          own.values(start(span.position(tile.row(query))) - at - cut, room);
-          seen.mix(few, query, cut, to, room, 0);
-        });
+      if (cut == BLOCK) continue;
+      std::optional<Arithmetic> few;
+      for (long q = first, end, height = 0; q < last; q = end) {
+        const long row = tile.row(q), position = span.position(row);
+        const long to = std::min(BLOCK, position + 1 - at);
+        end = std::min(last, (row + 1 - tile.first) * heads.group);
+        if (to <= cut) continue;
+        if (height != end - q) few.emplace(height = end - q);
+        span.path(row, at + cut, at + to, slots);
+        const long same = std::max(0L, std::min(common, to) - cut);
+        own_values(store, at, cut, to - cut, same, slots, start(position) - at - cut, room);
+        seen.mix(*few, q, cut, to, room, 0);
+      }
+      few.reset();
+      by.use();
     }
   }
 }

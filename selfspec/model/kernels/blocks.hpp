@@ -357,6 +357,7 @@ struct Kept {
         if (LEAST) sums[r] += least * total[r];
       }
     };
+    written(tiles);
     // two on their way while two are added
     MULTIPLY(0, 4, 6, first)
     MULTIPLY(1, 5, 7, first + 1)
@@ -378,19 +379,22 @@ struct Kept {
   }
 
  public:
-  // Adds to the sums of `groups` times `height` rows, at most ROWS each, for `count` panels that lie
-  // `size` bytes apart: some inputs of one stay in the cache while all rows pass. `totals`:
+  // Adds to the sums of `groups` times `height` rows, at most ROWS each, for `count` of `left` panels
+  // that lie `size` bytes apart: some inputs of one stay in the cache while all rows pass. `totals`:
   // [groups, in / GROUP, ROWS_OF_TILE].
   template <int ROWS>
-  static void multiply_tiles(long in, long groups, long height, long count, Block<const Input> x,
-                             const float* totals, const uint8_t* panel, long size, Block<float> sums) {
-    constexpr long MOST = 24;
+  static void multiply_tiles(long in, long groups, long height, long count, long left,
+                             Block<const Input> x, const float* totals, const uint8_t* panel,
+                             long size, Block<float> sums) {
+    constexpr long MOST = ROWS > 4 ? 12 : 18;  // with their rows they stay in the first cache
     thread_local std::vector<Tile> tiles(MOST);
     const long all = in / GROUP, pieces = up(all, MOST);
+    const uint8_t* const behind = panel + left * size;
     for (long p = 0; p < count; p++, panel += size)
       for (long piece = 0; piece < pieces; piece++) {
         const long first = all * piece / pieces, end = all * (piece + 1) / pieces;
-        const uint8_t* const next = end < all ? group(panel, end * GROUP) : panel + size;
+        const uint8_t *const here = group(panel, first * GROUP), *const there = here + 2 * AHEAD,
+                      *const next = there < behind ? there : here;
         for (long g = first; g < end; g++) {
           fetch<MADE>(next + (g - first) * MADE);
           tiles[g - first].take(panel, g * GROUP);

@@ -12,12 +12,13 @@ struct Form {
                         const uint8_t* panel, long size, Block<float> sums);
   using MultiplyReady = void(long first, long end, Rows x, Block<const float> totals,
                              const Ready* ready, Block<float> sums);
-  using MultiplyTiles = void(long in, long groups, long height, long count, Block<const Input> x,
-                             const float* totals, const uint8_t* panel, long size, Block<float> sums);
+  using MultiplyTiles = void(long in, long groups, long height, long count, long left,
+                             Block<const Input> x, const float* totals, const uint8_t* panel,
+                             long size, Block<float> sums);
   std::array<Multiply*, ROWS_OF_BLOCKS> multiply;  // by rows, from one on
   void (*make_ready)(const uint8_t* panel, long first, long end, Ready* to);
   std::array<MultiplyReady*, ROWS_OF_BLOCKS> multiply_ready;
-  std::array<MultiplyTiles*, 5> multiply_tiles;  // by rows: 1, 2, 4, 8, 16; if any
+  std::array<MultiplyTiles*, 5> multiply_tiles;  // by HEIGHTS, if any
   void (*put)(const uint8_t* from, int o, uint8_t* to);  // quants of a group of output o
   bool placed;
   int few;  // rows that vectors add up where there are tiles
@@ -27,11 +28,12 @@ struct Form {
   long bytes(long in) const { return in / unit * unit_bytes; }  // of a panel
 };
 
+constexpr int HEIGHTS[] = {4, 6, 8, 12, 16};  // rows of a tile, up to which there is a function
 template <typename As>
 constexpr auto tiles_of() -> decltype(Form::multiply_tiles) {
 #ifdef TILES
   return each(std::make_integer_sequence<int, 5>(),
-              []<int I>() { return &As::template multiply_tiles<(1 << I) / 2>; });
+              []<int I>() { return &As::template multiply_tiles<HEIGHTS[I - 1]>; });
 #endif
   return {};
 }
@@ -46,7 +48,7 @@ constexpr Form form_of() {
           tiles_of<As>(),
           As::put,
           As::PLACED,
-          BITS == 8 ? 4 : 3,
+          BITS == 8 ? 4 : 2,
           SCALE, GROUP, OFFSET, As::UNIT, As::PARTS, As::HEAD, As::SMALL, As::GROUP_BYTES,
           As::UNIT_BYTES};
 }

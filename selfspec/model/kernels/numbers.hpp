@@ -35,6 +35,9 @@ inline void hold([[maybe_unused]] Bits& vector) {
 #endif
 }
 
+// All that was stored until here is there: of what tiles read, compilers need not know.
+inline void written(const void* at) { asm volatile("" : : "r"(at) : "memory"); }
+
 inline float wide(float value) { return value; }
 
 // bfloat16: the upper half of a float.

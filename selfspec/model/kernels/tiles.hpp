@@ -34,6 +34,7 @@ class Tiles {
       shapes.bytes[tile] = uint16_t(inputs ? inner * sizeof(Number) : 64);
       shapes.rows[tile] = uint8_t(tile < WEIGHTS ? height : inner / 2);
     }
+    written(&shapes);
     _tile_loadconfig(&shapes);
   }
 
@@ -79,8 +80,8 @@ class Tiles {
                                        {totals, 1, ROWS_OF_TILE}, blocks, form.bytes(in), sums);
     const bool smaller = form.group < 2 * STEPS;
     if (smaller) use(form.group);
-    const auto by_rows = form.multiply_tiles[std::bit_width(unsigned(height - 1))];
-    by_rows(in, groups, height, count, x, totals, blocks, form.bytes(in), sums);
+    const auto which = std::lower_bound(HEIGHTS, std::end(HEIGHTS), height) - HEIGHTS;
+    form.multiply_tiles[which](in, groups, height, count, left, x, totals, blocks, form.bytes(in), sums);
     if (smaller) use();
   }
 
@@ -114,6 +115,7 @@ class Tiles {
         __builtin_prefetch((const char*)tile + ahead + 64 * line);
       return tile;
     };
+    written(x.at);
     if (fresh) {
       _tile_zero(0);
       _tile_zero(1);
