@@ -81,7 +81,7 @@ SANITISERS = $(foreach one,asan ubsan,$(shell c++ -print-file-name=lib$(one).so)
 sanitise: setup
 	LD_PRELOAD="$(SANITISERS)" ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0 \
 	    XDG_CACHE_HOME=$$(mktemp -d) CXX="$(SANITISED) $(FLAGS)" \
-	    $(BIN)/pytest tests/model/test_fused.py tests/model/test_weights.py -k "not processor" \
+	    $(BIN)/pytest tests/model/test_fused.py tests/model/test_weights.py -k "not processor and not command_line" \
 	    tests/decoding/test_drafting_heads.py
 
 # In .venv-oldest: the oldest Python and packages that pyproject.toml allows. uv finds that Python
