@@ -455,7 +455,7 @@ void look(const Tile& tile, long chunk, const Arithmetic& by, Running& seen, Num
     const bool apart = !alike && !are_numbers(values, seen_by_all, there, store.width);
     const long common = span.parents ? old : BLOCK;
     const long cut = apart ? 0 : common / UNBROKEN * UNBROKEN, shared = std::min(cut, there);
-    // slots whose keys a row of a tree may look at lie in this block and in those that follow
+    // a row of a tree finds keys of this block's positions there or behind, each after the one before
     const bool tree = span.parents && held < at + BLOCK;
     const long reach = tree ? span.held + span.rows : at + there;
     for (long first = 0; first < tile.queries(); first += QUERIES) {
