@@ -69,8 +69,6 @@ _keyword = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_O
 
 logger = logging.getLogger(__name__)
 
-PIPE_CLOSED = 141  # 128 + SIGPIPE
-
 
 def selfspec(
     context: typer.Context,
@@ -322,14 +320,12 @@ def kv_memory(asked: Asked) -> int | None:
     """In bytes."""
     if (size := asked.get("kv_memory")) is None:
         return None
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *(|K|M|G|T)(i?)B?", size, re.IGNORECASE)
-    found = 0
-    if match:
-        power = " KMGT".index(match[2].upper() or " ")
-        found = int(float(match[1]) * (1024 if match[3] else 1000) ** power)
-    if not found:
-        raise InvalidOption(f"kv_memory is {size!r}, expected a size like 500MB or 2GB")
-    return found
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
+    with contextlib.suppress(ValidationError):
+        if found := TypeAdapter(ByteSize).validate_python(size):
+            return int(found)
+    raise InvalidOption(f"kv_memory is {size!r}, expected a size like 500MB or 2GB")
 
 
 # --- help
@@ -476,10 +472,11 @@ def answering(asked: Asked) -> Asked:
     return found
 
 
-def load(asked: Asked) -> Speculator:
+def load(asked: Asked, *, compared: bool = False) -> Speculator:
     """The speculator that the flags ask for; this is where torch is imported.
 
-    On a terminal a line says what is done, until another is written or loading ends.
+    On a terminal a line says what is done, until another is written or loading ends. `compared`:
+    the model itself will run, too, and keeps expanded what its file holds as blocks.
     """
     check_model(asked)
     from rich.console import Console
@@ -496,9 +493,12 @@ def load(asked: Asked) -> Speculator:
         redirect_stderr=False,
     ) as line:
         from selfspec.api import speculator
+        from selfspec.model.weights import keep_numbers
 
         line.update(f"{doing}reading and checking it")
         loaded = speculator.load(**picked(asked, LOADING), **picked(asked, SPECULATION))
+        if compared:
+            keep_numbers(loaded.model)
     if interrupts:  # and swallowed on the way
         raise KeyboardInterrupt
     return loaded
@@ -700,9 +700,7 @@ def rendered(grid: Table) -> str:
     """A table as text; never wrapped where it is not for a terminal."""
     from rich.console import Console
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 1000
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 1000)
     with console.capture() as capture:
         console.print(grid)
     return "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())

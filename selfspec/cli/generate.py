@@ -193,7 +193,7 @@ def demo(
     count = base.answering(asked).get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
     text, raw = base.read_prompt(prompt), asked.get("raw", False)
     base.check_template(asked, "demo")
-    speculator = base.load({"dtype": "float32"} | asked)
+    speculator = base.load({"dtype": "float32"} | asked, compared=True)
     (other, other_s), (own, own_s) = both(speculator, text, count, raw=raw)
     place = first_divergence(other, own)
     said = f"Hugging Face {rate(len(other) / other_s)}, selfspec {rate(len(own) / own_s)}"
@@ -221,9 +221,7 @@ def both(
     clocks start.
     """
     from selfspec.api.text import encode
-    from selfspec.model.weights import keep_numbers
 
-    keep_numbers(speculator.model)  # theirs runs the model itself, at its best
     ids = encode(speculator.tokenizer, text, raw=raw).to(speculator.backbone.device)
     found = []
     for title, write in (("Hugging Face generate", theirs), ("selfspec", ours)):

@@ -235,11 +235,8 @@ def bench(*, as_json: base.AsJson = False, asked: base.Named) -> None:
     anew = asked.get("overwrite", False)
     folder = report.check_results(asked["output"], overwrite=anew, reads=base.inputs(asked))
     suite = results.load_suite(options.suite, options.questions)
-    speculator = base.load(asked)
+    speculator = base.load(asked, compared=True)
     names = asked.get("methods", _METHODS if speculator.heads else _NO_HEADS)
-    from selfspec.model.weights import keep_numbers
-
-    keep_numbers(speculator.model)  # methods of Hugging Face run the model itself
     grid, moves = candidates(speculator, names), swept(speculator, sweep)
     own_text = any(one.own_text for entries in (*grid.values(), moves) for one in entries)
     if options.quality or own_text:
@@ -308,12 +305,10 @@ def _concurrency(asked: Asked, options: results.BenchOptions, *, as_json: bool) 
     outputs = [base.check_file(asked, folder / name) for name in ends]
     suite = results.load_suite(options.suite, options.questions, options.limit)
     from selfspec.eval import concurrency
-    from selfspec.model.weights import keep_numbers
 
     names: tuple[str, ...] = asked.get("methods", tuple(concurrency.METHODS))
     check_keys(names, concurrency.METHODS, "method")
-    speculator = base.load(asked)
-    keep_numbers(speculator.model)  # methods of Hugging Face run the model itself
+    speculator = base.load(asked, compared=True)
     record = _record(asked, names, options, speculator, (suite, []))
     summary: dict[str, Any] = {"made_by": "selfspec bench", **record, "texts": list(texts)}
     total, kept = len(texts) * len(names) * options.repeats, folder / "concurrency.jsonl"
@@ -374,12 +369,10 @@ def verify(*, as_json: base.AsJson = False, asked: Asked) -> None:
     distribution is proved in the test suite.
     """
     from selfspec.eval import verify as ladder
-    from selfspec.model.weights import keep_numbers
 
     new_tokens = base.answering(asked).get("max_new_tokens", _NEW_TOKENS)
     questions = suite_of(asked, _PROMPTS)
-    speculator = base.load(asked)
-    keep_numbers(speculator.model)  # it is compared with, and copied
+    speculator = base.load(asked, compared=True)
     subject = ladder.Subject(
         speculator=speculator,
         cases=ladder.cases_of(speculator, questions, new_tokens),

@@ -211,9 +211,7 @@ def reliability(first: Scores, second: Scores | None = None) -> Reliability:
 def calibration_error(confidence: Tensor, right: Tensor) -> float:
     """ECE over 15 equal bins: mean distance of confidence and share right, by positions."""
     bins = (confidence * _BINS).long().clamp_max(_BINS - 1)
-    zeros = torch.zeros(_BINS, dtype=torch.float64)
-    sure = zeros.index_add(0, bins, confidence.double())
-    correct = zeros.index_add(0, bins, right.double())
+    sure, correct = (bins.bincount(x.double(), _BINS) for x in (confidence, right))
     return float((sure - correct).abs().sum() / len(confidence))
 
 

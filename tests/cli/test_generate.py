@@ -213,7 +213,7 @@ def test_room_for_many_prompts(speculator: FakeSpeculator, asked: list[str]) -> 
 
 def test_demo_says_whether_texts_are_the_same(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     speculator = wrap(make_model("llama", torch.float64), make_tokenizer(), drafter="ngram")
-    monkeypatch.setattr(base, "load", lambda asked: speculator)
+    monkeypatch.setattr(base, "load", lambda _, **__: speculator)
     demo = ["demo", "a", "--max-new-tokens", "12", "--raw"]
     theirs, ours, verdict = call(demo).out.split("\n\n", 2)
     text = theirs.splitlines()[1:-1]
