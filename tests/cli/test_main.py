@@ -157,7 +157,8 @@ def test_ctrl_c_ends_it_with_130_whenever_it_comes(delay_s: float, tmp_path: Pat
     """While modules are imported, while a model is loaded, or while it waits for a prompt."""
     furnish(tmp_path)
     before = snapshot(tmp_path)
-    command = [*SELFSPEC, "chat", "--model", "model", "--dtype", "float32"]
+    minding = ["env", "--default-signal=INT"]  # what runs in the background ignores it from birth
+    command = [*minding, *SELFSPEC, "chat", "--model", "model", "--dtype", "float32"]
     with subprocess.Popen(
         command,
         cwd=tmp_path,
@@ -173,8 +174,7 @@ def test_ctrl_c_ends_it_with_130_whenever_it_comes(delay_s: float, tmp_path: Pat
         code = process.returncode
     assert code in (INTERRUPTED, -signal.SIGINT) or "init_import_site" in said
     if code == INTERRUPTED:  # else Python itself had not begun with ours
-        assert "selfspec: interrupted" in said
-        assert "Traceback" not in said
+        assert ("selfspec: interrupted" in said, "Traceback" in said) == (True, False)
     assert snapshot(tmp_path) == before
 
 

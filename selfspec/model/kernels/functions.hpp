@@ -20,11 +20,8 @@ inline float exponential(float x) {
   const float magic = 12582912.0f;  // 1.5 * 2^23: what is added to it loses its fraction
   const float n = (x * 1.44269504f + magic) - magic;
   const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // x - n ln 2, in two steps
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
+  float p = (1.9875691500e-4f * r + 1.3981999507e-3f) * r + 8.3334519073e-3f;
+  p = (p * r + 4.1665795894e-2f) * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
   return p * std::bit_cast<float>(uint32_t(int32_t(n) + 127) << 23);  // 2^n
@@ -54,7 +51,12 @@ inline Vector powers_of_two(Vector x) {
 #endif
 }
 
-inline float hyperbolic_tangent(float x) { return 1 - 2 / (1 + exponential(2 * x)); }
+// Near 0, where that of the exponential loses digits, by the polynomial of the Cephes library.
+inline float hyperbolic_tangent(float x) {
+  const float z = x * x, p = (-5.70498872745e-3f * z + 2.06390887954e-2f) * z - 5.37397155531e-2f;
+  const float near = ((p * z + 1.33314422036e-1f) * z - 3.33332819422e-1f) * z * x + x;
+  return z < 0.390625f ? near : 1 - 2 / (1 + exponential(2 * x));
+}
 
 // Places of the `most` largest of softmax(logits / temperature), [count], and how large they are,
 // falling; of equal ones the first.
