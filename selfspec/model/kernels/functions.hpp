@@ -38,10 +38,8 @@ inline Vector powers_of_two(Vector x) {
   const Vector bounded = x < least ? least : x;
   const Vector shifted = bounded - 0.5f + magic, f = bounded - (shifted - magic);
 #endif
-  Vector p = f * 1.87757661e-3f + 8.98934025e-3f;
-  p = p * f + 5.58263179e-2f;
-  p = p * f + 2.40153617e-1f;
-  p = p * f + 6.93153073e-1f;
+  Vector p = (f * 1.87757661e-3f + 8.98934025e-3f) * f + 5.58263179e-2f;
+  p = (p * f + 2.40153617e-1f) * f + 6.93153073e-1f;
   p = p * f + 9.99999925e-1f;
 #if defined(__AVX512DQ__)
   return (Vector)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)x);
