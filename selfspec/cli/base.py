@@ -320,11 +320,10 @@ def kv_memory(asked: Asked) -> int | None:
     """In bytes."""
     if (size := asked.get("kv_memory")) is None:
         return None
-    from pydantic import ByteSize, TypeAdapter, ValidationError
-
-    with contextlib.suppress(ValidationError):
-        if found := TypeAdapter(ByteSize).validate_python(size):
-            return int(found)
+    if match := re.fullmatch(r"(\d{1,15}(?:\.\d+)?) *([KMGT]?)(i?)B?", size, re.ASCII | re.I):
+        unit = (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " ")
+        if found := int(float(match[1]) * unit):
+            return found
     raise InvalidOption(f"kv_memory is {size!r}, expected a size like 500MB or 2GB")
 
 
