@@ -6,6 +6,7 @@ and generation with the heads is timed against generation without, on prompts he
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import shutil
@@ -25,7 +26,7 @@ from selfspec.api.speculator import Speculator, load
 from selfspec.api.text import Prompt
 from selfspec.decoding.measure import measure
 from selfspec.decoding.stats import Stopwatch
-from selfspec.errors import InvalidData, InvalidOption
+from selfspec.errors import InvalidData, InvalidOption, InvalidPrompt
 from selfspec.eval.results import SpeedUp, load_suite, speed_up, spread
 from selfspec.eval.tune import ANSWERS, tune
 from selfspec.files import read_json
@@ -155,7 +156,7 @@ def adapt(
     template, CannotWrite, and InvalidOption where `output` was begun otherwise.
     """
     seconds = seconds_of(budget)
-    name = str(output or f"{Path(str(model or 'default')).stem}-adapted")
+    name = str(output or f"{Path(str(model or 'default')).name.removesuffix('.gguf')}-adapted")
     folder = files.check_folder(
         name,
         {TEXT, HEADS, BEFORE, REPORT, STATE},
@@ -232,7 +233,7 @@ class _Adaptation:
             "dtype": self._dtype,
             "raw": self.text.raw,
             "seed": self.text.seed,
-            "questions": len(self.own),
+            "questions": len(self.own) and hashlib.sha256(repr(self.own).encode()).hexdigest()[:16],
             "recipe": self.recipe.digest,
             "passages": self.passages.digest,
             "chat_template": self.template,
@@ -246,6 +247,7 @@ class _Adaptation:
         if self.budget_s > state.budget_s:
             if is_heads_folder(self._heads):  # which the next ones go on from
                 shutil.copytree(self._heads, self.folder / BEFORE, dirs_exist_ok=True)
+            (self._heads / fit.CHECKPOINT).unlink(missing_ok=True)  # of a fit to less text
             batch_size, spent_s = state.batch_size, state.spent_s
             state = _State(made_from, self.budget_s, spent_s, spent_s, batch_size)
         return state
@@ -399,7 +401,6 @@ class _Adaptation:
 
     def _fit_options(self) -> FitOptions:
         return FitOptions(
-            draft_vocab_size=min(FitOptions().draft_vocab_size or 0, self._backbone.vocab_size),
             epochs=self._state.epochs or 1,
             checkpoint_steps=50,
             seed=self.text.seed,
@@ -433,12 +434,13 @@ class _Adaptation:
         )
         run = {"command": "adapt", "budget_s": state.budget_s, "base_model": self._label}
         records.write(self._heads, fitted, run | plain(job.options))
-        begun.unlink(missing_ok=True)
         state.fitted, state.seen = True, fitted.metrics["steps"] / len(train.indices)
         self._save()
+        begun.unlink(missing_ok=True)
 
     def _epochs(self, job: fit.Job) -> int:
-        few, watch = job.train.indices[:3], Stopwatch()
+        answers, watch = job.train.source.answers, Stopwatch()
+        few = [index for index in job.train.indices if answers[index]][:3]
         one = Selection(job.validation.source, job.validation.indices[:1])
         fit.fit(replace(job, train=Selection(job.train.source, few), validation=one), watch=watch)
         features, heads = (
@@ -483,7 +485,7 @@ class _Adaptation:
         found = tuned.read(speculator.backbone, speculator.heads)
         speculator.options = speculator.options.updated(found)
         for options in WAYS.values():  # each runs once before it is timed
-            stats = self._answered(speculator, prompts[0][1], 8, options).stats
+            stats = self._answered(speculator, tuning[0], 8, options).stats
         step = max(stats.decode_s / max(1, stats.rounds), 1e-4)  # seconds
         paid = 2 * len(WAYS) * _FEWEST * step  # prompts take time, too
         tokens = int(min(_ANSWER, max(_LEAST_ANSWER, self._left() / paid)))
@@ -491,10 +493,11 @@ class _Adaptation:
             if state.asked >= _FEWEST and self._left() < 0.0:
                 break
             self._say(f"comparing: prompt {state.asked + 1}")
-            row = self._timed(speculator, task, prompt, tokens)
+            with suppress(InvalidPrompt):  # one of the user's may be too long for the model
+                row = self._timed(speculator, task, prompt, tokens)
+                if all(row.seconds):
+                    state.rows.append(row)
             state.asked += 1
-            if all(row.seconds):
-                state.rows.append(row)
             self._save()
 
     def _prompts(

@@ -56,9 +56,7 @@ SMALL: dict[str, Any] = {
 
 def make_author(**options: Any) -> Author:
     """An author whose model knows nothing but the words of `talks`."""
-    return Author(
-        _backbone(), make_tokenizer(), DataOptions(**SMALL | options), lambda tokens: None
-    )
+    return Author(_backbone(), make_tokenizer(), DataOptions(**SMALL | options), lambda _: None)
 
 
 @functools.cache
@@ -104,10 +102,8 @@ def counted(**values: int) -> Counts:
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
     """What the chat template makes of messages, up to where the next answer starts."""
-    made: Any = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_dict=True
-    )
-    return list(made["input_ids"])
+    ids: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    return list(ids["input_ids"])
 
 
 def read(path: Path) -> list[dict[str, Any]]:

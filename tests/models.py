@@ -11,28 +11,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    CohereConfig,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPTJConfig,
-    GPTNeoXConfig,
-    GraniteConfig,
-    Llama4TextConfig,
-    LlamaConfig,
-    MistralConfig,
-    NanoChatConfig,
-    OPTConfig,
-    PersimmonConfig,
-    Phi3Config,
-    PhiConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from selfspec.model.backbone import Backbone
 from selfspec.options import Costs
@@ -66,12 +45,12 @@ _SIZES: dict[str, Any] = {
 }
 
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
-    "llama": (LlamaConfig, {}),
-    "mistral": (MistralConfig, {"sliding_window": 8}),
-    "qwen2": (Qwen2Config, {}),
-    "qwen3": (Qwen3Config, {}),
+    "llama": (transformers.LlamaConfig, {}),
+    "mistral": (transformers.MistralConfig, {"sliding_window": 8}),
+    "qwen2": (transformers.Qwen2Config, {}),
+    "qwen3": (transformers.Qwen3Config, {}),
     "gemma2": (
-        Gemma2Config,
+        transformers.Gemma2Config,
         {
             "sliding_window": 8,
             "query_pre_attn_scalar": 8,
@@ -81,7 +60,7 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
         },
     ),
     "gemma3": (
-        Gemma3TextConfig,
+        transformers.Gemma3TextConfig,
         {
             "sliding_window": 8,
             "sliding_window_pattern": 3,
@@ -89,9 +68,9 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
-    "phi3": (Phi3Config, {}),
+    "phi3": (transformers.Phi3Config, {}),
     "granite": (
-        GraniteConfig,
+        transformers.GraniteConfig,
         {
             "embedding_multiplier": 3.0,
             "attention_multiplier": 0.3,
@@ -99,20 +78,20 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
             "logits_scaling": 0.6,
         },
     ),
-    "cohere": (CohereConfig, {"logit_scale": 1.5}),
-    "gpt_neox": (GPTNeoXConfig, {"bias": True}),  # other names, residuals side by side
+    "cohere": (transformers.CohereConfig, {"logit_scale": 1.5}),
+    "gpt_neox": (transformers.GPTNeoXConfig, {"bias": True}),  # other names, residuals side by side
 }
 """Config class and what makes the family special: sliding windows, soft-capping, scalings."""
 
 BREADTH: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
-    "gpt2": (GPT2Config, {}),  # learned positions
-    "phi": (PhiConfig, {}),  # lm_head with a bias
-    "persimmon": (PersimmonConfig, {}),
-    "nanochat": (NanoChatConfig, {}),  # the final norm on embeddings too
-    "opt": (OPTConfig, {"ffn_dim": 64, "word_embed_proj_dim": 32}),  # learned, with an offset
-    "gptj": (GPTJConfig, {"rotary_dim": 4}),  # rotations made inside the layers
+    "gpt2": (transformers.GPT2Config, {}),  # learned positions
+    "phi": (transformers.PhiConfig, {}),  # lm_head with a bias
+    "persimmon": (transformers.PersimmonConfig, {}),
+    "nanochat": (transformers.NanoChatConfig, {}),  # the final norm on embeddings too
+    "opt": (transformers.OPTConfig, {"ffn_dim": 64, "word_embed_proj_dim": 32}),  # learned, offset
+    "gptj": (transformers.GPTJConfig, {"rotary_dim": 4}),  # rotations made inside the layers
     "llama4": (  # attention in chunks, layers without rotation, queries scaled by position
-        Llama4TextConfig,
+        transformers.Llama4TextConfig,
         {
             **{"attention_chunk_size": 8, "floor_scale": 4, "num_local_experts": 2},
             **{"intermediate_size_mlp": 64, "intermediate_size": 16},

@@ -7,6 +7,7 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,6 +16,8 @@ from selfspec.adaptation import BEFORE, HEADS, REPORT, STATE, TEXT, WAYS, Report
 from selfspec.cli.main import main
 from selfspec.errors import CannotWrite, InvalidData, InvalidOption, SelfspecError
 from selfspec.heads.folder import known_folders, read_config
+from selfspec.training import records
+from selfspec.training.fit import CHECKPOINT
 from selfspec.training.options import seconds_of
 from tests.authors import RECIPE
 from tests.models import make_model
@@ -106,6 +109,17 @@ def test_a_killed_one_goes_on(tmp_path: Path) -> None:
     assert len(report.rows) >= 6
 
 
+def test_more_time_goes_on_behind_a_fit_that_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(records, "write", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            made(tmp_path / "out")
+    assert (tmp_path / "out" / HEADS / CHECKPOINT).exists()
+    assert made(tmp_path / "out", budget="60s").answer_tokens > 0
+
+
 @pytest.mark.parametrize(
     ("options", "error", "field"),
     [
@@ -151,6 +165,10 @@ def test_own_questions_are_asked_or_kept_back(tmp_path: Path) -> None:
     report = made(tmp_path / "out", questions="own.jsonl")
     assert [row.task for row in report.rows] == ["your questions"] * 2
     assert not report.used, "two prompts show nothing"
+    rows = Path("own.jsonl").read_text().splitlines(keepends=True)
+    Path("others.jsonl").write_text("".join(rows[::-1]))
+    with pytest.raises(InvalidOption, match="questions"):  # what was kept back may be learned now
+        made(tmp_path / "out", questions="others.jsonl", budget="60s")
     assert tmp_path / "out" / HEADS not in known_folders()
 
 

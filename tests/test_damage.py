@@ -68,9 +68,8 @@ def make_folder(folder: Path, _: Backbone) -> None:
 
 
 def make_features(folder: Path, backbone: Backbone) -> None:
-    source = StreamSource(
-        backbone, FeatureSpec((2, 4), top_k=4), make_talks(backbone.model)[:3], 64
-    )
+    talks = make_talks(backbone.model)[:3]
+    source = StreamSource(backbone, FeatureSpec((2, 4), top_k=4), talks, 64)
     store.write(folder, source, store.Manifest.of(source, base_model="tiny", data="talks"))
 
 
@@ -92,10 +91,8 @@ def make_talk_lines(folder: Path, _: Backbone) -> None:
 def make_run(folder: Path, _: Backbone) -> None:
     report.begin_results(folder, {"run": {"seed": 0}})
     run = results.Run(seconds=1.0, arrivals=[(1, 0.5)])
-    results.append(
-        folder / results.ANSWERS,
-        results.Answer(id="a", task="b", turn=1, repeat=1, runs={"plain": run}),
-    )
+    answer = results.Answer(id="a", task="b", turn=1, repeat=1, runs={"plain": run})
+    results.append(folder / results.ANSWERS, answer)
     (folder / report.SUMMARY).write_text('{"methods": {"plain": {"seconds": 1.0}}}')
 
 
@@ -109,10 +106,8 @@ def data_of(folder: Path) -> Writer:
 
 
 def save_checkpoint(folder: Path, backbone: Backbone) -> None:
-    heads = make_heads("linear", backbone.unembedding)
-    fit.save_checkpoint(
-        folder / fit.CHECKPOINT, dict(heads.state_dict()), {"job": {"a": [1, None]}}
-    )
+    held = dict(make_heads("linear", backbone.unembedding).state_dict())
+    fit.save_checkpoint(folder / fit.CHECKPOINT, held, {"job": {"a": [1, None]}})
 
 
 FORMATS = {

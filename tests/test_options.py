@@ -18,36 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from selfspec import options as parts
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.config import OPTION_NAMES, GenerateOptions, SpeculationOptions, check, check_request
 from selfspec.decoding.drafters.rest import Datastore
 from selfspec.errors import InvalidOption, annotations_of, described, fits, shown
 from selfspec.eval.results import BenchOptions
-from selfspec.options import (
-    ACCEPTANCE,
-    CONTROLLERS,
-    DRAFTERS,
-    KINDS,
-    TOGETHER,
-    CmAsd,
-    CmAsdLength,
-    Costs,
-    DraftModel,
-    Easd,
-    Exit,
-    Fixed,
-    GammaTune,
-    Lenient,
-    Lossless,
-    Ngram,
-    NoDrafts,
-    Part,
-    Skip,
-    Threshold,
-    as_text,
-    changed,
-    ranges,
-)
+from selfspec.options import CmAsd, CmAsdLength, Costs, Easd, Exit, Fixed, GammaTune, Lenient, Ngram
 from selfspec.training.options import CacheOptions, DataOptions, FitOptions
 from tests.bad_input import patience
 from tests.models import addressless, make_model
@@ -58,12 +35,12 @@ BAD: list[tuple[type, str, list[Any]]] = [
     (Exit, "anneal_strength", [-0.01, math.nan, math.inf]),
     (Exit, "max_tokens", [0, "6", 2.5, True]),
     (Exit, "layers", [5, "2,4", (2, "4"), {2: 4}]),
-    *((made, "max_tokens", [0]) for made in (Ngram, DraftModel)),
+    *((made, "max_tokens", [0]) for made in (Ngram, parts.DraftModel)),
     *((made, name, [0]) for made, name in ((Ngram, "size"), (CmAsd, "top_beta"), (Easd, "tokens"))),
-    *((made, "threshold", [-0.1, 1.5]) for made in (Skip, Threshold)),
+    *((made, "threshold", [-0.1, 1.5]) for made in (parts.Skip, parts.Threshold)),
     *((CmAsd, name, [-0.1]) for name in ("tolerance", "tolerance_gain")),
-    (Skip, "skipped", [(1, 3), (), "2"]),
-    (Skip, "target", [-0.1]),
+    (parts.Skip, "skipped", [(1, 3), (), "2"]),
+    (parts.Skip, "target", [-0.1]),
     (GammaTune, "rate", [0.0]),
     (GammaTune, "step", [-1.0]),
     (CmAsdLength, "scale", [1.5]),
@@ -115,7 +92,7 @@ def test_the_bounds_themselves_are_fine() -> None:
         DataOptions(raw=True, system="a")
 
 
-PARTS: list[Any] = [part for kinds in KINDS.values() for part in kinds.values()]
+PARTS: list[Any] = [part for kinds in parts.KINDS.values() for part in kinds.values()]
 NUMBERS: list[tuple[Any, str]] = [
     (kind, name)
     for kind in (*PARTS, Costs, SpeculationOptions)
@@ -127,9 +104,9 @@ NUMBERS: list[tuple[Any, str]] = [
 def test_every_number_has_a_largest_value_and_no_larger_one_is_taken() -> None:
     assert {("ngram", "size"), ("exit", "guesses")} <= {(k.kind, n) for k, n in NUMBERS[:9]}
     for kind, name in NUMBERS:
-        most = ranges(kind)[name].most
+        most = parts.ranges(kind)[name].most
         assert most is not None, (kind, name)
-        if not ranges(kind)[name].whole:
+        if not parts.ranges(kind)[name].whole:
             for value in (most + 1, 10**9, 10**30):
                 with pytest.raises(InvalidOption, match=f"{name} is {value}, expected"):
                     kind(**{name: value})
@@ -138,7 +115,7 @@ def test_every_number_has_a_largest_value_and_no_larger_one_is_taken() -> None:
 @pytest.mark.parametrize(("kind", "name"), NUMBERS)
 def test_the_most_costs_little(kind: Any, name: str, largest: tuple[Speculator, list[int]]) -> None:
     speculator, text = largest[0], largest[1][: None if kind is Ngram else 300]
-    limit = ranges(kind)[name]
+    limit = parts.ranges(kind)[name]
     most = int(limit.most or 0) if "int" in str(annotations_of(kind)[name]) else limit.most
     values: dict[str, Any] = {name: (0.0, 0.0, most) if limit.whole else most}
     if name in ("layers", "max_depth", "skipped"):
@@ -148,12 +125,12 @@ def test_the_most_costs_little(kind: Any, name: str, largest: tuple[Speculator, 
     asked: Any = values
     if kind is not SpeculationOptions:
         part = kind(**values)
-        group = next((g for g, k in KINDS.items() if kind in k.values()), "costs")
+        group = next((g for g, k in parts.KINDS.items() if kind in k.values()), "costs")
         asked = {group: part}
     if kind is Easd:
         asked["acceptance"] = dataclasses.replace(part, entropy=part.entropy or 1.0)
     asked = {"drafter": "ngram:max_tokens=64+exit:max_tokens=64", **asked}
-    if kind is DraftModel:
+    if kind is parts.DraftModel:
         del asked["drafter"]
     before = psutil.Process().memory_info().rss
     with patience():
@@ -206,7 +183,7 @@ def test_one_threshold_and_several_read_as_a_tuple() -> None:
 
 
 def test_what_changes_the_output_is_named() -> None:
-    rules = (Lossless(), Lenient(lenience=1.0), Lenient(lenience=0.5), CmAsd(), Easd())
+    rules = (parts.Lossless(), Lenient(lenience=1.0), Lenient(lenience=0.5), CmAsd(), Easd())
     found = [SpeculationOptions(acceptance=rule).loss for rule in rules]
     assert found == [None, None, "lenience 0.5", "acceptance cm-asd", "acceptance easd"]
 
@@ -268,7 +245,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 """By field; those that are missing take any share."""
 
 
-def some(made: type[Part]) -> st.SearchStrategy[Part]:
+def some(made: type[parts.Part]) -> st.SearchStrategy[parts.Part]:
     values = {entry.name: VALUES.get(entry.name, SHARES) for entry in fields(made)}
     if made is Exit:
         values["threshold"] = SHARES | st.lists(SHARES, min_size=1).map(tuple)
@@ -278,11 +255,11 @@ def some(made: type[Part]) -> st.SearchStrategy[Part]:
 options = st.builds(
     SpeculationOptions,
     speculate=st.booleans(),
-    drafter=st.sampled_from(TOGETHER),
-    controller=st.one_of([some(made) for made in CONTROLLERS.values()]),
-    acceptance=st.one_of([some(made) for made in ACCEPTANCE.values()]),
+    drafter=st.sampled_from(parts.TOGETHER),
+    controller=st.one_of([some(made) for made in parts.CONTROLLERS.values()]),
+    acceptance=st.one_of([some(made) for made in parts.ACCEPTANCE.values()]),
     costs=some(Costs),
-    **{kind.replace("-", "_"): some(made) for kind, made in DRAFTERS.items() if kind != "none"},
+    **{kind.replace("-", "_"): some(one) for kind, one in parts.DRAFTERS.items() if kind != "none"},
     easd=some(Easd),
     never_slower=st.booleans(),
     pinned=st.sampled_from([None, False]),
@@ -294,10 +271,10 @@ options = st.builds(
 
 
 @given(st.one_of([some(made) for made in (*PARTS, Costs)]))
-def test_a_part_is_what_its_text_says(part: Part) -> None:
+def test_a_part_is_what_its_text_says(part: parts.Part) -> None:
     for full in (False, True):
-        _, _, said = as_text(part, full=full).partition(":")
-        assert changed(type(part)(), said or None) == part
+        _, _, said = parts.as_text(part, full=full).partition(":")
+        assert parts.changed(type(part)(), said or None) == part
 
 
 @given(options)
@@ -313,9 +290,9 @@ def test_a_description_gives_all_that_is_in_use(found: SpeculationOptions) -> No
 
 
 def test_the_shortest_text_says_what_differs() -> None:
-    assert as_text(Exit()) == "exit"
-    assert as_text(Exit(threshold=0.5, layers=(10, 20))) == "exit:layers=10/20,threshold=0.5"
-    assert as_text(Easd(), full=True) == "easd:entropy=none,overlap=0.8,tokens=5"
+    assert parts.as_text(Exit()) == "exit"
+    assert parts.as_text(Exit(threshold=0.5, layers=(10, 20))) == "exit:layers=10/20,threshold=0.5"
+    assert parts.as_text(Easd(), full=True) == "easd:entropy=none,overlap=0.8,tokens=5"
     assert SpeculationOptions().differing() == {}
 
 
@@ -323,7 +300,7 @@ def test_the_shortest_text_says_what_differs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("drafter", "name", "parts"),
+    ("drafter", "name", "settings"),
     [
         ("ngram:size=3+exit", "ngram+exit", {"ngram": Ngram(size=3)}),
         ("exit:threshold=0.5/0.7", "exit", {"exit": Exit(threshold=(0.5, 0.7))}),
@@ -336,12 +313,12 @@ def test_the_shortest_text_says_what_differs() -> None:
         (Exit(threshold=0.5), "exit", {"exit": Exit(threshold=0.5)}),
         ([Ngram(size=3), Exit()], "ngram+exit", {"ngram": Ngram(size=3)}),
         ("none", "none", {}),
-        (NoDrafts(), "none", {}),
+        (parts.NoDrafts(), "none", {}),
     ],
 )
-def test_objects_text_and_mappings_agree(drafter: Any, name: str, parts: dict[str, Any]) -> None:
+def test_objects_text_and_mappings_agree(drafter: Any, name: str, settings: dict[str, Any]) -> None:
     found = SpeculationOptions().updated({"drafter": drafter})
-    assert found == SpeculationOptions(drafter=name, **parts)
+    assert found == SpeculationOptions(drafter=name, **settings)
 
 
 @pytest.mark.parametrize(
@@ -356,22 +333,22 @@ def test_objects_text_and_mappings_agree(drafter: Any, name: str, parts: dict[st
         ("costs", {"head": 0.1}, Costs(head=0.1)),
     ],
 )
-def test_an_option_of_one_kind_reads_the_same_way(name: str, value: Any, expected: Part) -> None:
+def test_an_option_of_one_kind_reads_the_same_way(
+    name: str, value: Any, expected: parts.Part
+) -> None:
     assert getattr(SpeculationOptions().updated({name: value}), name) == expected
 
 
 def test_text_changes_what_it_names_and_an_object_is_taken_whole() -> None:
-    before = SpeculationOptions(
+    old = SpeculationOptions(
         exit=Exit(layers=(2,), max_tokens=3), controller=GammaTune(rate=0.5), costs=Costs(row=0.5)
     )
-    after = before.updated(
-        {"drafter": "ngram+exit:threshold=0.5", "controller": "gammatune:step=1"}
-    )
+    after = old.updated({"drafter": "ngram+exit:threshold=0.5", "controller": "gammatune:step=1"})
     assert after.exit == Exit(layers=(2,), max_tokens=3, threshold=0.5)
     assert after.controller == GammaTune(rate=0.5, step=1.0)
     assert after.updated({"costs": "head=0"}).costs == Costs(row=0.5, head=0.0)
     assert after.updated({"drafter": Exit(threshold=0.5)}).exit == Exit(threshold=0.5)
-    assert after.updated({"controller": "threshold"}).controller == Threshold()
+    assert after.updated({"controller": "threshold"}).controller == parts.Threshold()
     assert after.updated({"drafter": "ngram"}).exit == after.exit  # kept for later
 
 

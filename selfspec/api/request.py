@@ -8,7 +8,7 @@ cannot be honoured is refused by name. Keywords of ours become processors beside
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -151,6 +151,7 @@ class Request:
     streamer: BaseStreamer | None = None  # hears of each token
     greeted: bool = False  # whether the streamer has the prompt already
     end: str = ""  # what stands behind the answer and is not part of its text
+    behind: Sequence[int] = ()  # last tokens of a text that goes on: a space may depend on them
 
     def only(self) -> Asked:
         """The one sequence. Raises InvalidOption for more than one."""
@@ -174,6 +175,11 @@ class Request:
         sampler = self.sampler.for_row(row, rows, pad)
         ids = self.input_ids[row : row + 1]
         return Asked(ids=ids, pad=pad, sampler=sampler, stop=stop, logprobs=self.logprobs)
+
+
+def without_neutral(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords without those that would be refused, where they ask for nothing."""
+    return {k: value for k, value in options.items() if not _among(value, REFUSED.get(k, ()))}
 
 
 def check_options(options: Mapping[str, Any], vocab_size: int) -> None:
@@ -383,7 +389,8 @@ def _default_length(backbone: Backbone, length: int) -> dict[str, int]:
     if (room := backbone.max_positions - length) < 1:
         raise InvalidPrompt(
             f"the prompt has {length} tokens, the model reads {backbone.max_positions} and needs "
-            "room for at least one more. Shorten the prompt, or go on with max_new_tokens"
+            "room for at least one more. Shorten the prompt (in a chat: /clear), or give "
+            "max_new_tokens to go beyond"
         )
     return {"max_new_tokens": min(DEFAULT_MAX_NEW_TOKENS, room)}
 

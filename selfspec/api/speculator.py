@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import count, islice, repeat
+from itertools import count, repeat
 from numbers import Integral
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -65,6 +66,7 @@ from selfspec.options import Costs
 logger = logging.getLogger(__name__)
 
 _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
+_BEHIND = 4  # tokens of a text that goes on: what it goes on with is decoded behind them
 
 Answered = tuple[int, Generation | SelfspecError]
 """The number of a prompt, from 0, and its answer, or why there is none."""
@@ -137,8 +139,8 @@ class Speculator:
         They are written together, and each is what it is alone: answer i draws with the `seed`
         plus i. Rows of ids may have several answers each, `num_return_sequences`.
         """
-        many = (str, list, tuple, Tensor)  # in a list; else they are messages, or token ids
-        if not (isinstance(prompts, list | tuple) and prompts and isinstance(prompts[0], many)):
+        many = (str, list, tuple, Tensor, np.ndarray)  # in a list; else messages, or token ids
+        if not isinstance(prompts, list | tuple) or (prompts and not isinstance(prompts[0], many)):
             return self.answers(self.call(cast("Prompt", prompts), options))
         found: dict[int, Generation] = {}
         for number, answer in self.generate_each(cast("Sequence[Prompt]", prompts), **options):
@@ -190,7 +192,8 @@ class Speculator:
         running: dict[Running, tuple[int, Stream]] = {}
         try:
             while True:
-                for number, prompt, seed in islice(left, most - len(running)):
+                while len(running) < most and (entry := next(left, None)):
+                    number, prompt, seed = entry
                     own = options if seed is None else options | {"seed": seed}
                     if isinstance(seed, Integral):
                         own["seed"] = int(seed) % 2**64
@@ -253,12 +256,17 @@ class Speculator:
         end = NO_END if raw else self.turn_end
         rest |= end.options(rest, self.model)
         request = requests.prepare(self.backbone, self.tokenizer, self._grammars, ids, rest)
-        return replace(request, speculation=speculation, streamer=streamer, end=end.text)
+        goes_on = raw or getattr(self.tokenizer, "chat_template", None) is None
+        behind = ids[0, -_BEHIND:].tolist() if goes_on and len(ids) == 1 else ()
+        return replace(
+            request, speculation=speculation, streamer=streamer, end=end.text, behind=behind
+        )
 
     def _sorted(self, options: GenerateOptions) -> tuple[SpeculationOptions, dict[str, Any]]:
         """Ours, and the other keywords. Raises InvalidOption."""
-        requests.check_options(options, self.backbone.vocab_size)
-        rest = plain_numbers(options)
+        asked = requests.without_neutral(options)
+        requests.check_options(asked, self.backbone.vocab_size)
+        rest = plain_numbers(asked)
         return self.options.updated({k: rest.pop(k) for k in OPTION_NAMES if k in rest}), rest
 
     def read_ahead(self, options: GenerateOptions) -> None:

@@ -88,8 +88,7 @@ class Stream:
         self._tokens: list[int] = []
         self._given: list[Piece] = []
         self._pieces = self._decode()
-        if request.streamer is not None and not request.greeted:
-            request.streamer.put(running.state.ids.cpu())
+        next(self._pieces)
 
     def __iter__(self) -> Iterator[str]:
         """Pieces of text that join to `result.text`."""
@@ -128,12 +127,12 @@ class Stream:
         """The answer so far."""
         # a round that ends the text may be cut between its tokens
         handed_out = len(self._tokens) == sum(len(entry.tokens) for entry in self.rounds)
-        text, tokens, tokenizer = "", self._tokens, self.request.tokenizer
-        if tokenizer is not None:
-            if handed_out and tokens and is_end(tokenizer, self.rounds[-1], tokens[-1]):
-                tokens = tokens[:-1]
-            text = str(tokenizer.decode(tokens, skip_special_tokens=True))
-            text = UntilStop([self.request.end]).push(text, last=True)
+        tokens, request = self._tokens, self.request
+        if handed_out and tokens and is_end(request.tokenizer, self.rounds[-1], tokens[-1]):
+            tokens = tokens[:-1]
+        decoder = TextDecoder(request.tokenizer)
+        decoder.push(request.behind, last=True)
+        text = UntilStop([request.end]).push(decoder.push(tokens, last=True), last=True)
         return Generation(
             text=text,
             token_ids=list(self._tokens),
@@ -171,7 +170,11 @@ class Stream:
     def _decode(self) -> Generator[str, None, None]:
         tokenizer, streamer = self.request.tokenizer, self.request.streamer
         text, until = TextDecoder(tokenizer), UntilStop([self.request.end])
+        text.push(self.request.behind, last=True)
         try:
+            if streamer is not None and not self.request.greeted:
+                streamer.put(self._entries.state.ids.cpu())
+            yield ""  # begun: whatever ends it now, its streamer hears of that
             for entry in self._entries:
                 self.rounds.append(entry)
                 self._stats.add(entry)

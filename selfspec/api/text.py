@@ -87,7 +87,7 @@ def _listed_ids(ids: Sequence[Any]) -> Tensor:
     for place, token in enumerate(ids):
         whole = isinstance(token, Integral) and not isinstance(token, bool)
         if not whole or not -(2**63) <= token < 2**63:
-            several = isinstance(token, str | list | tuple | Tensor)
+            several = isinstance(token, str | list | tuple | Tensor | np.ndarray)
             hint = "Give several prompts to generate_batch" if several else "Give one kind"
             raise InvalidPrompt(
                 f"item {place} of the prompt is {shown(token)}, expected token ids alone, or "

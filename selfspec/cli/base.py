@@ -218,6 +218,8 @@ def with_flags(*flags: Flag) -> Callable[[Command], Command]:
             values = {name: value for name, value in values.items() if value not in (None, [])}
             asked = merged(config, values, flags)
             asked.update({"config": str(config)} if config else {})
+            if asked.get("output", "").startswith("~"):  # no shell replaced it
+                asked["output"] = str(files.local_path(asked["output"]))
             command(**given, asked=asked)
 
         wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # typer reads the flags here

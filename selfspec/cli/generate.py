@@ -52,7 +52,7 @@ def generate(
     if raw and system is not None and "system" in asked.names:
         raise InvalidOption("--raw and --system at once: a raw prompt has no messages")
     options = base.answering(asked) | {"raw": raw}
-    if {"prompts", "output"} & asked.keys():
+    if {"prompts", "output"} & asked.names:
         if prompt is not None or "file" in asked:
             raise InvalidOption("--prompts and another prompt at once. Leave one of them out")
         if not {"prompts", "output"} <= asked.keys():

@@ -47,9 +47,10 @@ def list_command(*, as_json: AsJson = False) -> None:
     if as_json:
         base.emit_json(rows)
         return
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    grid = Table("name", "base model", "exit layers", "type", "MB", box=None, pad_edge=False)
+    name = Column("name", overflow="fold")
+    grid = Table(name, "base model", "exit layers", "type", "MB", box=None, pad_edge=False)
     for row in rows:
         *first, size = map(base.words, row.values())
         grid.add_row(*first, f"{int(size) / 1e6:.1f}")
@@ -159,7 +160,7 @@ def pull(
 @app.command()
 def push(
     folder: Folder,
-    name: Annotated[str, typer.Argument(metavar="ID", help="On the hub: NAME/HEADS.")],
+    name: Annotated[str, typer.Argument(metavar="ID", help="On the hub: OWNER/NAME.")],
     *,
     private: Annotated[bool, typer.Option("--private", help="Make a new one private.")] = False,
     licence: Annotated[
@@ -171,7 +172,7 @@ def push(
 ) -> None:
     """Put fitted heads on the hub, with their card. Log in before: hf auth login."""
     if "/" not in name or not hub.HUB_ID.fullmatch(name):
-        wrong = f"{name!r} is no id on the hub, expected NAME/HEADS"
+        wrong = f"{name!r} is no id on the hub, expected OWNER/NAME"
         raise InvalidOption(f"{wrong}. On this machine copy the folder")
     found = hub.resolve_heads(folder)
     if problems := incomplete(found):
@@ -191,7 +192,7 @@ def incomplete(folder: Path) -> list[str]:
 
     if missing := [f"no {name}" for name in records.FILES if not (folder / name).is_file()]:
         return missing
-    found = (folder / "README.md").read_text(encoding="utf-8")
+    found = files.read_bytes(folder / "README.md").decode("utf-8", "replace")
     named = re.search(r'custom_generate="(.+?)"', found)  # a push says so, and a licence on top
     try:
         expected = records.card_of(folder, heads=named[1] if named else "HEADS")

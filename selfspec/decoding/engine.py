@@ -27,6 +27,7 @@ from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import AcceptanceRule, Logprob, Noting, acceptance_rule
 from selfspec.decoding.costs import USUAL, DraftCost, Load, token_cost, token_cost_without
 from selfspec.decoding.decode import StopRule, written
+from selfspec.decoding.drafters import ngram
 from selfspec.decoding.drafters.base import Drafting, Trunks, make_controller
 from selfspec.decoding.drafters.draft_model import (
     DraftCache,
@@ -40,15 +41,6 @@ from selfspec.decoding.drafters.heads import (
     ExitDrafter,
     HeadGuesser,
     MedusaGuesser,
-)
-from selfspec.decoding.drafters.ngram import (
-    GrammarDrafter,
-    LookaheadDrafter,
-    NgramDrafter,
-    Remembering,
-    SeenTextFirst,
-    SuccessorGuesser,
-    Successors,
 )
 from selfspec.decoding.drafters.rest import Datastore, RestGuesser
 from selfspec.decoding.drafters.trees import TreeDrafter, WhilePaying
@@ -111,7 +103,7 @@ class Runtime:
         datastore: Datastore | None = None,
     ) -> None:
         self.backbone, self.heads, self.draft_model = backbone, heads, draft_model
-        self.datastore, self.successors = datastore, Successors()
+        self.datastore, self.successors = datastore, ngram.Successors()
         self.layers, self.probe = LayerSearch(backbone.num_layers), PinnedProbe(backbone)
         self._told: set[str] = set()
 
@@ -130,7 +122,7 @@ class Runtime:
             asked = replace(asked, sampler=replace(asked.sampler, seed=None))
         rule, noted = self.rule(asked.sampler, options), list[Logprob]()
         if options.speculate and options.uses("successors"):
-            rule = Remembering(rule, self.successors, asked.ids[0, asked.pad :][-2:].tolist())
+            rule = ngram.Remembering(rule, self.successors, asked.ids[0, asked.pad :][-2:].tolist())
         if asked.logprobs is not None:
             rule = Noting(rule, asked.logprobs, noted)
         state = self.state(asked, options)
@@ -229,13 +221,13 @@ class Runtime:
         seen: Trunks | None = None
         if options.uses("ngram"):
             controller = make_controller(options, options.ngram.max_tokens)
-            seen = ngram = NgramDrafter(controller, ends, size=options.ngram.size, cost=cost)
+            seen = lookup = ngram.NgramDrafter(controller, ends, size=options.ngram.size, cost=cost)
             if options.drafter == "ngram" and sampler.grammar is None:
-                return ngram
+                return lookup
         if sampler.grammar is not None:  # nothing is proposed that it forbids
-            seen = GrammarDrafter(sampler.grammar, sampler.pad, options.widest_pass - 1, seen)
+            seen = ngram.GrammarDrafter(sampler.grammar, sampler.pad, options.widest_pass - 1, seen)
         own = NoDrafter() if options.drafter == "ngram" else self._own(asked, options)
-        if isinstance(own, (RestGuesser, SuccessorGuesser, HeadGuesser)):
+        if isinstance(own, (RestGuesser, ngram.SuccessorGuesser, HeadGuesser)):
             if not options.never_slower:  # nothing need pay
                 cost = replace(cost, rows=(0.0,), head=0.0)
             trees = self.runs_trees(options)
@@ -253,11 +245,11 @@ class Runtime:
                 return own
         elif options.never_slower and options.drafter != "ngram":
             own = WhilePaying(own, cost)
-        return own if seen is None else SeenTextFirst(seen, own)
+        return own if seen is None else ngram.SeenTextFirst(seen, own)
 
     def _own(
         self, asked: Asked, options: SpeculationOptions
-    ) -> RestGuesser | SuccessorGuesser | HeadGuesser | Drafter:
+    ) -> RestGuesser | ngram.SuccessorGuesser | HeadGuesser | Drafter:
         """What drafts beside prompt lookup: chains, or guesses for a tree."""
         sampler, ends, trees = asked.sampler, asked.stop.end_tokens, self.runs_trees(options)
 
@@ -276,10 +268,12 @@ class Runtime:
                 store = there(self.datastore, "a datastore. Give --datastore")
                 return RestGuesser(store, options.most_drafts, trees=trees)
             case "successors":
-                return SuccessorGuesser(self.successors, options.successors.guesses if trees else 1)
+                return ngram.SuccessorGuesser(
+                    self.successors, options.successors.guesses if trees else 1
+                )
             case "lookahead":
                 wanted = options.lookahead
-                return LookaheadDrafter(
+                return ngram.LookaheadDrafter(
                     make_controller(options, wanted.level - 1),
                     ends,
                     level=wanted.level,

@@ -266,7 +266,8 @@ class Sampler:
 
     def scores(self, ids: Tensor, logits: Tensor) -> Tensor:
         """Processed scores of the token after `ids` [1, n]; [1, V] -> [1, V]."""
-        scores = logits.to(ids.device)  # processors read both; lm_head may be elsewhere
+        # processors read both, and may write; lm_head may be elsewhere
+        scores = logits.to(ids.device, copy=bool(self.processors))
         scores = scores if self.least is None else scores.clamp(min=self.least)
         for processor in self.processors:
             scores = _processed(processor, ids, scores)

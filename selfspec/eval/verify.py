@@ -358,7 +358,10 @@ def compare_texts(
         scores = case.scores(theirs, logits)
         if only is None:
             block = case.scores(theirs, block_logits(speculator.model, case.ids, theirs))
-            compared.noise = max(compared.noise, largest_difference(scores, block))
+            # kernels that treat rows alike have none: then it is how finely scores are rounded
+            finest = torch.finfo(speculator.backbone.dtype).eps
+            rounded = finest * float(scores[scores.isfinite()].abs().max())
+            compared.noise = max(compared.noise, rounded, largest_difference(scores, block))
         compared.texts.append([])
         kinds = planted(speculator, options, case.ids[0].tolist() + theirs)
         for name, (drafter, adapted) in kinds.items():

@@ -399,7 +399,8 @@ def find_known(
 def known_folders() -> list[Path]:
     """Folders that were written here and are still there; those in use first."""
     entries = map(_object, sorted(known_place().glob("*.json")))
-    return [folder for entry in entries for folder in _folders(entry) if _said(folder)]
+    found = (folder for entry in entries for folder in _folders(entry) if _said(folder))
+    return [*dict.fromkeys(found)]  # one may have held another model's before
 
 
 def known_place() -> Path:

@@ -195,10 +195,7 @@ def load_model(
         spread = ", ".join(f"{count} parts on device {one}" for one, count in parts.items())
         logger.info("%s is spread: %s", files.label, spread)
     else:
-        try:
-            model.to(place)  # type: ignore[arg-type]  # annotated otherwise upstream
-        except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
-            raise InvalidOption(f"cannot use device {place}: {first_line(error)}") from error
+        model.to(place)  # type: ignore[arg-type]  # annotated otherwise upstream
     if found is None:
         stamps = stamps or fingerprint.of_snapshot(files.source, model.config)
     return model.eval(), tokenizer, replace(files, stamps=stamps)
@@ -281,7 +278,7 @@ def _hub_answers() -> bool:
         urllib.request.urlopen(constants.ENDPOINT, timeout=5.0).close()
     except urllib.error.URLError as error:  # the client may hold other certificates
         return isinstance(error, urllib.error.HTTPError) or isinstance(error.reason, ssl.SSLError)
-    except OSError:
+    except (OSError, ValueError):  # no such address, HF_ENDPOINT is no URL
         return False
     return True
 
@@ -300,6 +297,10 @@ def _torch_device(device: str | None) -> torch.device | None:
         raise InvalidOption(f"device is {device!r}, expected cpu, cuda, cuda:0 or auto") from error
     if found.type == "meta":
         raise InvalidOption("device is meta, where nothing is computed. Give cpu, cuda or auto")
+    try:
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
+        raise InvalidOption(f"cannot use device {found}: {first_line(error)}") from error
     return found
 
 
@@ -482,7 +483,7 @@ def _is_heads_id(name: str | Path) -> bool:
 
 def _known_heads() -> str:
     names = ", ".join(sorted(_named_heads())) or "none"
-    return f"Known: {names}; and logit-lens, which any model has without a folder"
+    return f"Known: {names}; logit-lens, which any model has without a folder; and none"
 
 
 FETCHING = ("revision", "token", "cache_dir", "force_download")  # which files of the hub, and how
@@ -522,7 +523,7 @@ def push(content: Mapping[str, str | bytes], name: str, *, private: bool, messag
                 place.write_bytes(data.encode() if isinstance(data, str) else data)
             address = api.create_repo(name, private=private, exist_ok=True)
             api.upload_folder(repo_id=name, folder_path=folder, commit_message=message)
-    except (OSError, ValueError) as error:  # all that the hub's client raises
+    except Exception as error:  # the client's own, from packages that change
         raise CannotWrite(
             f"cannot put heads at {name}: {first_line(error)}. Is the id yours, and are you logged "
             "in (hf auth login)?"

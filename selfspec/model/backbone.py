@@ -24,17 +24,8 @@ from selfspec.errors import (
     UnsupportedModel,
     first_line,
 )
+from selfspec.model import check
 from selfspec.model import fingerprint as fingerprints
-from selfspec.model.check import (
-    Passage,
-    check_agreement,
-    check_conformance,
-    check_trees,
-    evaluation,
-    find_mixing,
-    keeps_apart,
-    refuse_unsupported,
-)
 from selfspec.model.cuda_graph import CudaGraphExecutor
 from selfspec.model.fingerprint import FileStamp, ModelWatch, Passed
 from selfspec.model.fused import FusedExecutor
@@ -75,7 +66,7 @@ class Backbone(Decoder):
             )
         model = getattr(model, "_orig_mod", model)  # in what torch.compile(model) gives
         check_model(model)
-        refuse_unsupported(model)
+        check.refuse_unsupported(model)
         super().__init__(model)
         if fingerprint is not None:
             self.fingerprint = fingerprint
@@ -93,7 +84,7 @@ class Backbone(Decoder):
                     "model.eval() before you wrap it"
                 )
             keep_numbers(model)
-        self.mixing = None if self.claims.steady else find_mixing(self, self._executor)
+        self.mixing = None if self.claims.steady else check.find_mixing(self, self._executor)
         """How the rows of a pass change each other, in words; None where they do not."""
         if self.mixing is not None:
             said = (
@@ -242,7 +233,7 @@ class Backbone(Decoder):
         """Why they do not, tested when somebody asks."""
         try:
             if "trees" not in self.passed:  # a graph of each layer alone would serve nobody
-                check_trees(self, self.own if self.claims.replayed else self._executor)
+                check.check_trees(self, self.own if self.claims.replayed else self._executor)
         except UnsupportedModel as error:
             return error
         self.passed.add("trees")
@@ -253,14 +244,14 @@ class Backbone(Decoder):
         """Whether texts may share a pass, bit for bit: tried when the first ones come."""
         if self.claims.spans == 1:
             return False
-        if "texts" not in self.passed and not keeps_apart(self, self._executor):
+        if "texts" not in self.passed and not check.keeps_apart(self, self._executor):
             said = "the %s executor lets texts of one pass change each other: each runs by itself"
             logger.warning(said, self.executor_name)
             return False
         self.passed.add("texts")
         return True
 
-    def _choose(self, name: str, passages: Sequence[Passage]) -> tuple[str, Executor]:
+    def _choose(self, name: str, passages: Sequence[check.Passage]) -> tuple[str, Executor]:
         """The best that runs, or the one asked for, and its name. Raises UnsupportedModel."""
         best = {"cpu": "fused", "cuda": "cuda-graph"}.get(self.device.type, "generic")
         asked, tried = name != AUTO, best if name == AUTO else name
@@ -276,20 +267,20 @@ class Backbone(Decoder):
             logger.debug("no %s executor: %s", tried, self.refused[tried])
             return "generic", self.own
 
-    def _made(self, name: str, passages: Sequence[Passage], *, asked: bool) -> Executor:
+    def _made(self, name: str, passages: Sequence[check.Passage], *, asked: bool) -> Executor:
         """Raises where it cannot run the model, or computes something else."""
         if name == "generic":
             return self.own
         if name == "fused":
-            with evaluation(self.model):  # parts are asked what they compute
+            with check.evaluation(self.model):  # parts are asked what they compute
                 fused = FusedExecutor(self.parts, self.lm_head)
-            check_agreement(self, fused, passages)
+            check.check_agreement(self, fused, passages)
             return fused
         # far positions take memory: what they were checked with is not what runs
-        check_agreement(self, CudaGraphExecutor(self.parts, self.lm_head), passages)
+        check.check_agreement(self, CudaGraphExecutor(self.parts, self.lm_head), passages)
         graphs = CudaGraphExecutor(self.parts, self.lm_head)
         if self.device.type == "cuda":
-            with evaluation(self.model):
+            with check.evaluation(self.model):
                 graphs.start_capture()
         else:
             logger.warning("no CUDA device: segments run uncaptured, which gains nothing")
@@ -297,13 +288,13 @@ class Backbone(Decoder):
             raise ValueError("segments cannot be captured")
         return graphs
 
-    def _conform(self) -> list[Passage]:
+    def _conform(self) -> list[check.Passage]:
         """What the check came to, without inference mode where layers cannot run in it."""
         errors: list[Exception] = []
         for mode in (torch.inference_mode, torch.no_grad):
             try:
                 with mode():
-                    return check_conformance(self)
+                    return check.check_conformance(self)
             except UnsupportedModel:
                 raise
             except Exception as error:  # noqa: BLE001  # any module's own

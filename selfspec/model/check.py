@@ -175,6 +175,8 @@ def check_trees(decoder: Decoder, executor: Executor) -> None:
     Some layers count positions by themselves, from how many rows there are. Up to rounding, at the
     places of the conformance check.
     """
+    if (kind := decoder.config._attn_implementation) not in ("sdpa", "eager"):
+        raise UnsupportedModel(f"attention is {kind}, whose masks know no siblings. Draft chains")
     bound, ids = _AGREEMENT[decoder.dtype], _random_ids(decoder, seed=2)
     parents = [*[-1] * (len(ids) - 1), 0]
     path = [0, len(ids) - 1]

@@ -137,6 +137,8 @@ class GenericExecutor:
     def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
         """Layers first+1..last on [T, d]; adds keys and values of T positions to the KV cache."""
         span, block, positions = rows.only, hidden[None], rows.positions[None]
+        if self.decoder.has_table:  # rows of zeros may lie behind its end
+            positions = positions.clamp(max=self.decoder.config.max_position_embeddings - 1)
         kinds = set(self.layer_types[first:last])
         if span.parents is None:
             masks = self.masks(kinds, block, first, positions, span.kv)
@@ -249,9 +251,7 @@ class Decoder:
     @property
     def position_limit(self) -> int | None:
         """Positions that the model can compute, if there is an end: some are a table."""
-        rotary = self.parts.rotary_emb  # GPT-J's is one, too
-        tabled = rotary is None or hasattr(rotary, "embed_positions")
-        return self.max_positions if tabled else None
+        return self.max_positions if self.parts.has_table else None
 
     @property
     def dtype(self) -> torch.dtype:

@@ -100,6 +100,11 @@ class DecoderParts:
         by_kind = (kind,) if self.rotates_by_kind else ()
         return self.rotary_emb(hidden, positions, *by_kind)  # type: ignore[misc, no-any-return]  # callers know that it is there
 
+    @property
+    def has_table(self) -> bool:
+        """Whether positions are a table's rows; GPT-J's rotations are, too."""
+        return self.rotary_emb is None or hasattr(self.rotary_emb, "embed_positions")
+
     def with_positions(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """[B, T, d] from boundary 0 at `positions` [B, T] -> what layer 1 reads, [B, T, d]."""
         if self.learned_positions is None:

@@ -180,7 +180,7 @@ class _Around:
         try:
             await self._app(scope, receive, sent)
         except asyncio.CancelledError:  # the server ends before the answer
-            logger.error("an answer was cut: the server stops")
+            logger.error("an answer was cut: the server stops, or its client left")
         except Exception as error:  # noqa: BLE001  # uvicorn would log its message
             logger.error("a request failed:\n%s", places(error))
             if status:

@@ -71,6 +71,14 @@ class Choice:
     must_call: bool = False
     explain: bool = False  # whether to say who gave each token
     needs_tools: str | None = None  # the field that only a chat template with tools can honour
+    most_calls: int | None = None
+
+
+def _few(found: Any) -> Any:
+    """Raises ValueError before each entry becomes an error of its own, which takes seconds."""
+    if isinstance(found, dict) and len(found) > 1024:
+        raise ValueError("more than 1024 entries")
+    return found
 
 
 class _Shape(pydantic.BaseModel):
@@ -81,7 +89,7 @@ class _Shape(pydantic.BaseModel):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _without_nothing(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
+        if not isinstance(_few(body), dict):
             return body
         return {
             name: value
@@ -140,9 +148,8 @@ class _Message(_Shape):
         turn: dict[str, Any] = {"role": role, "content": text}
         if self.tool_calls:
             turn["tool_calls"] = [call.as_part() for call in self.tool_calls]
-        if self.tool_call_id is not None:
-            turn["tool_call_id"] = self.tool_call_id
-        return turn
+        named = {"tool_call_id": self.tool_call_id, "name": self.name}
+        return turn | {name: value for name, value in named.items() if value is not None}
 
 
 class _Function(_Shape):
@@ -226,14 +233,14 @@ class Body(_Shape):
     min_p: Annotated[StrictFloat, Field(ge=0, le=1)] = 0.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    logit_bias: Annotated[dict[TokenName, Bias], Field(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[TokenName, Bias], BeforeValidator(_few)] | None = None
     response_format: _ResponseFormat | None = None
     max_tokens: Count | None = None
     # for whoever bills and caches; nothing here does
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], BeforeValidator(_few)] | None = None
     speculation: StrictBool | _Speculation | None = None
 
     def _choices(
@@ -324,6 +331,7 @@ class ChatBody(Body):
             tools=[tool.model_dump(exclude_none=True) for tool in tools],
             must_call=self._must_call,
             needs_tools="tools" if tools else "messages" if shown else None,
+            most_calls=None if self.parallel_tool_calls else 1,
         )
 
 

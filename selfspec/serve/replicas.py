@@ -74,7 +74,8 @@ class Replica:
         log = logging.getLogger("selfspec")  # as the command line's; Ray passes stderr on
         log.setLevel(logging.INFO)
         log.handlers[:] = [logging.StreamHandler()]
-        options = replace(options, cors_origin=None, log_requests=False)
+        # in front of it, requests were let in and logged
+        options = replace(options, cors_origin=None, log_requests=False, host="")
         try:
             self._writer = Writer(load(**loading), options, kv_memory)
         except SelfspecError as error:

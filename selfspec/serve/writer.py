@@ -24,7 +24,7 @@ import prometheus_client as prometheus
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.api.request import Request
+from selfspec.api.request import Request, stop_strings
 from selfspec.api.speculator import Speculator
 from selfspec.api.text import TextDecoder, TokenTexts, UntilStop, begun, encode, is_end
 from selfspec.config import WRITING, GenerateOptions
@@ -58,6 +58,7 @@ class Writer:
             most=options.concurrency, patience=options.patience, kv_memory=kv_memory
         )
         self.tool_format = format_of(speculator.tokenizer)
+        self.texts = TokenTexts(speculator.tokenizer)
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._answers: dict[Running, Answer] = {}
         self.open = 0  # choices that are written or wait
@@ -169,7 +170,7 @@ class Writer:
             self.metrics.count("prompt_tokens", by=job.prompt_tokens)
             for place, call in enumerate(calls):
                 running = self._engine.add(call.only(), call.speculation)
-                self._answers[running] = Answer(job, place, call, running, self.tool_format)
+                self._answers[running] = Answer(self, job, place, call, running)
         except BaseException as error:  # noqa: BLE001  # as above
             logger.debug("a request failed:\n%s", places(error))
             self._leave(job)
@@ -189,7 +190,11 @@ class Writer:
     def _call(self, ids: Tensor, choice: Choice) -> Request:
         """An answer ends where the model's positions end."""
         longest = min(choice.options["max_new_tokens"], self.room - ids.shape[1])
-        return self._speculator.call(ids, {**self._asked(choice), "max_new_tokens": longest})
+        asked = self._asked(choice) | {"max_new_tokens": longest}
+        if stops := asked.pop("stop_strings", None):  # which the prompt may hold
+            ends, start = stop_strings(self._speculator.tokenizer, stops), ids.shape[1]
+            asked["stopping_criteria"] = [lambda text, scores: ends(text[:, start:], scores)]
+        return self._speculator.call(ids, asked)
 
     def _asked(self, choice: Choice) -> GenerateOptions:
         if not choice.must_call or self.tool_format is None:
@@ -248,19 +253,22 @@ class Answer:
     """One choice of a job while it is written."""
 
     def __init__(
-        self, job: Job, place: int, call: Request, running: Running, form: ToolFormat | None
+        self, writer: Writer, job: Job, place: int, call: Request, running: Running
     ) -> None:
-        choice = job.choices[place]
+        self._choice = choice = job.choices[place]
         self.job, self.place, self.running = job, place, running
         self.newest_s: float | None = None  # when its newest tokens came
         self._tokenizer = call.tokenizer
         self._decoder = TextDecoder(call.tokenizer)
+        self._decoder.push(call.behind, last=True)
         self._stops = UntilStop([*choice.options.get("stop_strings", ()), call.end])
-        self._calls = Calls(form, choice.tools) if form is not None and choice.tools else None
-        self._explanation = None
+        form, self._texts, self._explanation = writer.tool_format, writer.texts, None
+        self._calls: Calls | None = None
+        if form is not None and choice.tools:
+            self._calls = Calls(form, choice.tools, choice.most_calls)
         if choice.explain:  # as if it ran alone: so a request's explanation is always the same
             cost = running.draft_cost(call.speculation)
-            self._explanation = Explanation(call.tokenizer, cost)
+            self._explanation = Explanation(writer.texts, cost)
         self._told = 0  # tokens that are in earlier pieces
 
     def piece(self) -> Piece:
@@ -296,7 +304,9 @@ class Answer:
         if not running.ended:
             return piece
         # a time limit is a length; so is the end of the model's positions
-        complete = running.stats.stop_reason == "eos" or self._stops.found
+        late = time.perf_counter() - self.job.came_s >= self._choice.options["max_time"]
+        ended = running.stats.stop_reason in (("eos",) if late else ("eos", "stop"))
+        complete = ended or self._stops.found  # no text shows a stop that is a special token
         finish = ("tool_calls" if calls else "stop") if complete else "length"
         return replace(piece, calls=calls, finish=finish, stats=running.stats)
 
@@ -313,7 +323,7 @@ class Answer:
 
     def _likely(self, token: int, logprob: float) -> Json:
         """Half of a character has no bytes here: a tokenizer gives text alone."""
-        text = "" if self._tokenizer is None else str(self._tokenizer.decode([token]))
+        text = self._texts.of(token)
         data = None if "\N{REPLACEMENT CHARACTER}" in text else [*text.encode()]
         return {"token": text, "logprob": logprob, "bytes": data}
 
@@ -324,8 +334,8 @@ class Explanation:
     A stop may hide text that was written: no token shows it. A draft has the text of its token.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, cost: DraftCost) -> None:
-        self._texts, self._cost = TokenTexts(tokenizer), cost
+    def __init__(self, texts: TokenTexts, cost: DraftCost) -> None:
+        self._texts, self._cost = texts, cost
         self._waiting: list[Json] = []  # rounds with text that is not shown yet
         self._shown = 0  # characters of these that are
 
@@ -374,6 +384,9 @@ def _giver(source: str, layer: int) -> Json:
     return {"source": source, "layer": layer if source == EXIT else None}
 
 
+_NO_ARGUMENTS = {"type": "object", "additionalProperties": False}
+
+
 @dataclass(frozen=True)
 class ToolFormat:
     """How a model writes a call: JSON between two texts."""
@@ -390,7 +403,7 @@ class ToolFormat:
             name, schema = tool["function"]["name"], tool["function"].get("parameters")
             begins = json.dumps(f'{{"name": "{name}", "{self.arguments}": ')
             ways.append(f'{begins} arguments{number} "}}"')
-            schema = (schema or {"type": "object", "properties": {}}) | {"x-guidance": WRITING}
+            schema = (schema or _NO_ARGUMENTS) | {"x-guidance": WRITING}
             rules += f"arguments{number}: %json {json.dumps(schema)}\n"
         return f"start: {before} ({' | '.join(ways)}) {after}\n{rules}"
 
@@ -437,8 +450,9 @@ def format_of(tokenizer: PreTrainedTokenizerBase | None) -> ToolFormat | None:
 class Calls:
     """Text of an answer that may call: what is sure to be no call goes on, the rest waits."""
 
-    def __init__(self, form: ToolFormat, tools: Tools) -> None:
+    def __init__(self, form: ToolFormat, tools: Tools, most: int | None = None) -> None:
         self._form, self._names = form, [tool["function"]["name"] for tool in tools]
+        self._most = most  # calls that are given
         self._text = ""
         self._given = 0
 
@@ -458,9 +472,9 @@ class Calls:
     def end(self) -> tuple[str, list[Json]]:
         """What is left to be shown, and the calls."""
         calls, behind = self._form.calls(self._text, self._names)
-        return (
-            (behind if behind.strip() else "", calls) if calls else (self._text[self._given :], [])
-        )
+        if not calls:
+            return self._text[self._given :], []
+        return behind if behind.strip() else "", calls[: self._most]
 
 
 # --- what Prometheus reads at /metrics

@@ -376,7 +376,7 @@ class Place:
     def __init__(self, name: str | Path) -> None:
         """Raises InvalidOption for a URL that cannot be opened here."""
         self.name, self._there = str(name), None
-        self.folder = Path(name)
+        self.folder = files.local_path(name)
         if files.is_url(name):
             try:
                 self._there, self._root = url_to_fs(self.name)

@@ -630,7 +630,7 @@ def draft_vocabulary(
     Byte-pair vocabularies are numbered from frequent to rare, so low ids are the best guess where
     a text has no more to say.
     """
-    chosen = set(special)
+    chosen = {token for token in special if token < vocab_size}  # a tokenizer may have more
     others = sorted({*range(vocab_size)} - chosen, key=lambda token: (-counts[token], token))
     chosen.update(others[: max(0, size - len(chosen))])
     return torch.tensor(sorted(chosen), dtype=torch.int64)
@@ -641,10 +641,8 @@ def _draft_ids(job: Job) -> Tensor | None:
     if job.start is not None:
         return job.start.first.draft_ids
     size, vocab_size = job.options.draft_vocab_size, job.backbone.vocab_size
-    if size is None:
+    if size is None or size >= vocab_size:
         return None
-    if size > vocab_size:
-        raise InvalidOption(f"draft_vocab_size is {size}, the model has {vocab_size} tokens")
     counts = job.train.source.token_counts()
     chosen = draft_vocabulary(counts, size, job.special_ids, vocab_size)
     return chosen.to(job.backbone.unembedding.weight.device)

@@ -137,7 +137,8 @@ class Passages:
             paragraphs = [part.strip() for part in re.split(r"\n\s*\n", text) if part.strip()]
             starts = self._starts.setdefault(named[1] if named else "en", [])
             starts += [(paragraphs, index) for index in range(len(paragraphs))]
-        self.languages, self.digest = set(self._starts), digest.hexdigest()[:16]
+        self.languages = {name for name, starts in self._starts.items() if starts}
+        self.digest = digest.hexdigest()[:16]
 
     def drawn(self, language: str, number: int, seed: str, characters: int) -> str:
         """The `number`-th passage: so many characters from the start of a paragraph on."""

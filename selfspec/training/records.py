@@ -280,9 +280,12 @@ def calibrate(
     heads: ExitHeads, text: Selection, costs: MeasuredCosts, most_layers: int = 2
 ) -> Calibration:
     """Measure, fit temperatures, and choose layers, thresholds and bounds by the cost model."""
+    if not text.answers:
+        raise InvalidData("the text holds no answers to measure. Give another --data")
     found, sure = dict[int, Reliability](), dict[int, list[tuple[Tensor, Tensor]]]()
     candidates = dict[int, list[float]]()
     for layer, (first, later) in score(heads, text.batches()).items():
+        later = later if len(later.right) else first  # every answer is one token
         found[layer] = reliability(first, later if heads.feeds_itself else None)
         fitted = TEMPERATURES.index(found[layer].temperature)
         sure[layer] = [(one.confidence[fitted], one.right) for one in (first, later)]

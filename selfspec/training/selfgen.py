@@ -160,7 +160,9 @@ class Turns:
         behind = _around(self._written(_FIRST, _ANSWER, _SECOND), _ANSWER)[1]
         between = _around(behind, _SECOND)[0]
         new = self.ids(between if question is None else between + question + self.asked)
-        return said + (new[1:] if said[-1:] == new[:1] else new)  # the model wrote the end token
+        if said[-1:] and said[-1] in new[:2]:  # the model wrote the end token, behind no blank
+            new = new[new.index(said[-1]) + 1 :]
+        return said + new
 
     def question_ends(self) -> frozenset[int]:
         """Tokens that end a user's turn: what the template puts there, and all special ones."""

@@ -370,15 +370,18 @@ def _from_messages(messages: list[Message], tokenizer: PreTrainedTokenizerBase) 
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
             before, turn = ids_of(index, asked=True), ids_of(index + 1)
-            if turn[: len(before)] != before or ids[: len(turn)] != turn:
+            pairs = zip(turn, ids, strict=False)
+            end = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
+            # some templates end the last turn alone
+            lost = {*turn[end:]} - {*tokenizer.all_special_ids}
+            if turn[: len(before)] != before or end < len(before) or lost:
                 raise InvalidData(
                     f"has an answer, turn {index + 1}, whose tokens the chat template does not "
                     "keep: it may begin with spaces. Change it, or give --skip-bad-rows"
                 )
             # a model stops at its end token, the template may go on
-            end, stop = len(turn), tokenizer.eos_token_id
-            if stop in turn:
-                end -= turn[::-1].index(stop)
+            if (stop := tokenizer.eos_token_id) in (said := turn[len(before) : end]):
+                end -= said[::-1].index(stop)
             answers.append((len(before), end))
     return Conversation(tuple(ids), tuple(answers))
 
@@ -513,11 +516,11 @@ class Writer:
             self._save(replace(self._run, next=list(lines)))
             with files.appended(self.output, block) as file:
                 os.fsync(file.fileno())
-                self._save(written)
         except CannotWrite:
             with suppress(CannotWrite):
                 self._save(self._run)
             raise
+        self._save(written)  # until it is there, `next` says what the file ends with
         self._run = written
 
     def records(self) -> Iterator[Record]:

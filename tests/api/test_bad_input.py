@@ -14,19 +14,11 @@ import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM, GenerationConfig, LlamaForCausalLM
 
+from selfspec import errors
 from selfspec.api import speculator as facade
 from selfspec.api.speculator import Speculator
 from selfspec.config import GenerateOptions, SpeculationOptions
-from selfspec.errors import (
-    HeadsMismatch,
-    HeadsNotFound,
-    InvalidOption,
-    InvalidPrompt,
-    SelfspecError,
-    UnsupportedModel,
-    annotations_of,
-    fits,
-)
+from selfspec.errors import HeadsMismatch, InvalidOption, InvalidPrompt, SelfspecError
 from selfspec.heads.exit_heads import logit_lens
 from selfspec.options import Exit, Fixed
 from tests.bad_input import IDS, VOCAB, check, small_model, speaking
@@ -72,6 +64,7 @@ PROMPTS: dict[str, Any] = {
     "floats": [1.0, 2.0],
     "text and ids": ["hello", 5],
     "lists of ids": [[1, 2], [3, 4]],
+    "arrays": [np.array([1, 2]), np.array([3])],
     "tensors in a list": [torch.tensor(1)],
     "negative id": [-1, 5],
     "id beyond the vocabulary": [5, VOCAB],
@@ -89,9 +82,15 @@ PROMPTS: dict[str, Any] = {
     "content with half a character": user("\ud800"),
     "a role the template refuses": [{"role": "robot", "content": "hi"}],
 }
-BATCHES = {"several rows", "lists of ids"}  # of these: what is several prompts
+BATCHES = {
+    "empty list",
+    "several rows",
+    "lists of ids",
+    "arrays",
+}  # of these: what is several prompts
 ADVICE = {
     "lists of ids": "generate_batch",
+    "arrays": "generate_batch",
     "generator": "generate_each",
     "path": "path.read_text()",
     "bytes": "prompt.decode()",
@@ -154,7 +153,7 @@ def too_many(_one: Any, _two: Any, _three: Any) -> None:
     """No processor takes three things."""
 
 
-KEYWORDS = annotations_of(GenerateOptions)
+KEYWORDS = errors.annotations_of(GenerateOptions)
 STRANGE = ["x", b"x", 0.5, NAN, INF, True, [5], ["a"], [None], [[1.5]], {}, object()]
 
 
@@ -166,7 +165,7 @@ def test_a_keyword_takes_its_type_or_refuses_in_one_line(name: str, speculator: 
         except SelfspecError as error:
             check(error)
         else:
-            assert fits(value, KEYWORDS[name]), value
+            assert errors.fits(value, KEYWORDS[name]), value
 
 
 UNMEANT: dict[str, tuple[Any, ...]] = {
@@ -369,7 +368,7 @@ CASES: list[tuple[Callable[[Any], Any], type[SelfspecError], str]] = [
     (lambda model: wrap(model, "gpt2"), InvalidOption, "tokenizer is of type str.*AutoTokenizer"),
     (lambda model: wrap(model, Processor()), InvalidOption, "tokenizer is of type Processor"),
     (lambda model: wrap(model, heads=3), InvalidOption, "heads are of type int.*selfspec heads"),
-    (lambda model: wrap(model, heads="none-such"), HeadsNotFound, "Known: "),
+    (lambda model: wrap(model, heads="none-such"), errors.HeadsNotFound, "Known: "),
     (
         lambda model: wrap(model, heads=other_heads()),
         HeadsMismatch,
@@ -377,7 +376,7 @@ CASES: list[tuple[Callable[[Any], Any], type[SelfspecError], str]] = [
     ),
     (
         lambda _: wrap(make_model("llama", max_position_embeddings=0)),
-        UnsupportedModel,
+        errors.UnsupportedModel,
         "max_position_embeddings of the model's config is 0, expected at least 1",
     ),
     (lambda model: wrap(model, draft_model="x"), InvalidOption, "draft_model is of type str"),

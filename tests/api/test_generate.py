@@ -205,3 +205,9 @@ def test_where_positions_are_a_table_the_answer_ends_with_them(
     mask[0, :8] = 0
     again = limited.generate(padded, attention_mask=mask, max_new_tokens=30)
     assert again.token_ids == answer.token_ids
+    table = wrap(make_model("gpt2", max_position_embeddings=LIMIT), **DRAFTING)
+    texts = [  # passes that are filled up look no further than the table goes
+        table.generate(ids, max_new_tokens=30, **more).token_ids
+        for more in ({"speculate": False}, {"pinned": True, "pinned_rows": 16})
+    ]
+    assert texts[0] == texts[1]

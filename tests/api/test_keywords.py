@@ -255,3 +255,10 @@ def test_positions_behind_padding_pass_and_no_others(speculator: Speculator, exa
     wrong = torch.arange(LENGTH).expand(2, -1)
     with pytest.raises(InvalidOption, match=r"^position_ids"):
         exact.generate(ids, position_ids=wrong, custom_generate=speculator.hf(), **options)
+
+
+def test_refused_keywords_may_ask_for_nothing(speculator: Speculator) -> None:
+    asked: dict[str, Any] = {"max_new_tokens": 3}
+    expected = speculator.generate(random_ids(9), **asked).token_ids
+    asked |= {"use_cache": True, "num_beams": 1, "output_scores": None}
+    assert speculator.generate(random_ids(9), **asked).token_ids == expected

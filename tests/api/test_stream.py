@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from selfspec.api.speculator import Speculator
+from selfspec.api.speculator import Speculator, wrap
 from selfspec.api.stream import Piece, html
 from selfspec.decoding.stats import Giver, Round
 from selfspec.errors import InvalidOption, InvalidPrompt
+from tests.api.test_text import metaspace
 from tests.bad_input import small_model, speaking
-from tests.models import random_ids
+from tests.models import make_model, random_ids
 
 
 class Listener(BaseStreamer):
@@ -56,6 +57,8 @@ def test_a_streamer_hears_the_end_after_an_error_too(speculator: Speculator) -> 
     with pytest.raises(ZeroDivisionError):
         speculator.generate(random_ids(13), streamer=listener, stopping_criteria=broken)
     assert listener.ended == 1
+    speculator.stream(random_ids(13), streamer=listener).close()
+    assert listener.ended == 2
 
 
 def test_a_streamer_takes_one_text(speculator: Speculator, exact: Any) -> None:
@@ -136,6 +139,17 @@ def test_pieces_join_to_the_text_and_say_who_gave_them(speaker: Speculator) -> N
     drafted = [piece for piece in answer.pieces if piece.giver.source != "model"]
     assert len(drafted) == answer.stats.accepted
     assert text_of(answer._repr_html_()) == answer.text
+
+
+def test_text_that_goes_on_keeps_its_first_space() -> None:
+    model = make_model("llama", torch.float64, vocab_size=4)
+    said: Any = {"max_new_tokens": 1, "sequence_bias": {(1,): 1e3}, "do_sample": False}
+    base = wrap(model, tokenizer := metaspace())
+    assert [base.generate("hello", raw=raw, **said).text for raw in (False, True)] == [" world"] * 2
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    chat = wrap(model, tokenizer)
+    found = [chat.stream("hello", raw=raw, **said) for raw in (False, True)]
+    assert [next(one) for one in found] == ["world", " world"]
 
 
 def test_a_round_says_who_gave_each_token() -> None:

@@ -140,6 +140,8 @@ def test_texts_of_single_tokens_join_to_the_whole(tokenizer: PreTrainedTokenizer
     assert metaspace().decode([1]) == "world"  # without the space that opens it
     assert [*map(words.of, (1, 2, 3))] == [" world", "!", "<end>"]
     assert (mute.of(3), mute.pieces([3, 12])) == ("<3>", ["<3>", "<12>"])
+    goes_on = TextDecoder(metaspace())
+    assert [goes_on.push([2], last=True), goes_on.push([1])] == ["!", " world"]
 
 
 SHORT = st.text("abc", max_size=4)

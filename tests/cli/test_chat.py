@@ -78,10 +78,8 @@ def test_chat_remembers_what_was_said_and_what_commands_changed(
     wrong = any(isinstance(answer[0], InvalidPrompt) for answer in answers)
     heard = sum(isinstance(answer[0], str) for answer in answers)
     assert sorted(shown) == [*[figures] * heard, *[errors] * wrong]
-    interrupted = [
-        any(isinstance(p, KeyboardInterrupt) for p in s.pieces) for s in speculator.streams
-    ]
-    assert [stream.closed for stream in speculator.streams] == interrupted
+    broken = [any(isinstance(p, KeyboardInterrupt) for p in s.pieces) for s in speculator.streams]
+    assert [stream.closed for stream in speculator.streams] == broken
 
 
 def test_a_talk_is_saved_and_loaded(speculator: FakeSpeculator, call: Call, tmp_path: Path) -> None:

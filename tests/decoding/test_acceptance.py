@@ -30,24 +30,8 @@ from selfspec.decoding.acceptance import (
 from selfspec.decoding.sampling import Sampler
 from selfspec.errors import InvalidOption
 from selfspec.heads.heads import entropy
-from tests.laws import (
-    DRAFT,
-    TARGET,
-    TARGETS,
-    FixedSampler,
-    Law,
-    LoadedSampler,
-    Words,
-    assert_same,
-    completed,
-    draft_words,
-    drafted,
-    enumerate_law,
-    make_sampler,
-    one_round,
-    plain,
-    verdicts,
-)
+from tests import laws
+from tests.laws import DRAFT, TARGET, Words, assert_same, drafted, make_sampler, verdicts
 from tests.models import make_model, random_ids
 
 
@@ -59,15 +43,15 @@ def test_greedy_and_full_lenience_are_lossless() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_sampled_sequences_have_exactly_the_targets_law(count: int) -> None:
-    sampler = make_sampler(LoadedSampler)
+    sampler = make_sampler(laws.LoadedSampler)
     rule = SpeculativeSampling(sampler)
-    law = enumerate_law(sampler, lambda: one_round(rule, sampler, count))
+    law = laws.enumerate_law(sampler, lambda: laws.one_round(rule, sampler, count))
     assert max(map(len, law)) == count + 1
-    assert_same(completed(law, 3), plain(3))
+    assert_same(laws.completed(law, 3), laws.plain(3))
 
 
 def test_a_draft_is_never_refused_where_q_equals_p() -> None:
-    sampler = make_sampler(FixedSampler)
+    sampler = make_sampler(laws.FixedSampler)
     object.__setattr__(sampler, "u", 1.0 - 2.0**-24)  # the largest float32 below 1
     target = torch.tensor([0.5, 0.25, 0.125, 0.125])
     for token in range(4):
@@ -78,7 +62,7 @@ def test_a_draft_is_never_refused_where_q_equals_p() -> None:
 
 
 def test_an_impossible_draft_is_refused_even_at_u_zero() -> None:
-    sampler = make_sampler(FixedSampler)
+    sampler = make_sampler(laws.FixedSampler)
     object.__setattr__(sampler, "u", 0.0)
     target, law = torch.tensor([0.0, 1.0]), torch.tensor([1.0, 0.0])
     draft = drafted(0, law=law)
@@ -90,7 +74,7 @@ def test_an_impossible_draft_is_refused_even_at_u_zero() -> None:
 def test_certain_drafts_keep_the_targets_law(tokens: list[int]) -> None:
     # q is 1 here, so p itself must be a multiple of 1/8
     targets = torch.stack([(torch.tensor([2, 3, 0, 1, 2]) / 8).roll(shift) for shift in range(5)])
-    sampler = make_sampler(LoadedSampler)
+    sampler = make_sampler(laws.LoadedSampler)
     rule = SpeculativeSampling(sampler)
     kept: dict[int, float] = defaultdict(float)
 
@@ -100,8 +84,8 @@ def test_certain_drafts_keep_the_targets_law(tokens: list[int]) -> None:
         kept[sum(is_draft for _, is_draft in found)] += sampler.dice.weight
         return tuple(words.tokens[1:])
 
-    law = enumerate_law(sampler, play)
-    assert_same(completed(law, 3, targets), plain(3, targets))
+    law = laws.enumerate_law(sampler, play)
+    assert_same(laws.completed(law, 3, targets), laws.plain(3, targets))
     first = float(targets[0, tokens[0]])
     second = float(targets[tokens[0], tokens[1]])
     assert kept.get(1, 0.0) + kept.get(2, 0.0) == pytest.approx(first, abs=2e-7)
@@ -110,7 +94,7 @@ def test_certain_drafts_keep_the_targets_law(tokens: list[int]) -> None:
 
 def test_processors_see_the_committed_token_not_the_refused_draft() -> None:
     # no token may come twice: the second one's law depends on which was really committed first
-    sampler = make_sampler(LoadedSampler, NoRepeatNGramLogitsProcessor(1))
+    sampler = make_sampler(laws.LoadedSampler, NoRepeatNGramLogitsProcessor(1))
     rule = SpeculativeSampling(sampler)
     logits = torch.tensor([1.0, 1.0, 0.5, 0.5]).log()  # without token 0: 1/2, 1/4, 1/4
     uniform = torch.full((4, 4), 0.25)
@@ -118,29 +102,29 @@ def test_processors_see_the_committed_token_not_the_refused_draft() -> None:
     def play() -> tuple[int, ...]:
         words = Words(0)
         while len(words.tokens) < 3:
-            verdicts(rule, words, logits.expand(2, 4), draft_words(sampler, 0, 1, uniform))
+            verdicts(rule, words, logits.expand(2, 4), laws.draft_words(sampler, 0, 1, uniform))
         return tuple(words.tokens[1:3])
 
-    expected: Law = {(1, 2): 1 / 4, (1, 3): 1 / 4, (2, 1): 1 / 6, (3, 1): 1 / 6}
-    assert_same(enumerate_law(sampler, play), expected | {(2, 3): 1 / 12, (3, 2): 1 / 12})
+    expected: laws.Law = {(1, 2): 1 / 4, (1, 3): 1 / 4, (2, 1): 1 / 6, (3, 1): 1 / 6}
+    assert_same(laws.enumerate_law(sampler, play), expected | {(2, 3): 1 / 12, (3, 2): 1 / 12})
 
 
 @pytest.mark.parametrize("lenience", [1.0, 0.5, 0.25])
 def test_lenience_has_its_closed_form(lenience: float) -> None:
-    sampler = make_sampler(LoadedSampler)
+    sampler = make_sampler(laws.LoadedSampler)
     rule = SpeculativeSampling(sampler, lenience)
 
     def play() -> tuple[int, ...]:
-        draft = draft_words(sampler, 0, 1)
-        token, is_draft = verdicts(rule, Words(0), TARGETS[[0, *draft.tokens]].log(), draft)[0]
+        draft = laws.draft_words(sampler, 0, 1)
+        token, is_draft = verdicts(rule, Words(0), laws.TARGETS[[0, *draft.tokens]].log(), draft)[0]
         return token, int(is_draft)
 
-    law = enumerate_law(sampler, play)
+    law = laws.enumerate_law(sampler, play)
     p, q = TARGET.tolist(), DRAFT.tolist()
     stays = [q[x] * min(1.0, p[x] / (q[x] * lenience)) if q[x] else 0.0 for x in range(5)]
     rest = [max(0.0, p[x] - q[x]) for x in range(5)]
     fresh = [(1 - sum(stays)) * rest[x] / sum(rest) for x in range(5)]
-    expected: Law = {}
+    expected: laws.Law = {}
     for x in range(5):
         expected[x, 1], expected[x, 0] = stays[x], fresh[x]
     assert_same(law, expected)
@@ -197,9 +181,9 @@ def greedy_choices(rule: AcceptanceRule) -> list[int]:
     return [token for token, _ in found]
 
 
-def sampled_law(make_rule: Callable[[Sampler], AcceptanceRule]) -> Law:
+def sampled_law(make_rule: Callable[[Sampler], AcceptanceRule]) -> laws.Law:
     """Exact law of (token, whether it is the draft's) where drafts are drawn from DRAFT."""
-    sampler = make_sampler(LoadedSampler)
+    sampler = make_sampler(laws.LoadedSampler)
     rule = make_rule(sampler)
 
     def play() -> tuple[int, ...]:
@@ -207,11 +191,11 @@ def sampled_law(make_rule: Callable[[Sampler], AcceptanceRule]) -> Law:
         token, is_draft = verdicts(rule, Words(0), LOGITS, draft)[0]
         return token, int(is_draft)
 
-    return enumerate_law(sampler, play)
+    return laws.enumerate_law(sampler, play)
 
 
-def closed_form(kept: list[float], replaced: list[float]) -> Law:
-    law: Law = {(x, 1): kept[x] for x in range(5)}
+def closed_form(kept: list[float], replaced: list[float]) -> laws.Law:
+    law: laws.Law = {(x, 1): kept[x] for x in range(5)}
     return law | {(x, 0): replaced[x] for x in range(5)}
 
 

@@ -19,16 +19,7 @@ from selfspec.decoding import measure as measuring
 from selfspec.decoding.acceptance import Draft
 from selfspec.decoding.costs import DraftCost, Load, MeasuredCosts, token_cost
 from selfspec.decoding.drafters.trees import LONGEST_PAUSE, SHORTEST_PAUSE, Paying, WhilePaying
-from selfspec.decoding.measure import (
-    ROWS,
-    Clock,
-    PassShape,
-    StepSpeed,
-    measure,
-    memory_rate,
-    step_speed,
-    why_unpinned,
-)
+from selfspec.decoding.measure import ROWS, Clock, PassShape, StepSpeed, measure, why_unpinned
 from selfspec.decoding.sampling import DraftToken
 from selfspec.decoding.state import alone
 from selfspec.decoding.stats import Stopwatch
@@ -258,12 +249,10 @@ def heads(backbone: Backbone) -> ExitHeads:
 def test_a_clock_of_single_ticks_makes_parts_alike(backbone: Backbone, heads: ExitHeads) -> None:
     clock = itertools.count()
     found = measure(backbone, heads, now=lambda: float(next(clock)))
-    ones = (1.0,) * 8
+    alike = dict.fromkeys(("layers", "start", "logits"), (1.0,) * 8)
     # a pass of few layers takes as long as one of all: everything is its start; a round takes less
     # than the layers and the logits that it is made of: nothing is left for itself
-    assert found == MeasuredCosts(
-        num_layers=6, layers=ones, start=ones, logits=ones, head=1.0, round=0.0
-    )
+    assert found == MeasuredCosts(num_layers=6, **alike, head=1.0, round=0.0)
 
 
 def test_quick_costs_leave_slow_passes_out_and_rows_between_two_cost_alike(
@@ -297,9 +286,7 @@ def test_heads_that_read_deep_states_are_measured_too(backbone: Backbone) -> Non
     found = measure(backbone, heads, context=20)
     assert found.head > 0.0
     assert len(found.layers) == len(found.start) == len(found.logits) == 8
-    assert all(
-        0.0 <= start <= whole for start, whole in zip(found.start, found.layers, strict=True)
-    )
+    assert all(0.0 <= start <= full for start, full in zip(found.start, found.layers, strict=True))
 
 
 # --- a plain step against the limit of memory
@@ -334,11 +321,11 @@ def test_a_step_reads_weights_keys_and_values_in_the_models_dtype(
     executor: str, weights: int, width: int, dtype: torch.dtype
 ) -> None:
     backbone = Backbone(make_model("llama", dtype), executor=executor)
-    found = step_speed(backbone, context=10, clock=ticking(0.5))
+    found = measuring.step_speed(backbone, context=10, clock=ticking(0.5))
     assert found.weight_bytes == dtype.itemsize * weights
     assert found.kv_bytes == dtype.itemsize * 2 * LAYERS * KV_HEADS * width * 10
     assert found.rows_s == dict.fromkeys(ROWS, 0.5)
-    assert found.memory_bytes_per_s == memory_rate(ticking(0.5)) == 8000.0
+    assert found.memory_bytes_per_s == measuring.memory_rate(ticking(0.5)) == 8000.0
     assert found.rows_in_steps == {2: 1.0, 4: 1.0, 8: 1.0, 16: 1.0}
 
 
@@ -358,7 +345,7 @@ def test_the_context_leaves_room_in_models_of_few_positions(
     family: str, positions: int, context: int, rows: tuple[int, ...]
 ) -> None:
     model = make_model(family, max_position_embeddings=positions)
-    found = step_speed(Backbone(model), clock=ticking())
+    found = measuring.step_speed(Backbone(model), clock=ticking())
     assert found.context_tokens == context
     assert tuple(found.rows_s) == rows
 

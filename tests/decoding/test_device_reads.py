@@ -143,12 +143,10 @@ def test_sampling_reads_once_per_verdict_and_draws(speculator: Speculator) -> No
 
 
 def test_sampling_with_a_seed_draws_once_per_draft_and_verdict(speculator: Speculator) -> None:
-    for entry, counts in rounds_of(
-        speculator, drafter="exit:threshold=0.05", do_sample=True, seed=0
-    ):
-        draws = len(entry.draft_tokens) + len(entry.tokens)
+    for one, counts in rounds_of(speculator, drafter="exit:threshold=0.05", do_sample=True, seed=0):
+        draws = len(one.draft_tokens) + len(one.tokens)
         again = counts["upload"]  # where none of the likeliest tokens won the race
-        assert counts["list"] == judged(entry) + draws + again
+        assert counts["list"] == judged(one) + draws + again
         assert again < draws
         assert not counts.keys() - {"list", "upload"}
 

@@ -14,24 +14,10 @@ from selfspec.api.speculator import Speculator, wrap
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import Draft, Target
 from selfspec.decoding.costs import DraftCost
-from selfspec.decoding.drafters import ngram
+from selfspec.decoding.drafters import draft_model, ngram
 from selfspec.decoding.drafters.base import DraftController, Drafting
-from selfspec.decoding.drafters.draft_model import (
-    WINDOW,
-    DraftCache,
-    DraftModelDrafter,
-    LayerSearch,
-    SkipDrafter,
-    again,
-    check_same_tokens,
-)
-from selfspec.decoding.drafters.ngram import (
-    LookaheadDrafter,
-    NgramDrafter,
-    NgramIndex,
-    SeenTextFirst,
-    Successors,
-)
+from selfspec.decoding.drafters.draft_model import WINDOW, DraftCache, DraftModelDrafter, again
+from selfspec.decoding.drafters.ngram import LookaheadDrafter, NgramDrafter, SeenTextFirst
 from selfspec.decoding.drafters.rest import Datastore
 from selfspec.decoding.state import DecodeState, Drafter, Steps, alone, ready
 from selfspec.decoding.stats import Stopwatch
@@ -77,7 +63,7 @@ def naive(text: list[int], size: int) -> tuple[int, int]:
 def test_the_growing_index_finds_what_a_search_of_the_whole_text_finds(size: int) -> None:
     generator = torch.Generator().manual_seed(size)
     text = torch.randint(4, (150,), generator=generator).tolist()
-    index = NgramIndex(size)
+    index = ngram.NgramIndex(size)
     matches = set()
     for start in range(0, 150, 3):  # a round commits several tokens
         index.extend(text[start : start + 3])
@@ -443,12 +429,12 @@ def test_a_model_that_drafts_for_itself_is_always_right(exact: Any) -> None:
 
 def test_another_vocabulary_is_refused_with_sizes_and_the_first_difference() -> None:
     ours, other = make_tokenizer(), make_tokenizer()
-    check_same_tokens(ours, other, "small")
+    draft_model.check_same_tokens(ours, other, "small")
     size = len(ours.get_vocab())
     other.add_tokens(["zebra"])
     words = rf"{size + 1} tokens instead of {size}, .* is {size}: 'zebra' instead of None"
     with pytest.raises(DraftModelMismatch, match=words):
-        check_same_tokens(ours, other, "small")
+        draft_model.check_same_tokens(ours, other, "small")
 
 
 @pytest.mark.parametrize("rows", [64, 96, 128])
@@ -477,9 +463,9 @@ def test_another_number_of_logits_is_refused_unless_padding_begins_behind_the_la
 # --- drafts from the model without some of its layers
 
 
-def skipping(search: LayerSearch | None = None, width: int = 8, **options: Any) -> SkipDrafter:
-    layers = search or LayerSearch(6)
-    return SkipDrafter(Skip(**options), layers, ladder.drafting(width))
+def skipping(**options: Any) -> draft_model.SkipDrafter:
+    layers = draft_model.LayerSearch(6)
+    return draft_model.SkipDrafter(Skip(**options), layers, ladder.drafting(8))
 
 
 def entered(backbone: Backbone, ids: Tensor) -> DecodeState:
@@ -558,8 +544,18 @@ def test_the_threshold_moves_as_self_sd_moves_it() -> None:
     assert fixed.threshold == 0.8
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("executor", ["fused", "generic"])
+def test_a_branch_before_the_newest_tokens_says_what_the_text_said(executor: str) -> None:
+    backbone = Backbone(make_model("llama"), executor=executor)
+    state = entered(backbone, ids := random_ids(95))  # so that rows lie in two blocks of keys
+    found = alone(again(state, (), WINDOW)).logits
+    expected = backbone.model(ids).logits[0, -WINDOW - 1 : -1]
+    assert torch.allclose(found, expected, atol=1e-4)
+
+
 def test_a_search_keeps_the_best_set_and_ends() -> None:
-    search = LayerSearch(12)
+    search = draft_model.LayerSearch(12)
     assert search.skipped == (2, 4, 6, 8, 10)
     one, other = search.drawn(), search.drawn()
     assert one != other
@@ -573,17 +569,17 @@ def test_a_search_keeps_the_best_set_and_ends() -> None:
     assert search.goes_on
     search.learn(other, 0.5)
     assert not search.goes_on  # 301 in a row were no better
-    found = LayerSearch(12)
+    found = draft_model.LayerSearch(12)
     found.learn(other, 0.96)
     assert (found.skipped, found.goes_on) == (other, False)
-    assert not LayerSearch(2).goes_on
+    assert not draft_model.LayerSearch(2).goes_on
 
 
 # --- drafts from successors
 
 
 def test_two_tokens_come_before_one_and_the_newest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = Successors()
+    table = ngram.Successors()
     assert table.behind([1, 2]).tokens == []
     table.learn([1, 2], [5, 6], 5)
     table.learn([3, 2], [7, 8], 7)
@@ -596,7 +592,7 @@ def test_two_tokens_come_before_one_and_the_newest_counts(monkeypatch: pytest.Mo
     assert (list(known.tokens), known.chances[0] < before[0]) == ([6, 5], True)
     assert list(known.chances) == sorted(known.chances, reverse=True)
     monkeypatch.setattr(ngram, "_MOST", 2)  # the oldest entries make room
-    table = Successors()
+    table = ngram.Successors()
     for first in (1, 2, 1, 3):
         table.learn([first, first], [first + 10], 0)
     assert [list(table.behind([n, n]).tokens) for n in (1, 2, 3)] == [[11], [], [13]]
@@ -608,10 +604,8 @@ def test_two_tokens_come_before_one_and_the_newest_counts(monkeypatch: pytest.Mo
 def make_lookahead(
     level: int, window: int, *end_tokens: int, most: int = 99, controller: Any = None
 ) -> LookaheadDrafter:
-    controller = controller or DraftController(level - 1)
-    return LookaheadDrafter(
-        controller, end_tokens, level=level, window=window, guesses=2, most=most
-    )
+    paced = controller or DraftController(level - 1)
+    return LookaheadDrafter(paced, end_tokens, level=level, window=window, guesses=2, most=most)
 
 
 def verified(drafter: LookaheadDrafter, draft: Draft, said: Sequence[int]) -> None:

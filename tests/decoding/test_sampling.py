@@ -36,21 +36,14 @@ from transformers.generation.logits_process import (
 
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.api.stream import Generation, Stream
+from selfspec.decoding import sampling
 from selfspec.decoding.acceptance import Draft, SeededMatch
 from selfspec.decoding.decode import rounds
 from selfspec.decoding.engine import Engine, Running
-from selfspec.decoding.sampling import (
-    STATELESS,
-    GrammarMask,
-    OccurrencePenalty,
-    Sampler,
-    criterion_for,
-    mixed,
-    processor_for,
-)
+from selfspec.decoding.sampling import STATELESS, GrammarMask, OccurrencePenalty, Sampler
 from selfspec.decoding.state import Drafter, NoDrafter, alone
 from selfspec.decoding.stats import Stopwatch
-from selfspec.errors import InvalidOption
+from selfspec.errors import InvalidOption, InvalidPrompt
 from selfspec.eval.verify import MixedDrafter
 from selfspec.model.backbone import Backbone
 from tests import ladder, laws
@@ -120,14 +113,10 @@ SAMPLING: dict[str, dict[str, Any]] = {
 """Those that only sampling uses; each leaves one token, so that draws are certain."""
 
 OF_OTHER_MODELS = {
-    "AlternatingCodebooksLogitsProcessor",
-    "BarkEosPrioritizerLogitsProcessor",
-    "ClassifierFreeGuidanceLogitsProcessor",
-    "DiaClassifierFreeGuidanceLogitsProcessor",
-    "DiaEOSChannelFilterLogitsProcessor",
-    "DiaEOSDelayPatternLogitsProcessor",
-    "WhisperNoSpeechDetection",
-    "WhisperTimeStampLogitsProcessor",
+    *("AlternatingCodebooksLogitsProcessor", "BarkEosPrioritizerLogitsProcessor"),
+    *("ClassifierFreeGuidanceLogitsProcessor", "DiaClassifierFreeGuidanceLogitsProcessor"),
+    *("DiaEOSChannelFilterLogitsProcessor", "DiaEOSDelayPatternLogitsProcessor"),
+    *("WhisperNoSpeechDetection", "WhisperTimeStampLogitsProcessor"),
 }
 """Never made for a decoder of text: refused in a batch, as a class of the user's would be."""
 
@@ -262,7 +251,7 @@ def test_processors_of_other_models_are_refused_by_name_in_a_batch() -> None:
     for name in OF_OTHER_MODELS:
         kind = getattr(logits_process, name)
         with pytest.raises(InvalidOption, match=f"^{name} may treat rows"):
-            processor_for(kind.__new__(kind), 0, 2)
+            sampling.processor_for(kind.__new__(kind), 0, 2)
 
 
 class Longer(StoppingCriteria):
@@ -332,9 +321,9 @@ def test_every_row_has_the_whole_time_to_itself(
 
 def test_a_clock_of_the_users_own_is_left_alone() -> None:
     own = stopping_criteria.MaxTimeCriteria(5.0, initial_timestamp=3.0)
-    assert criterion_for(own, 1, 2, max_time=None) is own
-    assert criterion_for(own, 0, 1, max_time=5.0) is own
-    fresh = criterion_for(own, 1, 2, max_time=5.0)
+    assert sampling.criterion_for(own, 1, 2, max_time=None) is own
+    assert sampling.criterion_for(own, 0, 1, max_time=5.0) is own
+    fresh = sampling.criterion_for(own, 1, 2, max_time=5.0)
     assert fresh is not own
     assert fresh.initial_timestamp > 3.0
 
@@ -431,8 +420,7 @@ def test_a_head_that_knows_no_allowed_token_has_a_law_all_the_same() -> None:
 
 @pytest.fixture(scope="module")
 def speaker() -> Speculator:
-    made = make_model("llama", torch.float64)
-    return wrap(made, heads="logit-lens", executor="generic")
+    return wrap(make_model("llama", torch.float64), heads="logit-lens", executor="generic")
 
 
 @pytest.mark.parametrize("drafts", [{"speculate": False}, {"drafter": "exit:threshold=0.01"}])
@@ -449,6 +437,10 @@ def test_likelihoods_are_those_of_the_models_own_logits(
         assert one.logprob == pytest.approx(float(row[one.token]), abs=1e-4)
         assert [token for token, _ in one.top] == row.topk(3).indices.tolist()
         assert [said for _, said in one.top] == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
+    processors = [lambda _, scores: scores.clamp_(max=0.0)]  # writes into what it gets
+    asked: Any = {"max_new_tokens": 1, "logprobs": 3, "logits_processor": processors}
+    first: Any = speaker.generate(ids, **asked, **drafts).logprobs
+    assert first[0].top == found.logprobs[0].top
     if drawing:
         assert any(one.token != one.top[0][0] for one in found.logprobs)
 
@@ -465,9 +457,8 @@ def test_they_are_noted_only_where_asked_for(speaker: Speculator) -> None:
 
 
 def test_penalties_count_the_answer_alone() -> None:
-    found = OccurrencePenalty(0.5, 0.25, start=2)(
-        torch.tensor([[1, 2, 3, 3, 4]]), torch.zeros(1, 6)
-    )
+    penalty = OccurrencePenalty(0.5, 0.25, start=2)
+    found = penalty(torch.tensor([[1, 2, 3, 3, 4]]), torch.zeros(1, 6))
     assert found.tolist() == [[0.0, 0.0, 0.0, -1.0, -0.75, 0.0]]
 
 
@@ -517,14 +508,8 @@ def speculator() -> Speculator:
     model = make_model("llama", torch.float64)
     heads = ladder.deep_heads(Backbone(model, executor="generic"))
     second = make_model("llama", torch.float64, num_hidden_layers=2)
-    return wrap(
-        model,
-        heads=heads,
-        draft_model=second,
-        executor="generic",
-        costs="row=0,head=0",
-        never_slower=False,
-    )
+    more: dict[str, Any] = {"costs": "row=0,head=0", "never_slower": False}
+    return wrap(model, heads=heads, draft_model=second, executor="generic", **more)
 
 
 def repeating(length: int, seed: int = 0) -> Tensor:
@@ -596,6 +581,9 @@ def test_no_prompt_is_lost_where_seeds_end_or_are_none(speculator: Speculator) -
     kinds = [type(found[number]) for number in range(4)]
     assert kinds == [Generation, InvalidOption, Generation, InvalidOption]
     assert "more prompts than seeds" in str(found[3])
+    prompts, asked["seeds"] = [torch.tensor([-1]), PROMPTS[0]] * 2, [1] * 4
+    found = dict(speculator.generate_each(prompts, **asked, most=1))
+    assert [type(found[number]) for number in range(4)] == [InvalidPrompt, Generation] * 2
 
 
 def sampler_of(seed: int) -> Sampler:
@@ -705,10 +693,8 @@ def test_sampled_sequences_follow_the_model_s_law_over_seeds() -> None:
         ids, {"max_new_tokens": length, "do_sample": True, "top_k": 0, "temperature": TEMPERATURE}
     )
     engine, sampler = speculator.engine(), call.sampler
-    asked = (
-        replace(call, sampler=sampler.seeded(seed, ids.device)).only() for seed in range(seeds)
-    )
-    running = [engine.add(one, call.speculation) for one in asked]
+    each = (replace(call, sampler=sampler.seeded(seed, ids.device)).only() for seed in range(seeds))
+    running = [engine.add(one, call.speculation) for one in each]
     counts = Counter(tuple(Stream(one, call).drain().token_ids) for one in running)
     assert chi_square_p(counts, enumerate_sequences(model, ids, length, 4), seeds) > 0.001
 
@@ -773,7 +759,7 @@ def test_neighbours_are_drawn_independently(line: str) -> None:
 
 
 def test_every_seed_and_place_has_a_number_of_its_own() -> None:
-    numbers = [mixed(seed, place) for seed in range(-50, 50) for place in range(100)]
+    numbers = [sampling.mixed(seed, place) for seed in range(-50, 50) for place in range(100)]
     assert len({*numbers}) == len(numbers)
     assert all(0 <= number < 2**64 for number in numbers)
     assert len({number % 2**32 for number in numbers}) == len(numbers)  # all that a CPU's takes

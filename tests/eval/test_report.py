@@ -500,9 +500,8 @@ def test_bleu_of_a_word_is_100_and_rouge_l_the_f1_of_the_longest_common_subseque
     assert results.bleu(["Paris"], ["Paris"]) == pytest.approx(100.0)  # though it holds no 4-gram
     # "the cat on mat": 4 of its 5 words, 4 of 6 of the reference
     f1 = 2 * (4 / 5) * (4 / 6) / (4 / 5 + 4 / 6)
-    assert results.rouge_l(["the big cat on mat", WORDS], [WORDS, WORDS]) == pytest.approx(
-        (f1 + 1) / 2
-    )
+    found = results.rouge_l(["the big cat on mat", WORDS], [WORDS, WORDS])
+    assert found == pytest.approx((f1 + 1) / 2)
 
 
 def test_log_likelihood_is_the_sum_over_the_answers_tokens(model: PreTrainedModel) -> None:

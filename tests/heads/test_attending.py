@@ -19,22 +19,11 @@ from selfspec.heads.folder import attends
 from selfspec.model.backbone import Backbone
 from selfspec.model.parts import Unembedding
 from tests.bad_input import NAN, Change, config, one_line, snapshot, tensor, tensors
-from tests.heads.eagle3.make import (
-    DRAFTED,
-    HEADS,
-    HERE,
-    LENGTH,
-    SHOWN,
-    STEPS,
-    VOCABULARY,
-    WIDTH,
-    states,
-    target,
-    text,
-)
+from tests.heads.eagle3 import make
+from tests.heads.eagle3.make import HEADS, HERE, LENGTH, SHOWN, VOCABULARY, WIDTH, target, text
 from tests.models import addressless
 
-FIRST = LENGTH - STEPS - SHOWN
+FIRST = LENGTH - make.STEPS - SHOWN
 """The first row whose logits are kept; row r is token r + 1."""
 
 
@@ -51,7 +40,7 @@ def test_logits_and_drafts_are_those_of_the_reference(name: str, *, tree: bool) 
     family = HEADS[name][0]
     heads, ids = read(HERE / name, family), text()
     expected = load_file(HERE / f"{name}.expected.safetensors")
-    seen = states(family, list(heads.layers), ids)[0]
+    seen = make.states(family, list(heads.layers), ids)[0]
     embed = target(family).get_input_embeddings()
     whole = torch.ones(LENGTH - 1, LENGTH - 1, dtype=torch.bool).tril()
     tokens, fused = ids[0, 1:].tolist(), heads.fuse(seen[:-1])
@@ -67,7 +56,7 @@ def test_logits_and_drafts_are_those_of_the_reference(name: str, *, tree: bool) 
         tokens = ids[0].tolist()
         for forced in (True, False):
             output: Any = alone(reading.read(tokens))
-            for step in range(STEPS):
+            for step in range(make.STEPS):
                 logits = heads.head(output)[0]
                 if forced:
                     wanted = expected["logits"][step, shown]
@@ -160,7 +149,7 @@ DAMAGES: list[tuple[Change, str]] = [
     (tensors(lambda held: held.pop("d2t")), "no d2t"),
     (tensor("d2t", Tensor.float), "d2t"),
     (tensor("d2t", lambda t: t + VOCABULARY), "d2t"),
-    (tensor("d2t", lambda t: -torch.arange(DRAFTED)), "d2t"),
+    (tensor("d2t", lambda t: -torch.arange(make.DRAFTED)), "d2t"),
     (tensor("d2t", lambda t: t[:-1]), "d2t"),
 ]
 
@@ -196,11 +185,9 @@ def test_what_is_damaged_or_of_another_model_is_one_line_that_says_where(
 
 def test_heads_run_in_the_model_s_dtype() -> None:
     model = Backbone(target("llama").bfloat16(), executor="generic")
-    heads = AttendingHeads.from_pretrained(
-        HERE / "llama", model.unembedding, "", "tiny", model.num_layers
-    )
+    heads = AttendingHeads.from_pretrained(HERE / "llama", model.unembedding, "", "tiny", 8)
     reading = heads.attention(model.embed)
     reading.add(torch.randn(5, 3 * WIDTH, dtype=torch.bfloat16))
     output: Any = alone(reading.read(list(range(6))))
     assert output.dtype == torch.bfloat16
-    assert heads.head(output).shape == (1, DRAFTED)
+    assert heads.head(output).shape == (1, make.DRAFTED)

@@ -29,18 +29,8 @@ from selfspec.heads.folder import METADATA, WEIGHTS_FILE
 from selfspec.model.backbone import Backbone
 from selfspec.model.parts import Unembedding
 from selfspec.options import ACCEPTANCE, CONTROLLERS, TOGETHER
-from tests.bad_input import (
-    DEEP,
-    INF,
-    NAN,
-    Change,
-    config,
-    one_line,
-    snapshot,
-    steps_into,
-    tensor,
-    tensors,
-)
+from tests import bad_input
+from tests.bad_input import NAN, Change, config, one_line, snapshot, steps_into, tensor, tensors
 from tests.heads.eagle3.make import HERE
 from tests.heads.kinds import FINGERPRINT, TRAINED, make_heads, train
 from tests.models import VOCAB_SIZE, addressless, make_model
@@ -117,7 +107,7 @@ def heads(tmp_path: Path, backbone: Backbone) -> Path:
     return folder
 
 
-CONFIG_VALUES: list[tuple[str, Any]] = [
+VALUES: list[tuple[str, Any]] = [
     *(("format_version", value) for value in (1, 3, 2.0, True)),
     *(("base_model", value) for value in ("a\0b", "x" * 2000)),
     *(("hidden_size", value) for value in (0, 1 << 40, True)),
@@ -125,7 +115,7 @@ CONFIG_VALUES: list[tuple[str, Any]] = [
     *(("head_type", value) for value in ("", "magic", "ExitHead")),
     *(("inner_size", value) for value in (0, 10**9, 1 << 23)),
     *(("draft_vocab_size", value) for value in (4, 97)),
-    *(("temperatures", {"2": value}) for value in (0, -1, "1", NAN, INF)),
+    *(("temperatures", {"2": value}) for value in (0, -1, "1", NAN, bad_input.INF)),
     *(("temperatures", {layer: 1.0}) for layer in ("3", "x")),
     *(("defaults", value) for value in ({"magic": 1}, {"exit_threshold": 0.5})),
     *(("defaults", {"drafter": value}) for value in ("exit:threshold=7", "exit:layers=3")),
@@ -137,9 +127,7 @@ CONFIG_VALUES: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), CONFIG_VALUES, ids=lambda value: addressless(repr(value))[:30]
-)
+@pytest.mark.parametrize(("name", "value"), VALUES, ids=lambda value: addressless(repr(value))[:30])
 def test_a_heads_config_with_a_strange_value(
     heads: Path, unembedding: Unembedding, name: str, value: Any
 ) -> None:
@@ -255,7 +243,7 @@ def test_strange_weights_of_heads(heads: Path, unembedding: Unembedding, damage:
     refused(heads, unembedding, InvalidHeads)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", DEEP, '{"weights": "x"}', "{}"])
+@pytest.mark.parametrize("text", ["{", "[]", bad_input.DEEP, '{"weights": "x"}', "{}"])
 def test_a_config_that_weights_repeat_wrongly(
     heads: Path, unembedding: Unembedding, text: str
 ) -> None:

@@ -192,8 +192,7 @@ def test_a_folder_is_the_numbers_that_it_stands_for(
 
 
 @pytest.mark.parametrize(
-    ("method", "options"),
-    [way[:2] for way in WAYS if way[0].endswith("quantized")],
+    ("method", "options"), [way[:2] for way in WAYS if way[0].endswith("quantized")]
 )
 def test_transformers_de_quantises_to_the_same(
     tmp_path: Path, method: str, options: dict[str, Any]

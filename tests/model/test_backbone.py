@@ -28,16 +28,8 @@ from selfspec.model.fused import FusedExecutor
 from selfspec.model.generic import Decoder
 from selfspec.model.kv import KVCache
 from selfspec.model.weights import CompiledLinear
-from tests import ladder
-from tests.models import (
-    BREADTH,
-    FAMILIES,
-    MAX_POSITIONS,
-    addressless,
-    make_model,
-    needs_compiler,
-    random_ids,
-)
+from tests import ladder, models
+from tests.models import BREADTH, FAMILIES, addressless, make_model, needs_compiler, random_ids
 from tests.stand_in import FIRST, SECOND, stand_ins
 
 
@@ -175,8 +167,8 @@ def test_drafts_leave_the_text_of_new_families_as_it_is(family: str) -> None:
 def test_positions_end_where_they_are_a_table_and_not_where_they_are_rotated() -> None:
     families = ("llama", "gpt_neox", "llama4", "gpt2", "opt", "gptj")
     limits = {family: Decoder(make_model(family)).position_limit for family in families}
-    assert limits == dict.fromkeys(families) | dict.fromkeys(families[3:], MAX_POSITIONS)
-    ids = random_ids(MAX_POSITIONS - 2)
+    assert limits == dict.fromkeys(families) | dict.fromkeys(families[3:], models.MAX_POSITIONS)
+    ids = random_ids(models.MAX_POSITIONS - 2)
     assert len(wrap(make_model("gptj")).generate(ids, max_new_tokens=9).token_ids) == 3
 
 
@@ -294,15 +286,13 @@ class Hidden(Tensor):
     """Weights that say they are a tensor and cannot be joined, as quantised ones."""
 
     @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if function in (torch.cat, torch.stack, Tensor.__getitem__):
-            raise NotImplementedError(f"{function} of hidden weights")
+    def __torch_function__(cls, called: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if called in (torch.cat, torch.stack, Tensor.__getitem__):
+            raise NotImplementedError(f"{called} of hidden weights")
         with torch._C.DisableTorchFunctionSubclass():  # what is computed from it is plain
-            found = function(*args, **kwargs or {})
+            found = called(*args, **kwargs or {})
         itself = Tensor.detach, Tensor.data.__get__  # type: ignore[attr-defined]  # a descriptor
-        return found.as_subclass(cls) if function in itself else found
+        return found.as_subclass(cls) if called in itself else found
 
 
 def hide(layer: Any) -> None:

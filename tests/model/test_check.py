@@ -215,6 +215,12 @@ def test_such_a_model_gets_no_drafts_and_is_told_why(caplog: pytest.LogCaptureFi
     assert plain.stats.drafts_refused is None  # none were asked for
 
 
+def test_masks_of_other_kinds_know_no_siblings() -> None:
+    backbone = Backbone(make_model("llama"), executor="generic")
+    backbone.config._attn_implementation = "flex_attention"  # by whose kernel the process ended
+    assert not backbone.runs_trees
+
+
 def test_float16_drafts_only_where_bits_are_pinned(caplog: pytest.LogCaptureFixture) -> None:
     """A seed whose text drafts changed."""
     speculator = wrap(make_model("llama", torch.float16), heads="logit-lens")

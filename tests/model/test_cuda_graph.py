@@ -23,14 +23,7 @@ from selfspec.decoding.state import NoDrafter
 from selfspec.errors import UnsupportedModel
 from selfspec.model import cuda_graph
 from selfspec.model.backbone import Backbone
-from selfspec.model.cuda_graph import (
-    CudaGraphExecutor,
-    Replays,
-    Segment,
-    StaticSlots,
-    Work,
-    uncaptured,
-)
+from selfspec.model.cuda_graph import CudaGraphExecutor, Replays, Segment, StaticSlots, Work
 from selfspec.model.kv import KVCache, Rows
 from selfspec.model.parts import parts_of
 from tests import ladder
@@ -136,7 +129,7 @@ def test_layers_are_compiled_once_for_all_and_give_what_they_did(family: str) ->
     executor = executor_of(Backbone(make_model(family, torch.float64), executor="cuda-graph"))
     expected = executor._trial()
     counters.clear()
-    executor.start_capture(lambda: uncaptured, "aot_eager")
+    executor.start_capture(lambda: cuda_graph.uncaptured, "aot_eager")
     assert counters["stats"]["unique_graphs"] in (2, 3)  # for one row, and for others
     for found, right in zip(executor._trial(), expected, strict=True):
         assert (found - right).abs().max() < 1e-12
@@ -145,7 +138,7 @@ def test_layers_are_compiled_once_for_all_and_give_what_they_did(family: str) ->
 def test_layers_that_cannot_be_compiled_run_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
     executor = executor_of(Backbone(make_model("llama"), executor="cuda-graph"))
     expected = executor._trial()
-    executor.start_capture(lambda: uncaptured, "no such compiler")
+    executor.start_capture(lambda: cuda_graph.uncaptured, "no such compiler")
     assert "layers run uncompiled: " in caplog.text
     assert all(map(torch.equal, executor._trial(), expected))
 
@@ -428,15 +421,15 @@ def test_on_a_cpu_it_says_that_it_gains_nothing(caplog: pytest.LogCaptureFixture
 
 def test_on_a_gpu_it_is_chosen_where_it_can_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Backbone, "device", torch.device("cuda"))
-    monkeypatch.setattr("selfspec.model.backbone.check_conformance", lambda _: [])
-    monkeypatch.setattr("selfspec.model.backbone.check_agreement", lambda *_: None)
-    monkeypatch.setattr("selfspec.model.backbone.find_mixing", lambda *_: None)
+    monkeypatch.setattr("selfspec.model.check.check_conformance", lambda _: [])
+    monkeypatch.setattr("selfspec.model.check.check_agreement", lambda *_: None)
+    monkeypatch.setattr("selfspec.model.check.find_mixing", lambda *_: None)
     strategy: list[Any] = [RecordedCapture]
     start = CudaGraphExecutor.start_capture
     started: Any = lambda self: start(self, strategy[0], None)  # noqa: E731
     monkeypatch.setattr(CudaGraphExecutor, "start_capture", started)
     assert Backbone(make_model("llama")).executor_name == "cuda-graph"
-    strategy[0] = lambda: uncaptured
+    strategy[0] = lambda: cuda_graph.uncaptured
     assert Backbone(make_model("llama")).executor_name == "generic"
     assert Backbone(make_model("llama"), executor="cuda-graph").executor_name == "cuda-graph"
 

@@ -21,8 +21,7 @@ from selfspec.decoding import measure
 from selfspec.errors import HeadsMismatch, ModelChanged
 from selfspec.files import cache_folder
 from selfspec.hub import models as hub
-from selfspec.model import backbone as backbones
-from selfspec.model import fingerprint
+from selfspec.model import check, fingerprint
 from selfspec.model.backbone import Backbone
 from selfspec.model.check import captured_outputs
 from selfspec.model.fingerprint import UNKNOWN, ModelWatch
@@ -194,9 +193,9 @@ def test_checks_that_a_models_files_passed_are_made_once(
     folder: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checks = {
-        "check_conformance": backbones,
-        "check_trees": backbones,
-        "keeps_apart": backbones,
+        "check_conformance": check,
+        "check_trees": check,
+        "keeps_apart": check,
         "why_unpinned": measure,
     }
     made = {name: Mock(wraps=getattr(module, name)) for name, module in checks.items()}
@@ -204,7 +203,7 @@ def test_checks_that_a_models_files_passed_are_made_once(
         monkeypatch.setattr(module, name, made[name])
 
     def counts() -> list[int]:
-        return [check.call_count for check in made.values()]
+        return [one.call_count for one in made.values()]
 
     def texts(speculator: Speculator) -> list[list[int]]:
         options: Any = {"drafter": "ngram+successors", "max_new_tokens": 4}

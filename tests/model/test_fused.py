@@ -378,8 +378,6 @@ def test_texts_that_change_each_other_run_one_by_one(caplog: pytest.LogCaptureFi
     parts = [Rows.of(KVCache(layers), 0, 2, text.device) for _ in range(2)]
     found = backbone.run(text, 0, layers, Rows.joined(parts))
     alone = [Rows.of(KVCache(layers), 0, 2, text.device) for _ in range(2)]
-    pairs = zip(text.split(2), alone, strict=True)
-    assert torch.equal(
-        found, torch.cat([backbone.run(part, 0, layers, one) for part, one in pairs])
-    )
+    both = zip(text.split(2), alone, strict=True)
+    assert torch.equal(found, torch.cat([backbone.run(part, 0, layers, one) for part, one in both]))
     assert "each runs by itself" in caplog.text

@@ -17,15 +17,7 @@ from torch import Tensor, nn
 from selfspec.files import cache_folder
 from selfspec.model import weights
 from selfspec.model.compiler import KERNELS, TARGETS, Target, library_name, make_library
-from selfspec.model.weights import (
-    DTYPES,
-    FORMATS,
-    ZEROED,
-    CompiledLinear,
-    QuantisedWeight,
-    in_8_bits,
-    keep_numbers,
-)
+from selfspec.model.weights import DTYPES, FORMATS, ZEROED, CompiledLinear, QuantisedWeight
 from tests.gguf_models import de_quantised, random_blocks, usual_blocks
 from tests.models import needs_compiler
 
@@ -243,7 +235,7 @@ def test_a_weight_is_a_tensor_like_any_other(kept: bool) -> None:
     weight, numbers = weight_of("Q8_0", torch.bfloat16)
     layer = linear(weight)
     if kept:
-        keep_numbers(layer)
+        weights.keep_numbers(layer)
     x, ids = torch.randn(2, 3, 512).bfloat16(), torch.tensor([[3, 52], [0, 3]])
     assert torch.equal(layer(x), nn.functional.linear(x, numbers))
     assert torch.equal(nn.functional.embedding(ids, layer.weight), numbers[ids])
@@ -307,7 +299,7 @@ def test_blocks_cannot_be_changed() -> None:
 def test_in_eight_bits_each_number_is_the_nearest_of_its_group(dtype: torch.dtype) -> None:
     weight = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     weight[1, :32], weight[2, 32:] = 0.0, 1e-30
-    found = in_8_bits(weight)
+    found = weights.in_8_bits(weight)
     assert isinstance(found, QuantisedWeight)
     assert found.dtype == dtype
     groups = weight.float().view(5, 2, 32)
@@ -319,4 +311,4 @@ def test_in_eight_bits_each_number_is_the_nearest_of_its_group(dtype: torch.dtyp
 
 def test_what_eight_bits_cannot_hold_stays() -> None:
     for weight in (torch.randn(3, 33), torch.full((3, 32), 1e8), weight_of("Q4_0", DTYPES[0])[0]):
-        assert in_8_bits(weight) is weight
+        assert weights.in_8_bits(weight) is weight

@@ -56,11 +56,9 @@ class Running(NamedTuple):
 
 
 @contextmanager
-def running(
-    speculator: Speculator, keys: tuple[str, ...] = (), **options: Any
-) -> Iterator[Running]:
+def running(speculator: Speculator, keys: tuple[str, ...] = (), **given: Any) -> Iterator[Running]:
     """A server in a thread."""
-    asked = ServeOptions(port=0, **options)
+    asked = ServeOptions(port=0, **given)
     writer, address, ready = Writer(speculator, asked), list[str](), threading.Event()
     app = make_app(writer, Keys(keys))
 

@@ -19,22 +19,8 @@ from selfspec.serve import app
 from selfspec.serve.options import ServeOptions
 from selfspec.serve.protocol import Choice
 from selfspec.serve.writer import Answer, Job, Piece, Writer
-from tests.serve.live import (
-    CHAT,
-    GOOD,
-    LONG,
-    TEXT,
-    Level,
-    Running,
-    all_of,
-    answers,
-    connected,
-    request,
-    running,
-    statuses,
-    streaming,
-    wait_until,
-)
+from tests.serve import live
+from tests.serve.live import CHAT, GOOD, Level, Running, answers, connected, request, wait_until
 
 WAIT_S = 1.0
 ENDED = "ended"
@@ -43,7 +29,7 @@ ENDED = "ended"
 @pytest.fixture(scope="module")
 def hasty(tiny: Speculator) -> Iterator[Running]:
     """A server that waits a second for its clients."""
-    with running(tiny, client_timeout=WAIT_S) as found:
+    with live.running(tiny, client_timeout=WAIT_S) as found:
         answers(found)
         yield found
 
@@ -64,7 +50,7 @@ def test_five_hundred_that_say_nothing(small: Running) -> None:
 
 
 BEGUN = b"POST /v1/chat/completions HTTP/1.1\r\nHost: he"
-HEADS = {path: request(GOOD, path).partition(b"{")[0] for path in (CHAT, TEXT)}
+HEADS = {path: request(GOOD, path).partition(b"{")[0] for path in (CHAT, live.TEXT)}
 
 
 @pytest.mark.parametrize(
@@ -75,7 +61,7 @@ HEADS = {path: request(GOOD, path).partition(b"{")[0] for path in (CHAT, TEXT)}
         (BEGUN, b"a" * 10_000, []),
         (b"GET /health HTTP/1.1\r\n" + b"X-Filler: aaaaaaaa\r\n" * 10_000, b"", [400]),
         (HEADS[CHAT], b'{"mess', [408]),
-        (HEADS[TEXT], b'{"prom', [408]),
+        (HEADS[live.TEXT], b'{"prom', [408]),
     ],
     ids=["nothing", "half a header", "byte by byte", "no end", "chat", "text"],
 )
@@ -89,17 +75,17 @@ def test_who_sends_too_slowly_or_too_much_is_cut_off(
                 one.sendall(bytes([byte]))
                 time.sleep(WAIT_S / 50)
         answers(hasty)
-        assert statuses(all_of(one)) == found
+        assert live.statuses(live.all_of(one)) == found
     level.returns()
 
 
 def test_who_does_not_read_is_cut_off_and_holds_nobody_up(hasty: Running, level: Level) -> None:
     with closing(connected(hasty, read_bytes=4096)) as one:
-        one.sendall(request({**LONG, "n": 16}))
+        one.sendall(request({**live.LONG, "n": 16}))
         assert one.recv(12) == b"HTTP/1.1 200"
         answers(hasty)
         level.returns(own_files=1)  # though this client has not gone
-        assert b"data: [DONE]" not in all_of(one)
+        assert b"data: [DONE]" not in live.all_of(one)
 
 
 def test_what_waits_for_a_slow_reader_has_a_bound(
@@ -108,11 +94,11 @@ def test_what_waits_for_a_slow_reader_has_a_bound(
     monkeypatch.setattr(app, "_MOST_WAITING", 4)
     level = Level(small)
     with closing(connected(small, read_bytes=4096)) as one:
-        one.sendall(request({**LONG, "n": 16}, CHAT, "Connection: close"))
+        one.sendall(request({**live.LONG, "n": 16}, CHAT, "Connection: close"))
         assert one.recv(12) == b"HTTP/1.1 200"
         wait_until(small.idle)
         answers(small)
-        said = all_of(one)
+        said = live.all_of(one)
     *_, last = [line for line in said.splitlines() if line.startswith(b"data: ")]
     assert b"more slowly than its answer is written" in last
     level.returns()
@@ -120,9 +106,9 @@ def test_what_waits_for_a_slow_reader_has_a_bound(
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_who_is_gone_before_a_first_token_is_not_answered(tiny: Speculator, stream: bool) -> None:
-    with running(tiny, concurrency=1) as small, streaming(small) as lines:
+    with live.running(tiny, concurrency=1) as small, live.streaming(small) as lines:
         with closing(connected(small)) as one:
-            one.sendall(request({**LONG, "stream": stream}))
+            one.sendall(request({**live.LONG, "stream": stream}))
             wait_until(lambda: small.writer.open == 2)
         while small.writer.open > 1:  # though its turn has not come
             next(lines)
@@ -132,11 +118,11 @@ def test_who_is_gone_before_a_first_token_is_not_answered(tiny: Speculator, stre
 def test_who_goes_in_mid_stream_leaves_nothing(hasty: Running, level: Level, how: str) -> None:
     for _ in range(8):
         one = connected(hasty)
-        one.sendall(request(LONG))
+        one.sendall(request(live.LONG))
         assert one.recv(12) == b"HTTP/1.1 200"
         if how == "half":
             one.shutdown(socket.SHUT_WR)
-            all_of(one)
+            live.all_of(one)
         elif how == "reset":
             one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         one.close()
@@ -148,7 +134,7 @@ def test_who_goes_in_mid_stream_leaves_nothing(hasty: Running, level: Level, how
 def test_a_round_that_fails_is_a_status_500(
     tiny: Speculator, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    with running(tiny) as broken:
+    with live.running(tiny) as broken:
         answers(broken)
         with monkeypatch.context() as patch:
             patch.setattr(Engine, "_do_next", lambda _: 1 // 0)

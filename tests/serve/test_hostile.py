@@ -22,20 +22,8 @@ from hypothesis import strategies as st
 
 from selfspec.api.speculator import Speculator
 from selfspec.options import CONTROLLERS, DRAFTERS
-from tests.serve.live import (
-    CHAT,
-    GOOD,
-    HTTP,
-    TEXT,
-    Level,
-    Running,
-    all_of,
-    answers,
-    connected,
-    request,
-    running,
-    statuses,
-)
+from tests.serve import live
+from tests.serve.live import CHAT, GOOD, HTTP, TEXT, Level, Running, answers, request, statuses
 
 LONG = b"X-Long: @"  # for a header that is too long; written out, nobody could read a failure
 slowly = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
@@ -155,7 +143,7 @@ def streams(draw: st.DrawFn) -> bytes:
 def target(tiny: Speculator) -> Iterator[Running]:
     """A server that ends what is long."""
     limits: Any = {"timeout": 1.0, "client_timeout": 0.5, "max_body_mb": 0.5}
-    with running(tiny, max_tokens=4, **limits) as found:
+    with live.running(tiny, max_tokens=4, **limits) as found:
         answers(found)
         yield found
 
@@ -189,7 +177,7 @@ def test_whatever_comes_the_connection_ends_and_others_are_served(target: Runnin
     @slowly
     @given(streams(), st.sampled_from(["half", "wait", "gone"]))
     def check(sent: bytes, then: str) -> None:
-        with closing(connected(target)) as one:
+        with closing(live.connected(target)) as one:
             try:
                 one.sendall(sent.replace(LONG, LONG * 10_000))
                 if then == "half":
@@ -197,7 +185,7 @@ def test_whatever_comes_the_connection_ends_and_others_are_served(target: Runnin
             except OSError:  # not only a ConnectionError: there may be no connection to shut
                 event("cut off while it sends")
             if then != "gone":
-                found = all_of(one)
+                found = live.all_of(one)
                 event(str(statuses(found)))
                 assert all(100 <= status < 500 for status in statuses(found))
         answers(target)

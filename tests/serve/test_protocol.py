@@ -109,6 +109,16 @@ def test_a_stop_ends_the_text_and_is_no_part_of_it(client: openai.OpenAI) -> Non
     assert answer.choices[0].message.content == whole[: whole.find(stop)]
     assert answer.choices[0].finish_reason == "stop"
     assert joined(chat(client, stop=stop, stream=True)) == whole[: whole.find(stop)]
+    asked: dict[str, Any] = {"prompt": "One\nTwo\nThree\n", "max_tokens": 8, "temperature": 0}
+    for stop, more, text in (
+        ("\nFour", {}, "Four\nFive\nSix\n"),  # the prompt's end is no part of a stop
+        ("<|im_start|>", {"logit_bias": {"1": 100}}, ""),  # no text shows it
+    ):
+        (found,) = client.completions.create(model=None, stop=stop, **asked, **more).choices  # type: ignore[call-overload]  # None: any
+        assert (found.text[: len(text)], found.finish_reason) == (
+            text,
+            "length" if text else "stop",
+        )
 
 
 def test_text_goes_on_from_words_or_ids_one_or_several(
@@ -167,7 +177,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ({"stop": ["a" * 129]}, "stop[0]"),
         ({"stop": ["a"] * 5}, "stop"),
         ({"stop": 5}, "stop"),
-        ({"logit_bias": {str(token): 100 for token in range(1025)}}, "logit_bias"),
+        ({"logit_bias": {str(token): "" for token in range(1025)}}, "logit_bias"),
         ({"top_p": 0}, "top_p"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages[0]"),
@@ -202,6 +212,12 @@ def test_more_answers_than_may_wait_are_refused_before_they_are_made() -> None:
         TextBody(prompt=["a"] * 100_000, n=128).choices(ServeOptions(), 9)
 
 
+def test_one_call_at_a_time_and_names_reach_the_template() -> None:
+    body = ChatBody(messages=[{**ASK[0], "name": "Ann"}], parallel_tool_calls=False)  # type: ignore[list-item]  # as JSON has it
+    (choice,) = body.choices(ServeOptions(), 9)
+    assert (choice.most_calls, choice.prompt) == (1, [{**ASK[0], "name": "Ann"}])
+
+
 def test_stops_are_a_text_or_up_to_four() -> None:
     assert TextBody(prompt="a", stop="b").stop == ["b"]  # type: ignore[arg-type]
     with pytest.raises(pydantic.ValidationError, match="at most 4 items"):
@@ -210,7 +226,12 @@ def test_stops_are_a_text_or_up_to_four() -> None:
 
 def test_of_a_million_errors_one_is_looked_for() -> None:
     messages = [{"role": "user", "content": [{}] * 1000}] * 1000
-    for kind, body in ((TextBody, {"prompt": [{}] * 1000}), (ChatBody, {"messages": messages})):
+    unknown: dict[str, Any] = dict.fromkeys(map(str, range(2000)), 1)
+    for kind, body in (
+        (TextBody, {"prompt": [{}] * 1000}),
+        (TextBody, unknown),
+        (ChatBody, {"messages": messages}),
+    ):
         with pytest.raises(pydantic.ValidationError) as error:
             kind.model_validate(body)
         assert error.value.error_count() < 10

@@ -14,6 +14,7 @@ import pydantic
 import pytest
 
 from selfspec.api.speculator import Speculator
+from selfspec.api.text import TokenTexts
 from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.stats import Round
 from selfspec.serve.writer import BARE, TAGGED, Calls, Explanation, format_of
@@ -157,6 +158,7 @@ def test_a_call_that_is_asked_for_follows_its_schema(
     if not stream:  # written in one way only
         assert found.usage.speculation["sources"]["grammar"]["accepted"] > 20
     arguments = json.loads(call.function.arguments)
+    assert call.function.name == "get_weather" or arguments == {}  # which has no parameters
     if choice != "required" or call.function.name == "get_weather":
         assert call.function.name == "get_weather"
         jsonschema.validate(arguments, PARAMETERS)
@@ -195,6 +197,9 @@ def test_calls_are_read_out_of_text_in_any_pieces(
         rest, calls = reader.end()
         assert shown + rest == (text if content is None else content)
         assert [call["function"]["name"] for call in calls] == names
+        one = Calls(form, [TIME], 1)
+        one.push(text)
+        assert len(one.end()[1]) == min(1, len(names))
 
 
 def test_a_template_says_how_calls_are_written(default: Speculator) -> None:
@@ -290,7 +295,7 @@ def entry(tokens: list[int], drafts: list[int], kept: list[int], **more: Any) ->
 
 
 def test_a_round_waits_for_its_text_and_a_stop_cuts_it() -> None:
-    told = Explanation(None, DraftCost(rows=(0.5, 0.25), head=0.125, num_layers=4))
+    told = Explanation(TokenTexts(None), DraftCost(rows=(0.5, 0.25), head=0.125, num_layers=4))
     told.add(entry([1], [], [], prefill=True), ["on"])
     assert [one["steps"] for one in told.shown("on")] == [0]
     told.add(

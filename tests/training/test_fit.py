@@ -62,15 +62,8 @@ def make_job(
 ) -> fitting.Job:
     options = replace(OPTIONS, **changes)
     text = selected(backbone, talks, options, batch_tokens)
-    return fitting.Job(
-        backbone=backbone,
-        base_model=base_model,
-        train=text,
-        validation=text,
-        options=options,
-        special_ids=special_ids,
-        checkpoint=checkpoint,
-    )
+    more: Any = {"base_model": base_model, "special_ids": special_ids, "checkpoint": checkpoint}
+    return fitting.Job(backbone=backbone, train=text, validation=text, options=options, **more)
 
 
 def fitted(backbone: Backbone, talks: Talks, **changes: Any) -> fitting.Fitted:
@@ -182,9 +175,8 @@ def test_fitted_heads_that_attend_come_back_from_their_folder(family: str, tmp_p
     result.heads.config = config
     records.write(tmp_path / "heads", result, {})
     found = heads_of(tmp_path / "heads", backbone.unembedding, backbone.fingerprint, "tiny", 6)
-    assert (
-        replace(cast("AttendingConfig", found.config), weights=None, layer=config.layer) == config
-    )
+    kept = cast("AttendingConfig", found.config)
+    assert replace(kept, weights=None, layer=config.layer) == config
     for name, tensor in result.heads.tensors().items():
         assert torch.equal(tensor, found.tensors()[name])
     with pytest.raises(HeadsMismatch, match="Fit heads for it"):
@@ -455,14 +447,8 @@ def test_a_fit_without_answers_is_refused(backbone: Backbone, talks: Talks) -> N
 
 
 def test_a_loss_that_is_not_finite_stops(backbone: Backbone, talks: Talks, tmp_path: Path) -> None:
-    job = make_job(
-        backbone,
-        talks,
-        learning_rate=1e37,
-        warmup=0.0,
-        checkpoint_steps=1,
-        checkpoint=tmp_path / fitting.CHECKPOINT,
-    )
+    wild: dict[str, Any] = {"learning_rate": 1e37, "warmup": 0.0, "checkpoint_steps": 1}
+    job = make_job(backbone, talks, checkpoint=tmp_path / fitting.CHECKPOINT, **wild)
     with pytest.raises(SelfspecError, match=r"the loss is (nan|inf) .* at step 2, exit layer 2"):
         fitting.fit(job)
     assert fitting.load_checkpoint(tmp_path / fitting.CHECKPOINT)[1]["course"]["step"] == 1
@@ -476,7 +462,6 @@ def test_a_loss_that_is_not_finite_stops(backbone: Backbone, talks: Talks, tmp_p
         ({"exit_layers": (0, 2)}, "exit layer 0 is not among"),
         ({"exit_layers": (4, 2)}, "must be rising"),
         ({"exit_layers": ()}, "at least one"),
-        ({"draft_vocab_size": VOCAB_SIZE + 1}, "draft_vocab_size is 97, the model has 96"),
         *(
             (
                 {"head_type": "eagle3", "exit_layers": (0,), "state_layers": layers},
@@ -545,4 +530,5 @@ def test_positions_weigh_what_they_are_given(few: Features, guess: torch.Tensor)
 def test_the_draft_vocabulary_is_special_then_frequent_then_low() -> None:
     counts = Counter({7: 3, 3: 2, 5: 1})
     assert fitting.draft_vocabulary(counts, 3, {50}, 60).tolist() == [3, 7, 50]
-    assert fitting.draft_vocabulary(counts, 6, {50, 2}, 60).tolist() == [0, 2, 3, 5, 7, 50]
+    # a tokenizer may have more special tokens than the model
+    assert fitting.draft_vocabulary(counts, 6, {50, 2, 60}, 60).tolist() == [0, 2, 3, 5, 7, 50]

@@ -122,7 +122,7 @@ def test_own_prompts_are_asked_once_with_their_braces(tmp_path: Path) -> None:
 # --- passages
 
 
-def test_passages_are_paragraphs_of_a_language(passages: Passages) -> None:
+def test_passages_are_paragraphs_of_a_language(passages: Passages, tmp_path: Path) -> None:
     assert passages.languages == {"en", "de"}
     found = [passages.drawn("en", number, "", 1) for number in range(5)]
     assert sorted(found) == ["Five.", "Four.", "One.", "Three.", "Two."]
@@ -134,6 +134,9 @@ def test_passages_are_paragraphs_of_a_language(passages: Passages) -> None:
         "Five.",
     }
     assert passages.drawn("de", 3, "", 100) == "Sechs."
+    (tmp_path / "passages" / "fr").mkdir()
+    (tmp_path / "passages" / "fr" / "a.txt").write_text("\n")  # without a passage
+    assert Passages(tmp_path / "passages", ("en", "fr")).languages == {"en"}
 
 
 def test_another_text_is_another_digest(passages: Passages, tmp_path: Path) -> None:
@@ -153,22 +156,16 @@ def test_a_folder_without_text_is_refused(tmp_path: Path, name: str) -> None:
 
 def test_families_without_passages_are_left_out(passages: Passages, tmp_path: Path) -> None:
     text = RECIPE + "languages: {de: German, fr: French}\n"
-    text = text.replace(
-        "passage: {tokens: [3, 8]}", "passage: {tokens: [3, 8], language: [de, fr]}"
-    )
+    text = text.replace("{tokens: [3, 8]}", "{tokens: [3, 8], language: [de, fr]}")
     recipe = recipe_of(text, tmp_path)
     assert Prompts(recipe, Passages(), 0).left_out == ["about", "read"]
     prompts = Prompts(recipe, passages, 0, invents=False)
     assert prompts.left_out == ["free", "pair"]
     rows = [prompts.row(number) for number in range(100)]
     assert {row.language for row in rows if row and row.family.passage} == {"de"}
+    recipe = recipe_of("families: {f: {weight: 1, ask: [a], continues: true}}", tmp_path)
     with pytest.raises(InvalidData, match="no family of the recipe can be used"):
-        Prompts(
-            recipe_of("families: {f: {weight: 1, ask: [a], continues: true}}", tmp_path),
-            Passages(),
-            0,
-            invents=False,
-        )
+        Prompts(recipe, Passages(), 0, invents=False)
 
 
 # --- what is refused

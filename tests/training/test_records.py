@@ -16,20 +16,20 @@ from selfspec.api.chat_template import read
 from selfspec.cli.train import calibration_words
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.costs import Exits, MeasuredCosts, expected
+from selfspec.errors import InvalidData
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
 from selfspec.heads.folder import FILES_OF_A_FIT
 from selfspec.model.backbone import Backbone
 from selfspec.options import Exit
 from selfspec.training import records
+from selfspec.training.features import Selection
 from selfspec.training.fit import Fitted, Job, fit
 from tests.talks import Talks
 from tests.training.test_fit import fitted as fit_to
 from tests.training.test_fit import make_job
 
-NOTHING = (0.0,) * 8
-FLAT = MeasuredCosts(
-    num_layers=10, layers=(1.0,) * 8, start=NOTHING, logits=NOTHING, head=0.0, round=0.0
-)
+FREE = dict.fromkeys(("start", "logits"), (0.0,) * 8)
+FLAT = MeasuredCosts(num_layers=10, layers=(1.0,) * 8, **FREE, head=0.0, round=0.0)
 """Verification as cheap as a step, whatever its rows; heads for nothing."""
 
 
@@ -112,6 +112,9 @@ def test_calibrated_heads_carry_settings_that_the_runtime_takes(
     assert record["run"] == {"data": "talks"}
     assert record["positions"] == found.positions == 210
     assert record["setting"]["speed_up"] == found.setting.speed_up > 1.0
+    nothing = Selection(learned[0].validation.source, ())
+    with pytest.raises(InvalidData, match="holds no answers"):
+        records.calibrate(fitted.heads, nothing, FLAT)
     alone = records.calibrate(fitted.heads, learned[0].validation, FLAT, most_layers=1).setting
     assert (alone.exit_layers, found.setting.exit_layers) == ((2,), (2, 4))
     assert 1.0 < alone.speed_up < found.setting.speed_up
@@ -136,9 +139,8 @@ def test_what_is_slower_is_never_written_and_the_report_says_what_is(
     assert (seen.drafter, seen.exit) == ("ngram", Exit())
     assert "which is not faster" in words
     assert "--drafter ngram, prompt lookup" in words
-    rows = replace(
-        dear, layers=tuple(2.0 * layers * (r + 1) for r, layers in enumerate(FLAT.layers))
-    )
+    by_rows = tuple(2.0 * taken * (r + 1) for r, taken in enumerate(FLAT.layers))
+    rows = replace(dear, layers=by_rows)
     assert defaults(rows)[0].drafter == "none"
     assert defaults(FLAT)[0] == fast
 

@@ -22,7 +22,7 @@ from selfspec.training.text import DROPPED, Counts, Reader, Writer
 from tests.api.test_text import byte_level_bpe
 from tests.authors import RECIPE, SMALL, at_once, invent, make_author, prompt_ids, read, recipe_of
 from tests.models import VOCAB_SIZE, make_model, random_ids
-from tests.talks import WORDS, make_tokenizer
+from tests.talks import TEMPLATE, WORDS, make_tokenizer
 
 Lines = tuple[list[dict[str, Any]], Counts]
 
@@ -353,6 +353,14 @@ def test_prompts_are_what_the_template_writes(tokenizer: PreTrainedTokenizerBase
     assert words(turns.next_prompt(said, None)[len(said) :]) == "<end> <line> <start> user"
 
 
+def test_the_end_token_stands_once_where_a_blank_comes_before_it() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TEMPLATE.replace("<end>", "<line> <end>")
+    turns = selfgen.Turns.of(tokenizer)
+    said = [*turns.first_prompt("a"), *map(WORDS.index, ("b", "<end>"))]
+    assert words(turns.next_prompt(said, None)[len(said) :]) == "<line> <start> user"
+
+
 def test_special_and_template_tokens_end_a_question(tokenizer: PreTrainedTokenizerBase) -> None:
     ends = {WORDS[token] for token in selfgen.Turns.of(tokenizer).question_ends()}
     assert ends == {"<start>", "<end>", "<unused>"}
@@ -621,11 +629,8 @@ def test_questions_stay_and_answers_are_the_models(rows: Path, tmp_path: Path) -
     assert (counts.total("duplicates"), counts.total("bad_rows")) == (1, 1)
     assert [line["messages"][1]["content"] for line in lines] != ["b"] * len(lines)
     assert not any(line["sampled"] for line in lines)
-
-
-def test_some_rows_are_sampled_if_asked_for(rows: Path, tmp_path: Path) -> None:
-    answer(rows, tmp_path / "out", greedy_share=0.5)
-    assert {line["sampled"] for line in read(tmp_path / "out")} == {True, False}
+    answer(rows, tmp_path / "drawn", greedy_share=0.5)
+    assert {line["sampled"] for line in read(tmp_path / "drawn")} == {True, False}
 
 
 def test_a_rows_own_system_message_wins(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -69,6 +69,23 @@ def test_formats_say_the_same(record: dict[str, Any], tokenizer: PreTrainedToken
 
 
 @pytest.mark.parametrize(
+    ("turns", "answers"),
+    [  # an end token behind the last turn alone, and behind users' turns alone
+        ("{{ m.role }} {{ m.content }} {% if loop.last %}<end>{% endif %}", ["b", "a a <end>"]),
+        ("{{ m.role }} {{ m.content }} {% if m.role == 'user' %}<end> {% endif %}", ["b", "a a"]),
+    ],
+)
+def test_templates_end_turns_in_ways_of_their_own(turns: str, answers: list[str]) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}" + turns + "{% endfor %}"
+        "{% if add_generation_prompt %}assistant {% endif %}"
+    ).replace("{% if loop.last %}", "{% if loop.last and not add_generation_prompt %}")
+    ids, found = text.encoded({"messages": TALK}, tokenizer)
+    assert [" ".join(WORDS[token] for token in ids[first:end]) for first, end in found] == answers
+
+
+@pytest.mark.parametrize(
     ("record", "ids", "answers"),
     [
         ({"text": "a b c"}, (7, 8, 9), ((1, 3),)),  # every token but the first is to be learned
@@ -365,6 +382,24 @@ def test_lines_of_others_are_kept(tmp_path: Path, name: str, coming: int, added:
     with pytest.raises(InvalidData, match=r"what follows byte \d+ was not written"):
         opened(path)
     assert path.read_bytes() == before
+
+
+def test_a_run_that_is_stopped_at_its_record_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, saves = tmp_path / "a.jsonl", [None, KeyboardInterrupt]
+    writer, own = filled(path, 0, 1), text.Writer._save
+
+    def stopped(self: text.Writer, run: Any) -> None:
+        own(self, run)
+        if (error := saves.pop(0)) is not None:
+            raise error
+
+    monkeypatch.setattr(text.Writer, "_save", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        writer.append(BATCHES[1], 8, counted(rows=1))
+    monkeypatch.undo()
+    assert opened(path).batches == 2
 
 
 def test_other_versions_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -388,7 +388,8 @@ struct Tile {
   void open(const Number* projected, Running& seen) const {
     thread_local std::vector<float> turned;
     turned.resize(heads.size);
-    seen.shape(heads, queries(), text.span.parents ? text.span.rows : 0);
+    const Span& span = text.span;
+    seen.shape(heads, queries(), span.parents ? span.held + span.rows - span.common() : 0);
     for (long q = 0; q < queries(); q++) {
       const Number* const row_of_pass = projected + (text.span.first + row(q)) * heads.row();
       turn(heads, number(q), row_of_pass + number(q) * heads.size,

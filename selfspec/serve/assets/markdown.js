@@ -5,7 +5,7 @@ const parser = markdownit({ maxNesting: 20 }); // deeper is text; so is HTML
 /** Blocks of a text: where each begins and ends in it, and its tokens. */
 function blocksOf(text) {
   const starts = [0];
-  for (let at = text.indexOf("\n"); at >= 0; at = text.indexOf("\n", at + 1)) starts.push(at + 1);
+  for (const end of text.matchAll(/\r\n?|\n/g)) starts.push(end.index + end[0].length);
   const blocks = [];
   let depth = 0;
   for (const token of parser.parse(text, {})) {
