@@ -88,7 +88,7 @@ def main(
 @contextmanager
 def version(folder: Path, python: str, asked: Mapping[str, Any]) -> Iterator[lab.Ask]:
     """A checkout that answers. Raises InvalidOption where another selfspec than its is loaded."""
-    home = folder.absolute()
+    home = folder.resolve()
     command = [os.path.abspath(python), "-c", ANSWERS]  # noqa: PTH100  # a link in .venv stays one
     with lab.answering(command, cwd=home, env=os.environ | {"PYTHONPATH": str(home)}) as ask:
         said = ask(asked)

@@ -51,8 +51,13 @@ def write_model(
     kind: str = "Q4_1",
     *,
     tied: bool = False,
+    scaling: Mapping[str, str | float | int] | None = None,
+    freqs: np.ndarray | None = None,
 ) -> None:
-    """A model of `architecture`; `kinds` by part of a tensor's name, else `kind`; norms F32."""
+    """A model of `architecture`; `kinds` by part of a tensor's name, else `kind`; norms F32.
+
+    `scaling`, `freqs`: of rotations.
+    """
     writer = gguf.GGUFWriter(path, architecture)
     heads, kv_heads, side = _heads(architecture)
     values = {"block_count": LAYERS, "context_length": 128, "vocab_size": VOCAB}
@@ -65,6 +70,11 @@ def write_model(
     writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-5)
     writer.add_float32(f"{architecture}.rope.freq_base", 10000.0)
     _add_tokens(writer)
+    adding = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
+    for name, said in (scaling or {}).items():
+        adding[type(said)](f"{architecture}.rope.scaling.{name}", said)  # type: ignore[operator]  # as it is
+    if freqs is not None:
+        writer.add_tensor("rope_freqs.weight", freqs)
     for seed, (name, shape) in enumerate(_shapes(architecture, tied)):
         chosen = next((k for part, k in (kinds or {}).items() if part in name), kind)
         if len(shape) == 1:

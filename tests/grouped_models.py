@@ -38,11 +38,11 @@ def random_layer(
 ) -> Kept:
     """Any numbers, in groups of so many inputs; scales are bfloat16 and float16 at once."""
     draw = torch.Generator().manual_seed(seed)
-    most, groups = 1 << bits, inner // group
+    most, groups = 1 << bits, -(-inner // group)
     quants = torch.randint(most, (out, inner), generator=draw)
     zeros = torch.full((out, groups), most // 2)
     if not symmetric:
-        zeros = torch.randint(1, most, (out, groups), generator=draw)
+        zeros = torch.randint(most, (out, groups), generator=draw)
     scales = (torch.rand(out, groups, generator=draw) + 0.5) * 4 / most / inner**0.5
     order = torch.randperm(inner, generator=draw) if shuffled else torch.arange(inner)
     return Kept(quants, scales.bfloat16(), zeros, order // group)
@@ -101,7 +101,7 @@ def words(values: Tensor, bits: int, order: tuple[int, ...] = tuple(range(8))) -
 def gptq(kept: Kept, bits: int) -> dict[str, Tensor]:
     return {
         "qweight": words(kept.quants, bits).T,
-        "qzeros": words(kept.zeros.T - 1, bits),
+        "qzeros": words(kept.zeros.T, bits) - ((1 << 32) - 1) // ((1 << bits) - 1),  # of each zero
         "scales": kept.scales.T.to(torch.float16),
         "g_idx": kept.group_of.to(torch.int32),
     }

@@ -126,7 +126,8 @@ def costs_of(speculator: Speculator, found: LayerTrace) -> MeasuredCosts:
     made = (len(entry.draft_tokens) + 1 for entry in found.rounds)
     rows = max(found.info.options.ngram.max_tokens + 1, *made)
     context = len(found.info.prompt_texts) + len(found.places) // 2
-    return measure(speculator.backbone, speculator.heads, rows=rows, context=context)
+    heads = speculator.heads if found.info.options.uses("exit") else None  # tables cost nothing
+    return measure(speculator.backbone, heads, rows=rows, context=context)
 
 
 # --- tune

@@ -267,7 +267,7 @@ def measure(
 
     layers = middle("layers")
     starts = (
-        (num_layers * few - short * whole) / (num_layers - short)
+        (num_layers * few - short * whole) / max(1, num_layers - short)
         for few, whole in zip(middle("short"), layers, strict=True)
     )
     parts = zip(*(laps[name, 1] for name in ("round", "layers", "logits")), strict=True)

@@ -71,12 +71,13 @@ def unchanged(speculator: Speculator) -> Iterator[None]:
     """
     model: Any = speculator.model
     config: Any = speculator.backbone.config
-    before, layers = model.generation_config, config.num_hidden_layers
+    before, layers, end = model.generation_config, config.num_hidden_layers, speculator.turn_end
     model.generation_config = copy.deepcopy(before)
     try:
         yield
     finally:
         model.generation_config, config.num_hidden_layers = before, layers
+        speculator.turn_end = end
 
 
 @contextmanager
@@ -85,6 +86,7 @@ def endless(speculator: Speculator) -> Iterator[None]:
     with unchanged(speculator):
         model: Any = speculator.model
         model.generation_config.eos_token_id = None
+        speculator.turn_end = type(speculator.turn_end)()
         yield
 
 

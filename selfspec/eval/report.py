@@ -155,7 +155,7 @@ def _latency(runs: pd.DataFrame) -> dict[str, float]:
     """What a user waits for, in seconds; empty without runs."""
     if not len(runs):
         return {}
-    tokens = runs.token_s.explode().astype(float).fillna(0.0)  # of an answer of one token: none
+    tokens = runs.token_s.explode().astype(float)  # of an answer of one token: NaN, passed over
     found = {
         "first_token_s": runs.first_s.mean(),
         "token_mean_s": tokens.mean(),
@@ -164,7 +164,7 @@ def _latency(runs: pd.DataFrame) -> dict[str, float]:
         "tokens_per_s": (runs.tokens.sum() + runs.first_tokens.sum()) / runs.seconds.sum(),
         "answer_s": runs.seconds.mean(),
     }
-    return {name: float(value) for name, value in found.items()}
+    return {name: float(value) for name, value in found.items() if pd.notna(value)}
 
 
 def bases(summary: Summary) -> list[str]:

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 from selfspec.api.request import Request
 from selfspec.api.speculator import Speculator
-from selfspec.api.text import Prompt
-from selfspec.config import SpeculationOptions
+from selfspec.api.text import Prompt, encode
+from selfspec.config import GenerateOptions, SpeculationOptions
 from selfspec.decoding.acceptance import AcceptanceRule, Draft, Heard
 from selfspec.decoding.engine import Engine, Running, Runtime
 from selfspec.decoding.measure import PassShape, any_split
@@ -681,7 +681,11 @@ class Listening(Runtime):
 
 def greedy_request(speculator: Speculator, prompt: Prompt, new_tokens: int) -> Request:
     """At most `new_tokens` of the most likely tokens, by the model's own generation settings."""
-    request = speculator.call(prompt, {"max_new_tokens": new_tokens, "do_sample": False})
+    ids = encode(
+        speculator.tokenizer, prompt
+    )  # raw, so that it ends where Hugging Face's text does
+    asked: GenerateOptions = {"max_new_tokens": new_tokens, "do_sample": False, "raw": True}
+    request = speculator.call(ids, asked)
     request.only()
     return request
 

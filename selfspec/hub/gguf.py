@@ -7,6 +7,7 @@ memory or lead outside the file. For other files and devices `hub.models` de-qua
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import mmap
@@ -15,7 +16,7 @@ import stat
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _NUMBERS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 """Bytes of each type of value that is a number or a bool, by its code in the file."""
-_STRING, _ARRAY = 8, 9
+_FLOAT, _STRING, _ARRAY = 6, 8, 9
 _WHOLE = (4, 5, 10, 11)
 
 _SIZES = ("block_count", "embedding_length")
@@ -54,6 +55,7 @@ class GgufHeader(NamedTuple):
 
     architecture: str
     tensors: Mapping[str, GgufTensor]
+    scaling: Mapping[str, int | float | str | None]  # of rotations: type, factor, ..
 
 
 def read_header(path: Path) -> GgufHeader:
@@ -99,15 +101,19 @@ class _Header:
         end = max(one.first + one.nbytes for one in placed.values())
         if end > self._size:
             raise InvalidData(f"its tensors end at byte {end} of {self._size}")
-        return GgufHeader(architecture, placed)
+        start = f"{architecture}.rope.scaling."
+        said = {key.removeprefix(start): v for key, v in known.items() if key.startswith(start)}
+        return GgufHeader(architecture, placed, said)
 
-    def _pair(self) -> tuple[str, int | str | None]:
+    def _pair(self) -> tuple[str, int | float | str | None]:
         key, (kind,) = self._name(), self._numbers("I")
         begin = self._at
         self._skip_value(kind)
         if kind in _WHOLE:
             return key, int.from_bytes(self._data[begin : self._at], "little")
-        if kind == _STRING and key in ("general.architecture", "general.alignment"):
+        if kind == _FLOAT:
+            return key, float(struct.unpack("<f", self._data[begin : self._at])[0])
+        if kind == _STRING and key.endswith((".architecture", ".alignment", ".scaling.type")):
             return key, self._data[begin + 8 : self._at].decode("utf-8")
         return key, None
 
@@ -187,7 +193,7 @@ class _Header:
 
 
 def _check_sizes(
-    architecture: str, known: Mapping[str, int | str | None], shapes: Sequence[tuple[int, ...]]
+    architecture: str, known: Mapping[str, object], shapes: Sequence[tuple[int, ...]]
 ) -> None:
     """Hold what the model is said to be against its tensors: what is missing is made up."""
     if not shapes:
@@ -235,6 +241,48 @@ def check_scales(gguf: Path, header: GgufHeader) -> None:
         exponents = blocks[:, [place + 1 for place in kept.scales]]
         if bool(((exponents & 0x7C) == 0x7C).any()):
             raise InvalidData(f"{name} has a scale that is not finite")
+
+
+def scale_rotations(gguf: Path, header: GgufHeader, config: Path) -> None:
+    """Write into a config.json how a file scales rotations: transformers' reader leaves it out.
+
+    Raises InvalidData for ways that nothing here reads.
+    """
+    factor, kind = header.scaling.get("factor"), header.scaling.get("type") or "none"
+    freqs = header.tensors.get("rope_freqs.weight")
+    by_length = any(name.startswith("rope_factors") for name in header.tensors)
+    if kind == "none" and freqs is None and not by_length:
+        return
+    whole: dict[str, Any] = json.loads(config.read_text())
+    rope: dict[str, Any] = whole.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)  # other layers go without
+    if freqs is not None:
+        data = _mapped(gguf)[freqs.first : freqs.first + freqs.nbytes]
+        rope |= _as_llama_3(_numbers("rope_freqs.weight", freqs, data), rope)
+    elif kind in ("linear", "yarn") and isinstance(factor, float) and not by_length:
+        rope |= {"rope_type": kind, "factor": factor}
+        if (made_for := header.scaling.get("original_context_length")) and kind == "yarn":
+            rope |= {"original_max_position_embeddings": made_for}
+    else:
+        raise InvalidData(
+            f"it scales rotations in an unknown way ({kind}). Give the model's folder"
+        )
+    config.write_text(json.dumps(whole, indent=2))
+
+
+def _as_llama_3(divisors: Tensor, rope: Mapping[str, Any]) -> dict[str, Any]:
+    """The scaling behind `divisors` [size / 2] of frequencies, as llama.cpp's converter makes them.
+
+    Raises InvalidData for others than Llama 3.1's to 3.3's.
+    """
+    found = {"factor": float(divisors.max()), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    found |= {"original_max_position_embeddings": 8192}
+    turns = torch.arange(len(divisors)) / len(divisors)
+    waves = 8192 * rope.get("rope_theta", 10000.0) ** -turns / (2 * math.pi)  # in those positions
+    smooth = ((waves - 1.0) / 3.0).clamp(0.0, 1.0)
+    if not torch.allclose(divisors, 1 / ((1 - smooth) / found["factor"] + smooth), rtol=1e-3):
+        raise InvalidData("it scales rotations unlike Llama 3. Give the model's folder")
+    return {"rope_type": "llama3", **found}
 
 
 def load(

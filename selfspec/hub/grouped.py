@@ -151,10 +151,12 @@ def _read_gptq(
     words = tensors.get(f"{layer}.qweight", (inner * bits // 32, out), torch.int32)
     scales = tensors.get(f"{layer}.scales", (None, out))
     zeros = tensors.get(f"{layer}.qzeros", (len(scales), out * bits // 32), torch.int32)
-    groups = _equal_groups(layer, inner, len(scales))
-    if f"{layer}.g_idx" in tensors:  # inputs by importance: groups are not neighbours
+    if f"{layer}.g_idx" in tensors:  # inputs by importance, or a last group with fewer
         groups = tensors.get(f"{layer}.g_idx", (inner,), torch.int32).long()
-    counted = _unpacked(zeros, bits).T.to(torch.int16) + added
+    else:
+        groups = _equal_groups(layer, inner, len(scales))
+    ones = ((1 << 32) - 1) // ((1 << bits) - 1)  # of whole words: a zero may have borrowed
+    counted = _unpacked(zeros + added * ones, bits).T.to(torch.int16)
     return Grouped(_unpacked(words.T, bits), scales.T, counted, groups)
 
 

@@ -307,7 +307,7 @@ def _torch_device(device: str | None) -> torch.device | None:
 # --- quantised files: weights as they lie there, or de-quantised once
 
 _STORED = ("bfloat16", "float16", "float32")  # other dtypes are converted as they are loaded
-_CONVERSION = b"2"  # raise it when _made_once writes other files: old cache entries are then unused
+_CONVERSION = b"3"  # raise it when _made_once writes other files: old cache entries are then unused
 
 
 def _from_folder(
@@ -376,13 +376,14 @@ def _made_once(gguf: Path, kind: str, make: Callable[[Path, Path], None]) -> Pat
     target = files.cache_folder() / "models" / f"{gguf.stem}-{digest[:12]}-{kind}"
     if (target / "config.json").is_file():
         return target
-    from selfspec.hub.gguf import read_header
+    from selfspec.hub.gguf import read_header, scale_rotations
 
-    read_header(gguf)
+    header = read_header(gguf)
     with files.locked(target, wait=True):
         if not (target / "config.json").is_file():
             with files.replacing_folder(target) as new:
                 make(gguf, new)
+                scale_rotations(gguf, header, new / "config.json")
     return target
 
 

@@ -164,7 +164,7 @@ class FitOptions:
 
     draft_vocab_size: Limit = 8192
     """Tokens that heads can draft: all special ones, the most frequent of the training answers,
-    then the lowest ids. None: the model's whole vocabulary."""
+    then the lowest ids. None, or as many as there are: the model's whole vocabulary."""
 
     ce_share: Probability = 1.0
     """Share of the loss on the model's own next token, in [0, 1]; the rest is the divergence from

@@ -289,6 +289,11 @@ def test_heads_that_read_deep_states_are_measured_too(backbone: Backbone) -> Non
     assert all(0.0 <= start <= full for start, full in zip(found.start, found.layers, strict=True))
 
 
+def test_one_layer_is_measured_too() -> None:
+    found = measure(Backbone(make_model("llama", num_hidden_layers=1)), None, context=20)
+    assert found.num_layers == 1
+
+
 # --- a plain step against the limit of memory
 
 LAYERS, KV_HEADS, HEAD_SIZE = 6, 2, 8

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from selfspec import files
+from selfspec.api.chat_template import TurnEnd
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.api.text import encode
 from selfspec.decoding.drafters.rest import Datastore
@@ -417,8 +418,11 @@ def bare() -> Speculator:
 def written(speculator: Speculator, name: str, number: int = 0) -> Written:
     """What a method writes with one of its settings."""
     contender = grid(speculator, name)[number]
+    speculator.turn_end = TurnEnd(token=5)
     with endless(speculator):
-        return contender.decode(speculator, random_ids(9), LONG)
+        found = contender.decode(speculator, random_ids(9), LONG)
+    assert speculator.turn_end == TurnEnd(token=5)
+    return found
 
 
 def grid(speculator: Speculator, name: str) -> list[Contender]:

@@ -72,6 +72,15 @@ def test_what_was_fast_once_has_to_stay_fast() -> None:
     assert found.options["drafter"] == "ngram:size=2"
 
 
+def test_a_text_that_ends_early_is_not_faster_for_it() -> None:
+    def ask(_number: int, options: Options) -> Timed:
+        size = options["drafter"][-1] if options != PLAIN else ""
+        return {"": Timed(6.0, 60, 60), "1": Timed(4.0, 60, 30), "2": Timed(1.0, 8, 8)}[size]
+
+    found = raced(SETTINGS[:2], 12, ask, unseen)
+    assert (found.options["drafter"], found.speed_up) == ("ngram:size=1", 1.5)
+
+
 def test_latency_takes_the_setting_that_leaves_hardly_any_prompt_slower() -> None:
     uneven = {"1": 2.0, ("1", 0): 15.0, "2": 8.0}
     assert raced(SETTINGS, 12, Stopwatches(uneven), unseen).options["drafter"][-1] == "1"

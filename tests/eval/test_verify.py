@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from selfspec.api.chat_template import TurnEnd
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.decoding.acceptance import Target
 from selfspec.decoding.measure import PassShape, any_split
@@ -43,6 +44,14 @@ def speculator() -> Speculator:
 
 def rung(number: int, subject: Subject) -> Rung:
     return list(RUNGS.values())[number - 1](subject)
+
+
+def test_texts_are_compared_beyond_the_end_that_a_template_has_for_turns() -> None:
+    speculator = speculator_of(make_model("llama"))
+    (said,) = speculator.generate(random_ids(9, 1), max_new_tokens=4).token_ids[3:]
+    speculator.turn_end = TurnEnd(token=said)
+    compared = verify.compare_texts(speculator, subject_of(speculator).cases)
+    assert compared.partings == []
 
 
 # --- the rungs

@@ -11,11 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import selfspec
 from selfspec.errors import ModelNotFound
@@ -99,6 +101,49 @@ def test_a_model_of_blocks_is_the_de_quantised_model(
     assert ours.weight_bytes < 0.7 * theirs.weight_bytes
 
 
+LLAMA_3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def frequencies(**rope: Any) -> Tensor:
+    sizes: Any = {"hidden_size": 256, "num_attention_heads": 4, "max_position_embeddings": 128}
+    made: Any = LlamaRotaryEmbedding(
+        LlamaConfig(rope_parameters={"rope_theta": 10000.0, **rope}, **sizes)
+    )
+    return torch.as_tensor(made.inv_freq)
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 8.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        {"rope_type": "llama3", **LLAMA_3, "original_max_position_embeddings": 8192},
+    ],
+)
+def test_rotations_are_scaled_as_the_file_says(
+    tmp_path: Path, rope: dict[str, Any], blocks: bool
+) -> None:
+    """Llama 3's files say it by a tensor, others by values."""
+    scaled, names = frequencies(**rope), {"rope_type": "type"}
+    names["original_max_position_embeddings"] = "original_context_length"
+    said: Any = {"scaling": {names.get(name, name): value for name, value in rope.items()}}
+    if rope["rope_type"] == "llama3":
+        said = {"freqs": (frequencies(rope_type="default") / scaled).numpy()}
+    write_model(tmp_path / "it.gguf", **said)
+    found: Any = hub.load_model(tmp_path / "it.gguf", dtype="float32", device="cpu", blocks=blocks)
+    assert torch.allclose(found[0].model.rotary_emb.inv_freq, scaled, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "said", [{"scaling": {"type": "longrope"}}, {"freqs": np.full(32, 2.0, np.float32)}]
+)
+def test_other_ways_to_scale_rotations_are_refused(tmp_path: Path, said: Any) -> None:
+    write_model(tmp_path / "it.gguf", **said)
+    with pytest.raises(ModelNotFound, match="it scales rotations"):
+        hub.load_model(tmp_path / "it.gguf", device="cpu", blocks=True)
+
+
 def test_an_embedding_may_be_the_unembedding_too(tmp_path: Path) -> None:
     write_model(tmp_path / "it.gguf", tied=True)
     blocks, numbers = both(tmp_path / "it.gguf")
@@ -162,6 +207,7 @@ WAYS = [
     ("gptq", {"bits": 8, "group": 64}, True),
     ("gptq", {"symmetric": False}, True),
     ("gptq", {"shuffled": True}, False),
+    ("gptq", {"symmetric": False, "group": 48}, False),
     ("awq", {"symmetric": False}, True),
     ("pack-quantized", {}, True),
     ("pack-quantized", {"symmetric": False, "group": 64}, True),
