@@ -98,13 +98,13 @@ def _add_tokens(writer: gguf.GGUFWriter) -> None:
     """Bytes as tokens, as GPT-2's tokenizer has them, and a few more."""
     marks = [chr(c) for c in (*range(33, 127), *range(161, 173), *range(174, 256))]
     tokens = [*marks, *(chr(256 + i) for i in range(256 - len(marks)))]
-    tokens += ["ab"]  # what the merge below makes
+    tokens += ["ab", "ba"]  # what the merges below make
     tokens += [f"<{i}>" for i in range(VOCAB - len(tokens))]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
     writer.add_token_list(tokens)
     writer.add_token_types([1] * VOCAB)
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "b a"])  # a list of one is none to transformers 5.17
     writer.add_bos_token_id(VOCAB - 2)
     writer.add_eos_token_id(VOCAB - 1)
     writer.add_pad_token_id(VOCAB - 1)
