@@ -39,7 +39,7 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27168,
+    "tests/": 27183,
     "model": 6810,
     "decoding": 5022,
     "training": 3789,

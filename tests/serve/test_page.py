@@ -15,7 +15,14 @@ import pytest
 from selfspec import serve
 from selfspec.api.speculator import Speculator
 from selfspec.decoding.stats import SOURCES
-from tests import browsers
+from tests.browsers import (  # noqa: F401  # fixtures
+    Open,
+    Page,
+    axe_findings,
+    browser_fixture,
+    expect,
+    opened_fixture,
+)
 from tests.serve.live import Running, running, wait_until
 
 QUESTION = "Write a Python function that counts the words in a file."
@@ -25,12 +32,12 @@ VENDOR = Path(serve.__file__).parent / "assets" / "vendor"
 
 
 @pytest.fixture
-def page(opened: browsers.Open, server: Running) -> browsers.Page:
+def page(opened: Open, server: Running) -> Page:
     """The chat, on a large screen."""
     return opened(f"{server.address}/")
 
 
-def ask(page: browsers.Page, question: str = QUESTION, tokens: int = 24) -> None:
+def ask(page: Page, question: str = QUESTION, tokens: int = 24) -> None:
     """By the keyboard; the page has put the focus where one types."""
     page.locator("#max_tokens").fill(str(tokens))
     page.locator("#question").focus()
@@ -38,11 +45,11 @@ def ask(page: browsers.Page, question: str = QUESTION, tokens: int = 24) -> None
     page.keyboard.press("Enter")
 
 
-def ended(page: browsers.Page) -> None:
-    browsers.expect(page.get_by_role("button", name="Regenerate")).to_be_visible()
+def ended(page: Page) -> None:
+    expect(page.get_by_role("button", name="Regenerate")).to_be_visible()
 
 
-def shown(page: browsers.Page, place: int = 0) -> list[tuple[str, str]]:
+def shown(page: Page, place: int = 0) -> list[tuple[str, str]]:
     """Who gave which text, as one answer shows it; spans of one token's lines are joined."""
     spans = page.locator(".answer").nth(place).locator(".text span.piece")
     told = "nodes => nodes.map(node => [node.dataset.source, node.textContent])"
@@ -70,11 +77,11 @@ def test_the_legend_knows_every_giver() -> None:
     assert {*re.findall(r'source: "([\w-]+)"', script)} == {*SOURCES}
 
 
-def test_an_answer_shows_what_the_api_says(page: browsers.Page, server: Running) -> None:
+def test_an_answer_shows_what_the_api_says(page: Page, server: Running) -> None:
     ask(page)
-    browsers.expect(page.locator(".text .piece").first).to_be_visible()
+    expect(page.locator(".text .piece").first).to_be_visible()
     ended(page)
-    assert browsers.axe_findings(page) == []
+    assert axe_findings(page) == []
     page.get_by_label("Markdown").uncheck()  # letter by letter
     told = explained(server, {})
     rounds = told["speculation"]["rounds"]
@@ -98,7 +105,7 @@ def test_an_answer_shows_what_the_api_says(page: browsers.Page, server: Running)
     assert not page.locator(".reject").first.is_visible()
 
 
-def test_the_keyboard_is_enough(opened: browsers.Open, server: Running) -> None:
+def test_the_keyboard_is_enough(opened: Open, server: Running) -> None:
     page = opened(f"{server.address}/", permissions=["clipboard-read", "clipboard-write"])
     assert page.evaluate("document.activeElement.id") == "question"
     page.keyboard.type(QUESTION[:20])
@@ -110,17 +117,17 @@ def test_the_keyboard_is_enough(opened: browsers.Open, server: Running) -> None:
     text = explained(server, {})["message"]["content"]
     assert page.locator("#said").text_content() == f"Answer: {text} "
     press(page, "rejects", ["Tab"] * 3 + ["Space"])
-    browsers.expect(page.locator(".reject").first).to_be_visible()
+    expect(page.locator(".reject").first).to_be_visible()
     press(page, "speculation", ["Shift+Tab"] * 2 + ["Space"])
     press(page, "question", ["Shift+Tab"])
     page.keyboard.press("Shift+Tab")  # Regenerate
     page.keyboard.press("Shift+Tab")
     page.keyboard.press("Enter")
-    browsers.expect(page.get_by_role("button", name="Copied")).to_be_visible()
+    expect(page.get_by_role("button", name="Copied")).to_be_visible()
     assert page.evaluate("navigator.clipboard.readText()") == text
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")  # the focus is at Stop now, if only until the answer has ended
-    browsers.expect(page.locator("[data-figure=drafts]")).to_have_text("none made")
+    expect(page.locator("[data-figure=drafts]")).to_have_text("none made")
     ended(page)
     assert page.evaluate("document.activeElement.id") == "question"
     page.get_by_label("Markdown").uncheck()
@@ -128,7 +135,7 @@ def test_the_keyboard_is_enough(opened: browsers.Open, server: Running) -> None:
     assert page.locator("[data-figure=round]").inner_text() == "1.00"
 
 
-def press(page: browsers.Page, focus: str, keys: list[str]) -> None:
+def press(page: Page, focus: str, keys: list[str]) -> None:
     """Keys; then the focus is at `focus`, and can be seen."""
     for key in keys:
         page.keyboard.press(key)
@@ -138,7 +145,7 @@ def press(page: browsers.Page, focus: str, keys: list[str]) -> None:
 
 
 def test_side_by_side_writes_the_same_text_on_a_phone_in_the_dark(
-    opened: browsers.Open, server: Running
+    opened: Open, server: Running
 ) -> None:
     options = {"viewport": {"width": 360, "height": 740}, "color_scheme": "dark"}
     page = opened(f"{server.address}/", **options)
@@ -146,28 +153,28 @@ def test_side_by_side_writes_the_same_text_on_a_phone_in_the_dark(
     page.get_by_label("side by side").check()
     page.locator("#temperature").fill("0.8")  # with no seed: the page takes one for both
     ask(page, "Tell me about seven rivers.", tokens=40)  # few may come without a draft
-    browsers.expect(page.locator(".verdict")).to_contain_text("The same text, letter for letter")
+    expect(page.locator(".verdict")).to_contain_text("The same text, letter for letter")
     ended(page)
     drafted, plain = by_source(shown(page, 0)), by_source(shown(page, 1))
     assert len(drafted) > 1
     assert list(plain) == ["model"]
     page.get_by_label("rejected drafts").check()
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
-    assert browsers.axe_findings(page) == []
+    assert axe_findings(page) == []
     page.get_by_role("button", name="dark").click()
     assert page.evaluate(PAPER) != dark
     page.get_by_role("button", name="New chat").click()
-    browsers.expect(page.locator("#examples")).to_be_visible()
+    expect(page.locator("#examples")).to_be_visible()
     assert page.locator("article").count() == 0
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
 
 
 @pytest.mark.parametrize("way", ["Escape", "Stop", "New chat"])
-def test_stop_ends_the_work_of_the_server(page: browsers.Page, server: Running, way: str) -> None:
+def test_stop_ends_the_work_of_the_server(page: Page, server: Running, way: str) -> None:
     page.locator("#temperature").fill("2")
     page.locator("#seed").fill("1")
     ask(page, tokens=4000)
-    browsers.expect(page.locator(".text .piece").first).to_be_visible()
+    expect(page.locator(".text .piece").first).to_be_visible()
     assert server.writer.open == 1
     if way == "Escape":
         page.keyboard.press(way)
@@ -175,9 +182,9 @@ def test_stop_ends_the_work_of_the_server(page: browsers.Page, server: Running, 
         page.get_by_role("button", name=way).click()
     wait_until(server.idle)
     if way == "New chat":
-        browsers.expect(page.locator("#examples")).to_be_visible()
+        expect(page.locator("#examples")).to_be_visible()
     else:
-        browsers.expect(page.locator(".note")).to_have_text("Stopped.")
+        expect(page.locator(".note")).to_have_text("Stopped.")
         ended(page)
 
 
@@ -197,7 +204,7 @@ def stream(texts: list[str], end: str = "data: [DONE]\n\n", drafts: Any = ()) ->
     return lines + end
 
 
-def answer_with(page: browsers.Page, body: str | None) -> None:
+def answer_with(page: Page, body: str | None) -> None:
     """In place of the server; None: nobody answers."""
 
     def reply(route: Any) -> None:
@@ -221,7 +228,7 @@ HOSTILE = (
 )
 
 
-def test_hostile_answers_do_nothing(opened: browsers.Open, server: Running) -> None:
+def test_hostile_answers_do_nothing(opened: Open, server: Running) -> None:
     page = opened(f"{server.address}/", viewport={"width": 360, "height": 740})
     for text in HOSTILE:
         answer_with(page, stream([text[at : at + 97] for at in range(0, len(text), 97)]))
@@ -242,10 +249,10 @@ def test_hostile_answers_do_nothing(opened: browsers.Open, server: Running) -> N
         page.get_by_label("Markdown").check()
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
     assert page.evaluate("typeof hacked") == "undefined"
-    assert browsers.axe_findings(page) == []
+    assert axe_findings(page) == []
 
 
-def test_markdown_is_shown_in_the_colours_of_who_gave_it(page: browsers.Page) -> None:
+def test_markdown_is_shown_in_the_colours_of_who_gave_it(page: Page) -> None:
     texts = ["## T", "op\n\n1. *a*", " &amp", "; [li", "nk](https://a.example)\n2. b\n   - c\n"]
     answer_with(
         page, stream([*texts, "\n``", "`py\nif a <", " b:\n", "  `", "``x\n```\n", "|d|\n|-|"])
@@ -259,10 +266,10 @@ def test_markdown_is_shown_in_the_colours_of_who_gave_it(page: browsers.Page) ->
     assert by_source(shown(page)) == {"grammar": "Topa & linkbcif a < b:\n  ```x\nd"}
     title = page.locator(".grammar").first.get_attribute("title")
     assert title == "a draft of the grammar of a format"
-    assert browsers.axe_findings(page) == []
+    assert axe_findings(page) == []
 
 
-def test_conversations_stay_in_the_browser(page: browsers.Page) -> None:
+def test_conversations_stay_in_the_browser(page: Page) -> None:
     chats = page.locator("#chats li")
     for number in (1, 2):
         answer_with(page, stream([f"**{number}**", " done"]))
@@ -274,7 +281,7 @@ def test_conversations_stay_in_the_browser(page: browsers.Page) -> None:
     page.get_by_role("button", name="Question 1?", exact=True).click()
     assert by_source(shown(page)) == {"grammar": "1 done"}
     assert page.locator("#chats [aria-current]").inner_text() == "Question 1?"
-    assert browsers.axe_findings(page) == []
+    assert axe_findings(page) == []
     answer_with(page, stream(["more"]))
     with page.expect_request(CHAT) as asked:
         ask(page, "And?")
@@ -284,15 +291,15 @@ def test_conversations_stay_in_the_browser(page: browsers.Page) -> None:
     ended(page)
     page.on("dialog", lambda dialog: dialog.accept())
     page.get_by_role("button", name="Delete Question 1?").click()
-    browsers.expect(page.locator("#examples")).to_be_visible()
+    expect(page.locator("#examples")).to_be_visible()
     assert chats.all_inner_texts() == ["Question 2?\n×"]
     page.evaluate("void (Storage.prototype.setItem = () => { throw new Error('full') })")
     ask(page, "Kept?")
     ended(page)
-    browsers.expect(page.locator("#chats-hint")).to_contain_text("This browser keeps nothing")
+    expect(page.locator("#chats-hint")).to_contain_text("This browser keeps nothing")
 
 
-def test_a_text_file_goes_into_the_message(page: browsers.Page) -> None:
+def test_a_text_file_goes_into_the_message(page: Page) -> None:
     page.locator("#question").fill("What is this?")
     for name, held, problem in (
         ("a.bin", b"\xff\xfe\x00", "a.bin is not a text in UTF-8."),
@@ -300,16 +307,16 @@ def test_a_text_file_goes_into_the_message(page: browsers.Page) -> None:
         ("a.md", "é\n```\nb\n```".encode(), ""),
     ):
         page.locator("#file").set_input_files({"name": name, "mimeType": "", "buffer": held})
-        browsers.expect(page.locator("#problem")).to_contain_text(problem)
-    browsers.expect(page.locator("#question")).to_have_value(
+        expect(page.locator("#problem")).to_contain_text(problem)
+    expect(page.locator("#question")).to_have_value(
         "What is this?\n\na.md:\n````\né\n```\nb\n```\n````\n"
     )
 
 
-def test_errors_are_said(page: browsers.Page, server: Running) -> None:
+def test_errors_are_said(page: Page, server: Running) -> None:
     page.locator("#drafter").select_option("draft-model")
     ask(page)
-    browsers.expect(page.get_by_role("alert")).to_contain_text("needs a second model")
+    expect(page.get_by_role("alert")).to_contain_text("needs a second model")
     for body, message in (
         (stream(["half"], end=""), "The connection ended before the answer did."),
         ('data: {"error": {"message": "it broke"}}\n\n', "it broke"),
@@ -317,10 +324,10 @@ def test_errors_are_said(page: browsers.Page, server: Running) -> None:
     ):
         answer_with(page, body)
         page.get_by_role("button", name="Regenerate").click()
-        browsers.expect(page.get_by_role("alert")).to_have_text(message)
+        expect(page.get_by_role("alert")).to_have_text(message)
 
 
-def test_rejected_drafts_stand_where_another_token_does(page: browsers.Page) -> None:
+def test_rejected_drafts_stand_where_another_token_does(page: Page) -> None:
     tree = [("a", -1, True), ("x", -1, False), ("b", 0, True), ("y", 0, False), ("z", 3, False)]
     answer_with(page, stream(["a", "b", "c"], drafts=[*tree, ("w", 2, False)]))
     ask(page)
@@ -334,19 +341,19 @@ def test_rejected_drafts_stand_where_another_token_does(page: browsers.Page) -> 
 
 
 def test_a_server_that_asks_for_keys_gets_one_from_the_page(
-    opened: browsers.Open, default: Speculator
+    opened: Open, default: Speculator
 ) -> None:
     with running(default, keys=("right",)) as guarded:
         page = opened(f"{guarded.address}/")
         for key in ("wrong", "right"):
             page.get_by_label("API key").fill(key)
             page.keyboard.press("Enter")
-        browsers.expect(page.locator("#facts")).to_contain_text(default.label)
+        expect(page.locator("#facts")).to_contain_text(default.label)
         assert not page.locator("#key").is_visible()
         ask(page, tokens=2)
         ended(page)
         page.reload()
-        browsers.expect(page.locator("#facts")).to_contain_text(default.label)
+        expect(page.locator("#facts")).to_contain_text(default.label)
         kept = page.evaluate("JSON.stringify(localStorage) + document.cookie")
         assert "right" not in kept
 

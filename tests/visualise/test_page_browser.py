@@ -13,7 +13,14 @@ import pytest
 
 from selfspec.visualise.layers import LayerTrace, gain, rejected, visible
 from selfspec.visualise.views import render
-from tests import browsers
+from tests.browsers import (  # noqa: F401  # fixtures
+    Open,
+    Page,
+    axe_findings,
+    browser_fixture,
+    expect,
+    opened_fixture,
+)
 from tests.traces import drawn_trace, some_costs
 
 COSTS = some_costs(6, 16)
@@ -26,10 +33,10 @@ def trace() -> LayerTrace:
 
 
 @pytest.fixture
-def unfolded(opened: browsers.Open, tmp_path: Path) -> browsers.Open:
+def unfolded(opened: Open, tmp_path: Path) -> Open:
     """`unfolded(html, **context)`: the page of a file, with its table."""
 
-    def show(html: str, **options: Any) -> browsers.Page:
+    def show(html: str, **options: Any) -> Page:
         file = tmp_path / "page.html"
         file.write_text(html, encoding="utf-8")
         page = opened(file.as_uri(), **options)
@@ -41,11 +48,11 @@ def unfolded(opened: browsers.Open, tmp_path: Path) -> browsers.Open:
 
 
 @pytest.fixture
-def page(unfolded: browsers.Open, trace: LayerTrace) -> browsers.Page:
+def page(unfolded: Open, trace: LayerTrace) -> Page:
     return unfolded(render(trace, COSTS))
 
 
-def cell(page: browsers.Page, trace: LayerTrace, place: int, layer: int) -> Any:
+def cell(page: Page, trace: LayerTrace, place: int, layer: int) -> Any:
     """A cell of the map; deep layers stand above."""
     row = len(trace.info.exit_layers) - 1 - trace.info.exit_layers.index(layer)
     return page.locator("#map tbody tr").nth(row).locator("td").nth(place)
@@ -59,7 +66,7 @@ def set_slider(slider: Any, value: float) -> None:
     )
 
 
-def test_hover_shows_the_numbers_of_the_trace(page: browsers.Page, trace: LayerTrace) -> None:
+def test_hover_shows_the_numbers_of_the_trace(page: Page, trace: LayerTrace) -> None:
     for place, layer in ((0, 1), (3, 5), (7, 2), (len(trace.places) - 1, 3)):
         says = trace.places[place].layers[trace.info.exit_layers.index(layer)]
         shown = cell(page, trace, place, layer)
@@ -76,7 +83,7 @@ def test_hover_shows_the_numbers_of_the_trace(page: browsers.Page, trace: LayerT
         ]
 
 
-def test_frames_and_marks_are_where_they_belong(page: browsers.Page, trace: LayerTrace) -> None:
+def test_frames_and_marks_are_where_they_belong(page: Page, trace: LayerTrace) -> None:
     marks = set[str]()
     for place in trace.places:
         entry = trace.rounds[place.round]
@@ -94,7 +101,7 @@ def test_frames_and_marks_are_where_they_belong(page: browsers.Page, trace: Laye
     assert marks == {"right", "other", "left", "rejected"}
 
 
-def test_text_is_text_whatever_it_says(page: browsers.Page, trace: LayerTrace) -> None:
+def test_text_is_text_whatever_it_says(page: Page, trace: LayerTrace) -> None:
     answer = page.locator("#answer").text_content()
     assert answer == "".join(place.text for place in trace.places)
     assert page.locator("#prompt").text_content() == trace.info.prompt
@@ -106,7 +113,7 @@ def test_text_is_text_whatever_it_says(page: browsers.Page, trace: LayerTrace) -
     assert "</script>" in shown
 
 
-def test_keys_walk_over_tokens_and_cells(page: browsers.Page, trace: LayerTrace) -> None:
+def test_keys_walk_over_tokens_and_cells(page: Page, trace: LayerTrace) -> None:
     heading = page.locator("#readout h3")
     first = next(place.index for place in trace.places if place.kind == "accepted")
     assert f"token {first + 1} · whole model" in heading.inner_text()  # chosen at the start
@@ -129,7 +136,7 @@ def test_keys_walk_over_tokens_and_cells(page: browsers.Page, trace: LayerTrace)
     assert focused[1] == "solid"
 
 
-def test_the_race_ends_as_the_costs_say(page: browsers.Page, trace: LayerTrace) -> None:
+def test_the_race_ends_as_the_costs_say(page: Page, trace: LayerTrace) -> None:
     found = gain(trace, COSTS)
     assert page.locator("h1").inner_text() == found.headline
     seconds, plain = COSTS.seconds_of(trace.rounds), COSTS.plain_step() * (found.tokens - 1)
@@ -142,11 +149,11 @@ def test_the_race_ends_as_the_costs_say(page: browsers.Page, trace: LayerTrace) 
     assert "".join(spans.all_text_contents()) == shown
     page.get_by_role("button", name="play the race").click()
     full = f"{len(trace.places)} of {len(trace.places)}"
-    browsers.expect(page.locator("#plain-count")).to_have_text(full)
-    browsers.expect(page.get_by_role("button", name="play the race")).to_be_visible()
+    expect(page.locator("#plain-count")).to_have_text(full)
+    expect(page.get_by_role("button", name="play the race")).to_be_visible()
 
 
-def test_copied_tokens_say_where_they_were_seen(unfolded: browsers.Open, trace: LayerTrace) -> None:
+def test_copied_tokens_say_where_they_were_seen(unfolded: Open, trace: LayerTrace) -> None:
     rounds = tuple(
         replace(e, sources=["ngram"] * len(e.sources), exit_layers=[0] * len(e.exit_layers))
         for e in trace.rounds
@@ -172,17 +179,17 @@ def test_copied_tokens_say_where_they_were_seen(unfolded: browsers.Open, trace: 
     "look", [{}, {"color_scheme": "dark"}, PHONE], ids=["light", "dark", "phone"]
 )
 def test_axe_finds_nothing_and_a_phone_has_room(
-    unfolded: browsers.Open, trace: LayerTrace, look: dict[str, Any]
+    unfolded: Open, trace: LayerTrace, look: dict[str, Any]
 ) -> None:
     page = unfolded(render(trace, COSTS), **look)
     page.get_by_label("show rejected drafts").check()
     cell(page, trace, 0, 1).click()
     assert page.locator("#readout h3").is_visible()
-    assert browsers.axe_findings(page) == []
+    assert axe_findings(page) == []
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_128_tokens_and_30_layers_stay_small(unfolded: browsers.Open) -> None:
+def test_128_tokens_and_30_layers_stay_small(unfolded: Open) -> None:
     html = render(drawn_trace(128, 31, (4, 12, 20), range(1, 31)), some_costs(31, 16))
     assert len(html.encode("utf-8")) < 1_500_000
     page = unfolded(html)
