@@ -43,7 +43,7 @@ MOST_LINES = {
     "model": 6810,
     "decoding": 5022,
     "training": 3789,
-    "eval": 2854,
+    "eval": 2853,
     "eval/": 3464,
     "cli": 3183,
     "serve": 2916,

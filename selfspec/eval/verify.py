@@ -681,9 +681,8 @@ class Listening(Runtime):
 
 def greedy_request(speculator: Speculator, prompt: Prompt, new_tokens: int) -> Request:
     """At most `new_tokens` of the most likely tokens, by the model's own generation settings."""
-    ids = encode(
-        speculator.tokenizer, prompt
-    )  # raw, so that it ends where Hugging Face's text does
+    ids = encode(speculator.tokenizer, prompt)
+    # raw: it ends where Hugging Face's text does
     asked: GenerateOptions = {"max_new_tokens": new_tokens, "do_sample": False, "raw": True}
     request = speculator.call(ids, asked)
     request.only()
