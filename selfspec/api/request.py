@@ -37,7 +37,7 @@ from selfspec.config import (
     matcher_class,
     wanted_grammar,
 )
-from selfspec.decoding.decode import StopRule, remind
+from selfspec.decoding.decode import BEYOND, ENDS, StopRule, remind
 from selfspec.decoding.engine import Asked
 from selfspec.decoding.sampling import (
     GrammarMask,
@@ -163,14 +163,15 @@ class Request:
         """One of the sequences, whose clock starts now. Raises InvalidOption for what needs all."""
         rows, pad = len(self.pads), self.pads[row]
         own = [criterion_for(entry, row, rows, self.max_time) for entry in self.criteria]
-        longest = self.max_length
-        if self.position_limit is not None:  # the newest token itself takes no position
-            longest = min(longest, self.position_limit + 1 + pad)
+        longest, limit = self.max_length, self.position_limit
+        if limit is not None and longest > limit + 1 + pad:  # the newest token takes no position
+            longest = limit + 1 + pad
+            remind(ENDS, limit)
         stop = StopRule(
             max_length=longest,
             end_tokens=self.end_tokens,
             criteria=partial(_ended, own) if own else None,
-            made_for=None if self.position_limit is not None else self.made_for + pad,
+            made_for=self.made_for + pad if limit is None else None,
         )
         sampler = self.sampler.for_row(row, rows, pad)
         ids = self.input_ids[row : row + 1]
@@ -328,7 +329,7 @@ def from_prepared(
             f"the prompt has {length} tokens, the model has {limit} positions. Shorten the prompt"
         )
     if length > backbone.max_positions:
-        remind(backbone.max_positions)
+        remind(BEYOND, backbone.max_positions)
     lengths = [entry.max_length for entry in criteria if type(entry) is stopping.MaxLengthCriteria]
     longest = min(lengths, default=config.max_length)
     if not isinstance(longest, int):

@@ -50,7 +50,7 @@ class StopRule:
     def reason(self, state: DecodeState, token: int) -> StopReason | None:
         """Why the sequence ends with its newest `token`, or None."""
         if self.made_for is not None and state.length == self.made_for + 1:
-            remind(self.made_for - state.pad)
+            remind(BEYOND, self.made_for - state.pad)
         if token in self.end_tokens:
             return "eos"
         if self.criteria is not None and self.criteria(state.ids):
@@ -58,12 +58,14 @@ class StopRule:
         return "length" if state.length >= self.max_length else None
 
 
+BEYOND = "the text goes beyond the model's context length, %d positions: it may get worse"
+ENDS = "the model has %d positions here: its answers end with them, whatever length is asked for"
+
+
 @functools.cache
-def remind(positions: int) -> None:
-    """Log, once, that a text goes on behind its model's context length."""
-    logger.warning(
-        "the text goes beyond the model's context length, %d positions: it may get worse", positions
-    )
+def remind(words: str, positions: int) -> None:
+    """Log, once, what the end of a model's positions means for a text."""
+    logger.warning(words, positions)
 
 
 def written(

@@ -32,10 +32,6 @@ _MARKED = 16  # slots of a check's cache whose values are not 0
 
 _ORIGINAL = "_torchdynamo_orig_callable"  # where torch.compile keeps what it compiled
 
-_POSITION_DEPENDENT_ROPE = {"dynamic", "longrope"}
-"""RoPE whose frequencies depend on the longest position of a pass: a rejected draft would leave
-its trace in the rotations of accepted tokens."""
-
 _AGREEMENT = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 """Largest error of another executor, relative to what a layer adds (root mean square). Rounding
 gives 1.5e-6 and 0.023 on the default model (float32, bfloat16); a forgotten factor or norm gives
@@ -59,11 +55,6 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
                 f"{path} of {name} is compiled by torch.compile, and parts run by themselves here. "
                 "Load it again and wrap it as it is, or compile it as a whole: model.compile()"
             )
-    rope = getattr(config, "rope_parameters", None) or {}
-    rope_types = {one.get("rope_type") for one in (rope, *rope.values()) if isinstance(one, dict)}
-    if found := rope_types & _POSITION_DEPENDENT_ROPE:
-        why = f"uses {found.pop()} RoPE, whose rotations depend on rejected drafts"
-        raise unsupported(model, why)
     if others := set(attention_types(config)) - MASKS.keys():
         raise unsupported(model, f"has {sorted(others)[0]} layers, which cannot be rewound")
     if getattr(config, "num_kv_shared_layers", 0):

@@ -573,6 +573,8 @@ def _padded(count: int) -> int | None:
 
 def _require_capturable(decoder: Any, lm_head: nn.Module) -> None:
     """Raise ValueError for experts, which Python reads back, and for several devices."""
+    if decoder.rotations_end is not None:
+        raise ValueError("rotations change with the longest position of a pass, padding included")
     for kind in {type(part) for layer in decoder.layers for part in layer.modules()}:
         if any(word in kind.__name__.lower() for word in ("expert", "moe")):
             raise ValueError(f"{kind.__name__} reads values back")

@@ -28,7 +28,7 @@ from selfspec import files
 from selfspec.errors import CannotWrite
 from selfspec.files import cache_folder
 from selfspec.model.compiler import KERNELS
-from selfspec.model.parts import foreign_hooks
+from selfspec.model.parts import MOVING_ROPE, foreign_hooks
 from selfspec.model.weights import QuantisedWeight, processor_features
 
 logger = logging.getLogger(__name__)
@@ -359,7 +359,12 @@ def _said(path: str, aspect: str, was: Any, now: Any) -> str:
 
 
 def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [(path or "the model", module) for path, module in model.named_modules()]
+    """All but rotations that each pass of the model itself writes anew (dynamic NTK, longrope)."""
+    return [
+        (path or "the model", module)
+        for path, module in model.named_modules()
+        if not any(kind in str(getattr(module, "rope_type", "")) for kind in MOVING_ROPE)
+    ]
 
 
 def _configs(named: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, Any]]:

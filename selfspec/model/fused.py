@@ -402,7 +402,8 @@ class Rotations:
         places = [span.positions for span in spans]
         end = max(map(max, places)) - offset + 1
         if not self._tables or len(self._tables[0]) < end or offset != self._offset:
-            every, tables = torch.arange(offset, offset + 2 * end)[None], list[Tensor]()
+            last, tables = offset + 2 * end, list[Tensor]()
+            every = torch.arange(offset, min(last, self._decoder.rotations_end or last))[None]
             for kind, way in self._ways.items():
                 if way is None:
                     tables.append(torch.zeros(2 * end, 0, dtype=torch.complex64))

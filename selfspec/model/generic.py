@@ -137,8 +137,8 @@ class GenericExecutor:
     def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
         """Layers first+1..last on [T, d]; adds keys and values of T positions to the KV cache."""
         span, block, positions = rows.only, hidden[None], rows.positions[None]
-        if self.decoder.has_table:  # rows of zeros may lie behind its end
-            positions = positions.clamp(max=self.decoder.config.max_position_embeddings - 1)
+        if (limit := self.decoder.position_limit) is not None:  # rows of zeros may lie behind it
+            positions = positions.clamp(max=limit - 1)
         kinds = set(self.layer_types[first:last])
         if span.parents is None:
             masks = self.masks(kinds, block, first, positions, span.kv)
@@ -246,12 +246,12 @@ class Decoder:
                 f"max_position_embeddings of the model's config is {count}, expected at least 1: "
                 "the length of text that it was made for. Set it"
             )
-        return count
+        return min(count, self.position_limit or count)
 
     @property
     def position_limit(self) -> int | None:
-        """Positions that the model can compute, if there is an end: some are a table."""
-        return self.max_positions if self.parts.has_table else None
+        """Positions that can be computed here, if there is an end."""
+        return self.parts.position_limit
 
     @property
     def dtype(self) -> torch.dtype:

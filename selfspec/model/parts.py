@@ -55,6 +55,9 @@ _IDLE = {
 _NORMS_EMBEDDINGS = {"nanochat"}  # families whose final norm is also applied to the embeddings
 _DIVIDES_BEFORE_HEAD = {"minicpm3"}  # by `logits_scaling`; other families do so behind lm_head
 
+MOVING_ROPE = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
+"""RoPE whose frequencies follow the longest position of a pass, behind the number so named."""
+
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 CHUNKED = "chunked_attention"  # of all three, layers keep one key and value per position
@@ -100,10 +103,23 @@ class DecoderParts:
         by_kind = (kind,) if self.rotates_by_kind else ()
         return self.rotary_emb(hidden, positions, *by_kind)  # type: ignore[misc, no-any-return]  # callers know that it is there
 
+    @cached_property
+    def rotations_end(self) -> int | None:
+        """Positions behind which all rotations change, with dynamic NTK and longrope."""
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        found = [
+            int(one.get(MOVING_ROPE[one["rope_type"]]) or self.config.max_position_embeddings)
+            for one in (rope, *rope.values())
+            if isinstance(one, dict) and one.get("rope_type") in MOVING_ROPE
+        ]
+        return min(found, default=None)
+
     @property
-    def has_table(self) -> bool:
-        """Whether positions are a table's rows; GPT-J's rotations are, too."""
-        return self.rotary_emb is None or hasattr(self.rotary_emb, "embed_positions")
+    def position_limit(self) -> int | None:
+        """Positions that can be computed, if they end: rotations do, and tables (GPT-J's, too)."""
+        if self.rotary_emb is None or hasattr(self.rotary_emb, "embed_positions"):
+            return int(self.config.max_position_embeddings)
+        return self.rotations_end
 
     def with_positions(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """[B, T, d] from boundary 0 at `positions` [B, T] -> what layer 1 reads, [B, T, d]."""

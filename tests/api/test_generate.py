@@ -187,6 +187,42 @@ class Learned(Backbone):
     position_limit = LIMIT
 
 
+LONG: dict[str, Any] = {
+    "short_factor": [1.0, 1.2, 1.5, 2.0],
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+    "original_max_position_embeddings": LIMIT // 2,
+}
+
+
+@pytest.mark.parametrize("executor", ["fused", "generic"])
+@pytest.mark.parametrize(
+    ("family", "kind", "more", "limit"),
+    [("qwen2", "dynamic", {}, LIMIT), ("llama", "longrope", LONG, LIMIT // 2)],
+)
+def test_where_rotations_change_the_answer_ends_before(
+    family: str,
+    kind: str,
+    more: dict[str, Any],
+    limit: int,
+    executor: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    remind.cache_clear()
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, **more}
+    model: Any = make_model(family, max_position_embeddings=LIMIT, rope_parameters=rope)
+    speculator = wrap(model, executor=executor, **DRAFTING)
+    ids = random_ids(limit - 9)
+    expected = plain(model, ids, max_new_tokens=10)
+    options: list[dict[str, Any]] = [{}, {"drafter": "ngram"}, {"speculate": False}]
+    options += [{"pinned": True, "pinned_rows": 16}] if executor == "generic" else []
+    for option in options:
+        plain(model, ids, max_new_tokens=20)  # by itself the model goes on, with other rotations
+        assert speculator.generate(ids, max_new_tokens=20, **option).token_ids == expected
+    assert caplog.text.count(f"the model has {limit} positions here") == 1
+    with pytest.raises(InvalidPrompt, match=f"has {limit} positions"):
+        speculator.generate(random_ids(limit + 1), max_new_tokens=3)
+
+
 def test_where_positions_are_a_table_the_answer_ends_with_them(
     short: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

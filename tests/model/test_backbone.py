@@ -195,10 +195,7 @@ def qwen2(field: str, value: Any) -> Any:
     return model
 
 
-LONG: dict[str, Any] = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 REFUSED: list[tuple[Callable[[], Any], str]] = [
-    (lambda: make_model("qwen2", **rope("dynamic")), "uses dynamic RoPE"),
-    (lambda: make_model("qwen2", **rope("longrope", **LONG)), "uses longrope RoPE"),
     (lambda: qwen2("layer_types", ["full_attention", "linear_attention"] * 3), "linear_attention"),
     (lambda: qwen2("num_kv_shared_layers", 2), "shares keys and values"),
     (lambda: qwen2("num_hidden_layers", 12), "has 6 layers, expected the 12 of its config"),
