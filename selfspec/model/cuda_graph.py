@@ -43,26 +43,26 @@ class StaticSlots:
     def __init__(self, samples: Sequence[tuple[Tensor, Tensor]], slots: int) -> None:
         """`samples`: keys and values of one position, [1, kv heads, 1, head_dim], per layer."""
         self._samples = samples
-        self.tenants: list[Callable[[], KVCache | None]] = []  # the one used last is the last
-        self._lanes: list[int] = []  # theirs
+        self._tenants: dict[int, Callable[[], KVCache | None]] = {}
+        """By lane; the one used last is the last."""
         self.grow(1, slots)
 
     @property
     def lanes(self) -> int:
         """How many sequences may stay."""
-        return len(self._lanes)
+        return len(self._tenants)
 
     def grow(self, lanes: int, slots: int) -> None:
         """Other buffers, made when the old ones are gone: both at once may not fit the device."""
-        for at in range(self.lanes):
-            self._recall(at)
+        for lane in self._tenants:
+            self._recall(lane)
         self.slots, self.keys, self.values = 0, list[Tensor](), list[Tensor]()
-        self.tenants, self._lanes = [], []
+        self._tenants = {}
         with torch.inference_mode(False):  # else only inference mode could write to them
             self.keys = [_zeros(keys[:, :, None], lanes, slots) for keys, _ in self._samples]
             self.values = [_zeros(values[:, :, None], lanes, slots) for _, values in self._samples]
         self.slots = slots
-        self.tenants, self._lanes = [lambda: None] * lanes, [*range(lanes)]
+        self._tenants = dict.fromkeys(range(lanes), lambda: None)
 
     def size_of(self, lanes: int, slots: int) -> int:
         """Bytes that so many would take."""
@@ -70,7 +70,7 @@ class StaticSlots:
 
     def strangers(self, caches: Sequence[KVCache]) -> int:
         """Sequences that have a lane, and are none of these."""
-        return sum(one() is not None and one() not in caches for one in self.tenants)
+        return sum(one() not in (None, *caches) for one in self._tenants.values())
 
     def lend(self, caches: Sequence[KVCache]) -> list[int]:
         """Their lanes, at most as many as there are. Keys and values of new ones move there.
@@ -78,31 +78,29 @@ class StaticSlots:
         An unused lane is taken, or that of who was away for longest, who moves out.
         """
         for kv in caches:
-            held = [one() for one in self.tenants]
-            others = [at for at, one in enumerate(held) if one not in caches]
-            unused = sorted((at for at in others if held[at] is None), key=self._lanes.__getitem__)
-            at = held.index(kv) if kv in held else (unused or others)[0]
-            if held[at] is not kv:
-                self._recall(at)
-                keys, values = self._of_lane(at)
+            held = {lane: one() for lane, one in self._tenants.items()}
+            lane = next((lane for lane, one in held.items() if one is kv), None)
+            if lane is None:
+                others = [lane for lane, one in held.items() if one not in caches]
+                lane = min((one for one in others if held[one] is None), default=others[0])
+                self._recall(lane)
+                keys, values = self._of_lane(lane)
                 for buffer in (*keys, *values):
                     buffer.zero_()  # masked slots weigh nothing, but nothing times NaN is NaN
                 kv.move_to(keys, values)
-            del self.tenants[at]
-            self.tenants.append(weakref.ref(kv))
-            self._lanes.append(self._lanes.pop(at))
-        return self._lanes[len(self._lanes) - len(caches) :]
+            del self._tenants[lane]
+            self._tenants[lane] = weakref.ref(kv)
+        return [*self._tenants][-len(caches) :]
 
-    def _recall(self, at: int) -> None:
+    def _recall(self, lane: int) -> None:
         """Move out what is lent, into buffers of its own; a sequence that is gone needs none."""
-        if (tenant := self.tenants[at]()) is not None:
+        if (tenant := self._tenants[lane]()) is not None:
             held = max(tenant.length(layer) for layer in range(tenant.num_layers))
-            own = ([_zeros(one, held) for one in every] for every in self._of_lane(at))
+            own = ([_zeros(one, held) for one in every] for every in self._of_lane(lane))
             tenant.move_to(*own)
-        self.tenants[at] = lambda: None
+        self._tenants[lane] = lambda: None
 
-    def _of_lane(self, at: int) -> tuple[list[Tensor], list[Tensor]]:
-        lane = self._lanes[at]
+    def _of_lane(self, lane: int) -> tuple[list[Tensor], list[Tensor]]:
         return [one[:, :, lane] for one in self.keys], [one[:, :, lane] for one in self.values]
 
 
@@ -507,43 +505,36 @@ class CudaGraphExecutor:
         held = [kv.first(1, layer) for layer in range(self._num_layers)]
         return [(keys.clone(), values.clone()) for keys, values in held]  # not their buffers
 
-    @torch.no_grad()
     def _trial(self) -> list[Tensor]:
         """Outputs and logits of a few passes over one text, at the first and the last positions."""
-        found, count = [], sum(_TRIAL_ROWS)
-        weight = self._decoder.embed_tokens.weight
-        ids = torch.arange(count, device=weight.device) % len(weight)
-        for start in (0, max(0, int(self._decoder.config.max_position_embeddings) - count)):
-            kv, done = KVCache(self._num_layers), start
-            for block in ids.split(_TRIAL_ROWS):
-                rows = Rows.of(kv, done, len(block), weight.device)
-                hidden = self._decoder.embed_tokens(block)
-                found.append(self.run(hidden, 0, self._num_layers, rows))
-                found += self.unembed(found[-1])
-                done += len(block)
-        return found
+        last = int(self._decoder.config.max_position_embeddings) - sum(_TRIAL_ROWS)
+        return [one for start in (0, max(0, last)) for one in self._passes(_TRIAL_ROWS, start)]
 
-    @torch.no_grad()
     def _rows_alike(self) -> int:
         """Rows of a pass, at most, that have the bits which each has in a pass of its own."""
-        embed = self._decoder.embed_tokens
-        ids = torch.arange(_MOST_ROWS, device=embed.weight.device) % len(embed.weight)
-        hidden = embed(ids)
 
-        def logits(count: int) -> Tensor:
-            kv, found = KVCache(self._num_layers), []
-            for block in hidden.split(count):
-                rows = Rows.of(kv, kv.length(0), len(block), ids.device)
-                output = self.run(block, 0, self._num_layers, rows)
-                found += [output, self._replayed("unembed", self._generic.unembed, output)[1]]
-            return torch.cat([torch.cat(found[0::2]), torch.cat(found[1::2])], 1)
+        def bits(count: int) -> Tensor:
+            found = self._passes([count] * (_MOST_ROWS // count))
+            return torch.cat([torch.cat(found[kind::3]) for kind in range(3)], 1)
 
-        expected, alike = logits(1), 1
+        expected, alike = bits(1), 1
         for count in ROW_COUNTS[1:]:
-            if not torch.equal(logits(count), expected):
+            if not torch.equal(bits(count), expected):
                 break
             alike = count
         return alike
+
+    @torch.no_grad()
+    def _passes(self, counts: Sequence[int], start: int = 0) -> list[Tensor]:
+        """Output, normed rows and logits of passes of so many rows, one behind the other."""
+        weight, kv = self._decoder.embed_tokens.weight, KVCache(self._num_layers)
+        ids = torch.arange(sum(counts), device=weight.device) % len(weight)
+        found = list[Tensor]()
+        for block in ids.split(list(counts)):
+            rows = Rows.of(kv, start + kv.length(0), len(block), weight.device)
+            found.append(self.run(self._decoder.embed_tokens(block), 0, self._num_layers, rows))
+            found += self.unembed(found[-1])
+        return found
 
 
 def _free_bytes(device: torch.device) -> float:
