@@ -44,7 +44,7 @@ from selfspec.decoding.drafters.heads import (
 )
 from selfspec.decoding.drafters.rest import Datastore, RestGuesser
 from selfspec.decoding.drafters.trees import TreeDrafter, WhilePaying
-from selfspec.decoding.measure import PassShape, PinnedProbe, any_split
+from selfspec.decoding.measure import PassShape, PinnedProbe
 from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState, Drafter, Enter, NoDrafter, Work, next_together
 from selfspec.decoding.stats import GenerationStats, Round, Stopwatch
@@ -558,8 +558,7 @@ class Engine:
             if entered >= room:
                 break
             # in pieces, where these have the same bits
-            unpadded = running.state.hidden.least == 1
-            splits = unpadded and any_split(self.runtime.backbone, PassShape())
+            splits = running.state.hidden.least == 1 and self.runtime.backbone.claims.steady
             rows = min(waiting, room - entered) if splits else waiting
             entered += rows
             taking_part[running] = None

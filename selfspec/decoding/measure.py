@@ -418,7 +418,7 @@ def why_unpinned(
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(backbone.vocab_size, (context + count,), generator=generator)
         front, ids = ids.to(backbone.device).split([context, count])
-        pieces = _PIECE if any_split(backbone, shape) else context
+        pieces = _PIECE if shape == _ANY and backbone.claims.steady else context
         whole, parts = (
             Behind(backbone, front.split(size), shape, _FEW_LAYERS if quick else None)
             for size in (context, pieces)
@@ -434,11 +434,6 @@ def why_unpinned(
                     "do not treat all rows alike"
                 )
     return None
-
-
-def any_split(backbone: Backbone, shape: PassShape) -> bool:
-    """Whether a text is claimed to have the same bits however it is cut into passes."""
-    return shape == _ANY and backbone.claims.steady
 
 
 def _in_blocks(behind: Behind, ids: Tensor, widths: Sequence[int], widest: int) -> Tensor:

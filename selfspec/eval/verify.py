@@ -24,7 +24,6 @@ from selfspec.api.text import Prompt, encode
 from selfspec.config import GenerateOptions, SpeculationOptions
 from selfspec.decoding.acceptance import AcceptanceRule, Draft, Heard
 from selfspec.decoding.engine import Engine, Running, Runtime
-from selfspec.decoding.measure import PassShape, any_split
 from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState, Drafter, HiddenCache, Steps, alone, ready
 from selfspec.decoding.stats import Ended, Stopwatch
@@ -218,7 +217,7 @@ def _near_top(subject: Subject) -> Rung:
 def _one_result(subject: Subject) -> Rung:
     """Rung 6: the beginning of every prompt, cut into passes in many ways."""
     backbone = subject.speculator.backbone
-    if not any_split(backbone, PassShape()):
+    if not backbone.claims.steady:
         return Rung("skipped", f"the {backbone.executor_name} executor does not claim it")
     bits = Bits()
     for case in subject.cases:

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from selfspec.api.chat_template import TurnEnd
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.decoding.acceptance import Target
-from selfspec.decoding.measure import PassShape, any_split
 from selfspec.eval import verify
 from selfspec.eval.verify import RUNGS, WAYS, Case, Comparison, Rung, Subject, Way, climb, logits_of
 from selfspec.model.backbone import Backbone
@@ -228,11 +227,6 @@ def test_a_product_that_looks_at_its_rows_is_found(monkeypatch: pytest.MonkeyPat
     differ = {name: not logits_of(fused, ids, way).equal(expected) for name, way in WAYS.items()}
     assert differ["pieces of 64"]
     assert not differ["pieces of 500"]
-
-
-@needs_compiler
-def test_in_a_fixed_shape_it_is_not_held_to_it() -> None:
-    assert not any_split(wrapped("llama", executor="fused"), PassShape(rows=6, slots=64))
 
 
 # --- what they compare
