@@ -424,7 +424,7 @@ def why_unpinned(
             for size in (context, pieces)
         )
         single = _in_blocks(whole, ids, [1] * count, widest)
-        uneven = [1 + step % (widest - 1) for step in range(count)]
+        uneven = [1 + step % max(widest - 1, 1) for step in range(count)]
         for name, widths in {"full": [widest] * count, "uneven": uneven}.items():
             found = _in_blocks(parts, ids, widths, widest)
             if differing := int((single != found).any(-1).sum()):

@@ -436,6 +436,7 @@ def test_bits_are_pinned_where_a_probe_says_so(model: Any, monkeypatch: pytest.M
     assert not pinned("fused", speculate=False)  # nothing was probed
     assert not pinned("generic")
     assert pinned("generic", pinned=True)
+    assert pinned("generic", pinned=True, pinned_rows=1, drafter="none")  # no row for a draft
     monkeypatch.setattr(FusedExecutor, "unembed", depends_on_rows)
     assert not pinned("fused")
 
