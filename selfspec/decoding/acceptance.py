@@ -158,12 +158,19 @@ class Heard:
 
 
 class GreedyMatch:
-    """A draft stays if it is the target's own choice: its most likely token."""
+    """A draft stays if it is the target's own choice: its most likely token, or a seed's draw.
+
+    With a seed the text is that of plain sampling with it. A draft that was drawn from q is the
+    target's draw from p with a probability of at least (1 - TV) / (1 + TV), TV being their total
+    variation: both take the winner of one race, [V] arrival times divided by probabilities (Daliri,
+    Musco and Suresh 2024, "Coupling without Communication and Drafter-Invariant Speculative
+    Decoding").
+    """
 
     lossless = True
 
     def __init__(self, sampler: Sampler) -> None:
-        """`sampler` must not sample."""
+        """`sampler` must not sample without a seed."""
         self._sampler = sampler
 
     def verdict(self, text: Prefix, target: Target, row: int, proposed: Proposed) -> Verdict:
@@ -173,16 +180,6 @@ class GreedyMatch:
             token = self._sampler.choose(text.ids, target.row(row)).token
         tokens = [draft.token for draft in proposed]
         return Verdict(token, tokens.index(token) if token in tokens else None)
-
-
-class SeededMatch(GreedyMatch):
-    """The same of a `sampler` with a seed: its choice is the token that it draws.
-
-    The text is that of plain sampling with this seed. A draft that was drawn from q is the target's
-    draw from p with a probability of at least (1 - TV) / (1 + TV), TV being their total variation:
-    both take the winner of one race, [V] arrival times divided by probabilities (Daliri, Musco and
-    Suresh 2024, "Coupling without Communication and Drafter-Invariant Speculative Decoding").
-    """
 
 
 class SpeculativeSampling:
@@ -361,11 +358,9 @@ def acceptance_rule(sampler: Sampler, options: SpeculationOptions) -> Acceptance
     if options.speculate and isinstance(wanted, rules.Easd):
         return Easd(sampler, wanted)
     lenience = wanted.lenience if isinstance(wanted, rules.Lenient) else 1.0
-    if sampler.do_sample and sampler.seed is not None:
-        return SeededMatch(sampler)
-    if sampler.do_sample:
+    if sampler.do_sample and sampler.seed is None:
         return SpeculativeSampling(sampler, lenience)
-    if lenience < 1.0:
+    if lenience < 1.0 and not sampler.do_sample:
         raise InvalidOption(
             "lenience below 1 needs do_sample: greedy drafts match or do not. Leave one out"
         )

@@ -37,7 +37,7 @@ from transformers.generation.logits_process import (
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.api.stream import Generation, Stream
 from selfspec.decoding import sampling
-from selfspec.decoding.acceptance import Draft, SeededMatch
+from selfspec.decoding.acceptance import Draft, GreedyMatch
 from selfspec.decoding.decode import rounds
 from selfspec.decoding.engine import Engine, Running
 from selfspec.decoding.sampling import STATELESS, GrammarMask, OccurrencePenalty, Sampler
@@ -596,7 +596,7 @@ def test_of_drafts_and_siblings_the_one_that_is_the_targets_own_draw_stays() -> 
     for draft, position in product(drafts, range(1, 60)):
         own = sampler.draw(laws.TARGET, position)
         logits = laws.TARGET.log().expand(len(draft.tokens) + 1, 5)
-        found = laws.verdicts(SeededMatch(sampler), laws.Words(*[0] * position), logits, draft)
+        found = laws.verdicts(GreedyMatch(sampler), laws.Words(*[0] * position), logits, draft)
         assert found[0] == (own, own in draft.tokens)
         kept[own in draft.tokens] += 1
     assert set(kept) == {True, False}
@@ -663,7 +663,7 @@ def test_every_drafter_draws_at_the_place_of_its_token(
     call = speculator.call(ids, FLAT | {"seed": SEED, "attention_mask": mask})  # type: ignore[arg-type]  # by name
     asked, runtime = call.row(1), speculator.runtime
     state, drafter = runtime.state(asked, options), runtime.drafter(asked, options)
-    next(rounds(state, NoDrafter(), SeededMatch(asked.sampler), asked.stop, Stopwatch()))
+    next(rounds(state, NoDrafter(), GreedyMatch(asked.sampler), asked.stop, Stopwatch()))
     guesses, foreseen = dict[int, set[int]](), Sampler.foreseen
 
     def noted(self: Sampler, probs: Tensor, place: int, *given: Any) -> Any:
