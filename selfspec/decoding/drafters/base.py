@@ -206,20 +206,6 @@ def make_controller(options: SpeculationOptions, length: int) -> DraftController
 ROOT = -1  # stands for the newest committed token, where a draft token is named
 
 
-class Guesses(Protocol):
-    """What may follow a token, the likeliest first."""
-
-    @property
-    def chances(self) -> Sequence[float]:
-        """Falling. They depend on the text in front alone, not on what is drawn."""
-
-    def choice(self, rank: int) -> DraftToken | None:
-        """The guess of a rank, from 0, asked in order; None: nothing is left to draw."""
-
-    def without(self, token: int) -> tuple[Guesses, float]:
-        """All but `token`, with chances as they are, and the chance that it had."""
-
-
 class Guesser(Protocol):
     """Says what follows the tokens of a draft."""
 
@@ -235,7 +221,7 @@ class Guesser(Protocol):
 
 @dataclass(frozen=True)
 class Known:
-    """The likeliest tokens, for greedy decoding."""
+    """The likeliest tokens, for greedy decoding; chances fall."""
 
     tokens: Sequence[int]
     chances: Sequence[float]
@@ -247,6 +233,7 @@ class Known:
         return DraftToken(self.tokens[rank])
 
     def without(self, token: int) -> tuple[Known, float]:
+        """All but `token`, with chances as they are, and the chance that it had."""
         if token not in self.tokens:
             return self, 0.0
         at = self.tokens.index(token)
@@ -261,7 +248,7 @@ class Drawn:
 
     Tried in this order, each against what the ones before left of the target's, they keep the
     target's distribution (recursive rejection sampling: Jeon et al. 2024, "Recursive Speculative
-    Decoding").
+    Decoding"). `chances` depend on the text in front alone, not on what is drawn.
     """
 
     def __init__(self, probs: Tensor, sampler: Sampler, count: int) -> None:
@@ -269,7 +256,7 @@ class Drawn:
         best = probs.topk(min(count, len(probs))).values
         self.chances: list[float] = [chance for chance in best.tolist() if chance > 0.0]
 
-    def choice(self, rank: int) -> DraftToken | None:  # noqa: ARG002  # the protocol's
+    def choice(self, rank: int) -> DraftToken | None:  # noqa: ARG002  # they come in order
         """The next draw; None where rounding left nothing to draw from."""
         probs = self._probs
         total = probs.sum()
@@ -282,10 +269,12 @@ class Drawn:
         return DraftToken(token, probs=probs)
 
     def without(self, token: int) -> tuple[Drawn, float]:
-        """The rest of the distribution without `token`, and the token's probability."""
         probs = self._probs.clone()
         probs[token] = 0.0
         return Drawn(probs, self._sampler, self._count), float(self._probs[token])
+
+
+Guesses = Known | Drawn
 
 
 def processed(sampler: Sampler, ids: Tensor, logits: Tensor, count: int, doubt: float) -> Guesses:
