@@ -200,17 +200,11 @@ def whole_round(rows: tuple[float, ...], texts: int) -> float:
     return 1.0 + sum(islice(each_row(rows), texts - 1))
 
 
-def token_cost(second: Backbone, model: Backbone) -> float:
-    """What a draft model takes for a token, as a share of a step, by the weights that both read.
-
-    A little too much: two layers of SmolLM2-135M and its unembedding are 0.26 of it and took 0.17
-    (eval/results/papers/gammatune).
-    """
-    return _bytes(second.model) / _bytes(model.model)
-
-
 def token_cost_without(skipped: Sequence[int], model: Backbone) -> float:
-    """The same for the model itself without some layers, counted from 1."""
+    """What the model takes for a token without some layers, counted from 1, as a share of a step.
+
+    By the weights that are read.
+    """
     return 1.0 - sum(_bytes(model.layers[at - 1]) for at in skipped) / _bytes(model.model)
 
 

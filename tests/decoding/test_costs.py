@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from selfspec.api.speculator import Speculator, wrap
+from selfspec.config import SpeculationOptions
 from selfspec.decoding import measure as measuring
 from selfspec.decoding.acceptance import Draft
-from selfspec.decoding.costs import DraftCost, Load, MeasuredCosts, token_cost
+from selfspec.decoding.costs import DraftCost, Load, MeasuredCosts
 from selfspec.decoding.drafters.trees import LONGEST_PAUSE, SHORTEST_PAUSE, Paying, WhilePaying
+from selfspec.decoding.engine import Runtime
 from selfspec.decoding.measure import ROWS, Clock, PassShape, StepSpeed, measure, why_unpinned
 from selfspec.decoding.sampling import DraftToken
 from selfspec.decoding.state import alone
@@ -87,16 +89,18 @@ def test_a_draft_costs_its_layers_its_rows_and_the_heads_that_were_asked(
     assert DraftCost(rows=rows, head=0.05, num_layers=12).of(draft) == pytest.approx(cost)
 
 
-def test_a_draft_model_costs_its_share_of_the_weights() -> None:
-    backbone = Backbone(make_model("llama"), executor="generic")
-    second = make_model("llama", num_hidden_layers=3)
-    share = sum(p.numel() for p in second.parameters()) / sum(
-        p.numel() for p in backbone.model.parameters()
-    )
-    assert 0.5 < share < 1.0
-    assert token_cost(Backbone(second, executor="generic"), backbone) == pytest.approx(share)
-    wide = Backbone(second.double(), executor="generic")
-    assert token_cost(wide, backbone) == pytest.approx(2 * share)
+def test_a_draft_model_costs_its_share_of_the_weights_that_a_row_reads() -> None:
+    def read(model: Any) -> int:
+        parts = model.model.layers, model.model.norm, model.lm_head  # of embeddings a row alone
+        return sum(one.nbytes for part in parts for one in part.parameters())
+
+    backbone, options = Backbone(make_model("llama"), executor="generic"), SpeculationOptions()
+    share = read(make_model("llama", num_hidden_layers=3)) / read(backbone.model)
+    for dtype, times in ((torch.float32, 1), (torch.float64, 2)):
+        second = make_model("llama", dtype, num_hidden_layers=3)
+        runtime = Runtime(backbone, None, Backbone(second, executor="generic"))
+        cost = runtime.draft_cost(options.updated({"drafter": "draft-model"}))
+        assert cost.token == pytest.approx(times * share)
     drafts = made("draft-model", 0, 0)
     assert DraftCost(rows=(0.1,), token=share).of(drafts) == pytest.approx(0.2 + 2 * share)
 
