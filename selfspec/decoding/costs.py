@@ -132,11 +132,10 @@ class DraftCost:
     num_layers: int = 1
 
     @classmethod
-    def with_costs(cls, asked: Costs, model: Backbone, load: Load | None = None) -> DraftCost:
+    def with_costs(cls, asked: Costs, model: Backbone) -> DraftCost:
         """What was asked for, or a guess."""
         head = USUAL if asked.head is None else asked.head
-        rows, layers = asked.rows or (USUAL,), model.num_layers
-        return cls(rows=rows, load=load or Load(), head=head, num_layers=layers)
+        return cls(rows=asked.rows or (USUAL,), head=head, num_layers=model.num_layers)
 
     @property
     def row_costs(self) -> tuple[float, ...]:

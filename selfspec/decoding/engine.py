@@ -185,9 +185,9 @@ class Runtime:
         steady = not options.pinned or self.backbone.claims.steady
         return options.grows_trees and steady and self.backbone.runs_trees
 
-    def draft_cost(self, options: SpeculationOptions, load: Load | None = None) -> DraftCost:
-        """What drafting costs, as far as known; InvalidOption for layers that are not there."""
-        cost = DraftCost.with_costs(options.costs, self.backbone, load)
+    def draft_cost(self, options: SpeculationOptions) -> DraftCost:
+        """What drafting costs a text alone; InvalidOption for layers that are not there."""
+        cost = DraftCost.with_costs(options.costs, self.backbone)
         if options.uses("skip"):
             skipped, layers = options.skip.skipped or self.layers.skipped, self.backbone.num_layers
             if max(skipped, default=0) > layers:
@@ -220,7 +220,7 @@ class Runtime:
         if not options.speculate or options.drafter == "none":
             return NoDrafter()
         sampler, ends = asked.sampler, asked.stop.end_tokens
-        cost = self.draft_cost(options, load)
+        cost = replace(self.draft_cost(options), load=load or Load())
         seen: Trunks | None = None
         if options.uses("ngram"):
             controller = make_controller(options, options.ngram.max_tokens)

@@ -26,22 +26,21 @@ class Source(NamedTuple):
     colour: str | None = None  # None: that of all text, or of the exit layer
     line: str = "solid"  # under its tokens, for eyes that see no colours
     mark: str = ""  # behind its tokens in terminals without colours; exit layers have their number
-    free: bool = False  # whether its drafts take no work before their verification
 
 
 # in the order in which people are told of them
 SOURCES = {
     MODEL: Source("the model"),
-    NGRAM: Source("prompt lookup", palette.SEEN, "dotted", "n", free=True),
+    NGRAM: Source("prompt lookup", palette.SEEN, "dotted", "n"),
     SUCCESSORS: Source("successors seen before", palette.SEEN, "dotted", "s"),
     REST: Source("a datastore", palette.SEEN, "dotted", "r"),
     LOOKAHEAD: Source("lookahead", palette.SEEN, "dotted", "l"),
-    GRAMMAR: Source("the grammar", palette.GRAMMAR, "dashed", "g", free=True),
+    GRAMMAR: Source("the grammar", palette.GRAMMAR, "dashed", "g"),
     DRAFT_MODEL: Source("a draft model", palette.SECOND, "double", "d"),
     SKIP: Source("fewer of its layers", palette.SECOND, "double", "f"),
     EXIT: Source("exit heads"),
 }
-FREE = frozenset(name for name, one in SOURCES.items() if one.free)
+FREE = frozenset({NGRAM, GRAMMAR})  # their drafts take no work before verification
 
 
 class Giver(NamedTuple):
@@ -196,7 +195,7 @@ class GenerationStats:
             (kept, self.accepted_by_source, self.accepted_by_layer),
         ):
             by_source.update(source for source, _ in found)
-            by_layer.update(layer for source, layer in found if source == "exit")
+            by_layer.update(layer for source, layer in found if source == EXIT)
 
     @property
     def acceptance_rate(self) -> float:
