@@ -572,6 +572,7 @@ def test_a_search_keeps_the_best_set_and_ends() -> None:
     found = draft_model.LayerSearch(12)
     found.learn(other, 0.96)
     assert (found.skipped, found.goes_on) == (other, False)
+    assert draft_model.LayerSearch(3).drawn() == (2,)  # of few layers at least one
     assert not draft_model.LayerSearch(2).goes_on
 
 

@@ -150,7 +150,7 @@ class LayerSearch:
         return not (enough or self._failed > _PATIENCE or self._tries > _MOST)
 
     def drawn(self) -> tuple[int, ...]:
-        count = int(_RATIO * len(self._between))
+        count = max(1, int(_RATIO * len(self._between)))  # all layers are right, and no draft
         return tuple(sorted(self._random.sample(self._between, count)))
 
     def learn(self, skipped: tuple[int, ...], right: float) -> None:
