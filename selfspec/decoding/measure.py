@@ -286,20 +286,19 @@ def measure(
 def _works(
     backbone: Backbone, heads: ExitHeads | None, most: int, context: int, short: int
 ) -> Iterator[tuple[_Part, Callable[[], object]]]:
-    kv = KVCache(backbone.num_layers)
-    block = torch.zeros(context, dtype=torch.int64, device=backbone.device)
+    passes = Passes(backbone, context, most=most)
+    embedded = backbone.embed(passes.ids[context:])
 
     def run(hidden: Tensor, last: int) -> Tensor:
         """Layers 1..last on [T, d] behind the context; the KV cache stays as it was."""
-        held = kv.length(0)
-        output = backbone.run(hidden, 0, last, Rows.of(kv, held, len(hidden), hidden.device))
-        kv.truncate(max(held, context))
+        rows = Rows.of(passes.kv, context, len(hidden), hidden.device)
+        output = backbone.run(hidden, 0, last, rows)
+        passes.kv.truncate(context)
         return output
 
-    embedded = backbone.embed(block)
     outputs = run(embedded, backbone.num_layers)
     plain = rounds(
-        DecodeState(backbone, block[None]),
+        DecodeState(backbone, passes.ids[None, :context]),
         NoDrafter(),
         GreedyMatch(Sampler(LogitsProcessorList())),
         StopRule(max_length=context + 2 * _REPEATS),
