@@ -16,7 +16,6 @@ import re
 import shutil
 import stat
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -42,7 +41,6 @@ _OURS = re.compile(
 """How each kind of file that selfspec writes begins. A mention of it somewhere is no such mark."""
 
 _MARK_WITHIN = 2048  # bytes, in which every mark is whole
-_STALE_S = 86_400.0  # age from which a temporary name is of a process that is gone
 _KINDS = {
     stat.S_IFLNK: "a link",
     stat.S_IFCHR: "a device",
@@ -282,7 +280,7 @@ def locked(output: Path, *, wait: bool = False) -> Iterator[None]:
     """While open, no other process may write `output`, a file or a folder.
 
     A lock ends with its process, however that ends. Raises CannotWrite while another one holds it,
-    unless told to `wait` for that. What killed processes left there is cleared away.
+    unless told to `wait` for that. What killed processes left there and in it is cleared away.
     """
     place = output.with_name(f".{output.name[:100]}.lock")
     if output.is_dir() and not os.access(place.parent, os.W_OK):
@@ -301,7 +299,7 @@ def locked(output: Path, *, wait: bool = False) -> Iterator[None]:
             busy = f"{output} is being written by another process"
             raise CannotWrite(f"{busy}. Wait for it, or name another output") from error
     try:
-        _sweep(output, alone=True)
+        _sweep(output, around=True)
         yield
     finally:
         with suppress(OSError):  # Windows removes no open files
@@ -372,41 +370,53 @@ def _room(path: Path) -> Iterator[Path]:
         _refuse_special(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         _sweep(path)
-        room = Path(tempfile.mkdtemp(".new", f".{path.name[:100]}.", path.parent))
+        room = Path(tempfile.mkdtemp(".tmp", f".{path.name[:100]}.", path.parent))
+        lock = FileLock(room / _LOCK, timeout=0)
         try:
+            with suppress(OSError, NotImplementedError):  # a file system without locks
+                lock.acquire()
+            room = room.rename(room.with_suffix(".new"))  # found by others from now on
             yield room
             _to_disk(path.parent)
         finally:
+            lock.release()
             shutil.rmtree(room, ignore_errors=True)
 
 
+_ROOM = re.compile(r"\.(.+)\.[a-z0-9_]{8}\.new", re.DOTALL)  # with the name of what it is for
+_LOCK = ".lock"  # in a room: held while its process lives
 _ASIDE = "aside"  # in a room: the folder that is being replaced
-_DRAWN = "[a-z0-9_]{8}"  # what `tempfile` puts into a name
 
 
 def _mode(path: Path) -> int:
     return path.stat().st_mode & 0o777
 
 
-def _sweep(path: Path, *, alone: bool = False) -> None:
+def _sweep(path: Path, *, around: bool = False) -> None:
     """Remove what killed processes left under temporary names of `path`.
 
-    A folder that was moved aside and never replaced comes back first. `alone`: nobody else writes
-    there now, so whatever its age, and those of files that stand beside an output (`.partial`).
+    A folder that was moved aside and never replaced comes back first. `around`: also what they left
+    within a folder `path`, and under longer names beside it (`.partial`).
     """
-    more = r"(\w+\.)*" if alone else ""
-    ours = re.compile(rf"\.{re.escape(path.name[:100])}\.{more}{_DRAWN}\.new")
-    found = [left for left in path.parent.glob(".*.new") if ours.fullmatch(left.name)]
-    if alone and path.is_dir():
-        inside = (*path.glob(".*.new"), *path.glob("*/.*.new"))
-        found += [left for left in inside if re.fullmatch(rf"\..+\.{_DRAWN}\.new", left.name)]
-    for left in found:
-        with suppress(OSError):
-            if left.is_symlink() or not (alone or time.time() - left.stat().st_mtime > _STALE_S):
-                continue
-            if (left / _ASIDE).is_dir() and not path.exists():
-                (left / _ASIDE).rename(path)
-            shutil.rmtree(left)
+    name = path.name[:100]
+    found = [*path.parent.glob(".*.new")]
+    if around and path.is_dir():
+        found += [*path.glob(".*.new"), *path.glob("*/.*.new")]
+    for room in found:
+        if room.is_symlink() or not (made := _ROOM.fullmatch(room.name)):
+            continue
+        beside = room.parent == path.parent
+        own = beside and made[1] == name
+        if not own and (not around or (beside and not made[1].startswith(f"{name}."))):
+            continue
+        with suppress(OSError, NotImplementedError):
+            with FileLock(room / _LOCK, timeout=0):
+                pass  # nobody else has it: its process is gone
+            aside = room / _ASIDE
+            if own and aside.is_dir() and not path.exists():
+                aside.rename(path)
+            if own or not aside.exists():  # what another output had aside is for that
+                shutil.rmtree(room)
 
 
 def _to_disk(path: Path) -> None:

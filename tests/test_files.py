@@ -15,7 +15,6 @@ import struct
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -156,21 +155,26 @@ def test_an_output_has_one_writer_and_a_killed_one_is_none(tmp_path: Path) -> No
 
 
 def test_what_killed_processes_left_is_cleared_and_put_back(tmp_path: Path) -> None:
-    old = time.time() - 2 * 86_400
-    for name in (".out.txt.a_1bcdef.new", ".mine.txt.a_1bcdef.new", ".out.txt.b_2cdefg.new"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "out.txt").write_text("half")
-        if "b_2c" not in name:  # that one may be in use
-            os.utime(tmp_path / name, (old, old))
+    for name in ("out.txt", "out.txt.run.json", "mine.txt"):
+        (tmp_path / f".{name}.a_1bcdef.new").mkdir()
     files.write(tmp_path / "out.txt", "whole")
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"out.txt", ".mine.txt.a_1bcdef.new", ".out.txt.b_2cdefg.new"}
+    assert names == {"out.txt", ".out.txt.run.json.a_1bcdef.new", ".mine.txt.a_1bcdef.new"}
     with files.locked(tmp_path / "out.txt"):
-        assert not (tmp_path / ".out.txt.b_2cdefg.new").exists()
-    (tmp_path / ".folder.a_1bcdef.new" / "aside").mkdir(parents=True)
-    (tmp_path / ".folder.a_1bcdef.new" / "aside" / "kept").touch()
-    with files.locked(tmp_path / "folder"):
-        assert [path.name for path in (tmp_path / "folder").iterdir()] == ["kept"]
+        assert not (tmp_path / ".out.txt.run.json.a_1bcdef.new").exists()
+    for name in ("folder", "folder.v2"):
+        (tmp_path / f".{name}.a_1bcdef.new" / "aside").mkdir(parents=True)
+        (tmp_path / f".{name}.a_1bcdef.new" / "aside" / "kept").write_text(name)
+    for name in ("folder", "folder.v2"):
+        with files.locked(tmp_path / name):
+            assert (tmp_path / name / "kept").read_text() == name
+
+
+def test_what_others_are_writing_near_a_locked_output_stays(tmp_path: Path) -> None:
+    for name in ("out.v2", "out/below", "out/some/where"):
+        with files.replacing(tmp_path / name) as new, files.locked(tmp_path / "out"):
+            new.write_text("whole")
+        assert (tmp_path / name).read_text() == "whole"
 
 
 def save_conversation(folder: Path, _: Backbone) -> None:
