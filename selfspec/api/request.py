@@ -129,6 +129,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 _OF_THE_MODEL = REFUSED | {"is_causal": (None, True), "output_router_logits": (None, False)}
 """The same of a model's forward; `logits_to_keep` may be anything: only the last are used."""
 
+_OF_A_CALL = REFUSED | dict.fromkeys(("return_dict_in_generate", "synced_gpus"), (None, False))
+"""The same of keywords to our own `generate`, whose result has one shape."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
@@ -180,7 +183,7 @@ class Request:
 
 def without_neutral(options: Mapping[str, Any]) -> dict[str, Any]:
     """Keywords without those that would be refused, where they ask for nothing."""
-    return {k: value for k, value in options.items() if not _among(value, REFUSED.get(k, ()))}
+    return {k: value for k, value in options.items() if not _among(value, _OF_A_CALL.get(k, ()))}
 
 
 def check_options(options: Mapping[str, Any], vocab_size: int) -> None:

@@ -260,5 +260,6 @@ def test_positions_behind_padding_pass_and_no_others(speculator: Speculator, exa
 def test_refused_keywords_may_ask_for_nothing(speculator: Speculator) -> None:
     asked: dict[str, Any] = {"max_new_tokens": 3}
     expected = speculator.generate(random_ids(9), **asked).token_ids
-    asked |= {"use_cache": True, "num_beams": 1, "output_scores": None}
+    asked |= {"use_cache": True, "num_beams": 1, "output_scores": None, "synced_gpus": False}
+    asked["return_dict_in_generate"] = False
     assert speculator.generate(random_ids(9), **asked).token_ids == expected
