@@ -179,13 +179,13 @@ def load_model(
         if found is not None:
             stamps = fingerprint.stamps([gguf])
             return *found, ModelFiles(str(gguf), gguf.stem, name is None, stamps)
-    files = resolve_model(name, str(target).removeprefix("torch."))
-    stamps, found = fingerprint.of_folder(Path(files.source)), None
+    origin = resolve_model(name, str(target).removeprefix("torch."))
+    stamps, found = fingerprint.of_folder(Path(origin.source)), None
     if place is not None:
         kept = of_blocks if blocks and place.type == "cpu" else None
-        found = _from_folder(files.source, target, attn_implementation, kept)
+        found = _from_folder(origin.source, target, attn_implementation, kept)
     model, tokenizer = found or pretrained.load(
-        files.source,
+        origin.source,
         dtype=target,
         attn_implementation=attn_implementation,
         device_map="auto" if place is None else None,
@@ -193,12 +193,12 @@ def load_model(
     if place is None:
         parts = Counter((getattr(model, "hf_device_map", None) or {"": model.device}).values())
         spread = ", ".join(f"{count} parts on device {one}" for one, count in parts.items())
-        logger.info("%s is spread: %s", files.label, spread)
+        logger.info("%s is spread: %s", origin.label, spread)
     else:
         model.to(place)  # type: ignore[arg-type]  # annotated otherwise upstream
     if found is None:
-        stamps = stamps or fingerprint.of_snapshot(files.source, model.config)
-    return model.eval(), tokenizer, replace(files, stamps=stamps)
+        stamps = stamps or fingerprint.of_snapshot(origin.source, model.config)
+    return model.eval(), tokenizer, replace(origin, stamps=stamps)
 
 
 def fast_products(dtype: torch.dtype, device: torch.device) -> bool:
