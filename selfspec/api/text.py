@@ -41,8 +41,10 @@ def encode(
     The template shows `tools` to the model, if it can; `raw` tokenises words as they are. Raises
     InvalidPrompt for empty prompts, for what is no prompt, and for words without a tokenizer.
     """
-    if isinstance(prompt, Tensor) or (isinstance(prompt, np.ndarray) and prompt.dtype.kind in "iu"):
-        return _checked_ids(torch.as_tensor(prompt))
+    if isinstance(prompt, np.ndarray) and prompt.dtype.kind in "iu":
+        prompt = torch.from_numpy(prompt.astype(np.int64))  # of any byte order, and strides
+    if isinstance(prompt, Tensor):
+        return _checked_ids(prompt)
     if not isinstance(prompt, str | list | tuple):
         advised = next((f". {words}" for kind, words in _ADVICE if isinstance(prompt, kind)), "")
         expected = f"expected a question, messages or token ids{advised}"

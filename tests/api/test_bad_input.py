@@ -120,6 +120,7 @@ def test_what_is_several_prompts_is_answered_by_a_batch(name: str, speculator: S
     "prompt",
     [
         *(IDS, tuple(IDS), np.array(IDS), np.array([IDS], dtype=np.uint16), list(np.array(IDS))),
+        *(np.array(IDS, dtype=">i4"), np.array(IDS[::-1])[::-1]),
         *(torch.tensor([IDS], dtype=dtype) for dtype in (torch.int32, torch.uint8)),
         torch.tensor(IDS),
     ],
