@@ -14,7 +14,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from importlib import resources
 from pathlib import Path
@@ -27,7 +26,7 @@ from selfspec.files import read_text
 from selfspec.heads.folder import MOST_TEMPLATE_CHARACTERS
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
     from selfspec.heads.exit_heads import ExitHeads
 
@@ -47,18 +46,6 @@ class TurnEnd(NamedTuple):
 
     token: int | None = None
     text: str = ""  # the end where no single token says it
-
-    def options(self, given: Mapping[str, Any], model: PreTrainedModel) -> dict[str, Any]:
-        """Keywords of `generate` that end an answer here, too, beside those `given`."""
-        if self.text:
-            stops = given.get("stop_strings") or []
-            return {"stop_strings": [*([stops] if isinstance(stops, str) else stops), self.text]}
-        if self.token is None or given.get("eos_token_id") is not None:
-            return {}
-        base: Any = model.generation_config
-        ends = getattr(given.get("generation_config"), "eos_token_id", None)
-        own = listed(base.eos_token_id if ends is None else ends)
-        return {"eos_token_id": sorted({*own, self.token})}
 
 
 NO_END = TurnEnd()

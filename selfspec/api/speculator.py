@@ -254,7 +254,7 @@ class Speculator:
         streamer, raw = rest.pop("streamer", None), rest.pop("raw", False)
         ids = encode(self.tokenizer, prompt, raw=raw).to(self.backbone.device)
         end = NO_END if raw else self.turn_end
-        rest |= end.options(rest, self.model)
+        rest |= _ending(end, rest, self.model)
         request = requests.prepare(self.backbone, self.tokenizer, self._grammars, ids, rest)
         goes_on = raw or getattr(self.tokenizer, "chat_template", None) is None
         behind = ids[0, -_BEHIND:].tolist() if goes_on and len(ids) == 1 else ()
@@ -272,7 +272,7 @@ class Speculator:
     def read_ahead(self, options: GenerateOptions) -> None:
         """Read stops and the grammar ahead of a call, in any thread: they may take seconds."""
         end = NO_END if options.get("raw") else self.turn_end
-        known = {**options, **end.options(options, self.model)}
+        known = {**options, **_ending(end, options, self.model)}
         if strings := wanted(self.model, known, "stop_strings"):
             stop_strings(self.tokenizer, strings)
         grammar = wanted_grammar(options)
@@ -293,6 +293,18 @@ class Speculator:
         finally:
             for stream in streams:
                 stream.close()
+
+
+def _ending(end: TurnEnd, given: Mapping[str, Any], model: PreTrainedModel) -> dict[str, Any]:
+    """Keywords of `generate` that end an answer with its turn, too, beside what is wanted."""
+    if end.text:
+        stops = wanted(model, given, "stop_strings") or []
+        listed = stops if isinstance(stops, list | tuple) else [stops]
+        return {"stop_strings": [*listed, end.text]}
+    if end.token is None or given.get("eos_token_id") is not None:
+        return {}
+    own = templates.listed(wanted(model, given, "eos_token_id"))
+    return {"eos_token_id": sorted({*own, end.token})}
 
 
 class Session:

@@ -127,6 +127,9 @@ def test_a_text_that_ends_turns_is_a_stop_string(
     assert tokenizer.decode(found.token_ids) == found.text + end
     assert "".join(speculator.stream("the cat", max_new_tokens=30)) == found.text
     assert speculator.generate("the cat", raw=True, max_new_tokens=30).text == answer
+    config = GenerationConfig(max_new_tokens=30, stop_strings=answer[2])
+    earlier = speculator.generate("the cat", generation_config=config)
+    assert len(earlier.token_ids) < len(found.token_ids)
 
 
 def test_an_end_token_that_is_not_called_special_is_not_shown(
