@@ -39,7 +39,7 @@ from selfspec.heads.exit_heads import (
 )
 from selfspec.heads.folder import EAGLE3, MEDUSA
 from selfspec.heads.heads import ExitHead
-from selfspec.hub.models import fast_products
+from selfspec.hub.models import fast_bfloat16
 from selfspec.model.backbone import Backbone
 from selfspec.options import FITTED, MEDUSA_FITTED
 from selfspec.training.features import CacheSource, Features, FeatureSpec, Selection, launched
@@ -390,7 +390,7 @@ class Trainer:
         config, own = _config(job, draft_ids, self._steps), backbone.unembedding
         device = own.weight.device
         # products in bfloat16 where the model has them too: that is how heads will run
-        mixed = backbone.dtype == torch.bfloat16 and fast_products(torch.bfloat16, device)
+        mixed = backbone.dtype == torch.bfloat16 and fast_bfloat16(device)
         self._autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=mixed)
         own = own if mixed else own._replace(weight=own.weight.float())
         torch.manual_seed(job.options.seed)  # inner layers begin with random numbers
