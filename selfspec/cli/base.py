@@ -95,7 +95,8 @@ def selfspec(
     if quiet and verbose:
         raise InvalidOption("--quiet and --verbose at once. Leave one of them out")
     handler = logging.StreamHandler()
-    erase = "\r\x1b[K" if sys.stderr.isatty() else ""  # the line that a terminal shows
+    moves = sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+    erase = "\r\x1b[K" if moves else ""  # the line that a terminal shows
     handler.setFormatter(logging.Formatter(f"{erase}selfspec: %(message)s"))
     package = logging.getLogger("selfspec")
     package.setLevel(logging.ERROR if quiet else logging.DEBUG if verbose else logging.INFO)
@@ -715,8 +716,8 @@ def bar(name: str, unit: str, *, rate: bool = False) -> Iterator[Callable[..., N
     """A progress bar on standard error, with the time that is left; with `rate` also units/s.
 
     It gives `show(done, total, words="", found=False)`. `total` None: not known. `found`: earlier
-    runs did this much, so it says nothing about the time that is left. In a log, where no bar can
-    move, it says a line a minute.
+    runs did this much, so it says nothing about the time that is left. In a log or on a dumb
+    terminal, where no bar can move, it says a line a minute.
     """
     from rich import progress
     from rich.console import Console
@@ -739,7 +740,8 @@ def bar(name: str, unit: str, *, rate: bool = False) -> Iterator[Callable[..., N
             change(task, completed=done, total=total, words=words)
             if rate and (speed := drawn.tasks[0].speed):
                 drawn.update(task, words=f"{speed:,.0f} {unit}/s")
-            if not console.is_terminal and not disable and time.monotonic() >= said + LOGGED_S:
+            moves = console.is_terminal and not console.is_dumb_terminal
+            if not moves and not disable and time.monotonic() >= said + LOGGED_S:
                 said = time.monotonic()
                 console.print(drawn.get_renderable())
 

@@ -282,10 +282,13 @@ def _line() -> str | None:
 def _editor(status: Callable[[], str]) -> Callable[[], str | None]:
     """On a terminal; `status` is the line below it. A pasted text is one turn."""
     from prompt_toolkit import PromptSession
+    from prompt_toolkit.application import create_app_session
     from prompt_toolkit.completion import WordCompleter
     from prompt_toolkit.filters import is_searching
     from prompt_toolkit.key_binding import KeyBindings
     from prompt_toolkit.output import create_output
+    from prompt_toolkit.output.plain_text import PlainTextOutput
+    from prompt_toolkit.utils import is_dumb_terminal
 
     keys = KeyBindings()
 
@@ -302,17 +305,19 @@ def _editor(status: Callable[[], str]) -> Callable[[], str | None]:
     def new_line(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
-    session: PromptSession[str] = PromptSession(
-        "> ",
-        multiline=True,
-        prompt_continuation="  ",
-        key_bindings=keys,
-        completer=WordCompleter(list(COMMANDS), sentence=True),
-        complete_while_typing=False,
-        history=_history(),
-        bottom_toolbar=lambda: f" {status()}",
-        output=create_output(always_prefer_tty=True),
-    )
+    dumb = is_dumb_terminal()  # no cursor moves on it
+    output = PlainTextOutput(sys.stdout) if dumb else create_output(always_prefer_tty=True)
+    with create_app_session(output=output):
+        session: PromptSession[str] = PromptSession(
+            "> ",
+            multiline=True,
+            prompt_continuation="  ",
+            key_bindings=keys,
+            completer=WordCompleter(list(COMMANDS), sentence=True),
+            complete_while_typing=False,
+            history=_history(),
+            bottom_toolbar=lambda: f" {status()}",
+        )
 
     def read() -> str | None:
         try:

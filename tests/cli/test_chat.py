@@ -136,7 +136,11 @@ def echo(self, messages, **options):
 
 fakes.FakeSpeculator.stream = echo
 fakes.FakeSpeculator.__repr__ = lambda self: f"<{len(self.prompts)} prompts>"
-base.load = lambda settings: fakes.FakeSpeculator()
+def load(settings):
+    base.logger.info("loaded")
+    return fakes.FakeSpeculator()
+
+base.load = load
 run()
 """
 
@@ -148,10 +152,10 @@ WAITS = "tokens i"
 class Terminal:
     """A chat of a fake model, 40 columns wide; says where the cursor is when asked."""
 
-    def __init__(self, state: Path, *arguments: str) -> None:
+    def __init__(self, state: Path, *arguments: str, term: str = "xterm-256color") -> None:
         set_here = ("NO_COLOR", "COLUMNS", "LINES")  # the latter two by pytest-xdist
         inherited = {key: value for key, value in os.environ.items() if key not in set_here}
-        own = {"TERM": "xterm-256color", "XDG_STATE_HOME": str(state)}
+        own = {"TERM": term, "XDG_STATE_HOME": str(state)}
         self.process = pexpect.spawn(
             sys.executable,
             ["-c", ANSWERS, "chat", *arguments],
@@ -161,7 +165,7 @@ class Terminal:
             timeout=60,
             env={**inherited, **own},
         )
-        self.expect(WAITS)
+        self.expect("> " if term == "dumb" else WAITS)
 
     def send(self, keys: str) -> None:
         self.process.send(keys)
@@ -183,8 +187,8 @@ class Terminal:
 def terminal(tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
     opened: list[Terminal] = []
 
-    def chat(*arguments: str) -> Terminal:
-        opened.append(Terminal(tmp_path, *arguments))
+    def chat(*arguments: str, **own: str) -> Terminal:
+        opened.append(Terminal(tmp_path, *arguments, **own))
         return opened[-1]
 
     yield chat
@@ -242,3 +246,14 @@ def test_without_colours(terminal: Callable[..., Terminal]) -> None:
     chat.expect(r"<hi>0 <hi>1 <hi>2")
     chat.send("/quit\r")
     assert chat.end() == 0
+
+
+def test_on_a_dumb_terminal_no_cursor_is_moved(terminal: Callable[..., Terminal]) -> None:
+    chat = terminal(term="dumb")
+    seen = chat.seen
+    for line, answer in (("hi", "<hi>11"), ("/stats", "2 tokens at"), ("/quit", pexpect.EOF)):
+        chat.send(f"{line}\r")
+        chat.expect(answer)
+        seen += chat.seen
+    assert "loaded" in seen
+    assert "\x1b" not in seen
