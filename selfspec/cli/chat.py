@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from selfspec import files
 from selfspec.cli import base, interrupts
 from selfspec.cli.base import SHARED, Asked, Flag, with_flags
-from selfspec.decoding.stats import rate
+from selfspec.decoding.stats import counted, rate
 from selfspec.errors import InvalidData, InvalidOption, InvalidPrompt, SelfspecError, check_keys
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Chat:
 
     def status(self) -> str:
         """The line below the editor."""
-        parts = [self.speculator.label, f"{self.tokens} tokens in context"]
+        parts = [self.speculator.label, f"{counted(self.tokens, 'token')} in context"]
         if self.last is not None and self.last.stats.rounds:
             parts.append(rate(self.last.stats.decode_tokens_per_s))
             parts.append(f"{self.last.stats.compression_rate:.1f} tokens per pass")
@@ -210,7 +210,7 @@ class Chat:
                     raise InvalidData(f"{path} is no conversation. Give a file that /save wrote")
         self._replace(messages)
         turns = sum(entry["role"] == "user" for entry in messages)
-        self.writer.line(f"read {name}: {turns} questions")
+        self.writer.line(f"read {name}: {counted(turns, 'question')}")
 
     def _trace(self, name: str) -> None:
         """The last answer is written once more, and each layer asked what it made of it."""

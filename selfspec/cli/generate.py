@@ -16,7 +16,7 @@ from selfspec.cli import base
 from selfspec.cli.base import GENERATION, LOADING, SHARED, SPECULATION, Asked, Flag, with_flags
 from selfspec.cli.chat import Writer
 from selfspec.config import DEFAULT_MAX_NEW_TOKENS
-from selfspec.decoding.stats import MODEL, rate
+from selfspec.decoding.stats import MODEL, counted, rate
 from selfspec.errors import InvalidData, InvalidOption, SelfspecError, shown
 from selfspec.eval.results import begun, check_packages, first_divergence
 from selfspec.hub.models import heads_name
@@ -142,14 +142,15 @@ def answer_all(asked: Asked, options: dict[str, Any], *, more: bool) -> str:
         texts = (json.dumps(line, ensure_ascii=False) for line in in_order)
         files.write(output, "".join(f"{text}\n" for text in texts))
         partial.unlink()
-    return f"{output}: {_counted(in_order)}\n"
+    return f"{output}: {_outcome(in_order)}\n"
 
 
-def _counted(answers: list[dict[str, Any]]) -> str:
+def _outcome(answers: list[dict[str, Any]]) -> str:
     tokens = sum(len(one.get("token_ids", ())) for one in answers)
     why = [one["error"] for one in answers if "error" in one]
     failed = f", without an answer: {len(why)}; the first: {why[0]}" if why else ""
-    return f"{len(answers) - len(why)} answers, {tokens} tokens{failed}"
+    answered = counted(len(answers) - len(why), "answer")
+    return f"{answered}, {counted(tokens, 'token')}{failed}"
 
 
 def _read(path: Path, system: str | None, *, raw: bool) -> list[Messages]:

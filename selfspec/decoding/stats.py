@@ -233,7 +233,7 @@ class GenerationStats:
         passes = f", {self.compression_rate:.1f} tokens per pass" if self.rounds else ""
         refused = f", no drafts: {self.drafts_refused}" if self.drafts_refused else ""
         lossy = "" if self.lossless else ", lossy"
-        return f"{self.new_tokens} tokens{speed}{passes}{lossy}{refused}"
+        return f"{counted(self.new_tokens, 'token')}{speed}{passes}{lossy}{refused}"
 
     def line(self) -> str:
         parts = [
@@ -245,14 +245,20 @@ class GenerationStats:
             if source != EXIT
         ]
         return (
-            f"{self.new_tokens} tokens at {rate(self.decode_tokens_per_s)}, first after "
-            f"{self.ttft_s * 1e3:.0f} ms; {self.rounds} rounds, {self.compression_rate:.2f} tokens "
-            f"per pass; {self.accepted} of {self.drafted} drafts accepted"
+            f"{counted(self.new_tokens, 'token')} at {rate(self.decode_tokens_per_s)}, first after "
+            f"{self.ttft_s * 1e3:.0f} ms; {counted(self.rounds, 'round')}, "
+            f"{self.compression_rate:.2f} tokens per pass; "
+            f"{self.accepted} of {self.drafted} drafts accepted"
             + (f" ({', '.join(parts)})" if parts else "")
             + ("; pinned" if self.pinned else "")
             + ("" if self.lossless else "; lossy")
             + (f"; no drafts: {self.drafts_refused}" if self.drafts_refused else "")
         )
+
+
+def counted(count: int, noun: str) -> str:
+    """For people: 1 token, 2 tokens."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def rate(tokens_per_s: float) -> str:

@@ -87,7 +87,8 @@ def test_a_talk_is_saved_and_loaded(speculator: FakeSpeculator, call: Call, tmp_
     strange.write_text('{"messages": [{"role": "robot", "content": "x"}]}')
     speculator.answers = [["one"], ["two"], ["three"]]
     typed = f"a\n/save {kept}\n/save {strange}\n/load {strange}\nb\n/load {kept}\nc\n"
-    refused = call(["chat"], given=typed.encode()).err
+    shown, refused = call(["chat"], given=typed.encode())
+    assert f"read {kept}: 1 question\n" in shown
     assert json.loads(kept.read_text())["messages"] == [user("a"), said("one")]
     assert speculator.prompts[1] == [user("a"), said("one"), user("b")]
     assert speculator.prompts[2] == [user("a"), said("one"), user("c")]

@@ -49,6 +49,9 @@ def test_the_line_for_people(stats: GenerationStats) -> None:
         "drafts accepted (exit layer 2: 2 of 3, exit layer 4: 4 of 4, prompt lookup: 1 of 3)"
     )
     assert stats.summary() == "11 tokens at 2.5 tokens/s, 2.5 tokens per pass"
+    one = GenerationStats(num_layers=8, new_tokens=1, rounds=1)
+    assert one.summary() == "1 token, 0.0 tokens per pass"
+    assert one.line().startswith("1 token at 0.0 tokens/s, first after 0 ms; 1 round, 0.00 tokens ")
 
 
 def test_the_dict_survives_json(stats: GenerationStats) -> None:
