@@ -250,7 +250,8 @@ def prepare(
     seed, logprobs = rest.pop("seed", None), rest.pop("logprobs", None)
     criteria = StoppingCriteriaList(rest.pop("stopping_criteria", None) or [])
     strings = wanted(model, rest, "stop_strings")
-    rest.pop("stop_strings", None)
+    if strings is not None:
+        rest["stop_strings"] = None  # a callable loop never gets the tokenizer they need
     if strings not in (None, []):
         criteria.append(stop_strings(tokenizer, strings))
     decays = wanted(model, rest, "exponential_decay_length_penalty") is not None
@@ -270,7 +271,6 @@ def prepare(
         prepared = model.generate(  # type: ignore[operator]  # typed as Tensor | Module upstream
             input_ids,
             stopping_criteria=criteria,
-            stop_strings=None,  # a callable loop never gets the tokenizer they need
             custom_generate=_hand_back,
             **rest,
         )

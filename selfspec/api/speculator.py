@@ -241,6 +241,8 @@ class Speculator:
         Give stop `strings` here: `generate` refuses its own beside a callable. `speculation`
         overrides this speculator's options.
         """
+        if "stop_strings" in speculation:
+            raise InvalidOption("stop_strings are called strings here. Give hf(strings=...)")
         for name in speculation:
             if name in GenerateOptions.__annotations__ and name not in OPTION_NAMES:
                 raise InvalidOption(f"{name} is for model.generate itself. Give it there")

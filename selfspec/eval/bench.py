@@ -105,6 +105,7 @@ def _hugging_face(
 ) -> Written:
     model: Any = speculator.model
     options = {"max_new_tokens": count, "do_sample": False, "streamer": streamer, **setting}
+    options["tokenizer"] = speculator.tokenizer  # which stop strings of the model's own need
     sequences = model.generate(ids, attention_mask=ids.new_ones(ids.shape), **options)
     return Written(sequences[0, ids.shape[1] :].tolist())
 

@@ -386,6 +386,7 @@ CASES: list[tuple[Callable[[Any], Any], type[SelfspecError], str]] = [
     (lambda model: asked(model, stop=5), InvalidOption, "Did you mean stop_strings"),
     (lambda model: asked(model, max_tokens=5), InvalidOption, "Did you mean max_new_tokens"),
     (lambda model: speaking(model).hf(streamer=None), InvalidOption, r"for model\.generate itself"),
+    (lambda model: speaking(model).hf(stop_strings="a"), InvalidOption, r"hf\(strings=\.\.\.\)"),
     (lambda model: speaking(model)("hi"), InvalidOption, r"custom_generate=speculator\.hf"),
     (lambda model: speaking(model).generate(user("a"), raw=True), InvalidPrompt, "raw is for text"),
     (lambda model: wrap(model).generate("hello"), InvalidPrompt, "in words needs a tokenizer"),

@@ -17,9 +17,9 @@ from selfspec.cli.main import main
 from selfspec.config import SpeculationOptions
 from selfspec.decoding import engine
 from selfspec.hub import models as hub
+from tests.api.test_text import byte_level_bpe
 from tests.cli.fakes import Call, FakeAnswer, FakeSpeculator, FakeStream, user
 from tests.models import make_model
-from tests.talks import make_tokenizer
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 
@@ -212,7 +212,9 @@ def test_room_for_many_prompts(speculator: FakeSpeculator, asked: list[str]) -> 
 
 
 def test_demo_says_whether_texts_are_the_same(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    speculator = wrap(make_model("llama", torch.float64), make_tokenizer(), drafter="ngram")
+    model = make_model("llama", torch.float64, vocab_size=300)
+    speculator = wrap(model, byte_level_bpe(), drafter="ngram")
+    monkeypatch.setattr(speculator.model.generation_config, "stop_strings", ["zzz"])
     monkeypatch.setattr(base, "load", lambda _, **__: speculator)
     demo = ["demo", "a", "--max-new-tokens", "12", "--raw"]
     theirs, ours, verdict = call(demo).out.split("\n\n", 2)
