@@ -18,7 +18,7 @@ from rich.text import Text
 
 from selfspec import pages
 from selfspec.decoding.costs import MeasuredCosts
-from selfspec.decoding.stats import EXIT, SOURCES, Giver, Round, all_givers
+from selfspec.decoding.stats import EXIT, SOURCES, Giver, Round
 from selfspec.visualise import layers
 from selfspec.visualise.layers import LayerTrace, gain, givers, readable, rejected
 
@@ -55,7 +55,9 @@ def page_data(trace: LayerTrace, costs: MeasuredCosts | None) -> dict[str, Any]:
     def tops(tokens: Sequence[int], texts: Sequence[str]) -> list[int]:
         return [words.setdefault(word, len(words)) for word in zip(tokens, texts, strict=True)]
 
-    known = all_givers(range(info.num_layers))
+    given = givers(trace)
+    counts = dict(layers.ranked(given))
+    known = list(counts)
     vain = _rejected(trace)
     places = [
         {
@@ -79,7 +81,7 @@ def page_data(trace: LayerTrace, costs: MeasuredCosts | None) -> dict[str, Any]:
                 for said in place.layers
             ],
         }
-        for place, giver in zip(trace.places, givers(trace), strict=True)
+        for place, giver in zip(trace.places, given, strict=True)
     ]
     costs = layers.usable(trace, costs)
     return {
@@ -97,8 +99,9 @@ def page_data(trace: LayerTrace, costs: MeasuredCosts | None) -> dict[str, Any]:
                 "look": "left" if giver.source == EXIT else _LOOKS[SOURCES[giver.source].line],
                 "layer": giver.layer if giver.source == EXIT else None,
                 "colour": giver.colour(info.num_layers),
+                "count": count,
             }
-            for giver in known
+            for giver, count in counts.items()
         ],
         "plain_step": None if costs is None else costs.plain_step(),
         "words": list(words),

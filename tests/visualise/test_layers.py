@@ -6,6 +6,7 @@ import io
 import json
 import re
 import warnings
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,10 @@ def test_a_file_gives_the_same_trace_back_and_every_line_says_what_it_is(tmp_pat
         (1, '"type": "info"', '"type": "place"', "line 1: found 'place', the first line must be"),
         (1, "threshold=0.5/0.8", "threshold=0.5/0.8/0.9", "line 1 is no line of a trace"),
         (1, "threshold=0.5/0.8", "tau=0.5", "line 1: unknown setting of exit: 'tau'"),
+        (1, '"num_layers": 6', '"num_layers": 4', "line 1: found exit layer 4, the model has 4"),
+        (1, '["translator", ', "[", "line 1: lists of [3, 2, 3] values, expected one length"),
+        (2, '"top_texts": [', '"top_texts": ["", ', "line 2: lists of [5, 6, 5] values"),
+        (2, '"final_top_probs": [', '"final_top_probs": [0, ', "line 2: lists of [5, 5, 6]"),
         (2, '"index": 0', '"index": 3', "line 2: place 3, expected 0"),
         (2, '"layer": 3', '"layer": 5', "line 2: exit layers [2, 5, 4] are not those of the"),
         (2, '"kind"', '"sort"', "unexpected keyword argument 'sort'"),
@@ -60,6 +65,8 @@ def test_a_file_gives_the_same_trace_back_and_every_line_says_what_it_is(tmp_pat
         (8, '"round"', '"turn"', "line 8: found 'turn', expected a place or a round"),
         (10, '"kept": [0]', '"kept": [2]', "drafts [2] were kept, of 2"),
         (10, '"parents": null', '"parents": [0, -1]', "parents [0, -1] are no tree of drafts"),
+        (10, '"exit", "exit"', '"exit", "wish"', "line 10: unknown source of a draft 'wish'"),
+        (10, '"exit_layers": [2', '"exit_layers": [6', "line 10: found exit layer 6, the model"),
         (10, '["exit", "exit"]', '["exit"]', "a round of 2 drafts says more or"),
         (10, '" dropped"', "3", "line 10: draft_texts are no texts"),
     ],
@@ -318,6 +325,7 @@ def test_rounds_say_who_gave_what_and_when() -> None:
     told = data["places"]
     given = [data["givers"][one["giver"]]["words"] for one in told]
     assert given == [giver.words for giver in givers(trace)]
+    assert {one["words"]: one["count"] for one in data["givers"]} == Counter(given)
     branches = [branch["text"] for one in told for branch in one["rejected"]]
     assert sorted(branches) == sorted(
         "".join(traces.text_of(one.draft_tokens[draft]) for draft in branch)

@@ -19,12 +19,10 @@ function buildAnswer() {
   });
   $("rejects").addEventListener("change", paintAnswer);
   paintAnswer();
-  const counts = new Map();
-  for (const { giver } of places) counts.set(giver, (counts.get(giver) ?? 0) + 1);
-  $("answer-legend").append(...data.givers.filter((giver) => counts.has(giver)).map((giver) => {
+  $("answer-legend").append(...data.givers.map((giver) => {
     const swatch = el("i", { class: "swatch other" });
     if (giver.colour) swatch.style.background = giver.colour;
-    return el("span", {}, swatch, ` ${giver.words} `, el("b", {}, String(counts.get(giver))));
+    return el("span", {}, swatch, ` ${giver.words} `, el("b", {}, String(giver.count)));
   }));
 }
 
