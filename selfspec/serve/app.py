@@ -220,13 +220,19 @@ class Reply:
         return ["".join(piece.text for piece in pieces) for pieces in self._pieces]
 
     @property
+    def tokens(self) -> tuple[int, int] | None:
+        """Token counts of the prompts and of what is written; None where nothing is."""
+        every: list[Any] = [pieces[-1].stats for pieces in self._pieces if pieces]
+        written = sum(stats.new_tokens for stats in every)
+        return (self._job.prompt_tokens, written) if every else None
+
+    @property
     def usage(self) -> Json:
-        """Tokens of what has ended, and what speculation did; words as vLLM has them, if it has."""
-        every = [pieces[-1].stats for pieces in self._pieces if pieces]
-        ended = [stats for stats in every if stats is not None]
+        """Tokens of a complete answer, and what speculation did; in vLLM's words, if it has some."""
+        every: list[Any] = [pieces[-1].stats for pieces in self._pieces]
 
         def total(name: str, nothing: Any = 0) -> Any:
-            return sum((getattr(stats, name) for stats in ended), nothing)
+            return sum((getattr(stats, name) for stats in every), nothing)
 
         asked, written = self._job.prompt_tokens, total("new_tokens")
         rounds, accepted = total("rounds"), total("accepted")
@@ -251,11 +257,11 @@ class Reply:
                     source: {"drafted": drafted_by[source], "accepted": accepted_by[source]}
                     for source in sorted(drafted_by)
                 },
-                "lossless": all(stats.lossless for stats in ended),
+                "lossless": all(stats.lossless for stats in every),
             },
         }
-        if len(ended) == 1:  # several choices also share with each other
-            found["prompt_tokens_details"] = {"cached_tokens": ended[0].reused_tokens}
+        if len(every) == 1:  # several choices also share with each other
+            found["prompt_tokens_details"] = {"cached_tokens": every[0].reused_tokens}
         return found
 
     def whole(self) -> Json:

@@ -117,9 +117,8 @@ async def unless_gone(receive: Receive, wanted: Coroutine[Any, Any, T]) -> T:
 def tokens(scope: Scope) -> tuple[int, int] | None:
     """Token counts of the prompt and of the answer; None where nothing was written."""
     reply: Any = scope["state"].get(REPLY)  # an `app.Reply`
-    if reply is None:
-        return cast("tuple[int, int] | None", scope["state"].get(TOKENS))
-    return reply.usage["prompt_tokens"], reply.usage["completion_tokens"]
+    found = scope["state"].get(TOKENS) if reply is None else reply.tokens
+    return cast("tuple[int, int] | None", found)
 
 
 class _Guard:

@@ -230,11 +230,11 @@ class Piece:
     text: str = ""
     logprobs: Sequence[Json] = ()  # as a chat's answer has them, where they are noted
     told: Sequence[Json] | None = None  # who gave the tokens, by round, where that was asked for
-    error: BaseException | None = None  # in place of an end
+    error: BaseException | None = None  # in place of all others
+    stats: GenerationStats | None = None  # the choice's own, which count on
     # with the last piece
     calls: Sequence[Json] = ()
     finish: str | None = None  # stop, length or tool_calls
-    stats: GenerationStats | None = None
 
 
 @dataclass(eq=False)
@@ -300,6 +300,7 @@ class Answer:
                 for one in running.logprobs[begin : self._told]
             ],
             told=None if explanation is None else explanation.shown(text, last=running.ended),
+            stats=running.stats,
         )
         if not running.ended:
             return piece
@@ -308,7 +309,7 @@ class Answer:
         ended = running.stats.stop_reason in (("eos",) if late else ("eos", "stop"))
         complete = ended or self._stops.found  # no text shows a stop that is a special token
         finish = ("tool_calls" if calls else "stop") if complete else "length"
-        return replace(piece, calls=calls, finish=finish, stats=running.stats)
+        return replace(piece, calls=calls, finish=finish)
 
     def _read(self, entry: Round) -> str:
         self.running.stats.add(entry)

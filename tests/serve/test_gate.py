@@ -76,14 +76,17 @@ def test_lines_and_texts_are_logged_where_that_is_asked_for(
         text = server.post(ASK).json()["choices"][0]["message"]["content"]
         server.post({**ASK, "stream": True})
         httpx.get(f"{server.address}/nowhere%0A%1b[31m?q={SECRET}")
+        with streaming(server):
+            pass  # its client leaves
     lines = [line for line in log.text.splitlines() if line.startswith("selfspec.serve.gate")]
-    assert len(lines) == 7
+    assert len(lines) == 10
     pattern = r"POST /v1/chat/completions 200, \d+ \+ 8 tokens in \d+\.\d{3} s for 127\.0\.0\.1$"
     for line, asked, answered in (lines[:3], lines[3:6]):
         assert re.search(pattern, line)
         assert SECRET in asked
         assert json.loads(answered.partition("answered ")[2]) == [text]
     assert r"GET /nowhere\n\x1b[31m 404, no tokens" in lines[6]
+    assert re.search(r" 200, \d+ \+ [1-9]\d* tokens in", lines[7])
 
 
 def test_an_answer_that_the_servers_end_cuts_is_one_line(log: pytest.LogCaptureFixture) -> None:
