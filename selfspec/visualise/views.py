@@ -20,7 +20,7 @@ from selfspec import pages
 from selfspec.decoding.costs import MeasuredCosts
 from selfspec.decoding.stats import EXIT, SOURCES, Giver, Round
 from selfspec.visualise import layers
-from selfspec.visualise.layers import LayerTrace, gain, givers, readable, rejected
+from selfspec.visualise.layers import LayerTrace, gain, givers, readable, rejected, visible
 
 _SCRIPTS = tuple(f"{part}.js" for part in ("story", "readout", "answer", "map", "lanes", "main"))
 """In this order: one module in the page."""
@@ -49,7 +49,7 @@ def render(trace: LayerTrace, costs: MeasuredCosts | None) -> str:
 
 
 def page_data(trace: LayerTrace, costs: MeasuredCosts | None) -> dict[str, Any]:
-    """Everything the page shows, ready for JSON; a token with its text is an index into `words`."""
+    """Everything the page shows, ready for JSON; a token is an index into `words`."""
     info, words = trace.info, dict[tuple[int, str], int]()
 
     def tops(tokens: Sequence[int], texts: Sequence[str]) -> list[int]:
@@ -104,7 +104,7 @@ def page_data(trace: LayerTrace, costs: MeasuredCosts | None) -> dict[str, Any]:
             for giver, count in counts.items()
         ],
         "plain_step": None if costs is None else costs.plain_step(),
-        "words": list(words),
+        "words": [(token, text, visible(text)) for token, text in words],
     }
 
 
@@ -116,7 +116,7 @@ def _rejected(trace: LayerTrace) -> defaultdict[int, list[dict[str, Any]]]:
             exits = entry.sources[branch[0]] == EXIT
             layer = entry.exit_layers[branch[0]] if exits else None
             text = "".join(texts[draft] for draft in branch)
-            found[begin + offset].append({"text": text, "layer": layer})
+            found[begin + offset].append({"text": text, "visible": visible(text), "layer": layer})
         begin += len(entry.tokens)
     return found
 

@@ -10,15 +10,6 @@ function el(tag, attributes = {}, ...children) {
   return node;
 }
 
-const SIGNS = { " ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍" };
-
-/** A token as a reader can see it: as `visible` in layers.py. */
-function visible(text) {
-  const sign = (letter) =>
-    SIGNS[letter] ?? `\\u${letter.codePointAt(0).toString(16).padStart(4, "0")}`;
-  return text.replace(/[\p{C}\p{Z}]/gu, sign) || "∅";
-}
-
 const percent = (share) => `${(100 * share).toFixed(1)} %`;
 const decimal = (value, digits = 3) => (value === null ? "∞" : value.toFixed(digits));
 

@@ -4,7 +4,7 @@ const answer = places.map((_, place) => {
   const told = places[place];
   const token = Object.assign(el("span", { role: "option", tabindex: -1 }), { place });
   dress(token, "piece", told);
-  token.setAttribute("aria-label", `${visible(finalText(place))}, token ${place + 1}, given by ${told.giver.words}, ${knownWords(places[place])}`);
+  token.setAttribute("aria-label", `${finalVisible(place)}, token ${place + 1}, given by ${told.giver.words}, ${knownWords(places[place])}`);
   if (isDraft(told)) token.title = titleOf(told, place);
   return token;
 });

@@ -25,9 +25,9 @@ function rowName(index) {
 }
 
 function mapCell(place, index, row) {
-  const words = index < 0 ? finalText(place) : textOf(places[place].layers[index].top[0]);
+  const words = visibleOf(index < 0 ? places[place].word : places[place].layers[index].top[0]);
   const role = index < 0 ? "columnheader" : "gridcell";
-  const cell = el(index < 0 ? "th" : "td", { role, tabindex: -1 }, el("span", { dir: "auto" }, visible(words)));
+  const cell = el(index < 0 ? "th" : "td", { role, tabindex: -1 }, el("span", { dir: "auto" }, words));
   if (index < 0) dress(cell, "", places[place]);
   else {
     cell.style.setProperty("--sure", places[place].layers[index].sure);
@@ -46,7 +46,7 @@ function classesOf(place, index, told) {
 
 function readMap(cell) {
   const { place, index } = cell;
-  const emitted = `token ${place + 1} ${visible(finalText(place))}`;
+  const emitted = `token ${place + 1} ${finalVisible(place)}`;
   markToken(place);
   if (index < 0) {
     cell.setAttribute("aria-label", `${emitted}, given by ${places[place].giver.words}`);
@@ -55,7 +55,7 @@ function readMap(cell) {
   }
   const { top, sure } = places[place].layers[index];
   const marks = [...cell.classList].join(", ");
-  cell.setAttribute("aria-label", `layer ${data.exit_layers[index]} says ${visible(textOf(top[0]))}, ${percent(sure)}, ${marks}; ${emitted}`);
+  cell.setAttribute("aria-label", `layer ${data.exit_layers[index]} says ${visibleOf(top[0])}, ${percent(sure)}, ${marks}; ${emitted}`);
   readCell(place, index);
 }
 

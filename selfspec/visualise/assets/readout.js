@@ -46,7 +46,7 @@ function readPlace(place) {
     : `${isDraft(told) ? `a draft of ${told.giver.words} that was kept` : "given by verification"}, round ${told.round}`;
   const origin = originOf(place);
   const quoted = origin ? [`from ${origin.where}: … ${origin.before}`, el("mark", {}, origin.token), `${origin.after} …`] : [];
-  const struck = told.rejected.flatMap(({ text }) => [el("del", {}, visible(text)), " "]);
+  const struck = told.rejected.flatMap(({ visible }) => [el("del", {}, visible), " "]);
   $("readout").replaceChildren(
     heading("whole model", `layer ${data.num_layers}`, place),
     bars(places[place], place),
@@ -58,7 +58,7 @@ function readPlace(place) {
 }
 
 function heading(where, kind, place) {
-  const token = el("span", { class: "token" }, visible(finalText(place)));
+  const token = el("span", { class: "token" }, finalVisible(place));
   return el("h3", {}, token, ` token ${place + 1} · ${where} `, el("small", {}, kind));
 }
 
@@ -71,7 +71,7 @@ function bars({ top, probs }, place) {
     return el(
       "tr",
       { class: emitted ? "emitted" : "" },
-      el("td", { class: "token", dir: "auto" }, visible(textOf(word))),
+      el("td", { class: "token", dir: "auto" }, visibleOf(word)),
       el("td", { class: "number" }, decimal(probs[index], 4)),
       el("td", { class: "share" }, bar),
       el("td", {}, emitted ? "✓" : ""),

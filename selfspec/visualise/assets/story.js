@@ -4,9 +4,10 @@ const data = JSON.parse($("data").textContent);
 const { places } = data;
 for (const told of places) told.giver = data.givers[told.giver];
 
-const textOf = (word) => data.words[word][1];
 const tokenOf = (word) => data.words[word][0];
-const finalText = (place) => textOf(places[place].word);
+const visibleOf = (word) => data.words[word][2];
+const finalText = (place) => data.words[places[place].word][1];
+const finalVisible = (place) => visibleOf(places[place].word);
 const layerName = (layer) => (layer ? `layer ${layer}` : "the embedding");
 const isDraft = ({ giver }) => giver.colour !== null;
 
