@@ -172,7 +172,8 @@ class _Front:
         body = bytes(await gate.read(Request(scope, receive), self._options))
         told = {name: scope[name] for name in _PASSED & scope.keys()}
         told["headers"] = [one for one in scope["headers"] if one[0] != b"authorization"]
-        handle = self._handle.options(session_id=session(body), stream=True)
+        belongs_to = await asyncio.to_thread(session, body)  # large ones take seconds
+        handle = self._handle.options(session_id=belongs_to, stream=True)
         messages = cast("DeploymentResponseGenerator[Message]", handle.answer.remote(told, body))
         try:
             with contextlib.suppress(ClientDisconnect):
