@@ -293,10 +293,12 @@ def test_conversations_stay_in_the_browser(page: Page) -> None:
     page.get_by_role("button", name="Delete Question 1?").click()
     expect(page.locator("#examples")).to_be_visible()
     assert chats.all_inner_texts() == ["Question 2?\n×"]
-    page.evaluate("void (Storage.prototype.setItem = () => { throw new Error('full') })")
+    full = "(_, text) => { if (text !== '[]') throw new Error('full'); }"
+    page.evaluate(f"void (Storage.prototype.setItem = {full})")
     ask(page, "Kept?")
     ended(page)
     expect(page.locator("#chats-hint")).to_contain_text("This browser keeps nothing")
+    assert chats.all_inner_texts() == ["Question 2?\n×"]
 
 
 def test_a_text_file_goes_into_the_message(page: Page) -> None:

@@ -5,9 +5,9 @@ const CHATS = "selfspec-chats-1";
 /** Newest first: { id, turns: [{ question, text, runs: [[letters, source, layer, numLayers]] }] } */
 const readChats = () => stored(() => JSON.parse(localStorage.getItem(CHATS)), []);
 
-/** The oldest go where there is no more room. */
+/** The oldest go where there is no more room; where the newest has none, the others stay. */
 function keepChats(chats) {
-  for (let count = chats.length; count >= 0; count -= 1) {
+  for (let count = chats.length; count >= Math.min(1, chats.length); count -= 1) {
     const text = JSON.stringify(chats.slice(0, count));
     if (stored(() => localStorage.setItem(CHATS, text) ?? true, false)) return;
   }
