@@ -380,7 +380,7 @@ class Refused(Exception):
         return {"error": said}
 
 
-_FIELDS = {"json_schema": "response_format", "grammar": "tools"}
+_FIELDS = {"json_schema": "response_format", "grammar": "tools", "drafter": "speculation.drafter"}
 _FIELDS |= {"SequenceBiasLogitsProcessor": "logit_bias"}
 """Fields of a request, by what the runtime calls them at the beginning of an error."""
 

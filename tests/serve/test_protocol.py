@@ -250,7 +250,8 @@ def test_a_body_that_is_read_for_long_holds_nobody_up(
 
 
 def test_a_drafter_that_this_server_has_not_is_the_requests_fault() -> None:
-    assert of_error(HeadsNotFound("drafter exit needs exit heads")).status == 400
+    error = of_error(HeadsNotFound("drafter exit needs exit heads"))
+    assert (error.status, error.field) == (400, "speculation.drafter")
 
 
 def said(more: bytes) -> bytes:
