@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import signal
 import socket
 import time
@@ -223,9 +224,10 @@ def bound(options: ServeOptions) -> socket.socket:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
         found.bind(address)
-    except OSError as error:
-        said = f"{where}: {error.strerror or error}. Give another --port or --host"
-        raise InvalidOption(f"cannot listen at {said}") from error
+    except (OSError, UnicodeError) as error:  # one that is too long for any name is the latter
+        why = getattr(error, "strerror", None) or error
+        said = f"cannot listen at {where}: {why}. Give another --port or --host"
+        raise InvalidOption(said) from error
     return found
 
 
@@ -240,7 +242,7 @@ class Server(uvicorn.Server):
             http=cast("type[asyncio.Protocol]", connections),
             ws="none",
             log_level="warning",
-            timeout_graceful_shutdown=int(options.graceful_seconds),
+            timeout_graceful_shutdown=math.ceil(options.graceful_seconds),
             server_header=False,
         )
         super().__init__(config)

@@ -19,11 +19,16 @@ from selfspec.serve.gate import COPY, OPEN
 from selfspec.serve.options import VARIABLE, ServeOptions
 
 
-def test_an_address_that_is_taken_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_address_that_cannot_be_had_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert main(["serve", "--model", "nowhere", "--port", port]) == 2
     assert re.search(f"port {port}: .* Give another --port", capsys.readouterr().err)
+    monkeypatch.setenv(VARIABLE, "key")
+    assert main(["serve", "--model", "nowhere", "--host", "a" * 70]) == 2
+    assert "a, port 8000: " in capsys.readouterr().err
 
 
 def test_it_says_where_it_is_and_stops_with_code_0(folder: Path) -> None:
