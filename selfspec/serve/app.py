@@ -176,6 +176,7 @@ class Reply:
         self._writer, self._field = writer, body.field
         self._chat = isinstance(body, ChatBody)
         self._notes = "logprobs" in choices[0].options
+        self._noted = [0] * len(choices)  # characters of text whose likelihoods are told
         self._head = {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -228,7 +229,7 @@ class Reply:
 
     @property
     def usage(self) -> Json:
-        """Tokens of a complete answer, and what speculation did; in vLLM's words, if it has some."""
+        """Tokens of a complete answer, and what speculation did; vLLM's words where it has some."""
         every: list[Any] = [pieces[-1].stats for pieces in self._pieces]
 
         def total(name: str, nothing: Any = 0) -> Any:
@@ -333,15 +334,15 @@ class Reply:
         entries = [one for piece in pieces for one in piece.logprobs]
         if self._chat:
             return {"content": entries, "refusal": None}
-        every = [one for piece in self._pieces[index] for one in piece.logprobs]
-        *offsets, _ = [0, *itertools.accumulate(len(one["token"]) for one in every)]
+        lengths = (len(one["token"]) for one in entries)
+        *offsets, self._noted[index] = itertools.accumulate(lengths, initial=self._noted[index])
         return {
             "tokens": [one["token"] for one in entries],
             "token_logprobs": [one["logprob"] for one in entries],
             "top_logprobs": [
                 {top["token"]: top["logprob"] for top in one["top_logprobs"]} for one in entries
             ],
-            "text_offset": offsets[len(offsets) - len(entries) :],
+            "text_offset": offsets,
         }
 
     def _put(self, piece: Piece) -> None:
