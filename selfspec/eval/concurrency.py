@@ -24,7 +24,7 @@ from transformers import (
     LogitsProcessorList,
 )
 
-from selfspec.api.chat_template import listed
+from selfspec.api.chat_template import NO_END, listed
 from selfspec.api.speculator import Speculator
 from selfspec.api.text import encode
 from selfspec.decoding.engine import Running
@@ -178,12 +178,19 @@ def measured(
     options: BenchOptions,
     done: Sequence[Load] = (),
 ) -> Iterator[Load]:
-    """All methods at each number of texts, in random order, several times over; not the `done`."""
+    """All methods at each number of texts, in random order, several times over; not the `done`.
+
+    What a chat template ends turns with ends answers of all methods where it is a token, else none.
+    """
     known = {(one.method, one.texts, one.repeat) for one in done}
     device, new_tokens = speculator.backbone.device, options.max_new_tokens
     ids = [encode(speculator.tokenizer, one.turns[0]).to(device) for one in questions]
-    _, expected = METHODS["plain"](speculator, ids, new_tokens, 1)
     with unchanged(speculator):
+        config: Any = speculator.model.generation_config
+        if (end := speculator.turn_end.token) is not None:
+            config.eos_token_id = [*listed(config.eos_token_id), end]
+        speculator.turn_end = NO_END
+        _, expected = METHODS["plain"](speculator, ids, new_tokens, 1)
         for name in methods:  # what is made at the first use does not count
             METHODS[name](speculator, ids[:2], 2, 2)
         for repeat, count in product(range(options.repeats), texts):

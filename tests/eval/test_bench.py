@@ -22,7 +22,7 @@ from selfspec.decoding.drafters.rest import Datastore
 from selfspec.decoding.stats import Round
 from selfspec.errors import CannotWrite, HeadsNotFound, InvalidOption
 from selfspec.eval import bench as methods
-from selfspec.eval import results
+from selfspec.eval import concurrency, results
 from selfspec.eval.bench import METHODS, Bench, Contender, Written, candidates, endless, swept
 from selfspec.eval.bench import moved as moves
 from selfspec.eval.concurrency import Load, continuous, measured, padded_batch, table
@@ -310,6 +310,22 @@ def test_a_model_without_continuous_batching_is_refused_and_not_measured() -> No
     other = wrap(make_model("gpt_neox"), make_tokenizer(), heads="none")
     with pytest.raises(InvalidOption, match=r"failed \(.+\)\. Leave hugging-face-continuous out"):
         continuous(other, [random_ids(3)], COUNT, 1)
+
+
+def test_answers_of_all_methods_end_where_a_template_ends_turns(
+    bare: Speculator,
+) -> None:
+    own = copy.copy(bare)
+    own.tokenizer = make_tokenizer()
+    (token,) = own.generate("a b c", max_new_tokens=3).token_ids[2:]
+    options, found = BenchOptions(max_new_tokens=LONG), dict[TurnEnd, list[Load]]()
+    for end in (TurnEnd(token=token), TurnEnd(text=own.tokenizer.decode([token]))):
+        own.turn_end = end
+        found[end] = [*measured(own, QUESTIONS, (2,), [*concurrency.METHODS], options)]
+        assert own.turn_end is end
+        assert [one.same for one in found[end]] == [len(QUESTIONS)] * len(concurrency.METHODS)
+    by_token, by_text = (loads[0].tokens for loads in found.values())
+    assert by_token < by_text == LONG * len(QUESTIONS)
 
 
 def test_loads_of_a_killed_run_are_kept(speculator: Speculator, tmp_path: Path) -> None:
