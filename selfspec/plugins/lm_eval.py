@@ -17,8 +17,10 @@ from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from selfspec.api import speculator
+from selfspec.api.request import stop_strings
 from selfspec.config import OPTION_NAMES
 from selfspec.errors import InvalidOption, check_keys, first_line
 
@@ -29,6 +31,20 @@ _THEIRS = {
     "truncation",
 }
 """Arguments of `hf` that say nothing of how a model is loaded."""
+
+
+class _InAnswer(StoppingCriteria):
+    """Stops that do not begin within the prompt, as lm-eval's own."""
+
+    def __init__(self, stops: StoppingCriteria, start: int) -> None:
+        self._stops, self._start = stops, start
+
+    def __call__(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        found: Tensor = self._stops(ids[:, self._start :], scores)
+        return found
+
+    def for_row(self, _: int) -> _InAnswer:
+        return self
 
 
 @register_model("selfspec")
@@ -59,8 +75,16 @@ class Selfspec(HFLM):
         self, context: Tensor, max_length: int, stop: list[str], **options: Any
     ) -> Tensor:
         """Prompts [B, P], padded on the left -> prompts and answers [B, longest]."""
-        options["custom_generate"] = self.speculator.hf(strings=stop)
-        found: Tensor = super()._model_generate(context, max_length, [], **options)
+        write, ends = self.speculator.hf(), stop_strings(self.tokenizer, stop) if stop else None
+
+        def written(*given: Any, stopping_criteria: StoppingCriteriaList, **more: Any) -> Any:
+            if ends is not None:
+                stopping_criteria.append(_InAnswer(ends, context.shape[1]))
+            return write(*given, stopping_criteria=stopping_criteria, **more)
+
+        found: Tensor = super()._model_generate(
+            context, max_length, [], custom_generate=written, **options
+        )
         return found
 
 

@@ -303,8 +303,9 @@ output_type: {0}
 doc_to_text: "{{{{text}}}}"
 doc_to_target: 0
 doc_to_choice: [" cat", " mat"]
-generation_kwargs: {{until: ["q"], max_gen_toks: 24}}
+generation_kwargs: {{until: ["q", "dP"], max_gen_toks: 24}}
 """
+"""The second case ends in "d", and its answer begins with "P"."""
 
 
 def test_answers_and_scores_are_those_of_hugging_face(
