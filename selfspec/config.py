@@ -289,7 +289,7 @@ class GenerateOptions(TypedDict, total=False):
     generation_config: GenerationConfig
     streamer: BaseStreamer
     # ours: for this call only
-    seed: Annotated[int, parts.between(-(2**63), 2**64 - 1)]
+    seed: parts.Seed
     """Seeds a generator of this call's own; without it draws come from torch's global one."""
     json_schema: Mapping[str, Any] | bool
     """The answer is JSON that follows this schema; True: any object."""

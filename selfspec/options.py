@@ -120,6 +120,7 @@ SHARE = Range(lambda value: 0.0 < value <= 1.0, "in (0, 1]", most=1.0, request=1
 
 Amount = Annotated[float, AMOUNT]
 Count = Annotated[int, at_least(1)]
+Seed = Annotated[int, between(-(2**63), 2**64 - 1)]  # what torch takes
 Probability = Annotated[float, PROBABILITY]
 Share = Annotated[float, SHARE]
 Rank = Annotated[int, between(1, 1024)]  # how many of the likeliest tokens

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from selfspec import files
 from selfspec.errors import CannotWrite, InvalidData, InvalidOption, check_keys
 from selfspec.files import json_lines, parse_json
-from selfspec.options import Count, check_fields
+from selfspec.options import Count, Seed, check_fields
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -167,7 +167,7 @@ class BenchOptions:
     quality: bool = False
     """Judge the texts of all methods by their references, not only of those that are lossy or
     sample."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the order of methods and of the bootstrap."""
 
     def record(self) -> dict[str, Any]:
