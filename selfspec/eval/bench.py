@@ -105,7 +105,7 @@ def _hugging_face(
 ) -> Written:
     model: Any = speculator.model
     options = {"max_new_tokens": count, "do_sample": False, "streamer": streamer, **setting}
-    options["tokenizer"] = speculator.tokenizer  # which stop strings of the model's own need
+    options |= speculator.turn_end.options({}, model) | {"tokenizer": speculator.tokenizer}
     sequences = model.generate(ids, attention_mask=ids.new_ones(ids.shape), **options)
     return Written(sequences[0, ids.shape[1] :].tolist())
 
@@ -589,17 +589,26 @@ def chosen(
     grid: Mapping[str, Sequence[Contender]], tuning: Sequence[Answer]
 ) -> dict[str, Contender]:
     """Each method's setting that failed least, then took least time; labelled as the method."""
-
-    def cost(contender: Contender) -> tuple[int, float]:
-        runs = [answer.runs[contender.label] for answer in tuning if answer.runs]
-        return sum(run.error is not None for run in runs), sum(run.seconds for run in runs)
-
     found = {}
     for name, entries in grid.items():
         labels = [one.label for one in entries] if len(entries) > 1 else []
-        best = min(entries, key=cost) if labels else entries[0]
+        best = (
+            _quickest(entries, [one.runs for one in tuning if one.runs]) if labels else entries[0]
+        )
         found[name] = replace(best, label=name, chosen_from=labels)
     return found
+
+
+def _quickest(entries: Sequence[Contender], tried: Sequence[Mapping[str, Run]]) -> Contender:
+    """Of those that failed least often: by the time over the answers that they all wrote."""
+
+    def failed(entry: Contender) -> int:
+        return sum(runs[entry.label].error is not None for runs in tried)
+
+    fewest = min(map(failed, entries))
+    steady = [one for one in entries if failed(one) == fewest]
+    shared = [runs for runs in tried if not any(runs[one.label].error for one in steady)]
+    return min(steady, key=lambda one: sum(runs[one.label].seconds for runs in shared))
 
 
 def parted(

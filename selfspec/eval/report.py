@@ -327,7 +327,8 @@ def _by_prompt(summary: Summary, found: pd.DataFrame, base: str) -> Table:
     found = found.rename(columns=lambda name: name.removeprefix(f"over_{base}_"))
     found = found[(found.answers_in == ALL) & found.ratio.notna()]
     overall = found[found.task == results.OVERALL]
-    unlike = [f"{summary['unequal'][label]} of {summary['answers']}" for label in overall.method]
+    wrote = zip(overall.method, overall.answers, strict=True)
+    unlike = [f"{summary['unequal'][label]} of {count}" for label, count in wrote]
     headers = {"prompts": "prompts", "ratio": "total", "mean": "mean", "p5": "5th percentile"}
     headers |= {"worst": "worst", "unlike": "answers unlike plain decoding's"}
     title = f"Speed-up over {NAMES[base]}, by prompt"

@@ -195,7 +195,10 @@ def test_texts_of_all_methods_are_judged_once_where_that_is_asked_for(
     bench: Bench, contenders: list[Contender], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = replace(bench.options, quality=True, repeats=2)
+    (token,) = bench.speculator.generate("a b c", max_new_tokens=3).token_ids[2:]
+    monkeypatch.setattr(bench.speculator, "turn_end", TurnEnd(token=token))
     answers = measure(replace(bench, options=options), contenders, tmp_path)
+    assert answers[0].new_tokens == 3
     for answer in answers:
         for run in answer.runs.values():
             assert (run.quality is not None) == (answer.repeat == 1)
@@ -273,6 +276,17 @@ def test_the_fastest_setting_that_did_not_fail_is_chosen() -> None:
     assert (found["m"].label, found["m"].setting) == ("m", {"of": "b"})
     assert found["plain"].label == "plain"
     assert methods.chosen(grid, [])["m"].setting == {"of": "a"}
+    # where each failed once: over the prompt that both answered
+    no, runs = Run(error="no"), [(None, 9.0), (1.0, None), (4.0, 3.0)]
+    tried = [
+        {
+            name: no if one is None else Run(seconds=one)
+            for name, one in zip("abc", (*two, None), strict=True)
+        }
+        for two in runs
+    ]
+    tuning = [Answer(id="q", task="t", turn=1, repeat=1, runs=entry) for entry in tried]
+    assert methods.chosen(grid, tuning)["m"].setting == {"of": "b"}
 
 
 def test_settings_are_chosen_on_questions_that_are_not_reported() -> None:

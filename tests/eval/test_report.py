@@ -117,6 +117,8 @@ def test_a_failed_run_is_left_out_for_both_and_reported_as_is_another_text() -> 
     assert found["failures"] == ["q4, turn 1, fast: ValueError: no", "q5, turn 1: too long"]
     assert found["answers"] == 6
     assert found["unequal"] == {"plain": 0, "fast": 1}
+    (by_prompt,) = [one for one in tables(found) if one.title.endswith("by prompt")]
+    assert list(by_prompt.cells.iloc[:, -1]) == ["0 of 5", "1 of 5"]
     assert report.seconds_by_prompt(frame_of([broken]), "fast", "plain").empty
 
 
