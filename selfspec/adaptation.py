@@ -87,7 +87,7 @@ class Row(NamedTuple):
 
     task: str
     tokens: int  # behind the first
-    seconds: list[float]  # by way, behind the first token
+    seconds: list[float]  # by way, behind the first token, for as many tokens
     verifications: int  # with these heads
     same: bool  # all texts are one
 
@@ -543,6 +543,10 @@ class _Adaptation:
         first = self._state.asked % len(WAYS)
         order = [*WAYS][first:] + [*WAYS][:first]
         answers = {way: self._answered(speculator, prompt, tokens, WAYS[way]) for way in order}
-        last, seconds = answers["these heads"], [answers[way].stats.decode_s for way in WAYS]
+        last, counts = answers["these heads"], [len(answers[way].token_ids) - 1 for way in WAYS]
+        seconds = [  # texts may part, and then one ends before the other
+            answers[way].stats.decode_s * counts[-1] / max(1, count)
+            for way, count in zip(WAYS, counts, strict=True)
+        ]
         same = len({tuple(answer.token_ids) for answer in answers.values()}) == 1
-        return Row(task, len(last.token_ids) - 1, seconds, last.stats.rounds, same)
+        return Row(task, counts[-1], seconds, last.stats.rounds, same)

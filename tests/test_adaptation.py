@@ -12,7 +12,17 @@ from unittest.mock import Mock
 import pytest
 
 import selfspec
-from selfspec.adaptation import BEFORE, HEADS, REPORT, STATE, TEXT, WAYS, Report, Row
+from selfspec.adaptation import (
+    BEFORE,
+    HEADS,
+    REPORT,
+    STATE,
+    TEXT,
+    WAYS,
+    Report,
+    Row,
+    _Adaptation,
+)
 from selfspec.cli.main import main
 from selfspec.errors import CannotWrite, InvalidData, InvalidOption, SelfspecError
 from selfspec.heads.folder import known_folders, read_config
@@ -183,6 +193,18 @@ def test_heads_that_slow_are_not_faster(seconds: Any, faster: bool) -> None:
     assert report.faster is faster
     assert report.tokens_per_s("without drafts") == pytest.approx(10 / seconds[0])
     assert report.gain("prompt lookup").ratio == pytest.approx(seconds[1] / seconds[2])
+
+
+def test_texts_that_part_are_compared_by_their_tokens() -> None:
+    """A way that ends early has written less, and one that ends at once nothing."""
+    for counts, expected in (((8, 4, 16), [2.0, 4.0, 1.0]), ((8, 0, 16), [2.0, 0.0, 1.0])):
+        texts = [
+            Mock(token_ids=[7] * (n + 1), stats=Mock(decode_s=float(n > 0), rounds=3))
+            for n in counts
+        ]
+        own = Mock(_state=Mock(asked=0), _answered=Mock(side_effect=texts))
+        row = _Adaptation._timed(own, Mock(), "task", "a", 64)
+        assert row == Row("task", 16, expected, 3, same=False)
 
 
 def test_faster_heads_are_used_by_themselves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
