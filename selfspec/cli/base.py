@@ -717,7 +717,7 @@ def bar(name: str, unit: str, *, rate: bool = False) -> Iterator[Callable[..., N
 
     It gives `show(done, total, words="", found=False)`. `total` None: not known. `found`: earlier
     runs did this much, so it says nothing about the time that is left. In a log or on a dumb
-    terminal, where no bar can move, it says a line a minute.
+    terminal, where no bar can move, it says a line at once, and then one a minute.
     """
     from rich import progress
     from rich.console import Console
@@ -730,7 +730,7 @@ def bar(name: str, unit: str, *, rate: bool = False) -> Iterator[Callable[..., N
         progress.TimeRemainingColumn(),
     )
     console, disable = Console(stderr=True), is_quiet() or not is_first()
-    said = time.monotonic()
+    said = -LOGGED_S
     with progress.Progress(*columns, console=console, disable=disable) as drawn:
         task = drawn.add_task(name, total=None, words="")
 
