@@ -18,7 +18,7 @@ from selfspec.api import chat_template as templates
 from selfspec.cli import base
 from selfspec.cli.base import Asked, Flag, option_flags, options_of, with_flags
 from selfspec.config import SpeculationOptions
-from selfspec.errors import InvalidData, InvalidOption, check_keys
+from selfspec.errors import InvalidData, InvalidOption, check_keys, shown
 from selfspec.heads import folder as folders
 from selfspec.hub import models as hub
 from selfspec.options import FITTED
@@ -79,7 +79,12 @@ class Base(NamedTuple):
 
 
 def _check(asked: Asked) -> None:
-    """Refuse a model or a text that cannot be read, before torch is imported."""
+    """Refuse what no record can keep, and files that cannot be read, before torch is imported."""
+    for name in asked.keys() - {"output"}:
+        if isinstance(asked[name], str) and not text.is_text(asked[name]):
+            raise InvalidOption(
+                f"{name} is {shown(asked[name])}, half a character. Give another one"
+            )
     base.check_model(base.picked(asked, MODEL))
     for name in asked.keys() & {"data", "validation", "source", "questions"}:
         text.check_source(asked[name])
@@ -179,6 +184,9 @@ def _require_features(found: FeatureSpec, needed: FeatureSpec) -> None:
     if needed.everywhere and not found.everywhere:
         choices = "Fit with --answer-share 1, or cache again without --answers-only"
         raise InvalidOption(f"the cache holds answers alone. {choices}")
+    if needed.top_k > 1 == found.top_k:
+        choices = "Fit with --ce-share 1, or cache again with --top-k"
+        raise InvalidOption(f"the cache holds the likeliest token alone. {choices}")
     if needed.deep and not found.deep:
         raise InvalidOption("the cache holds no deep states. Cache again with --deep")
     if needed.states != found.states[: len(needed.states)]:

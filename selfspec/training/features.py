@@ -319,7 +319,12 @@ class Manifest:
 
     @classmethod
     def of(cls, source: StreamSource, **base: Any) -> Manifest:
-        """What is known before any work; `base`: names of model and text, the chat template."""
+        """What is known before any work; `base`: names of model and text, the chat template.
+
+        Raises InvalidData for a text that gives no batch.
+        """
+        if not source.sizes:
+            raise InvalidData("the text holds no answers to keep. Give another --data")
         backbone = source.backbone
         size = source.spec.bytes_per_token(backbone.hidden_size, backbone.dtype.itemsize)
         shards, room = list[list[int]](), 0

@@ -133,7 +133,7 @@ class Passages:
             room -= len(text)
             if room < 0:
                 raise InvalidData(f"{folder} holds more than {_MOST_PASSAGES >> 20} MB of text")
-            digest.update(f"{name}\0{text}\0".encode())
+            digest.update(f"{name}\0{text}\0".encode("utf-8", "surrogateescape"))
             paragraphs = [part.strip() for part in re.split(r"\n\s*\n", text) if part.strip()]
             starts = self._starts.setdefault(named[1] if named else "en", [])
             starts += [(paragraphs, index) for index in range(len(paragraphs))]

@@ -274,7 +274,7 @@ def encoded(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -
     if "turns" in record:
         raise InvalidData("holds turns without answers. Write them: selfspec data --from FILE")
     if "text" in record:  # there is something to learn behind every token
-        if not _is_text(record["text"]):
+        if not is_text(record["text"]):
             raise InvalidData("has a text that is no string of Unicode characters")
         ids = tuple(tokenizer(record["text"])["input_ids"])
         return Conversation(ids, ((1, len(ids)),))
@@ -298,7 +298,7 @@ def messages_of(record: dict[str, Any]) -> list[Message]:
         role_key, text_key, roles = "from", "value", _SHAREGPT_ROLES
     made = []
     for turn in turns:
-        if not isinstance(turn, dict) or not _is_text(turn.get(text_key)):
+        if not isinstance(turn, dict) or not is_text(turn.get(text_key)):
             raise InvalidData(f"has a message without text as its {text_key}")
         role = turn.get(role_key)
         if not isinstance(role, str) or role not in roles:
@@ -330,7 +330,7 @@ def texts_of(record: dict[str, Any]) -> str:
     return "\n".join(texts(record))
 
 
-def _is_text(value: Any) -> bool:
+def is_text(value: Any) -> bool:
     """Text without lone surrogates, which JSON can hold and tokenizers cannot read."""
     return isinstance(value, str) and value == value.encode("utf-8", "ignore").decode("utf-8")
 

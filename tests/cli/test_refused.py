@@ -49,6 +49,7 @@ def furnished(tmp_path_factory: pytest.TempPathFactory, made: Path) -> Path:
     shutil.copy(made / "talks.jsonl", folder)
     good = {"messages": [{"role": role, "content": "a"} for role in ("user", "assistant")]}
     (folder / "bad.jsonl").write_text(json.dumps(good) + '\n{"messages": [\n')
+    (folder / "read.jsonl").write_text('{"input_ids": [1, 2], "answers": []}\n')
     (folder / "half").mkdir()
     (folder / "half" / "manifest.json").write_text('{"format_version": 3}')
     (folder / "shards").mkdir()
@@ -64,6 +65,7 @@ def furnished(tmp_path_factory: pytest.TempPathFactory, made: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         line = "cache M --data talks.jsonl --output features --batch-tokens 64 --exit-layers 2,4"
+        line += " --top-k 1"
         assert main(words_of(line)) == 0
     return folder
 
@@ -207,6 +209,8 @@ cache M T --no-deep --exit-layers 0,2            | exit layer 0 is not among
 fit M --cache half --output new                  | half is no feature cache
 fit M T --batch-tokens 8                         | at most 8 fit into a batch
 fit M T --exit-layers 6                          | exit layer 6
+fit M --cache features --output new --ce-share 0 | the cache holds the likeliest token alone
+cache M --data read.jsonl --output new --answers-only | the text holds no answers to keep
 calibrate H --cache features                     | not [5]
 data M D --tokens 9 --questions none.jsonl       | none.jsonl
 data M D --from bad.jsonl                        | bad.jsonl, line 2 is not JSON
@@ -237,6 +241,9 @@ def test_a_line_that_suits_no_model_is_refused(line: str, words: str, refused: R
 
 def test_a_prompt_is_text_and_is_there(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     refused(["generate", "\udcff"], "the prompt is not UTF-8")
+    for name in ("system", "from"):  # no file keeps it either
+        line = f"data --tokens 9 --output new.jsonl --{name} \udcff"
+        refused(line, "is '\\udcff', half a character")
     refused("generate", "byte 0 is wrong", b"\xff")
     for turns in (b"\xff\n", b"a\n\xc3\n"):
         refused("chat M --max-new-tokens 2", given=turns)

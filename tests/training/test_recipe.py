@@ -23,7 +23,7 @@ SPEC_BENCH = ROOT.parent / "shared" / "data" / "spec_bench" / "question_dev.json
 def passages(tmp_path: Path) -> Passages:
     """Two English files, a German one, one of a language that no recipe names."""
     for name, text in (
-        ("docs/a.txt", "One.\n\nTwo.\n \nThree."),
+        ("docs/\udcff.txt", "One.\n\nTwo.\n \nThree."),
         ("b.md", "Four.\r\n\r\nFive."),
         ("de/c.rst", "Sechs."),
         ("xx/d.txt", "?"),
