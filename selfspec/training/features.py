@@ -304,7 +304,7 @@ class Manifest:
     positions: int
     bytes: int
     shards: list[list[int]]  # numbers of the batches of each, in order
-    sha256: list[str] | None = None  # of each shard; "" until it is there
+    sha256: list[str]  # of each shard; "" until it is there
 
     def __post_init__(self) -> None:
         numbers = [index for batches in self.shards for index in batches]
@@ -313,7 +313,7 @@ class Manifest:
             or not all(self.shards)
             or {len(self.conversations), len(self.answers)} != {len(numbers)}
             or min(self.conversations + self.answers, default=-1) < 0
-            or (self.sha256 is not None and len(self.sha256) != len(self.shards))
+            or len(self.sha256) != len(self.shards)
         ):
             raise InvalidOption("shards, conversations, answers and sha256 are of other batches")
 
@@ -345,6 +345,7 @@ class Manifest:
             positions=sum(source.sizes),
             bytes=sum(source.sizes) * size,
             shards=shards,
+            sha256=[""] * len(shards),
         )
 
     @classmethod
@@ -467,12 +468,12 @@ def write(
     place = Place(where)
     folder = place.folder
     folder.mkdir(parents=True, exist_ok=True)
-    known = [""] * len(manifest.shards)
+    known = [*manifest.sha256]
     if place.pull(folder / MANIFEST).exists():
         begun = Manifest.read(place)
         found, own = ({n: getattr(m, n) for n in _IDENTITY} for m in (begun, manifest))
         require_same(where, found, own, "remove the folder")
-        known = begun.sha256 or known
+        known = begun.sha256
     shards = list(zip(manifest.paths(folder), manifest.shards, strict=True))
     missing: list[int] = []
     for number, (path, batches) in enumerate(shards):
@@ -513,7 +514,7 @@ class CacheSource:
         """Raises InvalidData. Process `number` of `count` hashes every `count`-th shard."""
         self._place = Place(where)
         self.manifest = known = Manifest.read(self._place)
-        if not all(hashes := known.sha256 or [""]):
+        if not all(known.sha256):
             raise InvalidData(f"{where} is unfinished. Run the selfspec cache command again")
         if backbone.fingerprint != known.base_fingerprint:
             raise InvalidData(
@@ -527,7 +528,7 @@ class CacheSource:
         paths = known.paths(self._place.folder)
         for shard, (path, batches) in enumerate(zip(paths, known.shards, strict=True)):
             with self._place.opened(path) as file:
-                if shard % count == number and sha256(path) != hashes[shard]:
+                if shard % count == number and sha256(path) != known.sha256[shard]:
                     raise InvalidData("its bytes are not those that were written")
                 shapes = [file.get_slice(f"{n}.following").get_shape() for n in batches]
             self.sizes += [math.prod(shape) for shape in shapes]
