@@ -387,7 +387,7 @@ class Trainer:
         self._steps = self._steps_per_epoch * job.options.epochs
         self._answer_weights = answer_weights(job.train, job.options.answer_share)
         backbone, draft_ids = job.backbone, _draft_ids(job)
-        config, own = _config(job, draft_ids, self._steps), backbone.unembedding
+        config, own = _config(job, draft_ids), backbone.unembedding
         device = own.weight.device
         # products in bfloat16 where the model has them too: that is how heads will run
         mixed = backbone.dtype == torch.bfloat16 and fast_bfloat16(device)
@@ -572,8 +572,7 @@ class Trainer:
             "processes": launched().num_processes,
             "seconds": {part: round(seconds, 1) for part, seconds in self._watch.seconds.items()},
         }
-        training = self._best.config.training | {"steps": course.step}
-        self._best.config = replace(self._best.config, training=training)
+        self._best.config = replace(self._best.config, training=_record(job, course.step))
         return Fitted(heads=self._best, metrics=metrics, epochs=course.entries)
 
     def _save(self) -> None:
@@ -648,13 +647,12 @@ def _draft_ids(job: Job) -> Tensor | None:
     return chosen.to(job.backbone.unembedding.weight.device)
 
 
-def _config(job: Job, draft_ids: Tensor | None, steps: int) -> HeadsConfig:
+def _config(job: Job, draft_ids: Tensor | None) -> HeadsConfig:
     backbone, options = job.backbone, job.options
     medusa, attends = options.head_type == MEDUSA, options.head_type == EAGLE3
     common: dict[str, Any] = {
         "chat_template": job.chat_template,
         "defaults": {"drafter": MEDUSA_FITTED if medusa else FITTED},
-        "training": _record(job, steps),
     }
     if job.start is not None:
         states = options.state_layers or job.start.config.state_layers
