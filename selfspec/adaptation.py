@@ -221,7 +221,7 @@ class _Adaptation:
         self._model, self._tokenizer, found = hub.load_model(loading.pop("model"), **loading)
         self._label = found.label
         self._fingerprint = fingerprint.of_loaded(self._model, found.stamps)
-        if self.template is not None and self._tokenizer is not None:
+        if self.template is not None:
             self._tokenizer = templates.having(self._tokenizer, self.template)
         self._state = self._begun()
         self._before = self._state.spent_s
@@ -416,7 +416,7 @@ class _Adaptation:
             validation=held_out,
             options=self._fit_options(),
             start=self._read(before) if is_heads_folder(before) else None,
-            special_ids=special_ids(self._tokenizer) if self._tokenizer else (),
+            special_ids=special_ids(self._tokenizer),
             chat_template=self.template,
             data=TEXT,
             held_out="other conversations",

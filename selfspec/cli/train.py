@@ -73,7 +73,7 @@ class Base(NamedTuple):
     """A frozen model, ready for features."""
 
     backbone: Backbone
-    tokenizer: PreTrainedTokenizerBase | None
+    tokenizer: PreTrainedTokenizerBase
     name: str  # for the record
     chat_template: str | None  # where it is not the model's own
 
@@ -112,7 +112,7 @@ def _load(
     if expected not in (None, known):
         raise InvalidData(f"a worker found other weights of {found.label} than the first process")
     backbone = Backbone(model, executor="auto" if writes else "generic", fingerprint=known)
-    if template is not None and tokenizer is not None:
+    if template is not None:
         tokenizer = templates.having(tokenizer, template)
     return Base(backbone, tokenizer, asked.get("base_model", found.label), template)
 
@@ -487,8 +487,6 @@ def datastore(*, asked: Asked) -> None:
         from selfspec.decoding.drafters.rest import Datastore
 
         on = _load(asked)
-        if on.tokenizer is None:
-            raise InvalidOption("the model has no tokenizer, whose tokens a datastore is made of")
         texts: list[Sequence[int]] = []
         if "texts" in asked:
             files_of = text.texts_in(asked["texts"])
@@ -640,7 +638,7 @@ def _job(asked: Asked, options: FitOptions, model: Base, checkpoint: Path) -> Jo
         options=options,
         start=start,
         chat_template=model.chat_template,
-        special_ids=text.special_ids(tokenizer) if tokenizer else (),
+        special_ids=text.special_ids(tokenizer),
         data=data,
         **({"held_out": Path(validation).name} if validation else {}),
         checkpoint=checkpoint,

@@ -30,7 +30,7 @@ from transformers import (
     TopKLogitsWarper,
 )
 
-from selfspec.api.chat_template import advice, templated, turn_end
+from selfspec.api.chat_template import advice, listed, templated, turn_end
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.decode import StopRule
 from selfspec.decoding.engine import MOST_TEXTS, Asked, Engine, Runtime
@@ -127,23 +127,16 @@ class Turns:
     raw: bool = False  # no turns: the model writes on behind a text
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase | None, system: str | None = None) -> Turns:
+    def of(cls, tokenizer: PreTrainedTokenizerBase, system: str | None = None) -> Turns:
         """Raises InvalidData for no template, or one that hides turns, InvalidPrompt for others."""
-        if tokenizer is None or tokenizer.chat_template is None:
+        if tokenizer.chat_template is None:
             raise InvalidData(
                 "the model has no chat template, so it cannot write conversations. "
-                f"{advice('' if tokenizer is None else tokenizer.name_or_path)}; or for a base "
-                "model --raw; text that is there already: selfspec fit --data FILE"
+                f"{advice(tokenizer.name_or_path)}; or for a base model --raw; text that is there "
+                "already: selfspec fit --data FILE"
             )
         unknown = cls(tokenizer, system, "", "")
         return cls(tokenizer, system, *_around(unknown._written(_FIRST), _FIRST))
-
-    @classmethod
-    def plain(cls, tokenizer: PreTrainedTokenizerBase | None) -> Turns:
-        """Nothing around: a base model writes on. Raises InvalidData without a tokenizer."""
-        if tokenizer is None:
-            raise InvalidData("the model has no tokenizer, so it cannot write text")
-        return cls(tokenizer, None, "", "", raw=True)
 
     def messages(self) -> list[Message]:
         """Those ahead of the first user turn."""
@@ -209,8 +202,8 @@ def _around(text: str, sign: str) -> tuple[str, str]:
 def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Tokens with which the model ends an answer. Raises InvalidData if there are none."""
     configured: Any = model.generation_config.eos_token_id if model.generation_config else None
-    ids = configured if isinstance(configured, list) else [configured]
-    found = frozenset({*ids, tokenizer.eos_token_id, turn_end(tokenizer).token} - {None})
+    ids = {*listed(configured), tokenizer.eos_token_id, turn_end(tokenizer).token}
+    found = frozenset(ids - {None})
     if not found:
         raise InvalidData("the model has no end token, so its answers never end")
     return found
@@ -417,7 +410,7 @@ class Author:
     def __init__(
         self,
         backbone: Backbone,
-        tokenizer: PreTrainedTokenizerBase | None,
+        tokenizer: PreTrainedTokenizerBase,
         options: DataOptions,
         watch: Callable[[int], None],
         endpoint: str | None = None,
@@ -428,7 +421,8 @@ class Author:
         SelfspecError where the server does not answer.
         """
         self.options, self.backbone, self._watch = options, backbone, watch
-        self.turns = Turns.plain(tokenizer) if options.raw else Turns.of(tokenizer, options.system)
+        plain = Turns(tokenizer, None, "", "", raw=True)  # nothing around: a base model writes on
+        self.turns = plain if options.raw else Turns.of(tokenizer, options.system)
         self.invents = endpoint is None  # user turns, too
         self.room = min(options.max_prompt_tokens, backbone.max_positions - options.max_new_tokens)
         """Tokens of the longest prompt."""
@@ -747,7 +741,7 @@ class Given:
         return kept
 
 
-def talk_of(record: Record, tokenizer: PreTrainedTokenizerBase | None, system: str | None) -> Talk:
+def talk_of(record: Record, tokenizer: PreTrainedTokenizerBase, system: str | None) -> Talk:
     """A row's user turns; `system` is for rows without such a message. Raises InvalidData."""
     messages = messages_of(record)
     if messages[0]["role"] == "system":

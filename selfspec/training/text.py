@@ -101,7 +101,7 @@ class Reader(Generic[T]):
 
 def read_conversations(
     path: Path,
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     vocab_size: int,
     max_length: int,
