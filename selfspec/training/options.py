@@ -25,7 +25,7 @@ from selfspec.errors import (
     shown,
 )
 from selfspec.heads.folder import EAGLE3, MEDUSA
-from selfspec.options import SHARE, Count, Probability, Range, at_least, check_fields
+from selfspec.options import SHARE, Count, Probability, Range, at_least, between, check_fields
 
 FITTED_HEAD_TYPES = ("linear", "translator", "deep-fused", EAGLE3, MEDUSA)
 
@@ -48,6 +48,7 @@ _KINDS_WITH = {  # options that some head types have
 
 Limit = Annotated[int | None, at_least(1)]
 Positive = Annotated[float, Range(lambda value: value > 0.0, "above 0")]
+_LARGEST_SEED = 2**63  # torch's generators take twice as much, and a fit counts on from it
 _BELOW_1 = Range(lambda value: 0.0 <= value < 1.0, "in [0, 1)")
 _HEAD_TYPE = Range(FITTED_HEAD_TYPES.__contains__, f"out of {', '.join(FITTED_HEAD_TYPES)}")
 _RANGE = Range(
@@ -96,7 +97,7 @@ class DataOptions:
     max_new_tokens: Count = 400
     """Tokens of an answer, at least 1; longer ones are cut there."""
 
-    seed: Annotated[int, at_least(0)] = 0
+    seed: Annotated[int, between(0, _LARGEST_SEED)] = 0
     """Fixes every draw, and so the text."""
 
     def __post_init__(self) -> None:
@@ -206,7 +207,7 @@ class FitOptions:
     checkpoint_steps: Count = 200
     """Steps between two checkpoints, at least 1; what a killed run may lose."""
 
-    seed: int = 0
+    seed: Annotated[int, between(-_LARGEST_SEED, _LARGEST_SEED)] = 0
     """Fixes the order of the batches, and so the weights."""
 
     def __post_init__(self) -> None:

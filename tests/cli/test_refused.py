@@ -117,6 +117,7 @@ generate a --drafter ngram+rest                  | needs a datastore
 generate a --kv-memory 1GB                       | are for --prompts
 generate a --model untaught --heads none         | no chat template: is it a base model? Give
 generate a --model talks.gguf                    | talks.gguf is no GGUF file
+adapt --output new --seed 9223372036854775809    | seed is 9223372036854775809, expected a value
 adapt --output new --budget 5x                   | budget is 5x, expected at least 10 seconds
 data --model untaught --tokens 9 --output x      | a text: selfspec data --raw --model untaught
 generate --prompts prompts.jsonl                 | --prompts and --output go together
@@ -173,6 +174,7 @@ fit --data talks.jsonl --cache features --output new | data with cache: that hol
 fit T --head-type linear --draft-steps 3         | draft_steps means nothing to linear heads
 fit T --head-type linear --state-layers 1,2      | state_layers means nothing to linear heads
 fit T --preset specbond                          | Did you mean specbound?
+fit T --seed 9223372036854775809                 | seed is 9223372036854775809, expected a value
 fit T --epochs 0                                 | epochs is 0, expected a value of at least 1
 fit --cache nowhere --output new                 | nowhere is no feature cache
 fit --data talks.jsonl --output model --overwrite | which selfspec did not write
