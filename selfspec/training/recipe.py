@@ -68,6 +68,14 @@ class Family:
     passages: bool = False  # answers are articles: passages for other families of the same batch
     read: bool = False  # the text is read only: nothing is answered
 
+    def __post_init__(self) -> None:
+        if self.weight <= 0.0:
+            raise InvalidOption(f"weight is {self.weight}, expected above 0")
+        if not self.ask or not all(ask and ask[0] is not None for ask in self.ask):
+            raise InvalidOption("ask holds no first turn")
+        if self.question and self.passage is None:
+            raise InvalidOption("a question needs a passage")
+
     def is_invented(self, *, raw: bool) -> bool:
         """Whether the model writes a part of the user's turns; a `raw` row is its first alone."""
         turns = self.continues or any(None in ask for ask in self.ask)
@@ -183,7 +191,7 @@ class Prompts:
             raise InvalidData("no family of the recipe can be used. Give --passages")
         if own:
             weight = sum(family.weight for family in usable) * _OWN_SHARE / (1.0 - _OWN_SHARE)
-            usable.append(Family(name=OWN, weight=weight, ask=((None,),)))
+            usable.append(Family(name=OWN, weight=weight, ask=(("",),)))
         self._cycle = _interleaved(usable)
         self._counts = Counter(family.name for family, _ in self._cycle)
         self._looked_at = 0  # rows, of which no model writes these first turns; and where first
@@ -296,8 +304,7 @@ def _recipe(found: Any) -> Recipe:
     families = []
     for name, values in found.get("families", {}).items():
         try:
-            families.append(_family(str(name), values))
-            _check_family(families[-1], set(lists), {"en", *languages})
+            families.append(_family(str(name), values, set(lists), {"en", *languages}))
         except InvalidOption as error:
             raise InvalidOption(f"family {name}: {error}") from error
     share = found.get("written-share", 0.5)
@@ -315,7 +322,7 @@ def _recipe(found: Any) -> Recipe:
     )
 
 
-def _family(name: str, values: Any) -> Family:
+def _family(name: str, values: Any, lists: set[str], languages: set[str]) -> Family:
     if isinstance(values, dict):
         values = values | {"name": name}
         if isinstance(asks := values.get("ask"), list):
@@ -324,16 +331,6 @@ def _family(name: str, values: Any) -> Family:
             wanted = vars(record_of(Passage, values["passage"]))
             values["passage"] = Passage(**{name: tuple(value) for name, value in wanted.items()})
     family = record_of(Family, values)
-    return replace(family, question=tuple(family.question))
-
-
-def _check_family(family: Family, lists: set[str], languages: set[str]) -> None:
-    if family.weight <= 0.0:
-        raise InvalidOption(f"weight is {family.weight}, expected above 0")
-    if not family.ask or not all(ask and ask[0] is not None for ask in family.ask):
-        raise InvalidOption("ask holds no first turn")
-    if family.question and family.passage is None:
-        raise InvalidOption("a question needs a passage")
     given = lists | ({"question"} if family.question else set())
     if (wanted := family.passage) is not None:
         given |= {"passage", "language"}
@@ -350,6 +347,7 @@ def _check_family(family: Family, lists: set[str], languages: set[str]) -> None:
                 f"{{{min(names - given)}}} in {turn[:60]!r} is none of the lists; a brace that "
                 "stays is written twice"
             )
+    return replace(family, question=tuple(family.question))
 
 
 def _placeholders(text: str) -> Iterator[str]:
