@@ -331,7 +331,8 @@ class Server:
 
         def first(found: Any) -> tuple[str, Any]:
             choice = found["choices"][0]
-            return str(choice["message"]["content"] or ""), choice.get("finish_reason")
+            said = str(choice["message"]["content"] or "").encode()  # or it holds half a character
+            return said.decode(), choice.get("finish_reason")
 
         text, reason = self._said("chat/completions", body, first)
         ids = self._turns.ids(text)[: ask.max_new_tokens]

@@ -539,10 +539,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
             return httpx.Response(200, json=known if request.url.path == "/v1/models" else [])
         body = json.loads(request.content)
         found.append(body | {"path": request.url.path, "key": request.headers["Authorization"]})
-        said = body["messages"][-1]["content"]
+        said = body["messages"][-1]["content"].replace("half", "\ud800")
         reason = "length" if len(said.split()) > 3 else "stop"
         choice = {"message": {"content": f"{said} b"}, "finish_reason": reason}
-        return httpx.Response(200, json={"choices": [choice]})
+        return httpx.Response(200, text=json.dumps({"choices": [choice]}))
 
     client = partial(httpx.Client, transport=httpx.MockTransport(answered))
     monkeypatch.setattr(httpx, "Client", client)
@@ -575,6 +575,11 @@ def test_a_servers_answers_are_the_models_ids(asked: list[dict[str, Any]], tmp_p
     assert {body["max_tokens"] for body in asked} == {author.options.max_new_tokens}
     with pytest.raises(SelfspecError, match=r"v1/models is not as OpenAI's: .*TypeError"):
         remote(f"{URL}/else")
+    assert author._server is not None
+    half = {"role": "user", "content": "half"}
+    author._server.add(selfgen.Ask([1], 4, frozenset(), 0, messages=(half,)))
+    with pytest.raises(SelfspecError, match="is not as OpenAI's: UnicodeEncodeError"):
+        author._server.step()
 
 
 def test_a_server_that_is_not_there_is_one_line() -> None:
