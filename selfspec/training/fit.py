@@ -413,7 +413,7 @@ class Trainer:
             parameter.grad = torch.zeros_like(parameter)
         self._layers = self.heads.config.exit_layers
         self._course = _Course(dict.fromkeys(map(str, self._layers), 0.0))
-        self._best = self._finished()
+        self._best = self.heads.twin(backbone.unembedding)  # in the model's dtype
         self._resume()
 
     def run(self, progress: Show) -> Fitted:
@@ -527,10 +527,6 @@ class Trainer:
             return (step + 1) / (warmup + 1)
         return 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / max(1, self._steps - warmup)))
 
-    def _finished(self) -> ExitHeads:
-        """A copy of the heads in the model's dtype, on its own unembedding."""
-        return self.heads.twin(self._job.backbone.unembedding)
-
     def _batches(self, steps: Iterable[list[int]]) -> Iterator[tuple[int, list[Features]]]:
         """Each step's count of positions, and this process's part of them."""
         device, source = self._job.backbone.unembedding.weight.device, self._job.train.source
@@ -550,7 +546,7 @@ class Trainer:
 
     def _validate(self, epoch: int) -> None:
         """Close an epoch: keep the heads of layers that have got better."""
-        course, heads = self._course, self._finished()
+        course, heads = self._course, self.heads.twin(self._job.backbone.unembedding)
         validation = self._job.validation.batches(*self._part)
         for layer, share in agreements(heads, validation).items():
             loss = course.sums[str(layer)] / course.positions
