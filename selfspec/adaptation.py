@@ -106,16 +106,16 @@ class Report:
     """Held-out positions, and the share where the heads are right; by kind of text, "all" first."""
     rows: Sequence[Row]
 
+    def _seconds(self, way: str) -> list[float]:
+        return [row.seconds[list(WAYS).index(way)] for row in self.rows]
+
     def tokens_per_s(self, way: str) -> float:
         """Behind the first token, over all prompts."""
-        seconds = sum(row.seconds[list(WAYS).index(way)] for row in self.rows)
-        return sum(row.tokens for row in self.rows) / seconds
+        return sum(row.tokens for row in self.rows) / sum(self._seconds(way))
 
     def gain(self, over: str) -> SpeedUp:
         """The speed-up of these heads over another of WAYS."""
-        base, own = list(WAYS).index(over), list(WAYS).index("these heads")
-        seconds = [row.seconds for row in self.rows]
-        return speed_up([one[base] for one in seconds], [one[own] for one in seconds])
+        return speed_up(self._seconds(over), self._seconds("these heads"))
 
     @property
     def faster(self) -> bool:
@@ -400,11 +400,7 @@ class _Adaptation:
         return Selection(fitted), Selection(others), held_out
 
     def _fit_options(self) -> FitOptions:
-        return FitOptions(
-            epochs=self._state.epochs or 1,
-            checkpoint_steps=50,
-            seed=self.text.seed,
-        )
+        return FitOptions(epochs=self._state.epochs or 1, checkpoint_steps=50, seed=self.text.seed)
 
     def _fit(self, train: Selection, held_out: Selection) -> None:
         """Fit for as many epochs as there is time for; less where it turns out to be short."""
@@ -443,9 +439,7 @@ class _Adaptation:
         few = [index for index in job.train.indices if answers[index]][:3]
         one = Selection(job.validation.source, job.validation.indices[:1])
         fit.fit(replace(job, train=Selection(job.train.source, few), validation=one), watch=watch)
-        features, heads = (
-            watch.seconds.get(part, 0.0) / len(few) for part in ("features", "heads")
-        )
+        features, heads = (watch.seconds[part] / len(few) for part in ("features", "heads"))
         batches, others = len(job.train.indices), len(job.validation.indices)
         left = max(self._left(_FIT_UNTIL), 0.0) - features * (batches + others)
         return max(1, min(int(left / (heads * batches)), _MOST_EPOCHS))
