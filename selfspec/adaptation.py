@@ -248,8 +248,7 @@ class _Adaptation:
             if is_heads_folder(self._heads):  # which the next ones go on from
                 shutil.copytree(self._heads, self.folder / BEFORE, dirs_exist_ok=True)
             (self._heads / fit.CHECKPOINT).unlink(missing_ok=True)  # of a fit to less text
-            batch_size, spent_s = state.batch_size, state.spent_s
-            state = _State(made_from, self.budget_s, spent_s, spent_s, batch_size)
+            state = _State(made_from, self.budget_s, state.spent_s, state.spent_s, state.batch_size)
         return state
 
     def run(self) -> Report:
@@ -331,29 +330,32 @@ class _Adaptation:
         prompts = author.prompts(self.recipe, self.passages, own)
         propose = selfgen.here(selfgen.Written(author, prompts, excluded).propose)
         source = selfgen.Admission(options, writer.records(), excluded)
-        while self._left(_TEXT_UNTIL) > 0.0 or not writer.batches:
-            counts = next(selfgen.write(source, writer, options, propose))
-            done, fresh = counts.answer_tokens, 0
-            self._save()
-        state.tokens = writer.counts.answer_tokens
+        try:
+            while self._left(_TEXT_UNTIL) > 0.0 or not writer.batches:
+                done, fresh = next(selfgen.write(source, writer, options, propose)).answer_tokens, 0
+                self._save()
+        except InvalidOption as error:
+            if not done:
+                raise
+            logger.warning("the text ends here: %s", error)
+        state.tokens = done
         self._save()
 
     def _batch_size(self, backbone: Backbone) -> int:
         """Rows of a batch, so that the text's time holds several batches."""
         low, high = _BATCHES[0], _BATCHES[2]
-        step = {rows: self._timed_step(backbone, rows) for rows in (low, high)}
-        slope = max(0.0, (step[high] - step[low]) / (high - low))
-        room = self._left(_TEXT_UNTIL) / _LEAST_BATCHES
-        fitting = [n for n in _BATCHES if _ROW_TOKENS * (step[low] + slope * (n - low)) <= room]
-        rows = fitting[-1] if fitting else _BATCHES[0]
+        few, many = (self._timed_step(backbone, rows) for rows in (low, high))
+        slope = max(0.0, (many - few) / (high - low))
+        step = {rows: few + slope * (rows - low) for rows in _BATCHES}  # seconds
         left = max(0.0, self._left(_TEXT_UNTIL))
-        expected = 0.5 * rows / (step[low] + slope * (rows - low)) * left
+        fitting = [n for n in _BATCHES if _ROW_TOKENS * step[n] <= left / _LEAST_BATCHES]
+        rows = fitting[-1] if fitting else low
+        expected = 0.5 * rows / step[rows] * left
         if expected < _HELPFUL:
             logger.warning(
                 "the time may be too short: some %s answer tokens can be written, and heads began "
                 "to help from %s on. A larger --budget can follow later",
-                f"{expected:,.0f}",
-                f"{_HELPFUL:,}",
+                *(f"{count:,.0f}" for count in (expected, _HELPFUL)),
             )
         return rows
 

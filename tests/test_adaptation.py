@@ -12,21 +12,11 @@ from unittest.mock import Mock
 import pytest
 
 import selfspec
-from selfspec.adaptation import (
-    BEFORE,
-    HEADS,
-    REPORT,
-    STATE,
-    TEXT,
-    WAYS,
-    Report,
-    Row,
-    _Adaptation,
-)
+from selfspec.adaptation import BEFORE, HEADS, REPORT, STATE, TEXT, WAYS, Report, Row, _Adaptation
 from selfspec.cli.main import main
 from selfspec.errors import CannotWrite, InvalidData, InvalidOption, SelfspecError
 from selfspec.heads.folder import known_folders, read_config
-from selfspec.training import records
+from selfspec.training import records, selfgen
 from selfspec.training.fit import CHECKPOINT
 from selfspec.training.options import seconds_of
 from tests.authors import RECIPE
@@ -163,7 +153,18 @@ def test_folders_of_others_stay(tmp_path: Path) -> None:
     assert (tmp_path / TEXT).read_text() == "mine"
 
 
-def test_a_base_model_writes_on_behind_plain_text(tmp_path: Path) -> None:
+def test_a_base_model_writes_on_behind_plain_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what there is is enough, where a recipe has no more."""
+    admit = selfgen.Admission.admit
+
+    def ended(self: selfgen.Admission, index: int, *batch: Any) -> Any:
+        if index:
+            raise InvalidOption("no row could be used")
+        return admit(self, index, *batch)
+
+    monkeypatch.setattr(selfgen.Admission, "admit", ended)
     report = made(tmp_path / "out", model="base", raw=True)
     rows = [json.loads(line) for line in (tmp_path / "out" / TEXT).read_text().splitlines()]
     assert {"prompt", "completion"} <= rows[0].keys()
