@@ -99,13 +99,6 @@ def test_ids_and_text_say_what_is_learned(
     assert text.encoded(record, tokenizer) == (ids, answers)
 
 
-def test_turns_are_questions_without_answers() -> None:
-    asked = [{"role": "user", "content": name} for name in ("a", "b")]
-    assert text.messages_of({"turns": ["a", "b"], "question_id": 1}) == asked
-    with pytest.raises(InvalidData):
-        text.messages_of({"text": "a"})
-
-
 BAD: dict[str, list[Any]] = {
     "is not JSON": [b"{", b'{"n": "\xff"}', DEEP.encode()],
     "expected an object": [3, None, [{}]],
