@@ -188,19 +188,6 @@ def test_lines_may_be_anywhere_arrays_in_json(tmp_path: Path, name: str, content
     assert numbers(tmp_path / name, skip_bad_rows=True) == ([1, 2] if whole else [])
 
 
-def test_skipped_rows_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"n": 1}\n"text"\n{"n": 2}\n[]\n')
-    reader = text.Reader(path, lambda record: record["n"], skip_bad_rows=True)
-    with caplog.at_level(logging.WARNING):
-        reader.report()
-        assert not caplog.messages
-        assert (list(reader), reader.skipped) == ([1, 2], 2)
-        reader.report()
-    (said,) = caplog.messages
-    assert said.startswith(f"{path}: skipped 2 bad rows, the first: line 2 holds a str")
-
-
 CONTENTS: dict[str, tuple[str, bytes]] = {
     "blank": ("a.jsonl", b"\n \n\t\n"),
     "utf-16": ("a.jsonl", '{"text": "a"}'.encode("utf-16")),
