@@ -23,7 +23,7 @@ from selfspec.api.speculator import Speculator, wrap
 from selfspec.errors import SelfspecError
 from tests.api.test_text import byte_level_bpe
 from tests.models import make_model
-from tests.talks import make_tokenizer
+from tests.talks import save_tiny
 from tests.traces import long_trace
 
 PATIENCE_S = 30
@@ -66,8 +66,7 @@ def tensor(name: str, make: Callable[[Tensor], Tensor]) -> Change:
 
 def furnish(folder: Path) -> None:
     """A model, a trace, prompts, and what stands in for files and is none."""
-    make_model("llama").save_pretrained(folder / "model")
-    make_tokenizer().save_pretrained(folder / "model")
+    save_tiny(folder / "model")
     long_trace([f"t{number} " for number in range(3)]).save(folder / "trace.jsonl")
     (folder / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     (folder / "text.txt").write_text("a stranger's words\n")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from selfspec.training.text import Conversation
-from tests.models import random_ids
+from tests.models import make_model, random_ids
 
 Talks = list[Conversation]
 
@@ -30,6 +34,19 @@ def answered(model: PreTrainedModel, seed: int, count: int) -> Conversation:
     for _ in range(count):
         ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
     return Conversation(tuple(ids[0].tolist()), ((5, 5 + count),))
+
+
+def talk_lines(model: PreTrainedModel) -> str:
+    """Those answers as lines of JSON."""
+    talks = [{"input_ids": list(one.ids), "answer_start": 5} for one in make_talks(model)]
+    return "".join(json.dumps(talk) + "\n" for talk in talks)
+
+
+def save_tiny(folder: Path, family: str = "llama", **sizes: Any) -> Path:
+    """A model and its tokenizer, as users have them; the folder."""
+    make_model(family, **sizes).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
 
 
 def make_tokenizer() -> PreTrainedTokenizerBase:

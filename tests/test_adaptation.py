@@ -20,20 +20,16 @@ from selfspec.training import records, selfgen
 from selfspec.training.fit import CHECKPOINT
 from selfspec.training.options import seconds_of
 from tests.authors import RECIPE
-from tests.models import make_model
-from tests.talks import WORDS, make_tokenizer
+from tests.talks import WORDS, save_tiny
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`chat` and `base`, which has no template; both know ten words. The recipe, and questions."""
     folder = tmp_path_factory.mktemp("models")
-    for name, template in (("chat", True), ("base", False)):
-        tokenizer = make_tokenizer()
-        if not template:
-            tokenizer.chat_template = None
-        make_model("llama", vocab_size=len(WORDS)).save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
+    for name in ("chat", "base"):
+        save_tiny(folder / name, vocab_size=len(WORDS))
+    (folder / "base" / "chat_template.jinja").unlink()
     (folder / "recipe.yaml").write_text(RECIPE)
     rows = [{"turns": [f"a {'b ' * n}c"]} for n in range(7)]
     (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -18,8 +18,7 @@ from selfspec.cli.main import main
 from selfspec.model.backbone import Backbone
 from tests.cli.fakes import Call, FakeSpeculator, link_all
 from tests.heads.kinds import make_heads, train
-from tests.models import make_model
-from tests.talks import WORDS, make_talks, make_tokenizer
+from tests.talks import WORDS, save_tiny, talk_lines
 
 
 @pytest.fixture(autouse=True)
@@ -67,16 +66,13 @@ def speculator(monkeypatch: pytest.MonkeyPatch) -> FakeSpeculator:
 def made(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone) -> Path:
     """Tiny models (`words` has a vocabulary of ten), two sets of heads, talks, a suite."""
     folder = tmp_path_factory.mktemp("made")
-    sizes: dict[str, Any] = {"model": {}, "words": {"vocab_size": len(WORDS)}}
-    for name, size in sizes.items():
-        make_model("llama", **size).save_pretrained(folder / name)
-        make_tokenizer().save_pretrained(folder / name)
+    save_tiny(folder / "model")
+    save_tiny(folder / "words", vocab_size=len(WORDS))
     unembedding, base = backbone.unembedding, backbone.fingerprint
     for name in ("heads", "others"):
         heads = make_heads("translator", unembedding, base_fingerprint=base, exit_layers=(2, 5))
         (train(heads) if name == "others" else heads).save(folder / name)
-    talks = [{"input_ids": list(t.ids), "answer_start": 5} for t in make_talks(backbone.model)]
-    (folder / "talks.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    (folder / "talks.jsonl").write_text(talk_lines(backbone.model))
     prompts = [{"prompt": text, "task": "QA"} for text in ("a", "b c", "c a b", "a a b")]
     (folder / "suite.jsonl").write_text("".join(json.dumps(one) + "\n" for one in prompts))
     return folder

@@ -25,7 +25,7 @@ from tests.api.test_text import byte_level_bpe
 from tests.cli.fakes import Call
 from tests.decoding.test_mutants import every_draft_stays
 from tests.models import make_model
-from tests.talks import make_tokenizer
+from tests.talks import save_tiny
 
 MODEL = ["--model", "model", "--dtype", "float32"]
 DRAFTS = ["--heads", "logit-lens", "--drafter", "exit:layers=2/4,threshold=0.05"]
@@ -68,8 +68,7 @@ def test_results_hold_the_run_the_answers_and_the_tables(workplace: Path, call: 
 def test_peers_get_settings_from_other_prompts_and_lossy_methods_are_marked_and_judged(
     workplace: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_model("llama", num_hidden_layers=1).save_pretrained(workplace / "small")
-    make_tokenizer().save_pretrained(workplace / "small")
+    save_tiny(workplace / "small", num_hidden_layers=1)
     asked = ["--draft-model", "small", "--drafter", "exit", "--tune-questions", "1", "--json"]
     methods = "plain,speculation,draft-model,prompt-lookup,cm-asd"
     summary = json.loads(call([*BENCH, *asked, "--methods", methods]).out)

@@ -31,7 +31,7 @@ from selfspec.hub import models as hub
 from tests.authors import RECIPE
 from tests.cli.fakes import Call
 from tests.models import make_model
-from tests.talks import WORDS, make_tokenizer
+from tests.talks import WORDS, make_tokenizer, save_tiny
 
 MODEL = ["--model", "tiny-vicuna", "--dtype", "float32"]
 FIT = ["fit", *MODEL, "--epochs", "1", "--draft-vocab-size", "10"]
@@ -46,10 +46,8 @@ INVENT += ["--max-new-tokens", "20", "--question-temperature", "4,6", "--recipe"
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model of ten words, text that it wrote under a template, and heads."""
     folder = tmp_path_factory.mktemp("own")
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = None
-    make_model("llama", vocab_size=len(WORDS)).save_pretrained(folder / "tiny-vicuna")
-    tokenizer.save_pretrained(folder / "tiny-vicuna")
+    save_tiny(folder / "tiny-vicuna", vocab_size=len(WORDS))
+    (folder / "tiny-vicuna" / "chat_template.jinja").unlink()
     (folder / "own.jinja").write_text(TEMPLATE)
     (folder / "recipe.yaml").write_text(RECIPE)
     with pytest.MonkeyPatch.context() as patch:

@@ -23,8 +23,7 @@ from selfspec.hub import pretrained
 from selfspec.training.records import CALIBRATION
 from tests.gguf_files import tiny
 from tests.gguf_models import write_model
-from tests.models import make_model
-from tests.talks import make_tokenizer
+from tests.talks import make_tokenizer, save_tiny
 
 pytestmark = pytest.mark.usefixtures("empty_cache")
 
@@ -208,10 +207,7 @@ def test_default_model_ends_at_token_2_and_has_its_chat_template(
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with a tokenizer, saved as users have theirs."""
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    make_model("llama").save_pretrained(path)
-    make_tokenizer().save_pretrained(path)
-    return path
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.mark.parametrize("dtype", ["float32", torch.bfloat16])
@@ -227,8 +223,7 @@ def test_model_loads_in_eval_mode_as_it_was_asked_for(folder: Path, dtype: Any) 
 
 
 def test_a_model_that_knows_no_sdpa_is_loaded_all_the_same(tmp_path: Path) -> None:
-    make_model("gemma2").save_pretrained(tmp_path)
-    make_tokenizer().save_pretrained(tmp_path)
+    save_tiny(tmp_path, "gemma2")
     write_model(tmp_path / "it.gguf", "gemma2", {}, "Q8_0")
     for place in (tmp_path, tmp_path / "it.gguf"):
         model, *_ = hub.load_model(place, dtype="float32", device="cpu", blocks=True)

@@ -7,17 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.models import make_model
-from tests.talks import make_tokenizer
+from tests.talks import save_tiny
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Its folder; no test writes there."""
-    folder = tmp_path_factory.mktemp("laboratory") / "model"
-    make_model("llama").save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    return str(folder)
+    return str(save_tiny(tmp_path_factory.mktemp("laboratory") / "model"))
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from selfspec.errors import InvalidOption
 from selfspec.model.check import captured_outputs
 from selfspec.training.features import planned
 from tests.models import make_model, random_ids
-from tests.talks import make_talks, make_tokenizer
+from tests.talks import make_talks, save_tiny, talk_lines
 from training import draft_model
 from training.draft_model import agreement, cut, fit
 
@@ -63,14 +63,9 @@ def test_a_fit_raises_agreement_and_leaves_all_else_alone(whole: PreTrainedModel
 
 
 def test_the_recipe_writes_a_folder_that_drafts(tmp_path: Path, whole: PreTrainedModel) -> None:
-    whole.save_pretrained(tmp_path / "whole")
-    make_tokenizer().save_pretrained(tmp_path / "whole")
-    talks = [
-        {"input_ids": list(talk.ids), "answer_start": talk.answers[0][0]}
-        for talk in make_talks(whole)
-    ]
+    save_tiny(tmp_path / "whole")
     data = tmp_path / "talks.jsonl"
-    data.write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    data.write_text(talk_lines(whole))
     folder = tmp_path / "small"
     asked: dict[str, Any] = {"data": data, "validation": data, "model": str(tmp_path / "whole")}
     draft_model.main(output=folder, **asked, steps=2, batch_tokens=64, validation_tokens=50)

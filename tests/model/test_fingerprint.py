@@ -27,7 +27,7 @@ from selfspec.model.check import captured_outputs
 from selfspec.model.fingerprint import UNKNOWN, ModelWatch
 from tests.heads.kinds import make_heads, train
 from tests.models import BREADTH, FAMILIES, make_model, random_ids
-from tests.talks import make_tokenizer
+from tests.talks import save_tiny
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float64]
 
@@ -113,9 +113,7 @@ def test_what_cannot_be_read_has_no_fingerprint_and_the_log_says_why(
 @pytest.fixture
 def folder(tmp_path: Path, empty_cache: Path) -> Path:
     """A tiny model on disk, and a cache folder of its own."""
-    make_model("llama").save_pretrained(tmp_path / "model")
-    make_tokenizer().save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+    return save_tiny(tmp_path / "model")
 
 
 @pytest.fixture

@@ -67,6 +67,8 @@ def test_an_origin_that_is_named_may_ask_and_needs_a_key(tiny: Speculator) -> No
         assert preflight(server, "https://other.example").status_code == 400
         other = server.post(ASK, Origin="https://other.example", Authorization="Bearer key")
         assert "access-control-allow-origin" not in allowed(other)
+        # where a key is asked for, a server may have any name
+        assert httpx.get(f"{server.address}/", headers={"Host": "a.example"}).status_code == 200
 
 
 def test_lines_and_texts_are_logged_where_that_is_asked_for(
@@ -162,9 +164,7 @@ def test_no_text_is_logged_unasked_at_any_level(
         assert place in everything
 
 
-def test_a_page_elsewhere_cannot_ask_in_the_name_of_who_reads_it(
-    server: Running, tiny: Speculator
-) -> None:
+def test_a_page_elsewhere_cannot_ask_in_the_name_of_who_reads_it(server: Running) -> None:
     for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
         answer = server.post(b'{"messages": []}', **{"Content-Type": kind})
         assert answer.status_code == 415
@@ -177,8 +177,6 @@ def test_a_page_elsewhere_cannot_ask_in_the_name_of_who_reads_it(
     for host in (*evil, *here):
         answer = httpx.get(f"{server.address}/", headers={"Host": host})
         assert answer.status_code == (200 if host in here else 403)
-    with running(tiny, keys=("one",)) as guarded:
-        assert httpx.get(f"{guarded.address}/", headers={"Host": "a.example"}).status_code == 200
 
 
 COUNT = "Count: one, two, three, one, two, three. Again, ten times."

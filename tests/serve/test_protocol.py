@@ -218,12 +218,6 @@ def test_one_call_at_a_time_and_names_reach_the_template() -> None:
     assert (choice.most_calls, choice.prompt) == (1, [{**ASK[0], "name": "Ann"}])
 
 
-def test_stops_are_a_text_or_up_to_four() -> None:
-    assert TextBody(prompt="a", stop="b").stop == ["b"]  # type: ignore[arg-type]
-    with pytest.raises(pydantic.ValidationError, match="at most 4 items"):
-        TextBody(prompt="a", stop=["b"] * 5)
-
-
 def test_of_a_million_errors_one_is_looked_for() -> None:
     messages = [{"role": "user", "content": [{}] * 1000}] * 1000
     unknown: dict[str, Any] = dict.fromkeys(map(str, range(2000)), 1)

@@ -12,8 +12,7 @@ import pytest
 from selfspec.cli.main import main
 from selfspec.heads.exit_heads import HeadsConfig
 from tests.authors import RECIPE
-from tests.models import make_model
-from tests.talks import WORDS, make_tokenizer
+from tests.talks import WORDS, save_tiny
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "training" / "README.md").read_text(encoding="utf-8")
@@ -51,8 +50,7 @@ def test_every_file_that_is_read_was_written_before_or_is_in_the_repository() ->
 def test_the_first_commands_lead_to_calibrated_heads_that_are_used_by_themselves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make_model("llama", vocab_size=len(WORDS)).save_pretrained(tmp_path / "MODEL")
-    make_tokenizer().save_pretrained(tmp_path / "MODEL")
+    save_tiny(tmp_path / "MODEL", vocab_size=len(WORDS))
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     monkeypatch.chdir(tmp_path)
     for name, value in SMALL.items():
