@@ -65,7 +65,6 @@ def _backbone() -> Backbone:
 
 
 def recipe_of(text: str, folder: Path) -> Recipe:
-    """A recipe that is written down in a test."""
     path = folder / "recipe-of-a-test.yaml"
     path.write_text(text, encoding="utf-8")
     return read_recipe(path)
@@ -107,5 +106,4 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

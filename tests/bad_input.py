@@ -32,7 +32,6 @@ NAN, INF = float("nan"), float("inf")
 DEEP = "[" * 100_000
 
 Change = Callable[[Path], object]
-"""What damages a folder."""
 
 
 def config(**values: Any) -> Change:
@@ -60,7 +59,6 @@ def tensors(change: Callable[[dict[str, Tensor]], object]) -> Change:
 
 
 def tensor(name: str, make: Callable[[Tensor], Tensor]) -> Change:
-    """Another one in place of this."""
     return tensors(lambda held: held.update({name: make(held[name])}))
 
 

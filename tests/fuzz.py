@@ -137,7 +137,6 @@ def tokenizer() -> PreTrainedTokenizerBase:
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "granite", "cohere"]
 
 Sizes = tuple[tuple[str, Any], ...]
-"""Entries of a config."""
 
 
 @cache
@@ -237,7 +236,6 @@ def prompts(draw: st.DrawFn, longest: int = FURTHEST - 1) -> Prompt:
 
 @st.composite
 def wishes(draw: st.DrawFn, length: int) -> Wishes:
-    """For a prompt of `length` ids."""
     new = draw(st.integers(1, min(MOST_NEW, FURTHEST - length)))
     found = draw(st.sampled_from([{"max_new_tokens": new}, {"max_length": length + new}]))
     found = found | draw(st.sampled_from(CHOICES))
@@ -341,7 +339,6 @@ def speculations(
 
 
 def tuning(**values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """Some of these, or none."""
     return st.fixed_dictionaries({}, optional=values)
 
 
@@ -395,8 +392,6 @@ DRAWS: list[dict[str, Any]] = [
 
 @dataclass(frozen=True)
 class Turn:
-    """Of a conversation."""
-
     keep: int
     """Ids of the text so far that the new prompt begins with, at most."""
     added: Prompt

@@ -137,7 +137,6 @@ PACK["int-quantized"] = signed_bytes
 
 
 def says(method: str, bits: int, group: int, symmetric: bool) -> dict[str, Any]:
-    """The quantization_config of a method."""
     if method in ("gptq", "awq"):
         own: dict[str, Any] = {"sym": symmetric, "desc_act": False}
         said: dict[str, Any] = {"quant_method": method, "bits": bits, "group_size": group}

@@ -28,7 +28,6 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @cache
 def skilled(kind: str) -> Speculator:
-    """Made once for all tests."""
     model = make_model("llama", torch.float64)
     backbone = Backbone(model, executor="generic")
     heads = fitted(backbone, make_talks(model), epochs=12, learning_rate=2e-2, **KINDS[kind]).heads

@@ -66,7 +66,6 @@ class _Places(TorchFunctionMode):
 
 
 def place(tensor: Tensor) -> torch.device:
-    """Where a tensor says that it is."""
     own = tensor.device
     return own if own.type == "meta" else getattr(tensor.untyped_storage(), "place", own)
 
@@ -78,7 +77,6 @@ def _put(tensor: Tensor, where: torch.device) -> None:
 
 
 def _moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """What `Tensor.to` does."""
     kwargs.pop("copy", None)
     named, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
     where = place(tensor) if named is None else named

@@ -55,8 +55,6 @@ Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 
 class Format(NamedTuple):
-    """Files that are read together."""
-
     damaged: tuple[str, ...]  # those that are changed
     make: Callable[[Path, Backbone], object]
     read: Callable[[Path, Backbone], object]

@@ -41,7 +41,6 @@ from tests.traces import long_trace
 
 @pytest.fixture
 def ours(tmp_path: Path) -> Path:
-    """A file that selfspec wrote."""
     (tmp_path / "out").write_text("# written by selfspec bench\n")
     return tmp_path / "out"
 

@@ -250,7 +250,6 @@ EVERY_PART = """
 
 @pytest.fixture(scope="module")
 def default_template() -> str:
-    """Of the default model's file."""
     fields = GGUFReader(hub.default_model_file()).fields
     return str(fields["tokenizer.chat_template"].contents())
 

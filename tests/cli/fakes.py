@@ -120,7 +120,6 @@ def user(text: str) -> dict[str, str]:
 
 
 def link_all(made: Path, folder: Path) -> Path:
-    """The folder, with links to all that lies in another."""
     for path in made.iterdir():
         (folder / path.name).symlink_to(path)
     return folder

@@ -129,7 +129,6 @@ OUT, PARTIAL = Path("out.jsonl"), Path("out.jsonl.partial")
 
 
 def texts() -> list[str | None]:
-    """What was answered, in the order of the file."""
     lines = [json.loads(line) for line in OUT.read_text().splitlines()]
     assert [line["index"] for line in lines] == [0, 1, 2, 3]
     return [line.get("text") for line in lines]

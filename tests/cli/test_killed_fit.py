@@ -87,7 +87,6 @@ def left_at(moment: int) -> None:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Of all files that do not hold seconds."""
     timed = ("metrics.json", "run.yaml")
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in timed}
 

@@ -268,7 +268,6 @@ def test_what_ctrl_c_broke_is_no_bug_however_late_it_fails(
 
 
 def config(folder: Path, text: str) -> Path:
-    """A YAML file of it."""
     (folder / "run.yaml").write_text(text, encoding="utf-8")
     return folder / "run.yaml"
 

@@ -362,8 +362,6 @@ def in_parts(called: Callable[[str], str]) -> Change:
 
 
 def replaced(name: str, make: Callable[[Path], object]) -> Change:
-    """Something else in place of a file."""
-
     def damage(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
         make(folder / name)
@@ -372,7 +370,6 @@ def replaced(name: str, make: Callable[[Path], object]) -> Change:
 
 
 def make_loop(path: Path) -> None:
-    """A link to a link back to it."""
     path.symlink_to(f"{path.name}.link")
     path.with_name(f"{path.name}.link").symlink_to(path.name)
 

@@ -67,7 +67,6 @@ def shared() -> WatchedBackbone:
 
 @pytest.fixture
 def watched(shared: WatchedBackbone) -> Iterator[WatchedBackbone]:
-    """Of 8 layers."""
     shared.runs.clear()
     yield shared
     shared.passes_until_error = -1

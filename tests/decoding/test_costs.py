@@ -312,7 +312,6 @@ def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ticking(seconds: float = 1.0) -> Clock:
-    """Everything takes `seconds`."""
     ticks = itertools.count()
     return Clock(CPU, 1, lambda: seconds * next(ticks))
 

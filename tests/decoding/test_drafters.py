@@ -294,7 +294,6 @@ SAMPLED: dict[str, dict[str, Any]] = {
         "draws": 800,
     },
 }
-"""Drafters, and what else is asked of them."""
 
 
 @pytest.mark.parametrize("drafter", SAMPLED)

@@ -234,7 +234,6 @@ def test_what_broke_in_the_middle_of_a_round_is_read_again(
 
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model, and heads of others beside it."""
     monkeypatch.chdir(tmp_path)
     target("llama").save_pretrained("model")
     make_tokenizer().save_pretrained("model")

@@ -122,7 +122,6 @@ OF_OTHER_MODELS = {
 
 
 def classes(module: Any, base: type) -> set[str]:
-    """Names of the subclasses of `base` that a module defines."""
     return {
         name
         for name, kind in vars(module).items()

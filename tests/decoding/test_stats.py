@@ -55,7 +55,6 @@ def test_the_line_for_people(stats: GenerationStats) -> None:
 
 
 def test_the_dict_survives_json(stats: GenerationStats) -> None:
-    """All counters of the four rounds by hand."""
     parts = {"prefill": 0.5, "draft": 1.0, "heads": 0.25, "verify": 2.0, "bookkeeping": 0.75}
     assert tuple(parts) == PARTS
     stats.seconds.update(parts)

@@ -324,7 +324,6 @@ class Copied:
 def test_sampling_from_a_tree_is_exact(
     guesses: int, depth: int, most: int, trunk: tuple[int, ...]
 ) -> None:
-    """Every outcome of every draw is played: the law of what is committed is the target's."""
     sampler = laws.ExactSampler(LogitsProcessorList(), do_sample=True)
     rule = SpeculativeSampling(sampler)
     sizes = set()

@@ -71,7 +71,6 @@ def bench(speculator: Speculator) -> Bench:
 
 
 def broken(decode: Callable[..., Any]) -> Contender:
-    """A function that does not do its work."""
     return Contender(label="broken", method="broken", setting={}, by=decode)
 
 
@@ -433,7 +432,6 @@ def plain(speculator: Speculator) -> list[int]:
 
 
 def moved(speculator: Speculator, **values: Any) -> Speculator:
-    """The same speculator with other options."""
     other = copy.copy(speculator)
     other.options = speculator.options.updated(values)
     return other
@@ -441,12 +439,10 @@ def moved(speculator: Speculator, **values: Any) -> Speculator:
 
 @pytest.fixture(scope="module")
 def bare() -> Speculator:
-    """Without heads, without a second model."""
     return wrap(make_model("llama"))
 
 
 def written(speculator: Speculator, name: str, number: int = 0) -> Written:
-    """What a method writes with one of its settings."""
     contender = grid(speculator, name)[number]
     own = TurnEnd(token=speculator.generate(random_ids(9), max_new_tokens=1).token_ids[0])
     speculator.turn_end = own

@@ -192,7 +192,6 @@ def test_a_row_has_one_result(family: str, dtype: torch.dtype) -> None:
 
 @needs_compiler
 def test_a_kept_half_and_wrong_drafts_are_really_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ways differ in what they do: passes and rows, counted."""
     backbone, ids, rows = wrapped("llama", executor="fused"), random_ids(20)[0], []
     logits_of(backbone, ids, Way([20], branch=True))  # the first tree is checked
     run = backbone._executor.run

@@ -206,7 +206,6 @@ def test_default_model_ends_at_token_2_and_has_its_chat_template(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a tokenizer, saved as users have theirs."""
     return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 

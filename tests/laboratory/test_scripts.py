@@ -194,7 +194,6 @@ class LLMPipeline:
 
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packages, and a file for them."""
     package = tmp_path / "llama_cpp"
     package.mkdir()
     (package / "__init__.py").write_text(_LLAMA, encoding="utf-8")

@@ -66,7 +66,6 @@ ON_TWO_DEVICES: list[tuple[str, Callable[[Backbone], Any] | str, dict[str, Any]]
     ("skip", "none", {}),
     ("draft-model", "none", {"do_sample": True, "seed": 3}),
 ]
-"""Drafters, their heads, and what else is asked for."""
 
 
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
@@ -309,8 +308,6 @@ def test_weights_of_another_kind_run_as_they_are() -> None:
 
 
 class NeedsVersions(nn.Linear):
-    """Cannot run in inference mode."""
-
     def forward(self, rows: Tensor) -> Tensor:
         if torch.is_inference_mode_enabled():
             raise RuntimeError("Inference tensors do not track version counter.")

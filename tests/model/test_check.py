@@ -170,8 +170,6 @@ class OneScale(nn.Linear):
 
 
 class OwnScale(OneScale):
-    """With a scale for each row."""
-
     def scale(self, rows: Tensor) -> Tensor:
         return rows.abs().amax(-1, keepdim=True)
 

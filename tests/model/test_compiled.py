@@ -360,7 +360,6 @@ class Machine:
 
 @pytest.fixture
 def machine() -> Iterator[Machine]:
-    """With torch's number of threads at two."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

@@ -118,7 +118,6 @@ def folder(tmp_path: Path, empty_cache: Path) -> Path:
 
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> Mock:
-    """Counts how often a model is."""
     monkeypatch.setattr(fingerprint, "of", counted := Mock(wraps=fingerprint.of))
     return counted
 

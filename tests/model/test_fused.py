@@ -58,7 +58,6 @@ def attention(**fields: Any) -> Attention:
 
 
 def program_of(dtype: torch.dtype, width: int, other: int) -> Program:
-    """With a buffer 1, as wide as that."""
     program = Program(dtype, width)
     assert program.buffer("other", other) == 1
     return program

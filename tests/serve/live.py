@@ -39,8 +39,6 @@ _DRAWN_BYTES = 64 << 10
 
 
 class Running(NamedTuple):
-    """A server, and what it is made of."""
-
     address: str
     speculator: Speculator
     writer: Writer
@@ -51,13 +49,11 @@ class Running(NamedTuple):
         return HTTP.post(f"{self.address}{path}", content=content, headers={**JSON, **headers})
 
     def idle(self) -> bool:
-        """Whether nothing is written."""
         return self.writer.open == 0
 
 
 @contextmanager
 def running(speculator: Speculator, keys: tuple[str, ...] = (), **given: Any) -> Iterator[Running]:
-    """A server in a thread."""
     asked = ServeOptions(port=0, **given)
     writer, address, ready = Writer(speculator, asked), list[str](), threading.Event()
     app = make_app(writer, Keys(keys))
@@ -108,7 +104,6 @@ def connected(server: Running, read_bytes: int | None = None) -> socket.socket:
 
 
 def request(body: Any, path: str = CHAT, *headers: str) -> bytes:
-    """A POST as it should be."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     sent = ["Host: localhost", "Content-Type: application/json", *headers]
     lines = [f"POST {path} HTTP/1.1", f"Content-Length: {len(content)}", *sent]
@@ -127,12 +122,10 @@ def all_of(one: socket.socket) -> bytes:
 
 
 def statuses(answer: bytes) -> list[int]:
-    """Of all answers in it."""
     return [int(part[:3]) for part in answer.split(b"HTTP/1.1 ")[1:]]
 
 
 def answers(server: Running) -> None:
-    """A good request gets its answer."""
     with closing(connected(server)) as one:
         one.sendall(request(GOOD, CHAT, "Connection: close"))
         found = all_of(one)

@@ -28,7 +28,6 @@ ENDED = "ended"
 
 @pytest.fixture(scope="module")
 def hasty(tiny: Speculator) -> Iterator[Running]:
-    """A server that waits a second for its clients."""
     with live.running(tiny, client_timeout=WAIT_S) as found:
         answers(found)
         yield found

@@ -33,7 +33,6 @@ def chat(client: openai.OpenAI, **more: Any) -> Any:
 
 
 def joined(chunks: Iterable[Any]) -> str:
-    """The text of a stream with one choice."""
     return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
 
 

@@ -133,7 +133,6 @@ TIME = {"type": "function", "function": {"name": "get_time"}}
 
 @pytest.fixture(scope="module")
 def caller(default: Speculator) -> Iterator[openai.OpenAI]:
-    """A client of a model whose template shows functions."""
     knows = copy.copy(default)
     knows.tokenizer = copy.copy(default.tokenizer)
     assert knows.tokenizer is not None

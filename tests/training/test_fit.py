@@ -289,7 +289,6 @@ def test_accumulated_batches_make_one_large_batch(backbone: Backbone, talks: Tal
 
 @pytest.fixture(scope="module")
 def deep(backbone: Backbone, talks: Talks) -> fitting.Fitted:
-    """Deep-fused heads, fitted as OPTIONS say."""
     return fitted(backbone, talks, head_type="deep-fused")
 
 
@@ -362,7 +361,6 @@ def test_a_fit_whose_time_is_short_ends_with_its_learning_rate(
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone, talks: Talks) -> Path:
-    """The checkpoint of a fit killed in its second epoch."""
     path = tmp_path_factory.mktemp("begun") / fitting.CHECKPOINT
     with pytest.raises(KeyboardInterrupt):
         fitting.fit(make_job(backbone, talks, checkpoint=path), stop_after(5))

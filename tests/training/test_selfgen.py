@@ -594,7 +594,6 @@ QUESTIONS = ["a", "b", "c", "a b", "A  b", "b a", "c c", "a c", "b c", "c a b"]
 
 
 def said(*texts: str) -> list[dict[str, str]]:
-    """Turns of user and assistant by turns."""
     return [
         {"role": ("user", "assistant")[number % 2], "content": text}
         for number, text in enumerate(texts)

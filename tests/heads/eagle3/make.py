@@ -198,7 +198,6 @@ def built(name: str) -> tuple[Any, Tensor]:
 
 
 def make(name: str) -> None:
-    """One folder."""
     family = HEADS[name][0]
     model, d2t = built(name)
     config = model.config
