@@ -23,12 +23,12 @@ from selfspec.decoding.acceptance import GreedyMatch, Target
 from selfspec.decoding.costs import MeasuredCosts
 from selfspec.decoding.decode import StopRule, rounds
 from selfspec.decoding.sampling import Sampler
-from selfspec.decoding.state import Ask, DecodeState, HiddenCache, NoDrafter, alone, done_alone
+from selfspec.decoding.state import Ask, AskAhead, DecodeState, HiddenCache, NoDrafter, Steps, alone
 from selfspec.decoding.stats import Stopwatch
 from selfspec.errors import InvalidOption, PinnedUnavailable
 from selfspec.heads.attending import AttendingHeads, Attention
 from selfspec.heads.exit_heads import ExitHeads
-from selfspec.heads.heads import Answer, ExitHead, ExitJudge, scored
+from selfspec.heads.heads import ExitHead
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv import KVCache, Rows
 from selfspec.options import Costs
@@ -323,27 +323,23 @@ def _question(
 
     A head reads `hidden` [1, d].
     """
-    exit_layers = heads.config.exit_layers
-    judge = ExitJudge(backbone.num_layers, dict.fromkeys(exit_layers, 1.0))
-    layers = itertools.cycle(exit_layers)
-    text = None
+    layers, text = itertools.cycle(heads.config.exit_layers), None
     if isinstance(heads, AttendingHeads):
         text = Attention(heads, backbone.embed)
         text.add(hidden.repeat(context, len(heads.layers)))
 
-    def ask() -> object:
+    def asked() -> Steps[object]:
         layer, reads = next(layers), hidden
         backbone.embed_listed([0])
-        if text is not None and (read := alone(text.read([0] * (context + 1)))) is not None:
-            reads = done_alone(text.draft([0], read, [-1]))
-        head, temperature = cast("ExitHead", heads.by_layer[str(layer)]), judge.temperature(layer)
-        if heads.looks_ahead:  # all at once
-            logits = head.unembed(features := heads.ahead(hidden))
-            return Answer.read(features, logits, scored(head, logits, temperature, 1))
+        if text is not None and (read := (yield from text.read([0] * (context + 1)))) is not None:
+            reads = yield text.draft([0], read, [-1])
+        if heads.looks_ahead:
+            return (yield AskAhead(heads, hidden, 1.0, 1))
+        head = cast("ExitHead", heads.by_layer[str(layer)])
         deep = hidden if heads.reads_deep else None
-        return done_alone(Ask(backbone, head, reads, deep, temperature, 1))
+        return (yield Ask(backbone, head, reads, deep, 1.0, 1))
 
-    return ask
+    return lambda: alone(asked())
 
 
 # --- whether a row's bits depend on what runs with it

@@ -170,6 +170,27 @@ class Ask(Work):
 
 
 @dataclass(eq=False)
+class AskAhead(Work):
+    """Heads that look ahead asked about the newest state of a text; gives an Answer of K rows."""
+
+    heads: ExitHeads
+    state: Tensor  # [1, d]: the normed output of layer L
+    temperature: float
+    count: int  # tokens wanted of each
+
+    @property
+    def likeness(self) -> Hashable:
+        return AskAhead, id(self.heads), self.temperature, self.count
+
+    def done(self, alike: Sequence[AskAhead], _others: Sequence[Work]) -> list[Answer]:
+        features = self.heads.ahead(torch.cat([work.state for work in alike]))
+        head, each = self.heads.first, len(features) // len(alike)
+        logits = head.unembed(features)
+        whole = Answer.read(features, logits, scored(head, logits, self.temperature, self.count))
+        return [whole.part(slice(at, at + each)) for at in range(0, len(features), each)]
+
+
+@dataclass(eq=False)
 class Unembed(Work):
     """From the output of layer L, [T, d], to logits; gives a Target."""
 

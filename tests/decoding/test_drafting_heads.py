@@ -23,16 +23,10 @@ from selfspec.decoding.acceptance import Draft, GreedyMatch
 from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.decode import StopRule, rounds
 from selfspec.decoding.drafters.base import DraftController
-from selfspec.decoding.drafters.heads import (
-    CHOICES,
-    AskAhead,
-    AttendingDrafter,
-    MedusaGuesser,
-    pack,
-)
+from selfspec.decoding.drafters.heads import CHOICES, AttendingDrafter, MedusaGuesser, pack
 from selfspec.decoding.drafters.trees import TreeDrafter
 from selfspec.decoding.engine import Asked, Engine, Runtime
-from selfspec.decoding.state import DecodeState, NoDrafter, Run, alone
+from selfspec.decoding.state import AskAhead, DecodeState, NoDrafter, Run, alone
 from selfspec.decoding.stats import Round, Stopwatch
 from selfspec.errors import InvalidOption
 from selfspec.eval.verify import BranchingDrafter, OracleDrafter

@@ -6,8 +6,7 @@ A draft decides no text, so it needs few digits; what counts is how few bytes it
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -24,11 +23,11 @@ from selfspec.decoding.drafters.base import (
     processed,
 )
 from selfspec.decoding.sampling import DraftToken, Sampler
-from selfspec.decoding.state import Ask, DecodeState, Embed, Steps, Work, done_alone
+from selfspec.decoding.state import Ask, AskAhead, DecodeState, Embed, Steps, done_alone
 from selfspec.decoding.stats import EXIT, Stopwatch
 from selfspec.heads.attending import AttendingHeads
 from selfspec.heads.exit_heads import ExitHeads
-from selfspec.heads.heads import Answer, ExitHead, ExitJudge, Parts, scored, top_probability
+from selfspec.heads.heads import Answer, ExitHead, ExitJudge, Parts, top_probability
 from selfspec.model.backbone import Backbone
 from selfspec.model.fused import HIDDEN, Operation, Program
 from selfspec.model.kv import uploaded
@@ -142,27 +141,6 @@ CHOICES: dict[tuple[int, ...], int] = {
 """Guesses behind a path of ranks: the 63 nodes of `mc_sim_7b_63` (FasterDecoding/Medusa,
 medusa/model/medusa_choices.py), which grew by how often the ranks of Vicuna 7B's heads were right.
 None is longer than four tokens: what a fifth head says is not used."""
-
-
-@dataclass(eq=False)
-class AskAhead(Work):
-    """All heads asked about the newest state of a text; gives an Answer of K rows."""
-
-    heads: ExitHeads
-    state: Tensor  # [1, d]: the normed output of layer L
-    temperature: float
-    count: int  # tokens wanted of each
-
-    @property
-    def likeness(self) -> Hashable:
-        return AskAhead, id(self.heads), self.temperature, self.count
-
-    def done(self, alike: Sequence[AskAhead], _others: Sequence[Work]) -> list[Answer]:
-        features = self.heads.ahead(torch.cat([work.state for work in alike]))
-        head, each = self.heads.first, len(features) // len(alike)
-        logits = head.unembed(features)
-        whole = Answer.read(features, logits, scored(head, logits, self.temperature, self.count))
-        return [whole.part(slice(at, at + each)) for at in range(0, len(features), each)]
 
 
 class MedusaGuesser(HeadGuesser):
