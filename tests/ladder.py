@@ -21,6 +21,7 @@ from selfspec.api.speculator import wrap
 from selfspec.api.stream import Stream
 from selfspec.config import OPTION_NAMES, SpeculationOptions
 from selfspec.decoding.acceptance import GreedyMatch
+from selfspec.decoding.costs import Load
 from selfspec.decoding.decode import StopRule, rounds
 from selfspec.decoding.drafters.base import DraftController, Drafting
 from selfspec.decoding.drafters.rest import Datastore
@@ -266,7 +267,8 @@ def drafters(
             runtime = Runtime(backbone, heads, second)
             taught(runtime, sequence)
             used = heads.layers_in_use(options) if heads else ()
-            yield name, runtime.drafter(asked, options), {"exit_layers": used, "heads": heads}
+            more = {"exit_layers": used, "heads": heads}
+            yield name, runtime.drafter(asked, options, Load()), more
 
 
 def check_draft_invariance(

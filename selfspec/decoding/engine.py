@@ -210,9 +210,7 @@ class Runtime:
             return replace(cost, head=0.0, token=read)
         return cost if options.costs.head is not None else replace(cost, head=read)
 
-    def drafter(
-        self, asked: Asked, options: SpeculationOptions, load: Load | None = None
-    ) -> Drafter:
+    def drafter(self, asked: Asked, options: SpeculationOptions, load: Load) -> Drafter:
         """What proposes tokens under `options`; nothing behind an end token.
 
         Raises HeadsNotFound, or InvalidOption, where what it needs is missing.
@@ -220,7 +218,7 @@ class Runtime:
         if not options.speculate or options.drafter == "none":
             return NoDrafter()
         sampler, ends = asked.sampler, asked.stop.end_tokens
-        cost = replace(self.draft_cost(options), load=load or Load())
+        cost = replace(self.draft_cost(options), load=load)
         seen: Trunks | None = None
         if options.uses("ngram"):
             controller = make_controller(options, options.ngram.max_tokens)

@@ -38,6 +38,7 @@ from selfspec.api.speculator import Speculator, wrap
 from selfspec.api.stream import Generation, Stream
 from selfspec.decoding import sampling
 from selfspec.decoding.acceptance import Draft, GreedyMatch
+from selfspec.decoding.costs import Load
 from selfspec.decoding.decode import rounds
 from selfspec.decoding.engine import Engine, Running
 from selfspec.decoding.sampling import STATELESS, GrammarMask, OccurrencePenalty, Sampler
@@ -661,7 +662,7 @@ def test_every_drafter_draws_at_the_place_of_its_token(
     options = speculator.options.updated(METHODS[method])
     call = speculator.call(ids, FLAT | {"seed": SEED, "attention_mask": mask})  # type: ignore[arg-type]  # by name
     asked, runtime = call.row(1), speculator.runtime
-    state, drafter = runtime.state(asked, options), runtime.drafter(asked, options)
+    state, drafter = runtime.state(asked, options), runtime.drafter(asked, options, Load())
     next(rounds(state, NoDrafter(), GreedyMatch(asked.sampler), asked.stop, Stopwatch()))
     guesses, foreseen = dict[int, set[int]](), Sampler.foreseen
 

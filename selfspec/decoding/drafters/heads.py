@@ -25,7 +25,7 @@ from selfspec.decoding.drafters.base import (
 from selfspec.decoding.sampling import DraftToken, Sampler
 from selfspec.decoding.state import Ask, AskAhead, DecodeState, Embed, Steps, done_alone
 from selfspec.decoding.stats import EXIT, Stopwatch
-from selfspec.heads.attending import AttendingHeads
+from selfspec.heads.attending import AttendingHeads, Attention
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import Answer, ExitHead, ExitJudge, Parts, top_probability
 from selfspec.model.backbone import Backbone
@@ -44,7 +44,7 @@ class HeadGuesser:
     once = False
 
     def __init__(self, heads: ExitHeads, judge: ExitJudge, sampler: Sampler, count: int) -> None:
-        self._heads, self._head = heads, cast("ExitHead", heads.by_layer["0"])
+        self._heads, self._head = heads, heads.first  # that of exit layer 0
         self._judge, self._sampler, self._count = judge, sampler.for_drafts(), count
 
     @torch.inference_mode()
@@ -104,26 +104,25 @@ class AttendingGuesser(HeadGuesser):
 
     def begin(self, state: DecodeState) -> None:
         super().begin(state)
+        self._text = cast("Attention", state.attention)
         self._places = {ROOT: -1}  # by token: its number among those read this round
         self._outputs: dict[int, Tensor] = {}
 
     def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
         """Nothing, where the layer has read nothing yet; what was verified since is read first."""
-        text = self._state.attention
-        if not self._outputs and text is not None:
-            root = yield from text.read(self._state.committed(0))
-            self._outputs = {} if root is None else {ROOT: root}
         if not self._outputs:
-            return [Known([], []) for _ in asked]
+            root = yield from self._text.read(self._state.committed(0))
+            if root is None:
+                return [Known([], []) for _ in asked]
+            self._outputs[ROOT] = root
         return (yield from super().ask(draft, asked, watch))
 
     def _rows(self, draft: Draft, asked: Sequence[int]) -> Steps[tuple[Tensor, Tensor | None]]:
-        text = self._state.attention
-        if text is not None and asked[0] != ROOT:
+        if asked[0] != ROOT:
             rows = [draft.proposed[node] for node in asked]
             before = torch.cat([self._outputs[row.parent] for row in rows])
             places = [self._places[row.parent] for row in rows]
-            outputs = yield text.draft([row.token for row in rows], before, places)
+            outputs = yield self._text.draft([row.token for row in rows], before, places)
             for node, output in zip(asked, outputs.split(1), strict=True):
                 self._places[node] = len(self._places) - 1
                 self._outputs[node] = output
