@@ -93,7 +93,8 @@ class ExitHead(nn.Module, ABC):
         self._finish = unembedding.finish
         # a list: state_dict must not see it, and a file must not be loaded into it
         self._shared = [vocabulary.rows]
-        self._bias = (vocabulary.bias,)  # a tuple, for the same reason
+        self.bias = vocabulary.bias
+        """[V_draft], added to logits; no parameter."""
         self._packed: Packed | None = None
         self.parts = self._build(unembedding, inner_size)  # a tuple adds no names to state_dict
 
@@ -151,11 +152,6 @@ class ExitHead(nn.Module, ABC):
     def rows(self) -> Tensor:
         """[V_draft, d]: of the unembedding, or the head's own."""
         return self._shared[0]
-
-    @property
-    def bias(self) -> Tensor | None:
-        """[V_draft], added to logits."""
-        return self._bias[0]
 
     def forward(self, hidden: Tensor, deep: Tensor | None = None) -> Tensor:
         """[.., d] -> draft logits [.., V_draft], float32."""
