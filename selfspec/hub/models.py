@@ -517,9 +517,8 @@ def push(content: Mapping[str, str | bytes], name: str, *, private: bool, messag
     api = HfApi()
     try:
         with tempfile.TemporaryDirectory() as folder:
-            for place, data in ((Path(folder) / name, data) for name, data in content.items()):
-                place.parent.mkdir(exist_ok=True)
-                place.write_bytes(data.encode() if isinstance(data, str) else data)
+            for file, data in content.items():
+                files.write(Path(folder) / file, data)
             address = api.create_repo(name, private=private, exist_ok=True)
             api.upload_folder(repo_id=name, folder_path=folder, commit_message=message)
     except Exception as error:  # the client's own, from packages that change
