@@ -189,15 +189,6 @@ def fits(value: Any, hint: Any) -> bool:
     return not inner or all(fits(one, inner[0]) for one in value)
 
 
-def plain_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with Python's own numbers for those of numpy, which transformers does not take."""
-    plain = dict(values)
-    for name, value in values.items():
-        if isinstance(value, Real) and not isinstance(value, bool | int | float):
-            plain[name] = int(value) if isinstance(value, Integral) else float(value)
-    return plain
-
-
 def described(hint: Any) -> str:
     """A hint in words."""
     origin, inner = get_origin(hint) or hint, get_args(hint)

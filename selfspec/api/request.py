@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -181,18 +182,17 @@ class Request:
         return Asked(ids=ids, pad=pad, sampler=sampler, stop=stop, logprobs=self.logprobs)
 
 
-def without_neutral(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords without those that would be refused, where they ask for nothing."""
-    return {k: value for k, value in options.items() if not _among(value, _OF_A_CALL.get(k, ()))}
+def checked(options: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
+    """Keywords of `generate` but those that ask for nothing; None is "not given".
 
-
-def check_options(options: Mapping[str, Any], vocab_size: int) -> None:
-    """Raise InvalidOption for keywords of `generate` that make no sense; None is "not given"."""
+    Raises InvalidOption for what makes no sense.
+    """
     hints = annotations_of(GenerateOptions)
-    for name in options.keys() & REFUSED.keys():
+    asked = {k: one for k, one in options.items() if not _among(one, _OF_A_CALL.get(k, ()))}
+    for name in asked.keys() & REFUSED.keys():
         raise InvalidOption(f"{name} is not supported. Leave it out")
-    check_keys(options, hints, "option")
-    given = {name: value for name, value in options.items() if value is not None}
+    check_keys(asked, hints, "option")
+    given = {name: value for name, value in asked.items() if value is not None}
     ours = {name: value for name, value in given.items() if name not in OPTION_NAMES}
     check_types(ours, hints)  # the others by SpeculationOptions
     check_ranges(given, GenerateOptions)
@@ -214,6 +214,14 @@ def check_options(options: Mapping[str, Any], vocab_size: int) -> None:
                 raise InvalidOption(
                     f"{name} holds {shown(token)}, expected ids in 0..{vocab_size - 1}"
                 )
+    return {name: _plain(value) for name, value in asked.items()}
+
+
+def _plain(value: Any) -> Any:
+    """Python's own number for one of numpy's, which transformers does not take."""
+    if not isinstance(value, Real) or isinstance(value, bool | int | float):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def _check_function(option: str, entry: Any) -> None:

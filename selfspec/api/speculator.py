@@ -49,7 +49,6 @@ from selfspec.errors import (
     ModelChanged,
     SelfspecError,
     check_types,
-    plain_numbers,
     shown,
 )
 from selfspec.files import local_path
@@ -266,9 +265,7 @@ class Speculator:
 
     def _sorted(self, options: GenerateOptions) -> tuple[SpeculationOptions, dict[str, Any]]:
         """Ours, and the other keywords. Raises InvalidOption."""
-        asked = requests.without_neutral(options)
-        requests.check_options(asked, self.backbone.vocab_size)
-        rest = plain_numbers(asked)
+        rest = requests.checked(options, self.backbone.vocab_size)
         return self.options.updated({k: rest.pop(k) for k in OPTION_NAMES if k in rest}), rest
 
     def read_ahead(self, options: GenerateOptions) -> None:
