@@ -100,7 +100,7 @@ def resolve_model(name: str | Path | None, dtype: str = "float32") -> ModelFiles
     if path.is_dir():
         _require_whole(path)
         return ModelFiles(str(path), path.resolve().name, is_default=False)
-    if path.exists() or not HUB_ID.fullmatch(str(name)) or path.suffix == ".gguf":
+    if path.exists() or not HUB_ID.fullmatch(str(name)) or path.suffix.lower() == ".gguf":
         found = "not a model" if path.exists() else "not there"
         raise ModelNotFound(
             f"{str(name)!r} is {found}. Give a folder with config.json, a .gguf file or a hub id"
@@ -242,7 +242,7 @@ def training_dtype(device: str | None) -> str:
 
 def _gguf_file(name: str | Path | None) -> Path | None:
     path = default_model_file() if name is None else files.local_path(name)
-    return path if path.suffix == ".gguf" and path.is_file() else None
+    return path if path.suffix.lower() == ".gguf" and path.is_file() else None
 
 
 _NEEDED = {  # files that a model has beside config.json, by what they are
