@@ -415,7 +415,7 @@ def _file_of(base: str) -> Path:
 def _folders(entry: dict[str, Any]) -> list[Path]:
     names = entry.get("folders")
     named = names if isinstance(names, list) else []
-    return [files.local_path(name) for name in named if isinstance(name, str)]
+    return [Path(name) for name in named if isinstance(name, str)]
 
 
 def _said(folder: Path) -> dict[str, Any]:
