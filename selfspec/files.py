@@ -566,8 +566,9 @@ def read_yaml(path: Path) -> Any:
         raise InvalidData(f"{path} holds a value that YAML cannot read: {error}") from error
 
 
-def check_safetensors(path: Path) -> dict[str, tuple[str, list[int]]]:
-    """Types, as the format calls them, and shapes by name. Raises InvalidData for damaged files.
+@contextmanager
+def open_safetensors(path: Path) -> Iterator[Any]:
+    """A file of tensors, its header read. Raises InvalidData for damaged files.
 
     The library itself checks names, shapes, types and places against the file's size; headers of
     up to 100 MB, which it takes half a minute to read, are refused here.
@@ -583,7 +584,13 @@ def check_safetensors(path: Path) -> dict[str, tuple[str, list[int]]]:
         raise InvalidData(f"{path} is no file of tensors: {said}")
     try:
         with safe_open(path, "numpy") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # a file, no dict
-            return {name: (one.get_dtype(), one.get_shape()) for name, one in slices.items()}
+            yield opened
     except (SafetensorError, OSError) as error:
         raise InvalidData(f"{path} is no whole file of tensors: {error}") from error
+
+
+def check_safetensors(path: Path) -> dict[str, tuple[str, list[int]]]:
+    """Types, as the format calls them, and shapes by name. Raises InvalidData for damaged files."""
+    with open_safetensors(path) as opened:
+        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # a file, no dict
+        return {name: (one.get_dtype(), one.get_shape()) for name, one in slices.items()}

@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors import SafetensorError, safe_open
-
 from selfspec import files
 from selfspec.config import SpeculationOptions
 from selfspec.errors import (
@@ -97,9 +95,9 @@ def repeated_config(weights: Path) -> dict[str, Any] | None:
     if not weights.is_file():
         return None
     try:
-        with safe_open(weights, "np") as file:
+        with files.open_safetensors(weights) as file:
             values = parse_json((file.metadata() or {})[METADATA], str(weights))
-    except (OSError, SafetensorError, InvalidData, KeyError, RuntimeError):
+    except (InvalidData, KeyError, RuntimeError):
         return None
     return values if isinstance(values, dict) else None
 

@@ -20,12 +20,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from selfspec import files
 from selfspec.api.speculator import Speculator
 from selfspec.config import SpeculationOptions
 from selfspec.errors import HeadsNotFound, InvalidHeads, SelfspecError, require_types
 from selfspec.heads.attending import config_of
 from selfspec.heads.exit_heads import ExitHeads
-from selfspec.heads.folder import METADATA, WEIGHTS_FILE
+from selfspec.heads.folder import METADATA, WEIGHTS_FILE, repeated_config
 from selfspec.model.backbone import Backbone
 from selfspec.model.parts import Unembedding
 from selfspec.options import ACCEPTANCE, CONTROLLERS, TOGETHER
@@ -241,6 +242,12 @@ WEIGHTS: dict[str, Change] = {
 def test_strange_weights_of_heads(heads: Path, unembedding: Unembedding, damage: str) -> None:
     WEIGHTS[damage](heads)
     refused(heads, unembedding, InvalidHeads)
+
+
+def test_a_header_is_read_with_bounds(heads: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert repeated_config(heads / WEIGHTS_FILE) is not None
+    monkeypatch.setattr(files, "MOST_HEADER_BYTES", 9)
+    assert repeated_config(heads / WEIGHTS_FILE) is None
 
 
 @pytest.mark.parametrize("text", ["{", "[]", bad_input.DEEP, '{"weights": "x"}', "{}"])
