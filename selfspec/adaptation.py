@@ -156,9 +156,10 @@ def adapt(
     template, CannotWrite, and InvalidOption where `output` was begun otherwise.
     """
     seconds = seconds_of(budget)
-    name = str(output or f"{Path(str(model or 'default')).name.removesuffix('.gguf')}-adapted")
+    if output is None:
+        output = f"{Path(str(model or 'default')).name.removesuffix('.gguf')}-adapted"
     folder = files.check_folder(
-        name,
+        output,
         {TEXT, HEADS, BEFORE, REPORT, STATE},
         lambda found: (found / STATE).is_file(),
         overwrite=True,

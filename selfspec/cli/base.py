@@ -468,7 +468,9 @@ def answering(asked: Asked) -> Asked:
     check_ranges(found, config.GenerateOptions)
     for name, read in (("json_schema", files.read_json), ("grammar", files.read_text)):
         if name in found:
-            found[name] = read(Path(found[name]))
+            file, found[name] = found[name], read(Path(found[name]))
+            if found[name] is None:
+                raise InvalidOption(f"{file} holds null, expected a schema")
     if (grammar := config.wanted_grammar(found)) is not None:
         config.check_grammar(grammar)
     return found

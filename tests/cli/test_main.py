@@ -20,7 +20,7 @@ from selfspec import cli
 from selfspec.api import speculator as facade
 from selfspec.cli import base
 from selfspec.cli.base import SHARED, merged
-from selfspec.cli.main import BUG, INTERRUPTED, PIPE_CLOSED, app, main
+from selfspec.cli.main import BUG, INTERRUPTED, PIPE_CLOSED, app, main, ordered
 from selfspec.config import SpeculationOptions
 from selfspec.errors import ModelNotFound
 from selfspec.model import backbone
@@ -90,6 +90,9 @@ def test_the_log_goes_to_stderr_and_quiet_and_verbose_may_stand_anywhere(capsys:
         said = capsys.readouterr().err.splitlines()
         asides = ["next: selfspec fit"] * ("notice" in heard) + ["selfspec: error: wrong"]
         assert said == [*(f"selfspec: {words}" for words in heard), *asides]
+    words = ["lm-eval", "run", "--verbose", "-q"]  # which are its own, wherever ours stand
+    assert ordered(words) == words
+    assert ordered(["-v", *words]) == ["-v", *words]
 
 
 # --- in a process

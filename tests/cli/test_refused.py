@@ -55,6 +55,7 @@ def furnished(tmp_path_factory: pytest.TempPathFactory, made: Path) -> Path:
     (folder / "shards").mkdir()
     (folder / "shards" / "shard-00000.safetensors").touch()
     (folder / "schema.json").write_text("7")
+    (folder / "null.json").write_text("null")
     (folder / "talks.gguf").write_text("no model")
     for name in ("garbage.jsonl", "link.html", "dangling.png", "pipe.html"):
         (folder / name).symlink_to(name.partition(".")[0])
@@ -118,6 +119,7 @@ generate a --kv-memory 1GB                       | are for --prompts
 generate a --model untaught --heads none         | no chat template: is it a base model? Give
 generate a --model talks.gguf                    | talks.gguf is no GGUF file
 adapt --output new --seed 9223372036854775809    | seed is 9223372036854775809, expected a value
+adapt --model model --raw --output=              | the output's name is empty
 adapt --output new --budget 5x                   | budget is 5x, expected at least 10 seconds
 data --model untaught --tokens 9 --output x      | a text: selfspec data --raw --model untaught
 generate --prompts prompts.jsonl                 | --prompts and --output go together
@@ -128,6 +130,7 @@ generate --prompts prompts.jsonl --output new --concurrency 0 | concurrency is 0
 generate --prompts prompts.jsonl --output new --kv-memory 0 | '0', expected a size like 500MB or 2GB
 generate --prompts prompts.jsonl --output new --kv-memory -1GB | '-1GB', expected a size like
 generate a --json-schema schema.json             | is 7
+generate a --json-schema null.json               | null.json holds null, expected a schema
 generte a                                        | Did you mean 'generate'?
 nothing                                          | 'nothing'. Known: generate, chat, demo
 generate a --frobnicate                          | For all of them: selfspec generate --help-all
