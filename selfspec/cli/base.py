@@ -303,9 +303,9 @@ def require(asked: Asked, *names: str) -> None:
             raise InvalidOption(f"no {flag}. Give the flag, or the key in a --config file")
 
 
-def refuse(asked: Asked, names: Set[str], why: str) -> None:
+def refuse(asked: Named, names: Set[str], why: str) -> None:
     """Raise InvalidOption for one of `names` that this command was given, and would pass over."""
-    if given := getattr(asked, "names", asked.keys()) & names:
+    if given := asked.names & names:
         raise InvalidOption(f"{min(given)} {why}")
 
 

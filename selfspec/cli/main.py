@@ -1,7 +1,6 @@
 """Runs a command: errors become one line on standard error, and an exit code.
 
-Exit codes: 0 done, 1 a check failed, 2 bad input, 70 a bug of selfspec, 130 interrupted, 141 nobody
-reads the output. `--debug` shows tracebacks. Nothing else is imported before Ctrl-C is minded.
+Nothing else is imported before Ctrl-C is minded.
 """
 
 from __future__ import annotations

@@ -298,7 +298,7 @@ def _record(
     return plain
 
 
-def _concurrency(asked: Asked, options: results.BenchOptions, *, as_json: bool) -> str:
+def _concurrency(asked: base.Named, options: results.BenchOptions, *, as_json: bool) -> str:
     """Measure many answers at once, and write; returns what is printed. Raises InvalidOption."""
     ignored, texts = {"sweep", "quality", "tune_questions"}, asked["concurrency"]
     base.refuse(asked, ignored, "means nothing with --concurrency. Leave it out")

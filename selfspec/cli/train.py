@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from selfspec import files
 from selfspec.api import chat_template as templates
 from selfspec.cli import base
-from selfspec.cli.base import Asked, Flag, option_flags, options_of, with_flags
+from selfspec.cli.base import Asked, Flag, Named, option_flags, options_of, with_flags
 from selfspec.config import SpeculationOptions
 from selfspec.errors import InvalidData, InvalidOption, check_keys, shown
 from selfspec.heads import folder as folders
@@ -251,7 +251,7 @@ def adapt(*, asked: Asked) -> None:
     *MODEL,
     *option_flags(DataOptions),
 )
-def data(*, asked: Asked) -> None:
+def data(*, asked: Named) -> None:
     """Write the text that heads are fitted to. The model answers prompts of many kinds.
 
     The same command continues a killed run where it was.
@@ -521,7 +521,7 @@ _OF_HEADS = {"exit_layers", "head_type", "inner_size", "draft_vocab_size"}
 
 
 @with_flags(*_FILES, *option_flags(FitOptions))
-def fit(*, asked: Asked) -> None:
+def fit(*, asked: Named) -> None:
     """Fit exit heads to a model. They are measured, and their folder is written.
 
     A killed run goes on where it was. With `accelerate launch -m selfspec fit ...` several
@@ -529,7 +529,9 @@ def fit(*, asked: Asked) -> None:
     """
     if "preset" in asked:
         check_keys([asked["preset"]], PRESETS, "preset")
-        asked = PRESETS[asked["preset"]] | asked
+        preset = PRESETS[asked["preset"]]
+        asked.update(preset | asked)
+        asked.names |= preset.keys()
     base.require(asked, "output", "cache" if "cache" in asked else "data")
     if "start_from" in asked:
         base.refuse(asked, _OF_HEADS, "with start_from: the heads say it. Drop one")
@@ -665,7 +667,7 @@ _INSTEAD = {  # by drafter, why
     Flag("dry_run", bool, "Report only."),
     *MODEL,
 )
-def calibrate(*, as_json: base.AsJson = False, asked: Asked) -> None:
+def calibrate(*, as_json: base.AsJson = False, asked: Named) -> None:
     """Find the settings of exit heads. Their confidence is scaled, thresholds are chosen.
 
     Costs of layers and heads are measured on this machine; nothing else should run meanwhile.

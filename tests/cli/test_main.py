@@ -358,11 +358,14 @@ def test_the_default_file_stands_below_all_others(
     assert speculator.loaded is not None
     assert speculator.loaded["drafter"] == {"ngram": {"size": "2", "max_tokens": "4"}}
     # what a mode has no use for is left out there, not refused
-    file.write_text("model: m\ntemperature: 0.5\nconcurrency: 8\nsystem: s\n")
+    file.write_text("model: m\ntemperature: 0.5\nconcurrency: 8\nsystem: s\ndata: d\n")
     refused = call(["trace", "--from", "nowhere"], 2).err
     assert "means nothing" not in refused
     assert "the prompt is empty" in call(["generate", "--raw", ""], 2).err
     assert "no-method" in call(["bench", "--output", "x", "--methods", "no-method,plain"], 2).err
+    fit = ["fit", "--cache", "nowhere", "--output", "x"]
+    for preset in ([], ["--preset", "specbound"]):
+        assert "with cache" not in call([*fit, *preset], 2).err
     assert f"{file}\n" in call(["env"]).out
     file.write_text("seeed: 1\n")
     assert f"unknown key in {file}: 'seeed'. Did you mean seed?" in call(["generate", "hi"], 2).err
