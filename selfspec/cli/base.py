@@ -486,11 +486,10 @@ def load(asked: Asked, *, compared: bool = False) -> Speculator:
     from rich.console import Console
     from rich.live import Live
 
-    plain: Any = {"markup": False, "highlight": False, "emoji": False}
     doing = f"loading {asked.get('model', 'the default model')}: "
     with Live(
         f"{doing}importing torch and transformers",
-        console=Console(stderr=True, quiet=is_quiet(), **plain),
+        console=Console(stderr=True, quiet=is_quiet(), markup=False, highlight=False, emoji=False),
         refresh_per_second=1,
         transient=True,
         redirect_stdout=False,  # downloads have bars of their own
@@ -763,17 +762,16 @@ def repair_streams() -> None:
     sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     # what was closed is not open for writing now either: the first word says so
     sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-    errors = io.BufferedWriter(Forgiving(2, "wb", closefd=False))
+    errors = io.BufferedWriter(_Forgiving(2, "wb", closefd=False))
     sys.stderr = io.TextIOWrapper(errors, errors="backslashreplace", line_buffering=True)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-class Forgiving(io.FileIO):
+class _Forgiving(io.FileIO):
     """A file whose bytes are lost where they cannot be written; that ends nothing."""
 
     def write(self, data: Any) -> int:
-        """How much was taken: all of it, where nothing can be."""
         try:
             return super().write(data) or len(data)
         except OSError:

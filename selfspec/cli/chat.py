@@ -28,12 +28,6 @@ if TYPE_CHECKING:
     from selfspec.api.speculator import Speculator
     from selfspec.api.stream import Generation
 
-_KEYS = (
-    "Enter sends, Alt-Enter or a backslash at the end of a line begins a new one. A pasted text is "
-    "one turn. Up and down recall earlier lines, Tab completes commands. Ctrl-C stops an answer "
-    "and keeps what was said, Ctrl-D leaves."
-)
-
 
 @with_flags(
     base.SYSTEM,
@@ -61,9 +55,8 @@ class Chat:
     """A conversation at work: turns and commands come in, what was asked for is written."""
 
     def __init__(self, speculator: Speculator, options: dict[str, Any], asked: Asked) -> None:
-        """`options` of each answer, as `generate` takes them."""
         self.speculator = speculator
-        self.options = options
+        self.options = options  # of each answer, as `generate` takes them
         self.stats: base.Stats | None = asked.get("stats")
         self.writer = Writer(speculator.backbone.num_layers, colour=asked.get("colour"))
         self.messages = base.conversation(asked.get("system"))
@@ -151,7 +144,11 @@ class Chat:
         for name, (takes, text, _act) in COMMANDS.items():
             grid.add_row(Text(f"{name} {takes}"), Text(text))
         base.emit(base.rendered(grid))
-        self.writer.line(_KEYS)
+        self.writer.line(
+            "Enter sends, Alt-Enter or a backslash at the end of a line begins a new one. A pasted "
+            "text is one turn. Up and down recall earlier lines, Tab completes commands. Ctrl-C "
+            "stops an answer and keeps what was said, Ctrl-D leaves."
+        )
         if self.writer.colour:
             from selfspec.decoding.stats import all_givers
 
@@ -213,7 +210,6 @@ class Chat:
         self.writer.line(f"read {name}: {counted(turns, 'question')}")
 
     def _trace(self, name: str) -> None:
-        """The last answer is written once more, and each layer asked what it made of it."""
         if self.last is None:
             raise InvalidOption("there is no answer to trace yet. Ask something")
         path = files.local_path(name)

@@ -142,15 +142,11 @@ def answer_all(asked: Asked, options: dict[str, Any], *, more: bool) -> str:
         texts = (json.dumps(line, ensure_ascii=False) for line in in_order)
         files.write(output, "".join(f"{text}\n" for text in texts))
         partial.unlink()
-    return f"{output}: {_outcome(in_order)}\n"
-
-
-def _outcome(answers: list[dict[str, Any]]) -> str:
-    tokens = sum(len(one.get("token_ids", ())) for one in answers)
-    why = [one["error"] for one in answers if "error" in one]
+    tokens = sum(len(line.get("token_ids", ())) for line in in_order)
+    why = [line["error"] for line in in_order if "error" in line]
     failed = f", without an answer: {len(why)}; the first: {why[0]}" if why else ""
-    answered = counted(len(answers) - len(why), "answer")
-    return f"{answered}, {counted(tokens, 'token')}{failed}"
+    answered = counted(len(in_order) - len(why), "answer")
+    return f"{output}: {answered}, {counted(tokens, 'token')}{failed}\n"
 
 
 def _read(path: Path, system: str | None, *, raw: bool) -> list[Messages]:

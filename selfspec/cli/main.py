@@ -115,10 +115,9 @@ def ordered(arguments: Sequence[str]) -> list[str]:
 
     A bare `--stats` takes no word from behind it: that may be the prompt.
     """
-    end = [*arguments, "--"].index("--")
     first = next((word for word in arguments if word not in _ANYWHERE), "")
-    if first == "lm-eval":  # what follows is its own
-        end = arguments.index(first)
+    last = "lm-eval" if first == "lm-eval" else "--"  # what follows is not ours
+    end = [*arguments, last].index(last)
     ours = ["--stats=short" if word == "--stats" else word for word in arguments[:end]]
     return [*sorted(ours, key=lambda word: word not in _ANYWHERE), *arguments[end:]]
 

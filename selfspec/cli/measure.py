@@ -299,7 +299,6 @@ def _record(
 
 
 def _concurrency(asked: base.Named, options: results.BenchOptions, *, as_json: bool) -> str:
-    """Measure many answers at once, and write; returns what is printed. Raises InvalidOption."""
     ignored, texts = {"sweep", "quality", "tune_questions"}, asked["concurrency"]
     base.refuse(asked, ignored, "means nothing with --concurrency. Leave it out")
     folder, ends = Path(asked["output"]), ("concurrency.json", "concurrency.md")

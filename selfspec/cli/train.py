@@ -529,9 +529,8 @@ def fit(*, asked: Named) -> None:
     """
     if "preset" in asked:
         check_keys([asked["preset"]], PRESETS, "preset")
-        preset = PRESETS[asked["preset"]]
-        asked.update(preset | asked)
-        asked.names |= preset.keys()
+        asked.update(PRESETS[asked["preset"]] | asked)
+        asked.names |= PRESETS[asked["preset"]].keys()
     base.require(asked, "output", "cache" if "cache" in asked else "data")
     if "start_from" in asked:
         base.refuse(asked, _OF_HEADS, "with start_from: the heads say it. Drop one")
