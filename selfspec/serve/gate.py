@@ -60,7 +60,7 @@ def guard(
         gone = isinstance(error, ClientDisconnect)
         return Response(status_code=NOBODY) if gone else response(of_error(error))
 
-    for kind in (Refused, InvalidOption, ClientDisconnect):
+    for kind in (Refused, ClientDisconnect):
         app.add_exception_handler(kind, refuse)
     app.add_middleware(_Guard, options=options, keys=keys)
     if options.cors_origin:  # around the keys: a browser asks beforehand, and shows none

@@ -46,10 +46,7 @@ Stop = Annotated[str, Field(max_length=64)]
 Stops = Annotated[
     list[Stop],
     Field(max_length=4),
-    BeforeValidator(
-        lambda given: [given] if isinstance(given, str) else given,
-        json_schema_input_type=Stop | list[Stop],
-    ),
+    BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
 ]
 Setting = Annotated[str, Field(max_length=256)]
 

@@ -155,9 +155,7 @@ def _places(
                 index=index,
                 text=next(texts),
                 **came[index][0],
-                final_top_tokens=best.tokens,
-                final_top_texts=best.texts,
-                final_top_probs=best.probs,
+                **{f"final_{name}": values for name, values in best.items()},
                 layers=layers,
             )
 
@@ -206,14 +204,6 @@ class Lens(NamedTuple):
     temperature: float  # calibrated; the judge's is annealed as well
 
 
-class Likeliest(NamedTuple):
-    """The best guesses at one place, most likely first."""
-
-    tokens: tuple[int, ...]
-    texts: tuple[str, ...]
-    probs: tuple[float, ...]
-
-
 class Reader(NamedTuple):
     """Reads distributions of several places: [R, d] features or [R, V] target logits come in."""
 
@@ -240,9 +230,7 @@ class Reader(NamedTuple):
         return [
             LayerSays(
                 layer=layer,
-                top_tokens=best.tokens,
-                top_texts=best.texts,
-                top_probs=best.probs,
+                **best,
                 confidence=round(confidence, _DIGITS),
                 rank=rank,
                 divergence=round(divergence, _DIGITS),
@@ -250,19 +238,25 @@ class Reader(NamedTuple):
             for best, confidence, rank, divergence in zip(*columns, strict=True)
         ]
 
-    def likeliest(self, log_probs: Tensor, head: ExitHead | None = None) -> list[Likeliest]:
-        """The best of each distribution [R, V_draft] of `head`, or [R, V] of the model."""
+    def likeliest(self, log_probs: Tensor, head: ExitHead | None = None) -> list[dict[str, Any]]:
+        """The best of each distribution [R, V_draft] of `head`, or [R, V] of the model.
+
+        Most likely first, under the names that `LayerSays` has for them.
+        """
         best = log_probs.argmax(-1, keepdim=True)
         # where values tie, topk takes any of them: the one that would be drafted comes first
         marked = log_probs.scatter(-1, best, torch.inf)
         columns = marked.topk(min(TOP, log_probs.shape[-1]), dim=-1).indices
         ids = (columns if head is None else head.to_target_ids(columns)).tolist()
         probs = log_probs.gather(-1, columns).exp().tolist()
-        found = list[Likeliest]()
-        for row, shares in zip(ids, probs, strict=True):
-            texts = tuple(map(self.texts.of, row))
-            found.append(Likeliest(tuple(row), texts, tuple(round(p, _DIGITS) for p in shares)))
-        return found
+        return [
+            {
+                "top_tokens": tuple(row),
+                "top_texts": tuple(map(self.texts.of, row)),
+                "top_probs": tuple(round(p, _DIGITS) for p in shares),
+            }
+            for row, shares in zip(ids, probs, strict=True)
+        ]
 
 
 def ranks(logits: Tensor, tokens: Tensor) -> Tensor:

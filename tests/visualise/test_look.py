@@ -178,18 +178,18 @@ def test_among_ties_the_guess_that_would_be_drafted_comes_first(backbone: Backbo
     law = torch.zeros(1, 40).log_softmax(-1)
     for _ in range(3):
         (best,) = reader.likeliest(law)
-        assert best.tokens[0] == int(law.argmax())
-        assert len(set(best.tokens)) == 5
-        assert best.probs == (0.025,) * 5
+        assert best["top_tokens"][0] == int(law.argmax())
+        assert len(set(best["top_tokens"])) == 5
+        assert best["top_probs"] == (0.025,) * 5
 
 
 def test_a_small_vocabulary_has_fewer_guesses(backbone: Backbone) -> None:
     head = make_heads("linear-draft", backbone.unembedding)[2]
     reader = Reader({}, ExitJudge(6, {}), TokenTexts(None))
     (best,) = reader.likeliest(torch.tensor([[0.1, 0.2, 0.3, 0.05, 0.35]]).log(), head)
-    assert best.tokens == (95, 17, 3, 0, 40)
+    assert best["top_tokens"] == (95, 17, 3, 0, 40)
     (few,) = reader.likeliest(torch.tensor([[0.25, 0.75]]).log())
-    assert few.tokens == (1, 0)
+    assert few["top_tokens"] == (1, 0)
 
 
 def test_features_behind_drafts_are_those_of_the_layer_that_drafted(backbone: Backbone) -> None:
