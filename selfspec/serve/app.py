@@ -12,9 +12,9 @@ import json
 import logging
 import time
 import uuid
-from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -50,7 +50,7 @@ def make_app(writer: Writer, keys: Keys) -> FastAPI:
     server = _Server(writer)
     app = FastAPI(title="selfspec", openapi_url=None, lifespan=life)
     app.add_exception_handler(HTTPException, _refuse_path)
-    gate.guard(app, writer.options, keys, writer.metrics.refused)
+    gate.guard(app, writer.options, keys, partial(writer.metrics.count, "request_refused"))
     app.post("/v1/chat/completions")(server.chat)
     app.post("/v1/completions")(server.text)
     app.get("/v1/models")(server.models)
@@ -224,23 +224,22 @@ class Reply:
     def tokens(self) -> tuple[int, int] | None:
         """Token counts of the prompts and of what is written; None where nothing is."""
         every: list[Any] = [pieces[-1].stats for pieces in self._pieces if pieces]
-        written = sum(stats.new_tokens for stats in every)
-        return (self._job.prompt_tokens, written) if every else None
+        return (self._job.prompt_tokens, sum(one.new_tokens for one in every)) if every else None
 
     @property
     def usage(self) -> Json:
         """Tokens of a complete answer, and what speculation did; vLLM's words where it has some."""
         every: list[Any] = [pieces[-1].stats for pieces in self._pieces]
 
-        def total(name: str, nothing: Any = 0) -> Any:
-            return sum((getattr(stats, name) for stats in every), nothing)
+        def total(name: str) -> Any:
+            first, *others = (getattr(stats, name) for stats in every)
+            return sum(others, first)
 
         asked, written = self._job.prompt_tokens, total("new_tokens")
         rounds, accepted = total("rounds"), total("accepted")
-        lengths = total("accepted_lengths", Counter())
-        by_index = total("accepted_by_index", Counter())
-        drafted_by = total("drafted_by_source", Counter())
-        accepted_by = total("accepted_by_source", Counter())
+        by_index = sorted(total("accepted_by_index").items())  # from 1, without a gap
+        lengths = sorted(total("accepted_lengths").items())
+        drafted_by, accepted_by = total("drafted_by_source"), total("accepted_by_source")
         found: Json = {
             "prompt_tokens": asked,
             "completion_tokens": written,
@@ -249,11 +248,9 @@ class Reply:
                 "rounds": rounds,
                 "num_draft_tokens": total("drafted"),
                 "num_accepted_tokens": accepted,
-                "num_accepted_tokens_per_pos": [
-                    by_index[index] for index in range(1, max(by_index, default=0) + 1)
-                ],
+                "num_accepted_tokens_per_pos": [count for _, count in by_index],
                 "mean_acceptance_length": (accepted + total("bonus")) / rounds if rounds else 0.0,
-                "accepted_lengths": {str(length): lengths[length] for length in sorted(lengths)},
+                "accepted_lengths": {str(length): count for length, count in lengths},
                 "sources": {
                     source: {"drafted": drafted_by[source], "accepted": accepted_by[source]}
                     for source in sorted(drafted_by)
@@ -293,7 +290,7 @@ class Reply:
                 yield self._event(usage=self.usage)
             yield "data: [DONE]\n\n"
         except Refused as error:  # behind a status that said otherwise
-            self._writer.metrics.refused(error.status)
+            self._writer.metrics.count("request_refused", error.status)
             yield _data(error.body())
 
     @property

@@ -536,14 +536,10 @@ class Metrics:
             for name, (said, buckets) in _HISTOGRAMS.items()
         }
 
-    def count(self, name: str, *label: str, by: int = 1) -> None:
+    def count(self, name: str, *label: object, by: int = 1) -> None:
         """Add to a counter; `label`: its value, where it has one. From any thread."""
         counter = self._counters[name]
         (counter.labels(*label) if label else counter).inc(by)
-
-    def refused(self, status: int) -> None:
-        """A request got an error. From any thread."""
-        self.count("request_refused", str(status))
 
     def wrote(self, answer: Answer) -> None:
         """Counts rounds of an answer which nobody took yet."""
@@ -559,7 +555,7 @@ class Metrics:
                 self.count("spec_decode_num_draft_tokens", by=len(entry.draft_tokens))
                 self.count("spec_decode_num_accepted_tokens", by=entry.accepted)
             for position, index in enumerate(entry.kept):
-                self.count("spec_decode_num_accepted_tokens_per_pos", str(position))
+                self.count("spec_decode_num_accepted_tokens_per_pos", position)
                 self.count("tokens_by_source", entry.sources[index])
         if any(entry.tokens for entry in running.fresh):
             now = time.perf_counter()
