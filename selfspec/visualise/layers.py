@@ -166,7 +166,7 @@ class LayerTrace:
                 elif kind == "place":
                     places.append(_place(values, infos[0].exit_layers, len(places)))
                 elif kind == "round":
-                    rounds.append(_round(values, infos[0]))
+                    rounds.append(_round(values, infos[0].exit_layers))
                 else:
                     raise InvalidData(f"found {kind!r}, expected a place or a round")
             except (InvalidData, InvalidOption) as error:
@@ -195,18 +195,16 @@ def _info(values: dict[str, Any]) -> TraceInfo:
     options = SpeculationOptions().updated(values.pop("options"))
     found = _typed(TraceInfo, {**values, "options": options})
     _ = found.taus  # a threshold for each layer
-    _require_same_length(found.exit_layers, found.head_kinds, found.thresholds)
-    for layer in found.exit_layers:
-        _require_layer(layer, found)
+    if not len(found.exit_layers) == len(found.head_kinds) == len(found.thresholds):
+        raise InvalidData("exit_layers, head_kinds and thresholds are not of one length")
+    if not all(0 <= layer < found.num_layers for layer in found.exit_layers):
+        raise InvalidData(f"exit layers {found.exit_layers}, the model has {found.num_layers}")
     return found
 
 
 def _place(values: dict[str, Any], layers: tuple[int, ...], index: int) -> Place:
     said = tuple(_typed(LayerSays, entry) for entry in values.pop("layers"))
     found = _typed(Place, {**values, "layers": said})
-    _require_same_length(found.final_top_tokens, found.final_top_texts, found.final_top_probs)
-    for one in said:
-        _require_same_length(one.top_tokens, one.top_texts, one.top_probs)
     if tuple(one.layer for one in said) != layers:
         raise InvalidData(
             f"exit layers {[one.layer for one in said]} are not those of the first line"
@@ -216,7 +214,7 @@ def _place(values: dict[str, Any], layers: tuple[int, ...], index: int) -> Place
     return found
 
 
-def _round(values: dict[str, Any], info: TraceInfo) -> tuple[Round, tuple[str, ...]]:
+def _round(values: dict[str, Any], layers: tuple[int, ...]) -> tuple[Round, tuple[str, ...]]:
     """With the texts of its drafts. All that it says of drafts must be said of those it has."""
     texts = tuple(values.pop("draft_texts"))
     if not fits(texts, tuple[str, ...]):
@@ -232,29 +230,22 @@ def _round(values: dict[str, Any], info: TraceInfo) -> tuple[Round, tuple[str, .
     if not all(0 <= index < count for index in entry.kept) or entry.accepted > len(entry.tokens):
         raise InvalidData(f"drafts {entry.kept} were kept, of {count}")
     check_keys(entry.sources, SOURCES, "source of a draft")
-    for layer in entry.exit_layers:
-        _require_layer(layer, info)
+    if not {*entry.exit_layers} <= {0, *layers}:
+        raise InvalidData(f"drafts of exit layers {entry.exit_layers}, looked at were {layers}")
     return entry, texts
-
-
-def _require_layer(layer: int, info: TraceInfo) -> None:
-    if not 0 <= layer < info.num_layers:
-        raise InvalidData(f"found exit layer {layer}, the model has {info.num_layers}")
-
-
-def _require_same_length(*columns: Sequence[Any]) -> None:
-    if len({len(one) for one in columns}) > 1 or not columns[0]:
-        raise InvalidData(f"lists of {[len(one) for one in columns]} values, expected one length")
 
 
 Kept = TypeVar("Kept", LayerSays, Place, TraceInfo)
 
 
 def _typed(kind: type[Kept], values: Mapping[str, Any]) -> Kept:
-    """A dataclass from JSON, whose lists are tuples here."""
+    """A dataclass from JSON, whose lists are tuples here; of guesses, each column has as many."""
     lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
     made = kind(**{**values, **lists})
     require_types(made)
+    counts = {len(value) for name, value in vars(made).items() if "top_" in name}
+    if len(counts) > 1 or 0 in counts:
+        raise InvalidData(f"guesses of {sorted(counts)} tokens, texts and probabilities")
     return made
 
 

@@ -26,10 +26,9 @@ from selfspec.heads.exit_heads import logit_lens
 from selfspec.heads.heads import ExitHead, ExitJudge, spread, top_probability, widened
 from selfspec.model.backbone import Backbone
 from selfspec.options import Costs, Exit
-from selfspec.training.features import Batch, FeatureSpec, features
+from selfspec.training.features import LOGIT_ROWS, Batch, FeatureSpec, features
 from selfspec.visualise.layers import LayerSays, LayerTrace, Place, TraceInfo
 
-_ROWS = 128  # places whose logits exist at a time
 TOP = 5  # guesses kept of each layer
 
 _DIGITS = 6
@@ -145,7 +144,7 @@ def _places(
     exits, behind = [one["exit_layer"] for one, _ in came], [drafts for _, drafts in came]
     made = chained(lenses, looked.hidden, looked.deep, exits, behind)
     texts = iter(reader.texts.pieces(answer))
-    for rows in torch.arange(len(answer)).split(_ROWS):
+    for rows in torch.arange(len(answer)).split(LOGIT_ROWS):
         target_logits = backbone.logits(looked.hidden[last][rows])
         final = reader.likeliest(target_logits.log_softmax(-1))
         tokens = looked.following[rows]
@@ -239,10 +238,7 @@ class Reader(NamedTuple):
         ]
 
     def likeliest(self, log_probs: Tensor, head: ExitHead | None = None) -> list[dict[str, Any]]:
-        """The best of each distribution [R, V_draft] of `head`, or [R, V] of the model.
-
-        Most likely first, under the names that `LayerSays` has for them.
-        """
+        """The best of each distribution [R, V_draft] of `head`, or [R, V] of the model, by name."""
         best = log_probs.argmax(-1, keepdim=True)
         # where values tie, topk takes any of them: the one that would be drafted comes first
         marked = log_probs.scatter(-1, best, torch.inf)

@@ -55,15 +55,13 @@ def page_data(trace: LayerTrace, costs: MeasuredCosts | None) -> dict[str, Any]:
     def tops(tokens: Sequence[int], texts: Sequence[str]) -> list[int]:
         return [words.setdefault(word, len(words)) for word in zip(tokens, texts, strict=True)]
 
-    given = givers(trace)
-    counts = dict(layers.ranked(given))
-    known = list(counts)
+    counts = dict(layers.ranked(givers(trace)))
     vain = _rejected(trace)
     places = [
         {
             "word": words.setdefault((place.token, place.text), len(words)),
             "round": place.round,
-            "giver": known.index(giver),
+            "giver": list(counts).index(giver),
             "rejected": vain[place.index],
             "copied_from": place.copied_from,
             "right_from": layers.right_from(trace, place),
@@ -81,7 +79,7 @@ def page_data(trace: LayerTrace, costs: MeasuredCosts | None) -> dict[str, Any]:
                 for said in place.layers
             ],
         }
-        for place, giver in zip(trace.places, given, strict=True)
+        for place, giver in zip(trace.places, givers(trace), strict=True)
     ]
     costs = layers.usable(trace, costs)
     return {
