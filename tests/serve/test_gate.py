@@ -100,12 +100,8 @@ def test_an_answer_that_the_servers_end_cuts_is_one_line(log: pytest.LogCaptureF
     asyncio.run(_Around(cut, ServeOptions(), nobody)(scope, nobody, nobody))
     ours = [line for line in log.text.splitlines() if line.startswith("selfspec")]
     assert ours == ["selfspec.serve.gate an answer was cut: the server stops, or its client left"]
-
-
-def test_less_than_a_second_to_end_is_no_end_at_once() -> None:
-    nothing: Any = None
-    server = Server(nothing, ServeOptions(graceful_seconds=0.5), nothing)
-    assert server.config.timeout_graceful_shutdown == 1
+    hasty = Server(nobody, ServeOptions(graceful_seconds=0.5), nobody)
+    assert hasty.config.timeout_graceful_shutdown == 1  # not at once
 
 
 HOSTILE: list[Any] = [

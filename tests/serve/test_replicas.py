@@ -266,17 +266,15 @@ def test_where_no_copy_is_ready_that_is_said_in_time(
     assert answer.json()["error"]["message"] == "no copy of the model is ready. Try again soon"
 
 
-def test_a_body_that_is_read_for_long_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_a_copy_ends_its_answer_is_refused_and_never_half_of_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def read(_: bytes) -> str:
-        with pytest.raises(RuntimeError):
-            asyncio.get_running_loop()  # the server's, in whose thread others are served
+        with pytest.raises(RuntimeError):  # beside the loop, in whose thread others are served
+            asyncio.get_running_loop()
         return ""
 
     monkeypatch.setattr("selfspec.serve.replicas.session", read)
-    assert through(error=ActorDiedError()).status_code == 503
-
-
-def test_where_a_copy_ends_its_answer_is_refused_and_never_half_of_one() -> None:
     answer = through(error=ActorDiedError())
     assert answer.status_code == 503
     assert answer.json()["error"]["type"] == "server_error"
