@@ -153,14 +153,8 @@ def test_a_base_model_writes_on_behind_plain_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what there is is enough, where a recipe has no more."""
-    admit = selfgen.Admission.admit
-
-    def ended(self: selfgen.Admission, index: int, *batch: Any) -> Any:
-        if index:
-            raise InvalidOption("no row could be used")
-        return admit(self, index, *batch)
-
-    monkeypatch.setattr(selfgen.Admission, "admit", ended)
+    admits: Any = iter((selfgen.Admission.admit, Mock(side_effect=InvalidOption("no more rows"))))
+    monkeypatch.setattr(selfgen.Admission, "admit", lambda *batch: next(admits)(*batch))
     report = made(tmp_path / "out", model="base", raw=True)
     rows = [json.loads(line) for line in (tmp_path / "out" / TEXT).read_text().splitlines()]
     assert {"prompt", "completion"} <= rows[0].keys()
@@ -193,15 +187,11 @@ def test_heads_that_slow_are_not_faster(seconds: Any, faster: bool) -> None:
 
 
 def test_texts_that_part_are_compared_by_their_tokens() -> None:
-    """A way that ends early has written less, and one that ends at once nothing."""
-    for counts, expected in (((8, 4, 16), [2.0, 4.0, 1.0]), ((8, 0, 16), [2.0, 0.0, 1.0])):
-        texts = [
-            Mock(token_ids=[7] * (n + 1), stats=Mock(decode_s=float(n > 0), rounds=3))
-            for n in counts
-        ]
-        own = Mock(_state=Mock(asked=0), _answered=Mock(side_effect=texts))
-        row = _Adaptation._timed(own, Mock(), "task", "a", 64)
-        assert row == Row("task", 16, expected, 3, same=False)
+    stats = Mock(decode_s=1.0, rounds=3)
+    texts = [Mock(token_ids=[7] * (count + 1), stats=stats) for count in (8, 4, 16)]
+    own = Mock(_state=Mock(asked=0), _answered=Mock(side_effect=texts))
+    row = _Adaptation._timed(own, Mock(), "task", "a", 64)
+    assert row == Row("task", 16, [2.0, 4.0, 1.0], 3, same=False)
 
 
 def test_faster_heads_are_used_by_themselves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -433,8 +433,7 @@ def _write_features(asked: Asked, options: CacheOptions, workers: int) -> None:
     names = {"base_model": model.name, "data": Path(asked["data"]).name}
     manifest = store.Manifest.of(source, **names, chat_template=model.chat_template)
     total, size = manifest.positions, manifest.bytes / 1e9
-    each = manifest.bytes // max(1, total)
-    base.note(f"selfspec: {total:,} positions at {each:,} bytes: {size:.2f} GB")
+    base.note(f"selfspec: {total:,} positions at {manifest.bytes // total:,} bytes: {size:.2f} GB")
     if "max_size" in asked and size > asked["max_size"]:
         raise InvalidOption(
             f"the features would take {size:.2f} GB, more than max_size {asked['max_size']}. Take "

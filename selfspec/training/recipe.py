@@ -312,6 +312,8 @@ def _recipe(found: Any) -> Recipe:
         raise InvalidOption(f"written-share is {share}, expected 0 to 1")
     if not families:
         raise InvalidOption("families is empty, expected at least one")
+    if OWN in found["families"]:
+        raise InvalidOption(f"{OWN} is the family of --questions. Name yours otherwise")
     whole = repr((tuple(families), lists, languages, share))
     return Recipe(
         families=tuple(families),
@@ -328,12 +330,12 @@ def _family(name: str, values: Any, lists: set[str], languages: set[str]) -> Fam
         if isinstance(asks := values.get("ask"), list):
             values["ask"] = tuple(tuple(ask) if isinstance(ask, list) else (ask,) for ask in asks)
         if values.get("passage") is not None:
-            wanted = vars(record_of(Passage, values["passage"]))
-            values["passage"] = Passage(**{name: tuple(value) for name, value in wanted.items()})
+            given = vars(record_of(Passage, values["passage"]))
+            values["passage"] = Passage(**{name: tuple(value) for name, value in given.items()})
     family = record_of(Family, values)
-    given = lists | ({"question"} if family.question else set())
+    known = lists | ({"question"} if family.question else set())
     if (wanted := family.passage) is not None:
-        given |= {"passage", "language"}
+        known |= {"passage", "language"}
         unknown = set(wanted.language) - languages
         if unknown or not wanted.language:
             raise InvalidOption(f"language {', '.join(sorted(unknown))} has no name")
@@ -342,9 +344,9 @@ def _family(name: str, values: Any, lists: set[str], languages: set[str]) -> Fam
             names = set(_placeholders(turn))
         except ValueError as error:
             raise InvalidOption(f"{turn[:60]!r}: {error}") from error
-        if names - given:
+        if names - known:
             raise InvalidOption(
-                f"{{{min(names - given)}}} in {turn[:60]!r} is none of the lists; a brace that "
+                f"{{{min(names - known)}}} in {turn[:60]!r} is none of the lists; a brace that "
                 "stays is written twice"
             )
     return replace(family, question=tuple(family.question))

@@ -198,6 +198,7 @@ GOOD: dict[str, Any] = {"weight": 1, "ask": ["{word}"]}
         ("families: 3", "families is 3, expected"),
         ("family: {}", "unknown key 'family'. Did you mean families"),
         ("families: {f: {weight: 1}}", "family f: missing 1 required keyword-only argument: 'ask'"),
+        ("families: {questions: {weight: 1, ask: [a]}}", "is the family of --questions. Name"),
         ("lists: {a: []}", "the list a is empty"),
         ("lists: {a: [yes]}", "the list a is [True], expected a list of"),
         ("written-share: 2\nfamilies: {f: {weight: 1, ask: [a]}}", "written-share is 2"),

@@ -273,11 +273,6 @@ def test_the_real_package_reads_a_folder(tmp_path: Path, monkeypatch: pytest.Mon
 # --- conversations
 
 
-def test_reading_stops_behind_max_tokens(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(LINE * 5)
-    assert len(read(tmp_path / "a.jsonl", max_tokens=3)) == 2
-
-
 def test_a_twentieth_is_held_out_and_one_conversation_is_too_few(talks: Talks) -> None:
     train, held_out = text.split(talks * 5)
     assert (len(train), held_out) == (57, talks[-3:])
