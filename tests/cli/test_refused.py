@@ -27,7 +27,7 @@ from selfspec.hub import models as hub
 from selfspec.serve.options import VARIABLE
 from tests.bad_input import Change, config, furnish, patience, snapshot, tensors
 from tests.cli.fakes import Call
-from tests.gguf_files import header, tensor, text, tiny, value
+from tests.gguf_models import header, tensor, text, tiny, value
 
 SHORT = {
     "M": "--model model --dtype float32",

@@ -1,8 +1,9 @@
-"""What rounds cost, what is measured of them, and when the never-slower rule pauses drafts."""
+"""What rounds cost and count, what is measured, and when the never-slower rule pauses drafts."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from selfspec.decoding.engine import Runtime
 from selfspec.decoding.measure import ROWS, Clock, PassShape, StepSpeed, measure, why_unpinned
 from selfspec.decoding.sampling import DraftToken
 from selfspec.decoding.state import alone
-from selfspec.decoding.stats import Stopwatch
+from selfspec.decoding.stats import PARTS, GenerationStats, Stopwatch
 from selfspec.errors import PinnedUnavailable
 from selfspec.heads.exit_heads import ExitHeads, logit_lens
 from selfspec.model.backbone import Backbone
@@ -33,7 +34,7 @@ from selfspec.model.generic import GenericExecutor
 from selfspec.options import Costs
 from tests.decoding.test_drafters import Other, Text
 from tests.heads.kinds import make_heads
-from tests.models import make_model, needs_compiler, random_ids
+from tests.models import make_model, needs_compiler, random_ids, wrapped
 from tests.recorded import RecordedCapture
 from tests.traces import entry
 
@@ -294,7 +295,7 @@ def test_heads_that_read_deep_states_are_measured_too(backbone: Backbone) -> Non
 
 
 def test_one_layer_is_measured_too() -> None:
-    found = measure(Backbone(make_model("llama", num_hidden_layers=1)), None, context=20)
+    found = measure(wrapped("llama", num_hidden_layers=1), None, context=20)
     assert found.num_layers == 1
 
 
@@ -328,7 +329,7 @@ def ticking(seconds: float = 1.0) -> Clock:
 def test_a_step_reads_weights_keys_and_values_in_the_models_dtype(
     executor: str, weights: int, width: int, dtype: torch.dtype
 ) -> None:
-    backbone = Backbone(make_model("llama", dtype), executor=executor)
+    backbone = wrapped("llama", dtype, executor)
     found = measuring.step_speed(backbone, context=10, clock=ticking(0.5))
     assert found.weight_bytes == dtype.itemsize * weights
     assert found.kv_bytes == dtype.itemsize * 2 * LAYERS * KV_HEADS * width * 10
@@ -338,10 +339,7 @@ def test_a_step_reads_weights_keys_and_values_in_the_models_dtype(
 
 
 def test_an_unembedding_that_is_the_embedding_counts_once_and_another_embedding_never() -> None:
-    tied, own = (
-        Backbone(make_model("llama", tie_word_embeddings=tie), executor="generic").weight_bytes
-        for tie in (True, False)
-    )
+    tied, own = (wrapped("llama", tie_word_embeddings=tie).weight_bytes for tie in (True, False))
     assert tied == own == 4 * (PRODUCTS + NORMS)
 
 
@@ -381,7 +379,7 @@ FIXED = PassShape(8, 64)
 EXACT = FusedExecutor.unembed
 
 
-def wrapped(model: Any, executor: str = "fused") -> Speculator:
+def probed(model: Any, executor: str = "fused") -> Speculator:
     return wrap(model, heads="logit-lens", executor=executor, drafter="exit:threshold=0.05")
 
 
@@ -407,16 +405,16 @@ def assert_drafts_leave_the_pinned_text(speculator: Speculator, rows: int = 8) -
 def test_kernels_that_depend_on_the_number_of_rows_get_passes_of_one_shape(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert wrapped(model).runtime.probe.shape(FIXED, 8) == PassShape()
+    assert probed(model).runtime.probe.shape(FIXED, 8) == PassShape()
     monkeypatch.setattr(FusedExecutor, "unembed", depends_on_rows)
-    again = wrapped(model)
+    again = probed(model)
     assert "do not treat all rows alike" in str(why_unpinned(again.backbone, PassShape(), 8))
     assert again.runtime.probe.shape(FIXED, 8) == FIXED
     assert_drafts_leave_the_pinned_text(again)
 
 
 def test_graphs_of_such_kernels_are_of_8_rows_or_16(monkeypatch: pytest.MonkeyPatch) -> None:
-    speculator, exact = wrapped(make_model("llama"), "cuda-graph"), GenericExecutor.run_layers
+    speculator, exact = probed(make_model("llama"), "cuda-graph"), GenericExecutor.run_layers
     monkeypatch.setattr(
         GenericExecutor,
         "run_layers",
@@ -431,7 +429,7 @@ def test_graphs_of_such_kernels_are_of_8_rows_or_16(monkeypatch: pytest.MonkeyPa
 @needs_compiler
 def test_bits_are_pinned_where_a_probe_says_so(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def pinned(executor: str, **options: Any) -> bool:
-        answer = wrapped(model, executor).generate(random_ids(9), max_new_tokens=6, **options)
+        answer = probed(model, executor).generate(random_ids(9), max_new_tokens=6, **options)
         return answer.stats.pinned
 
     assert pinned("fused")
@@ -448,9 +446,92 @@ def test_bits_are_pinned_where_a_probe_says_so(model: Any, monkeypatch: pytest.M
 def test_pinned_mode_is_refused_where_neither_way_holds(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    speculator, calls = wrapped(model), iter(range(10**6))
+    speculator, calls = probed(model), iter(range(10**6))
     monkeypatch.setattr(
         FusedExecutor, "unembed", lambda *rows: other_by(1 + next(calls) * 1e-6, *rows)
     )
     with pytest.raises(PinnedUnavailable):
         speculator.generate(random_ids(9), max_new_tokens=5, pinned=True)
+
+
+# --- counters of a generation, on rounds worked by hand
+
+
+PREFILL = entry(1, prefill=True, ended="off")
+ALL_ACCEPTED = entry(4, [2, 4, 2], 3)
+ONE_REJECTED = entry(2, [4, 2], 1, ended="depth")
+SEEN = entry(2, [0] * 3, 1, sources=["ngram"] * 3, ended="off")
+STOPPED = entry(2, [4, 4], 2, ended="eos", stop_reason="eos")
+
+
+@pytest.fixture
+def stats() -> GenerationStats:
+    stats = GenerationStats(num_layers=8, prompt_tokens=5)
+    for part in (PREFILL, ALL_ACCEPTED, ONE_REJECTED, SEEN, STOPPED):
+        stats.add(part)
+    return stats
+
+
+def test_a_lap_is_charged_to_its_part_and_the_callers_time_to_nobody() -> None:
+    seconds = iter([100.0, 160.0, 162.0, 162.5, 163.5])
+    watch = Stopwatch(lambda: next(seconds))
+    watch.start()
+    for part in ("draft", "verify", "draft"):
+        watch.lap(part)
+    assert watch.seconds == {"draft": 3.0, "verify": 0.5}
+
+
+def test_without_rounds_or_time_all_rates_are_zero() -> None:
+    stats = GenerationStats(num_layers=8)
+    rates = (stats.acceptance_rate, stats.compression_rate, stats.decode_tokens_per_s)
+    assert rates == (0.0, 0.0, 0.0)
+
+
+def test_the_line_for_people(stats: GenerationStats) -> None:
+    stats.seconds.update({"prefill": 0.013, "verify": 4.0})
+    lossy = GenerationStats(num_layers=8, lossless=False)
+    assert lossy.line() == GenerationStats(num_layers=8).line() + "; lossy"
+    assert GenerationStats(num_layers=8, pinned=True).line().endswith("; pinned")
+    assert stats.line() == (
+        "11 tokens at 2.5 tokens/s, first after 13 ms; 4 rounds, 2.50 tokens per pass; 7 of 10 "
+        "drafts accepted (exit layer 2: 2 of 3, exit layer 4: 4 of 4, prompt lookup: 1 of 3)"
+    )
+    assert stats.summary() == "11 tokens at 2.5 tokens/s, 2.5 tokens per pass"
+    one = GenerationStats(num_layers=8, new_tokens=1, rounds=1)
+    assert one.summary() == "1 token, 0.0 tokens per pass"
+    assert one.line().startswith("1 token at 0.0 tokens/s, first after 0 ms; 1 round, 0.00 tokens ")
+
+
+def test_the_dict_survives_json(stats: GenerationStats) -> None:
+    parts = {"prefill": 0.5, "draft": 1.0, "heads": 0.25, "verify": 2.0, "bookkeeping": 0.75}
+    assert tuple(parts) == PARTS
+    stats.seconds.update(parts)
+    values = json.loads(json.dumps(stats.to_dict()))
+    assert values == {
+        "num_layers": 8,
+        "prompt_tokens": 5,
+        "reused_tokens": 0,
+        "lossless": True,
+        "pinned": False,
+        "drafts_refused": None,
+        "new_tokens": 11,
+        "rounds": 4,
+        "drafted": 10,
+        "accepted": 7,
+        "bonus": 3,
+        "drafted_by_source": {"exit": 7, "ngram": 3},
+        "accepted_by_source": {"exit": 6, "ngram": 1},
+        "drafted_by_layer": {"2": 3, "4": 4},
+        "accepted_by_layer": {"2": 2, "4": 4},
+        "drafted_by_index": {"1": 4, "2": 4, "3": 2},
+        "accepted_by_index": {"1": 4, "2": 2, "3": 1},
+        "accepted_lengths": {"3": 1, "1": 2, "2": 1},
+        "ended": {"width": 1, "depth": 1, "off": 1, "eos": 1},
+        "seconds": parts,
+        "stop_reason": "eos",
+        "acceptance_rate": 0.7,
+        "compression_rate": 2.5,
+        "ttft_s": 0.5,
+        "decode_s": 4.0,
+        "decode_tokens_per_s": 2.5,
+    }

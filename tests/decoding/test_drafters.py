@@ -1,34 +1,39 @@
-"""Drafters: lookup, a second model, fewer layers, successors, lookahead; what holds for all."""
+"""Drafters: lookup, a second model, fewer layers, successors, lookahead, a datastore."""
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
+from selfspec import files
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import Draft, Target
 from selfspec.decoding.costs import DraftCost
-from selfspec.decoding.drafters import draft_model, ngram
-from selfspec.decoding.drafters.base import DraftController, Drafting
+from selfspec.decoding.drafters import draft_model, ngram, rest
+from selfspec.decoding.drafters.base import ROOT, DraftController, Drafting
 from selfspec.decoding.drafters.draft_model import WINDOW, DraftCache, DraftModelDrafter, again
 from selfspec.decoding.drafters.ngram import LookaheadDrafter, NgramDrafter, SeenTextFirst
-from selfspec.decoding.drafters.rest import Datastore
+from selfspec.decoding.drafters.rest import BEHIND, DOUBT, END, Datastore, RestGuesser, suffix_array
 from selfspec.decoding.state import DecodeState, Drafter, Steps, alone, ready
 from selfspec.decoding.stats import Stopwatch
-from selfspec.errors import DraftModelMismatch, HeadsNotFound, InvalidOption
+from selfspec.errors import DraftModelMismatch, HeadsNotFound, InvalidData, InvalidOption
 from selfspec.heads.heads import top_probability
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv import ancestors
 from selfspec.options import CONTROLLERS, TOGETHER, Skip
 from tests import ladder
 from tests.decoding.conftest import WatchedBackbone
-from tests.models import EXECUTORS, make_model, random_ids
+from tests.models import EXECUTORS, make_model, random_ids, wrapped
 from tests.talks import make_tokenizer
 
 
@@ -226,9 +231,6 @@ def test_a_conversation_drafts_from_the_prefix_that_it_reuses(exact: Any, drafte
 # --- every drafter under every controller
 
 
-SKIP_ONE = "skip:skipped=2,threshold=0.3,max_tokens=2"
-
-
 @pytest.mark.parametrize("drafter", [name for name in TOGETHER if name != "none"])
 @pytest.mark.parametrize(
     "how",
@@ -280,7 +282,7 @@ def test_a_text_that_comes_again_is_drafted(writer: Speculator, drafter: str) ->
 
 SAMPLED: dict[str, dict[str, Any]] = {
     **{one: {} for one in ("ngram", "ngram+exit", "draft-model", "lookahead", "rest")},
-    SKIP_ONE: {"draws": 1200},
+    "skip:skipped=2,threshold=0.3,max_tokens=2": {"draws": 1200},
     "successors:max_tokens=2": {"draws": 1000},
     "exit:layers=0,threshold=0.01,max_tokens=2": {"heads": ladder.attending_heads, "draws": 1000},
     # two wrong drafts cost between 7.5 and 8.5 steps: a pause follows, where one is right none does
@@ -499,7 +501,7 @@ def test_drafts_are_what_fewer_layers_say(target: Backbone, skipped: tuple[int, 
 @torch.inference_mode()
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_window_tried_again_has_what_the_model_said_and_leaves_caches(executor: str) -> None:
-    backbone = Backbone(make_model("llama"), executor=executor)
+    backbone = wrapped("llama", executor=executor)
     ids = random_ids(9)
     text = torch.cat([ids, torch.tensor([own_text(backbone, ids, 12)])], dim=1)
     state, untouched = entered(backbone, text), entered(backbone, text)
@@ -546,7 +548,7 @@ def test_the_threshold_moves_as_self_sd_moves_it() -> None:
 @torch.inference_mode()
 @pytest.mark.parametrize("executor", ["fused", "generic"])
 def test_a_branch_before_the_newest_tokens_says_what_the_text_said(executor: str) -> None:
-    backbone = Backbone(make_model("llama"), executor=executor)
+    backbone = wrapped("llama", executor=executor)
     state = entered(backbone, ids := random_ids(95))  # so that rows lie in two blocks of keys
     found = alone(again(state, (), WINDOW)).logits
     expected = backbone.model(ids).logits[0, -WINDOW - 1 : -1]
@@ -695,3 +697,138 @@ def test_the_controller_sets_how_much_of_an_ngram_is_drafted_and_hears_of_it() -
     assert 4 not in draft.tokens[:-1]
     drafter.learn(draft, [0])
     assert controller.heard == [(2, 1)]
+
+
+# --- drafts from a datastore: what is found there, what it is worth, whose file it is
+
+Prefix = tuple[int, ...]
+
+
+def store_of(*texts: list[int]) -> Datastore:
+    return Datastore.of(texts, make_tokenizer())
+
+
+def weights(texts: list[list[int]], newest: list[int]) -> tuple[Counter[Prefix], int]:
+    """The definition: how often each prefix of 10 tokens follows the longest suffix that occurs."""
+    for count in range(min(16, len(newest)), 1, -1):
+        suffix, found = newest[-count:], Counter[Prefix]()
+        for text in texts:
+            for at in range(len(text) - count + 1):
+                if text[at : at + count] == suffix:
+                    behind = text[at + count : at + count + BEHIND]
+                    found.update(tuple(behind[: n + 1]) for n in range(len(behind)))
+                    found[()] += 1
+        if found:
+            return found, count
+    return Counter(), 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_heaviest_prefixes_behind_the_longest_suffix_are_found(seed: int) -> None:
+    drawn = random.Random(seed)
+    texts = [[drawn.randrange(3) for _ in range(drawn.randrange(1, 60))] for _ in range(12)]
+    newest = [drawn.randrange(3) for _ in range(drawn.randrange(1, 20))]
+    (expected, matched), store = weights(texts, newest), store_of(*texts)
+    for most in (4, 15, 10_000):
+        trie = store.behind(newest, most)
+        found = {(*path, token) for path, known in trie.items() for token in known.tokens}
+        assert found <= expected.keys()
+        sizes = sorted((count for path, count in expected.items() if path), reverse=True)
+        assert sorted((expected[path] for path in found), reverse=True) == sizes[:most]
+        for path, known in trie.items():
+            assert path == () or path in found
+            whole = expected[path] + DOUBT / (matched + len(path))
+            chances = [expected[path + (token,)] / whole for token in known.tokens]  # noqa: RUF005  # 3.10
+            assert list(known.chances) == chances == sorted(chances, reverse=True)
+
+
+def test_places_are_in_the_order_of_what_stands_there() -> None:
+    drawn = random.Random(0)
+    for size in (1, 2, 31, 500):
+        ids = np.array([drawn.randrange(-1, 3) for _ in range(size)], np.int32)
+        naive = sorted(range(size), key=lambda at: (ids[at : at + 32].tolist(), at))
+        assert suffix_array(ids).tolist() == naive
+
+
+def test_many_hits_are_thinned_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = store_of(*([1, 2, 3] for _ in range(30)), *([1, 2, 4] for _ in range(60)))
+    monkeypatch.setattr(rest, "HITS", 9)
+    known = store.behind([1, 2], 15)[()]
+    assert (known.tokens, known.chances) == ((4, 3), (6 / (9 + 4), 3 / (9 + 4)))
+
+
+def test_a_guesser_says_what_follows_paths_of_a_draft_and_in_chains_the_heaviest() -> None:
+    store, draft = store_of([1, 2, 5, 6], [1, 2, 5, 7], [1, 2, 8, 6]), Draft.of([5, 8], [-1, -1])
+    for trees, expected in ((True, [[5, 8], [6, 7], [6]]), (False, [[5], [6], [6]])):
+        guesser = RestGuesser(store, 15, trees=trees)
+        guesser.begin(Text([9, 1, 2]))
+        found = alone(guesser.ask(draft, [ROOT, 0, 1], Stopwatch()))
+        assert [
+            [guess.choice(rank).token for rank in range(len(guess.chances))]  # type: ignore[union-attr]  # there is one
+            for guess in found
+        ] == expected
+
+
+# --- the file of a datastore
+
+
+def test_a_file_holds_what_was_saved_and_is_known_as_ours(tmp_path: Path) -> None:
+    store, path = store_of([1, 2, 3], [4, 5]), tmp_path / "store.safetensors"
+    for _ in range(2):  # the second takes the place of the first
+        store.save(path)
+    found = Datastore.read(path)
+    assert found.ids.tolist() == [1, 2, 3, END, 4, 5, END]
+    assert (found.suffixes.tolist(), found.vocabulary) == (
+        store.suffixes.tolist(),
+        store.vocabulary,
+    )
+    assert files.written_here(path)
+
+
+WRONG: list[dict[str, Any]] = [
+    {"ids": None},
+    {"more": np.zeros(3, np.int32)},
+    {"ids": np.zeros(2, np.int32)},
+    {"ids": np.zeros(7, np.int64)},
+    {"ids": np.full(7, -2, np.int32)},
+    {"suffixes": np.full(7, 7, np.int32)},
+    {"suffixes": np.full(7, -1, np.int32)},
+    {"ids": np.zeros(0, np.int32), "suffixes": np.zeros(0, np.int32)},
+    {"ids": np.zeros((7, 1), np.int32), "suffixes": np.zeros((7, 1), np.int32)},
+    {"vocabulary": np.zeros(31, np.uint8)},
+]
+
+
+@pytest.mark.parametrize("changed", WRONG, ids=range(len(WRONG)))
+def test_what_is_no_datastore_is_refused(changed: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "store.safetensors"
+    store_of([1, 2, 3], [4, 5]).save(path)
+    tensors = {name: one for name, one in (load_file(path) | changed).items() if one is not None}
+    save_file(tensors, path)
+    with pytest.raises(InvalidData, match=f"{path} is (no datastore|damaged)"):
+        wrap(make_model("llama"), datastore=path)
+
+
+def test_another_vocabulary_is_refused(tmp_path: Path, exact: Any) -> None:
+    path, other = tmp_path / "store.safetensors", make_tokenizer()
+    other.add_tokens(["zebra"])
+    Datastore.of([[1, 2, 3]], other).save(path)
+    assert wrap(exact, other, datastore=path).options.drafter == "ngram+rest"
+    with pytest.raises(InvalidData, match=f"the datastore {path} is of another vocabulary"):
+        wrap(exact, make_tokenizer(), datastore=path)
+    Datastore.of([[1, 96, 3]], other).save(path)  # a token that the model does not have
+    with pytest.raises(InvalidData, match="of another vocabulary than the model's"):
+        wrap(exact, other, datastore=path)
+
+
+def test_longest_paths_and_rows_are_bounded(tmp_path: Path, exact: Any) -> None:
+    ids, path = random_ids(9), tmp_path / "store.safetensors"
+    many: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "costs": "row=0"}
+    plain = wrap(exact, speculate=False).generate(ids, **many)
+    store_of(*[[*ids[0].tolist(), *plain.token_ids]] * 50).save(path)  # all but certain
+    speculator = wrap(exact, datastore=path, drafter="rest")
+    lengths = [
+        max(speculator.generate(ids, drafter=f"rest:{setting}", **many).stats.drafted_by_index)
+        for setting in ("max_tokens=2", "max_rows=4", "max_rows=16")
+    ]
+    assert lengths == [2, 3, 10]

@@ -21,8 +21,7 @@ from selfspec.heads.folder import FILES_OF_A_FIT
 from selfspec.hub import models as hub
 from selfspec.hub import pretrained
 from selfspec.training.records import CALIBRATION
-from tests.gguf_files import tiny
-from tests.gguf_models import write_model
+from tests.gguf_models import tiny, write_model
 from tests.talks import make_tokenizer, save_tiny
 
 pytestmark = pytest.mark.usefixtures("empty_cache")

@@ -30,8 +30,8 @@ from selfspec.training.options import FITTED_HEAD_TYPES, FitOptions
 from selfspec.training.text import Conversation
 from tests.bad_input import NAN, one_line
 from tests.heads.eagle3.make import HEADS, HERE, LENGTH, SHOWN, STEPS, WIDTH, states, target, text
-from tests.heads.test_attending import FIRST, read
-from tests.models import VOCAB_SIZE, make_model
+from tests.heads.test_folders import FIRST, read
+from tests.models import VOCAB_SIZE, make_model, wrapped
 from tests.talks import Talks, make_talks
 
 LAYERS = (2, 4)
@@ -165,7 +165,7 @@ def test_heads_that_attend_learn_from_the_logits_of_the_reference(name: str) -> 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt_neox"])
 def test_fitted_heads_that_attend_come_back_from_their_folder(family: str, tmp_path: Path) -> None:
-    backbone = Backbone(make_model(family), executor="generic")
+    backbone = wrapped(family)
     talks = make_talks(backbone.model)
     result = fitted(backbone, talks, head_type="eagle3", exit_layers=(0,), draft_vocab_size=20)
     config = cast("AttendingConfig", result.heads.config)

@@ -280,10 +280,6 @@ def test_a_twentieth_is_held_out_and_one_conversation_is_too_few(talks: Talks) -
         text.split(talks[:1])
 
 
-def test_special_tokens_without_a_role_count_too(tokenizer: PreTrainedTokenizerBase) -> None:
-    assert text.special_ids(tokenizer) == {0, 1, 3}
-
-
 # --- a file that grows
 
 OPTIONS = {"seed": 0, "shard": "1/1", "pair": (0.8, 1.0)}
