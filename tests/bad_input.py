@@ -147,6 +147,11 @@ TEMPLATE = (
 IDS = [5, 6, 7]
 
 
+class Strange:
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+
 def small_model() -> Any:
     """With a vocabulary of bytes."""
     return make_model("llama", vocab_size=VOCAB, tie_word_embeddings=True)

@@ -26,7 +26,7 @@ from selfspec.errors import InvalidOption, annotations_of, described, fits, show
 from selfspec.eval.results import BenchOptions
 from selfspec.options import CmAsd, CmAsdLength, Costs, Easd, Exit, Fixed, GammaTune, Lenient, Ngram
 from selfspec.training.options import CacheOptions, DataOptions, FitOptions
-from tests.bad_input import patience
+from tests.bad_input import Strange, patience
 from tests.models import addressless, make_model
 from tests.talks import make_tokenizer
 
@@ -442,12 +442,7 @@ def test_annotations_in_words(hint: Any, words: str) -> None:
     assert described(hint) == words
 
 
-class Unprintable:
-    def __repr__(self) -> str:
-        raise RuntimeError("no")
-
-
-@pytest.mark.parametrize("value", ["x" * 500, "a\nb", Unprintable(), [None] * 900])
+@pytest.mark.parametrize("value", ["x" * 500, "a\nb", Strange(), [None] * 900])
 def test_a_value_is_shown_on_one_short_line(value: object) -> None:
     assert len(shown(value)) < 70
     assert "\n" not in shown(value)

@@ -21,7 +21,7 @@ from selfspec.config import GenerateOptions, SpeculationOptions
 from selfspec.errors import HeadsMismatch, InvalidOption, InvalidPrompt, SelfspecError
 from selfspec.heads.exit_heads import logit_lens
 from selfspec.options import Exit, Fixed
-from tests.bad_input import IDS, VOCAB, check, small_model, speaking
+from tests.bad_input import IDS, VOCAB, Strange, check, small_model, speaking
 from tests.models import addressless, make_model, random_ids, wrapped
 
 load: Any = facade.load
@@ -39,11 +39,6 @@ def speculator(model: Any) -> Speculator:
 
 
 # --- prompts
-
-
-class Strange:
-    def __repr__(self) -> str:
-        raise RuntimeError("no repr")
 
 
 def user(content: Any) -> list[dict[str, Any]]:
@@ -384,6 +379,7 @@ CASES: list[tuple[Callable[[Any], Any], type[SelfspecError], str]] = [
     (lambda model: wrap(model, colour=3), InvalidOption, "unknown option 'colour'"),
     (lambda model: wrap(model, head="logit-lens"), InvalidOption, "Did you mean heads"),
     (lambda model: asked(model, stop=5), InvalidOption, "Did you mean stop_strings"),
+    (lambda model: asked(model, acceptance="lenient:lenience=0.5"), InvalidOption, "do_sample"),
     (lambda model: asked(model, max_tokens=5), InvalidOption, "Did you mean max_new_tokens"),
     (lambda model: speaking(model).hf(streamer=None), InvalidOption, r"for model\.generate itself"),
     (lambda model: speaking(model).hf(stop_strings="a"), InvalidOption, r"hf\(strings=\.\.\.\)"),

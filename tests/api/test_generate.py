@@ -33,11 +33,6 @@ def test_inside_hugging_faces_generate_the_output_object_is_its_own(
     assert torch.equal(record.sequences, exact.generate(ids, **asked))
 
 
-def test_a_lenient_rule_needs_sampling(speculator: Speculator) -> None:
-    with pytest.raises(InvalidOption, match="do_sample"):
-        speculator.generate(random_ids(5), acceptance="lenient:lenience=0.5")
-
-
 def test_a_pad_token_within_a_single_prompt_is_no_padding(exact: Any) -> None:
     speculator = wrap(exact, heads="logit-lens")
     ids = random_ids(8)

@@ -39,7 +39,7 @@ from selfspec.options import MEDUSA_FITTED
 from tests import ladder
 from tests.heads.eagle3.make import HEADS, HERE, LENGTH, SHOWN, STEPS, target, text
 from tests.heads.kinds import make_heads, train
-from tests.models import EXECUTORS, make_model, needs_compiler, random_ids
+from tests.models import EXECUTORS, make_model, needs_compiler, random_ids, wrapped
 from tests.talks import make_tokenizer
 
 OPTIONS = SpeculationOptions(never_slower=False).updated(
@@ -96,9 +96,9 @@ def backbone(request: pytest.FixtureRequest) -> Backbone:
     return Backbone(make_model("llama", max_position_embeddings=512), executor=request.param)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def generic() -> Backbone:
-    return Backbone(make_model("llama"), executor="generic")
+    return wrapped("llama")
 
 
 def asked(prompt: Tensor) -> Asked:
@@ -351,7 +351,7 @@ def test_they_answer_about_no_layer(precise: Backbone) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [*HEAD_TYPES, "states"])
 def test_packed_heads_answer_alike_to_8_bits(kind: str, dtype: torch.dtype, family: str) -> None:
-    backbone = Backbone(make_model(family, dtype), executor="generic")
+    backbone = wrapped(family, dtype)
     heads = train(make_heads(kind, backbone.unembedding, draft_vocab_size=5))
     hidden = backbone.embed(random_ids(6)[0]).view(2, 3, -1)
     every = hidden.flip(0), None, hidden.repeat(1, 1, 1 + len(heads.layers))
@@ -375,7 +375,7 @@ def test_packed_heads_answer_alike_to_8_bits(kind: str, dtype: torch.dtype, fami
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_layer_of_heads_that_attend_is_packed_too(dtype: torch.dtype) -> None:
-    backbone = Backbone(make_model("llama", dtype), executor="generic")
+    backbone = wrapped("llama", dtype)
     heads = ladder.attending_heads(backbone)
     states = torch.cat([backbone.embed(random_ids(6, seed=n)[0]) for n in range(3)], dim=-1)
 

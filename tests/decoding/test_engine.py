@@ -25,7 +25,7 @@ from selfspec.heads.exit_heads import logit_lens
 from selfspec.heads.heads import scored
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv import Rows
-from tests.models import make_model, needs_compiler, random_ids
+from tests.models import make_model, needs_compiler, random_ids, wrapped
 
 NEW = 14
 
@@ -176,8 +176,7 @@ def test_all_texts_of_a_round_draft_and_verify_together(
 
 def test_texts_that_cannot_share_passes_are_what_they_are_alone() -> None:
     """Through the model's own modules, where each runs by itself."""
-    backbone = Backbone(make_model("llama"), executor="generic")
-    runtime = listening(backbone)
+    runtime = listening(wrapped("llama"))
     wanted = requests(6, [PLAIN, EXITS])
     alone = [written(runtime, one) for one in wanted]
     engine = Engine(runtime, patience=0.1)

@@ -25,10 +25,10 @@ from selfspec.decoding.stats import EXIT, Stopwatch
 from selfspec.errors import InvalidDraft, UnsupportedModel
 from selfspec.eval.verify import BranchingDrafter
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv import KVCache, Rows, ancestors, depths, held_behind
+from selfspec.model.kv import KVCache, Rows
 from tests import ladder, laws
 from tests.decoding.test_drafters import Text
-from tests.models import EXECUTORS, make_model, random_ids
+from tests.models import EXECUTORS, make_model, random_ids, wrapped
 
 
 @cache
@@ -46,14 +46,6 @@ def paths(parents: Sequence[int]) -> list[list[int]]:
     for row, parent in enumerate(parents):
         found.append([*(found[parent] if parent >= 0 else []), row])
     return found
-
-
-def test_a_tree_s_depths_and_ancestors() -> None:
-    assert depths(PARENTS) == [0, 0, 1, 1, 1, 2, 2, 2]
-    assert depths((-3, -1, 0, 1)) == [-2, 0, -1, 1]  # behind older held positions
-    assert held_behind((-3, -1, 0, 1)) == [2, 0, 2, 0]
-    seen = ancestors(PARENTS)
-    assert [row.nonzero().flatten().tolist() for row in seen] == paths(PARENTS)
 
 
 def run(backbone: Backbone, ids: Tensor, kv: KVCache, parents: Sequence[int] | None = None) -> Any:
@@ -91,7 +83,7 @@ def test_each_row_of_a_tree_sees_its_own_path(family: str, held: int, how: str) 
 @pytest.mark.parametrize("executor", [*EXECUTORS, "cuda-graph"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
 def test_a_row_behind_an_older_held_position_sees_nothing_newer(family: str, executor: str) -> None:
-    backbone = Backbone(make_model(family, torch.float32), executor=executor)
+    backbone = wrapped(family, executor=executor)
     # over a block's end; float32, logits up to 3; measured: 5e-5
     check_rows_see_their_own_paths(backbone, 70, (-9, 0, -2), atol=5e-4)
 
@@ -124,7 +116,7 @@ def test_an_error_while_a_tree_is_committed_keeps_the_text_s_own_rows(broken: in
 
 def test_what_runs_chains_only_refuses_a_tree() -> None:
     """Llama 4 scales queries by how many rows lie in front, which siblings are not."""
-    backbone, ids = Backbone(make_model("llama4"), executor="generic"), random_ids(5)
+    backbone, ids = wrapped("llama4"), random_ids(5)
     drafter = BranchingDrafter([*ids[0].tolist(), *range(20)], 1, backbone.vocab_size, 7)
     with pytest.raises(UnsupportedModel, match="comes out otherwise beside siblings"):
         ladder.decode(backbone, ids, drafter)

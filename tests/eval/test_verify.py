@@ -183,7 +183,7 @@ behind sublayers and two rotations; attention and MLP side by side."""
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_row_has_one_result(family: str, dtype: torch.dtype) -> None:
     own: dict[str, Any] = LLAMA if family == "llama" else {}
-    backbone = Backbone(make_model(family, dtype, **own), executor="fused")
+    backbone = wrapped(family, dtype, "fused", **own)
     ids = random_ids(200)[0]  # across blocks of 64 positions and the sliding window
     expected = logits_of(backbone, ids)
     for name, way in WAYS.items():

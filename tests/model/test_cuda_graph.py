@@ -143,19 +143,6 @@ def test_layers_that_cannot_be_compiled_run_as_they_are(caplog: pytest.LogCaptur
     assert all(map(torch.equal, executor._trial(), expected))
 
 
-def test_sequences_that_take_turns_keep_the_bits_they_have_alone(backbone: Backbone) -> None:
-    prompts = [random_ids(12, seed) for seed in range(3)]
-
-    def answers() -> list[Any]:
-        speculator = wrap(backbone.model, executor="generic")
-        speculator.runtime.backbone = backbone
-        return [speculator.stream(ids, max_new_tokens=12) for ids in prompts]
-
-    alone = [list(stream._entries) for stream in answers()]
-    turns = zip(*(stream._entries for stream in answers()), strict=True)
-    assert [list(entries) for entries in zip(*turns, strict=True)] == alone
-
-
 @torch.inference_mode()
 @pytest.mark.parametrize(
     ("count", "moves", "room"),
@@ -331,17 +318,6 @@ def test_the_last_position_of_the_model_has_room_for_padding(backbone: Backbone)
     generic = Backbone(backbone.model, executor="generic")
     expected = ladder.decode(generic, random_ids(MAX_POSITIONS - 9), NoDrafter(), new_tokens=9)
     assert answer.tokens == expected.tokens
-
-
-def test_padding_behind_the_last_slot_makes_room_for_itself() -> None:
-    model = make_model("llama")
-    executor, kv = CudaGraphExecutor(parts_of(model), model.lm_head, slots=256), KVCache(6)
-    hidden, sizes = torch.ones(253, 32), []
-    with torch.inference_mode():
-        for count in (253, 3):  # padded to 4: slot 257
-            executor.run(hidden[:count], 0, 6, behind(kv, 0, count))
-            sizes.append(executor._slots.slots)
-    assert sizes == [256, 320]
 
 
 def test_with_fixed_slots_a_pass_always_looks_at_as_many_and_never_beyond() -> None:

@@ -22,11 +22,10 @@ from selfspec.errors import HeadsMismatch, ModelChanged
 from selfspec.files import cache_folder
 from selfspec.hub import models as hub
 from selfspec.model import check, fingerprint
-from selfspec.model.backbone import Backbone
 from selfspec.model.check import captured_outputs
 from selfspec.model.fingerprint import UNKNOWN, ModelWatch
 from tests.heads.kinds import make_heads, train
-from tests.models import BREADTH, FAMILIES, make_model, random_ids
+from tests.models import BREADTH, FAMILIES, make_model, random_ids, wrapped
 from tests.talks import save_tiny
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float64]
@@ -170,8 +169,8 @@ def test_a_model_that_was_changed_after_loading_is_hashed(folder: Path) -> None:
     loaded(folder)  # the cache knows the file
     model, tokenizer, _ = hub.load_model(folder, dtype="float32", device="cpu")
     model.get_parameter("model.layers.0.mlp.up_proj.weight").data.mul_(2)
-    wrapped = wrap(model, tokenizer, heads="logit-lens")
-    assert wrapped.backbone.fingerprint == fingerprint.of(model) != loaded(folder)
+    found = wrap(model, tokenizer, heads="logit-lens")
+    assert found.backbone.fingerprint == fingerprint.of(model) != loaded(folder)
 
 
 def test_a_backbone_asks_once_and_only_when_it_must(folder: Path, hashed: Mock) -> None:
@@ -227,7 +226,7 @@ def test_checks_that_a_models_files_passed_are_made_once(
 def test_heads_whose_model_has_no_fingerprint_are_taken_by_sizes_and_a_warning_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    base = Backbone(make_model("llama"), executor="generic")
+    base = wrapped("llama")
     train(make_heads("translator", base.unembedding, base_fingerprint="")).save(tmp_path)
     with caplog.at_level(logging.WARNING):
         wrap(base.model, heads=tmp_path)

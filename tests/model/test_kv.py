@@ -33,20 +33,8 @@ def test_layers_have_contents_lengths_and_masks_of_their_own() -> None:
     assert (cache.get_mask_sizes(3, 0), cache.get_mask_sizes(3, 2)) == ((8, 0), (5, 0))
     cache.truncate(4)
     assert [cache.length(layer) for layer in range(3)] == [4, 0, 2]  # none is lengthened
-
-
-def test_truncation_forgets_the_newest_of_some_layers_and_later_rows_take_their_place() -> None:
-    cache = KVCache(3)
-    first, second = (block(rows, rows, torch.bfloat16) for rows in (6, 2))
-    before = [cache.update(*first, layer)[0] for layer in range(3)]
-    cache.truncate(4, 1, 2)
-    cache.truncate(5, first=2)
-    assert [cache.length(layer) for layer in range(3)] == [6, 4, 5]
-    for layer, held in enumerate((6, 4, 5)):
-        for found, old, new in zip(cache.update(*second, layer), first, second, strict=True):
-            assert torch.equal(found, torch.cat([old[..., :held, :], new], dim=-2))
-            assert found.dtype == torch.bfloat16
-        assert cache.update(*block(0), layer)[0].data_ptr() == before[layer].data_ptr()
+    cache.truncate(1, 0, 2)
+    assert [cache.length(layer) for layer in range(3)] == [1, 0, 2]
 
 
 def test_two_thousand_single_rows_move_buffers_a_few_times() -> None:
@@ -202,15 +190,6 @@ def test_a_text_waits_for_room_and_one_that_never_fits_is_refused() -> None:
     store.refuse_too_long(190)
 
 
-def test_a_text_that_is_alone_may_exceed_the_budget_and_gives_it_back() -> None:
-    store = store_of(3)
-    kv = begun(store, [1], 600)
-    fill(kv, [1] * 600)
-    assert len(kv.held) == 10
-    store.done(kv, [1] * 600)
-    assert store.memory.kept <= store.memory.most == 3 * LAYOUT.nbytes
-
-
 def test_caches_without_pages_are_counted_alike() -> None:
     store = KVStore(1, None, 10, 10 * POSITIONS * 4)
     first = begun(store, [1, 2], 100)
@@ -223,7 +202,7 @@ def test_caches_without_pages_are_counted_alike() -> None:
 
 
 @settings(max_examples=40)
-@given(seed=st.integers(0, 2**32), pages=st.integers(3, 20))
+@given(seed=st.integers(0, 2**32), pages=st.integers(1, 20))
 def test_any_order_of_texts_leaves_each_its_own_numbers(seed: int, pages: int) -> None:
     dice, store = random.Random(seed), store_of(pages)
     running: dict[PooledKVCache, list[int]] = {}
