@@ -379,7 +379,7 @@ CASES: list[tuple[Callable[[Any], Any], type[SelfspecError], str]] = [
     (lambda model: wrap(model, colour=3), InvalidOption, "unknown option 'colour'"),
     (lambda model: wrap(model, head="logit-lens"), InvalidOption, "Did you mean heads"),
     (lambda model: asked(model, stop=5), InvalidOption, "Did you mean stop_strings"),
-    (lambda model: asked(model, acceptance="lenient:lenience=0.5"), InvalidOption, "do_sample"),
+    (lambda model: wrap(model).generate(IDS, acceptance="lenient"), InvalidOption, "do_sample"),
     (lambda model: asked(model, max_tokens=5), InvalidOption, "Did you mean max_new_tokens"),
     (lambda model: speaking(model).hf(streamer=None), InvalidOption, r"for model\.generate itself"),
     (lambda model: speaking(model).hf(stop_strings="a"), InvalidOption, r"hf\(strings=\.\.\.\)"),

@@ -344,10 +344,9 @@ def second() -> WatchedBackbone:
     return WatchedBackbone(2)
 
 
-@pytest.fixture(scope="module")
-def target(exact: Any) -> Backbone:
-    """Only holds a state here; it runs nothing."""
-    return Backbone(exact, executor="generic")
+@pytest.fixture
+def target() -> Backbone:
+    return wrapped("llama", torch.float64)
 
 
 @torch.inference_mode()

@@ -39,7 +39,7 @@ from selfspec.options import MEDUSA_FITTED
 from tests import ladder
 from tests.heads.eagle3.make import HEADS, HERE, LENGTH, SHOWN, STEPS, target, text
 from tests.heads.kinds import make_heads, train
-from tests.models import EXECUTORS, make_model, needs_compiler, random_ids, wrapped
+from tests.models import EXECUTORS, needs_compiler, random_ids, wrapped
 from tests.talks import make_tokenizer
 
 OPTIONS = SpeculationOptions(never_slower=False).updated(
@@ -93,7 +93,7 @@ class Forced(GreedyMatch):
 
 @pytest.fixture(scope="module", params=EXECUTORS)
 def backbone(request: pytest.FixtureRequest) -> Backbone:
-    return Backbone(make_model("llama", max_position_embeddings=512), executor=request.param)
+    return wrapped("llama", executor=request.param, max_position_embeddings=512)
 
 
 @pytest.fixture
@@ -270,9 +270,9 @@ def test_the_tree_is_the_published_one() -> None:
     assert {(*path, rank) for path, count in CHOICES.items() for rank in range(count)} == paths
 
 
-@pytest.fixture(scope="module")
-def precise(exact: Any) -> Backbone:
-    return Backbone(exact, executor="generic")
+@pytest.fixture
+def precise() -> Backbone:
+    return wrapped("llama", torch.float64)
 
 
 def ranked(heads: ExitHeads, state: DecodeState) -> tuple[list[list[int]], Tensor]:

@@ -95,8 +95,7 @@ RUN = [pytest.param(family, marks=needs_compiler) for family in ("llama", "mistr
 
 @pytest.fixture(scope="module", params=RUN)
 def runtime(request: pytest.FixtureRequest) -> Listening:
-    backbone = Backbone(make_model(request.param, max_position_embeddings=512))
-    return listening(backbone)
+    return listening(wrapped(request.param, executor="fused", max_position_embeddings=512))
 
 
 @pytest.mark.parametrize("most", [2, 7, 32])

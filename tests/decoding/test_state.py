@@ -26,14 +26,14 @@ from selfspec.training.features import FeatureSpec, features, padded
 from selfspec.training.text import Conversation
 from tests import ladder
 from tests.decoding.conftest import WatchedBackbone
-from tests.models import VOCAB_SIZE, random_ids
+from tests.models import VOCAB_SIZE, random_ids, wrapped
 
 EXIT_LAYERS = (2, 4, 6)
 
 
-@pytest.fixture(scope="module")
-def cut(exact: Any) -> Backbone:
-    return Backbone(exact)
+@pytest.fixture
+def cut() -> Backbone:
+    return wrapped("llama", torch.float64)
 
 
 class DeepKeeper(MixedDrafter):

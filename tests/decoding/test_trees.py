@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
 from itertools import count, product
 from typing import Any, cast
 
@@ -28,13 +27,7 @@ from selfspec.model.backbone import Backbone
 from selfspec.model.kv import KVCache, Rows
 from tests import ladder, laws
 from tests.decoding.test_drafters import Text
-from tests.models import EXECUTORS, make_model, random_ids, wrapped
-
-
-@cache
-def cut(family: str = "llama", executor: str = "generic", attn: str = "sdpa") -> Backbone:
-    return Backbone(make_model(family, torch.float64, attn), executor=executor)
-
+from tests.models import EXECUTORS, random_ids, wrapped
 
 PARENTS = (-1, -1, 0, 0, 1, 3, 3, 2)
 """Two first tokens; the first has two children, one of which has two."""
@@ -76,8 +69,10 @@ def check_rows_see_their_own_paths(
 def test_each_row_of_a_tree_sees_its_own_path(family: str, held: int, how: str) -> None:
     if family == "gpt2" and "cuda-graph" in how:
         family = "qwen3"  # positions of GPT-2 are learned, which is not captured
+    executor, attn = how.split()
+    backbone = wrapped(family, torch.float64, executor, attn=attn)
     # float64, norms and softmax of some families in float32; measured: 4e-6
-    check_rows_see_their_own_paths(cut(family, *how.split()), held, PARENTS, atol=5e-5)
+    check_rows_see_their_own_paths(backbone, held, PARENTS, atol=5e-5)
 
 
 @pytest.mark.parametrize("executor", [*EXECUTORS, "cuda-graph"])
@@ -91,7 +86,7 @@ def test_a_row_behind_an_older_held_position_sees_nothing_newer(family: str, exe
 @pytest.mark.parametrize("broken", range(1, 12))
 def test_an_error_while_a_tree_is_committed_keeps_the_text_s_own_rows(broken: int) -> None:
     """A user's stopping criterion raises between two tokens of one round."""
-    backbone = cut()
+    backbone = wrapped("llama", torch.float64)
     ids = random_ids(9)
     plain = ladder.decode(backbone, ids, NoDrafter(), new_tokens=30)
     text = [*ids[0].tolist(), *plain.tokens]
@@ -123,7 +118,7 @@ def test_what_runs_chains_only_refuses_a_tree() -> None:
 
 
 def test_nothing_is_queued_behind_a_tree() -> None:
-    backbone = cut()
+    backbone = wrapped("llama", torch.float64)
     state = DecodeState(backbone, random_ids(3))
     with torch.inference_mode():
         rows = backbone.embed(random_ids(2)[0])
