@@ -162,17 +162,16 @@ class Backbone(Decoder):
         if not rows.are_chains and self._no_trees is not None:
             raise self._no_trees
         between = sorted(layer for layer in states or () if first < layer < last)
-        if states and between and not self.claims.keeps:
+        run = executor.run
+        if between and self.claims.keeps:
+            run = partial(cast("FusedExecutor", executor).run, states=states)
+        elif states is not None:
             for layer in between:
                 hidden = self.run(hidden, first, layer, rows)
                 states[layer].append(hidden)
                 first = layer
-        run = executor.run
-        if between and self.claims.keeps:
-            run = partial(cast("FusedExecutor", executor).run, states=states)
-        together = len(rows.spans) == 1 or self.runs_many
         with self.mode():
-            if together and len(rows.spans) <= executor.claims.spans:
+            if len(rows.spans) == 1 or self.runs_many:
                 return run(hidden, first, last, rows)
             return torch.cat([run(part, first, last, one) for part, one in rows.each(hidden)])
 
@@ -242,7 +241,7 @@ class Backbone(Decoder):
     @cached_property
     def runs_many(self) -> bool:
         """Whether texts may share a pass, bit for bit: tried when the first ones come."""
-        if self.claims.spans == 1:
+        if not self.claims.joins:
             return False
         if "texts" not in self.passed and not check.keeps_apart(self, self._executor):
             said = "the %s executor lets texts of one pass change each other: each runs by itself"

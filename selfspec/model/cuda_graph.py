@@ -147,8 +147,6 @@ _MOST_LANES = 128
 """Texts whose keys and values stay in slots of their own, as far as half of the free memory goes:
 those of others are moved in and out."""
 
-_ANY_TEXTS = 1 << 16  # in one call; it runs as many passes as it takes
-
 _WARM_UPS = 3  # runs before a capture, which must not see libraries set up their workspaces
 
 logger = logging.getLogger(__name__)
@@ -331,7 +329,7 @@ class CudaGraphExecutor:
         self._compare(expected, "a captured segment, replayed,")
         self._alike = self._rows_alike()
         # whether texts keep their bits beside others is tried when there are some
-        self.claims = Claims(replayed=self._replayed, spans=_ANY_TEXTS if self._alike > 1 else 1)
+        self.claims = Claims(replayed=self._replayed, joins=self._alike > 1)
 
     def _compare(self, expected: Sequence[Tensor], what: str) -> None:
         for found, right in zip(self._trial(), expected, strict=True):

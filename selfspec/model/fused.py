@@ -12,7 +12,6 @@ import copy
 import ctypes
 import functools
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
-from dataclasses import replace
 from enum import IntEnum
 from itertools import accumulate, pairwise
 
@@ -423,8 +422,6 @@ _BLOCK_ROWS = 1024  # of a prompt that run together: its memory does not grow wi
 class FusedExecutor:
     """The decoder from compiled products, norms, attention and activations."""
 
-    claims = Claims(steady=True, spans=_BLOCK_ROWS, keeps=True)
-
     def __init__(self, decoder: DecoderParts, lm_head: nn.Linear) -> None:
         """Copies the weights. Those that lie in a file leave memory as soon as they are copied.
 
@@ -452,7 +449,8 @@ class FusedExecutor:
             rotation = self._rotations.index(kind, recipe.attention.rotation)
             self._program.add_layer(list(self._operations(recipe, rotation)))
             pages.release(layer)
-        self.claims = replace(self.claims, pages=self._program.layout)
+        layout = self._program.layout
+        self.claims = Claims(steady=True, joins=True, keeps=True, pages=layout)
 
     def _recipe(self, index: int, kind: str, dtype: torch.dtype) -> Recipe:
         try:

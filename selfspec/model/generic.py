@@ -45,7 +45,7 @@ class Claims:
     """What an executor says of itself. The backbone never gives it a pass that it cannot run."""
 
     steady: bool = False  # a row's bits are its own, in a prompt as alone; the probe tests it
-    spans: int = 1  # sequences of one pass at most; the backbone splits what has more
+    joins: bool = False  # takes rows of several sequences; else the backbone splits them
     keeps: bool = False  # gives the states behind layers on the way, too
     pages: PageLayout | None = None  # of keys and values, where texts can share them
     replayed: Callable[..., tuple[Tensor, ...]] | None = None  # does a key's work by a graph

@@ -186,7 +186,7 @@ def sharing(family: str = "llama", dtype: torch.dtype = torch.float64) -> Backbo
     """Texts share passes here whether or not this processor's kernels keep their bits."""
     backbone = recorded(family, dtype)
     executor = executor_of(backbone)
-    executor._alike, executor.claims = 8, replace(executor.claims, spans=64)
+    executor._alike, executor.claims = 8, replace(executor.claims, joins=True)
     vars(backbone)["runs_many"] = True
     return backbone
 
