@@ -477,13 +477,9 @@ class _Stripe(ctypes.Structure):
     _fields_ = (("panels", ctypes.c_long), ("form", ctypes.c_long), ("weights", ctypes.c_void_p))
 
 
+@cache
 def library(dtype: torch.dtype) -> ctypes.CDLL:
     """The functions of `weights.cpp`. Raises ValueError, with the reason, if there are none."""
-    return _library(dtype, os.environ.get("CXX"))
-
-
-@cache
-def _library(dtype: torch.dtype, _compiler: str | None) -> ctypes.CDLL:
     found = kernels("weights.cpp", dtype)
     whole, pointer = ctypes.c_long, ctypes.c_void_p
     arguments = {"pack": (2, 2), "linear_layer": (3, 4), "pack_blocks": (3, 3)}

@@ -128,7 +128,7 @@ def test_it_compiles_for_every_processor_and_runs_where_it_is_one(
     if not runs:
         pytest.skip(f"compiled; this processor does not run {target.name}")
     monkeypatch.setattr(weights, "compiled", lambda *_, **__: weights._load(library))
-    monkeypatch.setattr(weights, "_library", weights._library.__wrapped__)
+    monkeypatch.setattr(weights, "library", weights.library.__wrapped__)
     (weight, bias), x = made_weights(50, 333, dtype), inputs(40, 333, dtype)
     linear = CompiledLinear(weight, bias)
     assert close(linear(x), x, weight, bias)
