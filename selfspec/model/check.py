@@ -310,13 +310,14 @@ def _error(values: Tensor, layer: nn.Module) -> float:
 
 @contextmanager
 def evaluation(model: PreTrainedModel) -> Iterator[None]:
-    """Dropout off while open; afterwards the mode that the caller had set."""
-    training = model.training
+    """Dropout off while open; afterwards each module is in the mode that the caller had set."""
+    training = [part for part in model.modules() if part.training]
     model.eval()
     try:
         yield
     finally:
-        model.train(training)
+        for part in training:
+            part.training = True
 
 
 def _require_equal(found: Tensor, expected: Tensor, where: str, decoder: Decoder) -> None:

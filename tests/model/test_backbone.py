@@ -96,11 +96,13 @@ def test_a_model_spread_over_two_devices_writes_the_same_texts(attn: str, tmp_pa
 
 def test_wrapping_and_generating_leave_the_model_as_it_was() -> None:
     model = make_model("llama").train()
+    model.get_submodule("model.layers.1").eval()
+    modes = [module.training for module in model.modules()]
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     config, generation = model.config.to_dict(), model.generation_config.to_dict()
     speculator = wrap(model, heads="logit-lens", drafter="exit:threshold=0.05")
     speculator.generate(random_ids(5), max_new_tokens=5)
-    assert model.training
+    assert [module.training for module in model.modules()] == modes
     assert model.config.to_dict() == config
     assert model.generation_config.to_dict() == generation
     assert all(torch.equal(weights[name], t) for name, t in model.state_dict().items())
