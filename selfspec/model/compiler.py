@@ -99,7 +99,7 @@ def version() -> str | None:
     """What the compiler calls itself, or None if there is none."""
     try:
         return _run("--version").decode(errors="replace").partition("\n")[0]
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, ValueError, subprocess.SubprocessError):  # ValueError: a quote is not closed
         return None
 
 
@@ -109,7 +109,7 @@ def _macros(constants: Mapping[str, int]) -> list[str]:
 
 def command() -> list[str]:
     """What is run to compile: $CXX, or c++."""
-    return shlex.split(os.environ.get("CXX") or "c++")
+    return shlex.split(os.environ.get("CXX", "")) or ["c++"]
 
 
 def _run(*arguments: str) -> bytes:

@@ -63,8 +63,11 @@ def test_the_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "echo a compiler")
     assert compiler.version() == "a compiler --version"
     assert origin() == "here, by a compiler --version"
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert origin() is None
+    for words in ("no-such-compiler", "c++ '"):
+        monkeypatch.setenv("CXX", words)
+        assert origin() is None
+    monkeypatch.setenv("CXX", " ")
+    assert compiler.command() == ["c++"]
 
 
 def test_a_missing_compiler_is_said_once(
