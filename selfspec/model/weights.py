@@ -186,21 +186,24 @@ def _prebuilt(
 
 
 def _made_here(source: Path, constants: Mapping[str, int]) -> ctypes.CDLL:
-    """A library of the cache folder: whole, or not there. Nobody loads a half-written one."""
+    """A library of the cache folder: whole, or not there. Nobody loads a half-written one.
+
+    Where the folder takes no files, or others could change them, one is made for this process.
+    """
     target = compiler.this_machine(tiles=_tiles_allowed())
     name = compiler.library_name(source, constants, target)
     folder = cache_folder() / "compiled"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder = folder.resolve()  # what a link leads to is looked at, and no link again
-    library = folder / name
-    if (place := files.open_to_others(library)) is not None:
-        _log_once(
-            logging.WARNING,
-            "code in %s is not used but compiled anew for each process: others can change %s. Own "
-            "it, and take their right to write away: chmod go-w",
-            folder,
-            place,
-        )
+    library, why = folder / name, None
+    if not (library.exists() or os.access(folder, os.W_OK)):
+        why = "it takes no files. Set XDG_CACHE_HOME to a folder that does"
+    elif (place := files.open_to_others(library)) is not None:
+        why = f"others can change {place}. Own it, and take their right to write away: chmod go-w"
+    if why is not None:
+        text = "code in %s is not used but compiled anew for each process: %s"
+        _log_once(logging.WARNING, text, folder, why)
         with tempfile.TemporaryDirectory() as own:
             compiler.make_library(Path(own) / name, source, constants, target)
             return _load(Path(own) / name)

@@ -148,6 +148,16 @@ def test_code_open_to_others_is_not_loaded(source: Path, caplog: pytest.LogCaptu
 
 
 @needs_compiler
+def test_a_folder_that_takes_no_files_costs_time(
+    source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(source))  # a file
+    weights._log_once.cache_clear()
+    assert compiled(source, NUMBER=42).answer() == 42
+    assert caplog.messages[0].endswith("takes no files. Set XDG_CACHE_HOME to a folder that does")
+
+
+@needs_compiler
 def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(source: Path) -> None:
     source.write_text("#error not today", encoding="utf-8")
     with pytest.raises(ValueError, match="the compiler failed"):
