@@ -166,7 +166,7 @@ class Program:
         return Operation(
             *(Kind.NORM, source, target),
             inputs=width,
-            weight=self._address(norm.weight),
+            weight=self._address(norm.weight.float()),
             bias=self._address(norm.bias),
             adds=adds,
             eps=norm.eps,

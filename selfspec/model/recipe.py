@@ -51,11 +51,10 @@ def norm_of(module: Any, width: int, dtype: torch.dtype) -> Norm:
     kind = type(module).__name__
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", 1e-5))
-    given = torch.ones(width) if weight is None else weight.detach()
+    given = torch.ones(width, dtype=torch.float32) if weight is None else weight.detach()
     bias = None if bias is None else bias.detach().float()
     sizes = torch.tensor([1.0, 0.1, float(eps) ** 0.5]).view(-1, *[1] * given.dim())
-    generator = torch.Generator().manual_seed(0)
-    rows = ((torch.randn(3, *given.shape, generator=generator) + 0.5) * sizes).to(dtype)
+    rows = ((_random(3, *given.shape) + 0.5) * sizes).to(dtype)
     answer = module(rows)
     if answer.dtype != dtype or answer.shape != rows.shape:
         raise ValueError(f"{kind} gives {answer.dtype} {tuple(answer.shape)}")
@@ -92,7 +91,7 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 def activation_of(module: Callable[[Tensor], Tensor]) -> Activation:
     """The Activation that `module` computes. Raises ValueError for another."""
     far = torch.tensor([-1e4, -30.0, 30.0, 1e4])  # some are cut off from 6 or 10 on
-    numbers = torch.cat([torch.linspace(-6, 6, 193), far])
+    numbers = torch.cat([torch.linspace(-6, 6, 193), far]).float()
     answer = module(numbers)
     for name, way in _ACTIVATIONS.items():
         if float((way(numbers) - answer).abs().max()) < 1e-5:
@@ -127,7 +126,7 @@ def rotation_of(
     positions = torch.tensor([[1, 5, 60]])
     like = torch.zeros(1, 3, decoder.config.hidden_size, dtype=dtype)
     cos, sin = decoder.rotations(like, positions, kind)
-    rows = torch.randn(like.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    rows = _random(*like.shape, seed=1).to(dtype)
     here, nowhere = (
         attention(hidden_states=rows, position_embeddings=given, attention_mask=None)[0]
         for given in ((cos, sin), (torch.ones_like(cos), torch.zeros_like(sin)))
@@ -138,20 +137,25 @@ def rotation_of(
     size = cos.shape[-1]
     if turn is None or size % 2 or not 0 < size <= head_size:
         raise ValueError("positions are rotated in an unknown way")
-    generator = torch.Generator().manual_seed(0)
-    heads = torch.randn(1, 1, 3, size, generator=generator).to(dtype)
+    heads = _random(1, 1, 3, size).to(dtype)
     queries, keys = turn(heads, heads, cos, sin)
     half, every_second = slice(0, size // 2), slice(0, None, 2)
     for halves, angles in ((True, half), (False, every_second), (False, half)):
         way = Rotation(size, halves, angles)
         order = way.pairs(size)
         turned = torch.view_as_complex(heads[..., order].float().view(1, 1, 3, -1, 2))
-        found = torch.empty(heads.shape)
+        found = torch.empty(heads.shape, dtype=torch.float32)
         turned = torch.view_as_real(turned * way.turns(cos[0], sin[0])).flatten(-2)
         found[..., order] = turned
         if _near(found, queries) and _near(found, keys):
             return way
     raise ValueError("positions are rotated in an unknown way")
+
+
+def _random(*shape: int, seed: int = 0) -> Tensor:
+    """The same normal numbers each time, float32 also where a script has set torch's default."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float32)
 
 
 def _near(found: Tensor, answer: Tensor) -> bool:
@@ -178,7 +182,7 @@ class Shares:
 def shares_of(router: Any, dtype: torch.dtype) -> Shares:
     """What `router` does with its logits. Raises ValueError for other ways."""
     weight = router.weight
-    rows = torch.randn(16, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(dtype)
+    rows = _random(16, weight.shape[1]).to(dtype)
     answer = router(rows)
     if isinstance(answer, tuple) and len(answer) == 3:
         logits, shares, chosen = answer

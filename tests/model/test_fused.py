@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -86,7 +87,8 @@ def test_a_norm_takes_a_mean_off_and_adds_several_times(dtype: torch.dtype) -> N
     program, eye = program_of(dtype, 37, 37), CompiledLinear(torch.eye(37, dtype=dtype))
     hidden, weight, bias = torch.randn(9, 37).to(dtype) + 3, torch.randn(37), torch.randn(37)
     norm = rms(weight, bias=bias, centred=True, rounds=False)
-    program.add_layer([program.linear(0, 1, eye), program.norm(1, 0, norm, adds=0.5)])
+    wide = replace(norm, weight=weight.double())  # as a script's default dtype may have it
+    program.add_layer([program.linear(0, 1, eye), program.norm(1, 0, wide, adds=0.5)])
     numbers = weight.double(), bias.double()
     normed = nn.functional.layer_norm(hidden.double(), (37,), *numbers, 1e-5)
     found = run(program, hidden)

@@ -46,6 +46,17 @@ def error(found: Tensor, truth: Tensor) -> float:
 
 
 @needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_the_default_dtype_that_a_script_sets_decides_nothing(dtype: torch.dtype) -> None:
+    model, before = make_model("llama"), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        assert Backbone(model).executor_name == "fused"
+    finally:
+        torch.set_default_dtype(before)
+
+
+@needs_compiler
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compiled_code_runs_the_family(family: str) -> None:
     """As exact as the model's own modules; and a row's bits are its own, also on a branch.
