@@ -196,12 +196,12 @@ def _made_here(source: Path, constants: Mapping[str, int]) -> ctypes.CDLL:
     with suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder = folder.resolve()  # what a link leads to is looked at, and no link again
-    library, why = folder / name, None
+    library, why = folder / name, ""
     if not (library.exists() or os.access(folder, os.W_OK)):
         why = "it takes no files. Set XDG_CACHE_HOME to a folder that does"
     elif (place := files.open_to_others(library)) is not None:
         why = f"others can change {place}. Own it, and take their right to write away: chmod go-w"
-    if why is not None:
+    if why:
         text = "code in %s is not used but compiled anew for each process: %s"
         _log_once(logging.WARNING, text, folder, why)
         with tempfile.TemporaryDirectory() as own:
