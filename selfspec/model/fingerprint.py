@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from ctypes import string_at
+from ctypes import Array, c_char
 from importlib import metadata
 from operator import attrgetter, is_, itemgetter
 from pathlib import Path
@@ -203,8 +203,6 @@ _PLAIN = {Tensor, nn.Parameter, nn.Buffer}  # kinds of tensors that hide no othe
 _VALUES = {bool, int, float, str, list, tuple, dict, set}
 """Kinds of attributes that are the same if they are equal; of others, objects are compared."""
 
-_HOLDERS = ("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
-
 
 class _Weight(NamedTuple):
     place: dict[str, Any]
@@ -235,36 +233,29 @@ class ModelWatch:
         self._model = model
         self._facts = dict(_facts(model))
         self._note()
-        self._ends: list[tuple[str, int, int]] = []
-        """Path, and address and bytes of the first and of the last word, of weights in memory."""
+        self._ends: list[tuple[str, Array[c_char]]] = []
+        """Path and first word, path and last word of each weight in memory, where they lie."""
         for weight in _weights(_modules(model)):
             tensor = getattr(weight.tensor, "blocks", weight.tensor)
             if type(tensor) in _PLAIN and tensor.is_cpu and tensor.is_contiguous():
-                start, size = tensor.data_ptr(), min(_WORD, tensor.nbytes)
-                ends = start, start + tensor.nbytes - size
-                self._ends += [(weight.path, at, size) for at in ends if size]
+                size = min(_WORD, tensor.nbytes)
+                for at in (0, tensor.nbytes - size) if size else ():
+                    word = (c_char * size).from_address(tensor.data_ptr() + at)
+                    self._ends.append((weight.path, word))
         self._words = self._read()
 
     def _note(self) -> None:
         """What decides the facts as lists, each of which one call compares."""
         named = _modules(self._model)
         weights, owners = list(_weights(named)), [*named, *_configs(named)]
-        objects = [one for _, one in owners]
-        held = [getattr(module, name) for _, module in named for name in _HOLDERS]
-        self._empty = [one for one in held if not one]
-        self._filled = [one for one in held if one]
-        self._contents = list(map(dict, self._filled))
-        values = [(vars(one), name) for one in objects for name in _watched(one)]
-        values += [(one.place, one.name) for one in weights]
-        self._places, self._names = map(list, zip(*values, strict=True))
-        self._values = list(map(dict.get, self._places, self._names))
-        self._containers = [one for one in self._values if type(one) in (dict, list, set)]
-        self._copies = list(map(_copied, self._containers))
+        self._attributes = [vars(one) for _, one in owners]
+        self._copies = _copied(self._attributes)
+        self._places, self._names = [one.place for one in weights], [one.name for one in weights]
+        self._tensors = [one.tensor for one in weights]
         placed = [one.tensor for one in weights if one.placed]
         counting = [one.tensor for one in weights if one.counts]
         self._asked: list[tuple[Callable[[Any], object], list[Any]]] = [
-            (type, objects),
-            (len, list(map(vars, objects))),
+            (type, [one for _, one in owners]),
             (Tensor.data_ptr, placed),
             (attrgetter("dtype"), placed),
             (attrgetter("_version"), counting),
@@ -279,22 +270,20 @@ class ModelWatch:
                 if not _same(was, now.get(fact)):
                     return _said(*fact, was, now.get(fact))
             self._note()
-        for (path, _, _), was, word in zip(self._ends, self._words, self._read(), strict=True):
+        for (path, _), was, word in zip(self._ends, self._words, self._read(), strict=True):
             if word != was:
                 return f"{path} was changed"
         return None
 
     def _read(self) -> list[bytes]:
-        return [string_at(address, size) for _, address, size in self._ends]
+        return [word.raw for _, word in self._ends]
 
     def _looks_the_same(self) -> bool:
-        """Whether nothing can have changed but numbers. False also where idle hooks came."""
+        """Whether nothing can have changed but numbers. False also where something idle did."""
         try:
             return (
-                not any(self._empty)
-                and self._filled == self._contents
-                and all(map(is_, map(dict.get, self._places, self._names), self._values))
-                and self._containers == self._copies
+                all(map(is_, map(dict.get, self._places, self._names), self._tensors))
+                and self._attributes == self._copies
                 and self._ask() == self._answers
             )
         except Exception:  # noqa: BLE001  # tensors that are not the same need not be comparable
