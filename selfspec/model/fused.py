@@ -385,8 +385,9 @@ class Rotations:
     def __init__(self, decoder: DecoderParts) -> None:
         self._decoder = decoder
         self._ways: dict[str, Rotation | None] = {}
-        self._tables: list[Tensor] = []  # [slots, pairs] by kind, as long as the texts so far
-        self._offset = 0  # position of the first slot, which is not 0 in checks only
+        self._known = 0, list[Tensor]()
+        """Position of the first slot, which is not 0 in checks only, and [slots, pairs] by kind, as
+        long as the texts so far. They are replaced as one: answers may be written in threads."""
 
     def index(self, kind: str, rotation: Rotation | None) -> int:
         """Where layers of this kind find their table. Raises ValueError where these differ."""
@@ -400,7 +401,8 @@ class Rotations:
         """The rotations by kind, [T, pairs], for rows of these spans; `offset`: their slot 0's."""
         places = [span.positions for span in spans]
         end = max(map(max, places)) - offset + 1
-        if not self._tables or len(self._tables[0]) < end or offset != self._offset:
+        known, tables = self._known
+        if not tables or len(tables[0]) < end or offset != known:
             last, tables = offset + 2 * end, list[Tensor]()
             every = torch.arange(offset, min(last, self._decoder.rotations_end or last))[None]
             for kind, way in self._ways.items():
@@ -409,11 +411,11 @@ class Rotations:
                 else:
                     cos, sin = self._decoder.rotations(rows[None], every, kind)
                     tables.append(way.turns(cos[0], sin[0]))
-            self._tables, self._offset = tables, offset
+            self._known = offset, tables
         if isinstance(chain := places[0], range) and len(places) == 1:
-            return [table[chain.start - offset : end] for table in self._tables]
+            return [table[chain.start - offset : end] for table in tables]
         slots = torch.tensor([place - offset for one in places for place in one])
-        return [table[slots] for table in self._tables]
+        return [table[slots] for table in tables]
 
 
 _BLOCK_ROWS = 1024  # of a prompt that run together: its memory does not grow with it
