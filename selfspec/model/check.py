@@ -94,7 +94,7 @@ class Passage(NamedTuple):
     """What the model's own modules made of a block of random ids."""
 
     start: int  # the first row's position
-    held: int | None  # slots in front said to be filled; None: it goes on from the one before
+    held: int | None  # slots in front said to be filled; None: the text goes on from its start
     hidden: tuple[Tensor, ...]  # [T, d] each: before the first layer, and behind each
     logits: Tensor  # [T, V], as the unembedding gives them
 
@@ -109,7 +109,7 @@ def check_conformance(decoder: Decoder) -> list[Passage]:
     count, ids = decoder.num_layers, _random_ids(decoder, seed=0)
     theirs, ours = DynamicCache(), KVCache(count)
     blocks: list[tuple[Tensor, int, int | None, Any, KVCache]] = [
-        (ids[:_CHECK_PREFIX], 0, 0, theirs, ours),
+        (ids[:_CHECK_PREFIX], 0, None, theirs, ours),
         (ids[_CHECK_PREFIX:], _CHECK_PREFIX, None, theirs, ours),
     ]
     for start, filled in stretches(decoder):
@@ -149,7 +149,7 @@ def check_agreement(decoder: Decoder, other: Executor, passages: Sequence[Passag
     with torch.inference_mode(), decoder.mode(), evaluation(decoder.model):
         for start, held, hidden, logits in passages:
             if held is not None:
-                kv = PlantedKVCache(decoder.num_layers, held) if start else kv
+                kv = PlantedKVCache(decoder.num_layers, held)
             rows = Rows.of(kv, start, len(logits), hidden[0].device)
             for layer, (before, ours) in enumerate(pairwise(hidden)):
                 theirs = other.run(before, layer, layer + 1, rows)

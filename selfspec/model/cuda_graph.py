@@ -340,8 +340,7 @@ class CudaGraphExecutor:
     def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
         """Layers first+1..last on [T, d]; adds to the KV caches."""
         counts = [span.count for span in rows.spans]
-        parts = hidden.split(counts)
-        found = list(parts)
+        parts = list(hidden.split(counts))  # each gives way to what comes out
         with self._lock:
             self._make_room(rows.spans, first)
             waiting = self._in_order(rows.spans)
@@ -351,8 +350,8 @@ class CudaGraphExecutor:
                 block = parts[some[0]] if len(some) == 1 else torch.cat([parts[at] for at in some])
                 output = self._pass(block, first, last, [rows.spans[at] for at in some])
                 for at, part in zip(some, output.split([counts[at] for at in some]), strict=True):
-                    found[at] = part
-        return found[0] if len(found) == 1 else torch.cat(found)
+                    parts[at] = part
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _make_room(self, spans: Sequence[Span], first: int) -> None:
         """More lanes, or longer ones, where texts need them; all is captured anew then."""

@@ -7,7 +7,7 @@ The model is never copied or changed. Whether its pieces give what `model.forwar
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -139,13 +139,11 @@ class GenericExecutor:
         span, block, positions = rows.only, hidden[None], rows.positions[None]
         if (limit := self.decoder.position_limit) is not None:  # rows of zeros may lie behind it
             positions = positions.clamp(max=limit - 1)
-        kinds = set(self.layer_types[first:last])
         if span.parents is None:
-            masks = self.masks(kinds, block, first, positions, span.kv)
+            masks = self.masks(block, first, last, positions, span.kv)
         else:
-            masks = {
-                kind: tree_mask(kind, self.decoder.config, rows, first, hidden) for kind in kinds
-            }
+            config, kinds = self.decoder.config, set(self.layer_types[first:last])
+            masks = {kind: tree_mask(kind, config, rows, first, hidden) for kind in kinds}
         return self.run_layers(block, first, last, positions, [span.kv] * last, masks)[0]
 
     def run_layers(
@@ -183,9 +181,9 @@ class GenericExecutor:
         return normed[0], self._lm_head(normed)[0]
 
     def masks(
-        self, kinds: Iterable[str], hidden: Tensor, first: int, positions: Tensor, kv: KVCache
+        self, hidden: Tensor, first: int, last: int, positions: Tensor, kv: KVCache
     ) -> dict[str, Any]:
-        """By attention type, for [B, T, d] behind layer first+1's; None: sdpa needs none."""
+        """By attention type, for [B, T, d] through layers first+1..last; None: sdpa needs none."""
         return {
             kind: MASKS[kind](
                 config=self.decoder.config,
@@ -195,7 +193,7 @@ class GenericExecutor:
                 layer_idx=first,
                 **{CACHE: kv},  # it offers what masks need
             )
-            for kind in kinds
+            for kind in set(self.layer_types[first:last])
         }
 
     def _rotations(
@@ -298,8 +296,7 @@ class Decoder:
             hidden = self.parts.embed(ids)
             for first, last in itertools.pairwise((0, *layers)):
                 if first < last:
-                    kinds = set(self.own.layer_types[first:last])
-                    masks = self.own.masks(kinds, hidden, first, positions, kv)
+                    masks = self.own.masks(hidden, first, last, positions, kv)
                     caches = [kv] * last
                     hidden = self.own.run_layers(hidden, first, last, positions, caches, masks)
                 found.append(hidden)
