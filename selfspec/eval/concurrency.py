@@ -17,20 +17,15 @@ import pandas as pd
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import (
-    ContinuousBatchingConfig,
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-)
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from selfspec.api.chat_template import NO_END, listed
 from selfspec.api.speculator import Speculator
 from selfspec.api.text import encode
 from selfspec.decoding.engine import Running
 from selfspec.errors import InvalidOption
-from selfspec.eval.bench import unchanged
-from selfspec.eval.results import BenchOptions, Question, ratio_interval
+from selfspec.eval.bench import Arrivals, unchanged
+from selfspec.eval.results import BenchOptions, Question, speed_up
 
 
 @dataclass(kw_only=True)
@@ -103,15 +98,6 @@ def ours(**settings: Any) -> Write:
     return write
 
 
-class _Times(LogitsProcessor):
-    def __init__(self) -> None:
-        self.at: list[float] = []
-
-    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:  # noqa: ARG002  # the protocol's
-        self.at.append(time.perf_counter())
-        return scores
-
-
 def padded_batch(
     speculator: Speculator, prompts: Sequence[Tensor], count: int, texts: int
 ) -> Wrote:
@@ -124,14 +110,15 @@ def padded_batch(
         ones = [torch.ones_like(ids[0]) for ids in group]
         ids = pad_sequence([ids[0] for ids in group], batch_first=True, padding_side="left")
         mask = pad_sequence(ones, batch_first=True, padding_side="left")
-        times = _Times()
+        streamer = Arrivals(time.perf_counter)
         options = {"max_new_tokens": count, "do_sample": False, "attention_mask": mask}
-        found = model.generate(ids, logits_processor=LogitsProcessorList([times]), **options)
+        found = model.generate(ids, streamer=streamer, **options)
+        times = [when for _, when in streamer.heard]
         made = [_through_end(row, ends) for row in found[:, ids.shape[1] :].tolist()]
         answers += made
-        load.first_s += [times.at[0] - start] * len(group)
-        if len(group) == texts and len(times.at) > 1:
-            load.steps_s += times.at[-1] - times.at[0]
+        load.first_s += [times[0] - start] * len(group)
+        if len(group) == texts and len(times) > 1:
+            load.steps_s += times[-1] - times[0]
             load.steps_tokens += sum(len(tokens) - 1 for tokens in made)
     load.seconds = time.perf_counter() - start
     return load, answers
@@ -246,6 +233,6 @@ def _against_plain(found: pd.DataFrame) -> dict[tuple[str, int], str]:
         if name != "plain" and ("plain", count) in seconds:
             plain, other = seconds[[("plain", count), (name, count)]].dropna().to_numpy().T
             if len(plain):
-                low, high = ratio_interval(plain, other)
-                cells[name, count] = f"{sum(plain) / sum(other):.2f} ({low:.2f} to {high:.2f})"
+                gain = speed_up(plain, other)
+                cells[name, count] = f"{gain.ratio:.2f} ({gain.low:.2f} to {gain.high:.2f})"
     return cells
