@@ -453,7 +453,6 @@ class Bench:
 
         What the file holds already is not measured again.
         """
-        results.drop_unfinished(path)
         found = {answer.key: answer for answer in results.read(path)}
         if any(not self._finished(question, found) for question in questions):
             for contender in contenders:  # kernels and caches are warm then

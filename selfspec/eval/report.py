@@ -10,8 +10,9 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +40,9 @@ _COLUMNS = (
     *("id", "task", "turn", "repeat", "looping", "method", "seconds", "equal", "first_s"),
     *("first_tokens", "tokens", "passes", "token_s", "drafted", "accepted", "counts", "quality"),
 )
+
+
+_PLACE = ["id", "turn", "repeat"]  # of an answer
 
 
 def frame_of(answers: Iterable[results.Answer]) -> pd.DataFrame:
@@ -70,14 +74,15 @@ def frame_of(answers: Iterable[results.Answer]) -> pd.DataFrame:
 
 def seconds_by_prompt(runs: pd.DataFrame, *labels: str) -> pd.DataFrame:
     """Wall seconds by question, [P, labels], over the answers that all these methods wrote."""
-    wide = runs.pivot(index=["id", "turn", "repeat"], columns="method", values="seconds")
+    wide = runs.pivot(index=_PLACE, columns="method", values="seconds")
     return wide.reindex(columns=list(labels)).dropna().groupby("id", sort=False).sum()
 
 
-def by_task(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Spec-Bench's six groups in their order, then other words, then all together."""
+def by_task(runs: pd.DataFrame, work: Callable[[pd.DataFrame], Any]) -> dict[str, Any]:
+    """`work` of Spec-Bench's six groups in their order, then of other words, then of all."""
     found = {task: runs[runs.task == task] for task in dict.fromkeys((*results.TASKS, *runs.task))}
-    return {task: group for task, group in (found | {results.OVERALL: runs}).items() if len(group)}
+    groups = found | {results.OVERALL: runs}
+    return {task: work(group) for task, group in groups.items() if len(group)}
 
 
 def summarise(
@@ -88,28 +93,16 @@ def summarise(
     every = frame_of(measured)
     straight = every[~every.looping.astype(bool)]
     own = {label: every[every.method == label] for label in methods}
-    texts = {
-        label: {
-            task: results.quality_summary(looked)
-            for task, group in by_task(runs).items()
-            if (looked := list(group.quality.dropna()))
-        }
-        for label, runs in own.items()
-    }
+    judged = {label: runs[runs.quality.notna()] for label, runs in own.items()}
     return {
         "methods": methods,
         "questions": len({answer.id for answer in measured}),
         "answers": len(measured),
         "answers_without_loops": sum(answer.repeated <= results.LOOPING for answer in measured),
         "new_tokens": sum(answer.new_tokens for answer in measured),
-        "loop_share": {
-            task: float(group.drop_duplicates(["id", "turn", "repeat"]).looping.mean())
-            for task, group in by_task(every).items()
-        },
-        **{
-            name: {task: _figures(group, methods, seed) for task, group in by_task(some).items()}
-            for name, some in ((ALL, every), (WITHOUT_LOOPS, straight))
-        },
+        "loop_share": by_task(every.drop_duplicates(_PLACE), lambda group: group.looping.mean()),
+        ALL: by_task(every, partial(_figures, methods=methods, seed=seed)),
+        WITHOUT_LOOPS: by_task(straight, partial(_figures, methods=methods, seed=seed)),
         "latency": {label: _latency(runs) for label, runs in own.items()},
         "acceptance": {
             label: {f"by_{kind}": _kept(runs.counts, kind) for kind in ("layer", "index")}
@@ -117,7 +110,11 @@ def summarise(
         },
         "parts_s": {label: _summed(runs.counts, "seconds") for label, runs in own.items()},
         "unequal": {label: int((~runs.equal.astype(bool)).sum()) for label, runs in own.items()},
-        "quality": {label: tasks for label, tasks in texts.items() if tasks},
+        "quality": {
+            label: by_task(runs, lambda group: results.quality_summary([*group.quality]))
+            for label, runs in judged.items()
+            if len(runs)
+        },
         "failures": results.failures(answers),
     }
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from selfspec.api.request import Request
 from selfspec.api.speculator import Speculator
 from selfspec.api.text import Prompt, encode
-from selfspec.config import GenerateOptions, SpeculationOptions
+from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import AcceptanceRule, Draft, Heard
 from selfspec.decoding.engine import Engine, Running, Runtime
 from selfspec.decoding.sampling import Sampler
@@ -33,8 +33,6 @@ from selfspec.model.backbone import Backbone
 from selfspec.model.kv import KVCache, Rows, depths
 
 Outcome = Literal["passed", "failed", "skipped"]
-
-_NARROW = (torch.bfloat16, torch.float16)
 
 _FLOAT64_DRAFTS = ("mixed", "heads")
 """Right drafts, wrong ones and real exits: float64 is too slow for the other kinds."""
@@ -198,7 +196,7 @@ def _near_ties(subject: Subject) -> Rung:
 def _near_top(subject: Subject) -> Rung:
     """Rung 5: every text of rung 4, read by a float32 copy of the model in one block."""
     model, dtype = subject.speculator.model, subject.speculator.backbone.dtype
-    if dtype not in _NARROW:
+    if dtype not in (torch.bfloat16, torch.float16):
         return Rung("skipped", f"in {named(dtype)} rung 4 says it all")
     if reason := why_no_copy(model, torch.float32, subject.max_copy_gb):
         return Rung("skipped", reason)
@@ -682,10 +680,7 @@ def greedy_request(speculator: Speculator, prompt: Prompt, new_tokens: int) -> R
     """At most `new_tokens` of the most likely tokens, by the model's own generation settings."""
     ids = encode(speculator.tokenizer, prompt)
     # raw: it ends where Hugging Face's text does
-    asked: GenerateOptions = {"max_new_tokens": new_tokens, "do_sample": False, "raw": True}
-    request = speculator.call(ids, asked)
-    request.only()
-    return request
+    return speculator.call(ids, {"max_new_tokens": new_tokens, "do_sample": False, "raw": True})
 
 
 Text = tuple[list[int], Tensor]  # tokens, and the target logits [n, V] that each was committed by
