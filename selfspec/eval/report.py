@@ -188,6 +188,7 @@ def verdict(summary: Summary) -> str:
         label: gain
         for label, gain in found.items()
         if label not in BASES and not _lossy(summary, label)
+        if not summary["methods"][label]["setting"].get("do_sample")
     }
     if not gains:
         return "No speed-up can be told: plain decoding or a lossless method was not measured."

@@ -306,9 +306,10 @@ def test_the_verdict_is_the_fastest_lossless_method_or_none(swept: dict[str, Any
     assert report.verdict(swept) == BEST
     swept["unequal"]["speculation"] = 1
     assert report.verdict(swept).endswith("1 of 2 texts differ.")
-    swept["methods"]["speculation"]["lossy"] = True
     words = "Nothing was faster than plain decoding on our runtime; no-width-bound: 0.80 times"
-    assert report.verdict(swept).startswith(words)
+    for own_text in ({"lossy": True}, {"setting": {"do_sample": True}}):
+        about = swept["methods"] | {"speculation": swept["methods"]["speculation"] | own_text}
+        assert report.verdict({**swept, "methods": about}).startswith(words)
     for found in swept["all"]["overall"].values():
         found["over_plain"] = None
     for nothing in (swept, {**swept, "all": {}}):
