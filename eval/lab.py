@@ -124,7 +124,10 @@ def command() -> str:
 
 
 def numbers(text: str, kind: Callable[[str], Item]) -> list[Item]:
-    return [kind(word) for word in text.split(",")]
+    try:
+        return [kind(word) for word in text.split(",")]
+    except ValueError as error:
+        raise InvalidOption(f"{text!r}: expected numbers with commas between them") from error
 
 
 def prompts(suite: str, questions: Path | None = None, limit: int | None = None) -> list[str]:

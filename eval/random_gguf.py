@@ -18,6 +18,7 @@ import typer
 from gguf import GGMLQuantizationType, GGUFWriter
 
 from eval.lab import SHAPES, Shape, run
+from selfspec.errors import check_keys
 
 _SCALES = {"Q4_0": (0,), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}
 """Where float16 numbers lie in a block, in bytes."""
@@ -30,6 +31,8 @@ def main(
     shape: Annotated[str, typer.Option(help=", ".join(SHAPES))] = "llama-3.2-1b",
     kind: Annotated[str, typer.Option(help="Q4_0, Q8_0, Q4_K or Q6_K.")] = "Q4_K",
 ) -> None:
+    check_keys([shape], SHAPES, "shape")
+    check_keys([kind], _SCALES, "kind")
     sizes = SHAPES[shape]
     writer = GGUFWriter(path, "llama", use_temp_file=True)
     writer.add_block_count(sizes.num_hidden_layers)

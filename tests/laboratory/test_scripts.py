@@ -20,7 +20,18 @@ import torch
 import typer
 from transformers import PreTrainedModel
 
-from eval import agreement, compare, costs, families, gpu_hour, lab, memory, micro, two_versions
+from eval import (
+    agreement,
+    compare,
+    costs,
+    families,
+    gpu_hour,
+    lab,
+    memory,
+    micro,
+    random_gguf,
+    two_versions,
+)
 from eval.compare import ASSISTED, INT4, LLAMA, LOOKUP, NUMBERS, OPENVINO, THEIRS
 from eval.gpu_hour import COMMANDS, Hour, Step
 from eval.lab import SHAPES, Shape
@@ -272,6 +283,15 @@ def test_all_ways_answer_in_turns(tmp_path: Path) -> None:
     page = (out / "table.md").read_text().split("## Over llama.cpp")[1]
     assert re.search(r"\| llama.cpp +\| 1.000 \(1.000 to 1.000\) +\| 1.00 ", page)
     assert "| numbers, chain " in page
+
+
+def test_words_that_mean_nothing_are_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidOption, match="'1,x': expected numbers"):
+        lab.numbers("1,x", int)
+    for wrong in ({"shape": "llama"}, {"kind": "Q4"}):
+        with pytest.raises(InvalidOption, match=f"unknown {next(iter(wrong))} "):
+            random_gguf.main(tmp_path / "it.gguf", **wrong)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_who_is_not_there_is_named(tmp_path: Path) -> None:
