@@ -276,13 +276,13 @@ def test_the_fastest_setting_that_did_not_fail_is_chosen() -> None:
     assert found["plain"].label == "plain"
     assert methods.chosen(grid, [])["m"].setting == {"of": "a"}
     # where each failed once: over the prompt that both answered
-    no, runs = Run(error="no"), [(None, 9.0), (1.0, None), (4.0, 3.0)]
+    no, times = Run(error="no"), [(None, 9.0), (1.0, None), (4.0, 3.0)]
     tried = [
         {
             name: no if one is None else Run(seconds=one)
             for name, one in zip("abc", (*two, None), strict=True)
         }
-        for two in runs
+        for two in times
     ]
     tuning = [Answer(id="q", task="t", turn=1, repeat=1, runs=entry) for entry in tried]
     assert methods.chosen(grid, tuning)["m"].setting == {"of": "b"}
@@ -332,7 +332,7 @@ def test_answers_of_all_methods_end_where_a_template_ends_turns(
     own.tokenizer = make_tokenizer()
     (token,) = own.generate("a b c", max_new_tokens=3).token_ids[2:]
     options, found = BenchOptions(max_new_tokens=LONG), dict[TurnEnd, list[Load]]()
-    for end in (TurnEnd(token=token), TurnEnd(text=own.tokenizer.decode([token]))):
+    for end in (TurnEnd(token=token), TurnEnd(text=str(own.tokenizer.decode([token])))):
         own.turn_end = end
         found[end] = [*measured(own, QUESTIONS, (2,), [*concurrency.METHODS], options)]
         assert own.turn_end is end
