@@ -464,8 +464,11 @@ def _mapping(values: Any, path: Path) -> dict[str, Any]:
 BLUE, INK, PALE = pages.RAMP[1], pages.TONES["ink"].light, pages.TONES["other"].light
 
 
-def chart(summary: Summary) -> Figure | None:
-    """A bar per method, with its interval, where there are several; the fastest stands out."""
+def chart(summary: Summary) -> str | None:
+    """A bar per method, with its interval, where there are several; the fastest stands out.
+
+    A PNG as base64.
+    """
     base, found = gains_of(summary)
     gains = _by_method(found)
     if len(gains) < 2:
@@ -485,7 +488,9 @@ def chart(summary: Summary) -> Figure | None:
     axes.set_xlabel(f"speed-up [× {base}]; n = {gains.prompts.max()} prompts")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    return figure
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=120)
+    return base64.b64encode(drawn.getvalue()).decode()
 
 
 # --- the report: one page of HTML
@@ -510,7 +515,7 @@ def page(runs: Iterable[Results]) -> str:
             yield run
 
     template = made.from_string(text)
-    shows: Any = {"verdict": verdict, "tables": tables, "chart": _drawn}
+    shows: Any = {"verdict": verdict, "tables": tables, "chart": chart}
     try:
         return template.render(runs=named(), style=style, policy=pages.policy("", style), **shows)
     except _LACKING as error:
@@ -518,12 +523,3 @@ def page(runs: Iterable[Results]) -> str:
             f"the results {newest} lack what a report shows: {type(error).__name__} {error}. "
             "Measure again: selfspec bench"
         ) from error
-
-
-def _drawn(summary: Summary) -> str | None:
-    """The chart as base64, if there is one."""
-    if (figure := chart(summary)) is None:
-        return None
-    drawn = io.BytesIO()
-    figure.savefig(drawn, dpi=120)
-    return base64.b64encode(drawn.getvalue()).decode()
