@@ -255,7 +255,7 @@ class Speculator:
         streamer, raw = rest.pop("streamer", None), rest.pop("raw", False)
         ids = encode(self.tokenizer, prompt, raw=raw).to(self.backbone.device)
         end = NO_END if raw else self.turn_end
-        rest |= _ending(end, rest, self.model)
+        rest |= self.ending(rest, end)
         request = requests.prepare(self.backbone, self.tokenizer, self._grammars, ids, rest)
         goes_on = raw or getattr(self.tokenizer, "chat_template", None) is None
         behind = ids[0, -_BEHIND:].tolist() if goes_on and len(ids) == 1 else ()
@@ -268,10 +268,21 @@ class Speculator:
         rest = requests.checked(options, self.backbone.vocab_size)
         return self.options.updated({k: rest.pop(k) for k in OPTION_NAMES if k in rest}), rest
 
+    def ending(self, given: Mapping[str, Any], end: TurnEnd) -> dict[str, Any]:
+        """Keywords of `generate` that end an answer with its turn, too, beside what is wanted."""
+        if end.text:
+            stops = wanted(self.model, given, "stop_strings") or []
+            listed = stops if isinstance(stops, list | tuple) else [stops]
+            return {"stop_strings": [*listed, end.text]}
+        if end.token is None or given.get("eos_token_id") is not None:
+            return {}
+        own = templates.listed(wanted(self.model, given, "eos_token_id"))
+        return {"eos_token_id": sorted({*own, end.token})}
+
     def read_ahead(self, options: GenerateOptions) -> None:
         """Read stops and the grammar ahead of a call, in any thread: they may take seconds."""
         end = NO_END if options.get("raw") else self.turn_end
-        known = {**options, **_ending(end, options, self.model)}
+        known = {**options, **self.ending(options, end)}
         if strings := wanted(self.model, known, "stop_strings"):
             stop_strings(self.tokenizer, strings)
         grammar = wanted_grammar(options)
@@ -292,18 +303,6 @@ class Speculator:
         finally:
             for stream in streams:
                 stream.close()
-
-
-def _ending(end: TurnEnd, given: Mapping[str, Any], model: PreTrainedModel) -> dict[str, Any]:
-    """Keywords of `generate` that end an answer with its turn, too, beside what is wanted."""
-    if end.text:
-        stops = wanted(model, given, "stop_strings") or []
-        listed = stops if isinstance(stops, list | tuple) else [stops]
-        return {"stop_strings": [*listed, end.text]}
-    if end.token is None or given.get("eos_token_id") is not None:
-        return {}
-    own = templates.listed(wanted(model, given, "eos_token_id"))
-    return {"eos_token_id": sorted({*own, end.token})}
 
 
 class Session:

@@ -105,7 +105,7 @@ def _hugging_face(
 ) -> Written:
     model: Any = speculator.model
     options = {"max_new_tokens": count, "do_sample": False, "streamer": streamer, **setting}
-    options |= speculator.turn_end.options({}, model) | {"tokenizer": speculator.tokenizer}
+    options |= speculator.ending({}, speculator.turn_end) | {"tokenizer": speculator.tokenizer}
     sequences = model.generate(ids, attention_mask=ids.new_ones(ids.shape), **options)
     return Written(sequences[0, ids.shape[1] :].tolist())
 

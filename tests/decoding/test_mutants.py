@@ -50,9 +50,9 @@ def mask_sized_by_the_first_layer(patch: pytest.MonkeyPatch) -> None:
     """Deep passes get the mask of layer 1, which holds more positions."""
     right = GenericExecutor.masks
 
-    def wrong(self: Any, kinds: Any, hidden: Tensor, first: int, *rest: Any) -> dict[str, Any]:
+    def wrong(self: Any, hidden: Tensor, first: int, *rest: Any) -> dict[str, Any]:
         del first
-        return right(self, kinds, hidden, 0, *rest)
+        return right(self, hidden, 0, *rest)
 
     patch.setattr(GenericExecutor, "masks", wrong)
 
