@@ -161,7 +161,8 @@ class Speculator:
 
         What is wrong with a prompt is its answer: an error, no exception. `most` prompts are
         answered at once, as far as `kv_memory` goes (see `Engine`). Each draws with one of `seeds`,
-        or with the `seed` plus its number.
+        or with the `seed` plus its number. Processors and criteria of your own that remember calls
+        have a method `for_row(number)`.
         """
         if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
             expected = "expected a list of prompts. For one use generate"
@@ -193,7 +194,7 @@ class Speculator:
             while True:
                 while len(running) < most and (entry := next(left, None)):
                     number, prompt, seed = entry
-                    own = options if seed is None else options | {"seed": seed}
+                    own = options | _cut(options, number) | ({} if seed is None else {"seed": seed})
                     if isinstance(seed, Integral):
                         own["seed"] = int(seed) % 2**64
                     try:
@@ -303,6 +304,16 @@ class Speculator:
         finally:
             for stream in streams:
                 stream.close()
+
+
+def _cut(options: Mapping[str, Any], number: int) -> Any:
+    """Processors and criteria for one of many prompts, where they have `for_row`."""
+    names = ("logits_processor", "stopping_criteria")
+    return {
+        name: [one.for_row(number) if hasattr(one, "for_row") else one for one in options[name]]
+        for name in names
+        if options.get(name)
+    }
 
 
 class Session:

@@ -235,6 +235,29 @@ def test_a_users_processor_runs_in_a_row_and_in_a_batch_only_if_it_can_be_cut(
     compare(logits_processor=[Cuttable(0, 1)])
 
 
+class EverySecond(LogitsProcessor):
+    """A user's own that remembers: at every second call the likeliest token is ruled out."""
+
+    calls = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.calls += 1
+        return scores.scatter(1, scores.argmax(1, True), -torch.inf) if self.calls % 2 else scores
+
+    def for_row(self, _row: int) -> EverySecond:
+        return EverySecond()
+
+
+def test_a_users_processor_that_remembers_is_each_prompts_own(eager: Speculator) -> None:
+    prompts = [random_ids(5), random_ids(9, seed=2)]
+    found = eager.generate_batch(prompts, max_new_tokens=9, logits_processor=[EverySecond()])
+    alone = [
+        eager.generate(prompt, max_new_tokens=9, logits_processor=[EverySecond()])
+        for prompt in prompts
+    ]
+    assert [one.token_ids for one in found] == [one.token_ids for one in alone]
+
+
 def test_processors_of_other_models_are_refused_by_name_in_a_batch() -> None:
     for name in OF_OTHER_MODELS:
         kind = getattr(logits_process, name)
