@@ -525,10 +525,11 @@ def json_lines(path: Path, most_bytes: int = MOST_LINE_BYTES) -> Iterator[tuple[
 
 def _depth(value: Any) -> int:
     """Lists and mappings inside each other."""
-    if not isinstance(value, dict | list):
-        return 0
-    inner = value.values() if isinstance(value, dict) else value
-    return 1 + max((_depth(one) for one in inner if isinstance(one, dict | list)), default=0)
+    depth, level = 0, [value]
+    while level := [one for one in level if type(one) in (dict, list)]:
+        inner = (one.values() if type(one) is dict else one for one in level)
+        level, depth = list(itertools.chain.from_iterable(inner)), depth + 1
+    return depth
 
 
 def read_yaml(path: Path) -> Any:

@@ -107,10 +107,13 @@ def write(
 
 
 def forget(backbone: Backbone, heads: ExitHeads | None) -> list[Path]:
-    """Remove what was found for these heads on this machine; returns the files."""
+    """Remove what was found for these heads here; returns the files. Raises CannotWrite."""
     gone = [one for one in (path(backbone, heads), _costs_path(backbone, heads)) if one.is_file()]
-    for file in gone:
-        file.unlink()
+    try:
+        for file in gone:
+            file.unlink()
+    except OSError as error:
+        raise CannotWrite(f"cannot remove {error.filename}: {error.strerror}") from error
     return gone
 
 

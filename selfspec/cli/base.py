@@ -517,10 +517,14 @@ def check_template(asked: Asked, command: str = "generate") -> None:
     known = [*hub.list_heads(), *known_folders()]
     if heads:
         known = [] if heads in _NO_FOLDER else [hub.resolve_heads(heads)]
-    if not any(read_config(folder).get("chat_template") for folder in known):
-        plain = shlex.join(["selfspec", command, "--raw", "--model", name])
-        wrong = f"{name} has no chat template: is it a base model? {advice(name)}"
-        raise InvalidPrompt(f"{wrong}; or continue a text: {plain}")
+    passed = [] if heads else [SelfspecError]  # a damaged folder that nobody named
+    for folder in known:
+        with contextlib.suppress(*passed):
+            if read_config(folder).get("chat_template"):
+                return
+    plain = shlex.join(["selfspec", command, "--raw", "--model", name])
+    wrong = f"{name} has no chat template: is it a base model? {advice(name)}"
+    raise InvalidPrompt(f"{wrong}; or continue a text: {plain}")
 
 
 def check_model(asked: Asked) -> None:

@@ -19,6 +19,7 @@ from selfspec.hub import models as hub
 from selfspec.training import records
 from tests.cli.fakes import Call, FakeSpeculator
 from tests.heads.kinds import make_config
+from tests.talks import save_tiny
 
 TRAINING = {
     "data": "talks",
@@ -72,6 +73,10 @@ def test_list_names_what_is_there_and_skips_a_damaged_folder(toy: Path, call: Ca
     assert row["name"] == "toy"
     assert row["size_bytes"] == sum(file.stat().st_size for file in toy.iterdir())
     assert "bad/config.json" in captured.err
+    save_tiny(toy.parents[1] / "untaught")
+    (toy.parents[1] / "untaught" / "chat_template.jinja").unlink()
+    said = call(["generate", "a", "--model", str(toy.parents[1] / "untaught")], 2).err
+    assert "no chat template: is it a base model?" in said
 
 
 def test_show_reads_the_config_only(toy: Path, call: Call) -> None:
