@@ -123,7 +123,7 @@ def page(name: str, rows: list[dict[str, Any]]) -> str:
     """A family's rows as people read them."""
     text = f"## {name}\n"
     for row in rows:
-        for turn in row["messages"]:
+        for turn in row.get("messages") or [{"role": "text", "content": row["text"]}]:
             quoted = turn["content"].strip().replace("\n", "\n> ")
             text += f"\n**{turn['role']}**\n\n> {quoted}\n"
         text += "\n---\n"

@@ -304,6 +304,9 @@ def _concurrency(asked: base.Named, options: results.BenchOptions, *, as_json: b
     folder, ends = Path(asked["output"]), ("concurrency.json", "concurrency.md")
     outputs = [base.check_file(asked, folder / name) for name in ends]
     suite = results.load_suite(options.suite, options.questions, options.limit)
+    if max(texts) > len(suite):
+        few = f"{max(texts)} texts at once, of {len(suite)} questions"
+        raise InvalidOption(f"{few}. Give a larger --limit or a smaller --concurrency")
     from selfspec.eval import concurrency
 
     names: tuple[str, ...] = asked.get("methods", tuple(concurrency.METHODS))
