@@ -236,6 +236,7 @@ class _Ranges(TypedDict, total=False):
     concurrency: parts.Count
     max_tokens: parts.Count
     max_exit_layers: parts.Count
+    max_copy_gb: Annotated[float, parts.at_least(0.0)]
     rungs: Annotated[int, parts.between(1, 7)]
 
 
@@ -687,7 +688,7 @@ def say_if_cut(answer: Generation, options: Mapping[str, Any]) -> None:
 
 def is_first() -> bool:
     """Whether this is the one of several processes that speaks and writes, or alone."""
-    return not int(os.environ.get("RANK", "0"))
+    return os.environ.get("RANK", "0") == "0"
 
 
 def say_next(command: str, asked: Asked, *words: str) -> None:
