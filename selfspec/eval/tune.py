@@ -62,7 +62,6 @@ class Tuned:
 
     @property
     def speculates(self) -> bool:
-        """Whether drafting pays."""
         return bool(self.options["speculate"])
 
     def sentence(self) -> str:

@@ -330,13 +330,11 @@ class Comparison:
 
     @property
     def equal(self) -> str:
-        """For people."""
         count = sum(map(len, self.texts))
         return f"{count - len(self.partings)} of {count} texts equal"
 
     @property
     def figures(self) -> dict[str, Any]:
-        """For a file."""
         partings = [asdict(parting) for parting in self.partings]
         return {"texts": sum(map(len, self.texts)), "partings": partings}
 
@@ -653,7 +651,6 @@ class Recorder(Heard):
         return torch.stack(self._rows)
 
     def note(self, logits: Tensor, token: int) -> None:  # noqa: ARG002  # the base's
-        """Keep them."""
         self._rows.append(logits.clone())
 
 
@@ -667,12 +664,10 @@ class Listening(Runtime):
         self._planted = drafter
 
     def rule(self, sampler: Sampler, options: SpeculationOptions) -> AcceptanceRule:
-        """The usual one, heard."""
         self.heard.append(Recorder(super().rule(sampler, options)))
         return self.heard[-1]
 
     def drafter(self, *asked: Any) -> Drafter:
-        """The planted one, if there is one."""
         return self._planted or super().drafter(*asked)
 
 

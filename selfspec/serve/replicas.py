@@ -85,7 +85,6 @@ class Replica:
         self._app = make_app(self._writer, Keys([]))
 
     def label(self) -> str:
-        """The model's name."""
         return self._writer.label
 
     def check_health(self) -> None:

@@ -566,7 +566,6 @@ class Metrics:
             answer.newest_s = now
 
     def finished(self, answer: Answer, reason: str) -> None:
-        """An answer came to its end."""
         self.count("request_success", reason)
         seconds = time.perf_counter() - answer.job.came_s
         self._histograms["e2e_request_latency_seconds"].observe(seconds)

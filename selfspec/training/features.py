@@ -57,7 +57,6 @@ class FeatureSpec:
 
     @property
     def names(self) -> set[str]:
-        """Names of a batch's tensors."""
         found = {"following", "continues", "answers", "top_ids", "top_log_probs"}
         found |= {f"hidden.{n}" for n in self.layers}
         return found | {"deep"} if self.deep else found
@@ -85,7 +84,6 @@ class Features:
         return len(self.following)
 
     def tensors(self) -> dict[str, Tensor]:
-        """By name, for a file."""
         hidden = {f"hidden.{layer}": tensor for layer, tensor in self.hidden.items()}
         others = {name: t for name, t in vars(self).items() if name != "hidden" and t is not None}
         return hidden | others
@@ -98,7 +96,6 @@ class Features:
         return cls(hidden=dict(sorted(hidden.items())), **others)
 
     def to(self, device: torch.device) -> Features:
-        """The same on `device`."""
         return Features.of({name: tensor.to(device) for name, tensor in self.tensors().items()})
 
 

@@ -417,7 +417,6 @@ class Trainer:
         self._resume()
 
     def run(self, progress: Show) -> Fitted:
-        """All steps that are left."""
         course, stride = self._course, self._options.accumulate
         indices, begun, before = self._job.train.indices, time.perf_counter(), course.step
         # not from the steps alone: a fit can be killed between an epoch's last one and its end

@@ -248,7 +248,6 @@ class Calibration:
     costs: MeasuredCosts
 
     def record(self) -> dict[str, Any]:
-        """For `calibration.json`."""
         return asdict(self) | {"drafter": self.drafter}
 
     @property

@@ -427,7 +427,6 @@ class Counts:
             self.add(record.get("family", ""), name, value)
 
     def merge(self, more: Counts) -> None:
-        """Add other rows' counts."""
         for family, found in more.families.items():
             for name, count in found.items():
                 self.add(family, name, count)
@@ -452,7 +451,6 @@ class Counts:
 
     @property
     def answer_tokens(self) -> int:
-        """Tokens of answers in the file."""
         return self.total("answer_tokens")
 
 
@@ -495,7 +493,6 @@ class Writer:
 
     @property
     def batches(self) -> int:
-        """How many are written."""
         return len(self._run.seeds)
 
     @property
@@ -524,7 +521,6 @@ class Writer:
         self._run = written
 
     def records(self) -> Iterator[Record]:
-        """What is written so far."""
         if self.batches:
             yield from Reader(self.output, lambda record: record)
 

@@ -115,7 +115,6 @@ class LayerTrace:
 
     @property
     def stats(self) -> GenerationStats:
-        """Counts of all rounds."""
         found = GenerationStats(num_layers=self.info.num_layers)
         for entry in self.rounds:
             found.add(entry)
@@ -264,7 +263,6 @@ class Gain(NamedTuple):
 
     @property
     def headline(self) -> str:
-        """What was gained, in a line."""
         if not self.drafted:
             words = "No draft was kept: each token took a pass of the whole model"
             return f"{words}, {self.rate}" if self.times is not None and self.times < 1 else words

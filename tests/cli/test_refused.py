@@ -159,7 +159,7 @@ bench P --concurrency 0                          | concurrency is 0, expected a 
 bench P --seed 99999999999999999999            | seed is 99999999999999999999, expected a value in
 bench P --concurrency 1,9                        | 9 texts at once, of 2 questions. Give a larger
 bench P --concurrency 1 --sweep exit.threshold=0.5 | sweep means nothing with --concurrency
-verify --max-copy-gb -1                          | max_copy_gb is -1.0, expected a value of at least 0
+verify --max-copy-gb -1                          | max_copy_gb is -1.0, expected a value of
 verify --rungs 2,8                               | rungs is 8, expected a value in [1, 7]
 verify --rungs two                               | rungs is 'two', expected a list of whole
 verify --suite six-tasks --questions prompts.jsonl | Leave out --questions
