@@ -135,11 +135,14 @@ def deep_heads(
         head_type="deep-fused",
         state_layers=states,
     )
-    return _moved(ExitHeads(config, backbone.unembedding), seed=3, by=0.1)
+    return _random(config, backbone, seed=3, by=0.1)
 
 
-def _moved(heads: ExitHeads, seed: int, by: float) -> ExitHeads:
+def _random(config: HeadsConfig, backbone: Backbone, seed: int, by: float) -> ExitHeads:
     generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):  # weights begin with draws: the same after any test
+        torch.manual_seed(seed)
+        heads = ExitHeads(config, backbone.unembedding)
     for parameter in heads.eval().requires_grad_(False).parameters():
         parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter), alpha=by)
     return heads
@@ -148,7 +151,7 @@ def _moved(heads: ExitHeads, seed: int, by: float) -> ExitHeads:
 def medusa_heads(backbone: Backbone, count: int = 4) -> ExitHeads:
     """`count` heads of random weights, each for a token further ahead."""
     own = replace(deep_heads(backbone).config, exit_layers=(0,), head_type=MEDUSA, num_heads=count)
-    return _moved(ExitHeads(own, backbone.unembedding), seed=7, by=0.3)
+    return _random(own, backbone, seed=7, by=0.3)
 
 
 def attending_heads(backbone: Backbone) -> AttendingHeads:

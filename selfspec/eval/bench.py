@@ -453,6 +453,7 @@ class Bench:
 
         What the file holds already is not measured again.
         """
+        results.drop_unfinished(path)
         found = {answer.key: answer for answer in results.read(path)}
         if any(not self._finished(question, found) for question in questions):
             for contender in contenders:  # kernels and caches are warm then
@@ -599,7 +600,7 @@ def chosen(
 
 
 def _quickest(entries: Sequence[Contender], tried: Sequence[Mapping[str, Run]]) -> Contender:
-    """Of those that failed least often: by the time over the answers that they all wrote."""
+    """Among those that failed least often, by the time over the answers that they all wrote."""
 
     def failed(entry: Contender) -> int:
         return sum(runs[entry.label].error is not None for runs in tried)

@@ -228,9 +228,9 @@ def append(path: Path, answer: Answer) -> None:
 
 
 def read(path: Path) -> list[Answer]:
-    """All answers of a file. Raises InvalidData for a line that is none."""
+    """All answers of a file, if there is one. Raises InvalidData for a line that is none."""
     answers = []
-    for number, line in _whole_lines(path):
+    for number, line in json_lines(path) if path.exists() else ():
         try:
             answers.append(_answer(parse_json(line, "the line")))
         except (InvalidData, ValueError, TypeError, LookupError, AttributeError) as error:
@@ -247,14 +247,13 @@ def _answer(record: Any) -> Answer:
     return Answer(**{**record, "runs": runs})
 
 
-def _whole_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Those of a file, if there is one; what a killed run left half-written is cut off."""
+def drop_unfinished(path: Path) -> None:
+    """Cut off a last line that a killed run left half-written: for who goes on with the file."""
     if path.exists():
         data = files.read_bytes(path, _MOST_BYTES)
         whole = data.rfind(b"\n") + 1
         if whole < len(data):
             files.write(path, data[:whole])
-        yield from json_lines(path)
 
 
 def begun(
@@ -266,7 +265,9 @@ def begun(
     not, for a file of others, and for one with lines that `read` does not take.
     """
     files.check_file(path, overwrite=True)
-    head, *lines = [text for _, text in _whole_lines(path)] or [""]
+    drop_unfinished(path)
+    found = [text for _, text in json_lines(path)] if path.exists() else []
+    head, *lines = found or [""]
     if head == json.dumps(record):
         try:
             return [read(parse_json(line, "a line")) for line in lines]
