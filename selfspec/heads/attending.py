@@ -242,13 +242,13 @@ class AttendingHeads(ExitHeads):
 
     def attention(self, embed: Callable[[Tensor], Tensor]) -> Attention:
         """State of a new text; `embed` is the model's, for heads without a table of theirs."""
-        text = Attention(self, self._embed if "embed_tokens" in self.parts else embed)
+        text = Attention(self, self.embed if "embed_tokens" in self.parts else embed)
         self._texts.append(text)
         while sum(len(one.ids) for one in list(self._texts)) > _REMEMBERED:
             self._texts.popleft()
         return text
 
-    def _embed(self, ids: Tensor) -> Tensor:
+    def embed(self, ids: Tensor) -> Tensor:
         """By the table of the heads, which lacks what pads the model's vocabulary."""
         table = self.parts["embed_tokens"]
         found: Tensor = table(ids.to(table.weight.device).clamp(max=table.num_embeddings - 1))

@@ -279,7 +279,10 @@ def _attended(
         return nn.functional.pad(texts, (*(0, 0) * (rows.dim() - 1), 0, short))
 
     inside = padded(torch.ones_like(batch.continues))
-    embeddings = padded(batch.hidden[0])[:, 1:]
+    if "embed_tokens" in heads.parts:  # others' heads may have a table of their own
+        embeddings = padded(heads.embed(batch.following))[:, :-1]
+    else:
+        embeddings = padded(batch.hidden[0])[:, 1:]
     states = torch.cat([batch.hidden[layer] for layer in heads.layers], -1)
     states = heads.fuse(padded(states)[:, :-1])
     count = embeddings.shape[1]

@@ -147,15 +147,16 @@ def test_medusa_heads_learn_tokens_behind_the_next_one(backbone: Backbone, talks
 def test_heads_that_attend_learn_from_the_logits_of_the_reference(name: str) -> None:
     """Every draft of a round, at every place, of two texts of which one is shorter."""
     heads, ids = read(HERE / name, HEADS[name][0]), text()
-    table = dict(heads.parts.items()).get("embed_tokens", target(HEADS[name][0]).model.embed_tokens)
+    table = target(HEADS[name][0]).model.embed_tokens  # the heads' own takes its place
     seen = states(HEADS[name][0], list(heads.layers), ids)[0]
     hidden = dict(zip(heads.layers, seen.split(WIDTH, -1), strict=True))
     both = {layer: torch.cat([one[:7], one]) for layer, one in hidden.items()}
     both[0] = torch.cat([table(ids[0, :7]), table(ids[0])])
     continues = torch.ones(7 + LENGTH, dtype=torch.bool)
     continues[[0, 7]] = False
-    ids = torch.zeros(7 + LENGTH, 1).long()
-    batch = Features(both, ids[:, 0], continues, continues, ids, ids.half())
+    following = torch.cat([ids[0, 1:8], ids[0].roll(-1)])
+    top = torch.zeros(7 + LENGTH, 1).long()
+    batch = Features(both, following, continues, continues, top, top.half())
     expected = load_file(HERE / f"{name}.expected.safetensors")["logits"]
     for step, (found, valid) in enumerate(fitting.unrolled(heads, 0, batch, STEPS)):
         assert valid[:7].tolist() == [place > step for place in range(7)]
