@@ -231,12 +231,11 @@ class Selection:
 
     def description(self) -> dict[str, Any]:
         """What tells it from any other selection, ready for JSON."""
-        spec = self.source.spec
         return {
             "text": self.source.digest,
             "batches": hashlib.sha256(repr(list(self.indices)).encode()).hexdigest(),
             "answer_tokens": self.answers,
-            "features": repr(spec),
+            "features": repr(self.source.spec),
         }
 
     def batches(self, number: int = 0, count: int = 1) -> Iterator[Features]:
@@ -349,11 +348,8 @@ class Manifest:
     def read(cls, where: str | Path | Place) -> Manifest:
         """Raises InvalidData for a folder without one that this version reads."""
         place = where if isinstance(where, Place) else Place(where)
-        path, way_out = (
-            place.pull(place.folder / MANIFEST),
-            "Run selfspec cache with another --output",
-        )
-        with explained(f"{place.name} is no feature cache", way_out):
+        path, then = place.pull(place.folder / MANIFEST), "Run selfspec cache with another --output"
+        with explained(f"{place.name} is no feature cache", then):
             found = read_json(path)
             if not isinstance(found, dict) or found.get("format_version") != FORMAT_VERSION:
                 raise InvalidOption(f"its format version is not {FORMAT_VERSION}")
