@@ -89,13 +89,10 @@ def tune(
     `objective`: speed is about the time over all prompts, latency about the prompts' own. Raises
     InvalidOption unless two answers have a second token.
     """
-    templated = getattr(speculator.tokenizer, "chat_template", None) is not None
 
     def ask(number: int, options: Options) -> Timed:
-        prompt = prompts[number]
         asked = {"max_new_tokens": new_tokens, "do_sample": False, **options}
-        raw = not templated and isinstance(prompt, str)
-        stats = speculator.generate(prompt, **asked, raw=raw).stats
+        stats = speculator.generate(prompts[number], **asked).stats
         return Timed(stats.decode_s, stats.accepted + stats.bonus, stats.rounds)
 
     return raced([*candidates(speculator)], len(prompts), ask, show, objective)
