@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypedDict
 
 from selfspec import options as parts
-from selfspec.errors import InvalidOption, check_keys, first_line, shown
+from selfspec.errors import InvalidOption, check_keys, check_packages, first_line, shown
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -373,9 +373,7 @@ def check_grammar(grammar: Grammar) -> None:
 
 def matcher_class() -> type[LLMatcher]:
     """The matcher of llguidance. Raises InvalidOption without the package."""
-    try:
-        from llguidance import LLMatcher
-    except ImportError as error:
-        needs = f"structured output needs {error.name}: pip install 'selfspec[serve]'"
-        raise InvalidOption(needs) from error
+    check_packages("structured output", "llguidance", extra="serve")
+    from llguidance import LLMatcher
+
     return LLMatcher

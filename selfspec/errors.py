@@ -13,6 +13,7 @@ import math
 import traceback
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping
+from importlib.util import find_spec
 from itertools import takewhile
 from numbers import Integral, Real
 from pathlib import Path
@@ -140,6 +141,13 @@ def check_keys(values: Iterable[str], known: Iterable[str], kind: str) -> None:
         if not near and len(names) > _MOST_LISTED:
             hint = "Leave it out: no known name is like it"
         raise InvalidOption(f"unknown {kind} {key!r}. {hint}")
+
+
+def check_packages(work: str, *modules: str, extra: str = "eval") -> None:
+    """Raise InvalidOption where a module that `work` needs is missing, before any of it."""
+    for name in modules:
+        if find_spec(name) is None:
+            raise InvalidOption(f"{work} needs {name}: pip install 'selfspec[{extra}]'")
 
 
 def check_types(values: Mapping[str, Any], hints: Mapping[str, Any], prefix: str = "") -> None:

@@ -17,8 +17,8 @@ from selfspec.cli.base import GENERATION, LOADING, SHARED, SPECULATION, Asked, F
 from selfspec.cli.chat import Writer
 from selfspec.config import DEFAULT_MAX_NEW_TOKENS
 from selfspec.decoding.stats import MODEL, counted, rate
-from selfspec.errors import InvalidData, InvalidOption, SelfspecError, shown
-from selfspec.eval.results import begun, check_packages, first_divergence
+from selfspec.errors import InvalidData, InvalidOption, SelfspecError, check_packages, shown
+from selfspec.eval.results import begun, first_divergence
 from selfspec.hub.models import heads_name
 from selfspec.serve.options import VARIABLE, Keys, ServeOptions, is_loopback
 

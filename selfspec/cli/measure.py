@@ -17,7 +17,7 @@ from selfspec import files
 from selfspec.cli import base
 from selfspec.cli.base import Asked, Flag
 from selfspec.config import SpeculationOptions
-from selfspec.errors import InvalidOption, ModelNotFound, check_keys
+from selfspec.errors import InvalidOption, ModelNotFound, check_keys, check_packages
 from selfspec.eval import results
 from selfspec.eval.bench import METHODS, Bench, candidates, chosen, described, moved, parted, swept
 from selfspec.hub import models as hub
@@ -96,7 +96,7 @@ def _check_targets(asked: Asked) -> dict[str, Path]:
         if path.suffix != suffix:
             raise InvalidOption(f"--{name} {path}: expected a name that ends in {suffix}")
         if name == "card":
-            results.check_packages("--card", "matplotlib")
+            check_packages("--card", "matplotlib")
         if path in found.values():
             raise InvalidOption(f"{path} is named for two outputs. Name another file")
         found[name] = path
@@ -225,7 +225,7 @@ def bench(*, as_json: base.AsJson = False, asked: base.Named) -> None:
     """
     base.require(asked, "output")
     options = base.options_of(results.BenchOptions, asked)
-    results.check_packages("bench", "pandas", "tabulate", "matplotlib")
+    check_packages("bench", "pandas", "tabulate", "matplotlib")
     if "concurrency" in asked.names:
         base.emit(_concurrency(asked, options, as_json=as_json))
         return
@@ -241,7 +241,7 @@ def bench(*, as_json: base.AsJson = False, asked: base.Named) -> None:
     grid, moves = candidates(speculator, names), swept(speculator, sweep)
     own_text = any(one.own_text for entries in (*grid.values(), moves) for one in entries)
     if options.quality or own_text:
-        results.check_packages("the quality of texts", "sacrebleu", "rouge_score")
+        check_packages("the quality of texts", "sacrebleu", "rouge_score")
     tried = [entry for entries in grid.values() if len(entries) > 1 for entry in entries]
     questions = parted(suite, options, tuning=bool(tried))
     record = _record(asked, names, options, speculator, questions)
@@ -344,7 +344,7 @@ def report(
     overwrite: base.Overwrite = False,
 ) -> None:
     """Gather measured runs into one page."""
-    results.check_packages("report", "pandas", "tabulate", "matplotlib")
+    check_packages("report", "pandas", "tabulate", "matplotlib")
     from selfspec.eval import report as reporting
 
     place = files.check_file(output, overwrite=overwrite, reads=folders)
@@ -417,7 +417,7 @@ def lm_eval(words: Annotated[list[str] | None, typer.Argument(metavar="..")] = N
     Its command line gets all that follows, and its model is selfspec: --model_args
     pretrained=NAME,heads=NAME. Help: selfspec lm-eval run -h
     """
-    results.check_packages("lm-eval", "lm_eval", extra="lm-eval")
+    check_packages("lm-eval", "lm_eval", extra="lm-eval")
     from selfspec.plugins.lm_eval import run
 
     run(words or [])

@@ -18,7 +18,7 @@ from selfspec.api import chat_template as templates
 from selfspec.cli import base
 from selfspec.cli.base import Asked, Flag, Named, option_flags, options_of, with_flags
 from selfspec.config import SpeculationOptions
-from selfspec.errors import InvalidData, InvalidOption, check_keys, shown
+from selfspec.errors import InvalidData, InvalidOption, check_keys, check_packages, shown
 from selfspec.heads import folder as folders
 from selfspec.hub import models as hub
 from selfspec.options import FITTED
@@ -157,8 +157,6 @@ def _workers(asked: Asked) -> int:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InvalidOption("a launcher started several processes. Start one, with --workers N")
     if count > 1:
-        from selfspec.eval.results import check_packages
-
         check_packages("more than one worker", "ray", extra="ray")
     return count
 

@@ -9,7 +9,6 @@ import json
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -371,13 +370,6 @@ class Quality:
     edit_distance: int  # tokens to insert, delete or replace to make the one answer the other
     log_likelihood: float  # nats of the whole answer under the model, without processors
     plain_log_likelihood: float
-
-
-def check_packages(work: str, *modules: str, extra: str = "eval") -> None:
-    """Raise InvalidOption where a module that `work` needs is missing, before any of it."""
-    for name in modules:
-        if find_spec(name) is None:
-            raise InvalidOption(f"{work} needs {name}: pip install 'selfspec[{extra}]'")
 
 
 def quality_summary(records: Sequence[Quality]) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def test_peers_get_settings_from_other_prompts_and_lossy_methods_are_marked_and_
     summary = json.loads((workplace / "out" / "summary.json").read_text())
     assert summary["quality"]["plain"]["overall"]["exact_share"] == 1.0
     # where a package is missing, it is told before any work
-    monkeypatch.setattr("selfspec.eval.results.find_spec", lambda name: None)
+    monkeypatch.setattr("selfspec.errors.find_spec", lambda name: None)
     refused = call([*BENCH, "--output", "new", "--sweep", "acceptance=cm-asd"], 2).err
     assert "bench needs pandas: pip install 'selfspec[eval]'" in refused
     assert not (workplace / "new").exists()
@@ -163,7 +163,7 @@ def test_it_shows_keeps_and_draws_the_answer_that_generate_gives(
     assert call([*kept, "--html", "a/new/page.html"]).out == shown
     assert '"plain_step":null' in Path("a/new/page.html").read_text()
     assert call([*kept, "--json"]).out == Path("t.jsonl").read_text()
-    monkeypatch.setattr("selfspec.eval.results.find_spec", lambda name: None)
+    monkeypatch.setattr("selfspec.errors.find_spec", lambda name: None)
     refused = call([*kept, "--card", "a.png"], 2).err
     assert "--card needs matplotlib: pip install" in refused
 
