@@ -43,14 +43,14 @@ _OURS = re.compile(
 _MARK_WITHIN = 2048  # bytes, in which every mark is whole
 _KINDS = {
     stat.S_IFLNK: "a link",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
+    **dict.fromkeys((stat.S_IFCHR, stat.S_IFBLK), "a device"),
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
 }
 
 MOST_BYTES = 64 << 20  # of a text file that is read as a whole
 MOST_LINE_BYTES = 16 << 20  # of one line of a JSONL file
+MOST_TEMPLATE_CHARACTERS = 1 << 16  # of a chat template; those of models have some thousand
 MOST_DEPTH = 64  # lists and mappings inside each other
 MOST_YAML_BYTES = 1 << 20  # a config has a few hundred; YAML is a hundred times as slow as JSON
 MOST_HEADER_BYTES = 16 << 20  # of a safetensors file; a model of 100,000 tensors stays below

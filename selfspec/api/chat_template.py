@@ -23,7 +23,6 @@ from selfspec import files
 from selfspec.api import rendering
 from selfspec.errors import InvalidData, InvalidOption, InvalidPrompt, check_keys
 from selfspec.files import read_text
-from selfspec.heads.folder import MOST_TEMPLATE_CHARACTERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,7 +66,7 @@ def read(given: str | Path) -> str:
     if not path.exists() and not path.suffix:
         check_keys([name], NAMES, "chat template")
     try:
-        return _tried(read_text(path, MOST_TEMPLATE_CHARACTERS), name)
+        return _tried(read_text(path, files.MOST_TEMPLATE_CHARACTERS), name)
     except InvalidData as error:
         raise InvalidOption(f"cannot take the chat template: {error}") from error
 
@@ -148,10 +147,10 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd:
 
 def _tried(template: str, where: str) -> str:
     """The template, once it has shown a message. Raises InvalidOption."""
-    if len(template) > MOST_TEMPLATE_CHARACTERS:
+    if len(template) > files.MOST_TEMPLATE_CHARACTERS:
         raise InvalidOption(
             f"{where} has {len(template):,} characters, a chat template at most "
-            f"{MOST_TEMPLATE_CHARACTERS:,}"
+            f"{files.MOST_TEMPLATE_CHARACTERS:,}"
         )
     tokens = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
     asked = {"messages": [_said("user", _ASKED)], "tools": None, "documents": None}

@@ -9,7 +9,7 @@ import hashlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -25,9 +25,9 @@ from selfspec.errors import HeadsMismatch, InvalidHeads, InvalidOption, check_ke
 from selfspec.files import check_safetensors
 from selfspec.heads.folder import (
     CONFIG_FILE,
-    FORMAT_VERSION,
     METADATA,
     WEIGHTS_FILE,
+    HeadsFields,
     as_json,
     read_config,
 )
@@ -39,27 +39,8 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadsConfig:
-    """What `config.json` of a heads folder says."""
-
-    base_model: str
-    base_fingerprint: str
-    hidden_size: int
-    num_layers: int
-    vocab_size: int
-    exit_layers: tuple[int, ...]
-    head_type: str
-    base_revision: str | None = None
-    inner_size: int | None = None  # of the head's inner layer; None: the head type's own choice
-    draft_vocab_size: int | None = None  # tokens that heads can draft; None: all
-    num_heads: int | None = None  # of a kind that looks ahead; None: one at each exit layer
-    state_layers: tuple[int, ...] | None = None  # read beside layer L; of exit layer 0 alone
-    temperatures: dict[str, float] = field(default_factory=dict)  # by exit layer; 1 where missing
-    defaults: dict[str, Any] = field(default_factory=dict)  # SpeculationOptions that suit
-    training: dict[str, Any] = field(default_factory=dict)  # tokens, data, steps, seed, versions
-    chat_template: str | None = None  # of the text of their fit; None: the model's own
-    weights: str | None = None  # hash of its weights: a killed run may have replaced one file
-    format_version: int = FORMAT_VERSION
+class HeadsConfig(HeadsFields):
+    """The fields of a kind of heads that there is, of sizes that go together."""
 
     def __post_init__(self) -> None:
         if self.head_type not in HEAD_TYPES:

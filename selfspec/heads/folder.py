@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, TypedDict
 
 from selfspec import files
 from selfspec.config import SpeculationOptions
@@ -21,9 +22,13 @@ from selfspec.errors import (
     InvalidData,
     InvalidHeads,
     InvalidOption,
+    annotations_of,
+    check_keys,
+    check_types,
     shown,
 )
 from selfspec.files import parse_json, read_json
+from selfspec.options import LAYER, Range, between, check_ranges
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -33,7 +38,6 @@ FILES_OF_A_FIT = (  # what `fit` writes
 
 FORMAT_VERSION = 2  # 1: `base_fingerprint` is that of the unembedding alone
 METADATA = "selfspec"  # the config in the header of the weights, and our part of one of EAGLE-3's
-MOST_TEMPLATE_CHARACTERS = 1 << 16  # of a chat template; those of models have some thousand
 
 EAGLE3 = "eagle3"  # heads that attend, ours and those that others publish
 MEDUSA = "medusa"  # several heads on the last layer, each for a token further ahead
@@ -58,7 +62,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise HeadsNotFound(f"no {CONFIG_FILE} in {folder}. Expected a folder of exit heads")
     try:
         found = _checked(read_json(path, _MOST_BYTES))
-    except (InvalidData, InvalidHeads) as error:
+    except (InvalidData, InvalidOption) as error:
         raise InvalidHeads(f"{path} is not a config of exit heads: {error}") from error
     weights = Path(folder) / WEIGHTS_FILE
     repeated = repeated_config(weights)
@@ -67,7 +71,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     logger.warning("%s is not that of the weights beside it, which is used instead", path)
     try:
         return _checked(repeated)
-    except InvalidHeads as error:
+    except InvalidOption as error:
         raise InvalidHeads(f"{weights} repeats no config: {error}") from error
 
 
@@ -87,7 +91,7 @@ def is_heads_folder(folder: Path) -> bool:
     if not config.exists():
         return repeated_config(folder / WEIGHTS_FILE) is not None
     values = _object(config)
-    return values.keys() >= _OURS.keys() or METADATA in values
+    return values.keys() >= {*_NEEDED} or METADATA in values
 
 
 def repeated_config(weights: Path) -> dict[str, Any] | None:
@@ -113,149 +117,145 @@ def _object(file: Path) -> dict[str, Any]:
 
 # --- what the values of a config may be
 
-
-class _Rule(NamedTuple):
-    expected: str
-    fits: Callable[[Any], bool]
-
-
-def _whole(most: int, least: int = 1) -> _Rule:
-    return _Rule(
-        f"a number in {least}..{most}", lambda value: type(value) is int and least <= value <= most
-    )
-
-
-def _one_of(*values: Any) -> _Rule:
-    return _Rule(" or ".join(map(str, values)), lambda value: value in values)
-
-
-def _between(least: float, most: float) -> _Rule:
-    return _Rule(
-        f"a number between {least} and {most}",
-        lambda value: type(value) in (int, float) and least < value < most,
-    )
-
-
-_LINE = _Rule(
-    "a line of text",
-    lambda value: isinstance(value, str) and len(value) <= 1000 and value.isprintable(),
-)
-_OBJECT = _Rule("an object", lambda value: isinstance(value, dict))
-_SWITCH = _Rule("true or false", lambda value: type(value) is bool)
-
-_SIZE, _LAYER = _whole(1 << 24), _whole(4096, least=0)
-_LAYERS = _Rule(
-    "different layers",
-    lambda value: (
-        isinstance(value, list)
-        and 1 <= len(value) <= 4096
-        and all(map(_LAYER.fits, value))
-        and len(set(value)) == len(value)
+_SIZE = between(1, 1 << 24)
+_LINE = Range(lambda text: len(text) <= 1000 and text.isprintable(), "of one line")
+_LAYERS = Range(
+    lambda layers: (
+        1 <= len(layers) <= 4096
+        and all(map(LAYER.holds, layers))
+        and len(set(layers)) == len(layers)
     ),
+    "of different layers",
+    whole=True,
+)
+_TEMPERATURES = Range(
+    lambda by_layer: all(1e-6 < value < 1e6 for value in by_layer.values()),
+    "between 1e-6 and 1e6 for each layer",
+)
+_TEMPLATE = Range(
+    lambda text: len(text) <= files.MOST_TEMPLATE_CHARACTERS, "of the length of a chat template"
+)
+_Size = Annotated[int, _SIZE]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadsFields:
+    """What `config.json` of a heads folder says; the ranges hold for one that is read."""
+
+    base_model: Annotated[str, _LINE]
+    base_fingerprint: Annotated[str, _LINE]
+    hidden_size: Annotated[int, between(1, 1 << 20)]
+    num_layers: Annotated[int, between(1, 4096)]
+    vocab_size: _Size
+    exit_layers: Annotated[tuple[int, ...], _LAYERS]
+    head_type: Annotated[str, _LINE]
+    base_revision: Annotated[str | None, _LINE] = None
+    # of the head's inner layer; None: the head type's own choice
+    inner_size: Annotated[int | None, _SIZE] = None
+    draft_vocab_size: Annotated[int | None, _SIZE] = None  # tokens that heads can draft; None: all
+    # of a kind that looks ahead; None: one at each exit layer
+    num_heads: Annotated[int | None, between(1, 64)] = None
+    # read beside layer L; of exit layer 0 alone
+    state_layers: Annotated[tuple[int, ...] | None, _LAYERS] = None
+    # by exit layer; 1 where missing
+    temperatures: Annotated[dict[str, float], _TEMPERATURES] = field(default_factory=dict)
+    defaults: dict[str, Any] = field(default_factory=dict)  # SpeculationOptions that suit
+    training: dict[str, Any] = field(default_factory=dict)  # tokens, data, steps, seed, versions
+    # of the text of their fit; None: the model's own
+    chat_template: Annotated[str | None, _TEMPLATE] = None
+    # hash of its weights: a killed run may have replaced one file
+    weights: Annotated[str | None, _LINE] = None
+    format_version: int = FORMAT_VERSION
+
+
+_NEEDED = [one.name for one in fields(HeadsFields) if one.default is one.default_factory]
+EAGLE3_OURS = (
+    *("base_fingerprint", "num_layers", "temperatures", "defaults", "training"),
+    *("chat_template", "weights"),
 )
 
-_OURS = {
-    **dict.fromkeys(("base_model", "base_fingerprint", "head_type"), _LINE),
-    "hidden_size": _whole(1 << 20),
-    "num_layers": _whole(4096),
-    "vocab_size": _SIZE,
-    "exit_layers": _LAYERS,
-}
-_OF_A_FIT = {
-    **dict.fromkeys(("temperatures", "defaults", "training"), _OBJECT),
-    "chat_template": _Rule(
-        "the text of a chat template",
-        lambda value: isinstance(value, str) and len(value) <= MOST_TEMPLATE_CHARACTERS,
-    ),
-}
-_OURS_TOO = {
-    **dict.fromkeys(("base_revision", "weights"), _LINE),
-    **dict.fromkeys(("inner_size", "draft_vocab_size"), _SIZE),
-    "num_heads": _whole(64),
-    "state_layers": _LAYERS,
-    **_OF_A_FIT,
-}
-_EAGLE3 = {
-    "speculators_model_type": _one_of(EAGLE3),
-    **dict.fromkeys(("transformer_layer_config", "speculators_config"), _OBJECT),
-    **dict.fromkeys(("eagle_config", METADATA), _OBJECT),
-    **dict.fromkeys(SWITCHES, _SWITCH),
-    **dict.fromkeys(("target_hidden_size", "draft_vocab_size"), _SIZE),
-}
-EAGLE3_OURS = {"base_fingerprint": _LINE, "num_layers": _whole(4096), **_OF_A_FIT, "weights": _LINE}
-_SIZES = dict.fromkeys(
-    ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"), _SIZE
-)
-_DECODER_LAYER = {
-    "model_type": _one_of("llama", "qwen3"),
-    "num_hidden_layers": _one_of(1),
-    **dict.fromkeys(("num_key_value_heads", "head_dim", "max_position_embeddings"), _SIZE),
-    "rms_norm_eps": _between(0, 1),
-    "hidden_act": _one_of("silu"),
-    **dict.fromkeys(("attention_bias", "mlp_bias"), _SWITCH),
-    "layer_types": _one_of(["full_attention"]),
-    **dict.fromkeys(("rope_parameters", "rope_scaling"), _OBJECT),
-}
-_ROTATIONS = _one_of("default", "linear", "llama3", "yarn")  # of a text of any length
-_TURN = _Rule(
-    "a number",
-    lambda value: type(value) is bool or (type(value) in (int, float) and 0 <= value < 1e12),
-)
+
+_STATES = "eagle_aux_hidden_state_layer_ids"  # beside the switches, or in `eagle_config`
 
 
-def _require(name: str, value: Any, rule: _Rule) -> None:
-    if not rule.fits(value):
-        raise InvalidHeads(f"{name} is {shown(value)}, expected {rule.expected}")
+class _Eagle3(TypedDict, total=False):
+    speculators_model_type: Literal["eagle3"]
+    transformer_layer_config: dict[str, Any]
+    speculators_config: dict[str, Any]
+    eagle_config: dict[str, Any]
+    selfspec: dict[str, Any]  # METADATA
+    norm_before_residual: bool
+    norm_before_fc: bool
+    fc_norm: bool
+    norm_output: bool
+    target_hidden_size: _Size
+    draft_vocab_size: _Size
+    eagle_aux_hidden_state_layer_ids: Annotated[tuple[int, ...], _LAYERS]
 
 
-def _some(values: Mapping[str, Any], rules: Mapping[str, _Rule]) -> dict[str, Any]:
-    """Those that have a rule and are said, null being unsaid."""
-    found = {name: values[name] for name in rules if values.get(name) is not None}
-    for name, value in found.items():
-        _require(name, value, rules[name])
-    return found
+class _Sizes(TypedDict):
+    hidden_size: _Size
+    intermediate_size: _Size
+    num_attention_heads: _Size
+    vocab_size: _Size
 
 
-def _all(values: Mapping[str, Any], rules: Mapping[str, _Rule]) -> dict[str, Any]:
-    for name, rule in rules.items():
-        _require(name, values.get(name), rule)
-    return {name: values[name] for name in rules}
+class _DecoderLayer(_Sizes, total=False):
+    model_type: Literal["llama", "qwen3"]
+    num_hidden_layers: Literal[1]
+    num_key_value_heads: _Size
+    head_dim: _Size
+    max_position_embeddings: _Size
+    rms_norm_eps: Annotated[float, Range(lambda value: 0 < value < 1, "between 0 and 1")]
+    hidden_act: Literal["silu"]
+    attention_bias: bool
+    mlp_bias: bool
+    layer_types: tuple[Literal["full_attention"]]
+    rope_parameters: dict[str, Any]
+    rope_scaling: dict[str, Any]
+
+
+def _fields(values: Mapping[str, Any], kind: type, needed: Iterable[str] = ()) -> dict[str, Any]:
+    """What is not null, lists as tuples, each as `kind` has it. Raises InvalidOption."""
+    said = {name: value for name, value in values.items() if value is not None}
+    said = {name: tuple(one) if isinstance(one, list) else one for name, one in said.items()}
+    check_types(dict.fromkeys(needed) | said, annotations_of(kind))
+    check_ranges(said, kind)
+    return said
 
 
 def _checked(values: Any) -> dict[str, Any]:
-    """The config of heads of any kind, lists as tuples. Raises InvalidHeads with the reason."""
+    """The config of heads of any kind, lists as tuples. Raises InvalidOption with the reason."""
     if _is_eagle3(values):
         return _eagle3(values)
-    _require("it", values, _OBJECT)
+    check_types({"it": values}, {"it": dict})
     version = values.get("format_version")
     if type(version) is not int or version != FORMAT_VERSION:
-        raise InvalidHeads(
+        raise InvalidOption(
             f"it has format version {shown(version)}, this selfspec reads {FORMAT_VERSION}"
         )
-    _all(values, _OURS)
-    _some(values, _OURS_TOO)
-    _check_fit(values, values["exit_layers"])
-    said = {name: value for name, value in values.items() if value is not None}
-    return {name: tuple(one) if isinstance(one, list) else one for name, one in said.items()}
+    said = _fields(values, HeadsFields, _NEEDED)
+    _check_fit(said, said["exit_layers"])
+    return said
 
 
-def _check_fit(values: Mapping[str, Any], layers: list[int]) -> None:
-    """Raise InvalidHeads unless temperatures and defaults are for these exit layers."""
-    for layer, value in (values.get("temperatures") or {}).items():
-        _require("a layer of temperatures", layer, _one_of(*map(str, layers)))
-        _require(f"the temperature of layer {layer}", value, _between(1e-6, 1e6))
+def _check_fit(said: Mapping[str, Any], layers: Sequence[int]) -> None:
+    """Raise InvalidOption unless temperatures and defaults are for these exit layers."""
+    check_keys(said.get("temperatures", {}), map(str, layers), "layer of temperatures")
     try:
-        options = SpeculationOptions().updated(values.get("defaults") or {})
+        options = SpeculationOptions().updated(said.get("defaults", {}))
         chosen = layers if options.exit.layers is None else list(options.exit.layers)
         fits = set(chosen) <= set(layers) and len(options.exit.thresholds) in (1, len(chosen))
     except (InvalidOption, TypeError, ValueError, OverflowError) as error:
-        raise InvalidHeads(f"its defaults are none: {error}") from error
+        raise InvalidOption(f"its defaults are none: {error}") from error
     if not fits:
-        raise InvalidHeads(f"its defaults are for other exit layers than {layers}")
+        raise InvalidOption(f"its defaults are for other exit layers than {list(layers)}")
     # a user of somebody's heads wants the model's own text, and an answer to every request
     others = options.uses("draft-model") or options.uses("rest")
     if options.loss is not None or options.pinned or others:
-        raise InvalidHeads("its defaults are not for everybody: lossy, pinned or another drafter's")
+        raise InvalidOption(
+            "its defaults are not for everybody: lossy, pinned or another drafter's"
+        )
 
 
 # --- EAGLE-3 heads
@@ -269,21 +269,21 @@ def _is_eagle3(values: Any) -> bool:
 
 
 def _eagle3(values: Mapping[str, Any]) -> dict[str, Any]:
-    said = _some(values, _EAGLE3)
+    said = _fields(values, _Eagle3)
     original = "speculators_model_type" not in said
     layer = _layer(values if original else said.get("transformer_layer_config", {}))
     if said.get("fc_norm") and said.get("norm_before_fc"):
-        raise InvalidHeads("fc_norm is true beside norm_before_fc, expected one of them")
-    states = {**said.get("eagle_config", {}), **values}.get("eagle_aux_hidden_state_layer_ids")
-    if states is not None:
-        _require("eagle_aux_hidden_state_layer_ids", states, _LAYERS)
+        raise InvalidOption("fc_norm is true beside norm_before_fc, expected one of them")
+    states = {**said.get("eagle_config", {}), **values}.get(_STATES)
+    layers = _fields({_STATES: states}, _Eagle3).get(_STATES)
     verifier = said.get("speculators_config", {}).get("verifier")
     base = verifier.get("name_or_path") if isinstance(verifier, dict) else None
-    ours = _some(said.get(METADATA, {}), EAGLE3_OURS)
+    own = said.get(METADATA, {})
+    ours = _fields({name: own.get(name) for name in EAGLE3_OURS}, HeadsFields)
     _check_fit(ours, [0])
     return {
         **{name: said.get(name, False) for name in SWITCHES},
-        "base_model": base if _LINE.fits(base) else "not said",
+        "base_model": base if isinstance(base, str) and _LINE.holds(base) else "not said",
         "base_fingerprint": "",
         "hidden_size": said.get("target_hidden_size", layer["hidden_size"]),
         "num_layers": 0,
@@ -293,32 +293,36 @@ def _eagle3(values: Mapping[str, Any]) -> dict[str, Any]:
         "head_type": EAGLE3,
         "defaults": dict(_EAGLE3_DEFAULTS),
         "format": "original" if original else "speculators",
-        "state_layers": None if states is None else tuple(states),
+        "state_layers": layers,
         "layer": layer,
         **ours,
     }
 
 
 def _layer(values: Mapping[str, Any]) -> dict[str, Any]:
+    said = _fields(values, _DecoderLayer, _Sizes.__annotations__)
     found: dict[str, Any] = {
         **{"model_type": "llama", "rms_norm_eps": 1e-6, "attention_bias": False, "mlp_bias": False},
-        **_all(values, _SIZES),
-        **_some(values, _DECODER_LAYER),
+        **{name: said[name] for name in _DecoderLayer.__annotations__ if name in said},
     }
     for name in ("num_hidden_layers", "hidden_act", "layer_types", "rope_scaling"):
         found.pop(name, None)
     query = found["num_attention_heads"]
     if query % (keys := found.setdefault("num_key_value_heads", query)):
-        raise InvalidHeads(f"num_key_value_heads is {keys}, expected a divisor of {query}")
+        raise InvalidOption(f"num_key_value_heads is {keys}, expected a divisor of {query}")
     width = found.setdefault("head_dim", found["hidden_size"] // query)
     if not width or width % 2:
-        raise InvalidHeads(f"head_dim is {width}, expected an even number")
+        raise InvalidOption(f"head_dim is {width}, expected an even number")
     # the rotation's parameters as transformers 5 has them, from either way of saying them
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    rope = said.get("rope_parameters") or said.get("rope_scaling") or {}
     rope = {"rope_theta": values.get("rope_theta") or 10000.0} | rope
     rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"
+    hints: dict[str, Any] = dict.fromkeys(rope, float | bool)
+    hints["rope_type"] = Literal["default", "linear", "llama3", "yarn"]  # of a text of any length
+    check_types(rope, hints, "rope ")
     for name, value in rope.items():
-        _require(f"rope {name}", value, _ROTATIONS if name == "rope_type" else _TURN)
+        if name != "rope_type" and not 0 <= value < 1e12:
+            raise InvalidOption(f"rope {name} is {shown(value)}, expected a number in [0, 1e12)")
     return found | {"rope_parameters": rope}
 
 
