@@ -200,9 +200,6 @@ _IDLE = _TORCHS | {
 _LINEAR = {"in_features", "out_features"}  # of a linear layer, which reads its weight alone
 _PLAIN = {Tensor, nn.Parameter, nn.Buffer}  # kinds of tensors that hide no others
 
-_VALUES = {bool, int, float, str, list, tuple, dict, set}
-"""Kinds of attributes that are the same if they are equal; of others, objects are compared."""
-
 
 class _Weight(NamedTuple):
     place: dict[str, Any]
@@ -220,6 +217,11 @@ class _Weight(NamedTuple):
         """Whether it has an address: it is not made of other tensors."""
         return type(self.tensor) in _PLAIN and not self.tensor.is_meta
 
+    @property
+    def identity(self) -> object:
+        """Another if it was replaced, but for what is offloaded."""
+        return self.tensor.dtype if self.tensor.is_meta else id(self.tensor)
+
 
 class ModelWatch:
     """A model as it is now, to compare with what it is later.
@@ -231,11 +233,28 @@ class ModelWatch:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._facts = dict(_facts(model))
-        self._note()
+        named = _modules(model)
+        self._owners = dict([*named, *_configs(named)])
+        self._attributes = [vars(one) for one in self._owners.values()]
+        self._first = self._copies = _copied(self._attributes)
+        self._weights = list(_weights(named))
+        placed = {one.path: one.tensor for one in self._weights if one.placed}
+        counting = {one.path: one.tensor for one in self._weights if one.counts}
+        self._asked: list[tuple[str, Callable[[Any], object], dict[str, Any]]] = [
+            ("{0} is a {2.__name__}, it was a {1.__name__}", type, self._owners),
+            ("{0} was cast from {1} to {2}", attrgetter("dtype"), placed),
+            ("{0} was moved to {2}", attrgetter("device"), placed),
+            ("{0} was replaced", Tensor.data_ptr, placed),
+            ("{0} was changed", attrgetter("_version"), counting),
+        ]
+        """What is asked of which, by path; and how another answer is told."""
+        self._answers = self._ask()
+        kept = [one for one in self._weights if not one.tensor.is_meta]
+        self._places, self._names = [one.place for one in kept], [one.name for one in kept]
+        self._tensors = [one.tensor for one in kept]
         self._ends: list[tuple[str, Array[c_char]]] = []
         """Path and first word, path and last word of each weight in memory, where they lie."""
-        for weight in _weights(_modules(model)):
+        for weight in self._weights:
             tensor = getattr(weight.tensor, "blocks", weight.tensor)
             if type(tensor) in _PLAIN and tensor.is_cpu and tensor.is_contiguous():
                 size = min(_WORD, tensor.nbytes)
@@ -244,32 +263,12 @@ class ModelWatch:
                     self._ends.append((weight.path, word))
         self._words = self._read()
 
-    def _note(self) -> None:
-        """What decides the facts as lists, each of which one call compares."""
-        named = _modules(self._model)
-        weights, owners = list(_weights(named)), [*named, *_configs(named)]
-        self._attributes = [vars(one) for _, one in owners]
-        self._copies = _copied(self._attributes)
-        self._places, self._names = [one.place for one in weights], [one.name for one in weights]
-        self._tensors = [one.tensor for one in weights]
-        placed = [one.tensor for one in weights if one.placed]
-        counting = [one.tensor for one in weights if one.counts]
-        self._asked: list[tuple[Callable[[Any], object], list[Any]]] = [
-            (type, [one for _, one in owners]),
-            (Tensor.data_ptr, placed),
-            (attrgetter("dtype"), placed),
-            (attrgetter("_version"), counting),
-        ]
-        self._answers = self._ask()
-
     def change(self) -> str | None:
         """What is not as it was, or None."""
         if not self._looks_the_same():
-            now = dict(_facts(self._model))
-            for fact, was in self._facts.items():
-                if not _same(was, now.get(fact)):
-                    return _said(*fact, was, now.get(fact))
-            self._note()
+            for reason in self._changes():
+                return reason
+            self._copies = _copied(self._attributes)  # something idle is another
         for (path, _), was, word in zip(self._ends, self._words, self._read(), strict=True):
             if word != was:
                 return f"{path} was changed"
@@ -280,71 +279,67 @@ class ModelWatch:
 
     def _looks_the_same(self) -> bool:
         """Whether nothing can have changed but numbers. False also where something idle did."""
-        try:
-            return (
-                all(map(is_, map(dict.get, self._places, self._names), self._tensors))
-                and self._attributes == self._copies
-                and self._ask() == self._answers
-            )
-        except Exception:  # noqa: BLE001  # tensors that are not the same need not be comparable
-            return False
+        return (
+            all(map(is_, map(dict.get, self._places, self._names), self._tensors))
+            and _same(self._attributes, self._copies)
+            and self._ask() == self._answers
+        )
 
     def _ask(self) -> list[list[object]]:
         with torch._C.DisableTorchFunctionSubclass():  # else each subclass takes a microsecond
-            return [list(map(function, each)) for function, each in self._asked]
+            return [list(map(function, each.values())) for _, function, each in self._asked]
+
+    def _changes(self) -> Iterator[str]:
+        for (text, function, each), answers in zip(self._asked, self._answers, strict=True):
+            for (path, one), was in zip(each.items(), answers, strict=True):
+                if (now := function(one)) != was:
+                    yield text.format(path, was, now)
+        for (path, one), attributes in zip(self._owners.items(), self._first, strict=True):
+            yield from _changes(path, one, attributes)
+        found = {one.path: one.identity for one in _weights(_modules(self._model))}
+        for one in self._weights:
+            if found.get(one.path) != one.identity:
+                yield f"{one.path} was replaced"
 
 
-def _facts(model: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
-    """What must stay as it is, by path and aspect: structure, then weights, then attributes."""
-    named = _modules(model)
-    owners = [*named, *_configs(named)]
-    for path, module in named:
-        weights = [*module._parameters.items(), *module._buffers.items()]
-        yield (path, "modules"), dict(module._modules)
-        yield (path, "weights"), {name for name, tensor in weights if tensor is not None}
-        yield (path, "hooks"), foreign_hooks(module)
-    for path, one in owners:
-        kind, names = type(one), vars(one).keys() - _IDLE
-        yield (path, "kind"), kind
-        # what code may look for; not what a class has not and nobody asks for
-        read = {name for name in names if not name.startswith("_") or hasattr(kind, name)}
-        yield (path, "names"), read | names & {"_hf_hook"}
-    for weight in _weights(named):
-        path, tensor = weight.path, weight.tensor
-        yield (path, "object"), None if tensor.is_meta else id(tensor)
-        yield (path, "dtype"), tensor.dtype
-        yield (path, "device"), tensor.device
-        yield (path, "pointer"), tensor.data_ptr() if weight.placed else None
-        yield (path, "version"), tensor._version if weight.counts else None
-    for path, one in owners:
-        for name in _watched(one):
-            value = vars(one)[name]
-            kept = (type(value), _copied(value)) if type(value) in _VALUES else id(value)
-            yield (f"{name} of {path}", "value"), kept
+def _weight_names(held: dict[str, Any]) -> set[str]:
+    weights = {**held["_parameters"], **held["_buffers"]}
+    return {name for name, tensor in weights.items() if tensor is not None}
+
+
+_HELD: dict[str, Callable[[dict[str, Any]], object]] = {
+    "modules": itemgetter("_modules"),
+    "weights": _weight_names,
+    "hooks": foreign_hooks,
+}
+"""What modules hold, read from their attributes."""
+
+
+def _changes(path: str, one: Any, was: dict[str, Any]) -> Iterator[str]:
+    """What a module or config has otherwise than it had, but for its tensors and what is idle."""
+    now = vars(one)
+    for aspect, read in _HELD.items():
+        if isinstance(one, nn.Module) and read(was) != read(now):
+            yield f"{path} has other {aspect}"
+    idle = _IDLE | (_LINEAR if type(one) is nn.Linear else set())
+    watched = {"training"} if has_dropout(one) else set()
+    for name in sorted((was.keys() | now.keys()) - idle | watched):
+        if isinstance(value := was.get(name), Tensor):
+            continue
+        if name in was:
+            if name not in now or not _same(value, now[name]):
+                yield f"{name} of {path} was changed"
+        elif name in ("forward", "_hf_hook"):
+            yield f"the forward of {path} was replaced"
+        elif not name.startswith("_") or hasattr(type(one), name):  # code may look for it
+            yield f"{path} has {name}, which it had not"
 
 
 def _same(was: object, now: object) -> bool:
     try:
-        return bool(was == now)
-    except Exception:  # noqa: BLE001  # tensors in a list that are not the same
+        return was is now or bool(was == now)
+    except Exception:  # noqa: BLE001  # tensors that are not the same need not be comparable
         return False
-
-
-def _said(path: str, aspect: str, was: Any, now: Any) -> str:
-    """How a change of one fact is told; `now` is None where its owner has gone."""
-    if aspect == "kind" and now is not None:
-        return f"{path} is a {now.__name__}, it was a {was.__name__}"
-    if aspect == "names" and (added := (now or set()) - was):
-        if added & {"forward", "_hf_hook"}:
-            return f"the forward of {path} was replaced"
-        return f"{path} has {min(added)}, which it had not"
-    if aspect in ("modules", "weights", "hooks"):
-        return f"{path} has other {aspect}"
-    if aspect == "dtype" and now is not None:
-        return f"{path} was cast from {was} to {now}"
-    if aspect == "device" and now is not None:
-        return f"{path} was moved to {now}"
-    return f"{path} was {'replaced' if aspect in ('object', 'pointer') else 'changed'}"
 
 
 def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -368,13 +363,6 @@ def _configs(named: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, Any]]:
     for path, module in named:
         look(path, module)
     return list(found.values())
-
-
-def _watched(one: Any) -> set[str]:
-    found = vars(one).keys() - _IDLE - (_LINEAR if type(one) is nn.Linear else set())
-    if has_dropout(one):
-        found |= {"training"}
-    return {name for name in found if not isinstance(vars(one)[name], Tensor)}
 
 
 def has_dropout(one: Any) -> bool:

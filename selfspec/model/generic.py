@@ -282,7 +282,7 @@ class Decoder:
         """Embeddings as blocks of a file, where nothing is done to what is read of them."""
         module, parts = self.parts.embed_tokens, self.parts
         weight, scale = getattr(module, "weight", None), parts.embedding_multiplier
-        called = type(module) is nn.Embedding and not foreign_hooks(module)
+        called = type(module) is nn.Embedding and not foreign_hooks(vars(module))
         plain = called and not hasattr(module, "_hf_hook") and "forward" not in vars(module)
         if not plain or scale is not None or parts.norms_embeddings:
             return None

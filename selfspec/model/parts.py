@@ -6,7 +6,7 @@ A part that is missing or unknown raises UnsupportedModel, by its name.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -257,9 +257,9 @@ output_hidden_states."""
 _OWN = ("torch.", "transformers.", "selfspec.")  # what an executor may replace if numbers agree
 
 
-def foreign_hooks(part: nn.Module) -> list[Any]:
-    """Hooks around the module's forward, without those that are idle or only look on for us."""
-    hooks = [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
+def foreign_hooks(held: Mapping[str, Any]) -> list[Any]:
+    """Hooks in a module's attributes, without those that are idle or only look on for us."""
+    hooks = [*held["_forward_hooks"].values(), *held["_forward_pre_hooks"].values()]
     return [hook for hook in hooks if getattr(hook, "__module__", None) not in _IDLE_HOOKS]
 
 
@@ -292,7 +292,7 @@ def require_own_code(decoder: DecoderParts, lm_head: nn.Module) -> None:
 def _require_own_call(name: str, part: nn.Module) -> None:
     """Calling the module must be calling its class's forward, of our packages."""
     kind = type(part)
-    _require(not foreign_hooks(part) and not hasattr(part, "_hf_hook"), f"{name} has hooks")
+    _require(not foreign_hooks(vars(part)) and not hasattr(part, "_hf_hook"), f"{name} has hooks")
     _require("forward" not in vars(part), f"the forward of {name} was replaced")
     functions: list[Any] = [kind.__call__, kind.forward]
     for function in functions:
