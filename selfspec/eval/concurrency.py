@@ -133,10 +133,9 @@ def continuous(speculator: Speculator, prompts: Sequence[Tensor], count: int, te
     config = GenerationConfig(max_new_tokens=count, do_sample=False, **ended)
     for first in range(0, len(prompts), texts):
         group = [ids[0].tolist() for ids in prompts[first : first + texts]]
-        blocks = sum((len(ids) + count) // 256 + 1 for ids in group)  # left to itself: all memory
-        room = ContinuousBatchingConfig(
-            page_size=256, num_blocks=blocks, max_batch_tokens=sum(map(len, group))
-        )
+        # Left to itself it takes all memory; its blocks are of 256 positions, whatever their name.
+        blocks = sum((len(ids) + count) // 256 + 1 for ids in group)
+        room = ContinuousBatchingConfig(num_blocks=blocks, max_batch_tokens=sum(map(len, group)))
         found = model.generate_batch(group, config, room, progress_bar=False)
         made = {tuple(one.prompt_ids): list(one.generated_tokens) for one in found.values()}
         why = [one.error for one in found.values() if one.error]

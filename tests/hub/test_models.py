@@ -226,7 +226,8 @@ def test_a_model_that_knows_no_sdpa_is_loaded_all_the_same(tmp_path: Path) -> No
     write_model(tmp_path / "it.gguf", "gemma2", {}, "Q8_0")
     for place in (tmp_path, tmp_path / "it.gguf"):
         model, *_ = hub.load_model(place, dtype="float32", device="cpu", blocks=True)
-        assert model.config._attn_implementation == "eager"
+        knows = type(model)._supports_sdpa  # transformers 5.17 has it, later ones do not
+        assert model.config._attn_implementation == ("sdpa" if knows else "eager")
 
 
 def test_layers_are_spread_over_devices_on_request(
