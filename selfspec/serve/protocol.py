@@ -250,11 +250,12 @@ class Body(_Shape):
         wished = {
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
-            "sequence_bias": [[[int(k)], v] for k, v in (self.logit_bias or {}).items()],
+            # not as lists, where transformers 5.17 refuses token 0
+            "sequence_bias": {(int(k),): v for k, v in (self.logit_bias or {}).items()},
             "json_schema": self.response_format and self.response_format.wanted,
             "stop_strings": [stop for stop in self.stop or [] if stop],
         }
-        options |= {name: value for name, value in wished.items() if value not in (None, 0, [])}
+        options |= {name: one for name, one in wished.items() if one not in (None, 0, [], {})}
         drawing = self.top_p < 1 or self.top_k or self.min_p or self.n > 1 or self.seed is not None
         temperature = float(bool(drawing)) if self.temperature is None else self.temperature
         options["do_sample"] = draws = temperature > 0

@@ -174,11 +174,13 @@ def test_eight_texts_in_turns_stay_where_they_are(
         slots = executor_of(backbone)._slots
         free: Any = lambda _: 2 * four - slots.size_of(slots.lanes, slots.slots)  # noqa: E731
         monkeypatch.setattr(cuda_graph, "_free_bytes", free)
-    hidden, texts = backbone.embed(random_ids(3)[0]), [KVCache(6) for _ in range(count)]
-    for row in hidden.split(1):  # by the last round there are as many lanes as there can be
-        moved.clear()
-        for kv in texts:
-            backbone.run(row, 0, 6, behind(kv, 0, 1))
+    texts, theirs = ([KVCache(6) for _ in range(count)] for _ in range(2))
+    for rows in backbone.embed(random_ids(3 * count)[0]).split(count):
+        moved.clear()  # by the last round there are as many lanes as there can be
+        for row, kv, own in zip(rows.split(1), texts, theirs, strict=True):
+            found = backbone.run(row, 0, 6, behind(kv, 0, 1))
+            expected = backbone.own.run(row, 0, 6, behind(own, 0, 1))
+            assert (found - expected).abs().max() < 1e-3
     assert moved["all"] == moves
 
 
