@@ -53,11 +53,11 @@ def write_model(
     *,
     tied: bool = False,
     scaling: Mapping[str, str | float | int] | None = None,
-    freqs: np.ndarray | None = None,
+    divisors: Mapping[str, np.ndarray] | None = None,
 ) -> None:
     """A model of `architecture`; `kinds` by part of a tensor's name, else `kind`; norms F32.
 
-    `scaling`, `freqs`: of rotations.
+    `scaling`, `divisors`: of rotations; the latter are tensors by name.
     """
     writer = gguf.GGUFWriter(path, architecture)
     heads, kv_heads, side = _heads(architecture)
@@ -74,8 +74,8 @@ def write_model(
     adding = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
     for name, said in (scaling or {}).items():
         adding[type(said)](f"{architecture}.rope.scaling.{name}", said)  # type: ignore[operator]  # as it is
-    if freqs is not None:
-        writer.add_tensor("rope_freqs.weight", freqs)
+    for name, numbers in (divisors or {}).items():
+        writer.add_tensor(f"{name}.weight", numbers)
     for seed, (name, shape) in enumerate(_shapes(architecture, tied)):
         chosen = next((k for part, k in (kinds or {}).items() if part in name), kind)
         if len(shape) == 1:

@@ -249,20 +249,28 @@ def scale_rotations(gguf: Path, header: GgufHeader, config: Path) -> None:
     Raises InvalidData for ways that nothing here reads.
     """
     factor, kind = header.scaling.get("factor"), header.scaling.get("type") or "none"
+    made_for = header.scaling.get("original_context_length")
     freqs = header.tensors.get("rope_freqs.weight")
-    by_length = any(name.startswith("rope_factors") for name in header.tensors)
+    by_length = [name for name in header.tensors if name.startswith("rope_factors_")]
     if kind == "none" and freqs is None and not by_length:
         return
     whole: dict[str, Any] = json.loads(config.read_text())
     rope: dict[str, Any] = whole.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)  # other layers go without
     if freqs is not None:
-        data = _mapped(gguf)[freqs.first : freqs.first + freqs.nbytes]
-        rope |= _as_llama_3(_numbers("rope_freqs.weight", freqs, data), rope)
+        rope |= _as_llama_3(_numbers("rope_freqs.weight", freqs, _mapped(gguf)), rope)
     elif kind in ("linear", "yarn") and isinstance(factor, float) and not by_length:
         rope |= {"rope_type": kind, "factor": factor}
-        if (made_for := header.scaling.get("original_context_length")) and kind == "yarn":
+        if made_for and kind == "yarn":
             rope |= {"original_max_position_embeddings": made_for}
+    elif len(by_length) == 2 and isinstance(made_for, int):  # Phi 3.5: one set for long texts
+        rope |= {"rope_type": "longrope", "original_max_position_embeddings": made_for}
+        for name in by_length:  # rope_factors_long.weight
+            divisors = _numbers(name, header.tensors[name], _mapped(gguf)).tolist()
+            rope[f"{name[13:].partition('.')[0]}_factor"] = divisors
+        size = whole["hidden_size"] // whole["num_attention_heads"]
+        rope["partial_rotary_factor"] = 2 * len(divisors) / size
+        whole["original_max_position_embeddings"] = made_for
     else:
         raise InvalidData(
             f"it scales rotations in an unknown way ({kind}). Give the model's folder"
@@ -308,7 +316,7 @@ def load(
             return QuantisedWeight(kept.view(shape[0], -1), FORMATS[tensor.kind], dtype, rows)
         if tensor.kind not in ("F32", "F16", "BF16"):
             others[tensor.kind] = None
-        found = _numbers(own, tensor, kept)
+        found = _numbers(own, tensor, data)
         if "norm" in own:
             found = found - _ADDED_TO_NORMS.get(header.architecture, 0.0)
         return found.to(dtype) if rows is None else found.to(dtype)[rows]
@@ -321,11 +329,12 @@ def load(
 
 
 def _numbers(name: str, tensor: GgufTensor, data: Tensor) -> Tensor:
-    """In float32."""
+    """A tensor of a file's `data`, in float32."""
     from gguf import GGMLQuantizationType, dequantize
 
+    kept = data[tensor.first : tensor.first + tensor.nbytes].numpy()
     try:
-        values = dequantize(data.numpy(), GGMLQuantizationType[tensor.kind])
+        values = dequantize(kept, GGMLQuantizationType[tensor.kind])
     except NotImplementedError as error:
         raise InvalidData(f"{name} is {tensor.kind}, which nothing here can read") from error
     found = torch.from_numpy(np.array(values, dtype=np.float32)).view(tensor.shape)

@@ -175,18 +175,17 @@ def _require_known_method(said: Any) -> None:
 def convert_gguf(gguf: Path, out: Path, dtype: str) -> None:
     """Write the model, de-quantised, and the tokenizer. Raises ModelNotFound with the reason."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoModelForCausalLM, GgufConfig
 
     said = "de-quantising %s to %s, once, into %s. The weights keep their quantised values"
     logger.info(said, gguf.name, dtype, cache_folder() / "models")
-    where: dict[str, Any] = {"gguf_file": gguf.name}
     # dequantize=True drops the quantiser, which otherwise forbids save_pretrained
     options: dict[str, Any] = {"quantization_config": GgufConfig(dequantize=True)}
     options |= {"dtype": torch.float32, "output_loading_info": True}
     read: Any = AutoModelForCausalLM.from_pretrained  # typed as if it gave the model alone
     with _reading(f"cannot read {gguf} as GGUF"):
-        model, found = read(gguf.parent, **where, **options)
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **where)
+        model, found = read(gguf.parent, gguf_file=gguf.name, **options)
+        tokenizer = _tokenizer_of(gguf)
     _require_all(gguf, found)
     with quiet():
         model.to(getattr(torch, dtype)).save_pretrained(out)
@@ -195,13 +194,26 @@ def convert_gguf(gguf: Path, out: Path, dtype: str) -> None:
 
 def describe_gguf(gguf: Path, out: Path) -> None:
     """Write the config and the tokenizer of a file. Raises ModelNotFound with the reason."""
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
 
-    for kind in (AutoTokenizer, AutoConfig):
-        with _reading(f"cannot read {gguf} as GGUF"):
-            read: Any = kind.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        with quiet():
-            read.save_pretrained(out)
+    with _reading(f"cannot read {gguf} as GGUF"):
+        tokenizer = _tokenizer_of(gguf)
+        config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    with quiet():
+        tokenizer.save_pretrained(out)
+        config.save_pretrained(out)
+
+
+def _tokenizer_of(gguf: Path) -> Any:
+    """Raises ValueError for one that loses blanks, as transformers 5.17 reads those of Phi."""
+    from transformers import AutoTokenizer, __version__
+
+    found, words = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name), "one two"
+    made = str(found.decode(found(words)["input_ids"], skip_special_tokens=True))
+    if " " not in made.strip():
+        lost = f"transformers {__version__} makes {made!r} of {words!r} with its tokens"
+        raise ValueError(f"{lost}. A newer one may read them; else give the model's folder")
+    return found
 
 
 def load_description(folder: Path) -> tuple[Any, Any]:

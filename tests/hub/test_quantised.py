@@ -7,16 +7,24 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig, LlamaConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    LlamaConfig,
+)
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import selfspec
@@ -129,19 +137,54 @@ def test_rotations_are_scaled_as_the_file_says(
     names["original_max_position_embeddings"] = "original_context_length"
     said: Any = {"scaling": {names.get(name, name): value for name, value in rope.items()}}
     if rope["rope_type"] == "llama3":
-        said = {"freqs": (frequencies(rope_type="default") / scaled).numpy()}
+        said = {"divisors": {"rope_freqs": (frequencies(rope_type="default") / scaled).numpy()}}
     write_model(tmp_path / "it.gguf", **said)
     found: Any = hub.load_model(tmp_path / "it.gguf", dtype="float32", device="cpu", blocks=blocks)
     assert torch.allclose(found[0].model.rotary_emb.inv_freq, scaled, rtol=1e-4)
 
 
+SHORT = {"rope_factors_short": np.full(24, 2.0, np.float32)}
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+def test_longrope_is_read_from_two_tensors(tmp_path: Path, blocks: bool) -> None:
+    """Three quarters of a head are rotated, as in Phi-4-mini."""
+    divisors = SHORT | {"rope_factors_long": 9 * SHORT["rope_factors_short"]}
+    said: Any = {"scaling": {"original_context_length": 32}, "divisors": divisors}
+    write_model(tmp_path / "it.gguf", "phi3", **said)
+    model: Any
+    model, *_ = hub.load_model(tmp_path / "it.gguf", dtype="float32", device="cpu", blocks=blocks)
+    found = model.model.rotary_emb
+    assert torch.allclose(found.inv_freq, 10000.0 ** -(torch.arange(24) / 24) / 2, rtol=1e-5)
+    assert found.attention_scaling == pytest.approx((1 + math.log(128 / 32, 32)) ** 0.5)
+    assert model.config.rope_parameters["long_factor"] == [18.0] * 24
+    assert Backbone(model, executor="generic").position_limit == 32
+
+
 @pytest.mark.parametrize(
-    "said", [{"scaling": {"type": "longrope"}}, {"freqs": np.full(32, 2.0, np.float32)}]
+    "said",
+    [
+        {"scaling": {"type": "longrope"}},
+        {"divisors": {"rope_freqs": np.full(32, 2.0, np.float32)}},
+        {"scaling": {"original_context_length": 32}, "divisors": SHORT},
+    ],
 )
 def test_other_ways_to_scale_rotations_are_refused(tmp_path: Path, said: Any) -> None:
     write_model(tmp_path / "it.gguf", **said)
     with pytest.raises(ModelNotFound, match="it scales rotations"):
         hub.load_model(tmp_path / "it.gguf", device="cpu", blocks=True)
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+def test_a_tokenizer_that_loses_blanks_is_refused(
+    tmp_path: Path, blocks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With transformers 5.17 that of Phi 4 does."""
+    write_model(tmp_path / "it.gguf", "phi3")
+    reader = MagicMock(**{"return_value.decode.return_value": "onetwo"})
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", reader)
+    with pytest.raises(ModelNotFound, match="makes 'onetwo' of 'one two'"):
+        hub.load_model(tmp_path / "it.gguf", device="cpu", blocks=blocks)
 
 
 def test_an_embedding_may_be_the_unembedding_too(tmp_path: Path) -> None:
