@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 _NUMBERS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 """Bytes of each type of value that is a number or a bool, by its code in the file."""
 _FLOAT, _STRING, _ARRAY = 6, 8, 9
-_WHOLE = (4, 5, 10, 11)
+_WHOLE = (2, 4, 5, 10, 11)
 
 _SIZES = ("block_count", "embedding_length")
 _WIDEST = 8  # times the longest side of any tensor: more is no inner layer of this model
@@ -90,6 +90,8 @@ class _Header:
         self._require_room(values, 13, "values")  # a key's length, a byte, a type
         self._require_room(tensors, 25, "tensors")
         known = dict(self._pair() for _ in range(values))
+        if isinstance(parts := known.get("split.count"), int) and parts > 1:
+            raise InvalidData(f"it is one of {parts} files. Join them: llama-gguf-split --merge")
         alignment = known.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment not in {1 << n for n in range(21)}:
             raise InvalidData(f"its alignment is {alignment}, expected a power of two")

@@ -432,6 +432,7 @@ GGUF = {
     "a tensor twice": header(tensor("t", [1]) * 2, bytes(64), tensors=2),
     "half a block": header(tensor("t", [33], kind=2), bytes(640), tensors=1),
     "no model in it": header(),
+    "one of 3": header(value("split.count", 2, struct.pack("<H", 3)), values=1),
     "a tensor and no size": header(tensor("t", [1]), bytes(64), tensors=1),
     "more layers than tensors": tiny(layers=3),
     "all defaults but one tensor": tiny(),
@@ -445,4 +446,6 @@ def test_a_gguf_file_that_holds_no_model_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "it.gguf").write_bytes(GGUF[kind])
-    refused("generate a --model it.gguf")
+    said = refused("generate --raw a --model it.gguf")
+    assert "GGUF" in said  # and not that it lacks a chat template
+    assert (kind == "one of 3") == ("it is one of 3 files. Join them" in said)
