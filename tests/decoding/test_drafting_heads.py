@@ -406,6 +406,7 @@ def near(found: Tensor, expected: Tensor) -> bool:
     [
         ("deep-fused-draft", {"compiler": "no-such-compiler"}),
         ("translator", {"draft_vocab_size": 5, "norm": nn.Softmax(dim=-1)}),  # of a kind of its own
+        ("linear", {"draft_vocab_size": 5, "norm": nn.Identity()}),
         *((kind, {}) for kind in ("linear", "deep-fused", "logit-lens")),  # these draft any token
     ],
 )

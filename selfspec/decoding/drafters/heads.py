@@ -358,12 +358,12 @@ class PackedHead:
 
     def _operations(self, parts: Parts, beside: int) -> Iterator[Operation]:
         program, to, width = self._program, self._features, self.rows.in_features
-        if not isinstance(parts.norm, nn.Identity):
+        alone = parts.direct is None and parts.inner is None
+        if alone or not isinstance(parts.norm, nn.Identity):
             norm = norm_of(parts.norm, width, self.rows.dtype)
-            if parts.direct is None and parts.inner is None:
-                yield program.norm(HIDDEN, to, norm)
-                return
-            yield program.norm(HIDDEN, HIDDEN, norm)
+            yield program.norm(HIDDEN, to if alone else HIDDEN, norm)
+        if alone:
+            return
         scale = Norm(torch.ones(width), None, torch.finfo(torch.float32).eps, False, False)
         for state in range(2 * width, width + beside, width):  # behind the last layer's output
             yield program.norm(HIDDEN, HIDDEN, scale, at=state)
