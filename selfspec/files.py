@@ -299,7 +299,7 @@ def locked(output: Path, *, wait: bool = False) -> Iterator[None]:
             busy = f"{output} is being written by another process"
             raise CannotWrite(f"{busy}. Wait for it, or name another output") from error
     try:
-        _sweep(output, around=True)
+        _sweep(output)
         yield
     finally:
         with suppress(OSError):  # Windows removes no open files
@@ -392,22 +392,19 @@ def _mode(path: Path) -> int:
     return path.stat().st_mode & 0o777
 
 
-def _sweep(path: Path, *, around: bool = False) -> None:
-    """Remove what killed processes left under temporary names of `path`.
+def _sweep(path: Path) -> None:
+    """Remove what killed processes left under temporary names of `path`, and within a folder.
 
-    A folder that was moved aside and never replaced comes back first. `around`: also what they left
-    within a folder `path`, and under longer names beside it (`.partial`).
+    Under longer names, too (`.partial`). A folder that was moved aside and never replaced comes
+    back first.
     """
     name = path.name[:100]
-    found = [*path.parent.glob(".*.new")]
-    if around and path.is_dir():
-        found += [*path.glob(".*.new"), *path.glob("*/.*.new")]
-    for room in found:
+    for room in (*path.parent.glob(".*.new"), *path.glob(".*.new"), *path.glob("*/.*.new")):
         if room.is_symlink() or not (made := _ROOM.fullmatch(room.name)):
             continue
         beside = room.parent == path.parent
         own = beside and made[1] == name
-        if not own and (not around or (beside and not made[1].startswith(f"{name}."))):
+        if beside and not own and not made[1].startswith(f"{name}."):
             continue
         with suppress(OSError, NotImplementedError):
             with FileLock(room / _LOCK, timeout=0):
