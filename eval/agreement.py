@@ -20,9 +20,9 @@ import torch
 import typer
 
 from eval import lab
+from selfspec.api.speculator import heads_of
 from selfspec.cli.base import bar
 from selfspec.eval.results import Question, load_suite
-from selfspec.heads.attending import heads_of
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.hub.models import load_model, resolve_heads, training_dtype
 from selfspec.model import fingerprint
@@ -55,9 +55,9 @@ def main(
     texts = answers(own, tokenizer, asked, options)
     backbone = Backbone(loaded, executor="generic", fingerprint=known)
     found: dict[str, dict[int, Right]] = {}
-    model_of = backbone.unembedding, known, files.label, backbone.num_layers
     for name in heads:
-        found[name] = shares(backbone, heads_of(resolve_heads(name), *model_of), texts)
+        fitted = heads_of(resolve_heads(name), backbone, files.label)
+        found[name] = shares(backbone, fitted, texts)
     answered = sum(map(len, texts.values()))
     about = {"model": files.label, "suite": suite, "new_tokens": new_tokens, "answered": answered}
     text = f"{answered} of {len(asked)} questions were answered.\n\n{page(found)}"

@@ -22,7 +22,7 @@ import psutil
 from selfspec import files
 from selfspec.api import chat_template as templates
 from selfspec.api import tuned
-from selfspec.api.speculator import Speculator, load
+from selfspec.api.speculator import Speculator, heads_of, load
 from selfspec.api.text import Prompt
 from selfspec.decoding.measure import measure
 from selfspec.decoding.stats import Stopwatch
@@ -30,7 +30,6 @@ from selfspec.errors import InvalidData, InvalidOption, InvalidPrompt
 from selfspec.eval.results import SpeedUp, load_suite, speed_up, spread
 from selfspec.eval.tune import ANSWERS, tune
 from selfspec.files import read_json
-from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.folder import is_heads_folder, remember
 from selfspec.hub import models as hub
 from selfspec.model import fingerprint
@@ -407,14 +406,16 @@ class _Adaptation:
 
     def _fit(self, train: Selection, held_out: Selection) -> None:
         """Fit for as many epochs as there is time for; less where it turns out to be short."""
-        state, before = self._state, self.folder / BEFORE
+        state, before, start = self._state, self.folder / BEFORE, None
+        if is_heads_folder(before):
+            start = heads_of(before, self._backbone, self._label)
         job = fit.Job(
             backbone=self._backbone,
             base_model=self._label,
             train=train,
             validation=held_out,
             options=self._fit_options(),
-            start=self._read(before) if is_heads_folder(before) else None,
+            start=start,
             special_ids=special_ids(self._tokenizer),
             chat_template=self.template,
             data=TEXT,
@@ -447,14 +448,10 @@ class _Adaptation:
         left = max(self._left(_FIT_UNTIL), 0.0) - features * (batches + others)
         return max(1, min(int(left / (heads * batches)), _MOST_EPOCHS))
 
-    def _read(self, heads: Path) -> ExitHeads:
-        own = self._backbone.unembedding
-        return ExitHeads.from_pretrained(heads, own, self._fingerprint, self._label)
-
     def _calibrate(self, held_out: Selection, families: Sequence[tuple[str, Conversation]]) -> None:
         """Temperatures and settings; agreement by the first word of families' names."""
         self._say("temperatures")
-        heads = self._read(self._heads)
+        heads = heads_of(self._heads, self._backbone, self._label)
         found = records.calibrate(heads, held_out, measure(Backbone(self._model), heads))
         records.write_calibration(heads, self._heads, found, {"data": TEXT})
         kinds = {"all": [talk for _, talk in families]}

@@ -52,9 +52,9 @@ from selfspec.errors import (
     shown,
 )
 from selfspec.files import local_path
-from selfspec.heads.attending import heads_of
+from selfspec.heads.attending import AttendingHeads
 from selfspec.heads.exit_heads import ExitHeads, logit_lens
-from selfspec.heads.folder import find_known
+from selfspec.heads.folder import attends, find_known
 from selfspec.hub import models as hub
 from selfspec.model import fingerprint
 from selfspec.model.backbone import Backbone
@@ -528,8 +528,14 @@ def find_heads(
         return None
     if heads == hub.LOGIT_LENS:
         return logit_lens(backbone.unembedding, backbone.num_layers, label)
-    folder = hub.resolve_heads(heads)
-    return heads_of(folder, backbone.unembedding, backbone.fingerprint, label, backbone.num_layers)
+    return heads_of(hub.resolve_heads(heads), backbone, label)
+
+
+def heads_of(folder: Path, backbone: Backbone, label: str) -> ExitHeads:
+    """Heads of any kind in a folder. Raises HeadsNotFound, InvalidHeads, HeadsMismatch."""
+    kind = AttendingHeads if attends(folder) else ExitHeads
+    own = backbone.unembedding, backbone.fingerprint
+    return kind.from_pretrained(folder, *own, label, backbone.num_layers)
 
 
 # --- what `load` and `wrap` were given

@@ -36,7 +36,6 @@ from selfspec.training.text import Reader, Writer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from selfspec.heads.exit_heads import ExitHeads
     from selfspec.model.backbone import Backbone
     from selfspec.training.features import Features, FeatureSpec, Selection
     from selfspec.training.fit import Fitted, Job
@@ -590,6 +589,7 @@ def _check_heads_output(asked: Asked) -> None:
 
 
 def _job(asked: Asked, options: FitOptions, model: Base, checkpoint: Path) -> Job:
+    from selfspec.api.speculator import heads_of
     from selfspec.training import fit
     from selfspec.training.features import CacheSource, Selection, StreamSource, launched, split
 
@@ -603,7 +603,7 @@ def _job(asked: Asked, options: FitOptions, model: Base, checkpoint: Path) -> Jo
         return Selection(StreamSource(backbone, spec, talks, cached.batch_tokens, keep=keep))
 
     if "start_from" in asked:
-        start = _heads_of(hub.resolve_heads(asked["start_from"]), model)
+        start = heads_of(hub.resolve_heads(asked["start_from"]), backbone, model.name)
         options = fit.going_on(options, start)
     if "cache" in asked:
         here = launched()
@@ -690,21 +690,15 @@ def calibrate(*, as_json: base.AsJson = False, asked: Named) -> None:
         base.say_next("tune", asked, "--heads", str(output))
 
 
-def _heads_of(folder: Path, model: Base) -> ExitHeads:
-    from selfspec.heads.attending import heads_of
-
-    own = model.backbone
-    return heads_of(folder, own.unembedding, own.fingerprint, model.name, own.num_layers)
-
-
 def _calibrate(asked: Asked, folder: Path, output: Path | None) -> Found:
     model = _load(asked)
+    from selfspec.api.speculator import heads_of
     from selfspec.decoding.measure import measure
     from selfspec.model.backbone import Backbone
     from selfspec.training import records
     from selfspec.training.features import CacheSource, FeatureSpec, Selection, StreamSource
 
-    heads = _heads_of(folder, model)
+    heads = heads_of(folder, model.backbone, model.name)
     if heads.looks_ahead:
         wrong = f"{folder} holds medusa heads, whose tree has no thresholds or layers to choose"
         raise InvalidOption(f"{wrong}. Use them as they are: selfspec bench")
@@ -728,6 +722,7 @@ def _calibrate(asked: Asked, folder: Path, output: Path | None) -> Found:
 
 def _calibrate_entropy(asked: Asked, output: Path | None) -> Found:
     model = _load(asked)
+    from selfspec.api.speculator import heads_of
     from selfspec.training.records import SHARE, measured_entropy
 
     batch_tokens = CacheOptions().batch_tokens
@@ -737,7 +732,7 @@ def _calibrate_entropy(asked: Asked, output: Path | None) -> Found:
     value = found["entropy_threshold"]
     where = f"not stored: give it as --acceptance easd:entropy={value}"
     if output is not None:
-        config = _heads_of(output, model).config
+        config = heads_of(output, model.backbone, model.name).config
         options = SpeculationOptions().updated(config.defaults)
         options = options.updated({"easd": {"entropy": value}})
         replace(config, defaults=options.differing()).write(output)

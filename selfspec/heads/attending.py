@@ -109,14 +109,6 @@ def config_of(folder: Path) -> HeadsConfig:
     return (AttendingConfig if attends(folder) else HeadsConfig).read(folder)
 
 
-def heads_of(
-    folder: Path, unembedding: Unembedding, fingerprint: str, name: str, num_layers: int
-) -> ExitHeads:
-    """Heads of any kind for the model called `name`; raises what `from_pretrained` raises."""
-    kind = AttendingHeads if attends(folder) else ExitHeads
-    return kind.from_pretrained(folder, unembedding, fingerprint, name, num_layers)
-
-
 class AttendingHeads(ExitHeads):
     """Heads whose only exit layer is 0; the layer's output goes through `self.head` to logits."""
 

@@ -18,8 +18,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
+from selfspec.api.speculator import heads_of
 from selfspec.errors import HeadsMismatch, InvalidData, InvalidOption, SelfspecError
-from selfspec.heads.attending import AttendingConfig, heads_of
+from selfspec.heads.attending import AttendingConfig
 from selfspec.heads.folder import read_config
 from selfspec.heads.heads import DraftVocabulary, TranslatorHead
 from selfspec.model.backbone import Backbone
@@ -175,13 +176,13 @@ def test_fitted_heads_that_attend_come_back_from_their_folder(family: str, tmp_p
     config = cast("AttendingConfig", replace(result.heads.config, **changes))
     result.heads.config = config
     records.write(tmp_path / "heads", result, {})
-    found = heads_of(tmp_path / "heads", backbone.unembedding, backbone.fingerprint, "tiny", 6)
+    found = heads_of(tmp_path / "heads", backbone, "tiny")
     kept = cast("AttendingConfig", found.config)
     assert replace(kept, weights=None, layer=config.layer) == config
     for name, tensor in result.heads.tensors().items():
         assert torch.equal(tensor, found.tensors()[name])
     with pytest.raises(HeadsMismatch, match="Fit heads for it"):
-        heads_of(tmp_path / "heads", backbone.unembedding, "other", "tiny", 6)
+        heads_of(tmp_path / "heads", Backbone(backbone.model, fingerprint="other"), "tiny")
     shutil.copytree(tmp_path / "heads", tmp_path / "killed")
     other = replace(config, defaults={}, weights="0")
     (tmp_path / "killed/config.json").write_text(json.dumps(other.record()))
