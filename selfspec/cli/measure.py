@@ -119,10 +119,13 @@ def _looked(prompt: str | None, asked: base.Named) -> tuple[LayerTrace, Measured
     return found, costs_of(speculator, found) if {"html", "card"} & asked.names else None
 
 
-def costs_of(speculator: Speculator, found: LayerTrace) -> MeasuredCosts:
-    """What the passes of an answer cost here."""
+def costs_of(speculator: Speculator, found: LayerTrace) -> MeasuredCosts | None:
+    """What the passes of an answer cost here; None where that of its drafts is not measured."""
     from selfspec.decoding.measure import measure
+    from selfspec.decoding.stats import DRAFT_MODEL, SKIP
 
+    if {DRAFT_MODEL, SKIP} & {*found.stats.drafted_by_source}:
+        return None
     made = (len(entry.draft_tokens) + 1 for entry in found.rounds)
     rows = max(found.info.options.ngram.max_tokens + 1, *made)
     context = len(found.info.prompt_texts) + len(found.places) // 2

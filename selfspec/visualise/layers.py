@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from selfspec import files
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.costs import MeasuredCosts
-from selfspec.decoding.stats import DRAFT_MODEL, ENDED, SKIP, SOURCES, GenerationStats, Giver, Round
+from selfspec.decoding.stats import ENDED, SOURCES, GenerationStats, Giver, Round
 from selfspec.errors import InvalidData, InvalidOption, check_keys, fits, require_types
 from selfspec.files import json_lines, parse_json
 from selfspec.hub.models import LOGIT_LENS
@@ -285,14 +285,9 @@ class Gain(NamedTuple):
         return f"{self.times:.1f}× plain decoding"
 
 
-def usable(trace: LayerTrace, costs: MeasuredCosts | None) -> MeasuredCosts | None:
-    """The costs, unless something drafted of which they do not know what it takes."""
-    return None if {DRAFT_MODEL, SKIP} & {*trace.stats.drafted_by_source} else costs
-
-
 def gain(trace: LayerTrace, costs: MeasuredCosts | None = None) -> Gain:
-    """Without usable costs there is no speed-up."""
-    stats, times, costs = trace.stats, None, usable(trace, costs)
+    """Without costs there is no speed-up."""
+    stats, times = trace.stats, None
     if costs is not None and stats.rounds:
         plain = (stats.accepted + stats.bonus) * costs.plain_step()
         times = round(plain / costs.seconds_of(trace.rounds), 1)

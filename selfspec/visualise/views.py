@@ -81,7 +81,6 @@ def page_data(trace: LayerTrace, costs: MeasuredCosts | None) -> dict[str, Any]:
         }
         for place, giver in zip(trace.places, givers(trace), strict=True)
     ]
-    costs = layers.usable(trace, costs)
     return {
         "num_layers": info.num_layers,
         "exit_layers": info.exit_layers,

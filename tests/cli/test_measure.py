@@ -172,6 +172,8 @@ def test_a_model_without_heads_is_seen_through_the_logit_lens(workplace: Path, c
     command = ["trace", "a", *MODEL, "--max-new-tokens", "3"]
     assert "no exit heads to look through. Give" in call([*command, "--no-all-layers"], 2).err
     assert "3 tokens, 2 rounds" in call(command).out
+    call([*command, "--drafter", "skip:skipped=2/3", "--html", "page.html"])
+    assert '"plain_step":null' in Path("page.html").read_text()  # what such drafts take is unknown
 
 
 # --- tune
