@@ -49,7 +49,7 @@ from selfspec.errors import SelfspecError, first_line
 from selfspec.eval import concurrency, verify
 from selfspec.eval.bench import METHODS, Bench, Contender, endless
 from selfspec.eval.results import BenchOptions, Question
-from selfspec.eval.verify import WrongDrafter
+from selfspec.eval.verify import MixedDrafter
 from selfspec.files import read_json, write
 from selfspec.hub import models as hub
 from selfspec.model.cuda_graph import Capture, Work, graph_capture, uncaptured
@@ -161,8 +161,8 @@ class Planted(Runtime):
         super().__init__(on.backbone, None, None)
         self.drafts, self.chance, self.dice = drafts, chance, random.Random(0)
 
-    def drafter(self, *_: Any) -> WrongDrafter:
-        return WrongDrafter(width=self.drafts)
+    def drafter(self, *_: Any) -> MixedDrafter:
+        return MixedDrafter(width=self.drafts)
 
     def rule(self, *_: Any) -> Planted:
         return self

@@ -37,7 +37,6 @@ from selfspec.eval.verify import (
     OracleDrafter,
     RandomDrafter,
     Recorder,
-    WrongDrafter,
     hugging_face,
 )
 from selfspec.heads.attending import AttendingConfig, AttendingHeads, unfilled
@@ -245,7 +244,7 @@ def drafters(
     size = backbone.vocab_size
     scripted: dict[str, tuple[Drafter, tuple[int, ...]]] = {
         "oracle": (OracleDrafter(sequence, width=5), ()),
-        "wrong": (WrongDrafter(sequence, 0, size, width=5), ()),
+        "wrong": (OracleDrafter([(token + 1) % size for token in sequence], width=5), ()),
         "random": (RandomDrafter((), 0, size, width=3), ()),
         "mixed": (MixedDrafter(sequence, 1, size, width=5), ()),
         "mixed over exits": (MixedDrafter(sequence, 2, size, width=4), EXITS),

@@ -554,14 +554,6 @@ class OracleDrafter:
         return torch.randint(self.vocab_size, (count,), generator=self._generator).tolist()
 
 
-class WrongDrafter(OracleDrafter):
-    """Drafts tokens next to the true ones, and junk behind the end of what is known."""
-
-    def _tokens(self, truth: list[int], count: int) -> list[int]:
-        padded = truth + [0] * (count - len(truth))
-        return [(token + 1) % self.vocab_size for token in padded]
-
-
 class RandomDrafter(OracleDrafter):
     """Drafts 0..width random tokens."""
 
@@ -622,7 +614,7 @@ def planted(
         return {"no": (None, alone)}  # drafts are refused
     found: dict[str, tuple[Drafter | None, SpeculationOptions]] = {
         "oracle": (OracleDrafter(text, width=width), alone),
-        "wrong": (WrongDrafter(text, 0, size, width), alone),
+        "wrong": (OracleDrafter([(token + 1) % size for token in text], width=width), alone),
         "random": (RandomDrafter((), 0, size, width), alone),
         "mixed": (MixedDrafter(text, 1, size, width), options),
     }
