@@ -373,9 +373,10 @@ def left_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[int]:
     if attention_mask is None:
         return [0] * rows
     if not isinstance(attention_mask, Tensor) or attention_mask.shape != input_ids.shape:
-        found = getattr(attention_mask, "shape", type(attention_mask).__name__)
+        own = isinstance(attention_mask, Tensor)
+        found = [*attention_mask.shape] if own else f"of type {type(attention_mask).__name__}"
         raise InvalidOption(
-            f"attention_mask is {shown(found)}, expected a tensor [{rows}, {length}] like the ids"
+            f"attention_mask is {found}, expected a tensor [{rows}, {length}] like the ids"
         )
     if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
         raise InvalidOption("attention_mask holds other values than 0 and 1. Use those alone")

@@ -352,10 +352,10 @@ def chosen(sampler: Sampler, scores: Tensor) -> int:
 
 def acceptance_rule(sampler: Sampler, options: SpeculationOptions) -> AcceptanceRule:
     """The rule for this choice; plain decoding is lossless whatever was asked for."""
-    wanted = options.acceptance
-    if options.speculate and isinstance(wanted, rules.CmAsd):
+    wanted = options.acceptance if options.speculate else rules.Lossless()
+    if isinstance(wanted, rules.CmAsd):
         return CmAsd(sampler, wanted)
-    if options.speculate and isinstance(wanted, rules.Easd):
+    if isinstance(wanted, rules.Easd):
         return Easd(sampler, wanted)
     lenience = wanted.lenience if isinstance(wanted, rules.Lenient) else 1.0
     if sampler.do_sample and sampler.seed is None:

@@ -131,7 +131,7 @@ class Runtime:
             num_layers=self.backbone.num_layers,
             prompt_tokens=state.length - state.pad,
             reused_tokens=state.kv.length(0),
-            lossless=rule.lossless or not options.speculate,
+            lossless=rule.lossless,
             pinned=self._is_pinned(options),
             drafts_refused=refused,
             seconds=watch.seconds,

@@ -239,10 +239,10 @@ class Decoder:
 
         Raises UnsupportedModel where its config has no such number.
         """
-        if (count := int(self.config.max_position_embeddings)) < 1:
+        if not 0 < (count := int(self.config.max_position_embeddings)) < 1 << 63:
             raise UnsupportedModel(
-                f"max_position_embeddings of the model's config is {count}, expected at least 1: "
-                "the length of text that it was made for. Set it"
+                f"max_position_embeddings of the model's config is {count}, expected 1 or more, of "
+                "64 bits: the length of text that it was made for. Set it"
             )
         return min(count, self.position_limit or count)
 

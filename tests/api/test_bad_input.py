@@ -370,10 +370,18 @@ CASES: list[tuple[Callable[[Any], Any], type[SelfspecError], str]] = [
         HeadsMismatch,
         r"heads fit other .* \(96, 32, 4\), the model has \(280, 32, 6\)\. .*selfspec fit",
     ),
+    *(
+        (
+            lambda _, n=count: wrap(make_model("llama", max_position_embeddings=n)),
+            errors.UnsupportedModel,
+            f"max_position_embeddings of the model's config is {count}, expected 1 or more",
+        )
+        for count in (0, 10**30)
+    ),
     (
-        lambda _: wrap(make_model("llama", max_position_embeddings=0)),
-        errors.UnsupportedModel,
-        "max_position_embeddings of the model's config is 0, expected at least 1",
+        lambda m: asked(m, attention_mask=[[1]]),
+        InvalidOption,
+        "attention_mask is of type list, exp",
     ),
     (lambda model: wrap(model, draft_model="x"), InvalidOption, "draft_model is of type str"),
     (lambda model: wrap(model, colour=3), InvalidOption, "unknown option 'colour'"),

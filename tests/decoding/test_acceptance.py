@@ -316,6 +316,8 @@ def test_a_lossy_rule_that_drafts_is_announced_once(caplog: pytest.LogCaptureFix
         for drafter in ("none", "exit", "exit"):
             answer = speculator.generate(random_ids(5), max_new_tokens=2, drafter=drafter)
             assert answer.stats.lossless is (drafter == "none")
+        plain: dict[str, Any] = {"drafter": "none", "acceptance": "lenient"}
+        assert speculator.generate(random_ids(5), max_new_tokens=2, **plain).stats.lossless
     warnings = [entry.message for entry in caplog.records if entry.levelno >= logging.WARNING]
     assert warnings == ["lossy acceptance: the output differs from the model's own"]
 
