@@ -208,13 +208,11 @@ data --tokens 9 --output text.txt/below          | Not a directory
 LATE = """
 trace a L --drafter exit:layers=2/9              | exit layer 9 is not among
 bench L P --sweep exit.max_depth=3 --drafter exit:layers=2/4 | exit:max_depth 3 is not among
-bench L P --methods no-depth-bound --drafter exit:layers=1/2/3/4/5,threshold=0.05 | is the same
 env --model model --dtype float64 --executor fused | fused executor
 cache M T --max-size 0.00001                     | more than max_size 1e-05
 cache M T --no-deep --exit-layers 0,2            | exit layer 0 is not among
 fit M --cache half --output new                  | half is no feature cache
 fit M T --batch-tokens 8                         | at most 8 fit into a batch
-fit M T --exit-layers 6                          | exit layer 6
 fit M --cache features --output new --ce-share 0 | the cache holds the likeliest token alone
 cache M --data read.jsonl --output new --answers-only | the text holds no answers to keep
 calibrate H --cache features                     | not [5]

@@ -14,7 +14,6 @@ import torch
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
-from selfspec import files
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import Draft, Target
@@ -23,7 +22,7 @@ from selfspec.decoding.drafters import draft_model, ngram, rest
 from selfspec.decoding.drafters.base import ROOT, DraftController, Drafting
 from selfspec.decoding.drafters.draft_model import WINDOW, DraftCache, DraftModelDrafter, again
 from selfspec.decoding.drafters.ngram import LookaheadDrafter, NgramDrafter, SeenTextFirst
-from selfspec.decoding.drafters.rest import BEHIND, DOUBT, END, Datastore, RestGuesser, suffix_array
+from selfspec.decoding.drafters.rest import BEHIND, DOUBT, Datastore, RestGuesser, suffix_array
 from selfspec.decoding.state import DecodeState, Drafter, Steps, alone, ready
 from selfspec.decoding.stats import Stopwatch
 from selfspec.errors import DraftModelMismatch, HeadsNotFound, InvalidData, InvalidOption
@@ -769,19 +768,6 @@ def test_a_guesser_says_what_follows_paths_of_a_draft_and_in_chains_the_heaviest
 
 
 # --- the file of a datastore
-
-
-def test_a_file_holds_what_was_saved_and_is_known_as_ours(tmp_path: Path) -> None:
-    store, path = store_of([1, 2, 3], [4, 5]), tmp_path / "store.safetensors"
-    for _ in range(2):  # the second takes the place of the first
-        store.save(path)
-    found = Datastore.read(path)
-    assert found.ids.tolist() == [1, 2, 3, END, 4, 5, END]
-    assert (found.suffixes.tolist(), found.vocabulary) == (
-        store.suffixes.tolist(),
-        store.vocabulary,
-    )
-    assert files.written_here(path)
 
 
 WRONG: list[dict[str, Any]] = [

@@ -173,18 +173,6 @@ def test_all_texts_of_a_round_draft_and_verify_together(
         assert asked == [5] * 3
 
 
-def test_texts_that_cannot_share_passes_are_what_they_are_alone() -> None:
-    """Through the model's own modules, where each runs by itself."""
-    runtime = listening(wrapped("llama"))
-    wanted = requests(6, [PLAIN, EXITS])
-    alone = [written(runtime, one) for one in wanted]
-    engine = Engine(runtime, patience=0.1)
-    running = [engine.add(one.asked(), one.options) for one in wanted]
-    for one, rule, (tokens, logits) in zip(running, runtime.heard[-6:], alone, strict=True):
-        assert tokens_of(one) == tokens
-        assert torch.equal(rule.logits, logits)
-
-
 class Failing:
     def __init__(self, after: int, error: BaseException) -> None:
         self.left, self.error = after, error

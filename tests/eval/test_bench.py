@@ -627,5 +627,3 @@ def test_a_sweep_moves_one_option_whatever_the_defaults(speculator: Speculator) 
         entries = swept(moved(speculator, **changes), settings)
         assert [entry.label for entry in entries] == labels
         assert entries[0].setting["drafter"] == "exit:threshold=0.3"
-    with pytest.raises(InvalidOption, match="exit:max_depth 3 is not among"):
-        swept(speculator, moves("exit.max_depth=3"))

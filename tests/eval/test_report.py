@@ -204,15 +204,6 @@ def test_the_first_table_is_laid_out_as_the_papers(summary: dict[str, Any]) -> N
 RECORD: dict[str, Any] = {"run": {"limit": 2, "methods": ["plain"]}, "machine": {"threads": 1}}
 
 
-def test_a_finished_run_comes_back_as_written(summary: dict[str, Any], tmp_path: Path) -> None:
-    report.begin_results(tmp_path / "new" / "run", RECORD)
-    text = report.write_results(tmp_path / "new" / "run", summary)
-    assert report.read_results(tmp_path / "new" / "run") == Results("run", RECORD, summary)
-    files = {path.name: path for path in (tmp_path / "new" / "run").iterdir()}
-    assert files.keys() == {"run.yaml", "summary.json", "table.md"}
-    assert files["table.md"].read_text(encoding="utf-8") == text
-
-
 def test_a_run_without_its_tables_is_gone_on_with(summary: dict[str, Any], tmp_path: Path) -> None:
     report.begin_results(tmp_path, RECORD)
     (tmp_path / "table.md").mkdir()  # as a full disk, it takes no file

@@ -151,19 +151,6 @@ def test_rope_of_fixed_frequencies_is_run() -> None:
 
 # --- a decoder's parts under any family's names
 
-NEW = [*BREADTH, "gpt_neox"]
-
-
-@pytest.mark.parametrize("family", NEW)
-def test_drafts_leave_the_text_of_new_families_as_it_is(family: str) -> None:
-    model, ids = make_model(family, torch.float64), random_ids(30)
-    made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=30)  # type: ignore[operator]  # a mixin
-    options: dict[str, Any] = {"drafter": "exit:layers=2/4,threshold=0.02"}
-    speculator = wrap(model, heads="logit-lens", never_slower=False, **options)
-    answer = speculator.generate(ids, max_new_tokens=30)
-    assert answer.token_ids == made[0, 30:].tolist()
-    assert answer.stats.drafted > 0
-
 
 def test_positions_end_where_they_are_a_table_and_not_where_they_are_rotated() -> None:
     families = ("llama", "gpt_neox", "llama4", "gpt2", "opt", "gptj")

@@ -16,9 +16,6 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from eval.families import tiny_model
-from selfspec.api.speculator import wrap
-from selfspec.decoding.decode import StopRule
-from selfspec.decoding.engine import Asked, Engine
 from selfspec.decoding.state import NoDrafter
 from selfspec.errors import UnsupportedModel
 from selfspec.model import cuda_graph
@@ -242,22 +239,6 @@ def test_rows_of_many_texts_share_a_graph(family: str) -> None:
     assert max(sizes) == 8  # neighbours together
 
 
-def test_texts_of_an_engine_share_passes_and_stay_as_they_are() -> None:
-    backbone = sharing()
-    speculator = wrap(backbone.model, executor="generic")
-    prompts = [random_ids(12 + 3 * seed, seed) for seed in range(5)]
-    options: dict[str, Any] = {"drafter": "ngram", "costs": "row=0.0"}
-    alone = [speculator.generate(ids, max_new_tokens=12, **options).token_ids for ids in prompts]
-    speculator.runtime.backbone = backbone
-    engine, texts = Engine(speculator.runtime), list[Any]()
-    for ids in prompts:
-        asked = Asked(ids=ids, sampler=ladder.greedy(), stop=StopRule(max_length=ids.shape[1] + 12))
-        texts.append(engine.add(asked, speculator.options.updated(options)))
-    while engine.texts:
-        engine.step()
-    assert [one.state.ids[0, -12:].tolist() for one in texts] == alone
-
-
 @pytest.mark.parametrize("most", [1, 4, 16])
 def test_rows_are_alike_as_far_as_a_trial_shows_it(most: int) -> None:
     """Kernels are chosen by the number of rows."""
@@ -312,14 +293,6 @@ def test_slots_grow_and_segments_are_captured_anew(monkeypatch: pytest.MonkeyPat
                 sizes.append(executor._slots.slots)
     assert sorted(set(sizes)) == [32, 64, 128, 256, 320]
     assert sizes[-1] == 320
-
-
-def test_the_last_position_of_the_model_has_room_for_padding(backbone: Backbone) -> None:
-    answer = ladder.decode(backbone, random_ids(MAX_POSITIONS - 9), NoDrafter(), new_tokens=9)
-    assert executor_of(backbone)._slots.slots == 320  # the next multiple of 64, not of two
-    generic = Backbone(backbone.model, executor="generic")
-    expected = ladder.decode(generic, random_ids(MAX_POSITIONS - 9), NoDrafter(), new_tokens=9)
-    assert answer.tokens == expected.tokens
 
 
 def test_with_fixed_slots_a_pass_always_looks_at_as_many_and_never_beyond() -> None:
