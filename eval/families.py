@@ -187,6 +187,7 @@ _HYBRID: dict[str, Any] = {"mamba_d_head": 16, "mamba_n_heads": 4, "mamba_d_stat
 _HYBRID |= {"mamba_d_ssm": 64, "mamba_n_groups": 1}
 _SHARED = {"layer_types": ["sliding_attention", "full_attention"] * 3, "num_kv_shared_layers": 2}
 SPECIAL: dict[str, dict[str, Any]] = {
+    "afmoe": {"mup_enabled": True},
     "bamba": {**_HYBRID, "attn_layer_indices": [1, 3, 5]},
     "cwm": {"bos_token_id": 1},
     "dbrx": {
@@ -196,6 +197,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1},
     "falcon_h1": _HYBRID,
+    "hyperclovax": {"logits_scaling": 0.6, "embedding_multiplier": 3.0},
     "gemma3n_text": _SHARED,
     "gemma4_text": _SHARED,
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},

@@ -90,6 +90,7 @@ BREADTH: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "nanochat": (transformers.NanoChatConfig, {}),  # the final norm on embeddings too
     "opt": (transformers.OPTConfig, {"ffn_dim": 64, "word_embed_proj_dim": 32}),  # learned, offset
     "gptj": (transformers.GPTJConfig, {"rotary_dim": 4}),  # rotations made inside the layers
+    "afmoe": (transformers.AfmoeConfig, {"mup_enabled": True, "num_dense_layers": 6}),  # scaled
     "llama4": (  # attention in chunks, layers without rotation, queries scaled by position
         transformers.Llama4TextConfig,
         {

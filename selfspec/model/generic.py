@@ -304,20 +304,14 @@ class Decoder:
 
     def finish(self, logits: Tensor) -> Tensor:
         """The scalings that some families put behind lm_head, then float32."""
-        divisor, factor, cap = self._scalings
-        if divisor is not None:
-            logits = logits / divisor
-        if factor is not None:
-            logits = logits * factor
-        if cap is not None:
-            logits = torch.tanh(logits / cap) * cap
+        parts = self.parts
+        if parts.logits_divisor is not None:
+            logits = logits / parts.logits_divisor
+        if parts.logits_factor is not None:
+            logits = logits * parts.logits_factor
+        if parts.logits_cap is not None:
+            logits = torch.tanh(logits / parts.logits_cap) * parts.logits_cap
         return logits.float()
-
-    @cached_property
-    def _scalings(self) -> tuple[float | None, float | None, float | None]:
-        """For Granite, Cohere, Gemma: asked once, since configs of transformers answer slowly."""
-        cap = getattr(self.config, "final_logit_softcapping", None)
-        return self.parts.logits_divisor, getattr(self.config, "logit_scale", None), cap
 
 
 @contextmanager

@@ -54,6 +54,7 @@ _IDLE = {
 
 _NORMS_EMBEDDINGS = {"nanochat"}  # families whose final norm is also applied to the embeddings
 _DIVIDES_BEFORE_HEAD = {"minicpm3"}  # by `logits_scaling`; other families do so behind lm_head
+_MULTIPLIES = {"hyperclovax"}  # by it, where others divide
 
 MOVING_ROPE = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
 """RoPE whose frequencies follow the longest position of a pass, behind the number so named."""
@@ -79,9 +80,11 @@ class DecoderParts:
     norm: nn.Module  # from the output of layer L to what lm_head reads
     rotary_emb: nn.Module | None  # gives layers rotations by position; None: they need none
     learned_positions: Callable[[Tensor], Tensor] | None  # of positions, added where layers begin
-    embedding_multiplier: float | None  # Granite's
+    embedding_multiplier: float | None  # Granite's, AFMoE's
     norms_embeddings: bool
-    logits_divisor: float | None  # logits are divided by it behind lm_head
+    logits_divisor: float | None  # behind lm_head logits are divided by it: Granite,
+    logits_factor: float | None  # multiplied: Cohere, HyperCLOVA X,
+    logits_cap: float | None  # and capped: Gemma
     cache_keyword: str  # the keyword under which layers take keys and values
     shares: bool  # whether layers take SHARED, too: from transformers 5.24 on some write to it
 
@@ -180,19 +183,23 @@ def parts_of(model: PreTrainedModel) -> DecoderParts:
         known = module in (embedding, layers, norm, rotary, learned)
         if not known and not isinstance(module, nn.Dropout):
             raise unsupported(model, f"has a decoder with {child}, a part that is not known")
-    divisor: Any = getattr(config, "logits_scaling", None)
+    scaling: Any = getattr(config, "logits_scaling", None)
     before_head = config.model_type in _DIVIDES_BEFORE_HEAD
+    multiplies = config.model_type in _MULTIPLIES
+    by_width = config.hidden_size**0.5 if getattr(config, "mup_enabled", False) else None
     return DecoderParts(
         module=decoder,
         config=config,
         embed_tokens=embedding,
         layers=layers,
-        norm=_DividedNorm(norm, divisor) if before_head else norm,
+        norm=_DividedNorm(norm, scaling) if before_head else norm,
         rotary_emb=rotary,
         learned_positions=None if learned is None else _by_position(learned),
-        embedding_multiplier=getattr(config, "embedding_multiplier", None),
+        embedding_multiplier=getattr(config, "embedding_multiplier", by_width),
         norms_embeddings=config.model_type in _NORMS_EMBEDDINGS,
-        logits_divisor=None if before_head else divisor,
+        logits_divisor=None if before_head or multiplies else scaling,
+        logits_factor=scaling if multiplies else getattr(config, "logit_scale", None),
+        logits_cap=getattr(config, "final_logit_softcapping", None),
         cache_keyword=keyword,
         shares=SHARED in taken,
     )
