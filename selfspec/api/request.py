@@ -128,6 +128,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 """Fields that mean another way of decoding or another result, and the values that do not."""
 
 _OF_THE_MODEL = REFUSED | {"is_causal": (None, True), "output_router_logits": (None, False)}
+_OF_THE_MODEL["mm_encoder_outputs"] = (None, {})  # of no image
 """The same of a model's forward; `logits_to_keep` may be anything: only the last are used."""
 
 _OF_A_CALL = REFUSED | dict.fromkeys(("return_dict_in_generate", "synced_gpus"), (None, False))
@@ -458,13 +459,14 @@ def refuse_model_keywords(model_kwargs: Mapping[str, Any], input_ids: Tensor) ->
             if not hasattr(value, "get_seq_length") or value.get_seq_length() > 0:
                 raise InvalidOption(f"{name} is not supported. Use speculator.session()")
         elif not _among(value, _OF_THE_MODEL.get(name, ())):
-            hint = "Give input_ids alone" if name == "inputs_embeds" else "Leave it out"
+            other = name in ("inputs_embeds", "mm_encoder_outputs")
+            hint = "Give input_ids alone" if other else "Leave it out"
             raise InvalidOption(f"{name} is not supported: it would be ignored. {hint}")
 
 
 def _among(value: Any, allowed: tuple[Any, ...]) -> bool:
     """Whether `value` is one of these plain values; tensors and the like are none."""
-    return (value is None or isinstance(value, bool | int | float | str)) and value in allowed
+    return isinstance(value, bool | int | float | str | dict | None) and value in allowed
 
 
 def _check_positions(positions: Any, mask: Tensor | None, input_ids: Tensor) -> None:

@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, WatermarkingConfig
+from transformers import (
+    CLIPVisionConfig,
+    DynamicCache,
+    GenerationConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LogitsProcessorList,
+    WatermarkingConfig,
+)
 from transformers.utils.generic import TransformersKwargs
 
 from selfspec.api import request
@@ -232,6 +240,18 @@ def test_hf_refuses_what_it_would_ignore(
         with pytest.raises(InvalidOption, match=f"^{name}") as caught:
             exact.generate(ids, **asked)
         assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_also_sees_answers_text_and_refuses_pictures() -> None:
+    """transformers hands on what it read of pictures, also where there was none."""
+    sees = CLIPVisionConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    config = LlavaConfig(text_config=make_model("llama").config, vision_config=sees)
+    model: Any = LlavaForConditionalGeneration(config).double().eval()
+    ids, loop = random_ids(LENGTH), wrap(model).hf()
+    expected = model.generate(ids, max_new_tokens=8)
+    assert torch.equal(model.generate(ids, max_new_tokens=8, custom_generate=loop), expected)
+    with pytest.raises(InvalidOption, match="Give input_ids alone"):
+        request.refuse_model_keywords({"mm_encoder_outputs": {"image": ids}}, ids)
 
 
 @pytest.mark.parametrize("name", [CACHE, "past_key_values", "assistant_model", "synced_gpus"])
