@@ -73,7 +73,9 @@ def cores(limit: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 
 
 def local_path(name: str | Path) -> Path:
-    """A name as a path, `~` replaced. Raises InvalidOption where there is no such home folder."""
+    """A name as a path, `~` replaced. Raises InvalidOption for "", or where no such home is."""
+    if not str(name).strip():  # to pathlib that is the current folder
+        raise InvalidOption("the name of a file is empty")
     try:
         path = Path(name).expanduser()
         path.exists()
@@ -308,8 +310,6 @@ def locked(output: Path, *, wait: bool = False) -> Iterator[None]:
 
 
 def _named(path: str | Path) -> Path:
-    if isinstance(path, str) and not path.strip():
-        raise CannotWrite("the output's name is empty. Name a file or a folder")
     if "\0" in str(path):
         raise CannotWrite(f"the output's name {str(path)!r} holds a zero byte. Name another one")
     try:

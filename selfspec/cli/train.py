@@ -378,8 +378,8 @@ def _excluded_ngrams(asked: Asked) -> set[int]:
 
 def _identity(source: str | None) -> str | None:
     """What tells a file from a changed one: its name and size; a data set by its name."""
-    path = files.local_path(source or "")
-    return f"{path.name}, {path.stat().st_size} bytes" if path.is_file() else source
+    path = source and files.local_path(source)
+    return f"{path.name}, {path.stat().st_size} bytes" if path and path.is_file() else source
 
 
 # --- cache

@@ -118,7 +118,7 @@ generate a --kv-memory 1GB                       | are for --prompts
 generate a --model untaught --heads none         | no chat template: is it a base model? Give
 generate a --model talks.gguf                    | talks.gguf is no GGUF file
 adapt --output new --seed 9223372036854775809    | seed is 9223372036854775809, expected a value
-adapt --model model --raw --output=              | the output's name is empty
+adapt --model model --raw --output=              | the name of a file is empty
 adapt --output new --budget 5x                   | budget is 5x, expected at least 10 seconds
 data --model untaught --tokens 9 --output x      | a text: selfspec data --raw --model untaught
 generate --prompts prompts.jsonl                 | --prompts and --output go together
@@ -180,6 +180,7 @@ fit T --head-type linear --state-layers 1,2      | state_layers means nothing to
 fit T --preset specbond                          | Did you mean specbound?
 fit T --seed 9223372036854775809                 | seed is 9223372036854775809, expected a value
 fit T --epochs 0                                 | epochs is 0, expected a value of at least 1
+fit T --validation ''                            | the name of a file is empty
 fit --cache nowhere --output new                 | nowhere is no feature cache
 fit --data talks.jsonl --output model --overwrite | which selfspec did not write
 fit --data talks.jsonl --output heads            | already. Give --overwrite
@@ -217,6 +218,7 @@ fit M --cache features --output new --ce-share 0 | the cache holds the likeliest
 cache M --data read.jsonl --output new --answers-only | the text holds no answers to keep
 calibrate H --cache features                     | not [5]
 data M D --tokens 9 --questions none.jsonl       | none.jsonl
+datastore --model model --texts '' --output new  | the name of a file is empty
 data M D --from bad.jsonl                        | bad.jsonl, line 2 is not JSON
 generate a L --device meta                       |
 """
