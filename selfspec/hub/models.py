@@ -391,7 +391,8 @@ def _naming(gguf: Path) -> Iterator[None]:
     try:
         yield
     except InvalidData as error:
-        raise ModelNotFound(f"cannot load {gguf}: {error}") from error
+        said = str(error).removeprefix(f"{gguf} ")  # which many errors name
+        raise ModelNotFound(f"cannot load {gguf}: {said}") from error
     except CannotWrite as error:
         raise ModelNotFound(
             f"cannot write into {files.cache_folder()}: {first_line(error.__cause__ or error)}. "

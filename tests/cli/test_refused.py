@@ -57,6 +57,7 @@ def furnished(tmp_path_factory: pytest.TempPathFactory, made: Path) -> Path:
     (folder / "schema.json").write_text("7")
     (folder / "null.json").write_text("null")
     (folder / "talks.gguf").write_text("no model")
+    (folder / "stub.gguf").write_text("GGUF")
     for name in ("garbage.jsonl", "link.html", "dangling.png", "pipe.html"):
         (folder / name).symlink_to(name.partition(".")[0])
     untaught = shutil.copytree(folder / "model", folder / "untaught")
@@ -220,6 +221,7 @@ calibrate H --cache features                     | not [5]
 data M D --tokens 9 --questions none.jsonl       | none.jsonl
 datastore --model model --texts '' --output new  | the name of a file is empty
 data M D --from bad.jsonl                        | bad.jsonl, line 2 is not JSON
+generate a --model stub.gguf --raw               | cannot load stub.gguf: is no GGUF file: it has
 generate a L --device meta                       |
 """
 """What only the model tells. Values out of range: tests/api/test_bad_input.py"""
