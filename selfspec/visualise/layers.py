@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from selfspec import files
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.costs import MeasuredCosts
-from selfspec.decoding.stats import ENDED, SOURCES, GenerationStats, Giver, Round
+from selfspec.decoding.stats import ENDED, SOURCES, GenerationStats, Giver, Round, counted
 from selfspec.errors import InvalidData, InvalidOption, check_keys, fits, require_types
 from selfspec.files import json_lines, parse_json
 from selfspec.hub.models import LOGIT_LENS
@@ -126,8 +126,9 @@ class LayerTrace:
         stats = self.stats
         ended = ", ".join(f"{ENDED[why]} {count}" for why, count in stats.ended.most_common())
         return (
-            f"{stats.new_tokens} tokens, {stats.rounds} rounds, {stats.compression_rate:.2f} "
-            f"tokens per verification, {stats.accepted} of {stats.drafted} drafts kept"
+            f"{counted(stats.new_tokens, 'token')}, {counted(stats.rounds, 'round')}, "
+            f"{stats.compression_rate:.2f} tokens per verification, "
+            f"{stats.accepted} of {stats.drafted} drafts kept"
             + (f"; why drafts ended: {ended}" if ended else "")
             + ("" if self.info.lossless else "; lossy")
         )

@@ -182,6 +182,7 @@ def test_a_pipe_gets_text_with_marks_and_no_escapes() -> None:
         + "[-token-]: a draft that was rejected   ·: the next round\n"
         + counts
     )
+    assert "\n1 token, 0 rounds, " in printed(trace_of(small_trace().rounds[:1], ["A"], [()]))
 
 
 def test_a_terminal_shows_the_answer_in_colours_and_strikes_drafts() -> None:
