@@ -97,6 +97,7 @@ class Report:
 
     model: str
     heads: Path
+    drafts: bool  # the heads by themselves, as it was calibrated and tuned
     used: bool  # from now on by `load` and the commands, where no others are named
     answer_tokens: int
     epochs: float
@@ -120,7 +121,8 @@ class Report:
     def faster(self) -> bool:
         """Whether it is shown that the heads help: nothing that slows is to be used by itself."""
         return (
-            len(self.rows) >= _FEWEST
+            self.drafts
+            and len(self.rows) >= _FEWEST
             and self.gain("without drafts").low > 1.0
             and self.gain("prompt lookup").ratio > 1.0
         )
@@ -198,6 +200,7 @@ class _State:
     rows: list[tuple[str, int, list[float], int, bool]] = field(default_factory=list)  # each a Row
     used: bool = False
     finished: bool = False
+    drafts: bool = False
 
 
 @dataclass(kw_only=True)
@@ -280,6 +283,7 @@ class _Adaptation:
         return Report(
             model=self._label,
             heads=self._heads,
+            drafts=state.drafts,
             used=state.used,
             answer_tokens=state.tokens,
             epochs=state.seen,
@@ -477,7 +481,8 @@ class _Adaptation:
             state.tuned = True
             self._save()
         found = tuned.read(speculator.backbone, speculator.heads)
-        speculator.options = speculator.options.updated(found)
+        speculator.options = own = speculator.options.updated(found)
+        state.drafts = own.speculate and own.uses("exit")
         for options in WAYS.values():  # each runs once before it is timed
             stats = self._answered(speculator, tuning[0], 8, options).stats
         step = max(stats.decode_s / max(1, stats.rounds), 1e-4)  # seconds

@@ -174,11 +174,17 @@ def test_own_questions_are_asked_or_kept_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "faster"),
-    [((1.0, 0.9, 0.5), True), ((1.0, 0.4, 0.5), False), ((0.4, 0.9, 0.5), False)],
+    ("seconds", "drafts", "faster"),
+    [
+        ((1.0, 0.9, 0.5), True, True),
+        ((1.0, 0.9, 0.5), False, False),  # both ways are prompt lookup: that is noise
+        ((1.0, 0.4, 0.5), True, False),
+        ((0.4, 0.9, 0.5), True, False),
+    ],
 )
-def test_heads_that_slow_are_not_faster(seconds: Any, faster: bool) -> None:
+def test_heads_that_slow_are_not_faster(seconds: Any, drafts: bool, faster: bool) -> None:
     common: dict[str, Any] = {"model": "chat", "heads": Path(HEADS), "used": False, "spent_s": 1.0}
+    common["drafts"] = drafts
     rows = [Row("task", 10, list(seconds), 5, same=True)] * 6
     report = Report(**common, answer_tokens=1, epochs=1, agreement={}, rows=rows)
     assert report.faster is faster
