@@ -424,7 +424,8 @@ def _write_features(asked: Asked, options: CacheOptions, workers: int) -> None:
     check_exit_layers(layers, range(first, depth))
     states = state_layers(backbone, FitOptions(state_layers=options.state_layers))
     states = states if options.deep else ()
-    spec = store.FeatureSpec(layers, options.deep, options.top_k, not options.answers_only, states)
+    top_k = min(options.top_k, backbone.vocab_size)
+    spec = store.FeatureSpec(layers, options.deep, top_k, not options.answers_only, states)
     texts = _read(asked["data"], model, asked, options.batch_tokens, options.max_tokens)
     source = store.StreamSource(backbone, spec, texts, options.batch_tokens)
     names = {"base_model": model.name, "data": Path(asked["data"]).name}

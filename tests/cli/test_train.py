@@ -192,8 +192,8 @@ def test_the_command_fits_as_presets_recipes_and_flags_say(workplace: Path, call
 
 @pytest.mark.parametrize("where", ["features", "memory://features"])
 def test_features_are_cached_and_fitted_to(where: str, workplace: Path, call: Call) -> None:
-    output = call([*CACHE[:-1], where, "--exit-layers", "0,2,3", "--deep"])
-    assert "258 positions at" in output.err
+    output = call([*CACHE[:-1], where, "--exit-layers", "0,2,3", "--deep", "--top-k", "999"])
+    assert "258 positions at 1,226 bytes" in output.err, "of a vocabulary of 96"
     assert f"{where}: 258 positions, 210 of them answers" in output.out
     assert output.err.splitlines()[-1] == (
         f"next: selfspec fit --cache {where} --output heads --model model --dtype float32"
