@@ -514,7 +514,7 @@ _FILES = (
 )
 
 _IS_CACHED = "with cache: that holds a text's features, in batches. Drop one"
-_OF_HEADS = {"exit_layers", "head_type", "inner_size", "draft_vocab_size"}
+_OF_HEADS = {"exit_layers", "head_type", "inner_size", "draft_vocab_size", "preset"}
 
 
 @with_flags(*_FILES, *option_flags(FitOptions))
@@ -527,7 +527,6 @@ def fit(*, asked: Named) -> None:
     if "preset" in asked:
         check_keys([asked["preset"]], PRESETS, "preset")
         asked.update(PRESETS[asked["preset"]] | asked)
-        asked.names |= PRESETS[asked["preset"]].keys()
     base.require(asked, "output", "cache" if "cache" in asked else "data")
     if "start_from" in asked:
         base.refuse(asked, _OF_HEADS, "with start_from: the heads say it. Drop one")

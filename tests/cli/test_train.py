@@ -184,7 +184,9 @@ def test_the_command_fits_as_presets_recipes_and_flags_say(workplace: Path, call
     assert (run["data"], run["dtype"]) == ("talks.jsonl", "float32")
     assert (run["head_type"], run["learning_rate"]) == ("linear", 3e-5)
     more = [*FIT[:-1], "more", "--start-from", "out", "--epochs", "1"]
-    assert "inner_size with start_from: the heads" in call([*more, "--inner-size", "3"], 2).err
+    for name, value in (("inner_size", "3"), ("preset", "specbound")):
+        flag = f"--{name.replace('_', '-')}"
+        assert f"{name} with start_from: the heads" in call([*more, flag, value], 2).err
     assert main(more) == 0
     config = HeadsConfig.read(workplace / "more")
     assert (config.head_type, config.exit_layers) == ("linear", (2, 3))
