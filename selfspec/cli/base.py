@@ -146,7 +146,16 @@ class Flag:
             rich_help_panel=self.group,
         )
         kind = str if many else kinds[0]
+        if get_origin(kind) is list:
+            option.callback = _lines
         return _keyword(self.name, default=None, annotation=Annotated[kind | None, option])
+
+
+def _lines(context: typer.Context, parameter: typer.CallbackParam, value: Any) -> Any:
+    """A list from the environment: a line each. typer parts it at blanks, which stops may hold."""
+    source = context.get_parameter_source(str(parameter.name))
+    given = source is not None and source.name == "ENVIRONMENT"
+    return os.environ[str(parameter.envvar)].splitlines() if given else value
 
 
 def option_flags(options: type, names: Iterable[str] | None = None) -> tuple[Flag, ...]:

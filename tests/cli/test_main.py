@@ -329,11 +329,12 @@ def test_the_environment_stands_for_flags_between_these_and_a_file(
         ("SEED", "2"),
         ("TOP_K", "3"),
         ("SPECULATE", "false"),
-        ("STOP_STRINGS", "a"),
+        ("STOP_STRINGS", "a b\n c"),
     ):
         monkeypatch.setenv(f"SELFSPEC_{name}", value)
     assert main(["generate", "--top-k", "4", "--no-pinned", "hi"]) == 0
-    generation = {"max_new_tokens": 7, "seed": 2, "top_k": 4, "stop_strings": ["a"], "min_p": 0.5}
+    generation = {"max_new_tokens": 7, "seed": 2, "top_k": 4, "min_p": 0.5}
+    generation["stop_strings"] = ["a b", " c"]
     assert speculator.given == generation | {"raw": False}
     others = {"speculate": False, "pinned": False, "config": str(file)}
     assert speculator.loaded == generation | others

@@ -180,8 +180,8 @@ fit T --head-type linear --draft-steps 3         | draft_steps means nothing to 
 fit T --head-type linear --state-layers 1,2      | state_layers means nothing to linear heads
 fit T --preset specbond                          | Did you mean specbound?
 fit T --seed 9223372036854775809                 | seed is 9223372036854775809, expected a value
-fit T --epochs 0                                 | epochs is 0, expected a value of at least 1
 fit T --validation ''                            | the name of a file is empty
+fit T --epochs 0                                 | epochs is 0, expected a value of at least 1
 fit --cache nowhere --output new                 | nowhere is no feature cache
 fit --data talks.jsonl --output model --overwrite | which selfspec did not write
 fit --data talks.jsonl --output heads            | already. Give --overwrite
@@ -218,8 +218,8 @@ fit M T --batch-tokens 8                         | at most 8 fit into a batch
 fit M --cache features --output new --ce-share 0 | the cache holds the likeliest token alone
 cache M --data read.jsonl --output new --answers-only | the text holds no answers to keep
 calibrate H --cache features                     | not [5]
-data M D --tokens 9 --questions none.jsonl       | none.jsonl
 datastore --model model --texts '' --output new  | the name of a file is empty
+data M D --tokens 9 --questions none.jsonl       | none.jsonl
 data M D --from bad.jsonl                        | bad.jsonl, line 2 is not JSON
 generate a --model stub.gguf --raw               | cannot load stub.gguf: is no GGUF file: it has
 generate a L --device meta                       |
