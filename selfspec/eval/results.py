@@ -122,14 +122,14 @@ def _question(record: Any, number: str) -> Question:
 
 
 def _word(record: dict[str, Any], *names: str) -> str | None:
-    """The first of `names` that there is, as text. Raises InvalidData for anything longer."""
+    """The first of `names` that there is, as one line. Raises InvalidData for anything longer."""
     for name in names:
         value = record.get(name)
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, str | int):
             raise InvalidData(f"has {name} {value}, expected text or a whole number")
-        return str(value)
+        return " ".join(str(value).split())
     return None
 
 

@@ -382,10 +382,10 @@ def test_spec_benchs_categories_are_six_groups(tmp_path: Path) -> None:
         Question(id="305", task="RAG", turns=("c",), reference="x"),
         Question(id="7", task="math", turns=("d",)),
     ]
-    name = write(tmp_path, {"prompt": "a"}, {"turns": ["b", "c"], "id": "two", "task": "law"})
+    name = write(tmp_path, {"prompt": "a"}, {"turns": ["b", "c"], "id": "two", "task": "law\n or"})
     assert load_suite(name) == [  # any file of prompts is a suite
         Question(id="1", task="prompts", turns=("a",)),
-        Question(id="two", task="law", turns=("b", "c")),
+        Question(id="two", task="law or", turns=("b", "c")),
     ]
 
 
