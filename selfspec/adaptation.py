@@ -47,7 +47,7 @@ from selfspec.training.options import (
     seconds_of,
 )
 from selfspec.training.recipe import Passages, Recipe, read_recipe
-from selfspec.training.text import Conversation, Reader, Writer, encoded, special_ids, user_turns
+from selfspec.training.text import Conversation, Reader, Writer, encoded, questions_of, special_ids
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ def adapt(
             text=DataOptions(raw=raw, seed=seed),
             recipe=read,
             passages=Passages(passages, read.languages),
-            own=[] if questions is None else list(Reader(questions, user_turns)),
+            own=[] if questions is None else questions_of(questions),
             template=None if chat_template is None else templates.read(chat_template),
             show=show or (lambda *_: None),
         ).run()

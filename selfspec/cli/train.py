@@ -348,11 +348,8 @@ def _source(
 
     skip, options = asked.get("skip_bad_rows", False), author.options
     if recipe is not None:
-        own: list[tuple[str, ...]] = []
-        if "questions" in asked:
-            questions = Reader(asked["questions"], text.user_turns, skip_bad_rows=skip)
-            own += questions
-            questions.report()
+        file = asked.get("questions")
+        own = [] if file is None else text.questions_of(file, skip_bad_rows=skip)
         prompts = author.prompts(recipe, passages, own)
         if prompts.left_out:
             why = "for want of --passages" + ("" if author.invents else ", or of invented turns")

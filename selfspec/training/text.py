@@ -317,6 +317,16 @@ def user_turns(record: dict[str, Any]) -> tuple[str, ...]:
     return tuple(turns)
 
 
+def questions_of(source: str | Path, *, skip_bad_rows: bool = False) -> list[tuple[str, ...]]:
+    """The user's turns of each row. Raises InvalidData where there are none."""
+    reader = Reader(source, user_turns, skip_bad_rows=skip_bad_rows)
+    found = list(reader)
+    reader.report()
+    if not found:
+        raise InvalidData(f"{source} holds no questions")
+    return found
+
+
 def texts_of(record: dict[str, Any]) -> str:
     """All texts of a row, whatever its fields are called."""
 

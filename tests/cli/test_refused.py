@@ -119,6 +119,7 @@ generate a --kv-memory 1GB                       | are for --prompts
 generate a --model untaught --heads none         | no chat template: is it a base model? Give
 generate a --model talks.gguf                    | talks.gguf is no GGUF file
 adapt --output new --seed 9223372036854775809    | seed is 9223372036854775809, expected a value
+adapt --model model --output new --questions empty | empty holds no questions
 adapt --model model --raw --output=              | the name of a file is empty
 adapt --output new --budget 5x                   | budget is 5x, expected at least 10 seconds
 data --model untaught --tokens 9 --output x      | a text: selfspec data --raw --model untaught
