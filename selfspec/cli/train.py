@@ -613,7 +613,7 @@ def _job(asked: Asked, options: FitOptions, model: Base, checkpoint: Path) -> Jo
         attends = kind == folders.EAGLE3
         own = attends or kind == folders.MEDUSA or (kind == "deep-fused" and 0 in found)
         if options.exit_layers is None and not own:
-            options = replace(options, exit_layers=found)
+            options = replace(options, exit_layers=tuple(filter(None, found)) or found)
         if options.state_layers is None and fit.state_layers(backbone, options) and not attends:
             options = replace(options, state_layers=source.spec.states)
         _require_features(source.spec, fit.feature_spec(backbone, options, measured=False))

@@ -212,6 +212,8 @@ def test_features_are_cached_and_fitted_to(where: str, workplace: Path, call: Ca
     assert one.read_bytes() == other.read_bytes()
     assert not (workplace / "a" / CHECKPOINT).exists()
     assert HeadsConfig.read(workplace / "a").exit_layers == (0, 3)
+    call(["fit", *MODEL, "--cache", where, "--head-type", "translator", "--output", "c", *more])
+    assert HeadsConfig.read(workplace / "c").exit_layers == (2, 3), "no head but deep-fused reads 0"
 
 
 def test_two_processes_take_the_steps_of_one(workplace: Path) -> None:
