@@ -333,7 +333,7 @@ def test_the_environment_stands_for_flags_between_these_and_a_file(
     ):
         monkeypatch.setenv(f"SELFSPEC_{name}", value)
     assert main(["generate", "--top-k", "4", "--no-pinned", "hi"]) == 0
-    generation = {"max_new_tokens": 7, "seed": 2, "top_k": 4, "min_p": 0.5}
+    generation: dict[str, Any] = {"max_new_tokens": 7, "seed": 2, "top_k": 4, "min_p": 0.5}
     generation["stop_strings"] = ["a b", " c"]
     assert speculator.given == generation | {"raw": False}
     others = {"speculate": False, "pinned": False, "config": str(file)}
