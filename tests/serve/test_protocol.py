@@ -23,7 +23,7 @@ from selfspec.api.speculator import Speculator
 from selfspec.errors import HeadsNotFound
 from selfspec.eval.concurrency import Load
 from selfspec.serve.options import ServeOptions
-from selfspec.serve.protocol import ChatBody, Refused, TextBody, of_error
+from selfspec.serve.protocol import ChatBody, Refused, TextBody, of_error, of_validation
 from tests.serve.live import CHAT, JSON, TEXT, Running, answers, running, streaming, wait_until
 from tests.test_readme import fenced
 
@@ -225,14 +225,16 @@ def test_one_call_at_a_time_and_names_reach_the_template() -> None:
 def test_of_a_million_errors_one_is_looked_for() -> None:
     messages = [{"role": "user", "content": [{}] * 1000}] * 1000
     unknown: dict[str, Any] = dict.fromkeys(map(str, range(2000)), 1)
-    for kind, body in (
-        (TextBody, {"prompt": [{}] * 1000}),
-        (TextBody, unknown),
-        (ChatBody, {"messages": messages}),
+    for kind, body, field in (
+        (TextBody, {"prompt": [{}] * 1000}, "prompt[0]"),
+        (TextBody, {"prompt": [1, 2, "a", "b"]}, "prompt[2]"),  # whichever kind is meant
+        (TextBody, unknown, None),
+        (ChatBody, {"messages": messages}, "messages[0].content[0].type"),
     ):
         with pytest.raises(pydantic.ValidationError) as error:
             kind.model_validate(body)
         assert error.value.error_count() < 10
+        assert of_validation(error.value).field == field
 
 
 def test_a_body_that_is_read_for_long_holds_nobody_up(
