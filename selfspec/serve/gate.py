@@ -292,6 +292,9 @@ class _Connection(H11Protocol):
         self._forget()
         super().connection_lost(exc)
 
+    def _should_upgrade(self) -> bool:
+        return False  # uvicorn's would have the log say what to install, whoever asks
+
     def _reckon(self) -> None:
         """The limit runs on while the client is waited for, and only then."""
         busy = self.cycle is not None and not self.cycle.response_complete

@@ -158,10 +158,12 @@ def test_no_text_is_logged_unasked_at_any_level(
             patch.setattr("selfspec.serve.app.Reply._told", fails)  # in mid-stream
             with pytest.raises(httpx.RemoteProtocolError):
                 server.post({**ASK, "stream": True})
-        assert server.post(ASK).status_code == 200
+        wished = {"Connection": "Upgrade", "Upgrade": "websocket"}
+        assert server.post(ASK, **wished).status_code == 200
         assert server.writer.open == 0
     everything = log.text + "".join(capfd.readouterr())
     assert SECRET not in everything
+    assert "WebSocket" not in everything
     assert said[:20] not in everything
     assert everything.count("ValueError") >= 4  # it does say what went wrong, and where:
     for place in ("writer.py", "app.py", "in fails"):
