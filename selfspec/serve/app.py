@@ -110,7 +110,7 @@ class _Server:
                 "in a way that is not known here. Use response_format with a schema",
                 field=field,
             )
-        reply = Reply(self._writer, choices, body)
+        reply = Reply(self._writer, choices, body, len(held))
         setattr(request.state, gate.REPLY, reply)
         if not body.stream:
             await gate.unless_gone(request.receive, reply.rest())
@@ -171,8 +171,8 @@ async def _refuse_path(request: Request, error: Exception) -> Response:
 class Reply:
     """What one request gets back: pieces come from the writer's thread to this loop."""
 
-    def __init__(self, writer: Writer, choices: Sequence[Choice], body: Body) -> None:
-        """Submits the request. Raises Refused where too much waits."""
+    def __init__(self, writer: Writer, choices: Sequence[Choice], body: Body, size: int) -> None:
+        """Submits the request, of `size` bytes. Raises Refused where too much waits."""
         self._writer, self._field = writer, body.field
         self._chat = isinstance(body, ChatBody)
         self._notes = "logprobs" in choices[0].options
@@ -186,7 +186,8 @@ class Reply:
         loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Piece] = asyncio.Queue()
         self._room = _MOST_WAITING * len(choices)
-        self._job = Job(choices, lambda one: loop.call_soon_threadsafe(self._put, one), body.n)
+        put = partial(loop.call_soon_threadsafe, self._put)
+        self._job = Job(choices, put, body.n, size)
         writer.submit(self._job)
 
     async def next(self) -> Piece:

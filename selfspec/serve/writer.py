@@ -40,7 +40,8 @@ from selfspec.serve.protocol import Choice, Refused, Tools, places
 
 logger = logging.getLogger(__name__)
 
-_READERS = 4  # threads that read prompts: of some megabytes, one takes up to a gigabyte meanwhile
+_READERS = 4  # threads that read prompts
+_LONG = 200_000  # bytes of a request: of these, which may take a gigabyte, one is read at a time
 
 
 class Writer:
@@ -63,6 +64,7 @@ class Writer:
         self._answers: dict[Running, Answer] = {}
         self.open = 0  # choices that are written or wait
         self._readers = ThreadPoolExecutor(_READERS, "selfspec-reader")
+        self._reader_of_long = ThreadPoolExecutor(1, "selfspec-reader")
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._work, name="selfspec-writer", daemon=True)
@@ -82,7 +84,8 @@ class Writer:
                 raise Refused(429, said, headers={"Retry-After": "1"})
             self.open += count
         job.left = count
-        read = self._readers.submit(self._read, job)
+        readers = self._reader_of_long if job.size > _LONG else self._readers
+        read = readers.submit(self._read, job)
         read.add_done_callback(lambda _: self._orders.put(lambda: self._begin(job, read)))
 
     def cancel(self, job: Job) -> None:
@@ -105,7 +108,8 @@ class Writer:
     def stop(self) -> None:
         """Leave everything, and end the thread."""
         self._stopping.set()
-        self._readers.shutdown(wait=False, cancel_futures=True)
+        for readers in (self._readers, self._reader_of_long):
+            readers.shutdown(wait=False, cancel_futures=True)
         self._orders.put(lambda: None)
         self._thread.join()
 
@@ -244,6 +248,7 @@ class Job:
     choices: Sequence[Choice]
     wrote: Callable[[Piece], object]
     n: int = 1  # choices of each prompt, one behind the other
+    size: int = 0  # bytes of the request
     prompt_tokens: int = 0  # known before the first piece
     left: int = 0  # choices that have no end yet
     came_s: float = field(default_factory=time.perf_counter)

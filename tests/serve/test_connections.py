@@ -158,7 +158,7 @@ def writer(tiny: Speculator) -> Iterator[Writer]:
 
 
 def submitted(
-    writer: Writer, prompt: list[int], listener: Any = None, **options: Any
+    writer: Writer, prompt: list[int], listener: Any = None, size: int = 0, **options: Any
 ) -> tuple[Job, queue.Queue[Any]]:
     """A job of one text, and what is heard of it: pieces, and ENDED behind the last."""
     heard: queue.Queue[Any] = queue.Queue()
@@ -169,7 +169,7 @@ def submitted(
             heard.put(ENDED)
 
     asked: Any = {"max_new_tokens": 12, "max_time": 60.0, **options}
-    job = Job([Choice(prompt=prompt, options=asked)], listener or wrote)
+    job = Job([Choice(prompt=prompt, options=asked)], listener or wrote, size=size)
     writer.submit(job)
     return job, heard
 
@@ -183,19 +183,27 @@ def text(heard: queue.Queue[Any]) -> str:
 def test_a_prompt_that_is_read_for_long_holds_nobody_up(
     writer: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own, goes_on = writer._ids, threading.Event()
+    own, goes_on, begun = writer._ids, threading.Event(), list[str]()
+    slow, long = [5, 6, 7], 1_000_000
+
+    def ids(one: Choice) -> Any:
+        if one.prompt == slow:
+            begun.append("slow")
+            assert goes_on.wait(60)
+        return own(one)
+
     with monkeypatch.context() as patch:
-        slow = [5, 6, 7]
-        patch.setattr(
-            writer, "_ids", lambda one: (one.prompt != slow or goes_on.wait(60)) and own(one)
-        )
-        _, heard = submitted(writer, slow)
-        gone, silent = submitted(writer, slow)
+        patch.setattr(writer, "_ids", ids)
+        _, heard = submitted(writer, slow, size=long)
+        gone, silent = submitted(writer, slow, size=long)
+        more = [submitted(writer, slow, size=long)[1] for _ in range(4)]
         text(submitted(writer, [1, 2, 3])[1])
+        assert begun == ["slow"]  # one at a time: they take much memory
         writer.cancel(gone)
-        wait_until(lambda: writer.open == 1)
+        wait_until(lambda: writer.open == 5)
         goes_on.set()
-        text(heard)
+        for one in (heard, *more):
+            text(one)
     wait_until(lambda: writer.open == 0)
     assert silent.empty()
 
