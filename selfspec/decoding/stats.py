@@ -27,10 +27,16 @@ class Source(NamedTuple):
     line: str = "solid"  # under its tokens, for eyes that see no colours
     mark: str = ""  # behind its tokens in terminals without colours; exit layers have their number
 
+    @property
+    def look(self) -> str:
+        """Class of its tokens in pages."""
+        looks = {"solid": "left", "dotted": "seen", "dashed": "grammar", "double": "second"}
+        return looks.get(self.line, "")
+
 
 # in the order in which people are told of them
 SOURCES = {
-    MODEL: Source("the model"),
+    MODEL: Source("the model", line="plain"),
     NGRAM: Source("prompt lookup", palette.SEEN, "dotted", "n"),
     SUCCESSORS: Source("successors seen before", palette.SEEN, "dotted", "s"),
     REST: Source("a datastore", palette.SEEN, "dotted", "r"),

@@ -28,7 +28,7 @@ from selfspec.errors import InvalidData
 from selfspec.serve import gate, protocol
 from selfspec.serve.options import Keys
 from selfspec.serve.protocol import Body, ChatBody, Choice, Refused, TextBody, of_error, places
-from selfspec.serve.writer import Job, Json, Piece, Writer
+from selfspec.serve.writer import GIVERS, Job, Json, Piece, Writer
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +148,8 @@ def _chat_page() -> HTMLResponse:
     """It may run its own script and style alone, and asks only its server."""
     rules = ("connect-src 'self'", "frame-ancestors 'none'", "trusted-types 'none'")
     trusted = "require-trusted-types-for 'script'"
-    html, policy = pages.page(__package__, "chat", _SCRIPTS, *rules, trusted)
+    told = json.dumps(GIVERS)
+    html, policy = pages.page(__package__, "chat", _SCRIPTS, *rules, trusted, givers=told)
     headers = {
         "Content-Security-Policy": policy,
         "X-Content-Type-Options": "nosniff",

@@ -31,7 +31,7 @@ from selfspec.config import WRITING, GenerateOptions
 from selfspec.decoding.acceptance import Draft
 from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.engine import Running
-from selfspec.decoding.stats import EXIT, MODEL, GenerationStats, Round
+from selfspec.decoding.stats import EXIT, MODEL, SOURCES, GenerationStats, Round
 from selfspec.errors import InvalidData, InvalidPrompt
 from selfspec.files import parse_json
 from selfspec.model.kv import Memory
@@ -383,6 +383,10 @@ class Explanation:
                 token["text"] = token["text"][: self._shown]
                 self._shown -= len(token["text"])
         return found
+
+
+GIVERS = [{"source": one, "look": told.look, **told._asdict()} for one, told in SOURCES.items()]
+"""Who can give tokens, for a page."""
 
 
 def _giver(source: str, layer: int) -> Json:

@@ -25,9 +25,6 @@ from selfspec.visualise.layers import LayerTrace, gain, givers, readable, reject
 _SCRIPTS = tuple(f"{part}.js" for part in ("story", "readout", "answer", "map", "lanes", "main"))
 """In this order: one module in the page."""
 
-_LOOKS = {"solid": "", "dotted": "seen", "dashed": "grammar", "double": "second"}
-"""Class of a token, by the line under it; of an exit head's: left."""
-
 
 def render(trace: LayerTrace, costs: MeasuredCosts | None) -> str:
     """The whole file as text; without `costs` no speed-up is predicted, and the page says so."""
@@ -93,7 +90,7 @@ def page_data(trace: LayerTrace, costs: MeasuredCosts | None) -> dict[str, Any]:
         "givers": [
             {
                 "words": giver.words,
-                "look": "left" if giver.source == EXIT else _LOOKS[SOURCES[giver.source].line],
+                "look": SOURCES[giver.source].look,
                 "layer": giver.layer if giver.source == EXIT else None,
                 "colour": giver.colour(info.num_layers),
                 "count": count,

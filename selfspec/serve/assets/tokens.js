@@ -1,26 +1,15 @@
-// Who gave a token: classes and words for it. One list, read by the answers and the legend, which
-// shows the rare ones when they gave some.
+// Who gave a token: classes and words for it, read by the answers and the legend.
 
-const GIVERS = [
-  { source: "model", kind: "piece", words: "the whole model", sample: "plain" },
-  { source: "exit", kind: "piece left", words: "an exit head, by its layer: from shallow to deep", sample: "line" },
-  { source: "ngram", kind: "piece seen", words: "prompt lookup", sample: "dots" },
-  { source: "grammar", kind: "piece grammar", words: "the grammar of a format", sample: "dashes" },
-  { source: "draft-model", kind: "piece second", words: "a draft model", sample: "two lines" },
-  { source: "successors", kind: "piece seen", words: "successors seen before", sample: "dots", rare: true },
-  { source: "rest", kind: "piece seen", words: "a datastore", sample: "dots", rare: true },
-  { source: "lookahead", kind: "piece seen", words: "lookahead", sample: "dots", rare: true },
-  { source: "skip", kind: "piece second", words: "fewer of its layers", sample: "two lines", rare: true },
-];
+const GIVERS = JSON.parse($("givers").textContent);
 
-const giverOf = (source) => GIVERS.find((giver) => giver.source === source) ?? { kind: "piece seen", words: source };
+const giverOf = (source) => GIVERS.find((giver) => giver.source === source) ?? { look: "seen", words: source };
 
 /** Colour an element by who gave its text. */
 function dress(node, { source, layer, numLayers }) {
-  node.className = giverOf(source).kind;
+  node.className = `piece ${giverOf(source).look}`;
   node.dataset.source = source;
   if (layer !== null) node.style.setProperty("--exit", layerColour(layer, numLayers));
-  node.title = source === "model" ? "given by the whole model" : `a draft of ${namesOf(source, layer)}`;
+  node.title = source === "model" ? "given by the model" : `a draft of ${namesOf(source, layer)}`;
   return node;
 }
 
@@ -54,9 +43,10 @@ function rejectedOf({ drafts }) {
 }
 
 function buildLegend() {
-  $("legend").append(...GIVERS.map(({ source, kind, words, sample, rare = false }) => {
-    const shown = el("span", { class: kind }, sample);
+  $("legend").append(...GIVERS.map(({ source, look, words, line }, place) => {
+    const shown = el("span", { class: `piece ${look}` }, line);
     if (source === "exit") shown.classList.add("depths");
+    const rare = GIVERS.findIndex((giver) => giver.look === look) < place; // shown when it gave some
     return el("li", rare ? { hidden: "" } : {}, shown, el("span", {}, words), el("output", { "data-count": source }, ""));
   }));
 }
