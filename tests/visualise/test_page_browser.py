@@ -111,6 +111,8 @@ def test_text_is_text_whatever_it_says(page: Page, trace: LayerTrace) -> None:
     shown = "".join(page.locator("#map td").all_text_contents())
     assert "<script>" in shown
     assert "</script>" in shown
+    page.get_by_label("words").uncheck()
+    assert not page.locator("#map td span").first.is_visible()
 
 
 def test_keys_walk_over_tokens_and_cells(page: Page, trace: LayerTrace) -> None:
