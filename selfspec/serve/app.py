@@ -177,7 +177,6 @@ class Reply:
         self._writer, self._field = writer, body.field
         self._chat = isinstance(body, ChatBody)
         self._notes = "logprobs" in choices[0].options
-        self._noted = [0] * len(choices)  # characters of text whose likelihoods are told
         self._head = {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -321,27 +320,25 @@ class Reply:
         self, index: int, pieces: Sequence[Piece], said: Json, finish: str | None = None
     ) -> Json:
         """`pieces`: of whose tokens more is said, where that was asked for."""
-        likely = self._likely(index, pieces) if self._notes and pieces else None
+        likely = self._likely(pieces) if self._notes and pieces else None
         found = {"index": index, **said, "logprobs": likely, "finish_reason": finish}
         if told := [piece.told for piece in pieces if piece.told is not None]:
             rounds = [*itertools.chain.from_iterable(told)]
             found["speculation"] = {"rounds": rounds, "num_layers": self._writer.num_layers}
         return found
 
-    def _likely(self, index: int, pieces: Sequence[Piece]) -> Json:
+    def _likely(self, pieces: Sequence[Piece]) -> Json:
         """How likely tokens were; OpenAI has two shapes."""
         entries = [one for piece in pieces for one in piece.logprobs]
         if self._chat:
             return {"content": entries, "refusal": None}
-        lengths = (len(one["token"]) for one in entries)
-        *offsets, self._noted[index] = itertools.accumulate(lengths, initial=self._noted[index])
+        tops = [[(top["token"], top["logprob"]) for top in one["top_logprobs"]] for one in entries]
         return {
             "tokens": [one["token"] for one in entries],
             "token_logprobs": [one["logprob"] for one in entries],
-            "top_logprobs": [
-                {top["token"]: top["logprob"] for top in one["top_logprobs"]} for one in entries
-            ],
-            "text_offset": offsets,
+            # halves of characters have one text: of these the likeliest is told
+            "top_logprobs": [dict(top) | dict(reversed(top)) for top in tops],
+            "text_offset": [offset for piece in pieces for offset in piece.offsets],
         }
 
     def _put(self, piece: Piece) -> None:

@@ -9,6 +9,7 @@ Nothing here knows of HTTP.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import queue
@@ -233,6 +234,7 @@ class Piece:
     choice: int
     text: str = ""
     logprobs: Sequence[Json] = ()  # as a chat's answer has them, where they are noted
+    offsets: Sequence[int] = ()  # where the text of each new token begins in the answer
     told: Sequence[Json] | None = None  # who gave the tokens, by round, where that was asked for
     error: BaseException | None = None  # in place of all others
     stats: GenerationStats | None = None  # the choice's own, which count on
@@ -274,14 +276,13 @@ class Answer:
         if choice.explain:  # as if it ran alone: so a request's explanation is always the same
             cost = running.draft_cost(call.speculation)
             self._explanation = Explanation(writer.texts, cost)
-        self._told = 0  # tokens that are in earlier pieces
+        self._offsets = [0]  # by token: where its text begins; last: where the next one will
 
     def piece(self) -> Piece:
         """What is new; the last one when the text has ended. Raises what ended it otherwise."""
-        running, text, begin = self.running, "", self._told
+        running, text, begin = self.running, "", len(self._offsets) - 1
         for entry in running.take():
             text += self._read(entry)
-            self._told += len(entry.tokens)
         if running.error is not None:
             raise running.error
         if running.ended:
@@ -302,8 +303,9 @@ class Answer:
             logprobs=[
                 self._likely(one.token, one.logprob)
                 | {"top_logprobs": [self._likely(*other) for other in one.top]}
-                for one in running.logprobs[begin : self._told]
+                for one in running.logprobs[begin : len(self._offsets) - 1]
             ],
+            offsets=self._offsets[begin:-1],
             told=None if explanation is None else explanation.shown(text, last=running.ended),
             stats=running.stats,
         )
@@ -323,6 +325,7 @@ class Answer:
             self._decoder.push([] if is_end(self._tokenizer, entry, token) else [token])
             for token in entry.tokens
         ]
+        self._offsets += [*itertools.accumulate(map(len, texts), initial=self._offsets.pop())]
         if self._explanation is not None:
             self._explanation.add(entry, texts)
         return "".join(map(self._stops.push, texts))
