@@ -27,12 +27,9 @@ class Source(NamedTuple):
     line: str = "solid"  # under its tokens, for eyes that see no colours
     mark: str = ""  # behind its tokens in terminals without colours; exit layers have their number
 
-    @property
-    def look(self) -> str:
-        """Class of its tokens in pages."""
-        looks = {"solid": "left", "dotted": "seen", "dashed": "grammar", "double": "second"}
-        return looks.get(self.line, "")
 
+# class of a token in pages, by the line under it
+LOOKS = {"plain": "", "solid": "left", "dotted": "seen", "dashed": "grammar", "double": "second"}
 
 # in the order in which people are told of them
 SOURCES = {

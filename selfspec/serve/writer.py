@@ -32,7 +32,7 @@ from selfspec.config import WRITING, GenerateOptions
 from selfspec.decoding.acceptance import Draft
 from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.engine import Running
-from selfspec.decoding.stats import EXIT, MODEL, SOURCES, GenerationStats, Round
+from selfspec.decoding.stats import EXIT, LOOKS, MODEL, SOURCES, GenerationStats, Round
 from selfspec.errors import InvalidData, InvalidPrompt
 from selfspec.files import parse_json
 from selfspec.model.kv import Memory
@@ -388,7 +388,7 @@ class Explanation:
         return found
 
 
-GIVERS = [{"source": one, "look": told.look, **told._asdict()} for one, told in SOURCES.items()]
+GIVERS = [{"source": s, "look": LOOKS[one.line], **one._asdict()} for s, one in SOURCES.items()]
 """Who can give tokens, for a page."""
 
 

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from selfspec import pages
 from selfspec.decoding.costs import MeasuredCosts
-from selfspec.decoding.stats import EXIT, SOURCES, Giver, Round
+from selfspec.decoding.stats import EXIT, LOOKS, SOURCES, Giver, Round
 from selfspec.visualise import layers
 from selfspec.visualise.layers import LayerTrace, gain, givers, readable, rejected, visible
 
@@ -90,7 +90,7 @@ def page_data(trace: LayerTrace, costs: MeasuredCosts | None) -> dict[str, Any]:
         "givers": [
             {
                 "words": giver.words,
-                "look": SOURCES[giver.source].look,
+                "look": LOOKS[SOURCES[giver.source].line],
                 "layer": giver.layer if giver.source == EXIT else None,
                 "colour": giver.colour(info.num_layers),
                 "count": count,
