@@ -186,7 +186,7 @@ class Reply:
         loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Piece] = asyncio.Queue()
         self._room = _MOST_WAITING * len(choices)
-        put = partial(loop.call_soon_threadsafe, self._put)
+        put = lambda one: loop.call_soon_threadsafe(self._put, one)  # noqa: E731
         self._job = Job(choices, put, body.n, size)
         writer.submit(self._job)
 
