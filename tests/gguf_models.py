@@ -70,7 +70,7 @@ def write_model(
         writer.add_uint32(f"{architecture}.{name}", value)
     writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-5)
     writer.add_float32(f"{architecture}.rope.freq_base", 10000.0)
-    _add_tokens(writer)
+    _add_tokens(writer, of_bytes=not architecture.startswith("gemma"))
     adding = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
     for name, said in (scaling or {}).items():
         adding[type(said)](f"{architecture}.rope.scaling.{name}", said)  # type: ignore[operator]  # as it is
@@ -95,13 +95,17 @@ def _heads(architecture: str) -> tuple[int, int, int]:
     return (2, 1, 128) if architecture == "qwen3" else (4, 2, 64)
 
 
-def _add_tokens(writer: gguf.GGUFWriter) -> None:
-    """Bytes as tokens, as GPT-2's tokenizer has them, and a few more."""
+def _add_tokens(writer: gguf.GGUFWriter, *, of_bytes: bool) -> None:
+    """Bytes as tokens, as GPT-2's tokenizer has them, or letters, as Gemma's; and a few more."""
     marks = [chr(c) for c in (*range(33, 127), *range(161, 173), *range(174, 256))]
     tokens = [*marks, *(chr(256 + i) for i in range(256 - len(marks)))]
     tokens += ["ab", "ba"]  # what the merges below make
     tokens += [f"<{i}>" for i in range(VOCAB - len(tokens))]
-    writer.add_tokenizer_model("gpt2")
+    if not of_bytes:
+        tokens[tokens.index("\u0120")] = "\u2581"
+        writer.add_token_scores([float(-place) for place in range(VOCAB)])
+        writer.add_unk_token_id(VOCAB - 3)
+    writer.add_tokenizer_model("gpt2" if of_bytes else "llama")
     writer.add_tokenizer_pre("default")
     writer.add_token_list(tokens)
     writer.add_token_types([1] * VOCAB)

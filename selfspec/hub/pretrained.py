@@ -185,11 +185,10 @@ def convert_gguf(gguf: Path, out: Path, dtype: str) -> None:
     read: Any = AutoModelForCausalLM.from_pretrained  # typed as if it gave the model alone
     with _reading(f"cannot read {gguf} as GGUF"):
         model, found = read(gguf.parent, gguf_file=gguf.name, **options)
-        tokenizer = _tokenizer_of(gguf)
+        _write_tokenizer(gguf, out)
     _require_all(gguf, found)
     with quiet():
         model.to(getattr(torch, dtype)).save_pretrained(out)
-        tokenizer.save_pretrained(out)
 
 
 def describe_gguf(gguf: Path, out: Path) -> None:
@@ -197,23 +196,21 @@ def describe_gguf(gguf: Path, out: Path) -> None:
     from transformers import AutoConfig
 
     with _reading(f"cannot read {gguf} as GGUF"):
-        tokenizer = _tokenizer_of(gguf)
-        config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    with quiet():
-        tokenizer.save_pretrained(out)
-        config.save_pretrained(out)
+        _write_tokenizer(gguf, out)
+        AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(out)
 
 
-def _tokenizer_of(gguf: Path) -> Any:
-    """Raises ValueError for one that loses blanks, as transformers 5.17 reads those of Phi."""
+def _write_tokenizer(gguf: Path, out: Path) -> None:
+    """Raises ValueError for one that loses blanks or words: transformers 5.17 reads some so."""
     from transformers import AutoTokenizer, __version__
 
-    found, words = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name), "one two"
-    made = str(found.decode(found(words)["input_ids"], skip_special_tokens=True))
-    if " " not in made.strip():
-        lost = f"transformers {__version__} makes {made!r} of {words!r} with its tokens"
-        raise ValueError(f"{lost}. A newer one may read them; else give the model's folder")
-    return found
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(out)
+    found, words = AutoTokenizer.from_pretrained(out), "one two"  # as it will be read
+    ids = found(words)["input_ids"]
+    lost = " " not in str(found.decode(ids, skip_special_tokens=True)).strip()  # Phi's
+    if lost or (len(ids) >= len(words) and {"one", "▁one"} & found.get_vocab().keys()):  # Gemma's
+        made = f"transformers {__version__} reads {words!r} as {found.convert_ids_to_tokens(ids)}"
+        raise ValueError(f"{made}. A newer one may do better; else give the model's folder")
 
 
 def load_description(folder: Path) -> tuple[Any, Any]:

@@ -176,15 +176,20 @@ def test_other_ways_to_scale_rotations_are_refused(tmp_path: Path, said: Any) ->
 
 
 @pytest.mark.parametrize("blocks", [True, False])
-def test_a_tokenizer_that_loses_blanks_is_refused(
+def test_a_tokenizer_that_loses_blanks_or_words_is_refused(
     tmp_path: Path, blocks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With transformers 5.17 that of Phi 4 does."""
+    """With transformers 5.17 those of Phi and Gemma do."""
     write_model(tmp_path / "it.gguf", "phi3")
-    reader = MagicMock(**{"return_value.decode.return_value": "onetwo"})
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", reader)
-    with pytest.raises(ModelNotFound, match="makes 'onetwo' of 'one two'"):
-        hub.load_model(tmp_path / "it.gguf", device="cpu", blocks=blocks)
+    letters = {
+        "return_value.decode.return_value": "one two",
+        "return_value.return_value": {"input_ids": [*range(7)]},
+    }
+    letters |= {"return_value.get_vocab.return_value": {"one": 1}}
+    for said in ({"return_value.decode.return_value": "onetwo"}, letters):
+        monkeypatch.setattr(AutoTokenizer, "from_pretrained", MagicMock(**said))
+        with pytest.raises(ModelNotFound, match="reads 'one two' as"):
+            hub.load_model(tmp_path / "it.gguf", device="cpu", blocks=blocks)
 
 
 def test_an_embedding_may_be_the_unembedding_too(tmp_path: Path) -> None:
