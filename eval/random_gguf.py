@@ -45,9 +45,9 @@ def main(
     writer.add_vocab_size(sizes.vocab_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
-    writer.add_token_list(
-        ["a", "b", "ab", *(f"<{number}>" for number in range(sizes.vocab_size - 3))]
-    )
+    tokens = [*"abo\u0120", "ab"]  # U+0120 is a blank
+    tokens += [f"<{number}>" for number in range(sizes.vocab_size - len(tokens))]
+    writer.add_token_list(tokens)
     writer.add_token_merges(["a b"])
     writer.add_eos_token_id(sizes.vocab_size - 1)
     for number, (name, of, outputs, inner) in enumerate(_weights(sizes, kind)):
