@@ -219,6 +219,7 @@ _FAMILIES = ("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3")  # as files 
 _ADDED_TO_NORMS = {"gemma2": 1.0, "gemma3": 1.0}
 _IN_PAIRS = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
 """Llama's linear layers whose outputs, by head, stand in pairs that are rotated together; heads."""
+_LONGROPE = {"rope_factors_short.weight": "short_factor", "rope_factors_long.weight": "long_factor"}
 
 
 def why_not(header: GgufHeader, dtype: torch.dtype, device: torch.device | None) -> str | None:
@@ -250,33 +251,30 @@ def scale_rotations(gguf: Path, header: GgufHeader, config: Path) -> None:
 
     Raises InvalidData for ways that nothing here reads.
     """
-    factor, kind = header.scaling.get("factor"), header.scaling.get("type") or "none"
-    made_for = header.scaling.get("original_context_length")
-    freqs = header.tensors.get("rope_freqs.weight")
-    by_length = [name for name in header.tensors if name.startswith("rope_factors_")]
-    if kind == "none" and freqs is None and not by_length:
+    said, data = header.scaling, _mapped(gguf)
+    factor, kind, made_for = map(said.get, ("factor", "type", "original_context_length"))
+    named = [name for name in header.tensors if name.startswith("rope_f")]
+    divisors = {name: _numbers(name, header.tensors[name], data) for name in named}
+    if kind in (None, "none") and not divisors:
         return
     whole: dict[str, Any] = json.loads(config.read_text())
     rope: dict[str, Any] = whole.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)  # other layers go without
-    if freqs is not None:
-        rope |= _as_llama_3(_numbers("rope_freqs.weight", freqs, _mapped(gguf)), rope)
-    elif kind in ("linear", "yarn") and isinstance(factor, float) and not by_length:
+    if "rope_freqs.weight" in divisors:
+        rope |= _as_llama_3(divisors["rope_freqs.weight"], rope)
+    elif kind in ("linear", "yarn") and isinstance(factor, float) and not divisors:
         rope |= {"rope_type": kind, "factor": factor}
         if made_for and kind == "yarn":
             rope |= {"original_max_position_embeddings": made_for}
-    elif len(by_length) == 2 and isinstance(made_for, int):  # Phi 3.5: one set for long texts
-        rope |= {"rope_type": "longrope", "original_max_position_embeddings": made_for}
-        for name in by_length:  # rope_factors_long.weight
-            divisors = _numbers(name, header.tensors[name], _mapped(gguf)).tolist()
-            rope[f"{name[13:].partition('.')[0]}_factor"] = divisors
+    elif divisors.keys() == _LONGROPE.keys() and isinstance(made_for, int):
+        rope |= {key: divisors[name].tolist() for name, key in _LONGROPE.items()}
         size = whole["hidden_size"] // whole["num_attention_heads"]
-        rope["partial_rotary_factor"] = 2 * len(divisors) / size
-        whole["original_max_position_embeddings"] = made_for
+        rope["partial_rotary_factor"] = 2 * len(rope["short_factor"]) / size
+        rope |= {"rope_type": "longrope", "original_max_position_embeddings": made_for}
+        whole["original_max_position_embeddings"] = made_for  # which Phi's config looks at
     else:
-        raise InvalidData(
-            f"it scales rotations in an unknown way ({kind}). Give the model's folder"
-        )
+        unknown = f"it scales rotations in an unknown way ({kind or ', '.join(divisors)})"
+        raise InvalidData(f"{unknown}. Give the model's folder")
     config.write_text(json.dumps(whole, indent=2))
 
 
