@@ -13,13 +13,15 @@ import math
 import traceback
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import is_dataclass
 from importlib.util import find_spec
 from itertools import takewhile
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 _OURS = str(Path(__file__).parent)
+_Kind = TypeVar("_Kind")
 _LONGEST = 1900  # characters of a message
 
 
@@ -161,12 +163,33 @@ def check_types(values: Mapping[str, Any], hints: Mapping[str, Any], prefix: str
             raise InvalidOption(f"{prefix}{name} is {shown(value)}, expected {expected}")
 
 
-def require_types(record: Any) -> None:
-    """Raise InvalidData unless each field of a dataclass holds what its annotation says."""
+def record_of(kind: type[_Kind], values: Any) -> _Kind:
+    """A dataclass from what a file holds. Raises InvalidOption naming the first wrong entry."""
+    if not isinstance(values, dict):
+        raise InvalidOption(f"it is {shown(values)}, expected a mapping")
+    hints = annotations_of(kind)
+    check_keys(values, hints, "entry")
+    made = {name: _as_hinted(value, hints[name]) for name, value in values.items()}
+    check_types(made, hints)
     try:
-        check_types(vars(record), get_type_hints(type(record)))
-    except InvalidOption as error:
-        raise InvalidData(str(error)) from error
+        return kind(**made)
+    except TypeError as error:  # an entry is missing
+        raise InvalidOption(first_line(error).partition("() ")[2]) from error
+
+
+def _as_hinted(value: Any, hint: Any) -> Any:
+    """Mappings and lists of a file as the records and tuples of a hint, whatever they are in."""
+    origin, inner = get_origin(hint) or hint, get_args(hint)
+    if origin in (Union, types.UnionType) and value is not None:
+        return _as_hinted(value, inner[0])
+    if isinstance(hint, type) and is_dataclass(hint):
+        return value if isinstance(value, hint) else record_of(hint, value)
+    if isinstance(value, list) and inner:
+        made = [_as_hinted(one, inner[0]) for one in value]
+        return tuple(made) if origin is tuple else made
+    if isinstance(value, dict) and inner:
+        return {key: _as_hinted(one, inner[-1]) for key, one in value.items()}
+    return value
 
 
 def fits(value: Any, hint: Any) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from selfspec import files
-from selfspec.errors import CannotWrite, InvalidData, InvalidOption, check_keys
+from selfspec.errors import CannotWrite, InvalidData, InvalidOption, check_keys, record_of
 from selfspec.files import json_lines, parse_json
 from selfspec.options import Count, Seed, check_fields
 
@@ -231,19 +231,10 @@ def read(path: Path) -> list[Answer]:
     answers = []
     for number, line in json_lines(path) if path.exists() else ():
         try:
-            answers.append(_answer(parse_json(line, "the line")))
-        except (InvalidData, ValueError, TypeError, LookupError, AttributeError) as error:
+            answers.append(record_of(Answer, parse_json(line, "the line")))
+        except (InvalidData, InvalidOption) as error:
             raise InvalidData(f"{path}, line {number} is no answer of a bench: {error}") from error
     return answers
-
-
-def _answer(record: Any) -> Answer:
-    runs = {}
-    for label, run in record["runs"].items():  # JSON made lists and mappings of records
-        heard = [(count, seconds) for count, seconds in run["arrivals"]]
-        looked = run.get("quality")
-        runs[label] = Run(**run | {"arrivals": heard, "quality": looked and Quality(**looked)})
-    return Answer(**{**record, "runs": runs})
 
 
 def drop_unfinished(path: Path) -> None:

@@ -26,13 +26,20 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from selfspec import files
-from selfspec.errors import CannotWrite, InvalidData, InvalidOption, SelfspecError, first_line
+from selfspec.errors import (
+    CannotWrite,
+    InvalidData,
+    InvalidOption,
+    SelfspecError,
+    first_line,
+    record_of,
+)
 from selfspec.files import read_json, sha256
 from selfspec.heads.attending import AttendingHeads
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.model.backbone import Backbone
 from selfspec.model.check import evaluation
-from selfspec.training.options import explained, record_of, require_same
+from selfspec.training.options import explained, require_same
 from selfspec.training.text import Conversation
 
 LOGIT_ROWS = 128  # rows whose full logits exist at a time; 25 MB for 49,152 tokens
@@ -353,9 +360,7 @@ class Manifest:
             found = read_json(path)
             if not isinstance(found, dict) or found.get("format_version") != FORMAT_VERSION:
                 raise InvalidOption(f"its format version is not {FORMAT_VERSION}")
-            spec = record_of(FeatureSpec, found.get("spec"))
-            spec = replace(spec, layers=tuple(spec.layers), states=tuple(spec.states))
-            return record_of(cls, found | {"spec": spec})
+            return record_of(cls, found)
 
     def paths(self, folder: Path) -> list[Path]:
         """The files of all shards."""

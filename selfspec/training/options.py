@@ -11,19 +11,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from safetensors import SafetensorError
 
-from selfspec.errors import (
-    InvalidData,
-    InvalidOption,
-    annotations_of,
-    check_keys,
-    check_types,
-    first_line,
-    shown,
-)
+from selfspec.errors import InvalidData, InvalidOption
 from selfspec.heads.folder import EAGLE3, MEDUSA
 from selfspec.options import SHARE, Count, Probability, Range, at_least, between, check_fields
 
@@ -256,21 +248,6 @@ def explained(what: str, way_out: str) -> Iterator[None]:
 
 
 _MOST_SHOWN = 100  # characters of an option and its two values
-
-Kind = TypeVar("Kind")
-
-
-def record_of(kind: type[Kind], values: Any) -> Kind:
-    """A dataclass of plain values. Raises InvalidOption naming the first wrong entry."""
-    if not isinstance(values, dict):
-        raise InvalidOption(f"it is {shown(values)}, expected a mapping")
-    hints = annotations_of(kind)
-    check_keys(values, hints, "entry")
-    check_types(values, hints)
-    try:
-        return kind(**values)
-    except TypeError as error:  # an entry is missing
-        raise InvalidOption(first_line(error).partition("() ")[2]) from error
 
 
 def require_same(

@@ -14,14 +14,13 @@ import re
 import string
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from selfspec.errors import InvalidData, InvalidOption, check_keys, check_types
+from selfspec.errors import InvalidData, InvalidOption, check_keys, check_types, record_of
 from selfspec.files import local_path, read_yaml
-from selfspec.training.options import record_of
 from selfspec.training.text import texts_in
 
 BUILT_IN = Path(str(resources.files(__package__).joinpath("text.yaml")))
@@ -328,10 +327,7 @@ def _family(name: str, values: Any, lists: set[str], languages: set[str]) -> Fam
     if isinstance(values, dict):
         values = values | {"name": name}
         if isinstance(asks := values.get("ask"), list):
-            values["ask"] = tuple(tuple(ask) if isinstance(ask, list) else (ask,) for ask in asks)
-        if values.get("passage") is not None:
-            given = vars(record_of(Passage, values["passage"]))
-            values["passage"] = Passage(**{name: tuple(value) for name, value in given.items()})
+            values["ask"] = [ask if isinstance(ask, list) else [ask] for ask in asks]
     family = record_of(Family, values)
     known = lists | ({"question"} if family.question else set())
     if (wanted := family.passage) is not None:
@@ -349,7 +345,7 @@ def _family(name: str, values: Any, lists: set[str], languages: set[str]) -> Fam
                 f"{{{min(names - known)}}} in {turn[:60]!r} is none of the lists; a brace that "
                 "stays is written twice"
             )
-    return replace(family, question=tuple(family.question))
+    return family
 
 
 def _placeholders(text: str) -> Iterator[str]:

@@ -29,11 +29,12 @@ from selfspec.errors import (
     InvalidPrompt,
     first_line,
     fits,
+    record_of,
     shown,
 )
 from selfspec.files import local_path, open_bytes, read_json, read_text
 from selfspec.hub.models import HUB_ID
-from selfspec.training.options import explained, record_of, require_same
+from selfspec.training.options import explained, require_same
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,16 +9,16 @@ from __future__ import annotations
 import json
 import unicodedata
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 from selfspec import files
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.costs import MeasuredCosts
 from selfspec.decoding.stats import ENDED, SOURCES, GenerationStats, Giver, Round, counted
-from selfspec.errors import InvalidData, InvalidOption, check_keys, fits, require_types
+from selfspec.errors import InvalidData, InvalidOption, check_keys, fits, record_of
 from selfspec.files import json_lines, parse_json
 from selfspec.hub.models import LOGIT_LENS
 
@@ -193,7 +193,7 @@ def _info(values: dict[str, Any]) -> TraceInfo:
             f"format version {version}, this selfspec reads {FORMAT_VERSION}. Trace again"
         )
     options = SpeculationOptions().updated(values.pop("options"))
-    found = _typed(TraceInfo, {**values, "options": options})
+    found = record_of(TraceInfo, {**values, "options": options})
     _ = found.taus  # a threshold for each layer
     if not len(found.exit_layers) == len(found.head_kinds) == len(found.thresholds):
         raise InvalidData("exit_layers, head_kinds and thresholds are not of one length")
@@ -203,12 +203,13 @@ def _info(values: dict[str, Any]) -> TraceInfo:
 
 
 def _place(values: dict[str, Any], layers: tuple[int, ...], index: int) -> Place:
-    said = tuple(_typed(LayerSays, entry) for entry in values.pop("layers"))
-    found = _typed(Place, {**values, "layers": said})
-    if tuple(one.layer for one in said) != layers:
-        raise InvalidData(
-            f"exit layers {[one.layer for one in said]} are not those of the first line"
-        )
+    found = record_of(Place, values)
+    if (said := tuple(one.layer for one in found.layers)) != layers:
+        raise InvalidData(f"exit layers {[*said]} are not those of the first line")
+    for one in (found, *found.layers):
+        counts = {len(value) for name, value in vars(one).items() if "top_" in name}
+        if len(counts) > 1 or 0 in counts:
+            raise InvalidData(f"guesses of {sorted(counts)} tokens, texts and probabilities")
     if found.index != index:
         raise InvalidData(f"place {found.index}, expected {index}")
     return found
@@ -219,8 +220,7 @@ def _round(values: dict[str, Any], layers: tuple[int, ...]) -> tuple[Round, tupl
     texts = tuple(values.pop("draft_texts"))
     if not fits(texts, tuple[str, ...]):
         raise InvalidData("draft_texts are no texts")
-    entry = Round(**{**values, "passes": [tuple(one) for one in values["passes"]]})
-    require_types(entry)
+    entry = record_of(Round, values)
     count = len(entry.draft_tokens)
     parents = [*range(-1, count - 1)] if entry.parents is None else entry.parents
     if any(len(each) != count for each in (entry.exit_layers, entry.sources, parents, texts)):
@@ -233,20 +233,6 @@ def _round(values: dict[str, Any], layers: tuple[int, ...]) -> tuple[Round, tupl
     if not {*entry.exit_layers} <= {0, *layers}:
         raise InvalidData(f"drafts of exit layers {entry.exit_layers}, looked at were {layers}")
     return entry, texts
-
-
-Kept = TypeVar("Kept", LayerSays, Place, TraceInfo)
-
-
-def _typed(kind: type[Kept], values: Mapping[str, Any]) -> Kept:
-    """A dataclass from JSON, whose lists are tuples here; of guesses, each column has as many."""
-    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-    made = kind(**{**values, **lists})
-    require_types(made)
-    counts = {len(value) for name, value in vars(made).items() if "top_" in name}
-    if len(counts) > 1 or 0 in counts:
-        raise InvalidData(f"guesses of {sorted(counts)} tokens, texts and probabilities")
-    return made
 
 
 # --- what drafts gained, in words that the page, the card and the terminal share

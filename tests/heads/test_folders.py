@@ -30,7 +30,8 @@ from selfspec.errors import (
     InvalidHeads,
     InvalidOption,
     SelfspecError,
-    require_types,
+    annotations_of,
+    check_types,
 )
 from selfspec.heads.attending import AttendingHeads, TextRows, config_of
 from selfspec.heads.exit_heads import ExitHeads
@@ -170,7 +171,7 @@ def test_any_value_anywhere_in_a_config_is_one_line_or_of_its_type(
                 assert "\n" not in said
                 assert str(folder) in said
             else:
-                require_types(found)
+                check_types(vars(found), annotations_of(type(found)))
 
 
 @pytest.mark.parametrize("number", [None, 2, 4])

@@ -59,7 +59,7 @@ def test_a_file_gives_the_same_trace_back_and_every_line_says_what_it_is(tmp_pat
         (2, '"final_top_probs": [', '"final_top_probs": [0, ', "line 2: guesses of [5, 6] tokens"),
         (2, '"index": 0', '"index": 3', "line 2: place 3, expected 0"),
         (2, '"layer": 3', '"layer": 5', "line 2: exit layers [2, 5, 4] are not those of the"),
-        (2, '"kind"', '"sort"', "unexpected keyword argument 'sort'"),
+        (2, '"kind"', '"sort"', "unknown entry 'sort'"),
         (2, '"token": 7', '"token": 6', "rounds and places hold different tokens"),
         (3, "{", "", "line 3: it is not JSON"),
         (8, '"round"', '"turn"', "line 8: found 'turn', expected a place or a round"),
