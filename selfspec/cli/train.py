@@ -588,7 +588,7 @@ def _check_heads_output(asked: Asked) -> None:
 def _job(asked: Asked, options: FitOptions, model: Base, checkpoint: Path) -> Job:
     from selfspec.api.speculator import heads_of
     from selfspec.training import fit
-    from selfspec.training.features import CacheSource, Selection, StreamSource, launched, split
+    from selfspec.training.features import CacheSource, Selection, StreamSource, split
 
     backbone, tokenizer = model.backbone, model.tokenizer
     cached, validation, start = options_of(CacheOptions, asked), asked.get("validation"), None
@@ -603,9 +603,7 @@ def _job(asked: Asked, options: FitOptions, model: Base, checkpoint: Path) -> Jo
         start = heads_of(hub.resolve_heads(asked["start_from"]), backbone, model.name)
         options = fit.going_on(options, start)
     if "cache" in asked:
-        here = launched()
-        part = here.process_index, here.num_processes
-        source = CacheSource(asked["cache"], backbone, *part)
+        source = CacheSource(asked["cache"], backbone)
         data, found, kind = source.manifest.data, source.spec.layers, options.head_type
         train, held_out = (Selection(source),) * 2 if validation else split(source)
         if asked.get("max_tokens"):

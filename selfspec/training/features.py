@@ -506,11 +506,9 @@ def write(
 class CacheSource:
     """Batches from a cache folder, or from a URL's, whose shards are copied here once."""
 
-    def __init__(
-        self, where: str | Path, backbone: Backbone, number: int = 0, count: int = 1
-    ) -> None:
-        """Raises InvalidData. Process `number` of `count` hashes every `count`-th shard."""
-        self._place = Place(where)
+    def __init__(self, where: str | Path, backbone: Backbone) -> None:
+        """Raises InvalidData. Processes that a launcher started share the hashing of shards."""
+        self._place, here = Place(where), launched()
         self.manifest = known = Manifest.read(self._place)
         if not all(known.sha256):
             raise InvalidData(f"{where} is unfinished. Run the selfspec cache command again")
@@ -526,7 +524,8 @@ class CacheSource:
         paths = known.paths(self._place.folder)
         for shard, (path, batches) in enumerate(zip(paths, known.shards, strict=True)):
             with self._place.opened(path) as file:
-                if shard % count == number and sha256(path) != known.sha256[shard]:
+                mine = shard % here.num_processes == here.process_index
+                if mine and sha256(path) != known.sha256[shard]:
                     raise InvalidData("its bytes are not those that were written")
                 shapes = [file.get_slice(f"{n}.following").get_shape() for n in batches]
             self.sizes += [math.prod(shape) for shape in shapes]
