@@ -69,11 +69,7 @@ class HeadsConfig(HeadsFields):
 
     def record(self) -> dict[str, Any]:
         """Ready for `config.json`."""
-        values = asdict(self)
-        for name in ("num_heads", "state_layers"):  # which earlier versions do not know
-            if values[name] is None:
-                del values[name]
-        return values
+        return asdict(self)
 
     def write(self, folder: Path) -> None:
         """Replace `config.json`; the weights stay. Raises CannotWrite."""

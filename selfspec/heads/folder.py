@@ -149,7 +149,6 @@ class HeadsFields:
     vocab_size: _Size
     exit_layers: Annotated[tuple[int, ...], _LAYERS]
     head_type: Annotated[str, _LINE]
-    base_revision: Annotated[str | None, _LINE] = None
     # of the head's inner layer; None: the head type's own choice
     inner_size: Annotated[int | None, _SIZE] = None
     draft_vocab_size: Annotated[int | None, _SIZE] = None  # tokens that heads can draft; None: all

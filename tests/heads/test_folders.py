@@ -68,7 +68,6 @@ def test_what_was_saved_loads_bit_equal(
     heads = make_heads(
         kind,
         unembedding,
-        base_revision="abc",
         temperatures={"2": 1.25},
         defaults={"drafter": "exit:threshold=0.5/0.6,layers=2/4"},
         training={"steps": 7},
