@@ -471,13 +471,13 @@ class _Run:
     made_by: str = "selfspec data"
     options: dict[str, Any]
     versions: dict[str, Any]
-    counts: dict[str, dict[str, dict[str, int]]] = field(default_factory=lambda: asdict(Counts()))
+    counts: Counts = field(default_factory=Counts)
     seeds: list[int] = field(default_factory=list)  # of the batches that are written
     bytes: int = 0  # of the file that are whole batches
     next: list[str] = field(default_factory=list)  # lines of the batch that is being written
 
     def __post_init__(self) -> None:
-        families = self.counts.get("families", {"": {}}).values()
+        families = self.counts.families.values()
         kinds = {*KEPT, *DROPPED}
         numbers = [self.bytes, *self.seeds, *(n for found in families for n in found.values())]
         if (
@@ -509,7 +509,7 @@ class Writer:
     @property
     def counts(self) -> Counts:
         """Counts of all batches so far; a copy."""
-        return Counts(copy.deepcopy(self._run.counts["families"]))
+        return copy.deepcopy(self._run.counts)
 
     def append(self, lines: Sequence[str], seed: int, counts: Counts) -> None:
         """Add a batch. Raises CannotWrite if the disk is full; earlier batches stay whole."""
@@ -517,7 +517,7 @@ class Writer:
         written = replace(
             self._run,
             seeds=[*self._run.seeds, seed],
-            counts=asdict(counts),
+            counts=copy.deepcopy(counts),
             bytes=self._run.bytes + len(block),
         )
         try:
