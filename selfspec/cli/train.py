@@ -582,7 +582,7 @@ def _check_heads_output(asked: Asked) -> None:
     # a fit that was killed while it wrote has its checkpoint still, and goes on
     overwrite = asked.get("overwrite", False) or Path(asked["output"], CHECKPOINT).is_file()
     output, ours, reads = asked["output"], folders.is_heads_folder, base.inputs(asked)
-    files.check_folder(output, folders.FILES_OF_A_FIT, ours, overwrite=overwrite, reads=reads)
+    files.check_folder(output, hub.HEADS_FILES, ours, overwrite=overwrite, reads=reads)
 
 
 def _job(asked: Asked, options: FitOptions, model: Base, checkpoint: Path) -> Job:

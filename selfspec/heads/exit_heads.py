@@ -9,7 +9,7 @@ import hashlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -21,7 +21,7 @@ from typing_extensions import Self
 
 from selfspec import files
 from selfspec.config import SpeculationOptions
-from selfspec.errors import HeadsMismatch, InvalidHeads, InvalidOption, check_keys, first_line
+from selfspec.errors import HeadsMismatch, InvalidHeads, InvalidOption, first_line, record_of
 from selfspec.files import check_safetensors
 from selfspec.heads.folder import (
     CONFIG_FILE,
@@ -61,8 +61,7 @@ class HeadsConfig(HeadsFields):
         """The config of a folder. Raises HeadsNotFound or InvalidHeads."""
         values = read_config(folder)
         try:
-            check_keys(values, (entry.name for entry in fields(cls)), "key")
-            return cls(**values)
+            return record_of(cls, values)
         except InvalidOption as error:
             path = Path(folder) / CONFIG_FILE
             raise InvalidHeads(f"{path} is not a config of exit heads: {error}") from error

@@ -32,9 +32,6 @@ from selfspec.options import LAYER, Range, between, check_ranges
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
-FILES_OF_A_FIT = (  # what `fit` writes
-    *("README.md", CONFIG_FILE, "metrics.json", "metrics.jsonl", WEIGHTS_FILE, "run.yaml"),
-)
 
 FORMAT_VERSION = 2  # 1: `base_fingerprint` is that of the unembedding alone
 METADATA = "selfspec"  # the config in the header of the weights, and our part of one of EAGLE-3's

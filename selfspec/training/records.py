@@ -28,7 +28,6 @@ from selfspec.errors import InvalidData
 from selfspec.files import read_json, read_yaml
 from selfspec.heads.attending import config_of
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
-from selfspec.heads.folder import FILES_OF_A_FIT
 from selfspec.heads.heads import entropy, top_probability
 from selfspec.hub import models as hub
 from selfspec.model.backbone import Backbone
@@ -117,7 +116,7 @@ def for_others(folder: Path, name: str, licence: str | None = None) -> dict[str,
 
     Beside them what transformers needs to run them by `name`. Raises InvalidData, InvalidHeads.
     """
-    there = [file for file in (*FILES_OF_A_FIT, CALIBRATION) if (folder / file).is_file()]
+    there = [file for file in hub.HEADS_FILES if (folder / file).is_file()]
     found: dict[str, str | bytes] = {file: (folder / file).read_bytes() for file in there}
     if CALIBRATION in found:
         values = read_json(folder / CALIBRATION)

@@ -17,10 +17,8 @@ from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
 from selfspec.errors import HeadsNotFound, ModelNotFound
-from selfspec.heads.folder import FILES_OF_A_FIT
 from selfspec.hub import models as hub
 from selfspec.hub import pretrained
-from selfspec.training.records import CALIBRATION
 from tests.gguf_models import tiny, write_model
 from tests.talks import make_tokenizer, save_tiny
 
@@ -342,5 +340,5 @@ def test_heads_on_the_hub_come_without_pickles(
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     monkeypatch.setattr(hub, "_hub_answers", lambda: True)
     assert hub.resolve_heads("someone/heads") == bundled / "checkpoints" / "a-heads"
-    names = sorted({*FILES_OF_A_FIT, CALIBRATION})
+    names = sorted(hub.HEADS_FILES)
     download.assert_called_once_with("someone/heads", allow_patterns=names, local_files_only=False)

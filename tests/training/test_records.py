@@ -18,7 +18,7 @@ from selfspec.config import SpeculationOptions
 from selfspec.decoding.costs import Exits, MeasuredCosts, expected
 from selfspec.errors import InvalidData
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
-from selfspec.heads.folder import FILES_OF_A_FIT
+from selfspec.hub import models as hub
 from selfspec.model.backbone import Backbone
 from selfspec.options import Exit
 from selfspec.training import records
@@ -177,7 +177,7 @@ def test_entropies_are_those_of_the_model_at_answers(backbone: Backbone, talks: 
 def test_records_make_card_and_run(backbone: Backbone, talks: Talks, tmp_path: Path) -> None:
     result = fit_to(backbone, talks)
     records.write(tmp_path, result, {"exit_layers": [2, 4]})
-    assert {file.name for file in tmp_path.iterdir()} == {*FILES_OF_A_FIT}
+    assert {file.name for file in tmp_path.iterdir()} == {*hub.HEADS_FILES} - {records.CALIBRATION}
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert metrics == result.metrics
     card = (tmp_path / "README.md").read_text()
