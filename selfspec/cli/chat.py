@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from selfspec import files
 from selfspec.cli import base, interrupts
 from selfspec.cli.base import SHARED, Asked, Flag, with_flags
-from selfspec.decoding.stats import counted, rate
+from selfspec.decoding.stats import EXIT, SOURCES, Giver, counted, rate
 from selfspec.errors import InvalidData, InvalidOption, InvalidPrompt, SelfspecError, check_keys
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class Chat:
             stream = self._session.stream(asked, **self.options)
             try:
                 for piece in stream:
-                    self.writer.piece(piece, *stream.giver)
+                    self.writer.piece(piece, stream.giver)
                 end = "\n"
             except KeyboardInterrupt:
                 stream.close()
@@ -150,12 +150,11 @@ class Chat:
             "stops an answer and keeps what was said, Ctrl-D leaves."
         )
         if self.writer.colour:
-            from selfspec.decoding.stats import all_givers
-
             self.writer.line("The colour of a token says who gave it:")
             heads, options = self.speculator.heads, self.speculator.options
             layers = () if heads is None else heads.layers_in_use(options)
-            for giver in all_givers(layers):
+            others = [Giver(source) for source in SOURCES if source != EXIT]
+            for giver in (*others, *(Giver(EXIT, layer) for layer in layers)):
                 style = giver.colour(self.speculator.backbone.num_layers) or ""
                 self.writer.line(f"  {giver.words}", style)
 
@@ -395,16 +394,14 @@ class Writer:
     def colour(self, wanted: bool) -> None:
         self._console.no_color = not wanted
 
-    def piece(self, text: str, source: str, layer: int) -> None:
+    def piece(self, text: str, giver: Giver) -> None:
         """Some text; a word at its end waits until it is complete."""
         if not self._console.is_terminal:
             base.emit(text)
             return
         from rich.cells import cell_len
 
-        from selfspec.decoding.stats import Giver
-
-        style = Giver(source, layer).colour(self._num_layers) or ""
+        style = giver.colour(self._num_layers) or ""
         for part in re.findall(r"\n|[^\S\n]+|\S+", text):
             if part == "\n":
                 self.end()

@@ -16,8 +16,9 @@ from selfspec.cli import base
 from selfspec.cli.base import GENERATION, LOADING, SHARED, SPECULATION, Asked, Flag, with_flags
 from selfspec.cli.chat import Writer
 from selfspec.config import DEFAULT_MAX_NEW_TOKENS
-from selfspec.decoding.stats import MODEL, counted, rate
+from selfspec.decoding.stats import MODEL, Giver, counted, rate
 from selfspec.errors import InvalidData, InvalidOption, SelfspecError, check_packages, shown
+from selfspec.eval.bench import METHODS
 from selfspec.eval.results import begun, first_divergence
 from selfspec.hub.models import heads_name
 from selfspec.serve.options import VARIABLE, Keys, ServeOptions, is_loopback
@@ -233,18 +234,16 @@ def both(
     return found
 
 
-Show = Callable[[str, str, int], None]  # text, and who gave it: a source, and an exit layer
+Show = Callable[[str, Giver], None]  # text, and who gave it
 
 
 def theirs(speculator: Speculator, ids: Tensor, count: int, show: Show) -> list[int]:
     """By transformers' own generate."""
     from transformers import TextStreamer
 
-    from selfspec.eval.bench import METHODS
-
     class Shown(TextStreamer):
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:  # noqa: ARG002
-            show(text, MODEL, 0)
+            show(text, Giver(MODEL))
 
     tokenizer: Any = speculator.tokenizer
     streamer = Shown(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -255,7 +254,7 @@ def ours(speculator: Speculator, ids: Tensor, count: int, show: Show) -> list[in
     """By our runtime."""
     stream = speculator.stream(ids, max_new_tokens=count, do_sample=False)
     for piece in stream:
-        show(piece, *stream.giver)
+        show(piece, stream.giver)
     return stream.result.token_ids
 
 

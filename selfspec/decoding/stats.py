@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
@@ -63,12 +63,6 @@ class Giver(NamedTuple):
         if self.source == EXIT:
             return palette.of_layer(self.layer, num_layers)
         return SOURCES[self.source].colour
-
-
-def all_givers(layers: Iterable[int]) -> list[Giver]:
-    """Everybody who can give tokens, with exit heads on `layers`."""
-    others = [Giver(source) for source in SOURCES if source != EXIT]
-    return [*others, *(Giver(EXIT, layer) for layer in layers)]
 
 
 Ended = Literal["depth", "width", "budget", "eos", "unsure", "off"]

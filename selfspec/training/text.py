@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from selfspec import files
+from selfspec.api.chat_template import advice, templated
 from selfspec.errors import (
     CannotWrite,
     InvalidData,
@@ -363,8 +364,6 @@ def _from_ids(record: dict[str, Any]) -> Conversation:
 
 def _from_messages(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> Conversation:
     """Messages through the chat template; every assistant turn is an answer."""
-    from selfspec.api.chat_template import advice, templated  # which import torch
-
     if tokenizer.chat_template is None:
         raise InvalidData(
             "holds messages, but the model has no chat template. "

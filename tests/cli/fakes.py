@@ -11,6 +11,7 @@ from typing import Any
 
 from selfspec.cli.base import Asked
 from selfspec.config import SpeculationOptions
+from selfspec.decoding.stats import Giver
 from selfspec.errors import InvalidPrompt
 from selfspec.hub.models import DEFAULT_HEADS
 
@@ -23,6 +24,9 @@ STATS: Any = SimpleNamespace(
     line=lambda: "2 tokens at 2.0 tokens/s",
     to_dict=lambda: {"new_tokens": 2},
 )
+
+
+_GIVER = Giver("exit", 2)
 
 
 @dataclass
@@ -41,7 +45,7 @@ class FakeStream:
     """Gives its pieces one by one; an exception among them is raised there."""
 
     pieces: list[Any]
-    giver: tuple[str, int] = ("exit", 2)
+    giver: Giver = _GIVER
     said: str = ""
     closed: bool = False
 
