@@ -332,7 +332,7 @@ def from_prepared(
 ) -> Request:
     """A Request from what Hugging Face hands to a `custom_generate`; `others`: its fields."""
     refuse_other_decoding(config)
-    refuse_model_keywords(model_kwargs, input_ids)
+    refuse_model_keywords(model_kwargs, input_ids, backbone.model.config.model_type)
     backbone.check_ids(input_ids)  # none where embeddings were given
     pads = left_padding(input_ids, model_kwargs.get("attention_mask"))
     limit, length = backbone.position_limit, input_ids.shape[1] - min(pads)
@@ -445,13 +445,20 @@ def refuse_other_decoding(config: GenerationConfig) -> None:
             raise InvalidOption(f"{name}={shown(value)} is not known here. Leave it out")
 
 
-def refuse_model_keywords(model_kwargs: Mapping[str, Any], input_ids: Tensor) -> None:
+def refuse_model_keywords(
+    model_kwargs: Mapping[str, Any], input_ids: Tensor, model_type: str = ""
+) -> None:
     """Raise InvalidOption, by name, for what the model's forward would use and this loop does not.
 
-    Understood are a mask over `input_ids`, the positions that follow from it, and an empty cache.
+    Understood are a mask over `input_ids`, the positions that follow from it, an empty cache, and
+    marks of pictures that mark none: a processor gives them beside any text.
     """
+    own = "token_type_ids" if model_type == "gemma3" else None  # elsewhere 0 is read, too
+    marks = (own, "mm_token_type_ids", "moe_mm_token_type_ids")
     for name, value in model_kwargs.items():
         if value is None or name in ("attention_mask", "logits_to_keep"):
+            continue
+        if name in marks and not torch.as_tensor(value).any():
             continue
         if name == "position_ids":
             _check_positions(value, model_kwargs.get("attention_mask"), input_ids)
@@ -459,8 +466,7 @@ def refuse_model_keywords(model_kwargs: Mapping[str, Any], input_ids: Tensor) ->
             if not hasattr(value, "get_seq_length") or value.get_seq_length() > 0:
                 raise InvalidOption(f"{name} is not supported. Use speculator.session()")
         elif not _among(value, _OF_THE_MODEL.get(name, ())):
-            other = name in ("inputs_embeds", "mm_encoder_outputs")
-            hint = "Give input_ids alone" if other else "Leave it out"
+            hint = "Leave it out: input_ids alone are read"
             raise InvalidOption(f"{name} is not supported: it would be ignored. {hint}")
 
 
@@ -470,10 +476,10 @@ def _among(value: Any, allowed: tuple[Any, ...]) -> bool:
 
 
 def _check_positions(positions: Any, mask: Tensor | None, input_ids: Tensor) -> None:
-    """Raise InvalidOption unless each row counts its own ids from 0; padding does not matter."""
+    """Raise InvalidOption unless each row (on each axis) counts from 0; padding does not matter."""
     rows, length = input_ids.shape
     counted = torch.ones_like(input_ids) if mask is None else mask.long()
-    fits = isinstance(positions, Tensor) and positions.shape in ((rows, length), (1, length))
+    fits = isinstance(positions, Tensor) and positions.shape[-2:] in ((rows, length), (1, length))
     if fits:
         counted = counted.to(positions.device)
         fits = bool(((positions == counted.cumsum(-1) - 1) | (counted == 0)).all())

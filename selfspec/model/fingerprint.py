@@ -194,8 +194,9 @@ _IDLE = _TORCHS | {
     *("_is_hf_initialized", "generation_config", "gradient_checkpointing", "name_or_path"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache"),
     *("output_hidden_states", "_output_attentions", "_name_or_path", "transformers_version"),
+    "rope_deltas",  # what the last prompt's pictures did to positions: set by `generate`
 }
-"""Attributes of modules and configs that callers may set as they like: no logit depends on them."""
+"""Attributes of modules and configs that may be set at will: no logit of ours depends on them."""
 
 _LINEAR = {"in_features", "out_features"}  # of a linear layer, which reads its weight alone
 _PLAIN = {Tensor, nn.Parameter, nn.Buffer}  # kinds of tensors that hide no others
@@ -387,6 +388,6 @@ def _weights(named: Sequence[tuple[str, nn.Module]]) -> Iterator[_Weight]:
     for path, module in named:
         for place in (module._parameters, module._buffers, vars(module)):
             for name, tensor in place.items():
-                if isinstance(tensor, Tensor):
+                if isinstance(tensor, Tensor) and name not in _IDLE:
                     where = name if path == "the model" else f"{path}.{name}"
                     yield _Weight(place, name, where, tensor)

@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
-    CLIPVisionConfig,
+    AutoModelForImageTextToText,
     DynamicCache,
+    Gemma3Config,
     GenerationConfig,
     LlavaConfig,
-    LlavaForConditionalGeneration,
     LogitsProcessorList,
+    Qwen2_5_VLConfig,
     WatermarkingConfig,
 )
 from transformers.utils.generic import TransformersKwargs
@@ -242,16 +243,34 @@ def test_hf_refuses_what_it_would_ignore(
         assert "\n" not in str(caught.value)
 
 
-def test_a_model_that_also_sees_answers_text_and_refuses_pictures() -> None:
+@pytest.mark.parametrize(
+    ("kind", "text", "marks"),
+    [
+        (LlavaConfig, "llama", ()),
+        (Gemma3Config, "gemma3", ("token_type_ids",)),
+        (Qwen2_5_VLConfig, "qwen2", ("mm_token_type_ids",)),  # rows of positions for each axis
+    ],
+)
+def test_a_model_that_also_sees_answers_text_and_refuses_pictures(
+    kind: Any, text: str, marks: tuple[str, ...]
+) -> None:
     """transformers hands on what it read of pictures, also where there was none."""
-    sees = CLIPVisionConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
-    config = LlavaConfig(text_config=make_model("llama").config, vision_config=sees)
-    model: Any = LlavaForConditionalGeneration(config).double().eval()
-    ids, loop = random_ids(LENGTH), wrap(model).hf()
-    expected = model.generate(ids, max_new_tokens=8)
-    assert torch.equal(model.generate(ids, max_new_tokens=8, custom_generate=loop), expected)
-    with pytest.raises(InvalidOption, match="Give input_ids alone"):
-        request.refuse_model_keywords({"mm_encoder_outputs": {"image": ids}}, ids)
+    sees = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    sees |= {"num_heads": 2, "depth": 1, "out_hidden_size": 32}
+    reads = make_model(text).config.to_dict()
+    reads["rope_parameters"]["mrope_section"] = [1, 1, 2]
+    config = kind(text_config=reads, vision_config=sees)
+    model: Any = AutoModelForImageTextToText.from_config(config).double().eval()
+    ids, loop = random_ids(2 * LENGTH).view(2, -1), wrap(model).hf()
+    mask = torch.ones_like(ids).index_fill(1, torch.arange(3), 0)
+    none = dict.fromkeys(marks, torch.zeros_like(ids))
+    for given in (none, none | {"attention_mask": mask}):
+        given["max_new_tokens"] = 8
+        expected = model.generate(ids, **given)
+        assert torch.equal(model.generate(ids, custom_generate=loop, **given), expected)
+    for name in ("mm_encoder_outputs", *marks):
+        with pytest.raises(InvalidOption, match=f"^{name} .* input_ids alone"):
+            request.refuse_model_keywords({name: ids}, ids, config.model_type)
 
 
 @pytest.mark.parametrize("name", [CACHE, "past_key_values", "assistant_model", "synced_gpus"])
