@@ -21,7 +21,6 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
     StoppingCriteriaList,
 )
 from transformers.generation import stopping_criteria as stopping
@@ -536,12 +535,14 @@ class Grammars:
         return matcher
 
     def _read_tokens(self, ends: frozenset[int]) -> LLTokenizer:
-        if not isinstance(self._tokenizer, PreTrainedTokenizerFast):
-            kind = type(self._tokenizer).__name__
-            raise InvalidOption(
-                f"a grammar needs a tokenizer of the tokenizers library, this is {kind}. Leave "
-                "json_schema and grammar out"
-            )
         from llguidance.hf import from_tokenizer
 
-        return from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=sorted(ends))
+        tokenizer: Any = self._tokenizer
+        try:
+            return from_tokenizer(tokenizer, n_vocab=self._vocab_size, eos_token=sorted(ends))
+        except ValueError as error:
+            kind = type(tokenizer).__name__
+            raise InvalidOption(
+                f"a grammar needs a decoder of the tokenizers library, this is {kind}: "
+                f"{first_line(error)}. Leave json_schema and grammar out"
+            ) from error

@@ -28,6 +28,7 @@ from tests.api.test_text import byte_level_bpe
 from tests.decoding.test_drafters import Text
 from tests.ladder import deep_heads
 from tests.models import make_model, random_ids
+from tests.talks import make_tokenizer
 
 VOCAB_SIZE = 384
 """Of the model; the tokenizer has fewer."""
@@ -223,11 +224,13 @@ def test_what_cannot_be_followed_is_refused(
     assert "\n" not in str(error.value)
 
 
-def test_without_the_package_or_a_fast_tokenizer_it_says_so(
+def test_without_the_package_or_a_tokenizer_that_writes_bytes_it_says_so(
     model: Speculator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(InvalidOption, match="tokenizers library, this is NoneType"):
-        Grammars(None, VOCAB_SIZE).mask(grammar_of_schema(True), [1])
+    for tokenizer in (None, make_tokenizer()):
+        kind = type(tokenizer).__name__
+        with pytest.raises(InvalidOption, match=f"tokenizers library, this is {kind}: [^\n]+$"):
+            Grammars(tokenizer, VOCAB_SIZE).mask(grammar_of_schema(True), [1])
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(InvalidOption, match=r"pip install 'selfspec\[serve\]'"):
         model.generate("A", json_schema=True)
