@@ -388,6 +388,8 @@ def _weights(named: Sequence[tuple[str, nn.Module]]) -> Iterator[_Weight]:
     for path, module in named:
         for place in (module._parameters, module._buffers, vars(module)):
             for name, tensor in place.items():
-                if isinstance(tensor, Tensor) and name not in _IDLE:
+                # what torch prunes or norms: a hook makes it anew at each pass, from those watched
+                made = {f"{name}_orig", f"{name}_v"} & module._parameters.keys()
+                if isinstance(tensor, Tensor) and name not in _IDLE and not made:
                     where = name if path == "the model" else f"{path}.{name}"
                     yield _Weight(place, name, where, tensor)

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils.prune import l1_unstructured
 from transformers import PreTrainedModel
 
 from selfspec.api.speculator import Speculator, load, wrap
@@ -355,6 +356,13 @@ def test_what_changes_nothing_is_no_change(speculator: Speculator) -> None:
     model.requires_grad_(requires_grad=False)
     with captured_outputs(model.model.layers):
         speculator.generate(random_ids(5), max_new_tokens=3)
+    pruned: Any = make_model("llama")
+    l1_unstructured(pruned.lm_head, "weight", 0.4)
+    watch = ModelWatch(pruned)
+    pruned(random_ids(5))
+    assert watch.change() is None
+    pruned.lm_head.weight_orig.data += 1
+    assert watch.change() == "lm_head.weight_orig was changed"
 
 
 def test_every_way_in_asks(speculator: Speculator) -> None:
