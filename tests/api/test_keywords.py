@@ -263,7 +263,7 @@ def test_a_model_that_also_sees_answers_text_and_refuses_pictures(
     model: Any = AutoModelForImageTextToText.from_config(config).double().eval()
     ids, loop = random_ids(2 * LENGTH).view(2, -1), wrap(model).hf()
     mask = torch.ones_like(ids).index_fill(1, torch.arange(3), 0)
-    none = dict.fromkeys(marks, torch.zeros_like(ids))
+    none: dict[str, Any] = dict.fromkeys(marks, torch.zeros_like(ids))
     for given in (none, none | {"attention_mask": mask}):
         given["max_new_tokens"] = 8
         expected = model.generate(ids, **given)
