@@ -16,7 +16,7 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -397,9 +397,6 @@ def _giver(source: str, layer: int) -> Json:
     return {"source": source, "layer": layer if source == EXIT else None}
 
 
-_NO_ARGUMENTS = {"type": "object", "additionalProperties": False}
-
-
 @dataclass(frozen=True)
 class ToolFormat:
     """How a model writes a call: JSON between two texts."""
@@ -416,24 +413,20 @@ class ToolFormat:
             name, schema = tool["function"]["name"], tool["function"].get("parameters")
             begins = json.dumps(f'{{"name": "{name}", "{self.arguments}": ')
             ways.append(f'{begins} arguments{number} "}}"')
-            schema = (schema or _NO_ARGUMENTS) | {"x-guidance": WRITING}
-            rules += f"arguments{number}: %json {json.dumps(schema)}\n"
+            schema = schema or {"type": "object", "additionalProperties": False}  # no arguments
+            rules += f"arguments{number}: %json {json.dumps(schema | {'x-guidance': WRITING})}\n"
         return f"start: {before} ({' | '.join(ways)}) {after}\n{rules}"
 
-    def calls(self, text: str, names: Collection[str]) -> tuple[list[Json], str]:
-        """Calls of `names` in a text, and what stands behind them.
-
-        What only looks like a call stays text, and all of it then.
-        """
+    def calls(self, text: str, names: Collection[str]) -> Iterator[tuple[Json, str]]:
+        """Calls of `names` in a text, with what stands behind each; raises for what is none."""
         before, after = self.before.strip(), self.after.strip()
-        parts = text.split(before)[1:] if before else [text]
-        pairs = [part.partition(after)[::2] if after else (part, "") for part in parts]
-        try:
-            return [self._call(said, names) for said, _ in pairs], "".join(
-                rest for _, rest in pairs
-            )
-        except (InvalidData, LookupError, TypeError):
-            return [], ""
+        _, more, text = text.partition(before) if before else ("", "{", text)
+        while more:
+            end = json.JSONDecoder().raw_decode(text := text.lstrip())[1]
+            said, text = text[:end], text[end:]  # its strings may hold both marks
+            gap, _, text = text.partition(after) if after else (text, "", "")
+            rest, more, text = text.partition(before) if before else ("", "", "")
+            yield self._call(said + gap, names), rest
 
     def _call(self, text: str, names: Collection[str]) -> Json:
         said = parse_json(text.strip(), "a call")
@@ -483,11 +476,15 @@ class Calls:
         return shown
 
     def end(self) -> tuple[str, list[Json]]:
-        """What is left to be shown, and the calls."""
-        calls, behind = self._form.calls(self._text, self._names)
-        if not calls:
+        """What is left to be shown, and the calls; what only looks like one leaves all as text."""
+        try:
+            found = [*self._form.calls(self._text, self._names)]
+        except (InvalidData, LookupError, TypeError, ValueError, RecursionError):
+            found = []
+        if not found:
             return self._text[self._given :], []
-        return behind if behind.strip() else "", calls[: self._most]
+        behind = "".join(rest for _, rest in found)
+        return behind if behind.strip() else "", [call for call, _ in found[: self._most]]
 
 
 # --- what Prometheus reads at /metrics

@@ -172,7 +172,7 @@ def test_a_call_that_is_asked_for_follows_its_schema(
     assert chat(caller, messages=back, tools=[WEATHER, TIME], max_tokens=5).choices[0].finish_reason
 
 
-CALL = '{"name": "get_time", "arguments": {}}'
+CALL = '{"name": "get_time", "arguments": {"a": "<tool_call> } </tool_call>"}}'
 
 
 @pytest.mark.parametrize(
@@ -181,10 +181,12 @@ CALL = '{"name": "get_time", "arguments": {}}'
         (TAGGED, f"So: <tool_call>\n{CALL}\n</tool_call>", "So: ", ["get_time"]),
         (TAGGED, f"<tool_call>{CALL}</tool_call><tool_call>{CALL}", "", ["get_time"] * 2),
         (TAGGED, f"<tool_call>{CALL}</tool_call>\nSo it is.", "\nSo it is.", ["get_time"]),
+        (TAGGED, f"<tool_call>{CALL}}}</tool_call>", None, []),
         (TAGGED, "<tool_call>\nnothing", "<tool_call>\nnothing", []),
         (TAGGED, f"<tool_call>{CALL.replace('time', 'cash')}", None, []),
         (TAGGED, "a <tool", "a <tool", []),
         (BARE, CALL.replace("arguments", "parameters"), "", ["get_time"]),
+        (BARE, f"{CALL.replace('arguments', 'parameters')} it is", None, []),
         (BARE, f"It is {CALL}", None, []),
         (BARE, " {not JSON", " {not JSON", []),
         (BARE, "", "", []),
