@@ -47,7 +47,7 @@ def make_app(writer: Writer, keys: Keys) -> FastAPI:
         yield
         await asyncio.to_thread(writer.stop)
 
-    server = _Server(writer)
+    server, page = _Server(writer), _chat_page()
     app = FastAPI(title="selfspec", openapi_url=None, lifespan=life)
     app.add_exception_handler(HTTPException, _refuse_path)
     gate.guard(app, writer.options, keys, partial(writer.metrics.count, "request_refused"))
@@ -56,7 +56,7 @@ def make_app(writer: Writer, keys: Keys) -> FastAPI:
     app.get("/v1/models")(server.models)
     app.get("/v1/models/{name:path}")(server.model)
     app.api_route("/health", methods=["GET", "HEAD"])(server.health)
-    app.get("/")(server.page)
+    app.get("/")(lambda: page)
     app.get("/metrics")(server.metrics)
     return app
 
@@ -66,7 +66,6 @@ class _Server:
         self._writer = writer
         self._model = {"id": writer.label, "object": "model", "created": int(time.time())}
         self._model |= {"owned_by": "selfspec", "max_model_len": writer.room}
-        self._page = _chat_page()
 
     async def chat(self, request: Request) -> Response:
         return await self._answer(request, ChatBody)
@@ -86,9 +85,6 @@ class _Server:
         state = {"status": "ok" if alive else "stopping", "answers": self._writer.open}
         return JSONResponse(state, 200 if alive else 503)
 
-    async def page(self) -> Response:
-        return self._page
-
     async def metrics(self) -> Response:
         writer = self._writer
         if writer.alive:
@@ -100,6 +96,8 @@ class _Server:
         sent = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if sent != "application/json":  # what a page elsewhere cannot send without being asked
             raise Refused(415, "Content-Type must be application/json")
+        if request.headers.get("content-encoding", "identity") != "identity":
+            raise Refused(415, "Content-Encoding is not undone here. Send the body as it is")
         held = await gate.read(request, self._writer.options)
         body, choices = await asyncio.to_thread(self._read, held, kind)
         field = choices[0].needs_tools  # all have the same tools, and one grammar
@@ -140,7 +138,7 @@ class _Server:
 
     def _require_model(self, name: str | None) -> None:
         if name not in (None, self._writer.label):
-            said = f"the model {name} is not here. There is {self._writer.label}"
+            said = f"the model {name!r} is not here. There is {self._writer.label}"
             raise Refused(404, said, field="model", code="model_not_found")
 
 

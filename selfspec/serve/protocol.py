@@ -401,6 +401,7 @@ def of_error(error: BaseException, field: str | None = None) -> Refused:
 def of_validation(error: pydantic.ValidationError) -> Refused:
     """What a body has wrong: of several, the one that is furthest inside it, and then behind."""
     every = error.errors(include_url=False, include_context=False, include_input=False)
+    every.sort(key=lambda e: e["type"].endswith("_type"))  # whose kind fits goes first
     found = max(every, key=lambda e: (len(e["loc"]), [n for n in e["loc"] if isinstance(n, int)]))
     field = ""  # messages[0].content; names of types, which pydantic puts in between, are left out
     for place in found["loc"]:

@@ -171,10 +171,11 @@ def test_no_text_is_logged_unasked_at_any_level(
 
 
 def test_a_page_elsewhere_cannot_ask_in_the_name_of_who_reads_it(server: Running) -> None:
-    for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
-        answer = server.post(b'{"messages": []}', **{"Content-Type": kind})
+    kinds = ("text/plain", "application/x-www-form-urlencoded", "")
+    for name, value in (*(("Content-Type", kind) for kind in kinds), ("Content-Encoding", "gzip")):
+        answer = server.post(b'{"messages": []}', **{name: value})
         assert answer.status_code == 415
-        assert "application/json" in answer.json()["error"]["message"]
+        assert answer.json()["error"]["message"].startswith(name)
     answer = server.post(ASK, **{"Content-Type": "Application/JSON; charset=utf-8"})
     assert answer.status_code == 200
     port = server.address.rpartition(":")[2]

@@ -146,7 +146,7 @@ def test_models_and_health(client: openai.OpenAI, server: Running) -> None:
     (model,) = client.models.list().data
     assert model.id == server.speculator.label
     assert client.models.retrieve(model.id).id == model.id
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.NotFoundError, match=r"the model '\.\./.*passwd' is not here"):
         client.models.retrieve("../../etc/passwd")
     assert httpx.get(f"{server.address}/health").json()["status"] == "ok"
     assert httpx.head(f"{server.address}/health").status_code == 200
@@ -224,17 +224,17 @@ def test_one_call_at_a_time_and_names_reach_the_template() -> None:
 
 def test_of_a_million_errors_one_is_looked_for() -> None:
     messages = [{"role": "user", "content": [{}] * 1000}] * 1000
-    unknown: dict[str, Any] = dict.fromkeys(map(str, range(2000)), 1)
-    for kind, body, field in (
+    for kind, body, said in (
         (TextBody, {"prompt": [{}] * 1000}, "prompt[0]"),
         (TextBody, {"prompt": [1, 2, "a", "b"]}, "prompt[2]"),  # whichever kind is meant
-        (TextBody, unknown, None),
+        (TextBody, {"prompt": []}, "prompt is wrong: List should have"),
+        (TextBody, dict.fromkeys(map(str, range(2000)), 1), "the body"),
         (ChatBody, {"messages": messages}, "messages[0].content[0].type"),
     ):
         with pytest.raises(pydantic.ValidationError) as error:
             kind.model_validate(body)
         assert error.value.error_count() < 10
-        assert of_validation(error.value).field == field
+        assert str(of_validation(error.value)).startswith(said)
 
 
 def test_a_body_that_is_read_for_long_holds_nobody_up(
