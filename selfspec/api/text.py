@@ -62,8 +62,8 @@ def encode(
         text = templated(tokenizer, messages, tools=tools or None, add_generation_prompt=True)
     elif not isinstance(prompt, str) and tokenizer.chat_template is None:
         raise InvalidPrompt(
-            "messages need a chat template, the tokenizer has none. "
-            f"{advice(tokenizer.name_or_path)}; or give text alone (--raw)"
+            "messages need a chat template, this model was loaded with none. "
+            f"{advice(tokenizer.name_or_path)}; or text alone: --raw, /v1/completions"
         )
     elif not isinstance(prompt, str):
         raise InvalidPrompt("raw is for text, the prompt is messages. Leave raw out, or give text")

@@ -288,7 +288,7 @@ class Runtime:
                 return DraftModelDrafter(cache, how(options.draft_model.max_tokens))
             case "skip":
                 return SkipDrafter(options.skip, self.layers, how(options.skip.max_tokens))
-        heads = there(self.heads, "exit heads. Give --heads or another --drafter")
+        heads = there(self.heads, "exit heads, which were not loaded. Start with --heads")
         return self._of_heads(heads, options, how(options.exit.max_tokens))
 
     def _of_heads(

@@ -27,7 +27,8 @@ class Selfspec(llm.Model):
 
         model: str | None = Field(None, description="Hub id, folder or .gguf file")
         heads: str | None = Field(None, description="Folder, known name, hub id, or none")
-        max_tokens: int | None = Field(None, description="Tokens of an answer at most")
+        chat_template: str | None = Field(None, description="Name or Jinja file, if it has none")
+        max_tokens: int | None = Field(None, ge=1, description="Tokens of an answer at most")
         temperature: float | None = Field(None, description="Divides the logits; 0 is greedy")
         top_p: float | None = Field(None, description="Draw from tokens that sum to this")
         seed: int | None = Field(None, description="Makes drawing repeatable")
@@ -42,9 +43,8 @@ class Selfspec(llm.Model):
     ) -> Iterator[str]:
         """Pieces of the answer to a prompt, which holds the turns before it."""
         asked = prompt.options.model_dump(exclude_none=True)
-        session = _session(asked.pop("model", None), asked.pop("heads", None))
-        asked["max_new_tokens"] = asked.pop("max_tokens", None)
-        asked["json_schema"] = prompt.schema
+        session = _session(*(asked.pop(name, None) for name in ("model", "heads", "chat_template")))
+        asked |= {"max_new_tokens": asked.pop("max_tokens", None), "json_schema": prompt.schema}
         turns = [
             {"role": turn.role, "content": "".join(getattr(one, "text", "") for one in turn.parts)}
             for turn in prompt.messages
@@ -56,8 +56,8 @@ class Selfspec(llm.Model):
 
 
 @functools.lru_cache(1)
-def _session(model: str | None, heads: str | None) -> selfspec.Session:
-    return selfspec.load(model, heads=heads).session()
+def _session(model: str | None, heads: str | None, template: str | None) -> selfspec.Session:
+    return selfspec.load(model, heads=heads, chat_template=template).session()
 
 
 @llm.hookimpl

@@ -82,7 +82,7 @@ def test_a_turn_ends_with_a_token_or_with_text(tokenizer: PreTrainedTokenizerFas
 def test_a_template_is_for_this_speculator_alone_and_its_token_ends_answers(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    with pytest.raises(InvalidPrompt, match=r"no chat template|the tokenizer has none"):
+    with pytest.raises(InvalidPrompt, match=r"loaded with none.*--raw, /v1/completions"):
         wrap(model, tokenizer).generate(TALK)
     tokenizer.add_tokens(["<|im_end|>"], special_tokens=True)
     end = len(tokenizer) - 1

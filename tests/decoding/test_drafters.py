@@ -316,7 +316,7 @@ def test_no_drafter_changes_the_distribution_of_samples(drafter: str, tmp_path: 
 @pytest.mark.parametrize(
     ("drafter", "kind", "words"),
     [
-        ("exit", HeadsNotFound, "drafter exit needs exit heads"),
+        ("exit", HeadsNotFound, "drafter exit needs exit heads, which were not loaded"),
         ("ngram+exit", HeadsNotFound, r"drafter ngram\+exit needs exit heads"),
         ("draft-model", InvalidOption, "drafter draft-model needs a second model"),
         ("rest", InvalidOption, "drafter rest needs a datastore. Give --datastore"),
