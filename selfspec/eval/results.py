@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from selfspec import files
-from selfspec.errors import CannotWrite, InvalidData, InvalidOption, check_keys, record_of
+from selfspec.errors import (
+    CannotWrite,
+    InvalidData,
+    InvalidOption,
+    check_keys,
+    described,
+    record_of,
+)
 from selfspec.files import json_lines, parse_json
 from selfspec.options import Count, Seed, check_fields
 
@@ -104,7 +111,7 @@ def _questions(file: Path) -> Iterator[Question]:
 def _question(record: Any, number: str) -> Question:
     """A line of any of the formats. Raises InvalidData with the reason alone."""
     if not isinstance(record, dict):
-        raise InvalidData(f"holds a {type(record).__name__}, expected an object")
+        raise InvalidData(f"holds {described(type(record))}, expected an object")
     turns = [record["prompt"]] if "prompt" in record else record.get("turns")
     if not isinstance(turns, list) or not turns:
         raise InvalidData("has neither a prompt nor a list of turns")

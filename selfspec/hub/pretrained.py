@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from selfspec.errors import InvalidData, LacksWeights, ModelNotFound, first_line, shown
+from selfspec.errors import InvalidData, LacksWeights, ModelNotFound, described, first_line, shown
 from selfspec.files import cache_folder, check_safetensors, read_json
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ def check_model_folder(folder: Path) -> Shapes:
     configs = {name: read_json(folder / name) for name in _OBJECTS if (folder / name).exists()}
     for name, values in configs.items():
         if not isinstance(values, dict):
-            kind = type(values).__name__
-            raise InvalidData(f"{folder / name} holds a {kind}, expected an object")
+            held = described(type(values))
+            raise InvalidData(f"{folder / name} holds {held}, expected an object")
     plain = configs["config.json"].get("quantization_config") is None
     indexed(folder)
     weights = sorted(folder.glob("*.safetensors"))

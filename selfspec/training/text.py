@@ -28,6 +28,7 @@ from selfspec.errors import (
     InvalidData,
     InvalidOption,
     InvalidPrompt,
+    described,
     first_line,
     fits,
     record_of,
@@ -230,9 +231,9 @@ def _lines(path: Path, file: IO[bytes]) -> Iterator[tuple[str, bytes]]:
 
 def _parsed(content: bytes, where: str = "") -> Any:
     try:
-        return json.loads(content)
+        return json.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise InvalidData(f"{where}is not JSON: {error}") from error
+        raise InvalidData(f"{where}is not JSON in UTF-8: {error}") from error
 
 
 def _data_set(name: str) -> Iterator[tuple[str, Any]]:
@@ -258,7 +259,7 @@ def _record(row: Any) -> dict[str, Any]:
             raise InvalidData(f"has more than {_MOST_LINE} bytes")
         row = _parsed(row)
     if not isinstance(row, dict):
-        raise InvalidData(f"holds a {type(row).__name__}, expected an object")
+        raise InvalidData(f"holds {described(type(row))}, expected an object")
     return row
 
 
@@ -321,8 +322,7 @@ def user_turns(record: dict[str, Any]) -> tuple[str, ...]:
 
 def questions_of(source: str | Path, *, skip_bad_rows: bool = False) -> list[tuple[str, ...]]:
     """The user's turns of each row. Raises InvalidData where there are none."""
-    reader = Reader(source, user_turns, skip_bad_rows=skip_bad_rows)
-    found = list(reader)
+    found = list(reader := Reader(source, user_turns, skip_bad_rows=skip_bad_rows))
     reader.report()
     if not found:
         raise InvalidData(f"{source} holds no questions")

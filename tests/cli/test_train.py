@@ -133,7 +133,7 @@ def test_the_user_turns_of_a_file_are_answered(recipes: Path, call: Call) -> Non
     (recipes / "bad.json").write_text('[5, {"messages": []}, {"turns": ["a b"]}]')
     output = call([*GIVEN[:-1], "few.jsonl", "--from", "bad.json", "--skip-bad-rows"])
     assert output.out.endswith("; dropped: 2 bad rows\n")
-    assert "bad.json: skipped 2 bad rows, the first: item 1 holds a int" in output.err
+    assert "bad.json: skipped 2 bad rows, the first: item 1 holds a whole number" in output.err
 
 
 def test_a_stopped_run_goes_on(recipes: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

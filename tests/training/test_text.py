@@ -100,7 +100,7 @@ def test_ids_and_text_say_what_is_learned(
 
 
 BAD: dict[str, list[Any]] = {
-    "is not JSON": [b"{", b'{"n": "\xff"}', DEEP.encode()],
+    "is not JSON in UTF-8": [b"{", b'{"n": "\xff"}', '{"n": 1}'.encode("utf-16"), DEEP.encode()],
     "expected an object": [3, None, [{}]],
     "holds nothing, expected input_ids": [{}],
     "holds prose, expected input_ids": [{"prose": "hello"}],
