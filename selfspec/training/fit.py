@@ -170,7 +170,7 @@ TOP_K = 32  # likeliest next tokens to fit to, where nothing else is asked for
 def answer_weights(text: Selection, share: float | None) -> tuple[float, float]:
     """Weights of a position that predicts an answer's token, and of any other: 1 on average."""
     others = text.positions - text.answers
-    if share is None or not others:
+    if share is None or not others or not text.answers:
         return 1.0, 1.0
     return share * text.positions / text.answers, (1.0 - share) * text.positions / others
 
@@ -381,9 +381,9 @@ class Trainer:
     """A fit: heads, their optimiser and its schedule, and how far it has come."""
 
     def __init__(self, job: Job, watch: Stopwatch, left: Callable[[], float]) -> None:
-        few, held = job.train.answers, job.validation.answers
+        few, held = job.train.positions, job.validation.answers
         if not (few and held):
-            raise InvalidData(f"{few} answer tokens to fit, {held} to validate. Give more text")
+            raise InvalidData(f"{few} tokens to fit, {held} of answers to validate. Give more")
         self._job, self._options, self._watch, self._left = job, job.options, watch, left
         self._part = launched().process_index, launched().num_processes
         self._steps_per_epoch = math.ceil(len(job.train.indices) / job.options.accumulate)

@@ -438,12 +438,11 @@ def test_the_answers_share_of_the_loss_is_as_asked_for(backbone: Backbone, talks
     assert of_answers * text.answers == pytest.approx(0.75 * text.positions)
     assert of_others * (text.positions - text.answers) == pytest.approx(0.25 * text.positions)
     assert fitting.answer_weights(text, None) == (1.0, 1.0)
-
-
-def test_a_fit_without_answers_is_refused(backbone: Backbone, talks: Talks) -> None:
-    for unanswered in ([], [Conversation(talk.ids, ()) for talk in talks]):
-        with pytest.raises(InvalidData, match="0 answer tokens to fit"):
-            fitted(backbone, unanswered)
+    without = make_job(backbone, read, answer_share=0.75)  # text alone teaches, too
+    assert fitting.fit(replace(without, validation=text)).metrics["layers"]
+    for talks_or_none, said in (([], "0 tokens to fit, 0"), (read, "to fit, 0 of answers to")):
+        with pytest.raises(InvalidData, match=said):
+            fitted(backbone, talks_or_none)
 
 
 def test_a_loss_that_is_not_finite_stops(backbone: Backbone, talks: Talks, tmp_path: Path) -> None:
