@@ -216,7 +216,7 @@ class _Adaptation:
 
     def __post_init__(self) -> None:
         """Loads the model. Raises InvalidOption where the folder was begun otherwise."""
-        self._began, self._heads = time.monotonic(), self.folder / HEADS
+        self._heads = self.folder / HEADS
         self.show(0.0, self.budget_s, "loading the model")
         self._dtype = self.loading["dtype"] or hub.training_dtype(self.loading["device"])
         loading = self.loading | {"dtype": self._dtype}
@@ -226,7 +226,7 @@ class _Adaptation:
         if self.template is not None:
             self._tokenizer = templates.having(self._tokenizer, self.template)
         self._state = self._begun()
-        self._before = self._state.spent_s
+        self._before, self._began = self._state.spent_s, time.monotonic()
 
     def _begun(self) -> _State:
         """A new folder's state, or that of a begun one; with a larger budget it is reopened."""
@@ -384,10 +384,8 @@ class _Adaptation:
         rows = list(Reader(self.folder / TEXT, parse))
         answered = [row for row in rows if row[1].answers]
         if len(answered) < 2:
-            raise InvalidData(
-                f"{len(answered)} answers could be written. Is it a base model? Give --raw; else "
-                "a larger --budget"
-            )
+            hint = "Give a larger --budget, or --raw for a base model"
+            raise InvalidData(f"{len(answered)} answers could be written in this time. {hint}")
         # the last ones: within a batch rows ask about the same articles
         count = min(max(_FEWEST + 2, len(answered) // 20), len(answered) // 4)
         held_out = answered[-max(1, count) :]
@@ -533,9 +531,8 @@ class _Adaptation:
     def _answered(
         self, speculator: Speculator, prompt: Prompt, tokens: int, options: dict[str, Any]
     ) -> Any:
-        raw = self.text.raw and isinstance(prompt, str)
-        options = options | {"max_new_tokens": tokens, "do_sample": False, "raw": raw}
-        return speculator.generate(prompt, **options)
+        more: Any = {"max_new_tokens": tokens, "raw": self.text.raw and isinstance(prompt, str)}
+        return speculator.generate(prompt, **options, **more, do_sample=False)
 
     def _timed(self, speculator: Speculator, task: str, prompt: Prompt, tokens: int) -> Row:
         first = self._state.asked % len(WAYS)

@@ -147,6 +147,9 @@ def test_folders_of_others_stay(tmp_path: Path) -> None:
     with pytest.raises(CannotWrite, match=TEXT):
         made(tmp_path)
     assert (tmp_path / TEXT).read_text() == "mine"
+    (tmp_path / TEXT).write_text("")
+    with pytest.raises(InvalidData, match=r"^0 answers could be written in this time.*--budget"):
+        _Adaptation._features(Mock(folder=tmp_path))
 
 
 def test_a_base_model_writes_on_behind_plain_text(

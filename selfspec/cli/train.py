@@ -196,7 +196,7 @@ def _require_features(found: FeatureSpec, needed: FeatureSpec) -> None:
 
 @with_flags(
     Flag("output", str, "Folder for text, heads and report; a begun one is continued."),
-    Flag("budget", str, "Time for all: 90s, 30m, 2h. Built in: 30m."),
+    Flag("budget", str, "Time for all, from the loaded model on: 90s, 30m, 2h. Built in: 30m."),
     Flag("raw", bool, "For a base model: it continues plain text, without a chat template."),
     *_PROMPTS,
     Flag("questions", str, "File of your own prompts; every fifth is kept back to measure on."),
