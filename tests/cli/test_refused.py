@@ -25,6 +25,7 @@ from selfspec import files
 from selfspec.cli.main import main
 from selfspec.hub import models as hub
 from selfspec.serve.options import VARIABLE
+from tests.api.test_bad_input import bert
 from tests.bad_input import Change, config, furnish, patience, snapshot, tensors
 from tests.cli.fakes import Call
 from tests.gguf_models import header, tensor, text, tiny, value
@@ -103,6 +104,7 @@ generate                                         | the prompt is empty
 generate say hi                                  | argument(s) (hi). Put a prompt of several words
 generate a --file text.txt                       | a prompt and --file at once
 generate --file nowhere                          | cannot read the prompt
+generate --file garbage                          | the prompt is not UTF-8: byte 128
 generate a --raw --system s                      | --raw and --system at once
 generate a --max-new-tokens                      | requires an argument
 generate a --drafter exit:layers=7               | exit layer 7 is not among those of smollm2
@@ -223,7 +225,7 @@ datastore --model model --texts '' --output new  | the name of a file is empty
 data M D --tokens 9 --questions none.jsonl       | none.jsonl
 data M D --from bad.jsonl                        | bad.jsonl, line 2 is not JSON
 generate a --model stub.gguf --raw               | cannot load stub.gguf: is no GGUF file: it has
-generate a L --device meta                       |
+generate a L --device meta                       | device is meta, where nothing is computed
 """
 """What only the model tells. Values out of range: tests/api/test_bad_input.py"""
 
@@ -279,7 +281,6 @@ def test_a_wrong_config_is_refused(text: str, words: str, tmp_path: Path, refuse
 
 READERS = """
 generate a M --config @
-generate M --file @
 generate a M --json-schema @
 generate a M --grammar @
 generate a --model @
@@ -300,7 +301,7 @@ fit M --output new --data prompts.jsonl --validation @.jsonl
 fit M --output new --cache @
 calibrate M --data prompts.jsonl --heads @
 data M --output new.jsonl --tokens 9 --recipe @
-data M --output new.jsonl --from @.jsonl
+data M D --from @.jsonl
 """
 """A line for each way to read. More of what is no file: tests/test_files.py."""
 
@@ -311,7 +312,7 @@ NO_FILES = ("nowhere/at/all", "garbage", "/dev/zero")
     ("reader", "name"), [*zip(READERS.strip().splitlines(), itertools.cycle(NO_FILES))]
 )
 def test_what_is_no_such_file_is_refused(reader: str, name: str, refused: Refused) -> None:
-    refused(reader.replace("@", name))
+    refused(reader.replace("@", name), name)
 
 
 WRITERS = """
@@ -380,75 +381,84 @@ def make_loop(path: Path) -> None:
 
 
 MODELS: dict[str, Change] = {
-    "config of nobody": config(model_type="nobody"),
-    "config of code": config(model_type="mine", auto_map={"AutoConfig": "mine.Config"}),
-    "config of an encoder": config(model_type="bert", architectures=["BertModel"]),
-    "another vocabulary": config(vocab_size=50),
-    "more layers than weights": config(num_hidden_layers=9),
-    "another hidden size": config(hidden_size=48),
-    "heads that do not divide": config(num_attention_heads=5, head_dim=None),
-    "rope of nobody": config(rope_parameters={"rope_type": "mine", "rope_theta": 1.0}),
-    "weights lack one": tensors(lambda t: t.pop("model.layers.3.mlp.up_proj.weight")),
-    "weights of another shape": tensors(lambda t: t.update({NORM: torch.zeros(31)})),
-    "weights of whole numbers": tensors(lambda t: t.update({NORM: t[NORM].int()})),
-    "weights are another model's": replaced(
+    "`nobody`": config(model_type="nobody"),
+    "custom code": config(model_type="mine", auto_map={"AutoConfig": "mine.Config"}),
+    "BertLMHeadModel has no list of layers": lambda folder: bert().save_pretrained(folder),
+    "its weights have other shapes than its config says": config(vocab_size=50),
+    "it lacks 27 weights": config(num_hidden_layers=9),
+    "none of its weights has hidden_size 48": config(hidden_size=48),
+    "cannot load it: ": config(num_attention_heads=5, head_dim=None),
+    "'mine'": config(rope_parameters={"rope_type": "mine", "rope_theta": 1.0}),
+    "it lacks 1 weights": tensors(lambda t: t.pop("model.layers.3.mlp.up_proj.weight")),
+    "its weights have other shapes": tensors(lambda t: t.update({NORM: torch.zeros(31)})),
+    "norm.weight holds I32, expected F32": tensors(lambda t: t.update({NORM: t[NORM].int()})),
+    "its config has hidden_size 32, which its weights have not": replaced(
         WEIGHTS, lambda path: save_file({"a": torch.zeros(2)}, path, {"format": "pt"})
     ),
-    "weights are a folder": replaced(WEIGHTS, Path.mkdir),
-    **{f"{name} is a loop": replaced(name, make_loop) for name in (WEIGHTS, INDEX, "config.json")},
-    **{f"{name} is a pipe": replaced(name, os.mkfifo) for name in ("tokenizer.json", "vocab.json")},
-    "an index of a path": in_parts(lambda name: str(Path("it", name).absolute())),
-    "an index of a folder above": in_parts(lambda name: f"../it/{name}"),
-    "an index of pickles": in_parts(lambda name: "config.json"),
-    "quantised by nobody": config(quantization_config={"quant_method": "mine", "bits": 4}),
-    "quantised, with plain weights": config(
-        quantization_config={"quant_method": "gptq", "bits": 4}
-    ),
-    "tokenizer of nobody": replaced(
-        "tokenizer.json", lambda path: path.write_text('{"model": {"type": "Mine"}}')
+    f"{WEIGHTS} is a folder": replaced(WEIGHTS, Path.mkdir),
+    f"{WEIGHTS}: Too many levels of symbolic links": replaced(WEIGHTS, make_loop),
+    f"{INDEX} is no file": replaced(INDEX, make_loop),
+    "no config.json": replaced("config.json", make_loop),
+    "tokenizer.json is no file": replaced("tokenizer.json", os.mkfifo),
+    "vocab.json is no file": replaced("vocab.json", os.mkfifo),
+    f"{INDEX} names '/": in_parts(lambda name: str(Path("it", name).absolute())),
+    f"{INDEX} names '../it/part": in_parts(lambda name: f"../it/{name}"),
+    f"{INDEX} names 'config.json', which is no .safetensors": in_parts(lambda name: "config.json"),
+    "names 'mine', which": config(quantization_config={"quant_method": "mine", "bits": 4}),
+    "are quantised, and none": config(quantization_config={"quant_method": "gptq", "bits": 4}),
+    "data did not match any variant": lambda folder: (path := folder / "tokenizer.json").write_text(
+        path.read_text().replace('"WordLevel"', '"Mine"')
     ),
 }
+"""By words of the error."""
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("words", MODELS)
 def test_a_model_that_cannot_be_run_is_refused(
-    kind: str, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: str, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree("model", tmp_path / "it")
     monkeypatch.chdir(tmp_path)
-    MODELS[kind](tmp_path / "it")
-    refused("generate a --model it --dtype float32 --max-new-tokens 2")
+    MODELS[words](tmp_path / "it")
+    refused("generate a --model it --dtype float32 --max-new-tokens 2", words)
 
 
 NESTED = struct.pack("<IQ", 9, 1) * 50 + struct.pack("<IQ", 4, 0)
 
 GGUF = {
-    "another format": b"GGML" + bytes(60),
-    "a key beyond the end": header(text(b"a", 200), values=1),
-    "a key that is no text": header(value(b"\xff\xfe", 4, bytes(4)), values=1),
-    "a key twice": header(value("a", 4, bytes(4)) * 2, values=2),
-    "an array of 2^60 numbers": header(value("a", 9, struct.pack("<IQ", 4, 2**60)), values=1),
-    "nested arrays": header(value("a", 9, NESTED), values=1),
-    "alignment as text": header(value("general.alignment", 8, text("32")), values=1),
-    "a tensor beyond the end": header(tensor("t", [64]), tensors=1),
-    "a tensor of 2^120 elements": header(tensor("t", [2**60, 2**60]), bytes(64), tensors=1),
-    "a tensor twice": header(tensor("t", [1]) * 2, bytes(64), tensors=2),
-    "half a block": header(tensor("t", [33], kind=2), bytes(640), tensors=1),
-    "no model in it": header(),
-    "one of 3": header(value("split.count", 2, struct.pack("<H", 3)), values=1),
-    "a tensor and no size": header(tensor("t", [1]), bytes(64), tensors=1),
-    "more layers than tensors": tiny(layers=3),
-    "all defaults but one tensor": tiny(),
-    "an unknown architecture": header(value("general.architecture", 8, text("mine")), values=1),
+    "it does not begin with GGUF": b"GGML" + bytes(60),
+    "it says that 200 bytes follow": header(text(b"a", 200), bytes(9), values=1),
+    "'utf-8' codec can't decode": header(value(b"\xff\xfe", 4, bytes(4)), values=1),
+    "it names 'a' twice": header(value("a", 4, bytes(4)) * 2, values=2),
+    f"{2**62} bytes follow": header(value("a", 9, struct.pack("<IQ", 4, 2**60)), values=1),
+    "arrays that are nested too deeply": header(value("a", 9, NESTED), values=1),
+    "its alignment is 32, expected": header(value("general.alignment", 8, text("32")), values=1),
+    "its tensors end at byte 426 of 425": tiny()[:-1],
+    "end at byte 53169": tiny().replace(tensor("t", [2, 2]), tensor("t", [2**60, 2**60])),
+    "it names 't' twice": header(tensor("t", [1]) * 2, bytes(64), tensors=2),
+    "the tensor t has a row": header(tensor("t", [33], kind=2), bytes(640), tensors=1),
+    "it holds no tensors": header(),
+    "one of 3 files. Join": header(value("split.count", 2, struct.pack("<H", 3)), values=1),
+    "it does not say block_count and": header(tensor("t", [1]), bytes(64), tensors=1),
+    "its 2 tensors are not 3 layers": tiny(layers=3),
+    "not 2 layers of width 31": tiny(width=31),
+    "too small for a feed_forward_length of 1048576": tiny(inner=1 << 20),
+    "cannot read it.gguf as GGUF: GGUF metadata holds an array of type 9": tiny(),
+    "with architecture mine is not supported yet": header(
+        value("general.architecture", 8, text("mine")),
+        value("mine.block_count", 4, struct.pack("<I", 1)),
+        value("mine.embedding_length", 4, struct.pack("<I", 1)),
+        tensor("t", [1]) + bytes(64),
+        **{"values": 3, "tensors": 1},
+    ),
 }
+"""By words of the error."""
 
 
-@pytest.mark.parametrize("kind", GGUF)
+@pytest.mark.parametrize("words", GGUF)
 def test_a_gguf_file_that_holds_no_model_is_refused(
-    kind: str, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: str, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "it.gguf").write_bytes(GGUF[kind])
-    said = refused("generate --raw a --model it.gguf")
-    assert "GGUF" in said  # and not that it lacks a chat template
-    assert (kind == "one of 3") == ("it is one of 3 files. Join them" in said)
+    (tmp_path / "it.gguf").write_bytes(GGUF[words])
+    refused("generate --raw a --model it.gguf", words)
