@@ -131,7 +131,7 @@ VALUES: list[tuple[str, Any]] = [
     *(("defaults", {"drafter": value}) for value in ("exit:threshold=7", "exit:layers=3")),
     *(("defaults", {"drafter": value}) for value in ("exit:threshold=0.5/0.5/0.5", 5, None)),
     *(("num_heads", value) for value in (0, 2)),
-    *(("state_layers", value) for value in ([], [0], [2], [2, 1], [6], 3)),
+    ("state_layers", [2]),
     *((name, None) for name in ("base_model", "hidden_size", "exit_layers", "head_type")),
     ("unknown", 1),
 ]
@@ -173,12 +173,18 @@ def test_any_value_anywhere_in_a_config_is_one_line_or_of_its_type(
                 check_types(vars(found), annotations_of(type(found)))
 
 
-@pytest.mark.parametrize("number", [None, 2, 4])
-def test_medusa_heads_of_another_number_than_their_file(
-    heads: Path, unembedding: Unembedding, number: object
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        *(("medusa", "num_heads", value) for value in (None, 2, 4)),
+        *(("states", "state_layers", value) for value in (None, [], [0], [2], [5, 2], [6], 3)),
+    ],
+)
+def test_heads_at_0_of_another_number_or_of_other_states_than_their_file(
+    heads: Path, unembedding: Unembedding, kind: str, name: str, value: object
 ) -> None:
-    train(make_heads("medusa", unembedding)).save(heads)
-    config(num_heads=number)(heads)
+    train(make_heads(kind, unembedding)).save(heads)
+    config(**{name: value})(heads)
     refused(heads, unembedding)
 
 

@@ -189,32 +189,34 @@ def test_lines_may_be_anywhere_arrays_in_json(tmp_path: Path, name: str, content
 
 
 CONTENTS: dict[str, tuple[str, bytes]] = {
-    "blank": ("a.jsonl", b"\n \n\t\n"),
-    "utf-16": ("a.jsonl", '{"text": "a"}'.encode("utf-16")),
-    "deep array": ("a.json", DEEP.encode()),
-    "half a line": ("a.jsonl", LINE + LINE[:9]),
-    "array of numbers": ("a.json", b"[1, 2]"),
-    "array without end": ("a.json", b"[" + LINE),
-    "huge number": ("a.jsonl", b'{"input_ids": [1, ' + b"9" * 6000 + b'], "answer_start": 1}'),
-    "no gzip": ("a.jsonl.gz", LINE),
-    "half a gzip": ("a.jsonl.gz", gzip.compress(LINE * 99)[:40]),
-    "damaged gzip": ("a.jsonl.gz", gzip.compress(LINE * 99)[:-9] + bytes(9)),
-    "a bomb of one line": ("a.jsonl.gz", gzip.compress(b"[" * (1 << 24))),
-    "a bomb of blanks": ("a.jsonl.gz", gzip.compress(b"\n" * (1 << 20))),
-    "a bomb of an array": ("a.json.gz", gzip.compress(b"[" + b" " * (1 << 24))),
+    "holds no conversations": ("a.jsonl", b"\n \n\t\n"),
+    "line 1 is not JSON: 'utf-16": ("a.jsonl", '{"text": "a b"}\n{}'.encode("utf-16")),
+    "maximum recursion depth": ("a.json", DEEP[: 1 << 15].encode()),
+    "line 2 is not JSON: Unterminated string": ("a.jsonl", LINE + LINE[:9]),
+    "item 1 holds a int": ("a.json", b"[1, 2]"),
+    "is not JSON: Expecting ','": ("a.json", b"[" + LINE),
+    "4300 digits": ("a.jsonl", b'{"input_ids": [1, ' + b"9" * 6000 + b'], "answer_start": 1}'),
+    "Not a gzipped file": ("a.jsonl.gz", LINE),
+    "Compressed file ended": ("a.jsonl.gz", gzip.compress(LINE * 99)[:40]),
+    "CRC check failed": ("a.jsonl.gz", gzip.compress(LINE * 99)[:-8] + bytes(8)),
+    "line 1 has more than 8192 bytes": ("a.jsonl.gz", gzip.compress(b"[" * (1 << 24))),
+    "only blank lines for 8193 bytes": ("a.jsonl.gz", gzip.compress(b"\n" * (1 << 20))),
+    "has over 65536 bytes": ("a.json.gz", gzip.compress(b"[" + b" " * (1 << 24))),
 }
+"""By words of the error."""
 
 
-@pytest.mark.parametrize("kind", CONTENTS)
-def test_odd_files_are_refused(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("words", CONTENTS)
+def test_odd_files_are_refused(tmp_path: Path, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text, "_MOST_LINE", 8192)
     monkeypatch.setattr(text, "_MOST_ARRAY", 1 << 16)
-    name, content = CONTENTS[kind]
+    name, content = CONTENTS[words]
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(InvalidData) as caught:
         read(path)
     one_line(caught, path)
+    assert words in str(caught.value)
     assert path.read_bytes() == content
 
 
