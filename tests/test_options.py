@@ -26,6 +26,7 @@ from selfspec.errors import InvalidOption, annotations_of, described, fits, show
 from selfspec.eval.results import BenchOptions
 from selfspec.options import CmAsd, CmAsdLength, Costs, Easd, Exit, Fixed, GammaTune, Lenient, Ngram
 from selfspec.training.options import CacheOptions, DataOptions, FitOptions
+from tests import bad_input
 from tests.bad_input import Strange, patience
 from tests.models import addressless, make_model
 from tests.talks import make_tokenizer
@@ -365,10 +366,14 @@ TOO_FEW = "pinned_rows is 8, but"
         ({"drafter": "exit:treshold=1"}, "unknown setting of exit: 'treshold'. Did you mean"),
         ({"drafter": "ngram:zzz=1"}, "unknown setting of ngram: 'zzz'. Known: max_tokens, size"),
         ({"drafter": "exit:threshold=high"}, "exit:threshold is 'high', expected a finite number"),
-        ({"drafter": "exit:0.5"}, "exit is followed by '0.5', expected KEY=VALUE,.."),
+        *(
+            ({"drafter": f"exit:{said}"}, f"exit is followed by '{said}', expected KEY=VALUE,..")
+            for said in ("", "0.5", "layers", "=3")
+        ),
         ({"drafter": "ngram:size=2,size=3"}, "ngram:size is given twice. Leave one out"),
         ({"drafter": "none:size=2"}, "none has no settings, found 'size=2'. Leave them out"),
         ({"drafter": {"exit": 5}}, "exit is 5, expected KEY=VALUE,.. or a mapping"),
+        ({"drafter": {"exit": {5: 5}}}, "unknown setting of exit: '5'. Known: anneal_strength"),
         (
             {"drafter": Fixed()},
             "drafter is Fixed(), expected one of exit, ngram, draft-model, successors, rest",
@@ -389,7 +394,7 @@ def test_an_error_is_one_line_with_what_was_found(values: dict[str, Any], messag
     with pytest.raises(InvalidOption) as caught:
         SpeculationOptions().updated(values)
     assert str(caught.value).startswith(message)
-    assert "\n" not in str(caught.value)
+    bad_input.check(caught.value)
 
 
 # --- types
