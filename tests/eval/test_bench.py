@@ -521,7 +521,7 @@ def test_the_model_is_as_before_after_an_error_within_an_early_exit(speculator: 
         break_off()
     assert model.generation_config is config
     assert config.num_assistant_tokens != 99
-    assert speculator.backbone.num_layers == 6
+    assert model.config.num_hidden_layers == 6
 
 
 @pytest.mark.parametrize(
