@@ -273,7 +273,6 @@ def test_what_a_sequence_or_padding_left_behind_reaches_no_row(backbone: Backbon
 
 
 def test_slots_grow_and_segments_are_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graph, "_FIRST_SLOTS", 64)
     monkeypatch.setattr(cuda_graph, "_FEWEST_SEEN", 16)
     model = make_model("llama", torch.float64)
     executor = CudaGraphExecutor(parts_of(model), model.lm_head, slots=16)
