@@ -543,16 +543,6 @@ def test_the_threshold_moves_as_self_sd_moves_it() -> None:
     assert fixed.threshold == 0.8
 
 
-@torch.inference_mode()
-@pytest.mark.parametrize("executor", ["fused", "generic"])
-def test_a_branch_before_the_newest_tokens_says_what_the_text_said(executor: str) -> None:
-    backbone = wrapped("llama", executor=executor)
-    state = entered(backbone, ids := random_ids(95))  # so that rows lie in two blocks of keys
-    found = alone(again(state, (), WINDOW)).logits
-    expected = backbone.model(ids).logits[0, -WINDOW - 1 : -1]
-    assert torch.allclose(found, expected, atol=1e-4)
-
-
 def test_a_search_keeps_the_best_set_and_ends() -> None:
     search = draft_model.LayerSearch(12)
     assert search.skipped == (2, 4, 6, 8, 10)
