@@ -26,7 +26,7 @@ from selfspec.api.speculator import Speculator, heads_of, load
 from selfspec.api.text import Prompt
 from selfspec.decoding.measure import measure
 from selfspec.decoding.stats import Stopwatch
-from selfspec.errors import InvalidData, InvalidOption, InvalidPrompt, record_of
+from selfspec.errors import InvalidData, InvalidOption, InvalidPrompt, record_of, require_same
 from selfspec.eval.results import SpeedUp, load_suite, speed_up, spread
 from selfspec.eval.tune import ANSWERS, tune
 from selfspec.files import read_json
@@ -42,7 +42,6 @@ from selfspec.training.options import (
     FitOptions,
     explained,
     plain,
-    require_same,
     seconds_of,
 )
 from selfspec.training.recipe import Passages, Recipe, read_recipe

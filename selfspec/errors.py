@@ -192,6 +192,21 @@ def _as_hinted(value: Any, hint: Any) -> Any:
     return value
 
 
+def require_same(
+    place: str | Path, begun_with: Mapping[str, Any], given: Mapping[str, Any], way_out: str
+) -> None:
+    """Raise InvalidOption naming the first entry in which a run is not that begun at `place`."""
+    for name in sorted(begun_with.keys() | given.keys()):
+        before, now = begun_with.get(name), given.get(name)
+        if before != now:
+            words = f"{name} {before}, not {now}"
+            words = words if len(words) <= 100 else f"another {name}"
+            raise InvalidOption(
+                f"{place} was begun with {words}. Give the same options to go on, another "
+                f"--output, or {way_out}"
+            )
+
+
 def fits(value: Any, hint: Any) -> bool:
     """A bool is no number, a number is finite, a list may be a tuple and the other way round."""
     origin, inner = get_origin(hint) or hint, get_args(hint)

@@ -23,7 +23,7 @@ from jinja2 import Environment, StrictUndefined, TemplateError
 from matplotlib.figure import Figure
 
 from selfspec import files, pages
-from selfspec.errors import InvalidData, InvalidOption
+from selfspec.errors import InvalidData, InvalidOption, require_same
 from selfspec.eval import results
 from selfspec.files import read_json, read_yaml
 
@@ -419,12 +419,7 @@ def begin_results(folder: Path, run: Mapping[str, Any], *, overwrite: bool = Fal
     if path.exists() and not overwrite:
         earlier = _mapping(read_yaml(path), path)
         for part, values in run.items():
-            for name, value in values.items():
-                if (before := _mapping(earlier.get(part), path).get(name)) != value:
-                    raise InvalidOption(
-                        f"{folder} holds another run: {part} {name} was {before}, now it is "
-                        f"{value}. Give --overwrite or another folder"
-                    )
+            require_same(folder, _mapping(earlier.get(part), path), values, "--overwrite")
         return
     text = yaml.safe_dump(dict(run), sort_keys=False, allow_unicode=True)
     with files.replacing(path) as new:  # a full disk is met before anything is removed

@@ -33,13 +33,14 @@ from selfspec.errors import (
     SelfspecError,
     first_line,
     record_of,
+    require_same,
 )
 from selfspec.files import read_json, sha256
 from selfspec.heads.attending import AttendingHeads
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.model.backbone import Backbone
 from selfspec.model.check import evaluation
-from selfspec.training.options import explained, require_same
+from selfspec.training.options import explained
 from selfspec.training.text import Conversation
 
 LOGIT_ROWS = 128  # rows whose full logits exist at a time; 25 MB for 49,152 tokens

@@ -28,7 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from selfspec import files
 from selfspec.decoding.stats import Stopwatch
-from selfspec.errors import InvalidData, InvalidOption, SelfspecError, record_of
+from selfspec.errors import InvalidData, InvalidOption, SelfspecError, record_of, require_same
 from selfspec.files import parse_json
 from selfspec.heads.attending import AttendingConfig, AttendingHeads, attention, layer_like
 from selfspec.heads.exit_heads import (
@@ -43,7 +43,7 @@ from selfspec.hub.models import fast_bfloat16
 from selfspec.model.backbone import Backbone
 from selfspec.options import FITTED, MEDUSA_FITTED
 from selfspec.training.features import CacheSource, Features, FeatureSpec, Selection, launched
-from selfspec.training.options import FitOptions, explained, plain, require_same
+from selfspec.training.options import FitOptions, explained, plain
 
 Show = Callable[[int, int, str], None]  # gets steps done, steps in all, and how it goes
 

@@ -7,10 +7,9 @@ Records of a run are checked against a run that goes on from them. Imports no to
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 from safetensors import SafetensorError
@@ -245,21 +244,3 @@ def explained(what: str, way_out: str) -> Iterator[None]:
         yield
     except _WRONG as error:
         raise InvalidData(f"{what}: {' '.join(str(error).split())}. {way_out}") from error
-
-
-_MOST_SHOWN = 100  # characters of an option and its two values
-
-
-def require_same(
-    place: str | Path, begun_with: Mapping[str, Any], given: Mapping[str, Any], way_out: str
-) -> None:
-    """Raise InvalidOption naming the first entry in which a run is not that begun at `place`."""
-    for name in sorted(begun_with.keys() | given.keys()):
-        before, now = begun_with.get(name), given.get(name)
-        if before != now:
-            words = f"{name} {before}, not {now}"
-            words = words if len(words) <= _MOST_SHOWN else f"another {name}"
-            raise InvalidOption(
-                f"{place} was begun with {words}. Give the same options to go on, another "
-                f"--output, or {way_out}"
-            )

@@ -32,11 +32,12 @@ from selfspec.errors import (
     first_line,
     fits,
     record_of,
+    require_same,
     shown,
 )
 from selfspec.files import local_path, open_bytes, read_json, read_text
 from selfspec.hub.models import HUB_ID
-from selfspec.training.options import explained, require_same
+from selfspec.training.options import explained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,17 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
-from transformers import (
-    AutoModelForImageTextToText,
-    DynamicCache,
-    Gemma3Config,
-    GenerationConfig,
-    LlavaConfig,
-    LogitsProcessorList,
-    Qwen2_5_VLConfig,
-    WatermarkingConfig,
-)
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, WatermarkingConfig
 from transformers.utils.generic import TransformersKwargs
 
 from selfspec.api import request
@@ -246,9 +238,9 @@ def test_hf_refuses_what_it_would_ignore(
 @pytest.mark.parametrize(
     ("kind", "text", "marks"),
     [
-        (LlavaConfig, "llama", ()),
-        (Gemma3Config, "gemma3", ("token_type_ids",)),
-        (Qwen2_5_VLConfig, "qwen2", ("mm_token_type_ids",)),  # rows of positions for each axis
+        (transformers.LlavaConfig, "llama", ()),
+        (transformers.Gemma3Config, "gemma3", ("token_type_ids",)),
+        (transformers.Qwen2_5_VLConfig, "qwen2", ("mm_token_type_ids",)),  # positions by axis
     ],
 )
 def test_a_model_that_also_sees_answers_text_and_refuses_pictures(
@@ -260,7 +252,7 @@ def test_a_model_that_also_sees_answers_text_and_refuses_pictures(
     reads = make_model(text).config.to_dict()
     reads["rope_parameters"]["mrope_section"] = [1, 1, 2]
     config = kind(text_config=reads, vision_config=sees)
-    model: Any = AutoModelForImageTextToText.from_config(config).double().eval()
+    model: Any = transformers.AutoModelForImageTextToText.from_config(config).double().eval()
     ids, loop = random_ids(2 * LENGTH).view(2, -1), wrap(model).hf()
     mask = torch.ones_like(ids).index_fill(1, torch.arange(3), 0)
     none: dict[str, Any] = dict.fromkeys(marks, torch.zeros_like(ids))

@@ -102,7 +102,7 @@ def test_results_are_neither_overwritten_nor_continued_unasked(workplace: Path, 
     before = answers.read_text()
     assert "out holds results. Give --overwrite" in call([*command, "1"], 2).err
     (workplace / "out" / "summary.json").unlink()  # as if it had been killed
-    assert "holds another run: run limit was 1, now it is 2" in call([*command, "2"], 2).err
+    assert "was begun with limit 1, not 2. Give the same" in call([*command, "2"], 2).err
     assert main([*command, "1"]) == 0
     assert answers.read_text() == before
     none = ["--heads", "none", "--drafter", "ngram"]

@@ -43,12 +43,6 @@ COSTS = MeasuredCosts(
 )
 
 
-def test_a_plain_step_is_layers_logits_and_bookkeeping() -> None:
-    assert COSTS.plain_step() == pytest.approx(1.15)
-    for rows in (1, 2):
-        assert COSTS.seconds([(rows, 1, 10)], [(rows, 1)], 0) == pytest.approx(COSTS.step(rows))
-
-
 def test_counts_may_be_expected_ones() -> None:
     found = COSTS.seconds([(1, 0.25, 0.5), (2, 0.75, 7.5)], [(1, 0.5), (2, 0.5)], 0.75)
     passes = 0.25 * 0.2 + 0.5 * 0.08 + 0.75 * 0.5 + 7.5 * 0.1

@@ -233,7 +233,7 @@ def test_starting_over_removes_what_a_bench_writes_and_nothing_else(tmp_path: Pa
 def test_going_on_is_refused_where_anything_was_asked_otherwise(tmp_path: Path) -> None:
     for _ in range(2):  # nothing was there: as good as a start
         report.begin_results(tmp_path, RECORD)
-    with pytest.raises(InvalidOption, match="machine threads was 1, now it is 2"):
+    with pytest.raises(InvalidOption, match="was begun with threads 1, not 2"):
         report.begin_results(tmp_path, {**RECORD, "machine": {"threads": 2}})
     for damaged in ("[]", "run: 1"):
         (tmp_path / report.RUN).write_text(damaged)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GgufConfig,
-    LlamaConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import selfspec
@@ -110,14 +103,14 @@ def test_a_model_of_blocks_is_the_de_quantised_model(
 
 
 LLAMA_3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONG = {"short_factor": [2.0] * 24, "long_factor": [18.0] * 24, "partial_rotary_factor": 0.75}
 
 
-def frequencies(**rope: Any) -> Tensor:
+def rotations(**rope: Any) -> Any:
     sizes: Any = {"hidden_size": 256, "num_attention_heads": 4, "max_position_embeddings": 128}
-    made: Any = LlamaRotaryEmbedding(
+    return LlamaRotaryEmbedding(
         LlamaConfig(rope_parameters={"rope_theta": 10000.0, **rope}, **sizes)
     )
-    return torch.as_tensor(made.inv_freq)
 
 
 @pytest.mark.parametrize("blocks", [True, False])
@@ -127,38 +120,29 @@ def frequencies(**rope: Any) -> Tensor:
         {"rope_type": "linear", "factor": 8.0},
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
         {"rope_type": "llama3", **LLAMA_3, "original_max_position_embeddings": 8192},
+        {"rope_type": "longrope", **LONG, "original_max_position_embeddings": 32},
     ],
 )
 def test_rotations_are_scaled_as_the_file_says(
     tmp_path: Path, rope: dict[str, Any], blocks: bool
 ) -> None:
-    """Llama 3's files say it by a tensor, others by values."""
-    scaled, names = frequencies(**rope), {"rope_type": "type"}
+    """Files of Llama 3 and Phi say it by tensors, others by values."""
+    scaled, names = rotations(**rope), {"rope_type": "type"}
     names["original_max_position_embeddings"] = "original_context_length"
     said: Any = {"scaling": {names.get(name, name): value for name, value in rope.items()}}
     if rope["rope_type"] == "llama3":
-        said = {"divisors": {"rope_freqs": (frequencies(rope_type="default") / scaled).numpy()}}
+        usual = rotations(rope_type="default").inv_freq
+        said = {"divisors": {"rope_freqs": (usual / scaled.inv_freq).numpy()}}
+    if rope["rope_type"] == "longrope":
+        short, long = (np.array(rope[f"{one}_factor"], np.float32) for one in ("short", "long"))
+        said = {"scaling": {"original_context_length": 32}, "architecture": "phi3"}
+        said["divisors"] = {"rope_factors_long": long, "rope_factors_short": short}
     write_model(tmp_path / "it.gguf", **said)
     found: Any = hub.load_model(tmp_path / "it.gguf", dtype="float32", device="cpu", blocks=blocks)
-    assert torch.allclose(found[0].model.rotary_emb.inv_freq, scaled, rtol=1e-4)
-
-
-SHORT = {"rope_factors_short": np.full(24, 2.0, np.float32)}
-
-
-@pytest.mark.parametrize("blocks", [True, False])
-def test_longrope_is_read_from_two_tensors(tmp_path: Path, blocks: bool) -> None:
-    """Three quarters of a head are rotated, as in Phi-4-mini."""
-    divisors = SHORT | {"rope_factors_long": 9 * SHORT["rope_factors_short"]}
-    said: Any = {"scaling": {"original_context_length": 32}, "divisors": divisors}
-    write_model(tmp_path / "it.gguf", "phi3", **said)
-    model: Any
-    model, *_ = hub.load_model(tmp_path / "it.gguf", dtype="float32", device="cpu", blocks=blocks)
-    found = model.model.rotary_emb
-    assert torch.allclose(found.inv_freq, 10000.0 ** -(torch.arange(24) / 24) / 2, rtol=1e-5)
-    assert found.attention_scaling == pytest.approx((1 + math.log(128 / 32, 32)) ** 0.5)
-    assert model.config.rope_parameters["long_factor"] == [18.0] * 24
-    assert Backbone(model, executor="generic").position_limit == 32
+    own = found[0].model.rotary_emb
+    assert torch.allclose(own.inv_freq, scaled.inv_freq, rtol=1e-4)
+    assert own.attention_scaling == pytest.approx(scaled.attention_scaling)
+    assert own.config.rope_parameters.get("long_factor") == rope.get("long_factor")
 
 
 @pytest.mark.parametrize(
@@ -166,7 +150,10 @@ def test_longrope_is_read_from_two_tensors(tmp_path: Path, blocks: bool) -> None
     [
         {"scaling": {"type": "longrope"}},
         {"divisors": {"rope_freqs": np.full(32, 2.0, np.float32)}},
-        {"scaling": {"original_context_length": 32}, "divisors": SHORT},
+        {
+            "scaling": {"original_context_length": 32},
+            "divisors": {"rope_factors_short": np.ones(24, np.float32)},
+        },
     ],
 )
 def test_other_ways_to_scale_rotations_are_refused(tmp_path: Path, said: Any) -> None:
@@ -187,7 +174,7 @@ def test_a_tokenizer_that_loses_blanks_or_words_is_refused(
     }
     letters |= {"return_value.get_vocab.return_value": {"one": 1}}
     for said in ({"return_value.decode.return_value": "onetwo"}, letters):
-        monkeypatch.setattr(AutoTokenizer, "from_pretrained", MagicMock(**said))
+        monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", MagicMock(**said))
         with pytest.raises(ModelNotFound, match="reads 'one two' as"):
             hub.load_model(tmp_path / "it.gguf", device="cpu", blocks=blocks)
 
