@@ -527,7 +527,7 @@ class Grammars:
     def _read(self, grammar: Grammar, ends: frozenset[int]) -> LLMatcher:
         check_grammar(grammar)
         if not ends:
-            raise InvalidOption("a grammar needs an end token: eos_token_id, the model's or given")
+            raise InvalidOption("a grammar needs an end token. Give eos_token_id, or no grammar")
         matcher = matcher_class()(self._tokens(ends), grammar.text)
         if matcher.is_error():
             said = matcher.get_error()

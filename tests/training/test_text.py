@@ -190,11 +190,11 @@ def test_lines_may_be_anywhere_arrays_in_json(tmp_path: Path, name: str, content
 
 CONTENTS: dict[str, tuple[str, bytes]] = {
     "holds no conversations": ("a.jsonl", b"\n \n\t\n"),
-    "line 1 is not JSON: 'utf-16": ("a.jsonl", '{"text": "a b"}\n{}'.encode("utf-16")),
+    "line 1 is not JSON in UTF-8: 'utf-8": ("a.jsonl", '{"text": "a b"}\n{}'.encode("utf-16")),
     "maximum recursion depth": ("a.json", DEEP[: 1 << 15].encode()),
-    "line 2 is not JSON: Unterminated string": ("a.jsonl", LINE + LINE[:9]),
-    "item 1 holds a int": ("a.json", b"[1, 2]"),
-    "is not JSON: Expecting ','": ("a.json", b"[" + LINE),
+    "line 2 is not JSON in UTF-8: Unterminated": ("a.jsonl", LINE + LINE[:9]),
+    "item 1 holds a whole number": ("a.json", b"[1, 2]"),
+    "is not JSON in UTF-8: Expecting ','": ("a.json", b"[" + LINE),
     "4300 digits": ("a.jsonl", b'{"input_ids": [1, ' + b"9" * 6000 + b'], "answer_start": 1}'),
     "Not a gzipped file": ("a.jsonl.gz", LINE),
     "Compressed file ended": ("a.jsonl.gz", gzip.compress(LINE * 99)[:40]),
