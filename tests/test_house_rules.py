@@ -39,14 +39,14 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27130,
+    "tests/": 27131,
     "model": 6794,
     "decoding": 4991,
     "training": 3744,
     "eval": 2812,
     "eval/": 3472,
     "cli": 3192,
-    "serve": 2916,
+    "serve": 2915,
     "api": 2324,
     "heads": 1679,
     "visualise": 1579,

@@ -127,7 +127,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 """Fields that mean another way of decoding or another result, and the values that do not."""
 
 _OF_THE_MODEL = REFUSED | {"is_causal": (None, True), "output_router_logits": (None, False)}
-_OF_THE_MODEL["mm_encoder_outputs"] = (None, {})  # of no image
+_OF_THE_MODEL |= {"mm_encoder_outputs": (None, {})}  # of no picture
 """The same of a model's forward; `logits_to_keep` may be anything: only the last are used."""
 
 _OF_A_CALL = REFUSED | dict.fromkeys(("return_dict_in_generate", "synced_gpus"), (None, False))

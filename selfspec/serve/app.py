@@ -184,8 +184,7 @@ class Reply:
         loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Piece] = asyncio.Queue()
         self._room = _MOST_WAITING * len(choices)
-        put = lambda one: loop.call_soon_threadsafe(self._put, one)  # noqa: E731
-        self._job = Job(choices, put, body.n, size)
+        self._job = Job(choices, lambda it: loop.call_soon_threadsafe(self._put, it), body.n, size)
         writer.submit(self._job)
 
     async def next(self) -> Piece:

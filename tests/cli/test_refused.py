@@ -53,6 +53,7 @@ def furnished(tmp_path_factory: pytest.TempPathFactory, made: Path) -> Path:
     (folder / "read.jsonl").write_text('{"input_ids": [1, 2], "answers": []}\n')
     (folder / "half").mkdir()
     (folder / "half" / "manifest.json").write_text('{"format_version": 3}')
+    (folder / "half" / "calibration.json").touch()
     (folder / "shards").mkdir()
     (folder / "shards" / "shard-00000.safetensors").touch()
     (folder / "schema.json").write_text("7")
@@ -186,7 +187,7 @@ fit T --seed 9223372036854775809                 | seed is 9223372036854775809, 
 fit T --validation ''                            | the name of a file is empty
 fit T --epochs 0                                 | epochs is 0, expected a value of at least 1
 fit --cache nowhere --output new                 | nowhere is no feature cache
-fit --data talks.jsonl --output model --overwrite | which selfspec did not write
+fit --data talks.jsonl --output half --overwrite | calibration.json, which selfspec did not write
 fit --data talks.jsonl --output heads            | already. Give --overwrite
 cache --data talks.jsonl --output half           | which selfspec did not write
 cache --data talks.jsonl --output shards         | which selfspec did not write
