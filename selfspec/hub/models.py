@@ -391,7 +391,7 @@ def _naming(gguf: Path) -> Iterator[None]:
     try:
         yield
     except InvalidData as error:
-        said = str(error).removeprefix(f"{gguf} ")  # which many errors name
+        said = str(error).replace(str(gguf), "it", 1)  # which many errors name
         raise ModelNotFound(f"cannot load {gguf}: {said}") from error
     except CannotWrite as error:
         raise ModelNotFound(

@@ -225,7 +225,7 @@ calibrate H --cache features                     | not [5]
 datastore --model model --texts '' --output new  | the name of a file is empty
 data M D --tokens 9 --questions none.jsonl       | none.jsonl
 data M D --from bad.jsonl                        | bad.jsonl, line 2 is not JSON
-generate a --model stub.gguf --raw               | cannot load stub.gguf: is no GGUF file: it has
+generate a --model stub.gguf --raw               | cannot load stub.gguf: it is no GGUF file: it has
 generate a L --device meta                       | device is meta, where nothing is computed
 """
 """What only the model tells. Values out of range: tests/api/test_bad_input.py"""
