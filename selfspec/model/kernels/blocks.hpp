@@ -162,15 +162,15 @@ struct ReadyGroup {
   const Ready& ready;
   int v;
 
-  Bits term(int i, int j) const { return ready.terms[(i + j) / ADDED][v]; }
+  Bits term(int i, int j) const { return hold(ready.terms[(i + j) / ADDED][v]); }
   Vector scale() const { return ready.scales[v]; }
   Vector least() const { return ready.minima[v]; }
   void fetch(int, long) const {}
 };
 
 // Adds the inputs from `first` to `end`, whole groups, to the sums of ROWS rows and PANELS panels.
-// `group(k, p, v)` is the group of inputs k.. for vector v of panel p. AT_ONCE: inputs of a word, or
-// where nothing is unpacked of one addition, which compilers put in better order.
+// `group(k, p, v)`: that of inputs k.. for vector v of panel p. AT_ONCE: inputs of a word, or of a
+// few steps, as compilers put them in the best order.
 template <int ROWS, int PANELS, int GROUP, bool LEAST, int AT_ONCE, typename Groups>
 inline __attribute__((always_inline)) void add_groups(long first, long end, Rows x,
                                                       Block<const float> totals, Block<float> sums,
@@ -440,7 +440,7 @@ template <int GROUP, bool LEAST, int ROWS>
 void multiply_ready(long first, long end, Rows x, Block<const float> totals, const Ready* ready,
                     Block<float> sums) {
   const auto group = [&](long k, int, int v) { return ReadyGroup{ready[(k - first) / GROUP], v}; };
-  add_groups<ROWS, 1, GROUP, LEAST, ADDED>(first, end, x, totals, sums, 0, group);
+  add_groups<ROWS, 1, GROUP, LEAST, LANES == 8 ? 2 : ADDED>(first, end, x, totals, sums, 0, group);
 }
 
 }  // namespace

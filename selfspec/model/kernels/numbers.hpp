@@ -28,11 +28,12 @@ typedef uint32_t Words __attribute__((vector_size(LANES * 4), aligned(4), may_al
 // In front of a loop whose length is known: what it fills stays in registers.
 #define UNROLL _Pragma("GCC unroll 16")
 
-// Keeps a vector in a register: compilers read it anew for each row, and loads become the limit.
-inline void hold([[maybe_unused]] Bits& vector) {
-#ifdef __AVX__
+// Keeps a vector in a register of AVX2: compilers read it anew for each row, and loads are the limit.
+inline Bits hold(Bits vector) {
+#if defined(__AVX__) && !defined(__AVX512F__)
   asm("" : "+x"(vector));
 #endif
+  return vector;
 }
 
 // All that was stored until here is there: of what tiles read, compilers need not know.

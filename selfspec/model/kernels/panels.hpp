@@ -114,7 +114,7 @@ void group(long steps, Block<const Input> x, Block<const Number> w, Block<float>
       Bits terms[VECTORS][Kind::TERMS];
       UNROLL for (int v = 0; v < VECTORS; v++) {
         Kind::load(from + v * LANES * Kind::STEP, terms[v]);
-        if (LANES == 8 && PANELS == 1) hold(terms[v][0]);
+        if (PANELS == 1) terms[v][0] = hold(terms[v][0]);
       }
       UNROLL for (int r = 0; r < ROWS; r++)
         UNROLL for (int i = 0; i < Kind::TERMS; i++) {
