@@ -395,7 +395,7 @@ def verify(*, as_json: base.AsJson = False, asked: Asked) -> None:
     if as_json:
         said = {
             "model": speculator.label,
-            "prompts": len(questions),
+            "prompts": len(subject.cases),
             "max_new_tokens": new_tokens,
             "options": speculator.options.described(),
             "rungs": [{"claim": claim, **asdict(rung)} for claim, rung in rungs],

@@ -27,7 +27,7 @@ from selfspec.decoding.engine import Engine, Running, Runtime
 from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState, Drafter, HiddenCache, Steps, alone, ready
 from selfspec.decoding.stats import Ended, Stopwatch
-from selfspec.errors import PinnedUnavailable, SelfspecError
+from selfspec.errors import InvalidPrompt, PinnedUnavailable, SelfspecError
 from selfspec.eval.results import Question, block_logits, first_divergence
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv import KVCache, Rows, depths
@@ -94,11 +94,20 @@ class Subject:
 
 
 def cases_of(speculator: Speculator, questions: Sequence[Question], new_tokens: int) -> list[Case]:
-    """The first turns of `questions`. Raises InvalidPrompt for one that the model cannot read."""
-    return [
-        Case(id=question.id, request=greedy_request(speculator, question.turns[0], new_tokens))
-        for question in questions
-    ]
+    """The first turns of `questions`, without those that the model has no room for.
+
+    Raises InvalidPrompt where none is left.
+    """
+    cases, refused = [], InvalidPrompt("no questions")
+    for question in questions:
+        try:
+            request = greedy_request(speculator, question.turns[0], new_tokens)
+            cases.append(Case(id=question.id, request=request))
+        except InvalidPrompt as error:
+            refused = error
+    if not cases:
+        raise refused
+    return cases
 
 
 def climb(subject: Subject) -> Iterator[tuple[str, Rung]]:

@@ -13,7 +13,9 @@ from transformers import PreTrainedModel
 from selfspec.api.chat_template import TurnEnd
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.decoding.acceptance import Target
+from selfspec.errors import InvalidPrompt
 from selfspec.eval import verify
+from selfspec.eval.results import Question
 from selfspec.eval.verify import RUNGS, WAYS, Case, Comparison, Rung, Subject, Way, climb, logits_of
 from selfspec.model.backbone import Backbone
 from selfspec.model.fused import FusedExecutor
@@ -51,6 +53,15 @@ def test_texts_are_compared_beyond_the_end_that_a_template_has_for_turns() -> No
     speculator.turn_end = TurnEnd(token=said)
     compared = verify.compare_texts(speculator, subject_of(speculator).cases)
     assert compared.partings == []
+
+
+def test_questions_that_a_model_has_no_positions_for_are_left_out() -> None:
+    speculator = speculator_of(make_model("gpt2"))
+    turns: Any = {"5": (random_ids(5, 1),), "5000": (random_ids(5000, 1),)}
+    asked = [Question(id=name, task="t", turns=turn) for name, turn in turns.items()]
+    assert [case.id for case in verify.cases_of(speculator, asked, 4)] == ["5"]
+    with pytest.raises(InvalidPrompt, match="5000 tokens"):
+        verify.cases_of(speculator, asked[1:], 4)
 
 
 # --- the rungs
