@@ -100,8 +100,9 @@ class CannotWrite(SelfspecError):
 
 def first_line(error: BaseException) -> str:
     """What an error of another library says, on one line."""
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0].rstrip(" .:")
+    lines = str(error).split("\n") if str(error).strip() else [type(error).__name__]
+    said = [line.strip() for line in lines if line.strip()]
+    return " ".join(said[: 2 if said[0].endswith(":") else 1]).rstrip(" .:")
 
 
 # --- values, names and types
@@ -138,7 +139,7 @@ def check_keys(values: Iterable[str], known: Iterable[str], kind: str) -> None:
             continue
         # what a person may have meant: names that begin as the key, else an alike one
         near = [name for name in names if len(key) > 2 and name.startswith(f"{key}_")]
-        near = near or difflib.get_close_matches(key, names, n=1)
+        near = near or difflib.get_close_matches(key, names, n=1, cutoff=0.7)
         hint = f"Did you mean {' or '.join(near)}?" if near else f"Known: {', '.join(names)}"
         if not near and len(names) > _MOST_LISTED:
             hint = "Leave it out: no known name is like it"

@@ -22,7 +22,7 @@ from selfspec import options as parts
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.config import OPTION_NAMES, GenerateOptions, SpeculationOptions, check, check_request
 from selfspec.decoding.drafters.rest import Datastore
-from selfspec.errors import InvalidOption, annotations_of, described, fits, shown
+from selfspec.errors import InvalidOption, annotations_of, described, first_line, fits, shown
 from selfspec.eval.results import BenchOptions
 from selfspec.options import CmAsd, CmAsdLength, Costs, Easd, Exit, Fixed, GammaTune, Lenient, Ngram
 from selfspec.training.options import CacheOptions, DataOptions, FitOptions
@@ -362,7 +362,7 @@ TOO_FEW = "pinned_rows is 8, but"
     [
         ({"draftr": "exit"}, "unknown option 'draftr'. Did you mean drafter?"),
         ({"drafter": "exits"}, "unknown drafter 'exits'. Did you mean exit?"),
-        ({"drafter": "exit+ngram"}, "unknown drafter 'exit+ngram'. Did you mean ngram?"),
+        ({"drafter": "exit+ngram"}, "unknown drafter 'exit+ngram'. Known: draft-model"),
         ({"drafter": "exit:treshold=1"}, "unknown setting of exit: 'treshold'. Did you mean"),
         ({"drafter": "ngram:zzz=1"}, "unknown setting of ngram: 'zzz'. Known: max_tokens, size"),
         ({"drafter": "exit:threshold=high"}, "exit:threshold is 'high', expected a finite number"),
@@ -442,6 +442,13 @@ def test_annotations_in_words(hint: Any, words: str) -> None:
 def test_a_value_is_shown_on_one_short_line(value: object) -> None:
     assert len(shown(value)) < 70
     assert "\n" not in shown(value)
+
+
+def test_what_others_say_is_one_line_with_its_reason() -> None:
+    """As huggingface_hub says what is wrong with a config."""
+    assert first_line(ValueError("\nwrong for 'heads':\n    ValueError: 5 heads.\n")) == (
+        "wrong for 'heads': ValueError: 5 heads"
+    )
 
 
 @pytest.mark.parametrize("options", [SpeculationOptions, GenerateOptions])

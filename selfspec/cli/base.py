@@ -285,8 +285,7 @@ def _read_yaml(file: Path, known: Iterable[str]) -> Asked:
     except InvalidData as error:
         raise InvalidOption(f"cannot take the config: {error}") from error
     if not isinstance(loaded, dict):
-        kind = type(loaded).__name__
-        raise InvalidOption(f"{file} holds a {kind}, expected `option: value` lines")
+        raise InvalidOption(f"{file} holds no `option: value` lines")
     values = {str(key).replace("-", "_"): value for key, value in loaded.items()}
     if len(values) < len(loaded):
         raise InvalidOption(f"{file} has a key twice, with a dash and with an underscore")
@@ -542,11 +541,14 @@ def check_model(asked: Asked) -> None:
     if "device" in asked and not re.fullmatch(r"[a-z]+(:[0-9]+)?", asked["device"]):
         raise InvalidOption(f"device is {asked['device']!r}, expected cpu, cuda, cuda:0 or auto")
     options = SpeculationOptions().updated(picked(asked, SPECULATION))
-    drafts = "drafter" in asked and options.speculate
-    if drafts and options.uses("draft-model") and "draft_model" not in asked:
-        raise InvalidOption(f"drafter {options.drafter} needs a second model. Give --draft-model")
-    if drafts and options.uses("rest") and "datastore" not in asked:
-        raise InvalidOption(f"drafter {options.drafter} needs a datastore. Give --datastore")
+    lacking = {
+        "draft-model": "draft_model" not in asked and "a second model. Give --draft-model",
+        "rest": "datastore" not in asked and "a datastore. Give --datastore",
+        "exit": asked.get("heads") == hub.NO_HEADS and "heads. Leave --heads none out",
+    }
+    for part, what in lacking.items():
+        if what and "drafter" in asked and options.speculate and options.uses(part):
+            raise InvalidOption(f"drafter {options.drafter} needs {what}")
     if "datastore" in asked:
         files.check_safetensors(files.local_path(asked["datastore"]))
     models = asked.keys() & {"model", "draft_model"}

@@ -119,6 +119,7 @@ generate a --model nowhere.gguf                  | 'nowhere.gguf' is not there
 generate a --drafter ngram+draft-model           | needs a second model
 generate a --drafter ngram+rest                  | needs a datastore
 generate a --kv-memory 1GB                       | are for --prompts
+generate a --drafter exit --heads none             | drafter exit needs heads
 generate a --model untaught --heads none         | no chat template: is it a base model? Give
 generate a --model talks.gguf                    | talks.gguf is no GGUF file
 adapt --output new --seed 9223372036854775809    | seed is 9223372036854775809, expected a value
@@ -264,7 +265,7 @@ def test_a_prompt_is_text_and_is_there(refused: Refused, monkeypatch: pytest.Mon
 YAML = [
     ("max_new_tokens: 3\nmax-new-tokens: 4\n", "has a key twice"),
     ("max_new_token: 3\n", "Did you mean max_new_tokens?"),
-    ("- epochs\n", "expected `option: value` lines"),
+    ("- epochs\n", "holds no `option: value` lines"),
     ("pinned: 1\n", "pinned is 1, expected True or False"),
     ("temperature: .nan\n", "temperature is nan, expected a finite number"),
     ('model: "a\\0b"\n', ""),
