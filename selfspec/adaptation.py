@@ -312,6 +312,7 @@ class _Adaptation:
 
     def _write_text(self) -> None:
         state, backbone = self._state, Backbone(self._model, fingerprint=self._fingerprint)
+        self._began = time.monotonic()  # compiling, once for a machine, is not of the budget
         if not state.batch_size:
             state.batch_size = self._batch_size(backbone)
         longest = min(self.text.max_new_tokens, backbone.max_positions // 2)
