@@ -84,7 +84,7 @@ def test_an_answer_is_hugging_faces(family: str) -> None:
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_a_planted_bug_is_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
-    @settings(max_examples=200, phases=[Phase.generate], report_multiple_bugs=False)
+    @settings(max_examples=1000, phases=[Phase.generate], report_multiple_bugs=False)
     @given(fuzz.cases(("generic",)))
     def check(case: Case) -> None:
         check_answer("llama", case)
