@@ -43,6 +43,7 @@ class Clock:
     device: torch.device
     repeats: int  # at least 1
     now: Callable[[], float] = time.perf_counter  # seconds; tests inject their own
+    before: int = 0  # runs right before each one: threads of another program may still spin
 
     def seconds(self, works: Mapping[Name, Callable[[], object]]) -> dict[Name, float]:
         return {name: statistics.median(laps) for name, laps in self.laps(works).items()}
@@ -52,6 +53,8 @@ class Clock:
         found: dict[Name, list[float]] = {name: [] for name in works}
         for _ in range(self.repeats + 1):
             for name, work in works.items():
+                for _ in range(self.before):
+                    work()
                 self._wait(self.device)
                 start = self.now()
                 made = work()

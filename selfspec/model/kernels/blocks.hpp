@@ -147,9 +147,14 @@ constexpr int ROWS_OF_BLOCKS = CHAINED ? 4 : WIDE ? 8 : LANES == 8 ? 6 : 4;  // 
 
 // Panels that are read side by side: a few sums alone would wait for themselves.
 constexpr int panels_of_blocks(int rows) {
-  if (WIDE) return rows == 1 ? 6 : rows == 2 ? 4 : rows <= 4 ? 3 : 2;
+  if (CHAINED && rows > 2) return 3;
+  if (WIDE) return rows == 1 ? 6 : std::min(4, SUMS / rows);
   return LANES == 8 && rows <= 2 ? 2 : 1;
 }
+
+// Groups that are made ready for many rows, and panels side by side: they stay in the first cache.
+constexpr long READY = WIDE ? 8 : 32;
+constexpr int READY_PANELS = WIDE ? 3 : 1;
 
 // A group of a panel, made ready for many rows.
 struct Ready {
@@ -219,7 +224,9 @@ struct Kept {
   static constexpr int GROUP_BYTES = SMALL + GROUP * PANEL * BITS / 8;
   static constexpr int UNIT_BYTES = HEAD + UNIT / GROUP * GROUP_BYTES;
   static constexpr bool PLACED = BITS == 4 && !PAIRED;  // see `shrink`
-  // Pairs of four bits are looked up less the offset, eight bits lie there so.
+  static constexpr int MORE = BITS == 8 ? 0 : BITS - 4;  // bits of a quant that lie apart from four
+  static constexpr int AT_ONCE = MORE ? 32 / MORE : 8;   // inputs that share a word
+  // Pairs are looked up less the offset, eight bits lie there so.
   static constexpr bool LEAST = OFFSET == STORED || SCALE == ZEROED || PLACED;
   static_assert(GROUP == TOGETHER || !LEAST);  // nobody adds up the inputs of others
 
@@ -234,16 +241,21 @@ struct Kept {
     return SCALE == NESTED ? half * from_bytes(small) : half;
   }
 
-  // Of eight bits a byte for each output, input by input. Of four bits a word for each output: eight
-  // inputs, the first one lowest; of pairs one in each half of it.
+  // Of eight bits a byte for each output, input by input. Of others a word for each output: eight
+  // inputs' lowest four bits, the first input lowest; of pairs one in each half of it. The bits that
+  // are MORE lie behind these, in words of AT_ONCE inputs.
   static void put(const uint8_t* from, int o, uint8_t* to) {
-    for (int k = 0; k < GROUP; k++) {
-      const int bit = PAIRED ? k % 8 / 2 * 4 + k % 2 * 16 : k % 8 * 4;
-      if (BITS == 8)
+    const auto add = [&](int k, int bits, int lines, int value) {
+      const int inputs = 32 / bits, bit = (PAIRED ? k % inputs / 2 + k % 2 * inputs / 2 : k % inputs) * bits;
+      to[((lines + k / inputs) * PANEL + o) * 4 + bit / 8] |= uint8_t(value << bit % 8);
+    };
+    for (int k = 0; k < GROUP; k++)
+      if (BITS == 8) {
         to[k * PANEL + o] = uint8_t(from[k] - OFFSET);
-      else
-        to[(k / 8 * PANEL + o) * 4 + bit / 8] |= uint8_t(from[k] << bit % 8);
-    }
+      } else {
+        add(k, 4, 0, from[k] & 15);
+        if (MORE) add(k, std::max(1, MORE), GROUP / 8, from[k] >> 4);
+      }
   }
 
   // One group of a vector of outputs.
@@ -265,7 +277,7 @@ struct Kept {
     }
 
     void fetch(int k, long ahead) const {
-      for (int line = 0; line < BITS / 4; line++)
+      for (int line = 0; line < AT_ONCE * BITS / 32; line++)
         __builtin_prefetch(quants + k * PANEL * BITS / 8 + 64 * line + ahead);
     }
 
@@ -273,24 +285,31 @@ struct Kept {
     // Inputs i + j and i + j + 1 as bfloat16.
     Bits pair(int i, int j) const {
       if (BITS == 8) return byte(i + j) >> 16 | byte(i + j + 1);
-      const __m512i word = _mm512_loadu_si512(quants + i / 8 * PANEL * 4);
-      return (Bits)_mm512_permutexvar_epi16(_mm512_srli_epi16(word, 2 * j), twice());
+      const __m512i four = _mm512_srli_epi16(word((i + j) / 8), j % 8 * 2);
+      if (!MORE) return (Bits)_mm512_permutexvar_epi16(four, table(0, 0));
+      const int above = j / 2 * MORE - 4;  // where the others are, from their place above the four
+      const __m512i more = word(GROUP / 8 + i / AT_ONCE);
+      const __m512i high = above < 0 ? _mm512_slli_epi16(more, -above) : _mm512_srli_epi16(more, above);
+      const __m512i place = _mm512_ternarylogic_epi32(four, high, _mm512_set1_epi16(15), 0xe4);
+      if (MORE == 1) return (Bits)_mm512_permutexvar_epi16(place, table(0, 16));
+      return (Bits)_mm512_permutex2var_epi16(table(0, 16), place, table(32, 48));
     }
 #endif
 
-    // Input i + j as BlockKind adds it, or that and the next; of every eight `i` is the first.
+    // Input i + j as BlockKind adds it, or that and the next; of every AT_ONCE `i` is the first.
     Bits term(int i, int j) const {
 #if BFLOAT16 && defined(__AVX512BF16__)
       if (ADDED == 2) return pair(i, j);
 #endif
       if (BITS == 8) return byte(i + j);
-      const Bits word = *(const Words*)(quants + i / 8 * PANEL * 4);
 #ifdef TILES
-      const __m512i place = (__m512i)(word >> j / 2 * 4);
-      if (j % 2) return (Bits)_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, place, twice());
-      return (Bits)_mm512_maskz_permutexvar_ps(0xffff, place, (__m512)numbers());
+      if (MORE) return j % 2 ? pair(i, j - 1) & 0xffff0000u : pair(i, j) << 16;
+      const __m512i place = _mm512_srli_epi32(word(i / 8), j / 2 * 4);
+      if (j % 2) return (Bits)_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, place, table(0, 0));
+      return (Bits)_mm512_maskz_permutexvar_ps(0xffff, place, (__m512)numbers(0));
 #else
-      const Bits quant = j == 7 ? word >> 28 : word & 15u << 4 * j;
+      const Bits eight = *(const Words*)(quants + i / 8 * PANEL * 4);
+      const Bits quant = j == 7 ? eight >> 28 : eight & 15u << 4 * j;
       return (Bits)__builtin_convertvector((Ints)quant, Vector);
 #endif
     }
@@ -298,10 +317,12 @@ struct Kept {
    private:
     Bits byte(int k) const { return (Bits)from_bytes(quants + k * PANEL); }
 #if BFLOAT16 && defined(__AVX512BF16__)
-    static Vector numbers() { return __builtin_convertvector(numbered() - OFFSET, Vector); }
-    // As bfloat16: what lies above the four bits chooses between two equal halves.
-    static __m512i twice() {
-      return (__m512i)_mm512_cvtne2ps_pbh((__m512)numbers(), (__m512)numbers());
+    __m512i word(int line) const { return _mm512_loadu_si512(quants + line * PANEL * 4); }
+    static Vector numbers(int first) { return __builtin_convertvector(numbered() + (first - OFFSET), Vector); }
+    // What quants from `low` on stand for, then those from `high` on, 16 each, as bfloat16. Of four
+    // bits they are equal: what lies above these chooses one of the two.
+    static __m512i table(int low, int high) {
+      return (__m512i)_mm512_cvtne2ps_pbh((__m512)numbers(high), (__m512)numbers(low));
     }
 #endif
   };
@@ -324,7 +345,7 @@ struct Kept {
     void take(const uint8_t* panel, long k) {
       const Group group(panel, k, 0);
       UNROLL for (int line = 0; line < LINES; line++)
-        *(Words*)weights[line] = group.pair(line / 4 * 8, line % 4 * 2);
+        *(Words*)weights[line] = group.pair(2 * line / AT_ONCE * AT_ONCE, 2 * line % AT_ONCE);
       scale = group.scale();
       if (LEAST) least = group.least();
     }
@@ -416,31 +437,42 @@ struct Kept {
       for (; p + PANELS <= count; p += PANELS) {
         const auto group = [&](long k, int q, int v) { return Group(panel + (p + q) * size, k, v); };
         const long ahead = ahead_of(MOST, size, p + PANELS >= left);
-        add_groups<ROWS, PANELS, GROUP, LEAST, 8>(0, in, x, totals, sums.from_panel(p), ahead, group);
+        add_groups<ROWS, PANELS, GROUP, LEAST, AT_ONCE>(0, in, x, totals, sums.from_panel(p), ahead, group);
       }
     };
     some.template operator()<MOST>(), some.template operator()<FEWER>(), some.template operator()<1>();
   }
 
-  // The groups from `first` to `end` of a panel.
-  static void make_ready(const uint8_t* panel, long first, long end, Ready* to) {
-    for (long k = first; k < end; k += GROUP, to++)
+  // The groups from `first` to `end` of a panel. Those at `next` are fetched.
+  static void make_ready(const uint8_t* panel, long first, long end, const uint8_t* next, Ready* to) {
+    constexpr int EACH = UNIT_BYTES / (UNIT / GROUP);
+    for (long k = first; k < end; k += GROUP, to++, next += EACH) {
+      UNROLL for (int at = 0; at < EACH; at += 64) __builtin_prefetch(next + at);
       for (int v = 0; v < VECTORS; v++) {
         const Group group(panel, k, v);
-        for (int i = 0; i < GROUP; i += 8)
-          UNROLL for (int j = 0; j < 8; j += ADDED) to->terms[(i + j) / ADDED][v] = group.term(i, j);
+        for (int i = 0; i < GROUP; i += AT_ONCE)
+          UNROLL for (int j = 0; j < AT_ONCE; j += ADDED) to->terms[(i + j) / ADDED][v] = group.term(i, j);
         to->scales[v] = group.scale();
         if (LEAST) to->minima[v] = group.least();
       }
+    }
   }
 };
 
-// The same for one panel whose groups from `first` on are ready.
+// The same for `count` panels whose groups from `first` on are ready.
 template <int GROUP, bool LEAST, int ROWS>
-void multiply_ready(long first, long end, Rows x, Block<const float> totals, const Ready* ready,
-                    Block<float> sums) {
-  const auto group = [&](long k, int, int v) { return ReadyGroup{ready[(k - first) / GROUP], v}; };
-  add_groups<ROWS, 1, GROUP, LEAST, LANES == 8 ? 2 : ADDED>(first, end, x, totals, sums, 0, group);
+void multiply_ready(long first, long end, long count, Rows x, Block<const float> totals,
+                    const Ready* ready, Block<float> sums) {
+  const auto some = [&]<int PANELS>() __attribute__((noinline)) {  // for its registers
+    for (; count >= PANELS; count -= PANELS, ready += PANELS * READY, sums = sums.from_panel(PANELS)) {
+      const auto group = [&](long k, int p, int v) {
+        return ReadyGroup{ready[p * READY + (k - first) / GROUP], v};
+      };
+      add_groups<ROWS, PANELS, GROUP, LEAST, LANES == 8 ? 2 : ADDED>(first, end, x, totals, sums, 0, group);
+    }
+  };
+  some.template operator()<READY_PANELS>();
+  if (READY_PANELS > 1) some.template operator()<1>();
 }
 
 }  // namespace

@@ -10,13 +10,13 @@ namespace {
 struct Form {
   using Multiply = void(long in, long count, long left, Rows x, Block<const float> totals,
                         const uint8_t* panel, long size, Block<float> sums);
-  using MultiplyReady = void(long first, long end, Rows x, Block<const float> totals,
+  using MultiplyReady = void(long first, long end, long count, Rows x, Block<const float> totals,
                              const Ready* ready, Block<float> sums);
   using MultiplyTiles = void(long in, long groups, long height, long count, long left,
                              Block<const Input> x, const float* totals, const uint8_t* panel,
                              long size, Block<float> sums);
   std::array<Multiply*, ROWS_OF_BLOCKS> multiply;  // by rows, from one on
-  void (*make_ready)(const uint8_t* panel, long first, long end, Ready* to);
+  void (*make_ready)(const uint8_t* panel, long first, long end, const uint8_t* next, Ready* to);
   std::array<MultiplyReady*, ROWS_OF_BLOCKS> multiply_ready;
   std::array<MultiplyTiles*, 5> multiply_tiles;  // by HEIGHTS, if any
   void (*put)(const uint8_t* from, int o, uint8_t* to);  // quants of a group of output o
@@ -25,7 +25,7 @@ struct Form {
   Scale scale;
   int group, offset, unit, parts, head, small, group_bytes, unit_bytes;
 
-  long bytes(long in) const { return in / unit * unit_bytes; }  // of a panel
+  long bytes(long in) const { return in * unit_bytes / unit; }  // of a panel
 };
 
 constexpr int HEIGHTS[] = {4, 6, 8, 12, 16};  // rows of a tile, up to which there is a function
@@ -48,7 +48,7 @@ constexpr Form form_of() {
           tiles_of<As>(),
           As::put,
           As::PLACED,
-          BITS == 8 ? 4 : 2,
+          BITS == 4 ? 2 : 4,
           SCALE, GROUP, OFFSET, As::UNIT, As::PARTS, As::HEAD, As::SMALL, As::GROUP_BYTES,
           As::UNIT_BYTES};
 }
@@ -58,16 +58,18 @@ enum FormNumber {
   Q4_ZEROED, Q8_ZEROED
 };
 
+constexpr int FIVE = PAIRED ? 5 : 8, SIX = PAIRED ? 6 : 8;  // bits that are kept
+
 constexpr Form FORMS[] = {
     {},
     form_of<4, 32, HALF, 8>(),
     form_of<4, 32, HALF, STORED>(),
     form_of<4, 32, NESTED, STORED>(),
-    form_of<8, 32, HALF, 16>(),
+    form_of<FIVE, 32, HALF, 16>(),
     form_of<8, 32, HALF, 128>(),
-    form_of<8, 32, HALF, STORED>(),
-    form_of<8, 32, NESTED, STORED>(),
-    form_of<8, 16, NESTED, 32>(),
+    form_of<FIVE, 32, HALF, STORED>(),
+    form_of<FIVE, 32, NESTED, STORED>(),
+    form_of<SIX, 16, NESTED, 32>(),
     form_of<4, 32, ZEROED, 8>(),
     form_of<8, 32, ZEROED, 128>(),
 };

@@ -26,7 +26,7 @@ typedef float Floats __attribute__((vector_size(LANES * 4), aligned(4), may_alia
 typedef uint32_t Words __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 
 // In front of a loop whose length is known: what it fills stays in registers.
-#define UNROLL _Pragma("GCC unroll 16")
+#define UNROLL _Pragma("GCC unroll 32")
 
 // Keeps a vector in a register of AVX2: compilers read it anew for each row, and loads are the limit.
 inline Bits hold(Bits vector) {
