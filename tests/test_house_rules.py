@@ -40,8 +40,8 @@ LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
     "tests/": 27150,
-    "model": 6795,
-    "decoding": 4991,
+    "model": 6819,
+    "decoding": 5018,
     "training": 3744,
     "eval": 2821,
     "eval/": 3472,

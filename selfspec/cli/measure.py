@@ -406,7 +406,7 @@ def verify(*, as_json: base.AsJson = False, asked: Asked) -> None:
     else:
         for number, (claim, rung) in enumerate(rungs, start=1):
             base.emit(f"{number} {rung.outcome:<8} {claim}\n           {rung.found}\n")
-        base.emit(f"\n{speculator.label}: {words}\n")
+        base.emit(f"\n{speculator.label}, {len(subject.cases)} prompts: {words}\n")
     if not passed:
         raise typer.Exit(1)
 

@@ -43,7 +43,7 @@ from selfspec.decoding.drafters.heads import (
     MedusaGuesser,
 )
 from selfspec.decoding.drafters.rest import Datastore, RestGuesser
-from selfspec.decoding.drafters.trees import TreeDrafter, WhilePaying
+from selfspec.decoding.drafters.trees import TreeDrafter, WhileCheap, WhilePaying
 from selfspec.decoding.measure import PassShape, PinnedProbe
 from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState, Drafter, Enter, NoDrafter, Work, next_together
@@ -217,8 +217,12 @@ class Runtime:
         """
         if not options.speculate or options.drafter == "none":
             return NoDrafter()
-        sampler, ends = asked.sampler, asked.stop.end_tokens
         cost = replace(self.draft_cost(options), load=load)
+        drafter = self._drafter(asked, options, cost)
+        return WhileCheap(drafter, cost) if options.never_slower else drafter
+
+    def _drafter(self, asked: Asked, options: SpeculationOptions, cost: DraftCost) -> Drafter:
+        sampler, ends = asked.sampler, asked.stop.end_tokens
         seen: Trunks | None = None
         if options.uses("ngram"):
             controller = make_controller(options, options.ngram.max_tokens)

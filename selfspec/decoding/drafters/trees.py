@@ -101,6 +101,26 @@ class WhilePaying:
             self._drafter.learn(draft, kept)
 
 
+HOPELESS = 0.9
+"""A first draft token's cost, in tokens, at which nothing is looked for: many texts at once use up
+what rows cost less than a step. Prompt lookup and heads that gain nothing there lost a twentieth."""
+
+
+class WhileCheap:
+    """Asks another drafter where a draft token can pay at all."""
+
+    def __init__(self, drafter: Drafter, cost: DraftCost) -> None:
+        self._drafter, self._cost, self._asked = drafter, cost, False
+
+    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:
+        self._asked = self._cost.row_costs[0] < HOPELESS
+        return self._drafter.draft(state, limit, watch) if self._asked else ready(Draft())
+
+    def learn(self, draft: Draft, kept: Sequence[int]) -> None:
+        if self._asked:
+            self._drafter.learn(draft, kept)
+
+
 # --- trees: a Guesser says what follows a token, nothing here knows a model
 
 _ROUNDING = 1e-6

@@ -152,10 +152,6 @@ constexpr int panels_of_blocks(int rows) {
   return LANES == 8 && rows <= 2 ? 2 : 1;
 }
 
-// Groups that are made ready for many rows, and panels side by side: they stay in the first cache.
-constexpr long READY = WIDE ? 8 : 32;
-constexpr int READY_PANELS = WIDE ? 3 : 1;
-
 // A group of a panel, made ready for many rows.
 struct Ready {
   Bits terms[TOGETHER / ADDED][VECTORS];
@@ -443,36 +439,27 @@ struct Kept {
     some.template operator()<MOST>(), some.template operator()<FEWER>(), some.template operator()<1>();
   }
 
-  // The groups from `first` to `end` of a panel. Those at `next` are fetched.
-  static void make_ready(const uint8_t* panel, long first, long end, const uint8_t* next, Ready* to) {
-    constexpr int EACH = UNIT_BYTES / (UNIT / GROUP);
-    for (long k = first; k < end; k += GROUP, to++, next += EACH) {
-      UNROLL for (int at = 0; at < EACH; at += 64) __builtin_prefetch(next + at);
+  // The groups from `first` to `end` of a panel. As many behind them are fetched.
+  static void make_ready(const uint8_t* panel, long first, long end, Ready* to) {
+    for (long k = first; k < end; k += GROUP, to++)
       for (int v = 0; v < VECTORS; v++) {
         const Group group(panel, k, v);
-        for (int i = 0; i < GROUP; i += AT_ONCE)
+        for (int i = 0; i < GROUP; i += AT_ONCE) {
+          group.fetch(i, (end - first) / GROUP * GROUP_BYTES);
           UNROLL for (int j = 0; j < AT_ONCE; j += ADDED) to->terms[(i + j) / ADDED][v] = group.term(i, j);
+        }
         to->scales[v] = group.scale();
         if (LEAST) to->minima[v] = group.least();
       }
-    }
   }
 };
 
-// The same for `count` panels whose groups from `first` on are ready.
+// The same for one panel whose groups from `first` on are ready.
 template <int GROUP, bool LEAST, int ROWS>
-void multiply_ready(long first, long end, long count, Rows x, Block<const float> totals,
-                    const Ready* ready, Block<float> sums) {
-  const auto some = [&]<int PANELS>() __attribute__((noinline)) {  // for its registers
-    for (; count >= PANELS; count -= PANELS, ready += PANELS * READY, sums = sums.from_panel(PANELS)) {
-      const auto group = [&](long k, int p, int v) {
-        return ReadyGroup{ready[p * READY + (k - first) / GROUP], v};
-      };
-      add_groups<ROWS, PANELS, GROUP, LEAST, LANES == 8 ? 2 : ADDED>(first, end, x, totals, sums, 0, group);
-    }
-  };
-  some.template operator()<READY_PANELS>();
-  if (READY_PANELS > 1) some.template operator()<1>();
+void multiply_ready(long first, long end, Rows x, Block<const float> totals, const Ready* ready,
+                    Block<float> sums) {
+  const auto group = [&](long k, int, int v) { return ReadyGroup{ready[(k - first) / GROUP], v}; };
+  add_groups<ROWS, 1, GROUP, LEAST, LANES == 8 ? 2 : ADDED>(first, end, x, totals, sums, 0, group);
 }
 
 }  // namespace

@@ -10,13 +10,13 @@ namespace {
 struct Form {
   using Multiply = void(long in, long count, long left, Rows x, Block<const float> totals,
                         const uint8_t* panel, long size, Block<float> sums);
-  using MultiplyReady = void(long first, long end, long count, Rows x, Block<const float> totals,
+  using MultiplyReady = void(long first, long end, Rows x, Block<const float> totals,
                              const Ready* ready, Block<float> sums);
   using MultiplyTiles = void(long in, long groups, long height, long count, long left,
                              Block<const Input> x, const float* totals, const uint8_t* panel,
                              long size, Block<float> sums);
   std::array<Multiply*, ROWS_OF_BLOCKS> multiply;  // by rows, from one on
-  void (*make_ready)(const uint8_t* panel, long first, long end, const uint8_t* next, Ready* to);
+  void (*make_ready)(const uint8_t* panel, long first, long end, Ready* to);
   std::array<MultiplyReady*, ROWS_OF_BLOCKS> multiply_ready;
   std::array<MultiplyTiles*, 5> multiply_tiles;  // by HEIGHTS, if any
   void (*put)(const uint8_t* from, int o, uint8_t* to);  // quants of a group of output o

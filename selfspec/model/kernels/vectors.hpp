@@ -23,9 +23,10 @@ class Vectors {
   // That are read side by side: for few rows as blocks are, for many so that these share inputs.
   long panels(const Form& form = FORMS[PLAIN]) const {
     const long most = panels_at_once(up(rows, groups_of(rows)));
-    if (WIDE && &form == &FORMS[PLAIN]) return most;
-    const long together = rows <= FEW_OF_BLOCKS ? panels_of_blocks(int(rows)) : WIDE ? READY_PANELS : 2;
-    return WIDE ? together : up(most, together) * together;
+    const long height = up(rows, up(rows, ROWS_OF_BLOCKS));
+    const long together = rows > FEW_OF_BLOCKS ? 2 : panels_of_blocks(int(height));
+    if (WIDE) return &form == FORMS ? most : together;
+    return up(most, together) * together;
   }
 
   void use() const {}
@@ -57,23 +58,22 @@ class Vectors {
       });
     thread_local std::vector<Ready> ready;
     ready.resize(count * READY);
-    const long groups = in / form.group, pieces = up(groups, READY);
-    for (long piece = 0; piece < pieces; piece++) {
-      const long k = groups * piece / pieces * form.group, end = groups * (piece + 1) / pieces * form.group;
-      for (long p = 0; p < count; p++) {
-        const uint8_t *const panel = blocks + p * size,
-                      *const next = end < in ? panel + form.bytes(end) : panel + (left > count) * count * size;
-        form.make_ready(panel, k, end, next, &ready[p * READY]);
-      }
+    for (long k = 0; k < in; k += READY * form.group) {
+      const long end = std::min(in, k + READY * form.group);
+      for (long p = 0; p < count; p++)
+        form.make_ready(blocks + p * size, k, end, &ready[p * READY]);
       in_groups([&](long r, long height) {
-        form.multiply_ready[height - 1](k, end, count, x.from_row(r), totals.from_row(r), ready.data(),
-                                        sums.from_row(r));
+        for (long p = 0; p < count; p++)
+          form.multiply_ready[height - 1](k, end, x.from_row(r), totals.from_row(r), &ready[p * READY],
+                                          sums.from_panel(p).from_row(r));
       });
     }
   }
 
  private:
-  static constexpr long FEW_OF_BLOCKS = WIDE ? 8 : 12;  // rows that take quants from blocks
+  // Rows that take quants from blocks: with AVX-512 making a quant costs less than waiting for one.
+  static constexpr long FEW_OF_BLOCKS = WIDE ? 1L << 32 : 12;
+  static constexpr long READY = 32;                     // groups that all rows take from the cache
 
   // As even as they can be.
   template <typename Work>
