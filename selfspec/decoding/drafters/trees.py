@@ -103,7 +103,7 @@ class WhilePaying:
 
 HOPELESS = 0.9
 """A first draft token's cost, in tokens, at which nothing is looked for: many texts at once use up
-what rows cost less than a step. Prompt lookup and heads that gain nothing there lost a twentieth."""
+what rows cost less than a step. Drafts that gain nothing there lost a twentieth."""
 
 
 class WhileCheap:
