@@ -25,7 +25,7 @@ struct Form {
   Scale scale;
   int group, offset, unit, parts, head, small, group_bytes, unit_bytes;
 
-  long bytes(long in) const { return in * unit_bytes / unit; }  // of a panel
+  long bytes(long in) const { return in / unit * unit_bytes; }  // of a panel
 };
 
 constexpr int HEIGHTS[] = {4, 6, 8, 12, 16};  // rows of a tile, up to which there is a function

@@ -23,9 +23,9 @@ class Vectors {
   // That are read side by side: for few rows as blocks are, for many so that these share inputs.
   long panels(const Form& form = FORMS[PLAIN]) const {
     const long most = panels_at_once(up(rows, groups_of(rows)));
-    const long height = up(rows, up(rows, ROWS_OF_BLOCKS));
-    const long together = rows > FEW_OF_BLOCKS ? 2 : panels_of_blocks(int(height));
-    if (WIDE) return &form == FORMS ? most : together;
+    const int height = int(up(rows, up(rows, ROWS_OF_BLOCKS)));
+    const long together = rows > FEW_OF_BLOCKS ? 2 : panels_of_blocks(height);
+    if (WIDE) return &form == &FORMS[PLAIN] ? most : together;
     return up(most, together) * together;
   }
 
@@ -71,9 +71,8 @@ class Vectors {
   }
 
  private:
-  // Rows that take quants from blocks: with AVX-512 making a quant costs less than waiting for one.
-  static constexpr long FEW_OF_BLOCKS = WIDE ? 1L << 32 : 12;
-  static constexpr long READY = 32;                     // groups that all rows take from the cache
+  static constexpr long FEW_OF_BLOCKS = WIDE ? 1L << 32 : 12;  // rows that take quants from blocks
+  static constexpr long READY = 32;  // groups that more rows take from the cache
 
   // As even as they can be.
   template <typename Work>
