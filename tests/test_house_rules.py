@@ -39,8 +39,8 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27150,
-    "model": 6819,
+    "tests/": 27161,
+    "model": 6818,
     "decoding": 5018,
     "training": 3744,
     "eval": 2821,

@@ -20,8 +20,9 @@ from selfspec.config import SpeculationOptions
 from selfspec.decoding import measure as measuring
 from selfspec.decoding.acceptance import Draft
 from selfspec.decoding.costs import DraftCost, Load, MeasuredCosts
+from selfspec.decoding.decode import StopRule
 from selfspec.decoding.drafters.trees import LONGEST_PAUSE, SHORTEST_PAUSE, Paying, WhilePaying
-from selfspec.decoding.engine import Runtime
+from selfspec.decoding.engine import Asked, Runtime
 from selfspec.decoding.measure import ROWS, Clock, PassShape, StepSpeed, measure, why_unpinned
 from selfspec.decoding.sampling import DraftToken
 from selfspec.decoding.state import alone
@@ -34,6 +35,7 @@ from selfspec.model.generic import GenericExecutor
 from selfspec.options import Costs
 from tests.decoding.test_drafters import Other, Text
 from tests.heads.kinds import make_heads
+from tests.ladder import greedy
 from tests.models import make_model, needs_compiler, random_ids, wrapped
 from tests.recorded import RecordedCapture
 from tests.traces import entry
@@ -149,6 +151,15 @@ def test_drafts_that_are_dear_begin_with_a_pause_till_they_pay(share: float, tex
     if texts == 1:
         half = LONGEST_PAUSE // 2
         assert runs(play(right, [True] * 300)) == [half, 300 - half]
+
+
+def test_nothing_is_looked_for_where_many_texts_make_a_draft_token_dear() -> None:
+    options, load = SpeculationOptions().updated({"drafter": "ngram", "costs": "row=0.3"}), Load()
+    asked = Asked(ids=torch.tensor([[1]]), sampler=greedy(), stop=StopRule(max_length=99))
+    drafter = Runtime(wrapped("llama"), None, None).drafter(asked, options, load)
+    for load.texts, text in ((1, Text([1, 2] * 9)), (32, None), (1, Text([1, 2] * 9))):
+        found = alone(drafter.draft(text, 9, Stopwatch()))  # type: ignore[arg-type]  # nobody reads it
+        assert bool(found.proposed) == (text is not None)
 
 
 def test_drafts_that_pay_are_always_made() -> None:
