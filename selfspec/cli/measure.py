@@ -17,6 +17,7 @@ from selfspec import files
 from selfspec.cli import base
 from selfspec.cli.base import Asked, Flag
 from selfspec.config import SpeculationOptions
+from selfspec.decoding.stats import counted
 from selfspec.errors import InvalidOption, ModelNotFound, check_keys, check_packages
 from selfspec.eval import results
 from selfspec.eval.bench import METHODS, Bench, candidates, chosen, described, moved, parted, swept
@@ -406,7 +407,7 @@ def verify(*, as_json: base.AsJson = False, asked: Asked) -> None:
     else:
         for number, (claim, rung) in enumerate(rungs, start=1):
             base.emit(f"{number} {rung.outcome:<8} {claim}\n           {rung.found}\n")
-        base.emit(f"\n{speculator.label}, {len(subject.cases)} prompts: {words}\n")
+        base.emit(f"\n{speculator.label}, {counted(len(subject.cases), 'prompt')}: {words}\n")
     if not passed:
         raise typer.Exit(1)
 
