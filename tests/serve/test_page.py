@@ -154,7 +154,7 @@ def test_side_by_side_writes_the_same_text_on_a_phone_in_the_dark(
     page.get_by_label("rejected drafts").check()
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     assert axe_findings(page) == []
-    page.get_by_role("button", name="dark").click()
+    page.get_by_role("button", name="light").click()
     assert page.evaluate(PAPER) != dark
     page.get_by_role("button", name="New chat").click()
     expect(page.locator("#examples")).to_be_visible()

@@ -20,13 +20,13 @@ function layerColour(layer, numLayers) {
   return `color-mix(in srgb, var(--${to}) ${(100 * (place % 1)).toFixed(1)}%, var(--${from}))`;
 }
 
-/** Light or dark as the reader's system is, until the button says otherwise. */
+/** Light or dark as the reader's system is, until the button, named after what it gives, was used. */
 function startTheme() {
-  const dark = () =>
-    (document.documentElement.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
-  const say = () => $("theme").setAttribute("aria-pressed", dark());
+  const root = document.documentElement, system = matchMedia("(prefers-color-scheme: dark)");
+  const other = () => ((root.dataset.theme ?? (system.matches ? "dark" : "light")) === "dark" ? "light" : "dark");
+  const say = () => { $("theme").textContent = other(); };
   $("theme").addEventListener("click", () => {
-    document.documentElement.dataset.theme = dark() ? "light" : "dark";
+    root.dataset.theme = other();
     say();
   });
   say();
