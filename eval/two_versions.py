@@ -58,8 +58,8 @@ for line in sys.stdin:
 
 
 def main(
-    before: Annotated[Path, typer.Argument(help="A checkout.")],
-    after: Annotated[Path, typer.Argument(help="Another one.")],
+    before: Annotated[Path, typer.Argument(exists=True, help="A checkout.")],
+    after: Annotated[Path, typer.Argument(exists=True, help="Another one.")],
     pythons: tuple[str, str] = (sys.executable, sys.executable),
     suite: lab.Suite = SIX_TASKS,
     limit: lab.Limit = None,
