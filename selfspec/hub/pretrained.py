@@ -202,15 +202,20 @@ def describe_gguf(gguf: Path, out: Path) -> None:
 
 def _write_tokenizer(gguf: Path, out: Path) -> None:
     """Raises ValueError for one that loses blanks or words: transformers 5.17 reads some so."""
+    from tokenizers import decoders
     from transformers import AutoTokenizer, __version__
 
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(out)
+    made = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    if "ByteLevel" in repr(made.backend_tokenizer.pre_tokenizer):
+        # 5.17 decodes as SentencePiece first, and grammars then misread the blanks of tokens
+        made.backend_tokenizer.decoder = decoders.ByteLevel()
+    made.save_pretrained(out)
     found, words = AutoTokenizer.from_pretrained(out), "one two"  # as it will be read
     ids = found(words)["input_ids"]
     lost = " " not in str(found.decode(ids, skip_special_tokens=True)).strip()  # Phi's
     if lost or (len(ids) >= len(words) and {"one", "▁one"} & found.get_vocab().keys()):  # Gemma's
-        made = f"transformers {__version__} reads {words!r} as {found.convert_ids_to_tokens(ids)}"
-        raise ValueError(f"{made}. A newer one may do better; else give the model's folder")
+        said = f"transformers {__version__} reads {words!r} as {found.convert_ids_to_tokens(ids)}"
+        raise ValueError(f"{said}. A newer one may do better; else give the model's folder")
 
 
 def load_description(folder: Path) -> tuple[Any, Any]:

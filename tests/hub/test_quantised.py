@@ -16,8 +16,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import decoders
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig, LlamaConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    LlamaConfig,
+)
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import selfspec
@@ -177,6 +184,26 @@ def test_a_tokenizer_that_loses_blanks_or_words_is_refused(
         monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", MagicMock(**said))
         with pytest.raises(ModelNotFound, match="reads 'one two' as"):
             hub.load_model(tmp_path / "it.gguf", device="cpu", blocks=blocks)
+
+
+def test_tokens_of_bytes_are_spelt_by_bytes_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers 5.17 puts SentencePiece's decoder in front: grammars then allowed other text."""
+    write_model(tmp_path / "it.gguf")
+    read = AutoTokenizer.from_pretrained
+
+    def older(*args: Any, **options: Any) -> Any:
+        found = read(*args, **options)
+        if "gguf_file" in options:
+            both = [decoders.ByteFallback(), decoders.Fuse(), decoders.ByteLevel()]
+            found.backend_tokenizer.decoder = decoders.Sequence(both)
+        return found
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", older)
+    pretrained.describe_gguf(tmp_path / "it.gguf", tmp_path / "made")
+    made = json.loads((tmp_path / "made" / "tokenizer.json").read_text())
+    assert made["decoder"]["type"] == "ByteLevel"
 
 
 def test_an_embedding_may_be_the_unembedding_too(tmp_path: Path) -> None:
