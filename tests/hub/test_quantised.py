@@ -141,6 +141,7 @@ def test_rotations_are_scaled_as_the_file_says(
         usual = rotations(rope_type="default").inv_freq
         said = {"divisors": {"rope_freqs": (usual / scaled.inv_freq).numpy()}}
     if rope["rope_type"] == "longrope":
+        pytest.importorskip("transformers", "5.18")  # older ones read Phi's tokens as letters
         short, long = (np.array(rope[f"{one}_factor"], np.float32) for one in ("short", "long"))
         said = {"scaling": {"original_context_length": 32}, "architecture": "phi3"}
         said["divisors"] = {"rope_factors_long": long, "rope_factors_short": short}
@@ -306,6 +307,8 @@ def test_transformers_de_quantises_to_the_same(
     tmp_path: Path, method: str, options: dict[str, Any]
 ) -> None:
     pytest.importorskip("compressed_tensors", reason="needs compressed-tensors")
+    if method == "int-quantized":
+        pytest.importorskip("transformers", "5.24")  # 5.22 fails at it
     from transformers import CompressedTensorsConfig
 
     write_folder(tmp_path, method, **options)
