@@ -92,9 +92,9 @@ def is_url(name: object) -> bool:
 
 
 def sha256(path: Path, begin: bytes = b"") -> str:
-    """The hash of `begin` and a file's bytes."""
+    """The hash of `begin` and a file's bytes. Raises InvalidData where it cannot be read."""
     found = hashlib.sha256(begin)
-    with path.open("rb") as file:
+    with open_bytes(path) as file:
         while block := file.read(1 << 20):
             found.update(block)
     return found.hexdigest()

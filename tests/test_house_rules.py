@@ -39,7 +39,7 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27161,
+    "tests/": 27187,
     "model": 6818,
     "decoding": 5019,
     "training": 3744,
@@ -50,7 +50,7 @@ MOST_LINES = {
     "api": 2324,
     "heads": 1679,
     "visualise": 1579,
-    "hub": 1517,
+    "hub": 1519,
     "options": 627,
     "adaptation": 547,
     "config": 379,

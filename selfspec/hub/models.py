@@ -367,10 +367,7 @@ def _from_gguf(
 
 def _made_once(gguf: Path, kind: str, make: Callable[[Path, Path], None]) -> Path:
     """A folder of the cache that `make` fills: whole or not at all, by the first of several."""
-    try:
-        digest = files.sha256(gguf, _CONVERSION)  # of all: 0.05 s for the default model
-    except OSError as error:
-        raise ModelNotFound(f"cannot read {gguf}: {error.strerror}") from error
+    digest = files.sha256(gguf, _CONVERSION)  # of all: 0.05 s for the default model
     target = files.cache_folder() / "models" / f"{gguf.stem}-{digest[:12]}-{kind}"
     if (target / "config.json").is_file():
         return target

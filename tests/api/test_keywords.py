@@ -250,7 +250,9 @@ def test_a_model_that_also_sees_answers_text_and_refuses_pictures(
     sees = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
     sees |= {"num_heads": 2, "depth": 1, "out_hidden_size": 32}
     reads = make_model(text).config.to_dict()
-    reads["rope_parameters"]["mrope_section"] = [1, 1, 2]
+    if text == "qwen2":
+        pytest.importorskip("transformers", "5.24")  # that of 5.17 is refused
+        reads["rope_parameters"]["mrope_section"] = [1, 1, 2]
     config = kind(text_config=reads, vision_config=sees)
     model: Any = transformers.AutoModelForImageTextToText.from_config(config).double().eval()
     ids, loop = random_ids(2 * LENGTH).view(2, -1), wrap(model).hf()

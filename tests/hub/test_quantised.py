@@ -192,16 +192,10 @@ def test_tokens_of_bytes_are_spelt_by_bytes_alone(
 ) -> None:
     """transformers 5.17 puts SentencePiece's decoder in front: grammars then allowed other text."""
     write_model(tmp_path / "it.gguf")
-    read = AutoTokenizer.from_pretrained
-
-    def older(*args: Any, **options: Any) -> Any:
-        found = read(*args, **options)
-        if "gguf_file" in options:
-            both = [decoders.ByteFallback(), decoders.Fuse(), decoders.ByteLevel()]
-            found.backend_tokenizer.decoder = decoders.Sequence(both)
-        return found
-
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", older)
+    older = AutoTokenizer.from_pretrained(tmp_path, gguf_file="it.gguf")
+    both = [decoders.ByteFallback(), decoders.Fuse(), decoders.ByteLevel()]
+    older.backend_tokenizer.decoder = decoders.Sequence(both)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: older)
     pretrained.describe_gguf(tmp_path / "it.gguf", tmp_path / "made")
     made = json.loads((tmp_path / "made" / "tokenizer.json").read_text())
     assert made["decoder"]["type"] == "ByteLevel"
