@@ -39,7 +39,7 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27187,
+    "tests/": 27200,
     "model": 6818,
     "decoding": 5019,
     "training": 3744,

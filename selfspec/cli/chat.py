@@ -211,10 +211,10 @@ class Chat:
     def _trace(self, name: str) -> None:
         if self.last is None:
             raise InvalidOption("there is no answer to trace yet. Ask something")
-        path = files.local_path(name)
-        if name and path.suffix not in (".html", ".jsonl"):
-            raise InvalidOption(f"{path}: expected a name that ends in .html or .jsonl")
-        if name:
+        path = files.local_path(name) if name else None
+        if path is not None:
+            if path.suffix not in (".html", ".jsonl"):
+                raise InvalidOption(f"{path}: expected a name that ends in .html or .jsonl")
             files.check_file(path, overwrite=True)
         from rich.console import Console
 
@@ -225,7 +225,7 @@ class Chat:
         found = look.inspect(self.speculator, self.messages[:-1], **options)
         if [place.token for place in found.places] != self.last.token_ids:
             base.note("selfspec: sampled again, the answer is another one: this is its trace")
-        if not name:
+        if path is None:
             views.show(found, Console(highlight=False))
             return
         if path.suffix == ".html":

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pexpect
 import pytest
@@ -113,6 +114,18 @@ def test_a_wrong_command_is_said_on_one_line(
     (shown,) = call(["chat"], given=f"{line}\n".encode()).err.splitlines()
     assert words in shown
     assert speculator.prompts == []
+
+
+def test_a_trace_needs_no_file(
+    speculator: FakeSpeculator, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced = list[Any]()
+    monkeypatch.setattr(
+        "selfspec.visualise.look.inspect", lambda _, asked, **__: MagicMock(asked=asked)
+    )
+    monkeypatch.setattr("selfspec.visualise.views.show", lambda found, _: traced.append(found))
+    call(["chat"], given=b"a\n/trace\n")
+    assert [found.asked for found in traced] == [[user("a")]]
 
 
 # --- a terminal
