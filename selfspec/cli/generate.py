@@ -50,8 +50,8 @@ def generate(
 ) -> None:
     """Answer a prompt, or a file of them. Drafts change no token."""
     raw, system = asked.get("raw", False), asked.get("system")
-    if raw and system is not None and "system" in asked.names:
-        raise InvalidOption("--raw and --system at once: a raw prompt has no messages")
+    if raw:
+        base.refuse(asked, {"system", "chat_template"}, "and --raw at once. Leave one of them out")
     options = base.answering(asked) | {"raw": raw}
     if {"prompts", "output"} & asked.names:
         if prompt is not None or "file" in asked:
@@ -60,8 +60,7 @@ def generate(
             raise InvalidOption("--prompts and --output go together. Give both")
         base.emit(answer_all(asked, options, more=as_json or "stats" in asked.names))
         return
-    if {"concurrency", "kv_memory"} & asked.names:
-        raise InvalidOption("--concurrency and --kv-memory are for --prompts. Leave them out")
+    base.refuse(asked, {"concurrency", "kv_memory"}, "is for --prompts. Leave it out")
     text = base.read_prompt(prompt, asked.get("file"), raw=raw)
     base.check_template(asked)
     speculator = base.load(asked)
@@ -294,6 +293,7 @@ def serve(*, asked: Asked) -> None:
         base.note(f"{label}{several} at {address}/v1, a page at {address}. Ctrl-C stops it.")
 
     with bound(options) as at:
+        base.note(f"loading {asked.get('model', 'the default model')}")
         if options.replicas == 1:
             speculator = base.load(asked)
             from selfspec.serve.app import make_app

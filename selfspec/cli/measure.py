@@ -69,6 +69,8 @@ def trace(prompt: base.Prompt = None, *, as_json: base.AsJson = False, asked: ba
         for path in targets.values():
             stack.enter_context(files.locked(path))
         found, costs = _looked(prompt, asked)
+        from selfspec.visualise.views import render, show
+
         if "output" in targets:
             found.save(targets["output"])
         if "card" in targets:
@@ -76,15 +78,13 @@ def trace(prompt: base.Prompt = None, *, as_json: base.AsJson = False, asked: ba
 
             save_card(found, targets["card"], costs)
         if "html" in targets:
-            from selfspec.visualise.views import render
-
             files.write(targets["html"], render(found, costs))
+        for path in targets.values():
+            base.note(f"wrote {path}")
     if as_json:
         base.emit("".join(json.dumps(line) + "\n" for line in found.lines()))
         return
     from rich.console import Console
-
-    from selfspec.visualise.views import show
 
     show(found, Console(highlight=False), rejected=asked.get("rejected", False))
 

@@ -233,7 +233,7 @@ def seconds_of(budget: str) -> float:
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(s|m|h)", budget.strip())
     seconds = float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]] if found else 0.0
     if seconds < 10.0:
-        raise InvalidOption(f"budget is {budget}, expected at least 10 seconds: 90s, 30m, 2h")
+        raise InvalidOption(f"budget is {budget}, expected 10s or more, as 90s, 30m or 2h")
     return seconds
 
 

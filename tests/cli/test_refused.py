@@ -106,7 +106,8 @@ generate say hi                                  | argument(s) (hi). Put a promp
 generate a --file text.txt                       | a prompt and --file at once
 generate --file nowhere                          | cannot read the prompt
 generate --file garbage                          | the prompt is not UTF-8: byte 128
-generate a --raw --system s                      | --raw and --system at once
+generate a --raw --system s                      | system and --raw at once
+generate a --raw --chat-template chatml           | chat_template and --raw at once
 generate a --max-new-tokens                      | requires an argument
 generate a --drafter exit:layers=7               | exit layer 7 is not among those of smollm2
 generate a --hedas x                             | --heads
@@ -118,14 +119,14 @@ generate a --heads ''                            | heads is empty. Known
 generate a --model nowhere.gguf                  | 'nowhere.gguf' is not there
 generate a --drafter ngram+draft-model           | needs a second model
 generate a --drafter ngram+rest                  | needs a datastore
-generate a --kv-memory 1GB                       | are for --prompts
+generate a --kv-memory 1GB                       | kv_memory is for --prompts
 generate a --drafter exit --heads none             | drafter exit needs heads
 generate a --model untaught --heads none         | no chat template: is it a base model? Give
 generate a --model talks.gguf                    | talks.gguf is no GGUF file
 adapt --output new --seed 9223372036854775809    | seed is 9223372036854775809, expected a value
 adapt --model model --output new --questions empty | empty holds no questions
 adapt --model model --raw --output=              | the name of a file is empty
-adapt --output new --budget 5x                   | budget is 5x, expected at least 10 seconds
+adapt --output new --budget 5x                   | budget is 5x, expected 10s or more
 data --model untaught --tokens 9 --output x      | a text: selfspec data --raw --model untaught
 generate --prompts prompts.jsonl                 | --prompts and --output go together
 generate a --prompts prompts.jsonl --output new  | --prompts and another prompt at once
@@ -142,7 +143,6 @@ generate a --frobnicate                          | For all of them: selfspec gen
 heads show                                       | Missing argument 'DIR'
 heads list -q -v                                 | --quiet and --verbose at once
 chat --chat-template none.jinja                  | cannot read none.jinja
-generate a --chat-template none.jinja            | cannot read none.jinja
 env --model nowhere                              | nowhere
 report dir                                       | Missing option '--output'
 report dir --output new                          | holds no finished run

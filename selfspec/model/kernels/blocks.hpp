@@ -300,7 +300,7 @@ struct Kept {
       if (BITS == 8) return byte(i + j);
 #ifdef TILES
       if (MORE) return j % 2 ? pair(i, j - 1) & 0xffff0000u : pair(i, j) << 16;
-      const __m512i place = _mm512_srli_epi32(word(i / 8), j / 2 * 4);
+      const __m512i place = (__m512i)((Bits)word(i / 8) >> j / 2 * 4);
       if (j % 2) return (Bits)_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, place, table(0, 0));
       return (Bits)_mm512_maskz_permutexvar_ps(0xffff, place, (__m512)numbers(0));
 #else
