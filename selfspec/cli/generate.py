@@ -293,8 +293,8 @@ def serve(*, asked: Asked) -> None:
         base.note(f"{label}{several} at {address}/v1, a page at {address}. Ctrl-C stops it.")
 
     with bound(options) as at:
-        base.note(f"loading {asked.get('model', 'the default model')}")
         if options.replicas == 1:
+            base.note(f"loading {asked.get('model', 'the default model')}")
             speculator = base.load(asked)
             from selfspec.serve.app import make_app
             from selfspec.serve.writer import Writer
