@@ -463,7 +463,7 @@ void look(const Tile& tile, long chunk, const Arithmetic& by, Running& seen, Num
       const long last = std::min(first + QUERIES, tile.queries());
       for (long b = at; b < reach; b += BLOCK)
         seen.meet(by, first, b - at, std::min(BLOCK, reach - b), store.key_block(b),
-                  b == at ? bytes(keys, store.key_block(next)) : 0);
+                  b == at && !first ? bytes(keys, store.key_block(next)) : 0);
       long slots[BLOCK];
       for (long q = first; tree && q < last; q++) {
         const long row = tile.row(q), from = std::max(at, held);
@@ -476,7 +476,7 @@ void look(const Tile& tile, long chunk, const Arithmetic& by, Running& seen, Num
         const long position = span.position(tile.row(query));
         return std::pair(std::max(0L, start(position) - at), std::min(BLOCK, position + 1 - at));
       });
-      if (shared) seen.mix(by, first, 0, shared, values, bytes(values, store.value_block(next)));
+      if (shared) seen.mix(by, first, 0, shared, values, first ? 0 : bytes(values, store.value_block(next)));
       if (cut == BLOCK) continue;
       std::optional<Arithmetic> few;
       for (long q = first, end, height = 0; q < last; q = end) {

@@ -382,12 +382,13 @@ struct Kept {
       MULTIPLY(2, 4, 6, place + 2)
       MULTIPLY(3, 5, 7, place + 3)
       _tile_stored(0, products[0], 64);
-      _tile_stored(1, products[1], 64);
+      if (place + 1 < end) _tile_stored(1, products[1], 64);
       add(0, place), add(1, place + 1);
+      if (place + 2 >= end) break;
       MULTIPLY(0, 4, 6, place + 4)
       MULTIPLY(1, 5, 7, place + 5)
       _tile_stored(2, products[2], 64);
-      _tile_stored(3, products[3], 64);
+      if (place + 3 < end) _tile_stored(3, products[3], 64);
       add(2, place + 2), add(3, place + 3);
     }
 #undef MULTIPLY

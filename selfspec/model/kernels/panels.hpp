@@ -142,8 +142,7 @@ constexpr auto each(std::integer_sequence<int, I...>, const auto& make) {
   return std::array{make.template operator()<I + 1>()...};
 }
 
-// Any number of panels, in groups as even as registers allow: few sums alone would wait for
-// themselves.
+// Any number of panels, in groups as even as registers allow: a few sums would wait for themselves.
 template <int ROWS>
 void panels(long count, long steps, Block<const Input> x, Block<const Number> w, Block<float> sums,
             long ahead) {

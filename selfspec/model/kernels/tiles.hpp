@@ -111,7 +111,7 @@ class Tiles {
     float* const below = sums.at + height * sums.row;
     const auto weights = [&](long t, long p) {
       const Number* const tile = w.at + p * w.panel + t * SIZE;
-      UNROLL for (long line = 0; line < 16; line++)
+      if (ahead) UNROLL for (long line = 0; line < 16; line++)
         __builtin_prefetch((const char*)tile + ahead + 64 * line);
       return tile;
     };
