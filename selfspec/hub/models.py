@@ -520,8 +520,7 @@ def push(content: Mapping[str, str | bytes], name: str, *, private: bool, messag
             address = api.create_repo(name, private=private, exist_ok=True)
             api.upload_folder(repo_id=name, folder_path=folder, commit_message=message)
     except Exception as error:  # the client's own, from packages that change
-        raise CannotWrite(
-            f"cannot put heads at {name}: {first_line(error)}. Is the id yours, and are you logged "
-            "in (hf auth login)?"
-        ) from error
+        advice = "Is the id yours, and are you logged in (hf auth login)?"
+        advice = advice if _hub_answers() else "The hub cannot be reached"
+        raise CannotWrite(f"cannot put heads at {name}: {first_line(error)}. {advice}") from error
     return str(address)
