@@ -404,7 +404,7 @@ struct Kept {
   static void multiply_tiles(long in, long groups, long height, long count, long left,
                              Block<const Input> x, const float* totals, const uint8_t* panel,
                              long size, Block<float> sums) {
-    constexpr long MOST = ROWS > 4 ? 12 : 18;  // with their rows they stay in the first cache
+    constexpr long MOST = 12;  // with their rows they stay in half of the first cache
     thread_local std::vector<Tile> tiles(MOST);
     const long all = in / GROUP, pieces = up(all, MOST);
     const uint8_t* const behind = panel + left * size;
