@@ -54,11 +54,12 @@ def _leave(code: int) -> None:
 
 def _interrupt(_signal: int, frame: FrameType | None) -> None:
     interrupts.append(None)
-    while frame is not None:
+    while frame is not None and frame.f_code.co_name != "__del__":
         if (frame.f_globals.get("__name__"), frame.f_code.co_name) == ("torch", "<module>"):
             os._exit(_interrupted())  # an exception would abort the C++ that imports parts of torch
         frame = frame.f_back
-    raise KeyboardInterrupt
+    if frame is None:  # a finaliser would lose it, and Python write a traceback
+        raise KeyboardInterrupt
 
 
 def _interrupted() -> int:
@@ -164,6 +165,5 @@ def _hints(error: Any, words: Sequence[str]) -> str:
     if said.startswith("No such option") and "(" not in said:
         rare = any("--help-all" in flag.opts for flag in context.command.params)
         return f". For all of them: {context.command_path} {'--help-all' if rare else '-h'}"
-    several = "unexpected extra argument" in said
-    asks = {"generate", "demo", "trace"} & {*words}
-    return ". Put a prompt of several words in quotes" if several and asks else ""
+    asks = "unexpected extra argument" in said and {"generate", "demo", "trace"} & {*words}
+    return ". Put a prompt of several words in quotes" if asks else ""
