@@ -50,7 +50,7 @@ MOST_LINES = {
     "api": 2324,
     "heads": 1679,
     "visualise": 1579,
-    "hub": 1519,
+    "hub": 1518,
     "options": 627,
     "adaptation": 547,
     "config": 379,
