@@ -189,7 +189,7 @@ def fill_folder(folder: Path, _: Backbone) -> None:
 def finish_prompts(folder: Path, _: Backbone) -> None:
     if not (prompts := folder.parent / "prompts.jsonl").exists():
         prompts.write_text('{"prompt": "bad"}\n')
-    asked = {"prompts": prompts, "output": folder / "answers.jsonl", "overwrite": True}
+    asked: Any = {"prompts": prompts, "output": folder / "answers.jsonl", "overwrite": True}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("selfspec.cli.base.load", lambda _: FakeSpeculator())
         answer_all(asked, {"raw": True}, more=False)

@@ -516,12 +516,14 @@ def load(asked: Asked, *, compared: bool = False) -> Speculator:
     return loaded
 
 
-def check_template(asked: Asked, command: str = "generate") -> None:
+def check_template(asked: Named, command: str = "generate") -> None:
     """Say before anything is loaded that messages need a template, and nothing brings one."""
-    name, heads = asked.get("model"), asked.get("heads")
-    if "chat_template" in asked:
+    raw, name, heads = asked.get("raw"), asked.get("model"), asked.get("heads")
+    if raw:
+        refuse(asked, {"system", "chat_template"}, "and --raw at once. Leave one of them out")
+    elif "chat_template" in asked:
         read_template(asked["chat_template"])
-    if name is None or asked.keys() & {"raw", "chat_template"} or hub.brings_template(name):
+    if raw or name is None or "chat_template" in asked or hub.brings_template(name):
         return
     known = [*hub.list_heads(), *known_folders()]
     if heads:

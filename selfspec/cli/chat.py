@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     Flag("colour", bool, "Colour tokens by what drafted them. Built in: as NO_COLOR says."),
     *SHARED,
 )
-def chat(*, asked: Asked) -> None:
+def chat(*, asked: base.Named) -> None:
     """Talk with a model. It remembers the conversation; /help lists what else it understands."""
     options = base.answering(asked)
     base.check_template(asked)
@@ -211,17 +211,16 @@ class Chat:
     def _trace(self, name: str) -> None:
         if self.last is None:
             raise InvalidOption("there is no answer to trace yet. Ask something")
-        path = files.local_path(name) if name else None
-        if path is not None:
-            if path.suffix not in (".html", ".jsonl"):
-                raise InvalidOption(f"{path}: expected a name that ends in .html or .jsonl")
-            files.check_file(path, overwrite=True)
+        path = files.check_file(files.local_path(name), overwrite=True) if name else None
+        if path is not None and path.suffix not in (".html", ".jsonl"):
+            raise InvalidOption(f"{path}: expected a name that ends in .html or .jsonl")
         from rich.console import Console
 
         from selfspec.cli.measure import costs_of
         from selfspec.visualise import look, views
 
         options = self.options | {"max_new_tokens": len(self.last.token_ids)}
+        base.note("answering again, to look at each layer")
         found = look.inspect(self.speculator, self.messages[:-1], **options)
         if [place.token for place in found.places] != self.last.token_ids:
             base.note("selfspec: sampled again, the answer is another one: this is its trace")

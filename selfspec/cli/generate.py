@@ -50,8 +50,6 @@ def generate(
 ) -> None:
     """Answer a prompt, or a file of them. Drafts change no token."""
     raw, system = asked.get("raw", False), asked.get("system")
-    if raw:
-        base.refuse(asked, {"system", "chat_template"}, "and --raw at once. Leave one of them out")
     options = base.answering(asked) | {"raw": raw}
     if {"prompts", "output"} & asked.names:
         if prompt is not None or "file" in asked:
@@ -104,13 +102,14 @@ def _facts(answer: Generation | SelfspecError) -> dict[str, Any]:
 _MADE_BY = {"made_by": "selfspec generate"}
 
 
-def answer_all(asked: Asked, options: dict[str, Any], *, more: bool) -> str:
+def answer_all(asked: base.Named, options: dict[str, Any], *, more: bool) -> str:
     """Write the answers, or why there is none; says how many, and no `more`."""
     if more:
         raise InvalidOption("--json and --stats: each line of --output has both. Leave them out")
     output, overwrite = base.check_file(asked, asked["output"]), asked.get("overwrite", False)
     room = {"most": asked.get("concurrency", 32), "kv_memory": base.kv_memory(asked)}
     prompts = _read(Path(asked["prompts"]), asked.get("system"), raw=options["raw"])
+    base.check_template(asked)
     with files.locked(output):
         files.check_file(output, overwrite=overwrite)  # another run may have ended since
         partial = output.with_name(f"{output.name}.partial")
@@ -180,7 +179,7 @@ _NEAR = 0.05  # a difference in speed that one run does not tell from none
 def demo(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The question.")] = _PROMPT,
     *,
-    asked: Asked,
+    asked: base.Named,
 ) -> None:
     """Compare with Hugging Face's generate. Both answer one prompt, one after the other.
 

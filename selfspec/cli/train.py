@@ -203,7 +203,7 @@ def _require_features(found: FeatureSpec, needed: FeatureSpec) -> None:
     Flag("seed", int, "Fixes what is asked and sampled. Built in: 0."),
     *(flag for flag in MODEL if flag.name in _FROZEN),
 )
-def adapt(*, asked: Asked) -> None:
+def adapt(*, asked: Named) -> None:
     """Make heads for a model: all steps in one.
 
     Text, fit, settings for this machine, and a comparison. The time given is used up. A killed run

@@ -107,7 +107,7 @@ generate a --file text.txt                       | a prompt and --file at once
 generate --file nowhere                          | cannot read the prompt
 generate --file garbage                          | the prompt is not UTF-8: byte 128
 generate a --raw --system s                      | system and --raw at once
-generate a --raw --chat-template chatml           | chat_template and --raw at once
+trace a --raw --chat-template chatml             | chat_template and --raw at once
 generate a --max-new-tokens                      | requires an argument
 generate a --drafter exit:layers=7               | exit layer 7 is not among those of smollm2
 generate a --hedas x                             | --heads
@@ -121,7 +121,7 @@ generate a --drafter ngram+draft-model           | needs a second model
 generate a --drafter ngram+rest                  | needs a datastore
 generate a --kv-memory 1GB                       | kv_memory is for --prompts
 generate a --drafter exit --heads none             | drafter exit needs heads
-generate a --model untaught --heads none         | no chat template: is it a base model? Give
+generate --prompts prompts.jsonl --output new --model untaught --heads none | is it a base model?
 generate a --model talks.gguf                    | talks.gguf is no GGUF file
 adapt --output new --seed 9223372036854775809    | seed is 9223372036854775809, expected a value
 adapt --model model --output new --questions empty | empty holds no questions
