@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 KERNELS = Path(__file__).parent / "kernels"
+SOURCE = KERNELS / "kernels.cpp"
 
 PANEL = 16  # outputs side by side, as in `panels.hpp`
-SOURCES = ("weights.cpp", "layers.cpp")
 CONSTANTS: tuple[Mapping[str, int], ...] = ({"BFLOAT16": 0}, {"BFLOAT16": 1})
-"""What a wheel has libraries of: each source in KERNELS with each of the constants."""
+"""What a wheel has libraries for."""
 
 _FLAGS = (
     *("-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC"),

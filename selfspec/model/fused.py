@@ -2,7 +2,7 @@
 
 Every row is computed by itself, in an order that its position alone decides: its bits are the same
 in a prompt, among drafts, on a branch of a tree and alone. Layers are a list of operations,
-`kernels/layers.cpp`, whose structs stand here field by field the same; another family is another
+`kernels/layers.hpp`, whose structs stand here field by field the same; another family is another
 list.
 """
 
@@ -34,13 +34,13 @@ from selfspec.model.recipe import (
     plain_linear,
     recipe_of,
 )
-from selfspec.model.weights import TEAM, CompiledLinear, FilePages, in_panels, kernels
+from selfspec.model.weights import TEAM, CompiledLinear, FilePages, in_panels, library
 
 Long, Float, Pointer = ctypes.c_long, ctypes.c_float, ctypes.c_void_p
 
 
 class Kind(IntEnum):
-    """`Kinds` of `layers.cpp`."""
+    """`Kinds` of `layers.hpp`."""
 
     NORM = 0
     LINEAR = 1
@@ -62,7 +62,7 @@ class Heads(ctypes.Structure):
 
 
 class ExpertsStruct(ctypes.Structure):
-    """`Experts` of `layers.cpp`, which says what the fields mean."""
+    """`Experts` of `layers.hpp`, which says what the fields mean."""
 
     _fields_ = (
         *((name, Long) for name in ("count", "each", "normalised", "rounds", "inner")),
@@ -74,7 +74,7 @@ class ExpertsStruct(ctypes.Structure):
 
 
 class Operation(ctypes.Structure):
-    """`Operation` of `layers.cpp`, which says what the fields mean."""
+    """`Operation` of `layers.hpp`, which says what the fields mean."""
 
     _fields_ = (
         *((name, Long) for name in ("kind", "source", "target", "inputs", "outputs")),
@@ -100,7 +100,7 @@ class SpanStruct(ctypes.Structure):
 
 
 class Pass(ctypes.Structure):
-    """`Pass` of `layers.cpp`."""
+    """`Pass` of `layers.hpp`."""
 
     _fields_ = (
         ("rows", Long),
@@ -130,9 +130,7 @@ class Program:
 
     def __init__(self, dtype: torch.dtype, width: int) -> None:
         """`width`: numbers of a row of HIDDEN. Raises ValueError if nothing can be compiled."""
-        self._run = kernels("layers.cpp", dtype).run
-        self._run.argtypes = Pointer, Long, Pointer
-        self._run.restype = None
+        self._run = library(dtype).run
         self._dtype, self._widths = dtype, [width]
         self._widest = 0  # inputs of a linear layer
         self._named: dict[tuple[str, int], int] = {}
@@ -365,7 +363,7 @@ class Program:
         start, end = self._starts[first], self._starts[last]
         at = ctypes.addressof(self._table) + start * ctypes.sizeof(Operation)
         with TEAM.measured():
-            self._run(at, end - start, ctypes.addressof(asked))
+            self._run(end - start, at, ctypes.addressof(asked))
 
     def _need(self, buffer: int, width: int) -> None:
         """Raise ValueError for an operation that would read or write beside its buffer."""

@@ -33,7 +33,7 @@ from selfspec import files
 from selfspec.errors import CannotWrite
 from selfspec.files import cache_folder
 from selfspec.model import compiler
-from selfspec.model.compiler import KERNELS, PANEL
+from selfspec.model.compiler import PANEL, SOURCE
 
 logger = logging.getLogger(__name__)
 
@@ -145,17 +145,10 @@ def compiled(source: Path, **constants: int) -> ctypes.CDLL:
         raise ValueError(reason) from error
 
 
-def kernels(name: str, dtype: torch.dtype) -> ctypes.CDLL:
-    """The library of KERNELS with this name, for numbers of `dtype`. Raises ValueError as above."""
-    if dtype not in DTYPES:
-        raise ValueError(f"compiled code reads float32 and bfloat16, not {dtype}")
-    return compiled(KERNELS / name, BFLOAT16=int(dtype == torch.bfloat16))
-
-
 def origin() -> str | None:
     """Where compiled code comes from: the wheel, a compiler, or None if from neither."""
     with suppress(ValueError):
-        found = _prebuilt(compiler.KERNELS / compiler.SOURCES[0], compiler.CONSTANTS[0])
+        found = _prebuilt(compiler.SOURCE, compiler.CONSTANTS[0])
         if found is not None:
             return f"in the wheel, for {found[1].name}"
     name = compiler.version()
@@ -298,7 +291,7 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # a descriptor
 class Format(NamedTuple):
     """How ggml keeps weights: whole numbers, in blocks of neighbours of a row."""
 
-    number: int  # its place in FORMATS of `weights.cpp`
+    number: int  # its place in FORMATS of `weights.hpp`
     inputs: int  # of a block
     nbytes: int  # of a block
     scales: tuple[int, ...]  # where float16 numbers lie in a block, in bytes
@@ -482,11 +475,14 @@ class _Stripe(ctypes.Structure):
 
 @cache
 def library(dtype: torch.dtype) -> ctypes.CDLL:
-    """The functions of `weights.cpp`. Raises ValueError, with the reason, if there are none."""
-    found = kernels("weights.cpp", dtype)
+    """The kernels for numbers of `dtype`. Raises ValueError, with the reason, if there are none."""
+    if dtype not in DTYPES:
+        raise ValueError(f"compiled code reads float32 and bfloat16, not {dtype}")
+    found = compiled(SOURCE, BFLOAT16=int(dtype == torch.bfloat16))
     whole, pointer = ctypes.c_long, ctypes.c_void_p
-    arguments = {"pack": (2, 2), "linear_layer": (3, 4), "pack_blocks": (3, 3)}
-    for name, (wholes, addresses) in (arguments | {"expand_blocks": (3, 3)}).items():
+    arguments = {"run": (1, 2), "pack": (2, 2), "linear_layer": (3, 4)}
+    arguments |= dict.fromkeys(("pack_blocks", "expand_blocks"), (3, 3))
+    for name, (wholes, addresses) in arguments.items():
         function = getattr(found, name)
         function.argtypes, function.restype = (whole,) * wholes + (pointer,) * addresses, None
     found.likeliest.argtypes = *(whole,) * 3, ctypes.c_float, *(pointer,) * 3
@@ -568,7 +564,7 @@ def _panels(weight: Tensor) -> tuple[int, Tensor]:
 
 
 class CompiledLinear:
-    """A linear layer by `weights.cpp`: a copy in panels. Raises ValueError without a compiler."""
+    """A linear layer by `weights.hpp`: a copy in panels. Raises ValueError without a compiler."""
 
     def __init__(
         self,

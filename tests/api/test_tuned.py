@@ -34,7 +34,8 @@ DEFAULTS: dict[str, Any] = {"drafter": "exit:layers=2,threshold=0.8"}
 
 
 @pytest.fixture(autouse=True)
-def cache(empty_cache: Path) -> Path:
+def cache(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(TEAM, "_free", None)  # nobody was busy before
     return empty_cache / "tuned"
 
 

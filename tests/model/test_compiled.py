@@ -22,7 +22,7 @@ import torch
 
 from selfspec.files import cache_folder, cores, open_to_others
 from selfspec.model import compiler, weights
-from selfspec.model.compiler import CONSTANTS, SOURCES, TARGETS, Target, library_name, make_library
+from selfspec.model.compiler import CONSTANTS, SOURCE, TARGETS, Target, library_name, make_library
 from selfspec.model.weights import Team, compiled, origin
 from tests.bad_input import snapshot
 from tests.models import needs_compiler
@@ -290,9 +290,8 @@ def hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     folder = tmp_path / "selfspec" / "model"
     (folder / "kernels").mkdir(parents=True)
     shutil.copy(compiler.__file__, folder)
-    for name in SOURCES:
-        text = 'extern "C" int answer() { return 40 + BFLOAT16; }'
-        (folder / "kernels" / name).write_text(text, encoding="utf-8")
+    text = 'extern "C" int answer() { return 40 + BFLOAT16; }'
+    (folder / "kernels" / SOURCE.name).write_text(text, encoding="utf-8")
     return made
 
 
@@ -303,7 +302,7 @@ def test_a_wheel_has_a_library_for_every_kind_of_processor(
     data: dict[str, Any] = {"force_include": {}}
     hook.initialize("standard", data)
     files = data["force_include"]
-    assert len(files) == len(SOURCES) * len(CONSTANTS) * len(OURS)
+    assert len(files) == len(CONSTANTS) * len(OURS)
     assert data["tag"] == f"py3-none-linux_{platform.machine()}"
     assert not data["pure_python"]
     for made, inside in files.items():
@@ -313,8 +312,8 @@ def test_a_wheel_has_a_library_for_every_kind_of_processor(
     assert not any(Path(made).exists() for made in files)
     monkeypatch.setenv("CXX", "false")
     installed = tmp_path / "selfspec" / "model" / "kernels"
-    assert compiled(installed / SOURCES[0], BFLOAT16=1).answer() == 41
-    monkeypatch.setattr(compiler, "KERNELS", installed)
+    assert compiled(installed / SOURCE.name, BFLOAT16=1).answer() == 41
+    monkeypatch.setattr(compiler, "SOURCE", installed / SOURCE.name)
     assert origin() == f"in the wheel, for {FITTING[0].name}"
 
 

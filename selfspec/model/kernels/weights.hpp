@@ -1,9 +1,10 @@
 // Weights in the form that is multiplied, and one linear layer at a time: for unembeddings and heads.
 //
-// Compiled with BFLOAT16 (0 or 1: float32), for a wheel or on the machine that runs it. A block of a
-// GGUF file is a stretch of one output's inputs, and becomes that output's part of one unit of
-// blocks.hpp. The formats are those of ggml; which values a block stands for is as in the Python
+// A block of a GGUF file is a stretch of one output's inputs, and becomes that output's part of one
+// unit of blocks.hpp. The formats are ggml's; which values a block stands for is as in the Python
 // package gguf. Two are our own: Q4_0 and Q8_0 with a byte behind the scale, taken off each quant.
+
+#pragma once
 
 #include "functions.hpp"
 #include "linear.hpp"

@@ -1,8 +1,9 @@
 // Decoder layers as a list of operations that all threads of one team run together.
 //
-// Compiled with BFLOAT16 (0 or 1: float32), for a wheel or on the machine that runs it. Every row
-// is computed by itself, in an order that depends on its own position alone: its bits cannot depend
-// on the rows that run beside it.
+// Every row is computed by itself, in an order that depends on its own position alone: its bits
+// cannot depend on the rows that run beside it.
+
+#pragma once
 
 #include <memory>
 #include <numeric>
@@ -169,7 +170,7 @@ void step(const Operation& op, const Pass& pass, const Work& work, float* shared
 extern "C" {
 
 // All operations, one after the other, on one team of threads.
-void run(const Operation* operations, long count, const Pass* pass) {
+void run(long count, const Operation* operations, const Pass* pass) {
   if (!pass->rows) return;
   Work work;
   for (long i = 0; i < pass->spans; i++) work.add(i, pass->span[i]);
