@@ -271,7 +271,7 @@ class GenerateOptions(TypedDict, total=False):
     repetition_penalty: Annotated[float, parts.ABOVE_ZERO]
     no_repeat_ngram_size: Annotated[int, _NOT_BELOW_0]
     bad_words_ids: list[list[int]]
-    sequence_bias: list[list[Any]] | dict[tuple[int, ...], float]
+    sequence_bias: list[tuple[list[int], float]] | dict[tuple[int, ...], float]
     suppress_tokens: list[int]
     begin_suppress_tokens: list[int]
     forced_bos_token_id: int
