@@ -163,7 +163,7 @@ class Level:
 
     def _counts(self) -> tuple[int, int]:
         """Open files and sockets; threads, but for pools, which keep a few."""
-        others = ("asyncio_", "uvloop_", "selfspec-reader")
+        others = ("asyncio_", "uvloop_", "AnyIO", "selfspec-reader")
         running = [one for one in threading.enumerate() if not one.name.startswith(others)]
         pipes = 2 * len(chat_template._idle)  # of renderers that are kept, at most two
         return psutil.Process().num_fds() - pipes, len(running)
