@@ -117,9 +117,8 @@ def test_it_compiles_for_every_processor_and_runs_where_it_is_one(
     target: Target, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = [one for one in TARGETS["x86_64"] if one.needs <= weights.processor_features()]
-    constants, quickly = {"BFLOAT16": int(dtype == torch.bfloat16)}, " -O0"
-    if target in running[:1]:  # with the warnings of optimisers
-        quickly = ""
+    constants = {"BFLOAT16": int(dtype == torch.bfloat16)}
+    quickly = "" if target in running[:1] else " -O0"  # optimisers warn, too, of the fastest
     strict = target._replace(flags=f"{target.flags} -Wall -Wextra -Werror{quickly}")
     # kept like all that is compiled: its name has a digest of source and flags
     library = cache_folder() / "compiled" / library_name(SOURCE, constants, strict)
