@@ -67,7 +67,6 @@ ADAPTED = "adapted"  # folder of text and heads
 
 Found = dict[str, Any]  # what a step fills in; it stays where the step fails
 
-
 # --- the models
 
 

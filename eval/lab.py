@@ -42,7 +42,6 @@ Numbers = Annotated[str, typer.Option(help="With commas.")]
 
 PLAIN = Contender(label="plain", method="plain", setting={"speculate": False})
 
-
 Item = TypeVar("Item")
 Ask = Callable[[Mapping[str, Any]], dict[str, Any]]
 

@@ -175,7 +175,6 @@ def question(text: str, tokens: int, **more: Any) -> dict[str, Any]:
 
 STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 
-
 # --- load
 
 OURS, PLAIN, FILE = "selfspec", "selfspec, no drafts", "selfspec, the file's blocks"

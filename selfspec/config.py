@@ -242,7 +242,6 @@ def check_request(values: Mapping[str, Any]) -> None:
 DEFAULT_MAX_NEW_TOKENS = 128
 """Tokens to generate where neither the caller nor the model says."""
 
-
 _NOT_BELOW_0 = parts.at_least(0)
 
 

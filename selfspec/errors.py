@@ -124,7 +124,6 @@ _WORDS: dict[Any, tuple[str, str]] = {  # one value of a type, and several
 _TORCH_CLASSES = dict.fromkeys(("Tensor", "GenerationConfig", "BaseStreamer"), Any)
 """Names in annotations that need torch: whoever uses such a value checks it."""
 
-
 annotations_of: Callable[..., dict[str, Any]] = functools.cache(
     functools.partial(get_type_hints, localns=_TORCH_CLASSES)
 )

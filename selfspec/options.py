@@ -128,7 +128,6 @@ Rows = Annotated[int, between(1, 64, request=32)]
 Width = Annotated[int, between(1, 64, request=16)]
 """Draft tokens of a round. With 64 the logits of a verification take 13 MB at 49,152 tokens."""
 
-
 # --- drafters
 
 
@@ -393,7 +392,6 @@ CONTROLLERS: Kinds = {
     one.kind: one for one in (Fixed, Heuristic, Threshold, GammaTune, GammaTunePlus, CmAsdLength)
 }
 
-
 # --- acceptance rules: what decides how many drafts stay
 
 
@@ -454,7 +452,6 @@ ACCEPTANCE: Kinds = {one.kind: one for one in (Lossless, Lenient, CmAsd, Easd)}
 KINDS = {"drafter": DRAFTERS, "controller": CONTROLLERS, "acceptance": ACCEPTANCE}
 """Options that are of one kind of several (drafters: of two together), by name."""
 
-
 # --- what drafts cost, as shares of a step of one row
 
 
@@ -478,7 +475,6 @@ class Costs(Part, kind="costs"):
 
 PARTS: dict[str, Kinds] = {**KINDS, "costs": {"": Costs}}
 """All options that have settings of their own; costs are of one kind, which has no name."""
-
 
 # --- values from text, YAML and JSON, as a type hint wants them
 

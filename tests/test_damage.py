@@ -171,7 +171,6 @@ FORMATS = {
     "a run of bench": Format(("run.yaml", "summary.json", "answers.jsonl"), make_run, read_run),
 }
 
-
 KNOWN = {"layers": [2, 4], "top_k": 4}
 STRANGE: dict[str, dict[str, list[Any]]] = {
     "features": {

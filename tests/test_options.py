@@ -261,7 +261,6 @@ options = st.builds(
     pinned_rows=st.integers(1, 128),
 )
 
-
 # --- there and back
 
 

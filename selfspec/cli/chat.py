@@ -260,7 +260,6 @@ COMMANDS: dict[str, tuple[str, str, Callable[[Chat, str], None]]] = {
 }
 """By name: what may stand behind it (in brackets: need not), what it does, and how."""
 
-
 # --- where turns come from: each reader gives the next one, stripped, None at the end
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from selfspec.api.speculator import Speculator
-    from selfspec.api.stream import Generation
+    from selfspec.api.stream import Estimate, Generation
     from selfspec.api.text import Prompt
     from selfspec.decoding.stats import GenerationStats, Round
     from selfspec.heads.exit_heads import ExitHeads
@@ -55,6 +55,7 @@ class Written(NamedTuple):
     token_ids: list[int]
     rounds: Sequence[Round] = ()
     stats: GenerationStats | None = None
+    estimate: Estimate | None = None
 
 
 Decode = Callable[["Speculator", "Tensor", int, Setting, Any], Written]
@@ -97,7 +98,7 @@ def on_our_runtime(
     options = {"speculate": True, "do_sample": False, "streamer": streamer, **setting}
     stream = speculator.stream(ids, max_new_tokens=count, **options)
     answer = stream.drain()
-    return Written(answer.token_ids, stream.rounds, answer.stats)
+    return Written(answer.token_ids, stream.rounds, answer.stats, answer.estimate)
 
 
 def _hugging_face(
@@ -309,7 +310,6 @@ METHODS = {
     ),
 }
 """By name; the ablations and peers that share our runtime differ in settings alone."""
-
 
 # --- sweeps: `--sweep exit.threshold=0.1,0.3`
 
@@ -524,6 +524,7 @@ class Bench:
             arrivals=arrivals(streamer.heard, start, written),
             equal=written.token_ids == expected,
             counts=_counts(written.stats) if written.stats else {},
+            by_costs=written.estimate and written.estimate.speed_up,
         )
 
     def _judged(

@@ -35,12 +35,11 @@ ALL, WITHOUT_LOOPS = "all", "without_loops"
 
 # --- figures
 
-
 _COLUMNS = (
     *("id", "task", "turn", "repeat", "looping", "method", "seconds", "equal", "first_s"),
-    *("first_tokens", "tokens", "passes", "token_s", "drafted", "accepted", "counts", "quality"),
+    *("first_tokens", "tokens", "passes", "token_s", "drafted", "accepted", "by_costs"),
+    *("counts", "quality"),
 )
-
 
 _PLACE = ["id", "turn", "repeat"]  # of an answer
 
@@ -124,11 +123,12 @@ def _figures(group: pd.DataFrame, methods: Iterable[str], seed: int) -> dict[str
     found: dict[str, Any] = {}
     for label in methods:
         own = group[group.method == label]
-        drafted = own.drafted.sum()
+        drafted, by_costs = own.drafted.sum(), own.by_costs.astype(float).fillna(1.0)
         found[label] = {
             "answers": len(own),
             "compression_rate": float(own.tokens.sum() / max(own.passes.sum(), 1)),
             "acceptance_rate": float(own.accepted.sum() / drafted) if drafted else None,
+            "worst_by_costs": float(by_costs.min()) if drafted else None,
         }
         for base in BASES:
             above, below = seconds_by_prompt(group, base, label).to_numpy().T
@@ -328,7 +328,8 @@ def _by_prompt(summary: Summary, found: pd.DataFrame, base: str) -> Table:
     wrote = zip(overall.method, overall.answers, strict=True)
     unlike = [f"{summary['unequal'][label]} of {count}" for label, count in wrote]
     headers = {"prompts": "prompts", "ratio": "total", "mean": "mean", "p5": "5th percentile"}
-    headers |= {"worst": "worst", "unlike": "answers unlike plain decoding's"}
+    headers |= {"worst": "worst", "worst_by_costs": "worst answer by costs, behind its prompt"}
+    headers |= {"unlike": "answers unlike plain decoding's"}
     title = f"Speed-up over {NAMES[base]}, by prompt"
     return _picked(title, overall.astype({"prompts": int}).assign(unlike=unlike), headers)
 

@@ -203,6 +203,7 @@ class Run:
     equal: bool = False  # the tokens are those of plain decoding
     counts: dict[str, dict[str, float]] = field(default_factory=dict)
     """What our runtime counted: seconds by part; drafted and accepted by exit layer and index."""
+    by_costs: float | None = None  # its speed-up behind the prompt by costs, if drafts were made
     quality: Quality | None = None  # of the text up to the method's own end; where it was looked at
     error: str | None = None  # why there is no answer
 

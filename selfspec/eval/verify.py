@@ -272,7 +272,6 @@ RUNGS: dict[str, Callable[[Subject], Rung]] = {
 }
 """Claims in the order of design: from exact to rounded."""
 
-
 # --- bits, texts, distances to the best token
 
 

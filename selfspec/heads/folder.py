@@ -170,7 +170,6 @@ EAGLE3_OURS = (
     *("chat_template", "weights"),
 )
 
-
 _STATES = "eagle_aux_hidden_state_layer_ids"  # beside the switches, or in `eagle_config`
 
 

@@ -272,7 +272,6 @@ HEAD_TYPES: dict[str, type[ExitHead]] = {
     MEDUSA: MedusaHead,
 }
 
-
 # --- how certain: by the whole distribution, never by the token that was drawn
 
 Signal = Callable[[Tensor], Tensor]  # draft logits [.., V] -> [..] in [0, 1], 1 is certain

@@ -257,7 +257,6 @@ _TRIAL_ERROR = 0.05
 """Largest error of a replay, relative to the output (root mean square): a library may pick another
 kernel for a capture, but an input that a graph misses is off by much more."""
 
-
 _MOST_COMPILED = 64  # versions of a layer, of all models of a process, and of counts of rows
 
 

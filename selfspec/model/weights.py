@@ -113,7 +113,6 @@ class Team:
 
 TEAM = Team()  # one for the process, as the threads are
 
-
 # --- libraries of C++: one that the wheel brings, or made here
 
 DTYPES = (torch.float32, torch.bfloat16)  # that compiled code reads, and blocks are expanded to
@@ -462,7 +461,6 @@ def _expanded(values: Any) -> Any:
 
 
 _SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
-
 
 # --- panels of outputs, by stripes that are kept in one form
 

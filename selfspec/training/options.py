@@ -31,7 +31,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """Named sets of FitOptions. specbound: what the paper prints (its section 3.1)."""
 
-
 _KINDS_WITH = {  # options that some head types have
     **dict.fromkeys(("state_layers", "inner_size"), ("deep-fused", EAGLE3)),
     **dict.fromkeys(("draft_steps", "step_decay"), ("deep-fused", EAGLE3, MEDUSA)),

@@ -205,7 +205,6 @@ OPTIONS: list[dict[str, Any]] = [
     *({"position_ids": torch.arange(3)}, {"inputs_embeds": torch.zeros(1, 3, 32)}),
 ]
 
-
 CONFIGS: list[dict[str, Any]] = [
     *options("max_new_tokens", "5", 2.5),
     *options("temperature", "hot", do_sample=True),
@@ -215,7 +214,6 @@ CONFIGS: list[dict[str, Any]] = [
     *({name: 3} for name in ("num_return_sequences", "num_beams")),
     *({"cache_implementation": "static"}, {"output_scores": True}),
 ]
-
 
 # --- what holds for a whole speculator
 

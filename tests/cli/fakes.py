@@ -17,14 +17,12 @@ from selfspec.hub.models import DEFAULT_HEADS
 
 Call = Callable[..., Any]  # of a command: `call` in conftest.py
 
-
 STATS: Any = SimpleNamespace(
     **{"rounds": 1, "prompt_tokens": 10, "new_tokens": 2},
     **{"compression_rate": 2.0, "decode_tokens_per_s": 2.0},
     line=lambda: "2 tokens at 2.0 tokens/s",
     to_dict=lambda: {"new_tokens": 2},
 )
-
 
 _GIVER = Giver("exit", 2)
 

@@ -158,7 +158,6 @@ base.load = load
 run()
 """
 
-
 WAITS = "tokens i"
 """The line below the editor, also in a narrow window."""
 

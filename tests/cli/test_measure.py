@@ -31,7 +31,6 @@ MODEL = ["--model", "model", "--dtype", "float32"]
 DRAFTS = ["--heads", "logit-lens", "--drafter", "exit:layers=2/4,threshold=0.05"]
 SIX = ["--max-new-tokens", "6"]
 
-
 # --- bench
 
 BENCH = ["bench", *MODEL, *DRAFTS, *SIX, "--suite", "suite.jsonl", "--output", "out"]

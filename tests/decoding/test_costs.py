@@ -107,7 +107,6 @@ def test_a_draft_model_costs_its_share_of_the_weights_that_a_row_reads() -> None
 
 COST = DraftCost(rows=(0.08,), head=0.05, num_layers=12)
 
-
 EXITS = Draft(proposed=[DraftToken(90, layer=3)], heads=1, ended="width")
 ONE = COST.of(EXITS)
 """What a round with this draft costs: 0.38 plain steps."""

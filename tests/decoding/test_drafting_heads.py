@@ -55,7 +55,6 @@ PUBLISHED = """\
 
 WHOLE = f"{MEDUSA_FITTED},max_rows=64".removeprefix("ngram+")
 
-
 targeted = cache(lambda family, executor: Backbone(target(family), executor=executor))
 
 

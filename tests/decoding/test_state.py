@@ -160,7 +160,6 @@ DIFFICULT_TOKEN: list[tuple[list[int], int, int]] = [
 ]
 """SpecBound, section 2.3: a difficult token."""
 
-
 # a difficult first token costs no row twice
 DIFFICULT_AT_ONCE = [([5], 0, 2), ([5], 2, 4), ([5], 4, 6), ([5], 6, 8)]
 # room for 2 tokens, one of them the bonus, whose row alone aligns a chain at one layer

@@ -93,6 +93,7 @@ def test_all_methods_write_the_same_tokens_for_every_turn_by_the_clock(
         assert answer.runs.keys() == set(NAMES)
         for label, run in answer.runs.items():
             assert (run.equal, run.error) == (True, None)
+            assert bool(run.by_costs) == bool(run.counts.get("drafted_by_index"))
             assert sum(count for count, _ in run.arrivals) == COUNT
             if label == "speculation":
                 assert all(count == seconds for count, seconds in run.arrivals)

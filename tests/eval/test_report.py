@@ -53,6 +53,7 @@ FAST = run(
         "drafted_by_index": {"1": 1, "2": 1, "3": 1},
         "accepted_by_index": {"1": 1, "2": 1},
     },
+    by_costs=1.5,
 )
 
 
@@ -89,6 +90,9 @@ def summary() -> dict[str, Any]:
         (("all", "overall", "fast", "compression_rate"), 12 / 4),
         (("all", "overall", "fast", "acceptance_rate"), 6 / 9),
         (("all", "overall", "plain", "acceptance_rate"), None),
+        (("all", "overall", "fast", "worst_by_costs"), 1.0),  # nothing was drafted in a turn
+        (("all", "math", "fast", "worst_by_costs"), 1.5),
+        (("all", "overall", "plain", "worst_by_costs"), None),
         (("acceptance", "fast", "by_layer"), {"2": [3, 3], "4": [6, 3]}),
         (("acceptance", "fast", "by_index"), {"1": [3, 3], "2": [3, 3], "3": [3, 0]}),
         (("latency", "fast", "first_token_s"), 1.0),

@@ -233,7 +233,6 @@ def test_a_heads_config_that_is_a_folder_or_a_pipe(heads: Path, unembedding: Une
 
 NAME = "by_layer.4.change.inner.weight"
 
-
 WEIGHTS: dict[str, Change] = {
     "gone": lambda folder: (folder / "model.safetensors").unlink(),
     "no tensors": lambda folder: (folder / "model.safetensors").write_bytes(b"\x80\x04\x95"),
@@ -409,7 +408,6 @@ DAMAGES: list[tuple[Change, str]] = [
     (tensor("d2t", lambda t: -torch.arange(make.DRAFTED)), "d2t"),
     (tensor("d2t", lambda t: t[:-1]), "d2t"),
 ]
-
 
 OF_ANOTHER_MODEL = [
     (config(**{STATES: [1, 4, 9]}), "8 layers"),
