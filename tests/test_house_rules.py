@@ -39,7 +39,7 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27192,
+    "tests/": 27193,
     "model": 6815,
     "decoding": 5019,
     "training": 3743,

@@ -27,7 +27,7 @@ from selfspec.model.check import captured_outputs
 from selfspec.model.fused import FusedExecutor
 from selfspec.model.generic import Decoder
 from selfspec.model.kv import KVCache
-from selfspec.model.weights import CompiledLinear
+from selfspec.model.weights import CompiledLinear, library
 from tests import ladder, models
 from tests.models import BREADTH, FAMILIES, addressless, make_model, needs_compiler, random_ids
 from tests.stand_in import FIRST, SECOND, stand_ins
@@ -259,6 +259,7 @@ def test_any_failure_of_compiled_code_leaves_the_models_own_modules(
 ) -> None:
     broken = Mock(side_effect=broken) if isinstance(broken, Exception) else broken
     monkeypatch.setattr(owner, name, broken)
+    monkeypatch.setattr("selfspec.model.fused.library", library.__wrapped__)  # as in a new process
     backbone = same_as_the_model(make_model("llama"))
     assert backbone.executor_name == "generic"
     assert re.search(why, backbone.refused["fused"])
