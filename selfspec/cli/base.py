@@ -517,7 +517,7 @@ def load(asked: Asked, *, compared: bool = False) -> Speculator:
 
 
 def check_template(asked: Named, command: str = "generate") -> None:
-    """Say before anything is loaded that messages need a template, and nothing brings one."""
+    """Refuse, before anything is loaded, messages without a template, and one beside --raw."""
     raw, name, heads = asked.get("raw"), asked.get("model"), asked.get("heads")
     if raw:
         refuse(asked, {"system", "chat_template"}, "and --raw at once. Leave one of them out")

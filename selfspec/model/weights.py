@@ -200,7 +200,7 @@ def _made_here(source: Path, constants: Mapping[str, int]) -> ctypes.CDLL:
             compiler.make_library(Path(own) / name, source, constants, target)
             return _load(Path(own) / name)
     if not library.exists():
-        _log_once(logging.INFO, "compiling for this processor, once (half a minute): %s", folder)
+        _log_once(logging.INFO, "compiling once for this processor (half a minute) into %s", folder)
         with files.replacing(library, private=True) as new:
             compiler.make_library(new, source, constants, target)
     return _load(library)
