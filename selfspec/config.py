@@ -32,7 +32,6 @@ class SpeculationOptions:
 
     speculate: bool = True
     """Use drafts. Without them the same runtime decodes token by token."""
-
     drafter: str = "exit"
     """One of exit (heads), ngram (prompt lookup), rest, skip, successors, lookahead, draft-model,
     ngram+OTHER, none.
@@ -42,17 +41,13 @@ class SpeculationOptions:
     model without some of its layers. Of two the one that promises more drafts; heads on the
     embedding, successors and rest draft around prompt lookup.
     """
-
     controller: parts.Controller = field(default_factory=parts.Fixed)
     """What sets the draft length of the next round: fixed, heuristic, threshold, gammatune,
     gammatune-plus, cm-asd."""
-
     acceptance: parts.Acceptance = field(default_factory=parts.Lossless)
     """Which drafts stay: lossless, or one of the lossy rules lenient, cm-asd, easd."""
-
     costs: parts.Costs = field(default_factory=parts.Costs)
     """What drafts cost here, as shares of one pass without drafts: row, head."""
-
     exit: parts.Exit = field(default_factory=parts.Exit)
     ngram: parts.Ngram = field(default_factory=parts.Ngram)
     draft_model: parts.DraftModel = field(default_factory=parts.DraftModel)
@@ -63,20 +58,16 @@ class SpeculationOptions:
 
     easd: parts.Easd = field(default_factory=parts.Easd)
     """Where `easd` as text starts: heads may know its entropy threshold."""
-
     never_slower: bool = True
     """Pause heads, a draft model or skip while they cost more than they give; try again later.
 
     Prompt lookup costs nothing to draft and has its own rule.
     """
-
     require_lossless: bool = False
     """Refuse lossy settings."""
-
     pinned: bool | None = None
     """No draft changes one bit of a logit. True: by passes of one shape where kernels need it, or
     an error where bits still move. None: as far as kernels have it, which costs nothing."""
-
     pinned_rows: Annotated[int, parts.between(1, 128)] = 8
     """With --pinned, rows of every pass: one for the newest token, one for each draft token."""
 

@@ -137,7 +137,6 @@ class Exit(Part, kind="exit"):
 
     layers: Annotated[tuple[int, ...] | None, LAYER] = None
     """Exit layers in use, counted from 1. None: all that the heads were fitted for."""
-
     threshold: Annotated[float | tuple[float, ...], SHARE] = 0.9  # a wrong draft costs work
     """tau, in (0, 1]: a token exits where its annealed confidence reaches it. One value for all
     exit layers, or one per layer."""
@@ -145,18 +144,14 @@ class Exit(Part, kind="exit"):
     # the paper calls for "a small" one without printing it (section 3.3)
     anneal_strength: Amount = 0.2
     """alpha, at least 0, in `T_l = 1 + alpha (1 - l / L)`; 0 turns annealing off."""
-
     max_depth: Annotated[int | None, LAYER] = None
     """D_max, an exit layer: no draft runs deeper. None: the deepest exit layer in use."""
-
     max_tokens: Width = 6
     """Draft tokens per round at most (W_max), or where a controller starts; of a tree the longest
     path."""
-
     guesses: Annotated[int, between(1, 32, request=4)] = 1
     """Tokens that a head on the embedding, exit layer 0, may propose for one place, at least 1:
     more than one make a tree. Each is proposed where its probability pays for its row."""
-
     max_rows: Rows = 16
     """Rows of a tree's verification at most, with the newest token's."""
 
@@ -197,10 +192,8 @@ class Successors(Part, kind="successors"):
 
     max_tokens: Width = 6
     """Longest path of a tree, at least 1."""
-
     guesses: Annotated[int, between(1, 8, request=4)] = 4
     """Tokens that may be proposed for one place, at least 1: those likely enough for their row."""
-
     max_rows: Rows = 16
     """Rows of a tree's verification at most, with the newest token's."""
 
@@ -211,7 +204,6 @@ class Rest(Part, kind="rest"):
 
     max_tokens: Width = 10
     """Longest path of a tree, at least 1; no lookup says more than 10."""
-
     max_rows: Rows = 16  # REST drafts 64 tokens, on a GPU
     """Rows of a tree's verification at most, with the newest token's."""
 
@@ -233,10 +225,8 @@ class Lookahead(Part, kind="lookahead"):
     # the project's N, W, G are 5, 7, 7, which takes 56 rows: for a GPU. These defaults take 8
     level: Annotated[int, between(2, 8, request=4)] = 3
     """N, at least 2: tokens of an n-gram, the newest included."""
-
     window: Annotated[int, between(1, 16, request=4)] = 2
     """W, at least 1: columns of guessed tokens."""
-
     guesses: Annotated[int, between(1, 16, request=4)] = 2
     """G, at least 1: n-grams that are drafted, and that are kept with the same first token."""
 
@@ -253,14 +243,11 @@ class Skip(Part, kind="skip"):
     skipped: Annotated[tuple[int, ...] | None, between(2, 4096)] = None
     """Layers that drafts leave out, counted from 1; the first always runs. None: those that are
     found best while texts are written."""
-
     threshold: Probability = 0.8
     """Top probability, in [0, 1], from which drafting goes on; where it starts."""
-
     target: Annotated[float | None, PROBABILITY] = 0.9
     """Share of drafts that should stay: the threshold moves towards it, 0.001 a round. None: it
     stays as it is."""
-
     max_tokens: Width = 8
     """Draft tokens per round at most (W_max), or where a controller starts."""
 
@@ -325,7 +312,6 @@ class Bounded(Part):
 
     shortest: Width = 1
     """gamma_min, k_min, at least 1: no draft is asked to be shorter."""
-
     longest: Width = 10  # printed nowhere: where verification starts to cost on a CPU
     """gamma_max, k_max, at least 1: no draft is longer; in pinned mode never more than
     `pinned_rows - 1`."""
@@ -361,7 +347,6 @@ class GammaTune(Bounded, kind="gammatune"):
 
     rate: Share = 0.3  # printed nowhere
     """eta, in (0, 1]: weight of the last round in the mean."""
-
     step: Amount = 2.0  # printed nowhere; the heuristic's own step
     """delta, at least 0: added for a round whose drafts were all accepted."""
 
@@ -417,10 +402,8 @@ class CmAsd(Ensemble, kind="cm-asd"):
     reading: Annotated[str, Range(("intent", "paper").__contains__, "intent or paper")] = "intent"
     """intent: stricter where the drafter is unsure, as the document's text says; paper: looser, as
     its formula does."""
-
     top_beta: Rank = 3  # printed nowhere
     """beta, at least 1: a draft must be among so many best tokens."""
-
     tolerance: Amount = 0.1  # the document's example
     """tau_base, at least 0, in nats below the best token."""
 
@@ -437,10 +420,8 @@ class Easd(Part, kind="easd"):
 
     entropy: Annotated[float | None, AMOUNT] = None
     """tau_H, at least 0, in nats. None: that of the heads, by selfspec calibrate --entropy."""
-
     overlap: Probability = 0.8
     """tau_O, in [0, 1]: more than this share of the best tokens is the same in both."""
-
     tokens: Rank = 5
     """N, at least 1: how many best tokens are compared."""
 
@@ -463,7 +444,6 @@ class Costs(Part, kind="costs"):
     """What one more row adds to a verification, in [0, 1]: the second, the third and so on, as far
     as they differ; a draft token is proposed where it is likely enough to pay for that. None: as
     measured when this model was first loaded on this machine."""
-
     head: Annotated[float | None, AMOUNT] = None
     """What asking one exit head adds to a round, at least 0. None: as measured, likewise."""
 

@@ -26,46 +26,32 @@ class ServeOptions:
 
     host: str = "127.0.0.1"
     """Address to listen at. Any but this machine's own needs keys."""
-
     port: Annotated[int, between(0, 65535)] = 8000
     """Port; 0 takes a free one."""
-
     concurrency: Annotated[int, at_least(1)] = 32
     """Answers generated at once, in one batch."""
-
     queue: Annotated[int, at_least(0)] = 128
     """Requests that may wait; more are refused with status 429."""
-
     timeout: Annotated[float, ABOVE_ZERO] = 600.0
     """Seconds for an answer, waiting included; then it is cut."""
-
     max_tokens: Annotated[int, at_least(1)] = 1024
     """Tokens of an answer at most, where its request does not say."""
-
     max_prompt_tokens: Annotated[int | None, at_least(1)] = None
     """Tokens of a prompt at most. None: the model's context length."""
-
     max_body_mb: Annotated[float, ABOVE_ZERO] = 4.0
     """Largest body of a request, in megabytes."""
-
     client_timeout: Annotated[float, ABOVE_ZERO] = 30.0
     """Seconds for a client to send a request, or to read on; then its connection ends."""
-
     patience: Annotated[float, at_least(0)] = 1.0
     """Delay of the next token of an answer while another prompt is read, at most, in tokens."""
-
     graceful_seconds: Annotated[float, ABOVE_ZERO] = 30.0
     """Seconds that running answers have when the server is stopped."""
-
     replicas: Annotated[int, at_least(1)] = 1
     """Copies of the model; more than one runs under Ray Serve, and they share the cores."""
-
     cors_origin: list[str] | None = None
     """Other web page that may use this server: https://example.com; repeatable."""
-
     log_requests: bool = False
     """A line per request: path, status, tokens, seconds and address; no text."""
-
     log_prompts: bool = False
     """The texts of requests and answers, too."""
 

@@ -55,38 +55,27 @@ class DataOptions:
     tokens: Limit = None
     """Answer tokens to write, at least 1; the batch that reaches them is written whole. A file may
     be continued with a higher number. None: all rows of --from."""
-
     batch_size: Count = 128
     """Conversations of a batch, at least 1; a killed run loses no more."""
-
     system: str | None = None
     """System message of every conversation."""
-
     raw: bool = False
     """For base models: prompts are plain text that the model continues, without a chat template."""
-
     question_temperature: Annotated[tuple[float, ...], _RANGE] = (0.8, 1.0)
     """Lowest and highest temperature of user turns, above 0; each row draws some in between."""
-
     question_top_k: Annotated[int, at_least(0)] = 100
     """User turns are drawn from this many of the likeliest tokens; 0: from all."""
-
     max_question_tokens: Count = 256
     """Tokens of a user turn, at least 1; one that does not end within them is dropped."""
-
     greedy_share: Probability = 0.9
     """Share of the conversations that are answered greedily, in [0, 1]; the others are sampled, so
     that heads meet texts that the likeliest tokens alone do not give."""
-
     temperature: Positive = 0.7
     """Temperature of sampled answers, above 0."""
-
     max_prompt_tokens: Annotated[int, at_least(32)] = 1500
     """Tokens of a prompt, at least 32; a longer one is dropped, a passage is cut to fit."""
-
     max_new_tokens: Count = 400
     """Tokens of an answer, at least 1; longer ones are cut there."""
-
     seed: Annotated[int, between(0, _LARGEST_SEED)] = 0
     """Fixes every draw, and so the text."""
 
@@ -103,25 +92,19 @@ class CacheOptions:
     exit_layers: tuple[int, ...] | None = None
     """Exit layers, counted from 1; 0 is the embedding, for deep-fused heads. None: five, evenly
     spread over the first two thirds, and 0 where deep states are kept."""
-
     deep: bool = True
     """Keep the last state of the token before, which deep-fused heads read."""
-
     state_layers: tuple[int, ...] | None = None
     """Layers whose states of the token before are kept beside it, rising. None: one, at 0.7 of the
     depth."""
-
     top_k: Count = 32
     """The model's own most likely next tokens, kept for fitting to its distribution and for
     measuring, at least 1."""
-
     batch_tokens: Count = 2048
     """Tokens per batch, padding included; no conversation may be longer. Larger ones are fewer
     steps."""
-
     answers_only: bool = False
     """Keep positions that predict a token of an answer alone, for a fit with --answer-share 1."""
-
     max_tokens: Limit = None
     """Answer tokens of the text to use. None: all."""
 
@@ -137,66 +120,50 @@ class FitOptions:
     """Exit layers, counted from 1; 0 is the embedding, for deep-fused heads, and the only one of
     eagle3 and medusa. None: those of the cache, else the embedding for these, and five for others,
     evenly over the first two thirds."""
-
     head_type: Annotated[str, _HEAD_TYPE] = "deep-fused"
     """deep-fused (an MLP that also reads the model's last state of the token before: no layer runs
     for a draft), linear (norm and an LM head of its own), translator (norm, an affine map, the
     model's own unembedding), eagle3 (a decoder layer that attends to the whole text, with an LM
     head of its own; other runtimes read its files, too), or medusa (several, each from the model's
     last state to a token further ahead)."""
-
     state_layers: tuple[int, ...] | None = None
     """Layers whose states of the token before heads read, rising, 1 to the model's last but one.
     None: for eagle3 2, the middle one and the last but three; for deep-fused heads at exit layer 0
     alone those of the cache, else one, at 0.7 of the depth."""
-
     inner_size: Limit = None
     """Hidden units of deep-fused and eagle3 heads, at least 1. None: the type's own choice."""
-
     draft_vocab_size: Limit = 8192
     """Tokens that heads can draft: all special ones, the most frequent of the training answers,
     then the lowest ids. None, or as many as there are: the model's whole vocabulary."""
-
     ce_share: Probability = 1.0
     """Share of the loss on the model's own next token, in [0, 1]; the rest is the divergence from
     its distribution."""
-
     answer_share: Annotated[float | None, SHARE] = None
     """Share of the loss on positions that predict a token of an answer, above 0, at most 1; the
     rest is on what the model says within user turns and passages. 1 leaves these out. None: all
     positions count alike."""
-
     draft_steps: Limit = None
     """Tokens ahead that deep-fused, eagle3 and medusa heads learn, at least 1: from the second on
     the former read features of the head itself, as they will when they draft; of medusa heads there
     is one for each. None: 2, of medusa 3, as in its project's own command (its paper: 5)."""
-
     step_decay: Annotated[float | None, SHARE] = None
     """What each further token ahead weighs of the one before, above 0, at most 1. None: 1, of
     medusa heads 0.8, as its paper has it."""
-
     epochs: Count = 2
     """Passes over the training text, at least 1."""
-
     learning_rate: Positive = 2e-3
     """AdamW's, at its highest, above 0."""
-
     warmup: Annotated[float, _BELOW_1] = 0.05
     """Share of the steps over which the learning rate rises, in [0, 1); then a cosine to 0."""
-
     weight_decay: Annotated[float, at_least(0)] = 0.01
     """AdamW's, at least 0; for matrices only."""
-
     max_grad_norm: Positive = 1.0
     """Gradients of a head are clipped to this norm, above 0; each head on its own, so that one does
     not slow the others down."""
-
     accumulate: Count = 1
     """Batches per step, at least 1; several processes share them."""
-
     checkpoint_steps: Count = 200
     """Steps between two checkpoints, at least 1; what a killed run may lose."""
-
     seed: Annotated[int, between(-_LARGEST_SEED, _LARGEST_SEED)] = 0
     """Fixes the order of the batches, and so the weights."""
 
