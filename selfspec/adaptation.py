@@ -126,7 +126,6 @@ class Report:
         )
 
     def markdown(self) -> str:
-        """For people."""
         return records.page("report", report=self, ways=WAYS)
 
 

@@ -123,7 +123,6 @@ class _Worker:
         self._work: Callable[[Any], Any] | None = None
 
     def do(self, given: list[Any], task: Any) -> Any:
-        """One task's result."""
         if self._work is None:
             self._work = ray.get(given[0])()
         return self._work(task)

@@ -46,7 +46,6 @@ def between(least: float, most: float, request: float | None = None) -> Range:
 
 
 def at_least(least: float) -> Range:
-    """From `least` on."""
     return Range(lambda value: value >= least, f"of at least {least}")
 
 

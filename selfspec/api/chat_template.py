@@ -51,7 +51,6 @@ NO_END = TurnEnd()
 
 
 def listed(ends: int | list[int] | None) -> list[int]:
-    """End tokens, as a config has them."""
     return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
 
@@ -97,7 +96,6 @@ def suggested(model: str) -> str:
 
 
 def advice(model: str) -> str:
-    """What to do about a model without a template, for people."""
     if name := suggested(model):
         return f"Its name says: --chat-template {name}"
     return f"Give --chat-template: {', '.join(NAMES)}, or a Jinja file"

@@ -79,7 +79,6 @@ def _raise(message: str) -> None:
 
 @functools.lru_cache(maxsize=8)
 def _compiled(template: str) -> Template:
-    """With what transformers gives to templates."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, LoopControls]
     )
@@ -108,7 +107,6 @@ def _answer(line: str) -> list[Any]:
 
 
 def main() -> None:
-    """Answer until nobody asks any more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # is for the program that waits
     with contextlib.suppress(ImportError, ValueError):  # Windows; or less is allowed already
         import resource

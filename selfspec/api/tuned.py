@@ -41,12 +41,10 @@ TUNED_OPTIONS = ("speculate", "drafter", "costs")  # a file may set: they change
 
 
 def folder() -> Path:
-    """The folder of these files."""
     return cache_folder() / "tuned"
 
 
 def files() -> list[Path]:
-    """All files there are, of any heads and machine."""
     return sorted(folder().glob("*.json"))
 
 
@@ -71,7 +69,6 @@ def conditions(backbone: Backbone, heads: ExitHeads | None) -> dict[str, Any]:
 
 
 def path(backbone: Backbone, heads: ExitHeads | None) -> Path:
-    """The file for these heads on this machine."""
     known = json.dumps(conditions(backbone, heads), sort_keys=True)
     return folder() / f"{hashlib.sha256(known.encode()).hexdigest()[:16]}.json"
 
@@ -125,7 +122,6 @@ def heads_hash(heads: ExitHeads) -> str:
 
 
 def processor(device: torch.device) -> str:
-    """The name of what computes."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     facts = Path("/proc/cpuinfo")

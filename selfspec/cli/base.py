@@ -294,12 +294,10 @@ def _read_yaml(file: Path, known: Iterable[str]) -> Asked:
 
 
 def picked(asked: Mapping[str, Any], flags: Iterable[Flag]) -> Asked:
-    """What was asked for with some flags alone."""
     return {flag.name: asked[flag.name] for flag in flags if flag.name in asked}
 
 
 def options_of(kind: type[Options], asked: Asked) -> Options:
-    """The option dataclass `kind` from what was asked for."""
     names = {entry.name for entry in fields(kind)}  # type: ignore[arg-type]  # a dataclass
     return kind(**{name: value for name, value in asked.items() if name in names})
 
@@ -324,7 +322,6 @@ def inputs(asked: Asked) -> list[object]:
 
 
 def check_file(asked: Asked, name: str | Path) -> Path:
-    """`name`, if the command may write a file there."""
     return files.check_file(name, overwrite=asked.get("overwrite", False), reads=inputs(asked))
 
 
@@ -616,12 +613,10 @@ def emit(text: str) -> None:
 
 
 def emit_json(value: Any) -> None:
-    """One line of JSON."""
     emit(json.dumps(value) + "\n")
 
 
 def emit_facts(facts: Mapping[str, Any]) -> None:
-    """A line for each."""
     width = max(map(len, facts))
     emit("".join(f"{name:<{width}}  {words(value)}\n" for name, value in facts.items()))
 
@@ -645,7 +640,6 @@ def note(text: str) -> None:
 
 
 def is_quiet() -> bool:
-    """Whether --quiet was given."""
     return logging.getLogger("selfspec").level == logging.ERROR
 
 
@@ -683,7 +677,6 @@ def bug(error: Exception, arguments: Sequence[str], trace: str) -> str:
 
 
 def statistics(answer: Generation, kind: Stats) -> str:
-    """The line that `--stats` asked for."""
     if kind == "short":
         return answer.summary()
     import torch

@@ -87,7 +87,6 @@ class Chat:
             self.writer.end(" …\n")
 
     def status(self) -> str:
-        """The line below the editor."""
         parts = [self.speculator.label, f"{counted(self.tokens, 'token')} in context"]
         if self.last is not None and self.last.stats.rounds:
             parts.append(rate(self.last.stats.decode_tokens_per_s))
@@ -384,7 +383,6 @@ class Writer:
 
     @property
     def colour(self) -> bool:
-        """Whether colours are shown."""
         console = self._console
         return console.is_terminal and not console.no_color and console.color_system is not None
 
@@ -416,12 +414,10 @@ class Writer:
                 self._end_word()
 
     def end(self, more: str = "\n") -> None:
-        """The end of an answer: what waits, and a new line."""
         self._end_word()
         self._new_line(more)
 
     def line(self, text: str, style: str = "") -> None:
-        """A paragraph of its own."""
         from rich.text import Text
 
         self._console.print(Text(text, style), soft_wrap=not self._console.is_terminal)

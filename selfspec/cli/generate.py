@@ -236,7 +236,6 @@ Show = Callable[[str, Giver], None]  # text, and who gave it
 
 
 def theirs(speculator: Speculator, ids: Tensor, count: int, show: Show) -> list[int]:
-    """By transformers' own generate."""
     from transformers import TextStreamer
 
     class Shown(TextStreamer):
@@ -249,7 +248,6 @@ def theirs(speculator: Speculator, ids: Tensor, count: int, show: Show) -> list[
 
 
 def ours(speculator: Speculator, ids: Tensor, count: int, show: Show) -> list[int]:
-    """By our runtime."""
     stream = speculator.stream(ids, max_new_tokens=count, do_sample=False)
     for piece in stream:
         show(piece, stream.giver)

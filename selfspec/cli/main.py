@@ -28,7 +28,6 @@ PIPE_CLOSED = 141  # 128 + SIGPIPE
 
 
 def run() -> None:
-    """Entry point of the console script."""
     signal.signal(signal.SIGINT, _interrupt)
     gc.set_threshold(50_000)  # what imports make stays: looking at it took a tenth of a start
     code = BUG
@@ -69,7 +68,6 @@ def _interrupted() -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command and give its exit code."""
     words = ordered(arguments)
     try:
         code = int(app()(args=words, prog_name="selfspec", standalone_mode=False) or 0)
@@ -84,7 +82,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def app() -> typer.Typer:
-    """The program: its commands, in the order of its help."""
     import typer
 
     from selfspec.cli import base, chat, generate, heads, measure, train

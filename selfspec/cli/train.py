@@ -739,7 +739,6 @@ def _calibrate_entropy(asked: Asked, output: Path | None) -> Found:
 
 
 def calibration_words(found: Calibration) -> str:
-    """For people."""
     from rich.table import Table
 
     columns = ("layer", "agreement", "2nd draft", "ECE", "T", "ECE at T")

@@ -133,7 +133,6 @@ class DraftCost:
 
     @classmethod
     def with_costs(cls, asked: Costs, model: Backbone) -> DraftCost:
-        """What was asked for, or a guess."""
         head = USUAL if asked.head is None else asked.head
         return cls(rows=asked.rows or (USUAL,), head=head, num_layers=model.num_layers)
 

@@ -153,7 +153,6 @@ class Runtime:
         return acceptance_rule(sampler, options)
 
     def state(self, asked: Asked, options: SpeculationOptions) -> DecodeState:
-        """A text before its first round."""
         shape, kv = PassShape(), asked.kv
         if options.pinned:
             slots = fixed_slots(asked.stop.max_length - asked.pad + options.pinned_rows)
@@ -491,7 +490,6 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """How many of these have not begun."""
         return len(self._waiting)
 
     @eager

@@ -76,7 +76,6 @@ def criterion_for(criterion: Any, row: int, rows: int, max_time: float | None) -
 
 
 def called(thing: object) -> str:
-    """The name of a class, or of a function."""
     return str(getattr(thing, "__name__", None) or type(thing).__name__)
 
 
@@ -256,7 +255,6 @@ class Sampler:
 
     @property
     def grammar(self) -> GrammarMask | None:
-        """What the text has to follow."""
         return next((one for one in self.processors if isinstance(one, GrammarMask)), None)
 
     @property
@@ -324,7 +322,6 @@ class Sampler:
 
     @property
     def temperature(self) -> float:
-        """By which logits are divided."""
         warper = logits_process.TemperatureLogitsWarper
         return next((float(p.temperature) for p in self.processors if isinstance(p, warper)), 1.0)
 

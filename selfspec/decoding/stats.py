@@ -121,7 +121,6 @@ class Round:
 
     @property
     def givers(self) -> list[Giver]:
-        """Who gave each of `tokens`."""
         given = [Giver(self.sources[index], self.exit_layers[index]) for index in self.kept]
         return given + [Giver(MODEL)] * (len(self.tokens) - len(given))
 
@@ -173,6 +172,7 @@ class GenerationStats:
     stop_reason: StopReason | None = None
 
     def add(self, entry: Round) -> None:
+        """Count one more round."""
         self.new_tokens += len(entry.tokens)
         self.stop_reason = entry.stop_reason
         if entry.prefill:
@@ -220,12 +220,14 @@ class GenerationStats:
         return max(self.new_tokens - 1, 0) / self.decode_s if self.decode_s else 0.0
 
     def to_dict(self) -> dict[str, Any]:
+        """Counters and the rates from them, by name, ready for JSON; seconds, tokens a second."""
         names = [entry.name for entry in fields(self)] + ["acceptance_rate", "compression_rate"]
         names += ["ttft_s", "decode_s", "decode_tokens_per_s"]
         values = {name: getattr(self, name) for name in names}
         return {k: dict(v) if isinstance(v, Counter) else v for k, v in values.items()}
 
     def summary(self) -> str:
+        """Tokens, speed, tokens per pass: what `--stats` says."""
         speed = f" at {rate(self.decode_tokens_per_s)}" if self.decode_tokens_per_s else ""
         passes = f", {self.compression_rate:.1f} tokens per pass" if self.rounds else ""
         refused = f", no drafts: {self.drafts_refused}" if self.drafts_refused else ""
@@ -233,6 +235,7 @@ class GenerationStats:
         return f"{counted(self.new_tokens, 'token')}{speed}{passes}{lossy}{refused}"
 
     def line(self) -> str:
+        """All figures: what `--stats=full` says."""
         parts = [
             f"exit layer {layer}: {self.accepted_by_layer[layer]} of {count}"
             for layer, count in sorted(self.drafted_by_layer.items())

@@ -94,7 +94,6 @@ def endless(speculator: Speculator) -> Iterator[None]:
 def on_our_runtime(
     speculator: Speculator, ids: Tensor, count: int, setting: Setting, streamer: Any
 ) -> Written:
-    """A Decode, with some options changed."""
     options = {"speculate": True, "do_sample": False, "streamer": streamer, **setting}
     stream = speculator.stream(ids, max_new_tokens=count, **options)
     answer = stream.drain()
@@ -127,7 +126,6 @@ _DRAWN = {"do_sample": True, "seed": 0, "top_k": 0, "top_p": 1.0, "temperature":
 
 
 def exits(**settings: Any) -> dict[str, Any]:
-    """EXIT with some settings of exit heads changed."""
     said = ",".join(f"{name}={word(value)}" for name, value in settings.items())
     return {**EXIT, "drafter": f"exit:{said}"}
 

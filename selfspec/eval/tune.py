@@ -65,7 +65,6 @@ class Tuned:
         return bool(self.options["speculate"])
 
     def sentence(self) -> str:
-        """What to expect, for people."""
         if not self.speculates:
             return (
                 f"plain decoding is faster here: the best of {self.settings:,} settings gives "

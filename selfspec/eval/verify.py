@@ -56,7 +56,6 @@ class Case:
 
     @property
     def new_tokens(self) -> int:
-        """Most tokens that the answer may have."""
         return self.request.only().stop.max_length - self.ids.shape[1]
 
     def scores(self, tokens: Sequence[int], logits: Tensor) -> Tensor:
@@ -123,7 +122,6 @@ def climb(subject: Subject) -> Iterator[tuple[str, Rung]]:
 
 
 def verdict(rungs: Sequence[Rung]) -> str:
-    """One sentence."""
     failed = [str(number) for number, rung in enumerate(rungs, 1) if rung.outcome == "failed"]
     if failed:
         return f"NOT lossless: rung {', '.join(failed)} failed"
@@ -431,7 +429,6 @@ def why_no_copy(model: PreTrainedModel, dtype: torch.dtype, most_gb: float) -> s
 
 
 def model_in(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A copy of `model` in `dtype`."""
     # Module.to, because the model's own is wrapped and loses its type
     return nn.Module.to(copy.deepcopy(model), dtype)
 

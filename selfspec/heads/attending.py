@@ -261,7 +261,6 @@ class AttendingHeads(ExitHeads):
         return self
 
     def twin(self, unembedding: Unembedding) -> AttendingHeads:
-        """The same heads beside the same model in another dtype."""
         copied = {name: one.detach().clone() for name, one in self.tensors().items()}
         return AttendingHeads(self.config, unembedding, copied).eval().requires_grad_(False)
 

@@ -67,7 +67,6 @@ class HeadsConfig(HeadsFields):
             raise InvalidHeads(f"{path} is not a config of exit heads: {error}") from error
 
     def record(self) -> dict[str, Any]:
-        """Ready for `config.json`."""
         return asdict(self)
 
     def write(self, folder: Path) -> None:

@@ -401,7 +401,6 @@ def known_folders() -> list[Path]:
 
 
 def known_place() -> Path:
-    """The folder of these files."""
     return files.cache_folder() / "known-heads"
 
 

@@ -355,7 +355,6 @@ class Answer:
         )
 
     def part(self, rows: slice) -> Answer:
-        """The answer about some rows."""
         return Answer(**{name: values[rows] for name, values in vars(self).items()})
 
 
@@ -415,7 +414,6 @@ class ExitJudge:
         return self._temperatures[layer]
 
     def exits(self, confidence: float, layer: int) -> bool:
-        """Whether this confidence is enough at `layer`."""
         return confidence >= self.thresholds[layer]
 
 

@@ -223,7 +223,6 @@ _LONGROPE = {"rope_factors_short.weight": "short_factor", "rope_factors_long.wei
 
 
 def why_not(header: GgufHeader, dtype: torch.dtype, device: torch.device | None) -> str | None:
-    """The reason why this file is de-quantised, if there is one."""
     if header.architecture not in _FAMILIES:
         return f"{header.architecture} is not among {', '.join(_FAMILIES)}"
     if not any(tensor.kind in FORMATS for tensor in header.tensors.values()):

@@ -449,7 +449,6 @@ def heads_to_pull(name: str, called: str | None = None) -> tuple[Path, Path]:
 
 
 def pulled_heads() -> Path:
-    """Where `selfspec heads pull` keeps copies of folders."""
     return files.cache_folder() / "heads"
 
 

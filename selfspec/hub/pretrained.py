@@ -219,7 +219,6 @@ def _write_tokenizer(gguf: Path, out: Path) -> None:
 
 
 def load_description(folder: Path) -> tuple[Any, Any]:
-    """Config and tokenizer that `describe_gguf` wrote."""
     from transformers import AutoConfig, AutoTokenizer
 
     with quiet():

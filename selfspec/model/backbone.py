@@ -104,7 +104,6 @@ class Backbone(Decoder):
 
     @property
     def claims(self) -> Claims:
-        """What the executor says of itself."""
         return self._executor.claims
 
     @property
@@ -114,7 +113,6 @@ class Backbone(Decoder):
 
     @cached_property
     def position_bytes(self) -> int:
-        """Bytes of the keys and values of one position."""
         pages = self.claims.pages
         if pages is not None:
             return pages.nbytes // POSITIONS
@@ -224,7 +222,6 @@ class Backbone(Decoder):
 
     @property
     def runs_trees(self) -> bool:
-        """Whether the model runs rows that have siblings."""
         return self._no_trees is None
 
     @cached_property

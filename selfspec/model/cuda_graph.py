@@ -49,7 +49,6 @@ class StaticSlots:
 
     @property
     def lanes(self) -> int:
-        """How many sequences may stay."""
         return len(self._tenants)
 
     def grow(self, lanes: int, slots: int) -> None:
@@ -65,7 +64,6 @@ class StaticSlots:
         self._tenants = dict.fromkeys(range(lanes), lambda: None)
 
     def size_of(self, lanes: int, slots: int) -> int:
-        """Bytes that so many would take."""
         return lanes * slots * sum(one.nbytes for both in self._samples for one in both)
 
     def strangers(self, caches: Sequence[KVCache]) -> int:
@@ -202,7 +200,6 @@ class Replays:
 
     @property
     def captures(self) -> bool:
-        """Whether work is captured, rather than run as it is."""
         return self._capture is not uncaptured
 
     def run(self, key: Hashable, work: Work, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -337,7 +334,6 @@ class CudaGraphExecutor:
                 raise ValueError(f"{what} comes out differently")
 
     def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
-        """Layers first+1..last on [T, d]; adds to the KV caches."""
         counts = [span.count for span in rows.spans]
         parts = list(hidden.split(counts))  # each gives way to what comes out
         with self._lock:
@@ -406,7 +402,6 @@ class CudaGraphExecutor:
         return output[:count].clone()  # the next replay overwrites it
 
     def unembed(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Output of layer L, [T, d] -> normed, [T, d], and what lm_head makes of that, [T, V]."""
         pieces = hidden.split(self._alike) if self._alike > 1 else (hidden,)
         found = [self._replayed("unembed", self._generic.unembed, piece) for piece in pieces]
         normed, logits = found[0] if len(found) == 1 else map(torch.cat, zip(*found, strict=True))

@@ -112,7 +112,6 @@ class Passed:
         return check in self._names
 
     def add(self, check: str) -> None:
-        """Note that it was passed."""
         if self._file is None or check in self:
             return
         self._names.add(check)

@@ -113,7 +113,6 @@ class Pass(ctypes.Structure):
 
 
 def pointers(addresses: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
-    """A table of addresses."""
     return (Pointer * len(addresses))(*addresses)
 
 
@@ -141,7 +140,6 @@ class Program:
         self._copies: dict[int, int] = {}  # buffers of what is kept behind a layer
 
     def add_layer(self, operations: Sequence[Operation]) -> None:
-        """One more layer."""
         every = [*self._table, *operations]
         self._table = (Operation * len(every))(*every)
         self._starts.append(len(every))
@@ -459,14 +457,12 @@ class FusedExecutor:
             raise ValueError(f"layer {index + 1}: {error}") from error
 
     def unembed(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Output of layer L, [T, d] -> normed, [T, d], and what lm_head makes of that, [T, V]."""
         normed, logits = self._unembedding.transform(hidden, *self._outputs)
         return normed, logits
 
     def run(
         self, hidden: Tensor, first: int, last: int, rows: Rows, states: States | None = None
     ) -> Tensor:
-        """Layers first+1..last on [T, d]; adds keys and values of T positions to the KV cache."""
         if len(hidden) > _BLOCK_ROWS and (len(rows.spans) > 1 or rows.are_chains):
             parts = rows.each(hidden)
             if len(rows.spans) == 1:  # of a prompt, a block behind the other

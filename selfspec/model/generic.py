@@ -135,7 +135,6 @@ class GenericExecutor:
         return sum(weight.nbytes for weight in parts.parameters())
 
     def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
-        """Layers first+1..last on [T, d]; adds keys and values of T positions to the KV cache."""
         span, block, positions = rows.only, hidden[None], rows.positions[None]
         if (limit := self.decoder.position_limit) is not None:  # rows of zeros may lie behind it
             positions = positions.clamp(max=limit - 1)
@@ -176,7 +175,6 @@ class GenericExecutor:
         return hidden
 
     def unembed(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Output of layer L, [T, d] -> normed, [T, d], and what lm_head makes of that, [T, V]."""
         normed: Tensor = self.decoder.norm(hidden[None])
         return normed[0], self._lm_head(normed)[0]
 
@@ -253,7 +251,6 @@ class Decoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of hidden states."""
         return self.model.dtype
 
     @cached_property

@@ -49,7 +49,6 @@ class PageLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a page."""
         return self.places[-1] * self.dtype.itemsize
 
     def slots(self, page: Tensor, slot: int) -> list[tuple[Tensor, Tensor]]:
@@ -166,7 +165,6 @@ class KVCache:
         return self.held
 
     def hold(self, page: Page) -> None:
-        """One more page behind the others."""
         page.caches += 1
         self.held.append(page)
 
@@ -298,7 +296,6 @@ class Rows:
 
     @property
     def are_chains(self) -> bool:
-        """Whether no row has a sibling."""
         return all(span.parents is None for span in self.spans)
 
     def each(self, hidden: Tensor) -> Iterator[tuple[Tensor, Rows]]:
@@ -408,7 +405,6 @@ class KVStore:
 
     @property
     def memory(self) -> Memory:
-        """What is in use now."""
         used, promised = self._in_use()
         kept = sum(page.caches == 0 for page in self._nodes)
         return Memory(*(pages * self._page_bytes for pages in (used, promised, kept, self._most)))

@@ -65,7 +65,6 @@ CHUNKED = "chunked_attention"  # of all three, layers keep one key and value per
 
 
 def unsupported(model: PreTrainedModel, why: str) -> UnsupportedModel:
-    """The error for a model that `why` is said of."""
     return UnsupportedModel(f"{type(model).__name__} {why}. Use transformers' own generate for it")
 
 
@@ -250,7 +249,6 @@ def check_model(model: Any, name: str = "model") -> None:
 
 
 def kind_of(value: Any) -> str:
-    """The type of what was given, in words."""
     name = type(value).__name__
     return f"a class, {value.__name__}" if isinstance(value, type) else f"of type {name}"
 

@@ -323,7 +323,6 @@ def plain_linear(found: Any, name: str, dtype: torch.dtype) -> nn.Linear:
 
 
 def why_unusual(weight: Tensor) -> str | None:
-    """The reason why no compiled code takes `weight`, if there is one."""
     numbers = getattr(weight, "blocks", weight.detach())  # blocks of a file are as good
     if type(numbers) is not Tensor:
         return f"weights are of type {type(numbers).__name__}"

@@ -57,7 +57,6 @@ def of_layer(layer: int, num_layers: int) -> str:
 
 
 def as_css() -> str:
-    """All colours as custom properties of a page."""
     named = {name: f"light-dark({tone.light}, {tone.dark})" for name, tone in TONES.items()}
     named |= {"seen": SEEN, "grammar": GRAMMAR, "second": SECOND}
     named |= dict(zip(("shallow", "middle", "deep"), RAMP, strict=True))

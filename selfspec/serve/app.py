@@ -200,7 +200,6 @@ class Reply:
         return piece
 
     async def rest(self) -> None:
-        """All of them."""
         while not self._complete:
             await self.next()
 
@@ -215,7 +214,6 @@ class Reply:
 
     @property
     def texts(self) -> list[str]:
-        """What is written, by choice."""
         return ["".join(piece.text for piece in pieces) for pieces in self._pieces]
 
     @property
@@ -261,7 +259,6 @@ class Reply:
         return found
 
     def whole(self) -> Json:
-        """The answer to a request that does not stream."""
         choices = []
         for index, text in enumerate(self.texts):
             *_, last = pieces = self._pieces[index]

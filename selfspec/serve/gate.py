@@ -254,7 +254,6 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin, and say at which address."""
         await super().startup(sockets)
         for one in sockets or []:
             host, port = one.getsockname()[:2]

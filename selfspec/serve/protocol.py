@@ -343,7 +343,6 @@ class TextBody(Body):
     logprobs: Likely | None = None
 
     def choices(self, limits: ServeOptions, room: int) -> list[Choice]:
-        """The texts to write for one prompt, or for several."""
         longest = min(self.max_tokens or limits.max_tokens, room)
         options = {"max_new_tokens": longest, "max_time": limits.timeout}
         if self.logprobs is not None:
@@ -370,7 +369,6 @@ class Refused(Exception):
         self.status, self.field, self.code, self.headers = status, field, code, headers
 
     def body(self) -> dict[str, Any]:
-        """`{"error": {...}}`."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         if self.status == 429:
             kind = "rate_limit_error"

@@ -107,7 +107,6 @@ class Writer:
         return found
 
     def stop(self) -> None:
-        """Leave everything, and end the thread."""
         self._stopping.set()
         for readers in (self._readers, self._reader_of_long):
             readers.shutdown(wait=False, cancel_futures=True)
@@ -160,7 +159,6 @@ class Writer:
             self._leave(job)
 
     def _read(self, job: Job) -> list[Tensor]:
-        """The ids of a job's prompts."""
         self._speculator.read_ahead(self._asked(job.choices[0]))  # all have one
         return [self._ids(choice) for choice in job.choices[:: job.n] if job.left]
 
@@ -463,7 +461,6 @@ class Calls:
         self._given = 0
 
     def push(self, text: str) -> str:
-        """What may be shown."""
         self._text += text
         mark, said = self._form.before.strip(), self._text.lstrip()
         if mark:

@@ -98,7 +98,6 @@ class Features:
 
     @classmethod
     def of(cls, tensors: dict[str, Tensor]) -> Features:
-        """The inverse of `tensors`."""
         hidden = {int(n.split(".")[1]): t for n, t in tensors.items() if n.startswith("hidden.")}
         others = {name: t for name, t in tensors.items() if not name.startswith("hidden.")}
         return cls(hidden=dict(sorted(hidden.items())), **others)
@@ -364,7 +363,6 @@ class Manifest:
             return record_of(cls, found)
 
     def paths(self, folder: Path) -> list[Path]:
-        """The files of all shards."""
         return [folder / f"shard-{number:05d}.safetensors" for number in range(len(self.shards))]
 
     def write(self, folder: Path) -> None:
@@ -533,7 +531,6 @@ class CacheSource:
             self._places += [path] * len(batches)
 
     def batch(self, index: int, number: int = 0, count: int = 1) -> Features:
-        """The same as `StreamSource.batch` gives."""
         found = self._read(index, self.spec.names)
         if count > 1:
             mine = ((~found["continues"]).cumsum(0) - 1) % count == number  # by texts

@@ -175,12 +175,10 @@ class FitOptions:
 
     @property
     def ahead(self) -> int:
-        """`draft_steps`, as they are or the head type's own."""
         return self.draft_steps or (3 if self.head_type == MEDUSA else 2)
 
     @property
     def decay(self) -> float:
-        """`step_decay`, likewise."""
         return self.step_decay or (0.8 if self.head_type == MEDUSA else 1.0)
 
 

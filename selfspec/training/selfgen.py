@@ -139,7 +139,6 @@ class Turns:
         return cls(tokenizer, system, *_around(unknown._written(_FIRST), _FIRST))
 
     def messages(self) -> list[Message]:
-        """Those ahead of the first user turn."""
         return [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def first_prompt(self, question: str) -> list[int]:
@@ -180,7 +179,6 @@ class Turns:
         return self.text(start + new)[len(known) :]
 
     def text(self, ids: list[int]) -> str:
-        """What ids say, without special tokens."""
         return str(
             self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
@@ -310,13 +308,11 @@ class Server:
         self._open: set[Future[list[int]]] = set()
 
     def add(self, ask: Ask) -> Hashable:
-        """Send a request, as `Texts.add`."""
         answer = self._pool.submit(self._answered, ask)
         self._open.add(answer)
         return answer
 
     def step(self) -> list[tuple[Hashable, list[int]]]:
-        """Answers that have come, as `Texts.step`."""
         done, self._open = wait(self._open, return_when=FIRST_COMPLETED)
         return [(answer, answer.result()) for answer in done]
 

@@ -443,7 +443,6 @@ class Counts:
                 self.add(family, name, count)
 
     def total(self, name: str) -> int:
-        """The count called `name`, of all families."""
         return sum(found[name] for found in self.families.values())
 
     def dropped(self) -> str:

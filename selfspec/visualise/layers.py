@@ -282,7 +282,6 @@ def gain(trace: LayerTrace, costs: MeasuredCosts | None = None) -> Gain:
 
 
 def givers(trace: LayerTrace) -> list[Giver]:
-    """Who gave each token."""
     return [giver for entry in trace.rounds for giver in entry.givers]
 
 

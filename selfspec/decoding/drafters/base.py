@@ -71,7 +71,6 @@ class DraftWriter:
         self._source, self._drafter = source, drafter
 
     def add(self, one: DraftToken, confidence: float) -> None:
-        """Propose a token behind the one before."""
         proposed = self.draft.proposed
         proposed.append(one._replace(parent=len(proposed) - 1, source=self._source))
         self.room -= 1
@@ -125,7 +124,6 @@ class BoundedController(DraftController):
         super().__init__(int(self._clip(length)), getattr(wanted, "threshold", None))
 
     def _clip(self, length: float) -> float:
-        """`length`, or the bound that it exceeds."""
         return min(float(self._longest), max(float(self._shortest), length))
 
 
@@ -190,7 +188,6 @@ class CmAsdLength(BoundedController):
 
 
 def make_controller(options: SpeculationOptions, length: int) -> DraftController:
-    """The controller that `options` name, starting at `length`."""
     wanted, longest = options.controller, options.longest_draft(length)
     if isinstance(wanted, asked.CmAsdLength):
         return CmAsdLength(wanted, longest)

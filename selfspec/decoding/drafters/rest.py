@@ -56,7 +56,6 @@ class Datastore:
 
     @classmethod
     def of(cls, texts: Iterable[Iterable[int]], tokenizer: PreTrainedTokenizerBase) -> Datastore:
-        """Texts, as ids of a tokenizer."""
         ids = np.fromiter(chain.from_iterable(chain(text, (END,)) for text in texts), np.int32)
         return cls(ids, suffix_array(ids), vocabulary_of(tokenizer))
 
