@@ -8,7 +8,7 @@
     python -m eval.pictures bars results/policies/summary.json docs/images --over plain
 
 `gallery`: `selfspec trace --html NAME.html ..` becomes docs/gallery/NAME.jsonl.xz, the trace of
-which docs/hooks.py makes the page, and its card, docs/images/gallery/NAME.png. Nothing is timed, so
+which docs/hooks.py makes the page, and its card, docs/images/gallery/NAME.png. Costs are given, so
 that pages are the same wherever they are made. `pages` needs the packages of `serve`, playwright
 and a Chromium. `race`: one answer appears twice, by `model.generate` and by selfspec, each piece of
 text when it came, at true speed, over and over; who wants no motion sees both texts whole. Nothing
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 DOCS = Path(__file__).parents[1] / "docs"
+COSTS = "row=0.2/0.27,head=0.15"
 PAGE, TRACES, PICTURES = DOCS / "gallery.md", DOCS / "gallery", DOCS / "images" / "gallery"
 
 
@@ -83,7 +84,7 @@ def gallery(
             continue
         with tempfile.TemporaryDirectory() as scratch:
             kept = Path(scratch, "trace.jsonl")
-            lab.selfspec_command("trace", "--output", str(kept), *words[3:])
+            lab.selfspec_command("trace", "--output", str(kept), "--costs", COSTS, *words[3:])
             card = ["--card", str(PICTURES / f"{name}.png"), "--overwrite"]
             lab.selfspec_command("trace", "--from", str(kept), *card)
             packed = lzma.compress(kept.read_bytes(), preset=9 | lzma.PRESET_EXTREME)

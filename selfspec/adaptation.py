@@ -24,7 +24,7 @@ from selfspec.api import chat_template as templates
 from selfspec.api import tuned
 from selfspec.api.speculator import Speculator, heads_of, load
 from selfspec.api.text import Prompt
-from selfspec.decoding.measure import measure
+from selfspec.decoding.measure import quick_costs, step_speed
 from selfspec.decoding.stats import Stopwatch
 from selfspec.errors import InvalidData, InvalidOption, InvalidPrompt, record_of, require_same
 from selfspec.eval.results import SpeedUp, load_suite, speed_up, spread
@@ -452,7 +452,7 @@ class _Adaptation:
         """Temperatures and settings; agreement by the first word of families' names."""
         self._say("temperatures")
         heads = heads_of(self._heads, self._backbone, self._label)
-        found = records.calibrate(heads, held_out, measure(Backbone(self._model), heads))
+        found = records.calibrate(heads, held_out, quick_costs(Backbone(self._model), heads))
         records.write_calibration(heads, self._heads, found, {"data": TEXT})
         kinds = {"all": [talk for _, talk in families]}
         for family, talk in families:
@@ -514,7 +514,7 @@ class _Adaptation:
 
     def _tune(self, speculator: Speculator, prompts: Sequence[Prompt]) -> None:
         backbone, heads = speculator.backbone, speculator.heads
-        prompt_s = ANSWERS * _ANSWER * measure(backbone, heads).plain_step()
+        prompt_s = ANSWERS * _ANSWER * step_speed(backbone).step_s
         room = min(_TUNE_SHARE * self._state.budget_s, self._left() / 2)
         if (count := min(len(prompts), int(room / prompt_s))) < 2:
             return

@@ -445,6 +445,9 @@ class Costs(Part, kind="costs"):
     measured when this model was first loaded on this machine."""
     head: Annotated[float | None, AMOUNT] = None
     """What asking one exit head adds to a round, at least 0. None: as measured, likewise."""
+    token: Annotated[float | None, AMOUNT] = None
+    """What a draft token of a second model takes, of a model without some layers, or of heads that
+    attend. None: by the weights that are read."""
 
     @property
     def rows(self) -> tuple[float, ...] | None:

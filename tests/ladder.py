@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -20,15 +20,15 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from selfspec.api.speculator import wrap
 from selfspec.api.stream import Stream
 from selfspec.config import OPTION_NAMES, SpeculationOptions
-from selfspec.decoding.acceptance import GreedyMatch
+from selfspec.decoding.acceptance import AcceptanceRule, GreedyMatch
 from selfspec.decoding.costs import Load
-from selfspec.decoding.decode import StopRule, rounds
+from selfspec.decoding.decode import StopRule, written
 from selfspec.decoding.drafters.base import DraftController, Drafting
 from selfspec.decoding.drafters.rest import Datastore
 from selfspec.decoding.engine import Asked, Runtime
 from selfspec.decoding.measure import PassShape
 from selfspec.decoding.sampling import Sampler
-from selfspec.decoding.state import DecodeState, Drafter, NoDrafter
+from selfspec.decoding.state import DecodeState, Drafter, NoDrafter, done_alone
 from selfspec.decoding.stats import Round, Stopwatch
 from selfspec.eval.results import block_logits
 from selfspec.eval.verify import (
@@ -106,6 +106,26 @@ def decode(
         assert held == {state.length - 1}
         assert state.hidden.schedule.pushed == 0
     return Decoded(state.ids[0, ids.shape[1] :].tolist(), rule.logits, entries)
+
+
+@torch.inference_mode()
+def rounds(
+    state: DecodeState, drafter: Drafter, rule: AcceptanceRule, stop: StopRule, watch: Stopwatch
+) -> Generator[Round, None, None]:
+    """The rounds of one text that is written alone."""
+    steps = written(state, drafter, rule, stop, watch)
+    try:
+        found = next(steps)
+        while True:
+            if isinstance(found, Round):
+                yield found
+                found = next(steps)
+            else:
+                found = steps.send(done_alone(found))
+    except StopIteration:
+        return
+    finally:
+        steps.close()
 
 
 def greedy() -> Sampler:

@@ -8,9 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.costs import MeasuredCosts
 from selfspec.decoding.stats import Round
-from selfspec.options import Exit
+from selfspec.options import Costs, Exit
 from selfspec.visualise.layers import LayerSays, LayerTrace, Place, TraceInfo
 from selfspec.visualise.look import provenance
 
@@ -153,7 +152,10 @@ def drawn_trace(
         exit_layers=tuple(layers),
         head_kinds=tuple("translator" if one in heads else "logit-lens" for one in layers),
         thresholds=(0.2,) * len(layers),
-        options=SpeculationOptions(exit=Exit(layers=tuple(heads), threshold=(0.2, 0.3, 0.4))),
+        options=SpeculationOptions(
+            exit=Exit(layers=tuple(heads), threshold=(0.2, 0.3, 0.4)),
+            costs=Costs(row=(0.13, 0.11), head=0.02),
+        ),
         prompt_texts=tuple(f"p{number} " for number in range(5)),
     )
     texts = [text_of(token) for one in rounds for token in one.tokens]
@@ -162,15 +164,3 @@ def drawn_trace(
     # the page can show what JSON has no number for
     far = tuple(replace(says, divergence=float("inf")) for says in place.layers[:1])
     return replace(found, places=(replace(place, layers=far + place.layers[1:]), *places))
-
-
-def some_costs(num_layers: int, rows: int) -> MeasuredCosts:
-    """Uneven ones, so that every term of a prediction counts."""
-    return MeasuredCosts(
-        num_layers=num_layers,
-        layers=tuple(0.010 + 0.0013 * row for row in range(rows)),
-        start=tuple(0.0011 + 0.0002 * row for row in range(rows)),
-        logits=tuple(0.0017 + 0.0003 * row for row in range(rows)),
-        head=0.00023,
-        round=0.00071,
-    )

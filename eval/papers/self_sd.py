@@ -20,7 +20,6 @@ import typer
 
 from eval import lab
 from selfspec.api.speculator import Speculator
-from selfspec.decoding.acceptance import Draft
 from selfspec.decoding.costs import DraftCost, token_cost_without
 from selfspec.decoding.drafters.draft_model import again
 from selfspec.decoding.state import DecodeState, alone
@@ -96,7 +95,7 @@ def worth(
 ) -> Found:
     """What drafts without these layers come to on all answers."""
     backbone = speculator.backbone
-    cost = DraftCost.with_costs(speculator.options.costs, backbone)
+    cost = DraftCost.with_costs(speculator.options.costs, backbone.num_layers)
     cost = replace(cost, token=token_cost_without(skipped, backbone))
     tokens = steps = hits = 0.0
     for state, count in answers:
@@ -104,7 +103,7 @@ def worth(
         right = (said.indices == state.ids[0, -count:]).tolist()
         for drafted, kept in rounds(right, said.values.tolist()):
             tokens += kept + 1
-            steps += cost.steps(Draft.of([0] * drafted, source=SKIP))
+            steps += cost.steps([(SKIP, 0)] * drafted)
         hits += sum(right)
     return Found(tokens / steps, hits / sum(n for _, n in answers), cost.token, skipped)
 

@@ -13,7 +13,7 @@ import torch
 
 from selfspec.api.request import Request
 from selfspec.api.text import TextDecoder, UntilStop, is_end
-from selfspec.decoding.acceptance import Draft, Logprob
+from selfspec.decoding.acceptance import Logprob
 from selfspec.decoding.engine import Running
 from selfspec.decoding.stats import MODEL, SOURCES, GenerationStats, Giver, Round, StopReason
 from selfspec.errors import shown
@@ -153,11 +153,8 @@ class Stream:
         if not self._stats.drafted:
             return None
         options = self.request.speculation
-        cost = self._entries.draft_cost(options)
-        behind = [entry for entry in self.rounds if not entry.prefill]
-        steps = sum(cost.steps(Draft.again(entry)) for entry in behind)
-        tokens = sum(len(entry.tokens) for entry in behind)
-        return Estimate(tokens / steps, options.costs.rows is not None)
+        gain = self._entries.draft_cost(options).gain(self.rounds)
+        return Estimate(gain, options.costs.rows is not None)
 
     def _with_rest(self, text: str) -> list[Piece]:
         """Pieces that join to `text`: what is held back of a character is the last token's."""

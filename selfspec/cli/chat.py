@@ -215,7 +215,6 @@ class Chat:
             raise InvalidOption(f"{path}: expected a name that ends in .html or .jsonl")
         from rich.console import Console
 
-        from selfspec.cli.measure import costs_of
         from selfspec.visualise import look, views
 
         options = self.options | {"max_new_tokens": len(self.last.token_ids)}
@@ -227,7 +226,7 @@ class Chat:
             views.show(found, Console(highlight=False))
             return
         if path.suffix == ".html":
-            files.write(path, views.render(found, costs_of(self.speculator, found)))
+            files.write(path, views.render(found))
         else:
             found.save(path)
         self.writer.line(f"wrote {name}")

@@ -25,7 +25,6 @@ from selfspec.hub import models as hub
 
 if TYPE_CHECKING:
     from selfspec.api.speculator import Speculator
-    from selfspec.decoding.costs import MeasuredCosts
     from selfspec.decoding.measure import StepSpeed
     from selfspec.visualise.layers import LayerTrace
 
@@ -68,7 +67,7 @@ def trace(prompt: base.Prompt = None, *, as_json: base.AsJson = False, asked: ba
     with contextlib.ExitStack() as stack:
         for path in targets.values():
             stack.enter_context(files.locked(path))
-        found, costs = _looked(prompt, asked)
+        found = _looked(prompt, asked)
         from selfspec.visualise.views import render, show
 
         if "output" in targets:
@@ -76,9 +75,9 @@ def trace(prompt: base.Prompt = None, *, as_json: base.AsJson = False, asked: ba
         if "card" in targets:
             from selfspec.visualise.picture import save_card
 
-            save_card(found, targets["card"], costs)
+            save_card(found, targets["card"])
         if "html" in targets:
-            files.write(targets["html"], render(found, costs))
+            files.write(targets["html"], render(found))
         for path in targets.values():
             base.note(f"wrote {path}")
     if as_json:
@@ -104,34 +103,19 @@ def _check_targets(asked: Asked) -> dict[str, Path]:
     return found
 
 
-def _looked(prompt: str | None, asked: base.Named) -> tuple[LayerTrace, MeasuredCosts | None]:
-    """Decode, and look at what each layer made of it; or what was kept of that. Costs for pages."""
+def _looked(prompt: str | None, asked: base.Named) -> LayerTrace:
+    """Decode, and look at what each layer made of it; or what was kept of that."""
     if asked.get("source") is not None:
         from selfspec.visualise.layers import LayerTrace
 
-        return LayerTrace.load(Path(asked["source"])), None
+        return LayerTrace.load(Path(asked["source"]))
     options = base.answering(asked) | {"raw": asked.get("raw", False)}
     text = base.read_prompt(prompt, raw=options["raw"])
     base.check_template(asked, "trace")
     speculator = base.load(asked)
     from selfspec.visualise.look import inspect
 
-    found = inspect(speculator, text, all_layers=asked.get("all_layers", True), **options)
-    return found, costs_of(speculator, found) if {"html", "card"} & asked.names else None
-
-
-def costs_of(speculator: Speculator, found: LayerTrace) -> MeasuredCosts | None:
-    """What the passes of an answer cost here; None where that of its drafts is not measured."""
-    from selfspec.decoding.measure import measure
-    from selfspec.decoding.stats import DRAFT_MODEL, SKIP
-
-    if {DRAFT_MODEL, SKIP} & {*found.stats.drafted_by_source}:
-        return None
-    made = (len(entry.draft_tokens) + 1 for entry in found.rounds)
-    rows = max(found.info.options.ngram.max_tokens + 1, *made)
-    context = len(found.info.prompt_texts) + len(found.places) // 2
-    heads = speculator.heads if found.info.options.uses("exit") else None  # tables cost nothing
-    return measure(speculator.backbone, heads, rows=rows, context=context)
+    return inspect(speculator, text, all_layers=asked.get("all_layers", True), **options)
 
 
 # --- tune

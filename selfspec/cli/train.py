@@ -688,7 +688,7 @@ def calibrate(*, as_json: base.AsJson = False, asked: Named) -> None:
 def _calibrate(asked: Asked, folder: Path, output: Path | None) -> Found:
     model = _load(asked)
     from selfspec.api.speculator import heads_of
-    from selfspec.decoding.measure import measure
+    from selfspec.decoding.measure import quick_costs
     from selfspec.model.backbone import Backbone
     from selfspec.training import records
     from selfspec.training.features import CacheSource, FeatureSpec, Selection, StreamSource
@@ -707,7 +707,7 @@ def _calibrate(asked: Asked, folder: Path, output: Path | None) -> Found:
         batch_tokens = CacheOptions().batch_tokens
         talks = _read(asked["data"], model, asked, batch_tokens, limit)
         features = Selection(StreamSource(model.backbone, needed, talks, batch_tokens, keep=True))
-    costs = measure(Backbone(model.backbone.model), heads)
+    costs = quick_costs(Backbone(model.backbone.model), heads)
     found = records.calibrate(heads, features, costs, asked.get("max_exit_layers", 2))
     if output is not None:
         recorded = {name: asked[name] for name in sorted(asked) if name != "config"}

@@ -13,7 +13,7 @@ from torch import Tensor
 from selfspec import options as rules
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.sampling import DraftToken, Sampler
-from selfspec.decoding.stats import EXIT, Ended, Round
+from selfspec.decoding.stats import EXIT, Ended
 from selfspec.errors import InvalidOption
 from selfspec.heads.heads import Ensemble, Signal, entropy
 from selfspec.model.kv import depths
@@ -43,13 +43,6 @@ class Draft:
         behind = range(-1, len(tokens) - 1) if parents is None else parents
         rows = zip(tokens, behind, strict=True)
         return cls(proposed=[DraftToken(*row, source=source) for row in rows], ended=ended)
-
-    @classmethod
-    def again(cls, entry: Round) -> Draft:
-        """What was proposed in a round, without what drafters knew of it."""
-        parents = range(-1, len(entry.sources) - 1) if entry.parents is None else entry.parents
-        rows = zip(entry.draft_tokens, parents, entry.exit_layers, entry.sources, strict=True)
-        return cls(proposed=[DraftToken(*row) for row in rows], heads=entry.heads)
 
     @property
     def tokens(self) -> list[int]:

@@ -1,12 +1,13 @@
-"""What a round costs: the one home of these sums, without tensors.
+"""What a round costs, in plain steps: the one home of these sums, without tensors.
 
-`MeasuredCosts` are seconds, as `decoding.measure` finds them on this machine; `DraftCost` says in
-shares of a plain step what drafting adds to a round, and the never-slower rule goes by it.
+A plain step is a pass of the whole model for one token, and all that a round does beside. What rows
+and heads cost of it here, `decoding.measure` finds; drafters, the never-slower rule, calibration
+and the pages go by the same `DraftCost`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain, islice, repeat
@@ -22,96 +23,6 @@ if TYPE_CHECKING:
     from selfspec.options import Costs
 
 USUAL = 0.08  # what a row adds, and what a head takes, in plain steps, where nobody measured it
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeasuredCosts:
-    """Seconds, measured on this machine. Tuples go by the number of rows: 1, 2, ..."""
-
-    num_layers: int
-    layers: tuple[float, ...]  # a pass through all L layers
-    start: tuple[float, ...]  # of any pass, whatever its layers: positions, masks, queues
-    logits: tuple[float, ...]  # the model's own head
-    head: float  # one draft token embedded and judged by one exit head, and the answer read back
-    round: float  # what a round costs beside layers and logits: verdicts, commit, rewinding
-
-    def layer(self, rows: int) -> float:
-        """One layer of a pass, beside the pass's start."""
-        return (self.layers[rows - 1] - self.start[rows - 1]) / self.num_layers
-
-    def verdict(self, rows: int) -> float:
-        """A round's end: logits of all rows, and bookkeeping."""
-        return self.logits[rows - 1] + self.round
-
-    def step(self, rows: int) -> float:
-        """A round that takes `rows` rows through all layers in one pass, drafts left out."""
-        return self.layers[rows - 1] + self.verdict(rows)
-
-    def plain_step(self) -> float:
-        return self.step(1)
-
-    def seconds(
-        self,
-        passes: Iterable[tuple[int, float, float]],
-        rounds: Iterable[tuple[int, float]],
-        heads: float,
-    ) -> float:
-        """Seconds of these rounds in all; how often may be an expectation.
-
-        `passes`: rows, how many passes of so many rows, layers that they run in all; `rounds`:
-        rows verified, how many rounds of so many; `heads`: how often one was asked.
-        """
-        found = heads * self.head
-        for rows, count, layers in passes:
-            found += count * self.start[rows - 1] + layers * self.layer(rows)
-        return found + sum(count * self.verdict(rows) for rows, count in rounds)
-
-    def seconds_of(self, rounds: Iterable[Round]) -> float:
-        """Seconds of rounds behind the prompt, with drafts of exit heads or prompt lookup."""
-        behind = [entry for entry in rounds if not entry.prefill]
-        return self.seconds(
-            [(rows, 1, last - first) for entry in behind for rows, first, last in entry.passes],
-            [(len(entry.draft_tokens) + 1, 1) for entry in behind],
-            sum(entry.heads for entry in behind),
-        )
-
-
-@dataclass(frozen=True)
-class Exits:
-    """What drafting would do at one place of a round."""
-
-    at: tuple[float, ...]  # chances to exit by exit layer; what is missing to 1: a difficult token
-    right: float  # the chance to exit with a draft that stays
-
-
-def expected(
-    costs: MeasuredCosts, layers: Sequence[int], first: Exits, later: Exits, width: int
-) -> tuple[float, float]:
-    """Compression rate and speed-up of drafts of at most `width` tokens.
-
-    SpecBound's formula (shared reading: E[tokens] = (1 - a^(k+1)) / (1 - a), a round costs
-    k D_max / L + (L - D_max) / L) with what a machine really does put in. Places of a round are
-    taken as independent; drafts behind a wrong one are taken to exit as often as others.
-    """
-    tokens = reached = alive = 1.0
-    difficult = heads = 0.0
-    passes: list[tuple[int, float, float]] = []
-    for place in range(width):
-        found = first if place == 0 else later
-        alive *= found.right
-        tokens += alive
-        staying, depth = reached, 0
-        for layer, leaves in zip(layers, found.at, strict=True):
-            heads += staying
-            if layer > depth:
-                passes.append((place + 1, staying, staying * (layer - depth)))
-            staying, depth = staying - reached * leaves, layer
-        difficult += staying
-        reached -= staying
-    # a difficult token, and all before it, have come through the shallow layers already
-    deep = costs.num_layers - difficult * layers[-1]
-    seconds = costs.seconds([*passes, (width + 1, 1.0, deep)], [(width + 1, 1.0)], heads)
-    return tokens, tokens * costs.plain_step() / seconds
 
 
 @dataclass
@@ -132,9 +43,10 @@ class DraftCost:
     num_layers: int = 1
 
     @classmethod
-    def with_costs(cls, asked: Costs, model: Backbone) -> DraftCost:
+    def with_costs(cls, asked: Costs, num_layers: int) -> DraftCost:
         head = USUAL if asked.head is None else asked.head
-        return cls(rows=asked.rows or (USUAL,), head=head, num_layers=model.num_layers)
+        rows, token = asked.rows or (USUAL,), asked.token or 0.0
+        return cls(rows=rows, head=head, token=token, num_layers=num_layers)
 
     @property
     def row_costs(self) -> tuple[float, ...]:
@@ -152,24 +64,32 @@ class DraftCost:
         return self.row_costs[0] + self.asking
 
     def of(self, draft: Draft) -> float:
-        """Without tokens that take no work: they would be there without this.
+        """Without tokens that take no work: they would be there without this."""
+        origins = [(one.source, one.layer) for one in draft.proposed]
+        rows = zip(each_row(self.row_costs), origins, strict=False)
+        verified = sum(row for row, (source, _) in rows if source not in FREE)
+        return verified + self.drafting(origins, draft.heads)
 
-        A draft token that left at layer l of L ran l / L of a step by itself. A difficult token did
-        not: verification goes on where it stopped.
+    def drafting(self, origins: Sequence[tuple[str, int]], heads: int) -> float:
+        """What drafts took before verification; `origins`: who gave each, at which exit layer.
+
+        A draft that left at layer l of L ran l / L of a step by itself. A difficult token did not:
+        verification goes on where it stopped.
         """
-        rows = zip(each_row(self.row_costs), draft.proposed, strict=False)
-        return sum(row for row, one in rows if one.source not in FREE) + self.beside_rows(draft)
+        own = [layer for source, layer in origins if source not in FREE]
+        layers = sum(self.token + layer / self.num_layers for layer in own)
+        return layers + self.asking * heads
 
-    def steps(self, draft: Draft) -> float:
-        """A round with this draft, in rounds without. All its rows count, from any source."""
-        rows = sum(islice(each_row(self.row_costs), len(draft.proposed)))
-        return 1.0 + rows + self.beside_rows(draft)
+    def steps(self, origins: Sequence[tuple[str, int]], heads: int = 0) -> float:
+        """A round with these drafts, in rounds without. All its rows count, from any source."""
+        rows = sum(islice(each_row(self.row_costs), len(origins)))
+        return 1.0 + rows + self.drafting(origins, heads)
 
-    def beside_rows(self, draft: Draft) -> float:
-        """How many of `steps` drafting itself took."""
-        own = [one for one in draft.proposed if one.source not in FREE]
-        layers = sum(self.token + one.layer / self.num_layers for one in own)
-        return layers + self.asking * draft.heads
+    def gain(self, rounds: Sequence[Round]) -> float:
+        """How many times as fast as without drafts; the prompt's round is left out."""
+        behind = [entry for entry in rounds if not entry.prefill]
+        steps = sum(self.steps(entry.origins, entry.heads) for entry in behind)
+        return sum(len(entry.tokens) for entry in behind) / steps if steps else 1.0
 
 
 def each_row(costs: Sequence[float]) -> Iterator[float]:
@@ -208,3 +128,36 @@ def token_cost_without(skipped: Sequence[int], model: Backbone) -> float:
 
 def _bytes(part: nn.Module) -> int:
     return sum(one.numel() * one.element_size() for one in part.parameters())
+
+
+# --- what drafts of exit heads should come to
+
+
+@dataclass(frozen=True)
+class Exits:
+    """What drafting would do at one place of a round."""
+
+    at: tuple[float, ...]  # chances to exit by exit layer; what is missing to 1: a difficult token
+    right: float  # the chance to exit with a draft that stays
+
+
+def expected(
+    cost: DraftCost, layers: Sequence[int], first: Exits, later: Exits, width: int
+) -> tuple[float, float]:
+    """Compression rate and speed-up of drafts of at most `width` tokens.
+
+    SpecBound's formula (shared reading: E[tokens] = (1 - a^(k+1)) / (1 - a), a round costs
+    k D_max / L + (L - D_max) / L) with what a machine really does put in. Places of a round are
+    taken as independent; drafts behind a wrong one are taken to exit as often as others.
+    """
+    tokens = reached = alive = steps = 1.0
+    for row, found in zip(each_row(cost.rows), (first, *[later] * (width - 1)), strict=False):
+        alive *= found.right
+        tokens += alive
+        staying = reached
+        for layer, leaves in zip(layers, found.at, strict=True):
+            steps += staying * cost.head + reached * leaves * layer / cost.num_layers
+            staying -= reached * leaves
+        reached -= staying
+        steps += reached * row
+    return tokens, tokens / steps

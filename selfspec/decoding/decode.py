@@ -7,7 +7,7 @@
       rewind             layers keep what is committed; queues are emptied
 
 Plain decoding is the same loop with a drafter that proposes nothing. What drives the loop does
-the Work, for one text or for many at once: `rounds` here, or the engine.
+the Work, for many texts at once: the engine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from selfspec.decoding.acceptance import AcceptanceRule, Draft, Target, Verdict
@@ -30,7 +29,6 @@ from selfspec.decoding.state import (
     Pass,
     Steps,
     Work,
-    done_alone,
 )
 from selfspec.decoding.stats import Round, StopReason, Stopwatch
 from selfspec.errors import InvalidDraft
@@ -94,26 +92,6 @@ def written(
                 drafter.learn(draft, entry.kept)
         watch.lap("bookkeeping")
         yield entry
-
-
-@torch.inference_mode()
-def rounds(
-    state: DecodeState, drafter: Drafter, rule: AcceptanceRule, stop: StopRule, watch: Stopwatch
-) -> Generator[Round, None, None]:
-    """The rounds of one text that is written alone."""
-    steps = written(state, drafter, rule, stop, watch)
-    try:
-        found = next(steps)
-        while True:
-            if isinstance(found, Round):
-                yield found
-                found = next(steps)
-            else:
-                found = steps.send(done_alone(found))
-    except StopIteration:
-        return
-    finally:
-        steps.close()
 
 
 def enter(state: DecodeState) -> Steps[list[Pass]]:

@@ -186,7 +186,7 @@ class Runtime:
 
     def draft_cost(self, options: SpeculationOptions) -> DraftCost:
         """What drafting costs a text alone; InvalidOption for layers that are not there."""
-        cost = DraftCost.with_costs(options.costs, self.backbone)
+        cost, token = DraftCost.with_costs(options.costs, self.backbone.num_layers), 0.0
         if options.uses("skip"):
             skipped, layers = options.skip.skipped or self.layers.skipped, self.backbone.num_layers
             if max(skipped, default=0) > layers:
@@ -194,20 +194,20 @@ class Runtime:
                     f"skip:skipped is {word(skipped)}, the model has {layers} layers. "
                     "Leave out those behind"
                 )
-            cost = replace(cost, token=token_cost_without(skipped, self.backbone))
+            token = token_cost_without(skipped, self.backbone)
         elif self.draft_model is not None and options.uses("draft-model"):
             # a little too much: two layers of SmolLM2-135M and its unembedding are 0.26 of it and
             # took 0.17 (eval/results/papers/gammatune)
-            read = self.draft_model.weight_bytes / self.backbone.weight_bytes
-            cost = replace(cost, token=read)
+            token = self.draft_model.weight_bytes / self.backbone.weight_bytes
         if not options.uses("exit"):
-            return cost if options.uses("successors") else replace(cost, head=0.0)
-        if not isinstance(self.heads, AttendingHeads):
-            return cost
-        read = self.heads.nbytes / self.backbone.weight_bytes
-        if not self.runs_trees(options):  # the layer runs for each token
-            return replace(cost, head=0.0, token=read)
-        return cost if options.costs.head is not None else replace(cost, head=read)
+            cost = cost if options.uses("successors") else replace(cost, head=0.0)
+        elif isinstance(self.heads, AttendingHeads):
+            read = self.heads.nbytes / self.backbone.weight_bytes
+            if not self.runs_trees(options):  # the layer runs for each token
+                cost, token = replace(cost, head=0.0), read
+            elif options.costs.head is None:
+                cost = replace(cost, head=read)
+        return cost if options.costs.token is not None else replace(cost, token=token)
 
     def drafter(self, asked: Asked, options: SpeculationOptions, load: Load) -> Drafter:
         """What proposes tokens under `options`; nothing behind an end token.

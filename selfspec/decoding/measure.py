@@ -10,27 +10,22 @@ import itertools
 import logging
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
 
-from selfspec.decoding.acceptance import GreedyMatch, Target
-from selfspec.decoding.costs import MeasuredCosts
-from selfspec.decoding.decode import StopRule, rounds
-from selfspec.decoding.sampling import Sampler
-from selfspec.decoding.state import Ask, AskAhead, DecodeState, HiddenCache, NoDrafter, Steps, alone
-from selfspec.decoding.stats import Stopwatch
+from selfspec.decoding.acceptance import Target
+from selfspec.decoding.state import Ask, AskAhead, HiddenCache, Steps, alone
 from selfspec.errors import InvalidOption, PinnedUnavailable
 from selfspec.heads.attending import AttendingHeads, Attention
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import ExitHead
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv import KVCache, Rows
+from selfspec.model.kv import KVCache
 from selfspec.options import Costs
 
 Name = TypeVar("Name", bound=Hashable)
@@ -241,82 +236,6 @@ def quick_costs(
         added += [round(min(max(each, 0.0), 1.0), 3)] * (more - fewer)
     head = round(usual[0] / step, 3) if heads is not None else None
     return Costs(row=tuple(added) or None, head=head)
-
-
-_ROWS = 8  # as many as a pinned pass has
-_REPEATS = 15
-_SHORT = 8  # a short pass runs this fraction of the layers
-
-_Part = tuple[str, int]  # what is timed, and its rows
-
-
-@torch.inference_mode()
-def measure(
-    backbone: Backbone,
-    heads: ExitHeads | None,
-    *,
-    rows: int = _ROWS,
-    context: int = CONTEXT,
-    now: Callable[[], float] = time.perf_counter,
-) -> MeasuredCosts:
-    """Medians of 15 passes, in turns, of 1..`rows` rows behind `context` tokens; a few seconds."""
-    context = min(context, backbone.max_positions // 2)
-    num_layers, short = backbone.num_layers, max(1, backbone.num_layers // _SHORT)
-    works = dict(_works(backbone, heads, rows, context, short))
-    laps = Clock(backbone.device, _REPEATS, now).laps(works)
-
-    def middle(name: str) -> tuple[float, ...]:
-        return tuple(statistics.median(laps[name, count]) for count in range(1, rows + 1))
-
-    layers = middle("layers")
-    starts = (
-        (num_layers * few - short * whole) / max(1, num_layers - short)
-        for few, whole in zip(middle("short"), layers, strict=True)
-    )
-    parts = zip(*(laps[name, 1] for name in ("round", "layers", "logits")), strict=True)
-    rest = statistics.median(whole - run - read for whole, run, read in parts)
-    asked = [lap for (name, _), seconds in laps.items() if name == "head" for lap in seconds]
-    return MeasuredCosts(
-        num_layers=num_layers,
-        layers=layers,
-        start=tuple(min(max(one, 0.0), whole) for one, whole in zip(starts, layers, strict=True)),
-        logits=middle("logits"),
-        head=statistics.median(asked) if asked else 0.0,
-        round=max(rest, 0.0),
-    )
-
-
-def _works(
-    backbone: Backbone, heads: ExitHeads | None, most: int, context: int, short: int
-) -> Iterator[tuple[_Part, Callable[[], object]]]:
-    passes = Passes(backbone, context, most=most)
-    embedded = backbone.embed(passes.ids[context:])
-
-    def run(hidden: Tensor, last: int) -> Tensor:
-        """Layers 1..last on [T, d] behind the context; the KV cache stays as it was."""
-        rows = Rows.of(passes.kv, context, len(hidden), hidden.device)
-        output = backbone.run(hidden, 0, last, rows)
-        passes.kv.truncate(context)
-        return output
-
-    outputs = run(embedded, backbone.num_layers)
-    plain = rounds(
-        DecodeState(backbone, passes.ids[None, :context]),
-        NoDrafter(),
-        GreedyMatch(Sampler(LogitsProcessorList())),
-        StopRule(max_length=context + 2 * _REPEATS),
-        Stopwatch(),
-    )
-    next(plain)
-    ask = None if heads is None else _question(backbone, heads, outputs[-1:], context)
-    for rows in range(1, most + 1):
-        yield ("layers", rows), partial(run, embedded[:rows], backbone.num_layers)
-        yield ("logits", rows), partial(backbone.logits, outputs[:rows])
-        yield ("short", rows), partial(run, embedded[:rows], short)
-        if rows == 1:  # next to what is subtracted from it
-            yield ("round", rows), partial(next, plain)
-        if ask is not None:
-            yield ("head", rows), ask
 
 
 def _question(

@@ -120,6 +120,11 @@ class Round:
         return len(self.kept)
 
     @property
+    def origins(self) -> list[tuple[str, int]]:
+        """Who drafted each, and at which exit layer."""
+        return [*zip(self.sources, self.exit_layers, strict=True)]
+
+    @property
     def givers(self) -> list[Giver]:
         given = [Giver(self.sources[index], self.exit_layers[index]) for index in self.kept]
         return given + [Giver(MODEL)] * (len(self.tokens) - len(given))
@@ -185,7 +190,7 @@ class GenerationStats:
         self.accepted_lengths[entry.accepted] += 1
         self.drafted_by_index.update(entry.depths)
         self.accepted_by_index.update(range(1, entry.accepted + 1))
-        drafts = [*zip(entry.sources, entry.exit_layers, strict=True)]
+        drafts = entry.origins
         kept = [drafts[index] for index in entry.kept]
         for found, by_source, by_layer in (
             (drafts, self.drafted_by_source, self.drafted_by_layer),

@@ -29,7 +29,6 @@ from selfspec.api.request import Request, stop_strings
 from selfspec.api.speculator import Speculator
 from selfspec.api.text import TextDecoder, TokenTexts, UntilStop, begun, encode, is_end
 from selfspec.config import WRITING, GenerateOptions
-from selfspec.decoding.acceptance import Draft
 from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.engine import Running
 from selfspec.decoding.stats import EXIT, LOOKS, MODEL, SOURCES, GenerationStats, Round
@@ -358,12 +357,12 @@ class Explanation:
             }
             for index, token in enumerate(entry.draft_tokens)
         ]
-        steps = 0.0 if entry.prefill else round(self._cost.steps(Draft.again(entry)), 4)
+        took = 0.0 if entry.prefill else self._cost.steps(entry.origins, entry.heads)
         tokens = [
             {"text": text, **_giver(*giver)}
             for text, giver in zip(texts, entry.givers, strict=True)
         ]
-        told = {"tokens": tokens, "drafts": drafts, "steps": steps, "ended": entry.ended}
+        told = {"tokens": tokens, "drafts": drafts, "steps": round(took, 4), "ended": entry.ended}
         self._waiting.append(told)
 
     def rest(self, text: str) -> None:

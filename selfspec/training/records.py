@@ -23,7 +23,7 @@ from torch import Tensor
 from selfspec import files
 from selfspec.api.chat_template import name_of
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.costs import Exits, MeasuredCosts, expected
+from selfspec.decoding.costs import USUAL, DraftCost, Exits, expected
 from selfspec.errors import InvalidData
 from selfspec.files import read_json, read_yaml
 from selfspec.heads.attending import config_of
@@ -31,7 +31,7 @@ from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
 from selfspec.heads.heads import entropy, top_probability
 from selfspec.hub import models as hub
 from selfspec.model.backbone import Backbone
-from selfspec.options import FITTED, Exit, Ngram, NoDrafts
+from selfspec.options import FITTED, Costs, Exit, Ngram, NoDrafts
 from selfspec.training.features import LOGIT_ROWS, Features, FeatureSpec, Selection, StreamSource
 from selfspec.training.fit import Fitted, coverage, judged
 from selfspec.training.text import Conversation
@@ -147,6 +147,7 @@ TEMPERATURES = tuple(round(0.5 * 1.06**step, 4) for step in range(31))  # candid
 
 _BINS = 15
 
+_LONGEST = 7  # draft tokens of a setting
 _SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """Candidate thresholds let this share of the positions exit."""
 
@@ -244,7 +245,7 @@ class Calibration:
     coverage: float  # share of them where the heads can draft the model's token
     layers: dict[int, Reliability]  # by exit layer
     setting: Setting
-    costs: MeasuredCosts
+    costs: Costs
 
     def record(self) -> dict[str, Any]:
         return asdict(self) | {"drafter": self.drafter}
@@ -254,9 +255,8 @@ class Calibration:
         """What should draft: heads if they should beat plain decoding, else what pays."""
         if self.setting.speed_up > 1.0:
             return FITTED
-        costs, several = self.costs, range(2, len(self.costs.layers) + 1)
-        gains = (rows * costs.plain_step() - costs.step(rows) for rows in several)
-        return Ngram.kind if any(gain > 0.0 for gain in gains) else NoDrafts.kind
+        pays = any(row < 1.0 for row in self.costs.rows or (USUAL,))
+        return Ngram.kind if pays else NoDrafts.kind
 
     def defaults(self, before: SpeculationOptions) -> SpeculationOptions:
         """The heads' default options: `before` with the calibrated drafter and exit settings."""
@@ -274,9 +274,7 @@ class Calibration:
         return replace(before, exit=paying, drafter=drafter)
 
 
-def calibrate(
-    heads: ExitHeads, text: Selection, costs: MeasuredCosts, most_layers: int = 2
-) -> Calibration:
+def calibrate(heads: ExitHeads, text: Selection, costs: Costs, most_layers: int = 2) -> Calibration:
     """Measure, fit temperatures, and choose layers, thresholds and bounds by the cost model."""
     if not text.answers:
         raise InvalidData("the text holds no answers to measure. Give another --data")
@@ -291,14 +289,16 @@ def calibrate(
         places = (torch.tensor(_SHARES) * (len(ranked) - 1)).long()
         candidates[layer] = sorted({max(float(value), 1e-3) for value in ranked[places]})
 
+    cost = DraftCost.with_costs(costs, heads.config.num_layers)
+
     def settings() -> Iterator[Setting]:
-        """Any few layers, at any of their thresholds, and drafts as long as costs were measured."""
+        """Any few layers, at any of their thresholds, and drafts of up to seven tokens."""
         for count in range(1, most_layers + 1):
             for layers in itertools.combinations(sorted(candidates), count):
                 for taus in itertools.product(*(candidates[layer] for layer in layers)):
                     first, later = (exits([sure[i][n] for i in layers], taus) for n in (0, 1))
-                    for width in range(1, len(costs.layers)):
-                        rate, gain = expected(costs, layers, first, later, width)
+                    for width in range(1, _LONGEST + 1):
+                        rate, gain = expected(cost, layers, first, later, width)
                         yield Setting(layers, taus, width, rate, gain)
 
     setting = max(settings(), key=lambda setting: setting.speed_up)

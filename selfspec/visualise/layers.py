@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from selfspec import files
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.costs import MeasuredCosts
+from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.stats import ENDED, SOURCES, GenerationStats, Giver, Round, counted
 from selfspec.errors import InvalidData, InvalidOption, check_keys, fits, record_of
 from selfspec.files import json_lines, parse_json
@@ -119,6 +119,11 @@ class LayerTrace:
         for entry in self.rounds:
             found.add(entry)
         return found
+
+    @property
+    def cost(self) -> DraftCost:
+        """What drafts were chosen by: costs of rows and heads, mostly as measured there."""
+        return DraftCost.with_costs(self.info.options.costs, self.info.num_layers)
 
     @property
     def summary(self) -> str:
@@ -243,42 +248,35 @@ class Gain(NamedTuple):
 
     tokens: int
     drafted: int  # how many of them came as drafts that were kept
-    per_verification: float
-    times: float | None
-    """How many times as fast as plain decoding, by what passes cost on this machine. One digit, as
-    people read it: words must fit the number beside them. None: not known."""
+    times: float
+    """How many times as fast as plain decoding, by costs. One digit, as people read it: words must
+    fit the number beside them."""
 
     @property
     def headline(self) -> str:
         if not self.drafted:
             words = "No draft was kept: each token took a pass of the whole model"
-            return f"{words}, {self.rate}" if self.times is not None and self.times < 1 else words
+            return f"{words}, {self.rate}" if self.times < 1 else words
         share = f"{self.drafted / self.tokens:.0%}".replace("%", " %")
         verdict = f", which {self.verdict}:" if self.verdict else ","
         return f"{share} of this answer came as drafts{verdict} {self.rate}"
 
     @property
     def verdict(self) -> str:
-        """What drafts did that gained nothing; empty if they did, or nobody knows."""
-        if self.times is None or self.times > 1:
+        """What drafts did that gained nothing; empty if they did."""
+        if self.times > 1:
             return ""
         return "cost more than they gave" if self.times < 1 else "cost what they gave"
 
     @property
     def rate(self) -> str:
         """The one number beside the share."""
-        if self.times is None:
-            return f"{self.per_verification:.1f} tokens per verification"
         return f"{self.times:.1f}× plain decoding"
 
 
-def gain(trace: LayerTrace, costs: MeasuredCosts | None = None) -> Gain:
-    """Without costs there is no speed-up."""
-    stats, times = trace.stats, None
-    if costs is not None and stats.rounds:
-        plain = (stats.accepted + stats.bonus) * costs.plain_step()
-        times = round(plain / costs.seconds_of(trace.rounds), 1)
-    return Gain(stats.new_tokens, stats.accepted, stats.compression_rate, times)
+def gain(trace: LayerTrace) -> Gain:
+    stats, times = trace.stats, round(trace.cost.gain(trace.rounds), 1)
+    return Gain(stats.new_tokens, stats.accepted, times)
 
 
 def givers(trace: LayerTrace) -> list[Giver]:

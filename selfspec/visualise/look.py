@@ -18,7 +18,6 @@ from selfspec.api.speculator import Speculator
 from selfspec.api.text import Prompt, TokenTexts
 from selfspec.api.tuned import heads_hash
 from selfspec.config import GenerateOptions, SpeculationOptions
-from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.drafters.ngram import NgramIndex
 from selfspec.decoding.stats import EXIT, MODEL, NGRAM, Round
 from selfspec.errors import HeadsNotFound
@@ -123,8 +122,8 @@ def _resolved(speculator: Speculator, options: SpeculationOptions) -> Speculatio
         exits = replace(exits, layers=layers, threshold=taus, max_depth=None)
     if not speculator.runtime.runs_trees(replace(options, drafter="exit")):
         exits = replace(exits, guesses=1)
-    cost = DraftCost.with_costs(options.costs, speculator.backbone)
-    costs = Costs(row=cost.rows, head=cost.head)
+    cost = speculator.runtime.draft_cost(options)
+    costs = Costs(row=cost.rows, head=cost.head, token=cost.token)
     return replace(options, speculate=True, drafter=drafter, exit=exits, costs=costs)
 
 

@@ -18,7 +18,6 @@ from rich.segment import Segment
 from rich.text import Text
 
 from selfspec import files, pages
-from selfspec.decoding.costs import MeasuredCosts
 from selfspec.visualise.layers import LayerTrace, gain, givers, ranked, readable
 
 CARD = (1200, 675)  # pixels
@@ -42,18 +41,16 @@ _OTHERS = (
 )
 
 
-def save_card(trace: LayerTrace, path: Path, costs: MeasuredCosts | None = None) -> None:
+def save_card(trace: LayerTrace, path: Path) -> None:
     """1200 x 675 pixels, PNG. Raises CannotWrite."""
-    found, left, (width, height) = gain(trace, costs), 388, CARD
+    found, left, (width, height) = gain(trace), 388, CARD
     # the same picture gives the same file, and looks the same everywhere
     with mpl.rc_context({"font.family": families(_WORDS), "text.hinting": "none"}):
         sheet = _Sheet()
         sheet.box(0, 0, 340, height, pages.TONES["quiet"].light)
-        factor, said = f"{found.per_verification:.1f}", ("tokens per pass", "of the whole model")
-        if found.times is not None:
-            factor, said = f"{found.times:.1f}×", ("as fast as", "plain decoding")
+        factor = f"{found.times:.1f}×"
         sheet.write(factor, 40, 206, 104 if len(factor) < 5 else 80, weight="bold")
-        for number, words in enumerate(said):
+        for number, words in enumerate(("as fast as", "plain decoding")):
             sheet.write(words, 46, 262 + 38 * number, 27)
         share = f"{100 * found.drafted / found.tokens:.0f} % came as drafts"
         sheet.write(share, 46, 344, 20, color=_DIM)

@@ -17,7 +17,7 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from selfspec import pages
-from selfspec.decoding.costs import MeasuredCosts
+from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.stats import EXIT, LOOKS, SOURCES, Giver, Round
 from selfspec.visualise import layers
 from selfspec.visualise.layers import LayerTrace, gain, givers, readable, rejected, visible
@@ -26,18 +26,18 @@ _SCRIPTS = tuple(f"{part}.js" for part in ("story", "readout", "answer", "map", 
 """In this order: one module in the page."""
 
 
-def render(trace: LayerTrace, costs: MeasuredCosts | None) -> str:
-    """The whole file as text; without `costs` no speed-up is predicted, and the page says so."""
+def render(trace: LayerTrace) -> str:
+    """The whole file as text."""
     info = trace.info
     # JSON that cannot close the element it stands in, nor open another
-    data = page_data(trace, costs)
+    data = page_data(trace)
     packed = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     html, _ = pages.page(
         "selfspec.visualise",
         "page",
         _SCRIPTS,
         title=escape(f"{' '.join(info.prompt.split())[:60]} · {info.base_model}"),
-        headline=escape(gain(trace, costs).headline),
+        headline=escape(gain(trace).headline),
         facts=escape(f"{info.base_model} · {info.dtype}, {info.executor} · {trace.summary}"),
         prompt=escape(info.prompt),
         data=packed.replace("<", "\\u003c"),
@@ -45,7 +45,7 @@ def render(trace: LayerTrace, costs: MeasuredCosts | None) -> str:
     return html
 
 
-def page_data(trace: LayerTrace, costs: MeasuredCosts | None) -> dict[str, Any]:
+def page_data(trace: LayerTrace) -> dict[str, Any]:
     """Everything the page shows, ready for JSON; a token is an index into `words`."""
     info, words = trace.info, dict[tuple[int, str], int]()
 
@@ -86,7 +86,7 @@ def page_data(trace: LayerTrace, costs: MeasuredCosts | None) -> dict[str, Any]:
         "in_use": list(info.taus),
         "prompt_texts": info.prompt_texts,
         "places": places,
-        "rounds": [(len(entry.tokens), *_took(entry, costs)) for entry in trace.rounds],
+        "rounds": [(len(entry.tokens), *_took(entry, trace.cost)) for entry in trace.rounds],
         "givers": [
             {
                 "words": giver.words,
@@ -97,7 +97,6 @@ def page_data(trace: LayerTrace, costs: MeasuredCosts | None) -> dict[str, Any]:
             }
             for giver, count in counts.items()
         ],
-        "plain_step": None if costs is None else costs.plain_step(),
         "words": [(token, text, visible(text)) for token, text in words],
     }
 
@@ -115,14 +114,12 @@ def _rejected(trace: LayerTrace) -> defaultdict[int, list[dict[str, Any]]]:
     return found
 
 
-def _took(entry: Round, costs: MeasuredCosts | None) -> tuple[float, float]:
-    """Seconds of drafting and of verifying; without costs steps of plain decoding."""
-    if costs is None or entry.prefill:
-        return (0.0, 0.0 if entry.prefill else 1.0)
-    whole = costs.num_layers
-    ends = [(rows, 1, last - first) for rows, first, last in entry.passes if last == whole]
-    verifying = costs.seconds(ends, [(len(entry.draft_tokens) + 1, 1)], 0)
-    return round(costs.seconds_of([entry]) - verifying, 9), round(verifying, 9)
+def _took(entry: Round, cost: DraftCost) -> tuple[float, float]:
+    """Steps of drafting and of verifying."""
+    if entry.prefill:
+        return 0.0, 0.0
+    drafting = cost.drafting(entry.origins, entry.heads)
+    return round(drafting, 4), round(cost.steps(entry.origins, entry.heads) - drafting, 4)
 
 
 # --- on a terminal

@@ -157,10 +157,9 @@ def test_it_shows_keeps_and_draws_the_answer_that_generate_gives(
     assert "6 tokens" in shown
     assert "\x1b" not in shown
     assert Path("card.png").is_file()
-    assert re.search('"plain_step":[0-9.e-]+,', Path("page.html").read_text())
     kept = ["trace", "--from", "t.jsonl"]
     assert call([*kept, "--html", "a/new/page.html"]).out == shown
-    assert '"plain_step":null' in Path("a/new/page.html").read_text()
+    assert Path("a/new/page.html").read_text() == Path("page.html").read_text()
     assert call([*kept, "--json"]).out == Path("t.jsonl").read_text()
     monkeypatch.setattr("selfspec.errors.find_spec", lambda name: None)
     refused = call([*kept, "--card", "a.png"], 2).err
@@ -172,7 +171,6 @@ def test_a_model_without_heads_is_seen_through_the_logit_lens(workplace: Path, c
     assert "no exit heads to look through. Give" in call([*command, "--no-all-layers"], 2).err
     assert "3 tokens, 2 rounds" in call(command).out
     call([*command, "--drafter", "skip:skipped=2/3", "--html", "page.html"])
-    assert '"plain_step":null' in Path("page.html").read_text()  # what such drafts take is unknown
 
 
 # --- tune

@@ -23,11 +23,11 @@ from selfspec.api import speculator as facade
 from selfspec.api.speculator import load, wrap
 from selfspec.cli.heads import incomplete
 from selfspec.cli.main import main
-from selfspec.decoding.costs import MeasuredCosts
 from selfspec.errors import HeadsMismatch, HeadsNotFound
 from selfspec.heads.exit_heads import HeadsConfig
 from selfspec.heads.folder import known_place, remember
 from selfspec.hub import models as hub
+from selfspec.options import Costs
 from tests.authors import RECIPE
 from tests.cli.fakes import Call
 from tests.models import make_model
@@ -37,7 +37,6 @@ MODEL = ["--model", "tiny-vicuna", "--dtype", "float32"]
 FIT = ["fit", *MODEL, "--epochs", "1", "--draft-vocab-size", "10"]
 SAID = "{% for m in messages %}<start> {{ m.role }} {{ m.content }} <end> {% endfor %}"
 TEMPLATE = SAID + "{% if add_generation_prompt %}<start> assistant {% endif %}"
-ONES = (1.0,) * 8
 INVENT = ["--tokens", "60", "--batch-size", "6", "--max-question-tokens", "12"]
 INVENT += ["--max-new-tokens", "20", "--question-temperature", "4,6", "--recipe", "recipe.yaml"]
 
@@ -172,8 +171,8 @@ def test_pushed_heads_have_a_card_and_name_no_place_on_this_machine(
     heads = pushed.parents[2] / "heads"
     shutil.copytree("heads", heads)
     data = str(workplace / "own.jsonl")
-    costs = MeasuredCosts(num_layers=6, layers=ONES, start=ONES, logits=ONES, head=0.1, round=0.0)
-    monkeypatch.setattr("selfspec.decoding.measure.measure", lambda *_, **__: costs)
+    costs = Costs(row=0.1, head=0.1)
+    monkeypatch.setattr("selfspec.decoding.measure.quick_costs", lambda *_: costs)
     assert main(["calibrate", *MODEL, "--heads", str(heads), "--data", data]) == 0
     push = ["heads", "push", str(heads), "me/own", "--license", "mit", "--private"]
     assert call(push).out.endswith("\nhttps://hub/me/own\n")

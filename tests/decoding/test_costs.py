@@ -7,7 +7,6 @@ import json
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -19,16 +18,15 @@ from selfspec.api.speculator import Speculator, wrap
 from selfspec.config import SpeculationOptions
 from selfspec.decoding import measure as measuring
 from selfspec.decoding.acceptance import Draft
-from selfspec.decoding.costs import DraftCost, Load, MeasuredCosts
+from selfspec.decoding.costs import DraftCost, Load
 from selfspec.decoding.decode import StopRule
 from selfspec.decoding.drafters.trees import LONGEST_PAUSE, SHORTEST_PAUSE, Paying, WhilePaying
 from selfspec.decoding.engine import Asked, Runtime
-from selfspec.decoding.measure import ROWS, Clock, PassShape, StepSpeed, measure, why_unpinned
+from selfspec.decoding.measure import ROWS, Clock, PassShape, StepSpeed, why_unpinned
 from selfspec.decoding.sampling import DraftToken
 from selfspec.decoding.state import alone
 from selfspec.decoding.stats import PARTS, GenerationStats, Stopwatch
 from selfspec.errors import PinnedUnavailable
-from selfspec.heads.exit_heads import ExitHeads, logit_lens
 from selfspec.model.backbone import Backbone
 from selfspec.model.fused import FusedExecutor
 from selfspec.model.generic import GenericExecutor
@@ -39,26 +37,6 @@ from tests.ladder import greedy
 from tests.models import make_model, needs_compiler, random_ids, wrapped
 from tests.recorded import RecordedCapture
 from tests.traces import entry
-
-COSTS = MeasuredCosts(
-    num_layers=10, layers=(1.0, 1.5), start=(0.2, 0.5), logits=(0.1, 0.2), head=0.01, round=0.05
-)
-
-
-def test_counts_may_be_expected_ones() -> None:
-    found = COSTS.seconds([(1, 0.25, 0.5), (2, 0.75, 7.5)], [(1, 0.5), (2, 0.5)], 0.75)
-    passes = 0.25 * 0.2 + 0.5 * 0.08 + 0.75 * 0.5 + 7.5 * 0.1
-    assert found == pytest.approx(passes + 0.5 * 0.15 + 0.5 * 0.25 + 0.75 * 0.01)
-
-
-def test_rounds_cost_their_passes_their_verdicts_and_the_heads_asked() -> None:
-    prompt = entry(1, prefill=True, ended="off")
-    drafted = entry(2, [3], 1, heads=3, passes=[(1, 0, 3), (1, 0, 3), (1, 3, 6), (2, 3, 10)])
-    passes = 3 * 0.2 + 9 * 0.08 + 0.5 + 7 * 0.1
-    found = COSTS.seconds_of([prompt, drafted])
-    assert found == pytest.approx(passes + 0.2 + 0.05 + 3 * 0.01)
-    seen = replace(drafted, sources=["ngram"], exit_layers=[0], heads=0, passes=[(2, 0, 10)])
-    assert COSTS.seconds_of([prompt, seen]) == pytest.approx(COSTS.step(2))
 
 
 def made(source: str, *layers: int, heads: int = 0, rest: Sequence[DraftToken] = ()) -> Draft:
@@ -96,8 +74,10 @@ def test_a_draft_model_costs_its_share_of_the_weights_that_a_row_reads() -> None
     for dtype, times in ((torch.float32, 1), (torch.float64, 2)):
         second = make_model("llama", dtype, num_hidden_layers=3)
         runtime = Runtime(backbone, None, Backbone(second, executor="generic"))
-        cost = runtime.draft_cost(options.updated({"drafter": "draft-model"}))
-        assert cost.token == pytest.approx(times * share)
+        asked = options.updated({"drafter": "draft-model"})
+        assert runtime.draft_cost(asked).token == pytest.approx(times * share)
+        named = asked.updated({"costs": "token=0.4"})
+        assert runtime.draft_cost(named).token == 0.4
     drafts = made("draft-model", 0, 0)
     assert DraftCost(rows=(0.1,), token=share).of(drafts) == pytest.approx(0.2 + 2 * share)
 
@@ -250,20 +230,6 @@ def test_works_are_timed_in_turns_and_the_first_time_does_not_count() -> None:
     assert Clock(CPU, 3, lambda: float(next(time))).seconds({"a": lambda: None}) == {"a": 3.0}
 
 
-@pytest.fixture
-def heads(backbone: Backbone) -> ExitHeads:
-    return logit_lens(backbone.unembedding, backbone.num_layers, "tiny")
-
-
-def test_a_clock_of_single_ticks_makes_parts_alike(backbone: Backbone, heads: ExitHeads) -> None:
-    clock = itertools.count()
-    found = measure(backbone, heads, now=lambda: float(next(clock)))
-    alike = dict.fromkeys(("layers", "start", "logits"), (1.0,) * 8)
-    # a pass of few layers takes as long as one of all: everything is its start; a round takes less
-    # than the layers and the logits that it is made of: nothing is left for itself
-    assert found == MeasuredCosts(num_layers=6, **alike, head=1.0, round=0.0)
-
-
 def test_quick_costs_leave_slow_passes_out_and_rows_between_two_cost_alike(
     backbone: Backbone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,25 +248,13 @@ def test_quick_costs_leave_slow_passes_out_and_rows_between_two_cost_alike(
     assert not slow
 
 
-def test_one_slow_moment_does_not_show(backbone: Backbone, heads: ExitHeads) -> None:
-    # readings in pairs, each lap of which takes two seconds, and some a hundred
-    laps = (100.0 if lap in (3, 20, 31) else 2.0 for lap in itertools.count())
-    clock = itertools.accumulate(step for lap in laps for step in (0.0, lap))
-    found = measure(backbone, heads, now=lambda: next(clock))
-    assert {*found.layers, *found.start, *found.logits, found.head} == {2.0}
-
-
-def test_heads_that_read_deep_states_are_measured_too(backbone: Backbone) -> None:
-    heads = make_heads("deep-fused", backbone.unembedding, exit_layers=(0, 2))
-    found = measure(backbone, heads, context=20)
-    assert found.head > 0.0
-    assert len(found.layers) == len(found.start) == len(found.logits) == 8
-    assert all(0.0 <= start <= full for start, full in zip(found.start, found.layers, strict=True))
-
-
-def test_one_layer_is_measured_too() -> None:
-    found = measure(wrapped("llama", num_hidden_layers=1), None, context=20)
-    assert found.num_layers == 1
+@pytest.mark.parametrize("kind", ["translator", "deep-fused"])
+def test_a_question_to_a_head_is_measured_too(kind: str) -> None:
+    backbone = wrapped("llama", num_hidden_layers=3)
+    heads = make_heads(kind, backbone.unembedding, exit_layers=(2,), num_layers=3)
+    clock = itertools.count()  # a tick for each reading
+    found = measuring.quick_costs(backbone, heads, now=lambda: float(next(clock)))
+    assert found == Costs(row=(0.0,) * 15, head=1.0)
 
 
 # --- a plain step against the limit of memory

@@ -21,7 +21,7 @@ from selfspec.cli.main import main
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import Draft, GreedyMatch
 from selfspec.decoding.costs import DraftCost
-from selfspec.decoding.decode import StopRule, rounds
+from selfspec.decoding.decode import StopRule
 from selfspec.decoding.drafters.base import DraftController
 from selfspec.decoding.drafters.heads import CHOICES, AttendingDrafter, MedusaGuesser, pack
 from selfspec.decoding.drafters.trees import TreeDrafter
@@ -40,6 +40,7 @@ from selfspec.options import MEDUSA_FITTED
 from tests import ladder
 from tests.heads.eagle3.make import HEADS, HERE, LENGTH, SHOWN, STEPS, target, text
 from tests.heads.kinds import make_heads, train
+from tests.ladder import rounds
 from tests.models import EXECUTORS, needs_compiler, random_ids, wrapped
 from tests.talks import make_tokenizer
 
@@ -329,7 +330,7 @@ def test_a_tree_is_no_deeper_than_there_are_heads(precise: Backbone) -> None:
         options = SpeculationOptions().updated({"drafter": WHOLE, "costs": "row=0,head=0"})
         engine = Engine(Runtime(precise, ladder.medusa_heads(precise, count), None))
         found = [one for one in engine.add(asked(random_ids(9)), options) if one.draft_tokens]
-        depths = {max(map(len, paths_of(Draft.again(one)))) for one in found}
+        depths = {max(one.depths) for one in found}
         assert max(depths) == min(count, 4)
 
 

@@ -113,10 +113,10 @@ def test_nothing_is_drafted_that_the_grammar_forbids(
     text: list[int] = []
     looked_at = 0
     for entry in (stream.drain(), stream.rounds)[1]:
-        draft = Draft.again(entry)
-        for index, one in enumerate(draft.proposed):
+        draft = Draft.of(entry.draft_tokens, entry.parents)
+        for index, source in enumerate(entry.sources):
             assert allowed(words, text, draft.tokens_to(index))
-            looked_at += one.source != "grammar"
+            looked_at += source != "grammar"
         text += entry.tokens
     assert looked_at or drafts == {"drafter": "ngram"}
 

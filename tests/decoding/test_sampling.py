@@ -39,7 +39,6 @@ from selfspec.api.stream import Generation, Stream
 from selfspec.decoding import sampling
 from selfspec.decoding.acceptance import Draft, GreedyMatch
 from selfspec.decoding.costs import Load
-from selfspec.decoding.decode import rounds
 from selfspec.decoding.engine import Engine, Running
 from selfspec.decoding.sampling import STATELESS, GrammarMask, OccurrencePenalty, Sampler
 from selfspec.decoding.state import Drafter, NoDrafter, alone
@@ -48,7 +47,7 @@ from selfspec.errors import InvalidOption, InvalidPrompt
 from selfspec.eval.verify import MixedDrafter
 from selfspec.model.backbone import Backbone
 from tests import ladder, laws
-from tests.ladder import TEMPERATURE, chi_square_p, enumerate_sequences
+from tests.ladder import TEMPERATURE, chi_square_p, enumerate_sequences, rounds
 from tests.models import VOCAB_SIZE, make_model, random_ids
 
 LENGTH, NEW = 30, 16

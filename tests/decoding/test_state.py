@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from selfspec.decoding.acceptance import Draft, GreedyMatch
-from selfspec.decoding.decode import StopRule, rounds
+from selfspec.decoding.decode import StopRule
 from selfspec.decoding.drafters.base import DraftController, Drafting
 from selfspec.decoding.drafters.heads import ExitDrafter
 from selfspec.decoding.state import DecodeState, NoDrafter, Run, Schedule, Steps, alone
@@ -26,6 +26,7 @@ from selfspec.training.features import FeatureSpec, features, padded
 from selfspec.training.text import Conversation
 from tests import ladder
 from tests.decoding.conftest import WatchedBackbone
+from tests.ladder import rounds
 from tests.models import VOCAB_SIZE, random_ids, wrapped
 
 EXIT_LAYERS = (2, 4, 6)

@@ -14,7 +14,7 @@ from transformers import LogitsProcessorList
 
 from selfspec.decoding.acceptance import Draft, GreedyMatch, SpeculativeSampling
 from selfspec.decoding.costs import DraftCost
-from selfspec.decoding.decode import StopRule, rounds
+from selfspec.decoding.decode import StopRule
 from selfspec.decoding.drafters.base import DraftController, Drawn, Guesses, Known
 from selfspec.decoding.drafters.ngram import NgramDrafter
 from selfspec.decoding.drafters.trees import TreeDrafter
@@ -27,6 +27,7 @@ from selfspec.model.backbone import Backbone
 from selfspec.model.kv import KVCache, Rows
 from tests import ladder, laws
 from tests.decoding.test_drafters import Text
+from tests.ladder import rounds
 from tests.models import EXECUTORS, random_ids, wrapped
 
 PARENTS = (-1, -1, 0, 0, 1, 3, 3, 2)

@@ -15,12 +15,12 @@ import yaml
 from selfspec.api.chat_template import read
 from selfspec.cli.train import calibration_words
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.costs import Exits, MeasuredCosts, expected
+from selfspec.decoding.costs import DraftCost, Exits, expected
 from selfspec.errors import InvalidData
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
 from selfspec.hub import models as hub
 from selfspec.model.backbone import Backbone
-from selfspec.options import Exit
+from selfspec.options import Costs, Exit
 from selfspec.training import records
 from selfspec.training.features import Selection
 from selfspec.training.fit import Fitted, Job, fit
@@ -28,8 +28,7 @@ from tests.talks import Talks
 from tests.training.test_fit import fitted as fit_to
 from tests.training.test_fit import make_job
 
-FREE = dict.fromkeys(("start", "logits"), (0.0,) * 8)
-FLAT = MeasuredCosts(num_layers=10, layers=(1.0,) * 8, **FREE, head=0.0, round=0.0)
+FLAT = Costs(row=0.0, head=0.0)
 """Verification as cheap as a step, whatever its rows; heads for nothing."""
 
 
@@ -59,7 +58,8 @@ def test_exits_are_at_the_first_sure_layer() -> None:
 
 
 def test_the_model_foretells_a_simulated_scheduler() -> None:
-    """Independent places, two layers, rows that cost nothing: counted over 40,000 rounds."""
+    """Independent places and two layers, counted over 40,000 rounds."""
+    cost = DraftCost(rows=(0.3, 0.1, 0.2), head=0.05, num_layers=10)
     found = (Exits((0.5, 0.3), 0.6), Exits((0.4, 0.2), 0.3))  # of a first draft, of later ones
     tokens, seconds, rounds = 0, 0.0, 40_000
     dice = random.Random(0)
@@ -67,17 +67,18 @@ def test_the_model_foretells_a_simulated_scheduler() -> None:
         kept, alive = 0, True
         for place in range(3):
             exits_at, right = found[place > 0].at, found[place > 0].right
-            seconds += 0.2
+            seconds += 0.2 + cost.head
             at = dice.random()
             if at >= exits_at[0]:
-                seconds += 0.4
+                seconds += 0.4 + cost.head
             if at >= sum(exits_at):
                 seconds -= 0.6  # this row has come to layer 6
                 break
+            seconds += cost.rows[place]
             alive &= dice.random() < right / sum(exits_at)
             kept += alive
         tokens, seconds = tokens + kept + 1, seconds + 1.0
-    rate, gain = expected(FLAT, (2, 6), *found, 3)
+    rate, gain = expected(cost, (2, 6), *found, 3)
     assert rate == pytest.approx(tokens / rounds, rel=0.01)
     assert gain == pytest.approx(tokens / seconds, rel=0.01)
 
@@ -125,7 +126,7 @@ def test_what_is_slower_is_never_written_and_the_report_says_what_is(
 ) -> None:
     records.write(tmp_path, fitted, {})
 
-    def defaults(costs: MeasuredCosts) -> tuple[SpeculationOptions, str]:
+    def defaults(costs: Costs) -> tuple[SpeculationOptions, str]:
         found = records.calibrate(fitted.heads, learned[0].validation, costs)
         records.write_calibration(fitted.heads, tmp_path, found, {})
         kept = HeadsConfig.read(tmp_path).defaults
@@ -134,14 +135,12 @@ def test_what_is_slower_is_never_written_and_the_report_says_what_is(
     fast, words = defaults(FLAT)
     assert (fast.drafter, fast.exit.layers is None) == ("ngram+exit", False)
     assert "not faster" not in words
-    dear = replace(FLAT, num_layers=6, head=9.0)
+    dear = replace(FLAT, head=9.0)
     seen, words = defaults(dear)
     assert (seen.drafter, seen.exit) == ("ngram", Exit())
     assert "which is not faster" in words
     assert "--drafter ngram, prompt lookup" in words
-    by_rows = tuple(2.0 * taken * (r + 1) for r, taken in enumerate(FLAT.layers))
-    rows = replace(dear, layers=by_rows)
-    assert defaults(rows)[0].drafter == "none"
+    assert defaults(replace(dear, row=1.0))[0].drafter == "none"
     assert defaults(FLAT)[0] == fast
 
 

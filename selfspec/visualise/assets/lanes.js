@@ -1,19 +1,16 @@
 // Time from left to right: plain decoding above, drafting, verifying and what was kept below it; and
-// both as a race. Times are predicted by what passes cost on the machine; without costs a
-// verification counts as one step, and drafts as nothing.
+// both as a race. Times are predicted from costs, in steps of plain decoding.
 
-const RACE_MS = 12_000; // at most
+const [RACE_MS, STEP_MS] = [12_000, 100]; // at most
 
 const race = { times: {}, nodes: {}, end: 0, now: 0, frame: 0 };
 
-const isPriced = data.plain_step !== null;
-const steps = (count) => `${count} ${count === 1 ? "step" : "steps"}`;
-const timeWords = (time) => (isPriced ? `${time.toFixed(2)} s` : steps(Math.round(time)));
+const timeWords = (time) => `${time.toFixed(1)} steps`;
 
 /** When each token is there, and what each round did when; the prompt's pass is left out. */
 function schedule() {
   const lanes = { plain: [], draft: [], verify: [], kept: [] };
-  const times = { plain: places.map((_, place) => place * (data.plain_step ?? 1)), drafts: [] };
+  const times = { plain: places.map((_, place) => place), drafts: [] };
   times.plain.slice(1).forEach((until, place) => lanes.plain.push({ from: times.plain[place], until }));
   let now = 0;
   for (const [count, drafting, verifying] of data.rounds) {
@@ -46,9 +43,8 @@ function paintLanes() {
     return bars.length ? el("div", {}, el("span", {}, name), el("div", {}, ...bars)) : "";
   });
   $("lanes").replaceChildren(...drawn, el("div", { class: "over" }, race.hand));
-  const how = isPriced ? "by what passes cost on this machine" : "each pass of the whole model counts as a step, drafts as nothing";
   const [ours, plain] = [times.drafts.at(-1), times.plain.at(-1)].map(timeWords);
-  $("lanes-hint").textContent = `With drafts ${ours}, plain decoding ${plain}, both after the first token; ${how}.`;
+  $("lanes-hint").textContent = `With drafts ${ours}, plain decoding ${plain}, both after the first token; a step is what a token takes without drafts. By the costs that drafts were chosen by.`;
   $("lanes").setAttribute("aria-label", $("lanes-hint").textContent);
   places.forEach((told, place) => dress(race.nodes.drafts[place], "piece", told));
   moveTo(race.end);
@@ -71,7 +67,7 @@ function moveTo(now) {
 
 function playRace() {
   if (race.frame) return stopRace();
-  const lasts = isPriced ? Math.min(RACE_MS, 1000 * race.end) : RACE_MS;
+  const lasts = Math.min(RACE_MS, STEP_MS * race.end);
   const from = race.now >= race.end ? 0 : race.now / race.end;
   const began = performance.now() - lasts * from;
   $("play").textContent = "pause";
