@@ -41,14 +41,14 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27151,
-    "model": 6792,
+    "tests/": 27264,
+    "model": 6817,
     "decoding": 4860,
     "training": 3700,
     "eval": 2817,
     "eval/": 3469,
     "cli": 3160,
-    "serve": 2891,
+    "serve": 2931,
     "api": 2313,
     "heads": 1672,
     "visualise": 1565,

@@ -89,7 +89,8 @@ class Backbone(Decoder):
         if self.mixing is not None:
             said = (
                 "no drafts for %s: the rows of a pass change each other (%s), as with a "
-                "quantisation that has one scale for all rows. Load it without to draft"
+                "quantisation that has one scale for all rows, or hooks that mind the number of "
+                "rows. Load it without to draft"
             )
             logger.warning(said, type(model).__name__, self.mixing)
         self._watch = ModelWatch(model)
@@ -213,7 +214,15 @@ class Backbone(Decoder):
             )
 
     def require_unchanged(self) -> None:
-        """Raise ModelChanged if the model is not what was wrapped: well under a millisecond."""
+        """Raise ModelChanged if the model is not what was wrapped, InvalidOption under autocast.
+
+        Takes well under a millisecond.
+        """
+        if torch.is_autocast_enabled(self.device.type):
+            raise InvalidOption(
+                "torch.autocast is on, which compiled layers do not see. Leave it, and load the "
+                "model in the dtype that you want: dtype=torch.bfloat16"
+            )
         if (change := self._watch.change()) is not None:
             raise ModelChanged(
                 f"the model is not what was wrapped: {change}. Wrap the model again: "

@@ -233,7 +233,7 @@ class ModelWatch:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        named = _modules(model)
+        named = [(path or "the model", module) for path, module in model.named_modules()]
         self._owners = dict([*named, *_configs(named)])
         self._attributes = [vars(one) for one in self._owners.values()]
         self._first = self._copies = _copied(self._attributes)
@@ -296,7 +296,7 @@ class ModelWatch:
                     yield text.format(path, was, now)
         for (path, one), attributes in zip(self._owners.items(), self._first, strict=True):
             yield from _changes(path, one, attributes)
-        found = {one.path: one.identity for one in _weights(_modules(self._model))}
+        found = {one.path: one.identity for one in _weights(self._model.named_modules())}
         for one in self._weights:
             if found.get(one.path) != one.identity:
                 yield f"{one.path} was replaced"
@@ -322,6 +322,7 @@ def _changes(path: str, one: Any, was: dict[str, Any]) -> Iterator[str]:
         if isinstance(one, nn.Module) and read(was) != read(now):
             yield f"{path} has other {aspect}"
     idle = _IDLE | (_LINEAR if type(one) is nn.Linear else set())
+    idle |= {name for name in {**was, **now} if _moves(one, name)}
     watched = {"training"} if has_dropout(one) else set()
     for name in sorted((was.keys() | now.keys()) - idle | watched):
         if isinstance(value := was.get(name), Tensor):
@@ -342,13 +343,10 @@ def _same(was: object, now: object) -> bool:
         return False
 
 
-def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """All but rotations that each pass of the model itself writes anew (dynamic NTK, longrope)."""
-    return [
-        (path or "the model", module)
-        for path, module in model.named_modules()
-        if not any(kind in str(getattr(module, "rope_type", "")) for kind in MOVING_ROPE)
-    ]
+def _moves(one: object, name: str) -> bool:
+    """Whether each pass of the model itself writes this anew (rotations: dynamic NTK, longrope)."""
+    moving = any(kind in str(getattr(one, "rope_type", "")) for kind in MOVING_ROPE)
+    return moving and name.endswith(("inv_freq", "max_seq_len_cached"))
 
 
 def _configs(named: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, Any]]:
@@ -383,12 +381,13 @@ def _copied(value: Any) -> Any:
     return set(value) if isinstance(value, set) else value
 
 
-def _weights(named: Sequence[tuple[str, nn.Module]]) -> Iterator[_Weight]:
+def _weights(named: Iterable[tuple[str, nn.Module]]) -> Iterator[_Weight]:
     for path, module in named:
         for place in (module._parameters, module._buffers, vars(module)):
             for name, tensor in place.items():
                 # what torch prunes or norms: a hook makes it anew at each pass, from those watched
                 made = {f"{name}_orig", f"{name}_v"} & module._parameters.keys()
-                if isinstance(tensor, Tensor) and name not in _IDLE and not made:
-                    where = name if path == "the model" else f"{path}.{name}"
+                idle = name in _IDLE or made or _moves(module, name)
+                if isinstance(tensor, Tensor) and not idle:
+                    where = name if path in ("", "the model") else f"{path}.{name}"
                     yield _Weight(place, name, where, tensor)

@@ -272,21 +272,22 @@ class Reply:
 
     async def lines(self, piece: Piece, *, with_usage: bool) -> AsyncIterator[str]:
         """Server-sent events, from the first piece on."""
+        more: Json = {"usage": None} if with_usage else {}
         try:
             for index in range(len(self._pieces)) if self._chat else ():
                 delta = {"role": "assistant", "content": ""}
-                yield self._event(self._choice(index, [], {"delta": delta}))
+                yield self._event(self._choice(index, [], {"delta": delta}), **more)
             for choice in self._told(piece):
-                yield self._event(choice)
+                yield self._event(choice, **more)
             while not self._complete:
                 for choice in self._told(await self.next()):
-                    yield self._event(choice)
+                    yield self._event(choice, **more)
             if with_usage:
                 yield self._event(usage=self.usage)
             yield "data: [DONE]\n\n"
         except Refused as error:  # behind a status that said otherwise
             self._writer.metrics.count("request_refused", error.status)
-            yield _data(error.body())
+            yield gate.event(error.body())
 
     @property
     def _complete(self) -> bool:
@@ -308,7 +309,7 @@ class Reply:
 
     def _event(self, *choices: Json, **more: Json) -> str:
         kind = "chat.completion.chunk" if self._chat else "text_completion"
-        return _data({**self._head, "object": kind, "choices": choices, **more})
+        return gate.event({**self._head, "object": kind, "choices": choices, **more})
 
     def _choice(
         self, index: int, pieces: Sequence[Piece], said: Json, finish: str | None = None
@@ -326,7 +327,10 @@ class Reply:
         entries = [one for piece in pieces for one in piece.logprobs]
         if self._chat:
             return {"content": entries, "refusal": None}
-        tops = [[(top["token"], top["logprob"]) for top in one["top_logprobs"]] for one in entries]
+        tops = [
+            [(top["token"], top["logprob"]) for top in (*one["top_logprobs"], one)]
+            for one in entries
+        ]
         return {
             "tokens": [one["token"] for one in entries],
             "token_logprobs": [one["logprob"] for one in entries],
@@ -344,7 +348,3 @@ class Reply:
             self.leave()
             error = Refused(408, "the client reads more slowly than its answer is written")
             self._queue.put_nowait(Piece(choice=piece.choice, error=error))
-
-
-def _data(value: Json) -> str:
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"

@@ -39,6 +39,8 @@ OPEN = ("/", "/health")  # paths that need no key
 COPY = "x-selfspec-copy"  # header of an answer: which copy of the model wrote it
 REPLY = "reply"  # in a request's state: what is written for it
 TOKENS = "tokens"  # the same: tokens of the prompt and of the answer
+_STOPS = Refused(503, "the server stops before the answer is complete")
+_STREAMED = (b"content-type", b"text/event-stream; charset=utf-8")
 NOBODY = 499  # status in place of an answer that nobody reads; no refusal
 
 _LONGEST_PATH = 200  # characters in a line of the log
@@ -71,6 +73,11 @@ def guard(
             allow_headers=("*",),
         )
     app.add_middleware(_Around, options=options, refused=refused)
+
+
+def event(value: Any) -> str:
+    """A server-sent one."""
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
 
 
 def response(error: Refused) -> Response:
@@ -163,24 +170,30 @@ class _Around:
         self._app, self._options, self._refused = app, options, refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] == "http":
+            await self._answer(scope, receive, send)
+        else:
             await self._app(scope, receive, send)
-            return
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope.setdefault("state", {})
-        begun, status = time.monotonic(), 0
+        begun, status, streams = time.monotonic(), 0, False
 
         async def sent(message: Message) -> None:
-            nonlocal status
+            nonlocal status, streams
             if message["type"] == "http.response.start":
-                status = message["status"]
-                if status >= 400 and status != NOBODY:
-                    self._refused(status)
+                status, streams = message["status"], _STREAMED in message["headers"]
+                self._count(status)
             await send(message)
 
         try:
             await self._app(scope, receive, sent)
         except asyncio.CancelledError:  # the server ends before the answer
             logger.error("an answer was cut: the server stops, or its client left")
+            if streams:
+                await send({"type": "http.response.body", "body": event(_STOPS.body()).encode()})
+            elif not status:
+                await response(_STOPS)(scope, receive, sent)
         except Exception as error:  # noqa: BLE001  # uvicorn would log its message
             logger.error("a request failed:\n%s", places(error))
             if status:
@@ -194,6 +207,10 @@ class _Around:
             if self._options.log_prompts and reply is not None:
                 logger.info("asked for %s", json.dumps(reply.asked))
                 logger.info("answered %s", json.dumps(reply.texts))
+
+    def _count(self, status: int) -> None:
+        if status >= 400 and status != NOBODY:
+            self._refused(status)
 
     def _say(self, scope: Scope, status: int, seconds: float) -> None:
         if not self._options.log_requests:
@@ -242,6 +259,7 @@ class Server(uvicorn.Server):
             http=cast("type[asyncio.Protocol]", connections),
             ws="none",
             log_level="warning",
+            timeout_keep_alive=math.ceil(options.client_timeout),
             timeout_graceful_shutdown=math.ceil(options.graceful_seconds),
             server_header=False,
         )
@@ -252,6 +270,13 @@ class Server(uvicorn.Server):
         """Stop; uvicorn's own would raise the signal again at the end, as if that were an error."""
         self.force_exit |= self.should_exit and sig == signal.SIGINT
         self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self.force_exit:  # uvicorn leaves all as it is; the model's thread must end, too
+            for task in self.server_state.tasks:
+                task.cancel()
+            await self.lifespan.shutdown()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

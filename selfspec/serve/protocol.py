@@ -25,15 +25,20 @@ if TYPE_CHECKING:
     from selfspec.api.text import Prompt
 
 _NOTHING: dict[str, tuple[Any, ...]] = {
-    "echo": (False,),
-    "best_of": (1,),
-    "suffix": ("",),
-    "tools": ([],),
-    "store": (False,),
+    **dict.fromkeys(("echo", "store", "include_obfuscation", "continuous_usage_stats"), (False,)),
+    **dict.fromkeys(("ignore_eos", "use_beam_search", "include_stop_str_in_output"), (False,)),
+    **dict.fromkeys(("skip_special_tokens", "add_generation_prompt"), (True,)),
+    **dict.fromkeys(("best_of", "repetition_penalty", "repeat_penalty", "length_penalty"), (1,)),
+    **dict.fromkeys(("typical_p", "tfs_z"), (1,)),
+    **dict.fromkeys(("mirostat", "top_a", "min_tokens", "priority"), (0,)),
+    **dict.fromkeys(("tools", "functions", "annotations"), ([],)),
+    **dict.fromkeys(("suffix", "reasoning", "reasoning_content"), ("",)),
+    **dict.fromkeys(("function_call", "reasoning_effort"), ("none",)),
+    "top_k": (-1,),
+    "chat_template_kwargs": ({},),
+    "verbosity": ("medium",),
     "service_tier": ("auto", "default"),
     "modalities": (["text"],),
-    "include_obfuscation": (False,),
-    "annotations": ([],),
 }
 """Values of fields that are not supported, which ask for nothing."""
 
@@ -155,6 +160,13 @@ class _Function(_Shape):
     parameters: dict[str, Any] | None = None
     strict: StrictBool | None = None
 
+    @pydantic.field_validator("parameters")
+    @classmethod
+    def _is_object(cls, said: dict[str, Any] | None) -> dict[str, Any] | None:
+        if said and said.get("type", "object") != "object":
+            raise ValueError(f"type is {errors.shown(said['type'])}, expected object")
+        return said
+
 
 class _Tool(_Shape):
     type: Literal["function"]
@@ -185,7 +197,7 @@ class _ResponseFormat(_Shape):
 
     @property
     def wanted(self) -> dict[str, Any] | bool | None:
-        if self.json_schema is not None and self.json_schema.schema_ is not None:
+        if self.json_schema is not None and self.json_schema.schema_:
             return self.json_schema.schema_
         return None if self.type == "text" else True
 

@@ -32,7 +32,7 @@ from selfspec.config import WRITING, GenerateOptions
 from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.engine import Running
 from selfspec.decoding.stats import EXIT, LOOKS, MODEL, SOURCES, GenerationStats, Round
-from selfspec.errors import InvalidData, InvalidPrompt
+from selfspec.errors import InvalidData
 from selfspec.files import parse_json
 from selfspec.model.kv import Memory
 from selfspec.serve.options import ServeOptions
@@ -184,9 +184,10 @@ class Writer:
         ids = encode(self._speculator.tokenizer, choice.prompt, raw=raw, tools=tools)
         count, most = ids.shape[1], min(self.options.max_prompt_tokens or self.room, self.room - 1)
         if count > most:
-            raise InvalidPrompt(
-                f"the prompt has {count} tokens, this server takes {most}. Shorten the prompt"
-            )
+            # clients know what to do by the code, or by these words
+            said = f"the prompt has {count} tokens, the maximum context length is {most} tokens"
+            field, code = "prompt" if raw else "messages", "context_length_exceeded"
+            raise Refused(400, f"{said}. Shorten the prompt", field=field, code=code)
         return ids
 
     def _call(self, ids: Tensor, choice: Choice) -> Request:
@@ -274,6 +275,7 @@ class Answer:
             cost = running.draft_cost(call.speculation)
             self._explanation = Explanation(writer.texts, cost)
         self._offsets = [0]  # by token: where its text begins; last: where the next one will
+        self._hides_last = False  # an end token, which is no text
 
     def piece(self) -> Piece:
         """What is new; the last one when the text has ended. Raises what ended it otherwise."""
@@ -293,16 +295,16 @@ class Answer:
             if running.ended:
                 rest, calls = self._calls.end()
                 content += rest
-        explanation = self._explanation
+        explanation, end = self._explanation, len(self._offsets) - 1 - self._hides_last
         piece = Piece(
             choice=self.place,
             text=content,
             logprobs=[
                 self._likely(one.token, one.logprob)
                 | {"top_logprobs": [self._likely(*other) for other in one.top]}
-                for one in running.logprobs[begin : len(self._offsets) - 1]
+                for one in running.logprobs[begin:end]
             ],
-            offsets=self._offsets[begin:-1],
+            offsets=self._offsets[begin:end],
             told=None if explanation is None else explanation.shown(text, last=running.ended),
             stats=running.stats,
         )
@@ -317,11 +319,10 @@ class Answer:
 
     def _read(self, entry: Round) -> str:
         self.running.stats.add(entry)
-        # one by one: rounds are cut by drafts
-        texts = [
-            self._decoder.push([] if is_end(self._tokenizer, entry, token) else [token])
-            for token in entry.tokens
-        ]
+        texts = []
+        for token in entry.tokens:  # one by one: rounds are cut by drafts
+            self._hides_last = is_end(self._tokenizer, entry, token)
+            texts.append(self._decoder.push([] if self._hides_last else [token]))
         self._offsets += [*itertools.accumulate(map(len, texts), initial=self._offsets.pop())]
         if self._explanation is not None:
             self._explanation.add(entry, texts)
@@ -410,7 +411,9 @@ class ToolFormat:
             name, schema = tool["function"]["name"], tool["function"].get("parameters")
             begins = json.dumps(f'{{"name": "{name}", "{self.arguments}": ')
             ways.append(f'{begins} arguments{number} "}}"')
-            schema = schema or {"type": "object", "additionalProperties": False}  # no arguments
+            schema = {"type": "object", **(schema or {"properties": {}})}
+            if schema.get("properties") == {}:  # no arguments
+                schema.setdefault("additionalProperties", False)
             rules += f"arguments{number}: %json {json.dumps(schema | {'x-guidance': WRITING})}\n"
         return f"start: {before} ({' | '.join(ways)}) {after}\n{rules}"
 

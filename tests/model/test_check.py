@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from selfspec.api.speculator import wrap
@@ -235,3 +237,61 @@ def test_float16_drafts_only_where_bits_are_pinned(caplog: pytest.LogCaptureFixt
     answer = speculator.generate(ids, **options | eager)
     assert answer.stats.drafted > 0
     assert answer.token_ids == speculator.generate(ids, **options, speculate=False).token_ids
+
+
+# --- hooks and code that mind how many rows a pass has
+
+
+def steered(found: Tensor, rows: slice) -> Tensor:
+    found = found.clone()
+    found[:, rows] += 1.0
+    return found
+
+
+LAST, ALL = slice(-1, None), slice(None)
+BY_COUNT: dict[str, Callable[[Tensor], Tensor]] = {
+    "the newest row": lambda out: steered(out, LAST),
+    "what is written": lambda out: steered(out, ALL) if out.shape[1] == 1 else out,
+    "the prompt": lambda out: steered(out, ALL) if out.shape[1] > 1 else out,
+}
+
+
+@pytest.mark.parametrize("place", ["model.layers.1", "lm_head"])
+@pytest.mark.parametrize("kind", BY_COUNT)
+def test_steering_by_place_gets_no_drafts(kind: str, place: str) -> None:
+    model: Any = make_model("llama", tie_word_embeddings=False)
+    model.get_submodule(place).register_forward_hook(lambda _, __, out: BY_COUNT[kind](out))
+    ids = random_ids(5).repeat(1, 3)
+    answer = wrap(model).generate(ids, max_new_tokens=20)
+    expected = model.generate(ids, max_new_tokens=20, do_sample=False)
+    assert answer.token_ids == expected[0, ids.shape[1] :].tolist()
+    assert "gives a row in a pass of its own" in str(answer.stats.drafts_refused)
+
+
+class Prepared(LlamaForCausalLM):
+    def prepare_inputs_for_generation(self, *args: Any, **more: Any) -> Any:
+        return super().prepare_inputs_for_generation(*args, **more)
+
+
+ABOVE: list[tuple[Callable[[Any], object], str]] = [
+    (lambda m: m.register_forward_hook(once), "at the logits"),
+    (lambda m: m.model.norm.register_forward_hook(lambda _, __, out: out), ""),
+    (lambda m: setattr(m, "__class__", Prepared), "prepares inputs by code of tests.model"),
+]
+
+
+def once(_module: object, _args: object, out: Any) -> Any:
+    """Acts on passes of one row alone."""
+    if out.logits.shape[1] == 1:
+        out["logits"] = out.logits.roll(1, -1)
+    return out
+
+
+@pytest.mark.parametrize(("change", "found"), ABOVE)
+def test_what_acts_above_the_layers_on_one_row_is_refused(
+    change: Callable[[Any], object], found: str
+) -> None:
+    model: Any = make_model("llama")
+    change(model)
+    with pytest.raises(UnsupportedModel, match=found) if found else nullcontext():
+        wrap(model)

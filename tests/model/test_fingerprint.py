@@ -272,6 +272,20 @@ CHANGES: list[tuple[Callable[[Any], object], str]] = [
 ]
 
 
+@pytest.mark.parametrize("kind", ["default", "dynamic"])
+def test_rotations_are_watched_but_for_frequencies_that_move(kind: str) -> None:
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
+    model: Any = make_model("llama", rope_parameters=rope, max_position_embeddings=16)
+    watch, turned = ModelWatch(model), model.model.rotary_emb
+    model(random_ids(40))  # beyond which dynamic ones change their frequencies
+    assert watch.change() is None
+    turned.attention_scaling = 1.5
+    assert watch.change() == "attention_scaling of model.rotary_emb was changed"
+    turned.attention_scaling = 1.0
+    turned.register_forward_hook(lambda _, __, out: out)
+    assert watch.change() == "model.rotary_emb has other hooks"
+
+
 @pytest.mark.parametrize(("change", "found"), CHANGES)
 def test_each_change_is_named(change: Callable[[Any], object], found: str) -> None:
     model = make_model("llama", tie_word_embeddings=False)

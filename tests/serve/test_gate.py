@@ -103,13 +103,28 @@ def test_an_answer_that_the_servers_end_cuts_is_one_line(log: pytest.LogCaptureF
     async def cut(*_: Any) -> None:
         raise asyncio.CancelledError
 
+    async def cut_in_mid_stream(_scope: Any, _receive: Any, send: Any) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        raise asyncio.CancelledError
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
     nobody: Any = None
     scope = {"type": "http", "method": "POST", "path": "/", "client": None}
-    asyncio.run(_Around(cut, ServeOptions(), nobody)(scope, nobody, nobody))
-    ours = [line for line in log.text.splitlines() if line.startswith("selfspec")]
-    assert ours == ["selfspec.serve.gate an answer was cut: the server stops, or its client left"]
-    hasty = Server(nobody, ServeOptions(graceful_seconds=0.5), nobody)
+    for app, status in ((cut, 503), (cut_in_mid_stream, 200)):
+        sent: list[Any] = []
+        asyncio.run(_Around(app, ServeOptions(), lambda _: None)(scope, nobody, send))
+        start, end = sent
+        said = json.loads(end["body"].decode().removeprefix("data: "))
+        assert start["status"] == status
+        assert said["error"]["message"].startswith("the server stops")
+    ours = {line for line in log.text.splitlines() if line.startswith("selfspec")}
+    assert ours == {"selfspec.serve.gate an answer was cut: the server stops, or its client left"}
+    hasty = Server(nobody, ServeOptions(graceful_seconds=0.5, client_timeout=9.5), nobody)
     assert hasty.config.timeout_graceful_shutdown == 1  # not at once
+    assert hasty.config.timeout_keep_alive == 10  # no sooner than a client is given up
 
 
 HOSTILE: list[Any] = [

@@ -155,6 +155,7 @@ def test_models_and_health(client: openai.OpenAI, server: Running) -> None:
 SCHEMA = {"name": "a", "schema": {"type": "objekt"}}
 IMAGE = [{"type": "image_url", "text": "a"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
+ARRAY = {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}
 
 
 @pytest.mark.parametrize(
@@ -164,6 +165,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [TOOL]}, "tools"),
+        ({"tools": [ARRAY]}, "tools[0].function.parameters"),
         ({"tools": [TOOL] * 2}, None),
         ({"tool_choice": "required"}, None),
         ({"tools": [TOOL], "tool_choice": {**TOOL, "function": {"name": "g"}}}, None),
@@ -194,7 +196,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ({"speculation": {"drafter": "ngram:size=9"}}, "speculation.drafter"),
         ({"speculation": {"controller": "heuristic:longest=65"}}, "speculation.controller"),
         ({"speculation": {"model": "x"}}, "speculation.model"),
-        ({"n": 128, "messages": ASK * 5_000}, "messages"),
+        ({"n": 128, "messages": ASK * 5_000}, "messages"),  # beyond the model's positions
         ({"model": "gpt-4o"}, "model"),
     ],
 )
@@ -205,7 +207,9 @@ def test_what_is_not_supported_is_refused_by_name(
     error = answer.json()["error"]
     assert error["param"] == field
     found = "model_not_found" if field == "model" else None
-    assert (answer.status_code, error["code"]) == (404 if found else 400, found)
+    if "maximum context length is" in error["message"]:
+        found = "context_length_exceeded"
+    assert (answer.status_code, error["code"]) == (404 if field == "model" else 400, found)
     assert error["type"] == "invalid_request_error"
     assert error["message"]
     assert "\n" not in error["message"]
@@ -298,6 +302,7 @@ WEBUI = {"model": "SmolLM2-135M-Instruct.Q4_1", "messages": ASK}
     [
         {**BODY, "user": "someone", "prompt_cache_key": "a", "safety_identifier": "b"},
         {**BODY, "presence_penalty": 0, **NOTHING},
+        {**BODY, "top_k": -1, "repetition_penalty": 1.0, "min_tokens": 0, "ignore_eos": False},
         # Open WebUI: an answer, one with the settings of a chat, a title
         {**WEBUI, "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 2},
         {**BODY, "stream": True, "stream_options": {"include_obfuscation": False}},

@@ -57,6 +57,13 @@ def test_a_schema_is_followed_and_drafts_change_nothing(client: openai.OpenAI) -
     )
 
 
+def test_an_empty_schema_is_any_json(client: openai.OpenAI) -> None:
+    shape = {"type": "json_schema", "json_schema": {"name": "any", "schema": {}}}
+    messages = [{"role": "user", "content": "Say hello."}]
+    (choice,) = chat(client, messages=messages, response_format=shape).choices
+    json.loads(choice.message.content)
+
+
 def test_any_object_is_json(client: openai.OpenAI) -> None:
     settings: dict[str, Any] = {"temperature": 1.0, "seed": 4, "logit_bias": {"14704": 8}}
     answer = chat(client, response_format={"type": "json_object"}, max_tokens=60, **settings)
@@ -100,6 +107,17 @@ def test_likelihoods_of_text_have_their_own_shape(client: openai.OpenAI, stream:
     assert all(len(top) <= 2 for one in noted for top in one.top_logprobs)
     tops = [max(top.values()) for one in noted for top in one.top_logprobs]
     assert tops == [value for one in noted for value in one.token_logprobs]  # greedy
+    asked |= {"prompt": "The sky", "temperature": 2.0, "seed": 1, "logprobs": 0}
+    drawn = client.completions.create(model=None, **asked)  # type: ignore[call-overload]  # None: any
+    said = drawn.choices[0].logprobs
+    assert [{*top} for top in said.top_logprobs] == [{token} for token in said.tokens]
+
+
+def test_an_end_token_is_no_part_of_the_likelihoods(client: openai.OpenAI) -> None:
+    messages = [{"role": "user", "content": "Name a planet."}]
+    (choice,) = chat(client, messages=messages, logprobs=True).choices
+    assert choice.finish_reason == "stop"
+    assert "".join(one.token for one in choice.logprobs.content) == choice.message.content
 
 
 def test_penalties_and_bias_are_those_of_generate(client: openai.OpenAI, server: Running) -> None:
@@ -131,7 +149,8 @@ PARAMETERS = {
 }
 GET = {"name": "get_weather", "description": "In a city.", "parameters": PARAMETERS}
 WEATHER = {"type": "function", "function": GET}
-TIME = {"type": "function", "function": {"name": "get_time"}}
+NOTHING = {"type": "object", "properties": {}}
+TIME = {"type": "function", "function": {"name": "get_time", "parameters": NOTHING}}
 
 
 @pytest.fixture(scope="module")
