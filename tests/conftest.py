@@ -9,6 +9,7 @@ from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no test asks the network
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is: of programs that tests start, too
+os.environ.setdefault("CXX", "c++ -Wall -Wextra -Werror")  # what optimisers warn of, too
 
 import pytest
 import torch

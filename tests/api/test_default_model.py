@@ -55,7 +55,8 @@ def test_no_draft_changes_one_bit_of_a_logit(
     short, long = (encode(speculator.tokenizer, text) for text in (PROMPTS[1], PROMPTS[0] * 8))
     assert 160 < long.shape[1] < 192  # some kernels cut sums of more than 192 slots in two
     every = None if (executor, dtype) == ("fused", torch.float32) else ladder.FEW
-    for ids, kinds in ((short, every), (long, ladder.FEW)):
+    both = (short, every), (long, ladder.FEW)
+    for ids, kinds in both[1:] if executor == "generic" else both:
         fixed = PassShape(rows=6, slots=fixed_slots(ids.shape[1] + 36))
         shape = fixed if executor == "generic" else ladder.FREE
         ladder.check_draft_invariance(

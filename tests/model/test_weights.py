@@ -118,8 +118,7 @@ def test_it_compiles_for_every_processor_and_runs_where_it_is_one(
 ) -> None:
     running = [one for one in TARGETS["x86_64"] if one.needs <= weights.processor_features()]
     constants = {"BFLOAT16": int(dtype == torch.bfloat16)}
-    quickly = "" if target in running[:1] else " -O0"  # what optimisers warn of: once
-    strict = target._replace(flags=f"{target.flags} -Wall -Wextra -Werror{quickly}")
+    strict = target._replace(flags=f"{target.flags} -Wall -Wextra -Werror -O0")
     # kept like all that is compiled: its name has a digest of source and flags
     library = cache_folder() / "compiled" / library_name(SOURCE, constants, strict)
     if not library.exists():
