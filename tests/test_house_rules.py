@@ -41,13 +41,13 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27264,
-    "model": 6817,
+    "tests/": 27265,
+    "model": 6822,
     "decoding": 4860,
     "training": 3700,
     "eval": 2817,
     "eval/": 3469,
-    "cli": 3160,
+    "cli": 3162,
     "serve": 2931,
     "api": 2313,
     "heads": 1672,

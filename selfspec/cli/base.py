@@ -34,6 +34,7 @@ from selfspec.api.chat_template import advice
 from selfspec.api.chat_template import read as read_template
 from selfspec.cli import interrupts
 from selfspec.config import OPTION_NAMES, SpeculationOptions
+from selfspec.decoding.stats import counted
 from selfspec.errors import (
     InvalidData,
     InvalidOption,
@@ -679,10 +680,10 @@ def bug(error: Exception, arguments: Sequence[str], trace: str) -> str:
 def statistics(answer: Generation, kind: Stats) -> str:
     if kind == "short":
         return answer.summary()
-    import torch
+    from selfspec.model.weights import TEAM
 
-    threads = min(torch.get_num_threads(), files.cores())
-    return f"{answer.stats.line()}; {threads} {'thread' if threads == 1 else 'threads'}"
+    busy = ", as other programs keep this machine busy" if TEAM.crowded else ""
+    return f"{answer.stats.line()}; {counted(TEAM.threads, 'thread')}{busy}"
 
 
 def say_if_cut(answer: Generation, options: Mapping[str, Any]) -> None:

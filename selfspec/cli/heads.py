@@ -115,7 +115,8 @@ def use(folder: Folder) -> None:
     base_model = read_config(found)["base_model"]
     if not remember(found, chosen=True):
         raise InvalidOption(f"{found} do not say which weights they are for. Name them: --heads")
-    base.emit(f"{found} are used with {base_model} from now on; without: --heads none\n")
+    name = hub.heads_name(found)
+    base.emit(f"{name} are used with {base_model} from now on; without: --heads none\n")
 
 
 @app.command()

@@ -73,14 +73,19 @@ class Team:
         """Whether other programs keep some of the threads' cores."""
         return self._free is not None
 
+    @property
+    def threads(self) -> int:
+        """How many of torch's threads compute now."""
+        most = torch.get_num_threads()
+        return min(most, self._cores, self._free or most)
+
     @contextmanager
     def limited(self) -> Iterator[None]:
         """Around a round: torch's number of threads is that of the team, and then what it was."""
         most = torch.get_num_threads()
         if self._free is not None and self._wall() >= self._again_at:
             self._free = None
-        wanted = min(most, self._cores, self._free or most)
-        if wanted == most:
+        if (wanted := self.threads) == most:
             yield
             return
         torch.set_num_threads(wanted)
