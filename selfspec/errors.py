@@ -196,7 +196,8 @@ def require_same(
     place: str | Path, begun_with: Mapping[str, Any], given: Mapping[str, Any], way_out: str
 ) -> None:
     """Raise InvalidOption naming the first entry in which a run is not that begun at `place`."""
-    for name in sorted(begun_with.keys() | given.keys()):
+    names = begun_with.keys() | given.keys()
+    for name in sorted(names, key=lambda one: (one == "fingerprint", one)):  # it says least
         before, now = begun_with.get(name), given.get(name)
         if before != now:
             words = f"{name} {before}, not {now}"

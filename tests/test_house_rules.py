@@ -41,18 +41,18 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27265,
+    "tests/": 27312,
     "model": 6822,
     "decoding": 4860,
-    "training": 3700,
+    "training": 3705,
     "eval": 2817,
     "eval/": 3469,
-    "cli": 3162,
+    "cli": 3178,
     "serve": 2931,
-    "api": 2313,
-    "heads": 1672,
+    "api": 2319,
+    "heads": 1681,
     "visualise": 1565,
-    "hub": 1515,
+    "hub": 1517,
     "options": 605,
     "adaptation": 546,
     "config": 369,
@@ -60,7 +60,7 @@ MOST_LINES = {
     "pages": 190,
     "plugins": 172,
     "cluster": 128,
-    "errors": 259,
+    "errors": 260,
     "__init__": 51,
     "__main__": 6,
 }

@@ -122,6 +122,8 @@ def chosen(
         return tokenizer, NO_END
     if tokenizer is None:
         raise InvalidOption("a chat template needs a tokenizer. Give one to selfspec.wrap")
+    if given is None:
+        _tried(template, "chat_template of the heads")
     own = having(tokenizer, template)
     return own, turn_end(own)
 

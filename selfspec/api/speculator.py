@@ -60,7 +60,7 @@ from selfspec.model import fingerprint
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv import common
 from selfspec.model.parts import CACHES, check_model, kind_of
-from selfspec.options import Costs
+from selfspec.options import FITTED, Costs, Exit
 
 logger = logging.getLogger(__name__)
 
@@ -474,12 +474,16 @@ def _speculator(
         if backbone.claims.replayed is None:  # a graph sees torch's own kernels alone
             pack(fitted)
         base = base.updated(fitted.config.defaults).updated(tuned.read(backbone, fitted))
+        if base.speculate and not base.uses(Exit.kind) and "drafter" not in options:
+            said = "they were no faster: %s drafts. To try them: --drafter %s"
+            logger.info(said, base.drafter, FITTED)
     elif second is None and "drafter" not in options:
         # prompt lookup drafts for any model, under a rule of its own
         base = base.updated({"drafter": "ngram"}).updated(tuned.read(backbone, None))
         if heads != hub.NO_HEADS and base.updated(options).speculate:
-            said = "no exit heads for %s: prompt lookup drafts. Fit: selfspec adapt --model MODEL"
-            logger.warning(said, label)
+            said = "no exit heads for %s: prompt lookup drafts. Fit: selfspec adapt %s--model MODEL"
+            turns = getattr(tokenizer, "chat_template", None) is not None
+            logger.warning(said, label, "" if turns else "--raw ")
     if second is not None:
         check_same_size(backbone, second, tokenizer)
         base = base.updated({"drafter": "draft-model"})
@@ -507,7 +511,7 @@ def heads_for(
     folder = find_known(sizes, fingerprint, bundled, chosen=chosen)
     if folder is not None:
         name = hub.heads_name(folder)
-        logger.info("exit heads %s fit this model and are used; --heads none: without", name)
+        logger.info("exit heads %s are this model's; --heads none: without", name)
     return folder
 
 
@@ -523,7 +527,7 @@ def find_heads(
                 f"the heads are on {own.device}, the model's lm_head is on {weight.device}. Move "
                 "them: heads.to(device)"
             )
-        return heads
+        return heads if own.dtype == weight.dtype else heads.twin(backbone.unembedding)
     if heads is None or heads == hub.NO_HEADS:
         return None
     if heads == hub.LOGIT_LENS:

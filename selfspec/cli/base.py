@@ -531,7 +531,9 @@ def check_template(asked: Named, command: str = "generate") -> None:
         with contextlib.suppress(*passed):
             if read_config(folder).get("chat_template"):
                 return
-    plain = shlex.join(["selfspec", command, "--raw", "--model", name])
+    words = sys.argv[1:] if command in sys.argv else [command, "--model", name]
+    words.insert(words.index(command) + 1, "--raw")
+    plain = shlex.join(["selfspec", *words])
     wrong = f"{name} has no chat template: is it a base model? {advice(name)}"
     raise InvalidPrompt(f"{wrong}; or continue a text: {plain}")
 
@@ -626,7 +628,7 @@ def words(value: Any) -> str:
     """A value on one line; lists without brackets."""
     if isinstance(value, list | tuple):
         return ", ".join(map(str, value)) or "none"
-    return json.dumps(value) if isinstance(value, dict) else str(value)
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else str(value)
 
 
 def aside(text: str) -> None:

@@ -14,9 +14,11 @@ from selfspec import files
 from selfspec.api.chat_template import name_of
 from selfspec.cli import base
 from selfspec.cli.base import AsJson
+from selfspec.config import SpeculationOptions
 from selfspec.errors import CannotWrite, HeadsMismatch, InvalidData, InvalidHeads, InvalidOption
 from selfspec.heads.folder import attends, is_heads_folder, known_folders, read_config, remember
 from selfspec.hub import models as hub
+from selfspec.options import FITTED
 
 app = typer.Typer()
 
@@ -112,11 +114,15 @@ def check(
 def use(folder: Folder) -> None:
     """Use these heads with their model from now on, where no others are named."""
     found = hub.resolve_heads(folder)
-    base_model = read_config(found)["base_model"]
+    config = read_config(found)
+    base_model = config["base_model"]
     if not remember(found, chosen=True):
         raise InvalidOption(f"{found} do not say which weights they are for. Name them: --heads")
     name = hub.heads_name(found)
     base.emit(f"{name} are used with {base_model} from now on; without: --heads none\n")
+    options = SpeculationOptions().updated(config["defaults"])
+    if not options.uses("exit"):
+        base.emit(f"by themselves they leave drafting to {options.drafter}: --drafter {FITTED}\n")
 
 
 @app.command()

@@ -428,10 +428,10 @@ def _write_features(asked: Asked, options: CacheOptions, workers: int) -> None:
     names = {"base_model": model.name, "data": Path(asked["data"]).name}
     manifest = store.Manifest.of(source, **names, chat_template=model.chat_template)
     total, size = manifest.positions, manifest.bytes / 1e9
-    base.note(f"selfspec: {total:,} positions at {manifest.bytes // total:,} bytes: {size:.2f} GB")
+    base.note(f"selfspec: {total:,} positions at {manifest.bytes // total:,} bytes: {size:.3g} GB")
     if "max_size" in asked and size > asked["max_size"]:
         raise InvalidOption(
-            f"the features would take {size:.2f} GB, more than max_size {asked['max_size']}. Take "
+            f"the features would take {size:.3g} GB, more than max_size {asked['max_size']}. Take "
             "fewer --exit-layers or --max-tokens, or fit with --data, which keeps nothing on disk"
         )
     done = 0
@@ -544,8 +544,12 @@ def fit(*, asked: Named) -> None:
             begun.unlink(missing_ok=True)
         model = _load(asked)
         job = _job(asked, options, model, begun)
-        with base.bar("fit", "steps") as show:
-            fitted = fitting.fit(job, show)
+        try:
+            with base.bar("fit", "steps") as show:
+                fitted = fitting.fit(job, show)
+        except KeyboardInterrupt:
+            base.note(f"{output}: the same command goes on")
+            raise
         if base.is_first():
             named = {flag.name: asked.get(flag.name) for flag in _FILES}
             run = named | {"base_model": job.base_model} | plain(job.options)
@@ -563,7 +567,8 @@ def _say_fitted(fitted: Fitted, model: Base, asked: Asked) -> None:
     layers = len(fitted.metrics["layers"])
     base.emit(f"{asked['output']}: exit heads at {layers} layer{'s' * (layers != 1)}\n")
     if fitted.heads.looks_ahead:  # which nothing calibrates
-        base.say_next("bench", asked, "--heads", asked["output"], "--methods", "plain,medusa")
+        to = ("--methods", "plain,medusa", "--output", "results")
+        base.say_next("bench", asked, "--heads", asked["output"], *to)
         return
     # calibration takes text that the heads were not fitted to; where there is none, make some
     data = asked.get("validation", "held-out.jsonl")
@@ -705,6 +710,9 @@ def _calibrate(asked: Asked, folder: Path, output: Path | None) -> Found:
         features = Selection(source) if limit is None else Selection(source).limited(limit)
     else:
         batch_tokens = CacheOptions().batch_tokens
+        if heads.config.training.get("data") == Path(asked["data"]).name:
+            said = "selfspec: these heads were fitted to a text of this name. Is it held out? Else"
+            base.note(f"{said} they look better than they are")
         talks = _read(asked["data"], model, asked, batch_tokens, limit)
         features = Selection(StreamSource(model.backbone, needed, talks, batch_tokens, keep=True))
     costs = quick_costs(Backbone(model.backbone.model), heads)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -334,17 +335,23 @@ _MOST_KNOWN = 32  # folders that are listed for a model
 def remember(folder: Path, *, chosen: bool = False) -> bool:
     """From now on the heads in `folder` are those of their model; False where it cannot be known.
 
-    `chosen` by the user: also before heads that come with selfspec for its default model.
+    `chosen` by the user: until another choice, and also before heads that come with selfspec for
+    its default model.
     """
     config = read_config(folder)
     base = config["base_fingerprint"]
     if not base.isalnum():
         return False  # a model without a fingerprint is never found by it
     own = folder.absolute()
-    others = [one for one in _folders(_object(_file_of(base))) if one != own and one.exists()]
+    before = _object(_file_of(base))
+    others = [one for one in _folders(before) if one != own and os.path.exists(one)]  # noqa: PTH110  # which knows no error
+    stays = not chosen and before.get("chosen") is True and others == _folders(before)
+    if stays:
+        logger.info("%s stay in use, as was chosen. To change that: heads use", others[0])
+    found = [*others[:stays], own, *others[stays:]]
     entry = {
-        "folders": [str(one) for one in [own, *others][:_MOST_KNOWN]],
-        "chosen": chosen,
+        "folders": [str(one) for one in found[:_MOST_KNOWN]],
+        "chosen": chosen or stays,
         "base_model": config["base_model"],
         "base_fingerprint": base,
         "sizes": [config["num_layers"], config["hidden_size"]],
@@ -383,7 +390,7 @@ def find_known(
     if not (written or coming) or not (base := fingerprint()):
         return None
     named = _folders(_object(_file_of(base))) if written else []
-    for gone in (folder for folder in named if not folder.exists()):
+    for gone in (one for one in named if not os.path.exists(one)):  # noqa: PTH110  # as above
         logger.info(
             "exit heads of this model were in %s and are gone. If they were moved: "
             "selfspec heads pull FOLDER",
@@ -418,5 +425,5 @@ def _said(folder: Path) -> dict[str, Any]:
     """What a folder of heads says of itself; empty where it holds none."""
     try:
         return read_config(folder)
-    except (HeadsNotFound, InvalidHeads):
+    except (HeadsNotFound, InvalidHeads, OSError):
         return {}

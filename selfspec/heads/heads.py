@@ -318,6 +318,8 @@ class Ensemble:
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Logits [.., V] (or logarithms of a distribution) -> [..]."""
+        if logits.shape[-1] == 1:  # a draft vocabulary of one token: nothing else can come
+            return logits.new_ones(logits.shape[:-1])
         log_probs = logits.log_softmax(-1)
         first, second = log_probs.topk(2, dim=-1).values.unbind(-1)
         signals = (

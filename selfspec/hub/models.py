@@ -421,6 +421,8 @@ def resolve_heads(name: str | Path) -> Path:
     if _is_heads_id(name):
         return heads_on_hub(str(name))
     reason = "has no config.json" if path.is_dir() else "is neither a folder nor a known name"
+    if (path / "unfinished.checkpoint").is_file():
+        reason = "holds a fit that has not ended: the same command goes on"
     raise HeadsNotFound(f"{str(name)!r} {reason}. {_known_heads()}")
 
 

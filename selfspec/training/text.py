@@ -90,7 +90,8 @@ class Reader(Generic[T]):
                 made = self.parse(_record(row))
             except (InvalidData, InvalidPrompt) as error:
                 if not self.skip_bad_rows:
-                    raise InvalidData(f"{self.source}, {place} {error}") from error
+                    way = "Correct it, or leave such rows out: --skip-bad-rows"
+                    raise InvalidData(f"{self.source}, {place} {error}. {way}") from error
                 self.first_skipped = self.first_skipped or f"{place} {error}"
                 self.skipped += 1
                 continue
@@ -122,7 +123,8 @@ def read_conversations(
         if len(ids) < 2:
             raise InvalidData(f"has {len(ids)} tokens, expected at least 2")
         if len(ids) > max_length:
-            raise InvalidData(f"has {len(ids)} tokens, at most {max_length} fit into a batch")
+            few = f"at most {max_length} fit into a batch (--batch-tokens)"
+            raise InvalidData(f"has {len(ids)} tokens, {few}")
         for wrong in (min(ids), max(ids)):
             if not 0 <= wrong < vocab_size:
                 raise InvalidData(f"holds token id {wrong}, expected 0..{vocab_size - 1}")
@@ -234,7 +236,10 @@ def _parsed(content: bytes, where: str = "") -> Any:
     try:
         return json.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise InvalidData(f"{where}is not JSON in UTF-8: {error}") from error
+        why: object = error
+        if isinstance(error, json.JSONDecodeError):
+            why = f"{error.msg}, character {error.pos + 1}"
+        raise InvalidData(f"{where}is not JSON in UTF-8: {why}") from error
 
 
 def _data_set(name: str) -> Iterator[tuple[str, Any]]:

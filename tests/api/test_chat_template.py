@@ -8,6 +8,7 @@ import resource
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -197,6 +198,12 @@ def test_a_broken_or_hostile_template_is_refused_in_one_line(text: str) -> None:
     assert (BROKEN | HOSTILE)[text] in said
     assert "\n" not in said
     assert len(said) < 1000
+
+
+def test_one_that_heads_bring_is_tried_too(tokenizer: PreTrainedTokenizerFast) -> None:
+    heads: Any = SimpleNamespace(config=SimpleNamespace(chat_template="hello"))
+    with pytest.raises(InvalidOption, match="of the heads is no chat template: it does not show"):
+        templates.chosen(tokenizer, None, heads, "tiny")
 
 
 def test_a_hostile_template_holds_up_nothing_else(tokenizer: PreTrainedTokenizerFast) -> None:

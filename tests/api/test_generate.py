@@ -19,7 +19,8 @@ from selfspec.api.speculator import Speculator, wrap
 from selfspec.decoding.decode import remind
 from selfspec.errors import InvalidOption, InvalidPrompt
 from selfspec.hub import models as hub
-from tests.models import EXECUTORS, make_model, random_ids
+from tests.heads.kinds import make_heads
+from tests.models import EXECUTORS, make_model, random_ids, wrapped
 from tests.talks import make_tokenizer
 
 
@@ -60,11 +61,21 @@ def test_many_generations_leave_nothing_behind(speculator: Speculator) -> None:
     assert live() <= before
 
 
+@pytest.mark.parametrize("kind", ["translator", "deep-fused"])
+def test_heads_of_another_dtype_draft_all_the_same(exact: Any, kind: str) -> None:
+    heads = make_heads(kind, wrapped("llama").unembedding, exit_layers=(2,))
+    speculator = wrap(exact, heads=heads, drafter="exit:threshold=0.01", never_slower=False)
+    answer = speculator.generate(random_ids(9), max_new_tokens=12)
+    assert answer.stats.drafted > 0
+    plain = speculator.generate(random_ids(9), max_new_tokens=12, speculate=False)
+    assert answer.token_ids == plain.token_ids
+
+
 def test_heads_speak_up_where_there_are_none(exact: Any, caplog: pytest.LogCaptureFixture) -> None:
     wrap(exact, heads="none")
     assert not caplog.text
     seen = wrap(exact)
-    assert "selfspec adapt --model" in caplog.text  # without it, heads of the default model
+    assert "selfspec adapt --raw --model" in caplog.text  # without it, heads of the default model
     assert "prompt lookup drafts" in caplog.text
     looping = torch.tensor([[7, 8, 9] * 8])
     answer = seen.generate(looping, max_new_tokens=20)

@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 import weakref
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -101,16 +101,20 @@ def test_the_template_goes_through_a_cache(workplace: Path, tmp_path: Path, call
     assert "--seed 1 --raw --model tiny-vicuna" in said
 
 
+def in_use() -> Any:
+    return getattr(load("tiny-vicuna", dtype="float32").heads, "folder", None)
+
+
 def test_heads_that_were_fitted_here_are_found_by_the_weights_of_their_model(
     workplace: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, call: Call
 ) -> None:
-    assert load("tiny-vicuna", dtype="float32").heads is None
+    assert in_use() is None
     remember(Path("heads"))
     with caplog.at_level(logging.INFO):
         found = load("tiny-vicuna", dtype="float32")
     assert found.heads is not None
     assert found.turn_end == templates.NO_END
-    assert f"exit heads {workplace / 'heads'} fit this model and are used" in caplog.text
+    assert f"exit heads {workplace / 'heads'} are this model's" in caplog.text
     assert load("tiny-vicuna", dtype="float32", heads="none").heads is None
     assert wrap(found.model, found.tokenizer).heads is not None
     assert wrap(found.model, found.tokenizer, heads="none").heads is None
@@ -124,9 +128,6 @@ def test_heads_that_were_fitted_here_are_found_by_the_weights_of_their_model(
     names = [row["name"] for row in json.loads(call(["heads", "list", "--json"]).out)]
     assert names[-1] == str(workplace / "heads")
     # pulled ones are known from then on, before others; what is gone is passed over
-    shutil.copytree(workplace / "heads", tmp_path / "mine")
-    assert main(["heads", "use", str(tmp_path / "mine")]) == 0
-    assert getattr(load("tiny-vicuna", dtype="float32").heads, "folder", None) == tmp_path / "mine"
     assert main(["heads", "pull", "heads"]) == 0
     assert load("tiny-vicuna", dtype="float32").heads is not None
     assert json.loads(next(known_place().glob("*.json")).read_text())["folders"][0].endswith(
@@ -134,12 +135,33 @@ def test_heads_that_were_fitted_here_are_found_by_the_weights_of_their_model(
     )
     shutil.rmtree(known_place().parent / "heads" / "heads")
     with caplog.at_level(logging.INFO):
-        before = load("tiny-vicuna", dtype="float32").heads
-    assert before is not None
-    assert before.folder == tmp_path / "mine", "those before it"
+        assert in_use() == workplace / "heads", "those before it"
     assert "selfspec/heads/heads and are gone. If they were moved" in caplog.text
     next(known_place().glob("*.json")).write_text('{"sizes": [6, 32], "folders": [5]}')
     assert load("tiny-vicuna", dtype="float32").heads is None
+
+
+def test_a_choice_of_heads_holds_until_the_next_one(
+    workplace: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, call: Call
+) -> None:
+    caplog.set_level(logging.INFO)
+    shutil.copytree("heads", tmp_path / "mine")
+    said = call(["heads", "use", str(tmp_path / "mine")]).out
+    assert "--drafter" not in said
+    remember(Path("heads"))
+    assert in_use() == tmp_path / "mine"
+    assert f"{tmp_path / 'mine'} stay in use, as was chosen" in caplog.text
+    config = HeadsConfig.read(tmp_path / "mine")
+    replace(config, defaults={"drafter": "ngram"}).write(tmp_path / "mine")
+    said = call(["heads", "use", str(tmp_path / "mine")]).out
+    assert "they leave drafting to ngram: --drafter ngram+exit" in said
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        assert in_use() == tmp_path / "mine"
+    assert "they were no faster: ngram drafts. To try them: --drafter ngram+exit" in caplog.text
+    known = next(known_place().glob("*.json"))
+    known.write_text(known.read_text().replace(str(tmp_path), "/" + "far" * 2000))
+    assert in_use() == workplace / "heads", "what cannot even be looked for is passed over"
 
 
 class Hub:

@@ -220,6 +220,7 @@ def test_each_signal_of_the_ensemble_by_hand(
     before, signal = logits.clone(), Ensemble(weights, scale)
     assert signal(logits[None]).tolist() == pytest.approx([expected], abs=1e-6)
     assert torch.equal(logits, before)
+    assert signal(logits[None, :1]).tolist() == [1.0]  # nothing else can come
 
 
 # --- answers

@@ -274,4 +274,4 @@ def test_the_first_commands_lead_to_calibrated_heads_that_are_used_by_themselves
     assert found.temperatures.keys() == {"2", "4"}
     capsys.readouterr()
     assert main(["generate", "--model", "MODEL", "a"]) == 0
-    assert f"exit heads {tmp_path / 'heads'} fit this model" in capsys.readouterr().err
+    assert f"exit heads {tmp_path / 'heads'} are this model's" in capsys.readouterr().err
