@@ -41,7 +41,7 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27312,
+    "tests/": 27329,
     "model": 6822,
     "decoding": 4860,
     "training": 3705,
@@ -49,10 +49,10 @@ MOST_LINES = {
     "eval/": 3469,
     "cli": 3178,
     "serve": 2931,
-    "api": 2319,
+    "api": 2321,
     "heads": 1681,
     "visualise": 1565,
-    "hub": 1517,
+    "hub": 1550,
     "options": 605,
     "adaptation": 546,
     "config": 369,

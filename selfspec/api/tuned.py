@@ -136,7 +136,9 @@ def first_costs(backbone: Backbone, heads: ExitHeads | None) -> dict[str, Any]:
     with suppress(*_UNUSABLE):
         return _checked(read_json(file), heads)
     logger.info("measuring what rows and heads cost on this machine, once")
-    options = {"costs": settings_text(quick_costs(backbone, heads))}
+    if not (costs := settings_text(quick_costs(backbone, heads))):
+        return {}  # a model of so few positions that no rows could be compared
+    options = {"costs": costs}
     if TEAM.crowded:
         logger.info("not kept: other programs keep this machine busy")
         return options

@@ -25,7 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from selfspec.errors import InvalidData
 from selfspec.files import open_bytes
-from selfspec.hub.pretrained import assembled
+from selfspec.hub.pretrained import assembled, check_description
 from selfspec.model.weights import FORMATS, QuantisedWeight, why_not_compiled
 
 logger = logging.getLogger(__name__)
@@ -105,6 +105,8 @@ class _Header:
             raise InvalidData(f"its tensors end at byte {end} of {self._size}")
         start = f"{architecture}.rope.scaling."
         said = {key.removeprefix(start): v for key, v in known.items() if key.startswith(start)}
+        if (factor := known.get(f"{architecture}.rope.scale_linear")) is not None:  # older files
+            said |= {"type": "linear", "factor": factor}
         return GgufHeader(architecture, placed, said)
 
     def _pair(self) -> tuple[str, int | float | str | None]:
@@ -248,20 +250,20 @@ def check_scales(gguf: Path, header: GgufHeader) -> None:
 def scale_rotations(gguf: Path, header: GgufHeader, config: Path) -> None:
     """Write into a config.json how a file scales rotations: transformers' reader leaves it out.
 
-    Raises InvalidData for ways that nothing here reads.
+    Raises InvalidData for ways that nothing here reads, ModelNotFound where transformers does not.
     """
     said, data = header.scaling, _mapped(gguf)
     factor, kind, made_for = map(said.get, ("factor", "type", "original_context_length"))
     named = [name for name in header.tensors if name.startswith("rope_f")]
     divisors = {name: _numbers(name, header.tensors[name], data) for name in named}
-    if kind in (None, "none") and not divisors:
+    if kind in (None, "none") and not divisors and not factor:
         return
     whole: dict[str, Any] = json.loads(config.read_text())
     rope: dict[str, Any] = whole.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)  # other layers go without
     if "rope_freqs.weight" in divisors:
         rope |= _as_llama_3(divisors["rope_freqs.weight"], rope)
-    elif kind in ("linear", "yarn") and isinstance(factor, float) and not divisors:
+    elif kind in ("linear", "yarn") and not divisors and _is_plain(said):
         rope |= {"rope_type": kind, "factor": factor}
         if made_for and kind == "yarn":
             rope |= {"original_max_position_embeddings": made_for}
@@ -272,9 +274,16 @@ def scale_rotations(gguf: Path, header: GgufHeader, config: Path) -> None:
         rope |= {"rope_type": "longrope", "original_max_position_embeddings": made_for}
         whole["original_max_position_embeddings"] = made_for  # which Phi's config looks at
     else:
-        unknown = f"it scales rotations in an unknown way ({kind or ', '.join(divisors)})"
+        unknown = f"it scales rotations in an unknown way ({kind or ', '.join(divisors) or factor})"
         raise InvalidData(f"{unknown}. Give the model's folder")
     config.write_text(json.dumps(whole, indent=2))
+    check_description(config.parent, gguf)
+
+
+def _is_plain(said: Mapping[str, Any]) -> bool:
+    """Whether a scaling has a usable factor, and nothing that would be passed over."""
+    factor, known = said.get("factor"), {"type", "factor", "original_context_length", "finetuned"}
+    return isinstance(factor, float) and 0 < factor < math.inf and said.keys() <= known
 
 
 def _as_llama_3(divisors: Tensor, rope: Mapping[str, Any]) -> dict[str, Any]:
@@ -282,6 +291,8 @@ def _as_llama_3(divisors: Tensor, rope: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises InvalidData for others than Llama 3.1's to 3.3's.
     """
+    if not len(divisors):
+        raise InvalidData("its rope_freqs.weight is empty. Give the model's folder")
     found = {"factor": float(divisors.max()), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     found |= {"original_max_position_embeddings": 8192}
     turns = torch.arange(len(divisors)) / len(divisors)

@@ -137,7 +137,12 @@ def _as_numbers(found: Grouped, dtype: torch.dtype) -> Tensor:
 
 def _gptq(said: Mapping[str, Any]) -> Method:
     bits, kept = said.get("bits"), said.get("checkpoint_format", "gptq")
-    if bits not in _BITS or kept not in ("gptq", "gptq_v2") or said.get("dynamic"):
+    if (
+        type(bits) is not int
+        or bits not in _BITS
+        or kept not in ("gptq", "gptq_v2")
+        or said.get("dynamic")
+    ):
         raise ValueError(f"GPTQ of {bits} bits as {kept}, or by layer, is not read here")
     read = partial(_read_gptq, bits=bits, added=int(kept == "gptq"))
     return Method(bits, ".qweight", read)
@@ -162,7 +167,7 @@ def _read_gptq(
 
 def _awq(said: Mapping[str, Any]) -> Method:
     bits, version = said.get("bits"), str(said.get("version", "gemm")).lower()
-    if bits != 4 or version != "gemm":
+    if type(bits) is not int or bits != 4 or version != "gemm":
         raise ValueError(f"AWQ of {bits} bits as {version} is not read here")
     return Method(bits, ".qweight", _read_awq)
 
@@ -193,6 +198,7 @@ def _compressed(said: Mapping[str, Any]) -> Method:
     if any(changed) or sparse != "dense":
         raise ValueError("it rounds or turns more than weights")
     whole = all(kept.get("type", "int") == "int" for kept in weights)
+    whole &= all(type(count) is int for count in bits)
     known = all(kept.get("strategy") in ("group", "channel", "tensor") for kept in weights)
     if len(bits) != 1 or not bits < set(_BITS) or len(formats) != 1 or not (whole and known):
         raise ValueError("it has other weights than 4 or 8 bits by group, channel or tensor")

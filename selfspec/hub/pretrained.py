@@ -152,7 +152,9 @@ def _reading(failed: str, *, bars: bool = False) -> Iterator[None]:
     try:
         with quiet(bars=bars):
             yield
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # Rust's
+            raise
         reason = first_line(error)
         if _SHAPES_DIFFER in str(error):
             reason = "its weights have other shapes than its config says"
@@ -163,9 +165,15 @@ def _require_known_method(said: Any) -> None:
     """Raise InvalidData for a quantization_config that transformers would pass over."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as KNOWN
 
-    if not isinstance(said, dict) or said.get("load_in_8bit") or said.get("load_in_4bit"):
+    if said is None:
         return
-    if (method := said.get("quant_method")) not in KNOWN:
+    if not isinstance(said, dict):
+        held = described(type(said))
+        raise InvalidData(f"its quantization_config holds {held}, expected an object")
+    if said.get("load_in_8bit") or said.get("load_in_4bit"):
+        return
+    method = said.get("quant_method")
+    if not isinstance(method, str) or method not in KNOWN:
         raise InvalidData(
             f"its quantization_config names {shown(method)}, which nothing here reads. Expected "
             "none, or for instance gptq, awq, compressed-tensors"
@@ -218,10 +226,18 @@ def _write_tokenizer(gguf: Path, out: Path) -> None:
         raise ValueError(f"{said}. A newer one may do better; else give the model's folder")
 
 
+def check_description(folder: Path, gguf: Path) -> None:
+    """Raise ModelNotFound for a config of a file that transformers does not take."""
+    from transformers import AutoConfig
+
+    with _reading(f"cannot read {gguf} as GGUF"):
+        AutoConfig.from_pretrained(folder, trust_remote_code=False)
+
+
 def load_description(folder: Path) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoTokenizer
 
-    with quiet():
+    with _reading(f"cannot read {folder}"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         return config, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 

@@ -52,12 +52,13 @@ def kept(backbone: Backbone, heads: ExitHeads) -> Path:
 def test_a_model_without_heads_measures_once_too(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured = [Costs(row=0.1), Costs(row=0.9)]  # and no third time
+    measured = [Costs(row=0.1), Costs(), Costs(row=0.9)]  # and no fourth time
     monkeypatch.setattr(tuned, "quick_costs", lambda *_: measured.pop())
     monkeypatch.setattr(tuned, "first_costs", FIRST_COSTS)
     with monkeypatch.context() as busy:
         busy.setattr(TEAM, "_free", 1)
         assert wrap(model, heads="none").options.costs == Costs(row=0.9)
+    assert wrap(model, heads="none").options.costs == Costs()  # too short to tell
     for _ in range(2):
         assert wrap(model, heads="none").options.costs == Costs(row=0.1)
 

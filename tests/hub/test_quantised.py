@@ -157,6 +157,11 @@ def test_rotations_are_scaled_as_the_file_says(
     "said",
     [
         {"scaling": {"type": "longrope"}},
+        {"scaling": {"factor": 4.0}},
+        {"scaling": {"type": "linear", "factor": -1.0}},
+        {"scaling": {"type": "yarn", "factor": 4.0, "yarn_beta_fast": 16.0}},
+        {"scaling": {"type": "linear", "factor": 4.0}, "architecture": "phi3"},
+        {"divisors": {"rope_freqs": np.ones(0, np.float32)}},
         {"divisors": {"rope_freqs": np.full(32, 2.0, np.float32)}},
         {
             "scaling": {"original_context_length": 32},
@@ -166,7 +171,17 @@ def test_rotations_are_scaled_as_the_file_says(
 )
 def test_other_ways_to_scale_rotations_are_refused(tmp_path: Path, said: Any) -> None:
     write_model(tmp_path / "it.gguf", **said)
-    with pytest.raises(ModelNotFound, match="it scales rotations"):
+    with pytest.raises(ModelNotFound, match=r"scales rotations|type field must be|is empty"):
+        hub.load_model(tmp_path / "it.gguf", device="cpu", blocks=True)
+
+
+def test_what_a_tokenizer_panics_at_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path / "it.gguf")
+    panic = type("PanicException", (BaseException,), {})("range end index 2")  # as Rust's
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", MagicMock(side_effect=panic))
+    with pytest.raises(ModelNotFound, match=r"cannot read .*: range end index 2"):
         hub.load_model(tmp_path / "it.gguf", device="cpu", blocks=True)
 
 
@@ -429,6 +444,7 @@ def test_damage_is_refused_in_one_line(
         ("GGUF", {"architecture": "starcoder2"}, "starcoder2 is not among"),
         ("GGUF", {"kind": "F16"}, "none of its weights are in blocks that are known"),
         ("gptq", {"bits": 3}, "GPTQ of 3 bits"),
+        ("gptq", {"bits": 4.0}, "GPTQ of 4.0 bits"),
         ("gptq", {"dynamic": {"x": {}}}, "or by layer"),
         ("awq", {"version": "gemv"}, "AWQ of 4 bits as gemv"),
         ("gptq", {"quant_method": "bitsandbytes"}, "'bitsandbytes' is not among"),
