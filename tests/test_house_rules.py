@@ -41,7 +41,7 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27329,
+    "tests/": 27338,
     "model": 6822,
     "decoding": 4860,
     "training": 3705,

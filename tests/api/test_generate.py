@@ -71,6 +71,15 @@ def test_heads_of_another_dtype_draft_all_the_same(exact: Any, kind: str) -> Non
     assert answer.token_ids == plain.token_ids
 
 
+def test_autocast_around_an_answer_is_refused(exact: Any) -> None:
+    speculator = wrap(exact, heads="none")
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(InvalidOption, match="autocast is on"),
+    ):
+        speculator.generate(random_ids(5), max_new_tokens=2)
+
+
 def test_heads_speak_up_where_there_are_none(exact: Any, caplog: pytest.LogCaptureFixture) -> None:
     wrap(exact, heads="none")
     assert not caplog.text
