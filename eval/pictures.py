@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 DOCS = Path(__file__).parents[1] / "docs"
-COSTS = "row=0.2/0.27,head=0.15"
+COSTS = "row=0.2/0.27,head=0.15"  # of the traces that are kept
 PAGE, TRACES, PICTURES = DOCS / "gallery.md", DOCS / "gallery", DOCS / "images" / "gallery"
 
 

@@ -247,7 +247,7 @@ class _Adaptation:
         if self.budget_s > state.budget_s:
             if is_heads_folder(self._heads):  # which the next ones go on from
                 shutil.copytree(self._heads, self.folder / BEFORE, dirs_exist_ok=True)
-            (self._heads / fit.CHECKPOINT).unlink(missing_ok=True)  # of a fit to less text
+            (self._heads / hub.CHECKPOINT).unlink(missing_ok=True)  # of a fit to less text
             state = _State(made_from, self.budget_s, state.spent_s, state.spent_s, state.batch_size)
         return state
 
@@ -425,7 +425,7 @@ class _Adaptation:
             self._say("fitting: looking how long a step takes")
             state.epochs = self._epochs(job)
             self._save()
-        begun = self._heads / fit.CHECKPOINT
+        begun = self._heads / hub.CHECKPOINT
         job = replace(job, options=self._fit_options(), checkpoint=begun)
         fitted = fit.fit(
             job,

@@ -47,7 +47,7 @@ class SpeculationOptions:
     acceptance: parts.Acceptance = field(default_factory=parts.Lossless)
     """Which drafts stay: lossless, or one of the lossy rules lenient, cm-asd, easd."""
     costs: parts.Costs = field(default_factory=parts.Costs)
-    """What drafts cost here, as shares of one pass without drafts: row, head."""
+    """What drafts cost here, as shares of one pass without drafts: row, head, token."""
     exit: parts.Exit = field(default_factory=parts.Exit)
     ngram: parts.Ngram = field(default_factory=parts.Ngram)
     draft_model: parts.DraftModel = field(default_factory=parts.DraftModel)

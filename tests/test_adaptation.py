@@ -16,8 +16,8 @@ from selfspec.adaptation import BEFORE, HEADS, REPORT, STATE, TEXT, WAYS, Report
 from selfspec.cli.main import main
 from selfspec.errors import CannotWrite, InvalidData, InvalidOption, SelfspecError
 from selfspec.heads.folder import known_folders, read_config
+from selfspec.hub.models import CHECKPOINT
 from selfspec.training import records, selfgen
-from selfspec.training.fit import CHECKPOINT
 from selfspec.training.options import seconds_of
 from tests.authors import RECIPE
 from tests.talks import WORDS, save_tiny

@@ -105,7 +105,7 @@ def data_of(folder: Path) -> Writer:
 
 def save_checkpoint(folder: Path, backbone: Backbone) -> None:
     held = dict(make_heads("linear", backbone.unembedding).state_dict())
-    fit.save_checkpoint(folder / fit.CHECKPOINT, held, {"job": {"a": [1, None]}})
+    fit.save_checkpoint(folder / hub.CHECKPOINT, held, {"job": {"a": [1, None]}})
 
 
 FORMATS = {
@@ -140,9 +140,9 @@ FORMATS = {
     ),
     "features": Format(("manifest.json", "shard-00000.*"), make_features, read_features),
     "a checkpoint": Format(
-        (fit.CHECKPOINT,),
+        (hub.CHECKPOINT,),
         save_checkpoint,
-        lambda folder, _: fit.load_checkpoint(folder / fit.CHECKPOINT),
+        lambda folder, _: fit.load_checkpoint(folder / hub.CHECKPOINT),
     ),
     "a datastore": Format(
         ("it.safetensors",),

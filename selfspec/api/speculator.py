@@ -475,7 +475,7 @@ def _speculator(
             pack(fitted)
         base = base.updated(fitted.config.defaults).updated(tuned.read(backbone, fitted))
         if base.speculate and not base.uses(Exit.kind) and "drafter" not in options:
-            said = "they were no faster: %s drafts. To try them: --drafter %s"
+            said = "the heads were no faster, so %s drafts. To try them: --drafter %s"
             logger.info(said, base.drafter, FITTED)
     elif second is None and "drafter" not in options:
         # prompt lookup drafts for any model, under a rule of its own

@@ -122,7 +122,7 @@ def use(folder: Folder) -> None:
     base.emit(f"{name} are used with {base_model} from now on; without: --heads none\n")
     options = SpeculationOptions().updated(config["defaults"])
     if not options.uses("exit"):
-        base.emit(f"by themselves they leave drafting to {options.drafter}: --drafter {FITTED}\n")
+        base.emit(f"they were no faster, so {options.drafter} drafts; else: --drafter {FITTED}\n")
 
 
 @app.command()

@@ -539,7 +539,7 @@ def fit(*, asked: Named) -> None:
     output = Path(asked["output"])
     with writing(output):
         _check_heads_output(asked)  # another fit may have ended since
-        begun = output / fitting.CHECKPOINT
+        begun = output / hub.CHECKPOINT
         if asked.get("overwrite"):
             begun.unlink(missing_ok=True)
         model = _load(asked)
@@ -548,7 +548,8 @@ def fit(*, asked: Named) -> None:
             with base.bar("fit", "steps") as show:
                 fitted = fitting.fit(job, show)
         except KeyboardInterrupt:
-            base.note(f"{output}: the same command goes on")
+            if base.is_first():
+                base.note(f"{output}: the same command goes on")
             raise
         if base.is_first():
             named = {flag.name: asked.get(flag.name) for flag in _FILES}
@@ -582,10 +583,8 @@ def _say_fitted(fitted: Fitted, model: Base, asked: Asked) -> None:
 
 
 def _check_heads_output(asked: Asked) -> None:
-    from selfspec.training.fit import CHECKPOINT
-
     # a fit that was killed while it wrote has its checkpoint still, and goes on
-    overwrite = asked.get("overwrite", False) or Path(asked["output"], CHECKPOINT).is_file()
+    overwrite = asked.get("overwrite", False) or Path(asked["output"], hub.CHECKPOINT).is_file()
     output, ours, reads = asked["output"], folders.is_heads_folder, base.inputs(asked)
     files.check_folder(output, hub.HEADS_FILES, ours, overwrite=overwrite, reads=reads)
 

@@ -333,10 +333,10 @@ _MOST_KNOWN = 32  # folders that are listed for a model
 
 
 def remember(folder: Path, *, chosen: bool = False) -> bool:
-    """From now on the heads in `folder` are those of their model; False where it cannot be known.
+    """From now on the heads in `folder` are those of their model; False where others stay.
 
-    `chosen` by the user: until another choice, and also before heads that come with selfspec for
-    its default model.
+    So it is where the user chose others, and where the model cannot be known. `chosen` by the user:
+    until another choice, and also before heads that come with selfspec for its default model.
     """
     config = read_config(folder)
     base = config["base_fingerprint"]
@@ -344,8 +344,8 @@ def remember(folder: Path, *, chosen: bool = False) -> bool:
         return False  # a model without a fingerprint is never found by it
     own = folder.absolute()
     before = _object(_file_of(base))
-    others = [one for one in _folders(before) if one != own and os.path.exists(one)]  # noqa: PTH110  # which knows no error
-    stays = not chosen and before.get("chosen") is True and others == _folders(before)
+    others = [one for one in _folders(before) if one != own and _exists(one)]
+    stays = not chosen and before.get("chosen") is True and others[:1] == _folders(before)[:1] != []
     if stays:
         logger.info("%s stay in use, as was chosen. To change that: heads use", others[0])
     found = [*others[:stays], own, *others[stays:]]
@@ -363,7 +363,7 @@ def remember(folder: Path, *, chosen: bool = False) -> bool:
             raise
         logger.warning("%s are not found by themselves: %s. Name them: --heads", folder, error)
         return False
-    return True
+    return not stays
 
 
 def find_known(
@@ -390,7 +390,7 @@ def find_known(
     if not (written or coming) or not (base := fingerprint()):
         return None
     named = _folders(_object(_file_of(base))) if written else []
-    for gone in (one for one in named if not os.path.exists(one)):  # noqa: PTH110  # as above
+    for gone in (folder for folder in named if not _exists(folder)):
         logger.info(
             "exit heads of this model were in %s and are gone. If they were moved: "
             "selfspec heads pull FOLDER",
@@ -419,6 +419,10 @@ def _folders(entry: dict[str, Any]) -> list[Path]:
     names = entry.get("folders")
     named = names if isinstance(names, list) else []
     return [Path(name) for name in named if isinstance(name, str)]
+
+
+def _exists(folder: Path) -> bool:
+    return os.path.exists(folder)  # noqa: PTH110  # Path's own raises where nobody may look
 
 
 def _said(folder: Path) -> dict[str, Any]:

@@ -135,15 +135,17 @@ def _as_numbers(found: Grouped, dtype: torch.dtype) -> Tensor:
 # --- how each method keeps weights
 
 
+def _known_bits(said: object) -> int:
+    """0: not known."""
+    return said if isinstance(said, int) and said in _BITS else 0
+
+
 def _gptq(said: Mapping[str, Any]) -> Method:
-    bits, kept = said.get("bits"), said.get("checkpoint_format", "gptq")
-    if (
-        type(bits) is not int
-        or bits not in _BITS
-        or kept not in ("gptq", "gptq_v2")
-        or said.get("dynamic")
-    ):
-        raise ValueError(f"GPTQ of {bits} bits as {kept}, or by layer, is not read here")
+    bits, kept = _known_bits(said.get("bits")), said.get("checkpoint_format", "gptq")
+    if not bits or kept not in ("gptq", "gptq_v2") or said.get("dynamic"):
+        raise ValueError(
+            f"GPTQ of {said.get('bits')} bits as {kept}, or by layer, is not read here"
+        )
     read = partial(_read_gptq, bits=bits, added=int(kept == "gptq"))
     return Method(bits, ".qweight", read)
 
@@ -167,9 +169,9 @@ def _read_gptq(
 
 def _awq(said: Mapping[str, Any]) -> Method:
     bits, version = said.get("bits"), str(said.get("version", "gemm")).lower()
-    if type(bits) is not int or bits != 4 or version != "gemm":
+    if _known_bits(bits) != 4 or version != "gemm":
         raise ValueError(f"AWQ of {bits} bits as {version} is not read here")
-    return Method(bits, ".qweight", _read_awq)
+    return Method(4, ".qweight", _read_awq)
 
 
 def _read_awq(tensors: Tensors, layer: str, shape: tuple[int, int]) -> Grouped:
@@ -188,7 +190,7 @@ def _read_awq(tensors: Tensors, layer: str, shape: tuple[int, int]) -> Grouped:
 def _compressed(said: Mapping[str, Any]) -> Method:
     schemes = [_fields(scheme) for scheme in _fields(said.get("config_groups")).values()]
     weights = [_fields(scheme.get("weights")) for scheme in schemes]
-    bits: set[Any] = {kept.get("num_bits") for kept in weights}
+    bits = {_known_bits(kept.get("num_bits")) for kept in weights}
     formats = {scheme.get("format") or said.get("format") for scheme in schemes}
     changed = [said.get("kv_cache_scheme"), said.get("transform_config")]
     changed += [
@@ -198,9 +200,8 @@ def _compressed(said: Mapping[str, Any]) -> Method:
     if any(changed) or sparse != "dense":
         raise ValueError("it rounds or turns more than weights")
     whole = all(kept.get("type", "int") == "int" for kept in weights)
-    whole &= all(type(count) is int for count in bits)
     known = all(kept.get("strategy") in ("group", "channel", "tensor") for kept in weights)
-    if len(bits) != 1 or not bits < set(_BITS) or len(formats) != 1 or not (whole and known):
+    if len(bits) != 1 or 0 in bits or len(formats) != 1 or not (whole and known):
         raise ValueError("it has other weights than 4 or 8 bits by group, channel or tensor")
     (kept_bits,), (form,) = bits, formats
     if form == "pack-quantized":

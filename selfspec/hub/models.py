@@ -49,6 +49,7 @@ LOGIT_LENS = "logit-lens"  # in place of a folder: the heads that any model has
 NO_HEADS = "none"  # in place of a folder: no heads, where some would be taken by themselves
 FROM_BLOCKS = ("auto", "fused")  # executors that take weights as they lie in a quantised file
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+CHECKPOINT = "unfinished.checkpoint"  # of a fit, beside the heads
 HEADS_FILES = (  # what `fit` and `calibrate` write; nothing else of a folder is fetched or copied
     *("README.md", "calibration.json", "config.json", "metrics.json", "metrics.jsonl"),
     *("model.safetensors", "run.yaml"),
@@ -421,7 +422,7 @@ def resolve_heads(name: str | Path) -> Path:
     if _is_heads_id(name):
         return heads_on_hub(str(name))
     reason = "has no config.json" if path.is_dir() else "is neither a folder nor a known name"
-    if (path / "unfinished.checkpoint").is_file():
+    if (path / CHECKPOINT).is_file():
         reason = "holds a fit that has not ended: the same command goes on"
     raise HeadsNotFound(f"{str(name)!r} {reason}. {_known_heads()}")
 

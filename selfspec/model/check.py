@@ -61,7 +61,9 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         raise unsupported(model, "shares keys and values between layers")
     home = cast("Any", model).prepare_inputs_for_generation.__module__
     if not home.startswith("transformers."):
-        raise unsupported(model, f"prepares inputs by code of {home}, which nothing calls here")
+        lora = " (with LoRA wrap its get_base_model())" if home.startswith("peft.") else ""
+        why = f"prepares inputs by code of {home}, which nothing calls here{lora}"
+        raise unsupported(model, why)
 
 
 def _uncompiled(model: PreTrainedModel) -> Any:

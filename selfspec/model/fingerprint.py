@@ -233,7 +233,7 @@ class ModelWatch:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        named = [(path or "the model", module) for path, module in model.named_modules()]
+        named = _modules(model)
         self._owners = dict([*named, *_configs(named)])
         self._attributes = [vars(one) for one in self._owners.values()]
         self._first = self._copies = _copied(self._attributes)
@@ -296,7 +296,7 @@ class ModelWatch:
                     yield text.format(path, was, now)
         for (path, one), attributes in zip(self._owners.items(), self._first, strict=True):
             yield from _changes(path, one, attributes)
-        found = {one.path: one.identity for one in _weights(self._model.named_modules())}
+        found = {one.path: one.identity for one in _weights(_modules(self._model))}
         for one in self._weights:
             if found.get(one.path) != one.identity:
                 yield f"{one.path} was replaced"
@@ -343,6 +343,10 @@ def _same(was: object, now: object) -> bool:
         return False
 
 
+def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(path or "the model", module) for path, module in model.named_modules()]
+
+
 def _moves(one: object, name: str) -> bool:
     """Whether each pass of the model itself writes this anew (rotations: dynamic NTK, longrope)."""
     moving = any(kind in str(getattr(one, "rope_type", "")) for kind in MOVING_ROPE)
@@ -381,7 +385,7 @@ def _copied(value: Any) -> Any:
     return set(value) if isinstance(value, set) else value
 
 
-def _weights(named: Iterable[tuple[str, nn.Module]]) -> Iterator[_Weight]:
+def _weights(named: Sequence[tuple[str, nn.Module]]) -> Iterator[_Weight]:
     for path, module in named:
         for place in (module._parameters, module._buffers, vars(module)):
             for name, tensor in place.items():
@@ -389,5 +393,5 @@ def _weights(named: Iterable[tuple[str, nn.Module]]) -> Iterator[_Weight]:
                 made = {f"{name}_orig", f"{name}_v"} & module._parameters.keys()
                 idle = name in _IDLE or made or _moves(module, name)
                 if isinstance(tensor, Tensor) and not idle:
-                    where = name if path in ("", "the model") else f"{path}.{name}"
+                    where = name if path == "the model" else f"{path}.{name}"
                     yield _Weight(place, name, where, tensor)

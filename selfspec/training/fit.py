@@ -707,7 +707,6 @@ def _record(job: Job, steps: int) -> dict[str, Any]:
 
 # --- the checkpoint: all of a fit but the order of batches, which follows from seed and step
 
-CHECKPOINT = "unfinished.checkpoint"  # its file, beside the heads
 _MARK = "selfspec"  # what marks a file as ours has to stand near its beginning
 
 

@@ -79,7 +79,7 @@ class Reader(Generic[T]):
     source: str | Path  # a file, a folder that the package datasets reads, or a data set's hub id
     parse: Callable[[dict[str, Any]], T]
     """Raises InvalidData or InvalidPrompt with the reason alone for a row that is of no use."""
-    skip_bad_rows: bool = False
+    skip_bad_rows: bool | None = None  # None: nobody can ask for that here
     skipped: int = 0
     first_skipped: str = field(default="", init=False)
 
@@ -90,8 +90,8 @@ class Reader(Generic[T]):
                 made = self.parse(_record(row))
             except (InvalidData, InvalidPrompt) as error:
                 if not self.skip_bad_rows:
-                    way = "Correct it, or leave such rows out: --skip-bad-rows"
-                    raise InvalidData(f"{self.source}, {place} {error}. {way}") from error
+                    advice = "" if self.skip_bad_rows is None else ". Skip such: --skip-bad-rows"
+                    raise InvalidData(f"{self.source}, {place} {error}{advice}") from error
                 self.first_skipped = self.first_skipped or f"{place} {error}"
                 self.skipped += 1
                 continue
@@ -123,8 +123,7 @@ def read_conversations(
         if len(ids) < 2:
             raise InvalidData(f"has {len(ids)} tokens, expected at least 2")
         if len(ids) > max_length:
-            few = f"at most {max_length} fit into a batch (--batch-tokens)"
-            raise InvalidData(f"has {len(ids)} tokens, {few}")
+            raise InvalidData(f"has {len(ids)} tokens, at most {max_length} fit into a batch")
         for wrong in (min(ids), max(ids)):
             if not 0 <= wrong < vocab_size:
                 raise InvalidData(f"holds token id {wrong}, expected 0..{vocab_size - 1}")
@@ -326,7 +325,7 @@ def user_turns(record: dict[str, Any]) -> tuple[str, ...]:
     return tuple(turns)
 
 
-def questions_of(source: str | Path, *, skip_bad_rows: bool = False) -> list[tuple[str, ...]]:
+def questions_of(source: str | Path, *, skip_bad_rows: bool | None = None) -> list[tuple[str, ...]]:
     """The user's turns of each row. Raises InvalidData where there are none."""
     found = list(reader := Reader(source, user_turns, skip_bad_rows=skip_bad_rows))
     reader.report()

@@ -22,9 +22,9 @@ from selfspec.config import SpeculationOptions
 from selfspec.heads.attending import AttendingConfig
 from selfspec.heads.exit_heads import HeadsConfig
 from selfspec.heads.folder import attends
+from selfspec.hub.models import CHECKPOINT
 from selfspec.options import Easd
 from selfspec.training import selfgen
-from selfspec.training.fit import CHECKPOINT
 from selfspec.training.text import Counts
 from tests.authors import RECIPE as PROMPTS
 from tests.authors import counted, read

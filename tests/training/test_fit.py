@@ -23,6 +23,7 @@ from selfspec.errors import HeadsMismatch, InvalidData, InvalidOption, SelfspecE
 from selfspec.heads.attending import AttendingConfig
 from selfspec.heads.folder import read_config
 from selfspec.heads.heads import DraftVocabulary, TranslatorHead
+from selfspec.hub import models as hub
 from selfspec.model.backbone import Backbone
 from selfspec.training import fit as fitting
 from selfspec.training import records
@@ -332,7 +333,7 @@ def stop_after(count: int) -> fitting.Show:
 def test_a_killed_fit_ends_the_same(backbone: Backbone, talks: Talks, tmp_path: Path) -> None:
     """Of other kinds, at any moment: tests/cli/test_killed_fit.py."""
     job = make_job(backbone, talks, epochs=3, head_type="eagle3", exit_layers=(0,))
-    expected, job = fitting.fit(job), replace(job, checkpoint=tmp_path / fitting.CHECKPOINT)
+    expected, job = fitting.fit(job), replace(job, checkpoint=tmp_path / hub.CHECKPOINT)
     for stop in (5, 6, 7):
         with pytest.raises(KeyboardInterrupt):
             fitting.fit(job, stop_after(stop))
@@ -363,7 +364,7 @@ def test_a_fit_whose_time_is_short_ends_with_its_learning_rate(
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone, talks: Talks) -> Path:
-    path = tmp_path_factory.mktemp("begun") / fitting.CHECKPOINT
+    path = tmp_path_factory.mktemp("begun") / hub.CHECKPOINT
     with pytest.raises(KeyboardInterrupt):
         fitting.fit(make_job(backbone, talks, checkpoint=path), stop_after(5))
     return path
@@ -374,9 +375,9 @@ def test_a_checkpoint_of_another_job_is_refused(
 ) -> None:
     shutil.copy(begun, tmp_path)
     with pytest.raises(InvalidOption, match="was begun with epochs 2, not 3"):
-        fitting.fit(make_job(backbone, talks, checkpoint=tmp_path / fitting.CHECKPOINT, epochs=3))
+        fitting.fit(make_job(backbone, talks, checkpoint=tmp_path / hub.CHECKPOINT, epochs=3))
     with pytest.raises(InvalidOption, match="was begun with another data"):
-        fitting.fit(make_job(backbone, talks[1:], checkpoint=tmp_path / fitting.CHECKPOINT))
+        fitting.fit(make_job(backbone, talks[1:], checkpoint=tmp_path / hub.CHECKPOINT))
 
 
 NORM = "by_layer.2.norm.weight"
@@ -397,11 +398,11 @@ def test_a_strange_checkpoint_is_one_line(
 ) -> None:
     tensors, record = fitting.load_checkpoint(begun)
     damage(tensors, record)
-    path = tmp_path / fitting.CHECKPOINT
+    path = tmp_path / hub.CHECKPOINT
     fitting.save_checkpoint(path, tensors, record)
     before = path.read_bytes()
     with pytest.raises(InvalidData, match="is no checkpoint") as caught:
-        fitting.fit(make_job(backbone, talks, checkpoint=tmp_path / fitting.CHECKPOINT))
+        fitting.fit(make_job(backbone, talks, checkpoint=tmp_path / hub.CHECKPOINT))
     one_line(caught, path)
     assert path.read_bytes() == before
 
@@ -447,10 +448,10 @@ def test_the_answers_share_of_the_loss_is_as_asked_for(backbone: Backbone, talks
 
 def test_a_loss_that_is_not_finite_stops(backbone: Backbone, talks: Talks, tmp_path: Path) -> None:
     wild: dict[str, Any] = {"learning_rate": 1e37, "warmup": 0.0, "checkpoint_steps": 1}
-    job = make_job(backbone, talks, checkpoint=tmp_path / fitting.CHECKPOINT, **wild)
+    job = make_job(backbone, talks, checkpoint=tmp_path / hub.CHECKPOINT, **wild)
     with pytest.raises(SelfspecError, match=r"the loss is (nan|inf) .* at step 2, exit layer 2"):
         fitting.fit(job)
-    assert fitting.load_checkpoint(tmp_path / fitting.CHECKPOINT)[1]["course"]["step"] == 1
+    assert fitting.load_checkpoint(tmp_path / hub.CHECKPOINT)[1]["course"]["step"] == 1
 
 
 @pytest.mark.parametrize(
