@@ -22,8 +22,6 @@ from selfspec.files import cache_folder
 from selfspec.model.backbone import Backbone
 from tests.models import CHEAP, make_model
 
-torch.set_num_threads(1)  # tiny products: a second thread only waits, for seconds on a busy machine
-
 settings.register_profile("suite", max_examples=8, derandomize=True, deadline=None, database=None)
 settings.register_profile("fuzz", max_examples=150, deadline=None, print_blob=True)
 settings.register_profile("hostile", max_examples=3000, deadline=None, print_blob=True)
@@ -41,10 +39,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A cache folder of the tests' own, and no options of the user: neither may decide a test.
 
-    De-quantised models and compiled loops are shared with it, because making them takes seconds.
+    Compiled loops are shared with the user's, models that are made of files by this run's workers.
     """
-    own = tmp_path_factory.mktemp("cache")
-    _share(own, "models", "compiled")
+    own, run = tmp_path_factory.mktemp("cache"), tmp_path_factory.getbasetemp()
+    run = run.parent if "PYTEST_XDIST_WORKER" in os.environ else run
+    _share(own, compiled=cache_folder() / "compiled", models=run / "models")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(own))
         patch.setenv("XDG_CONFIG_HOME", str(own / "config"))
@@ -56,9 +55,15 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of one test's own, empty but for the compiled loops."""
-    _share(tmp_path / "cache", "compiled")
+    _share(tmp_path / "cache", compiled=cache_folder() / "compiled")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "selfspec"
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Of tiny products a second one only waits, for seconds on a busy machine; tests may ask."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
@@ -67,11 +72,10 @@ def no_known_heads() -> None:
     shutil.rmtree(cache_folder() / "known-heads", ignore_errors=True)
 
 
-def _share(folder: Path, *names: str) -> None:
-    """Makes `folder` a place for caches, with these of the cache that is in use."""
+def _share(folder: Path, **parts: Path) -> None:
+    """Makes `folder` a place for caches, of which some parts are elsewhere."""
     (folder / "selfspec").mkdir(parents=True)
-    for name in names:
-        shared = cache_folder() / name
+    for name, shared in parts.items():
         shared.mkdir(parents=True, exist_ok=True)
         (folder / "selfspec" / name).symlink_to(shared)
 

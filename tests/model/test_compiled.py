@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -192,12 +192,9 @@ def test_threads_are_those_of_the_runtime_that_torch_loaded(source: Path) -> Non
           return all;
         }"""
     source.write_text(text, encoding="utf-8")
-    before, threads = runtimes(), torch.get_num_threads()
+    before = runtimes()
     torch.set_num_threads(3)
-    try:
-        assert compiled(source).threads() == 3
-    finally:
-        torch.set_num_threads(threads)
+    assert compiled(source).threads() == 3
     assert runtimes() == before
 
 
@@ -371,13 +368,9 @@ class Machine:
 
 
 @pytest.fixture
-def machine() -> Iterator[Machine]:
-    before = torch.get_num_threads()
+def machine() -> Machine:
     torch.set_num_threads(2)
-    try:
-        yield Machine()
-    finally:
-        torch.set_num_threads(before)
+    return Machine()
 
 
 @pytest.mark.parametrize(

@@ -244,16 +244,12 @@ def test_what_is_behind_a_row_is_not_looked_at(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, threads: int) -> None:
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    try:
-        for held, window in ((60, 0), (60, 17), (1000, 0), (1000, 700)):  # across ends of blocks
-            alone = Attended(dtype, held, 40, window).found([1] * 40)  # and of a chunk
-            for widths in ([40], [5, 1, 4, 30], [9, 31]):
-                together = Attended(dtype, held, 40, window).found(widths)
-                assert torch.equal(alone, together)
-    finally:
-        torch.set_num_threads(before)
+    for held, window in ((60, 0), (60, 17), (1000, 0), (1000, 700)):  # across ends of blocks
+        alone = Attended(dtype, held, 40, window).found([1] * 40)  # and of a chunk
+        for widths in ([40], [5, 1, 4, 30], [9, 31]):
+            together = Attended(dtype, held, 40, window).found(widths)
+            assert torch.equal(alone, together)
 
 
 @pytest.mark.parametrize(("held", "window"), [(0, 0), (50, 17), (60, 0), (1020, 17)])
