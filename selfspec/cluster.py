@@ -61,7 +61,7 @@ def workers(count: int, make: Callable[[], Callable[[Any], Any]]) -> Iterator[Su
     """
     own: dict[str, Any] = {} if CLUSTER else {"num_cpus": max(count, cores())}
     with started(CLUSTER or "local", **own):
-        found = ray.cluster_resources()  # type: ignore[no-untyped-call]  # Ray's
+        found = ray.cluster_resources()
         cpus, gpus = int(found.get("CPU", 0)), int(found.get("GPU", 0))
         if count > (most := gpus or cpus):
             raise InvalidOption(f"workers is {count}, Ray has {most} {'GPUs' if gpus else 'cores'}")

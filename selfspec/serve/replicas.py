@@ -178,7 +178,7 @@ class _Front:
             with contextlib.suppress(ClientDisconnect):
                 await gate.unless_gone(receive, self._pass(messages, scope, send))
         finally:
-            messages.cancel()  # type: ignore[no-untyped-call]  # Ray's
+            messages.cancel()
 
     async def _pass(
         self, messages: DeploymentResponseGenerator[Message], scope: Scope, send: Send

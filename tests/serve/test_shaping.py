@@ -39,13 +39,13 @@ def chat(client: openai.OpenAI, **more: Any) -> Any:
 def test_a_schema_is_followed_and_drafts_change_nothing(client: openai.OpenAI) -> None:
     answer = client.chat.completions.parse(
         model="SmolLM2-135M-Instruct.Q4_1",
-        messages=ASK,  # type: ignore[arg-type]  # a TypedDict
+        messages=ASK,
         response_format=Person,
-        **LIMIT,  # type: ignore[arg-type]  # as above
+        **LIMIT,
     )
     assert isinstance(answer.choices[0].message.parsed, Person)
     assert answer.usage is not None
-    drafts = answer.usage.speculation  # type: ignore[attr-defined]  # ours
+    drafts = answer.usage.speculation
     assert drafts["sources"]["grammar"]["drafted"] == drafts["sources"]["grammar"]["accepted"] > 3
     schema = {"name": "Person", "schema": Person.model_json_schema()}
     shape = {"type": "json_schema", "json_schema": schema}
@@ -95,7 +95,7 @@ def test_likelihoods_are_those_of_generate(
 def test_likelihoods_of_text_have_their_own_shape(client: openai.OpenAI, stream: bool) -> None:
     emojis = "Emojis: 😀😃😄😁😆"  # goes on with more, of three tokens each
     asked: dict[str, Any] = {"prompt": emojis, "logprobs": 2, **LIMIT, "max_tokens": 9}
-    found = client.completions.create(model=None, stream=stream, **asked)  # type: ignore[call-overload]  # None: any
+    found = client.completions.create(model=None, stream=stream, **asked)
     choices = [chunk.choices[0] for chunk in found] if stream else found.choices
     text = "".join(choice.text for choice in choices)
     noted = [choice.logprobs for choice in choices if choice.logprobs]
@@ -108,7 +108,7 @@ def test_likelihoods_of_text_have_their_own_shape(client: openai.OpenAI, stream:
     tops = [max(top.values()) for one in noted for top in one.top_logprobs]
     assert tops == [value for one in noted for value in one.token_logprobs]  # greedy
     asked |= {"prompt": "The sky", "temperature": 2.0, "seed": 1, "logprobs": 0}
-    drawn = client.completions.create(model=None, **asked)  # type: ignore[call-overload]  # None: any
+    drawn = client.completions.create(model=None, **asked)
     said = drawn.choices[0].logprobs
     assert [{*top} for top in said.top_logprobs] == [{token} for token in said.tokens]
 
