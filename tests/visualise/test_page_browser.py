@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from selfspec.eval import report
 from selfspec.visualise.layers import LayerTrace, gain, rejected, visible
 from selfspec.visualise.views import render
 from tests.browsers import (  # noqa: F401  # fixtures
+    Browser,
     Open,
     Page,
     axe_findings,
@@ -186,6 +188,14 @@ def test_axe_finds_nothing_and_a_phone_has_room(
     cell(page, trace, 0, 1).click()
     assert page.locator("#readout h3").is_visible()
     assert axe_findings(page) == []
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_a_report_of_wide_tables_has_room_on_a_phone(browser: Browser, tmp_path: Path) -> None:
+    runs = Path(__file__).parents[2] / "eval" / "results" / "bench-bf16-amx"
+    file, page = tmp_path / "report.html", browser.new_page(**PHONE)
+    file.write_text(report.page([report.read_results(runs)]), encoding="utf-8")
+    page.goto(file.as_uri())
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
