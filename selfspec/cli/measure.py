@@ -273,7 +273,7 @@ def _record(
             "dtype": str(backbone.dtype).removeprefix("torch."),
             "device": str(backbone.device),
             "executor": backbone.executor_name,
-            "heads": file.get("heads", "default"),
+            "heads": file.get("heads", "default" if heads else "none"),
             "head_type": heads and heads.config.head_type,
             "exit_layers": heads and heads.config.exit_layers,
             "draft_model": file.get("draft_model"),

@@ -123,10 +123,11 @@ def _figures(group: pd.DataFrame, methods: Iterable[str], seed: int) -> dict[str
     found: dict[str, Any] = {}
     for label in methods:
         own = group[group.method == label]
-        drafted, by_costs = own.drafted.sum(), own.by_costs.astype(float).fillna(1.0)
+        drafted, passes = own.drafted.sum(), own.passes.sum()
+        by_costs = own.by_costs.astype(float).fillna(1.0)
         found[label] = {
             "answers": len(own),
-            "compression_rate": float(own.tokens.sum() / max(own.passes.sum(), 1)),
+            "compression_rate": float(own.tokens.sum() / passes) if passes else None,
             "acceptance_rate": float(own.accepted.sum() / drafted) if drafted else None,
             "worst_by_costs": float(by_costs.min()) if drafted else None,
         }

@@ -116,6 +116,8 @@ def test_a_failed_run_is_left_out_for_both_and_reported_as_is_another_text() -> 
     unmeasured = Answer(id="q5", task="QA", turn=1, repeat=1, error="too long")
     odd = answer("q6", runs={"fast": Run(seconds=1.0, arrivals=[(4, 1.0)])})
     found = summarise([*ANSWERS, broken, unmeasured, odd], METHODS)
+    alone = summarise([odd], METHODS)["all"]["overall"]["fast"]  # no pass but the prompt's
+    assert alone["compression_rate"] is None
     assert found["all"]["overall"]["fast"]["over_plain"]["prompts"] == 3
     assert found["all"]["overall"]["plain"]["over_plain"]["prompts"] == 4
     assert found["failures"] == ["q4, turn 1, fast: ValueError: no", "q5, turn 1: too long"]
