@@ -11,6 +11,7 @@ import base64
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from importlib import resources
@@ -428,6 +429,13 @@ def begin_results(folder: Path, run: Mapping[str, Any], *, overwrite: bool = Fal
         new.write_text(f"# written by selfspec bench\n{text}", encoding="utf-8")
         for name in FILES[1:]:
             (folder / name).unlink(missing_ok=True)
+
+
+def costs_of(folder: Path) -> dict[str, str]:
+    """As an option what a run that was begun there drafts by: a busy machine keeps no costs."""
+    with suppress(InvalidData, LookupError, TypeError):
+        return {"costs": read_yaml(folder / RUN)["speculation"]["costs"]}
+    return {}
 
 
 def write_results(folder: Path, summary: Mapping[str, Any]) -> str:
