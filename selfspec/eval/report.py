@@ -172,14 +172,16 @@ def bases(summary: Summary) -> list[str]:
     return [base for base in BASES if any(figures[f"over_{base}"] for figures in found)]
 
 
+def _leading(summary: Summary) -> list[str]:
+    """Labels without those of sweeps, unless nothing else was measured beside the bases."""
+    found = [label for label, entry in summary["methods"].items() if label == entry["method"]]
+    return found if {*found} - {*BASES} else [*summary["methods"]]
+
+
 def gains_of(summary: Summary) -> tuple[str, dict[str, Mapping[str, float]]]:
-    """The first of `bases`, and speed-ups over it by label: no sweeps, none that have none."""
+    """The first of `bases`, and speed-ups over it by label: of `_leading`, none that have none."""
     base, overall = [*bases(summary), ""][0], summary[ALL].get(results.OVERALL, {})
-    found = {
-        label: overall.get(label, {}).get(f"over_{base}")
-        for label, entry in summary["methods"].items()
-        if label == entry["method"]
-    }
+    found = {label: overall.get(label, {}).get(f"over_{base}") for label in _leading(summary)}
     return base, {label: gain for label, gain in found.items() if gain}
 
 
@@ -210,8 +212,8 @@ def rates(summary: Summary) -> str:
     short = {"hugging-face": "Hugging Face", "plain": "without drafts", "speculation": "selfspec"}
     found = {
         short.get(label, label): latency["tokens_per_s"]
-        for label, latency in summary["latency"].items()
-        if latency and label == summary["methods"][label]["method"]
+        for label in _leading(summary)
+        if (latency := summary["latency"][label])
     }
     return ", ".join(f"{name} {rate:.1f}" for name, rate in found.items()) + " tokens/s"
 
