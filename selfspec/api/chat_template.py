@@ -21,7 +21,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
 
 from selfspec import files
 from selfspec.api import rendering
-from selfspec.errors import InvalidData, InvalidOption, InvalidPrompt, check_keys
+from selfspec.errors import InvalidData, InvalidOption, InvalidPrompt, SelfspecError, check_keys
 from selfspec.files import read_text
 
 if TYPE_CHECKING:
@@ -172,6 +172,7 @@ def _said(role: str, content: str) -> dict[str, str]:
 # --- running a template
 
 _MOST_CHARACTERS = 1 << 20  # of a rendered text, and eight more for each that comes in
+_NO_ROOM = "this machine has no more files or processes for the chat template. Try again soon"
 _KEPT = 2  # processes that wait for work, of 25 MB each; while more threads ask there are more
 
 
@@ -190,7 +191,10 @@ def templated(
     tools: list[Any] | None = None,
     add_generation_prompt: bool = False,
 ) -> str:
-    """The text that `apply_chat_template` gives. Raises InvalidPrompt, whatever goes wrong."""
+    """The text that `apply_chat_template` gives. Raises InvalidPrompt, whatever goes wrong.
+
+    But SelfspecError where this machine is at its limits: that is no fault of the messages.
+    """
     try:
         template = tokenizer.get_chat_template(tools=tools)
         tokens = [name for name in tokenizer.special_tokens_map if name.isidentifier()]
@@ -205,6 +209,8 @@ def templated(
             tokenize=False,
         )
         return _rendered(template, str(variables))
+    except (ImportError, OSError, SelfspecError) as error:  # jinja2 is read from files, once
+        raise SelfspecError(_NO_ROOM) from error
     except Exception as error:
         reason = " ".join(str(error).split()).rstrip(".")
         raise InvalidPrompt(
@@ -248,12 +254,12 @@ _idle: list[subprocess.Popen[str]] = []
 def start_renderer() -> None:
     """Have a process at hand: it starts while the caller does something else."""
     if not _idle:
-        with suppress(CannotRender):
+        with suppress(SelfspecError):
             _idle.append(_taken())
 
 
 def _taken() -> subprocess.Popen[str]:
-    """A process that waits for work, or a new one. Raises CannotRender."""
+    """A process that waits for work, or a new one. Raises SelfspecError."""
     with suppress(IndexError):
         while (child := _idle.pop()).poll() is not None:
             _end(child)
@@ -267,7 +273,7 @@ def _taken() -> subprocess.Popen[str]:
             encoding="utf-8",
         )
     except OSError as error:
-        raise CannotRender(f"no process can be started for it: {error.strerror}") from error
+        raise SelfspecError(_NO_ROOM) from error
 
 
 def _end(child: subprocess.Popen[str]) -> None:

@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerF
 from selfspec.api import chat_template as templates
 from selfspec.api.chat_template import NO_END, TurnEnd, templated
 from selfspec.api.speculator import wrap
-from selfspec.errors import InvalidOption, InvalidPrompt
+from selfspec.errors import InvalidOption, InvalidPrompt, SelfspecError
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.hub import models as hub
 from tests.api.test_text import byte_level_bpe
@@ -221,12 +221,19 @@ def test_a_hostile_template_holds_up_nothing_else(tokenizer: PreTrainedTokenizer
     assert limits == [*map(resource.getrlimit, kinds)]
 
 
-def test_a_process_that_ended_is_replaced(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_process_that_ended_is_replaced(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = templates.having(tokenizer, templates.read("chatml"))
     before = templated(own, TALK)
     for child in templates._idle:
         child.kill()
         child.wait()
+    with monkeypatch.context() as patch:  # as where too many files are open: no message's fault
+        patch.setattr(templates.sys, "executable", "/no/such/program")
+        with pytest.raises(SelfspecError, match="no more files or processes") as caught:
+            templated(own, TALK)
+    assert not isinstance(caught.value, InvalidPrompt)
     assert templated(own, TALK) == before
 
 
