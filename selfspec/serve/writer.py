@@ -90,7 +90,12 @@ class Writer:
 
     def cancel(self, job: Job) -> None:
         """What is not yet written of a job is left."""
-        self._orders.put(lambda: self._leave(job))
+
+        def leave() -> None:
+            self.metrics.count("request_cancelled", by=job.left)  # those still being read, too
+            self._leave(job)
+
+        self._orders.put(leave)
 
     def look(self) -> Future[Memory]:
         """Sets the gauges between two rounds, and tells of memory; never once it has stopped."""
@@ -207,7 +212,6 @@ class Writer:
     def _leave(self, job: Job) -> None:
         for answer in [one for one in self._answers.values() if one.job is job]:
             answer.running.close()
-            self.metrics.count("request_cancelled")
             self._done(answer)
         with self._lock:
             self.open -= job.left

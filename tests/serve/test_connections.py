@@ -199,8 +199,10 @@ def test_a_prompt_that_is_read_for_long_holds_nobody_up(
         more = [submitted(writer, slow, size=long)[1] for _ in range(4)]
         text(submitted(writer, [1, 2, 3])[1])
         assert begun == ["slow"]  # one at a time: they take much memory
+        assert b"request_cancelled_total 0.0" in writer.metrics.text()
         writer.cancel(gone)
         wait_until(lambda: writer.open == 5)
+        assert b"request_cancelled_total 1.0" in writer.metrics.text()
         goes_on.set()
         for one in (heard, *more):
             text(one)
