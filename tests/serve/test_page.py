@@ -320,6 +320,11 @@ def test_errors_are_said(page: Page, server: Running) -> None:
         answer_with(page, body)
         page.get_by_role("button", name="Regenerate").click()
         expect(page.get_by_role("alert")).to_have_text(message)
+        ended(page)
+        expect(page.locator(".text")).to_have_text("half")  # the former answer stays
+    page.reload()
+    page.locator("#chats button").first.click()
+    expect(page.locator(".text")).to_have_text("half")
 
 
 def test_rejected_drafts_stand_where_another_token_does(page: Page) -> None:

@@ -16,7 +16,7 @@ function keepChats(chats) {
 
 /** Keep the one on the page, in front of the others. */
 function keepChat() {
-  const turns = talk.turns.map(({ question, views: [{ text, written }] }) => ({ question, text, runs: runsOf(written) }));
+  const turns = talk.turns.map(({ question, kept: { text, written } }) => ({ question, text, runs: runsOf(written) }));
   keepChats([{ id: talk.id, turns }, ...readChats().filter(({ id }) => id !== talk.id)]);
   listChats();
 }

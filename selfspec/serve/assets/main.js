@@ -22,7 +22,14 @@ class Turn {
     return content ? [...this.messages, { role: "assistant", content }] : this.history;
   }
 
+  /** The former answer, until there is something of a newer one. */
+  get kept() {
+    const [view] = this.views;
+    return view.text ? view : this.former ?? view;
+  }
+
   show(...views) {
+    if (this.views?.[0].text) [this.former] = this.views;
     this.views = views;
     this.verdict = el("p", { class: "verdict", role: "status" });
     const columns = el("div", { class: views.length > 1 ? "columns" : "" }, ...views.map((view) => view.node));
@@ -73,6 +80,7 @@ async function answer(turn) {
     }
     if (views.length > 1) turn.verdict.replaceChildren(...verdictOn(...views));
   } catch (error) {
+    if (turn.kept !== views[0]) turn.show((view = turn.kept));
     view.end(error.name === "AbortError" ? "Stopped." : el("span", { class: "bad", role: "alert" }, error.message));
     if (error.status === 401) askForKey();
     for (const other of views) if (other !== view && !other.text) other.end("Not asked.");
