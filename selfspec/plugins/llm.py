@@ -43,21 +43,32 @@ class Selfspec(llm.Model):
     ) -> Iterator[str]:
         """Pieces of the answer to a prompt, which holds the turns before it."""
         asked = prompt.options.model_dump(exclude_none=True)
-        session = _session(*(asked.pop(name, None) for name in ("model", "heads", "chat_template")))
+        given = (asked.pop(name, None) for name in ("model", "heads", "chat_template"))
+        speculator, idle = _loaded(*given)
         asked |= {"max_new_tokens": asked.pop("max_tokens", None), "json_schema": prompt.schema}
         turns = [
             {"role": turn.role, "content": "".join(getattr(one, "text", "") for one in turn.parts)}
             for turn in prompt.messages
         ]
-        answer = session.stream(turns, **asked)
-        yield from answer
+        try:
+            session = idle.pop()
+        except IndexError:
+            session = speculator.session()
+        try:
+            answer = session.stream(turns, **asked)
+            yield from answer
+        finally:
+            idle.append(session)
         done = answer.result
         response.set_usage(input=done.stats.prompt_tokens, output=len(done.token_ids))
 
 
 @functools.lru_cache(1)
-def _session(model: str | None, heads: str | None, template: str | None) -> selfspec.Session:
-    return selfspec.load(model, heads=heads, chat_template=template).session()
+def _loaded(
+    model: str | None, heads: str | None, template: str | None
+) -> tuple[selfspec.Speculator, list[selfspec.Session]]:
+    """And sessions that write nothing now: answers may be written beside each other."""
+    return selfspec.load(model, heads=heads, chat_template=template), []
 
 
 @llm.hookimpl

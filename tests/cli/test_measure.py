@@ -351,8 +351,11 @@ def test_llm_gets_the_texts_of_generate(workplace: Path, monkeypatch: pytest.Mon
     for question, system in (("a b", "c"), ("b a", None)):
         turns.append({"role": "user", "content": question})
         expected = own.generate(turns, max_new_tokens=6, do_sample=False)
+        beside = iter(llm.get_model("selfspec").prompt(question, **options))
+        begun = next(beside)
         response = talk.prompt(question, system=system, stream=system is None, **options)
         assert "".join(response) == expected.text
+        assert begun + "".join(beside) == expected.text
         assert response.usage().output == len(expected.token_ids)
         turns.append({"role": "assistant", "content": expected.text})
     with pytest.raises(ValueError, match="max_tokens"):
