@@ -489,7 +489,12 @@ def _check_positions(positions: Any, mask: Tensor | None, input_ids: Tensor) -> 
         )
 
 
-_stops = lru_cache(8)(stopping.StopStringCriteria)  # as many as transformers keeps the insides of
+@lru_cache(8)  # as many as transformers keeps the insides of
+def _stops(
+    tokenizer: PreTrainedTokenizerBase, strings: tuple[str, ...], _size: int
+) -> stopping.StopStringCriteria:
+    """A tokenizer of another size has new tokens, which may hold the strings, too."""
+    return stopping.StopStringCriteria(tokenizer, strings)
 
 
 def stop_strings(
@@ -502,7 +507,7 @@ def stop_strings(
     if not all(isinstance(text, str) and text for text in listed):
         raise InvalidOption(f"stop_strings are {shown(strings)}, expected texts that are not empty")
     try:
-        return _stops(tokenizer, tuple(listed))
+        return _stops(tokenizer, tuple(listed), len(tokenizer))
     except ValueError as error:
         raise InvalidOption(
             f"stop_strings are {shown(strings)}: no token writes that. Leave it out"

@@ -8,11 +8,13 @@ from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from selfspec.api.request import stop_strings
 from selfspec.api.text import TextDecoder, TokenTexts, UntilStop, encode
 
 TEMPLATE = (
@@ -159,6 +161,15 @@ def test_pieces_join_to_the_text_before_the_first_stop(pieces: list[str], stops:
             break
     assert shown == text
     assert until.found is ended
+
+
+def test_a_stop_is_found_in_a_token_that_was_added_later(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    for count in range(2):
+        stop, added = stop_strings(tokenizer, "<later>"), torch.tensor([[len(tokenizer) - 1]])
+        assert bool(stop(added, None)) == (count == 1)  # type: ignore[arg-type]  # scores are not read
+        tokenizer.add_tokens(["<later>"])
 
 
 def test_what_may_begin_a_stop_is_held_back_and_no_more() -> None:
