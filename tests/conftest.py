@@ -20,7 +20,7 @@ from selfspec.api import tuned
 from selfspec.api.speculator import Speculator, load
 from selfspec.files import cache_folder
 from selfspec.model.backbone import Backbone
-from tests.models import CHEAP, make_model
+from tests.models import CHEAP, make_model, wrapped
 
 settings.register_profile("suite", max_examples=8, derandomize=True, deadline=None, database=None)
 settings.register_profile("fuzz", max_examples=150, deadline=None, print_blob=True)
@@ -96,6 +96,12 @@ def exact() -> PreTrainedModel:
 def backbone(model: PreTrainedModel) -> Backbone:
     """The tiny Llama, cut open. It holds no state of its own, so all tests share it."""
     return Backbone(model)
+
+
+@pytest.fixture
+def precise() -> Backbone:
+    """The same in float64, where a row has the same tokens in every way to compute it."""
+    return wrapped("llama", torch.float64)
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -142,6 +143,18 @@ def wrapped(
 ) -> Backbone:
     """Of `make_model`, each made and checked once: it keeps nothing of a text; do not change it."""
     return Backbone(make_model(family, dtype, **sizes), executor=executor)
+
+
+def noted(patch: pytest.MonkeyPatch, owner: Any, name: str, note: Callable[..., Any]) -> list[Any]:
+    """What `note` says of the arguments of each call of a function, which runs as before."""
+    notes, run = list[Any](), getattr(owner, name)
+
+    def noting(*given: Any, **named: Any) -> Any:
+        notes.append(note(*given, **named))
+        return run(*given, **named)
+
+    patch.setattr(owner, name, noting)
+    return notes
 
 
 def addressless(value: object) -> str:

@@ -494,7 +494,7 @@ def _stops(
     tokenizer: PreTrainedTokenizerBase, strings: tuple[str, ...], _size: int
 ) -> stopping.StopStringCriteria:
     """A tokenizer of another size has new tokens, which may hold the strings, too."""
-    return stopping.StopStringCriteria(tokenizer, strings)
+    return stopping.StopStringCriteria(tokenizer, list(strings))
 
 
 def stop_strings(

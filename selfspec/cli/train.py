@@ -549,7 +549,8 @@ def fit(*, asked: Named) -> None:
                 fitted = fitting.fit(job, show)
         except KeyboardInterrupt:
             if base.is_first():
-                base.note(f"{output}: the same command goes on")
+                again = " without --overwrite" if asked.get("overwrite") and begun.is_file() else ""
+                base.note(f"{output}: the same command{again} goes on")
             raise
         if base.is_first():
             named = {flag.name: asked.get(flag.name) for flag in _FILES}

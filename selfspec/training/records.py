@@ -92,8 +92,8 @@ def write(folder: Path, fitted: Fitted, run: Mapping[str, Any]) -> None:
         "metrics.jsonl": "".join(json.dumps(entry) + "\n" for entry in fitted.epochs),
         "metrics.json": json.dumps(fitted.metrics, indent=2) + "\n",
     }
-    (folder / CALIBRATION).unlink(missing_ok=True)  # of the heads that these replace
     fitted.heads.save(folder, others)
+    (folder / CALIBRATION).unlink(missing_ok=True)  # of the heads that these replaced
 
 
 def card_of(folder: Path, licence: str | None = None, heads: str = "HEADS") -> str:

@@ -230,7 +230,7 @@ def test_a_process_that_ended_is_replaced(
         child.kill()
         child.wait()
     with monkeypatch.context() as patch:  # as where too many files are open: no message's fault
-        patch.setattr(templates.sys, "executable", "/no/such/program")
+        patch.setattr("sys.executable", "/no/such/program")
         with pytest.raises(SelfspecError, match="no more files or processes") as caught:
             templated(own, TALK)
     assert not isinstance(caught.value, InvalidPrompt)

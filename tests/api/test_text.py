@@ -168,7 +168,7 @@ def test_a_stop_is_found_in_a_token_that_was_added_later(
 ) -> None:
     for count in range(2):
         stop, added = stop_strings(tokenizer, "<later>"), torch.tensor([[len(tokenizer) - 1]])
-        assert bool(stop(added, None)) == (count == 1)  # type: ignore[arg-type]  # scores are not read
+        assert bool(stop(added, None)) == (count == 1)
         tokenizer.add_tokens(["<later>"])
 
 

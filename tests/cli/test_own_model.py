@@ -30,7 +30,7 @@ from selfspec.hub import models as hub
 from selfspec.options import Costs
 from tests.authors import RECIPE
 from tests.cli.fakes import Call
-from tests.models import make_model
+from tests.models import make_model, noted
 from tests.talks import WORDS, make_tokenizer, save_tiny
 
 MODEL = ["--model", "tiny-vicuna", "--dtype", "float32"]
@@ -229,13 +229,7 @@ def test_generate_of_transformers_drafts_with_pushed_heads_from_where_they_lie(
     shutil.copytree(pushed, copied := tmp_path / "copied")
     monkeypatch.setattr(modules, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", [*sys.path])
-    wrapped: list[Path] = []
-
-    def counted(model: Any, *, heads: Path) -> Any:
-        wrapped.append(heads)
-        return wrap(model, heads=heads)
-
-    monkeypatch.setattr(facade, "wrap", counted)
+    wrapped = noted(monkeypatch, facade, "wrap", lambda _, heads: heads)
     model = make_model("llama", vocab_size=len(WORDS))
     inputs = make_tokenizer()("a b c a", return_tensors="pt")
     asked = {**inputs, "max_new_tokens": 20, "do_sample": False}

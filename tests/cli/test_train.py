@@ -25,6 +25,7 @@ from selfspec.heads.folder import attends
 from selfspec.hub.models import CHECKPOINT
 from selfspec.options import Easd
 from selfspec.training import selfgen
+from selfspec.training.fit import Trainer
 from selfspec.training.text import Counts
 from tests.authors import RECIPE as PROMPTS
 from tests.authors import counted, read
@@ -190,6 +191,23 @@ def test_the_command_fits_as_presets_recipes_and_flags_say(workplace: Path, call
     assert main(more) == 0
     config = HeadsConfig.read(workplace / "more")
     assert (config.head_type, config.exit_layers) == ("linear", (2, 3))
+
+
+def test_a_stopped_fit_says_how_it_goes_on(
+    workplace: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = Trainer._save
+
+    def once(trainer: Trainer) -> None:
+        save(trainer)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_save", once)
+        assert "out: the same command goes on" in call(FIT, 130).err
+        said = call([*FIT, "--overwrite"], 130).err  # which starts over
+    assert "out: the same command without --overwrite goes on" in said
+    call(FIT)
 
 
 @pytest.mark.parametrize("where", ["features", "memory://features"])

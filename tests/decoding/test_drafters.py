@@ -347,11 +347,6 @@ def second() -> WatchedBackbone:
     return WatchedBackbone(2)
 
 
-@pytest.fixture
-def target() -> Backbone:
-    return wrapped("llama", torch.float64)
-
-
 @torch.inference_mode()
 def drafted(drafter: Drafter, state: DecodeState) -> Draft:
     return alone(drafter.draft(state, 20, Stopwatch()))
@@ -363,8 +358,8 @@ def own_text(backbone: Backbone, ids: Tensor, count: int) -> list[int]:
 
 
 @torch.inference_mode()
-def test_drafts_are_the_others_text_row_by_row(second: WatchedBackbone, target: Backbone) -> None:
-    state = DecodeState(target, random_ids(7))
+def test_drafts_are_the_others_text_row_by_row(second: WatchedBackbone, precise: Backbone) -> None:
+    state = DecodeState(precise, random_ids(7))
     drafter = DraftModelDrafter(DraftCache(second), ladder.drafting(4))
     second.runs.clear()
     for kept in (2, 4, 0):
@@ -383,8 +378,8 @@ def test_drafts_are_the_others_text_row_by_row(second: WatchedBackbone, target: 
 
 
 @torch.inference_mode()
-def test_the_controller_sees_the_others_chances(second: WatchedBackbone, target: Backbone) -> None:
-    state = DecodeState(target, random_ids(7))
+def test_the_controller_sees_the_others_chances(second: WatchedBackbone, precise: Backbone) -> None:
+    state = DecodeState(precise, random_ids(7))
     whole, cut_short = (
         drafted(DraftModelDrafter(DraftCache(second), Drafting(ladder.greedy(), controller)), state)
         for controller in (DraftController(9), DraftController(9, 0.5))
@@ -396,11 +391,11 @@ def test_the_controller_sees_the_others_chances(second: WatchedBackbone, target:
 
 
 @torch.inference_mode()
-def test_nothing_is_drafted_beyond_the_other_models_last_position(target: Backbone) -> None:
+def test_nothing_is_drafted_beyond_the_other_models_last_position(precise: Backbone) -> None:
     short = Backbone(make_model("llama", num_hidden_layers=1, max_position_embeddings=16))
     drafter = DraftModelDrafter(DraftCache(short), ladder.drafting(4))
     for length, room in ((10, 4), (14, 3), (16, 1), (17, 0), (30, 0)):
-        state = DecodeState(target, random_ids(length))
+        state = DecodeState(precise, random_ids(length))
         assert len(drafted(drafter, state).tokens) == room
 
 
@@ -486,14 +481,14 @@ def lengths(state: DecodeState) -> set[int]:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("skipped", [(2,), (5, 3), (2, 3, 6)])
-def test_drafts_are_what_fewer_layers_say(target: Backbone, skipped: tuple[int, ...]) -> None:
+def test_drafts_are_what_fewer_layers_say(precise: Backbone, skipped: tuple[int, ...]) -> None:
     """Where no text stands in front; there the keys and values are the whole model's."""
     kept = [one for at, one in enumerate(make_model("llama").model.layers, 1) if at not in skipped]
     cut = make_model("llama", num_hidden_layers=len(kept))
-    cut.load_state_dict(target.model.state_dict(), strict=False)
+    cut.load_state_dict(precise.model.state_dict(), strict=False)
     for at, layer in enumerate(kept):
         cut.model.layers[at].load_state_dict(layer.state_dict())
-    state = DecodeState(target, torch.tensor([[7]]))
+    state = DecodeState(precise, torch.tensor([[7]]))
     draft = drafted(skipping(skipped=skipped, threshold=0.0), state)
     assert draft.tokens == own_text(Backbone(cut, executor="generic"), state.ids, 8)
     assert {one.source for one in draft.proposed} == {"skip"}
@@ -515,8 +510,8 @@ def test_a_window_tried_again_has_what_the_model_said_and_leaves_caches(executor
 
 
 @torch.inference_mode()
-def test_an_unsure_token_ends_a_draft_and_a_dropped_draft_leaves_nothing(target: Backbone) -> None:
-    state = entered(target, random_ids(9, 1))  # sure by 0.72, 0.97, 0.94, 0.92, 0.47, 0.38, ..
+def test_an_unsure_token_ends_a_draft_and_a_dropped_draft_leaves_nothing(precise: Backbone) -> None:
+    state = entered(precise, random_ids(9, 1))  # sure by 0.72, 0.97, 0.94, 0.92, 0.47, 0.38, ..
     taus = (0.0, 0.5, 1.0)
     drafts = [drafted(skipping(skipped=(3,), threshold=tau), state) for tau in taus]
     ends = [(8, "width"), (5, "unsure"), (1, "unsure")]

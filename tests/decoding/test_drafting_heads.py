@@ -41,7 +41,7 @@ from tests import ladder
 from tests.heads.eagle3.make import HEADS, HERE, LENGTH, SHOWN, STEPS, target, text
 from tests.heads.kinds import make_heads, train
 from tests.ladder import rounds
-from tests.models import EXECUTORS, needs_compiler, random_ids, wrapped
+from tests.models import EXECUTORS, needs_compiler, noted, random_ids, wrapped
 from tests.talks import make_tokenizer
 
 OPTIONS = SpeculationOptions(never_slower=False).updated(
@@ -116,20 +116,15 @@ def test_a_text_has_the_drafts_that_it_has_alone(
     backbone: Backbone, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a batch, whose rows run together, with prompts that begin alike or were written before."""
-    attends, texts = kind == "attending", list[int]()
+    attends = kind == "attending"
     options = OPTIONS if attends else OPTIONS.updated({"drafter": WHOLE})
-    owner, name = (AttendingHeads, "run") if attends else (AskAhead, "done")
-    run = getattr(owner, name)
-
-    def counted(*given: Any) -> Any:
-        texts.append(len(given[1]))
-        return run(*given)
 
     def runtime() -> Runtime:
         heads: Any = (ladder.attending_heads if attends else ladder.medusa_heads)(backbone)
         return Runtime(backbone, heads, None)
 
-    monkeypatch.setattr(owner, name, counted)
+    owner, name = (AttendingHeads, "run") if attends else (AskAhead, "done")
+    texts = noted(monkeypatch, owner, name, lambda _, asked, *__: len(asked))
     common = random_ids(90, seed=9)
     prompts = [torch.cat([common, random_ids(3 + n, seed=n)], 1) for n in range(3)]
     prompts += [random_ids(4, seed=20), random_ids(40, seed=21), prompts[0]]
@@ -269,11 +264,6 @@ def test_the_tree_is_the_published_one() -> None:
     paths = published()
     assert len(paths) == len(PUBLISHED.split()) == 63
     assert {(*path, rank) for path, count in CHOICES.items() for rank in range(count)} == paths
-
-
-@pytest.fixture
-def precise() -> Backbone:
-    return wrapped("llama", torch.float64)
 
 
 def ranked(heads: ExitHeads, state: DecodeState) -> tuple[list[list[int]], Tensor]:

@@ -22,10 +22,9 @@ from selfspec.decoding.stats import Round
 from selfspec.errors import InvalidOption
 from selfspec.eval.verify import Listening, Recorder
 from selfspec.heads.exit_heads import logit_lens
-from selfspec.heads.heads import scored
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv import Rows
-from tests.models import make_model, needs_compiler, random_ids, wrapped
+from tests.models import make_model, needs_compiler, noted, random_ids, wrapped
 
 NEW = 14
 
@@ -142,24 +141,16 @@ def test_all_texts_of_a_round_draft_and_verify_together(
     runtime: Listening, options: SpeculationOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each pass of a round, of the model and of one that drafts, has a row of every text."""
-    seen: list[tuple[int, int, int]] = []
-    asked: list[int] = []
-    run, ask = Backbone.run, scored
-
-    def watched(self: Backbone, hidden: Tensor, first: int, last: int, rows: Rows, _: Any) -> Any:
-        seen.append((len(rows.spans), first, last))
-        return run(self, hidden, first, last, rows)
-
-    def heard(head: Any, features: Tensor, *rest: Any) -> Any:
-        asked.append(len(features))
-        return ask(head, features, *rest)
-
     engine = Engine(runtime)
     for number in range(5):
         engine.add(Wanted(random_ids(9 + number, seed=number), None, options).asked(), options)
     engine.step()  # the prompts
-    monkeypatch.setattr(Backbone, "run", watched)
-    monkeypatch.setattr(state, "scored", heard)
+
+    def layers_of(_: Backbone, __: Tensor, first: int, last: int, rows: Rows, *___: Any) -> Any:
+        return len(rows.spans), first, last
+
+    seen = noted(monkeypatch, Backbone, "run", layers_of)
+    asked = noted(monkeypatch, state, "scored", lambda _, features, *__: len(features))
     engine.step()
     assert {texts for texts, _, _ in seen} == {5}
     layers = runtime.backbone.num_layers

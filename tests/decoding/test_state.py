@@ -27,14 +27,9 @@ from selfspec.training.text import Conversation
 from tests import ladder
 from tests.decoding.conftest import WatchedBackbone
 from tests.ladder import rounds
-from tests.models import VOCAB_SIZE, random_ids, wrapped
+from tests.models import VOCAB_SIZE, random_ids
 
 EXIT_LAYERS = (2, 4, 6)
-
-
-@pytest.fixture
-def cut() -> Backbone:
-    return wrapped("llama", torch.float64)
 
 
 class DeepKeeper(MixedDrafter):
@@ -47,33 +42,33 @@ class DeepKeeper(MixedDrafter):
         return super().draft(state, limit, watch)
 
 
-def test_heads_read_before_the_newest_token_what_they_were_fitted_to(cut: Backbone) -> None:
+def test_heads_read_before_the_newest_token_what_they_were_fitted_to(precise: Backbone) -> None:
     ids = random_ids(7)
-    assert DecodeState(cut, ids).deep is None  # not known before the first pass
-    plain = ladder.decode(cut, ids, NoDrafter())
+    assert DecodeState(precise, ids).deep is None  # not known before the first pass
+    plain = ladder.decode(precise, ids, NoDrafter())
     text = [*ids[0].tolist(), *plain.tokens]
-    heads = ladder.HEADS["deep with states"](cut)
-    keeper = DeepKeeper(text, 1, cut.vocab_size, width=5)
+    heads = ladder.HEADS["deep with states"](precise)
+    keeper = DeepKeeper(text, 1, precise.vocab_size, width=5)
     keeper.deep = {}
-    found = ladder.decode(cut, ids, keeper, heads=heads)
+    found = ladder.decode(precise, ids, keeper, heads=heads)
     assert found.tokens == plain.tokens
     assert len({entry.accepted for entry in found.entries}) > 2
     batch = padded([Conversation(tuple(text), ((1, len(text)),))])
-    expected: Any = features(cut, FeatureSpec.read_by(heads), batch).deep
-    assert expected.shape[-1] == heads[0].beside == 3 * cut.hidden_size
+    expected: Any = features(precise, FeatureSpec.read_by(heads), batch).deep
+    assert expected.shape[-1] == heads[0].beside == 3 * precise.hidden_size
     assert len(keeper.deep) > 3
     for position, deep in keeper.deep.items():
         # float64 with norms in float32; largest difference measured: 3e-7
         torch.testing.assert_close(deep, expected[position : position + 1], rtol=0, atol=1e-5)
 
 
-def test_states_are_kept_wherever_a_pass_stops(cut: Backbone) -> None:
-    hidden, layers = cut.embed(random_ids(4)[0]), (2, 3, 5)
-    works = [Run(cut, KVCache(6), hidden, 0, last, states=layers) for last in (6, 3)]
+def test_states_are_kept_wherever_a_pass_stops(precise: Backbone) -> None:
+    hidden, layers = precise.embed(random_ids(4)[0]), (2, 3, 5)
+    works = [Run(precise, KVCache(6), hidden, 0, last, states=layers) for last in (6, 3)]
     left, _ = works[0].done(works, [])
     assert (left, works[0].first) == (None, 3)
     (output,) = works[0].done(works[:1], [])
-    whole = Run(cut, KVCache(6), hidden, 0, 6, states=layers)
+    whole = Run(precise, KVCache(6), hidden, 0, 6, states=layers)
     (expected,) = whole.done([whole], [])
     torch.testing.assert_close(output, expected)
     for layer in layers:

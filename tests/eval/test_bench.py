@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from selfspec import files
+from selfspec.api import text
 from selfspec.api.chat_template import TurnEnd
 from selfspec.api.speculator import Speculator, wrap
-from selfspec.api.text import encode
 from selfspec.decoding.drafters.rest import Datastore
 from selfspec.decoding.stats import Round
 from selfspec.errors import CannotWrite, HeadsNotFound, InvalidOption
@@ -28,7 +27,7 @@ from selfspec.eval.bench import moved as moves
 from selfspec.eval.concurrency import Load, continuous, measured, padded_batch, table
 from selfspec.eval.results import Answer, BenchOptions, Question, Run
 from tests import ladder
-from tests.models import make_model, random_ids
+from tests.models import make_model, noted, random_ids
 from tests.talks import make_tokenizer
 
 COUNT, LONG = 8, 20
@@ -109,7 +108,7 @@ def test_an_end_token_ends_plain_decoding_and_no_other_method(
     bench: Bench, contenders: list[Contender], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A method whose text parts from plain decoding's may meet one earlier."""
-    ids = encode(bench.speculator.tokenizer, "a b c")
+    ids = text.encode(bench.speculator.tokenizer, "a b c")
     plain = bench.speculator.generate(ids, max_new_tokens=COUNT, speculate=False).token_ids
     config: Any = bench.speculator.model.generation_config
     monkeypatch.setattr(config, "eos_token_id", plain[4])
@@ -126,13 +125,7 @@ def test_an_end_token_ends_plain_decoding_and_no_other_method(
 def test_the_second_turn_follows_plain_decodings_answer(
     bench: Bench, contenders: list[Contender], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Any] = []
-
-    def spy(tokenizer: Any, prompt: Any) -> Tensor:
-        asked.append(prompt if isinstance(prompt, str) else [dict(entry) for entry in prompt])
-        return encode(tokenizer, prompt)
-
-    monkeypatch.setattr("selfspec.api.text.encode", spy)
+    asked = noted(monkeypatch, text, "encode", lambda _, prompt: copy.deepcopy(prompt))
     answers = measure(bench, contenders, tmp_path)
     first = next(answer for answer in answers if answer.key == ("two", 1, 1))
     assert asked[-2] == [
@@ -170,7 +163,7 @@ def test_texts_of_lossy_methods_are_judged_up_to_their_own_end(
     entries = [replace(grid(speculator, one)[0], label=one) for one in ("plain", "cm-asd")]
     path = tmp_path / "answers.jsonl"
     question = replace(QUESTIONS[1], reference="a b")
-    ids = encode(speculator.tokenizer, question.turns[0])
+    ids = text.encode(speculator.tokenizer, question.turns[0])
     own = speculator.generate(ids, max_new_tokens=COUNT, acceptance="cm-asd").token_ids
     plain = speculator.generate(ids, max_new_tokens=COUNT, speculate=False).token_ids
     end = next(token for token in own[2:] if token not in plain)

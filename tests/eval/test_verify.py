@@ -21,7 +21,7 @@ from selfspec.model.backbone import Backbone
 from selfspec.model.fused import FusedExecutor
 from tests.decoding.test_mutants import GREEDY_MUTANTS, Mutant, every_draft_stays
 from tests.heads.kinds import make_heads, train
-from tests.models import EXECUTORS, make_model, needs_compiler, random_ids, wrapped
+from tests.models import EXECUTORS, make_model, needs_compiler, noted, random_ids, wrapped
 
 OPTIONS: dict[str, Any] = {"drafter": "exit:layers=2/4,threshold=0.05,max_tokens=3"}
 
@@ -203,15 +203,9 @@ def test_a_row_has_one_result(family: str, dtype: torch.dtype) -> None:
 
 @needs_compiler
 def test_a_kept_half_and_wrong_drafts_are_really_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    backbone, ids, rows = wrapped("llama", executor="fused"), random_ids(20)[0], []
+    backbone, ids = wrapped("llama", executor="fused"), random_ids(20)[0]
     logits_of(backbone, ids, Way([20], branch=True))  # the first tree is checked
-    run = backbone._executor.run
-
-    def counted(hidden: Tensor, *given: Any) -> Tensor:
-        rows.append(len(hidden))
-        return run(hidden, *given)
-
-    monkeypatch.setattr(backbone._executor, "run", counted)
+    rows = noted(monkeypatch, FusedExecutor, "run", lambda _, hidden, *__: len(hidden))
     for way, expected in (
         (None, [20]),
         (Way([7]), [7, 7, 6]),

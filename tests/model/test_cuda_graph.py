@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -24,7 +23,7 @@ from selfspec.model.cuda_graph import CudaGraphExecutor, Replays, Segment, Stati
 from selfspec.model.kv import KVCache, Rows
 from selfspec.model.parts import parts_of
 from tests import ladder
-from tests.models import FAMILIES, MAX_POSITIONS, make_model, random_ids
+from tests.models import FAMILIES, MAX_POSITIONS, make_model, noted, random_ids
 from tests.recorded import RecordedCapture
 
 PREFIX = 20
@@ -151,14 +150,10 @@ def test_eight_texts_in_turns_stay_where_they_are(
     count: int, moves: int, room: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of nine each goes out and comes in again; so do as many as memory has no room for."""
-    backbone, moved, grow = recorded(), Counter[str](), StaticSlots.grow
+    backbone, grow = recorded(), StaticSlots.grow
     executor_of(backbone)._most_lanes = 8
     four = 4.5 * executor_of(backbone)._slots.size_of(1, 1024)
-    move_to = KVCache.move_to
-
-    def noted(kv: KVCache, *buffers: Any) -> None:
-        moved["all"] += 1
-        move_to(kv, *buffers)
+    moved = noted(monkeypatch, KVCache, "move_to", lambda *_: None)
 
     def no_room(held: StaticSlots, lanes: int, slots: int) -> None:
         grow(held, 0, slots)
@@ -166,7 +161,6 @@ def test_eight_texts_in_turns_stay_where_they_are(
             raise torch.OutOfMemoryError("CUDA out of memory")
         grow(held, 1, slots)
 
-    monkeypatch.setattr(KVCache, "move_to", noted)
     if room == "none":
         monkeypatch.setattr(StaticSlots, "grow", no_room)
     elif room == "half":  # for four texts
@@ -180,7 +174,7 @@ def test_eight_texts_in_turns_stay_where_they_are(
             found = backbone.run(row, 0, 6, behind(kv, 0, 1))
             expected = backbone.own.run(row, 0, 6, behind(own, 0, 1))
             assert (found - expected).abs().max() < 1e-3
-    assert moved["all"] == moves
+    assert len(moved) == moves
 
 
 def sharing(family: str = "llama", dtype: torch.dtype = torch.float64) -> Backbone:
@@ -209,12 +203,7 @@ def test_rows_of_many_texts_share_a_graph(family: str) -> None:
         {text * 7 % 20: 1 for text in range(20)},
         dict.fromkeys(range(20), 1),
     ]
-    run, executor = Replays.run, executor_of(backbone)
-
-    def counted(held: Replays, key: Any, *work: Any) -> Any:
-        replays[-1] += isinstance(key, Segment)
-        return run(held, key, *work)
-
+    executor = executor_of(backbone)
     for call in calls:
         rows, expected = list[Rows](), list[Tensor]()
         counts = [len(one) if isinstance(one, tuple) else one for one in call.values()]
@@ -225,10 +214,10 @@ def test_rows_of_many_texts_share_a_graph(family: str) -> None:
             rows.append(Rows.of(ours[text], at, count, alone, parents))
             own = Rows.of(theirs[text], at, count, alone, parents)
             expected.append(backbone.own.run(block, 0, 6, own))
-        replays.append(0)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Replays, "run", counted)
+            keys = noted(patch, Replays, "run", lambda _, key, *__: isinstance(key, Segment))
             found = backbone.run(hidden, 0, 6, Rows.joined(rows))
+        replays.append(sum(keys))
         # Gemma 2's probabilities are float32
         assert (found - torch.cat(expected)).abs().max() < (1e-5 if family == "gemma2" else 1e-13)
         for kv in (ours[1], theirs[1]):

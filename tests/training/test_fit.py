@@ -33,7 +33,7 @@ from selfspec.training.text import Conversation
 from tests.bad_input import NAN, one_line
 from tests.heads.eagle3.make import HEADS, HERE, LENGTH, SHOWN, STEPS, WIDTH, states, target, text
 from tests.heads.test_folders import FIRST, read
-from tests.models import VOCAB_SIZE, make_model, wrapped
+from tests.models import VOCAB_SIZE, make_model, noted, wrapped
 from tests.talks import Talks, make_talks
 
 LAYERS = (2, 4)
@@ -347,14 +347,7 @@ def test_a_fit_whose_time_is_short_ends_with_its_learning_rate(
 ) -> None:
     seconds, left = itertools.count(), itertools.chain((5, 4, 3, 2, 1), itertools.repeat(0))
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(seconds)))
-    schedule: list[float] = []
-    rate = fitting.Trainer._rate
-
-    def watched(trainer: fitting.Trainer, step: float) -> float:
-        schedule.append(step)
-        return rate(trainer, step)
-
-    monkeypatch.setattr(fitting.Trainer, "_rate", watched)
+    schedule = noted(monkeypatch, fitting.Trainer, "_rate", lambda _, step: step)
     found = fitting.fit(make_job(backbone, talks, epochs=4), left=lambda: float(next(left)))
     expected = [0, 2.4, 4.8, 7.2, 9.6]  # of 12 steps, a second each
     assert list(dict.fromkeys(schedule)) == pytest.approx(expected)  # two groups of parameters

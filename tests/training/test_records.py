@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import resource
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from selfspec.api.chat_template import read
 from selfspec.cli.train import calibration_words
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.costs import DraftCost, Exits, expected
-from selfspec.errors import InvalidData
+from selfspec.errors import CannotWrite, InvalidData
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
 from selfspec.hub import models as hub
 from selfspec.model.backbone import Backbone
@@ -24,6 +25,7 @@ from selfspec.options import Costs, Exit
 from selfspec.training import records
 from selfspec.training.features import Selection
 from selfspec.training.fit import Fitted, Job, fit
+from tests.bad_input import limited, snapshot
 from tests.talks import Talks
 from tests.training.test_fit import fitted as fit_to
 from tests.training.test_fit import make_job
@@ -189,6 +191,11 @@ def test_records_make_card_and_run(backbone: Backbone, talks: Talks, tmp_path: P
     assert run["machine"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == result.epochs
+    (tmp_path / records.CALIBRATION).touch()
+    before = snapshot(tmp_path)
+    with limited(resource.RLIMIT_FSIZE, 1), pytest.raises(CannotWrite):  # a full disk
+        records.write(tmp_path, result, {})
+    assert snapshot(tmp_path) == before
     deep = fit_to(backbone, talks, head_type="deep-fused", ce_share=0.5)
     card = records.card(deep.heads.config, deep.metrics)
     share = deep.metrics["layers"]["2"]["agreement_second"]

@@ -21,7 +21,7 @@ from selfspec.training.recipe import Passages, Prompts, key
 from selfspec.training.text import DROPPED, Counts, Reader, Writer
 from tests.api.test_text import byte_level_bpe
 from tests.authors import RECIPE, SMALL, at_once, invent, make_author, prompt_ids, read, recipe_of
-from tests.models import VOCAB_SIZE, make_model, random_ids
+from tests.models import VOCAB_SIZE, make_model, noted, random_ids
 from tests.talks import TEMPLATE, WORDS, make_tokenizer
 
 Lines = tuple[list[dict[str, Any]], Counts]
@@ -206,13 +206,7 @@ def test_batches_ahead_change_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     """Those at the end were begun with another size than they turn out to need."""
     monkeypatch.setattr(selfgen, "_TALK_TOKENS", 8)
     author = make_author(tokens=500, batch_size=20)
-    asked, propose = list[int](), selfgen.Written.propose
-
-    def counted(self: selfgen.Written, numbers: range) -> Any:
-        asked.append(numbers.start)
-        return propose(self, numbers)
-
-    monkeypatch.setattr(selfgen.Written, "propose", counted)
+    asked = noted(monkeypatch, selfgen.Written, "propose", lambda _, numbers: numbers.start)
     for ahead in (1, 4):
         invent(author, tmp_path / str(ahead), ahead=ahead)
     assert len(set(asked)) < len(asked) - len(set(asked)), "a batch was proposed again"
@@ -301,14 +295,8 @@ lists: {word: [a, c, a a, c c, a b, c b]}
 
 
 def test_rows_are_written_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    author, texts = make_author(batch_size=12), list[int]()
-    step = selfgen.Texts.step
-
-    def counted(self: selfgen.Texts) -> Any:
-        texts.append(self._engine.texts)
-        return step(self)
-
-    monkeypatch.setattr(selfgen.Texts, "step", counted)
+    author = make_author(batch_size=12)
+    texts = noted(monkeypatch, selfgen.Texts, "step", lambda texts: texts._engine.texts)
     prompts = Prompts(recipe_of(RECIPE, tmp_path), Passages(), 0)
     assert selfgen.Written(author, prompts).propose(range(12))[0]
     assert texts[0] > 6, "rows that need nothing of another one begin together"
@@ -421,12 +409,6 @@ PROMPTS = [random_ids(length, seed=length)[0].tolist() for length in (5, 1, 12, 
 LIMIT = 41
 
 
-@pytest.fixture(scope="module")
-def exact() -> Backbone:
-    """In float64, where a row has the same tokens in every way to compute it."""
-    return Backbone(make_model("llama", torch.float64))
-
-
 def run(
     backbone: Backbone,
     prompts: list[list[int]] = PROMPTS,
@@ -458,18 +440,18 @@ def alone(backbone: Backbone, prompt: list[int], ends: frozenset[int]) -> list[i
     return ids
 
 
-def test_texts_are_what_they_are_alone(exact: Backbone) -> None:
-    ends = frozenset(alone(exact, PROMPTS[0], frozenset())[3:4])
-    expected = [alone(exact, prompt, ends) for prompt in PROMPTS]
+def test_texts_are_what_they_are_alone(precise: Backbone) -> None:
+    ends = frozenset(alone(precise, PROMPTS[0], frozenset())[3:4])
+    expected = [alone(precise, prompt, ends) for prompt in PROMPTS]
     assert len({len(ids) for ids in expected}) > 1, "texts should end one by one"
     heard: list[int] = []
-    assert run(exact, ends=ends, heard=heard) == expected
+    assert run(precise, ends=ends, heard=heard) == expected
     assert sum(heard) == sum(map(len, expected))
 
 
-def test_a_text_that_loops_ends_with_its_third_turn(exact: Backbone) -> None:
+def test_a_text_that_loops_ends_with_its_third_turn(precise: Backbone) -> None:
     stuck = make_model("llama", torch.float64)
-    token = run(exact)[0][0]
+    token = run(precise)[0][0]
     with torch.no_grad():
         stuck.lm_head.weight[token] *= 100.0
     found = run(Backbone(stuck), limit=200)
@@ -479,27 +461,27 @@ def test_a_text_that_loops_ends_with_its_third_turn(exact: Backbone) -> None:
         assert selfgen.loop_start(ids[:-1]) is None
 
 
-def test_draws_come_from_the_seed_of_a_text(exact: Backbone) -> None:
+def test_draws_come_from_the_seed_of_a_text(precise: Backbone) -> None:
     before = torch.get_rng_state()
-    texts = run(exact, temperature=2.0)
+    texts = run(precise, temperature=2.0)
     assert torch.equal(torch.get_rng_state(), before), "global generators are left alone"
     torch.manual_seed(3)
-    assert run(exact, PROMPTS[:2], temperature=2.0) == texts[:2]
-    assert run(exact, seed=1, temperature=2.0) != texts
-    twins = run(exact, [PROMPTS[0]] * 2, temperature=2.0)
+    assert run(precise, PROMPTS[:2], temperature=2.0) == texts[:2]
+    assert run(precise, seed=1, temperature=2.0) != texts
+    twins = run(precise, [PROMPTS[0]] * 2, temperature=2.0)
     assert twins[0] != twins[1]
-    assert run(exact, temperature=2.0, top_k=1) == run(exact)
+    assert run(precise, temperature=2.0, top_k=1) == run(precise)
 
 
-def test_the_models_own_defaults_do_not_change_the_text(exact: Backbone) -> None:
-    expected, drawn = run(exact), run(exact, temperature=1.0)
-    own = exact.model.generation_config
+def test_the_models_own_defaults_do_not_change_the_text(precise: Backbone) -> None:
+    expected, drawn = run(precise), run(precise, temperature=1.0)
+    own = precise.model.generation_config
     assert own is not None
     odd = {"repetition_penalty": 5.0, "top_p": 0.01, "do_sample": True, "temperature": 9.0}
     own.update(**odd, max_length=3)
     try:
-        assert run(exact) == expected
-        assert run(exact, temperature=1.0) == drawn
+        assert run(precise) == expected
+        assert run(precise, temperature=1.0) == drawn
     finally:
         own.update(**dict.fromkeys((*odd, "max_length")))
 
