@@ -490,9 +490,7 @@ def _check_positions(positions: Any, mask: Tensor | None, input_ids: Tensor) -> 
 
 
 @lru_cache(8)  # as many as transformers keeps the insides of
-def _stops(
-    tokenizer: PreTrainedTokenizerBase, strings: tuple[str, ...], _size: int
-) -> stopping.StopStringCriteria:
+def _stops(tokenizer: Any, strings: tuple[str, ...], _size: int) -> stopping.StopStringCriteria:
     """A tokenizer of another size has new tokens, which may hold the strings, too."""
     return stopping.StopStringCriteria(tokenizer, list(strings))
 

@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -250,10 +251,7 @@ def test_env_says_where_all_is(monkeypatch: pytest.MonkeyPatch, call: Call, tmp_
     assert found["threads"] >= 1
     assert {"torch", "transformers", "cpu", "device", "default_model", "python"} <= found.keys()
     assert "speed" not in found  # no model was named
-
-    def missing() -> Path:
-        raise ModelNotFound("not installed. Run: pip")
-
+    missing = Mock(side_effect=ModelNotFound("not installed. Run: pip"))
     monkeypatch.setattr(hub, "default_model_file", missing)
     shown = call(["env"]).out
     assert f"cache_folder   {tmp_path / 'selfspec'}\n" in shown

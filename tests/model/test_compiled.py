@@ -167,10 +167,8 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(source: Path) -> Non
 
 @needs_compiler
 def test_a_full_disk_is_named_not_the_linker(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_: Path, library: Path) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", str(library))
-
-    monkeypatch.setattr(shutil, "copyfile", full)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(shutil, "copyfile", Mock(side_effect=full))
     with pytest.raises(ValueError, match=f"{cache_folder()}/compiled/.*: No space left"):
         compiled(source, NUMBER=42)
 

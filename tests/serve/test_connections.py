@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from transformers import StopStringCriteria
@@ -228,9 +229,7 @@ def test_stops_are_read_beside_the_writer(writer: Writer, monkeypatch: pytest.Mo
 def test_whatever_one_text_raises_ends_that_text_alone(
     stage: str, kind: type[BaseException], writer: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any, **__: Any) -> Any:
-        raise kind
-
+    fail: Any = Mock(side_effect=kind)
     expected = text(submitted(writer, [1, 2, 3])[1])
     _, beside = submitted(writer, [1, 2, 3])
     more: dict[str, Any] = {}

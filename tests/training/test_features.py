@@ -9,6 +9,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import fsspec
 import pytest
@@ -250,10 +251,7 @@ def test_urls_that_cannot_be_used_are_one_line(
         store.CacheSource("nothing://a", backbone)
     with pytest.raises(InvalidData, match="memory://a/b is no feature cache"):
         store.CacheSource("memory://a/b", backbone)
-
-    def full(*_: object) -> None:
-        raise PermissionError("the bucket is another's\nand more")
-
+    full = Mock(side_effect=PermissionError("the bucket is another's\nand more"))
     monkeypatch.setattr(type(fsspec.filesystem("memory")), "put_file", full)
     with pytest.raises(CannotWrite, match=r"memory://a/b: the bucket is another's$"):
         write("memory://a/b", stream)
