@@ -65,7 +65,7 @@ WORKERS = Flag(
     "same. They are on this machine, or on those of the Ray cluster at RAY_ADDRESS. Built in: 1.",
 )
 
-_TEXT = "Conversations: .jsonl, .jsonl.gz, .json, or a data set's id."
+_TEXT = "Conversations: .jsonl, .jsonl.gz, .json, .parquet, .csv, or a data set's id."
 
 
 class Base(NamedTuple):

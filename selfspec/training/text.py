@@ -49,7 +49,8 @@ Record = dict[str, Any]
 
 _ROLES = {name: name for name in ("system", "user", "assistant")}
 _SHAREGPT_ROLES = _ROLES | {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
-_FILE_SUFFIXES = (".jsonl", ".json", ".gz", ".txt")
+_TABLES = (".parquet", ".csv")  # files that the package datasets reads
+_FILE_SUFFIXES = (".jsonl", ".json", ".gz", ".txt", *_TABLES)
 _BLANK = b"\xef\xbb\xbf \t\r\n"  # the mark that some editors put in front, and white space
 _EXPECTED = "input_ids and answer_start, messages, conversations, turns or text"
 
@@ -179,8 +180,9 @@ def texts_in(folder: str | Path) -> Iterator[tuple[str, str]]:
 
 def rows(source: str | Path) -> Iterator[tuple[str, Any]]:
     """Place and content of each row: the bytes of a JSON line, or a value. Raises InvalidData."""
-    if (path := _file_of(source)) is None:
-        yield from _data_set(str(source))
+    path = _file_of(source)
+    if path is None or path.suffix in _TABLES:
+        yield from _data_set(str(source), path)
         return
     with _opened(path) as file:
         if path.name.endswith((".json", ".json.gz")):  # one array, as ShareGPT comes, or lines
@@ -241,17 +243,18 @@ def _parsed(content: bytes, where: str = "") -> Any:
         raise InvalidData(f"{where}is not JSON in UTF-8: {why}") from error
 
 
-def _data_set(name: str) -> Iterator[tuple[str, Any]]:
+def _data_set(name: str, file: Path | None = None) -> Iterator[tuple[str, Any]]:
     try:
         import datasets
     except ImportError as error:
         raise InvalidData(
-            f"{name} is no file, and data sets are read by the package datasets, which is not "
-            'installed. Give a file, or run: pip install "selfspec[train]"'
+            f"{name} is read by the package datasets, which is not installed. Give JSON lines, or "
+            'run: pip install "selfspec[train]"'
         ) from error
     failures = (OSError, ValueError, LookupError, RuntimeError, datasets.exceptions.DatasetsError)
     try:
-        loaded = datasets.load_dataset(name, split="train")
+        kind, parts = (name, None) if file is None else (file.suffix[1:], str(file))
+        loaded = datasets.load_dataset(kind, data_files=parts, split="train")
     except failures as error:
         raise InvalidData(f"cannot read the data set {name}: {first_line(error)}") from error
     for number, row in enumerate(loaded, start=1):

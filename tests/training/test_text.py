@@ -244,7 +244,7 @@ def test_a_missing_file_is_not_taken_for_a_data_set(name: str) -> None:
 
 
 def test_a_hub_id_is_a_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_dataset(name: str, *, split: str) -> Any:
+    def load_dataset(name: str, *, split: str, **_: None) -> Any:
         if (name, split) != ("someone/some-talks", "train"):
             raise FileNotFoundError(f"no {name}\nhere")
         return [{"n": 1}, {"n": 2}]
@@ -263,13 +263,23 @@ def test_a_hub_id_is_a_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
         list(text.rows("someone/some-talks"))
 
 
-def test_the_real_package_reads_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_real_package_reads_folders_and_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "train.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
-    ((place, row),) = text.rows(tmp_path / "in")
-    assert (place, text.messages_of(row)) == ("row 1", TALK)
+    table = datasets.Dataset.from_list([{"messages": TALK}])
+    table.to_parquet(tmp_path / "it.parquet")
+    for source in (tmp_path / "in", tmp_path / "it.parquet"):
+        ((place, row),) = text.rows(source)
+        assert (place, text.messages_of(row)) == ("row 1", TALK)
+    (tmp_path / "it.csv").write_text('text\n"a, b"\n')
+    assert [*text.rows(tmp_path / "it.csv")] == [("row 1", {"text": "a, b"})]
+    (tmp_path / "it.parquet").write_text("no table")
+    with pytest.raises(InvalidData, match=r"cannot read the data set .*it\.parquet"):
+        next(text.rows(tmp_path / "it.parquet"))
 
 
 # --- conversations
