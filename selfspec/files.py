@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import stat
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -91,12 +92,13 @@ def is_url(name: object) -> bool:
     return "://" in str(name)
 
 
-def sha256(path: Path, begin: bytes = b"") -> str:
-    """The hash of `begin` and a file's bytes. Raises InvalidData where it cannot be read."""
+def sha256(path: Path, begin: bytes = b"", size: int = sys.maxsize) -> str:
+    """The hash of `begin` and a file's first bytes. Raises InvalidData where it cannot be read."""
     found = hashlib.sha256(begin)
     with open_bytes(path) as file:
-        while block := file.read(1 << 20):
+        while block := file.read(min(1 << 20, size)):
             found.update(block)
+            size -= len(block)
     return found.hexdigest()
 
 

@@ -39,6 +39,7 @@ _WHOLE = (2, 4, 5, 10, 11)
 
 _SIZES = ("block_count", "embedding_length")
 _WIDEST = 8  # times the longest side of any tensor: more is no inner layer of this model
+_ROTATIONS = "rope_f"  # begins the names of tensors that divide their frequencies
 
 
 class GgufTensor(NamedTuple):
@@ -56,6 +57,13 @@ class GgufHeader(NamedTuple):
     architecture: str
     tensors: Mapping[str, GgufTensor]
     scaling: Mapping[str, int | float | str | None]  # of rotations: type, factor, ..
+
+    @property
+    def described(self) -> int:
+        """How many of a file's first bytes hold all but weights."""
+        rotations = [one for name, one in self.tensors.items() if name.startswith(_ROTATIONS)]
+        first = min(one.first for one in self.tensors.values())
+        return max([first, *(one.first + one.nbytes for one in rotations)])
 
 
 def read_header(path: Path) -> GgufHeader:
@@ -254,7 +262,7 @@ def scale_rotations(gguf: Path, header: GgufHeader, config: Path) -> None:
     """
     said, data = header.scaling, _mapped(gguf)
     factor, kind, made_for = map(said.get, ("factor", "type", "original_context_length"))
-    named = [name for name in header.tensors if name.startswith("rope_f")]
+    named = [name for name in header.tensors if name.startswith(_ROTATIONS)]
     divisors = {name: _numbers(name, header.tensors[name], data) for name in named}
     if kind in (None, "none") and not divisors and not factor:
         return

@@ -11,6 +11,7 @@ import logging
 import platform
 import re
 import ssl
+import sys
 import tempfile
 import urllib.error
 import urllib.request
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from selfspec.model.fingerprint import FileStamp
+    from selfspec.model.fingerprint import FileStamp, Passed
 
 logger = logging.getLogger(__name__)
 
@@ -176,9 +177,10 @@ def load_model(
     place = _torch_device(device)
     of_blocks = torch.float32 if dtype is None and not adds_pairs() else target
     if blocks and (gguf := _gguf_file(name)) is not None:
-        found = _from_gguf(gguf, of_blocks, attn_implementation, place)
+        stamps = fingerprint.stamps([gguf])
+        passed = fingerprint.Passed.of_files(stamps, _CONVERSION)
+        found = _from_gguf(gguf, of_blocks, attn_implementation, place, passed)
         if found is not None:
-            stamps = fingerprint.stamps([gguf])
             return *found, ModelFiles(str(gguf), gguf.stem, name is None, stamps)
     origin = resolve_model(name, str(target).removeprefix("torch."))
     stamps, found = fingerprint.of_folder(Path(origin.source)), None
@@ -345,7 +347,11 @@ def _from_folder(
 
 
 def _from_gguf(
-    gguf: Path, dtype: torch.dtype, attention: str | None, device: torch.device | None
+    gguf: Path,
+    dtype: torch.dtype,
+    attention: str | None,
+    device: torch.device | None,
+    passed: Passed,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase] | None:
     """Model and tokenizer, its weights as they lie in the file; None where that cannot be had.
 
@@ -358,17 +364,25 @@ def _from_gguf(
         if (why := gguf_files.why_not(header, dtype, device)) is not None:
             logger.info("%s is de-quantised: %s", gguf.name, why)
             return None
-        gguf_files.check_scales(gguf, header)  # before the tokenizer is read, which takes long
-        description = _made_once(gguf, "description", pretrained.describe_gguf)
+        if "scales" not in passed:  # before the tokenizer is read, which takes long
+            gguf_files.check_scales(gguf, header)
+            passed.add("scales")
+        size = header.described  # a second for each GB that need not be read is saved
+        description = _made_once(gguf, "description", pretrained.describe_gguf, size)
         config, tokenizer = pretrained.load_description(description)
         model = gguf_files.load(gguf, header, config, dtype, attention)
     logger.debug("%s: weights stay as blocks of the file, products in %s", gguf.name, dtype)
     return model, tokenizer
 
 
-def _made_once(gguf: Path, kind: str, make: Callable[[Path, Path], None]) -> Path:
-    """A folder of the cache that `make` fills: whole or not at all, by the first of several."""
-    digest = files.sha256(gguf, _CONVERSION)  # of all: 0.05 s for the default model
+def _made_once(
+    gguf: Path, kind: str, make: Callable[[Path, Path], None], size: int = sys.maxsize
+) -> Path:
+    """A folder of the cache that `make` fills: whole or not at all, by the first of several.
+
+    It hangs on the first `size` bytes of the file.
+    """
+    digest = files.sha256(gguf, _CONVERSION, size)
     target = files.cache_folder() / "models" / f"{gguf.stem}-{digest[:12]}-{kind}"
     if (target / "config.json").is_file():
         return target

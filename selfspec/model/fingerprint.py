@@ -91,6 +91,12 @@ class Passed:
             self._names |= {*(file.read_text(encoding="ascii").split() if file else ())}
 
     @classmethod
+    def of_files(cls, loaded_from: tuple[FileStamp, ...], version: bytes) -> Passed:
+        """Those of files alone; `version` of what checks them."""
+        digest = hashlib.sha256(version + json.dumps(loaded_from).encode()).hexdigest()
+        return cls(cache_folder() / "checked" / digest if loaded_from else None)
+
+    @classmethod
     def by(
         cls, model: PreTrainedModel, executor: str, loaded_from: tuple[FileStamp, ...]
     ) -> Passed:

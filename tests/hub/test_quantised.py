@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import selfspec
+from selfspec import files
 from selfspec.errors import ModelNotFound
 from selfspec.hub import gguf as gguf_files
 from selfspec.hub import models as hub
@@ -38,6 +40,7 @@ from selfspec.model.backbone import Backbone
 from selfspec.model.weights import FORMATS, QuantisedWeight
 from tests.gguf_models import write_model
 from tests.grouped_models import write_folder
+from tests.models import noted
 
 
 def same_texts(blocks: Any, numbers: Any, ids: Tensor) -> list[Backbone]:
@@ -173,6 +176,19 @@ def test_other_ways_to_scale_rotations_are_refused(tmp_path: Path, said: Any) ->
     write_model(tmp_path / "it.gguf", **said)
     with pytest.raises(ModelNotFound, match=r"scales rotations|type field must be|is empty"):
         hub.load_model(tmp_path / "it.gguf", device="cpu", blocks=True)
+
+
+def test_a_file_that_was_loaded_is_not_read_as_a_whole_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(place := tmp_path / "it.gguf")
+    checks = noted(monkeypatch, gguf_files, "check_scales", lambda *_: None)
+    sizes = noted(monkeypatch, files, "sha256", lambda _, __, size: size)
+    for changed in (0, 0, 1):
+        os.utime(place, (changed, changed))
+        hub.load_model(place, device="cpu", blocks=True)
+    assert len(checks) == 2
+    assert max(sizes) == read_header(place).described < place.stat().st_size / 2
 
 
 def test_what_a_tokenizer_panics_at_is_one_line(
