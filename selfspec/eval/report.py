@@ -434,7 +434,7 @@ def begin_results(folder: Path, run: Mapping[str, Any], *, overwrite: bool = Fal
 
 
 def costs_of(folder: Path) -> dict[str, str]:
-    """As an option what a run that was begun there drafts by: a busy machine keeps no costs."""
+    """The option by which a run that was begun there drafts: a busy machine keeps no costs."""
     with suppress(InvalidData, LookupError, TypeError):
         return {"costs": read_yaml(folder / RUN)["speculation"]["costs"]}
     return {}

@@ -241,17 +241,24 @@ struct Kept {
   // inputs' lowest four bits, the first input lowest; of pairs one in each half of it. The bits that
   // are MORE lie behind these, in words of AT_ONCE inputs.
   static void put(const uint8_t* from, int o, uint8_t* to) {
-    const auto add = [&](int k, int bits, int lines, int value) {
-      const int inputs = 32 / bits, bit = (PAIRED ? k % inputs / 2 + k % 2 * inputs / 2 : k % inputs) * bits;
-      to[((lines + k / inputs) * PANEL + o) * 4 + bit / 8] |= uint8_t(value << bit % 8);
-    };
-    for (int k = 0; k < GROUP; k++)
-      if (BITS == 8) {
-        to[k * PANEL + o] = uint8_t(from[k] - OFFSET);
-      } else {
-        add(k, 4, 0, from[k] & 15);
-        if (MORE) add(k, std::max(1, MORE), GROUP / 8, from[k] >> 4);
+    for (int k = 0; BITS == 8 && k < GROUP; k++) to[k * PANEL + o] = uint8_t(from[k] - OFFSET);
+    if (BITS < 8) to = put<4>(from, o, to, 0);
+    if (MORE) put<std::max(1, MORE)>(from, o, to, 4);
+  }
+
+  // The bits of each quant from `low` on; what lies behind them.
+  template <int COUNT>
+  static uint8_t* put(const uint8_t* from, int o, uint8_t* to, int low) {
+    constexpr int INPUTS = 32 / COUNT;
+    for (int k = 0; k < GROUP; k += INPUTS, to += PANEL * 4) {
+      uint32_t word = 0;
+      UNROLL for (int i = 0; i < INPUTS; i++) {
+        const int place = PAIRED ? i / 2 + i % 2 * INPUTS / 2 : i;
+        word |= (from[k + i] >> low & ((1u << COUNT) - 1)) << place * COUNT;
       }
+      std::memcpy(to + o * 4, &word, 4);
+    }
+    return to;
   }
 
   // One group of a vector of outputs.

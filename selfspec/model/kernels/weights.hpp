@@ -22,9 +22,14 @@ struct Block256 {
 
 inline uint16_t half_at(const uint8_t* at) { return uint16_t(at[0] | at[1] << 8); }
 
-// Low nibbles of `count` bytes, then high ones.
-inline void nibbles_of(const uint8_t* bytes, int count, uint8_t* quants) {
+// Low nibbles of `count` bytes, then high ones. Nothing else points there, so vectors do it.
+inline void nibbles_of(const uint8_t* __restrict bytes, int count, uint8_t* __restrict quants) {
   for (int i = 0; i < count; i++) quants[i] = bytes[i] & 15, quants[count + i] = bytes[i] >> 4;
+}
+
+// Of each of 32 bytes the bits of `mask` from `low` on become the fifth bits of quants, and so on.
+inline void add_high(const uint8_t* __restrict bytes, int low, int mask, uint8_t* __restrict quants) {
+  for (int k = 0; k < 32; k++) quants[k] |= uint8_t((bytes[k] >> low & mask) << 4);
 }
 
 // 32 quants: halves, a byte with ZEROED, the fifth bits where there are five, the others.
@@ -52,18 +57,14 @@ void read256(const uint8_t* from, Block256& to) {
   }
   from = fifths + (BITS == 5 ? 32 : 0);
   for (int i = 0; i < 4; i++) nibbles_of(from + 32 * i, 32, to.quants + 64 * i);
-  for (int k = 0; BITS == 5 && k < 256; k++)
-    to.quants[k] |= uint8_t((fifths[k % 32] >> k / 32 & 1) << 4);
+  for (int g = 0; BITS == 5 && g < 8; g++) add_high(fifths, g, 1, to.quants + 32 * g);
 }
 
 inline void read_q6_k(const uint8_t* from, Block256& to) {
   to.halves[0] = half_at(from + 208);
   std::copy_n((const int8_t*)from + 192, 16, to.small[0]);
   for (int i = 0; i < 2; i++) nibbles_of(from + 64 * i, 64, to.quants + 128 * i);
-  for (int k = 0; k < 256; k++) {
-    const int high = from[128 + k / 128 * 32 + k % 32] >> k % 128 / 32 * 2 & 3;
-    to.quants[k] |= uint8_t(high << 4);
-  }
+  for (int g = 0; g < 8; g++) add_high(from + 128 + g / 4 * 32, g % 4 * 2, 3, to.quants + 32 * g);
 }
 
 // A format: how a block is read, its bytes, and the form that it becomes.
@@ -100,8 +101,8 @@ inline void pack_panel(const Format& format, long in, long count, const long* ro
   const long units = in / form.unit;
   std::fill_n(panel, units * form.unit_bytes, 0);
   Block256 block = {};
-  for (long o = 0; o < count; o++)
-    for (long u = 0; u < units; u++) {
+  for (long u = 0; u < units; u++)
+    for (long o = 0; o < count; o++) {
       format.read(from + (rows[o] * units + u) * format.bytes, block);
       put(form, block, int(o), panel + u * form.unit_bytes);
     }
