@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -43,10 +44,6 @@ from tests.traces import long_trace
 def ours(tmp_path: Path) -> Path:
     (tmp_path / "out").write_text("# written by selfspec bench\n")
     return tmp_path / "out"
-
-
-def full(*_: Any, **__: Any) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, OSError])
@@ -87,6 +84,7 @@ def test_what_a_library_makes_beside_the_new_file_goes_with_it(ours: Path) -> No
 @pytest.mark.parametrize("place", ["fsync", "replace"])
 def test_a_full_disk_is_named(ours: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = snapshot(ours.parent)
+    full = Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     monkeypatch.setattr(os if place == "fsync" else Path, place, full)
     with pytest.raises(CannotWrite, match=r"out: No space left on device\. What was there before"):
         files.write(ours, "new")

@@ -31,12 +31,10 @@ from selfspec.options import Costs
 from tests.authors import RECIPE
 from tests.cli.fakes import Call
 from tests.models import make_model, noted
-from tests.talks import WORDS, make_tokenizer, save_tiny
+from tests.talks import TEMPLATE, WORDS, make_tokenizer, save_tiny
 
 MODEL = ["--model", "tiny-vicuna", "--dtype", "float32"]
 FIT = ["fit", *MODEL, "--epochs", "1", "--draft-vocab-size", "10"]
-SAID = "{% for m in messages %}<start> {{ m.role }} {{ m.content }} <end> {% endfor %}"
-TEMPLATE = SAID + "{% if add_generation_prompt %}<start> assistant {% endif %}"
 INVENT = ["--tokens", "60", "--batch-size", "6", "--max-question-tokens", "12"]
 INVENT += ["--max-new-tokens", "20", "--question-temperature", "4,6", "--recipe", "recipe.yaml"]
 

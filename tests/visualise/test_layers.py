@@ -244,8 +244,6 @@ def test_a_gain_is_what_rounds_and_costs_say() -> None:
     assert (found.tokens, found.drafted) == (6, 2)
     # three rounds, and three drafts, which left at layers 2, 4 and 4 of 6
     assert trace.cost.gain(trace.rounds) == pytest.approx(5 / (3 + 3 * 0.08 + 10 / 6))
-    said = "33 % of this answer came as drafts, which cost what they gave: 1.0× plain decoding"
-    assert found.headline == said
     assert gain(long_trace(["a", "b"])).headline.startswith("No draft was kept")
     words = [(giver.words, count) for giver, count in layers.ranked(givers(trace))]
     assert words == [("the model", 4), ("exit layer 2", 1), ("exit layer 4", 1)]
