@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shlex
 import shutil
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,14 @@ from safetensors.torch import load_file
 from selfspec.api.speculator import load
 from selfspec.cli.main import main
 from selfspec.config import SpeculationOptions
+from selfspec.heads import exit_heads as heads_module
 from selfspec.heads.attending import AttendingConfig
-from selfspec.heads.exit_heads import HeadsConfig
+from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
 from selfspec.heads.folder import attends
 from selfspec.hub.models import CHECKPOINT
+from selfspec.model.backbone import Backbone
 from selfspec.options import Easd
-from selfspec.training import selfgen
-from selfspec.training.fit import Trainer
+from selfspec.training import fit, selfgen
 from selfspec.training.text import Counts
 from tests.authors import RECIPE as PROMPTS
 from tests.authors import counted, read
@@ -196,14 +199,14 @@ def test_the_command_fits_as_presets_recipes_and_flags_say(workplace: Path, call
 def test_a_stopped_fit_says_how_it_goes_on(
     workplace: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save = Trainer._save
+    save = fit.Trainer._save
 
-    def once(trainer: Trainer) -> None:
+    def once(trainer: fit.Trainer) -> None:
         save(trainer)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_save", once)
+        patch.setattr(fit.Trainer, "_save", once)
         assert "out: the same command goes on" in call(FIT, 130).err
         said = call([*FIT, "--overwrite"], 130).err  # which starts over
     assert "out: the same command without --overwrite goes on" in said
@@ -377,3 +380,103 @@ def test_the_entropy_threshold_becomes_a_default_that_is_kept(workplace: Path, c
     assert main(["calibrate", *MODEL, "--heads", "heads", "--data", "talks.jsonl"]) == 0
     kept = HeadsConfig.read(workplace / "heads").defaults
     assert SpeculationOptions().updated(kept).easd.entropy == value
+
+
+# --- a fit that is killed at any point ends as if never killed; heads are old or new, never mixed
+
+KILLED = ["fit", *MODEL, "--data", "talks.jsonl", "--validation", "talks.jsonl"]
+KILLED += ["--batch-tokens", "128", "--draft-vocab-size", "80", "--exit-layers", "2,3"]
+KILLED += ["--checkpoint-steps", "1", "--output", "place/out"]
+EPOCHS = ["--epochs", "2", "--learning-rate", "0.01"]
+PLACE, OUT, KEPT = Path("place"), Path("place/out"), Path("kept")
+
+
+def moments(*more: str) -> list[str]:
+    """What a fit does, from the first moment; KEPT has a folder for each, what lies in PLACE then.
+
+    It is what a kill leaves: before or behind a step, a measurement, or a single operation on a
+    file, halves of files included. Real kills: tests/test_files.py.
+    """
+    names: list[str] = []
+
+    def pass_by(name: str) -> None:
+        names.append(name)
+        shutil.copytree(PLACE, KEPT / str(len(names)))
+
+    def watched(run: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            pass_by(f"before {name}")
+            found = run(*arguments, **options)
+            pass_by(f"behind {name}")
+            return found
+
+        return call
+
+    def half(run: Callable[..., None]) -> Callable[..., None]:
+        def save(tensors: Any, path: Path, metadata: Any) -> None:
+            run(tensors, path, metadata)
+            whole = path.read_bytes()
+            path.write_bytes(whole[: len(whole) // 2])
+            pass_by("half of a file")
+            path.write_bytes(whole)
+
+        return save
+
+    with pytest.MonkeyPatch.context() as patch:
+        for place, name in [
+            *((os, name) for name in ("fsync", "truncate")),
+            *((Path, name) for name in ("replace", "mkdir", "unlink", "write_bytes", "rmdir")),
+            (fit.Trainer, "step"),
+            (fit, "agreements"),
+        ]:
+            patch.setattr(place, name, watched(getattr(place, name), name))
+        for module in (fit, heads_module):
+            patch.setattr(module, "save_file", half(module.save_file))
+        assert main([*KILLED, *more]) == 0
+    return names
+
+
+def left_at(moment: int) -> None:
+    shutil.rmtree(PLACE)
+    shutil.copytree(KEPT / str(moment), PLACE)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    timed = ("metrics.json", "run.yaml")
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in timed}
+
+
+@pytest.mark.usefixtures("workplace")
+def test_a_fit_killed_at_any_moment_gives_the_same_heads() -> None:
+    PLACE.mkdir()
+    names = moments(*EPOCHS)
+    expected = contents(OUT)
+    ends = [n for n, name in enumerate(names, start=1) if name.endswith("agreements")]
+    assert len(ends) == 4  # before and behind both epochs' measurement
+    for moment in [*ends, *random.Random(0).sample(range(1, len(names) + 1), 5)]:
+        left_at(moment)
+        assert main([*KILLED, *EPOCHS]) in (0, 2)  # 2: only the checkpoint was left to remove
+        assert contents(OUT) == expected, f"killed at {names[moment - 1]}, moment {moment}"
+
+
+@pytest.mark.usefixtures("workplace")
+def test_heads_being_replaced_are_the_old_ones_or_the_new_ones(backbone: Backbone) -> None:
+    PLACE.mkdir()
+
+    def loaded(folder: Path) -> dict[str, Any]:
+        own = backbone.unembedding, backbone.fingerprint
+        found = ExitHeads.from_pretrained(folder, *own, "tiny")
+        tensors = {name: tensor.tolist() for name, tensor in found.state_dict().items()}
+        return {"config": found.config, **tensors}
+
+    assert main([*KILLED, *EPOCHS]) == 0
+    old, other = loaded(OUT), ("--epochs", "1", "--learning-rate", "0.5")
+    names = moments(*other, "--overwrite")
+    new = loaded(OUT)
+    writing = len(names) - names[::-1].index("behind agreements")
+    seen = [loaded(KEPT / str(moment) / "out") for moment in range(writing, len(names) + 1)]
+    assert seen.count(old) + seen.count(new) == len(seen)
+    assert min(seen.count(old), seen.count(new)) > 1
+    left_at(random.Random(0).randrange(writing, len(names) + 1))
+    assert main([*KILLED, *other]) in (0, 2)
+    assert loaded(OUT) == new

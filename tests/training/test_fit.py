@@ -331,7 +331,7 @@ def stop_after(count: int) -> fitting.Show:
 
 
 def test_a_killed_fit_ends_the_same(backbone: Backbone, talks: Talks, tmp_path: Path) -> None:
-    """Of other kinds, at any moment: tests/cli/test_killed_fit.py."""
+    """Of other kinds, at any moment: tests/cli/test_train.py."""
     job = make_job(backbone, talks, epochs=3, head_type="eagle3", exit_layers=(0,))
     expected, job = fitting.fit(job), replace(job, checkpoint=tmp_path / hub.CHECKPOINT)
     for stop in (5, 6, 7):
