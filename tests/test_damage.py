@@ -31,10 +31,10 @@ from selfspec.visualise.layers import LayerTrace
 from tests.authors import counted
 from tests.bad_input import INF, NAN, limited, one_line, patience, snapshot, steps_into
 from tests.gguf_models import write_model
-from tests.grouped_models import write_folder
 from tests.heads.eagle3.make import HERE
 from tests.heads.kinds import FINGERPRINT, make_heads, train
 from tests.heads.test_folders import read as read_attending
+from tests.hub.test_quantised import write_folder
 from tests.models import VOCAB_SIZE, make_model
 from tests.talks import make_talks, make_tokenizer
 from tests.traces import long_trace

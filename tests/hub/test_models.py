@@ -180,22 +180,6 @@ def test_hub_answers_unless_the_connection_fails_or_mode_is_offline(
     asked.assert_called_once()
 
 
-@pytest.mark.slow
-def test_default_model_ends_at_token_2_and_has_its_chat_template() -> None:
-    model, tokenizer, files = hub.load_model(None, dtype="float32", device="cpu")
-    assert files.is_default
-    config = model.generation_config
-    assert config is not None
-    assert (config.eos_token_id, config.pad_token_id, config.bos_token_id) == (2, 2, 1)
-    assert tokenizer.eos_token_id == 2
-    assert tokenizer.decode([2]) == "<|im_end|>"
-    assert (model.config.num_hidden_layers, model.config.hidden_size) == (30, 576)
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
-    )
-    assert str(text).endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
-
-
 # --- loading from a folder
 
 
