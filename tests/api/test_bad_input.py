@@ -141,10 +141,6 @@ def options(name: str, *values: Any, **others: Any) -> list[dict[str, Any]]:
     return [{name: value} | others for value in values]
 
 
-def settings(name: str, kind: str, **keys: tuple[Any, ...]) -> list[dict[str, Any]]:
-    return [{name: {kind: {key: value}}} for key, values in keys.items() for value in values]
-
-
 def too_many(_one: Any, _two: Any, _three: Any) -> None:
     """No processor takes three things."""
 
@@ -199,7 +195,9 @@ UNMEANT: dict[str, tuple[Any, ...]] = {
 
 OPTIONS: list[dict[str, Any]] = [
     *({name: value, "do_sample": True} for name, given in UNMEANT.items() for value in given),
-    *settings("drafter", "exit", layers=(9, [5, 2]), threshold=([0.5] * 3,), max_depth=(3, 99)),
+    *({"drafter": {"exit": {"layers": layers}}} for layers in (9, [5, 2])),
+    *({"drafter": {"exit": {"max_depth": depth}}} for depth in (3, 99)),
+    {"drafter": {"exit": {"threshold": [0.5] * 3}}},
     # keywords of old, of others, and of nobody
     *({name: 2} for name in ("exit_layers", "lenience", "max_tokens", "temprature", "num_beams")),
     *({"position_ids": torch.arange(3)}, {"inputs_embeds": torch.zeros(1, 3, 32)}),

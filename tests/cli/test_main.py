@@ -188,13 +188,7 @@ def test_ctrl_c_within_torch_ends_it_there(tmp_path: Path) -> None:
         "Lost()\nsys.stderr.write('it went on')\n"  # what a finaliser raises is lost
         "try:\n    os.kill(os.getpid(), 2)\nexcept KeyboardInterrupt:\n    os.abort()\n"
     )
-    done = subprocess.run(
-        [*SELFSPEC, "generate", "hi"],
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = shell("selfspec generate hi", tmp_path)
     assert (done.returncode, done.stderr) == (INTERRUPTED, "it went on\nselfspec: interrupted\n")
 
 

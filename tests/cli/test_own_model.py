@@ -11,8 +11,10 @@ import sys
 import weakref
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
+from unittest.mock import Mock
 
+import huggingface_hub
 import pytest
 import torch
 import yaml
@@ -163,27 +165,14 @@ def test_a_choice_of_heads_holds_until_the_next_one(
     assert in_use() == workplace / "heads", "what cannot even be looked for is passed over"
 
 
-class Hub:
-    """In place of HfApi: keeps what it is asked, and files where offline ones of the hub lie."""
-
-    asked: ClassVar[dict[str, Any]] = {}
-    place: ClassVar[Path]
-
-    def create_repo(self, name: str, **options: Any) -> str:
-        self.asked.update(name=name, **options)
-        return f"https://hub/{name}"
-
-    def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str) -> None:
-        assert (repo_id, commit_message[:10]) == (self.asked["name"], "Exit heads")
-        shutil.copytree(folder_path, self.place, dirs_exist_ok=True)
-
-
 @pytest.fixture
 def pushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where heads lie that are pushed to me/own: as the hub's client keeps them, in tmp_path."""
-    Hub.place = tmp_path / "models--me--own" / "snapshots" / ("0" * 40)
-    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
-    return Hub.place
+    place, client = tmp_path / "models--me--own" / "snapshots" / ("0" * 40), Mock()
+    client.create_repo.return_value = "https://hub/me/own"
+    client.upload_folder.side_effect = lambda folder_path, **_: shutil.copytree(folder_path, place)
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: client)
+    return place
 
 
 def test_pushed_heads_have_a_card_and_name_no_place_on_this_machine(
@@ -197,7 +186,10 @@ def test_pushed_heads_have_a_card_and_name_no_place_on_this_machine(
     assert main(["calibrate", *MODEL, "--heads", str(heads), "--data", data]) == 0
     push = ["heads", "push", str(heads), "me/own", "--license", "mit", "--private"]
     assert call(push).out.endswith("\nhttps://hub/me/own\n")
-    assert (Hub.asked["private"], Hub.asked["exist_ok"]) == (True, True)
+    client: Any = huggingface_hub.HfApi()
+    client.create_repo.assert_called_once_with("me/own", private=True, exist_ok=True)
+    asked = client.upload_folder.call_args.kwargs
+    assert (asked["repo_id"], asked["commit_message"][:10]) == ("me/own", "Exit heads")
     texts = {file.name: file.read_text(errors="replace") for file in pushed.rglob("*.*")}
     card = texts["README.md"]
     header = yaml.safe_load(card.split("---\n")[1])
