@@ -59,14 +59,6 @@ def cell(page: Page, trace: LayerTrace, place: int, layer: int) -> Any:
     return page.locator("#map tbody tr").nth(row).locator("td").nth(place)
 
 
-def set_slider(slider: Any, value: float) -> None:
-    slider.evaluate(
-        "(node, value) => { node.value = value; "
-        "node.dispatchEvent(new Event('input', { bubbles: true })); }",
-        value,
-    )
-
-
 def test_hover_shows_the_numbers_of_the_trace(page: Page, trace: LayerTrace) -> None:
     for place, layer in ((0, 1), (3, 5), (7, 2), (len(trace.places) - 1, 3)):
         says = trace.places[place].layers[trace.info.exit_layers.index(layer)]
@@ -146,7 +138,8 @@ def test_the_race_ends_as_the_costs_say(page: Page, trace: LayerTrace) -> None:
     steps = plain / trace.cost.gain(trace.rounds)
     words = f"With drafts {steps:.1f} steps, plain decoding {plain:.1f} steps"
     assert page.locator("#lanes-hint").inner_text().startswith(words)
-    set_slider(page.get_by_role("slider", name="time"), 500)
+    slider = page.get_by_role("slider", name="time")
+    slider.evaluate("node => { node.value = 500; node.dispatchEvent(new Event('input')); }")
     there = int(max(steps, plain) / 2 + 1e-6) + 1
     shown = "".join(place.text for place in trace.places[:there])
     spans = page.locator("#plain-text span:not([hidden])")
