@@ -287,8 +287,8 @@ def test_the_default_model_stays_as_it_is() -> None:
     for name, weight in blocks.items():
         assert torch.equal(weight.clone(), numbers[name]), name
     assert sum(isinstance(weight, QuantisedWeight) for weight in blocks.values()) == 211
-    for model, tokenizer, files in found:
-        assert files.is_default
+    for model, tokenizer, origin in found:
+        assert origin.is_default
         config = model.generation_config
         assert (config.eos_token_id, config.pad_token_id, config.bos_token_id) == (2, 2, 1)
         assert tokenizer.eos_token_id == 2
