@@ -90,17 +90,11 @@ def decode(
     """Greedy decoding with any drafter, checking the invariants of design.md section 1."""
     length = ids.shape[1] + new_tokens
     kv = KVCache(backbone.num_layers, shape.slots)
-    state = DecodeState(
-        backbone,
-        ids,
-        exit_layers=exit_layers,
-        kv=kv,
-        pinned_rows=shape.rows,
-        heads=heads,
-    )
+    more: dict[str, Any] = {"exit_layers": exit_layers, "pinned_rows": shape.rows, "heads": heads}
+    state = DecodeState(backbone, ids, kv=kv, **more)
     rule = Recorder(GreedyMatch(sampler or greedy()))
     entries = []
-    for entry in rounds(state, drafter, rule, StopRule(max_length=length), Stopwatch()):
+    for entry in rounds(state, drafter, StopRule(max_length=length), rule):
         entries.append(entry)
         held = {kv.length(layer) for layer in range(backbone.num_layers)}
         assert held == {state.length - 1}
@@ -110,10 +104,10 @@ def decode(
 
 @torch.inference_mode()
 def rounds(
-    state: DecodeState, drafter: Drafter, rule: AcceptanceRule, stop: StopRule, watch: Stopwatch
+    state: DecodeState, drafter: Drafter, stop: StopRule, rule: AcceptanceRule | None = None
 ) -> Generator[Round, None, None]:
-    """The rounds of one text that is written alone."""
-    steps = written(state, drafter, rule, stop, watch)
+    """The rounds of one text that is written alone, greedily unless a rule is given."""
+    steps = written(state, drafter, rule or GreedyMatch(greedy()), stop, Stopwatch())
     try:
         found = next(steps)
         while True:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from selfspec.api.speculator import wrap
 from selfspec.cli.main import main
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.acceptance import Draft, GreedyMatch
+from selfspec.decoding.acceptance import GreedyMatch
 from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.decode import StopRule
 from selfspec.decoding.drafters.base import DraftController
@@ -74,7 +74,7 @@ def test_drafts_are_those_of_the_reference_on_any_executor(name: str, executor: 
         drafter = AttendingDrafter(heads, judge, ladder.drafting(STEPS))
         state = DecodeState(backbone, ids[:, :-1], heads=heads)
         rule = Forced(int(ids[0, -1]))
-        found = rounds(state, drafter, rule, StopRule(max_length=99), Stopwatch())
+        found = rounds(state, drafter, StopRule(max_length=99), rule)
         next(found)
         assert next(found).draft_tokens == expected[place]
 
@@ -182,8 +182,7 @@ def test_rows_that_stay_are_read_and_no_others(backbone: Backbone, drafter: Any)
     for one in (NoDrafter(), drafter(text, 0, backbone.vocab_size, 7)):
         state = DecodeState(backbone, ids, heads=ladder.attending_heads(backbone))
         stop = StopRule(max_length=30 + ladder.NEW_TOKENS)
-        rule = GreedyMatch(ladder.greedy())
-        kept = [len(entry.kept) for entry in rounds(state, one, rule, stop, Stopwatch())]
+        kept = [len(entry.kept) for entry in rounds(state, one, stop)]
         assert state.attention is not None
         with torch.inference_mode():
             alone(state.attention.read(state.committed(0)))
@@ -202,10 +201,7 @@ def test_what_broke_in_the_middle_of_a_round_is_read_again(
     drafter, alike = (AttendingDrafter(heads, judge, ladder.drafting(4)) for _ in range(2))
     expected = ladder.decode(generic, ids, alike, heads=heads)
     state = DecodeState(generic, ids, heads=heads)
-    given = (
-        *(state, drafter, GreedyMatch(ladder.greedy())),
-        *(StopRule(max_length=30 + ladder.NEW_TOKENS), Stopwatch()),
-    )
+    given = state, drafter, StopRule(max_length=30 + ladder.NEW_TOKENS)
     passes, own = itertools.count(1), Run.done
 
     def done(work: Any, *args: Any) -> Any:
@@ -222,19 +218,15 @@ def test_what_broke_in_the_middle_of_a_round_is_read_again(
     assert state.attention.waiting + len(state.attention.ids) == state.kv.length(0)
 
 
-@pytest.fixture
-def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.mark.parametrize("name", ["llama", "original-llama"])
+def test_the_command_line_takes_such_folders(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     target("llama").save_pretrained("model")
     make_tokenizer().save_pretrained("model")
-    for name in ("llama", "original-llama"):
-        shutil.copytree(HERE / name, name)
-    return tmp_path
+    shutil.copytree(HERE / name, name)
 
-
-@pytest.mark.parametrize("name", ["llama", "original-llama"])
-@pytest.mark.usefixtures("folders")
-def test_the_command_line_takes_such_folders(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     def said(*words: str) -> str:
         capsys.readouterr()
         assert main([*words]) == 0
@@ -285,7 +277,7 @@ def test_a_tree_is_whole_where_rows_cost_nothing_and_cut_to_what_pays_elsewhere(
     precise: Backbone, row: float, least: int, most: int
 ) -> None:
     state, stop = DecodeState(precise, random_ids(9), exit_layers=(0,)), StopRule(max_length=40)
-    next(rounds(state, NoDrafter(), GreedyMatch(ladder.greedy()), stop, Stopwatch()))
+    next(rounds(state, NoDrafter(), stop))
     heads, judge = ladder.medusa_heads(precise), ExitJudge(6, {0: 1e-9})
     drafter = TreeDrafter(
         MedusaGuesser(heads, judge, ladder.greedy(), 10),
@@ -299,20 +291,15 @@ def test_a_tree_is_whole_where_rows_cost_nothing_and_cut_to_what_pays_elsewhere(
     assert least <= len(draft.tokens) <= most
     assert draft.heads == 1
     tokens, chances = ranked(heads, state)
-    places = paths_of(draft)
     ranks = {
-        tuple(tokens[depth].index(draft.tokens[at]) for depth, at in enumerate(path)): path[-1]
-        for path in places
+        tuple(tokens[depth].index(one) for depth, one in enumerate(draft.tokens_to(at))): at
+        for at in range(len(draft.tokens))
     }
     assert len(ranks) == len(draft.tokens)
     assert ranks.keys() == published() if row == 0.0 else ranks.keys() < published()
     for path, at in ranks.items():
         expected = math.prod(float(chances[depth, rank]) for depth, rank in enumerate(path))
         assert draft.proposed[at].chance == pytest.approx(expected, rel=1e-5)
-
-
-def paths_of(draft: Draft) -> list[list[int]]:
-    return [draft.path(index) for index in range(len(draft.tokens))]
 
 
 def test_a_tree_is_no_deeper_than_there_are_heads(precise: Backbone) -> None:

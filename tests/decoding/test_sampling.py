@@ -673,7 +673,7 @@ def test_every_drafter_draws_at_the_place_of_its_token(
     call = speculator.call(ids, FLAT | {"seed": SEED, "attention_mask": mask})  # type: ignore[arg-type]  # by name
     asked, runtime = call.row(1), speculator.runtime
     state, drafter = runtime.state(asked, options), runtime.drafter(asked, options, Load())
-    next(rounds(state, NoDrafter(), GreedyMatch(asked.sampler), asked.stop, Stopwatch()))
+    next(rounds(state, NoDrafter(), asked.stop, GreedyMatch(asked.sampler)))
     guesses, foreseen = dict[int, set[int]](), Sampler.foreseen
 
     def noted(self: Sampler, probs: Tensor, place: int, *given: Any) -> Any:

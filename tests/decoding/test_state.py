@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from selfspec.decoding.acceptance import Draft, GreedyMatch
+from selfspec.decoding.acceptance import Draft
 from selfspec.decoding.decode import StopRule
 from selfspec.decoding.drafters.base import DraftController, Drafting
 from selfspec.decoding.drafters.heads import ExitDrafter
@@ -111,8 +111,8 @@ class ScriptedHeads:
         return torch.cat(likeliest(logits, temperature, count), dim=1)
 
 
-def make_state(backbone: Backbone, prompt: int = 5, **options: Any) -> DecodeState:
-    return DecodeState(backbone, random_ids(prompt), exit_layers=EXIT_LAYERS, **options)
+def make_state(backbone: Backbone) -> DecodeState:
+    return DecodeState(backbone, random_ids(5), exit_layers=EXIT_LAYERS)
 
 
 def make_drafter(heads: ScriptedHeads, drafting: Drafting | None = None) -> ExitDrafter:
@@ -122,8 +122,8 @@ def make_drafter(heads: ScriptedHeads, drafting: Drafting | None = None) -> Exit
 
 def decode(state: DecodeState, decide: Decide, max_length: int = 64) -> Iterator[Round]:
     """Rounds of greedy decoding, the prompt's pass first."""
-    drafter, rule = make_drafter(ScriptedHeads(state, decide)), GreedyMatch(ladder.greedy())
-    return rounds(state, drafter, rule, StopRule(max_length=max_length), Stopwatch())
+    drafter = make_drafter(ScriptedHeads(state, decide))
+    return rounds(state, drafter, StopRule(max_length=max_length))
 
 
 def scripted(exits: list[int | None]) -> Decide:
@@ -210,8 +210,7 @@ def test_heads_see_the_row_being_drafted_at_their_own_layer(
 @pytest.fixture(scope="module")
 def truth(shared: WatchedBackbone) -> list[int]:
     state = make_state(shared)
-    for _ in decode(state, lambda _step, _layer: None, max_length=45):
-        pass
+    list(decode(state, lambda _step, _layer: None, max_length=45))
     return state.ids[0].tolist() + [0] * 8
 
 
@@ -231,8 +230,7 @@ def test_an_error_in_any_pass_leaves_what_is_committed(
     assert {state.kv.length(layer) for layer in range(8)} == {5 if passes else 0}
     assert state.hidden.schedule.pushed == 0
     watched.passes_until_error = -1
-    for _ in decode(state, scripted([None] * 8), max_length=20):
-        pass
+    list(decode(state, scripted([None] * 8), max_length=20))
     assert state.ids[0].tolist() == truth[:20]
 
 
@@ -250,8 +248,7 @@ def test_a_controller_ends_drafts_and_is_told(watched: WatchedBackbone, truth: l
             heard.append((drafted, accepted))
 
     drafter = make_drafter(heads, Drafting(ladder.greedy(), ThreeThenUnsure(5)))
-    rule = GreedyMatch(ladder.greedy())
-    loop = rounds(state, drafter, rule, StopRule(max_length=64), Stopwatch())
+    loop = rounds(state, drafter, StopRule(max_length=64))
     entries = [next(loop) for _ in range(3)]
     assert [entry.ended for entry in entries] == ["off", "unsure", "unsure"]
     assert heard == [(3, 2), (3, 2)]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from selfspec.decoding.acceptance import Draft, GreedyMatch, SpeculativeSampling
+from selfspec.decoding.acceptance import Draft, SpeculativeSampling
 from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.decode import StopRule
 from selfspec.decoding.drafters.base import DraftController, Drawn, Guesses, Known
@@ -34,14 +34,6 @@ PARENTS = (-1, -1, 0, 0, 1, 3, 3, 2)
 """Two first tokens; the first has two children, one of which has two."""
 
 
-def paths(parents: Sequence[int]) -> list[list[int]]:
-    """The rows down to each row, itself included."""
-    found: list[list[int]] = []
-    for row, parent in enumerate(parents):
-        found.append([*(found[parent] if parent >= 0 else []), row])
-    return found
-
-
 def run(backbone: Backbone, ids: Tensor, kv: KVCache, parents: Sequence[int] | None = None) -> Any:
     """Logits [T, V] of rows behind what `kv` holds."""
     rows = Rows.of(kv, kv.length(0), len(ids), ids.device, parents)
@@ -58,7 +50,9 @@ def check_rows_see_their_own_paths(
     if held:
         run(backbone, text, kv)
     found = run(backbone, drafts, kv, parents)
-    for row, path in enumerate(paths(parents)):
+    tree = Draft.of(drafts.tolist(), parents)
+    for row in range(len(parents)):
+        path = tree.path(row)
         way = torch.cat([text[: held + parents[path[0]] + 1], drafts[path]])
         alone = run(backbone, way, KVCache(backbone.num_layers))[-1]
         torch.testing.assert_close(found[row], alone, rtol=0, atol=atol)
@@ -100,13 +94,11 @@ def test_an_error_while_a_tree_is_committed_keeps_the_text_s_own_rows(broken: in
 
     state = DecodeState(backbone, ids)
     drafter: Drafter = BranchingDrafter(text, 2, backbone.vocab_size, 7)
-    rule = GreedyMatch(ladder.greedy())
     stop = StopRule(max_length=len(text), criteria=criteria)
     with pytest.raises(ValueError, match="planted"):
-        list(rounds(state, drafter, rule, stop, Stopwatch()))
+        list(rounds(state, drafter, stop))
     assert {state.kv.length(layer) for layer in range(6)} == {state.length - 1}
-    for _ in rounds(state, drafter, rule, StopRule(max_length=len(text)), Stopwatch()):
-        pass
+    list(rounds(state, drafter, StopRule(max_length=len(text))))
     assert state.ids[0].tolist() == text
 
 
@@ -174,8 +166,7 @@ def grown(
 
 
 def paths_of(draft: Draft) -> set[tuple[int, ...]]:
-    found = [draft.path(index) for index in range(len(draft.tokens))]
-    return {tuple(draft.tokens[index] for index in path) for path in found}
+    return {tuple(draft.tokens_to(index)) for index in range(len(draft.tokens))}
 
 
 def test_a_price_sets_the_width_of_a_tree() -> None:
