@@ -144,14 +144,9 @@ def draft_words(sampler: Sampler, first: int, count: int, law: Tensor = DRAFTS) 
     return draft
 
 
-def drafted(
-    *tokens: int,
-    law: Tensor | None = None,
-    belief: Tensor | None = None,
-    parents: Sequence[int] | None = None,
-) -> Draft:
-    """Tokens that were drawn from `law`, each; a chain, or with `parents`."""
-    draft = Draft.of(tokens, parents)
+def drafted(*tokens: int, law: Tensor, belief: Tensor | None = None) -> Draft:
+    """A chain of tokens that were drawn from `law`, each."""
+    draft = Draft.of(tokens)
     draft.proposed = [one._replace(probs=law, belief=belief) for one in draft.proposed]
     return draft
 

@@ -123,7 +123,7 @@ def classes(module: Any, base: type) -> set[str]:
     }
 
 
-def test_every_processor_of_transformers_is_sorted() -> None:
+def test_every_processor_of_transformers_is_tried_or_refused_by_name_in_a_batch() -> None:
     found = classes(logits_process, LogitsProcessor)
     tried = ROWS.keys() | SAMPLING
     assert found == tried | OF_OTHER_MODELS, "a new one: does it hold anything per row?"
@@ -132,7 +132,10 @@ def test_every_processor_of_transformers_is_sorted() -> None:
         "SynthIDTextWatermarkLogitsProcessor",
         "UnbatchedClassifierFreeGuidanceLogitsProcessor",
     }
-    assert not OF_OTHER_MODELS & STATELESS
+    for name in OF_OTHER_MODELS:
+        kind = getattr(logits_process, name)
+        with pytest.raises(InvalidOption, match=f"^{name} may treat rows"):
+            sampling.processor_for(kind.__new__(kind), 0, 2)
 
 
 def test_every_criterion_of_transformers_is_known() -> None:
@@ -257,13 +260,6 @@ def test_a_users_processor_that_remembers_is_each_prompts_own(eager: Speculator)
     assert [one.token_ids for one in found] == [one.token_ids for one in alone]
 
 
-def test_processors_of_other_models_are_refused_by_name_in_a_batch() -> None:
-    for name in OF_OTHER_MODELS:
-        kind = getattr(logits_process, name)
-        with pytest.raises(InvalidOption, match=f"^{name} may treat rows"):
-            sampling.processor_for(kind.__new__(kind), 0, 2)
-
-
 class Longer(StoppingCriteria):
     """A user's own: each row ends at a length of its own."""
 
@@ -344,17 +340,6 @@ def test_a_clock_of_the_users_own_is_left_alone() -> None:
 PROMPT, WHOLE = 6, 26
 
 
-class Note(LogitsProcessor):
-    """A processor of the user's own: notes the ids of each call and changes nothing."""
-
-    def __init__(self) -> None:
-        self.seen: list[list[int]] = []
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.seen.append(input_ids[0].tolist())
-        return scores
-
-
 def make_sampler(*processors: Any, **values: Any) -> Sampler:
     return Sampler(LogitsProcessorList(processors), **values)
 
@@ -391,7 +376,7 @@ def test_drafts_are_chosen_without_processors_that_may_keep_state() -> None:
     # transformers' class around a function of the user's
     users = PrefixConstrainedLogitsProcessor(lambda _row, _ids: [1], num_beams=1)
     watermark = SynthIDTextWatermarkLogitsProcessor(2, [1, 2], 8, 0, 4, torch.device("cpu"))
-    others = [Note(), watermark, lambda _ids, scores: scores, users]
+    others = [PerRow(), watermark, lambda _ids, scores: scores, users]
     sampler = make_sampler(*others, *kept, do_sample=True, generator=generator)
     drafting = sampler.for_drafts()
     assert list(drafting.processors) == kept
@@ -402,10 +387,16 @@ def test_drafts_are_chosen_without_processors_that_may_keep_state() -> None:
 
 def test_target_processors_see_each_true_prefix_once(backbone: Backbone) -> None:
     truth = decoded(backbone, make_sampler())
+    seen: list[list[int]] = []
+
+    def note(ids: Tensor, scores: Tensor) -> Tensor:
+        seen.append(ids[0].tolist())
+        return scores
+
     for drafter in (NoDrafter(), MixedDrafter(truth, 0, VOCAB_SIZE)):
-        note = Note()
+        seen.clear()
         assert decoded(backbone, make_sampler(note), drafter) == truth
-        assert note.seen == [truth[:length] for length in range(PROMPT, WHOLE)]
+        assert seen == [truth[:length] for length in range(PROMPT, WHOLE)]
 
 
 def test_a_head_that_knows_no_allowed_token_has_a_law_all_the_same() -> None:
@@ -428,20 +419,15 @@ def test_a_head_that_knows_no_allowed_token_has_a_law_all_the_same() -> None:
 # --- likelihoods that are noted beside tokens, and penalties for tokens that are there already ----
 
 
-@pytest.fixture(scope="module")
-def speaker() -> Speculator:
-    return wrap(make_model("llama", torch.float64), heads="logit-lens", executor="generic")
-
-
 @pytest.mark.parametrize("drafts", [{"speculate": False}, {"drafter": "exit:threshold=0.01"}])
 @pytest.mark.parametrize("drawing", [{}, {"do_sample": True, "temperature": 3.0, "seed": 1}])
 def test_likelihoods_are_those_of_the_models_own_logits(
-    speaker: Speculator, drafts: dict[str, Any], drawing: dict[str, Any]
+    eager: Speculator, drafts: dict[str, Any], drawing: dict[str, Any]
 ) -> None:
     ids = random_ids(9)
-    found: Any = speaker.generate(ids, max_new_tokens=12, logprobs=3, **drafts, **drawing)
+    found: Any = eager.generate(ids, max_new_tokens=12, logprobs=3, **drafts, **drawing)
     whole = torch.tensor([ids[0].tolist() + found.token_ids])
-    logs = speaker.model(whole).logits[0, 8:-1].log_softmax(-1)
+    logs = eager.model(whole).logits[0, 8:-1].log_softmax(-1)
     assert [one.token for one in found.logprobs] == found.token_ids
     for row, one in zip(logs, found.logprobs, strict=True):
         assert one.logprob == pytest.approx(float(row[one.token]), abs=1e-4)
@@ -449,15 +435,15 @@ def test_likelihoods_are_those_of_the_models_own_logits(
         assert [said for _, said in one.top] == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
     processors = [lambda _, scores: scores.clamp_(max=0.0)]  # writes into what it gets
     asked: Any = {"max_new_tokens": 1, "logprobs": 3, "logits_processor": processors}
-    first: Any = speaker.generate(ids, **asked, **drafts).logprobs
+    first: Any = eager.generate(ids, **asked, **drafts).logprobs
     assert first[0].top == found.logprobs[0].top
     if drawing:
         assert any(one.token != one.top[0][0] for one in found.logprobs)
 
 
-def test_they_are_noted_only_where_asked_for(speaker: Speculator) -> None:
+def test_they_are_noted_only_where_asked_for(eager: Speculator) -> None:
     def noted(**asked: Any) -> Any:
-        return speaker.generate(random_ids(4), max_new_tokens=3, **asked).logprobs
+        return eager.generate(random_ids(4), max_new_tokens=3, **asked).logprobs
 
     assert noted() is None
     assert [one.top for one in noted(logprobs=0)] == [()] * 3
@@ -473,10 +459,10 @@ def test_penalties_count_the_answer_alone() -> None:
 
 
 @pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty"])
-def test_penalties_change_the_answer_and_drafts_do_not(speaker: Speculator, name: str) -> None:
+def test_penalties_change_the_answer_and_drafts_do_not(eager: Speculator, name: str) -> None:
     def answer(value: float, **drafts: Any) -> Generation:
         asked: Any = {"max_new_tokens": 40, name: value, **drafts}
-        return speaker.generate(random_ids(6), **asked)
+        return eager.generate(random_ids(6), **asked)
 
     plain, penalised = (answer(value, speculate=False).token_ids for value in (0.0, 4.0))
     assert len({*penalised}) > len({*plain})
