@@ -1,4 +1,4 @@
-"""Fixtures of the heads' tests: the tiny Llama's unembedding, one that may change, and states."""
+"""Fixtures of the heads' tests: the tiny Llama, its unembedding, and states."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from selfspec.model.backbone import Backbone
 from selfspec.model.parts import Unembedding
-from tests.models import make_model, wrapped
+from tests.models import wrapped
 
 
 @pytest.fixture
@@ -19,12 +19,6 @@ def backbone() -> Backbone:
 @pytest.fixture
 def unembedding() -> Unembedding:
     return wrapped("llama").unembedding
-
-
-@pytest.fixture
-def own() -> Unembedding:
-    """Of a test that changes it."""
-    return Backbone(make_model("llama"), executor="generic").unembedding
 
 
 @pytest.fixture

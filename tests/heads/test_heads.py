@@ -23,9 +23,10 @@ from selfspec.heads.heads import (
     spread,
     top_probability,
 )
+from selfspec.model.backbone import Backbone
 from selfspec.model.parts import Unembedding
 from tests.heads.kinds import DRAFT_IDS, KINDS, make_heads, train
-from tests.models import VOCAB_SIZE, random_ids, wrapped
+from tests.models import VOCAB_SIZE, make_model, random_ids, wrapped
 from training.narrow import narrowed
 
 # What heads compute
@@ -92,8 +93,9 @@ def test_states_are_read_at_a_mean_square_of_1(unembedding: Unembedding, hidden:
     ("kind", "shared"), [("translator", True), ("logit-lens", True), ("linear", False)]
 )
 def test_the_unembedding_is_the_models_own_storage_unless_a_head_has_a_matrix(
-    kind: str, shared: bool, own: Unembedding, hidden: Tensor
+    kind: str, shared: bool, hidden: Tensor
 ) -> None:
+    own = Backbone(make_model("llama"), executor="generic").unembedding
     head = make_heads(kind, own)[2]
     before = head(hidden)
     with torch.no_grad():

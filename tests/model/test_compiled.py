@@ -40,7 +40,8 @@ needs_a_fitting_target = pytest.mark.skipif(
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A C++ file whose `answer` is the constant NUMBER; nothing has been compiled so far."""
+    """A C++ file whose `answer` is the constant NUMBER; nothing was compiled or said so far."""
+    weights._log_once.cache_clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = tmp_path / "kernels" / "answer.cpp"
     path.parent.mkdir()
@@ -75,7 +76,6 @@ def test_a_missing_compiler_is_said_once(
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler -pipe")
     monkeypatch.setattr(weights, "_prebuilt", lambda *_: None)
-    weights._log_once.cache_clear()
     for _ in range(2):
         with pytest.raises(ValueError, match="compiler no-such-compiler"):
             compiled(source, NUMBER=42)
@@ -139,7 +139,6 @@ def test_code_open_to_others_is_not_loaded(source: Path, caplog: pytest.LogCaptu
     library.chmod(0o600)
     assert compiled(source, NUMBER=42).answer() == 13  # nobody else can have put it there
     library.parent.chmod(0o777)
-    weights._log_once.cache_clear()
     before = snapshot(cache_folder())
     for _ in range(2):
         assert compiled(source, NUMBER=42).answer() == 42
@@ -152,7 +151,6 @@ def test_a_folder_that_takes_no_files_costs_time(
     source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(source))  # a file
-    weights._log_once.cache_clear()
     assert compiled(source, NUMBER=42).answer() == 42
     assert caplog.messages[0].endswith("takes no files. Set XDG_CACHE_HOME to a folder that does")
 

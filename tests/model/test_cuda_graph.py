@@ -177,20 +177,15 @@ def test_eight_texts_in_turns_stay_where_they_are(
     assert len(moved) == moves
 
 
-def sharing(family: str = "llama", dtype: torch.dtype = torch.float64) -> Backbone:
-    """Texts share passes here whether or not this processor's kernels keep their bits."""
-    backbone = recorded(family, dtype)
-    executor = executor_of(backbone)
-    executor._alike, executor.claims = 8, replace(executor.claims, joins=True)
-    vars(backbone)["runs_many"] = True
-    return backbone
-
-
 @torch.inference_mode()
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
 def test_rows_of_many_texts_share_a_graph(family: str) -> None:
     """Prompts, chains and a tree of texts of different lengths, some of which come later."""
-    backbone = sharing(family)
+    backbone = recorded(family, torch.float64)
+    executor = executor_of(backbone)
+    # here whether or not this processor's kernels keep their bits
+    executor._alike, executor.claims = 8, replace(executor.claims, joins=True)
+    vars(backbone)["runs_many"] = True
     ours, theirs = ([KVCache(6) for _ in range(20)] for _ in range(2))
     tree, replays = (-1, -2, 0, 0), list[int]()
     calls: list[dict[int, Any]] = [  # rows of texts, or whom each of them follows
@@ -203,7 +198,6 @@ def test_rows_of_many_texts_share_a_graph(family: str) -> None:
         {text * 7 % 20: 1 for text in range(20)},
         dict.fromkeys(range(20), 1),
     ]
-    executor = executor_of(backbone)
     for call in calls:
         rows, expected = list[Rows](), list[Tensor]()
         counts = [len(one) if isinstance(one, tuple) else one for one in call.values()]

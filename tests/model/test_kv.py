@@ -15,11 +15,11 @@ from selfspec.errors import InvalidOption
 from selfspec.model.kv import POSITIONS, KVCache, KVStore, Page, PageLayout, PooledKVCache
 
 
-def block(rows: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def block(rows: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Random keys [1, 2, rows, 4] and values, one wider."""
     generator = torch.Generator().manual_seed(seed)
     keys, values = (torch.randn(1, 2, rows, width, generator=generator) for width in (4, 5))
-    return keys.to(dtype), values.to(dtype)
+    return keys, values
 
 
 def test_layers_have_contents_lengths_and_masks_of_their_own() -> None:

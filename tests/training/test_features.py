@@ -26,7 +26,7 @@ from selfspec.training import features as store
 from selfspec.training.options import FitOptions
 from selfspec.training.text import Conversation
 from tests.models import make_model, random_ids, wrapped
-from tests.talks import Talks, make_talks, save_tiny, talk_lines
+from tests.talks import Talks, save_tiny, talk_lines
 from training import draft_model
 from training.draft_model import agreement, cut, fit
 from training.variants import VARIANTS, chains, fit_variant
@@ -297,11 +297,6 @@ def test_variants_of_heads_are_fitted_to_a_cache(name: str, talks: Talks, tmp_pa
 # --- draft models: the first layers of larger ones, which learn
 
 
-@pytest.fixture(scope="module")
-def whole() -> PreTrainedModel:
-    return make_model("llama")
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @torch.inference_mode()
 def test_the_first_layers_are_kept_bit_by_bit(family: str) -> None:
@@ -316,16 +311,17 @@ def test_the_first_layers_are_kept_bit_by_bit(family: str) -> None:
     assert wrap(whole, draft_model=small).options.drafter == "draft-model"
 
 
-def test_a_cut_that_leaves_no_smaller_model_is_refused(whole: PreTrainedModel) -> None:
+def test_a_cut_that_leaves_no_smaller_model_is_refused(model: PreTrainedModel) -> None:
     for layers in (0, 6):
         with pytest.raises(InvalidOption, match=rf"layers is {layers}, expected 1\.\.5"):
-            cut(whole, layers)
+            cut(model, layers)
 
 
-def test_a_fit_raises_agreement_and_leaves_all_else_alone(whole: PreTrainedModel) -> None:
-    before = {name: value.clone() for name, value in whole.state_dict().items()}
-    talks = make_talks(whole)
-    small = cut(whole, 2)
+def test_a_fit_raises_agreement_and_leaves_all_else_alone(
+    model: PreTrainedModel, talks: Talks
+) -> None:
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    small = cut(model, 2)
     at_first = agreement(small, talks, 64)
     batches = itertools.cycle(store.planned(talks, 64))
     fit(small, batches, steps=60, learning_rate=1e-2, progress=lambda *_: None)
@@ -333,15 +329,15 @@ def test_a_fit_raises_agreement_and_leaves_all_else_alone(whole: PreTrainedModel
     assert agreement(small, talks, 64) > at_first + 0.4
     embedding: Any = small.get_input_embeddings()
     assert torch.equal(embedding.weight, before["model.embed_tokens.weight"])
-    assert all(torch.equal(value, before[name]) for name, value in whole.state_dict().items())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.requires_grad for parameter in small.parameters())
     assert not small.training
 
 
-def test_the_recipe_writes_a_folder_that_drafts(tmp_path: Path, whole: PreTrainedModel) -> None:
+def test_the_recipe_writes_a_folder_that_drafts(tmp_path: Path, model: PreTrainedModel) -> None:
     save_tiny(tmp_path / "whole")
     data = tmp_path / "talks.jsonl"
-    data.write_text(talk_lines(whole))
+    data.write_text(talk_lines(model))
     folder = tmp_path / "small"
     asked: dict[str, Any] = {"data": data, "validation": data, "model": str(tmp_path / "whole")}
     draft_model.main(output=folder, **asked, steps=2, batch_tokens=64, validation_tokens=50)

@@ -59,12 +59,11 @@ def make_job(
     batch_tokens: int = BATCH_TOKENS,
     checkpoint: Path | None = None,
     special_ids: Any = (),
-    base_model: str = "tiny",
     **changes: Any,
 ) -> fitting.Job:
     options = replace(OPTIONS, **changes)
     text = selected(backbone, talks, options, batch_tokens)
-    more: Any = {"base_model": base_model, "special_ids": special_ids, "checkpoint": checkpoint}
+    more: Any = {"base_model": "tiny", "special_ids": special_ids, "checkpoint": checkpoint}
     return fitting.Job(backbone=backbone, train=text, validation=text, options=options, **more)
 
 
