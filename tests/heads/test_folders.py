@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -51,14 +52,13 @@ def load(folder: Path, unembedding: Unembedding) -> ExitHeads:
     return ExitHeads.from_pretrained(folder, unembedding, FINGERPRINT, "tiny", 6)
 
 
-def refused(
-    folder: Path, unembedding: Unembedding, kind: type[SelfspecError] = SelfspecError
-) -> None:
+def refused(kind: type[SelfspecError], load: Callable[..., object], folder: Path, *of: Any) -> str:
     before = snapshot(folder)
     with pytest.raises(kind) as caught:
-        load(folder, unembedding)
+        load(folder, *of)
     one_line(caught, folder)
     assert snapshot(folder) == before
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("kind", TRAINED)
@@ -135,14 +135,23 @@ VALUES: list[tuple[str, Any]] = [
     *((name, None) for name in ("base_model", "hidden_size", "exit_layers", "head_type")),
     ("unknown", 1),
 ]
+AT_0 = [  # of another number or of other states than their file
+    *(("medusa", "num_heads", value) for value in (None, 2, 4)),
+    *(("states", "state_layers", value) for value in (None, [], [0], [2], [5, 2], [6], 3)),
+]
 
 
-@pytest.mark.parametrize(("name", "value"), VALUES, ids=lambda value: addressless(repr(value))[:30])
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [*(("deep-fused-draft", *value) for value in VALUES), *AT_0],
+    ids=lambda value: addressless(repr(value))[:30],
+)
 def test_a_heads_config_with_a_strange_value(
-    heads: Path, unembedding: Unembedding, name: str, value: Any
+    tmp_path: Path, unembedding: Unembedding, kind: str, name: str, value: Any
 ) -> None:
+    train(make_heads(kind, unembedding)).save(heads := tmp_path / "heads")
     config(**{name: value})(heads)
-    refused(heads, unembedding)
+    refused(SelfspecError, load, heads, unembedding)
 
 
 @pytest.mark.parametrize("kind", ["deep-fused-draft", "states", "medusa", "eagle3"])
@@ -173,21 +182,6 @@ def test_any_value_anywhere_in_a_config_is_one_line_or_of_its_type(
                 check_types(vars(found), annotations_of(type(found)))
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "value"),
-    [
-        *(("medusa", "num_heads", value) for value in (None, 2, 4)),
-        *(("states", "state_layers", value) for value in (None, [], [0], [2], [5, 2], [6], 3)),
-    ],
-)
-def test_heads_at_0_of_another_number_or_of_other_states_than_their_file(
-    heads: Path, unembedding: Unembedding, kind: str, name: str, value: object
-) -> None:
-    train(make_heads(kind, unembedding)).save(heads)
-    config(**{name: value})(heads)
-    refused(heads, unembedding)
-
-
 DEFAULTS: list[dict[str, Any]] = [
     *({"acceptance": rule} for rule in (*ACCEPTANCE, "lenient:lenience=1.0", "easd:entropy=1")),
     {"easd": "entropy=1.0"},
@@ -206,7 +200,7 @@ def test_defaults_of_heads_write_the_models_own_text_or_are_refused(
     options = SpeculationOptions().updated(defaults)
     elsewhere = options.uses("draft-model") or options.uses("rest")
     if options.loss or elsewhere or options.pinned:
-        refused(heads, backbone.unembedding)
+        refused(SelfspecError, load, heads, backbone.unembedding)
         return
     found = load(heads, backbone.unembedding)
     options = SpeculationOptions().updated(found.config.defaults)
@@ -255,7 +249,7 @@ WEIGHTS: dict[str, Change] = {
 @pytest.mark.parametrize("damage", WEIGHTS)
 def test_strange_weights_of_heads(heads: Path, unembedding: Unembedding, damage: str) -> None:
     WEIGHTS[damage](heads)
-    refused(heads, unembedding, InvalidHeads)
+    refused(InvalidHeads, load, heads, unembedding)
 
 
 def test_a_header_is_read_with_bounds(heads: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,12 +424,7 @@ def test_what_is_damaged_or_of_another_model_is_one_line_that_says_where(
     folder = tmp_path / "heads"
     shutil.copytree(HERE / "llama", folder)
     change(folder)
-    before = snapshot(folder)
-    with pytest.raises(kind) as caught:
-        read(folder)
-    one_line(caught, folder)
-    assert said in str(caught.value)
-    assert snapshot(folder) == before
+    assert said in refused(kind, read, folder)
 
 
 def test_heads_run_in_the_model_s_dtype() -> None:
