@@ -134,9 +134,9 @@ def verdicts(
     return found
 
 
-def draft_words(sampler: Sampler, first: int, count: int, law: Tensor = DRAFTS) -> Draft:
-    """`count` tokens, each drawn from `law` given the one before, the first given `first`."""
-    draft, last = Draft(), first
+def draft_words(sampler: Sampler, count: int, law: Tensor = DRAFTS) -> Draft:
+    """`count` tokens, each drawn from `law` given the one before, the first given 0."""
+    draft, last = Draft(), 0
     for place in range(count):
         token = sampler.draw(law[last])
         draft.proposed.append(DraftToken(token, place - 1, probs=law[last]))
@@ -153,7 +153,7 @@ def drafted(*tokens: int, law: Tensor, belief: Tensor | None = None) -> Draft:
 
 def one_round(rule: AcceptanceRule, sampler: Sampler, count: int) -> tuple[int, ...]:
     """Tokens that a round commits after token 0, by the tables TARGETS and DRAFTS."""
-    words, draft = Words(0), draft_words(sampler, 0, count)
+    words, draft = Words(0), draft_words(sampler, count)
     verdicts(rule, words, TARGETS[[0, *draft.tokens]].log(), draft)
     return tuple(words.tokens[1:])
 

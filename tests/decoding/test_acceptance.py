@@ -95,7 +95,7 @@ def test_processors_see_the_committed_token_not_the_refused_draft() -> None:
     def play() -> tuple[int, ...]:
         words = Words(0)
         while len(words.tokens) < 3:
-            verdicts(rule, words, logits.expand(2, 4), laws.draft_words(sampler, 0, 1, uniform))
+            verdicts(rule, words, logits.expand(2, 4), laws.draft_words(sampler, 1, uniform))
         return tuple(words.tokens[1:3])
 
     expected: laws.Law = {(1, 2): 1 / 4, (1, 3): 1 / 4, (2, 1): 1 / 6, (3, 1): 1 / 6}
@@ -108,7 +108,7 @@ def test_lenience_has_its_closed_form(lenience: float) -> None:
     rule = SpeculativeSampling(sampler, lenience)
 
     def play() -> tuple[int, ...]:
-        draft = laws.draft_words(sampler, 0, 1)
+        draft = laws.draft_words(sampler, 1)
         token, is_draft = verdicts(rule, Words(0), laws.TARGETS[[0, *draft.tokens]].log(), draft)[0]
         return token, int(is_draft)
 
