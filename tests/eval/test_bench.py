@@ -562,9 +562,6 @@ def test_self_sd_leaves_out_what_was_found(speculator: Speculator, bare: Specula
         candidates(known, ["self-sd"])
 
 
-# --- ablations
-
-
 def test_ablations_change_one_thing(speculator: Speculator) -> None:
     """Without a depth bound all layers are in use, each with the nearest threshold."""
     bounded = moved(speculator, exit={"max_depth": 2})
@@ -591,9 +588,6 @@ def test_rules_stop_dear_drafts(speculator: Speculator, name: str, costs: str, s
     assert ruled < free
 
 
-# --- peers
-
-
 def test_schedules_of_peers_keep_their_rules(speculator: Speculator) -> None:
     """A fixed exit always leaves there, thresholds know no bound, one exit stops where unsure."""
     fixed = [speculator.options.updated(one.setting).exit for one in grid(speculator, "fixed-exit")]
@@ -607,9 +601,6 @@ def test_schedules_of_peers_keep_their_rules(speculator: Speculator) -> None:
         found = setting.layers, setting.max_tokens, setting.anneal_strength
         assert found == ((1, 2, 3, 4, 5), methods.NO_BOUND, 0.0)
     assert "depth" in {entry.ended for entry in written(speculator, "one-exit", 2).rounds[1:]}
-
-
-# --- sweeps and labels
 
 
 def test_a_sweep_moves_one_option_whatever_the_defaults(speculator: Speculator) -> None:

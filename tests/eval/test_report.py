@@ -184,9 +184,6 @@ def test_quality_is_summed_up_by_task_and_lossy_methods_are_marked(judged: dict[
         assert not {"fast", "plain (lossy)"} & {*table.cells.get("method", ())}
 
 
-# --- tables
-
-
 def test_the_first_table_is_laid_out_as_the_papers(summary: dict[str, Any]) -> None:
     table = tables(summary)[0]
     heads = [f"{task} {kind}" for task in ("math", "chat", "overall") for kind in ("CR", "SD")]
@@ -286,9 +283,6 @@ def finished(swept: dict[str, Any]) -> Results:
         "machine": {"threads": 1},
     }
     return Results("first", record, swept)
-
-
-# --- figures
 
 
 def test_the_chart_holds_all_methods_but_no_sweep(swept: dict[str, Any]) -> None:

@@ -112,9 +112,6 @@ def test_peaks_of_loading_are_those_of_the_kernel(
     assert found["loading_mb"] <= found["generating_mb"]
 
 
-# --- families
-
-
 def test_the_page_of_families_says_what_runs_on_which_executor_and_why_not(tmp_path: Path) -> None:
     out = tmp_path / "families.md"
     families.main(out, only="llama,opt,mamba")
@@ -140,15 +137,6 @@ def test_a_family_whose_text_differs_is_wrong_and_not_exact(
     with pytest.raises(typer.Exit):
         families.main(tmp_path / "page.md", only="llama")
     assert re.search(r"\| WRONG \|.*another text from token", (tmp_path / "page.md").read_text())
-
-
-# --- ways of decoding
-
-
-def test_a_setting_without_a_name_is_refused() -> None:
-    for text in ("ngram", "=ngram", "a=", "plain=ngram"):
-        with pytest.raises(InvalidOption, match="is not NAME=DRAFTER"):
-            compare.named_settings([text])
 
 
 # --- versions
@@ -287,6 +275,9 @@ def test_all_ways_answer_in_turns(tmp_path: Path) -> None:
 
 
 def test_words_that_mean_nothing_are_named(tmp_path: Path) -> None:
+    for text in ("ngram", "=ngram", "a=", "plain=ngram"):
+        with pytest.raises(InvalidOption, match="is not NAME=DRAFTER"):
+            compare.named_settings([text])
     with pytest.raises(InvalidOption, match="'1,x': expected numbers"):
         lab.numbers("1,x", int)
     for wrong in ({"shape": "llama"}, {"kind": "Q4"}):
@@ -531,9 +522,6 @@ def logits(model: PreTrainedModel) -> torch.Tensor:
     return found
 
 
-# --- early models
-
-
 @pytest.mark.parametrize(
     ("family", "dtype"), [("llama", torch.bfloat16), ("gemma3", torch.float32)], ids=str
 )
@@ -563,9 +551,6 @@ def test_a_model_that_cannot_be_made_early_is_refused() -> None:
         early_model(odd, 6, 1)
 
 
-# --- the head
-
-
 def test_a_head_is_wrong_as_often_as_it_is_dialled() -> None:
     states = torch.randn(4000, 32, generator=torch.Generator().manual_seed(4))  # [4000, d]
     unembedding = wrapped("llama").unembedding
@@ -576,9 +561,6 @@ def test_a_head_is_wrong_as_often_as_it_is_dialled() -> None:
         head.wrong_share = share
         wrong = (head(states).argmax(-1) != right).double().mean()
         assert wrong == pytest.approx(share, abs=0.03)  # four standard deviations
-
-
-# --- the formula
 
 
 def test_a_round_commits_what_stays_and_costs_plain_steps() -> None:
@@ -619,9 +601,6 @@ def test_points_are_ratios_of_totals_of_medians() -> None:
     complete = 4 * (3 * 0.25 + 0.75 + 2 * 0.05) + (1 * 0.25 + 0.75)
     assert point["formula"] == pytest.approx(tokens / cost)
     assert point["complete_formula"] == pytest.approx(tokens / complete)
-
-
-# --- all of it
 
 
 def test_every_setting_is_timed_in_turn_with_plain_decoding(

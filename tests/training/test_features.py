@@ -275,9 +275,6 @@ def test_a_folder_of_other_features_is_refused(
         store.CacheSource(tmp_path, backbone)
 
 
-# --- variants
-
-
 @pytest.mark.parametrize("name", [n for n in VARIANTS if "vocabulary" not in n])
 def test_variants_of_heads_are_fitted_to_a_cache(name: str, talks: Talks, tmp_path: Path) -> None:
     backbone = wrapped("llama", torch.bfloat16, num_hidden_layers=8)

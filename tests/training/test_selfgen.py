@@ -169,9 +169,6 @@ def test_longer_prompts_are_dropped_and_passages_cut_to_fit(tmp_path: Path) -> N
         assert line.get("answer_start", 0) <= 45
 
 
-# --- loops
-
-
 def test_loops_are_cut_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     author = make_author(tokens=60, max_new_tokens=150, greedy_share=1.0)
     never = frozenset({len(WORDS)})  # no answer ends, so that most of them loop
@@ -600,9 +597,6 @@ def answer(rows: Path, output: Path, ahead: int = 1, **options: Any) -> Counts:
     for _ in selfgen.write(source, writer, author.options, at_once(author.answer), ahead):
         pass
     return writer.counts
-
-
-# --- answers of the model's own
 
 
 def test_questions_stay_and_answers_are_the_models(rows: Path, tmp_path: Path) -> None:
