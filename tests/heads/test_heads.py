@@ -20,7 +20,6 @@ from selfspec.heads.heads import (
     entropy,
     joined,
     scored,
-    spread,
     top_probability,
 )
 from selfspec.model.backbone import Backbone
@@ -187,11 +186,6 @@ def test_a_token_exits_from_its_layers_threshold_on() -> None:
     confidences = (0.75, math.nextafter(0.75, 0), 0.5, math.nan)
     assert [judge.exits(value, 2) for value in confidences] == [True, False, False, False]
     assert [judge.exits(value, 4) for value in confidences] == [True, True, True, False]
-
-
-def test_spread_gives_one_value_to_all_layers_or_one_to_each() -> None:
-    assert spread((0.9,), (2, 4)) == {2: 0.9, 4: 0.9}
-    assert spread((0.9, 0.5), (2, 4)) == {2: 0.9, 4: 0.5}
 
 
 LAW = torch.tensor([0.5, 0.25, 0.125, 0.125])
