@@ -41,7 +41,7 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27133,
+    "tests/": 27134,
     "model": 6842,
     "decoding": 4860,
     "training": 3706,
