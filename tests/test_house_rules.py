@@ -49,7 +49,7 @@ MOST_LINES = {
     "eval/": 3469,
     "cli": 3179,
     "serve": 2943,
-    "api": 2330,
+    "api": 2332,
     "heads": 1685,
     "visualise": 1565,
     "hub": 1574,

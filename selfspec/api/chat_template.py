@@ -172,7 +172,7 @@ def _said(role: str, content: str) -> dict[str, str]:
 # --- running a template
 
 _MOST_CHARACTERS = 1 << 20  # of a rendered text, and eight more for each that comes in
-_NO_ROOM = "this machine has no more files or processes for the chat template. Try again soon"
+_CANNOT = "this machine cannot run chat templates"
 _KEPT = 2  # processes that wait for work, of 25 MB each; while more threads ask there are more
 
 
@@ -193,7 +193,7 @@ def templated(
 ) -> str:
     """The text that `apply_chat_template` gives. Raises InvalidPrompt, whatever goes wrong.
 
-    But SelfspecError where this machine is at its limits: that is no fault of the messages.
+    But SelfspecError where this machine lacks files, processes or jinja2: no fault of messages.
     """
     try:
         template = tokenizer.get_chat_template(tools=tools)
@@ -209,8 +209,10 @@ def templated(
             tokenize=False,
         )
         return _rendered(template, str(variables))
-    except (ImportError, OSError, SelfspecError) as error:  # jinja2 is read from files, once
-        raise SelfspecError(_NO_ROOM) from error
+    except SelfspecError:
+        raise
+    except (ImportError, OSError) as error:  # jinja2 is read once; clients see no file's name
+        raise SelfspecError(f"{_CANNOT}: {getattr(error, 'strerror', error)}") from error
     except Exception as error:
         reason = " ".join(str(error).split()).rstrip(".")
         raise InvalidPrompt(
@@ -273,7 +275,7 @@ def _taken() -> subprocess.Popen[str]:
             encoding="utf-8",
         )
     except OSError as error:
-        raise SelfspecError(_NO_ROOM) from error
+        raise SelfspecError(f"{_CANNOT}: {error.strerror}") from error
 
 
 def _end(child: subprocess.Popen[str]) -> None:

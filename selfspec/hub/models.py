@@ -367,7 +367,7 @@ def _from_gguf(
         if "scales" not in passed:  # before the tokenizer is read, which takes long
             gguf_files.check_scales(gguf, header)
             passed.add("scales")
-        size = header.described  # a second for each GB that need not be read is saved
+        size = header.described  # the rest need not be read to find it again
         description = _made_once(gguf, "description", pretrained.describe_gguf, size)
         config, tokenizer = pretrained.load_description(description)
         model = gguf_files.load(gguf, header, config, dtype, attention)

@@ -27,7 +27,7 @@ inline void nibbles_of(const uint8_t* __restrict bytes, int count, uint8_t* __re
   for (int i = 0; i < count; i++) quants[i] = bytes[i] & 15, quants[count + i] = bytes[i] >> 4;
 }
 
-// Of each of 32 bytes the bits of `mask` from `low` on become the fifth bits of quants, and so on.
+// The bits `mask` from `low` on, of 32 bytes: the fifth bits of quants, and those above.
 inline void add_high(const uint8_t* __restrict bytes, int low, int mask, uint8_t* __restrict quants) {
   for (int k = 0; k < 32; k++) quants[k] |= uint8_t((bytes[k] >> low & mask) << 4);
 }
