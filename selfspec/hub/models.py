@@ -308,7 +308,7 @@ def _torch_device(device: str | None) -> torch.device | None:
 # --- quantised files: weights as they lie there, or de-quantised once
 
 _STORED = ("bfloat16", "float16", "float32")  # other dtypes are converted as they are loaded
-_CONVERSION = b"5"  # raise it when _made_once writes other files: old cache entries are then unused
+_CONVERSION = b"6"  # raise it when _made_once writes other files: old cache entries are then unused
 
 
 def _from_folder(

@@ -7,6 +7,8 @@ weights that are there. No pickles, no code of a model's author; transformers co
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -203,9 +205,26 @@ def describe_gguf(gguf: Path, out: Path) -> None:
     """Write the config and the tokenizer of a file. Raises ModelNotFound with the reason."""
     from transformers import AutoConfig
 
-    with _reading(f"cannot read {gguf} as GGUF"):
+    with _reading(f"cannot read {gguf} as GGUF"), _parsed_once():
         _write_tokenizer(gguf, out)
         AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(out)
+
+
+@contextlib.contextmanager
+def _parsed_once() -> Iterator[None]:
+    """What transformers finds in a file for its tokenizer's class serves its config, too.
+
+    It parses all words for either: of a vocabulary of 128,000, 8 s of a processor each time.
+    """
+    from transformers import modeling_gguf_pytorch_utils as reader
+
+    parse = reader.load_gguf_checkpoint
+    once: Any = functools.cache(parse)
+    reader.load_gguf_checkpoint = lambda *of, **options: copy.deepcopy(once(*of, **options))
+    try:
+        yield
+    finally:
+        reader.load_gguf_checkpoint = parse
 
 
 def _write_tokenizer(gguf: Path, out: Path) -> None:
@@ -217,6 +236,9 @@ def _write_tokenizer(gguf: Path, out: Path) -> None:
     if "ByteLevel" in repr(made.backend_tokenizer.pre_tokenizer):
         # 5.17 decodes as SentencePiece first, and grammars then misread the blanks of tokens
         made.backend_tokenizer.decoder = decoders.ByteLevel()
+    for name in ("bos_token", "eos_token", "pad_token"):  # for 5.17 Llama's first is the last, too
+        if (place := made.init_kwargs.get(f"{name}_id")) is not None:
+            setattr(made, name, made.convert_ids_to_tokens(place))
     made.save_pretrained(out)
     found, words = AutoTokenizer.from_pretrained(out), "one two"  # as it will be read
     ids = found(words)["input_ids"]
