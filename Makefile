@@ -26,7 +26,7 @@ export UV_SYSTEM_CERTS ?= true
 # Python's compiled files are kept: without them each program compiles transformers for ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test docs test-oldest fuzz same-texts hostile sanitise wheel lint browser clean
+.PHONY: setup demo test pytest docs test-oldest fuzz same-texts hostile sanitise wheel lint browser clean
 
 setup: $(READY)
 
@@ -50,7 +50,11 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint browser
+# mypy has one thread: tests run beside it.
+test: setup browser
+	$(MAKE) -j2 lint pytest
+
+pytest: setup
 	$(BIN)/pytest $(PARALLEL)
 
 # The site, in build/site; a link that leads nowhere ends it.
