@@ -304,6 +304,8 @@ def _for_transformers(options: Mapping[str, Any], start: int) -> dict[str, Any]:
     of the answer.
     """
     rest = dict(options)
+    if rest.get("generation_config") is None:
+        rest["use_cache"] = True  # a model may keep False from its training; a caller's is refused
     if rest.get("temperature") == 0:
         rest = {name: value for name, value in rest.items() if name not in _DRAWING}
         rest["do_sample"] = False

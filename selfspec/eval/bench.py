@@ -106,6 +106,7 @@ def _hugging_face(
     model: Any = speculator.model
     options = {"max_new_tokens": count, "do_sample": False, "streamer": streamer, **setting}
     options |= speculator.ending({}, speculator.turn_end) | {"tokenizer": speculator.tokenizer}
+    options["use_cache"] = True  # its config may say otherwise, which is slower
     sequences = model.generate(ids, attention_mask=ids.new_ones(ids.shape), **options)
     return Written(sequences[0, ids.shape[1] :].tolist())
 

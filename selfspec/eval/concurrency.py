@@ -112,7 +112,7 @@ def padded_batch(
         mask = pad_sequence(ones, batch_first=True, padding_side="left")
         streamer = Arrivals(time.perf_counter)
         options = {"max_new_tokens": count, "do_sample": False, "attention_mask": mask}
-        found = model.generate(ids, streamer=streamer, **options)
+        found = model.generate(ids, streamer=streamer, use_cache=True, **options)
         times = [when for _, when in streamer.heard]
         made = [_through_end(row, ends) for row in found[:, ids.shape[1] :].tolist()]
         answers += made

@@ -283,7 +283,11 @@ def test_what_a_loop_is_not_told_of_is_refused(
         exact.generate(random_ids(LENGTH), **given)
 
 
-def test_refused_keywords_may_ask_for_nothing(speculator: Speculator) -> None:
+def test_refused_keywords_may_ask_for_nothing(
+    speculator: Speculator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config: Any = speculator.model.generation_config
+    monkeypatch.setattr(config, "use_cache", False)  # of its training
     asked: dict[str, Any] = {"max_new_tokens": 3}
     expected = speculator.generate(random_ids(9), **asked).token_ids
     asked |= {"use_cache": True, "num_beams": 1, "output_scores": None, "synced_gpus": False}
