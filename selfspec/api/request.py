@@ -70,7 +70,10 @@ _TOKENS = (
 )
 """Keywords that name tokens, all of which must exist."""
 
-_REFUSALS = (AttributeError, LookupError, ArithmeticError, RuntimeError, TypeError, ValueError)
+_REFUSALS = (
+    *(AttributeError, LookupError, ArithmeticError, RuntimeError, TypeError, ValueError),
+    ImportError,  # a cache of another package's
+)
 """What transformers raises for keywords that it cannot make sense of."""
 
 _KEPT = 32  # grammars that were read, and are kept for the next answers

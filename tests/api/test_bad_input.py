@@ -210,7 +210,8 @@ CONFIGS: list[dict[str, Any]] = [
     *options("stop_strings", ["x", ""], 5),
     *({name: "x"} for name in ("eos_token_id", "bad_words_ids", "guidance_scale")),
     *({name: 3} for name in ("num_return_sequences", "num_beams")),
-    *({"cache_implementation": "static"}, {"output_scores": True}),
+    *({"cache_implementation": kind} for kind in ("static", "quantized")),
+    {"output_scores": True},
 ]
 
 # --- what holds for a whole speculator
