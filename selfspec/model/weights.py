@@ -352,6 +352,10 @@ class QuantisedWeight(Tensor):
         """A copy is made to be changed, so it is plain."""
         return nn.Parameter(self.expanded().clone(), requires_grad=False)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """So is what torch.save and pickle keep: addresses mean nothing elsewhere."""
+        return self.__deepcopy__({}).__reduce_ex__(protocol)
+
     def expanded(self, rows: Tensor | None = None) -> Tensor:
         """The numbers of all rows, or of `rows` [..], as a plain tensor; not to be changed."""
         if self.kept is not None:
@@ -387,8 +391,9 @@ class QuantisedWeight(Tensor):
             return _linear(*args, **(kwargs or {}))
         if func is torch.nn.functional.embedding and isinstance(args[1], QuantisedWeight):
             return args[1].expanded(args[0])
-        if func == _SET_DATA and not isinstance(args[1], QuantisedWeight):
-            raise RuntimeError(_UNCHANGEABLE)  # what model.to(dtype) does
+        to_plain = func == _SET_DATA and not isinstance(args[1], QuantisedWeight)  # model.to(dtype)
+        if to_plain or func is Tensor.share_memory_:  # of no memory: a crash
+            raise RuntimeError(_UNCHANGEABLE)
         with torch._C.DisableTorchFunctionSubclass():  # else results would be made QuantisedWeights
             return func(*args, **(kwargs or {}))
 

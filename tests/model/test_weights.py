@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -244,8 +246,9 @@ def test_a_weight_is_a_tensor_like_any_other(kept: bool) -> None:
     other: Any = layer.weight.detach()
     assert (other.kept is not None) == kept
     assert torch.equal(torch.empty_like(numbers).copy_(layer.weight), numbers)
-    copied = copy.deepcopy(layer)
-    copied.weight.zero_()  # a copy may be changed
+    for copied in pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer):
+        assert torch.equal(copied.weight, numbers)
+        copied.weight.zero_()  # a copy may be changed
     assert torch.equal(layer.weight.clone(), numbers)
     assert layer.to(torch.bfloat16).weight is layer.weight
     assert torch.equal(copied.double().weight, torch.zeros_like(numbers).double())
@@ -284,7 +287,8 @@ def test_the_likeliest_are_those_of_a_softmax(
 def test_blocks_cannot_be_changed() -> None:
     weight, numbers = weight_of("Q4_0", torch.float32)
     layer = linear(weight)
-    for change in (weight.zero_, lambda: weight.add_(1), layer.double, layer.half):
+    added = partial(weight.add_, 1)
+    for change in (weight.zero_, added, layer.double, layer.half, layer.share_memory):
         with pytest.raises(RuntimeError, match="blocks of a file cannot be changed"):
             change()
     assert torch.equal(weight.expanded(), numbers)
