@@ -112,9 +112,9 @@ class Runtime:
 
         Raises ModelChanged if the model, or the draft model, is not what was wrapped.
         """
-        for backbone in (self.backbone, self.draft_model):
-            if backbone is not None:
-                backbone.require_unchanged()
+        self.backbone.require_unchanged()
+        if self.draft_model is not None:
+            self.draft_model.require_unchanged("draft model")
         drafting = options.speculate and options.drafter != "none"
         refused = self._refusal(options) if drafting else None
         options = replace(options, speculate=drafting and refused is None)

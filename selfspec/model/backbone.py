@@ -213,7 +213,7 @@ class Backbone(Decoder):
                 "Use the model's own tokenizer"
             )
 
-    def require_unchanged(self) -> None:
+    def require_unchanged(self, name: str = "model") -> None:
         """Raise ModelChanged if the model is not what was wrapped, InvalidOption under autocast.
 
         Takes well under a millisecond.
@@ -225,7 +225,7 @@ class Backbone(Decoder):
             )
         if (change := self._watch.change()) is not None:
             raise ModelChanged(
-                f"the model is not what was wrapped: {change}. Wrap the model again: "
+                f"the {name} is not what was wrapped: {change}. Wrap the model again: "
                 "selfspec.wrap(model, ...)"
             )
 
