@@ -15,6 +15,7 @@ from functools import partial
 from itertools import count, repeat
 from numbers import Integral
 from pathlib import Path
+from threading import RLock
 from types import FrameType
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -317,36 +318,42 @@ def _cut(options: Mapping[str, Any], number: int) -> Any:
 
 
 class Session:
-    """Turns of one conversation; what earlier turns left in the caches is not run again."""
+    """Turns of one conversation; what earlier turns left in the caches is not run again.
+
+    Threads that ask at once are answered one after the other.
+    """
 
     def __init__(self, speculator: Speculator) -> None:
         self._speculator = speculator
         self._state: DecodeState | None = None
         self._pinned: tuple[bool, int] | None = None
         self._stream: Stream | None = None
+        self._turn = RLock()
         self._draft_cache = speculator.runtime.draft_cache()
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
         """The answer to `prompt`: the whole conversation so far and the new turn."""
-        return self.stream(prompt, **options).drain()
+        with self._turn:
+            return self.stream(prompt, **options).drain()
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
         """The same answer, piece by piece. Ends the stream of an earlier turn."""
-        if self._stream is not None:
-            self._stream.close()
-        request = self._speculator.call(prompt, options)
-        asked, speculation = request.only(), request.speculation
-        shapes, kv = (bool(speculation.pinned), speculation.pinned_rows), None
-        state = self._state
-        if shapes == self._pinned and state is not None and not (state.pad or asked.pad):
-            # back to what it shares with the new prompt, of which at least one id is left
-            state.kv.truncate(common(state.committed(0), asked.ids[0, :-1].tolist()))
-            kv = state.kv
-        asked = replace(asked, kv=kv, draft_cache=self._draft_cache)
-        running = self._speculator.engine().add(asked, speculation)
-        self._pinned, self._state = shapes, running.state
-        self._stream = Stream(running, request)
-        return self._stream
+        with self._turn:
+            if self._stream is not None:
+                self._stream.close()
+            request = self._speculator.call(prompt, options)
+            asked, speculation = request.only(), request.speculation
+            shapes, kv = (bool(speculation.pinned), speculation.pinned_rows), None
+            state = self._state
+            if shapes == self._pinned and state is not None and not (state.pad or asked.pad):
+                # back to what it shares with the new prompt, of which at least one id is left
+                state.kv.truncate(common(state.committed(0), asked.ids[0, :-1].tolist()))
+                kv = state.kv
+            asked = replace(asked, kv=kv, draft_cache=self._draft_cache)
+            running = self._speculator.engine().add(asked, speculation)
+            self._pinned, self._state = shapes, running.state
+            self._stream = Stream(running, request)
+            return self._stream
 
 
 def load(

@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import groupby
+from threading import RLock
 from typing import NamedTuple
 
 import torch
@@ -87,6 +88,7 @@ class Stream:
         self._entries, self._stats = running, running.stats
         self._tokens: list[int] = []
         self._given: list[Piece] = []
+        self._reading, self._closed = RLock(), False
         self._pieces = self._decode()
         next(self._pieces)
 
@@ -95,7 +97,8 @@ class Stream:
         return self
 
     def __next__(self) -> str:
-        return next(self._pieces)
+        with self._reading:
+            return next(self._pieces)
 
     def __repr__(self) -> str:
         return f"<Stream: {len(self._tokens)} tokens so far. Iterate for its text>"
@@ -108,19 +111,21 @@ class Stream:
         notebook = sys.modules.get("IPython")
         shell = notebook.get_ipython() if notebook else None
         if not hasattr(shell, "kernel"):
-            for piece in self._pieces:
+            for piece in self:
                 sys.stdout.write(piece)
                 sys.stdout.flush()
             sys.stdout.write("\n")
             return
         handle = notebook.display.display(self.result, display_id=True)  # type: ignore[union-attr]  # there is a shell
-        for _ in self._pieces:
+        for _ in self:
             handle.update(self.result)
 
     def close(self) -> None:
-        """Stop decoding."""
-        self._pieces.close()
-        self._entries.close()
+        """Stop decoding; where another thread reads, behind its round."""
+        self._closed = True
+        with self._reading:
+            self._pieces.close()
+            self._entries.close()
 
     @property
     def result(self) -> Generation:
@@ -145,7 +150,7 @@ class Stream:
 
     def drain(self) -> Generation:
         """Decode to the end."""
-        for _ in self._pieces:
+        for _ in self:
             pass
         return self.result
 
@@ -185,6 +190,8 @@ class Stream:
                     self._given.append(Piece(piece, giver))
                     if piece:
                         yield piece
+                if self._closed:  # by another thread
+                    break
             if piece := until.push(text.push([], last=True), last=True):
                 yield piece
         finally:

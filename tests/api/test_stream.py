@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from html import unescape
 from itertools import pairwise
+from threading import Event
 from typing import Any
 from unittest.mock import Mock
 
@@ -112,6 +114,24 @@ def test_later_turns_run_only_what_is_new_and_say_the_same(speculator: Speculato
     again = session.generate(edited, max_new_tokens=8)
     assert again.stats.reused_tokens == 10
     assert again.token_ids == speculator.generate(edited, max_new_tokens=8).token_ids
+
+
+def test_threads_may_share_a_session_and_close_a_stream(speculator: Speculator) -> None:
+    session, begun = speculator.session(), Event()
+    prompts = [random_ids(13, seed) for seed in range(3)]
+
+    def answer(ids: Tensor) -> list[int]:
+        return session.generate(ids, max_new_tokens=20).token_ids
+
+    listener = Mock(put=lambda ids: ids.numel() > 1 or begun.set())
+    stream = speculator.stream(random_ids(13), max_new_tokens=200, streamer=listener)
+    with ThreadPoolExecutor() as threads:
+        found = [*threads.map(answer, prompts)]
+        drained = threads.submit(stream.drain)
+        begun.wait()
+        stream.close()
+    assert found == [*map(answer, prompts)]
+    assert 0 < len(drained.result().token_ids) < 200
 
 
 # Coloured, in a notebook
