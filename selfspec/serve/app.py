@@ -48,16 +48,18 @@ def make_app(writer: Writer, keys: Keys) -> FastAPI:
         await asyncio.to_thread(writer.stop)
 
     server, page = _Server(writer), _chat_page()
-    app = FastAPI(title="selfspec", openapi_url=None, lifespan=life)
+    # a redirection would lead to whatever the Host header names
+    app = FastAPI(title="selfspec", openapi_url=None, lifespan=life, redirect_slashes=False)
+    look = partial(app.api_route, methods=["GET", "HEAD"])
     app.add_exception_handler(HTTPException, _refuse_path)
     gate.guard(app, writer.options, keys, partial(writer.metrics.count, "request_refused"))
     app.post("/v1/chat/completions")(server.chat)
     app.post("/v1/completions")(server.text)
-    app.get("/v1/models")(server.models)
-    app.get("/v1/models/{name:path}")(server.model)
-    app.api_route("/health", methods=["GET", "HEAD"])(server.health)
-    app.get("/")(lambda: page)
-    app.get("/metrics")(server.metrics)
+    look("/v1/models")(server.models)
+    look("/v1/models/{name:path}")(server.model)
+    look("/health")(server.health)
+    look("/")(lambda: page)
+    look("/metrics")(server.metrics)
     return app
 
 

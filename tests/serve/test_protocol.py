@@ -149,7 +149,8 @@ def test_models_and_health(client: openai.OpenAI, server: Running) -> None:
     with pytest.raises(openai.NotFoundError, match=r"the model '\.\./.*passwd' is not here"):
         client.models.retrieve("../../etc/passwd")
     assert httpx.get(f"{server.address}/health").json()["status"] == "ok"
-    assert httpx.head(f"{server.address}/health").status_code == 200
+    for path in ("/", "/health", "/metrics", "/v1/models"):
+        assert httpx.head(f"{server.address}{path}").status_code == 200
 
 
 SCHEMA = {"name": "a", "schema": {"type": "objekt"}}
@@ -276,6 +277,7 @@ def said(more: bytes) -> bytes:
         ),
         ("POST", "/v1/chat/completions", b"x" * 5_000_000, 413),
         ("GET", "/nothing", b"", 404),
+        ("POST", "/v1/completions/", b"", 404),
         ("GET", "/v1/chat/completions", b"", 405),
         ("POST", "/v1/files", b"", 404),
     ],
