@@ -282,8 +282,17 @@ def test_conversations_stay_in_the_browser(page: Page) -> None:
     said = [turn["content"] for turn in sent["messages"]]
     assert said == ["Question 1?", "**1** done", "And?"]
     ended(page)
+    with page.context.new_page() as tab:  # what two tabs say of one conversation is kept twice
+        tab.goto(page.url)
+        tab.locator("#chats button").first.click()
+        for one, question in ((page, "Then?"), (tab, "Else?")):
+            answer_with(one, stream(["much more"]))
+            ask(one, question)
+            ended(one)
+    expect(chats).to_have_count(3)
     page.on("dialog", lambda dialog: dialog.accept())
-    page.get_by_role("button", name="Delete Question 1?").click()
+    for _ in range(2):
+        page.get_by_role("button", name="Delete Question 1?").first.click()
     expect(page.locator("#examples")).to_be_visible()
     assert chats.all_inner_texts() == ["Question 2?\n×"]
     full = "(_, text) => { if (text !== '[]') throw new Error('full'); }"

@@ -14,8 +14,10 @@ function keepChats(chats) {
   $("chats-hint").textContent = "This browser keeps nothing for pages: conversations end with this tab.";
 }
 
-/** Keep the one on the page, in front of the others. */
+/** Keep the one on the page, in front of the others; anew where another tab went on with it. */
 function keepChat() {
+  const known = readChats().find(({ id }) => id === talk.id)?.turns ?? [];
+  if (known.some(({ question }, place) => question !== talk.turns[place]?.question)) talk.id = Date.now();
   const turns = talk.turns.map(({ question, kept: { text, written } }) => ({ question, text, runs: runsOf(written) }));
   keepChats([{ id: talk.id, turns }, ...readChats().filter(({ id }) => id !== talk.id)]);
   listChats();

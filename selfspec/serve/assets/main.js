@@ -240,6 +240,7 @@ function listen() {
     ask($("question").value);
   });
   document.addEventListener("keydown", ({ key }) => key === "Escape" && stop());
+  addEventListener("storage", listChats); // another tab keeps conversations, too
   $("stop").addEventListener("click", stop);
   $("new").addEventListener("click", newChat);
   $("attach").addEventListener("click", () => $("file").click());
