@@ -535,7 +535,8 @@ class Grammars:
     def _read(self, grammar: Grammar, ends: frozenset[int]) -> LLMatcher:
         check_grammar(grammar)
         if not ends:
-            raise InvalidOption("a grammar needs an end token. Give eos_token_id, or no grammar")
+            advice = "Set eos_token_id in the model's generation_config, or leave it out"
+            raise InvalidOption(f"{grammar.keyword} needs an end token. {advice}")
         matcher = matcher_class()(self._tokens(ends), grammar.text)
         if matcher.is_error():
             said = matcher.get_error()

@@ -210,7 +210,7 @@ def test_rows_of_a_batch_follow_it_each_by_itself(model: Speculator) -> None:
         ({"grammar": "start: foo"}, "unknown name"),
         ({"grammar": ""}, "Empty grammar"),
         ({"grammar": "start: /a/", "json_schema": True}, "Leave one of them out"),
-        ({"json_schema": True, "eos_token_id": -1}, "needs an end token. Give eos_token_id, or"),
+        ({"json_schema": True, "eos_token_id": -1}, "^json_schema needs an end token. Set eos"),
         ({"json_schema": PERSON, "min_new_tokens": 150}, "rules out every token"),
         ({"json_schema": PERSON, "forced_eos_token_id": 0, "max_new_tokens": 3}, "rules out every"),
     ],
