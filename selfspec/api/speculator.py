@@ -619,7 +619,7 @@ def _loop(
 _UNHEARD = {
     "assistant_model": "Wrap the model with draft_model=",
     "synced_gpus": "Leave it out",
-    **dict.fromkeys(CACHES, "Use speculator.session()"),
+    **dict.fromkeys(CACHES, "Drop past_key_values, or use speculator.session()"),
 }
 """What a decoding loop is not told of, or cannot tell from what `generate` made itself."""
 
