@@ -691,8 +691,8 @@ def statistics(answer: Generation, kind: Stats) -> str:
 def say_if_cut(answer: Generation, options: Mapping[str, Any]) -> None:
     """A line about an answer that was cut by a limit that nobody asked for."""
     if answer.stop_reason == "length" and "max_new_tokens" not in options:
-        said = "the answer was cut after %d tokens; more: --max-new-tokens"
-        logger.info(said, len(answer.token_ids))
+        said = "the answer was cut after %s; more: --max-new-tokens"
+        logger.info(said, counted(len(answer.token_ids), "token"))
 
 
 def is_first() -> bool:

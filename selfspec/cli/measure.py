@@ -170,7 +170,7 @@ def tune(*, as_json: base.AsJson = False, asked: Asked) -> None:
     if as_json:
         base.emit_json(known | {"file": file and str(file)})
     else:
-        base.emit(f"{found.settings:,} settings tried on {found.prompts} prompts\n")
+        base.emit(f"{found.settings:,} settings tried on {counted(found.prompts, 'prompt')}\n")
         if found.speculates:
             base.emit(f"drafter {found.options['drafter']}\ncosts {found.options['costs']}\n")
             rate = f"{found.compression_rate:.2f} tokens per verification"
@@ -294,7 +294,7 @@ def _concurrency(asked: base.Named, options: results.BenchOptions, *, as_json: b
     outputs = [base.check_file(asked, folder / name) for name in ends]
     suite = results.load_suite(options.suite, options.questions, options.limit)
     if max(texts) > len(suite):
-        few = f"{max(texts)} texts at once, of {len(suite)} questions"
+        few = f"{max(texts)} texts at once, of {counted(len(suite), 'question')}"
         raise InvalidOption(f"{few}. Give a larger --limit or a smaller --concurrency")
     from selfspec.eval import concurrency
 
@@ -312,7 +312,7 @@ def _concurrency(asked: base.Named, options: results.BenchOptions, *, as_json: b
         for load in concurrency.measured(speculator, suite, texts, names, options, [*loads]):
             files.append(kept, json.dumps(asdict(load)))
             loads.append(load)
-            show(len(loads), total, f"{load.method}, {load.texts} texts")
+            show(len(loads), total, f"{load.method}, {counted(load.texts, 'text')}")
         summary["loads"] = [one.summary() for one in loads]
         text = concurrency.table(loads)
         files.write(outputs[0], json.dumps(summary, indent=2) + "\n")

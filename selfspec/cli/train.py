@@ -18,6 +18,7 @@ from selfspec.api import chat_template as templates
 from selfspec.cli import base
 from selfspec.cli.base import Asked, Flag, Named, option_flags, options_of, with_flags
 from selfspec.config import SpeculationOptions
+from selfspec.decoding.stats import counted
 from selfspec.errors import InvalidData, InvalidOption, check_keys, check_packages, shown
 from selfspec.heads import folder as folders
 from selfspec.hub import models as hub
@@ -489,7 +490,7 @@ def datastore(*, asked: Asked) -> None:
             texts += (talk.ids for talk in _read(asked["data"], on, asked, None))
         store = Datastore.of(texts, on.tokenizer)
         store.save(output)
-    base.emit(f"{output}: {len(texts):,} texts, {len(store.ids) - len(texts):,} tokens\n")
+    base.emit(f"{output}: {counted(len(texts), 'text')}, {len(store.ids) - len(texts):,} tokens\n")
     raw = base.raw_flag(on.tokenizer)
     words = ["generate", *raw, "Once upon a time"] if raw else ["chat"]
     base.say_next(words[0], asked, *words[1:], "--datastore", asked["output"])

@@ -263,7 +263,7 @@ class GenerationStats:
 
 def counted(count: int, noun: str) -> str:
     """For people: 1 token, 2 tokens."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def rate(tokens_per_s: float) -> str:

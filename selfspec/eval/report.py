@@ -24,6 +24,7 @@ from jinja2 import Environment, StrictUndefined, TemplateError
 from matplotlib.figure import Figure
 
 from selfspec import files, pages
+from selfspec.decoding.stats import counted
 from selfspec.errors import InvalidData, InvalidOption, require_same
 from selfspec.eval import results
 from selfspec.files import read_json, read_yaml
@@ -199,12 +200,13 @@ def verdict(summary: Summary) -> str:
     best = max(gains, key=lambda label: float(gains[label]["ratio"]))
     gain, wrote = gains[best], summary[ALL][results.OVERALL][best]["answers"]
     unequal = summary["unequal"].get(best, 0)
-    same = f"all {wrote} texts equal" if not unequal else f"{unequal} of {wrote} texts differ"
+    same = f"all {wrote} texts equal" if wrote > 1 else "the same text"
+    same = f"{unequal} of {wrote} texts differ" if unequal else same
     faster = f"Fastest of {len(gains)}, {best}: {gain['ratio']:.2f} times as fast as {NAMES[base]}"
     if gain["ratio"] <= 1.0:
         faster = f"Nothing was faster than {NAMES[base]}; {best}: {gain['ratio']:.2f} times"
     interval = f"{gain['low']:.2f} to {gain['high']:.2f}"
-    return f"{faster} (95 %: {interval}), {gain['prompts']} prompts, {same}."
+    return f"{faster} (95 %: {interval}), {counted(gain['prompts'], 'prompt')}, {same}."
 
 
 def rates(summary: Summary) -> str:

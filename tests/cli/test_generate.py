@@ -101,11 +101,11 @@ def test_a_schema_or_a_grammar_is_read_from_a_file(
 def test_an_answer_that_was_cut_says_so_unless_that_was_asked_for(
     command: str, speculator: FakeSpeculator, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
-    monkeypatch.setattr(FakeStream, "result", FakeAnswer(stop_reason="length"))
+    monkeypatch.setattr(FakeStream, "result", FakeAnswer(token_ids=[5], stop_reason="length"))
     for flags, said in (([], True), (["--max-new-tokens", "2"], False), (["-q"], False)):
         speculator.answers = [["one"]]
         heard = call([command, *flags], given=b"a\n").err
-        assert ("cut after 2 tokens; more: --max-new-tokens" in heard) is said
+        assert ("cut after 1 token; more: --max-new-tokens" in heard) is said
 
 
 # --- many prompts
