@@ -224,7 +224,7 @@ def bench(*, as_json: base.AsJson = False, asked: base.Named) -> None:
     anew = asked.get("overwrite", False)
     folder = report.check_results(asked["output"], overwrite=anew, reads=base.inputs(asked))
     suite = results.load_suite(options.suite, options.questions)
-    begun = {} if anew else report.costs_of(folder)
+    begun = {} if anew else report.costs_of(folder / report.RUN)
     speculator = base.load(begun | asked, compared=True)
     names = asked.get("methods", _METHODS if speculator.heads else _NO_HEADS)
     grid, moves = candidates(speculator, names), swept(speculator, sweep)
@@ -296,17 +296,18 @@ def _concurrency(asked: base.Named, options: results.BenchOptions, *, as_json: b
     if max(texts) > len(suite):
         few = f"{max(texts)} texts at once, of {counted(len(suite), 'question')}"
         raise InvalidOption(f"{few}. Give a larger --limit or a smaller --concurrency")
-    from selfspec.eval import concurrency
+    from selfspec.eval import concurrency, report
 
     names: tuple[str, ...] = asked.get("methods", tuple(concurrency.METHODS))
     check_keys(names, concurrency.METHODS, "method")
-    speculator = base.load(asked, compared=True)
+    overwrite, made = asked.get("overwrite", False), lambda one: concurrency.Load(**one)
+    kept, total = folder / "concurrency.jsonl", len(texts) * len(names) * options.repeats
+    begun = {} if overwrite else report.costs_of(kept)
+    speculator = base.load(begun | asked, compared=True)
     record = _record(asked, names, options, speculator, (suite, []))
     summary: dict[str, Any] = {"made_by": "selfspec bench", **record, "texts": list(texts)}
-    total, kept = len(texts) * len(names) * options.repeats, folder / "concurrency.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
     with files.locked(folder), base.bar("concurrency", "measurements") as show:
-        overwrite, made = asked.get("overwrite", False), lambda one: concurrency.Load(**one)
         loads = results.begun(kept, summary, made, overwrite=overwrite)
         show(len(loads), total)
         for load in concurrency.measured(speculator, suite, texts, names, options, [*loads]):

@@ -27,7 +27,7 @@ from selfspec import files, pages
 from selfspec.decoding.stats import counted
 from selfspec.errors import InvalidData, InvalidOption, require_same
 from selfspec.eval import results
-from selfspec.files import read_json, read_yaml
+from selfspec.files import json_lines, parse_json, read_json, read_yaml
 
 Summary = Mapping[str, Any]  # all figures of a bench, ready for JSON
 BASES = ("plain", "hugging-face")  # what speed-ups are over, where they were measured
@@ -435,10 +435,11 @@ def begin_results(folder: Path, run: Mapping[str, Any], *, overwrite: bool = Fal
             (folder / name).unlink(missing_ok=True)
 
 
-def costs_of(folder: Path) -> dict[str, str]:
-    """The option by which a run that was begun there drafts: a busy machine keeps no costs."""
-    with suppress(InvalidData, LookupError, TypeError):
-        return {"costs": read_yaml(folder / RUN)["speculation"]["costs"]}
+def costs_of(path: Path) -> dict[str, str]:
+    """The option by which the run of a file drafts: a busy machine keeps no costs."""
+    with suppress(InvalidData, LookupError, TypeError, StopIteration):
+        first = parse_json(next(json_lines(path))[1], "a line") if path.suffix == ".jsonl" else None
+        return {"costs": (first or read_yaml(path))["speculation"]["costs"]}
     return {}
 
 

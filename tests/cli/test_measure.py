@@ -109,6 +109,10 @@ def test_results_are_neither_overwritten_nor_continued_unasked(
     assert "was begun with limit 1, not 2. Give the same" in call([*command, "2"], 2).err
     assert main([*command, "1"]) == 0
     assert answers.read_text() == before
+    with monkeypatch.context() as killed:
+        killed.setattr("selfspec.eval.concurrency.table", Mock(side_effect=KeyboardInterrupt))
+        assert main([*command, "1", "--concurrency", "1"]) == 130
+    assert main([*command, "1", "--concurrency", "1"]) == 0
     bare = [word for word in BENCH if word not in DRAFTS]  # nobody fitted heads to this model
     assert main([*bare, "--limit", "2", "--overwrite"]) == 0
     assert run_of(workplace)["model"]["heads"] == "none"
