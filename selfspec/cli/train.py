@@ -269,6 +269,8 @@ def data(*, asked: Named) -> None:
     text.check_output(asked["output"], base.inputs(asked))
     with writing(asked["output"]):
         counts = _write_data(asked, options)
+    if not counts.total("rows"):
+        raise InvalidData(f"{asked['output']} holds no conversation. Dropped: {counts.dropped()}")
     base.emit(f"{asked['output']}: {counts.words()}\n")
     base.say_next("fit", asked, "--data", asked["output"], "--output", "heads")
 

@@ -138,6 +138,9 @@ def test_the_user_turns_of_a_file_are_answered(recipes: Path, call: Call) -> Non
     output = call([*GIVEN[:-1], "few.jsonl", "--from", "bad.json", "--skip-bad-rows"])
     assert output.out.endswith("; dropped: 2 bad rows\n")
     assert "bad.json: skipped 2 bad rows, the first: item 1 holds a whole number" in output.err
+    (recipes / "long.json").write_text(json.dumps([{"turns": ["a " * 99]}]))
+    given = [*GIVEN[:-1], "none.jsonl", "--from", "long.json", "--max-prompt-tokens", "32"]
+    assert "none.jsonl holds no conversation. Dropped: 1 too long" in call(given, 2).err
 
 
 def test_a_stopped_run_goes_on(recipes: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
