@@ -263,8 +263,8 @@ class Gain(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """What drafts did that gained nothing; empty if they did."""
-        if self.times > 1:
+        """What drafts did that gained nothing; empty if they did, or gave and cost nothing."""
+        if self.times > 1 or (self.times == 1 and not self.drafted):
             return ""
         return "cost more than they gave" if self.times < 1 else "cost what they gave"
 

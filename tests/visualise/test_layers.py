@@ -259,6 +259,7 @@ def test_a_headline_says_what_drafts_gave() -> None:
         assert found.headline == f"44 % of this answer came as drafts{words}"
         end = ", 0.9× plain decoding" if times == 0.9 else "of the whole model"
         assert found._replace(drafted=0).headline.endswith(end)
+    assert found._replace(drafted=0, times=1.0).verdict == ""  # as where nothing may be drafted
 
 
 def test_a_card_holds_any_text_silently(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
