@@ -460,7 +460,9 @@ def read_results(folder: Path) -> Results:
         run = _mapping(read_yaml(folder / RUN), folder / RUN)
         summary = _mapping(read_json(folder / SUMMARY), folder / SUMMARY)
     except InvalidData as error:
-        raise InvalidData(f"{folder} holds no finished run of selfspec bench: {error}") from error
+        said, loads = f"{folder} holds no finished run of selfspec bench", folder / "concurrency.md"
+        why = f"--concurrency has a table of its own, {loads}" if loads.exists() else error
+        raise InvalidData(f"{said}: {why}") from error
     return Results(folder.resolve().name, run, summary)
 
 

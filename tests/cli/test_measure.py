@@ -113,6 +113,8 @@ def test_results_are_neither_overwritten_nor_continued_unasked(
         killed.setattr("selfspec.eval.concurrency.table", Mock(side_effect=KeyboardInterrupt))
         assert main([*command, "1", "--concurrency", "1"]) == 130
     assert main([*command, "1", "--concurrency", "1"]) == 0
+    (workplace / "out" / "summary.json").unlink()
+    assert "its own, out/concurrency.md" in call(["report", "out", "--output", "new"], 2).err
     bare = [word for word in BENCH if word not in DRAFTS]  # nobody fitted heads to this model
     assert main([*bare, "--limit", "2", "--overwrite"]) == 0
     assert run_of(workplace)["model"]["heads"] == "none"
