@@ -287,7 +287,8 @@ def prepare(
         )
     except _REFUSALS as error:
         said = first_line(error)
-        raise InvalidOption(f"{said}. Change that option, or leave it out") from error
+        advice = "Change that option, or leave it out, of the model's generation_config too"
+        raise InvalidOption(f"{said}. {advice}") from error
     noted = {"logprobs": logprobs, "tokenizer": tokenizer}
     request = from_prepared(backbone, *prepared, seed=seed, **noted)
     if grammar is None:
