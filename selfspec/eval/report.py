@@ -206,7 +206,7 @@ def verdict(summary: Summary) -> str:
     if gain["ratio"] <= 1.0:
         faster = f"Nothing was faster than {NAMES[base]}; {best}: {gain['ratio']:.2f} times"
     interval = f"{gain['low']:.2f} to {gain['high']:.2f}"
-    return f"{faster} (95 %: {interval}), {counted(gain['prompts'], 'prompt')}, {same}."
+    return f"{faster} (95 %: {interval}), {counted(int(gain['prompts']), 'prompt')}, {same}."
 
 
 def rates(summary: Summary) -> str:

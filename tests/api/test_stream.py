@@ -7,7 +7,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from html import unescape
 from itertools import pairwise
-from threading import Event
+from queue import SimpleQueue
 from typing import Any
 from unittest.mock import Mock
 
@@ -117,18 +117,19 @@ def test_later_turns_run_only_what_is_new_and_say_the_same(speculator: Speculato
 
 
 def test_threads_may_share_a_session_and_close_a_stream(speculator: Speculator) -> None:
-    session, begun = speculator.session(), Event()
+    session, heard = speculator.session(), SimpleQueue[Tensor]()
     prompts = [random_ids(13, seed) for seed in range(3)]
 
     def answer(ids: Tensor) -> list[int]:
         return session.generate(ids, max_new_tokens=20).token_ids
 
-    listener = Mock(put=lambda ids: ids.numel() > 1 or begun.set())
+    listener = Mock(put=heard.put)
     stream = speculator.stream(random_ids(13), max_new_tokens=200, streamer=listener)
     with ThreadPoolExecutor() as threads:
         found = [*threads.map(answer, prompts)]
         drained = threads.submit(stream.drain)
-        begun.wait()
+        for _ in ("the prompt", "a token"):
+            heard.get()
         stream.close()
     assert found == [*map(answer, prompts)]
     assert 0 < len(drained.result().token_ids) < 200
