@@ -148,12 +148,13 @@ class SpeculationOptions:
     def updated(self, values: Mapping[str, Any]) -> SpeculationOptions:
         """A copy with `values` replaced: objects, text, or nested mappings for those that have one.
 
-        Raises InvalidOption.
+        Who names a drafter wants drafts, also where tuning found them no faster. Raises
+        InvalidOption.
         """
         if not isinstance(values, Mapping):
             raise InvalidOption(f"options are {shown(values)}, expected names and values")
         check_keys(values, vars(self), "option")
-        found = dict(values)
+        found = ({"speculate": True} if "drafter" in values else {}) | dict(values)
         for name in ("costs", *_SETTINGS):
             if name in values:
                 found[name] = parts.changed(getattr(self, name), values[name])

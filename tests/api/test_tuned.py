@@ -211,7 +211,10 @@ def test_a_model_without_heads_has_a_file_of_its_own(
     assert wrap(model).options == SpeculationOptions(drafter="ngram")
     assert tuned.write(backbone, None, {"speculate": False}, {}) != kept
     caplog.clear()
-    assert not wrap(model).options.speculate
+    plain = wrap(model).options
+    assert not plain.speculate
+    assert plain.updated({"drafter": "ngram"}).speculate, "asked for by name"
+    assert not plain.updated({"drafter": "ngram", "speculate": False}).speculate
     assert "heads" not in caplog.text
     assert wrap(model, drafter="ngram:size=2").options.ngram == Ngram(size=2)
     tuned.write(backbone, None, OPTIONS, {})  # of heads
