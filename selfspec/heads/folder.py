@@ -390,11 +390,13 @@ def find_known(
     if not (written or coming) or not (base := fingerprint()):
         return None
     named = _folders(_object(_file_of(base))) if written else []
-    for gone in (folder for folder in named if not _exists(folder)):
+    if gone := [str(folder) for folder in named if not _exists(folder)]:
+        left = next((str(folder) for folder in named if str(folder) not in gone), "")
         logger.info(
             "exit heads of this model were in %s and are gone. If they were moved: "
-            "selfspec heads pull FOLDER",
-            gone,
+            "selfspec heads pull FOLDER; to forget them: %s",
+            ", ".join(gone),
+            f"selfspec heads use {left}" if left else f"rm {_file_of(base)}",
         )
     fitting = (one for one in (*named, *coming) if _said(one).get("base_fingerprint") == base)
     return next(fitting, None)

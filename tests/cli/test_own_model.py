@@ -137,6 +137,7 @@ def test_heads_that_were_fitted_here_are_found_by_the_weights_of_their_model(
     with caplog.at_level(logging.INFO):
         assert in_use() == workplace / "heads", "those before it"
     assert "selfspec/heads/heads and are gone. If they were moved" in caplog.text
+    assert f"to forget them: selfspec heads use {workplace / 'heads'}" in caplog.text
     next(known_place().glob("*.json")).write_text('{"sizes": [6, 32], "folders": [5]}')
     assert load("tiny-vicuna", dtype="float32").heads is None
 
