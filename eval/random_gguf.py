@@ -3,7 +3,8 @@
     python -m eval.random_gguf --shape llama-3.2-3b --kind Q4_K /tmp/random.gguf
 
 Weights have the size that those of a model have; what it says means nothing. The embedding is the
-unembedding, as Q6_K. Its speed and memory: `selfspec env --model FILE`, `eval.memory`.
+unembedding, as Q6_K, or Q8_0 where rows are no whole blocks of 256. Its speed and memory:
+`selfspec env --model FILE`, `eval.memory`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import typer
 from gguf import GGMLQuantizationType, GGUFWriter
 
 from eval.lab import SHAPES, Shape, run
-from selfspec.errors import check_keys
+from selfspec.errors import InvalidOption, check_keys
 
 _SCALES = {"Q4_0": (0,), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}
 """Where float16 numbers lie in a block, in bytes."""
@@ -34,6 +35,9 @@ def main(
     check_keys([shape], SHAPES, "shape")
     check_keys([kind], _SCALES, "kind")
     sizes = SHAPES[shape]
+    if kind.endswith("_K") and sizes.hidden_size % 256:
+        expected = f"Q4_0 or Q8_0: rows of {shape} are no whole blocks of 256"
+        raise InvalidOption(f"kind is {kind!r}, expected {expected}")
     writer = GGUFWriter(path, "llama", use_temp_file=True)
     writer.add_block_count(sizes.num_hidden_layers)
     writer.add_context_length(sizes.max_position_embeddings)
@@ -65,7 +69,7 @@ def main(
 
 def _weights(sizes: Shape, kind: str) -> Iterator[tuple[str, str, int, int]]:
     width, inner, keys = sizes.hidden_size, sizes.intermediate_size, sizes.keys
-    yield "token_embd.weight", "Q6_K", sizes.vocab_size, width
+    yield "token_embd.weight", "Q8_0" if width % 256 else "Q6_K", sizes.vocab_size, width
     attention = {"attn_q": width, "attn_k": keys, "attn_v": keys, "attn_output": width}
     for layer in range(sizes.num_hidden_layers):
         for part, outputs in (attention | {"ffn_gate": inner, "ffn_up": inner}).items():

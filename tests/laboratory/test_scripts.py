@@ -283,6 +283,8 @@ def test_words_that_mean_nothing_are_named(tmp_path: Path) -> None:
     for wrong in ({"shape": "llama"}, {"kind": "Q4"}):
         with pytest.raises(InvalidOption, match=f"unknown {next(iter(wrong))} "):
             random_gguf.main(tmp_path / "it.gguf", **wrong)
+    with pytest.raises(InvalidOption, match="no whole blocks of 256"):
+        random_gguf.main(tmp_path / "it.gguf", "smollm2-135m", "Q4_K")
     assert not [*tmp_path.iterdir()]
 
 
