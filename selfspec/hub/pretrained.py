@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import functools
 import logging
 from collections.abc import Callable, Iterator
@@ -157,6 +158,8 @@ def _reading(failed: str, *, bars: bool = False) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # Rust's
             raise
+        if getattr(error, "errno", 0) == errno.ENOSPC or "(os error 28)" in str(error):
+            raise  # a tokenizer is written here, too: the cache is full, and the model sound
         reason = first_line(error)
         if _SHAPES_DIFFER in str(error):
             reason = "its weights have other shapes than its config says"

@@ -101,6 +101,15 @@ def test_a_conversion_that_ends_early_leaves_nothing_half_written(
     assert entries(empty_cache) == []
 
 
+@pytest.mark.parametrize("error", [OSError(28, "full"), RuntimeError("full (os error 28)")])
+def test_a_full_cache_is_not_laid_on_the_file(
+    gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(pretrained, "_write_tokenizer", Mock(side_effect=error))
+    with pytest.raises(type(error), match="full"):  # the caller says where it wrote
+        pretrained.describe_gguf(gguf, tmp_path)
+
+
 def test_a_file_or_a_folder_that_cannot_be_loaded_is_named_with_the_reason(
     gguf: Path, empty_cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
