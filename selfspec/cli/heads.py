@@ -27,14 +27,14 @@ Folder = Annotated[str, typer.Argument(metavar="DIR", help="A folder of heads, o
 
 @app.callback(invoke_without_command=True)
 def heads(context: typer.Context) -> None:
-    """List exit heads, show them, check them against a model."""
+    """List, show, check, use, fetch and share exit heads."""
     if context.invoked_subcommand is None:
         base.emit(context.get_help() + "\n")
 
 
 @app.command("list")
 def list_command(*, as_json: AsJson = False) -> None:
-    """List the exit heads that come with selfspec, were pulled, or were fitted here."""
+    """List exit heads. Those that come with selfspec, were pulled, or were fitted here."""
     coming = hub.list_heads()
     rows = []
     for folder in (*coming, *(own for own in known_folders() if own not in coming)):
@@ -112,7 +112,7 @@ def check(
 
 @app.command()
 def use(folder: Folder) -> None:
-    """Use these heads with their model from now on, where no others are named."""
+    """Use these heads with their model. From now on, where no others are named."""
     found = hub.resolve_heads(folder)
     config = read_config(found)
     base_model = config["base_model"]
@@ -134,7 +134,7 @@ def pull(
     ] = None,
     overwrite: base.Overwrite = False,
 ) -> None:
-    """Fetch heads, so that --heads finds them by OWNER/NAME or NAME from then on."""
+    """Fetch heads. --heads finds them by OWNER/NAME or NAME from then on."""
     source, target = hub.heads_to_pull(name, called)
     from selfspec.heads.attending import config_of
 
