@@ -227,21 +227,29 @@ def _read_bytes(tensors: Tensors, layer: str, shape: tuple[int, int]) -> Grouped
     scales, groups = _scales(tensors, layer, shape)
     zeros = torch.full(scales.shape, 128, dtype=torch.int16)
     if (name := f"{layer}.weight_zero_point") in tensors:
-        zeros = zeros + tensors.get(name, (None,) * 2, torch.int8).to(torch.int16)
+        zeros = _of_outputs(tensors, name, shape[0], torch.int8).to(torch.int16) + 128
     return Grouped(signed.view(torch.uint8) ^ 128, scales, zeros, groups)
 
 
 def _scales(tensors: Tensors, layer: str, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """[out, groups], and [in]: the group of each input; one scale may stand for all outputs."""
+    """[out, groups], and [in]: the group of each input."""
     out, inner = shape
-    scales = tensors.get(name := f"{layer}.weight_scale")
-    if scales.numel() == 1:
-        scales = scales.view(1, 1).expand(out, 1)
-    elif scales.dim() != 2:
-        raise InvalidData(f"{name} is {list(scales.shape)}, expected [{out}, any]")
+    scales = _of_outputs(tensors, f"{layer}.weight_scale", out)
     if (name := f"{layer}.weight_g_idx") in tensors:
-        return scales, tensors.get(name, (inner,), torch.int32).long()
+        groups = tensors.get(name, (inner,), torch.int32).long()
+        if not bool((groups == -1).any()):  # there may be places for an order that nobody set
+            return scales, groups
     return scales, _equal_groups(layer, inner, scales.shape[1])
+
+
+def _of_outputs(tensors: Tensors, name: str, out: int, dtype: torch.dtype | None = None) -> Tensor:
+    """[out, groups]; one value may stand for all outputs."""
+    found = tensors.get(name, None, dtype)
+    if found.numel() == 1:
+        return found.view(1, 1).expand(out, 1)
+    if found.dim() != 2:
+        raise InvalidData(f"{name} is {list(found.shape)}, expected [{out}, any]")
+    return found
 
 
 def _equal_groups(layer: str, inner: int, count: int) -> Tensor:

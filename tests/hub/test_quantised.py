@@ -330,16 +330,18 @@ class Kept(NamedTuple):
 def random_layer(
     out: int, inner: int, bits: int, group: int, symmetric: bool, shuffled: bool, seed: int
 ) -> Kept:
-    """Any numbers, in groups of so many inputs; scales are bfloat16 and float16 at once."""
+    """Any numbers, in groups of so many inputs (0: one scale for all); bfloat16 and float16."""
     draw = torch.Generator().manual_seed(seed)
-    most, groups = 1 << bits, -(-inner // group)
+    most, groups = 1 << bits, -(-inner // (group or inner))
     quants = torch.randint(most, (out, inner), generator=draw)
     zeros = torch.full((out, groups), most // 2)
     if not symmetric:
         zeros = torch.randint(most, (out, groups), generator=draw)
     scales = (torch.rand(out, groups, generator=draw) + 0.5) * 4 / most / inner**0.5
     order = torch.randperm(inner, generator=draw) if shuffled else torch.arange(inner)
-    return Kept(quants, scales.bfloat16(), zeros, order // group)
+    if not group:
+        scales[:], zeros[:] = scales[0].clone(), zeros[0].clone()
+    return Kept(quants, scales.bfloat16(), zeros, order // (group or inner))
 
 
 def write_folder(
@@ -368,7 +370,10 @@ def write_folder(
         numbers[name] = kept.numbers()
         layer = name.removesuffix(".weight")
         for part, values in PACK[method](kept, bits).items():
-            if not (symmetric and part == "weight_zero_point"):
+            if not group and part in ("weight_scale", "weight_zero_point"):
+                values = values[0]
+            skipped = {"weight_zero_point": symmetric, "weight_g_idx": not shuffled}
+            if not skipped.get(part):
                 tensors[f"{layer}.{part}"] = values.contiguous()
     model.config.save_pretrained(folder)
     fields = json.loads((folder / "config.json").read_text())
@@ -415,6 +420,7 @@ def packed(kept: Kept, bits: int) -> dict[str, Tensor]:
         "weight_scale": kept.scales,
         "weight_shape": torch.tensor(kept.quants.shape),
         "weight_zero_point": words(kept.zeros.T, bits).T,
+        "weight_g_idx": kept.group_of.to(torch.int32),
     }
 
 
@@ -436,8 +442,9 @@ def says(method: str, bits: int, group: int, symmetric: bool) -> dict[str, Any]:
         own: dict[str, Any] = {"sym": symmetric, "desc_act": False}
         said: dict[str, Any] = {"quant_method": method, "bits": bits, "group_size": group}
         return said | (own if method == "gptq" else {"version": "gemm", "zero_point": True})
-    weights = {"num_bits": bits, "type": "int", "strategy": "group", "symmetric": symmetric}
-    groups = {"group_0": {"targets": ["Linear"], "weights": {**weights, "group_size": group}}}
+    strategy = {"strategy": "group", "group_size": group} if group else {"strategy": "tensor"}
+    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, **strategy}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
     kept = {"quant_method": "compressed-tensors", "format": method, "config_groups": groups}
     return kept | {"quantization_status": "compressed", "ignore": ["lm_head"]}
 
@@ -454,8 +461,10 @@ WAYS = [
     ("pack-quantized", {}, True),
     ("pack-quantized", {"symmetric": False, "group": 64}, True),
     ("pack-quantized", {"bits": 8, "group": 16}, False),
+    ("pack-quantized", {"shuffled": True}, False),
     ("int-quantized", {"bits": 8, "group": 64}, True),
     ("int-quantized", {"bits": 8, "symmetric": False}, True),
+    ("int-quantized", {"bits": 8, "symmetric": False, "group": 0}, True),
 ]
 
 
@@ -480,7 +489,8 @@ def test_a_folder_is_the_numbers_that_it_stands_for(
 
 
 @pytest.mark.parametrize(
-    ("method", "options"), [way[:2] for way in WAYS if way[0].endswith("quantized")]
+    ("method", "options"),
+    [way[:2] for way in WAYS if way[0].endswith("quantized") and "shuffled" not in way[1]],
 )
 def test_transformers_de_quantises_to_the_same(
     tmp_path: Path, method: str, options: dict[str, Any]
@@ -511,6 +521,12 @@ def test_version_2_of_gptq_takes_nothing_off_its_zeros(tmp_path: Path) -> None:
     expected = write_folder(tmp_path, "gptq", said={"checkpoint_format": "gptq_v2"})
     found = loaded(tmp_path, "float32")[f"{UP}.weight"]
     assert bool((found > expected[f"{UP}.weight"]).all())  # counted from one less
+
+
+def test_inputs_may_have_places_for_an_order_that_nobody_set(tmp_path: Path) -> None:
+    expected, unset = write_folder(tmp_path, "pack-quantized"), torch.full((64,), -1).int()
+    tensors(lambda held: held.update({f"{UP}.weight_g_idx": unset}))(tmp_path)
+    assert torch.equal(loaded(tmp_path, "float64")[f"{UP}.weight"], expected[f"{UP}.weight"])
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
