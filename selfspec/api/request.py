@@ -548,6 +548,8 @@ class Grammars:
         from llguidance.hf import from_tokenizer
 
         tokenizer: Any = self._tokenizer
+        if tokenizer is None:
+            raise InvalidOption("a grammar needs a tokenizer. Give one to selfspec.wrap")
         try:
             return from_tokenizer(tokenizer, n_vocab=self._vocab_size, eos_token=sorted(ends))
         except ValueError as error:

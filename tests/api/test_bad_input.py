@@ -343,6 +343,9 @@ class Processor:
     tokenizer = None
 
 
+FORM: Any = {"json_schema": True, "eos_token_id": 5}
+STOP: Any = {"stop_strings": "a"}
+
 CASES: list[tuple[Callable[[Any], Any], type[SelfspecError], str]] = [
     (lambda _: wrap(None), InvalidOption, "model is of type NoneType.*selfspec.load"),
     (lambda _: wrap("gpt2"), InvalidOption, "model is of type str.*expected a causal"),
@@ -383,10 +386,14 @@ CASES: list[tuple[Callable[[Any], Any], type[SelfspecError], str]] = [
     (lambda model: speaking(model).generate(user("a"), raw=True), InvalidPrompt, "raw is for text"),
     (lambda model: wrap(model).generate("hello"), InvalidPrompt, "in words needs a tokenizer"),
     (lambda model: wrap(model).generate(user("hi")), InvalidPrompt, "needs a tokenizer"),
+    (lambda model: wrap(model, chat_template="chatml"), InvalidOption, "template needs a token"),
+    (lambda model: wrap(model).generate(IDS, **FORM), InvalidOption, "grammar needs a tokenizer"),
+    (lambda model: wrap(model).generate(IDS, **STOP), InvalidOption, "strings need a tokenizer"),
     (lambda model: load(model), InvalidOption, r"use selfspec\.wrap\(model\)"),
     (lambda _: load(3), InvalidOption, "model is of type int"),
     (lambda _: load(""), InvalidOption, "model is empty"),
     (lambda _: load(device=[]), InvalidOption, "device is .., expected text"),
+    (lambda _: load(datastore=3), InvalidOption, "datastore is 3, expected text"),
     (lambda _: load(attn_implementation=3), InvalidOption, "attn_implementation is 3"),
     (lambda _: load(dtype="float8_e4m3fn"), InvalidOption, "dtype is 'float8_e4m3fn', expected"),
     (lambda _: load(dtype="int8"), InvalidOption, "dtype is 'int8', expected float32"),
