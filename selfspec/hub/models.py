@@ -301,7 +301,8 @@ def _torch_device(device: str | None) -> torch.device | None:
     try:
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
-        raise InvalidOption(f"cannot use device {found}: {first_line(error)}") from error
+        said = first_line(error).partition(". ")[0]  # of hundreds of names
+        raise InvalidOption(f"cannot use device {found}: {said}") from error
     return found
 
 

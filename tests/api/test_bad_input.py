@@ -394,6 +394,7 @@ CASES: list[tuple[Callable[[Any], Any], type[SelfspecError], str]] = [
     (lambda _: load(""), InvalidOption, "model is empty"),
     (lambda _: load(device=[]), InvalidOption, "device is .., expected text"),
     (lambda _: load(datastore=3), InvalidOption, "datastore is 3, expected text"),
+    (lambda _: load(device="xla"), InvalidOption, "arguments from the 'XLA' backend$"),
     (lambda _: load(attn_implementation=3), InvalidOption, "attn_implementation is 3"),
     (lambda _: load(dtype="float8_e4m3fn"), InvalidOption, "dtype is 'float8_e4m3fn', expected"),
     (lambda _: load(dtype="int8"), InvalidOption, "dtype is 'int8', expected float32"),
