@@ -16,7 +16,7 @@ from torch import Tensor
 
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.acceptance import Draft, Target
+from selfspec.decoding.acceptance import Draft, GreedyMatch, Target
 from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.drafters import draft_model, ngram, rest
 from selfspec.decoding.drafters.base import ROOT, DraftController, Drafting
@@ -585,6 +585,15 @@ def test_two_tokens_come_before_one_and_the_newest_counts(monkeypatch: pytest.Mo
     for first in (1, 2, 1, 3):
         table.learn([first, first], [first + 10], 0)
     assert [list(table.behind([n, n]).tokens) for n in (1, 2, 3)] == [[11], [], [13]]
+
+
+def test_a_table_hears_what_came_behind_the_two_newest_tokens() -> None:
+    table = ngram.Successors()
+    heard = ngram.Remembering(GreedyMatch(ladder.greedy()), table, [1, 2])
+    for token in (3, 4):
+        heard.note(torch.eye(9)[token], token)
+    table.learn([9, 3], [7], 7)
+    assert [table.behind([first, 3]).tokens[0] for first in (2, 9, 8)] == [4, 7, 7]
 
 
 # --- lookahead
