@@ -345,6 +345,7 @@ class Processor:
 
 FORM: Any = {"json_schema": True, "eos_token_id": 5}
 STOP: Any = {"stop_strings": "a"}
+FLAT: Any = {"logits_processor": [lambda _, scores: scores[0]]}
 
 CASES: list[tuple[Callable[[Any], Any], type[SelfspecError], str]] = [
     (lambda _: wrap(None), InvalidOption, "model is of type NoneType.*selfspec.load"),
@@ -388,6 +389,11 @@ CASES: list[tuple[Callable[[Any], Any], type[SelfspecError], str]] = [
     (lambda model: wrap(model).generate(user("hi")), InvalidPrompt, "needs a tokenizer"),
     (lambda model: wrap(model, chat_template="chatml"), InvalidOption, "template needs a token"),
     (lambda model: wrap(model).generate(IDS, **FORM), InvalidOption, "grammar needs a tokenizer"),
+    (
+        lambda model: wrap(model).generate(IDS, **FLAT),
+        InvalidOption,
+        r"gives .\d+., expected scores",
+    ),
     (lambda model: wrap(model).generate(IDS, **STOP), InvalidOption, "strings need a tokenizer"),
     (lambda model: load(model), InvalidOption, r"use selfspec\.wrap\(model\)"),
     (lambda _: load(3), InvalidOption, "model is of type int"),

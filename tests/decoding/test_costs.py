@@ -27,13 +27,14 @@ from selfspec.decoding.sampling import DraftToken
 from selfspec.decoding.state import alone
 from selfspec.decoding.stats import PARTS, GenerationStats, Stopwatch
 from selfspec.errors import PinnedUnavailable
+from selfspec.heads.exit_heads import ExitHeads
 from selfspec.model.backbone import Backbone
 from selfspec.model.fused import FusedExecutor
 from selfspec.model.generic import GenericExecutor
 from selfspec.options import Costs
 from tests.decoding.test_drafters import Other, Text
 from tests.heads.kinds import make_heads
-from tests.ladder import greedy
+from tests.ladder import attending_heads, greedy
 from tests.models import make_model, needs_compiler, random_ids, wrapped
 from tests.recorded import RecordedCapture
 from tests.traces import entry
@@ -248,10 +249,13 @@ def test_quick_costs_leave_slow_passes_out_and_rows_between_two_cost_alike(
     assert not slow
 
 
-@pytest.mark.parametrize("kind", ["translator", "deep-fused"])
+@pytest.mark.parametrize("kind", ["translator", "deep-fused", "medusa", "attending"])
 def test_a_question_to_a_head_is_measured_too(kind: str) -> None:
     backbone = wrapped("llama", num_hidden_layers=3)
-    heads = make_heads(kind, backbone.unembedding, exit_layers=(2,), num_layers=3)
+    own = {} if kind == "medusa" else {"exit_layers": (2,)}
+    heads: ExitHeads = attending_heads(backbone)
+    if kind != "attending":
+        heads = make_heads(kind, backbone.unembedding, num_layers=3, **own)
     clock = itertools.count()  # a tick for each reading
     found = measuring.quick_costs(backbone, heads, now=lambda: float(next(clock)))
     assert found == Costs(row=(0.0,) * 15, head=1.0)

@@ -111,6 +111,18 @@ def drafts(entries: list[Round]) -> list[tuple[list[int], list[int]]]:
     return [(entry.draft_tokens, entry.tokens) for entry in entries]
 
 
+@pytest.mark.parametrize("threshold", [1.0, 0.001])
+def test_a_head_that_is_not_sure_enough_guesses_nothing(
+    threshold: float, backbone: Backbone
+) -> None:
+    drafter = f"exit:layers=0,threshold={threshold},guesses=4"
+    options = SpeculationOptions(never_slower=False).updated({"drafter": drafter})
+    runtime = Runtime(backbone, ladder.deep_heads(backbone, (0,)), None)
+    entries = list(Engine(runtime).add(asked(random_ids(9)), options))
+    assert any(entry.draft_tokens for entry in entries) == (threshold < 1.0)
+    assert any(entry.heads for entry in entries)
+
+
 @pytest.mark.parametrize("kind", ["attending", "medusa"])
 def test_a_text_has_the_drafts_that_it_has_alone(
     backbone: Backbone, kind: str, monkeypatch: pytest.MonkeyPatch

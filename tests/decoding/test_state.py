@@ -207,6 +207,15 @@ def test_heads_see_the_row_being_drafted_at_their_own_layer(
         assert (hidden - expected[layer][:, 5 + step]).abs().max() < 1e-13
 
 
+def test_who_looks_at_a_long_text_sees_all_of_it(watched: WatchedBackbone) -> None:
+    state, text = DecodeState(watched, torch.tensor([[0, 7, 8]]), pad=1), [0, 7, 8]
+    for count in (9, 1600):  # the buffer has room for 259 ids at first
+        while len(text) < count:
+            state.append(len(text), 0)
+            text.append(len(text))
+        assert state.ids[0].tolist() == text
+
+
 @pytest.fixture(scope="module")
 def truth(shared: WatchedBackbone) -> list[int]:
     state = make_state(shared)
