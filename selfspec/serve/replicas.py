@@ -209,8 +209,7 @@ class _Front:
             )
             if not begun:
                 raise ended from None
-            event = f"data: {json.dumps(ended.body())}\n\n".encode()
-            await send({"type": "http.response.body", "body": event})
+            await send({"type": "http.response.body", "body": gate.event(ended.body()).encode()})
         finally:
             late.cancel()
 
