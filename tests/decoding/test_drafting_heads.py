@@ -19,11 +19,17 @@ from torch import Tensor, nn
 from selfspec.api.speculator import wrap
 from selfspec.cli.main import main
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.acceptance import GreedyMatch
+from selfspec.decoding.acceptance import Draft, GreedyMatch
 from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.decode import StopRule
-from selfspec.decoding.drafters.base import DraftController
-from selfspec.decoding.drafters.heads import CHOICES, AttendingDrafter, MedusaGuesser, pack
+from selfspec.decoding.drafters.base import ROOT, DraftController, Drawn, Known
+from selfspec.decoding.drafters.heads import (
+    CHOICES,
+    AttendingDrafter,
+    HeadGuesser,
+    MedusaGuesser,
+    pack,
+)
 from selfspec.decoding.drafters.trees import TreeDrafter
 from selfspec.decoding.engine import Asked, Engine, Runtime
 from selfspec.decoding.state import AskAhead, DecodeState, NoDrafter, Run, alone
@@ -121,6 +127,16 @@ def test_a_head_that_is_not_sure_enough_guesses_nothing(
     entries = list(Engine(runtime).add(asked(random_ids(9)), options))
     assert any(entry.draft_tokens for entry in entries) == (threshold < 1.0)
     assert any(entry.heads for entry in entries)
+
+
+@pytest.mark.parametrize(("draws", "kind"), [(True, Drawn), (False, Known)])
+def test_guesses_are_drawn_where_tokens_are(draws: bool, kind: type, backbone: Backbone) -> None:
+    heads, sampler = ladder.deep_heads(backbone, (0,)), replace(ladder.greedy(), do_sample=draws)
+    guesser = HeadGuesser(heads, ExitJudge(6, {0: 1e-9}), sampler, 4)
+    guesser.begin(DecodeState(backbone, random_ids(9)))
+    with torch.inference_mode():
+        (found,) = alone(guesser.ask(Draft(), [ROOT], Stopwatch()))
+    assert (type(found), len(found.chances)) == (kind, 4)
 
 
 @pytest.mark.parametrize("kind", ["attending", "medusa"])
