@@ -451,7 +451,7 @@ def says(method: str, bits: int, group: int, symmetric: bool) -> dict[str, Any]:
 
 UP = "model.layers.1.mlp.up_proj"
 
-WAYS = [
+WAYS: list[tuple[str, dict[str, Any], bool]] = [
     ("gptq", {}, True),
     ("gptq", {"bits": 8, "group": 64}, True),
     ("gptq", {"symmetric": False}, True),
