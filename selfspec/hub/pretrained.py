@@ -196,7 +196,8 @@ def convert_gguf(gguf: Path, out: Path, dtype: str) -> None:
     options: dict[str, Any] = {"quantization_config": GgufConfig(dequantize=True)}
     options |= {"dtype": torch.float32, "output_loading_info": True}
     read: Any = AutoModelForCausalLM.from_pretrained  # typed as if it gave the model alone
-    with _reading(f"cannot read {gguf} as GGUF"):
+    reader = _reader_with("tqdm", lambda bar: functools.partial(bar, disable=True))
+    with _reading(f"cannot read {gguf} as GGUF"), reader:
         model, found = read(gguf.parent, gguf_file=gguf.name, **options)
         _write_tokenizer(gguf, out)
     _require_all(gguf, found)
@@ -208,26 +209,32 @@ def describe_gguf(gguf: Path, out: Path) -> None:
     """Write the config and the tokenizer of a file. Raises ModelNotFound with the reason."""
     from transformers import AutoConfig
 
-    with _reading(f"cannot read {gguf} as GGUF"), _parsed_once():
+    reader = _reader_with("load_gguf_checkpoint", _once)
+    with _reading(f"cannot read {gguf} as GGUF"), reader:
         _write_tokenizer(gguf, out)
         AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(out)
 
 
 @contextlib.contextmanager
-def _parsed_once() -> Iterator[None]:
-    """What transformers finds in a file for its tokenizer's class serves its config, too.
-
-    It parses all words for either: of a vocabulary of 128,000, 8 s of a processor each time.
-    """
+def _reader_with(name: str, made: Callable[[Any], Any]) -> Iterator[None]:
+    """While open, `name` in transformers' reader of GGUF files is what is `made` of it."""
     from transformers import modeling_gguf_pytorch_utils as reader
 
-    parse = reader.load_gguf_checkpoint
-    once: Any = functools.cache(parse)
-    reader.load_gguf_checkpoint = lambda *of, **options: copy.deepcopy(once(*of, **options))
+    before = getattr(reader, name)
+    setattr(reader, name, made(before))
     try:
         yield
     finally:
-        reader.load_gguf_checkpoint = parse
+        setattr(reader, name, before)
+
+
+def _once(parse: Callable[..., Any]) -> Callable[..., Any]:
+    """What is found in a file for its tokenizer's class serves its config, too.
+
+    Either parses all words: of a vocabulary of 128,000, 8 s of a processor each time.
+    """
+    found = functools.cache(parse)
+    return lambda *of, **options: copy.deepcopy(found(*of, **options))
 
 
 def _write_tokenizer(gguf: Path, out: Path) -> None:
