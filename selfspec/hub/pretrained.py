@@ -363,6 +363,12 @@ def assembled(
             missing.append(name)
         else:
             place(name, Parameter(found, requires_grad=False))
+    for name in model.state_dict().keys() & dict(model.named_buffers()).keys():  # Gemma 4's scales
+        buffer = model.get_buffer(name)
+        if (found := weight(name, tuple(buffer.shape))) is None:
+            missing.append(name)
+        else:
+            buffer.copy_(found)
     if config.tie_word_embeddings:
         missing = [name for name in missing if name != _OUTPUT]
         embedding: Any = model.get_input_embeddings()

@@ -41,7 +41,7 @@ from selfspec.model.backbone import Backbone
 from selfspec.model.weights import FORMATS, QuantisedWeight
 from tests.bad_input import Change, tensor, tensors
 from tests.gguf_models import write_model
-from tests.models import make_model, noted
+from tests.models import BREADTH, make_model, noted
 from tests.talks import make_tokenizer
 
 
@@ -536,6 +536,13 @@ def test_other_dtypes_get_numbers(tmp_path: Path, dtype: str) -> None:
     expected = write_folder(tmp_path, "awq")
     for name, weight in loaded(tmp_path, dtype).items():
         assert torch.equal(weight, expected[name].to(getattr(torch, dtype))), name
+
+
+@pytest.mark.skipif("gemma4" not in BREADTH, reason="needs a newer transformers")
+def test_buffers_that_a_model_saves_are_read() -> None:
+    config, half = make_model("gemma4").config, lambda _, shape: torch.full(shape, 0.5)
+    model: Any = pretrained.assembled(config, torch.float32, "sdpa", half)
+    assert model.model.layers[0].layer_scalar.item() == 0.5
 
 
 def test_several_files_are_one_model(tmp_path: Path) -> None:
