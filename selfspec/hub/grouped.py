@@ -7,7 +7,7 @@ transformers de-quantises to; else transformers rounds to the scales' dtype on t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from selfspec.errors import InvalidData
+from selfspec.errors import InvalidData, LacksWeights
 from selfspec.hub.pretrained import assembled, indexed
 from selfspec.model.weights import FORMATS, ZEROED, QuantisedWeight
 
@@ -39,6 +39,9 @@ class Tensors:
 
     def __contains__(self, name: object) -> bool:
         return name in self._file_of
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
 
     def get(
         self,
@@ -103,6 +106,8 @@ def load(
     Raises InvalidData for tensors that do not fit the config or each other.
     """
     tensors = Tensors(folder)
+    if any(name.endswith("act.scales") for name in tensors):  # AWQ's, of StarCoder 2 and GPT-NeoX
+        raise LacksWeights("its activations are scaled")
     quantised = []
 
     def weight(name: str, shape: tuple[int, ...]) -> Tensor | None:

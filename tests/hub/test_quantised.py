@@ -637,13 +637,14 @@ def test_damage_is_refused_in_one_line(
         ("pack-quantized", {"config_groups": [1]}, "is not one of compressed-tensors"),
         ("pack-quantized", {"format": "float-quantized"}, "as float-quantized"),
         ("pack-quantized", {"config_groups": {"a": {"weights": {"num_bits": 2}}}}, "other weights"),
-        ("gptq", None, "it lacks 1 weights, model.layers.1.mlp.up_proj.weight among them"),
+        ("gptq", "lost", "it lacks 1 weights, model.layers.1.mlp.up_proj.weight among them"),
+        ("awq", "h.0.mlp.act.scales", "its activations are scaled"),
     ],
 )
 def test_other_ways_are_left_to_transformers(
     tmp_path: Path,
     method: str,
-    says: dict[str, Any] | None,
+    says: dict[str, Any] | str,
     why: str,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -651,9 +652,9 @@ def test_other_ways_are_left_to_transformers(
     monkeypatch.setattr(pretrained, "load", lambda *_, **__: (torch.nn.Linear(1, 1), None))
     convert = lambda _gguf, out, dtype: (out / "config.json").touch()  # noqa: E731
     monkeypatch.setattr(pretrained, "convert_gguf", convert)
-    place = written(tmp_path, method, **(says or {}))
-    if says is None:
-        tensors(lambda held: held.pop(f"{UP}.qweight"))(place)
+    place = written(tmp_path, method, **(says if isinstance(says, dict) else {}))
+    if isinstance(says, str):  # the name that a tensor gets
+        tensors(lambda held: held.update({says: held.pop(f"{UP}.qweight")}))(place)
     with caplog.at_level(logging.INFO):
         hub.load_model(place, device="cpu", blocks=True)
     assert ("is de-quantised" if method == "GGUF" else "is left to transformers") in caplog.text
