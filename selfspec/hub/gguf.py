@@ -255,6 +255,13 @@ def check_scales(gguf: Path, header: GgufHeader) -> None:
             raise InvalidData(f"{name} has a scale that is not finite")
 
 
+def check_biases(header: GgufHeader) -> None:
+    """Raise InvalidData for those that transformers' reader drops: it knows of Qwen 2's alone."""
+    biases = [name for name in header.tensors if name.endswith(".bias")]
+    if biases and header.architecture in _FAMILIES and header.architecture != "qwen2":
+        raise InvalidData(f"transformers drops its {biases[0]}. Give the model's folder")
+
+
 def scale_rotations(gguf: Path, header: GgufHeader, config: Path) -> None:
     """Write into a config.json how a file scales rotations: transformers' reader leaves it out.
 

@@ -309,7 +309,7 @@ def _torch_device(device: str | None) -> torch.device | None:
 # --- quantised files: weights as they lie there, or de-quantised once
 
 _STORED = ("bfloat16", "float16", "float32")  # other dtypes are converted as they are loaded
-_CONVERSION = b"6"  # raise it when _made_once writes other files: old cache entries are then unused
+_CONVERSION = b"7"  # raise it when _made_once writes other files: old cache entries are then unused
 
 
 def _from_folder(
@@ -387,9 +387,9 @@ def _made_once(
     target = files.cache_folder() / "models" / f"{gguf.stem}-{digest[:12]}-{kind}"
     if (target / "config.json").is_file():
         return target
-    from selfspec.hub.gguf import read_header, scale_rotations
+    from selfspec.hub.gguf import check_biases, read_header, scale_rotations
 
-    header = read_header(gguf)
+    check_biases(header := read_header(gguf))
     with files.locked(target, wait=True):
         if not (target / "config.json").is_file():
             with files.replacing_folder(target) as new:
