@@ -227,6 +227,8 @@ def _check_sizes(
 
 _FAMILIES = ("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3")  # as files name them
 _ADDED_TO_NORMS = {"gemma2": 1.0, "gemma3": 1.0}
+_27B = {"gemma2": 46, "gemma3": 62}
+"""Layers of the largest Gemma, by which llama.cpp, too, knows how it scales queries."""
 _IN_PAIRS = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
 """Llama's linear layers whose outputs, by head, stand in pairs that are rotated together; heads."""
 _LONGROPE = {"rope_factors_short.weight": "short_factor", "rope_factors_long.weight": "long_factor"}
@@ -260,6 +262,14 @@ def check_biases(header: GgufHeader) -> None:
     biases = [name for name in header.tensors if name.endswith(".bias")]
     if biases and header.architecture in _FAMILIES and header.architecture != "qwen2":
         raise InvalidData(f"transformers drops its {biases[0]}. Give the model's folder")
+
+
+def scale_queries(header: GgufHeader, config: Path) -> None:
+    """Write into a config.json how Gemma's 27B scale queries: no file says it."""
+    whole: dict[str, Any] = json.loads(config.read_text())
+    if whole["num_hidden_layers"] == _27B.get(header.architecture):
+        whole["query_pre_attn_scalar"] = whole["hidden_size"] // whole["num_attention_heads"]
+        config.write_text(json.dumps(whole, indent=2))
 
 
 def scale_rotations(gguf: Path, header: GgufHeader, config: Path) -> None:

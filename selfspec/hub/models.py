@@ -387,14 +387,15 @@ def _made_once(
     target = files.cache_folder() / "models" / f"{gguf.stem}-{digest[:12]}-{kind}"
     if (target / "config.json").is_file():
         return target
-    from selfspec.hub.gguf import check_biases, read_header, scale_rotations
+    from selfspec.hub import gguf as gguf_files
 
-    check_biases(header := read_header(gguf))
+    gguf_files.check_biases(header := gguf_files.read_header(gguf))
     with files.locked(target, wait=True):
         if not (target / "config.json").is_file():
             with files.replacing_folder(target) as new:
                 make(gguf, new)
-                scale_rotations(gguf, header, new / "config.json")
+                gguf_files.scale_queries(header, new / "config.json")
+                gguf_files.scale_rotations(gguf, header, new / "config.json")
     return target
 
 

@@ -158,6 +158,17 @@ def test_rotations_are_scaled_as_the_file_says(
     assert own.config.rope_parameters.get("long_factor") == rope.get("long_factor")
 
 
+@pytest.mark.parametrize("blocks", [True, False])
+def test_the_largest_gemma_scales_queries_by_its_width(
+    tmp_path: Path, blocks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for layers, scalar in ((46, 256), (2, 256 // 4)):
+        monkeypatch.setitem(gguf_files._27B, "gemma2", layers)
+        write_model(place := tmp_path / f"{layers}.gguf", "gemma2", tied=layers == 2)
+        found: Any = hub.load_model(place, dtype="float32", device="cpu", blocks=blocks)
+        assert found[0].config.query_pre_attn_scalar == scalar
+
+
 @pytest.mark.parametrize(
     "said",
     [
