@@ -255,7 +255,8 @@ class ModelWatch:
         ]
         """What is asked of which, by path; and how another answer is told."""
         self._answers = self._ask()
-        kept = [one for one in self._weights if not one.tensor.is_meta]
+        # those that compressed-tensors runs lie in no dict: what is asked of each has to do
+        kept = [w for w in self._weights if not w.tensor.is_meta and isinstance(w.place, dict)]
         self._places, self._names = [one.place for one in kept], [one.name for one in kept]
         self._tensors = [one.tensor for one in kept]
         self._ends: list[tuple[str, Array[c_char]]] = []
