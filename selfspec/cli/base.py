@@ -453,7 +453,7 @@ GENERATION = grouped(
     Flag("stop_strings", list[str], "Text that ends the answer; repeatable.", ("--stop",)),
     Flag("do_sample", bool, "Sample; implied by the next four."),
     Flag("temperature", float, "Divides the logits; 0 is greedy."),
-    Flag("top_k", int, "Sample from this many of the most likely tokens."),
+    Flag("top_k", int, "Sample from so many likely tokens; 0: all. Built in: the model's, or 50."),
     Flag("top_p", float, "Sample from the most likely tokens that sum to this, in (0, 1]."),
     Flag("min_p", float, "Leave out tokens less likely than this times the most likely one."),
     Flag("repetition_penalty", float, "Above 1: lowers scores of tokens in the text so far."),
