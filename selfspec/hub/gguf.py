@@ -266,8 +266,10 @@ def check_biases(header: GgufHeader) -> None:
 
 def scale_queries(header: GgufHeader, config: Path) -> None:
     """Write into a config.json how Gemma's 27B scale queries: no file says it."""
+    if (layers := _27B.get(header.architecture)) is None:
+        return
     whole: dict[str, Any] = json.loads(config.read_text())
-    if whole["num_hidden_layers"] == _27B.get(header.architecture):
+    if whole["num_hidden_layers"] == layers:
         whole["query_pre_attn_scalar"] = whole["hidden_size"] // whole["num_attention_heads"]
         config.write_text(json.dumps(whole, indent=2))
 
