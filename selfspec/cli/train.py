@@ -78,8 +78,14 @@ class Base(NamedTuple):
     chat_template: str | None  # where it is not the model's own
 
 
-def _check(asked: Asked) -> None:
-    """Refuse what no record can keep, and files that cannot be read, before torch is imported."""
+def _check(asked: Asked, *, shares: bool = False) -> None:
+    """Refuse what no record can keep, and files that cannot be read, before torch is imported.
+
+    `shares`: whether the processes of a launcher share the work; else each would do all of it.
+    """
+    if not shares and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        said = "a launcher started several processes, whose work only fit shares"
+        raise InvalidOption(f"{said}. Start one; data and cache take --workers N")
     for name in asked.keys() - {"output"}:
         if isinstance(asked[name], str) and not text.is_text(asked[name]):
             raise InvalidOption(
@@ -154,8 +160,6 @@ def writing(output: str | Path) -> AbstractContextManager[None]:
 
 def _workers(asked: Asked) -> int:
     count: int = asked.get("workers", 1)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise InvalidOption("a launcher started several processes. Start one, with --workers N")
     if count > 1:
         check_packages("more than one worker", "ray", extra="ray")
     return count
@@ -533,7 +537,7 @@ def fit(*, asked: Named) -> None:
     if "cache" in asked:
         batched = () if "validation" in asked else ("batch_tokens",)
         base.refuse(asked, {"data", "keep_features", *batched}, _IS_CACHED)
-    _check(asked)
+    _check(asked, shares=True)
     options = options_of(FitOptions, asked)
     _check_heads_output(asked)
     from selfspec.training import fit as fitting

@@ -262,6 +262,15 @@ def test_a_prompt_is_text_and_is_there(refused: Refused, monkeypatch: pytest.Mon
     refused("generate", "no prompt", None)
 
 
+def test_a_command_that_shares_no_work_is_refused_among_several_processes(
+    refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    of_heads = "calibrate --heads heads --cache features"
+    for line in ("adapt --output new", of_heads, "data D --tokens 9"):
+        refused(f"{line} --model model", "a launcher started several processes")
+
+
 YAML = [
     ("max_new_tokens: 3\nmax-new-tokens: 4\n", "has a key twice"),
     ("max_new_token: 3\n", "Did you mean max_new_tokens?"),
