@@ -105,7 +105,7 @@ def enter(state: DecodeState) -> Steps[list[Pass]]:
         state.hidden.push((yield Embed(state.backbone, waiting[:count])))
         yield from state.hidden.advance_all()
         state.keep_states(range(count))
-        passes += state.hidden.schedule.passes
+        passes += state.hidden.passes
         state.hidden.clear()
 
 
@@ -126,14 +126,13 @@ def verify(state: DecodeState, draft: Draft) -> Steps[Target]:
     """
     waiting = state.waiting
     pending = waiting + draft.tokens
-    schedule = state.hidden.schedule
-    missing = pending[schedule.pushed :]
+    missing = pending[state.hidden.pushed :]
     if missing:
         parents = [*range(-1, len(waiting) - 1), *(len(waiting) + one for one in draft.parents)]
         hidden = yield Embed(state.backbone, missing)
-        state.hidden.push(hidden, parents[schedule.pushed :])
-    if schedule.pushed != len(pending):
-        raise InvalidDraft(f"{schedule.pushed} rows were queued for {len(pending)} tokens")
+        state.hidden.push(hidden, parents[state.hidden.pushed :])
+    if (pushed := state.hidden.pushed) != len(pending):
+        raise InvalidDraft(f"{pushed} rows were queued for {len(pending)} tokens")
     hidden = yield from state.hidden.advance_all()
     judged = len(draft.proposed) + 1
     state.judge(judged)
@@ -173,7 +172,7 @@ def commit(
         kept=kept,
         ended=draft.ended,
         heads=draft.heads,
-        passes=[*entered, *state.hidden.schedule.passes],
+        passes=[*entered, *state.hidden.passes],
         prefill=prefill,
         stop_reason=reason,
     )

@@ -141,7 +141,7 @@ class Runtime:
         drafter = self.drafter(asked, options, load)
         least, start = state.hidden.least, len(state.committed(0))
         counts = range(least, 1 + max(least, options.widest_pass if options.speculate else 1))
-        depths = *state.hidden.schedule.depths, *state.hidden.state_layers
+        depths = *state.hidden.depths, *state.hidden.state_layers
         self.backbone.capture(start, depths, counts, state.kv.slots)
         if options.uses("draft-model") and (second := self.draft_model) is not None:
             second.capture(start, (0, second.num_layers), range(1, 3))

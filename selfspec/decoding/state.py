@@ -68,8 +68,7 @@ class Embed(Work):
 
     def done(self, alike: Sequence[Embed], _others: Sequence[Work]) -> Sequence[Tensor]:
         ids = [token for work in alike for token in work.ids]
-        hidden = self.backbone.embed_listed(ids)
-        return [hidden] if len(alike) == 1 else hidden.split([len(work.ids) for work in alike])
+        return self.backbone.embed_listed(ids).split([len(work.ids) for work in alike])
 
 
 @dataclass(eq=False)
@@ -102,30 +101,23 @@ class Run(Work):
             if isinstance(other, Run) and other.backbone is backbone and first < other.first < stop:
                 stop = other.first
         states: dict[int, list[Tensor]] = {one: [] for work in alike for one in work.states}
+        blocks = [with_zeros(work.hidden, work.least) for work in alike]  # none where several join
+        rows = Rows.joined([work._rows(len(b)) for work, b in zip(alike, blocks, strict=True)])
+        hidden = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+        made = backbone.run(hidden, first, stop, rows, states)
         counts = [len(work.hidden) for work in alike]
-        if len(alike) == 1:
-            outputs: Sequence[Tensor] = [self._alone(stop, states)]
-        else:
-            rows = Rows.joined([work._rows(n) for work, n in zip(alike, counts, strict=True)])
-            hidden = torch.cat([work.hidden for work in alike])
-            outputs = backbone.run(hidden, first, stop, rows, states).split(counts)
+        count = sum(counts)
+        if (padding := len(hidden) - count) > 0:
+            self.kv.truncate(self.kv.length(first) - padding, first, stop)
         between = {layer: torch.cat(found) for layer, found in states.items() if found}
         for layer, found in between.items():
-            for work, part in zip(alike, found[: sum(counts)].split(counts), strict=True):
+            for work, part in zip(alike, found[:count].split(counts), strict=True):
                 work.kept[layer] = part
-        for work, output in zip(alike, outputs, strict=True):
+        for work, output in zip(alike, made[:count].split(counts), strict=True):
             work.hidden, work.first = output, stop
             if stop in states:
                 work.kept[stop] = output
         return [work.hidden if work.first == work.last else None for work in alike]
-
-    def _alone(self, stop: int, states: dict[int, list[Tensor]]) -> Tensor:
-        count, start = len(self.hidden), self.kv.length(self.first)
-        block = with_zeros(self.hidden, self.least)
-        output = self.backbone.run(block, self.first, stop, self._rows(len(block)), states)
-        if len(block) > count:
-            self.kv.truncate(start + count, self.first, stop)
-        return output[:count]
 
     def _rows(self, count: int) -> Rows:
         parents = self.parents
@@ -203,12 +195,9 @@ class Unembed(Work):
         return (Unembed, id(self.backbone)) if _joins(self) else id(self)
 
     def done(self, alike: Sequence[Unembed], _others: Sequence[Work]) -> list[Target]:
-        if len(alike) == 1:
-            normed, logits = self.backbone.unembed(with_zeros(self.hidden, self.least))
-            count = len(self.hidden)
-            return [Target(logits[:count], normed[:count])]
         hidden = [work.hidden for work in alike]
-        normed, logits = self.backbone.unembed(torch.cat(hidden))
+        block = hidden[0] if len(hidden) == 1 else torch.cat(hidden)
+        normed, logits = self.backbone.unembed(with_zeros(block, self.least))
         together = Target(logits, normed)
         return [together.part(slice(*ends)) for ends in _ends(hidden)]
 
@@ -268,7 +257,7 @@ def _ends(parts: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
     return pairwise(accumulate(map(len, parts), initial=0))
 
 
-# --- the schedule: counts, no tensors
+# --- the hidden-state cache
 
 
 class Pass(NamedTuple):
@@ -277,49 +266,6 @@ class Pass(NamedTuple):
     rows: int
     first: int
     last: int
-
-
-class Schedule:
-    """How many rows wait at each boundary: 0, the exit layers, and L; and the passes so far."""
-
-    def __init__(self, exit_layers: Sequence[int], num_layers: int) -> None:
-        self.depths = 0, *exit_layers, num_layers  # the layer of each boundary
-        self.clear()
-
-    def clear(self) -> None:
-        self.waiting = [0] * len(self.depths)
-        self.pushed = 0  # rows that entered
-        self.passes: list[Pass] = []
-
-    def push(self, rows: int) -> None:
-        self.waiting[0] += rows
-        self.pushed += rows
-
-    def advance(self, boundary: int, until: int | None = None) -> Pass | None:
-        """Take all rows at `boundary` to boundary `until` (default the next) in one pass.
-
-        None where no layer lies between them: exit layer 0 is the embedding.
-        """
-        until = boundary + 1 if until is None else until
-        step = Pass(self.waiting[boundary], self.depths[boundary], self.depths[until])
-        self.waiting[boundary] = 0
-        self.waiting[until] += step.rows
-        if step.first == step.last:
-            return None
-        self.passes.append(step)
-        return step
-
-    def finish(self) -> Iterator[tuple[int, int]]:
-        """The advances (from, until), in order, that bring every row to boundary L.
-
-        A pass goes on until it meets other rows: first all are aligned to the deepest exit among
-        them, then they share one deep pass.
-        """
-        end = len(self.waiting) - 1
-        return pairwise([*(b for b in range(end) if self.waiting[b]), end])
-
-
-# --- the hidden-state cache
 
 
 class HiddenCache:
@@ -343,7 +289,8 @@ class HiddenCache:
         `state_layers`, 0..L: where rows that run to the end leave states for readers; then rows
         wait at no other exit layer than 0.
         """
-        self.schedule = Schedule(exit_layers, backbone.num_layers)
+        self.depths = 0, *exit_layers, backbone.num_layers  # the layer of each boundary
+        self.passes: list[Pass] = []  # so far
         self.state_layers = state_layers
         self._passed: dict[int, Tensor] = {}  # by layer, of the last pass
         self.states: Tensor | None = None
@@ -351,22 +298,25 @@ class HiddenCache:
         self._backbone = backbone
         self._kv = kv
         self.least = pinned_rows or 1  # rows that every pass has at least
-        self._queues: list[list[Tensor]] = [[] for _ in self.schedule.depths]
+        self._queues: list[list[Tensor]] = [[] for _ in self.depths]
         self._parents: list[int] = []
         """The parent of each row of the round, as they entered; -1: the committed text."""
+
+    @property
+    def pushed(self) -> int:
+        """Rows of the round that entered."""
+        return len(self._parents)
 
     def push(self, embeddings: Tensor, parents: Sequence[int] | None = None) -> None:
         """Queue [T, d] at boundary 0, each behind the one before, or behind its parent.
 
         Raises InvalidDraft where what was queued before is no chain.
         """
-        count = len(self._parents)
-        chain = range(count - 1, count - 1 + len(embeddings))
-        if count and not self._is_chain:
+        if not self._is_chain:
             raise InvalidDraft("rows cannot be queued behind a tree: queue them with it")
+        chain = range(self.pushed - 1, self.pushed - 1 + len(embeddings))
         self._parents += chain if parents is None else parents
         self._queues[0].append(embeddings)
-        self.schedule.push(len(embeddings))
 
     def rows(self, boundary: int) -> Tensor:
         """All rows waiting at `boundary`, [rows, d]. They stay there."""
@@ -378,9 +328,10 @@ class HiddenCache:
     def advance(self, boundary: int, until: int | None = None) -> Steps[Tensor]:
         """Run all rows at `boundary` to `until` (default the next); gives them, [rows, d]."""
         until = boundary + 1 if until is None else until
-        step = self.schedule.advance(boundary, until)
         hidden = self.rows(boundary)
-        if step is not None:
+        step = Pass(len(hidden), self.depths[boundary], self.depths[until])
+        if step.first < step.last:  # exit layer 0 is the embedding
+            self.passes.append(step)
             tree, least = self._tree(step), self.least
             work = Run(self._backbone, self._kv, hidden, step.first, step.last, tree, least)
             work.states = self.state_layers
@@ -391,13 +342,18 @@ class HiddenCache:
         return hidden
 
     def advance_all(self) -> Steps[Tensor]:
-        """Run every row to boundary L; gives them all, [rows, d]."""
-        for boundary, until in self.schedule.finish():
+        """Run every row to boundary L; gives them all, [rows, d].
+
+        A pass goes on until it meets other rows: first all are aligned to the deepest exit among
+        them, then they share one deep pass.
+        """
+        *before, last = range(len(self._queues))
+        for boundary, until in pairwise([*(at for at in before if self._queues[at]), last]):
             first = self.rows(boundary)
             yield from self.advance(boundary, until)
-        hidden = self.rows(len(self._queues) - 1)
+        hidden = self.rows(last)
         if self.state_layers:
-            passed = {0: first, **self._passed, self.schedule.depths[-1]: hidden}
+            passed = {0: first, **self._passed, self.depths[-1]: hidden}
             states = [passed[layer].to(hidden.device) for layer in self.state_layers]
             self.states = torch.cat(states, dim=-1)
         return hidden
@@ -411,8 +367,7 @@ class HiddenCache:
         """Drop all rows: another round begins."""
         for queue in self._queues:
             queue.clear()
-        self._parents, self.states = [], None
-        self.schedule.clear()
+        self.passes, self._parents, self.states = [], [], None
 
     @property
     def _is_chain(self) -> bool:

@@ -597,7 +597,7 @@ class BranchingDrafter(OracleDrafter):
                 tokens += self._junk(1)
                 parents.append(parent)
         draft = Draft.of(tokens, parents, ended="width" if tokens else "budget")
-        exits = len(state.hidden.schedule.depths) - 2 if state.attention is None else 0
+        exits = len(state.hidden.depths) - 2 if state.attention is None else 0
         trunk = [*state.committed(-1), *tokens[: draft.trunk]]
         for token in trunk[: self._number(len(trunk) + 1) if exits else 0]:
             state.hidden.push(state.backbone.embed(state.ids.new_tensor([token])))

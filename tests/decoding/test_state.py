@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -15,7 +16,7 @@ from selfspec.decoding.acceptance import Draft
 from selfspec.decoding.decode import StopRule
 from selfspec.decoding.drafters.base import DraftController, Drafting
 from selfspec.decoding.drafters.heads import ExitDrafter
-from selfspec.decoding.state import DecodeState, NoDrafter, Run, Schedule, Steps, alone
+from selfspec.decoding.state import DecodeState, HiddenCache, NoDrafter, Run, Steps, alone
 from selfspec.decoding.stats import Round, Stopwatch
 from selfspec.eval.verify import MixedDrafter
 from selfspec.heads.exit_heads import ExitHeads
@@ -99,7 +100,7 @@ class ScriptedHeads:
     def asked(self, hidden: Tensor, deep: Tensor | None) -> tuple[Tensor, Tensor]:
         assert hidden.shape == (1, 32)
         # rows entered since the round began: the newest token's, then one per draft
-        step = self.state.hidden.schedule.pushed - 1
+        step = self.state.hidden.pushed - 1
         self.seen.append((step, self.layer, hidden))
         token = self.decide(step, self.layer)
         logits = torch.zeros(1, VOCAB_SIZE)
@@ -237,7 +238,7 @@ def test_an_error_in_any_pass_leaves_what_is_committed(
         next(loop)
     assert state.ids[0].tolist() == truth[: 6 if passes else 5]
     assert {state.kv.length(layer) for layer in range(8)} == {5 if passes else 0}
-    assert state.hidden.schedule.pushed == 0
+    assert state.hidden.pushed == 0
     watched.passes_until_error = -1
     list(decode(state, scripted([None] * 8), max_length=20))
     assert state.ids[0].tolist() == truth[:20]
@@ -267,13 +268,12 @@ def test_a_controller_ends_drafts_and_is_told(watched: WatchedBackbone, truth: l
 @given(st.sets(st.integers(0, 7), max_size=3), st.lists(st.integers(0, 3), min_size=1, max_size=6))
 def test_all_rows_go_through_all_layers_once(exit_layers: set[int], reached: list[int]) -> None:
     """`reached`: how far each new row is taken, with all rows that it meets."""
-    schedule = Schedule(sorted(exit_layers), 8)
+    backbone: Any = SimpleNamespace(num_layers=8, run=lambda hidden, *_: hidden)
+    cache = HiddenCache(backbone, KVCache(8), sorted(exit_layers))
     for until in reached:
-        schedule.push(1)
+        cache.push(torch.zeros(1, 1))
         for boundary in range(min(until, len(exit_layers))):
-            schedule.advance(boundary)
-    for boundary, until in schedule.finish():
-        schedule.advance(boundary, until)
-    assert schedule.waiting == [0] * (len(exit_layers) + 1) + [len(reached)]
-    assert sum(rows * (last - first) for rows, first, last in schedule.passes) == 8 * len(reached)
-    assert [last for _, _, last in schedule.passes].count(8) == 1  # one pass for all
+            alone(cache.advance(boundary))
+    assert len(alone(cache.advance_all())) == len(reached)
+    assert sum(rows * (last - first) for rows, first, last in cache.passes) == 8 * len(reached)
+    assert [last for _, _, last in cache.passes].count(8) == 1  # one pass for all

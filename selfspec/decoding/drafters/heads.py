@@ -219,7 +219,7 @@ class ExitDrafter(ChoosingDrafter):
         Whether to exit is decided before a token is drawn: a decision that saw the drawn token
         would bias the output. `draft` counts the heads that are asked.
         """
-        for boundary, layer in enumerate(state.hidden.schedule.depths[1:-1]):
+        for boundary, layer in enumerate(state.hidden.depths[1:-1]):
             hidden = yield from state.hidden.advance(boundary)
             watch.lap("draft")
             head = self.heads[layer]
