@@ -43,7 +43,7 @@ from selfspec.decoding.drafters.heads import (
     MedusaGuesser,
 )
 from selfspec.decoding.drafters.rest import Datastore, RestGuesser
-from selfspec.decoding.drafters.trees import TreeDrafter, WhileCheap, WhilePaying
+from selfspec.decoding.drafters.trees import HOPELESS, Paying, TreeDrafter, Unless
 from selfspec.decoding.measure import PassShape, PinnedProbe
 from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState, Drafter, Enter, NoDrafter, Work, next_together
@@ -108,10 +108,7 @@ class Runtime:
         self._told: set[str] = set()
 
     def text(self, asked: Asked, options: SpeculationOptions, load: Load) -> Running:
-        """A text to write.
-
-        Raises ModelChanged if the model, or the draft model, is not what was wrapped.
-        """
+        """A text to write. Raises ModelChanged where a model is not what was wrapped."""
         self.backbone.require_unchanged()
         if self.draft_model is not None:
             self.draft_model.require_unchanged("draft model")
@@ -210,15 +207,14 @@ class Runtime:
         return cost if options.costs.token is not None else replace(cost, token=token)
 
     def drafter(self, asked: Asked, options: SpeculationOptions, load: Load) -> Drafter:
-        """What proposes tokens under `options`; nothing behind an end token.
-
-        Raises HeadsNotFound, or InvalidOption, where what it needs is missing.
-        """
+        """What proposes tokens. Raises HeadsNotFound or InvalidOption for what is missing."""
         if not options.speculate or options.drafter == "none":
             return NoDrafter()
         cost = replace(self.draft_cost(options), load=load)
         drafter = self._drafter(asked, options, cost)
-        return WhileCheap(drafter, cost) if options.never_slower else drafter
+        if options.never_slower:
+            return Unless(drafter, lambda: cost.row_costs[0] >= HOPELESS)
+        return drafter
 
     def _drafter(self, asked: Asked, options: SpeculationOptions, cost: DraftCost) -> Drafter:
         sampler, ends = asked.sampler, asked.stop.end_tokens
@@ -248,7 +244,8 @@ class Runtime:
             if trees:
                 return own
         elif options.never_slower and options.drafter != "ngram":
-            own = WhilePaying(own, cost)
+            paying = Paying(cost)
+            own = Unless(own, paying.pauses, paying.learn)
         return own if seen is None else ngram.SeenTextFirst(seen, own)
 
     def _own(
@@ -494,10 +491,7 @@ class Engine:
 
     @eager
     def add(self, asked: Asked, options: SpeculationOptions) -> Running:
-        """A text joins, with the next round.
-
-        Raises as `Runtime.text` does, and InvalidOption for a text that can never fit.
-        """
+        """A text joins. Raises as `Runtime.text`, and InvalidOption for one that can never fit."""
         if asked.kv is None:
             positions = asked.stop.max_length - asked.pad
             if self._strict:

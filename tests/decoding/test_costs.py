@@ -20,7 +20,7 @@ from selfspec.decoding import measure as measuring
 from selfspec.decoding.acceptance import Draft
 from selfspec.decoding.costs import DraftCost, Load
 from selfspec.decoding.decode import StopRule
-from selfspec.decoding.drafters.trees import LONGEST_PAUSE, SHORTEST_PAUSE, Paying, WhilePaying
+from selfspec.decoding.drafters.trees import LONGEST_PAUSE, SHORTEST_PAUSE, Paying, Unless
 from selfspec.decoding.engine import Asked, Runtime
 from selfspec.decoding.measure import ROWS, Clock, PassShape, StepSpeed, why_unpinned
 from selfspec.decoding.sampling import DraftToken
@@ -93,7 +93,12 @@ ONE = COST.of(EXITS)
 """What a round with this draft costs: 0.38 plain steps."""
 
 
-def play(paying: WhilePaying, right: Sequence[bool]) -> list[bool]:
+def while_paying(cost: DraftCost, drafter: Other | None = None) -> Unless:
+    rule = Paying(cost)
+    return Unless(drafter or Other(EXITS), rule.pauses, rule.learn)
+
+
+def play(paying: Unless, right: Sequence[bool]) -> list[bool]:
     """Which rounds drafted, where a draft would have been right or wrong."""
     drafted = []
     for accepted in right:
@@ -111,7 +116,7 @@ def runs(drafted: Sequence[bool]) -> list[int]:
 
 def test_drafts_that_are_never_right_are_made_in_14_rounds_and_then_in_one_of_65() -> None:
     heads = Other(EXITS)
-    drafted = play(WhilePaying(heads, COST), [False] * 2000)
+    drafted = play(while_paying(COST, heads), [False] * 2000)
     first = math.ceil(math.log(1 + 0.5 / ONE) / math.log(16 / 15))
     assert first == 14
     assert runs(drafted)[:10] == [first, 8, 1, 16, 1, 32, 1, 64, 1, 64]
@@ -124,7 +129,7 @@ def test_drafts_that_are_dear_begin_with_a_pause_till_they_pay(share: float, tex
     """Dear at the load of the first round: texts may have come since this one was added."""
     load = Load()
     dear = DraftCost(rows=(*(share,) * 32, 0.01), head=share, num_layers=10**9, load=load)
-    wrong, right = WhilePaying(Other(EXITS), dear), WhilePaying(Other(EXITS), dear)
+    wrong, right = while_paying(dear), while_paying(dear)
     load.texts = texts
     assert dear.per_token == pytest.approx(2 * texts * share / (1 + (texts - 1) * share))
     assert runs(play(wrong, [False] * 300))[:6] == [LONGEST_PAUSE // 2, 1, 64, 1, 64, 1]
@@ -145,11 +150,11 @@ def test_nothing_is_looked_for_where_many_texts_make_a_draft_token_dear() -> Non
 def test_drafts_that_pay_are_always_made() -> None:
     dice = random.Random(0)
     right = [dice.random() < 0.8 for _ in range(500)]
-    assert all(play(WhilePaying(Other(EXITS), COST), right))
+    assert all(play(while_paying(COST), right))
 
 
 def test_heads_that_become_right_are_found_again_and_tried_sooner_when_they_fail_again() -> None:
-    paying = WhilePaying(Other(EXITS), COST)
+    paying = while_paying(COST)
     play(paying, [False] * 500)
     drafted = play(paying, [True] * 100)
     assert runs(drafted)[1] == 100 - runs(drafted)[0]  # once found, not lost again
@@ -165,7 +170,7 @@ def test_no_sequence_of_drafts_loses_more_than_eight_steps_and_a_round_for_each_
         dice = random.Random(seed)
         row = dice.choice([0.02, 0.3, 1.0, 5.0, 20.0])
         # a row is all that costs anything
-        paying = WhilePaying(Other(EXITS), DraftCost(rows=(row,), num_layers=10**9))
+        paying = while_paying(DraftCost(rows=(row,), num_layers=10**9))
         rate, gained, pauses, before = 0.5, 0.0, 0, True
         for place in range(400):
             if place % dice.randint(5, 60) == 0:

@@ -231,13 +231,9 @@ class Known:
 
     def without(self, token: int) -> tuple[Known, float]:
         """All but `token`, with chances as they are, and the chance that it had."""
-        if token not in self.tokens:
-            return self, 0.0
-        at = self.tokens.index(token)
-        tokens, chances = list(self.tokens), list(self.chances)
-        del tokens[at]
-        said = chances.pop(at)
-        return Known(tokens, chances), said
+        said = dict(zip(self.tokens, self.chances, strict=True))
+        had = said.pop(token, 0.0)
+        return Known([*said], [*said.values()]), had
 
 
 class Drawn:

@@ -9,7 +9,7 @@ the product of its tokens' probabilities; as Sequoia (Chen et al. 2024) the hard
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -85,40 +85,30 @@ class Paying:
             self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
 
 
-class WhilePaying:
-    """Asks another drafter while that has been `Paying`."""
-
-    def __init__(self, drafter: Drafter, cost: DraftCost) -> None:
-        self._drafter, self._rule, self._drafted = drafter, Paying(cost), False
-
-    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:
-        self._drafted = not self._rule.pauses()
-        return self._drafter.draft(state, limit, watch) if self._drafted else ready(Draft())
-
-    def learn(self, draft: Draft, kept: Sequence[int]) -> None:
-        if self._drafted:
-            self._rule.learn(draft, kept)
-            self._drafter.learn(draft, kept)
-
-
 HOPELESS = 0.75
 """A first draft token's cost, in tokens, at which nothing is looked for: many texts at once use up
 what rows cost less than a step. At 0.79 and 0.88 the default gave 0.95 and 0.92 of plain decoding
 (8 and 16 texts on a Zen 5, `selfspec bench --concurrency`), at 0.43 1.06."""
 
 
-class WhileCheap:
-    """Asks another drafter where a draft token can pay at all."""
+class Unless:
+    """Asks another drafter, but in rounds that pause; `learn` hears of the others, as it does."""
 
-    def __init__(self, drafter: Drafter, cost: DraftCost) -> None:
-        self._drafter, self._cost, self._asked = drafter, cost, False
+    def __init__(
+        self,
+        drafter: Drafter,
+        pauses: Callable[[], bool],
+        learn: Callable[[Draft, Sequence[int]], None] = lambda *_: None,
+    ) -> None:
+        self._drafter, self._pauses, self._learn, self._asked = drafter, pauses, learn, False
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:
-        self._asked = self._cost.row_costs[0] < HOPELESS
+        self._asked = not self._pauses()
         return self._drafter.draft(state, limit, watch) if self._asked else ready(Draft())
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
         if self._asked:
+            self._learn(draft, kept)
             self._drafter.learn(draft, kept)
 
 
