@@ -215,9 +215,7 @@ class Replays:
         """Drop the graphs of segments: their addresses are no longer right."""
         for key in [key for key in self._graphs if isinstance(key, Segment)]:
             del self._graphs[key]
-        if (
-            self.captures and not self._graphs
-        ):  # a pool is not used again once its last graph is gone
+        if self.captures and not self._graphs:  # a pool whose last graph is gone is not used again
             self._capture = self._strategy()
 
     def _captured(self, work: Work, inputs: Sequence[Tensor]) -> tuple[Work, list[Tensor]]:

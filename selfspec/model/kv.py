@@ -8,7 +8,7 @@ beside it, as data: one sequence with a chain of drafts is the smallest case.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain, groupby
@@ -108,6 +108,7 @@ class KVCache:
         self.slots = slots
         self.held: list[Page] = []  # in order; none where the model's own layers fill buffers
         self._layout: PageLayout | None = None
+        self._new_page: Callable[[PageLayout], Page] = Page
         self._lengths = [0] * num_layers
         self._keys: list[Tensor | None] = [None] * num_layers  # [B, kv heads, slots, head_dim]
         self._values: list[Tensor | None] = [None] * num_layers
@@ -167,9 +168,6 @@ class KVCache:
     def hold(self, page: Page) -> None:
         page.caches += 1
         self.held.append(page)
-
-    def _new_page(self, _layout: PageLayout) -> Page:
-        return Page(_layout)
 
     def check_room(self, end: int) -> None:
         """Raise IndexError unless `end` positions fit the fixed slots, if there are any."""
@@ -380,10 +378,7 @@ class PooledKVCache(KVCache):
     def __init__(self, store: KVStore, most: int) -> None:
         """`most`: pages that it may come to."""
         super().__init__(store.num_layers)
-        self.store, self.most, self._layout = store, most, store.layout
-
-    def _new_page(self, _layout: PageLayout) -> Page:
-        return self.store.take()
+        self.most, self._layout, self._new_page = most, store.layout, lambda _: store.take()
 
 
 class KVStore:
@@ -463,7 +458,10 @@ class KVStore:
             if page.caches == 0 and not page.kept:
                 self._free.append(page)
         self._touch([page for page in kv.held if page in self._nodes])
-        self._shrink()
+        # down to the budget, which a text that was alone may have exceeded
+        while self._made > self._most and (self._free or self._evict()):
+            self._free.pop()
+            self._made -= 1
 
     def take(self) -> Page:
         """A page that nobody holds: a free one, a new one, or the one unused for longest."""
@@ -509,12 +507,6 @@ class KVStore:
         """Mark pages as needed now; parents later than children, which so go first."""
         for page in reversed(pages):
             self._nodes[page] = self._nodes.pop(page)
-
-    def _shrink(self) -> None:
-        """Down to the budget, which a text that was alone may have exceeded."""
-        while self._made > self._most and (self._free or self._evict()):
-            self._free.pop()
-            self._made -= 1
 
     def _evict(self) -> bool:
         """Free the page that was unused for longest; whether there is one."""
