@@ -153,10 +153,7 @@ def check_packages(work: str, *modules: str, extra: str = "eval") -> None:
 
 
 def check_types(values: Mapping[str, Any], hints: Mapping[str, Any], prefix: str = "") -> None:
-    """Raise InvalidOption at the first value that is not of its hint, if it has one.
-
-    An error names it behind `prefix`.
-    """
+    """Raise InvalidOption, with `prefix`, at the first value that is not of its hint."""
     for name, value in values.items():
         if name in hints and not fits(value, hints[name]):
             expected = described(hints[name])

@@ -186,10 +186,7 @@ class Request:
 
 
 def checked(options: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
-    """Keywords of `generate` but those that ask for nothing; None is "not given".
-
-    Raises InvalidOption for what makes no sense.
-    """
+    """Keywords of `generate` that ask for something; None: "not given". Raises InvalidOption."""
     hints = annotations_of(GenerateOptions)
     asked = {k: one for k, one in options.items() if not _among(one, _OF_A_CALL.get(k, ()))}
     for name in asked.keys() & REFUSED.keys():
@@ -304,8 +301,7 @@ def prepare(
 def _for_transformers(options: Mapping[str, Any], start: int) -> dict[str, Any]:
     """`options` that say whether tokens are drawn, with penalties as a processor.
 
-    Temperature 0 is greedy, as in OpenAI's protocol; transformers refuses it. `start`: ids in front
-    of the answer.
+    Temperature 0 is greedy, as with OpenAI; transformers refuses it. `start`: ids before answers.
     """
     rest = dict(options)
     if rest.get("generation_config") is None:

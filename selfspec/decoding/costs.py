@@ -119,10 +119,7 @@ def whole_round(rows: tuple[float, ...], texts: int) -> float:
 
 
 def token_cost_without(skipped: Sequence[int], model: Backbone) -> float:
-    """What the model takes for a token without some layers, counted from 1, as a share of a step.
-
-    By the weights that are read.
-    """
+    """A token without some layers, counted from 1, as a share of a step, by the weights read."""
     return 1.0 - sum(_bytes(model.layers[at - 1]) for at in skipped) / _bytes(model.model)
 
 

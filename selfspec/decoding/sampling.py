@@ -368,8 +368,7 @@ def _race(probs: Tensor, number: int) -> tuple[list[int], np.ndarray[Any, Any], 
     """Tokens of [V] by their times, the fastest first, these times, and a share for `_found`.
 
     A time is from an exponential distribution, divided by the probability. A token's hangs on its
-    id and `number` alone, so two distributions that race with the same number mostly have one
-    winner.
+    id and `number` alone: two distributions that race with one number mostly have one winner.
     """
     count = min(_RACING, len(probs))
     best = probs.topk(count)

@@ -308,10 +308,7 @@ class HiddenCache:
         return len(self._parents)
 
     def push(self, embeddings: Tensor, parents: Sequence[int] | None = None) -> None:
-        """Queue [T, d] at boundary 0, each behind the one before, or behind its parent.
-
-        Raises InvalidDraft where what was queued before is no chain.
-        """
+        """Queue [T, d] at boundary 0, a chain or by parents. Raises InvalidDraft behind a tree."""
         if not self._is_chain:
             raise InvalidDraft("rows cannot be queued behind a tree: queue them with it")
         chain = range(self.pushed - 1, self.pushed - 1 + len(embeddings))

@@ -101,10 +101,7 @@ def load(
     *,
     blocks: bool,
 ) -> PreTrainedModel:
-    """The model in `folder`, in evaluation mode; without `blocks`, its weights are numbers.
-
-    Raises InvalidData for tensors that do not fit the config or each other.
-    """
+    """The model in `folder`, in evaluation mode, as blocks or numbers. Raises InvalidData."""
     tensors = Tensors(folder)
     if any(name.endswith("act.scales") for name in tensors):  # AWQ's, of StarCoder 2 and GPT-NeoX
         raise LacksWeights("its activations are scaled")

@@ -71,10 +71,7 @@ class ModelFiles:
 
 
 def default_model_file() -> Path:
-    """The GGUF file inside the installed default package, found without importing the package.
-
-    Raises ModelNotFound with the command that installs it.
-    """
+    """The default package's GGUF file, without an import of it. Raises ModelNotFound."""
     found: list[Path] = []
     with contextlib.suppress(metadata.PackageNotFoundError):
         inside = metadata.files(DEFAULT_MODEL_PACKAGE) or []
@@ -317,8 +314,7 @@ def _from_folder(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase] | None:
     """Model and tokenizer of a folder or hub id that a known method quantised, else None.
 
-    `of_blocks`: the dtype if weights stay as they are; None: they may not. Raises ModelNotFound for
-    damaged files.
+    `of_blocks`: the dtype if weights stay as they are; None: they may not. Raises ModelNotFound.
     """
     if not isinstance(said := pretrained.quantisation_of(source), dict):
         return None
@@ -354,10 +350,7 @@ def _from_gguf(
     device: torch.device | None,
     passed: Passed,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase] | None:
-    """Model and tokenizer, its weights as they lie in the file; None where that cannot be had.
-
-    Raises ModelNotFound for damaged files.
-    """
+    """Model of blocks and tokenizer; None where there is no such. Raises ModelNotFound."""
     from selfspec.hub import gguf as gguf_files
 
     with _naming(gguf):
@@ -379,10 +372,7 @@ def _from_gguf(
 def _made_once(
     gguf: Path, kind: str, make: Callable[[Path, Path], None], size: int = sys.maxsize
 ) -> Path:
-    """A folder of the cache that `make` fills: whole or not at all, by the first of several.
-
-    It hangs on the first `size` bytes of the file.
-    """
+    """A folder of the cache that `make` fills once, as a whole; by a file's first `size` bytes."""
     digest = files.sha256(gguf, _CONVERSION, size)
     target = files.cache_folder() / "models" / f"{gguf.stem}-{digest[:12]}-{kind}"
     if (target / "config.json").is_file():
@@ -524,10 +514,7 @@ def heads_on_hub(name: str, **fetching: Any) -> Path:
 
 
 def push(content: Mapping[str, str | bytes], name: str, *, private: bool, message: str) -> str:
-    """Put files at a repository on the hub, made where there is none; gives its address.
-
-    Raises CannotWrite with what the hub says.
-    """
+    """Put files at a repository on the hub, made if need be; its address. Raises CannotWrite."""
     from huggingface_hub import HfApi
 
     api = HfApi()

@@ -288,10 +288,7 @@ def quantisation_of(source: str) -> Any:
 
 
 def load_parts(source: str) -> tuple[Path, Any, Any, Any]:
-    """A folder with all files, its config, tokenizer and generation config, if it has one.
-
-    Raises ModelNotFound with the reason.
-    """
+    """Folder, config, tokenizer, and generation config if there is one. Raises ModelNotFound."""
     from huggingface_hub import snapshot_download
     from transformers import GenerationConfig
 

@@ -147,8 +147,7 @@ def check_conformance(decoder: Decoder) -> list[Passage]:
 def check_agreement(decoder: Decoder, other: Executor, passages: Sequence[Passage]) -> None:
     """Raise ValueError unless `other` computes each layer, and the logits, up to rounding.
 
-    Each layer gets what the model's own got in the conformance check, so that errors do not add up
-    and none can hide.
+    Each layer gets what the model's own got in the conformance check: no error adds up or hides.
     """
     bound = _AGREEMENT[decoder.dtype]
     kv = KVCache(decoder.num_layers)
@@ -169,8 +168,7 @@ def check_agreement(decoder: Decoder, other: Executor, passages: Sequence[Passag
 def check_trees(decoder: Decoder, executor: Executor) -> None:
     """Raise UnsupportedModel unless a row beside siblings comes out as it does alone.
 
-    Some layers count positions by themselves, from how many rows there are. Up to rounding, at the
-    places of the conformance check.
+    Some layers count positions by the rows. Up to rounding, at the places of the conformance check.
     """
     if (kind := decoder.config._attn_implementation) not in ("sdpa", "eager"):
         raise UnsupportedModel(f"attention is {kind}, whose masks know no siblings. Draft chains")

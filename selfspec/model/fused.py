@@ -288,8 +288,7 @@ class Program:
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Layers first+1..last on [T, d]; adds keys and values of T positions to the KV caches.
 
-        Also gives what is kept by layer. `rotations`: [T, pairs] complex numbers each. Raises
-        ValueError for rows of another kind.
+        Also gives what is kept by layer. `rotations`: [T, pairs], complex. Raises ValueError.
         """
         ends = list(accumulate(span.count for span in spans))
         caches = {id(span.kv) for span in spans}

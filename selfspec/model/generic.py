@@ -233,10 +233,7 @@ class Decoder:
 
     @property
     def max_positions(self) -> int:
-        """Positions the model was made for; where they are rotations, a text may go on.
-
-        Raises UnsupportedModel where its config has no such number.
-        """
+        """Positions it was made for, behind which rotations go on. Raises UnsupportedModel."""
         if not 0 < (count := int(self.config.max_position_embeddings)) < 1 << 63:
             raise UnsupportedModel(
                 f"max_position_embeddings of the model's config is {count}, expected 1 or more, of "

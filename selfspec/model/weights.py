@@ -505,8 +505,7 @@ def likeliest(
 ) -> Tensor:
     """[n, V] -> [n, 2 * count]: the largest of softmax(logits / temperature), by `ids` [V].
 
-    First the ids, then the probabilities, falling; of equal ones the first. `dtype`: whose library
-    is there.
+    First ids, then chances, falling; of equal ones the first. `dtype`: whose library is there.
     """
     rows, size = logits.shape
     logits, found = logits.contiguous(), logits.new_empty(rows, 2 * count)

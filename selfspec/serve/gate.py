@@ -53,10 +53,7 @@ def guard(
     keys: Keys,
     refused: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Have all requests of an application pass; errors get the shape that clients read.
-
-    `refused` hears the status of each error.
-    """
+    """Have all requests pass; errors get the shape that clients read, `refused` their status."""
 
     async def refuse(_: Request, error: Exception) -> Response:
         gone = isinstance(error, ClientDisconnect)
@@ -228,10 +225,7 @@ class _Around:
 
 
 def bound(options: ServeOptions) -> socket.socket:
-    """A socket at the address, before anything long begins; nobody can connect yet.
-
-    Raises InvalidOption where that cannot be had.
-    """
+    """A socket at the address, to which nobody can connect yet. Raises InvalidOption."""
     where = f"{options.host}, port {options.port}"
     try:
         (family, kind, _, _, address), *_ = socket.getaddrinfo(

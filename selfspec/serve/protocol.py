@@ -322,10 +322,7 @@ class ChatBody(Body):
         return isinstance(self.tool_choice, _Chosen) or self.tool_choice == "required"
 
     def choices(self, limits: ServeOptions, room: int) -> list[Choice]:
-        """The texts to write, none longer than `room` tokens.
-
-        Of the two names for a length, the newer one wins.
-        """
+        """The texts to write, of at most `room` tokens; of two names of a length the newer wins."""
         longest = self.max_completion_tokens or self.max_tokens or limits.max_tokens
         options = {"max_new_tokens": min(longest, room), "max_time": limits.timeout}
         if self.logprobs:

@@ -120,10 +120,7 @@ class Replica:
 def copies(
     loading: dict[str, Any], options: ServeOptions, kv_memory: int | None
 ) -> Iterator[DeploymentHandle[Replica]]:
-    """Start the copies and wait for them; all end with the context. Raises InvalidOption.
-
-    Cores and `kv_memory` are for all of them.
-    """
+    """Copies that end with the context; cores and `kv_memory` are for all. Raises InvalidOption."""
     count = options.replicas
     threads = max(1, cores() // count)
     memory = kv_memory or psutil.virtual_memory().available // 2

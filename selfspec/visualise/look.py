@@ -271,8 +271,7 @@ def chained(
     """Features [N, d] of each layer, read from `hidden` [N, d] by layer and `deep`.
 
     `behind[n]` drafts of exit heads stand before place n in its round. Where there are any, heads
-    read no deep state but the features of the last one, which left at layer `exits[n - 1]`: as in
-    decoding.
+    read, as in decoding, no deep state but the features of the last, which left at `exits[n - 1]`.
     """
     made = {layer: torch.empty_like(hidden[layer]) for layer in lenses}
     known = None if deep is None else deep.clone()

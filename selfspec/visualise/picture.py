@@ -82,10 +82,7 @@ def _console(columns: int) -> Console:
 
 
 def _fitting(trace: LayerTrace, room: float, height: float) -> tuple[int, list[list[Segment]]]:
-    """The size of letters, and the lines of the answer; what does not fit is left out.
-
-    Lines of code stay whole where that can be.
-    """
+    """The size of letters, and the lines of the answer that fit; code in whole lines if it can."""
     answer = Text()
     for text, giver in zip(trace.answer, givers(trace), strict=True):
         answer.append(drawable(readable(text)), giver.colour(trace.info.num_layers))

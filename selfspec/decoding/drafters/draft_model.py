@@ -245,8 +245,7 @@ def shallow(
 def again(state: DecodeState, skipped: Sequence[int], count: int) -> Steps[Target]:
     """What a draft would have said in place of each of the newest `count` committed tokens.
 
-    They run on a branch beside those that are held; caches are left as they were found. Needs more
-    than `count` ids.
+    They run on a branch beside those held; caches are left as found. Needs more than `count` ids.
     """
     held, rows = state.kv.length(), state.committed(-count - 1)[:-1]
     found = yield from shallow(state, rows, skipped, [-1 - count, *range(count - 1)])

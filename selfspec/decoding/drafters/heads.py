@@ -98,8 +98,7 @@ class HeadGuesser:
 class AttendingGuesser(HeadGuesser):
     """Trees (EAGLE-2, Li et al. 2024): the layer runs once for each level.
 
-    Every token's row stands beside the layer's output at its parent, and attends to the text and to
-    the tokens down to it.
+    A token's row stands beside the layer's output at its parent; it sees the text and its own path.
     """
 
     def begin(self, state: DecodeState) -> None:
