@@ -68,7 +68,7 @@ class Embed(Work):
 
     def done(self, alike: Sequence[Embed], _others: Sequence[Work]) -> Sequence[Tensor]:
         ids = [token for work in alike for token in work.ids]
-        return self.backbone.embed_listed(ids).split([len(work.ids) for work in alike])
+        return list(self.backbone.embed_listed(ids).split([len(work.ids) for work in alike]))
 
 
 @dataclass(eq=False)
@@ -101,7 +101,7 @@ class Run(Work):
             if isinstance(other, Run) and other.backbone is backbone and first < other.first < stop:
                 stop = other.first
         states: dict[int, list[Tensor]] = {one: [] for work in alike for one in work.states}
-        blocks = [with_zeros(work.hidden, work.least) for work in alike]  # none where several join
+        blocks = [with_zeros(work.hidden, work.least) for work in alike]  # padded if alone
         rows = Rows.joined([work._rows(len(b)) for work, b in zip(alike, blocks, strict=True)])
         hidden = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
         made = backbone.run(hidden, first, stop, rows, states)

@@ -158,15 +158,13 @@ class ExitHead(nn.Module, ABC):
         return self.unembed(self.features(hidden, deep))
 
     def likeliest(self, logits: Tensor, temperature: float, count: int) -> Tensor:
-        """Draft logits [n, V_draft] -> [n, 2 * count]: the likeliest tokens, then their chances.
-
-        float32 is exact up to 2^24 token ids.
-        """
+        """Draft logits [n, V_draft] -> [n, 2 * count]: the likeliest tokens, then their chances."""
         count = min(count, logits.shape[-1])
         if self._packed is not None and not torch.is_grad_enabled():
             dtype = self._packed.rows.dtype
             return weights.likeliest(logits, temperature, count, self.draft_ids, dtype)
         indices, chances = likeliest(logits, temperature, count)
+        # float32 is exact up to 2^24 token ids
         return torch.cat([self.to_target_ids(indices).float(), chances.float()], dim=1)
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:

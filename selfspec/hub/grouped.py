@@ -287,10 +287,7 @@ def _check(found: Grouped, layer: str) -> None:
 
 
 def _as_blocks(found: Grouped, bits: int, dtype: torch.dtype) -> QuantisedWeight | None:
-    """The same values in blocks of GROUP inputs; None where blocks cannot say them.
-
-    They cannot where neighbours have several scales, or where a scale is no float16.
-    """
+    """The same in blocks of GROUP inputs; None: neighbours differ in scale, or it is no float16."""
     out, inner = found.quants.shape
     if inner % GROUP:
         return None

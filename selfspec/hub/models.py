@@ -202,10 +202,7 @@ def load_model(
 
 
 def fast_bfloat16(device: torch.device) -> bool:
-    """Whether torch has quick products of matrices in bfloat16.
-
-    Without AVX-512 a CPU has none: 0.1 GFLOP/s, where float32 has 26 (AVX2, 2 cores).
-    """
+    """Whether products in bfloat16 are quick: without AVX-512 0.1 GFLOP/s, 26 in float32."""
     import torch
 
     return device.type != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
