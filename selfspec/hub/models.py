@@ -347,7 +347,7 @@ def _from_gguf(
     device: torch.device | None,
     passed: Passed,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase] | None:
-    """Model of blocks and tokenizer; None where there is no such. Raises ModelNotFound."""
+    """The model, as it lies in the file, and its tokenizer; or None. Raises ModelNotFound."""
     from selfspec.hub import gguf as gguf_files
 
     with _naming(gguf):

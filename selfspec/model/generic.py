@@ -233,7 +233,7 @@ class Decoder:
 
     @property
     def max_positions(self) -> int:
-        """Positions it was made for, behind which rotations go on. Raises UnsupportedModel."""
+        """Positions it was made for; with rotations texts may go on. Raises UnsupportedModel."""
         if not 0 < (count := int(self.config.max_position_embeddings)) < 1 << 63:
             raise UnsupportedModel(
                 f"max_position_embeddings of the model's config is {count}, expected 1 or more, of "
