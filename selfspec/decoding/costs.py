@@ -119,7 +119,7 @@ def whole_round(rows: tuple[float, ...], texts: int) -> float:
 
 
 def token_cost_without(skipped: Sequence[int], model: Backbone) -> float:
-    """A token's cost without some layers (from 1 on), in steps: the share of weights that it reads."""
+    """A token without some layers (from 1 on), in steps: the share of weights that it reads."""
     return 1.0 - sum(_bytes(model.layers[at - 1]) for at in skipped) / _bytes(model.model)
 
 
