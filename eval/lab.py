@@ -174,10 +174,7 @@ def untrained(
 
 @contextmanager
 def answering(command: Sequence[str], **where: Any) -> Iterator[Ask]:
-    """A process that answers one line of JSON with another, until its input ends.
-
-    Raises InvalidOption where it cannot be started; its Ask does where it has ended.
-    """
+    """A process that answers a line of JSON with another. Raises InvalidOption if there is none."""
     try:
         started = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **where

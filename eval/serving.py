@@ -96,10 +96,7 @@ def ours(*flags: str) -> list[str]:
 
 @contextmanager
 def served(command: Sequence[str]) -> Iterator[str]:
-    """The address of a server that is ready.
-
-    Raises RuntimeError with its last words where it never is.
-    """
+    """The address of a ready server. Raises RuntimeError with its last words if it never is."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     address = f"http://127.0.0.1:{port}"

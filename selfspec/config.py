@@ -128,10 +128,7 @@ class SpeculationOptions:
         return source in self.drafter.split("+")
 
     def longest_draft(self, width: int) -> int:
-        """What the controller never exceeds where a drafter's W_max is `width`.
-
-        In pinned mode a pass has no more room beside the newest token.
-        """
+        """What the controller never exceeds where W_max is `width`; pinned passes hold no more."""
         if not isinstance(self.controller, parts.Bounded):
             return width
         longest = self.controller.longest
@@ -222,10 +219,7 @@ def check(values: Mapping[str, Any], *, beside: Sequence[str] = ()) -> None:
 
 
 def check_request(values: Mapping[str, Any]) -> None:
-    """Raise InvalidOption for a drafter or a controller that a server's client may not ask for.
-
-    The text is the same with all of them, but what they cost is shared with others.
-    """
+    """Raise InvalidOption for drafts that cost others more than a server's client may ask for."""
     asked = SpeculationOptions().updated(values)
     for name in (*_SETTINGS, "controller"):
         parts.check_asked(getattr(asked, name))

@@ -216,10 +216,7 @@ def append(path: Path, line: str) -> None:
 
 @contextmanager
 def appended(path: Path, data: bytes) -> Iterator[IO[bytes]]:
-    """A file with `data` at its end; taken back where the disk is full or the block fails.
-
-    Raises CannotWrite.
-    """
+    """A file with `data` at its end, unless the disk or the block fails. Raises CannotWrite."""
     with _explained(path):
         _refuse_special(path)
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
@@ -255,10 +252,7 @@ def replacing(path: Path, *, private: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def replacing_folder(folder: Path) -> Iterator[Path]:
-    """A new empty folder beside `folder`, which then takes its place as a whole.
-
-    After an error `folder` is as it was. Raises CannotWrite.
-    """
+    """A new folder, which takes the place of `folder` as a whole or not at all."""
     with _room(folder) as room:
         new, old, probe = room / "filled", room / _ASIDE, room / "probe"
         new.mkdir()
@@ -395,10 +389,9 @@ def _mode(path: Path) -> int:
 
 
 def _sweep(path: Path) -> None:
-    """Remove what killed processes left under temporary names of `path`, and within a folder.
+    """Remove what killed processes left beside and in `path`, under longer names too (`.partial`).
 
-    Under longer names, too (`.partial`). A folder that was moved aside and never replaced comes
-    back first.
+    A folder that was moved aside and never replaced comes back first.
     """
     name = path.name[:100]
     for room in (*path.parent.glob(".*.new"), *path.glob(".*.new"), *path.glob("*/.*.new")):
@@ -481,10 +474,7 @@ def read_json(path: Path, most_bytes: int = MOST_BYTES) -> Any:
 
 
 def parse_json(text: str, where: str) -> Any:
-    """Plain values; `where` names the text in errors.
-
-    Raises InvalidData: not JSON, nested too deeply, or text with half a character.
-    """
+    """Plain values. Raises InvalidData that names `where`: no JSON, too deep, half a character."""
     try:
         value = json.loads(text)
         if text.count("[") + text.count("{") > MOST_DEPTH and _depth(value) > MOST_DEPTH:

@@ -77,10 +77,7 @@ def written(speculator: Speculator, prompt: str, count: int) -> tuple[DecodeStat
 def path(
     speculator: Speculator, answers: Sequence[tuple[DecodeState, int]], most: int
 ) -> list[Found]:
-    """The best set of each size, from one layer to `most`: one more than the last, found greedily.
-
-    The first layer stays, which takes positions in.
-    """
+    """The best set of each size up to `most`, found greedily. Layer 1 stays: it has positions."""
     best, had = list[Found](), set[int]()
     for _ in lab.each(range(most), "sizes", "sizes"):
         others = {*range(2, speculator.backbone.num_layers + 1)} - had

@@ -213,8 +213,7 @@ def both(
 ) -> list[tuple[list[int], float]]:
     """Tokens and seconds of both, greedy and from the same weights, shown as they come.
 
-    One after the other, because two at once would share the processor, and warmed up before their
-    clocks start.
+    One after the other: two at once would share the processor. A warm-up is not timed.
     """
     from selfspec.api.text import encode
 

@@ -150,10 +150,7 @@ def _chat_template(asked: Asked) -> str | None:
 
 
 def writing(output: str | Path) -> AbstractContextManager[None]:
-    """While open, this command alone writes `output`; of several processes the first sees to it.
-
-    What a URL names is not locked.
-    """
+    """While open, this command alone writes `output`; its first process sees to it. Not a URL."""
     locks = base.is_first() and not files.is_url(output)
     return files.locked(Path(output).absolute()) if locks else nullcontext()
 

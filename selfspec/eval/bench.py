@@ -379,11 +379,7 @@ class Contender:
 
 
 def candidates(speculator: Speculator, names: Sequence[str]) -> dict[str, list[Contender]]:
-    """Each method with all its settings.
-
-    Raises InvalidOption for unknown names, methods that would be `speculation` itself and settings
-    that the heads do not allow; HeadsNotFound.
-    """
+    """Each method with all its settings. Raises InvalidOption, HeadsNotFound if one cannot run."""
     check_keys(names, METHODS, "method")
     found = {}
     for name in names:
@@ -448,10 +444,7 @@ class Bench:
     def measure(
         self, questions: Sequence[Question], contenders: Sequence[Contender], path: Path, show: Show
     ) -> list[Answer]:
-        """Answers to all questions; each goes to the file `path` at once.
-
-        What the file holds already is not measured again.
-        """
+        """Answers to all questions: those that the file has; others are added to it one by one."""
         results.drop_unfinished(path)
         found = {answer.key: answer for answer in results.read(path)}
         if any(not self._finished(question, found) for question in questions):
@@ -534,11 +527,7 @@ class Bench:
         plain: Generation,
         reference: str | None,
     ) -> dict[str, Run]:
-        """Those runs whose text is to be looked at, with its quality; untimed.
-
-        Timed answers are as long as plain decoding's: what is judged is written once more, up to
-        its own end.
-        """
+        """Runs with the quality of their text, which is written once more, up to its own end."""
         speculator, found, usual = self.speculator, {}, plain.token_ids
         tokenizer: Any = speculator.tokenizer
         # cached: plain decoding's answer is asked about once for each method
@@ -614,10 +603,7 @@ def _quickest(entries: Sequence[Contender], tried: Sequence[Mapping[str, Run]]) 
 def parted(
     suite: Sequence[Question], options: BenchOptions, *, tuning: bool
 ) -> tuple[list[Question], list[Question]]:
-    """Questions to report and, where settings must be chosen, others to choose them on.
-
-    Raises InvalidOption if nothing would be left to report.
-    """
+    """To report, and others to choose settings on. Raises InvalidOption if all would be others."""
     others = results.spread(suite, options.tune_questions) if tuning else []
     taken = {question.turns for question in others}
     rest = [question for question in suite if question.turns not in taken]

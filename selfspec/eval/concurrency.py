@@ -1,7 +1,4 @@
-"""Many answers at once: tokens per second by how many are written together, and how long one waits.
-
-Methods take turns at each number of texts. Called by `selfspec bench --concurrency`.
-"""
+"""Many answers at once: tokens per second by how many there are, and how long each one waits."""
 
 from __future__ import annotations
 

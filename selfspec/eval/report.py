@@ -417,9 +417,9 @@ def check_results(folder: str | Path, *, overwrite: bool, reads: Iterable[object
 
 
 def begin_results(folder: Path, run: Mapping[str, Any], *, overwrite: bool = False) -> None:
-    """Make the folder and say what will be measured; what an earlier run left is gone on with.
+    """Say in the folder what will be measured; what the same run left stays, unless `overwrite`.
 
-    With `overwrite` it is removed. Raises InvalidOption where that was another run.
+    Raises InvalidOption where that was another run.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / RUN
@@ -444,10 +444,7 @@ def costs_of(path: Path) -> dict[str, str]:
 
 
 def write_results(folder: Path, summary: Mapping[str, Any]) -> str:
-    """Write the figures as Markdown and, last, JSON: a run that has it is finished.
-
-    Returns the Markdown.
-    """
+    """Write the figures as Markdown, which is returned; last as JSON: a run that has it is done."""
     text = "\n".join(markdown(table) for table in tables(summary))
     files.write(folder / "table.md", text)
     files.write(folder / SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
@@ -478,10 +475,7 @@ BLUE, INK, PALE = pages.RAMP[1], pages.TONES["ink"].light, pages.TONES["other"].
 
 
 def chart(summary: Summary) -> str | None:
-    """A bar per method, with its interval, where there are several; the fastest stands out.
-
-    A PNG as base64.
-    """
+    """A PNG as base64: a bar with its interval per method, where there are several."""
     base, found = gains_of(summary)
     gains = _by_method(found)
     if len(gains) < 2:
@@ -513,10 +507,7 @@ _LACKING = (TemplateError, LookupError, TypeError, ValueError, AttributeError, A
 
 
 def page(runs: Iterable[Results]) -> str:
-    """What was found in all runs, as one file with everything in it; all words are escaped.
-
-    Raises InvalidData for results that lack what it shows.
-    """
+    """All runs on one page, all words escaped. Raises InvalidData for results that lack a part."""
     style, newest = pages.style_of("selfspec.eval", "report.css"), ""
     made = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     text = (resources.files(__package__) / "assets" / "report.html").read_text(encoding="utf-8")

@@ -61,11 +61,9 @@ class Question:
 def load_suite(
     name: str = SIX_TASKS, questions: str | Path | None = None, limit: int | None = None
 ) -> list[Question]:
-    """The questions of a suite, or of a JSONL file in place of its `name`.
+    """Up to `limit` questions, spread evenly, of a suite or of a JSONL file in place of its name.
 
-    `questions` is the file of a suite that is not built in. `limit` takes that many, spread evenly
-    over the suite, so that all its groups stay represented. Raises InvalidOption for an unknown
-    suite, InvalidData for a file that cannot be used.
+    `questions` is the file of a suite that is not built in. Raises InvalidOption, InvalidData.
     """
     return spread(list(_questions(_file(name, questions))), limit)
 
@@ -429,10 +427,7 @@ def log_likelihood(model: PreTrainedModel, ids: Tensor, tokens: Sequence[int]) -
 
 
 def bleu(texts: Sequence[str], references: Sequence[str]) -> float:
-    """Corpus BLEU, 0 to 100: sacreBLEU, with case. Against plain decoding: relative BLEU.
-
-    Source: CM-ASD, sections IV.A and Table V.
-    """
+    """sacreBLEU, 0 to 100, with case; against plain decoding CM-ASD's relative BLEU (Table V)."""
     from sacrebleu.metrics.bleu import BLEU
 
     # effective order: answers of a word or two hold no 4-gram, and would make all of it 0

@@ -83,10 +83,9 @@ def tune(
     objective: str = "speed",
     new_tokens: int = NEW_TOKENS,
 ) -> Tuned:
-    """The fastest of the candidates.
+    """The fastest candidate: `speed` over all prompts' time, `latency` over the prompts' own.
 
-    `objective`: speed is about the time over all prompts, latency about the prompts' own. Raises
-    InvalidOption unless two answers have a second token.
+    Raises InvalidOption unless two answers have a second token.
     """
 
     def ask(number: int, options: Options) -> Timed:

@@ -93,10 +93,7 @@ class Subject:
 
 
 def cases_of(speculator: Speculator, questions: Sequence[Question], new_tokens: int) -> list[Case]:
-    """The first turns of `questions`, without those that the model has no room for.
-
-    Raises InvalidPrompt where none is left.
-    """
+    """First turns that the model has room for. Raises InvalidPrompt where there is none."""
     cases, refused = [], InvalidPrompt("no questions")
     for question in questions:
         try:
@@ -236,8 +233,7 @@ def _one_result(subject: Subject) -> Rung:
 def _any_batch(subject: Subject) -> Rung:
     """Rung 7: all prompts in one engine, with the drafts of `generate`, against each alone.
 
-    They come at different times, the first comes twice and leaves once, and prompts enter in
-    pieces.
+    They come one by one and in pieces; the first comes twice, and leaves once.
     """
     speculator, options, bits = subject.speculator, subject.speculator.options, Bits()
     requests = [case.request for case in subject.cases]

@@ -89,10 +89,7 @@ class Selfspec(HFLM):
 
 
 def run(arguments: Sequence[str]) -> None:
-    """lm-eval's command line, whose model is `selfspec` unless the arguments name another.
-
-    Raises InvalidOption for what lm-eval refuses.
-    """
+    """lm-eval's command line, by `selfspec` unless told otherwise. Raises InvalidOption."""
     words = list(arguments) or ["run", "--help"]
     if words[0] not in ("ls", "validate"):
         words = ["run", "--model", "selfspec", *words[words[0] == "run" :]]

@@ -1,7 +1,4 @@
-"""What heads are fitted to: hidden states and logits of a model, by batch, on the way or from disk.
-
-Called by `selfspec cache`, `fit` and `calibrate`.
-"""
+"""What heads are fitted to: hidden states and logits of a model, by batch, made or from disk."""
 
 from __future__ import annotations
 
@@ -138,7 +135,6 @@ def padded(conversations: Sequence[Conversation]) -> Batch:
 
 
 def features(backbone: Backbone, spec: FeatureSpec, batch: Batch) -> Features:
-    """One frozen pass over a batch."""
     stops = sorted({*spec.layers, *spec.states, backbone.num_layers})
     ids = batch.ids.to(backbone.device)
     device = backbone.unembedding.weight.device
@@ -322,10 +318,7 @@ class Manifest:
 
     @classmethod
     def of(cls, source: StreamSource, **base: Any) -> Manifest:
-        """What is known before any work; `base`: names of model and text, the chat template.
-
-        Raises InvalidData for a text that gives no batch.
-        """
+        """What is known before any work. Raises InvalidData for a text that gives no batch."""
         if not source.sizes:
             raise InvalidData("the text holds no answers to keep. Give another --data")
         backbone = source.backbone

@@ -108,10 +108,8 @@ def fit(
     """Heads for all exit layers at once; goes on where a killed fit of the same job was.
 
     `left`: seconds until it is to end, of a process that fits alone. Where they are too few, the
-    learning rate falls faster, and the fit ends with it, before all batches were seen.
-
-    Raises InvalidOption for layers or sizes that do not fit the model or another job's checkpoint,
-    InvalidData for an empty text, SelfspecError when a loss is not finite.
+    learning rate falls faster, and the fit ends with it, before all batches were seen. Raises
+    InvalidOption for another job's checkpoint or layers, InvalidData for an empty text.
     """
     return Trainer(job, watch or Stopwatch(), left).run(progress)
 

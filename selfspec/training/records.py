@@ -1,7 +1,4 @@
-"""A folder of fitted heads: what a fit gave, a card, and settings that are worth using.
-
-Called by `selfspec fit`, `calibrate` and `adapt`. The words of the card are in `card.jinja`.
-"""
+"""A folder of fitted heads: what a fit gave, a card (card.jinja), settings that are worth using."""
 
 from __future__ import annotations
 
@@ -340,10 +337,9 @@ def measured_entropy(
     batch_tokens: int,
     progress: Callable[[int, int], None],
 ) -> dict[str, float]:
-    """tau_H of a model over the answers of a text, and the mean entropy there, in nats.
+    """tau_H over the answers of a text, and the mean entropy there, in nats.
 
-    tau_H is the mean of the highest ceil(SHARE N) of N entropies (equation 10). `progress` hears of
-    batches done and in all. Raises InvalidData for a text without answers.
+    tau_H is the mean of the highest ceil(SHARE N) of N entropies (equation 10).
     """
     last = backbone.num_layers
     source = StreamSource(backbone, FeatureSpec((last,)), conversations, batch_tokens)

@@ -414,8 +414,7 @@ class Author:
     ) -> None:
         """`watch` hears of tokens as they are written. A server at `endpoint` may answer instead.
 
-        Raises InvalidData for no chat template, InvalidOption where an answer leaves no room,
-        SelfspecError where the server does not answer.
+        Raises InvalidData for no chat template, InvalidOption where answers leave prompts no room.
         """
         self.options, self.backbone, self._watch = options, backbone, watch
         plain = Turns(tokenizer, None, "", "", raw=True)  # nothing around: a base model writes on
