@@ -99,7 +99,6 @@ def shares(
 
 
 def page(found: dict[str, dict[int, Right]]) -> str:
-    """A row for each exit layer of each of the heads."""
     kinds = list(next(iter(next(iter(found.values())).values())))
     rows = [
         [name, str(layer), *(_cell(right[kind]) for kind in kinds)]

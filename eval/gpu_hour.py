@@ -71,8 +71,6 @@ Found = dict[str, Any]  # what a step fills in; it stays where the step fails
 
 
 class Hour:
-    """What the steps of a command share."""
-
     def __init__(self, output: Path, weights: Path | None, minutes: float, *, tiny: bool) -> None:
         self.output, self.weights, self.minutes, self.tiny = output, weights, minutes, tiny
         self.cuda = torch.cuda.is_available()
@@ -335,7 +333,6 @@ def swept(hour: Hour, found: Found, name: str) -> None:
 
 
 def batches(hour: Hour, found: Found, name: str) -> None:
-    """Tokens per second of many texts at once, prompts included."""
     on = hour.on(name)
     ids, writers = hour.prompts(on)[0], {"plain": concurrency.ours(speculate=False)}
     writers["Hugging Face, padded"] = concurrency.padded_batch

@@ -90,7 +90,6 @@ def path(
 def worth(
     speculator: Speculator, answers: Sequence[tuple[DecodeState, int]], skipped: tuple[int, ...]
 ) -> Found:
-    """What drafts without these layers come to on all answers."""
     backbone = speculator.backbone
     cost = DraftCost.with_costs(speculator.options.costs, backbone.num_layers)
     cost = replace(cost, token=token_cost_without(skipped, backbone))

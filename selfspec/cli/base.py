@@ -129,7 +129,6 @@ class Flag:
 
     @property
     def long_name(self) -> str:
-        """The flag as typed: `--max-new-tokens`."""
         return "--" + self.name.replace("_", "-")
 
     def parameter(self) -> inspect.Parameter:
@@ -304,7 +303,6 @@ def options_of(kind: type[Options], asked: Asked) -> Options:
 
 
 def require(asked: Asked, *names: str) -> None:
-    """Raise InvalidOption for a missing flag."""
     for name in names:
         if asked.get(name) is None:
             flag = "--" + name.replace("_", "-")

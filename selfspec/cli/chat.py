@@ -186,7 +186,6 @@ class Chat:
         self._replace([entry for entry in self.messages[:1] if entry["role"] == "system"])
 
     def save(self, name: str) -> None:
-        """Raises CannotWrite."""
         values = {"made_by": "selfspec chat", "model": self.speculator.label}
         path = files.check_file(files.local_path(name), overwrite=True)
         talk = json.dumps(values | {"messages": self.messages}, indent=2, ensure_ascii=False)

@@ -384,7 +384,6 @@ def acceptance_table(summary: Summary) -> Table:
 
 
 def markdown(table: Table) -> str:
-    """With its title as a heading."""
     cells = table.words().rename(columns=lambda name: name.replace("|", r"\|"))
     cells = cells.replace(r"\|", r"\\|", regex=True)
     return f"## {table.title}\n\n{cells.to_markdown(index=False, disable_numparse=True)}\n"

@@ -228,7 +228,6 @@ class Answer:
 
 
 def append(path: Path, answer: Answer) -> None:
-    """Add one line. Raises CannotWrite."""
     files.append(path, json.dumps(asdict(answer), ensure_ascii=False))
 
 

@@ -300,7 +300,6 @@ class Bits:
             self.first = f"{where}, token {at + 1}, though its logits are equal"
 
     def rung(self, words: str) -> Rung:
-        """Passed if no bit differed."""
         figures = {"positions": self.positions, "differing": self.differing}
         if not self.differing:
             return Rung("passed", f"{words}: 0 differ", figures)
@@ -415,7 +414,6 @@ def hugging_face(model: PreTrainedModel, ids: Tensor, new_tokens: int) -> tuple[
 
 
 def why_no_copy(model: PreTrainedModel, dtype: torch.dtype, most_gb: float) -> str | None:
-    """Why no copy in `dtype` is made, or None."""
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         return "the model is spread over several devices"
     size = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize / 1e9

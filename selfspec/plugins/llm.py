@@ -73,5 +73,4 @@ def _loaded(
 
 @llm.hookimpl
 def register_models(register: Callable[[llm.Model], None]) -> None:
-    """Called by `llm`."""
     register(Selfspec())

@@ -359,7 +359,6 @@ class Manifest:
         return [folder / f"shard-{number:05d}.safetensors" for number in range(len(self.shards))]
 
     def write(self, folder: Path) -> None:
-        """Raises CannotWrite."""
         files.write(folder / MANIFEST, json.dumps(asdict(self), indent=1) + "\n")
 
 
@@ -531,7 +530,6 @@ class CacheSource:
         return Features.of(found)
 
     def token_counts(self) -> Counter[int]:
-        """How often each token stands in an answer."""
         counts = Counter[int]()
         for index in range(len(self.sizes)):
             found = self._read(index, {"following", "answers"})

@@ -438,7 +438,6 @@ class Counts:
         found[name] += count
 
     def add_row(self, record: Record) -> None:
-        """Count a record that goes into the file."""
         talk, loops = encoded(record, None), record.get("loops", 0)
         values = (1, len(talk.ids), len(talk.answers), len(talk.answer_ids), loops)
         for name, value in zip(KEPT, values, strict=True):
