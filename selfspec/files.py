@@ -140,8 +140,6 @@ def check_folder(
     """
     folder = _named(folder)
     _refuse_special(folder)
-    if folder.exists() and not folder.is_dir():
-        raise CannotWrite(f"{folder} is a file. Name a folder")
     _require_writable(folder)
     paths = [folder / name for name in sorted(names)]
     for path in paths:
@@ -331,13 +329,10 @@ def _require_writable(folder: Path) -> None:
     near = folder
     try:  # permissions do not say it: root may write in /proc, which takes no files
         near = next(entry for entry in (folder, *folder.absolute().parents) if entry.exists())
-        if near.is_dir():
-            tempfile.TemporaryFile(dir=near).close()
+        tempfile.TemporaryFile(dir=near).close()
     except OSError as error:
         why = f"it takes no files ({error.strerror})"
         raise CannotWrite(f"cannot write into {near}: {why}. Name another place") from error
-    if not near.is_dir():
-        raise CannotWrite(f"cannot write into {folder}: {near} is a file. Name another place")
 
 
 @contextmanager

@@ -380,7 +380,6 @@ class Contender:
 
 def candidates(speculator: Speculator, names: Sequence[str]) -> dict[str, list[Contender]]:
     """Each method with all its settings. Raises InvalidOption, HeadsNotFound if one cannot run."""
-    check_keys(names, METHODS, "method")
     found = {}
     for name in names:
         known = METHODS[name].settings

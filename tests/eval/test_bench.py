@@ -519,7 +519,6 @@ def test_the_model_is_as_before_after_an_error_within_an_early_exit(speculator: 
 @pytest.mark.parametrize(
     ("name", "without", "options", "reason"),
     [
-        ("prompt-look-up", False, {}, "Did you mean prompt-lookup"),
         ("medusa", False, {}, "--head-type medusa"),
         ("easd", False, {}, "calibrate --entropy"),
         ("no-annealing", False, {"exit": {"anneal_strength": 0.0}}, "the same as speculation"),
