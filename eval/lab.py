@@ -241,7 +241,6 @@ def table(header: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
 
 def finish(output: Path, summary: Mapping[str, Any], text: str) -> None:
     """Write `summary.json`, with the command and the machine, and `table.md`; print the latter."""
-    output.mkdir(parents=True, exist_ok=True)
     facts = {"command": command(), "machine": machine(), **summary}
     write(output / "summary.json", json.dumps(facts, indent=2) + "\n")
     write(output / "table.md", text)

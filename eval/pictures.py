@@ -76,8 +76,6 @@ def gallery(
     names: Annotated[list[str] | None, typer.Argument(help="Without it, all.")] = None,
 ) -> None:
     """Ask the default model, keep what the pages and pictures need."""
-    for folder in (TRACES, PICTURES):
-        folder.mkdir(exist_ok=True)
     for words in commands():
         name = Path(words[2]).stem
         if names and name not in names:
@@ -188,7 +186,6 @@ LOOKS: dict[str, Look] = {
 
 
 def drawn(folder: Path, name: str, draw: Callable[[Look], str]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     for scheme, look in LOOKS.items():
         write(folder / f"{name}-{scheme}.svg", draw(look))
 

@@ -306,7 +306,6 @@ def _concurrency(asked: base.Named, options: results.BenchOptions, *, as_json: b
     speculator = base.load(begun | asked, compared=True)
     record = _record(asked, names, options, speculator, (suite, []))
     summary: dict[str, Any] = {"made_by": "selfspec bench", **record, "texts": list(texts)}
-    folder.mkdir(parents=True, exist_ok=True)
     with files.locked(folder), base.bar("concurrency", "measurements") as show:
         loads = results.begun(kept, summary, made, overwrite=overwrite)
         show(len(loads), total)

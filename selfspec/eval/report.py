@@ -405,12 +405,10 @@ class Results(NamedTuple):
 
 def check_results(folder: str | Path, *, overwrite: bool, reads: Iterable[object] = ()) -> Path:
     """The folder. Raises CannotWrite, InvalidOption for results that nobody gave up."""
-
-    def is_run(folder: Path) -> bool:
-        return (folder / RUN).exists() and files.written_here(folder / RUN)
-
-    folder = files.check_folder(folder, FILES, is_run, overwrite=True, reads=reads)
-    if is_run(folder) and (folder / SUMMARY).exists() and not overwrite:
+    folder = files.check_folder(
+        folder, FILES, lambda found: files.written_here(found / RUN), overwrite=True, reads=reads
+    )
+    if (folder / SUMMARY).exists() and not overwrite:
         raise InvalidOption(f"{folder} holds results. Give --overwrite or another folder")
     return folder
 
@@ -420,7 +418,6 @@ def begin_results(folder: Path, run: Mapping[str, Any], *, overwrite: bool = Fal
 
     Raises InvalidOption where that was another run.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / RUN
     if path.exists() and not overwrite:
         earlier = _mapping(read_yaml(path), path)

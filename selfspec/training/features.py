@@ -456,7 +456,6 @@ def write(
     """
     place = Place(where)
     folder = place.folder
-    folder.mkdir(parents=True, exist_ok=True)
     known = [*manifest.sha256]
     if place.pull(folder / MANIFEST).exists():
         begun = Manifest.read(place)
