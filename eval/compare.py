@@ -34,11 +34,10 @@ from torch import Tensor
 
 from eval import lab
 from selfspec.api.speculator import Speculator
-from selfspec.api.text import encode
 from selfspec.errors import InvalidOption
 from selfspec.eval import report
 from selfspec.eval.bench import METHODS, Contender, Decode, Setting, Written, described, endless
-from selfspec.eval.results import SIX_TASKS, Answer, BenchOptions, Question, speed_up
+from selfspec.eval.results import SIX_TASKS, Answer, BenchOptions, speed_up
 from selfspec.files import write
 from selfspec.hub.models import default_model_file
 
@@ -89,7 +88,6 @@ def main(
     context: Annotated[int, typer.Option(help="Positions that llama.cpp keeps room for.")] = 4096,
     numbers: Annotated[bool, typer.Option(help="De-quantised weights, too.")] = False,
     lookup: Annotated[bool, typer.Option(help="Others with drafts of their own, too.")] = True,
-    in_front: Annotated[int, typer.Option(help="Tokens to repeat prompts to, at least.")] = 0,
     busy: Annotated[int, typer.Option(help="Other processes that compute meanwhile.")] = 0,
 ) -> None:
     if int4 is not None and openvino is None:
@@ -97,8 +95,6 @@ def main(
     torch.set_num_threads(threads)
     speculator = lab.loaded(model, heads, dtype, executor)
     asked = lab.first_turns(suite, questions, limit)
-    if in_front:
-        asked = [longer(question, in_front, speculator.tokenizer) for question in asked]
     ours = [lab.PLAIN]
     for name, setting in named_settings(drafter or []).items():
         ours.append(Contender(label=name, method="ngram+exit", setting=setting))
@@ -176,13 +172,6 @@ def over_first(answers: Sequence[Answer], labels: Sequence[str]) -> str:
             rows[label][f"{part}, worst"] = f"{gain.worst:.2f}"
     found = pd.DataFrame(rows).T.rename_axis("method")
     return report.markdown(report.Table(f"Over {labels[0]}", found.reset_index()))
-
-
-def longer(question: Question, tokens: int, tokenizer: Any) -> Question:
-    """Its turn again and again, until it has so many tokens."""
-    (turn,) = question.turns
-    times = -(-tokens // encode(tokenizer, turn).shape[1])
-    return replace(question, turns=("\n\n".join([turn] * times),))
 
 
 def worker(

@@ -3,9 +3,9 @@ r"""Two checkouts on the same prompts, in turns: whether texts are the same, and
     python -m eval.two_versions ../before . --limit 48 --threads 2
     python -m eval.two_versions ../before . --limit 60 --bits --executor generic
 
-Each answers in a process of its own, from its own PYTHONPATH; --pythons: an interpreter for each.
-Compared are token ids and all counters of rounds; with --bits a hash of all target logits in place
-of times. Exit code 1 where an answer differs. Nothing else should run on the machine.
+Each answers in a process of its own, from its own PYTHONPATH. Compared are token ids and all
+counters of rounds; with --bits a hash of all target logits in place of times. Exit code 1 where an
+answer differs. Nothing else should run on the machine.
 """
 
 from __future__ import annotations
@@ -60,7 +60,6 @@ for line in sys.stdin:
 def main(
     before: Annotated[Path, typer.Argument(exists=True, help="A checkout.")],
     after: Annotated[Path, typer.Argument(exists=True, help="Another one.")],
-    pythons: tuple[str, str] = (sys.executable, sys.executable),
     suite: lab.Suite = SIX_TASKS,
     limit: lab.Limit = None,
     model: lab.Model = None,
@@ -74,8 +73,7 @@ def main(
     asked = {"model": model, "dtype": dtype, "executor": executor, "threads": threads, "bits": bits}
     prompts = lab.prompts(suite, limit=limit)
     with ExitStack() as stack:
-        pairs = zip((before, after), pythons, strict=True)
-        both = [stack.enter_context(version(*pair, asked)) for pair in pairs]
+        both = [stack.enter_context(version(one, asked)) for one in (before, after)]
         found = answers(both, prompts, new_tokens)
     unlike = different(found)
     print(unlike.to_markdown(index=False) if len(unlike) else "")
@@ -86,14 +84,14 @@ def main(
 
 
 @contextmanager
-def version(folder: Path, python: str, asked: Mapping[str, Any]) -> Iterator[lab.Ask]:
+def version(folder: Path, asked: Mapping[str, Any]) -> Iterator[lab.Ask]:
     """A checkout that answers. Raises InvalidOption where another selfspec than its is loaded."""
     home = folder.resolve()
-    command = [os.path.abspath(python), "-c", ANSWERS]  # noqa: PTH100  # a link in .venv stays one
-    with lab.answering(command, cwd=home, env=os.environ | {"PYTHONPATH": str(home)}) as ask:
+    env = os.environ | {"PYTHONPATH": str(home)}
+    with lab.answering([sys.executable, "-c", ANSWERS], cwd=home, env=env) as ask:
         said = ask(asked)
         if Path(said["file"]).parents[1] != home:
-            raise InvalidOption(f"{python} takes selfspec from {said['file']}, not {home}")
+            raise InvalidOption(f"{sys.executable} takes selfspec from {said['file']}, not {home}")
         print(f"{folder}: {said['executor']}")
         yield ask
 

@@ -254,14 +254,12 @@ def test_all_ways_answer_in_turns(tmp_path: Path) -> None:
         new_tokens=6,
         threads=1,
         numbers=True,
-        in_front=20,
     )
     answers = [json.loads(line) for line in (out / "answers.jsonl").open()]
     theirs = [name + drafts for name in (LLAMA, OPENVINO, INT4) for drafts in ("", LOOKUP)]
     more = [THEIRS, *(THEIRS + name for name in ASSISTED)]
     ours = ["plain", "chain", "text"]
     for answer in answers:
-        assert answer["prompt_tokens"] >= 20
         runs = answer["runs"]
         assert runs.keys() == {*theirs, *ours, *more, *(NUMBERS + name for name in ours)}
         assert {name for name, run in runs.items() if not run["equal"]} == {*theirs}
