@@ -227,10 +227,8 @@ def test_what_cannot_be_followed_is_refused(
 def test_without_the_package_or_a_tokenizer_that_writes_bytes_it_says_so(
     model: Speculator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for tokenizer in (None, make_tokenizer()):
-        kind = type(tokenizer).__name__
-        with pytest.raises(InvalidOption, match=f"tokenizers library, this is {kind}: [^\n]+$"):
-            Grammars(tokenizer, VOCAB_SIZE).mask(grammar_of_schema(True), [1])
+    with pytest.raises(InvalidOption, match=r"tokenizers library, this is \w+: [^\n]+$"):
+        Grammars(make_tokenizer(), VOCAB_SIZE).mask(grammar_of_schema(True), [1])
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(InvalidOption, match=r"pip install 'selfspec\[serve\]'"):
         model.generate("A", json_schema=True)

@@ -181,6 +181,7 @@ def test_two_rows_give_what_they_give_in_hugging_faces_batch(name: str, compare:
     "options", [{"encoder_repetition_penalty": 3.0}, {"encoder_no_repeat_ngram_size": 1}], ids=str
 )
 def test_sequences_of_one_prompt_share_its_state(options: dict[str, Any], compare: Compare) -> None:
+    pytest.importorskip("transformers", "5.24")  # 5.17 penalises by the rows of other prompts
     found = compare(**options, num_return_sequences=2, do_sample=True, top_k=1)
     assert found.shape[0] == 4
     assert torch.equal(found[0], found[1])
@@ -197,6 +198,8 @@ def test_negative_prompts_belong_to_their_rows(compare: Compare) -> None:
 def test_prompt_lengths_of_a_users_own_penalty_belong_to_their_rows(
     compare: Compare, eager: Speculator, batch: dict[str, Tensor]
 ) -> None:
+    pytest.importorskip("transformers", "5.24")  # in 5.17 all rows have one length
+
     def penalty(*lengths: int) -> list[Any]:
         return [RepetitionPenaltyLogitsProcessor(2.0, torch.tensor(lengths))]
 
