@@ -41,7 +41,7 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27329,
+    "tests/": 27330,
     "model": 6831,
     "decoding": 4785,
     "training": 3688,
@@ -52,7 +52,7 @@ MOST_LINES = {
     "api": 2351,
     "heads": 1685,
     "visualise": 1561,
-    "hub": 1621,
+    "hub": 1623,
     "options": 605,
     "adaptation": 546,
     "config": 364,

@@ -144,7 +144,9 @@ def _known_bits(said: object) -> int:
 
 def _gptq(said: Mapping[str, Any]) -> Method:
     bits, kept = _known_bits(said.get("bits")), said.get("checkpoint_format", "gptq")
-    if not bits or kept not in ("gptq", "gptq_v2") or said.get("dynamic"):
+    rules = said.get("dynamic") or {}
+    skip = isinstance(rules, dict) and all(rule.startswith("-:") for rule in rules)  # whole layers
+    if not bits or kept not in ("gptq", "gptq_v2") or not skip:
         raise ValueError(
             f"GPTQ of {said.get('bits')} bits as {kept}, or by layer, is not read here"
         )

@@ -466,7 +466,7 @@ UP = "model.layers.1.mlp.up_proj"
 
 WAYS: list[tuple[str, dict[str, Any], bool]] = [
     ("gptq", {}, True),
-    ("gptq", {"bits": 8, "group": 64}, True),
+    ("gptq", {"bits": 8, "group": 64, "said": {"dynamic": {"-:lm_head": {}}}}, True),
     ("gptq", {"symmetric": False}, True),
     ("gptq", {"shuffled": True}, False),
     ("gptq", {"symmetric": False, "group": 48}, False),
