@@ -52,7 +52,7 @@ MOST_LINES = {
     "api": 2351,
     "heads": 1685,
     "visualise": 1561,
-    "hub": 1623,
+    "hub": 1627,
     "options": 605,
     "adaptation": 546,
     "config": 364,

@@ -13,6 +13,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from selfspec.errors import InvalidData, LacksWeights, ModelNotFound, described, first_line, shown
@@ -215,17 +216,20 @@ def describe_gguf(gguf: Path, out: Path) -> None:
         AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(out)
 
 
+_READER = Lock()  # else two threads might each put back what the other had made
+
+
 @contextlib.contextmanager
 def _reader_with(name: str, made: Callable[[Any], Any]) -> Iterator[None]:
     """While open, `name` in transformers' reader of GGUF files is what is `made` of it."""
-    from transformers import modeling_gguf_pytorch_utils as reader
+    with _READER, contextlib.ExitStack() as behind:
+        with contextlib.suppress(ImportError, AttributeError):  # newer ones may go without
+            from transformers import modeling_gguf_pytorch_utils as reader
 
-    before = getattr(reader, name)
-    setattr(reader, name, made(before))
-    try:
+            before = getattr(reader, name)
+            behind.callback(setattr, reader, name, before)
+            setattr(reader, name, made(before))
         yield
-    finally:
-        setattr(reader, name, before)
 
 
 def _once(parse: Callable[..., Any]) -> Callable[..., Any]:
