@@ -602,7 +602,7 @@ def _quickest(entries: Sequence[Contender], tried: Sequence[Mapping[str, Run]]) 
 def parted(
     suite: Sequence[Question], options: BenchOptions, *, tuning: bool
 ) -> tuple[list[Question], list[Question]]:
-    """To report, and others to choose settings on. Raises InvalidOption if all would be others."""
+    """Questions to report, and to choose settings on. Raises InvalidOption if none is reported."""
     others = results.spread(suite, options.tune_questions) if tuning else []
     taken = {question.turns for question in others}
     rest = [question for question in suite if question.turns not in taken]

@@ -168,7 +168,7 @@ def check_agreement(decoder: Decoder, other: Executor, passages: Sequence[Passag
 def check_trees(decoder: Decoder, executor: Executor) -> None:
     """Raise UnsupportedModel unless a row beside siblings comes out as it does alone.
 
-    Some layers count positions by the rows. Up to rounding, at the places of the conformance check.
+    Some layers count positions by how many rows there are. Up to rounding, where conformance looks.
     """
     if (kind := decoder.config._attn_implementation) not in ("sdpa", "eager"):
         raise UnsupportedModel(f"attention is {kind}, whose masks know no siblings. Draft chains")
