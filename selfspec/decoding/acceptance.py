@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import starmap
 from typing import NamedTuple, Protocol
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from selfspec import options as rules
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.sampling import DraftToken, Sampler
-from selfspec.decoding.stats import EXIT, Ended
+from selfspec.decoding.stats import Ended
 from selfspec.errors import InvalidOption
 from selfspec.heads.heads import Ensemble, Signal, entropy
 from selfspec.model.kv import depths
@@ -32,17 +33,11 @@ class Draft:
 
     @classmethod
     def of(
-        cls,
-        tokens: Sequence[int],
-        parents: Sequence[int] | None = None,
-        *,
-        source: str = EXIT,
-        ended: Ended = "off",
+        cls, tokens: Sequence[int], parents: Sequence[int] | None = None, *, ended: Ended = "off"
     ) -> Draft:
         """Tokens that ran through no layer; None: a chain."""
         behind = range(-1, len(tokens) - 1) if parents is None else parents
-        rows = zip(tokens, behind, strict=True)
-        return cls(proposed=[DraftToken(*row, source=source) for row in rows], ended=ended)
+        return cls(proposed=[*starmap(DraftToken, zip(tokens, behind, strict=True))], ended=ended)
 
     @property
     def tokens(self) -> list[int]:
@@ -65,7 +60,7 @@ class Draft:
     @property
     def depth(self) -> int:
         """Tokens of its longest path."""
-        return len(self.proposed) if self.is_chain else 1 + max(depths(self.parents))
+        return 1 + max(depths(self.parents), default=-1)
 
     def path(self, index: int) -> list[int]:
         """Places of the tokens down to one, itself included; -1: none."""

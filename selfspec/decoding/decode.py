@@ -14,22 +14,14 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from selfspec.decoding.acceptance import AcceptanceRule, Draft, Target, Verdict
-from selfspec.decoding.state import (
-    DecodeState,
-    Drafter,
-    Embed,
-    Enter,
-    Pass,
-    Steps,
-    Work,
-)
+from selfspec.decoding.state import DecodeState, Drafter, Embed, Enter, Steps, Work
 from selfspec.decoding.stats import Round, StopReason, Stopwatch
 from selfspec.errors import InvalidDraft
 
@@ -78,15 +70,15 @@ def written(
     while entry is None or entry.stop_reason is None:
         watch.start()
         prefill = entry is None
-        entered: list[Pass] = []
         with state.round():
             if prefill:
-                entered, draft = (yield from enter(state)), Draft()
+                yield from enter(state)
+                draft = Draft()
             else:
                 draft = yield from propose(state, drafter, stop, watch)
             target = yield from verify(state, draft)
             watch.lap("prefill" if prefill else "verify")
-            entry = commit(state, draft, target, rule, stop, prefill=prefill, entered=entered)
+            entry = commit(state, draft, target, rule, stop, prefill=prefill)
             if not prefill:
                 draft.target = target
                 drafter.learn(draft, entry.kept)
@@ -94,19 +86,17 @@ def written(
         yield entry
 
 
-def enter(state: DecodeState) -> Steps[list[Pass]]:
+def enter(state: DecodeState) -> Steps[None]:
     """A prompt's first rows, in as many passes as it is let in by; some are left to verify."""
-    passes: list[Pass] = []
     while True:
         waiting = state.waiting
         count: int = yield Enter(len(waiting))
         if count >= len(waiting):
-            return passes
+            return
         state.hidden.push((yield Embed(state.backbone, waiting[:count])))
         yield from state.hidden.advance_all()
         state.keep_states(range(count))
-        passes += state.hidden.passes
-        state.hidden.clear()
+        state.hidden.clear(state.hidden.passes)
 
 
 def propose(state: DecodeState, drafter: Drafter, stop: StopRule, watch: Stopwatch) -> Steps[Draft]:
@@ -149,7 +139,6 @@ def commit(
     stop: StopRule,
     *,
     prefill: bool = False,
-    entered: Sequence[Pass] = (),
 ) -> Round:
     """Append what the rule gives, token by token, until it keeps no draft or the text ends."""
     tokens: list[int] = []
@@ -172,7 +161,7 @@ def commit(
         kept=kept,
         ended=draft.ended,
         heads=draft.heads,
-        passes=[*entered, *state.hidden.passes],
+        passes=state.hidden.passes,
         prefill=prefill,
         stop_reason=reason,
     )

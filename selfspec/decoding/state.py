@@ -144,10 +144,7 @@ class Ask(Work):
         return Ask, id(self.head), self.temperature, self.count, self.signal
 
     def done(self, alike: Sequence[Ask], _others: Sequence[Work]) -> list[Answer]:
-        replayed = self.backbone.claims.replayed
-        if len(alike) == 1 and replayed is None:
-            return [Answer.read(*self._asked(self.hidden, self.deep))]
-        hidden = [work.hidden for work in alike]
+        replayed, hidden = self.backbone.claims.replayed, [work.hidden for work in alike]
         inputs = [self.hidden if len(alike) == 1 else torch.cat(hidden)]
         if (deep := joined([work.deep for work in alike], hidden, self.head.beside)) is not None:
             inputs.append(deep)
@@ -360,11 +357,11 @@ class HiddenCache:
         target: Target = yield Unembed(self._backbone, hidden, self.least)
         return target
 
-    def clear(self) -> None:
-        """Drop all rows: another round begins."""
+    def clear(self, passes: Sequence[Pass] = ()) -> None:
+        """Drop all rows: another round begins, or one goes on behind these passes."""
         for queue in self._queues:
             queue.clear()
-        self.passes, self._parents, self.states = [], [], None
+        self.passes, self._parents, self.states = [*passes], [], None
 
     @property
     def _is_chain(self) -> bool:

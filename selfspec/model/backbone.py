@@ -17,13 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from selfspec.errors import (
-    InvalidOption,
-    InvalidPrompt,
-    ModelChanged,
-    UnsupportedModel,
-    first_line,
-)
+from selfspec.errors import InvalidOption, InvalidPrompt, ModelChanged, UnsupportedModel, first_line
 from selfspec.model import check
 from selfspec.model import fingerprint as fingerprints
 from selfspec.model.cuda_graph import CudaGraphExecutor

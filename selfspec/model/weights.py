@@ -313,10 +313,7 @@ FORMATS: Mapping[str, Format] = {
 }
 """Formats that stay as they are."""
 
-ZEROED: Mapping[int, Format] = {
-    4: Format(8, 32, 19, (0,)),
-    8: Format(9, 32, 35, (0,)),
-}
+ZEROED: Mapping[int, Format] = {4: Format(8, 32, 19, (0,)), 8: Format(9, 32, 35, (0,))}
 """By bits: Q4_0 and Q8_0 with a byte behind the scale, which is taken off each number as well."""
 
 

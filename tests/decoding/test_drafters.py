@@ -154,7 +154,7 @@ class Listening(DraftController):
 
 def test_the_controller_hears_the_rate_of_each_match_and_ends_the_draft() -> None:
     controller = Listening(6)
-    drafter = NgramDrafter(controller, size=3)
+    drafter = NgramDrafter(controller, size=3, cost=DraftCost(rows=(0.0,)))
     draft = ask(drafter, Text([1, 2, 3, 4, 5, 6, 1]))
     assert controller.asked == [0.25, 0.5, 0.75]
     assert (draft.tokens, draft.ended) == ([2, 3, 4], "unsure")
@@ -181,7 +181,7 @@ class Other:
 
 def test_the_other_drafts_where_no_text_matches_and_hears_only_of_its_own() -> None:
     controller, other, text = Listening(1), Other(), Text([1, 2, 3])
-    both = SeenTextFirst(NgramDrafter(controller, size=3), other)
+    both = SeenTextFirst(NgramDrafter(controller, size=3, cost=DraftCost(rows=(0.0,))), other)
     for expected in ([90, 91], [2]):
         draft = ask(both, text)
         assert draft.tokens == expected

@@ -83,12 +83,11 @@ class NgramDrafter(PacedDrafter):
         end_tokens: Collection[int] = (),
         *,
         size: int,
-        cost: DraftCost | None = None,
+        cost: DraftCost,
     ) -> None:
         """`size`: longest n-gram. One drafter serves one sequence, its prompt included."""
         super().__init__(controller, end_tokens)
-        self._index, self._size = NgramIndex(size), size
-        self._cost = cost or DraftCost(rows=(0.0,))
+        self._index, self._size, self._cost = NgramIndex(size), size, cost
         # the longer a match, the more it is trusted at first
         self._rates = [count / (size + 1) for count in range(size + 1)]
         self._guess: list[int] = []
