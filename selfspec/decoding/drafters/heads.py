@@ -7,7 +7,7 @@ A draft decides no text, so it needs few digits; what counts is how few bytes it
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, cast
+from typing import ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from selfspec.decoding.drafters.base import (
 )
 from selfspec.decoding.sampling import DraftToken, Sampler
 from selfspec.decoding.state import Ask, AskAhead, DecodeState, Embed, Steps, done_alone
-from selfspec.decoding.stats import EXIT, Stopwatch
+from selfspec.decoding.stats import EXIT, Ended, Stopwatch
 from selfspec.heads.attending import AttendingHeads, Attention
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import Answer, ExitHead, ExitJudge, Parts, top_probability
@@ -179,7 +179,7 @@ class MedusaGuesser(HeadGuesser):
 class _Exit(NamedTuple):
     choice: DraftToken
     confidence: float  # what the controller wants to know; the judge's own where it wants nothing
-    features: Tensor  # the head's, [1, d]: what it believes layer L would give here
+    beside: Tensor | None  # [1, d]: what the next token's row is asked beside, if anything
 
 
 class ExitDrafter(ChoosingDrafter):
@@ -189,6 +189,8 @@ class ExitDrafter(ChoosingDrafter):
     last exit layer in use (D_max) ends the draft, and so does the W_max-th draft.
     """
 
+    unsure: ClassVar[Ended] = "depth"  # why a draft ends where no head is sure
+
     def __init__(self, heads: ExitHeads, judge: ExitJudge, how: Drafting) -> None:
         super().__init__(how)
         self.heads, self._judge = heads, judge
@@ -196,35 +198,34 @@ class ExitDrafter(ChoosingDrafter):
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:
         """Up to min(limit, W_max) tokens; the rows that gave them wait where they left."""
         writer = DraftWriter(self, limit, source=EXIT)
-        ids, newest = state.ids, state.committed(-1)
-        deep = state.deep if self.heads.reads_deep else None
+        beside = state.deep if self.heads.reads_deep else None
+        ids = state.ids
         while writer.room:
-            state.hidden.push((yield Embed(state.backbone, newest)))
-            found = yield from self._first_exit(state, ids, deep, writer.draft, watch)
+            found = yield from self._first_exit(state, ids, beside, writer.draft, watch)
             if found is None:
-                writer.stop("depth")
+                writer.stop(self.unsure)
                 break
             writer.add(found.choice, found.confidence)
-            newest = [found.choice.token]
-            deep = found.features if self.heads.reads_deep else None
-            ids = self.sampler.behind(ids, found.choice.token)
+            ids, beside = self.sampler.behind(ids, found.choice.token), found.beside
         return writer.draft
 
     def _first_exit(
-        self, state: DecodeState, ids: Tensor, deep: Tensor | None, draft: Draft, watch: Stopwatch
+        self, state: DecodeState, ids: Tensor, beside: Tensor | None, draft: Draft, watch: Stopwatch
     ) -> Steps[_Exit | None]:
         """The first confident layer and what it drafts; None: difficult token.
 
         Whether to exit is decided before a token is drawn: a decision that saw the drawn token
         would bias the output. `draft` counts the heads that are asked.
         """
+        newest = draft.tokens[-1:] or state.committed(-1)
+        state.hidden.push((yield Embed(state.backbone, newest)))
         for boundary, layer in enumerate(state.hidden.depths[1:-1]):
             hidden = yield from state.hidden.advance(boundary)
             watch.lap("draft")
             head = self.heads[layer]
             draft.heads += 1
             # the row being drafted
-            said: Answer = yield self._question(state.backbone, head, layer, hidden[-1:], deep)
+            said: Answer = yield self._question(state.backbone, head, layer, hidden[-1:], beside)
             found = self._exit(head, said, layer, ids)
             watch.lap("heads")
             if found is not None:
@@ -258,7 +259,8 @@ class ExitDrafter(ChoosingDrafter):
         else:
             wide = head.to_target_logits(said.logits)
             choice = self.sampler.choose(ids, wide, believe=self.beliefs)
-        return _Exit(choice._replace(layer=layer), confidence, said.features)
+        beside = said.features if self.heads.reads_deep else None
+        return _Exit(choice._replace(layer=layer), confidence, beside)
 
 
 class AttendingDrafter(ExitDrafter):
@@ -268,29 +270,24 @@ class AttendingDrafter(ExitDrafter):
     """
 
     heads: AttendingHeads
+    unsure = "unsure"
 
-    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:
-        """Up to min(limit, W_max) tokens; no rows wait."""
-        writer = DraftWriter(self, limit, source=EXIT)
-        head, text, ids = self.heads.head, state.attention, state.ids
-        if text is None or not writer.room:
-            return writer.draft
-        output = yield from text.read(state.committed(0))
-        while output is not None:
-            writer.draft.heads += 1
-            said: Answer = yield self._question(state.backbone, head, 0, output, None)
-            watch.lap("heads")
-            found = self._exit(head, said, 0, ids)
-            if found is None:
-                writer.stop("unsure")
-                break
-            writer.add(found.choice, found.confidence)
-            if not writer.room:
-                break
-            token = found.choice.token
-            ids = self.sampler.behind(ids, token)
-            output = yield text.draft([token], output, [len(writer.draft.proposed) - 2])
-        return writer.draft
+    def _first_exit(
+        self, state: DecodeState, ids: Tensor, beside: Tensor | None, draft: Draft, watch: Stopwatch
+    ) -> Steps[_Exit | None]:
+        """What the layer drafts; no rows wait. None: it is unsure, or has read nothing yet."""
+        text, head = cast("Attention", state.attention), self.heads.head
+        if beside is None:
+            output = yield from text.read(state.committed(0))
+        else:
+            output = yield text.draft(draft.tokens[-1:], beside, [len(draft.proposed) - 2])
+        if output is None:
+            return None
+        draft.heads += 1
+        said: Answer = yield self._question(state.backbone, head, 0, output, None)
+        watch.lap("heads")
+        found = self._exit(head, said, 0, ids)
+        return None if found is None else found._replace(beside=output)
 
 
 # --- exit heads by compiled code, from 8-bit copies of their weights
