@@ -385,12 +385,9 @@ def _race(probs: Tensor, number: int) -> tuple[list[int], np.ndarray[Any, Any], 
 
 
 def _uniform(number: int, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """A number in (0, 1) for each of `ids`, by the finaliser of splitmix64 as in `mixed`."""
-    found = np.uint64(number) + (ids + 3).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    found = (found ^ (found >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    found = (found ^ (found >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    found ^= found >> np.uint64(31)
-    shares: np.ndarray[Any, Any] = ((found >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    """A number in (0, 1) for each of `ids`, which are -2 at least."""
+    found = _stepped(number, (ids + 2).astype(np.uint64)) >> 11
+    shares: np.ndarray[Any, Any] = (found.astype(np.float64) + 0.5) * 2.0**-53
     return shares
 
 
@@ -403,18 +400,19 @@ def _check_whole(whole: float) -> None:
 
 
 def mixed(seed: int, place: int) -> int:
-    """A seed for one place: of 64 bits, with all of which each bit of both changes half.
+    """A seed for one place: of 64 bits, with all of which each bit of both changes half."""
+    return int(_stepped(_stepped(seed, 0), place))
 
-    The finaliser of splitmix64 (Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom Number
-    Generators"), behind one step for the seed and one for the place.
+
+def _stepped(found: Any, step: Any) -> Any:
+    """A number of 64 bits, or an array, so many steps and one on, by the finaliser of splitmix64.
+
+    Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom Number Generators".
     """
-    found = seed
-    for step in (0, place):
-        found = (found + (step + 1) * 0x9E3779B97F4A7C15) & _BITS
-        found = ((found ^ (found >> 30)) * 0xBF58476D1CE4E5B9) & _BITS
-        found = ((found ^ (found >> 27)) * 0x94D049BB133111EB) & _BITS
-        found ^= found >> 31
-    return found
+    found = (found + (step + 1) * 0x9E3779B97F4A7C15) & _BITS
+    found = ((found ^ (found >> 30)) * 0xBF58476D1CE4E5B9) & _BITS
+    found = ((found ^ (found >> 27)) * 0x94D049BB133111EB) & _BITS
+    return found ^ (found >> 31)
 
 
 def is_stateless(processor: object) -> bool:
