@@ -22,7 +22,7 @@ INSIDE = Path("selfspec", "model", "kernels", "prebuilt")
 
 
 class CompiledLibraries(BuildHookInterface):
-    """Puts one library for each of the constants and targets into a wheel, and gives it a tag."""
+    """Puts one library for each of the macros and targets into a wheel, and gives it a tag."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compiles. Raises SystemExit, with the reason, where that cannot be done."""
@@ -63,7 +63,7 @@ def build(compiler: ModuleType, folder: Path) -> tuple[str, list[Path]]:
         return library
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        jobs = product([compiler.SOURCE], compiler.CONSTANTS, compiler.TARGETS[machine])
+        jobs = product([compiler.SOURCE], compiler.MACROS, compiler.TARGETS[machine])
         return machine, list(pool.map(make, jobs))
 
 

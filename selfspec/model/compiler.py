@@ -20,8 +20,8 @@ KERNELS = Path(__file__).parent / "kernels"
 SOURCE = KERNELS / "kernels.cpp"
 
 PANEL = 16  # outputs side by side, as in `panels.hpp`
-CONSTANTS: tuple[Mapping[str, int], ...] = ({"BFLOAT16": 0}, {"BFLOAT16": 1})
-"""What a wheel has libraries for."""
+MACROS = "-DBFLOAT16=0", "-DBFLOAT16=1"
+"""What a wheel has libraries for: numbers that are float32, and bfloat16."""
 
 _FLAGS = (
     *("-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC"),
@@ -74,22 +74,22 @@ def this_machine(*, tiles: bool) -> Target:
     return Target(f"native-{hashlib.sha256(said).hexdigest()[:8]}", flags)
 
 
-def library_name(source: Path, constants: Mapping[str, int], target: Target) -> str:
+def library_name(source: Path, macro: str, target: Target) -> str:
     """SOURCE-TARGET-DIGEST.so; the digest is of the source, the headers beside it and the flags."""
     texts = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.hpp")))]
-    words = " ".join((*_FLAGS, target.flags, *_macros(constants))).encode()
+    words = " ".join((*_FLAGS, target.flags, macro)).encode()
     digest = hashlib.sha256(b"".join((*texts, words))).hexdigest()[:16]
     return f"{source.stem}-{target.name}-{digest}.so"
 
 
-def make_library(library: Path, source: Path, constants: Mapping[str, int], target: Target) -> None:
-    """Compiles `source` with `constants` as macros. Raises OSError or SubprocessError.
+def make_library(library: Path, source: Path, macro: str, target: Target) -> None:
+    """Compiles `source` with one of `MACROS`, or alike. Raises OSError or SubprocessError.
 
     It is linked with no OpenMP runtime: what it calls is looked up among those that are loaded.
     """
     with tempfile.TemporaryDirectory() as folder:
         made, linked = Path(folder) / "made.o", Path(folder) / "made.so"
-        options = (*_FLAGS, *target.flags.split(), *_macros(constants))
+        options = (*_FLAGS, *target.flags.split(), macro)
         _run(*options, "-c", str(source), "-o", str(made))
         _run("-shared", str(made), "-o", str(linked))
         shutil.copyfile(linked, library)  # a linker on a full disk does not say which
@@ -101,10 +101,6 @@ def version() -> str | None:
         return _run("--version").decode(errors="replace").partition("\n")[0]
     except (OSError, ValueError, subprocess.SubprocessError):  # ValueError: a quote is not closed
         return None
-
-
-def _macros(constants: Mapping[str, int]) -> list[str]:
-    return [f"-D{name}={value}" for name, value in sorted(constants.items())]
 
 
 def command() -> list[str]:

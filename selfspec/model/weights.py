@@ -33,7 +33,7 @@ from selfspec import files
 from selfspec.errors import CannotWrite
 from selfspec.files import cache_folder
 from selfspec.model import compiler
-from selfspec.model.compiler import PANEL, SOURCE
+from selfspec.model.compiler import MACROS, PANEL, SOURCE
 
 logger = logging.getLogger(__name__)
 
@@ -123,16 +123,16 @@ TEAM = Team()  # one for the process, as the threads are
 DTYPES = (torch.float32, torch.bfloat16)  # that compiled code reads, and blocks are expanded to
 
 
-def compiled(source: Path, **constants: int) -> ctypes.CDLL:
-    """The library made from `source` with `constants` as macros: prebuilt if one fits, else made.
+def compiled(source: Path, macro: str) -> ctypes.CDLL:
+    """The library made from `source` with a macro: prebuilt if one fits, else made.
 
     A prebuilt one lies in the folder `prebuilt` beside the source, others in the cache folder;
     where others could put something there, one is made for this process alone. Its threads are
     torch's own. Raises ValueError, with the reason, if it cannot be had.
     """
     try:
-        found = _prebuilt(source, constants)
-        return _made_here(source, constants) if found is None else found[0]
+        found = _prebuilt(source, macro)
+        return _made_here(source, macro) if found is None else found[0]
     except (OSError, ValueError, subprocess.SubprocessError, CannotWrite) as error:
         reason = f"no compiled library: {error}"
         if isinstance(error, subprocess.CalledProcessError):
@@ -152,23 +152,21 @@ def compiled(source: Path, **constants: int) -> ctypes.CDLL:
 def origin() -> str | None:
     """Where compiled code comes from: the wheel, a compiler, or None if from neither."""
     with suppress(ValueError):
-        found = _prebuilt(compiler.SOURCE, compiler.CONSTANTS[0])
+        found = _prebuilt(compiler.SOURCE, compiler.MACROS[0])
         if found is not None:
             return f"in the wheel, for {found[1].name}"
     name = compiler.version()
     return name and f"here, by {name}"
 
 
-def _prebuilt(
-    source: Path, constants: Mapping[str, int]
-) -> tuple[ctypes.CDLL, compiler.Target] | None:
+def _prebuilt(source: Path, macro: str) -> tuple[ctypes.CDLL, compiler.Target] | None:
     """The fastest that was made from this very source and that this processor runs."""
     folder = source.parent / "prebuilt"
     if not folder.is_dir():
         return None
     features = processor_features()
     for target in compiler.TARGETS.get(platform.machine(), ()):
-        library = folder / compiler.library_name(source, constants, target)
+        library = folder / compiler.library_name(source, macro, target)
         if lacking := target.needs - features:
             why = f"this processor lacks {', '.join(sorted(lacking))}"
         elif not library.exists():
@@ -182,13 +180,13 @@ def _prebuilt(
     return None
 
 
-def _made_here(source: Path, constants: Mapping[str, int]) -> ctypes.CDLL:
+def _made_here(source: Path, macro: str) -> ctypes.CDLL:
     """A library of the cache folder: whole, or not there. Nobody loads a half-written one.
 
     Where the folder takes no files, or others could change them, one is made for this process.
     """
     target = compiler.this_machine(tiles=_tiles_allowed())
-    name = compiler.library_name(source, constants, target)
+    name = compiler.library_name(source, macro, target)
     folder = cache_folder() / "compiled"
     with suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -202,12 +200,12 @@ def _made_here(source: Path, constants: Mapping[str, int]) -> ctypes.CDLL:
         text = "code in %s is not used but compiled anew for each process: %s"
         _log_once(logging.WARNING, text, folder, why)
         with tempfile.TemporaryDirectory() as own:
-            compiler.make_library(Path(own) / name, source, constants, target)
+            compiler.make_library(Path(own) / name, source, macro, target)
             return _load(Path(own) / name)
     if not library.exists():
         _log_once(logging.INFO, "compiling once for this processor (half a minute) into %s", folder)
         with files.replacing(library, private=True) as new:
-            compiler.make_library(new, source, constants, target)
+            compiler.make_library(new, source, macro, target)
     return _load(library)
 
 
@@ -483,7 +481,7 @@ def library(dtype: torch.dtype) -> ctypes.CDLL:
     """The kernels for numbers of `dtype`. Raises ValueError, with the reason, if there are none."""
     if dtype not in DTYPES:
         raise ValueError(f"compiled code reads float32 and bfloat16, not {dtype}")
-    found = compiled(SOURCE, BFLOAT16=int(dtype == torch.bfloat16))
+    found = compiled(SOURCE, MACROS[dtype == torch.bfloat16])
     whole, pointer = ctypes.c_long, ctypes.c_void_p
     arguments = {"run": (1, 2), "pack": (2, 2), "linear_layer": (3, 4)}
     arguments |= dict.fromkeys(("pack_blocks", "expand_blocks"), (3, 3))

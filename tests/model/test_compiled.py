@@ -22,12 +22,13 @@ import torch
 
 from selfspec.files import cache_folder, cores, open_to_others
 from selfspec.model import compiler, weights
-from selfspec.model.compiler import CONSTANTS, SOURCE, TARGETS, Target, library_name, make_library
+from selfspec.model.compiler import MACROS, SOURCE, TARGETS, Target, library_name, make_library
 from selfspec.model.weights import Team, compiled, origin
 from tests.bad_input import snapshot
 from tests.models import needs_compiler
 
 ROOT = Path(__file__).parents[2]
+NUMBER = "-DNUMBER=42"
 
 OURS = TARGETS.get(platform.machine(), ())
 HAS = weights.processor_features()
@@ -40,7 +41,7 @@ needs_a_fitting_target = pytest.mark.skipif(
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A C++ file whose `answer` is the constant NUMBER; nothing was compiled or said so far."""
+    """A C++ file whose `answer` is the macro NUMBER; nothing was compiled or said so far."""
     weights._log_once.cache_clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = tmp_path / "kernels" / "answer.cpp"
@@ -49,10 +50,10 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def prebuild(source: Path, target: Target, **constants: int) -> Path:
-    library = source.parent / "prebuilt" / library_name(source, constants, target)
+def prebuild(source: Path, target: Target) -> Path:
+    library = source.parent / "prebuilt" / library_name(source, NUMBER, target)
     library.parent.mkdir(exist_ok=True)
-    make_library(library, source, constants, target)
+    make_library(library, source, NUMBER, target)
     return library
 
 
@@ -78,7 +79,7 @@ def test_a_missing_compiler_is_said_once(
     monkeypatch.setattr(weights, "_prebuilt", lambda *_: None)
     for _ in range(2):
         with pytest.raises(ValueError, match="compiler no-such-compiler"):
-            compiled(source, NUMBER=42)
+            compiled(source, NUMBER)
     (said,) = caplog.messages
     assert "compiler no-such-compiler. The model's own modules run: slower" in said
     assert said.endswith("Install a wheel that brings compiled code, or g++ 11 or newer")
@@ -89,14 +90,14 @@ def test_a_missing_compiler_is_said_once(
 def test_a_file_is_compiled_once(mask: int, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = os.umask(mask)
     try:
-        assert compiled(source, NUMBER=42).answer() == 42
+        assert compiled(source, NUMBER).answer() == 42
     finally:
         os.umask(before)
     made = list(cache_folder().rglob("*"))
     monkeypatch.setattr(compiler, "make_library", None)
-    assert compiled(source, NUMBER=42).answer() == 42
+    assert compiled(source, NUMBER).answer() == 42
     with pytest.raises(TypeError):
-        compiled(source, NUMBER=43)
+        compiled(source, "-DNUMBER=43")
     assert list(cache_folder().rglob("*")) == made
 
 
@@ -133,15 +134,15 @@ def test_places_that_others_can_change_are_told(kind: str, source: Path) -> None
 @needs_compiler
 def test_code_open_to_others_is_not_loaded(source: Path, caplog: pytest.LogCaptureFixture) -> None:
     target = compiler.this_machine(tiles=weights._tiles_allowed())
-    library = cache_folder() / "compiled" / library_name(source, {"NUMBER": 42}, target)
+    library = cache_folder() / "compiled" / library_name(source, NUMBER, target)
     library.parent.mkdir(parents=True)
-    make_library(library, source, {"NUMBER": 13}, target)
+    make_library(library, source, "-DNUMBER=13", target)
     library.chmod(0o600)
-    assert compiled(source, NUMBER=42).answer() == 13  # nobody else can have put it there
+    assert compiled(source, NUMBER).answer() == 13  # nobody else can have put it there
     library.parent.chmod(0o777)
     before = snapshot(cache_folder())
     for _ in range(2):
-        assert compiled(source, NUMBER=42).answer() == 42
+        assert compiled(source, NUMBER).answer() == 42
     assert len([text for text in caplog.messages if "others can change" in text]) == 1
     assert snapshot(cache_folder()) == before
 
@@ -151,7 +152,7 @@ def test_a_folder_that_takes_no_files_costs_time(
     source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(source))  # a file
-    assert compiled(source, NUMBER=42).answer() == 42
+    assert compiled(source, NUMBER).answer() == 42
     assert caplog.messages[0].endswith("takes no files. Set XDG_CACHE_HOME to a folder that does")
 
 
@@ -159,7 +160,7 @@ def test_a_folder_that_takes_no_files_costs_time(
 def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(source: Path) -> None:
     source.write_text("#error not today", encoding="utf-8")
     with pytest.raises(ValueError, match="the compiler failed"):
-        compiled(source)
+        compiled(source, NUMBER)
     assert not list((cache_folder() / "compiled").iterdir())
 
 
@@ -168,7 +169,7 @@ def test_a_full_disk_is_named_not_the_linker(source: Path, monkeypatch: pytest.M
     full = OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr(shutil, "copyfile", Mock(side_effect=full))
     with pytest.raises(ValueError, match=f"{cache_folder()}/compiled/.*: No space left"):
-        compiled(source, NUMBER=42)
+        compiled(source, NUMBER)
 
 
 def runtimes() -> set[str]:
@@ -190,7 +191,7 @@ def test_threads_are_those_of_the_runtime_that_torch_loaded(source: Path) -> Non
     source.write_text(text, encoding="utf-8")
     before = runtimes()
     torch.set_num_threads(3)
-    assert compiled(source).threads() == 3
+    assert compiled(source, NUMBER).threads() == 3
     assert runtimes() == before
 
 
@@ -200,8 +201,8 @@ def test_threads_are_those_of_the_runtime_that_torch_loaded(source: Path) -> Non
 @needs_a_fitting_target
 def test_it_wins_over_a_compiler_and_the_fastest_over_others(source: Path) -> None:
     for target in FITTING[::-1]:
-        made = prebuild(source, target, NUMBER=42)
-        assert compiled(source, NUMBER=42)._name == str(made)
+        made = prebuild(source, target)
+        assert compiled(source, NUMBER)._name == str(made)
     assert not cache_folder().exists()
 
 
@@ -225,13 +226,13 @@ def test_one_that_does_not_fit_is_passed_over(
     if wrong == "processor":
         target = target._replace(needs=target.needs | {"avx4096"})
         monkeypatch.setattr(compiler, "TARGETS", {platform.machine(): (target,)})
-    library = prebuild(source, target, NUMBER=42)
+    library = prebuild(source, target)
     if wrong == "source":
         (source.parent / "header.hpp").write_text("// new", encoding="utf-8")
     elif wrong == "file":
         library.write_bytes(b"\x7fELF of a newer system")
     with caplog.at_level(logging.DEBUG, logger=weights.__name__):
-        found = compiled(source, NUMBER=42)
+        found = compiled(source, NUMBER)
     assert found.answer() == 42
     assert Path(found._name).is_relative_to(cache_folder())
     assert re.search(why, caplog.text)
@@ -295,7 +296,7 @@ def test_a_wheel_has_a_library_for_every_kind_of_processor(
     data: dict[str, Any] = {"force_include": {}}
     hook.initialize("standard", data)
     files = data["force_include"]
-    assert len(files) == len(CONSTANTS) * len(OURS)
+    assert len(files) == len(MACROS) * len(OURS)
     assert data["tag"] == f"py3-none-linux_{platform.machine()}"
     assert not data["pure_python"]
     for made, inside in files.items():
@@ -305,7 +306,7 @@ def test_a_wheel_has_a_library_for_every_kind_of_processor(
     assert not any(Path(made).exists() for made in files)
     monkeypatch.setenv("CXX", "false")
     installed = tmp_path / "selfspec" / "model" / "kernels"
-    assert compiled(installed / SOURCE.name, BFLOAT16=1).answer() == 41
+    assert compiled(installed / SOURCE.name, MACROS[1]).answer() == 41
     monkeypatch.setattr(compiler, "SOURCE", installed / SOURCE.name)
     assert origin() == f"in the wheel, for {FITTING[0].name}"
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from selfspec.files import cache_folder
 from selfspec.model import weights
-from selfspec.model.compiler import SOURCE, TARGETS, Target, library_name, make_library
+from selfspec.model.compiler import MACROS, SOURCE, TARGETS, Target, library_name, make_library
 from selfspec.model.weights import DTYPES, FORMATS, ZEROED, CompiledLinear, QuantisedWeight
 from tests.gguf_models import de_quantised, random_blocks, usual_blocks
 from tests.models import needs_compiler
@@ -114,15 +114,14 @@ def test_layers_side_by_side_in_another_order() -> None:
 def test_it_compiles_for_every_processor_and_runs_where_it_is_one(
     target: Target, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    running = [one for one in TARGETS["x86_64"] if one.needs <= weights.processor_features()]
-    constants = {"BFLOAT16": int(dtype == torch.bfloat16)}
+    macro = MACROS[dtype == torch.bfloat16]
     strict = target._replace(flags=f"{target.flags} -Wall -Wextra -Werror -O0")
     # kept like all that is compiled: its name has a digest of source and flags
-    library = cache_folder() / "compiled" / library_name(SOURCE, constants, strict)
+    library = cache_folder() / "compiled" / library_name(SOURCE, macro, strict)
     if not library.exists():
-        make_library(tmp_path / library.name, SOURCE, constants, strict)
+        make_library(tmp_path / library.name, SOURCE, macro, strict)
         shutil.move(tmp_path / library.name, library)
-    if target not in running:
+    if not target.needs <= weights.processor_features():
         pytest.skip(f"compiled; this processor does not run {target.name}")
     monkeypatch.setattr(weights, "compiled", lambda *_, **__: weights._load(library))
     monkeypatch.setattr(weights, "library", weights.library.__wrapped__)
