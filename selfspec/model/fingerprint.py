@@ -309,25 +309,19 @@ class ModelWatch:
                 yield f"{one.path} was replaced"
 
 
-def _weight_names(held: dict[str, Any]) -> set[str]:
-    weights = {**held["_parameters"], **held["_buffers"]}
-    return {name for name, tensor in weights.items() if tensor is not None}
-
-
-_HELD: dict[str, Callable[[dict[str, Any]], object]] = {
-    "modules": itemgetter("_modules"),
-    "weights": _weight_names,
-    "hooks": foreign_hooks,
-}
-"""What modules hold, read from their attributes."""
+def _held(by: dict[str, Any]) -> dict[str, object]:
+    """What a module holds, by its attributes."""
+    tensors = {**by["_parameters"], **by["_buffers"]}
+    weights = {name for name, tensor in tensors.items() if tensor is not None}
+    return {"modules": by["_modules"], "weights": weights, "hooks": foreign_hooks(by)}
 
 
 def _changes(path: str, one: Any, was: dict[str, Any]) -> Iterator[str]:
     """What a module or config has otherwise than it had, but for its tensors and what is idle."""
     now = vars(one)
-    for aspect, read in _HELD.items():
-        if isinstance(one, nn.Module) and read(was) != read(now):
-            yield f"{path} has other {aspect}"
+    if isinstance(one, nn.Module):
+        both = zip(_held(was).items(), _held(now).values(), strict=True)
+        yield from (f"{path} has other {aspect}" for (aspect, old), new in both if old != new)
     idle = _IDLE | (_LINEAR if type(one) is nn.Linear else set())
     idle |= {name for name in {**was, **now} if _moves(one, name)}
     watched = {"training"} if has_dropout(one) else set()

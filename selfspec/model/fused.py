@@ -532,17 +532,16 @@ class FusedExecutor:
     ) -> Iterator[Operation]:
         """The last linear layer of attention (0) or the MLP (1), if it has one, to the rows."""
         program, norm, times = self._program, recipe.behind[place], recipe.times
-        if norm is None:
-            if linear is None:
-                yield program.add(source, HIDDEN, times)
-            else:
-                yield program.linear(source, HIDDEN, self._compiled(linear), adds=times)
-            return
-        if linear is not None:
-            branch = program.buffer("branch", linear.out_features)
-            yield program.linear(source, branch, self._compiled(linear))
-            source = branch
-        yield program.norm(source, HIDDEN, norm, adds=times)
+        if norm is not None:
+            if linear is not None:
+                branch = program.buffer("branch", linear.out_features)
+                yield program.linear(source, branch, self._compiled(linear))
+                source = branch
+            yield program.norm(source, HIDDEN, norm, adds=times)
+        elif linear is not None:
+            yield program.linear(source, HIDDEN, self._compiled(linear), adds=times)
+        else:
+            yield program.add(source, HIDDEN, times)
 
     def _compiled(self, *parts: nn.Linear, order: Tensor | None = None) -> CompiledLinear:
         compiled = CompiledLinear.of(*parts, order=order)
