@@ -336,7 +336,7 @@ def from_prepared(
     refuse_model_keywords(model_kwargs, input_ids, backbone.model.config.model_type)
     backbone.check_ids(input_ids)  # none where embeddings were given
     pads = left_padding(input_ids, model_kwargs.get("attention_mask"))
-    limit, length = backbone.position_limit, input_ids.shape[1] - min(pads)
+    limit, length = backbone.parts.position_limit, input_ids.shape[1] - min(pads)
     if limit is not None and length > limit:
         raise InvalidPrompt(
             f"the prompt has {length} tokens, the model has {limit} positions. Shorten the prompt"

@@ -19,7 +19,6 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -61,6 +60,7 @@ from selfspec.model.kv import (
     PooledKVCache,
     common,
     fixed_slots,
+    free_bytes,
 )
 from selfspec.model.weights import TEAM
 from selfspec.options import word
@@ -465,7 +465,7 @@ class Engine:
             backbone.num_layers,
             backbone.claims.pages,
             backbone.position_bytes,
-            _free_bytes(backbone.device) // 2 if kv_memory is None else kv_memory,
+            free_bytes(backbone.device) // 2 if kv_memory is None else kv_memory,
         )
         self._most = most
         self._patience = patience
@@ -631,9 +631,3 @@ class Engine:
         if not running.ended:
             running.error = error
             self.cancel(running)
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return int(psutil.virtual_memory().available)

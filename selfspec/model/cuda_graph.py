@@ -10,7 +10,6 @@ Nothing here needs a GPU but `graph_capture`.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -30,6 +29,7 @@ from selfspec.model.kv import (
     ancestors,
     depths,
     fixed_slots,
+    free_bytes,
     held_behind,
     uploaded,
     with_zeros,
@@ -353,7 +353,7 @@ class CudaGraphExecutor:
         lanes = max(held.lanes, min(self._most_lanes, 1 << (texts - 1).bit_length()))
         slots = max(held.slots, *(self._count(_needed(span, first)) for span in spans))
         if (lanes, slots) != (held.lanes, held.slots):
-            room = (_free_bytes(self._hidden.device) + held.size_of(held.lanes, held.slots)) / 2
+            room = (free_bytes(self._hidden.device) + held.size_of(held.lanes, held.slots)) / 2
             while lanes > 1 and held.size_of(lanes, slots) > room:
                 lanes //= 2
         while (lanes, slots) != (held.lanes, held.slots):
@@ -524,10 +524,6 @@ class CudaGraphExecutor:
             found.append(self.run(self._decoder.embed_tokens(block), 0, self._num_layers, rows))
             found += self.unembed(found[-1])
         return found
-
-
-def _free_bytes(device: torch.device) -> float:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
 
 
 def _needed(span: Span, first: int) -> int:

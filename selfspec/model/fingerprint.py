@@ -214,16 +214,6 @@ class _Weight(NamedTuple):
     tensor: Tensor
 
     @property
-    def counts(self) -> bool:
-        """Whether it counts changes; what is offloaded is another object after every pass."""
-        return not (self.tensor.is_meta or self.tensor.is_inference())
-
-    @property
-    def placed(self) -> bool:
-        """Whether it has an address: it is not made of other tensors."""
-        return type(self.tensor) in _PLAIN and not self.tensor.is_meta
-
-    @property
     def identity(self) -> object:
         """Another if it was replaced, but for what is offloaded."""
         return self.tensor.dtype if self.tensor.is_meta else id(self.tensor)
@@ -244,8 +234,10 @@ class ModelWatch:
         self._attributes = [vars(one) for one in self._owners.values()]
         self._first = self._copies = _copied(self._attributes)
         self._weights = list(_weights(named))
-        placed = {one.path: one.tensor for one in self._weights if one.placed}
-        counting = {one.path: one.tensor for one in self._weights if one.counts}
+        # what is offloaded is another object after every pass
+        here = {one.path: one.tensor for one in self._weights if not one.tensor.is_meta}
+        placed = {path: one for path, one in here.items() if type(one) in _PLAIN}  # at an address
+        counting = {path: one for path, one in here.items() if not one.is_inference()}
         self._asked: list[tuple[str, Callable[[Any], object], dict[str, Any]]] = [
             ("{0} is a {2.__name__}, it was a {1.__name__}", type, self._owners),
             ("{0} was cast from {1} to {2}", attrgetter("dtype"), placed),

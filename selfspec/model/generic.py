@@ -239,12 +239,7 @@ class Decoder:
                 f"max_position_embeddings of the model's config is {count}, expected 1 or more, of "
                 "64 bits: the length of text that it was made for. Set it"
             )
-        return min(count, self.position_limit or count)
-
-    @property
-    def position_limit(self) -> int | None:
-        """Positions that can be computed here, if there is an end."""
-        return self.parts.position_limit
+        return min(count, self.parts.position_limit or count)
 
     @property
     def dtype(self) -> torch.dtype:

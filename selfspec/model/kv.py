@@ -15,6 +15,7 @@ from itertools import accumulate, chain, groupby
 from operator import attrgetter
 from typing import NamedTuple
 
+import psutil
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -518,6 +519,12 @@ class KVStore:
                 self._free.append(page)
                 return True
         return False
+
+
+def free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return int(psutil.virtual_memory().available)
 
 
 def _pages(positions: int) -> int:

@@ -43,7 +43,7 @@ def test_a_pad_token_within_a_single_prompt_is_no_padding(exact: Any) -> None:
 
 def test_a_loop_of_another_model_is_refused(speculator: Speculator) -> None:
     other: Any = make_model("llama")
-    assert speculator.backbone.position_limit is None  # rotations have no end
+    assert speculator.backbone.parts.position_limit is None  # rotations have no end
     with pytest.raises(InvalidOption, match="another model"):
         other.generate(random_ids(4), custom_generate=speculator.hf())
 

@@ -154,7 +154,7 @@ def test_rope_of_fixed_frequencies_is_run() -> None:
 
 def test_positions_end_where_they_are_a_table_and_not_where_they_are_rotated() -> None:
     families = ("llama", "gpt_neox", "llama4", "gpt2", "opt", "gptj")
-    limits = {family: Decoder(make_model(family)).position_limit for family in families}
+    limits = {family: Decoder(make_model(family)).parts.position_limit for family in families}
     assert limits == dict.fromkeys(families) | dict.fromkeys(families[3:], models.MAX_POSITIONS)
     ids = random_ids(models.MAX_POSITIONS - 2)
     assert len(wrap(make_model("gptj")).generate(ids, max_new_tokens=9).token_ids) == 3

@@ -166,7 +166,7 @@ def test_eight_texts_in_turns_stay_where_they_are(
     elif room == "half":  # for four texts
         slots = executor_of(backbone)._slots
         free: Any = lambda _: 2 * four - slots.size_of(slots.lanes, slots.slots)  # noqa: E731
-        monkeypatch.setattr(cuda_graph, "_free_bytes", free)
+        monkeypatch.setattr(cuda_graph, "free_bytes", free)
     texts, theirs = ([KVCache(6) for _ in range(count)] for _ in range(2))
     for rows in backbone.embed(random_ids(3 * count)[0]).split(count):
         moved.clear()  # by the last round there are as many lanes as there can be
