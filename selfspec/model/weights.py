@@ -13,6 +13,7 @@ import mmap
 import os
 import platform
 import re
+import struct
 import subprocess
 import sys
 import tempfile
@@ -192,7 +193,7 @@ def _made_here(source: Path, macro: str) -> ctypes.CDLL:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder = folder.resolve()  # what a link leads to is looked at, and no link again
     library, why = folder / name, ""
-    if not (library.exists() or os.access(folder, os.W_OK)):
+    if not (_is_whole(library) or os.access(folder, os.W_OK)):
         why = "it takes no files. Set XDG_CACHE_HOME to a folder that does"
     elif (place := files.open_to_others(library)) is not None:
         why = f"others can change {place}. Own it, and take their right to write away: chmod go-w"
@@ -202,11 +203,19 @@ def _made_here(source: Path, macro: str) -> ctypes.CDLL:
         with tempfile.TemporaryDirectory() as own:
             compiler.make_library(Path(own) / name, source, macro, target)
             return _load(Path(own) / name)
-    if not library.exists():
+    if not _is_whole(library):
         _log_once(logging.INFO, "compiling once for this processor (half a minute) into %s", folder)
         with files.replacing(library, private=True) as new:
             compiler.make_library(new, source, macro, target)
     return _load(library)
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether it is there, to the table that an ELF file ends with: loading half of one kills."""
+    with suppress(OSError, struct.error):
+        kind, start, each, count = struct.unpack_from("<4s36xQ10xHH", data := library.read_bytes())
+        return bool(kind != b"\x7fELF" or len(data) >= start + each * count)
+    return False
 
 
 @cache
