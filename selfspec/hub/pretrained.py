@@ -164,6 +164,8 @@ def _reading(failed: str, *, bars: bool = False) -> Iterator[None]:
         reason = first_line(error)
         if _SHAPES_DIFFER in str(error):
             reason = "its weights have other shapes than its config says"
+        if str(cache_folder() / "models") in failed:
+            reason = f"{reason.rstrip('.,')}. Remove that folder: it is made again"
         raise ModelNotFound(f"{failed}: {reason}") from error
 
 

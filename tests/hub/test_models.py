@@ -122,6 +122,8 @@ def test_a_file_or_a_folder_that_cannot_be_loaded_is_named_with_the_reason(
         in caplog.text
     )
     assert entries(empty_cache) == []
+    with pytest.raises(ModelNotFound, match=r"models/toy: .*\. Remove that folder: it is"):
+        pretrained.load_description(empty_cache / "models" / "toy")
     with pytest.raises(ModelNotFound, match=r"no config\.json\. It holds toy\.Q4_1\.gguf"):
         hub.resolve_model(gguf.parent)
     shutil.rmtree(empty_cache.parent)
