@@ -25,7 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from selfspec.errors import InvalidData
 from selfspec.files import open_bytes
-from selfspec.hub.pretrained import assembled, check_description
+from selfspec.hub.pretrained import assembled, load_description
 from selfspec.model.weights import FORMATS, QuantisedWeight, why_not_compiled
 
 logger = logging.getLogger(__name__)
@@ -304,7 +304,7 @@ def scale_rotations(gguf: Path, header: GgufHeader, config: Path) -> None:
         unknown = f"it scales rotations in an unknown way ({kind or ', '.join(divisors) or factor})"
         raise InvalidData(f"{unknown}. Give the model's folder")
     config.write_text(json.dumps(whole, indent=2))
-    check_description(config.parent, gguf)
+    load_description(config.parent, f"{gguf} as GGUF")
 
 
 def _is_plain(said: Mapping[str, Any]) -> bool:

@@ -7,7 +7,7 @@ transformers de-quantises to; else transformers rounds to the scales' dtype on t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,24 +26,17 @@ _BITS = (4, 8)
 _AWQ_PLACES = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # of eight outputs, in a word
 
 
-class Tensors:
-    """The tensors of a folder that was checked, by name."""
+class Tensors(dict[str, Any]):
+    """By name the open file of each tensor, of a folder that was checked."""
 
     def __init__(self, folder: Path) -> None:
         one = folder / "model.safetensors"
         named = [one] if one.is_file() else indexed(folder)  # as transformers finds them
-        self._file_of: dict[str, Any] = {}
         for file in named or sorted(folder.glob("*.safetensors")):
             opened = safe_open(file, framework="pt")
-            self._file_of |= dict.fromkeys(opened.keys(), opened)  # type: ignore[no-untyped-call]
+            self |= dict.fromkeys(opened.keys(), opened)  # type: ignore[no-untyped-call]
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._file_of
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._file_of)
-
-    def get(
+    def read(
         self,
         name: str,
         shape: tuple[int | None, ...] | None = None,
@@ -52,7 +45,7 @@ class Tensors:
         """A tensor of this shape, None standing for any length. Raises InvalidData."""
         if name not in self:
             raise InvalidData(f"it lacks {name}")
-        found: Tensor = self._file_of[name].get_tensor(name)
+        found: Tensor = self[name].get_tensor(name)
         if shape is not None:
             pairs = zip(shape, found.shape, strict=False)
             if len(shape) != found.dim() or any(want not in (None, has) for want, has in pairs):
@@ -117,7 +110,7 @@ def load(
             return _as_numbers(found, dtype) if kept is None else kept
         if name not in tensors:
             return None
-        plain = tensors.get(name, shape)
+        plain = tensors.read(name, shape)
         if not plain.is_floating_point():
             raise InvalidData(f"{name} holds {plain.dtype}, expected numbers that are not whole")
         return plain.to(dtype)
@@ -159,11 +152,11 @@ def _read_gptq(
 ) -> Grouped:
     """Inputs lie side by side in words; `added`: what version 1 of the format takes off zeros."""
     out, inner = shape
-    words = tensors.get(f"{layer}.qweight", (inner * bits // 32, out), torch.int32)
-    scales = tensors.get(f"{layer}.scales", (None, out))
-    zeros = tensors.get(f"{layer}.qzeros", (len(scales), out * bits // 32), torch.int32)
+    words = tensors.read(f"{layer}.qweight", (inner * bits // 32, out), torch.int32)
+    scales = tensors.read(f"{layer}.scales", (None, out))
+    zeros = tensors.read(f"{layer}.qzeros", (len(scales), out * bits // 32), torch.int32)
     if f"{layer}.g_idx" in tensors:  # inputs by importance, or a last group with fewer
-        groups = tensors.get(f"{layer}.g_idx", (inner,), torch.int32).long()
+        groups = tensors.read(f"{layer}.g_idx", (inner,), torch.int32).long()
     else:
         groups = _equal_groups(layer, inner, len(scales))
     ones = ((1 << 32) - 1) // ((1 << bits) - 1)  # of whole words: a zero may have borrowed
@@ -180,9 +173,9 @@ def _awq(said: Mapping[str, Any]) -> Method:
 
 def _read_awq(tensors: Tensors, layer: str, shape: tuple[int, int]) -> Grouped:
     out, inner = shape
-    words = tensors.get(f"{layer}.qweight", (inner, out // 8), torch.int32)
-    scales = tensors.get(f"{layer}.scales", (None, out))
-    zeros = tensors.get(f"{layer}.qzeros", (len(scales), out // 8), torch.int32)
+    words = tensors.read(f"{layer}.qweight", (inner, out // 8), torch.int32)
+    scales = tensors.read(f"{layer}.scales", (None, out))
+    zeros = tensors.read(f"{layer}.qzeros", (len(scales), out // 8), torch.int32)
     quants, counted = (
         _unpacked(part, 4).unflatten(1, (-1, 8))[..., _AWQ_PLACES].flatten(1).T
         for part in (words, zeros)
@@ -217,17 +210,17 @@ def _compressed(said: Mapping[str, Any]) -> Method:
 
 def _read_packed(tensors: Tensors, layer: str, shape: tuple[int, int], *, bits: int) -> Grouped:
     out, inner = shape
-    words = tensors.get(f"{layer}.weight_packed", (out, -(-inner * bits // 32)), torch.int32)
+    words = tensors.read(f"{layer}.weight_packed", (out, -(-inner * bits // 32)), torch.int32)
     scales, groups = _scales(tensors, layer, shape)
     zeros = torch.full(scales.shape, 1 << (bits - 1), dtype=torch.int16)
     if (name := f"{layer}.weight_zero_point") in tensors:
-        packed = tensors.get(name, (-(-out * bits // 32), scales.shape[1]), torch.int32)
+        packed = tensors.read(name, (-(-out * bits // 32), scales.shape[1]), torch.int32)
         zeros = _unpacked(packed.T, bits)[:, :out].T.to(torch.int16)
     return Grouped(_unpacked(words, bits)[:, :inner], scales, zeros, groups)
 
 
 def _read_bytes(tensors: Tensors, layer: str, shape: tuple[int, int]) -> Grouped:
-    signed = tensors.get(f"{layer}.weight", shape, torch.int8)
+    signed = tensors.read(f"{layer}.weight", shape, torch.int8)
     scales, groups = _scales(tensors, layer, shape)
     zeros = torch.full(scales.shape, 128, dtype=torch.int16)
     if (name := f"{layer}.weight_zero_point") in tensors:
@@ -240,7 +233,7 @@ def _scales(tensors: Tensors, layer: str, shape: tuple[int, int]) -> tuple[Tenso
     out, inner = shape
     scales = _of_outputs(tensors, f"{layer}.weight_scale", out)
     if (name := f"{layer}.weight_g_idx") in tensors:
-        groups = tensors.get(name, (inner,), torch.int32).long()
+        groups = tensors.read(name, (inner,), torch.int32).long()
         if not bool((groups == -1).any()):  # there may be places for an order that nobody set
             return scales, groups
     return scales, _equal_groups(layer, inner, scales.shape[1])
@@ -248,7 +241,7 @@ def _scales(tensors: Tensors, layer: str, shape: tuple[int, int]) -> tuple[Tenso
 
 def _of_outputs(tensors: Tensors, name: str, out: int, dtype: torch.dtype | None = None) -> Tensor:
     """[out, groups]; one value may stand for all outputs."""
-    found = tensors.get(name, None, dtype)
+    found = tensors.read(name, None, dtype)
     if found.numel() == 1:
         return found.view(1, 1).expand(out, 1)
     if found.dim() != 2:

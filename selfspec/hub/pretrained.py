@@ -264,18 +264,11 @@ def _write_tokenizer(gguf: Path, out: Path) -> None:
         raise ValueError(f"{said}. A newer one may do better; else give the model's folder")
 
 
-def check_description(folder: Path, gguf: Path) -> None:
-    """Raise ModelNotFound for a config of a file that transformers does not take."""
-    from transformers import AutoConfig
-
-    with _reading(f"cannot read {gguf} as GGUF"):
-        AutoConfig.from_pretrained(folder, trust_remote_code=False)
-
-
-def load_description(folder: Path) -> tuple[Any, Any]:
+def load_description(folder: Path, name: str = "") -> tuple[Any, Any]:
+    """Config and tokenizer. Raises ModelNotFound, saying that it cannot read `name`."""
     from transformers import AutoConfig, AutoTokenizer
 
-    with _reading(f"cannot read {folder}"):
+    with _reading(f"cannot read {name or folder}"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         return config, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
