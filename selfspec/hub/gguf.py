@@ -264,28 +264,28 @@ def check_biases(header: GgufHeader) -> None:
         raise InvalidData(f"transformers drops its {biases[0]}. Give the model's folder")
 
 
-def scale_queries(header: GgufHeader, config: Path) -> None:
-    """Write into a config.json how Gemma's 27B scale queries: no file says it."""
-    if (layers := _27B.get(header.architecture)) is None:
-        return
-    whole: dict[str, Any] = json.loads(config.read_text())
-    if whole["num_hidden_layers"] == layers:
-        whole["query_pre_attn_scalar"] = whole["hidden_size"] // whole["num_attention_heads"]
-        config.write_text(json.dumps(whole, indent=2))
-
-
-def scale_rotations(gguf: Path, header: GgufHeader, config: Path) -> None:
-    """Write into a config.json how a file scales rotations: transformers' reader leaves it out.
+def add_scales(gguf: Path, header: GgufHeader, config: Path) -> None:
+    """Write into a config.json how queries and rotations are scaled: transformers' reader does not.
 
     Raises InvalidData for ways that nothing here reads, ModelNotFound where transformers does not.
     """
-    said, data = header.scaling, _mapped(gguf)
+    before = config.read_text()
+    whole: dict[str, Any] = json.loads(before)
+    if whole.get("num_hidden_layers") == _27B.get(header.architecture, 0):  # no file says it
+        whole["query_pre_attn_scalar"] = whole["hidden_size"] // whole["num_attention_heads"]
+    _scale_rotations(whole, header, _mapped(gguf))
+    if whole != json.loads(before):
+        config.write_text(json.dumps(whole, indent=2))
+        load_description(config.parent, f"{gguf} as GGUF")
+
+
+def _scale_rotations(whole: dict[str, Any], header: GgufHeader, data: Tensor) -> None:
+    said = header.scaling
     factor, kind, made_for = map(said.get, ("factor", "type", "original_context_length"))
     named = [name for name in header.tensors if name.startswith(_ROTATIONS)]
     divisors = {name: _numbers(name, header.tensors[name], data) for name in named}
     if kind in (None, "none") and not divisors and not factor:
         return
-    whole: dict[str, Any] = json.loads(config.read_text())
     rope: dict[str, Any] = whole.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)  # other layers go without
     if "rope_freqs.weight" in divisors:
@@ -303,8 +303,6 @@ def scale_rotations(gguf: Path, header: GgufHeader, config: Path) -> None:
     else:
         unknown = f"it scales rotations in an unknown way ({kind or ', '.join(divisors) or factor})"
         raise InvalidData(f"{unknown}. Give the model's folder")
-    config.write_text(json.dumps(whole, indent=2))
-    load_description(config.parent, f"{gguf} as GGUF")
 
 
 def _is_plain(said: Mapping[str, Any]) -> bool:

@@ -381,8 +381,7 @@ def _made_once(
         if not (target / "config.json").is_file():
             with files.replacing_folder(target) as new:
                 make(gguf, new)
-                gguf_files.scale_queries(header, new / "config.json")
-                gguf_files.scale_rotations(gguf, header, new / "config.json")
+                gguf_files.add_scales(gguf, header, new / "config.json")
     return target
 
 
