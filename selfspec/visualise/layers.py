@@ -254,12 +254,13 @@ class Gain(NamedTuple):
 
     @property
     def headline(self) -> str:
+        rate = f"{self.times:.1f}× plain decoding"
         if not self.drafted:
             words = "No draft was kept: each token took a pass of the whole model"
-            return f"{words}, {self.rate}" if self.times < 1 else words
+            return f"{words}, {rate}" if self.times < 1 else words
         share = f"{self.drafted / self.tokens:.0%}".replace("%", " %")
         verdict = f", which {self.verdict}:" if self.verdict else ","
-        return f"{share} of this answer came as drafts{verdict} {self.rate}"
+        return f"{share} of this answer came as drafts{verdict} {rate}"
 
     @property
     def verdict(self) -> str:
@@ -267,11 +268,6 @@ class Gain(NamedTuple):
         if self.times > 1 or (self.times == 1 and not self.drafted):
             return ""
         return "cost more than they gave" if self.times < 1 else "cost what they gave"
-
-    @property
-    def rate(self) -> str:
-        """The one number beside the share."""
-        return f"{self.times:.1f}× plain decoding"
 
 
 def gain(trace: LayerTrace) -> Gain:
