@@ -13,7 +13,6 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Coroutine
-from functools import partial
 from types import FrameType
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
@@ -180,7 +179,8 @@ class _Around:
             nonlocal status, streams
             if message["type"] == "http.response.start":
                 status, streams = message["status"], _STREAMED in message["headers"]
-                self._count(status)
+                if status >= 400 and status != NOBODY:
+                    self._refused(status)
             await send(message)
 
         try:
@@ -201,24 +201,20 @@ class _Around:
             if reply is not None:
                 reply.leave()
             self._say(scope, status, time.monotonic() - begun)
-            if self._options.log_prompts and reply is not None:
-                logger.info("asked for %s", json.dumps(reply.asked))
-                logger.info("answered %s", json.dumps(reply.texts))
-
-    def _count(self, status: int) -> None:
-        if status >= 400 and status != NOBODY:
-            self._refused(status)
 
     def _say(self, scope: Scope, status: int, seconds: float) -> None:
-        if not self._options.log_requests:
-            return
         path, client, found = scope["path"][:_LONGEST_PATH], scope["client"], tokens(scope)
-        logger.info(
-            "%s %s %s, %s in %.3f s for %s",
-            *(scope["method"], ascii(path)[1:-1], status or "unanswered"),
-            "no tokens" if found is None else f"{found[0]} + {found[1]} tokens",
-            *(seconds, client[0] if client else "nobody known"),
-        )
+        if self._options.log_requests:
+            logger.info(
+                "%s %s %s, %s in %.3f s for %s",
+                *(scope["method"], ascii(path)[1:-1], status or "unanswered"),
+                "no tokens" if found is None else f"{found[0]} + {found[1]} tokens",
+                *(seconds, client[0] if client else "nobody known"),
+            )
+        reply: Any = scope["state"].get(REPLY)
+        if self._options.log_prompts and reply is not None:
+            logger.info("asked for %s", json.dumps(reply.asked))
+            logger.info("answered %s", json.dumps(reply.texts))
 
 
 # Connections
@@ -247,13 +243,13 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: Starlette, options: ServeOptions, ready: Callable[[str], None]) -> None:
         """`ready` gets the address as soon as clients can connect."""
-        connections = partial(_Connection, client_timeout=options.client_timeout)
+        seconds: Any = options.client_timeout  # parts of them, too, though uvicorn says int
         config = uvicorn.Config(
             app,
-            http=cast("type[asyncio.Protocol]", connections),
+            http=_Connection,
             ws="none",
             log_level="warning",
-            timeout_keep_alive=math.ceil(options.client_timeout),
+            timeout_keep_alive=seconds,
             timeout_graceful_shutdown=math.ceil(options.graceful_seconds),
             server_header=False,
         )
@@ -295,10 +291,7 @@ class _Connection(H11Protocol):
     parser is h11 wherever uvicorn has others too: it bounds what a header may come to.
     """
 
-    def __init__(self, *args: Any, client_timeout: float, **more: Any) -> None:
-        super().__init__(*args, **more)
-        self._client_timeout = client_timeout
-        self._limit: asyncio.TimerHandle | None = None
+    _limit: asyncio.TimerHandle | None = None
 
     connection_made = _then_reckon(H11Protocol.connection_made)
     handle_events = _then_reckon(H11Protocol.handle_events)
@@ -319,7 +312,7 @@ class _Connection(H11Protocol):
         if busy and not self.flow.write_paused:
             self._forget()
         elif self._limit is None and not self.transport.is_closing():
-            self._limit = self.loop.call_later(self._client_timeout, self.transport.abort)
+            self._limit = self.loop.call_later(self.timeout_keep_alive, self.transport.abort)
 
     def _forget(self) -> None:
         if self._limit is not None:

@@ -124,7 +124,7 @@ def test_an_answer_that_the_servers_end_cuts_is_one_line(log: pytest.LogCaptureF
     assert ours == {"selfspec.serve.gate an answer was cut: the server stops, or its client left"}
     hasty = Server(nobody, ServeOptions(graceful_seconds=0.5, client_timeout=9.5), nobody)
     assert hasty.config.timeout_graceful_shutdown == 1  # not at once
-    assert hasty.config.timeout_keep_alive == 10  # no sooner than a client is given up
+    assert hasty.config.timeout_keep_alive == 9.5  # no sooner than a client is given up
 
 
 HOSTILE: list[Any] = [
