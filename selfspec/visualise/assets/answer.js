@@ -1,10 +1,9 @@
 // The text, each token in the colour of who gave it. Arrow keys walk along it.
 
-const answer = places.map((_, place) => {
-  const told = places[place];
+const answer = places.map((told, place) => {
   const token = Object.assign(el("span", { role: "option", tabindex: -1 }), { place });
   dress(token, "piece", told);
-  token.setAttribute("aria-label", `${finalVisible(place)}, token ${place + 1}, given by ${told.giver.words}, ${knownWords(places[place])}`);
+  token.setAttribute("aria-label", `${finalVisible(place)}, token ${place + 1}, given by ${told.giver.words}, ${knownWords(told)}`);
   if (isDraft(told)) token.title = titleOf(told, place);
   return token;
 });

@@ -3,8 +3,6 @@
 
 const [RACE_MS, STEP_MS] = [12_000, 100]; // at most
 
-const race = { times: {}, nodes: {}, end: 0, now: 0, frame: 0 };
-
 const timeWords = (time) => `${time.toFixed(1)} steps`;
 
 /** When each token is there, and what each round did when; the prompt's pass is left out. */
@@ -28,12 +26,13 @@ function schedule() {
   return { lanes, times };
 }
 
-function paintLanes() {
-  const { lanes, times } = schedule();
-  Object.assign(race, { times, end: Math.max(times.plain.at(-1), times.drafts.at(-1)) });
-  const share = (time) => `${((100 * time) / (race.end || 1)).toFixed(3)}%`;
-  race.hand = el("i", { class: "hand" });
-  race.share = share;
+const { lanes, times } = schedule();
+const end = Math.max(times.plain.at(-1), times.drafts.at(-1));
+const share = (time) => `${((100 * time) / (end || 1)).toFixed(3)}%`;
+const hand = el("i", { class: "hand" });
+const race = { nodes: {}, now: end, frame: 0 };
+
+function buildLanes() {
   const drawn = Object.entries(lanes).map(([name, blocks]) => {
     const bars = blocks.filter(({ from, until }) => until > from).map(({ from, until, colour }) => {
       const bar = el("i", { class: name });
@@ -42,39 +41,37 @@ function paintLanes() {
     });
     return bars.length ? el("div", {}, el("span", {}, name), el("div", {}, ...bars)) : "";
   });
-  $("lanes").replaceChildren(...drawn, el("div", { class: "over" }, race.hand));
+  $("lanes").append(...drawn, el("div", { class: "over" }, hand));
   const [ours, plain] = [times.drafts.at(-1), times.plain.at(-1)].map(timeWords);
   $("lanes-hint").textContent = `With drafts ${ours}, plain decoding ${plain}, both after the first token; a step is what a token takes without drafts. By the costs that drafts were chosen by.`;
   $("lanes").setAttribute("aria-label", $("lanes-hint").textContent);
-  places.forEach((told, place) => dress(race.nodes.drafts[place], "piece", told));
-  moveTo(race.end);
 }
 
 /** Show both texts as they are at a time. */
 function moveTo(now) {
   race.now = now;
   for (const [name, nodes] of Object.entries(race.nodes)) {
-    const until = race.times[name].filter((at) => at <= now + 1e-9).length;
+    const until = times[name].filter((at) => at <= now + 1e-9).length;
     nodes.forEach((node, place) => node.toggleAttribute("hidden", place >= until));
     $(`${name}-count`).textContent = `${until} of ${places.length}`;
     $(`${name}-text`).scrollTop = $(`${name}-text`).scrollHeight;
   }
-  race.hand.style.left = race.share(now);
-  $("time").value = race.end ? Math.round((1000 * now) / race.end) : 1000;
+  hand.style.left = share(now);
+  $("time").value = end ? Math.round((1000 * now) / end) : 1000;
   $("time-value").textContent = timeWords(now);
   $("time").setAttribute("aria-valuetext", timeWords(now));
 }
 
 function playRace() {
   if (race.frame) return stopRace();
-  const lasts = Math.min(RACE_MS, STEP_MS * race.end);
-  const from = race.now >= race.end ? 0 : race.now / race.end;
+  const lasts = Math.min(RACE_MS, STEP_MS * end);
+  const from = race.now >= end ? 0 : race.now / end;
   const began = performance.now() - lasts * from;
   $("play").textContent = "pause";
   const tick = (time) => {
-    const share = Math.min(1, Math.max(0, (time - began) / lasts));
-    moveTo(share * race.end);
-    if (share < 1) race.frame = requestAnimationFrame(tick);
+    const done = Math.min(1, Math.max(0, (time - began) / lasts));
+    moveTo(done * end);
+    if (done < 1) race.frame = requestAnimationFrame(tick);
     else stopRace();
   };
   race.frame = requestAnimationFrame(tick);
@@ -86,16 +83,16 @@ function stopRace() {
   $("play").textContent = "play the race";
 }
 
-/** Wire lanes and race up. */
-function buildLanes() {
+function buildRace() {
   for (const name of ["plain", "drafts"]) {
     race.nodes[name] = places.map((_, place) => el("span", {}, finalText(place)));
     $(`${name}-text`).append(...race.nodes[name]);
   }
+  places.forEach((told, place) => dress(race.nodes.drafts[place], "piece", told));
   $("play").addEventListener("click", playRace);
   $("time").addEventListener("input", (event) => {
     stopRace();
-    moveTo((race.end * Number(event.target.value)) / 1000);
+    moveTo((end * Number(event.target.value)) / 1000);
   });
-  paintLanes();
+  moveTo(end);
 }
