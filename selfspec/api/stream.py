@@ -138,13 +138,17 @@ class Stream:
         decoder = TextDecoder(request.tokenizer)
         decoder.push(request.behind, last=True)
         text = UntilStop([request.end]).push(decoder.push(tokens, last=True), last=True)
+        options, estimate = request.speculation, None
+        if self._stats.drafted:
+            gain = self._entries.draft_cost(options).gain(self.rounds)
+            estimate = Estimate(gain, options.costs.rows is not None)
         return Generation(
             text=text,
             token_ids=list(self._tokens),
             stats=self._stats,
             stop_reason=self._stats.stop_reason if handed_out else None,
             logprobs=self._entries.logprobs[: len(self._tokens)] or None,
-            estimate=self._estimate(),
+            estimate=estimate,
             pieces=self._with_rest(text),
         )
 
@@ -153,13 +157,6 @@ class Stream:
         for _ in self:
             pass
         return self.result
-
-    def _estimate(self) -> Estimate | None:
-        if not self._stats.drafted:
-            return None
-        options = self.request.speculation
-        gain = self._entries.draft_cost(options).gain(self.rounds)
-        return Estimate(gain, options.costs.rows is not None)
 
     def _with_rest(self, text: str) -> list[Piece]:
         """Pieces that join to `text`: what is held back of a character is the last token's."""
