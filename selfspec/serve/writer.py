@@ -536,9 +536,7 @@ class Metrics:
         self._registry = prometheus.CollectorRegistry()
         prometheus.ProcessCollector(registry=self._registry)
         all_have: Any = {"namespace": "selfspec", "registry": self._registry}
-        self._gauges = {
-            name: prometheus.Gauge(name, said, **all_have) for name, said in _GAUGES.items()
-        }
+        self._gauges = [prometheus.Gauge(*one, **all_have) for one in _GAUGES.items()]
         self._counters = {
             name: prometheus.Counter(name, said, labels, **all_have)
             for name, (said, *labels) in _COUNTERS.items()
@@ -584,7 +582,7 @@ class Metrics:
 
     def show(self, *values: float) -> None:
         """Set all gauges, in their order. From any thread."""
-        for gauge, value in zip(self._gauges.values(), values, strict=True):
+        for gauge, value in zip(self._gauges, values, strict=True):
             gauge.set(value)
 
     def text(self) -> bytes:
