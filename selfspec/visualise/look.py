@@ -46,7 +46,7 @@ def inspect(
     Layers are those that have heads; without `all_layers` no others, which the logit lens reads.
     Raises HeadsNotFound where that leaves none, and what `generate` raises.
     """
-    lenses = _lenses(speculator, all_layers=all_layers)
+    lenses, backbone = _lenses(speculator, all_layers=all_layers), speculator.backbone
     stream = speculator.stream(prompt, **options)
     asked = stream.request.input_ids[0, stream.request.pads[0] :]
     resolved = _resolved(speculator, stream.request.speculation)
@@ -55,21 +55,19 @@ def inspect(
     # tuned to a layer, a threshold means nothing elsewhere: there it is the built-in one
     (built_in,) = Exit().thresholds
     thresholds = {layer: taus.get(layer, built_in) for layer in lenses}
-    judge = ExitJudge(
-        speculator.backbone.num_layers,
-        thresholds,
-        resolved.exit.anneal_strength,
-        {layer: lens.temperature for layer, lens in lenses.items()},
-    )
-    texts = TokenTexts(speculator.tokenizer)
+    temperatures = {layer: lens.temperature for layer, lens in lenses.items()}
+    strength, texts = resolved.exit.anneal_strength, TokenTexts(speculator.tokenizer)
+    judge = ExitJudge(backbone.num_layers, thresholds, strength, temperatures)
+    reader = Reader(lenses, judge, texts, tuple(getattr(speculator.heads, "layers", ())))
+    came = [*provenance(asked.tolist(), stream.rounds, resolved.ngram.size)]
     return LayerTrace(
         info=TraceInfo(
             base_model=speculator.label,
-            base=speculator.backbone.fingerprint,
+            base=backbone.fingerprint,
             heads="" if speculator.heads is None else heads_hash(speculator.heads),
-            dtype=str(speculator.backbone.dtype).removeprefix("torch."),
-            executor=speculator.backbone.executor_name,
-            num_layers=speculator.backbone.num_layers,
+            dtype=str(backbone.dtype).removeprefix("torch."),
+            executor=backbone.executor_name,
+            num_layers=backbone.num_layers,
             exit_layers=tuple(lenses),
             head_kinds=tuple(lens.kind for lens in lenses.values()),
             thresholds=tuple(thresholds.values()),
@@ -78,14 +76,7 @@ def inspect(
             prompt=_words(prompt, asked, texts),
             prompt_texts=tuple(texts.pieces(asked.tolist())),
         ),
-        places=tuple(
-            _places(
-                speculator.backbone,
-                Reader(lenses, judge, texts, tuple(getattr(speculator.heads, "layers", ()))),
-                asked,
-                [*provenance(asked.tolist(), stream.rounds, resolved.ngram.size)],
-            )
-        ),
+        places=tuple(_places(backbone, reader, asked, came)),
         rounds=tuple(stream.rounds),
         draft_texts=tuple(tuple(map(texts.of, entry.draft_tokens)) for entry in stream.rounds),
     )
