@@ -159,10 +159,9 @@ def _chat_page() -> HTMLResponse:
     return HTMLResponse(html, headers=headers)
 
 
-async def _refuse_path(request: Request, error: Exception) -> Response:
-    status = getattr(error, "status_code", 404)
+async def _refuse_path(request: Request, error: Any) -> Response:
+    status, headers = error.status_code, error.headers  # which say what it does take
     said = "is not a path of this server" if status == 404 else f"does not take {request.method}"
-    headers = getattr(error, "headers", None)  # what it does take
     return gate.response(Refused(status, f"{request.url.path} {said}", headers=headers))
 
 

@@ -216,9 +216,9 @@ class _Speculation(_Shape):
 
     @pydantic.field_validator("drafter", "controller")
     @classmethod
-    def _is_small(cls, said: str | None, info: pydantic.ValidationInfo) -> str | None:
+    def _is_small(cls, said: str, info: pydantic.ValidationInfo) -> str:
         try:
-            check_request({} if said is None else {str(info.field_name): said})
+            check_request({str(info.field_name): said})
         except errors.InvalidOption as error:
             raise ValueError(str(error)) from error
         return said
@@ -361,27 +361,24 @@ class TextBody(Body):
         return self._choices(prompts, options, limits)
 
 
+@dataclass(eq=False)
 class Refused(Exception):
     """A request that gets an error in place of an answer, in the shape of OpenAI's clients."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        field: str | None = None,
-        code: str | None = None,
-        headers: dict[str, str] | None = None,
-    ) -> None:
-        """`field`: what of the request is wrong."""
-        super().__init__(message)
-        self.status, self.field, self.code, self.headers = status, field, code, headers
+    status: int
+    message: str
+    field: str | None = None  # what of the request is wrong
+    code: str | None = None
+    headers: dict[str, str] | None = None
+
+    def __str__(self) -> str:
+        return self.message
 
     def body(self) -> dict[str, Any]:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         if self.status == 429:
             kind = "rate_limit_error"
-        said = {"message": str(self), "type": kind, "param": self.field, "code": self.code}
+        said = {"message": self.message, "type": kind, "param": self.field, "code": self.code}
         return {"error": said}
 
 
