@@ -56,13 +56,6 @@ def of_layer(layer: int, num_layers: int) -> str:
     return "#" + "".join(f"{round(a + (b - a) * (place % 1)):02x}" for a, b in pairs)
 
 
-def as_css() -> str:
-    named = {name: f"light-dark({tone.light}, {tone.dark})" for name, tone in TONES.items()}
-    named |= {"seen": SEEN, "grammar": GRAMMAR, "second": SECOND}
-    named |= dict(zip(("shallow", "middle", "deep"), RAMP, strict=True))
-    return "\n".join([":root {", *(f"  --{name}: {said};" for name, said in named.items()), "}"])
-
-
 def page(
     package: str, name: str, scripts: Sequence[str], *rules: str, **values: str
 ) -> tuple[str, str]:
@@ -80,7 +73,11 @@ def page(
 
 def style_of(package: str, name: str) -> str:
     """Colours, the look of all pages, and a page's own."""
-    return "\n".join((as_css(), _asset(__name__, "look.css"), _asset(package, name)))
+    named = {name: f"light-dark({tone.light}, {tone.dark})" for name, tone in TONES.items()}
+    named |= {"seen": SEEN, "grammar": GRAMMAR, "second": SECOND}
+    named |= dict(zip(("shallow", "middle", "deep"), RAMP, strict=True))
+    colours = (":root {", *(f"  --{name}: {said};" for name, said in named.items()), "}")
+    return "\n".join((*colours, _asset(__name__, "look.css"), _asset(package, name)))
 
 
 def policy(script: str, style: str, *more: str) -> str:
