@@ -2,7 +2,7 @@
 
 class Figures {
   constructor() {
-    this.tokens = this.untimed = this.rounds = this.drafted = this.accepted = this.steps = 0;
+    this.timed = this.rounds = this.drafted = this.accepted = this.steps = 0;
     this.bySource = {};
     this.begun = this.ended = null;
     this.values = {};
@@ -26,9 +26,8 @@ class Figures {
   add(round) {
     this.ended = performance.now();
     this.begun ??= this.ended;
-    this.tokens += round.tokens.length;
     for (const { source } of round.tokens) this.bySource[source] = (this.bySource[source] ?? 0) + 1;
-    this.untimed += round.steps ? 0 : round.tokens.length;
+    this.timed += round.steps ? round.tokens.length : 0;
     this.rounds += round.steps ? 1 : 0;
     this.drafted += round.drafts.length;
     this.accepted += round.drafts.filter((draft) => draft.accepted).length;
@@ -43,15 +42,14 @@ class Figures {
   /** Bring the box up to date. Without drafts each token would take a step. */
   show() {
     if (!this.rounds) return;
-    const timed = this.tokens - this.untimed;
-    const speed = this.seconds ? timed / this.seconds : 0;
-    const plain = timed / this.steps;
+    const speed = this.seconds ? this.timed / this.seconds : 0;
+    const plain = this.timed / this.steps;
     const longest = Math.max(1, 1 / plain);
     this.showSpeed("speed", speed ? speed.toFixed(1) : "–", 1 / longest);
     this.showSpeed("plain", speed ? `≈ ${(speed / plain).toFixed(1)}` : "–", 1 / plain / longest);
     this.values.plain.parentNode.hidden = !this.drafted;
     this.node.classList.toggle("alone", !this.drafted);
-    this.values.round.textContent = (timed / this.rounds).toFixed(2);
+    this.values.round.textContent = (this.timed / this.rounds).toFixed(2);
     this.values.drafts.textContent = this.drafted ? `${this.accepted} of ${this.drafted}` : "none made";
   }
 
