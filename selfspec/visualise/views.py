@@ -170,12 +170,9 @@ class _Marks:
         return text
 
     def legend(self) -> Iterator[Text]:
-        drafted, kept = Counter[Giver](), Counter[Giver]()
-        for entry in self._trace.rounds:
-            found = [*map(Giver, entry.sources, entry.exit_layers)]
-            drafted.update(found)
-            kept.update(found[index] for index in entry.kept)
-        for giver, count in layers.ranked([*drafted.elements()]):
+        kept = Counter(givers(self._trace))
+        drafted = [Giver(*one) for entry in self._trace.rounds for one in entry.origins]
+        for giver, count in layers.ranked(drafted):
             line = Text()
             self._token(line, giver.words, giver)
             yield line.append(f": {kept[giver]} of {count} drafts kept")
