@@ -459,7 +459,7 @@ def main(
     output: lab.Output,
     weights: Annotated[Path | None, typer.Option(help="The default model's file.")] = None,
     tiny: Annotated[bool, typer.Option("--tiny", help="A tiny random model.")] = False,
-    minutes: Annotated[float | None, typer.Option(max=9, help="4; for fit 5.")] = None,
+    minutes: Annotated[float | None, typer.Option(min=0.1, max=9, help="4; for fit 5.")] = None,
 ) -> None:
     usual, steps = COMMANDS[command]
     hour = Hour(output, weights, usual if minutes is None else minutes, tiny=tiny)

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from selfspec.errors import InvalidData, LacksWeights
-from selfspec.hub.pretrained import assembled, indexed
+from selfspec.hub.pretrained import assembled, weight_files
 from selfspec.model.weights import FORMATS, ZEROED, QuantisedWeight
 
 GROUP = 32  # inputs of a block; larger groups are several blocks of one scale
@@ -30,9 +30,7 @@ class Tensors(dict[str, Any]):
     """By name the open file of each tensor, of a folder that was checked."""
 
     def __init__(self, folder: Path) -> None:
-        one = folder / "model.safetensors"
-        named = [one] if one.is_file() else indexed(folder)  # as transformers finds them
-        for file in named or sorted(folder.glob("*.safetensors")):
+        for file in weight_files(folder):
             opened = safe_open(file, framework="pt")
             self |= dict.fromkeys(opened.keys(), opened)  # type: ignore[no-untyped-call]
 

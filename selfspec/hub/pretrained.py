@@ -55,9 +55,7 @@ def check_model_folder(folder: Path) -> Shapes:
             held = described(type(values))
             raise InvalidData(f"{folder / name} holds {held}, expected an object")
     plain = configs["config.json"].get("quantization_config") is None
-    indexed(folder)
-    weights = sorted(folder.glob("*.safetensors"))
-    shapes = {name: shape for file in weights for name, shape in _shapes(file, plain)}
+    shapes = {name: shape for file in weight_files(folder) for name, shape in _shapes(file, plain)}
     check_sizes(configs["config.json"], shapes)
     return shapes
 
@@ -80,11 +78,13 @@ def check_sizes(config: dict[str, Any], shapes: Shapes) -> None:
         raise InvalidData(f"none of its weights has hidden_size {width}")
 
 
-def indexed(folder: Path) -> list[Path]:
-    """The files that the index of the weights names; none without one. Raises InvalidData."""
-    path = folder / "model.safetensors.index.json"
+def weight_files(folder: Path) -> list[Path]:
+    """The files that transformers reads: one, those of an index, or all. Raises InvalidData."""
+    one, path = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if one.is_file():
+        return [one]
     if not path.exists():
-        return []
+        return sorted(folder.glob("*.safetensors"))
     index = read_json(path)
     names = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):

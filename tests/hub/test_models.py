@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from transformers.utils import logging as transformers_logging
 
 from selfspec.errors import HeadsNotFound, ModelNotFound
@@ -209,6 +210,12 @@ def test_model_loads_in_eval_mode_as_it_was_asked_for(folder: Path, dtype: Any) 
     assert tokenizer("b")["input_ids"] == make_tokenizer()("b")["input_ids"]
     assert (files.source, files.label, files.is_default) == (str(folder), "tiny", False)
     assert [Path(path).name for path, _, _ in files.stamps] == ["config.json", "model.safetensors"]
+
+
+def test_files_beside_whole_weights_are_not_looked_at(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    save_file({"up.weight": torch.ones(2, dtype=torch.int8)}, tmp_path / "eight-bits.safetensors")
+    assert hub.load_model(tmp_path, dtype="float32", device="cpu")[0].num_parameters()
 
 
 def test_a_model_that_knows_no_sdpa_is_loaded_all_the_same(tmp_path: Path) -> None:
