@@ -171,7 +171,7 @@ def tune(*, as_json: base.AsJson = False, asked: Asked) -> None:
         base.emit_json(known | {"file": file and str(file)})
     else:
         base.emit(f"{found.settings:,} settings tried on {counted(found.prompts, 'prompt')}\n")
-        if found.speculates:
+        if found.options["speculate"]:
             base.emit(f"drafter {found.options['drafter']}\ncosts {found.options['costs']}\n")
             rate = f"{found.compression_rate:.2f} tokens per verification"
             base.emit(f"{rate}, worst prompt {found.worst:.2f} x\n")

@@ -43,15 +43,10 @@ class Load:
     same: int | None = None
     """Answers that are those of plain decoding alone, where that was looked at."""
 
-    @property
-    def tokens_per_s(self) -> float:
-        """With prompts."""
-        return self.tokens / self.seconds
-
     def summary(self) -> dict[str, Any]:
         """For a file: figures, of lists the median and the 95th percentile."""
         return asdict(self) | {
-            "tokens_per_s": self.tokens_per_s,
+            "tokens_per_s": self.tokens / self.seconds,  # with prompts
             "decode_tokens_per_s": self.steps_tokens / self.steps_s if self.steps_tokens else None,
             **{
                 name: np.quantile(waits, (0.5, 0.95)).tolist() if waits else None

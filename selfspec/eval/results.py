@@ -72,8 +72,7 @@ def spread(questions: Sequence[T], count: int | None) -> list[T]:
     """So many, as far apart as they go; all without a count. Raises InvalidOption below 1."""
     if count is not None and count < 1:
         raise InvalidOption(f"limit is {count}, expected at least 1")
-    if count is None or count >= len(questions):
-        return list(questions)
+    count = min(count or len(questions), len(questions))
     return [questions[index * len(questions) // count] for index in range(count)]
 
 

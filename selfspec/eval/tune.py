@@ -60,12 +60,8 @@ class Tuned:
     settings: int
     prompts: int
 
-    @property
-    def speculates(self) -> bool:
-        return bool(self.options["speculate"])
-
     def sentence(self) -> str:
-        if not self.speculates:
+        if not self.options["speculate"]:
             return (
                 f"plain decoding is faster here: the best of {self.settings:,} settings gives "
                 f"{self.speed_up:.2f} x, so drafting is switched off"

@@ -91,7 +91,7 @@ def test_latency_takes_the_setting_that_leaves_hardly_any_prompt_slower() -> Non
 def test_where_nothing_pays_drafting_is_switched_off() -> None:
     found = raced(SETTINGS, 4, Stopwatches({}, usual=12.5), unseen)
     assert found.options == PLAIN
-    assert not found.speculates
+    assert not found.options["speculate"]
     assert found.sentence().startswith("plain decoding is faster here: the best of 9 settings")
     assert "0.80 x" in found.sentence()
 
