@@ -43,7 +43,7 @@ from selfspec.hub.models import fast_bfloat16
 from selfspec.model.backbone import Backbone
 from selfspec.options import FITTED, MEDUSA_FITTED
 from selfspec.training.features import CacheSource, Features, FeatureSpec, Selection, launched
-from selfspec.training.options import FitOptions, explained, plain
+from selfspec.training.options import CacheOptions, FitOptions, explained, plain
 
 Show = Callable[[int, int, str], None]  # gets steps done, steps in all, and how it goes
 
@@ -120,7 +120,7 @@ def feature_spec(backbone: Backbone, options: FitOptions, *, measured: bool) -> 
     return FeatureSpec(
         (*exit_layers(backbone, options), *(states if attends else ())),
         options.head_type in ("deep-fused", MEDUSA),
-        top_k=1 if measured or options.ce_share == 1.0 else TOP_K,
+        top_k=1 if measured or options.ce_share == 1.0 else CacheOptions.top_k,
         everywhere=attends or (not measured and options.answer_share != 1.0),
         states=() if attends else states,
     )
@@ -160,9 +160,6 @@ def state_layers(backbone: Backbone, options: FitOptions) -> tuple[int, ...]:
     if layers or kind == EAGLE3:
         check_exit_layers(layers, range(1, count), "state")
     return layers
-
-
-TOP_K = 32  # likeliest next tokens to fit to, where nothing else is asked for
 
 
 def answer_weights(text: Selection, share: float | None) -> tuple[float, float]:
@@ -400,8 +397,12 @@ class Trainer:
             if isinstance(config, AttendingConfig)
             else ExitHeads(config, own, draft_ids)
         )
-        if job.start is not None:
-            heads.load_state_dict(_widened(job.start.state_dict(), heads.state_dict()))
+        if job.start is not None:  # zeros for states that heads read from now on
+            held = job.start.state_dict()
+            for name, like in heads.state_dict().items():
+                missing = like.shape[-1] - held[name].shape[-1]
+                held[name] = nn.functional.pad(held[name], (0, missing))
+            heads.load_state_dict(held)
         self.heads = heads.float()
         self._index = draft_index(draft_ids, backbone.vocab_size).to(device)
         learning = [entry for entry in self.heads.parameters() if entry.requires_grad]
@@ -655,6 +656,7 @@ def _config(job: Job, draft_ids: Tensor | None) -> HeadsConfig:
         return replace(job.start.config, temperatures={}, state_layers=states, **common)
     every = backbone.vocab_size if attends else None
     common |= {
+        "state_layers": state_layers(backbone, options) or None,
         "base_model": job.base_model,
         "base_fingerprint": backbone.fingerprint,
         "hidden_size": backbone.hidden_size,
@@ -666,22 +668,14 @@ def _config(job: Job, draft_ids: Tensor | None) -> HeadsConfig:
         "num_heads": options.ahead if medusa else None,
     }
     if not attends:
-        states = state_layers(backbone, options) or None
-        return HeadsConfig(inner_size=options.inner_size, state_layers=states, **common)
+        return HeadsConfig(inner_size=options.inner_size, **common)
     like = backbone.model.config.get_text_config()
     return AttendingConfig(
         format="speculators",
-        state_layers=state_layers(backbone, options),
         fc_norm=True,
         layer=layer_like(like, backbone.vocab_size, options.inner_size),
         **common,
     )
-
-
-def _widened(weights: dict[str, Tensor], like: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of heads that may read more states from now on: zeros for these."""
-    missing = {name: like[name].shape[-1] - one.shape[-1] for name, one in weights.items()}
-    return {name: nn.functional.pad(one, (0, missing[name])) for name, one in weights.items()}
 
 
 def _record(job: Job, steps: int) -> dict[str, Any]:
