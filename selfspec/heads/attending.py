@@ -248,7 +248,7 @@ class AttendingHeads(ExitHeads):
 
     def longest(self, ids: Sequence[int]) -> Attention | None:
         """The remembered text that shares most of its rows with `ids`; None if there is none."""
-        return max(list(self._texts), key=lambda one: one.shared(ids), default=None)
+        return max(list(self._texts), key=lambda one: common(one.ids, ids), default=None)
 
     def tensors(self) -> dict[str, Tensor]:
         """The weights, named as in the speculators format."""
@@ -319,16 +319,12 @@ class Attention:
         """Rows that can be read."""
         return sum(map(len, self._waiting))
 
-    def shared(self, ids: Sequence[int]) -> int:
-        """Rows that are also those of a text with `ids`, from position 1 on."""
-        return common(self.ids, ids)
-
     def begin(self, ids: Sequence[int], held: int) -> int:
         """How many of the `held` first positions it may keep: rows of a text that began alike."""
         if self.ids:
             return min(len(self.ids), held)
         other = self.heads.longest(ids[1:])
-        rows = 0 if other is None else min(other.shared(ids[1:]), held)
+        rows = 0 if other is None else min(common(other.ids, ids[1:]), held)
         if rows and other is not None:
             self.kv.update(*other.kv.first(rows, 0), 0)
             self.ids = other.ids[:rows]

@@ -63,19 +63,16 @@ def read_config(folder: Path) -> dict[str, Any]:
     except (InvalidData, InvalidOption) as error:
         raise InvalidHeads(f"{path} is not a config of exit heads: {error}") from error
     weights = Path(folder) / WEIGHTS_FILE
-    repeated = repeated_config(weights)
-    if repeated is None or _weights_of(repeated) == found.get("weights"):
+    if (repeated := repeated_config(weights)) is None:
+        return found
+    ours = repeated.get(METADATA)
+    if (ours if isinstance(ours, dict) else repeated).get("weights") == found.get("weights"):
         return found
     logger.warning("%s is not that of the weights beside it, which is used instead", path)
     try:
         return _checked(repeated)
     except InvalidOption as error:
         raise InvalidHeads(f"{weights} repeats no config: {error}") from error
-
-
-def _weights_of(config: Mapping[str, Any]) -> Any:
-    own = config.get(METADATA)
-    return (own if isinstance(own, dict) else config).get("weights")
 
 
 def attends(folder: Path) -> bool:
@@ -147,21 +144,16 @@ class HeadsFields:
     vocab_size: _Size
     exit_layers: Annotated[tuple[int, ...], _LAYERS]
     head_type: Annotated[str, _LINE]
-    # of the head's inner layer; None: the head type's own choice
-    inner_size: Annotated[int | None, _SIZE] = None
+    inner_size: Annotated[int | None, _SIZE] = None  # None: the head type's own choice
     draft_vocab_size: Annotated[int | None, _SIZE] = None  # tokens that heads can draft; None: all
-    # of a kind that looks ahead; None: one at each exit layer
-    num_heads: Annotated[int | None, between(1, 64)] = None
-    # read beside layer L; of exit layer 0 alone
-    state_layers: Annotated[tuple[int, ...] | None, _LAYERS] = None
+    num_heads: Annotated[int | None, between(1, 64)] = None  # None: one at each exit layer
+    state_layers: Annotated[tuple[int, ...] | None, _LAYERS] = None  # read beside layer L
     # by exit layer; 1 where missing
     temperatures: Annotated[dict[str, float], _TEMPERATURES] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)  # SpeculationOptions that suit
     training: dict[str, Any] = field(default_factory=dict)  # tokens, data, steps, seed, versions
-    # of the text of their fit; None: the model's own
-    chat_template: Annotated[str | None, _TEMPLATE] = None
-    # hash of its weights: a killed run may have replaced one file
-    weights: Annotated[str | None, _LINE] = None
+    chat_template: Annotated[str | None, _TEMPLATE] = None  # of their text; None: the model's
+    weights: Annotated[str | None, _LINE] = None  # hash: a killed run may have replaced one file
     format_version: int = FORMAT_VERSION
 
 
