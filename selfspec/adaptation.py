@@ -319,7 +319,7 @@ class _Adaptation:
         excluded = {n for q in load_suite() for turn in q.turns for n in selfgen.ngrams(turn)}
         made_from = asdict(options) | state.made_from
         writer = Writer(self.folder / TEXT, made_from, hub.machine())
-        done, fresh = writer.counts.answer_tokens, 0
+        done, fresh = writer.counts.total("answer_tokens"), 0
 
         def count(tokens: int) -> None:
             nonlocal fresh
@@ -334,7 +334,8 @@ class _Adaptation:
         source = selfgen.Admission(options, writer.records(), excluded)
         try:
             while self._left(_TEXT_UNTIL) > 0.0 or not writer.batches:
-                done, fresh = next(selfgen.write(source, writer, options, propose)).answer_tokens, 0
+                counts = next(selfgen.write(source, writer, options, propose))
+                done, fresh = counts.total("answer_tokens"), 0
                 self._save()
         except InvalidOption as error:
             if not done:

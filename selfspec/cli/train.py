@@ -300,7 +300,7 @@ def _write_data(asked: Asked, options: DataOptions) -> Counts:
     }
     del recorded["tokens"]  # a file may grow
     writer = Writer(Path(asked["output"]), recorded, hub.machine())
-    done, generated = writer.counts.answer_tokens, 0
+    done, generated = writer.counts.total("answer_tokens"), 0
     if options.tokens is not None and done >= options.tokens:
         said = f"selfspec: {asked['output']} is finished: it holds {done:,} answer tokens"
         base.note(f"{said}. Raise --tokens to go on")
@@ -327,7 +327,7 @@ def _write_data(asked: Asked, options: DataOptions) -> Counts:
 
                 submit = stack.enter_context(cluster.workers(workers, make))
             for counts in selfgen.write(source, writer, options, submit, 2 * workers - 1):
-                done = counts.answer_tokens
+                done = counts.total("answer_tokens")
                 count(0)
             if "source" in asked and not writer.batches:
                 raise InvalidData(f"{asked['source']} holds no conversation. Give another --from")

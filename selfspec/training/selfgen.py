@@ -77,7 +77,7 @@ def write(
     """
     counts = writer.counts
     begun: dict[int, tuple[Batch, Callable[[], Proposal]]] = {}
-    while (missing := (options.tokens or sys.maxsize) - counts.answer_tokens) > 0:
+    while (missing := (options.tokens or sys.maxsize) - counts.total("answer_tokens")) > 0:
         index = writer.batches
         for number in range(index, index + ahead):
             left = missing - (number - index) * options.batch_size * _TALK_TOKENS

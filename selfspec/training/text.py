@@ -460,14 +460,10 @@ class Counts:
         """For people; what did not occur is left out."""
         answers, loops, dropped = self.total("answers"), self.total("loops_cut"), self.dropped()
         found = (
-            f"{self.total('rows'):,} conversations, {self.answer_tokens:,} answer tokens, "
+            f"{self.total('rows'):,} conversations, {self.total('answer_tokens'):,} answer tokens, "
             f"{loops:,} of {answers:,} answers cut where they loop ({loops / max(1, answers):.0%})"
         )
         return f"{found}; dropped: {dropped}" if dropped else found
-
-    @property
-    def answer_tokens(self) -> int:
-        return self.total("answer_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)

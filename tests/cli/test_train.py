@@ -87,7 +87,7 @@ def test_the_model_writes_conversations_and_counts_them(recipes: Path, call: Cal
     counts = Counts(run_record()["counts"]["families"])
     assert output.out.splitlines()[-1] == f"out.jsonl: {counts.words()}"
     assert counts.total("rows") == len(lines)
-    assert counts.answer_tokens >= 200
+    assert counts.total("answer_tokens") >= 200
     assert "tokens generated" in output.err
     assert output.err.splitlines()[-1] == (
         "next: selfspec fit --data out.jsonl --output heads --model words --dtype float32"
