@@ -32,7 +32,7 @@ from tests.authors import counted
 from tests.bad_input import INF, NAN, limited, one_line, patience, snapshot, steps_into
 from tests.gguf_models import write_model
 from tests.heads.eagle3.make import HERE
-from tests.heads.kinds import FINGERPRINT, make_heads, train
+from tests.heads.kinds import beside, make_heads, train
 from tests.heads.test_folders import read as read_attending
 from tests.hub.test_quantised import write_folder
 from tests.models import VOCAB_SIZE, make_model
@@ -125,7 +125,7 @@ FORMATS = {
             folder
         ),
         lambda folder, backbone: ExitHeads.from_pretrained(
-            folder, backbone.unembedding, FINGERPRINT, "tiny", 6
+            folder, beside(backbone.unembedding), "tiny"
         ),
     ),
     "heads that attend": Format(

@@ -61,11 +61,11 @@ def main(
     loaded, tokenizer, files = load_model(model, dtype="bfloat16")
     known = fingerprint.of_loaded(loaded, files.stamps)
     backbone = Backbone(loaded, executor="generic", fingerprint=known)
-    own = backbone.unembedding
-    wide = ExitHeads.from_pretrained(resolve_heads(heads), own, known, files.label)
+    wide = ExitHeads.from_pretrained(resolve_heads(heads), backbone, files.label)
     size, most = backbone.vocab_size, backbone.max_positions
     talks = read_conversations(data, tokenizer, vocab_size=size, max_length=most)
     counts = Counter(token for talk in talks for token in talk.answer_ids)
+    own = backbone.unembedding
     narrowed(wide, own, draft_vocab_size, counts, special_ids(tokenizer)).save(output)
 
 

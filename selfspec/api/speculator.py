@@ -528,7 +528,7 @@ def find_heads(
     """The heads that were asked for. Raises HeadsNotFound, InvalidHeads, HeadsMismatch."""
     if isinstance(heads, ExitHeads):
         weight = backbone.unembedding.weight
-        heads.config.require_sizes("heads", weight, "the model", backbone.num_layers)
+        heads.config.require_sizes("heads", backbone, "the model")
         if (own := next(heads.parameters(), weight)).device != weight.device:
             raise HeadsMismatch(
                 f"the heads are on {own.device}, the model's lm_head is on {weight.device}. Move "
@@ -545,8 +545,7 @@ def find_heads(
 def heads_of(folder: Path, backbone: Backbone, label: str) -> ExitHeads:
     """Heads of any kind in a folder. Raises HeadsNotFound, InvalidHeads, HeadsMismatch."""
     kind = AttendingHeads if attends(folder) else ExitHeads
-    own = backbone.unembedding, backbone.fingerprint
-    return kind.from_pretrained(folder, *own, label, backbone.num_layers)
+    return kind.from_pretrained(folder, backbone, label)
 
 
 # --- what `load` and `wrap` were given

@@ -34,6 +34,7 @@ from selfspec.files import check_safetensors
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig, check_numbers
 from selfspec.heads.folder import EAGLE3, EAGLE3_OURS, METADATA, SWITCHES, attends
 from selfspec.heads.heads import DraftVocabulary, LinearHead
+from selfspec.model.backbone import Backbone
 from selfspec.model.kv import KVCache, common, uploaded
 from selfspec.model.parts import Unembedding
 
@@ -80,13 +81,11 @@ class AttendingConfig(HeadsConfig):
             METADATA: {name: getattr(self, name) for name in EAGLE3_OURS},
         }
 
-    def for_model(
-        self, folder: Path, weight: Tensor, fingerprint: str, name: str, num_layers: int | None
-    ) -> Self:
+    def for_model(self, folder: Path, backbone: Backbone, name: str) -> Self:
         """The config, with what this model's depth and unembedding add. Raises HeadsMismatch."""
         if self.base_fingerprint:  # others' folders know none
-            super().for_model(folder, weight, fingerprint, name, num_layers)
-        layers = num_layers or 0
+            super().for_model(folder, backbone, name)
+        weight, layers = backbone.unembedding.weight, backbone.num_layers
         if self.hidden_size != weight.shape[1] or self.vocab_size > weight.shape[0]:
             raise HeadsMismatch(
                 f"{folder} is for a model of width {self.hidden_size} with {self.vocab_size} "

@@ -32,6 +32,7 @@ from selfspec.heads.folder import (
     read_config,
 )
 from selfspec.heads.heads import HEAD_TYPES, DraftVocabulary, ExitHead
+from selfspec.model.backbone import Backbone
 from selfspec.model.fingerprint import UNKNOWN
 from selfspec.model.parts import Unembedding
 
@@ -73,17 +74,16 @@ class HeadsConfig(HeadsFields):
         """Replace `config.json`; the weights stay. Raises CannotWrite."""
         files.write(Path(folder) / CONFIG_FILE, as_json(self.record()))
 
-    def for_model(
-        self, folder: Path, weight: Tensor, fingerprint: str, name: str, num_layers: int | None
-    ) -> Self:
+    def for_model(self, folder: Path, backbone: Backbone, name: str) -> Self:
         """The config. Raises HeadsMismatch unless the model called `name` is the one of the fit."""
+        fingerprint = backbone.fingerprint
         known = UNKNOWN not in (fingerprint, self.base_fingerprint)
         if known and fingerprint != self.base_fingerprint:
             raise HeadsMismatch(
                 f"{folder} fits {self.base_model} ({self.base_fingerprint[:12]}), the model is "
                 f"{name} ({fingerprint[:12]}). Fit heads for it: selfspec fit"
             )
-        self.require_sizes(str(folder), weight, name, num_layers)
+        self.require_sizes(str(folder), backbone, name)
         if not known:
             logger.warning(
                 "whether %s fit %s is not known: one of them has no fingerprint. Where drafts are "
@@ -93,14 +93,13 @@ class HeadsConfig(HeadsFields):
             )
         return self
 
-    def require_sizes(self, heads: str, weight: Tensor, name: str, num_layers: int | None) -> None:
-        """Raise HeadsMismatch unless a model with this unembedding [V, d] may have such heads."""
-        sizes = (self.vocab_size, self.hidden_size, num_layers and self.num_layers)
-        if sizes != (*weight.shape, num_layers):
+    def require_sizes(self, heads: str, backbone: Backbone, name: str) -> None:
+        """Raise HeadsMismatch unless a model of its sizes may have such heads."""
+        own = self.vocab_size, self.hidden_size, self.num_layers
+        if own != (sizes := (*backbone.unembedding.weight.shape, backbone.num_layers)):
             raise HeadsMismatch(
-                f"{heads} fit {self.base_model} with (tokens, width, layers) "
-                f"{(self.vocab_size, self.hidden_size, self.num_layers)}, {name} has "
-                f"{(*weight.shape, num_layers)}. Fit heads for it: selfspec fit"
+                f"{heads} fit {self.base_model} with (tokens, width, layers) {own}, {name} has "
+                f"{sizes}. Fit heads for it: selfspec fit"
             )
 
 
@@ -229,23 +228,14 @@ class ExitHeads(nn.Module):
         return found.eval().requires_grad_(False)
 
     @classmethod
-    def from_pretrained(
-        cls,
-        folder: Path,
-        unembedding: Unembedding,
-        base_fingerprint: str,
-        base_model: str,
-        num_layers: int | None = None,
-    ) -> Self:
-        """Heads from `folder`, for the model with `base_fingerprint`, in its dtype and device.
+    def from_pretrained(cls, folder: Path, backbone: Backbone, base_model: str) -> Self:
+        """Heads from `folder`, for the model called `base_model`, in its dtype and device.
 
         Raises HeadsNotFound, InvalidHeads (damaged or foreign file), HeadsMismatch (other model).
         """
-        config = cls._config_kind.read(folder).for_model(
-            folder, unembedding.weight, base_fingerprint, base_model, num_layers
-        )
+        config = cls._config_kind.read(folder).for_model(folder, backbone, base_model)
         try:
-            heads = cls._filled(config, unembedding, Path(folder))
+            heads = cls._filled(config, backbone.unembedding, Path(folder))
         except Exception as error:  # an odd config makes libraries fail anywhere
             raise InvalidHeads(
                 f"{folder} does not hold the heads of its config: {first_line(error)}"

@@ -467,8 +467,7 @@ def test_heads_being_replaced_are_the_old_ones_or_the_new_ones(backbone: Backbon
     PLACE.mkdir()
 
     def loaded(folder: Path) -> dict[str, Any]:
-        own = backbone.unembedding, backbone.fingerprint
-        found = ExitHeads.from_pretrained(folder, *own, "tiny")
+        found = ExitHeads.from_pretrained(folder, backbone, "tiny")
         tensors = {name: tensor.tolist() for name, tensor in found.state_dict().items()}
         return {"config": found.config, **tensors}
 

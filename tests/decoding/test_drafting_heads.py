@@ -70,9 +70,7 @@ targeted = cache(lambda family, executor: Backbone(target(family), executor=exec
 def test_drafts_are_those_of_the_reference_on_any_executor(name: str, executor: str) -> None:
     """The text is given as a prompt, whose first token the model itself would not have written."""
     backbone = targeted(HEADS[name][0], executor)
-    heads = AttendingHeads.from_pretrained(
-        HERE / name, backbone.unembedding, "", "tiny", backbone.num_layers
-    )
+    heads = AttendingHeads.from_pretrained(HERE / name, backbone, "tiny")
     expected = load_file(HERE / f"{name}.expected.safetensors")["drafts"].tolist()
     judge = ExitJudge(8, {0: 1e-6})
     for place in range(SHOWN):

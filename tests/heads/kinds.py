@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,6 +48,11 @@ def make_heads(kind: str, unembedding: Unembedding, **values: Any) -> ExitHeads:
     own = KINDS[kind] if kind in KINDS else {"exit_layers": (0,)} | AT_0[kind]
     config = make_config(**own | values)
     return ExitHeads(config, unembedding, DRAFT_IDS if config.draft_vocab_size else None)
+
+
+def beside(unembedding: Unembedding, fingerprint: str = FINGERPRINT, layers: int = 6) -> Any:
+    """What heads look at of a backbone."""
+    return SimpleNamespace(unembedding=unembedding, fingerprint=fingerprint, num_layers=layers)
 
 
 @torch.no_grad()

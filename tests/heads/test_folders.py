@@ -44,12 +44,12 @@ from tests import bad_input
 from tests.bad_input import NAN, Change, config, one_line, snapshot, steps_into, tensor, tensors
 from tests.heads.eagle3 import make
 from tests.heads.eagle3.make import HEADS, HERE, LENGTH, SHOWN, VOCABULARY, WIDTH, target, text
-from tests.heads.kinds import FINGERPRINT, TRAINED, make_heads, train
+from tests.heads.kinds import TRAINED, beside, make_heads, train
 from tests.models import VOCAB_SIZE, addressless, wrapped
 
 
 def load(folder: Path, unembedding: Unembedding) -> ExitHeads:
-    return ExitHeads.from_pretrained(folder, unembedding, FINGERPRINT, "tiny", 6)
+    return ExitHeads.from_pretrained(folder, beside(unembedding), "tiny")
 
 
 def refused(kind: type[SelfspecError], load: Callable[..., object], folder: Path, *of: Any) -> str:
@@ -280,7 +280,7 @@ FIRST = LENGTH - make.STEPS - SHOWN
 def read(folder: Path, family: str = "llama") -> AttendingHeads:
     model = target(family)
     unembedding = Unembedding(model.lm_head.weight, model.model.norm, Tensor.float)
-    return AttendingHeads.from_pretrained(folder, unembedding, "", "tiny", 8)
+    return AttendingHeads.from_pretrained(folder, beside(unembedding, "", 8), "tiny")
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
@@ -326,7 +326,7 @@ def test_a_model_s_vocabulary_may_be_padded(name: str) -> None:
     model = target(HEADS[name][0])
     padded = torch.cat([model.lm_head.weight, torch.zeros(8, WIDTH)])
     unembedding = Unembedding(padded, model.model.norm, Tensor.float)
-    heads = AttendingHeads.from_pretrained(HERE / name, unembedding, "", "tiny", 8)
+    heads = AttendingHeads.from_pretrained(HERE / name, beside(unembedding, "", 8), "tiny")
     reading = heads.attention(model.get_input_embeddings())
     reading.add(torch.randn(2, 3 * WIDTH))
     output: Any = alone(reading.read([0, 1, VOCABULARY + 7]))
@@ -429,7 +429,7 @@ def test_what_is_damaged_or_of_another_model_is_one_line_that_says_where(
 
 def test_heads_run_in_the_model_s_dtype() -> None:
     model = Backbone(target("llama").bfloat16(), executor="generic")
-    heads = AttendingHeads.from_pretrained(HERE / "llama", model.unembedding, "", "tiny", 8)
+    heads = AttendingHeads.from_pretrained(HERE / "llama", model, "tiny")
     reading = heads.attention(model.embed)
     reading.add(torch.randn(5, 3 * WIDTH, dtype=torch.bfloat16))
     output: Any = alone(reading.read(list(range(6))))

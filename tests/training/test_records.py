@@ -104,7 +104,7 @@ def test_calibrated_heads_carry_settings_that_the_runtime_takes(
     records.write(tmp_path, fitted, {})
     found = records.calibrate(fitted.heads, learned[0].validation, FLAT)
     records.write_calibration(fitted.heads, tmp_path, found, {"data": "talks"})
-    loaded = ExitHeads.from_pretrained(tmp_path, backbone.unembedding, backbone.fingerprint, "tiny")
+    loaded = ExitHeads.from_pretrained(tmp_path, backbone, "tiny")
     options = SpeculationOptions().updated(loaded.config.defaults)
     assert options.exit.layers == found.setting.exit_layers
     assert options.exit.thresholds == found.setting.exit_threshold
