@@ -377,13 +377,11 @@ def docstrings(options: type) -> dict[str, str]:
     """The first paragraph below each field of a dataclass, inherited ones too, on one line."""
     texts: dict[str, str] = {}
     for kind in filter(is_dataclass, reversed(options.__mro__)):
-        (tree,) = ast.parse(inspect.getsource(kind)).body
-        body = tree.body if isinstance(tree, ast.ClassDef) else []
-        for entry, below in itertools.pairwise(body):
-            if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name):
-                match below:
-                    case ast.Expr(value=ast.Constant(value=str(text))):
-                        texts[entry.target.id] = " ".join(text.split("\n\n")[0].split())
+        made: Any = ast.parse(inspect.getsource(kind)).body[0]
+        for pair in itertools.pairwise(made.body):
+            match pair:
+                case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    texts[name] = " ".join(text.split("\n\n")[0].split())
     return texts
 
 
