@@ -249,7 +249,7 @@ def loaded(address: str, asked: Sequence[Mapping[str, Any]], load: Load) -> None
 
 def ahead(loads: Sequence[Load]) -> dict[int, float]:
     """By clients: tokens per second of ours with drafts, in those of their best."""
-    rates = pd.DataFrame([(one.texts, one.method, one.tokens_per_s) for one in loads])
+    rates = pd.DataFrame([(one.texts, one.method, one.tokens / one.seconds) for one in loads])
     best = rates.pivot_table(index=0, columns=1, values=2, aggfunc="max")
     return (best[OURS] / best.filter(PEERS).max(axis=1)).to_dict()  # type: ignore[no-any-return]
 
