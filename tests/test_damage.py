@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from selfspec.decoding.drafters.rest import Datastore
 from selfspec.errors import InvalidData, SelfspecError
 from selfspec.eval import report, results
-from selfspec.heads.exit_heads import ExitHeads
 from selfspec.hub import models as hub
 from selfspec.model.backbone import Backbone
 from selfspec.training import features as store
@@ -32,7 +31,7 @@ from tests.authors import counted
 from tests.bad_input import INF, NAN, limited, one_line, patience, snapshot, steps_into
 from tests.gguf_models import write_model
 from tests.heads.eagle3.make import HERE
-from tests.heads.kinds import beside, make_heads, train
+from tests.heads.kinds import load, make_heads, train
 from tests.heads.test_folders import read as read_attending
 from tests.hub.test_quantised import write_folder
 from tests.models import VOCAB_SIZE, make_model
@@ -124,9 +123,7 @@ FORMATS = {
         lambda folder, backbone: train(make_heads("deep-fused-draft", backbone.unembedding)).save(
             folder
         ),
-        lambda folder, backbone: ExitHeads.from_pretrained(
-            folder, beside(backbone.unembedding), "tiny"
-        ),
+        lambda folder, backbone: load(folder, backbone.unembedding),
     ),
     "heads that attend": Format(
         ("config.json", "model.safetensors"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,6 +54,10 @@ def make_heads(kind: str, unembedding: Unembedding, **values: Any) -> ExitHeads:
 def beside(unembedding: Unembedding, fingerprint: str = FINGERPRINT, layers: int = 6) -> Any:
     """What heads look at of a backbone."""
     return SimpleNamespace(unembedding=unembedding, fingerprint=fingerprint, num_layers=layers)
+
+
+def load(folder: Path, unembedding: Unembedding) -> ExitHeads:
+    return ExitHeads.from_pretrained(folder, beside(unembedding), "tiny")
 
 
 @torch.no_grad()

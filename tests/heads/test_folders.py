@@ -35,7 +35,6 @@ from selfspec.errors import (
     check_types,
 )
 from selfspec.heads.attending import AttendingHeads, TextRows, config_of
-from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.folder import METADATA, WEIGHTS_FILE, attends, repeated_config
 from selfspec.model.backbone import Backbone
 from selfspec.model.parts import Unembedding
@@ -44,12 +43,8 @@ from tests import bad_input
 from tests.bad_input import NAN, Change, config, one_line, snapshot, steps_into, tensor, tensors
 from tests.heads.eagle3 import make
 from tests.heads.eagle3.make import HEADS, HERE, LENGTH, SHOWN, VOCABULARY, WIDTH, target, text
-from tests.heads.kinds import TRAINED, beside, make_heads, train
+from tests.heads.kinds import TRAINED, beside, load, make_heads, train
 from tests.models import VOCAB_SIZE, addressless, wrapped
-
-
-def load(folder: Path, unembedding: Unembedding) -> ExitHeads:
-    return ExitHeads.from_pretrained(folder, beside(unembedding), "tiny")
 
 
 def refused(kind: type[SelfspecError], load: Callable[..., object], folder: Path, *of: Any) -> str:
