@@ -398,11 +398,11 @@ class Trainer:
             else ExitHeads(config, own, draft_ids)
         )
         if job.start is not None:  # zeros for states that heads read from now on
-            held = job.start.state_dict()
+            known = job.start.state_dict()
             for name, like in heads.state_dict().items():
-                missing = like.shape[-1] - held[name].shape[-1]
-                held[name] = nn.functional.pad(held[name], (0, missing))
-            heads.load_state_dict(held)
+                missing = like.shape[-1] - known[name].shape[-1]
+                known[name] = nn.functional.pad(known[name], (0, missing))
+            heads.load_state_dict(known)
         self.heads = heads.float()
         self._index = draft_index(draft_ids, backbone.vocab_size).to(device)
         learning = [entry for entry in self.heads.parameters() if entry.requires_grad]

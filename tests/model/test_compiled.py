@@ -105,13 +105,13 @@ def test_a_file_is_compiled_once(mask: int, source: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("left", [0.0, 0.5, 0.99])  # of it; the system kills who loads some of them
 def test_a_library_that_was_cut_short_is_made_anew(left: float, source: Path) -> None:
     target = compiler.this_machine(tiles=weights._tiles_allowed())
-    library = cache_folder() / "compiled" / library_name(source, {"NUMBER": 42}, target)
+    library = cache_folder() / "compiled" / library_name(source, NUMBER, target)
     library.parent.mkdir(mode=0o700, parents=True)
-    make_library(library, source, {"NUMBER": 42}, target)
+    make_library(library, source, NUMBER, target)
     whole = library.stat().st_size
     os.truncate(library, int(whole * left))
     library.chmod(0o600)
-    assert compiled(source, NUMBER=42).answer() == 42
+    assert compiled(source, NUMBER).answer() == 42
     assert library.stat().st_size == whole
 
 
