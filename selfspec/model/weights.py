@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -263,31 +263,31 @@ _PERMISSIONS = re.compile("r..p|r-.s")
 
 
 class FilePages:
-    """What this process has mapped from files and never written to, at the time this is made."""
+    """What this process has mapped from files and never written to, when it is first asked for."""
 
-    def __init__(self) -> None:
-        self._ranges: list[tuple[int, int]] = []
-        """First and last address of each mapping of a file without a page of the process's own: a
-        page that was written to is a copy in memory alone, which letting go would lose."""
+    @cached_property
+    def _ranges(self) -> list[tuple[int, int]]:
+        """First and last address of each mapping of a file without a page of the process's own."""
+        found = list[tuple[int, int]]()
         with suppress(AttributeError, OSError, ValueError, psutil.Error):  # no /proc, or not for us
             for one in psutil.Process().memory_maps(grouped=False):
                 own = one.anonymous or one.swap or not _PERMISSIONS.fullmatch(one.perms)
-                if one.path.startswith("/") and not own:
+                if one.path.startswith("/") and not own:  # its own would be lost
                     start, end = one.addr.split("-")
-                    self._ranges.append((int(start, 16), int(end, 16)))
+                    found.append((int(start, 16), int(end, 16)))
+        return found
 
     def release(self, module: nn.Module) -> None:
-        """Give back the memory of parameters that only repeat a file; others stay as they are."""
+        """Give back the memory of large parameters that only repeat a file; others stay."""
         for weight in module.parameters():
             weight = getattr(weight, "blocks", weight)
             start, end = weight.data_ptr(), weight.data_ptr() + weight.nbytes
-            inside = any(first <= start and end <= last for first, last in self._ranges)
-            if weight.is_contiguous() and inside:
-                first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-                size = end // mmap.PAGESIZE * mmap.PAGESIZE - first
-                if size > 0:  # whole pages; should the kernel refuse, they stay
-                    advise = ctypes.CDLL(None).madvise
-                    advise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
+            first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+            size = end // mmap.PAGESIZE * mmap.PAGESIZE - first  # whole pages
+            large = size >= 1 << 16 and weight.is_contiguous()  # else not worth a look at all maps
+            if large and any(low <= start and end <= high for low, high in self._ranges):
+                advise = ctypes.CDLL(None).madvise  # should the kernel refuse, they stay
+                advise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
 
 
 # --- weights as blocks of a file, numbers wherever somebody reads them
