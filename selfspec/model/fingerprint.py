@@ -342,8 +342,8 @@ def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _moves(one: object, name: str) -> bool:
     """Whether each pass of the model itself writes this anew (rotations: dynamic NTK, longrope)."""
-    moving = any(kind in str(getattr(one, "rope_type", "")) for kind in MOVING_ROPE)
-    return moving and name.endswith(("inv_freq", "max_seq_len_cached"))
+    written = name.endswith(("inv_freq", "max_seq_len_cached"))
+    return written and any(kind in str(getattr(one, "rope_type", "")) for kind in MOVING_ROPE)
 
 
 def _configs(named: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, Any]]:
