@@ -326,7 +326,7 @@ def test_answers_of_all_methods_end_where_a_template_ends_turns(bare: Speculator
     options, found = BenchOptions(max_new_tokens=LONG), dict[TurnEnd, list[Load]]()
     for end in (TurnEnd(token=token), TurnEnd(text=str(own.tokenizer.decode([token])))):
         own.turn_end = end
-        found[end] = [*measured(own, QUESTIONS, (2,), [*concurrency.METHODS], options)]
+        found[end] = [*measured(own, QUESTIONS, (3,), [*concurrency.METHODS], options)]
         assert own.turn_end is end
         assert [one.same for one in found[end]] == [len(QUESTIONS)] * len(concurrency.METHODS)
     by_token, by_text = (loads[0].tokens for loads in found.values())
