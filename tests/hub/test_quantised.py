@@ -666,7 +666,7 @@ def test_other_ways_are_left_to_transformers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pretrained, "load", lambda *_, **__: (torch.nn.Linear(1, 1), None))
-    convert = lambda _gguf, out, dtype: (out / "config.json").touch()  # noqa: E731
+    convert = lambda _gguf, out, dtype: (out / "config.json").write_text("{}")  # noqa: E731
     monkeypatch.setattr(pretrained, "convert_gguf", convert)
     place = written(tmp_path, method, **(says if isinstance(says, dict) else {}))
     if isinstance(says, str):  # the name that a tensor gets
