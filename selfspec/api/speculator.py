@@ -1,6 +1,6 @@
-"""The facade: load or wrap a model, then generate, stream, converse.
+"""The facade: load or wrap a model, then generate, stream or hold a conversation.
 
-Keywords are Hugging Face's; `selfspec.config.GenerateOptions` lists them.
+Keywords are those of Hugging Face's `generate`; `selfspec.config.GenerateOptions` lists them.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ from selfspec.options import FITTED, Costs, Exit
 logger = logging.getLogger(__name__)
 
 _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
-_BEHIND = 4  # tokens of a text that goes on: what it goes on with is decoded behind them
+_BEHIND = 4  # last prompt tokens of a text that is continued: the new tokens are decoded after them
 
 Answered = tuple[int, Generation | SelfspecError]
-"""The number of a prompt, from 0, and its answer, or why there is none."""
+"""The index of a prompt, from 0, and its answer, or the error that it raised."""
 
 Answers = Tensor | GenerateDecoderOnlyOutput
-"""What Hugging Face's `generate` gives."""
+"""What Hugging Face's `generate` returns."""
 
 
 class Speculator:
@@ -89,7 +89,7 @@ class Speculator:
         turn_end: TurnEnd = NO_END,
         datastore: Datastore | None = None,
     ) -> None:
-        """What is None cannot draft. Raises InvalidOption for layers without heads."""
+        """A part that is None cannot draft. Raises InvalidOption for exit layers without a head."""
         self.tokenizer, self.label = tokenizer, label
         self.options, self.turn_end = options, turn_end
         self.runtime = Runtime(backbone, heads, draft_model, datastore)
@@ -106,14 +106,14 @@ class Speculator:
         )
 
     def __call__(self, *_: object, **__: object) -> None:
-        """Refused: transformers would pass over a `custom_generate` that is no function."""
+        """Raise InvalidOption: transformers ignores a `custom_generate` that is not callable."""
         raise InvalidOption(
-            "a speculator is no function. Use generate(prompt), or custom_generate=speculator.hf()"
+            "a Speculator is not callable. Use generate(prompt), or custom_generate=speculator.hf()"
         )
 
     @property
     def backbone(self) -> Backbone:
-        """The model, cut open."""
+        """The model, split into its layers."""
         return self.runtime.backbone
 
     @property
@@ -123,12 +123,12 @@ class Speculator:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The wrapped model, as it was."""
+        """The wrapped model, unchanged."""
         return self.backbone.model
 
     @eager
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
-        """One answer to one prompt. For batches see `generate_batch`."""
+        """Generate one answer to one prompt. For batches, see `generate_batch`."""
         return self.stream(prompt, **options).drain()
 
     def generate_batch(
@@ -136,8 +136,8 @@ class Speculator:
     ) -> list[Generation]:
         """Answers to a list of prompts, or to all rows of left-padded ids [B, P], in their order.
 
-        They are written together, and each is what it is alone: answer i draws with the `seed`
-        plus i. Rows of ids may have several answers each, `num_return_sequences`.
+        All are generated in one batch, and each equals the answer to its prompt alone: answer i is
+        sampled with `seed` plus i. Rows of ids may get `num_return_sequences` answers each.
         """
         many = (str, list, tuple, Tensor, np.ndarray)  # in a list; else messages, or token ids
         if not isinstance(prompts, list | tuple) or (prompts and not isinstance(prompts[0], many)):
@@ -158,22 +158,22 @@ class Speculator:
         seeds: Iterable[int] | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Iterator[Answered]:
-        """Answers to any number of prompts, each with the number of its prompt, when complete.
+        """Yield answers to any number of prompts as they complete, each with its prompt's index.
 
-        What is wrong with a prompt is its answer: an error, no exception. `most` prompts are
-        answered at once, as far as `kv_memory` goes (see `Engine`). Each draws with one of `seeds`,
-        or with the `seed` plus its number. Processors and criteria of your own that remember calls
-        have a method `for_row(number)`.
+        The error of an invalid prompt is yielded as its answer, not raised. At most `most` prompts
+        are answered at once, as far as `kv_memory` allows (see `Engine`). Each is sampled with its
+        entry of `seeds`, or with `seed` plus its index. Your own processors and criteria need a
+        method `for_row(number)` if they keep state between calls.
         """
         if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
-            expected = "expected a list of prompts. For one use generate"
+            expected = "expected a list of prompts. For one prompt, use generate"
             raise InvalidPrompt(f"the prompts are {shown(prompts)}, {expected}")
         if seeds is not None and (isinstance(seeds, str) or not isinstance(seeds, Iterable)):
-            expected = "expected one for each prompt. For the first give seed"
+            expected = "expected a list with one for each prompt. For consecutive seeds, give seed"
             raise InvalidOption(f"seeds are {shown(seeds)}, {expected}")
         self._sorted(options)
         if options.get("streamer") is not None or (options.get("num_return_sequences") or 1) != 1:
-            raise InvalidOption("a streamer or num_return_sequences for many prompts. Leave it out")
+            raise InvalidOption("streamer and num_return_sequences need one prompt. Leave them out")
         if seeds is None and (first := options.get("seed")) is not None:
             seeds = count(first)
         engine = self.engine(most=most, kv_memory=kv_memory)
@@ -189,7 +189,7 @@ class Speculator:
         options: GenerateOptions,
         most: int,
     ) -> Iterator[Answered]:
-        """Answers in the order in which they are complete; prompts are read as places free up."""
+        """Yield answers as they complete; a prompt is read when a place in the batch is free."""
         running: dict[Running, tuple[int, Stream]] = {}
         try:
             while True:
@@ -219,18 +219,18 @@ class Speculator:
                 one.close()
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
-        """The same answer as `generate`, piece by piece."""
+        """Return the same answer as `generate`, piece by piece."""
         request = self.call(prompt, options)
         return Stream(self.engine().add(request.only(), request.speculation), request)
 
     def engine(
         self, *, most: int = MOST_TEXTS, patience: float | None = None, kv_memory: int | None = None
     ) -> Engine:
-        """An engine: many texts join and leave between rounds; keywords as `Engine` has."""
+        """An engine, whose texts join and leave between rounds; keywords are those of `Engine`."""
         return Engine(self.runtime, most=most, patience=patience, kv_memory=kv_memory)
 
     def session(self) -> Session:
-        """A conversation that keeps its keys and values between turns."""
+        """Start a conversation that keeps its KV cache between turns."""
         return Session(self)
 
     @eager
@@ -239,8 +239,8 @@ class Speculator:
     ) -> Callable[..., Answers]:
         """A `custom_generate` for Hugging Face's own `model.generate`.
 
-        Give stop `strings` here: `generate` refuses its own beside a callable. `speculation`
-        overrides this speculator's options.
+        Give stop `strings` here: `model.generate` rejects `stop_strings` with a callable.
+        `speculation` overrides this speculator's options.
         """
         if "stop_strings" in speculation:
             raise InvalidOption("stop_strings are called strings here. Give hf(strings=...)")
@@ -252,7 +252,7 @@ class Speculator:
 
     @eager
     def call(self, prompt: Prompt, options: GenerateOptions) -> Request:
-        """What the keywords of one call ask for."""
+        """Make the Request for one prompt and the keywords of one call."""
         speculation, rest = self._sorted(options)
         streamer, raw = rest.pop("streamer", None), rest.pop("raw", False)
         ids = encode(self.tokenizer, prompt, raw=raw).to(self.backbone.device)
@@ -266,12 +266,12 @@ class Speculator:
         )
 
     def _sorted(self, options: GenerateOptions) -> tuple[SpeculationOptions, dict[str, Any]]:
-        """Ours, and the other keywords. Raises InvalidOption."""
+        """Split keywords into speculation options and the others. Raises InvalidOption."""
         rest = requests.checked(options, self.backbone.vocab_size)
         return self.options.updated({k: rest.pop(k) for k in OPTION_NAMES if k in rest}), rest
 
     def ending(self, given: Mapping[str, Any], end: TurnEnd) -> dict[str, Any]:
-        """Keywords of `generate` that end an answer with its turn, too, beside what is wanted."""
+        """Keywords of `generate` that stop at the end of a turn, too, besides the usual stops."""
         if end.text:
             stops = wanted(self.model, given, "stop_strings") or []
             listed = stops if isinstance(stops, list | tuple) else [stops]
@@ -282,7 +282,7 @@ class Speculator:
         return {"eos_token_id": sorted({*own, end.token})}
 
     def read_ahead(self, options: GenerateOptions) -> None:
-        """Read stops and the grammar ahead of a call, in any thread: they may take seconds."""
+        """Read stops and grammar before a call, in any thread: reading them may take seconds."""
         end = NO_END if options.get("raw") else self.turn_end
         known = {**options, **self.ending(options, end)}
         if strings := wanted(self.model, known, "stop_strings"):
@@ -293,11 +293,11 @@ class Speculator:
             self._grammars.mask(grammar, templates.listed(ends))
 
     def answers(self, request: Request) -> list[Generation]:
-        """The answers to all rows of a request, which are written together."""
+        """Generate the answers to all rows of a request in one batch."""
         engine = self.engine()
         rows = range(len(request.pads))
         if request.streamer is not None and len(rows) > 1:
-            raise InvalidOption(f"a streamer shows one text, these are {len(rows)}. Leave it out")
+            raise InvalidOption(f"a streamer shows one text, not {len(rows)}. Leave it out")
         asked = [engine.add(request.row(row), request.speculation) for row in rows]
         streams = [Stream(one, request) for one in asked]
         try:
@@ -308,7 +308,7 @@ class Speculator:
 
 
 def _cut(options: Mapping[str, Any], number: int) -> Any:
-    """Processors and criteria for one of many prompts, where they have `for_row`."""
+    """Keywords with the processors and criteria of prompt `number`, from their `for_row` if any."""
     names = ("logits_processor", "stopping_criteria")
     return {
         name: [one.for_row(number) if hasattr(one, "for_row") else one for one in options[name]]
@@ -318,9 +318,9 @@ def _cut(options: Mapping[str, Any], number: int) -> Any:
 
 
 class Session:
-    """Turns of one conversation; what earlier turns left in the caches is not run again.
+    """A conversation over several turns, which reuses the KV cache of earlier turns.
 
-    Threads that ask at once are answered one after the other.
+    Concurrent calls of `generate` run one after the other.
     """
 
     def __init__(self, speculator: Speculator) -> None:
@@ -332,12 +332,12 @@ class Session:
         self._draft_cache = speculator.runtime.draft_cache()
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
-        """The answer to `prompt`: the whole conversation so far and the new turn."""
+        """Generate the answer to `prompt`: the whole conversation so far and the new turn."""
         with self._turn:
             return self.stream(prompt, **options).drain()
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
-        """The same answer, piece by piece. Ends the stream of an earlier turn."""
+        """Return the same answer, piece by piece. Closes the stream of an earlier turn."""
         with self._turn:
             if self._stream is not None:
                 self._stream.close()
@@ -346,7 +346,7 @@ class Session:
             shapes, kv = (bool(speculation.pinned), speculation.pinned_rows), None
             state = self._state
             if shapes == self._pinned and state is not None and not (state.pad or asked.pad):
-                # back to what it shares with the new prompt, of which at least one id is left
+                # keep the prefix shared with the new prompt, whose last id is always run
                 state.kv.truncate(common(state.committed(0), asked.ids[0, :-1].tolist()))
                 kv = state.kv
             asked = replace(asked, kv=kv, draft_cache=self._draft_cache)
@@ -369,19 +369,19 @@ def load(
     chat_template: str | Path | None = None,
     **options: Any,
 ) -> Speculator:
-    """A Speculator for a hub id, a local folder, a `.gguf` file, or (None) the default model.
+    """Load a Speculator for a hub id, a local folder, a `.gguf` file, or None, the default model.
 
-    `heads`: a folder, a name, a hub id, "logit-lens" or "none"; None takes those that were fitted
-    or pulled last for a model of these weights, or come with selfspec, unless a draft model takes
-    their place; without any, prompt lookup drafts. The default model keeps its own.
-    `dtype`: None is bfloat16, and for a GGUF file float32 where products in bfloat16 are slow.
-    `attn_implementation`: None is sdpa, for models that lack it eager.
-    `executor`: generic runs the model's own layers, fused compiled ones on a CPU, cuda-graph the
-    model's own as CUDA graphs, auto the best of these that can be had. `draft_model`: a smaller one
-    with the same tokens, which drafts; `datastore`: a file of `selfspec datastore`, whose texts
-    draft behind prompt lookup, in place of heads. `chat_template`: a name as vicuna
-    (`chat_template.NAMES`), a Jinja file or its text, in place of the heads' and the model's own.
-    `options` are those of SpeculationOptions: objects, text or mappings. Raises ModelNotFound,
+    `heads`: a folder, a name, a hub id, "logit-lens" or "none". None takes the heads that were last
+    fitted or pulled for these weights, or come with selfspec, unless there is a draft model; if
+    there are none, prompt lookup drafts. The default model keeps its own heads.
+    `dtype`: None is bfloat16, or float32 for a GGUF file where bfloat16 is slow on this machine.
+    `attn_implementation`: None is sdpa, or eager for models without sdpa.
+    `executor`: generic runs the model's own layers, fused runs compiled layers on a CPU, cuda-graph
+    runs the model's own layers as CUDA graphs, auto takes the best one available. `draft_model`: a
+    smaller model with the same tokens, which drafts. `datastore`: a file from `selfspec datastore`;
+    its texts draft after prompt lookup, in place of heads. `chat_template`: a name like vicuna
+    (`chat_template.NAMES`), a Jinja file or its text; it replaces that of the heads or the model.
+    `options`: those of SpeculationOptions, as objects, text or mappings. Raises ModelNotFound,
     UnsupportedModel, HeadsNotFound, InvalidHeads, HeadsMismatch, DraftModelMismatch, InvalidData,
     InvalidOption.
     """
@@ -407,10 +407,10 @@ def load(
     if draft_model is not None:
         second, other, draft_files = read(draft_model)
         check_same_tokens(tokenizer, other, draft_files.label)
-    # asked for here, where nobody can have changed the model since it was read
+    # made here, before anything can change the model that was read
     found = partial(fingerprint.of_loaded, loaded, files.stamps)
     if heads is None and second is None:
-        # float16 rounds the default model to other numbers than those that its heads were fitted to
+        # the default heads were not fitted to the default model as float16 rounds it
         own = files.is_default and loaded.dtype != torch.float16
         heads = heads_for(loaded, found, chosen=own) or (hub.DEFAULT_HEADS if own else None)
     named = heads not in (None, hub.NO_HEADS) and not isinstance(heads, ExitHeads)
@@ -432,14 +432,14 @@ def wrap(
     chat_template: str | Path | None = None,
     **options: Any,
 ) -> Speculator:
-    """A Speculator around a model that is already loaded; the model itself stays as it is.
+    """Make a Speculator around a model that is already loaded, and leave the model unchanged.
 
-    So does the tokenizer, whatever the `chat_template`; that and `heads` are as `load` has them.
-    Where there are heads for a model of these sizes, all weights are hashed to tell whether they
-    fit: 0.4 s for the default model, longer for larger ones; heads="none" saves it.
+    The tokenizer stays unchanged, too. `chat_template` and `heads` are the same as in `load`.
+    If there are heads for a model of this size, all weights are hashed to tell whether the heads
+    fit: 0.4 s for the default model, longer for larger ones. heads="none" avoids this.
 
-    A `datastore` or a `draft_model` drafts unless `options` say otherwise; that both models, and a
-    datastore without a tokenizer, mean the same by a token id is up to the caller. Raises
+    A `datastore` or a `draft_model` drafts unless `options` say otherwise. The caller ensures that
+    both models, and a datastore without a tokenizer, use the same token ids. Raises
     UnsupportedModel, HeadsNotFound, InvalidHeads, HeadsMismatch, DraftModelMismatch, InvalidData,
     InvalidOption.
     """
@@ -470,7 +470,7 @@ def _speculator(
     template: str | None,
     options: dict[str, Any],
 ) -> Speculator:
-    """Heads, their settings, and what else drafts beside a model that is cut open."""
+    """Make a Speculator from its parts: find the heads, the chat template and the base options."""
     if store is not None:
         store.check(tokenizer, backbone.vocab_size)
         options = {"drafter": "ngram+rest", **options}
@@ -478,7 +478,7 @@ def _speculator(
     tokenizer, turn_end = templates.chosen(tokenizer, template, fitted, label)
     base = SpeculationOptions()
     if fitted is not None:
-        if backbone.claims.replayed is None:  # a graph sees torch's own kernels alone
+        if backbone.claims.replayed is None:  # CUDA graphs capture torch's own kernels alone
             pack(fitted)
         base = base.updated(fitted.config.defaults).updated(tuned.read(backbone, fitted))
         if base.speculate and not base.uses(Exit.kind) and "drafter" not in options:
@@ -500,16 +500,16 @@ def _speculator(
     return Speculator(backbone, tokenizer, fitted, label, chosen, second, turn_end, store)
 
 
-# --- what drafts: heads that were given or are known here, or prompt lookup
+# --- the exit heads that were given, or are known here
 
 
 def heads_for(
     model: PreTrainedModel, fingerprint: Callable[[], str], *, chosen: bool = False
 ) -> Path | None:
-    """Heads of a model, where the caller names none; a line in the log says so.
+    """Find heads for a model if the caller names none, and log which ones were found.
 
-    Those that were fitted, pulled or chosen last for it on this machine, else those that come with
-    selfspec; with `chosen` only such that the user chose.
+    First those that were last fitted, pulled or chosen for this model on this machine, then those
+    that come with selfspec. With `chosen`, only heads that the user chose.
     """
     config = model.config.get_text_config()
     sizes = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
@@ -518,14 +518,14 @@ def heads_for(
     folder = find_known(sizes, fingerprint, bundled, chosen=chosen)
     if folder is not None:
         name = hub.heads_name(folder)
-        logger.info("exit heads %s are this model's; --heads none: without", name)
+        logger.info("exit heads %s are this model's. To use none: --heads none", name)
     return folder
 
 
 def find_heads(
     backbone: Backbone, heads: str | Path | ExitHeads | None, label: str
 ) -> ExitHeads | None:
-    """The heads that were asked for. Raises HeadsNotFound, InvalidHeads, HeadsMismatch."""
+    """Load the heads named by `heads`. Raises HeadsNotFound, InvalidHeads, HeadsMismatch."""
     if isinstance(heads, ExitHeads):
         weight = backbone.unembedding.weight
         heads.config.require_sizes("heads", backbone, "the model")
@@ -543,29 +543,29 @@ def find_heads(
 
 
 def heads_of(folder: Path, backbone: Backbone, label: str) -> ExitHeads:
-    """Heads of any kind in a folder. Raises HeadsNotFound, InvalidHeads, HeadsMismatch."""
+    """Load heads of any kind from a folder. Raises HeadsNotFound, InvalidHeads, HeadsMismatch."""
     kind = AttendingHeads if attends(folder) else ExitHeads
     return kind.from_pretrained(folder, backbone, label)
 
 
-# --- what `load` and `wrap` were given
+# --- arguments of `load` and `wrap`
 
 
 _NAMES = (
-    "a hub id, a folder or a .gguf file. For a model that is loaded already use "
+    "a hub id, a folder or a .gguf file. For a model that is already loaded, use "
     "selfspec.wrap(model)"
 )
 _HEADS = "a folder, a name, 'logit-lens' or ExitHeads. See the names with: selfspec heads"
 
 
 def _require(name: str, value: object, kinds: Any, expected: str) -> None:
-    """None is "not given"."""
+    """Raise InvalidOption for a value of another type; None means "not given"."""
     if value is not None and not isinstance(value, kinds):
         raise InvalidOption(f"{name} {kind_of(value)}, expected {expected}")
 
 
 def _read(datastore: object, template: str | Path | None) -> tuple[Datastore | None, str | None]:
-    """What these name; None where they are None."""
+    """Read the datastore and the chat template; None for each that is None."""
     check_types({"datastore": datastore}, {"datastore": str | Path | None})
     place = None if datastore is None else local_path(cast("str | Path", datastore))
     store = None if place is None else Datastore.read(place)
@@ -588,7 +588,7 @@ def _loop(
     streamer: BaseStreamer | None = None,
     **model_kwargs: Any,
 ) -> Answers:
-    """A `custom_generate` for one model: prompts and answers, [B, longest], padded on the right."""
+    """A `custom_generate` for one model. Returns prompts and answers [B, longest], right-padded."""
     if model is not speculator.model:
         raise InvalidOption("this custom_generate belongs to another model. Wrap that model")
     for name, instead in _UNHEARD.items():
@@ -620,15 +620,15 @@ _UNHEARD = {
     "synced_gpus": "Leave it out",
     **dict.fromkeys(CACHES, "Drop past_key_values, or use speculator.session()"),
 }
-"""What a decoding loop is not told of, or cannot tell from what `generate` made itself."""
+"""Keywords that a decoding loop does not get, or cannot tell from what `generate` itself made."""
 
 
 def _callers(name: str) -> Any:
-    """What the `generate` that runs now was given by that name; None where none runs.
+    """The value of a local variable of the running `generate`; None if no `generate` runs.
 
-    transformers (5.17 to 5.24) keeps some from whom they concern: the streamer from a callable, and
-    from the code of a repository which one it is. Whatever else sees them belongs to the model,
-    which is never changed. Without a streamer the answer comes whole.
+    transformers (5.17 to 5.24) does not pass on everything: a callable does not get the streamer,
+    and the code of a repository does not get its own address. Other ways to read them would change
+    the model, which is never changed. Without its streamer, the answer would come all at once.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _GENERATE:
@@ -636,10 +636,10 @@ def _callers(name: str) -> Any:
     return None if frame is None else frame.f_locals.get(name)
 
 
-# --- what the `generate` of pushed heads calls
+# --- `custom_generate` of heads on the hub
 
 _WRAPPED: WeakKeyDictionary[PreTrainedModel, tuple[object, Speculator]] = WeakKeyDictionary()
-"""What each model was last wrapped to, and for which heads, as long as the model lives."""
+"""The Speculator last made for each model, and the key of its heads, while the model lives."""
 
 
 def custom_generate(
@@ -650,12 +650,12 @@ def custom_generate(
     tokenizer: PreTrainedTokenizerBase | None = None,
     **options: Any,
 ) -> Answers:
-    """`model.generate(custom_generate="OWNER/HEADS", trust_remote_code=True)`, drafting with heads.
+    """Run `model.generate(custom_generate="OWNER/HEADS", trust_remote_code=True)` with exit heads.
 
-    They lie where the code came from, a folder or a hub id: where the caller of `generate` says,
-    else where they were `pushed_to`; `heads` names others, as in `wrap`. `options`: keywords of
-    `generate`, of SpeculationOptions, and of the hub (`revision`, `token`, `cache_dir`). The model
-    is wrapped at the first call, and again where it or the heads changed. Raises as both do.
+    The heads come from the folder or hub id that `generate` was given as `custom_generate`, else
+    from `pushed_to`; `heads` names other heads, as in `wrap`. `options`: keywords of `generate`, of
+    SpeculationOptions, and of the hub (`revision`, `token`, `cache_dir`). The model is wrapped at
+    the first call, and again if it or the heads changed. Raises what `generate` and `wrap` raise.
     """
     strings = wanted(model, options, "stop_strings")
     speculation = {name: options.pop(name) for name in OPTION_NAMES if name in options}
@@ -666,20 +666,20 @@ def custom_generate(
     if (speculator := _wrapped(model, key)) is None:
         if heads is None and not place.is_dir():
             place = hub.heads_on_hub(source, **fetching)
-        # the model's state in another object: what holds that does not keep the model alive
+        # another object with the model's state: holding it does not keep the model object alive
         alias: PreTrainedModel = object.__new__(type(model))
         object.__setattr__(alias, "__dict__", vars(model))
         _WRAPPED[model] = key, (speculator := wrap(alias, heads=heads or place))
     ends_at = stop_strings(tokenizer, strings) if strings else None
     loop = partial(_loop, speculator, speculator.options.updated(speculation), ends_at)
-    kind: Any = type(model)  # a model that was loaded with such code has it as its own `generate`
+    kind: Any = type(model)  # the class's method: loading a model with such code sets its own
     options |= {"custom_generate": loop, "stop_strings": None}
     ids: Answers = kind.generate(speculator.model, **options)
     return ids
 
 
 def _wrapped(model: PreTrainedModel, key: object) -> Speculator | None:
-    """What `model` was wrapped to for `key`; None, and that is dropped, where it does not hold."""
+    """The Speculator of `model` for `key`; None, and it is dropped, if the model or key changed."""
     known, speculator = _WRAPPED.pop(model, (None, None))
     if speculator is not None and known == key:
         with suppress(ModelChanged):
