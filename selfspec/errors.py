@@ -1,8 +1,8 @@
-"""What can go wrong, one class per thing the caller can act on; checks of names and of types.
+"""Error classes, one for each problem that a caller can act on; checks of names and types.
 
 Every message is one line: what was found, what was expected, what to do. The command line prints
 it and exits with code 2; nothing else in the package prints errors. Values are checked against the
-annotations of options, and of records in files; ranges after that, in `options`. No torch.
+type annotations of options and of records in files; `options` then checks ranges. No torch.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 _OURS = str(Path(__file__).parent)
 _Kind = TypeVar("_Kind")
-_LONGEST = 1900  # characters of a message
+_LONGEST = 1900  # characters in a message
 
 
 class SelfspecError(Exception):
     """Base of all errors that selfspec raises on purpose: one line, of a bounded length."""
 
     def __init__(self, message: str = "") -> None:
-        """What libraries say of a file may repeat any of its contents: the middle is left out."""
+        """Cut the middle of a long message: a library's error may repeat any contents of a file."""
         line = " ".join(message.splitlines())
         super().__init__(line if len(line) <= _LONGEST else f"{line[:1200]} … {line[-600:]}")
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows: the caller's own lines, and the sentence."""
+        """Lines that IPython shows: the caller's own frames and the message."""
         frames = traceback.extract_tb(self.__traceback__)
         own = takewhile(lambda frame: not frame.filename.startswith(_OURS), frames)
         shown = [frame for frame in own if "IPython" not in Path(frame.filename).parts]
@@ -43,23 +43,23 @@ class SelfspecError(Exception):
 
 
 class ModelNotFound(SelfspecError):
-    """No model can be loaded from the given name, folder or file."""
+    """The given name, folder or file holds no model that can be loaded."""
 
 
 class UnsupportedModel(SelfspecError):
-    """The model cannot be cut into segments with exactly its own results."""
+    """The model cannot be split into segments that give exactly the model's own results."""
 
 
 class ModelChanged(SelfspecError):
-    """The model's weights, modules or hooks are not those that were wrapped."""
+    """The model's weights, modules or hooks have changed since it was wrapped."""
 
 
 class HeadsNotFound(SelfspecError):
-    """No exit heads can be found under the given name or folder."""
+    """There are no exit heads under the given name or in the given folder."""
 
 
 class InvalidHeads(SelfspecError):
-    """A heads folder is incomplete, damaged or of a format this version does not read."""
+    """A heads folder is incomplete, damaged or in a format that this version does not read."""
 
 
 class HeadsMismatch(SelfspecError):
@@ -67,7 +67,7 @@ class HeadsMismatch(SelfspecError):
 
 
 class DraftModelMismatch(SelfspecError):
-    """The draft model has another vocabulary than the model."""
+    """The draft model and the model have different vocabularies."""
 
 
 class InvalidOption(SelfspecError):
@@ -79,27 +79,27 @@ class InvalidPrompt(SelfspecError):
 
 
 class InvalidDraft(SelfspecError):
-    """A drafter broke its contract: more drafts than allowed, or none where some were promised."""
+    """A drafter broke its contract: it gave too many drafts, or none where it promised some."""
 
 
 class InvalidData(SelfspecError):
-    """A data file cannot be used: names the file, the line and the reason."""
+    """A data file cannot be used; the message names the file, the line and the reason."""
 
 
 class LacksWeights(InvalidData):
-    """The files of a model hold no tensor for some of its weights."""
+    """A model's files lack the tensors of some of its weights."""
 
 
 class PinnedUnavailable(SelfspecError):
-    """Bitwise draft invariance was asked for and the probe found it does not hold here."""
+    """Bitwise draft invariance was requested, but the probe found that it does not hold here."""
 
 
 class CannotWrite(SelfspecError):
-    """An output cannot be written, or would replace what selfspec did not write."""
+    """An output cannot be written, or would replace a file that selfspec did not write."""
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of another library says, on one line."""
+    """The message of another library's error, on one line."""
     lines = str(error).split("\n") if str(error).strip() else [type(error).__name__]
     said = [line.strip() for line in lines if line.strip()]
     return " ".join(said[: 2 if said[0].endswith(":") else 1]).rstrip(" .:")
@@ -110,7 +110,7 @@ def first_line(error: BaseException) -> str:
 _SHOWN = 60  # characters of a value that an error repeats
 _MOST_LISTED = 40  # known names that an error lists
 
-_WORDS: dict[Any, tuple[str, str]] = {  # one value of a type, and several
+_WORDS: dict[Any, tuple[str, str]] = {  # a type's name in messages: singular and plural
     bool: ("True or False", "True or False"),
     int: ("a whole number", "whole numbers"),
     float: ("a finite number", "finite numbers"),
@@ -122,12 +122,12 @@ _WORDS: dict[Any, tuple[str, str]] = {  # one value of a type, and several
 }
 
 _TORCH_CLASSES = dict.fromkeys(("Tensor", "GenerationConfig", "BaseStreamer"), Any)
-"""Names in annotations that need torch: whoever uses such a value checks it."""
+"""Names in annotations that need torch: the code that uses such a value checks it."""
 
 annotations_of: Callable[..., dict[str, Any]] = functools.cache(
     functools.partial(get_type_hints, localns=_TORCH_CLASSES)
 )
-"""Type hints of a class of options, what only torch knows as Any; `include_extras`: with ranges."""
+"""Type hints of a class of options, with torch's classes as Any; `include_extras` adds ranges."""
 
 
 def check_keys(values: Iterable[str], known: Iterable[str], kind: str) -> None:
@@ -136,7 +136,7 @@ def check_keys(values: Iterable[str], known: Iterable[str], kind: str) -> None:
     for key in values:
         if key in names:
             continue
-        # what a person may have meant: names that begin as the key, else an alike one
+        # suggest names that begin with the key, else the most similar name
         near = [name for name in names if len(key) > 2 and name.startswith(f"{key}_")]
         near = near or difflib.get_close_matches(key, names, n=1, cutoff=0.7)
         hint = f"Did you mean {' or '.join(near)}?" if near else f"Known: {', '.join(names)}"
@@ -146,14 +146,14 @@ def check_keys(values: Iterable[str], known: Iterable[str], kind: str) -> None:
 
 
 def check_packages(work: str, *modules: str, extra: str = "eval") -> None:
-    """Raise InvalidOption where a module that `work` needs is missing, before any of it."""
+    """Raise InvalidOption if a module that `work` needs is missing; call it before that work."""
     for name in modules:
         if find_spec(name) is None:
             raise InvalidOption(f"{work} needs {name}: pip install 'selfspec[{extra}]'")
 
 
 def check_types(values: Mapping[str, Any], hints: Mapping[str, Any], prefix: str = "") -> None:
-    """Raise InvalidOption, with `prefix`, at the first value that is not of its hint."""
+    """Raise InvalidOption, with `prefix`, at the first value that does not fit its type hint."""
     for name, value in values.items():
         if name in hints and not fits(value, hints[name]):
             expected = described(hints[name])
@@ -161,7 +161,7 @@ def check_types(values: Mapping[str, Any], hints: Mapping[str, Any], prefix: str
 
 
 def record_of(kind: type[_Kind], values: Any) -> _Kind:
-    """A dataclass from what a file holds. Raises InvalidOption naming the first wrong entry."""
+    """Make a dataclass from a file's values. Raises InvalidOption naming the first wrong entry."""
     if not isinstance(values, dict):
         raise InvalidOption(f"it is {shown(values)}, expected a mapping")
     hints = annotations_of(kind)
@@ -175,7 +175,7 @@ def record_of(kind: type[_Kind], values: Any) -> _Kind:
 
 
 def _as_hinted(value: Any, hint: Any) -> Any:
-    """Mappings and lists of a file as the records and tuples of a hint, whatever they are in."""
+    """Turn mappings and lists from a file into a hint's records and tuples, at any depth."""
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, types.UnionType) and value is not None:
         return _as_hinted(value, inner[0])
@@ -192,9 +192,9 @@ def _as_hinted(value: Any, hint: Any) -> Any:
 def require_same(
     place: str | Path, begun_with: Mapping[str, Any], given: Mapping[str, Any], way_out: str
 ) -> None:
-    """Raise InvalidOption naming the first entry in which a run is not that begun at `place`."""
+    """Raise InvalidOption naming the first option that differs from the run begun at `place`."""
     names = begun_with.keys() | given.keys()
-    for name in sorted(names, key=lambda one: (one == "fingerprint", one)):  # it says least
+    for name in sorted(names, key=lambda one: (one == "fingerprint", one)):  # last: least useful
         before, now = begun_with.get(name), given.get(name)
         if before != now:
             words = f"{name} {before}, not {now}"
@@ -206,7 +206,7 @@ def require_same(
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """A bool is no number, a number is finite, a list may be a tuple and the other way round."""
+    """Whether a value fits a hint: a bool is no number, numbers are finite, lists may be tuples."""
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, types.UnionType):
         return any(fits(value, member) for member in inner)
@@ -218,7 +218,7 @@ def fits(value: Any, hint: Any) -> bool:
         kind = Integral if origin is int else Real
         try:
             return isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
-        except OverflowError:  # a whole number beyond every float
+        except OverflowError:  # an int too large for a float
             return origin is int
     if hint is Any or origin is str or not issubclass(origin, Collection):
         return hint is Any or isinstance(value, origin)
@@ -249,9 +249,9 @@ def described(hint: Any) -> str:
 
 
 def shown(value: object) -> str:
-    """A value in an error: on one line, cut if it is long."""
+    """The repr of a value for an error message: on one line, cut if long."""
     try:
         text = " ".join(repr(value).split())
-    except Exception:  # noqa: BLE001  # the value may be of any class, with a repr that fails
+    except Exception:  # noqa: BLE001  # any class may come here, with a repr that fails
         text = f"a {type(value).__name__}"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}.."
