@@ -1,8 +1,8 @@
-"""What a caller of `generate` wants, as Hugging Face prepares it.
+"""Turn the keywords of `generate` into a Request, as Hugging Face prepares them.
 
 `model.generate` itself checks inputs, merges configs and builds processors and criteria; a callable
-in place of its loop hands all that back. So keywords mean here what they mean there, and what
-cannot be honoured is refused by name. Keywords of ours become processors beside theirs.
+in place of its decoding loop returns them to us. So keywords have the same meaning as there, and
+those without support are refused by name. Our own keywords become additional processors.
 """
 
 from __future__ import annotations
@@ -62,22 +62,22 @@ from selfspec.options import check_ranges
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_LENGTHS = ("max_new_tokens", "max_length", "generation_config")  # say how long an answer gets
+_LENGTHS = ("max_new_tokens", "max_length", "generation_config")  # may set the answer's length
 
 _TOKENS = (
     *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens"),
     *("forced_bos_token_id", "forced_eos_token_id", "eos_token_id"),
 )
-"""Keywords that name tokens, all of which must exist."""
+"""Keywords that hold token ids, all of which must exist."""
 
 _REFUSALS = (
     *(AttributeError, LookupError, ArithmeticError, RuntimeError, TypeError, ValueError),
     ImportError,  # a cache of another package's
 )
-"""What transformers raises for keywords that it cannot make sense of."""
+"""Errors that transformers raises for invalid keywords."""
 
-_KEPT = 32  # grammars that were read, and are kept for the next answers
-_DRAWING = frozenset({"temperature", "top_k", "top_p", "min_p"})  # mean nothing to greedy decoding
+_KEPT = 32  # grammars that are cached for later answers
+_DRAWING = frozenset({"temperature", "top_k", "top_p", "min_p"})  # no effect on greedy decoding
 
 HONOURED = frozenset(
     {
@@ -94,20 +94,20 @@ HONOURED = frozenset(
         *("do_sample", "pad_token_id", "return_dict_in_generate"),
     }
 )
-"""Fields of GenerationConfig that have their effect."""
+"""Fields of GenerationConfig that take effect here."""
 
 NEUTRAL = frozenset(
     {
-        # of beam search, which is refused by num_beams
+        # for beam search, which is refused by its num_beams
         *("early_stopping", "length_penalty", "diversity_penalty"),
-        # of an assistant, which a decoding loop is never told of
+        # for an assistant model, which a decoding loop never gets
         *("num_assistant_tokens", "num_assistant_tokens_schedule"),
         *("assistant_confidence_threshold", "max_matching_ngram_size"),
         *("assistant_lookbehind", "target_lookbehind"),
         # how the model is run, not what it computes
         *("cache_config", "max_cache_len", "compile_config", "disable_compile"),
         *("continuous_batching_config", "low_memory", "prefill_chunk_size"),
-        # of encoders, and of prompts without ids
+        # for encoders, and for prompts without ids
         *("decoder_start_token_id", "bos_token_id"),
         # where the config comes from
         *("_from_model_config", "_commit_hash", "transformers_version"),
@@ -127,47 +127,47 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("output_scores", "output_logits"), (None, False)),
     **dict.fromkeys(("output_attentions", "output_hidden_states"), (None, False)),
 }
-"""Fields that mean another way of decoding or another result, and the values that do not."""
+"""Fields that ask for other decoding or another result, with the values that do not ask for it."""
 
 _OF_THE_MODEL = REFUSED | {"is_causal": (None, True), "output_router_logits": (None, False)}
-_OF_THE_MODEL |= {"mm_encoder_outputs": (None, {})}  # of no picture
-"""The same of a model's forward; `logits_to_keep` may be anything: only the last are used."""
+_OF_THE_MODEL |= {"mm_encoder_outputs": (None, {})}  # {}: of no image
+"""The same for keywords of a model's forward, except `logits_to_keep`, which may be anything."""
 
 _OF_A_CALL = REFUSED | dict.fromkeys(("return_dict_in_generate", "synced_gpus"), (None, False))
-"""The same of keywords to our own `generate`, whose result has one shape."""
+"""The same for keywords of our own `generate`, which always returns one type of result."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What one call asks for: prompts, rules, how to draft, and who listens."""
+    """One call: its prompts, how to sample, when to stop, how to draft, and its streamer."""
 
     input_ids: Tensor  # [B, P], left-padded
     pads: list[int]  # padding ids in front of each row
     sampler: Sampler
     max_length: int  # most ids, prompt and padding included
     end_tokens: frozenset[int]
-    criteria: StoppingCriteriaList  # what else ends an answer, for all rows
+    criteria: StoppingCriteriaList  # other criteria that end an answer, for all rows
     max_time: float | None = None  # seconds for each row, from its own start
-    made_for: int  # positions that the model was made for
-    position_limit: int | None = None  # positions that it can compute, if there is an end of them
+    made_for: int  # context length that the model was made for
+    position_limit: int | None = None  # positions that the model can compute; None: no limit
     pad_token_id: int
     return_dict: bool
-    logprobs: int | None = None  # likely tokens to note beside each; None: nothing is noted
+    logprobs: int | None = None  # likely tokens to record per token; None: record nothing
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     tokenizer: PreTrainedTokenizerBase | None = None
-    streamer: BaseStreamer | None = None  # hears of each token
-    greeted: bool = False  # whether the streamer has the prompt already
-    end: str = ""  # what stands behind the answer and is not part of its text
-    behind: Sequence[int] = ()  # last tokens of a text that goes on: a space may depend on them
+    streamer: BaseStreamer | None = None  # gets each token
+    greeted: bool = False  # whether the streamer already has the prompt
+    end: str = ""  # text that ends the answer and is not part of it
+    behind: Sequence[int] = ()  # last prompt tokens of a continued text: spaces may depend on them
 
     def only(self) -> Asked:
-        """The one sequence. Raises InvalidOption for more than one."""
+        """The only sequence. Raises InvalidOption if there are several."""
         if (count := self.input_ids.shape[0]) != 1:
             raise InvalidOption(f"{count} sequences at once. Use generate_batch for more than one")
         return self.row(0)
 
     def row(self, row: int) -> Asked:
-        """One of the sequences, whose clock starts now. Raises InvalidOption for what needs all."""
+        """One sequence; its `max_time` starts now. Raises InvalidOption for criteria of batches."""
         rows, pad = len(self.pads), self.pads[row]
         own = [criterion_for(entry, row, rows, self.max_time) for entry in self.criteria]
         longest, limit = self.max_length, self.position_limit
@@ -186,7 +186,7 @@ class Request:
 
 
 def checked(options: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
-    """Keywords of `generate` that ask for something; None: "not given". Raises InvalidOption."""
+    """Check the keywords of `generate`, and drop those without effect. Raises InvalidOption."""
     hints = annotations_of(GenerateOptions)
     asked = {k: one for k, one in options.items() if not _among(one, _OF_A_CALL.get(k, ()))}
     for name in asked.keys() & REFUSED.keys():
@@ -194,7 +194,7 @@ def checked(options: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
     check_keys(asked, hints, "option")
     given = {name: value for name, value in asked.items() if value is not None}
     ours = {name: value for name, value in given.items() if name not in OPTION_NAMES}
-    check_types(ours, hints)  # the others by SpeculationOptions
+    check_types(ours, hints)  # SpeculationOptions checks the others
     check_ranges(given, GenerateOptions)
     config = given.get("generation_config")
     if config is not None and not isinstance(config, GenerationConfig):
@@ -209,7 +209,7 @@ def checked(options: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
             _check_function(name, entry)
     for name in _TOKENS:
         for token in _flat(given.get(name, ())):
-            # -1 is how some say that there is no end token
+            # some configs use -1 for no end token
             if not (-1 if name == "eos_token_id" else 0) <= token < vocab_size:
                 raise InvalidOption(
                     f"{name} holds {shown(token)}, expected ids in 0..{vocab_size - 1}"
@@ -218,7 +218,7 @@ def checked(options: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Python's own number for one of numpy's, which transformers does not take."""
+    """Convert a numpy number to a Python number: transformers does not take numpy's."""
     if not isinstance(value, Real) or isinstance(value, bool | int | float):
         return value
     return int(value) if isinstance(value, Integral) else float(value)
@@ -250,7 +250,7 @@ def prepare(
     input_ids: Tensor,
     options: Mapping[str, Any],
 ) -> Request:
-    """A Request from ids [B, P] and keywords of `generate`, Hugging Face's and ours."""
+    """Make a Request from ids [B, P] and keywords of `generate`, Hugging Face's and ours."""
     model, start = backbone.model, input_ids.shape[1]
     rest = _for_transformers(options, start)
     grammar = wanted_grammar({name: rest.pop(name, None) for name in GRAMMAR_KEYWORDS})
@@ -271,7 +271,7 @@ def prepare(
     if rest.get("attention_mask") is not None:
         left_padding(input_ids, rest["attention_mask"])
     elif input_ids.shape[0] == 1:
-        # else a pad token within a prompt would be taken for padding
+        # without a mask, a pad token in a prompt would count as padding
         rest["attention_mask"] = torch.ones_like(input_ids)
     if not any(rest.get(name) is not None for name in _LENGTHS):
         rest.update(_default_length(backbone, start))
@@ -291,7 +291,7 @@ def prepare(
     if grammar is None:
         return request
     processors = LogitsProcessorList(request.sampler.processors)
-    # behind those that rule out, before those that draw
+    # after processors that rule out tokens, before those that shape sampling
     draw = (at for at, one in enumerate(processors) if type(one).__name__.endswith("Warper"))
     mask = grammars.mask(grammar, request.end_tokens, request.input_ids.shape[1])
     processors.insert(next(draw, len(processors)), mask)
@@ -299,13 +299,13 @@ def prepare(
 
 
 def _for_transformers(options: Mapping[str, Any], start: int) -> dict[str, Any]:
-    """`options` that say whether tokens are drawn, with penalties as a processor.
+    """Set `do_sample` in `options`, and turn penalties into a processor.
 
-    Temperature 0 is greedy, as with OpenAI; transformers refuses it. `start`: ids before answers.
+    Temperature 0 is greedy, as in OpenAI's API; transformers refuses it. `start`: ids of a prompt.
     """
     rest = dict(options)
     if rest.get("generation_config") is None:
-        rest["use_cache"] = True  # a model may keep False from its training; a caller's is refused
+        rest["use_cache"] = True  # a config may have False from training; a caller's is refused
     if rest.get("temperature") == 0:
         rest = {name: value for name, value in rest.items() if name not in _DRAWING}
         rest["do_sample"] = False
@@ -331,10 +331,10 @@ def from_prepared(
     seed: int | None = None,
     **others: Any,
 ) -> Request:
-    """A Request from what Hugging Face hands to a `custom_generate`; `others`: its fields."""
+    """Make a Request from the arguments of a `custom_generate`; `others`: more of its fields."""
     refuse_other_decoding(config)
     refuse_model_keywords(model_kwargs, input_ids, backbone.model.config.model_type)
-    backbone.check_ids(input_ids)  # none where embeddings were given
+    backbone.check_ids(input_ids)  # empty if embeddings were given
     pads = left_padding(input_ids, model_kwargs.get("attention_mask"))
     limit, length = backbone.parts.position_limit, input_ids.shape[1] - min(pads)
     if limit is not None and length > limit:
@@ -350,7 +350,7 @@ def from_prepared(
     ends = (entry for entry in criteria if type(entry) is stopping.EosTokenCriteria)
     kinds = (stopping.MaxLengthCriteria, stopping.EosTokenCriteria)
     sampler = Sampler(processors, bool(config.do_sample))
-    pad = getattr(config, "_pad_token_tensor", None)  # else 0: then there is nothing to pad with
+    pad = getattr(config, "_pad_token_tensor", None)  # without a pad token: 0
     if any(isinstance(entry, stopping.ConfidenceCriteria) for entry in criteria):
         raise InvalidOption("ConfidenceCriteria needs scores, which are not kept. Leave it out")
     return Request(
@@ -381,7 +381,7 @@ def left_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[int]:
             f"attention_mask is {found}, expected a tensor [{rows}, {length}] like the ids"
         )
     if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
-        raise InvalidOption("attention_mask holds other values than 0 and 1. Use those alone")
+        raise InvalidOption("attention_mask holds values other than 0 and 1. Use only these")
     counts = [int(count) for count in attention_mask.sum(-1)]
     for row, count in enumerate(counts):
         if count == 0 or not bool(attention_mask[row, length - count :].all()):
@@ -390,14 +390,14 @@ def left_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[int]:
 
 
 def wanted(model: PreTrainedModel, options: Mapping[str, Any], name: str) -> Any:
-    """The value of a keyword, else that of the config that is given, else of the model's own."""
+    """The value of a keyword, else from the given generation_config, else from the model's own."""
     configs = options.get("generation_config"), model.generation_config
     values = (options.get(name), *(getattr(config, name, None) for config in configs))
     return next((value for value in values if value is not None), None)
 
 
 def _default_length(backbone: Backbone, length: int) -> dict[str, int]:
-    """How long an answer to `length` ids is where nobody says; then it ends with the positions."""
+    """The default length of an answer to `length` ids, within the model's context length."""
     own: Any = backbone.model.generation_config
     if own.max_new_tokens is not None or own.max_length is not None:
         return {}
@@ -411,13 +411,13 @@ def _default_length(backbone: Backbone, length: int) -> dict[str, int]:
 
 
 def _hand_back(_model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> tuple[Any, ...]:
-    """Stand in for a decoding loop: return what was prepared for one."""
+    """Take the place of a decoding loop, and return the arguments that `generate` prepared."""
     named = ("logits_processor", "stopping_criteria", "generation_config")
     return input_ids, *(prepared.pop(name) for name in named), prepared
 
 
 def _ended(criteria: list[Any], ids: Tensor) -> bool:
-    """Whether any ends ids [1, n]; each is asked, whatever the others say: some count calls."""
+    """Whether any criterion ends ids [1, n]. All are called, since some count their calls."""
     ends = False
     for criterion in criteria:
         found = criterion(ids, None)  # without scores, as in plain decoding
@@ -449,12 +449,12 @@ def refuse_other_decoding(config: GenerationConfig) -> None:
 def refuse_model_keywords(
     model_kwargs: Mapping[str, Any], input_ids: Tensor, model_type: str = ""
 ) -> None:
-    """Raise InvalidOption, by name, for what the model's forward would use and this loop does not.
+    """Raise InvalidOption, by name, for keywords that the model would use and this loop does not.
 
-    Understood are a mask over `input_ids`, the positions that follow from it, an empty cache, and
-    marks of pictures that mark none: a processor gives them beside any text.
+    Allowed are a mask over `input_ids`, the positions that follow from it, an empty cache, and
+    image markers that mark no image: a processor returns them with any text.
     """
-    own = "token_type_ids" if model_type == "gemma3" else None  # elsewhere 0 is read, too
+    own = "token_type_ids" if model_type == "gemma3" else None  # other models read zeros, too
     marks = (own, "mm_token_type_ids", "moe_mm_token_type_ids")
     for name, value in model_kwargs.items():
         if value is None or name in ("attention_mask", "logits_to_keep"):
@@ -472,7 +472,7 @@ def refuse_model_keywords(
 
 
 def _among(value: Any, allowed: tuple[Any, ...]) -> bool:
-    """Whether `value` is one of these plain values; tensors and the like are none."""
+    """Whether `value` is one of these plain values; a tensor or other object never is."""
     return isinstance(value, bool | int | float | str | dict | None) and value in allowed
 
 
@@ -486,21 +486,21 @@ def _check_positions(positions: Any, mask: Tensor | None, input_ids: Tensor) -> 
         fits = bool(((positions == counted.cumsum(-1) - 1) | (counted == 0)).all())
     if not fits:
         raise InvalidOption(
-            "position_ids, or an attention_mask of another length, are not those of the prompt: "
-            "each row counts from 0 here. Leave them out"
+            "position_ids or attention_mask do not match the prompt: they need its length, and "
+            "positions must count from 0 in each row. Leave them out"
         )
 
 
-@lru_cache(8)  # as many as transformers keeps the insides of
+@lru_cache(8)  # the size of the cache that transformers has for them
 def _stops(tokenizer: Any, strings: tuple[str, ...], _size: int) -> stopping.StopStringCriteria:
-    """A tokenizer of another size has new tokens, which may hold the strings, too."""
+    """Cached by `_size`, too: a tokenizer that grew has new tokens, which may hold the strings."""
     return stopping.StopStringCriteria(tokenizer, list(strings))
 
 
 def stop_strings(
     tokenizer: PreTrainedTokenizerBase | None, strings: str | list[str]
 ) -> stopping.StopStringCriteria:
-    """The criterion for `strings`. Raises InvalidOption for what can be none."""
+    """The criterion for `strings`. Raises InvalidOption for values that cannot be stop strings."""
     if tokenizer is None:
         raise InvalidOption("stop_strings need a tokenizer. Give one: tokenizer=...")
     listed = strings if isinstance(strings, list | tuple) else [strings]
@@ -515,17 +515,17 @@ def stop_strings(
 
 
 class Grammars:
-    """Grammars over the tokens of one model, each read once. For any thread."""
+    """Grammars over the tokens of one model, each read once. Thread-safe."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> None:
-        """`vocab_size`: logits of the model, which may be more than its tokens."""
+        """`vocab_size`: number of the model's logits, which may exceed that of its tokens."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         # reading the tokenizer takes half a second, and a large grammar several
         self._tokens = lru_cache(_KEPT)(self._read_tokens)
         self._matcher = lru_cache(_KEPT)(self._read)
 
     def mask(self, grammar: Grammar, end_tokens: Iterable[int], start: int = 0) -> GrammarMask:
-        """For answers that begin behind `start` ids. Raises InvalidOption."""
+        """The mask for answers that begin after `start` ids. Raises InvalidOption."""
         ends = frozenset(token for token in end_tokens if token >= 0)
         return GrammarMask(self._matcher(grammar, ends).deep_copy(), start, ends)
 

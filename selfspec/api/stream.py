@@ -1,4 +1,4 @@
-"""An answer while it is written: rounds in, pieces of text and a finished record out."""
+"""An answer while it is generated: rounds in, pieces of text and a finished record out."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from selfspec.errors import shown
 
 
 class Piece(NamedTuple):
-    """What a token adds to an answer, and who gave it."""
+    """The text that a token adds to an answer, and who gave the token."""
 
-    text: str  # empty within a character of several tokens
+    text: str  # empty in the middle of a character of several tokens
     giver: Giver
 
 
 class Estimate(NamedTuple):
-    """What drafts gained behind the first token; nothing is timed for it."""
+    """The estimated gain from drafts after the first token: from costs, not from timing."""
 
-    speed_up: float  # steps of plain decoding over what the rounds cost, in such steps
-    measured: bool  # whether the costs were given, as `selfspec tune` finds them
+    speed_up: float  # steps of plain decoding / cost of the rounds in such steps
+    measured: bool  # whether costs were given, as by `selfspec tune`
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -39,18 +39,18 @@ class Generation:
     """One finished answer."""
 
     text: str
-    """The answer, without what ends a turn."""
+    """The answer, without the end of the turn."""
     token_ids: list[int]
-    """New tokens, an end token included."""
+    """New tokens, including an end token."""
     stats: GenerationStats
     stop_reason: StopReason | None
     """None if the stream was closed before its end."""
     logprobs: list[Logprob] | None = None
-    """Log-probabilities of each token, where `logprobs` was asked for."""
+    """Log-probabilities of each token, if `logprobs` was given."""
     estimate: Estimate | None = None
-    """None where nothing was drafted."""
+    """None if nothing was drafted."""
     pieces: list[Piece] = field(default_factory=list)
-    """What each token added to the text, and who gave it."""
+    """The text that each token added, and who gave the token."""
 
     def __str__(self) -> str:
         return self.text
@@ -59,7 +59,7 @@ class Generation:
         return f"<Generation {shown(self.text)}: {self.stats.line()}>"
 
     def summary(self) -> str:
-        """What it took, for people: `stats.line()` has all figures."""
+        """The main figures in one sentence; `stats.line()` has all of them."""
         words = self.stats.summary()
         if self.estimate is None:
             return words
@@ -68,14 +68,14 @@ class Generation:
         return f"{words}, about {speed_up:.1f} times as fast as without drafts ({grounds})"
 
     def _repr_html_(self) -> str:
-        """In a notebook: the text, each piece in the colour of who gave it."""
+        """HTML for notebooks: the text, each piece in the colour of who gave it."""
         return html(self.text, self.pieces, self.stats.num_layers, self.summary())
 
 
 class Stream:
-    """An answer while it is written: iterate for pieces of text; `result` holds what there is.
+    """An answer while it is generated: iterate for pieces of text; `result` is the answer so far.
 
-    Closing it, or dropping it, ends the decoding; a session keeps what was said.
+    Closing or dropping the stream ends the decoding; a session keeps the text so far.
     """
 
     def __init__(self, running: Running, request: Request) -> None:
@@ -84,7 +84,7 @@ class Stream:
         self.rounds: list[Round] = []
         """The rounds so far, the prompt's pass first."""
         self.giver = Giver(MODEL)
-        """Who gave the newest token, the last of the newest piece."""
+        """Who gave the newest token, the last one of the newest piece."""
         self._entries, self._stats = running, running.stats
         self._tokens: list[int] = []
         self._given: list[Piece] = []
@@ -106,7 +106,7 @@ class Stream:
     def show(self) -> None:
         """Write the answer as it comes: in a notebook with colours, elsewhere to standard output.
 
-        The answer itself is in `result` then.
+        Afterwards, the answer is in `result`.
         """
         notebook = sys.modules.get("IPython")
         shell = notebook.get_ipython() if notebook else None
@@ -121,7 +121,7 @@ class Stream:
             handle.update(self.result)
 
     def close(self) -> None:
-        """Stop decoding; where another thread reads, behind its round."""
+        """Stop decoding; if another thread is reading, after its current round."""
         self._closed = True
         with self._reading:
             self._pieces.close()
@@ -130,7 +130,7 @@ class Stream:
     @property
     def result(self) -> Generation:
         """The answer so far."""
-        # a round that ends the text may be cut between its tokens
+        # a reader may close the stream between the tokens of the last round
         handed_out = len(self._tokens) == sum(len(entry.tokens) for entry in self.rounds)
         tokens, request = self._tokens, self.request
         if handed_out and tokens and is_end(request.tokenizer, self.rounds[-1], tokens[-1]):
@@ -159,7 +159,7 @@ class Stream:
         return self.result
 
     def _with_rest(self, text: str) -> list[Piece]:
-        """Pieces that join to `text`: what is held back of a character is the last token's."""
+        """Pieces that join to `text`: a held-back part of a character goes to the last token."""
         shown = "".join(piece.text for piece in self._given)
         if not self._given or not text.startswith(shown):
             return list(self._given)
@@ -173,7 +173,7 @@ class Stream:
         try:
             if streamer is not None and not self.request.greeted:
                 streamer.put(self._entries.state.ids.cpu())
-            yield ""  # begun: whatever ends it now, its streamer hears of that
+            yield ""  # started: from here on, the streamer's `end` is always called
             for entry in self._entries:
                 self.rounds.append(entry)
                 self._stats.add(entry)
@@ -197,8 +197,8 @@ class Stream:
 
 
 def html(text: str, pieces: Sequence[Piece], num_layers: int, note: str) -> str:
-    """`text` coloured, then who gave what, and a `note`."""
-    if "".join(piece.text for piece in pieces) != text:  # a tokenizer of another kind
+    """HTML of the coloured `text`, a legend of who gave the drafts, and a `note`."""
+    if "".join(piece.text for piece in pieces) != text:  # so with some tokenizers
         pieces = [Piece(text, Giver(MODEL))]
     runs = groupby(pieces, key=lambda piece: piece.giver)
     body = "".join(

@@ -1,4 +1,4 @@
-"""From text to tokens and back: prompts in, pieces of an answer up to its end out."""
+"""From text to tokens and back: prompts in, pieces of an answer out, up to its end."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from selfspec.decoding.stats import Round
 from selfspec.errors import InvalidPrompt, shown
 
 Prompt = str | list[dict[str, str]] | list[int] | Tensor | np.ndarray[Any, Any]
-"""A question in words, a conversation, or token ids ([P] or [B, P])."""
+"""A question as text, a conversation, or token ids ([P] or [B, P])."""
 
 _ADVICE: tuple[tuple[Any, str], ...] = (
-    (PurePath, "Give what is in the file: path.read_text()"),
-    (bytes, "Make text of it: prompt.decode()"),
+    (PurePath, "Give the text of the file: path.read_text()"),
+    (bytes, "Decode it to text: prompt.decode()"),
     (Mapping, "Give its input_ids, or a list of messages"),
     (Iterator, "Give many prompts to generate_each"),
 )
-"""Advice by the type that people give in place of a prompt."""
+"""Advice for types that people give in place of a prompt."""
 
 
 def encode(
@@ -36,13 +36,13 @@ def encode(
     raw: bool = False,
     tools: list[dict[str, Any]] | None = None,
 ) -> Tensor:
-    """Token ids [B, P]. Words become one user turn of the chat template, if there is one.
+    """Encode a prompt as token ids [B, P]; text becomes one user turn if there is a chat template.
 
-    The template shows `tools` to the model, if it can; `raw` tokenises words as they are. Raises
-    InvalidPrompt for empty prompts, for what is no prompt, and for words without a tokenizer.
+    The template shows `tools` to the model, if it can; `raw` tokenises text without the template.
+    Raises InvalidPrompt for an empty or invalid prompt, and for text without a tokenizer.
     """
     if isinstance(prompt, np.ndarray) and prompt.dtype.kind in "iu":
-        prompt = torch.from_numpy(prompt.astype(np.int64))  # of any byte order, and strides
+        prompt = torch.from_numpy(prompt.astype(np.int64))  # any byte order or strides
     if isinstance(prompt, Tensor):
         return _checked_ids(prompt)
     if not isinstance(prompt, str | list | tuple):
@@ -62,8 +62,8 @@ def encode(
         text = templated(tokenizer, messages, tools=tools or None, add_generation_prompt=True)
     elif not isinstance(prompt, str) and tokenizer.chat_template is None:
         raise InvalidPrompt(
-            "messages need a chat template, this model was loaded with none. "
-            f"{advice(tokenizer.name_or_path)}; or text alone: --raw, /v1/completions"
+            "messages need a chat template, but this model was loaded with none. "
+            f"{advice(tokenizer.name_or_path)}; or give text alone: --raw, /v1/completions"
         )
     elif not isinstance(prompt, str):
         raise InvalidPrompt("raw is for text, the prompt is messages. Leave raw out, or give text")
@@ -72,7 +72,7 @@ def encode(
 
 
 def _checked_ids(ids: Tensor) -> Tensor:
-    """Ids [P] or [B, P] of any whole type as [B, P], int64. Raises InvalidPrompt."""
+    """Convert ids [P] or [B, P] of any integer type to [B, P], int64. Raises InvalidPrompt."""
     whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
     if not whole or ids.is_quantized or ids.is_meta or ids.layout is not torch.strided:
         kind = "meta" if ids.is_meta else str(ids.dtype).removeprefix("torch.")
@@ -85,7 +85,7 @@ def _checked_ids(ids: Tensor) -> Tensor:
 
 
 def _listed_ids(ids: Sequence[Any]) -> Tensor:
-    """A list of ids, [1, P]. Raises InvalidPrompt for a list of anything else."""
+    """Convert a list of ids to [1, P]. Raises InvalidPrompt for a list of anything else."""
     for place, token in enumerate(ids):
         whole = isinstance(token, Integral) and not isinstance(token, bool)
         if not whole or not -(2**63) <= token < 2**63:
@@ -99,7 +99,7 @@ def _listed_ids(ids: Sequence[Any]) -> Tensor:
 
 
 def _check_messages(messages: Sequence[Any], *, whole: bool) -> None:
-    """Raise InvalidPrompt at the first that is none; `whole`: the one stands for the prompt."""
+    """Raise InvalidPrompt at the first invalid message; `whole`: the prompt is one text."""
     for place, message in enumerate(messages):
         where = "the prompt" if whole else f"message {place}"
         if not isinstance(message, Mapping):
@@ -111,7 +111,7 @@ def _check_messages(messages: Sequence[Any], *, whole: bool) -> None:
             continue
         if not isinstance(content, str):
             raise InvalidPrompt(f"{where} has {shown(content)} as its content, expected text")
-        try:  # no tokenizer reads halves of characters
+        try:  # no tokenizer accepts a lone surrogate
             content.encode()
         except UnicodeEncodeError as error:
             raise InvalidPrompt(
@@ -126,16 +126,16 @@ class TextDecoder:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, *, special: bool = False) -> None:
-        """Without a tokenizer all pieces are empty. `special` tokens are left out unless asked."""
+        """Without a tokenizer all pieces are empty. `special`: keep the text of special tokens."""
         self._decode: Callable[[list[int]], Any] | None = None
         if tokenizer is not None:
             self._decode = partial(tokenizer.decode, skip_special_tokens=not special)
         self._tokens: list[int] = []
-        self._context = 0  # decoding starts here: some tokens look different behind others
+        self._context = 0  # decoding starts here: some tokens decode differently after others
         self._shown = 0  # tokens before this one are in earlier pieces
 
     def push(self, tokens: Sequence[int], *, last: bool = False) -> str:
-        """The text that `tokens` add; `last` gives up what was held back."""
+        """Return the text that `tokens` add; `last`: with all text that was held back."""
         if self._decode is None:
             return ""
         self._tokens += tokens
@@ -151,23 +151,23 @@ class TokenTexts:
     """A tokenizer's tokens as text, each decoded once."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Without a tokenizer a text is the id in angle brackets."""
+        """Without a tokenizer, a token's text is its id in angle brackets."""
         self._tokenizer = tokenizer
         self._known: dict[int, str] = {}
 
     def of(self, token: int) -> str:
-        """One token within a text, its space included."""
+        """The text of one token in the middle of a text, with its leading space."""
         if self._tokenizer is None:
             return f"<{token}>"
         if token not in self._known:
-            # behind another one, because some tokenizers drop the space that opens a text
+            # after another token, because some tokenizers drop the space that opens a text
             first = list(self._tokenizer("a", add_special_tokens=False)["input_ids"])
             both = str(self._tokenizer.decode([*first, token]))
             self._known[token] = both.removeprefix(str(self._tokenizer.decode(first)))
         return self._known[token]
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
-        """What each token adds to their text; they join to the whole, special tokens included."""
+        """The text that each token adds, special tokens included; the pieces join to the whole."""
         if self._tokenizer is None:
             return [self.of(token) for token in tokens]
         decoder = TextDecoder(self._tokenizer, special=True)
@@ -176,16 +176,16 @@ class TokenTexts:
 
 
 class UntilStop:
-    """Text up to the first of some stops; what may be the beginning of one is held back."""
+    """Passes on text up to the first stop string; holds back text that may begin one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(filter(None, stops))
         self._held = ""
         self.found = False
-        """Whether one came; nothing is given from there on."""
+        """Whether a stop was found; no text is passed on after it."""
 
     def push(self, text: str, *, last: bool = False) -> str:
-        """What of the text so far is sure; `last` gives up what was held back."""
+        """Return text that no stop can cut any more; `last`: with all text that was held back."""
         if self.found:
             return ""
         text = self._held + text
@@ -199,12 +199,12 @@ class UntilStop:
 
 
 def begun(text: str, stop: str) -> int:
-    """How many of the last characters are the first of `stop`."""
+    """The length of the longest end of `text` that is a beginning of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
 
 
 def is_end(tokenizer: PreTrainedTokenizerBase | None, entry: Round, token: int) -> bool:
-    """Whether a token ends the text: some tokenizers do not call theirs special and write it."""
+    """Whether a token is the end token, which is not shown even if it is not marked as special."""
     ends = entry.stop_reason == "eos" and token == entry.tokens[-1]
     return ends and tokenizer is not None and token in tokenizer.added_tokens_decoder
