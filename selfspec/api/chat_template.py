@@ -1,7 +1,7 @@
-"""Chat templates: programs from outside, run with bounds; some of ours for models that bring none.
+"""Chat templates: untrusted programs, run with limits; built-in ones for models without their own.
 
-They run in a process of their own (`rendering`), which starts in a tenth of a second and is kept:
-later texts take less than a millisecond more than in this process.
+They run in a separate process (`rendering`), which starts in a tenth of a second and is kept: each
+later text takes less than a millisecond more than in this process.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ logger = logging.getLogger(__name__)
 
 NAMES = ("alpaca", "chatml", "llama-2", "vicuna", "zephyr")  # files in `templates`
 
-# what a model's name may say of its template
+# patterns in a model's name, and the template they suggest
 _HINTS = {"llama-?2.*chat": "llama-2", "hermes|dolphin|chatml": "chatml"}
 _HINTS |= {name: name for name in ("vicuna", "alpaca", "zephyr")}
-# stand for turns of unknown text; letters only, so that no template trims or escapes them
+# placeholders for the text of turns; letters only, so that no template trims or escapes them
 _ASKED, _ANSWER, _NEXT = "selfspecasked", "selfspecanswer", "selfspecnext"
 
 
 class TurnEnd(NamedTuple):
-    """How an answer ends where that is not the model's own end token."""
+    """How an answer ends, if not with the model's own end token."""
 
     token: int | None = None
-    text: str = ""  # the end where no single token says it
+    text: str = ""  # the end as text, if it is not a single token
 
 
 NO_END = TurnEnd()
@@ -55,7 +55,7 @@ def listed(ends: int | list[int] | None) -> list[int]:
 
 
 def read(given: str | Path) -> str:
-    """The template behind a name or a file; text with a `{` is one. Raises InvalidOption."""
+    """Read a template by name or file; text with a `{` is one itself. Raises InvalidOption."""
     name = str(given)
     if name in NAMES:
         return _built_in(name)
@@ -76,21 +76,21 @@ def _built_in(name: str) -> str:
 
 
 def name_of(template: str) -> str:
-    """The name of a built-in template; of any other its beginning."""
+    """The name of a built-in template, or the beginning of any other template."""
     words = " ".join(template.split())
     beginning = words if len(words) <= 40 else f"{words[:40]}…"
     return next((name for name in NAMES if _built_in(name) == template), beginning)
 
 
 def having(tokenizer: PreTrainedTokenizerBase, template: str) -> PreTrainedTokenizerBase:
-    """A copy with this template; the tokenizer itself stays as it is."""
+    """A copy of the tokenizer with this template; the tokenizer itself is not changed."""
     own = copy.copy(tokenizer)
     own.chat_template = template
     return own
 
 
 def suggested(model: str) -> str:
-    """The name of the template that a model's name speaks of; empty where it speaks of none."""
+    """The name of the template that a model's name suggests; empty if it suggests none."""
     last = model.lower().rstrip("/").rpartition("/")[2]
     return next((name for said, name in _HINTS.items() if re.search(said, last)), "")
 
@@ -107,7 +107,7 @@ def chosen(
     heads: ExitHeads | None,
     label: str,
 ) -> tuple[PreTrainedTokenizerBase | None, TurnEnd]:
-    """The tokenizer with the template to use, the given one before the heads'; how turns end."""
+    """The tokenizer with the given template, else that of the heads; and how turns end."""
     fitted = None if heads is None else heads.config.chat_template
     if given is not None and fitted not in (None, given):
         logger.warning(
@@ -116,7 +116,7 @@ def chosen(
             name_of(given),
         )
     template = fitted if given is None else given
-    if template is None or (given is None and tokenizer is None):  # ids alone need none
+    if template is None or (given is None and tokenizer is None):  # token ids need no template
         if tokenizer is not None and tokenizer.chat_template is None and suggested(label):
             logger.warning("%s brings no chat template. %s", label, advice(label))
         return tokenizer, NO_END
@@ -129,12 +129,12 @@ def chosen(
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd:
-    """What the template writes behind an answer, unless that is the tokenizer's end token."""
+    """The end that the template writes after an answer, unless it is the tokenizer's end token."""
     messages = [_said("user", _ASKED), _said("assistant", _ANSWER), _said("user", _NEXT)]
     try:
         text = templated(tokenizer, messages)
     except InvalidPrompt:
-        return NO_END  # it is for one turn
+        return NO_END  # the template allows one turn only
     behind = text.partition(_ANSWER)[2].partition(_NEXT)[0].strip()
     end, own = behind.partition("\n")[0].strip(), tokenizer.eos_token
     if not end or (own and end.startswith(str(own))):
@@ -146,7 +146,7 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd:
 
 
 def _tried(template: str, where: str) -> str:
-    """The template, once it has shown a message. Raises InvalidOption."""
+    """Return the template if it can render a message. Raises InvalidOption."""
     if len(template) > files.MOST_TEMPLATE_CHARACTERS:
         raise InvalidOption(
             f"{where} has {len(template):,} characters, a chat template at most "
@@ -171,17 +171,17 @@ def _said(role: str, content: str) -> dict[str, str]:
 
 # --- running a template
 
-_MOST_CHARACTERS = 1 << 20  # of a rendered text, and eight more for each that comes in
+_MOST_CHARACTERS = 1 << 20  # in a rendered text, and eight more for each one of its input
 _CANNOT = "this machine cannot run chat templates"
-_KEPT = 2  # processes that wait for work, of 25 MB each; while more threads ask there are more
+_KEPT = 2  # idle processes to keep, of 25 MB each; more threads at once start more
 
 
 class CannotRender(Exception):
-    """Why a template gives no text, in one line."""
+    """A template failed; the message is the reason, in one line."""
 
     def __init__(self, reason: str, line: int | None = None) -> None:
         super().__init__(reason)
-        self.line = line  # of the template, where that is known
+        self.line = line  # of the template, if known
 
 
 def templated(
@@ -191,15 +191,15 @@ def templated(
     tools: list[Any] | None = None,
     add_generation_prompt: bool = False,
 ) -> str:
-    """The text that `apply_chat_template` gives. Raises InvalidPrompt, whatever goes wrong.
+    """Return the same text as `apply_chat_template`. Raises InvalidPrompt, whatever goes wrong.
 
-    But SelfspecError where this machine lacks files, processes or jinja2: no fault of messages.
+    Raises SelfspecError instead if this machine lacks files, processes or jinja2.
     """
     try:
         template = tokenizer.get_chat_template(tools=tools)
         tokens = [name for name in tokenizer.special_tokens_map if name.isidentifier()]
         names = ("messages", "tools", "documents", "add_generation_prompt", *tokens)
-        # a template of ours makes transformers hand out what it prepared for the other
+        # this template returns the variables that transformers prepared for the real one
         shown = ", ".join(f"'{name}': {name}" for name in names)
         variables = tokenizer.apply_chat_template(
             messages,
@@ -211,7 +211,7 @@ def templated(
         return _rendered(template, str(variables))
     except SelfspecError:
         raise
-    except (ImportError, OSError) as error:  # jinja2 is read once; clients see no file's name
+    except (ImportError, OSError) as error:  # clients see this message: no file names
         raise SelfspecError(f"{_CANNOT}: {getattr(error, 'strerror', error)}") from error
     except Exception as error:
         reason = " ".join(str(error).split()).rstrip(".")
@@ -222,7 +222,7 @@ def templated(
 
 
 def _rendered(template: str, variables: str) -> str:
-    """What a template makes of `variables`, which are JSON. Raises CannotRender."""
+    """Render a template with `variables`, which are JSON. Raises CannotRender."""
     most = _MOST_CHARACTERS + 8 * len(variables)
     child = _taken()
     question, answer = cast(IO[str], child.stdin), cast(IO[str], child.stdout)
@@ -231,7 +231,7 @@ def _rendered(template: str, variables: str) -> str:
             question.write(json.dumps([template, variables, most]) + "\n")
             question.flush()
         said = answer.readline()  # empty where the process ended
-    except BaseException:  # in the middle of an answer it is of no more use
+    except BaseException:  # the process may be in the middle of an answer: do not reuse it
         child.kill()
         _end(child)
         raise
@@ -254,14 +254,14 @@ _idle: list[subprocess.Popen[str]] = []
 
 
 def start_renderer() -> None:
-    """Have a process at hand: it starts while the caller does something else."""
+    """Start a process ahead of time, while the caller does something else."""
     if not _idle:
         with suppress(SelfspecError):
             _idle.append(_taken())
 
 
 def _taken() -> subprocess.Popen[str]:
-    """A process that waits for work, or a new one. Raises SelfspecError."""
+    """Take an idle process, or start one. Raises SelfspecError."""
     with suppress(IndexError):
         while (child := _idle.pop()).poll() is not None:
             _end(child)
@@ -290,4 +290,4 @@ def _end_all() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_idle.clear)  # they belong to the process that forked
+    os.register_at_fork(after_in_child=_idle.clear)  # they belong to the parent

@@ -1,9 +1,9 @@
 """A program that renders chat templates for `chat_template`, which runs this file as a process.
 
 For each line of JSON, `[template, variables, most characters]`, it writes one: `[text, null, null]`
-or `[null, reason, line of the template]`. A template is a stranger's program, and within
-`10**(10**9)` no other Python code runs: so the process may have `MEMORY` bytes, and the system ends
-it after `SECONDS`. Templates may use what transformers lets them use.
+or `[null, reason, line of the template]`. A template is an untrusted program, and no other Python
+code runs during `10**(10**9)`. So the process may use `MEMORY` bytes, and the system ends it after
+`SECONDS`. Templates have the same functions and filters as in transformers.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace as AnyNamespace
 
 MEMORY = 256 << 20  # bytes of address space; the program itself takes 30 MB
-SECONDS = 1.5  # of the processor, so that a busy machine refuses none: texts take milliseconds
-FULL = 3  # exit status of a process that had no more memory
-LATE = -getattr(signal, "SIGPROF", -1)  # and of one whose time was up
+SECONDS = 1.5  # of CPU time, so that a busy machine fails none: a text takes milliseconds
+FULL = 3  # exit status when memory ran out
+LATE = -getattr(signal, "SIGPROF", -1)  # exit status when time ran out
 
 
 class Generation(Extension):
-    """`{% generation %}` marks what an assistant says; the text is the same."""
+    """`{% generation %}` marks the assistant's text, and does not change it."""
 
     tags = {"generation"}  # noqa: RUF012  # as jinja2 has it
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """A block that gives what is in it."""
+        """Parse a block that renders as its body."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_inside"), [], [], body).set_lineno(line)
@@ -49,7 +49,7 @@ class Generation(Extension):
 
 
 class Namespace(AnyNamespace):
-    """Takes no name with an underscore in front: those lead into Python."""
+    """Refuses names with a leading underscore: they give access to Python's internals."""
 
     def __init__(self, /, *given: Any, **values: Any) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def _compiled(template: str) -> Template:
     environment.globals |= {
         "raise_exception": _raise,
         "strftime_now": lambda shape: datetime.now().strftime(shape),
-        "dict": lambda *given, **values: dict(*given, **values),  # without what the class leads to
+        "dict": lambda *given, **values: dict(*given, **values),  # no access to the class
         "namespace": Namespace,
     }
     return environment.from_string(template)
@@ -98,7 +98,7 @@ def _answer(line: str) -> list[Any]:
         text = _compiled(template).render(json.loads(variables))
     except MemoryError:
         raise
-    except Exception as error:  # noqa: BLE001  # a program from outside fails with anything
+    except Exception as error:  # noqa: BLE001  # a template can raise anything
         reason = " ".join(str(error)[:500].split()) or type(error).__name__
         return [None, reason, getattr(error, "lineno", None)]
     if len(text) > most:
@@ -107,8 +107,8 @@ def _answer(line: str) -> list[Any]:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # is for the program that waits
-    with contextlib.suppress(ImportError, ValueError):  # Windows; or less is allowed already
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+    with contextlib.suppress(ImportError, ValueError):  # Windows, or a lower limit is set
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
@@ -119,13 +119,13 @@ def main() -> None:
         except MemoryError:
             os._exit(FULL)
         _end_after(0)
-        print(said, flush=True)  # noqa: T201  # to the asker
+        print(said, flush=True)  # noqa: T201  # to the parent
 
 
 def _end_after(seconds: float) -> None:
-    """Have this process end, whatever it does then; 0: it goes on."""
+    """End this process after so many seconds, whatever it is doing; 0 cancels this."""
     if hasattr(signal, "setitimer"):
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # of a signal that nobody handles
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # no handler: the signal ends it
     elif seconds:
         faulthandler.dump_traceback_later(seconds, exit=True)
     else:

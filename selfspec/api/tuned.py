@@ -1,8 +1,8 @@
-"""Settings that suit this machine: `selfspec tune` writes them, the facade reads them by itself.
+"""Settings tuned for this machine: `selfspec tune` writes them, `load` and `wrap` read them.
 
-A JSON file in the user's cache folder for each combination of heads (or none), model, dtype, bytes
-of weights, executor, processor and threads; a broken one is ignored. Where nothing was tuned, what
-rows and heads cost is measured when it is first wanted, and kept likewise.
+Each combination of heads (or none), model, dtype, bytes of weights, executor, processor and threads
+has a JSON file in the user's cache folder; a broken file is ignored. Without tuning, the costs of
+rows and heads are measured on first use, and kept in the same way.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 2
 
-# what reading a file can raise that is missing, or that nobody should have written
+# errors from reading a file that is missing or invalid
 _UNUSABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, InvalidOption, InvalidData)
 
-TUNED_OPTIONS = ("speculate", "drafter", "costs")  # a file may set: they change the speed alone
+TUNED_OPTIONS = ("speculate", "drafter", "costs")  # options in a file: they only change the speed
 
 
 def folder() -> Path:
@@ -49,7 +49,7 @@ def files() -> list[Path]:
 
 
 def conditions(backbone: Backbone, heads: ExitHeads | None) -> dict[str, Any]:
-    """What a tuned setting holds for; another value of any of these needs another setting."""
+    """The conditions that a tuned setting is valid for; any other value needs another setting."""
     if heads is None:
         # name and sizes are enough for prompt lookup, and no weights are read
         sizes = backbone.num_layers, backbone.hidden_size, backbone.vocab_size
@@ -62,7 +62,7 @@ def conditions(backbone: Backbone, heads: ExitHeads | None) -> dict[str, Any]:
         "base": base,
         "dtype": str(backbone.dtype).removeprefix("torch."),
         "executor": backbone.executor_name,
-        "weight_bytes": backbone.weight_bytes,  # rows beside blocks cost more than beside numbers
+        "weight_bytes": backbone.weight_bytes,  # rows cost more if weights are quantised
         "processor": processor(backbone.device),
         "threads": torch.get_num_threads(),
     }
@@ -74,7 +74,7 @@ def path(backbone: Backbone, heads: ExitHeads | None) -> Path:
 
 
 def read(backbone: Backbone, heads: ExitHeads | None) -> dict[str, Any]:
-    """SpeculationOptions for these heads on this machine; none where `tune` was not run."""
+    """Read the tuned options for these heads on this machine; empty if `tune` was not run."""
     if not folder().is_dir() or not (file := path(backbone, heads)).is_file():
         return {}
     try:
@@ -94,7 +94,7 @@ def write(
     found: Mapping[str, Any] | None = None,
     file: Path | None = None,
 ) -> Path:
-    """Keep `options`; `found` says how they were found, for people. Returns the file."""
+    """Save `options`; `found` tells people how they were found. Returns the file."""
     file = file or path(backbone, heads)
     values: dict[str, Any] = {"format_version": FORMAT_VERSION}
     values |= {"conditions": conditions(backbone, heads), "options": dict(options)}
@@ -104,7 +104,7 @@ def write(
 
 
 def forget(backbone: Backbone, heads: ExitHeads | None) -> list[Path]:
-    """Remove what was found for these heads here; returns the files. Raises CannotWrite."""
+    """Remove the settings for these heads here; returns their files. Raises CannotWrite."""
     gone = [one for one in (path(backbone, heads), _costs_path(backbone, heads)) if one.is_file()]
     try:
         for file in gone:
@@ -115,7 +115,7 @@ def forget(backbone: Backbone, heads: ExitHeads | None) -> list[Path]:
 
 
 def heads_hash(heads: ExitHeads) -> str:
-    """sha256 of what decides the answers of heads: kind, exit layers, temperatures, weights."""
+    """sha256 of all that determines the drafts of heads: kind, layers, temperatures, weights."""
     config = heads.config
     kind = [config.head_type, list(config.exit_layers), sorted(config.temperatures.items())]
     return hash_of(heads.state_dict(), json.dumps(kind).encode())
@@ -131,13 +131,13 @@ def processor(device: torch.device) -> str:
 
 
 def first_costs(backbone: Backbone, heads: ExitHeads | None) -> dict[str, Any]:
-    """Options for what rows and heads cost here: measured once, on a machine that is not busy."""
+    """Options with the costs of rows and heads here: measured once, saved unless others compute."""
     file = _costs_path(backbone, heads)
     with suppress(*_UNUSABLE):
         return _checked(read_json(file), heads)
     logger.info("measuring what rows and heads cost on this machine, once")
     if not (costs := settings_text(quick_costs(backbone, heads))):
-        return {}  # a model of so few positions that no rows could be compared
+        return {}  # the model has too few positions to compare rows
     options = {"costs": costs}
     if TEAM.crowded:
         logger.info("not kept: other programs keep this machine busy")
@@ -150,14 +150,14 @@ def first_costs(backbone: Backbone, heads: ExitHeads | None) -> dict[str, Any]:
 
 
 def _costs_path(backbone: Backbone, heads: ExitHeads | None) -> Path:
-    """Another file for each state of the kernels: what they cost is what was measured."""
+    """The file of measured costs, with a hash of the kernels in its name: costs depend on them."""
     sources = b"".join(map(Path.read_bytes, sorted(KERNELS.glob("*.[ch]pp"))))
     name = f"{path(backbone, heads).stem}-{hashlib.sha256(sources).hexdigest()[:8]}.json"
     return cache_folder() / "costs" / name
 
 
 def _checked(values: Any, heads: ExitHeads | None) -> dict[str, Any]:
-    """The options of a file. Raises what `read` catches."""
+    """Check a file's values and return its options. Raises errors that `read` catches."""
     if values["format_version"] != FORMAT_VERSION:
         raise InvalidOption(f"format version {values['format_version']}, not {FORMAT_VERSION}")
     found: dict[str, Any] = values["options"]
@@ -166,5 +166,5 @@ def _checked(values: Any, heads: ExitHeads | None) -> dict[str, Any]:
     if heads is not None:
         heads.layers_in_use(options)
     elif "drafter" in found and options.speculate and options.uses("exit"):
-        raise InvalidOption("its drafts are those of heads, and there are none")
+        raise InvalidOption("its drafts come from exit heads, and there are none")
     return found

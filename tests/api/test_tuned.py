@@ -219,4 +219,4 @@ def test_a_model_without_heads_has_a_file_of_its_own(
     assert wrap(model, drafter="ngram:size=2").options.ngram == Ngram(size=2)
     tuned.write(backbone, None, OPTIONS, {})  # of heads
     assert wrap(model).options == SpeculationOptions(drafter="ngram")
-    assert "its drafts are those of heads" in caplog.text
+    assert "its drafts come from exit heads" in caplog.text
