@@ -1,8 +1,8 @@
-"""How selfspec writes files, whole or not at all, and reads those of strangers, with bounds.
+"""Write files, whole or not at all, and read untrusted files with limits.
 
-A file or folder is renamed into place once it is on the disk. What this tool did not write is never
-replaced, nor is a device, a link, what the command itself reads or, unless `overwrite` says so, a
-finished result. What is read can neither hang, fill memory nor surprise. GGUF: `hub/gguf.py`.
+A file or folder is renamed into place once it is on the disk. A file that this tool did not write
+is never replaced, nor is a device, a link, an input of the same command or, without `overwrite`, a
+finished result. Reading a file can neither hang nor fill the memory. GGUF: `hub/gguf.py`.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _OURS = re.compile(
     rb"|<\?xml .{,800}<dc:creator>\s*<cc:Agent>\s*<dc:title>selfspec</dc:title>",
     re.DOTALL,
 )
-"""How each kind of file that selfspec writes begins. A mention of it somewhere is no such mark."""
+"""The beginning of each kind of file that selfspec writes; it counts only at the file's start."""
 
-_MARK_WITHIN = 2048  # bytes, in which every mark is whole
+_MARK_WITHIN = 2048  # first bytes of a file, which hold the whole mark
 _KINDS = {
     stat.S_IFLNK: "a link",
     **dict.fromkeys((stat.S_IFCHR, stat.S_IFBLK), "a device"),
@@ -49,14 +49,14 @@ _KINDS = {
     stat.S_IFSOCK: "a socket",
 }
 
-MOST_BYTES = 64 << 20  # of a text file that is read as a whole
-MOST_LINE_BYTES = 16 << 20  # of one line of a JSONL file
-MOST_TEMPLATE_CHARACTERS = 1 << 16  # of a chat template; those of models have some thousand
-MOST_DEPTH = 64  # lists and mappings inside each other
+MOST_BYTES = 64 << 20  # in a text file that is read as a whole
+MOST_LINE_BYTES = 16 << 20  # in one line of a JSONL file
+MOST_TEMPLATE_CHARACTERS = 1 << 16  # in a chat template; models' templates have a few thousand
+MOST_DEPTH = 64  # of nested lists and mappings
 MOST_YAML_BYTES = 1 << 20  # a config has a few hundred; YAML is a hundred times as slow as JSON
-MOST_HEADER_BYTES = 16 << 20  # of a safetensors file; a model of 100,000 tensors stays below
-_MOST_YAML_WORD = 10_000  # characters of a plain scalar: numbers with colons take quadratic time
-_PIECE = 1 << 24  # bytes read at once: a read of a gigabyte gets a buffer of it at once
+MOST_HEADER_BYTES = 16 << 20  # in a safetensors header; a model of 100,000 tensors needs less
+_MOST_YAML_WORD = 10_000  # characters in a plain scalar: numbers with colons take quadratic time
+_PIECE = 1 << 24  # bytes per read: reading a gigabyte at once allocates a gigabyte at once
 
 
 def cache_folder() -> Path:
@@ -65,7 +65,7 @@ def cache_folder() -> Path:
 
 
 def cores(limit: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Cores that this process may use: fewer than there are under taskset, or in a container."""
+    """Cores that this process may use, which taskset or a container may limit."""
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with suppress(OSError, ValueError):  # no such file, or "max": no limit
         quota, period = map(int, limit.read_text().split())
@@ -74,8 +74,8 @@ def cores(limit: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 
 
 def local_path(name: str | Path) -> Path:
-    """A name as a path, `~` replaced. Raises InvalidOption for "", or where no such home is."""
-    if not str(name).strip():  # to pathlib that is the current folder
+    """A name as a path, with `~` expanded. Raises InvalidOption for "" or an unknown home."""
+    if not str(name).strip():  # pathlib would take the current folder
         raise InvalidOption("the name of a file is empty")
     try:
         path = Path(name).expanduser()
@@ -88,12 +88,12 @@ def local_path(name: str | Path) -> Path:
 
 
 def is_url(name: object) -> bool:
-    """Whether it names no file of this machine."""
+    """Whether a name is a URL, not a local file."""
     return "://" in str(name)
 
 
 def sha256(path: Path, begin: bytes = b"", size: int = sys.maxsize) -> str:
-    """The hash of `begin` and a file's first bytes. Raises InvalidData where it cannot be read."""
+    """The hash of `begin` and a file's first bytes. Raises InvalidData if it cannot be read."""
     found = hashlib.sha256(begin)
     with open_bytes(path) as file:
         while block := file.read(min(1 << 20, size)):
@@ -102,14 +102,14 @@ def sha256(path: Path, begin: bytes = b"", size: int = sys.maxsize) -> str:
     return found.hexdigest()
 
 
-# --- before long work begins
+# --- checks before long work begins
 
 
 def check_file(path: str | Path, *, overwrite: bool = False, reads: Iterable[object] = ()) -> Path:
-    """`path`, if a file may be written there; asked before the work that ends in it.
+    """Return `path` if a file may be written there; called before the work that produces it.
 
-    Raises CannotWrite for what can be no file, one that the command `reads` (values of any kind,
-    those that name files count), one that selfspec did not write, or without `overwrite` did.
+    Raises CannotWrite if `path` cannot be a file, is a file that the command `reads` (other values
+    there are ignored), was not written by selfspec, or exists and `overwrite` is False.
     """
     path = _named(path)
     _refuse_special(path)
@@ -133,9 +133,9 @@ def check_folder(
     overwrite: bool = False,
     reads: Iterable[object] = (),
 ) -> Path:
-    """`folder`, if files called `names` may be written into it; asked before the work.
+    """Return `folder` if files called `names` may be written into it; called before the work.
 
-    `is_ours` says of a folder with some of these names whether selfspec made it. Raises CannotWrite
+    `is_ours` tells whether selfspec made a folder that has some of these files. Raises CannotWrite
     as `check_file` does.
     """
     folder = _named(folder)
@@ -155,9 +155,9 @@ def check_folder(
 
 
 def refuse_inputs(outputs: Iterable[Path], reads: Iterable[object]) -> None:
-    """Raise CannotWrite where one of `outputs` is a file that `reads` names, by whatever name.
+    """Raise CannotWrite if one of `outputs` is a file that `reads` names, even by another path.
 
-    Values of `reads` that are no names are passed over; commas part several names.
+    Values in `reads` that name no file are ignored; one value may hold several names with commas.
     """
     texts = [str(value) for value in reads if isinstance(value, str | Path)]
     names = [name for text in texts for name in (text, *text.split(","))]
@@ -169,7 +169,7 @@ def refuse_inputs(outputs: Iterable[Path], reads: Iterable[object]) -> None:
 
 
 def written_here(path: Path) -> bool:
-    """Whether a file begins as those that selfspec writes, or is empty."""
+    """Whether a file is empty or begins like a file that selfspec writes."""
     try:
         with path.open("rb") as file:
             begin = file.read(_MARK_WITHIN)
@@ -179,17 +179,17 @@ def written_here(path: Path) -> bool:
 
 
 def open_to_others(file: Path) -> Path | None:
-    """What lets other users than root put something at `file`, there or not; None: nothing does.
+    """The file or folder that lets users other than root replace or create `file`; None if none.
 
-    The file and its folder must be ours alone. Folders around them may be open to our group, as a
-    loose umask leaves them: what somebody puts there in place of ours is theirs, and is seen to be.
-    `file` is reached without links.
+    Only we may write the file and its folder. Outer folders may be writable by our group, as with a
+    loose umask: if somebody replaces our folder there, the new one's owner shows it. The path of
+    `file` has no links.
     """
     for place in (file, *file.parents):
         if place == file and not os.path.lexists(place):
             continue
         found, loose = place.lstat(), 0o022
-        if place not in (file, file.parent):  # in /tmp and its like others rename nothing of ours
+        if place not in (file, file.parent):  # in /tmp, which is sticky, others cannot rename ours
             loose = 0 if found.st_mode & stat.S_ISVTX else 0o002
         if found.st_mode & loose or found.st_uid not in (0, os.geteuid()):
             return place
@@ -207,14 +207,14 @@ def write(path: Path, content: str | bytes) -> None:
 
 
 def append(path: Path, line: str) -> None:
-    """Add a line to a file, whole or not at all; the line feed is added. Raises CannotWrite."""
+    """Append a line and a line feed to a file, whole or not at all. Raises CannotWrite."""
     with appended(path, f"{line}\n".encode()):
         pass
 
 
 @contextmanager
 def appended(path: Path, data: bytes) -> Iterator[IO[bytes]]:
-    """A file with `data` at its end, unless the disk or the block fails. Raises CannotWrite."""
+    """Append `data` to a file; undo it if the disk or the block fails. Raises CannotWrite."""
     with _explained(path):
         _refuse_special(path)
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
@@ -232,15 +232,15 @@ def appended(path: Path, data: bytes) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def replacing(path: Path, *, private: bool = False) -> Iterator[Path]:
-    """A temporary place with the same file name, whose file then takes the place of `path`.
+    """A temporary file of the same name, which replaces `path` when the block ends.
 
-    It lies in a folder of its own, so that whatever a library puts next to it while it writes
-    (safetensors does) is cleared with it. It gets the mode of what it replaces, else what the umask
-    gives; `private`: only its owner's. After an error, CannotWrite or another, `path` is as it was.
+    It is in a folder of its own, which is removed with anything that a library writes beside it (as
+    safetensors does). It gets the mode of the file that it replaces, else that of the umask;
+    `private`: of its owner alone. After any error, CannotWrite or another, `path` is unchanged.
     """
     with _room(path) as room:
         new = room / path.name
-        new.touch()  # with what the umask gives; a library may make a file that has less
+        new.touch()  # with the umask's mode; a library may make a file with a stricter one
         mode = 0o600 if private else _mode(path if path.exists() else new)
         yield new
         new.chmod(mode)
@@ -250,7 +250,7 @@ def replacing(path: Path, *, private: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def replacing_folder(folder: Path) -> Iterator[Path]:
-    """A new folder, which takes the place of `folder` as a whole or not at all."""
+    """A new folder, which replaces `folder` when the block ends, as a whole or not at all."""
     with _room(folder) as room:
         new, old, probe = room / "filled", room / _ASIDE, room / "probe"
         new.mkdir()
@@ -273,10 +273,10 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(output: Path, *, wait: bool = False) -> Iterator[None]:
-    """While open, no other process may write `output`, a file or a folder.
+    """Lock `output`, a file or a folder, against other processes that write it.
 
-    A lock ends with its process, however that ends. Raises CannotWrite while another one holds it,
-    unless told to `wait` for that. What killed processes left there and in it is cleared away.
+    The lock ends with its process, however that ends. Raises CannotWrite if another process holds
+    it, unless `wait` is set. Removes leftovers of killed processes beside and in `output`.
     """
     place = output.with_name(f".{output.name[:100]}.lock")
     if output.is_dir() and not os.access(place.parent, os.W_OK):
@@ -288,7 +288,7 @@ def locked(output: Path, *, wait: bool = False) -> Iterator[None]:
         _refuse_special(place)
         try:
             lock.acquire()
-            while not place.exists():  # the one before took it away between our open and our lock
+            while not place.exists():  # its last holder removed it between our open and our lock
                 lock.release()
                 lock.acquire()
         except Timeout as error:
@@ -313,7 +313,7 @@ def _named(path: str | Path) -> Path:
 
 
 def _refuse_special(path: Path) -> None:
-    """Raise CannotWrite for what is neither a plain file, a folder, nor free."""
+    """Raise CannotWrite if `path` exists and is neither a regular file nor a folder."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -325,9 +325,9 @@ def _refuse_special(path: Path) -> None:
 
 
 def _require_writable(folder: Path) -> None:
-    """Raise CannotWrite unless `folder`, or the nearest one around it that exists, takes files."""
+    """Raise CannotWrite unless files can be made in `folder`, or its nearest existing parent."""
     near = folder
-    try:  # permissions do not say it: root may write in /proc, which takes no files
+    try:  # permissions do not tell: root may write in /proc, but no files can be made there
         near = next(entry for entry in (folder, *folder.absolute().parents) if entry.exists())
         tempfile.TemporaryFile(dir=near).close()
     except OSError as error:
@@ -337,7 +337,7 @@ def _require_writable(folder: Path) -> None:
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Turns what the system says of a failed write into CannotWrite."""
+    """Turn the system's error for a failed write into CannotWrite."""
     try:
         yield
     except Exception as error:
@@ -353,9 +353,9 @@ def _explained(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _room(path: Path) -> Iterator[Path]:
-    """An empty folder beside `path` that this process alone can enter, for as long as the block.
+    """An empty folder beside `path` that only this process's user can enter, until the block ends.
 
-    Nobody can foretell its name and lay a link there. Errors are explained as those of `path`.
+    Its name is random, so nobody can plant a link there. Errors are reported as those of `path`.
     """
     with _explained(path):
         _refuse_special(path)
@@ -366,7 +366,7 @@ def _room(path: Path) -> Iterator[Path]:
         try:
             with suppress(OSError, NotImplementedError):  # a file system without locks
                 lock.acquire()
-            room = room.rename(room.with_suffix(".new"))  # found by others from now on
+            room = room.rename(room.with_suffix(".new"))  # from now on, others find it
             yield room
             _to_disk(path.parent)
         finally:
@@ -374,7 +374,7 @@ def _room(path: Path) -> Iterator[Path]:
             shutil.rmtree(room, ignore_errors=True)
 
 
-_ROOM = re.compile(r"\.(.+)\.[a-z0-9_]{8}\.new", re.DOTALL)  # with the name of what it is for
+_ROOM = re.compile(r"\.(.+)\.[a-z0-9_]{8}\.new", re.DOTALL)  # with the name of its output
 _LOCK = ".lock"  # in a room: held while its process lives
 _ASIDE = "aside"  # in a room: the folder that is being replaced
 
@@ -384,9 +384,9 @@ def _mode(path: Path) -> int:
 
 
 def _sweep(path: Path) -> None:
-    """Remove what killed processes left beside and in `path`, under longer names too (`.partial`).
+    """Remove leftovers of killed processes beside and in `path`, also of `path.partial` and so on.
 
-    A folder that was moved aside and never replaced comes back first.
+    First, a folder that was moved aside and not replaced is moved back.
     """
     name = path.name[:100]
     for room in (*path.parent.glob(".*.new"), *path.glob(".*.new"), *path.glob("*/.*.new")):
@@ -398,16 +398,16 @@ def _sweep(path: Path) -> None:
             continue
         with suppress(OSError, NotImplementedError):
             with FileLock(room / _LOCK, timeout=0):
-                pass  # nobody else has it: its process is gone
+                pass  # the lock is free: its process is gone
             aside = room / _ASIDE
             if own and aside.is_dir() and not path.exists():
                 aside.rename(path)
-            if own or not aside.exists():  # what another output had aside is for that
+            if own or not aside.exists():  # a folder of another output is restored with that
                 shutil.rmtree(room)
 
 
 def _to_disk(path: Path) -> None:
-    """Have the system write out a file or a folder's entries, where it can."""
+    """Flush a file or a folder's entries to the disk, if the system can."""
     try:
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -416,16 +416,16 @@ def _to_disk(path: Path) -> None:
             os.close(handle)
     except OSError as error:
         if not path.is_dir() or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
-            raise  # Windows opens no folders, and some file systems write out none
+            raise  # Windows cannot open folders, and some file systems cannot flush them
 
 
 # --- reading
 
 
 def open_bytes(path: Path) -> IO[bytes]:
-    """A file, or a pipe that somebody writes to. Raises InvalidData for a folder, device, nothing.
+    """Open a file or a pipe. Raises InvalidData for a folder, a device or a missing file.
 
-    Never waits for somebody to open the other end of a pipe: such a pipe is empty.
+    Never waits for a writer to open the other end of a pipe: without one, the pipe is empty.
     """
     try:
         number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
@@ -442,7 +442,7 @@ def open_bytes(path: Path) -> IO[bytes]:
 
 
 def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
-    """A file as a whole. Raises InvalidData: unreadable, or too large."""
+    """Read a whole file. Raises InvalidData if it is unreadable or too large."""
     with open_bytes(path) as file:
         try:
             data = b""
@@ -456,7 +456,7 @@ def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
-    """A UTF-8 file as a whole, without a byte order mark. Raises InvalidData for any other."""
+    """Read a whole UTF-8 file, without its byte order mark. Raises InvalidData for any other."""
     try:
         return read_bytes(path, most_bytes).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -464,12 +464,12 @@ def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
 
 
 def read_json(path: Path, most_bytes: int = MOST_BYTES) -> Any:
-    """Plain values. Raises InvalidData: as `read_text`, not JSON, or nested too deeply."""
+    """Read a JSON file. Raises InvalidData as `read_text` and `parse_json` do."""
     return parse_json(read_text(path, most_bytes), str(path))
 
 
 def parse_json(text: str, where: str) -> Any:
-    """Plain values. Raises InvalidData that names `where`: no JSON, too deep, half a character."""
+    """Parse JSON. Raises InvalidData, naming `where`: not JSON, too deep, or a lone surrogate."""
     try:
         value = json.loads(text)
         if text.count("[") + text.count("{") > MOST_DEPTH and _depth(value) > MOST_DEPTH:
@@ -486,7 +486,7 @@ def parse_json(text: str, where: str) -> Any:
 
 
 def json_lines(path: Path, most_bytes: int = MOST_LINE_BYTES) -> Iterator[tuple[int, str]]:
-    """Number, from 1, and text of each line that is not blank, one in memory at a time.
+    """The number, from 1, and the text of each line that is not blank, one in memory at a time.
 
     Only a line feed ends a line. Raises InvalidData: unreadable, not UTF-8, or a line too long.
     """
@@ -508,7 +508,7 @@ def json_lines(path: Path, most_bytes: int = MOST_LINE_BYTES) -> Iterator[tuple[
 
 
 def _depth(value: Any) -> int:
-    """Lists and mappings inside each other."""
+    """How deep lists and mappings are nested."""
     depth, level = 0, [value]
     while level := [one for one in level if type(one) in (dict, list)]:
         inner = (one.values() if type(one) is dict else one for one in level)
@@ -517,7 +517,7 @@ def _depth(value: Any) -> int:
 
 
 def read_yaml(path: Path) -> Any:
-    """Plain values; None for an empty file.
+    """Read a YAML file; None if it is empty.
 
     Raises InvalidData: as `read_text`, not YAML, nested too deeply, with an alias, or a key twice.
     """
@@ -553,10 +553,10 @@ def read_yaml(path: Path) -> Any:
 
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
-    """A file of tensors, its header read. Raises InvalidData for damaged files.
+    """Open a safetensors file and read its header. Raises InvalidData for damaged files.
 
-    The library itself checks names, shapes, types and places against the file's size; headers of
-    up to 100 MB, which it takes half a minute to read, are refused here.
+    The library itself checks names, shapes, types and offsets against the file's size. It accepts
+    headers of up to 100 MB, which take half a minute to read: these are refused here.
     """
     from safetensors import safe_open
 
@@ -575,7 +575,7 @@ def open_safetensors(path: Path) -> Iterator[Any]:
 
 
 def check_safetensors(path: Path) -> dict[str, tuple[str, list[int]]]:
-    """Types, as the format calls them, and shapes by name. Raises InvalidData for damaged files."""
+    """Types, as the format names them, and shapes by name. Raises InvalidData for damaged files."""
     with open_safetensors(path) as opened:
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # a file, no dict
         return {name: (one.get_dtype(), one.get_shape()) for name, one in slices.items()}
