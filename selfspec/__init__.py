@@ -39,11 +39,11 @@ _HOMES = {
     "GenerationStats": "decoding.stats",
     "adapt": "adaptation",
 }
-"""Names that need torch, and the modules they live in."""
+"""Names that need torch, and the modules that define them."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use, so that `selfspec --help` need not wait for torch (PEP 562)."""
+    """Import on first use, so that `selfspec --help` does not wait for torch (PEP 562)."""
     if name == "__version__":
         return metadata.version("selfspec")
     if name not in _HOMES:

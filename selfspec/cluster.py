@@ -1,7 +1,7 @@
-"""Ray as selfspec starts it, and work that processes share, each with a model of its own.
+"""Start Ray, and share work among processes, each with its own model.
 
-A Ray of our own listens on loopback and wants a token of this run. RAY_ADDRESS names a cluster that
-is there already, whose token Ray reads as `ray start` did. Needs the package ray.
+Our own Ray listens on loopback and requires a token that is made for this run. RAY_ADDRESS names an
+existing cluster, whose token Ray reads as `ray start` did. Needs the package ray.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # read when Ray is imported
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 if "RAY_ADDRESS" not in os.environ:
-    os.environ["RAY_AUTH_MODE"] = "token"  # Ray runs what comes to its ports
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # a worker has it already
+    os.environ["RAY_AUTH_MODE"] = "token"  # Ray runs any code sent to its ports
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # workers already have it
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # no cluster: all ports on loopback
 
 import ray
@@ -31,19 +31,19 @@ from selfspec.files import cores
 
 CLUSTER = os.environ.get("RAY_ADDRESS")
 
-Submit = Callable[[Any], Callable[[], Any]]  # begins a task; what it returns waits for the result
+Submit = Callable[[Any], Callable[[], Any]]  # starts a task; returns a function that awaits it
 
-_TRIES = 3  # how often a task is given again to a worker that ended over it
+_TRIES = 3  # retries of a task after its worker died
 
 
 @contextmanager
 def started(address: str = "local", **options: Any) -> Iterator[None]:
-    """Ray, until the context ends; `options`: more for `ray.init`. Raises InvalidOption."""
+    """Run Ray until the context ends; `options` are for `ray.init`. Raises InvalidOption."""
     if address == "local":
         options["include_dashboard"] = False
     try:
         ray.init(address=address, logging_level=logging.ERROR, namespace="selfspec", **options)
-    except Exception as error:  # a busy machine, whose processes take too long, is a bare one
+    except Exception as error:  # Ray raises a bare Exception if its processes start too slowly
         raise InvalidOption(f"cannot use Ray at {address}: {first_line(error)}") from error
     try:
         yield
@@ -53,11 +53,11 @@ def started(address: str = "local", **options: Any) -> Iterator[None]:
 
 @contextmanager
 def workers(count: int, make: Callable[[], Callable[[Any], Any]]) -> Iterator[Submit]:
-    """So many processes, in each of which what `make` returns does one task after the other.
+    """Start `count` processes; in each, the function that `make` returns does its tasks in turn.
 
-    A worker that ends is started anew, and its task with it. Raises InvalidOption for more workers
-    than a cluster has cores, or GPUs if it has some; SelfspecError where a worker ends again and
-    again. What a task raises is raised where its result is waited for.
+    A worker that dies is restarted, with its task. Raises InvalidOption for more workers than the
+    cluster has cores, or GPUs if it has any, and SelfspecError if a worker dies repeatedly. The
+    error of a task is raised by the function that awaits its result.
     """
     own: dict[str, Any] = {} if CLUSTER else {"num_cpus": max(count, cores())}
     with started(CLUSTER or "local", **own):
@@ -75,7 +75,7 @@ def workers(count: int, make: Callable[[], Callable[[Any], Any]]) -> Iterator[Su
             scheduling_strategy="SPREAD",
             runtime_env={"env_vars": threads},
         )(_Worker)
-        given = [ray.put(make)]  # in a list it stays one until a worker asks for it
+        given = [ray.put(make)]  # in a list, the reference is not resolved before a worker asks
         made: list[Any] = [kind.remote() for _ in range(count)]
         idle = SimpleQueue[Any]()
         for worker in made:
@@ -106,7 +106,7 @@ def workers(count: int, make: Callable[[], Callable[[Any], Any]]) -> Iterator[Su
 
 
 def in_order(submit: Submit, ahead: int, tasks: Iterable[Any]) -> Iterator[Any]:
-    """Results in the order of their tasks, of which at most `ahead` are under way."""
+    """Yield results in the order of their tasks, with at most `ahead` tasks running."""
     begun = deque[Callable[[], Any]]()
     for task in tasks:
         begun.append(submit(task))
@@ -117,7 +117,7 @@ def in_order(submit: Submit, ahead: int, tasks: Iterable[Any]) -> Iterator[Any]:
 
 
 class _Worker:
-    """One process. It makes what works at its first task, so that errors are that task's."""
+    """One process. It calls `make` at its first task, so that errors are raised by that task."""
 
     def __init__(self) -> None:
         self._work: Callable[[Any], Any] | None = None

@@ -1,8 +1,8 @@
-"""HTML pages in one file: what all of them share. Their look, words for elements, a strict policy.
+"""HTML pages in one file: their common style, script helpers and strict content policy.
 
-A page is a template with a style and a script in it; it loads nothing. Here are the colours of all
-that is drawn, too: pages, pictures, figures, the terminal. Tones for paper and words come in a
-light and a dark form; who gave a token has one tone that can be told on both.
+A page is a template with its style and script inside; it loads nothing. This module also has the
+colours of everything that is drawn: pages, pictures, figures, the terminal. Background and text
+colours have a light and a dark form; the sources of tokens have one colour that works on both.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 
 class Tone(NamedTuple):
-    """A colour on light paper and on dark."""
+    """A colour for light and for dark backgrounds."""
 
     light: str
     dark: str
@@ -36,20 +36,20 @@ TONES = {
     "other": Tone("#b9bcc4", "#565c68"),
     "model": Tone("#8fa3c4", "#6d83aa"),
 }
-"""What is not a giver of tokens; `model`: the whole model at work."""
+"""Colours other than those of token sources; `model`: the whole model at work."""
 
 SEEN, GRAMMAR, SECOND = "#c98600", "#c2418f", "#5b6f8c"
 """Prompt lookup, the grammar, a draft model."""
 
 REJECTED = "#e5484d"
-"""A draft that was not kept, where the paper is not known: on a terminal."""
+"""A rejected draft on a terminal, whose background is unknown."""
 
 RAMP = ("#1b9e77", "#3a7ce7", "#a054de")
-"""Exit layers: the embedding, the middle, the last layer."""
+"""Exit layers, from the embedding through the middle to the last layer."""
 
 
 def of_layer(layer: int, num_layers: int) -> str:
-    """Where on the ramp an exit layer stands; mixed as by CSS's color-mix in srgb."""
+    """The colour of an exit layer on the ramp, mixed as by CSS's color-mix in srgb."""
     place = min(layer / num_layers, 0.999) * (len(RAMP) - 1)
     low = int(place)
     pairs = zip(*(bytes.fromhex(end[1:]) for end in RAMP[low : low + 2]), strict=True)
@@ -59,9 +59,9 @@ def of_layer(layer: int, num_layers: int) -> str:
 def page(
     package: str, name: str, scripts: Sequence[str], *rules: str, **values: str
 ) -> tuple[str, str]:
-    """`name`.html with `name`.css, with `scripts` as one module and with `values`; its policy.
+    """Fill `name`.html with `name`.css, `scripts` as one module, and `values`; return page and CSP.
 
-    A value that looks like a place to fill stays as it is.
+    A value that looks like a placeholder is not filled again.
     """
     style = style_of(package, f"{name}.css")
     script = "\n".join((_asset(__name__, "dom.js"), *(_asset(package, one) for one in scripts)))
@@ -72,7 +72,7 @@ def page(
 
 
 def style_of(package: str, name: str) -> str:
-    """Colours, the look of all pages, and a page's own."""
+    """CSS of a page: the colours, the style of all pages, and its own style."""
     named = {name: f"light-dark({tone.light}, {tone.dark})" for name, tone in TONES.items()}
     named |= {"seen": SEEN, "grammar": GRAMMAR, "second": SECOND}
     named |= dict(zip(("shallow", "middle", "deep"), RAMP, strict=True))
@@ -81,7 +81,7 @@ def style_of(package: str, name: str) -> str:
 
 
 def policy(script: str, style: str, *more: str) -> str:
-    """Nothing may be loaded from anywhere, and no script run but ours; `more`: directives."""
+    """A Content-Security-Policy: nothing is loaded, only our script runs; `more`: directives."""
     digests = (hashlib.sha256(text.encode("utf-8")).digest() for text in (script, style))
     scripts, styles = (f"'sha256-{base64.b64encode(one).decode('ascii')}'" for one in digests)
     rules = ("default-src 'none'", f"script-src {scripts}", f"style-src {styles}", "img-src data:")

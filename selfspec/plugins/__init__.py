@@ -1,1 +1,1 @@
-"""Selfspec as a model of other tools; each module imports the tool that it is for."""
+"""Selfspec as a model for other tools; each module imports its tool."""

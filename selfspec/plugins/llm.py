@@ -1,4 +1,4 @@
-"""The model `selfspec` of the command line tool `llm`, which finds it by an entry point.
+"""The model `selfspec` for the command line tool `llm`, which finds it by an entry point.
 
 `llm` imports this at every start, so torch waits for the first prompt.
 """
@@ -16,18 +16,18 @@ import selfspec
 
 
 class Selfspec(llm.Model):
-    """`llm -m selfspec`; a model is loaded once for all prompts of a process."""
+    """`llm -m selfspec`; a process loads its model once for all prompts."""
 
     model_id = "selfspec"
     can_stream = True
     supports_schema = True
 
     class Options(llm.Options):
-        """`-o NAME VALUE`, as flags of `selfspec generate`."""
+        """`-o NAME VALUE`, like the flags of `selfspec generate`."""
 
         model: str | None = Field(None, description="Hub id, folder or .gguf file")
         heads: str | None = Field(None, description="Folder, known name, hub id, or none")
-        chat_template: str | None = Field(None, description="Name or Jinja file, if it has none")
+        chat_template: str | None = Field(None, description="Name or Jinja file, if it lacks one")
         max_tokens: int | None = Field(None, ge=1, description="Tokens of an answer at most")
         temperature: float | None = Field(None, description="Divides the logits; 0 is greedy")
         top_p: float | None = Field(None, description="Draw from tokens that sum to this")
@@ -41,7 +41,7 @@ class Selfspec(llm.Model):
         response: Any,
         conversation: Any,  # noqa: ARG002  # its turns are in the prompt
     ) -> Iterator[str]:
-        """Pieces of the answer to a prompt, which holds the turns before it."""
+        """Yield pieces of the answer to a prompt, which holds the earlier turns."""
         asked = prompt.options.model_dump(exclude_none=True)
         given = (asked.pop(name, None) for name in ("model", "heads", "chat_template"))
         speculator, idle = _loaded(*given)
@@ -67,7 +67,7 @@ class Selfspec(llm.Model):
 def _loaded(
     model: str | None, heads: str | None, template: str | None
 ) -> tuple[selfspec.Speculator, list[selfspec.Session]]:
-    """And sessions that write nothing now: answers may be written beside each other."""
+    """The Speculator, and its idle sessions: several answers may be generated at once."""
     return selfspec.load(model, heads=heads, chat_template=template), []
 
 

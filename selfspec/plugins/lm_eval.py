@@ -1,7 +1,7 @@
-"""A model for EleutherAI's lm-eval, by the name `selfspec`; called by `selfspec lm-eval`.
+"""A model named `selfspec` for EleutherAI's lm-eval; `selfspec lm-eval` runs it.
 
-Scores come from Hugging Face's own forward of the same model, as in lm-eval's `hf`: the class below
-inherits all of it. Answers are written by our engine, as many at once as `--batch_size` says.
+Scores come from Hugging Face's own forward of the same model, as in lm-eval's `hf`, from which the
+class below inherits. Our engine generates the answers, `--batch_size` of them at once.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _THEIRS = {
     *("max_batch_size", "max_length", "prefix_token_id", "softmax_dtype", "think_end_token"),
     "truncation",
 }
-"""Arguments of `hf` that say nothing of how a model is loaded."""
+"""Arguments of `hf` that do not change how a model is loaded."""
 
 
 class _InAnswer(StoppingCriteria):
-    """Stops that do not begin within the prompt, as lm-eval's own."""
+    """Stops that must begin in the answer, as lm-eval's own must."""
 
     def __init__(self, stops: StoppingCriteria, start: int) -> None:
         self._stops, self._start = stops, start
@@ -49,23 +49,23 @@ class _InAnswer(StoppingCriteria):
 
 @register_model("selfspec")
 class Selfspec(HFLM):
-    """What `--model_args` makes. `pretrained` is `selfspec.load`'s model, or None: the default.
+    """The model of lm-eval. `pretrained` is the model for `selfspec.load`; None is the default one.
 
-    Other arguments are keywords of `selfspec.load`, or those of `hf` for a model that is loaded.
-    Raises InvalidOption for others.
+    Other `--model_args` are keywords of `selfspec.load`, or those of `hf` for a loaded model.
+    Raises InvalidOption for unknown ones.
     """
 
     def __init__(self, pretrained: str | None = None, **given: Any) -> None:
         check_keys(given, _OURS | _THEIRS | {"pretrained"}, "model argument")
         ours = {name: given.pop(name) for name in _OURS & given.keys()}
-        if ours.get("heads", "") is None:  # what lm-eval reads in heads=none
+        if ours.get("heads", "") is None:  # lm-eval parses heads=none as None
             ours["heads"] = "none"
         if "cuda" in str(ours.get("device")) and not torch.cuda.is_available():
             del ours["device"]  # lm-eval's own default
         self.speculator = speculator.load(pretrained, **ours)
         logger = logging.getLogger(HFLM.__module__)
         level = logger.level
-        logger.setLevel(logging.ERROR)  # it warns of models that are loaded already
+        logger.setLevel(logging.ERROR)  # it warns about models that are already loaded
         try:
             super().__init__(self.speculator.model, tokenizer=self.speculator.tokenizer, **given)
         finally:
@@ -74,7 +74,7 @@ class Selfspec(HFLM):
     def _model_generate(
         self, context: Tensor, max_length: int, stop: list[str], **options: Any
     ) -> Tensor:
-        """Prompts [B, P], padded on the left -> prompts and answers [B, longest]."""
+        """Left-padded prompts [B, P] -> prompts and answers [B, longest]."""
         write, ends = self.speculator.hf(), stop_strings(self.tokenizer, stop) if stop else None
 
         def written(*given: Any, stopping_criteria: StoppingCriteriaList, **more: Any) -> Any:
@@ -89,7 +89,7 @@ class Selfspec(HFLM):
 
 
 def run(arguments: Sequence[str]) -> None:
-    """lm-eval's command line, by `selfspec` unless told otherwise. Raises InvalidOption."""
+    """Run lm-eval's command line, with the model `selfspec` by default. Raises InvalidOption."""
     words = list(arguments) or ["run", "--help"]
     if words[0] not in ("ls", "validate"):
         words = ["run", "--model", "selfspec", *words[words[0] == "run" :]]
