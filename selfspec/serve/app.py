@@ -1,6 +1,6 @@
-"""The routes: OpenAI's protocol on a `Writer`, and a page for a chat by it.
+"""The routes: OpenAI's protocol for a `Writer`, and a chat page that uses it.
 
-Pieces come from the writer's thread; clients get OpenAI's shapes, whole or as a stream.
+Pieces come from the writer's thread; clients get OpenAI's format, whole or as a stream.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from selfspec.serve.writer import GIVERS, Job, Json, Piece, Writer
 
 logger = logging.getLogger(__name__)
 
-_MOST_WAITING = 256  # rounds of an answer that wait for a client who does not read; then it ends
-_LOOK_S = 1.0  # that a round may take before /metrics shows what was there before it
+_MOST_WAITING = 256  # unread rounds that an answer may have per choice; then it is ended
+_LOOK_S = 1.0  # /metrics waits so long for the current round, and then shows older values
 _PARTS = ("tokens", "figures", "api", "markdown", "answer", "chats", "main")
 _SCRIPTS = ("vendor/markdown-it.umd.min.js", *(f"{name}.js" for name in _PARTS))
-"""Scripts of the page: in this order they make one module."""
+"""Scripts of the page, joined in this order into one module."""
 
 
 def make_app(writer: Writer, keys: Keys) -> FastAPI:
@@ -48,7 +48,7 @@ def make_app(writer: Writer, keys: Keys) -> FastAPI:
         await asyncio.to_thread(writer.stop)
 
     server, page = _Server(writer), _chat_page()
-    # a redirection would lead to whatever the Host header names
+    # a redirect would lead to any host that the Host header names
     app = FastAPI(title="selfspec", openapi_url=None, lifespan=life, redirect_slashes=False)
     look = partial(app.api_route, methods=["GET", "HEAD"])
     app.add_exception_handler(HTTPException, _refuse_path)
@@ -90,24 +90,24 @@ class _Server:
     async def metrics(self) -> Response:
         writer = self._writer
         if writer.alive:
-            with contextlib.suppress(asyncio.TimeoutError):  # a round takes long
+            with contextlib.suppress(asyncio.TimeoutError):  # the round takes longer
                 await asyncio.wait_for(asyncio.wrap_future(writer.look()), _LOOK_S)
         return Response(writer.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     async def _answer(self, request: Request, kind: type[ChatBody | TextBody]) -> Response:
         sent = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if sent != "application/json":  # what a page elsewhere cannot send without being asked
+        if sent != "application/json":  # other sites' pages cannot send it without CORS
             raise Refused(415, "Content-Type must be application/json")
         if request.headers.get("content-encoding", "identity") != "identity":
-            raise Refused(415, "Content-Encoding is not undone here. Send the body as it is")
+            raise Refused(415, "Content-Encoding is not supported. Send the body as it is")
         held = await gate.read(request, self._writer.options)
         body, choices = await asyncio.to_thread(self._read, held, kind)
         field = choices[0].needs_tools  # all have the same tools, and one grammar
         if field is not None and self._writer.tool_format is None:
             raise Refused(
                 400,
-                f"{field}: the chat template of {self._writer.label} knows no tools, or calls them "
-                "in a way that is not known here. Use response_format with a schema",
+                f"{field}: the chat template of {self._writer.label} has no tools, or a format of "
+                "calls that is not known here. Use response_format with a schema",
                 field=field,
             )
         reply = Reply(self._writer, choices, body, len(held))
@@ -115,7 +115,7 @@ class _Server:
         if not body.stream:
             await gate.unless_gone(request.receive, reply.rest())
             return JSONResponse(reply.whole())
-        first = await gate.unless_gone(request.receive, reply.next())  # a refusal is no stream
+        first = await gate.unless_gone(request.receive, reply.next())  # an error is not streamed
         return StreamingResponse(
             reply.lines(first, with_usage=body.stream_options.include_usage),
             media_type="text/event-stream",
@@ -135,17 +135,17 @@ class _Server:
             raise protocol.of_validation(error) from error
         self._require_model(body.model)
         if "stream_options" in body.model_fields_set and not body.stream:
-            raise Refused(400, "stream_options is for streams. Drop it", field="stream_options")
+            raise Refused(400, "stream_options needs stream: true. Drop it", field="stream_options")
         return body, body.choices(self._writer.options, self._writer.room)
 
     def _require_model(self, name: str | None) -> None:
         if name not in (None, self._writer.label):
-            said = f"the model {name!r} is not here. There is {self._writer.label}"
+            said = f"the model {name!r} is not here. This server has {self._writer.label}"
             raise Refused(404, said, field="model", code="model_not_found")
 
 
 def _chat_page() -> HTMLResponse:
-    """It may run its own script and style alone, and asks only its server."""
+    """The chat page, which may use only its own script and style, and call only its own server."""
     rules = ("connect-src 'self'", "frame-ancestors 'none'", "trusted-types 'none'")
     trusted = "require-trusted-types-for 'script'"
     told = json.dumps(GIVERS)
@@ -160,19 +160,19 @@ def _chat_page() -> HTMLResponse:
 
 
 async def _refuse_path(request: Request, error: Any) -> Response:
-    status, headers = error.status_code, error.headers  # which say what it does take
+    status, headers = error.status_code, error.headers  # with the allowed methods
     said = "is not a path of this server" if status == 404 else f"does not take {request.method}"
     return gate.response(Refused(status, f"{request.url.path} {said}", headers=headers))
 
 
-# --- what one request gets back
+# --- the response to one request
 
 
 class Reply:
-    """What one request gets back: pieces come from the writer's thread to this loop."""
+    """The response to one request: pieces come from the writer's thread to this event loop."""
 
     def __init__(self, writer: Writer, choices: Sequence[Choice], body: Body, size: int) -> None:
-        """Submits the request, of `size` bytes. Raises Refused where too much waits."""
+        """Submit the request, of `size` bytes. Raises Refused if too many answers wait."""
         self._writer, self._field = writer, body.field
         self._chat = isinstance(body, ChatBody)
         self._notes = "logprobs" in choices[0].options
@@ -189,7 +189,7 @@ class Reply:
         writer.submit(self._job)
 
     async def next(self) -> Piece:
-        """The next piece, counted in; raises what ended its choice."""
+        """Receive and keep the next piece; raises the error that ended its choice."""
         piece = await self._queue.get()
         if piece.error is not None:
             self.leave()
@@ -205,12 +205,12 @@ class Reply:
             await self.next()
 
     def leave(self) -> None:
-        """Nobody wants the rest."""
+        """Cancel the rest of the answers."""
         self._writer.cancel(self._job)
 
     @property
     def asked(self) -> list[Any]:
-        """The prompts, for a log that may say them."""
+        """The prompts, for a log that may contain them."""
         return [choice.prompt for choice in self._job.choices]
 
     @property
@@ -219,13 +219,13 @@ class Reply:
 
     @property
     def tokens(self) -> tuple[int, int] | None:
-        """Token counts of the prompts and of what is written; None where nothing is."""
+        """Token counts of the prompts and of the answers so far; None before the first piece."""
         every: list[Any] = [pieces[-1].stats for pieces in self._pieces if pieces]
         return (self._job.prompt_tokens, sum(one.new_tokens for one in every)) if every else None
 
     @property
     def usage(self) -> Json:
-        """Tokens of a complete answer, and what speculation did; vLLM's words where it has some."""
+        """Token counts of complete answers and of speculation, named as in vLLM if it has them."""
         every: list[Any] = [pieces[-1].stats for pieces in self._pieces]
 
         def total(name: str) -> Any:
@@ -286,7 +286,7 @@ class Reply:
             if with_usage:
                 yield self._event(usage=self.usage)
             yield "data: [DONE]\n\n"
-        except Refused as error:  # behind a status that said otherwise
+        except Refused as error:  # the status 200 has been sent already
             self._writer.metrics.count("request_refused", error.status)
             yield gate.event(error.body())
 
@@ -315,7 +315,7 @@ class Reply:
     def _choice(
         self, index: int, pieces: Sequence[Piece], said: Json, finish: str | None = None
     ) -> Json:
-        """`pieces`: of whose tokens more is said, where that was asked for."""
+        """`pieces`: those whose log-probabilities and rounds are added, if requested."""
         likely = self._likely(pieces) if self._notes and pieces else None
         found = {"index": index, **said, "logprobs": likely, "finish_reason": finish}
         if told := [piece.told for piece in pieces if piece.told is not None]:
@@ -324,7 +324,7 @@ class Reply:
         return found
 
     def _likely(self, pieces: Sequence[Piece]) -> Json:
-        """How likely tokens were; OpenAI has two shapes."""
+        """Log-probabilities of tokens, in OpenAI's format for chats or for texts."""
         entries = [one for piece in pieces for one in piece.logprobs]
         if self._chat:
             return {"content": entries, "refusal": None}
@@ -335,17 +335,17 @@ class Reply:
         return {
             "tokens": [one["token"] for one in entries],
             "token_logprobs": [one["logprob"] for one in entries],
-            # halves of characters have one text: of these the likeliest is told
+            # parts of characters all have the same text: the likeliest is reported
             "top_logprobs": [dict(top) | dict(reversed(top)) for top in tops],
             "text_offset": [offset for piece in pieces for offset in piece.offsets],
         }
 
     def _put(self, piece: Piece) -> None:
-        """On the loop. Ends an answer that its client does not read."""
+        """Queue a piece, on the event loop. Ends an answer that its client does not read."""
         if self._room > self._queue.qsize():
             self._queue.put_nowait(piece)
         elif self._room:
-            self._room = 0  # nothing more is taken
+            self._room = 0  # no more pieces are queued
             self.leave()
             error = Refused(408, "the client reads more slowly than its answer is written")
             self._queue.put_nowait(Piece(choice=piece.choice, error=error))

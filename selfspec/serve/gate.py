@@ -1,6 +1,6 @@
-"""Between clients and an application, or what hands requests to copies of it.
+"""The layer between clients and the application, or the front process of several copies of it.
 
-The socket, limits, keys, other origins, a line of the log.
+It has the socket, the limits, API keys, CORS and the request log.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 OPEN = ("/", "/health")  # paths that need no key
-COPY = "x-selfspec-copy"  # header of an answer: which copy of the model wrote it
-REPLY = "reply"  # in a request's state: what is written for it
-TOKENS = "tokens"  # the same: tokens of the prompt and of the answer
+COPY = "x-selfspec-copy"  # header of a response: the copy of the model that generated it
+REPLY = "reply"  # in a request's state: its `app.Reply`
+TOKENS = "tokens"  # in a request's state: token counts of the prompt and of the answer
 _STOPS = Refused(503, "the server stops before the answer is complete")
 _STREAMED = (b"content-type", b"text/event-stream; charset=utf-8")
-NOBODY = 499  # status in place of an answer that nobody reads; no refusal
+NOBODY = 499  # status when the client has left; not counted as refused
 
 _LONGEST_PATH = 200  # characters in a line of the log
-_SEND_BYTES = 1 << 17  # the system keeps for a client to read; else the whole of a stream would fit
+_SEND_BYTES = 1 << 17  # the socket's send buffer: by default, a whole unread stream would fit
 
 
 def guard(
@@ -52,7 +52,7 @@ def guard(
     keys: Keys,
     refused: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Have all requests pass; errors get the shape that clients read, `refused` their status."""
+    """Add all checks to `app`; errors become OpenAI's responses, `refused` gets their status."""
 
     async def refuse(_: Request, error: Exception) -> Response:
         gone = isinstance(error, ClientDisconnect)
@@ -61,7 +61,7 @@ def guard(
     for kind in (Refused, ClientDisconnect):
         app.add_exception_handler(kind, refuse)
     app.add_middleware(_Guard, options=options, keys=keys)
-    if options.cors_origin:  # around the keys: a browser asks beforehand, and shows none
+    if options.cors_origin:  # before the key check: a browser's preflight has no key
         app.add_middleware(
             CORSMiddleware,
             allow_origins=options.cors_origin,
@@ -72,7 +72,7 @@ def guard(
 
 
 def event(value: Any) -> str:
-    """A server-sent one."""
+    """A server-sent event."""
     return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
 
 
@@ -82,7 +82,7 @@ def response(error: Refused) -> Response:
 
 
 async def read(request: Request, options: ServeOptions) -> bytearray:
-    """A body. Raises Refused for one that is too large or too slow."""
+    """Read a request's body. Raises Refused if it is too large or too slow."""
     held, most, seconds = bytearray(), int(options.max_body_mb * 1e6), options.client_timeout
 
     async def hold() -> None:
@@ -100,7 +100,7 @@ async def read(request: Request, options: ServeOptions) -> bytearray:
 
 
 async def unless_gone(receive: Receive, wanted: Coroutine[Any, Any, T]) -> T:
-    """What is wanted. Raises ClientDisconnect where the client goes away first."""
+    """Await `wanted`. Raises ClientDisconnect if the client disconnects first."""
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -115,20 +115,20 @@ async def unless_gone(receive: Receive, wanted: Coroutine[Any, Any, T]) -> T:
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)  # one that is cut may have errors
+        await asyncio.gather(*tasks, return_exceptions=True)  # a cancelled task may raise
 
 
 def tokens(scope: Scope) -> tuple[int, int] | None:
-    """Token counts of the prompt and of the answer; None where nothing was written."""
+    """Token counts of the prompt and of the answer; None if nothing was generated."""
     reply: Any = scope["state"].get(REPLY)  # an `app.Reply`
     found = scope["state"].get(TOKENS) if reply is None else reply.tokens
     return cast("tuple[int, int] | None", found)
 
 
 class _Guard:
-    """Lets requests in that bring a key; without keys, those that mean this machine by its name.
+    """Admits requests with a valid key; without keys, those whose Host header names this machine.
 
-    Else a page elsewhere whose name comes to mean it could read all answers (DNS rebinding).
+    Else a page whose own host name resolves to this machine could read all answers (DNS rebinding).
     """
 
     def __init__(self, app: ASGIApp, options: ServeOptions, keys: Keys) -> None:
@@ -149,7 +149,7 @@ class _Guard:
             return None
         try:
             name = urlsplit(f"//{host}").hostname or ""
-        except ValueError:  # half of an IPv6 address
+        except ValueError:  # an incomplete IPv6 address
             name = ""
         if name == self._options.host or is_loopback(name):
             return None
@@ -157,9 +157,9 @@ class _Guard:
 
 
 class _Around:
-    """What surrounds a request: its answer ends with it, and the log says what was asked for.
+    """Wraps each request: ends its answer when the request ends, turns errors into responses, logs.
 
-    No text of a request or an answer is logged, unless `log_prompts` asks for it.
+    No text of a request or an answer is logged, unless `log_prompts` is set.
     """
 
     def __init__(self, app: ASGIApp, options: ServeOptions, refused: Callable[[int], None]) -> None:
@@ -185,7 +185,7 @@ class _Around:
 
         try:
             await self._app(scope, receive, sent)
-        except asyncio.CancelledError:  # the server ends before the answer
+        except asyncio.CancelledError:  # the server stops before the answer is complete
             logger.error("an answer was cut: the server stops, or its client left")
             if streams:
                 await send({"type": "http.response.body", "body": event(_STOPS.body()).encode()})
@@ -221,7 +221,7 @@ class _Around:
 
 
 def bound(options: ServeOptions) -> socket.socket:
-    """A socket at the address, to which nobody can connect yet. Raises InvalidOption."""
+    """A socket bound to the address, which does not listen yet. Raises InvalidOption."""
     where = f"{options.host}, port {options.port}"
     try:
         (family, kind, _, _, address), *_ = socket.getaddrinfo(
@@ -231,7 +231,7 @@ def bound(options: ServeOptions) -> socket.socket:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
         found.bind(address)
-    except (OSError, UnicodeError) as error:  # one that is too long for any name is the latter
+    except (OSError, UnicodeError) as error:  # UnicodeError: the host is too long
         why = getattr(error, "strerror", None) or error
         said = f"cannot listen at {where}: {why}. Give another --port or --host"
         raise InvalidOption(said) from error
@@ -239,11 +239,11 @@ def bound(options: ServeOptions) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """Runs until SIGINT or SIGTERM; running answers have `graceful_seconds` then."""
+    """Runs until SIGINT or SIGTERM; running answers then get `graceful_seconds`."""
 
     def __init__(self, app: Starlette, options: ServeOptions, ready: Callable[[str], None]) -> None:
-        """`ready` gets the address as soon as clients can connect."""
-        seconds: Any = options.client_timeout  # parts of them, too, though uvicorn says int
+        """`ready` is called with the address as soon as clients can connect."""
+        seconds: Any = options.client_timeout  # may be fractional, though uvicorn's type is int
         config = uvicorn.Config(
             app,
             http=_Connection,
@@ -257,13 +257,13 @@ class Server(uvicorn.Server):
         self._ready = ready
 
     def handle_exit(self, sig: int, _: FrameType | None) -> None:
-        """Stop; uvicorn's own would raise the signal again at the end, as if that were an error."""
+        """Stop. uvicorn's own method would raise the signal again at the end, as an error."""
         self.force_exit |= self.should_exit and sig == signal.SIGINT
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
-        if self.force_exit:  # uvicorn leaves all as it is; the model's thread must end, too
+        if self.force_exit:  # uvicorn cleans up nothing; the model's thread must end
             for task in self.server_state.tasks:
                 task.cancel()
             await self.lifespan.shutdown()
@@ -284,11 +284,11 @@ def _then_reckon(event: Callable[..., None]) -> Any:
 
 
 class _Connection(H11Protocol):
-    """uvicorn's, one for each client, with a limit for the time that it waits for its client.
+    """uvicorn's connection to one client, with a limit on the time that it waits for the client.
 
-    It waits for a request that has not begun, or whose header has no end yet, and for a client that
-    must read before more can be sent. Bodies have a limit of their own: they get an answer. The
-    parser is h11 wherever uvicorn has others too: it bounds what a header may come to.
+    It waits for a request to begin, for the end of its headers, and for a client that must read
+    before more can be sent. Bodies have a limit of their own, which gets an error response. The
+    parser is always h11, since it limits the size of headers.
     """
 
     _limit: asyncio.TimerHandle | None = None
@@ -304,10 +304,10 @@ class _Connection(H11Protocol):
         super().connection_lost(exc)
 
     def _should_upgrade(self) -> bool:
-        return False  # uvicorn's would have the log say what to install, whoever asks
+        return False  # uvicorn would log advice to install packages
 
     def _reckon(self) -> None:
-        """The limit runs on while the client is waited for, and only then."""
+        """Run the timer while the connection waits for its client, and only then."""
         busy = self.cycle is not None and not self.cycle.response_complete
         if busy and not self.flow.write_paused:
             self._forget()

@@ -1,4 +1,4 @@
-"""What `selfspec serve` can be asked for, and its keys. Flags derive from it: no torch in here."""
+"""Options and API keys of `selfspec serve`. Flags derive from the options: no torch in here."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """Where to listen, how much at once, how long."""
+    """Where to listen, how many requests to serve at once, and for how long."""
 
     host: str = "127.0.0.1"
-    """Address to listen at. Any but this machine's own needs keys."""
+    """Address to listen on. Any but a loopback address needs keys."""
     port: Annotated[int, between(0, 65535)] = 8000
     """Port; 0 takes a free one."""
     concurrency: Annotated[int, at_least(1)] = 32
@@ -33,23 +33,23 @@ class ServeOptions:
     queue: Annotated[int, at_least(0)] = 128
     """Requests that may wait; more are refused with status 429."""
     timeout: Annotated[float, ABOVE_ZERO] = 600.0
-    """Seconds for an answer, waiting included; then it is cut."""
+    """Seconds for an answer, including its wait; then it is cut."""
     max_tokens: Annotated[int, at_least(1)] = 1024
-    """Tokens of an answer at most, where its request does not say."""
+    """Most tokens of an answer, if its request sets no limit."""
     max_prompt_tokens: Annotated[int | None, at_least(1)] = None
-    """Tokens of a prompt at most. None: the model's context length."""
+    """Most tokens of a prompt. None: the model's context length."""
     max_body_mb: Annotated[float, ABOVE_ZERO] = 4.0
     """Largest body of a request, in megabytes."""
     client_timeout: Annotated[float, ABOVE_ZERO] = 30.0
-    """Seconds for a client to send a request, or to read on; then its connection ends."""
+    """Seconds for a client to send a request, or to read on; then it is disconnected."""
     patience: Annotated[float, at_least(0)] = 1.0
-    """Delay of the next token of an answer while another prompt is read, at most, in tokens."""
+    """Longest delay of an answer's next token while another prompt is read, in tokens."""
     graceful_seconds: Annotated[float, ABOVE_ZERO] = 30.0
-    """Seconds that running answers have when the server is stopped."""
+    """Seconds that running answers get when the server is stopped."""
     replicas: Annotated[int, at_least(1)] = 1
     """Copies of the model; more than one runs under Ray Serve, and they share the cores."""
     cors_origin: list[str] | None = None
-    """Other web page that may use this server: https://example.com; repeatable."""
+    """Origin of web pages that may use this server: https://example.com; repeatable."""
     log_requests: bool = False
     """A line per request: path, status, tokens, seconds and address; no text."""
     log_prompts: bool = False
@@ -65,7 +65,7 @@ class ServeOptions:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address is this machine's own."""
+    """Whether a host name or an address is a loopback address."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -73,7 +73,7 @@ def is_loopback(host: str) -> bool:
 
 
 class Keys:
-    """API keys that are accepted; none: everybody is."""
+    """The accepted API keys; without any, no key is needed."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._keys = [key.strip() for key in keys if key.strip()]
@@ -82,19 +82,19 @@ class Keys:
 
     @classmethod
     def found(cls, file: Path | None) -> Keys:
-        """The keys of a file, one a line, and of SELFSPEC_API_KEY, with commas between several."""
+        """Read keys from a file, one per line, and from SELFSPEC_API_KEY, separated by commas."""
         lines = [] if file is None else files.read_text(file, 1 << 20).splitlines()
         given = [line for line in lines if not line.startswith("#")]
         keys = cls([*given, *os.environ.get(VARIABLE, "").split(",")])
         if file is not None and not keys:
-            raise InvalidOption(f"{file} holds no API key. Give one a line")
+            raise InvalidOption(f"{file} holds no API key. Give one per line")
         return keys
 
     def __bool__(self) -> bool:
         return bool(self._keys)
 
     def accepts(self, authorization: str) -> bool:
-        """The value of an Authorization header. Takes as long whichever key it is."""
+        """Whether an Authorization header has an accepted key. Takes the same time for any key."""
         scheme, _, key = authorization.partition(" ")
         given = key.strip().encode("utf-8", "replace")
         matches = [hmac.compare_digest(given, one.encode()) for one in self._keys]

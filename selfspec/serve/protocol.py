@@ -1,7 +1,7 @@
-"""Bodies of requests, as OpenAI has them, what they mean for `Speculator.call`, and refusals.
+"""Request bodies in OpenAI's format, their options for `Speculator.call`, and error responses.
 
-A field that is not here is refused by name, never ignored, unless its value asks for nothing.
-Imports no torch: the process in front of several copies of the model reads this, too.
+A field that is not listed here is refused by name, never ignored, unless its value has no effect.
+Imports no torch: the front process of several copies of the model imports this module, too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "modalities": (["text"],),
 }
-"""Values of fields that are not supported, which ask for nothing."""
+"""Values without effect, of fields that are not supported: these are accepted."""
 
 Penalty = Annotated[StrictFloat, Field(ge=-2, le=2)]
 Bias = Annotated[StrictFloat, Field(ge=-100, le=100)]
@@ -56,20 +56,20 @@ Stops = Annotated[
 Setting = Annotated[str, Field(max_length=256)]
 
 T = TypeVar("T")
-Many = Annotated[list[T], Field(fail_fast=True)]  # one error is told, and there may be a million
+Many = Annotated[list[T], Field(fail_fast=True)]  # reports one error, not a million
 Some = Annotated[Many[T], Field(min_length=1)]
 
 Tools = Sequence[dict[str, Any]]
-"""Tools as OpenAI has them: `{"type": "function", "function": {"name": .., "parameters": ..}}`."""
+"""Tools in OpenAI's format: `{"type": "function", "function": {"name": .., "parameters": ..}}`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One text to write."""
+    """One text to generate."""
 
     prompt: Prompt
     options: GenerateOptions
-    tools: Tools = ()  # that it may call
+    tools: Tools = ()  # that the model may call
     must_call: bool = False
     explain: bool = False  # whether to say who gave each token
     needs_tools: str | None = None  # the field that only a chat template with tools can honour
@@ -77,14 +77,14 @@ class Choice:
 
 
 def _few(found: Any) -> Any:
-    """Raises ValueError before each entry becomes an error of its own, which takes seconds."""
+    """Raise ValueError for too many entries: an error for each of them would take seconds."""
     if isinstance(found, dict) and len(found) > 1024:
         raise ValueError("more than 1024 entries")
     return found
 
 
 class _Shape(pydantic.BaseModel):
-    """An object of a body: what is not named is refused, unless it asks for nothing."""
+    """An object in a body: an unknown field is refused, unless its value has no effect."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
@@ -117,12 +117,12 @@ class _Call(_Shape):
     id: str
     type: Literal["function"]
     function: _Called
-    index: StrictInt | None = None  # from clients that send back what a stream said
+    index: StrictInt | None = None  # from clients that send back a streamed call
 
     def as_part(self) -> dict[str, Any]:
-        """For the chat template, which wants arguments as values."""
+        """The call for a chat template, which expects arguments as values, not as JSON text."""
         part = self.model_dump(exclude={"index"})
-        with contextlib.suppress(errors.InvalidData):  # then they stay text
+        with contextlib.suppress(errors.InvalidData):  # invalid JSON stays text
             part["function"]["arguments"] = parse_json(self.function.arguments, "arguments")
         return part
 
@@ -140,7 +140,7 @@ class _Message(_Shape):
         if self.content is None and not self.tool_calls:
             raise ValueError("a message without content")
         if self.tool_calls and self.role != "assistant":
-            raise ValueError("tool_calls are of the assistant")
+            raise ValueError("only the assistant may have tool_calls")
         return self
 
     def as_turn(self) -> dict[str, Any]:
@@ -207,7 +207,7 @@ class _StreamOptions(_Shape):
 
 
 class _Speculation(_Shape):
-    """Drafts of one request; whatever they are, the text is the same."""
+    """How to draft for one request; the text is the same with any of these."""
 
     drafter: Setting | None = None
     controller: Setting | None = None
@@ -225,9 +225,9 @@ class _Speculation(_Shape):
 
 
 class Body(_Shape):
-    """What requests for chats and for texts have in common."""
+    """Fields that requests for chats and for texts have in common."""
 
-    field: ClassVar[str]  # where the prompt stands
+    field: ClassVar[str]  # that holds the prompt
 
     model: str | None = None
     stream: StrictBool = False
@@ -235,7 +235,7 @@ class Body(_Shape):
     n: Annotated[StrictInt, Field(ge=1, le=128)] = 1
     stop: Stops | None = None
     seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**64)] | None = None
-    # None: 1 beside a field that only means something to drawn tokens, else 0 (greedy)
+    # None: 1 if another field is set that only affects sampling, else 0 (greedy)
     temperature: Annotated[StrictFloat, Field(ge=0, le=2)] | None = None
     top_p: Annotated[StrictFloat, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[StrictInt, Field(ge=0)] = 0
@@ -245,7 +245,7 @@ class Body(_Shape):
     logit_bias: Annotated[dict[TokenName, Bias], BeforeValidator(_few)] | None = None
     response_format: _ResponseFormat | None = None
     max_tokens: Count | None = None
-    # for whoever bills and caches; nothing here does
+    # for billing and caching by user, which are not done here
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -255,14 +255,14 @@ class Body(_Shape):
     def _choices(
         self, prompts: Sequence[Prompt], options: Any, limits: ServeOptions, **more: Any
     ) -> list[Choice]:
-        """`n` of each prompt; `options`: what `generate` takes beside those of every body."""
+        """Make `n` choices per prompt; `options`: keywords of `generate` that the body adds."""
         count, most = self.n * len(prompts), limits.concurrency + limits.queue
         if count > most:
             raise Refused(400, f"{count} answers at once, expected at most {most}", field="n")
         wished = {
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
-            # not as lists, where transformers 5.17 refuses token 0
+            # a dict: in lists, transformers 5.17 refuses token 0
             "sequence_bias": {(int(k),): v for k, v in (self.logit_bias or {}).items()},
             "json_schema": self.response_format and self.response_format.wanted,
             "stop_strings": [stop for stop in self.stop or [] if stop],
@@ -322,7 +322,7 @@ class ChatBody(Body):
         return isinstance(self.tool_choice, _Chosen) or self.tool_choice == "required"
 
     def choices(self, limits: ServeOptions, room: int) -> list[Choice]:
-        """The texts to write, of at most `room` tokens; of two names of a length the newer wins."""
+        """The texts to generate, of at most `room` tokens; max_completion_tokens goes first."""
         longest = self.max_completion_tokens or self.max_tokens or limits.max_tokens
         options = {"max_new_tokens": min(longest, room), "max_time": limits.timeout}
         if self.logprobs:
@@ -343,7 +343,7 @@ class ChatBody(Body):
 
 
 class TextBody(Body):
-    """`POST /v1/completions`: text that goes on, without a chat template."""
+    """`POST /v1/completions`: continue a text, without a chat template."""
 
     field: ClassVar[str] = "prompt"
 
@@ -363,11 +363,11 @@ class TextBody(Body):
 
 @dataclass(eq=False)
 class Refused(Exception):
-    """A request that gets an error in place of an answer, in the shape of OpenAI's clients."""
+    """An error that a client gets in place of an answer, in OpenAI's format."""
 
     status: int
     message: str
-    field: str | None = None  # what of the request is wrong
+    field: str | None = None  # the request's field that is wrong
     code: str | None = None
     headers: dict[str, str] | None = None
 
@@ -384,11 +384,11 @@ class Refused(Exception):
 
 _FIELDS = {"json_schema": "response_format", "grammar": "tools", "drafter": "speculation.drafter"}
 _FIELDS |= {"SequenceBiasLogitsProcessor": "logit_bias"}
-"""Fields of a request, by what the runtime calls them at the beginning of an error."""
+"""Fields of a request, by the runtime's name for them, which begins its error messages."""
 
 
 def of_error(error: BaseException, field: str | None = None) -> Refused:
-    """For what a request made the model raise; `field` is where its prompt stands."""
+    """The response for an error that a request caused; `field` is the one with its prompt."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, errors.InvalidOption | errors.HeadsNotFound):
@@ -399,13 +399,13 @@ def of_error(error: BaseException, field: str | None = None) -> Refused:
         return Refused(400, str(error), field=field)
     if isinstance(error, errors.SelfspecError):
         return Refused(503 if isinstance(error, errors.ModelChanged) else 500, str(error))
-    return Refused(500, "the answer failed by a fault of the server. Its log says more")
+    return Refused(500, "the answer failed through a fault of the server. Its log says more")
 
 
 def of_validation(error: pydantic.ValidationError) -> Refused:
-    """What a body has wrong: of several, the one that is furthest inside it, and then behind."""
+    """The error of an invalid body: of several, the most deeply nested, and of these the last."""
     every = error.errors(include_url=False, include_context=False, include_input=False)
-    every.sort(key=lambda e: e["type"].endswith("_type"))  # whose kind fits goes first
+    every.sort(key=lambda e: e["type"].endswith("_type"))  # prefer values of the right type
     found = max(every, key=lambda e: (len(e["loc"]), [n for n in e["loc"] if isinstance(n, int)]))
     field = ""  # messages[0].content; names of types, which pydantic puts in between, are left out
     for place in found["loc"]:
@@ -423,9 +423,9 @@ _TYPES = {"str", "bool", "int", "float", "list", "dict", "_Speculation", "_Chose
 
 
 def places(error: BaseException) -> str:
-    """An error's kind and the lines of code it came through, those of its causes first.
+    """An error's class and its lines of code, those of its causes first.
 
-    Without what it says: its message may hold what somebody wrote.
+    Its message is left out, because it may hold a client's text.
     """
     before = error.__cause__ or error.__context__
     lines = [places(before), "\nwhich led to\n"] if before is not None else []
