@@ -1,8 +1,8 @@
 """Several copies of the model: Ray Serve starts, watches and replaces them, and picks one.
 
-The front is the plain server's: the same socket, keys, limits and end. Ray's own HTTP proxy is off:
-it sees headers only, so that it could not tell conversations apart; a copy that ends in mid-answer
-would cut the connection without a word; and it opens a port, with paths that need no key.
+The front is that of the plain server: the same socket, keys, limits and shutdown. Ray's own HTTP
+proxy is off: it sees only headers, so it cannot tell conversations apart; a copy that dies during
+an answer would cut the connection without an error; and it opens a port with paths without a key.
 Requests of one conversation go to one copy: its beginning is its session (`ConsistentHashRouter`;
 Ray's `PrefixCacheAffinityRouter` asks an actor twice per request, and pulls in its LLM packages).
 """
@@ -47,34 +47,34 @@ logger = logging.getLogger(__name__)
 _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 _NAME = "selfspec"
 _TOKENS = "selfspec.tokens"  # type of a message before the last: the answer's tokens, for the log
-_MARK = "selfspec: cannot load: "  # before the reason in what Ray says of a copy that cannot start
-_BEGINNING = 256  # characters or ids of a prompt without messages that make its session
-_OBJECTS_BYTES = 128 << 20  # of Ray's object store; messages are small and pass it by
-_READY_S = 5.0  # for a copy to take a request; besides the time that an answer may take
-_SPARE = 64  # requests that a copy holds besides those it answers: to refuse them is its own affair
+_MARK = "selfspec: cannot load: "  # in Ray's status of a copy, before the reason
+_BEGINNING = 256  # first characters or ids of a prompt without messages: they are its session
+_OBJECTS_BYTES = 128 << 20  # of Ray's object store; messages are too small to use it
+_READY_S = 5.0  # for a copy to accept a request, besides the time for the answer
+_SPARE = 64  # requests that a copy gets beyond its limits, so that the copy itself refuses them
 
 _PASSED = {
     *("type", "http_version", "method", "scheme", "path", "raw_path", "query_string"),
     *("client", "server", "asgi"),
 }
-"""Keys of a request's ASGI scope that a copy is told besides the headers."""
+"""Keys of a request's ASGI scope that a copy gets besides the headers."""
 
 
 class Replica:
-    """One copy, in a process of its own: the plain server without its keys, origins and log."""
+    """One copy, in its own process: the plain server without its keys, CORS and request log."""
 
     def __init__(
         self, loading: dict[str, Any], options: ServeOptions, kv_memory: int | None
     ) -> None:
-        """`loading`: keywords of `selfspec.load`. Raises RuntimeError: why there is no model."""
+        """`loading`: keywords of `selfspec.load`. Raises RuntimeError if loading fails."""
         from selfspec.api.speculator import load
         from selfspec.serve.app import make_app
         from selfspec.serve.writer import Writer
 
-        log = logging.getLogger("selfspec")  # as the command line's; Ray passes stderr on
+        log = logging.getLogger("selfspec")  # as in the command line; Ray forwards stderr
         log.setLevel(logging.INFO)
         log.handlers[:] = [logging.StreamHandler()]
-        # in front of it, requests were let in and logged
+        # the front has checked and logged the requests
         options = replace(options, cors_origin=None, log_requests=False, host="")
         try:
             self._writer = Writer(load(**loading), options, kv_memory)
@@ -88,7 +88,7 @@ class Replica:
         return self._writer.label
 
     def check_health(self) -> None:
-        """Ray starts another copy where this raises."""
+        """Ray starts another copy if this raises."""
         if not self._writer.alive:
             raise RuntimeError("the writer has ended")
 
@@ -99,7 +99,7 @@ class Replica:
 
         async def receive() -> Message:
             if not unread:
-                await asyncio.Event().wait()  # a client that goes away ends all of this
+                await asyncio.Event().wait()  # if the client leaves, the task is cancelled
             return unread.pop()
 
         task = asyncio.ensure_future(self._app(scope, receive, messages.put))
@@ -120,7 +120,7 @@ class Replica:
 def copies(
     loading: dict[str, Any], options: ServeOptions, kv_memory: int | None
 ) -> Iterator[DeploymentHandle[Replica]]:
-    """Copies that end with the context; cores and `kv_memory` are for all. Raises InvalidOption."""
+    """Run copies until the context ends; they share cores and `kv_memory`. Raises InvalidOption."""
     count = options.replicas
     threads = max(1, cores() // count)
     memory = kv_memory or psutil.virtual_memory().available // 2
@@ -132,14 +132,14 @@ def copies(
         ray_actor_options={"num_cpus": threads, "runtime_env": {"env_vars": variables}},
         health_check_period_s=1.0,
         graceful_shutdown_wait_loop_s=0.1,
-        graceful_shutdown_timeout_s=1.0,  # the front has let answers end before
+        graceful_shutdown_timeout_s=1.0,  # the front has waited for answers before
         max_constructor_retry_count=1,
         request_router_config=RequestRouterConfig.model_validate({"request_router_class": _ROUTER}),
         logging_config=quiet,
     )(Replica)
     cpus = threads * count
     with cluster.started(num_cpus=cpus, object_store_memory=_OBJECTS_BYTES):
-        logging.getLogger("ray.serve").setLevel(logging.CRITICAL)  # its errors are raised, too
+        logging.getLogger("ray.serve").setLevel(logging.CRITICAL)  # its errors are also raised
         serve.start(proxy_location="Disabled", logging_config=quiet)
         bound = deployment.bind(loading, options, memory // count)
         try:
@@ -150,7 +150,7 @@ def copies(
             _, found, why = told.partition(_MARK)  # the line of a copy that could not load
             said = why.splitlines()[0] if found else f"no copy of the model could start: {error}"
             raise InvalidOption(said) from error
-        yield handle  # Serve ends with Ray; `serve.shutdown` would wait for what is gone already
+        yield handle  # Serve ends with Ray; `serve.shutdown` would wait for processes that are gone
 
 
 def make_front(handle: DeploymentHandle[Replica], options: ServeOptions, keys: Keys) -> Starlette:
@@ -180,7 +180,7 @@ class _Front:
     async def _pass(
         self, messages: DeploymentResponseGenerator[Message], scope: Scope, send: Send
     ) -> None:
-        """What a copy sends, to the client, who is told where that has no end."""
+        """Pass a copy's messages on to the client; if the copy dies or is late, send an error."""
         limit = _READY_S + (0 if scope["path"] in gate.OPEN else self._options.timeout)
         late = asyncio.get_running_loop().call_later(limit, messages.cancel)
         begun = streams = False
@@ -202,7 +202,7 @@ class _Front:
             if begun and not streams:
                 raise RuntimeError("the answer was cut") from None
             ended = Refused(
-                503, "the model's copy that wrote this has ended. Send the request again"
+                503, "the copy of the model that wrote this has ended. Send the request again"
             )
             if not begun:
                 raise ended from None
@@ -212,9 +212,9 @@ class _Front:
 
 
 def session(body: bytes) -> str:
-    """Which conversation a body belongs to; empty where it has none.
+    """The conversation that a body belongs to, as a hash; empty if there is none.
 
-    All turns share the messages up to the first that a user wrote, or the beginning of a prompt.
+    Its turns all share the messages up to the first of a user, or the beginning of the prompt.
     """
     found = None
     with contextlib.suppress(InvalidData, UnicodeError):

@@ -1,10 +1,10 @@
-"""One thread that owns the model: requests come in from anywhere, pieces of answers go out.
+"""One thread that owns the model: requests come in from any thread, pieces of answers go out.
 
-An engine is for one thread, and so is Hugging Face's preparation of a request. Prompts and grammars
-become ids and tables in other threads: large ones take seconds, in which others are written.
-Whatever one request raises, a MemoryError or a panic in Rust, ends that request alone.
-Rounds become what a client reads (text without its stop, calls, an end) and what Prometheus counts.
-Nothing here knows of HTTP.
+An engine needs one thread, and so does Hugging Face's preparation of a request. Other threads turn
+prompts and grammars into ids and tables: large ones take seconds, while other answers go on.
+Any error of a request, even a MemoryError or a panic in Rust, ends that request alone.
+Rounds become pieces for clients (text before a stop, calls, why it ended) and Prometheus metrics.
+Nothing here depends on HTTP.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from selfspec.serve.protocol import Choice, Refused, Tools, places
 logger = logging.getLogger(__name__)
 
 _READERS = 4  # threads that read prompts
-_LONG = 200_000  # bytes of a request: of these, which may take a gigabyte, one is read at a time
+_LONG = 200_000  # bytes: longer requests, which may take a gigabyte, are read one at a time
 
 
 class Writer:
-    """Writes the answers of all requests, in one engine."""
+    """Generates the answers to all requests, in one engine."""
 
     def __init__(
         self, speculator: Speculator, options: ServeOptions, kv_memory: int | None = None
@@ -62,7 +62,7 @@ class Writer:
         self.texts = TokenTexts(speculator.tokenizer)
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._answers: dict[Running, Answer] = {}
-        self.open = 0  # choices that are written or wait
+        self.open = 0  # choices that run or wait
         self._readers = ThreadPoolExecutor(_READERS, "selfspec-reader")
         self._reader_of_long = ThreadPoolExecutor(1, "selfspec-reader")
         self._lock = threading.Lock()
@@ -72,15 +72,15 @@ class Writer:
 
     @property
     def alive(self) -> bool:
-        """Whether requests would be answered."""
+        """Whether new requests are answered."""
         return self._thread.is_alive() and not self._stopping.is_set()
 
     def submit(self, job: Job) -> None:
-        """Have a job written. Raises Refused where too much waits already."""
+        """Queue a job. Raises Refused if too many choices run or wait already."""
         count = len(job.choices)
         with self._lock:
             if self.open + count > self.options.concurrency + self.options.queue:
-                said = f"{self.open} answers are written or wait. Try again soon"
+                said = f"{self.open} answers are running or waiting. Try again soon"
                 raise Refused(429, said, headers={"Retry-After": "1"})
             self.open += count
         job.left = count
@@ -89,16 +89,16 @@ class Writer:
         read.add_done_callback(lambda _: self._orders.put(lambda: self._begin(job, read)))
 
     def cancel(self, job: Job) -> None:
-        """What is not yet written of a job is left."""
+        """Give up the choices of a job that are not complete."""
 
         def leave() -> None:
-            self.metrics.count("request_cancelled", by=job.left)  # those still being read, too
+            self.metrics.count("request_cancelled", by=job.left)  # also if still being read
             self._leave(job)
 
         self._orders.put(leave)
 
     def look(self) -> Future[Memory]:
-        """Sets the gauges between two rounds, and tells of memory; never once it has stopped."""
+        """Set the gauges between two rounds; gives the memory, or nothing after `stop`."""
         found: Future[Memory] = Future()
 
         def answer() -> None:
@@ -127,13 +127,13 @@ class Writer:
             except BaseException as error:  # noqa: BLE001  # its message may hold what a client wrote
                 logger.error("a round failed; its answers end, others go on:\n%s", places(error))
                 for answer in list(self._answers.values()):
-                    if answer.running.ended:  # the round did not come to say so
+                    if answer.running.ended:  # the failed round did not report it
                         self._tell(answer)
         for running in list(self._answers):
             running.close()
 
     def _take_orders(self) -> None:
-        """All there are; where nothing is written, wait for one."""
+        """Run all pending orders; wait for one if no answer is running."""
         try:
             if not self._engine.texts:
                 self._orders.get()()
@@ -145,7 +145,7 @@ class Writer:
     def _tell(self, answer: Answer) -> None:
         try:
             piece = answer.piece()
-        except BaseException as error:  # noqa: BLE001  # whatever it is, the answer has an end
+        except BaseException as error:  # noqa: BLE001  # any error ends the answer
             piece = Piece(choice=answer.place, error=error)
             if not answer.running.ended:
                 answer.running.close()
@@ -158,17 +158,17 @@ class Writer:
     def _say(self, job: Job, piece: Piece) -> None:
         try:
             job.wrote(piece)
-        except BaseException as error:  # noqa: BLE001  # nobody listens: others do
-            logger.error("an answer was not heard:\n%s", places(error))
+        except BaseException as error:  # noqa: BLE001  # its client's callback failed: others go on
+            logger.error("an answer could not be sent:\n%s", places(error))
             self._leave(job)
 
     def _read(self, job: Job) -> list[Tensor]:
-        self._speculator.read_ahead(self._asked(job.choices[0]))  # all have one
+        self._speculator.read_ahead(self._asked(job.choices[0]))  # all have the same
         return [self._ids(choice) for choice in job.choices[:: job.n] if job.left]
 
     def _begin(self, job: Job, read: Future[list[Tensor]]) -> None:
-        """A job's texts join the engine: all, or none."""
-        if not job.left:  # nobody waits any more
+        """Add a job's texts to the engine: all or none."""
+        if not job.left:  # it was cancelled
             return
         try:
             ids = read.result()
@@ -184,22 +184,22 @@ class Writer:
             self._say(job, Piece(choice=0, error=error))
 
     def _ids(self, choice: Choice) -> Tensor:
-        """A prompt's ids, [1, P]. Raises InvalidPrompt for more than there is room for."""
+        """A prompt's ids, [1, P]. Raises InvalidPrompt, and Refused if they are too many."""
         raw, tools = choice.options.get("raw", False), list(choice.tools)
         ids = encode(self._speculator.tokenizer, choice.prompt, raw=raw, tools=tools)
         count, most = ids.shape[1], min(self.options.max_prompt_tokens or self.room, self.room - 1)
         if count > most:
-            # clients know what to do by the code, or by these words
+            # clients recognise the error by its code, or by these words
             said = f"the prompt has {count} tokens, the maximum context length is {most} tokens"
             field, code = "prompt" if raw else "messages", "context_length_exceeded"
             raise Refused(400, f"{said}. Shorten the prompt", field=field, code=code)
         return ids
 
     def _call(self, ids: Tensor, choice: Choice) -> Request:
-        """An answer ends where the model's positions end."""
+        """Make the Request for an answer, which ends at the model's last position."""
         longest = min(choice.options["max_new_tokens"], self.room - ids.shape[1])
         asked = self._asked(choice) | {"max_new_tokens": longest}
-        if stops := asked.pop("stop_strings", None):  # which the prompt may hold
+        if stops := asked.pop("stop_strings", None):  # the prompt may hold them
             ends, start = stop_strings(self._speculator.tokenizer, stops), ids.shape[1]
             asked["stopping_criteria"] = [lambda text, scores: ends(text[:, start:], scores)]
         return self._speculator.call(ids, asked)
@@ -224,22 +224,22 @@ class Writer:
                 self.open -= 1
 
 
-# --- from the rounds of an answer to what its client reads
+# --- from the rounds of an answer to pieces for its client
 
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """What came of a choice since the last piece."""
+    """The new output of a choice since its last piece."""
 
     choice: int
     text: str = ""
-    logprobs: Sequence[Json] = ()  # as a chat's answer has them, where they are noted
+    logprobs: Sequence[Json] = ()  # in the format of chats, if requested
     offsets: Sequence[int] = ()  # where the text of each new token begins in the answer
-    told: Sequence[Json] | None = None  # who gave the tokens, by round, where that was asked for
-    error: BaseException | None = None  # in place of all others
-    stats: GenerationStats | None = None  # the choice's own, which count on
+    told: Sequence[Json] | None = None  # who gave the tokens, by round, if requested
+    error: BaseException | None = None  # then there is nothing else
+    stats: GenerationStats | None = None  # of the choice, still counting
     # with the last piece
     calls: Sequence[Json] = ()
     finish: str | None = None  # stop, length or tool_calls
@@ -247,19 +247,19 @@ class Piece:
 
 @dataclass(eq=False)
 class Job:
-    """The choices of a request, and who hears of them, on the writer's thread."""
+    """The choices of a request, and the function that gets their pieces, on the writer's thread."""
 
     choices: Sequence[Choice]
     wrote: Callable[[Piece], object]
-    n: int = 1  # choices of each prompt, one behind the other
+    n: int = 1  # consecutive choices per prompt
     size: int = 0  # bytes of the request
     prompt_tokens: int = 0  # known before the first piece
-    left: int = 0  # choices that have no end yet
+    left: int = 0  # choices that are not complete
     came_s: float = field(default_factory=time.perf_counter)
 
 
 class Answer:
-    """One choice of a job while it is written."""
+    """One choice of a job while it is generated."""
 
     def __init__(
         self, writer: Writer, job: Job, place: int, call: Request, running: Running
@@ -275,14 +275,14 @@ class Answer:
         self._calls: Calls | None = None
         if form is not None and choice.tools:
             self._calls = Calls(form, choice.tools, choice.most_calls)
-        if choice.explain:  # as if it ran alone: so a request's explanation is always the same
+        if choice.explain:  # costs as if it ran alone, so that explanations do not vary
             cost = running.draft_cost(call.speculation)
             self._explanation = Explanation(writer.texts, cost)
         self._offsets = [0]  # by token: where its text begins; last: where the next one will
-        self._hides_last = False  # an end token, which is no text
+        self._hides_last = False  # whether the last token is an end token, which has no text
 
     def piece(self) -> Piece:
-        """What is new; the last one when the text has ended. Raises what ended it otherwise."""
+        """The new output, the last piece if the text has ended. Raises the error that ended it."""
         running, text, begin = self.running, "", len(self._offsets) - 1
         for entry in running.take():
             text += self._read(entry)
@@ -314,17 +314,17 @@ class Answer:
         )
         if not running.ended:
             return piece
-        # a time limit is a length; so is the end of the model's positions
+        # a time limit counts as length, and so does the model's last position
         late = time.perf_counter() - self.job.came_s >= self._choice.options["max_time"]
         ended = running.stats.stop_reason in (("eos",) if late else ("eos", "stop"))
-        complete = ended or self._stops.found  # no text shows a stop that is a special token
+        complete = ended or self._stops.found  # a stop may be a special token, without text
         finish = ("tool_calls" if calls else "stop") if complete else "length"
         return replace(piece, calls=calls, finish=finish)
 
     def _read(self, entry: Round) -> str:
         self.running.stats.add(entry)
         texts = []
-        for token in entry.tokens:  # one by one: rounds are cut by drafts
+        for token in entry.tokens:  # one by one: drafts decide where rounds end
             self._hides_last = is_end(self._tokenizer, entry, token)
             texts.append(self._decoder.push([] if self._hides_last else [token]))
         self._offsets += [*itertools.accumulate(map(len, texts), initial=self._offsets.pop())]
@@ -333,22 +333,22 @@ class Answer:
         return "".join(map(self._stops.push, texts))
 
     def _likely(self, token: int, logprob: float) -> Json:
-        """Half of a character has no bytes here: a tokenizer gives text alone."""
+        """A part of a character has no bytes here: a tokenizer only gives text."""
         text = self._texts.of(token)
         data = None if "\N{REPLACEMENT CHARACTER}" in text else [*text.encode()]
         return {"token": text, "logprob": logprob, "bytes": data}
 
 
 class Explanation:
-    """Who gave each token of an answer, round by round, as JSON: a round once its text is shown.
+    """Who gave each token of an answer, as JSON: each round once its text is shown.
 
-    A stop may hide text that was written: no token shows it. A draft has the text of its token.
+    Text that a stop hides is not in the tokens' texts. A draft has the text of its token.
     """
 
     def __init__(self, texts: TokenTexts, cost: DraftCost) -> None:
         self._texts, self._cost = texts, cost
         self._waiting: list[Json] = []  # rounds with text that is not shown yet
-        self._shown = 0  # characters of these that are
+        self._shown = 0  # characters of these that are shown
 
     def add(self, entry: Round, texts: Sequence[str]) -> None:
         """A round; `texts` of its tokens join to the answer."""
@@ -371,7 +371,7 @@ class Explanation:
         self._waiting.append(told)
 
     def rest(self, text: str) -> None:
-        """Add the rest of a character that the answer ends within: it belongs to the last token."""
+        """Add the rest of an incomplete last character to the last token."""
         if text:
             self._waiting[-1]["tokens"][-1]["text"] += text
 
@@ -391,27 +391,27 @@ class Explanation:
 
 
 GIVERS = [{"source": s, "look": LOOKS[one.line], **one._asdict()} for s, one in SOURCES.items()]
-"""Who can give tokens, for a page."""
+"""The sources of tokens, for a page."""
 
 
 def _giver(source: str, layer: int) -> Json:
-    """Only exit heads stand at a layer."""
+    """A source of tokens as JSON; only exit heads have a layer."""
     return {"source": source, "layer": layer if source == EXIT else None}
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model writes a call: JSON between two texts."""
+    """How a model writes a tool call: JSON between two texts."""
 
     before: str
     after: str
     arguments: str  # the key of the arguments beside `name`
 
     def grammar(self, tools: Tools) -> str:
-        """Lark for one call of one of these."""
+        """A Lark grammar for one call of one of the tools."""
         before, after = (json.dumps(text) if text else "" for text in (self.before, self.after))
         ways, rules = [], ""
-        for number, tool in enumerate(tools):  # each schema by itself: its $ref begin at its root
+        for number, tool in enumerate(tools):  # separate schemas: each $ref begins at its root
             name, schema = tool["function"]["name"], tool["function"].get("parameters")
             begins = json.dumps(f'{{"name": "{name}", "{self.arguments}": ')
             ways.append(f'{begins} arguments{number} "}}"')
@@ -422,7 +422,7 @@ class ToolFormat:
         return f"start: {before} ({' | '.join(ways)}) {after}\n{rules}"
 
     def calls(self, text: str, names: Collection[str]) -> Iterator[tuple[Json, str]]:
-        """Calls of `names` in a text, with what stands behind each; raises for what is none."""
+        """Yield the calls of `names` in a text, each with the text after it; raises for others."""
         before, after = self.before.strip(), self.after.strip()
         _, more, text = text.partition(before) if before else ("", "{", text)
         while more:
@@ -436,7 +436,7 @@ class ToolFormat:
         said = parse_json(text.strip(), "a call")
         name, arguments = said["name"], said[self.arguments]
         if name not in names or not isinstance(arguments, dict):
-            raise InvalidData("no call of what may be called")
+            raise InvalidData("no call of a known tool")
         function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
         return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
@@ -446,7 +446,7 @@ BARE = ToolFormat("", "", "parameters")  # Llama from 3.1 on
 
 
 def format_of(tokenizer: PreTrainedTokenizerBase | None) -> ToolFormat | None:
-    """What a chat template asks the model for; None: it knows no tools, or in another way."""
+    """The format of calls in a chat template; None: it has no tools, or an unknown format."""
     if tokenizer is None or tokenizer.chat_template is None:
         return None
     template = tokenizer.get_chat_template(tools=[{}])
@@ -458,11 +458,11 @@ def format_of(tokenizer: PreTrainedTokenizerBase | None) -> ToolFormat | None:
 
 
 class Calls:
-    """Text of an answer that may call: what is sure to be no call goes on, the rest waits."""
+    """Splits an answer into text and calls: passes on text that is no call, and holds the rest."""
 
     def __init__(self, form: ToolFormat, tools: Tools, most: int | None = None) -> None:
         self._form, self._names = form, [tool["function"]["name"] for tool in tools]
-        self._most = most  # calls that are given
+        self._most = most  # calls to return
         self._text = ""
         self._given = 0
 
@@ -479,7 +479,7 @@ class Calls:
         return shown
 
     def end(self) -> tuple[str, list[Json]]:
-        """What is left to be shown, and the calls; what only looks like one leaves all as text."""
+        """The rest of the text, and the calls; if one of them is invalid, all of it is text."""
         try:
             found = [*self._form.calls(self._text, self._names)]
         except (InvalidData, LookupError, TypeError, ValueError, RecursionError):
@@ -493,23 +493,23 @@ class Calls:
 # --- what Prometheus reads at /metrics
 
 _GAUGES = {
-    "num_requests_running": "Answers that are being written.",
+    "num_requests_running": "Answers that are running.",
     "num_requests_waiting": "Answers that wait for room.",
-    "kv_memory_bytes": "Keys and values of answers that are being written.",
-    "kv_memory_promised_bytes": "What these may still grow to.",
-    "kv_memory_kept_bytes": "Of ended texts, for others that begin alike.",
-    "kv_memory_limit_bytes": "The budget for keys and values.",
+    "kv_memory_bytes": "KV cache of running answers.",
+    "kv_memory_promised_bytes": "KV cache that running answers may grow to.",
+    "kv_memory_kept_bytes": "KV cache of ended texts, kept for prompts that begin alike.",
+    "kv_memory_limit_bytes": "Budget for the KV cache.",
 }
 
 _COUNTERS = {
-    "request_success": ("Answers that came to their end.", "finished_reason"),
-    "request_cancelled": ("Answers whose client went away.",),
+    "request_success": ("Answers that are complete.", "finished_reason"),
+    "request_cancelled": ("Answers whose client disconnected.",),
     "request_refused": ("Requests that got an error.", "status"),
     "prompt_tokens": ("Tokens of prompts.",),
     "generation_tokens": ("Tokens of answers.",),
-    "tokens_by_source": ("Tokens of answers by who gave them.", "source"),
-    "prefix_cache_queries": ("Tokens of prompts that entered.",),
-    "prefix_cache_hits": ("Those whose keys and values were there.",),
+    "tokens_by_source": ("Tokens of answers by their source.", "source"),
+    "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.",),
+    "prefix_cache_hits": ("Prompt tokens found in the prefix cache.",),
     "spec_decode_num_drafts": ("Rounds that had drafts.",),
     "spec_decode_num_draft_tokens": ("Drafted tokens.",),
     "spec_decode_num_accepted_tokens": ("Accepted drafts.",),
@@ -518,7 +518,7 @@ _COUNTERS = {
         "position",
     ),
 }
-"""What each counts, and its label."""
+"""The help text of each counter, and its label."""
 
 _GAPS_S = tuple(0.005 * 2**step for step in range(12))  # 5 ms to 10 s
 _ANSWERS_S = tuple(0.01 * 2**step for step in range(17))  # 10 ms to 11 minutes
@@ -530,7 +530,7 @@ _HISTOGRAMS = {
 
 
 class Metrics:
-    """The metrics of one server: nothing in them is shared with another one."""
+    """The metrics of one server, which it shares with no other."""
 
     def __init__(self) -> None:
         self._registry = prometheus.CollectorRegistry()
@@ -552,7 +552,7 @@ class Metrics:
         (counter.labels(*label) if label else counter).inc(by)
 
     def wrote(self, answer: Answer) -> None:
-        """Counts rounds of an answer which nobody took yet."""
+        """Count the rounds of an answer that have not been taken yet."""
         running = answer.running
         for entry in running.fresh:
             self.count("generation_tokens", by=len(entry.tokens))
