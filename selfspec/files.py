@@ -189,7 +189,7 @@ def open_to_others(file: Path) -> Path | None:
         if place == file and not os.path.lexists(place):
             continue
         found, loose = place.lstat(), 0o022
-        if place not in (file, file.parent):  # in /tmp, which is sticky, others cannot rename ours
+        if place not in (file, file.parent):  # in a sticky folder (/tmp) others cannot rename ours
             loose = 0 if found.st_mode & stat.S_ISVTX else 0o002
         if found.st_mode & loose or found.st_uid not in (0, os.geteuid()):
             return place
