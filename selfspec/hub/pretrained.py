@@ -1,7 +1,7 @@
-"""What transformers loads from a folder, hub id or GGUF file, and whether it may.
+"""Load models with transformers from a folder, hub id or GGUF file, after checking them.
 
-A config decides how much is built before any weight is read, so its counts are held against the
-weights that are there. No pickles, no code of a model's author; transformers comes on first use.
+A config decides how much is built before any weight is read, so its sizes are checked against the
+weights. No pickles, no code of a model's author; transformers is imported on first use.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# --- folders from outside: files of bounded size, whole weights
+# --- untrusted folders: files of bounded size, whole weights
 
-_MOST_BYTES = 256 << 20  # for a file of `_SMALL`; the largest known, of tokenizers, have a tenth
+_MOST_BYTES = 256 << 20  # in a file of `_SMALL`; the largest known tokenizers have a tenth
 _OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json")
 _SMALL = ("*.json", "*.jinja", "*.txt", "*.model")
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _SIZES = (*_LAYERS, "vocab_size", "hidden_size", "head_dim", "intermediate_size")
-_MOST = 1 << 24  # beyond every model; some of what depends on sizes is built at once
-_WIDEST = 8  # times the longest side of any weight: those of packed ones are shorter
+_MOST = 1 << 24  # more than in any model; some sizes are allocated at once
+_WIDEST = 8  # times the longest dimension of any weight: those of packed weights are shorter
 _NUMBERS = ("F32", "BF16", "F16", "F64")
 _MASKS = ("BOOL", "U8")
-_WHOLE = ("position_ids", "num_batches_tracked")  # last names of old models' buffers
+_WHOLE = ("position_ids", "num_batches_tracked")  # integer buffers of old models
 Shapes = dict[str, list[int]]  # of all tensors of a model, by name
 
 
 def check_model_folder(folder: Path) -> Shapes:
-    """Shapes of the weights. Raises InvalidData, with the reason, unless they may be loaded."""
+    """Check a folder; returns its weights' shapes. Raises InvalidData if it must not be loaded."""
     for file in (file for kind in _SMALL for file in folder.glob(kind)):
         if not file.is_file():
             raise InvalidData(f"{file} is no file")
@@ -61,10 +61,10 @@ def check_model_folder(folder: Path) -> Shapes:
 
 
 def check_sizes(config: dict[str, Any], shapes: Shapes) -> None:
-    """Raise InvalidData for a config of a model that these weights cannot be.
+    """Raise InvalidData if the sizes in a config do not fit the weights.
 
-    Called with the file's own values, and with those that transformers adds to them: what is
-    missing would be built at its default size, with random weights.
+    Called with the file's own values, and again with the defaults that transformers adds to them: a
+    missing size would be built at its default, with random weights.
     """
     lengths = {length for shape in shapes.values() for length in shape}
     longest = min(_MOST, _WIDEST * max(lengths, default=_MOST))
@@ -99,9 +99,9 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _shapes(file: Path, plain: bool) -> Iterator[tuple[str, list[int]]]:
-    """Names and shapes of all tensors; `plain`: nobody quantised them, so integers are no weights.
+    """Names and shapes of all tensors; `plain`: they are not quantised, so integers are no weights.
 
-    Read as another type, their bytes would be other numbers.
+    Integer weights would be read as wrong numbers.
     """
     for name, (dtype, shape) in check_safetensors(file).items():
         known = dtype in _NUMBERS or name.rpartition(".")[2] in _WHOLE
@@ -120,8 +120,8 @@ def _numbers(config: Any) -> Iterator[tuple[str, int]]:
 
 # --- loading, without transformers' bars and reports
 
-_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")  # fetched of a model
-_SHAPES_DIFFER = "ignore_mismatched_sizes"  # said of weights that do not fit their config
+_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")  # fetched for a model
+_SHAPES_DIFFER = "ignore_mismatched_sizes"  # in the error for weights that do not fit a config
 
 
 def load(source: str, **options: Any) -> tuple[Any, Any]:
@@ -143,7 +143,7 @@ def load(source: str, **options: Any) -> tuple[Any, Any]:
 
 
 def _require_all(source: object, found: dict[str, Any]) -> None:
-    """Raise ModelNotFound for weights that transformers did not find, and made up."""
+    """Raise ModelNotFound for weights that transformers did not find, and made at random."""
     if missing := sorted(found["missing_keys"]):
         raise ModelNotFound(
             f"{source} lacks {len(missing)} weights, {missing[0]} among them. Is the file whole?"
@@ -152,7 +152,7 @@ def _require_all(source: object, found: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _reading(failed: str, *, bars: bool = False) -> Iterator[None]:
-    """Quietly; an odd config makes transformers fail anywhere, with anything: ModelNotFound."""
+    """Silence transformers, and turn its errors (any class, for odd files) into ModelNotFound."""
     try:
         with quiet(bars=bars):
             yield
@@ -160,7 +160,7 @@ def _reading(failed: str, *, bars: bool = False) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # Rust's
             raise
         if getattr(error, "errno", 0) == errno.ENOSPC or "(os error 28)" in str(error):
-            raise  # a tokenizer is written here, too: the cache is full, and the model sound
+            raise  # the disk of the cache is full: the model is not at fault
         reason = first_line(error)
         if _SHAPES_DIFFER in str(error):
             reason = "its weights have other shapes than its config says"
@@ -170,7 +170,7 @@ def _reading(failed: str, *, bars: bool = False) -> Iterator[None]:
 
 
 def _require_known_method(said: Any) -> None:
-    """Raise InvalidData for a quantization_config that transformers would pass over."""
+    """Raise InvalidData for a quantization_config that transformers would ignore."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as KNOWN
 
     if said is None:
@@ -183,13 +183,13 @@ def _require_known_method(said: Any) -> None:
     method = said.get("quant_method")
     if not isinstance(method, str) or method not in KNOWN:
         raise InvalidData(
-            f"its quantization_config names {shown(method)}, which nothing here reads. Expected "
+            f"its quantization_config names {shown(method)}, which is not supported. Expected "
             "none, or for instance gptq, awq, compressed-tensors"
         )
 
 
 def convert_gguf(gguf: Path, out: Path, dtype: str) -> None:
-    """Write the model, de-quantised, and the tokenizer. Raises ModelNotFound with the reason."""
+    """Write the de-quantised model and its tokenizer. Raises ModelNotFound with the reason."""
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 
@@ -218,14 +218,14 @@ def describe_gguf(gguf: Path, out: Path) -> None:
         AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(out)
 
 
-_READER = Lock()  # else two threads might each put back what the other had made
+_READER = Lock()  # else one thread could restore the replacement that another one made
 
 
 @contextlib.contextmanager
 def _reader_with(name: str, made: Callable[[Any], Any]) -> Iterator[None]:
-    """While open, `name` in transformers' reader of GGUF files is what is `made` of it."""
+    """Replace `name` in transformers' GGUF reader by what `made` makes of it, during the block."""
     with _READER, contextlib.ExitStack() as behind:
-        with contextlib.suppress(ImportError, AttributeError):  # newer ones may go without
+        with contextlib.suppress(ImportError, AttributeError):  # newer ones may lack it
             from transformers import modeling_gguf_pytorch_utils as reader
 
             before = getattr(reader, name)
@@ -235,24 +235,24 @@ def _reader_with(name: str, made: Callable[[Any], Any]) -> Iterator[None]:
 
 
 def _once(parse: Callable[..., Any]) -> Callable[..., Any]:
-    """What is found in a file for its tokenizer's class serves its config, too.
+    """Cache the results of `parse`, which is called for the tokenizer's class and for the config.
 
-    Either parses all words: of a vocabulary of 128,000, 8 s of a processor each time.
+    Each call parses the whole vocabulary: 8 s of CPU time for 128,000 tokens.
     """
     found = functools.cache(parse)
     return lambda *of, **options: copy.deepcopy(found(*of, **options))
 
 
 def _write_tokenizer(gguf: Path, out: Path) -> None:
-    """Raises ValueError for one that loses blanks or words: transformers 5.17 reads some so."""
+    """Write a tokenizer. Raises ValueError if it loses spaces or words, as some do with 5.17."""
     from tokenizers import decoders
     from transformers import AutoTokenizer, __version__
 
     made = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     if "ByteLevel" in repr(made.backend_tokenizer.pre_tokenizer):
-        # 5.17 decodes as SentencePiece first, and grammars then misread the blanks of tokens
+        # 5.17 decodes as SentencePiece first, and grammars then misread the spaces of tokens
         made.backend_tokenizer.decoder = decoders.ByteLevel()
-    for name in ("bos_token", "eos_token", "pad_token"):  # for 5.17 Llama's first is the last, too
+    for name in ("bos_token", "eos_token", "pad_token"):  # 5.17 takes Llama's first as last, too
         if (place := made.init_kwargs.get(f"{name}_id")) is not None:
             setattr(made, name, made.convert_ids_to_tokens(place))
     made.save_pretrained(out)
@@ -261,11 +261,11 @@ def _write_tokenizer(gguf: Path, out: Path) -> None:
     lost = " " not in str(found.decode(ids, skip_special_tokens=True)).strip()  # Phi's
     if lost or (len(ids) >= len(words) and {"one", "▁one"} & found.get_vocab().keys()):  # Gemma's
         said = f"transformers {__version__} reads {words!r} as {found.convert_ids_to_tokens(ids)}"
-        raise ValueError(f"{said}. A newer one may do better; else give the model's folder")
+        raise ValueError(f"{said}. A newer version may be right; else give the model's folder")
 
 
 def load_description(folder: Path, name: str = "") -> tuple[Any, Any]:
-    """Config and tokenizer. Raises ModelNotFound, saying that it cannot read `name`."""
+    """Load config and tokenizer. Raises ModelNotFound, which says that `name` cannot be read."""
     from transformers import AutoConfig, AutoTokenizer
 
     with _reading(f"cannot read {name or folder}"):
@@ -274,7 +274,7 @@ def load_description(folder: Path, name: str = "") -> tuple[Any, Any]:
 
 
 def quantisation_of(source: str) -> Any:
-    """The quantization_config of a folder or a hub id; None where it has none, or cannot be had."""
+    """The quantization_config of a folder or a hub id; None if it is missing or out of reach."""
     from huggingface_hub import hf_hub_download
 
     folder = Path(source)
@@ -287,7 +287,7 @@ def quantisation_of(source: str) -> Any:
 
 
 def load_parts(source: str) -> tuple[Path, Any, Any, Any]:
-    """Folder, config, tokenizer, and generation config if there is one. Raises ModelNotFound."""
+    """Load folder, config, tokenizer, and generation config if any. Raises ModelNotFound."""
     from huggingface_hub import snapshot_download
     from transformers import GenerationConfig
 
@@ -305,7 +305,7 @@ def load_parts(source: str) -> tuple[Path, Any, Any, Any]:
 
 @contextlib.contextmanager
 def quiet(*, bars: bool = False) -> Iterator[None]:
-    """Switch off what transformers says, its bars too unless asked; then back to what it was."""
+    """Silence transformers' log, and its progress bars unless `bars`, during the block."""
     from transformers.utils import logging as transformers_logging
 
     control: Any = transformers_logging  # its functions carry no types
@@ -321,7 +321,7 @@ def quiet(*, bars: bool = False) -> Iterator[None]:
             control.enable_progress_bar()
 
 
-# --- a model whose weights somebody else brings
+# --- a model built from given weights
 
 _OUTPUT = "lm_head.weight"
 
@@ -332,10 +332,10 @@ def assembled(
     attention: str | None,
     weight: Callable[[str, tuple[int, ...]], Tensor | None],
 ) -> PreTrainedModel:
-    """The model that `config` describes, in evaluation mode, without memory of its own.
+    """Build the model that `config` describes from given weights, in evaluation mode.
 
-    `weight`: of a parameter's name and shape; None where there is none. Raises InvalidData where
-    the config makes no model, LacksWeights where a weight is missing.
+    `weight` returns the tensor for a parameter's name and shape, or None if there is none. Raises
+    InvalidData if the config describes no model, LacksWeights if a weight is missing.
     """
     from accelerate import init_empty_weights
     from torch.nn import Parameter
@@ -346,8 +346,8 @@ def assembled(
     try:
         with init_empty_weights(include_buffers=False), no_init_weights():
             model: PreTrainedModel = make(config, dtype=dtype, attn_implementation=attention)
-    except Exception as error:  # an odd config makes transformers fail anywhere, with anything
-        raise InvalidData(f"what it says makes no model: {first_line(error)}") from error
+    except Exception as error:  # with an odd config, transformers may raise anything
+        raise InvalidData(f"its config describes no model: {first_line(error)}") from error
 
     def place(name: str, parameter: nn.Parameter) -> None:
         owner, _, leaf = name.rpartition(".")
@@ -377,10 +377,10 @@ def assembled(
 
 
 def _as_numbers(_model: nn.Module, state: dict[str, Any], _prefix: str, _more: Any) -> None:
-    """Blocks are saved as the numbers that they stand for, tied ones as one tensor."""
+    """Replace blocks in a state dict by their numbers, tied ones by one tensor."""
     from selfspec.model.weights import QuantisedWeight
 
     made: dict[int, Tensor] = {}
-    for name, weight in state.items():  # with keep_vars they are parameters, as they are
+    for name, weight in state.items():  # with keep_vars they stay parameters
         if isinstance(weight, QuantisedWeight) and not hasattr(weight, "_is_param"):
             state[name] = made.setdefault(weight.blocks.data_ptr(), weight.expanded())

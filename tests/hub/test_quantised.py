@@ -617,7 +617,7 @@ def write_bytes(path: Path, name: str, place: int, value: bytes) -> None:
         ("gptq", change("qweight", lambda it: it[:-1]), "qweight is .7, 128., expected .8, 128."),
         ("gptq", change("qweight", lambda it: it.float()), "holds torch.float32"),
         ("gptq", change("qzeros", lambda it: it[:1]), "qzeros is .1, 16., expected .2, 16."),
-        ("gptq", change("g_idx", lambda it: it + 1), "inputs of groups that it has not"),
+        ("gptq", change("g_idx", lambda it: it + 1), "inputs in groups that do not exist"),
         ("gptq", change("scales", lambda it: it / 0), "has a scale that is not finite"),
         ("awq", change("scales", lambda it: it[:0]), "expected .0, 16."),
         ("pack-quantized", change("weight_scale", lambda it: it[:5]), "has scales and zeros of"),
