@@ -137,7 +137,7 @@ def test_a_copy_that_is_killed_loses_its_own_answers_and_comes_back(command: Com
         lines = [[line for line in one.iter_lines() if line] for one in streams.values()]
     ends = sorted(one[-1] for one in lines)
     assert ends[0] == "data: [DONE]"
-    assert "copy that wrote this has ended. Send the request again" in ends[1]
+    assert "copy of the model that wrote this has ended. Send the request again" in ends[1]
     for number in range(8):  # whichever copy they would have gone to
         assert ask(command, opening(number)).status_code == 200
     wait_until(lambda: len(command.copies) == 2)
