@@ -1,1 +1,1 @@
-"""What each layer made of each token: looked at, drawn, told. Imports no drawing library itself."""
+"""Inspect and draw what each layer predicts for each token. Imports no drawing library itself."""

@@ -1,4 +1,4 @@
-"""What every exit layer said at every token of an answer; its file, and what drafts gained.
+"""What every exit layer predicts at every token of an answer; its file, and the gain from drafts.
 
 A file has one JSON record per line: the `info`, then a `place` per token, then a `round` per
 verification.
@@ -29,7 +29,7 @@ _VISIBLE = {" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"}
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSays:
-    """What one exit layer's head says of one place's token. Texts show spaces as they are."""
+    """What one exit layer's head predicts for one token. Texts contain spaces unchanged."""
 
     layer: int
     top_tokens: tuple[int, ...]  # five ids (fewer in a smaller draft vocabulary), most likely first
@@ -37,7 +37,7 @@ class LayerSays:
     top_probs: tuple[float, ...]
     """Their probabilities in the head's distribution, calibrated, before annealing."""
     confidence: float
-    """Top-1 probability after annealing: what the judge compares with the threshold."""
+    """Top-1 probability after annealing, which the judge compares with the threshold."""
     rank: int
     """Rank of the final token among the head's guesses, from 1; 0: not in the draft vocabulary."""
     divergence: float
@@ -51,13 +51,13 @@ class Place:
     index: int  # in the answer, from 0
     token: int
     text: str
-    """What the token adds to the answer, special tokens included; "" where a later one completes
-    a character that begins here. All texts join to the whole."""
+    """The text that the token adds to the answer, special tokens included; "" if a later token
+    completes a character that begins here. All texts join to the whole."""
     kind: Literal["prefill", "accepted", "bonus"]  # by the prompt's pass, a draft, verification
     round: int  # index in `LayerTrace.rounds`; 0 is the prompt's pass
     exit_layer: int | None  # where an accepted draft of the exit heads left
     copied_from: int | None
-    """Where an accepted draft from prompt lookup was found: counted in prompt and answer."""
+    """Where prompt lookup found an accepted draft: its index in the prompt and the answer."""
     final_top_tokens: tuple[int, ...]  # the whole model's five likeliest, before any processor
     final_top_texts: tuple[str, ...]
     final_top_probs: tuple[float, ...]
@@ -66,7 +66,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceInfo:
-    """What was decoded, on what, and how."""
+    """The model, the prompt and the options of a decode."""
 
     base_model: str  # the model's name, for people
     base: str  # its fingerprint
@@ -74,21 +74,21 @@ class TraceInfo:
     dtype: str
     executor: str
     num_layers: int
-    exit_layers: tuple[int, ...]  # all that were looked at, rising
+    exit_layers: tuple[int, ...]  # all that were inspected, in increasing order
     head_kinds: tuple[str, ...]
     """Kind of head at each of them: deep-fused, translator, .., logit-lens."""
     thresholds: tuple[float, ...]
-    """tau of each of them; of a layer that was not in use, the built-in one."""
+    """tau of each of them; for a layer that did not draft, the built-in one."""
     options: SpeculationOptions
-    """The options as the decode used them: exit layers up to D_max with a threshold each, costs as
-    they were taken. In a file: the keywords that give them."""
-    lossless: bool  # false if a lossy acceptance rule was at work
-    prompt: str  # the prompt as it was asked, before any chat template
+    """The options that the decode used: exit layers up to D_max with a threshold each, and the
+    costs. In a file: the keywords that give them."""
+    lossless: bool  # false if the acceptance rule was lossy
+    prompt: str  # the prompt as it was given, before any chat template
     prompt_texts: tuple[str, ...]  # texts of the prompt's tokens, the chat template's too
 
     @property
     def taus(self) -> dict[int, float]:
-        """By exit layer in use; empty where heads did not draft."""
+        """Thresholds by exit layer in use; empty if heads did not draft."""
         exits = self.options.exit
         if not self.options.uses("exit"):
             return {}
@@ -107,7 +107,7 @@ class LayerTrace:
 
     @property
     def answer(self) -> list[str]:
-        """What each token adds to the text that people read; an end token adds nothing."""
+        """The text that each token adds to the answer as people read it; an end token adds none."""
         texts = [place.text for place in self.places]
         if texts and self.rounds[-1].stop_reason == "eos":
             texts[-1] = ""
@@ -122,12 +122,12 @@ class LayerTrace:
 
     @property
     def cost(self) -> DraftCost:
-        """What drafts were chosen by: costs of rows and heads, mostly as measured there."""
+        """The costs that drafts were chosen by: of rows and heads, mostly measured there."""
         return DraftCost.with_costs(self.info.options.costs, self.info.num_layers)
 
     @property
     def summary(self) -> str:
-        """What the decode did, in a line."""
+        """The decode's statistics, in a line."""
         stats = self.stats
         ended = ", ".join(f"{ENDED[why]} {count}" for why, count in stats.ended.most_common())
         return (
@@ -139,12 +139,12 @@ class LayerTrace:
         )
 
     def save(self, path: Path) -> None:
-        """Write a file. Raises CannotWrite."""
+        """Write the trace to a file. Raises CannotWrite."""
         lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in self.lines())
         files.write(path, "".join(lines))
 
     def lines(self) -> list[dict[str, Any]]:
-        """Ready for JSON: what each line of a file holds."""
+        """The record of each line of a file, ready for JSON."""
         head = {"made_by": "selfspec", "format_version": FORMAT_VERSION, "type": "info"}
         options = {"options": self.info.options.differing()}
         places = [{"type": "place", **asdict(place)} for place in self.places]
@@ -156,7 +156,7 @@ class LayerTrace:
 
     @classmethod
     def load(cls, path: Path) -> LayerTrace:
-        """From a file. Raises InvalidData: file, line, reason."""
+        """Read a trace from a file. Raises InvalidData with the file, the line and the reason."""
         infos: list[TraceInfo] = []
         places: list[Place] = []
         rounds: list[tuple[Round, tuple[str, ...]]] = []
@@ -221,7 +221,7 @@ def _place(values: dict[str, Any], layers: tuple[int, ...], index: int) -> Place
 
 
 def _round(values: dict[str, Any], layers: tuple[int, ...]) -> tuple[Round, tuple[str, ...]]:
-    """With the texts of its drafts. All that it says of drafts must be said of those it has."""
+    """A round and the texts of its drafts. All its lists must describe each of its drafts."""
     texts = tuple(values.pop("draft_texts"))
     if not fits(texts, tuple[str, ...]):
         raise InvalidData("draft_texts are no texts")
@@ -240,17 +240,17 @@ def _round(values: dict[str, Any], layers: tuple[int, ...]) -> tuple[Round, tupl
     return entry, texts
 
 
-# --- what drafts gained, in words that the page, the card and the terminal share
+# --- the gain from drafts, in words that the page, the card and the terminal share
 
 
 class Gain(NamedTuple):
-    """What drafts gained in one answer."""
+    """The gain from drafts in one answer."""
 
     tokens: int
-    drafted: int  # how many of them came as drafts that were kept
+    drafted: int  # how many of the tokens were drafts that were kept
     times: float
-    """How many times as fast as plain decoding, by costs. One digit, as people read it: words must
-    fit the number beside them."""
+    """Speed-up over plain decoding, by costs. Rounded to one digit, as it is shown, so that the
+    words fit the number beside them."""
 
     @property
     def headline(self) -> str:
@@ -264,7 +264,7 @@ class Gain(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """What drafts did that gained nothing; empty if they did, or gave and cost nothing."""
+        """What drafts did without a gain; empty if they gained, or gave and cost nothing."""
         if self.times > 1 or (self.times == 1 and not self.drafted):
             return ""
         return "cost more than they gave" if self.times < 1 else "cost what they gave"
@@ -280,15 +280,15 @@ def givers(trace: LayerTrace) -> list[Giver]:
 
 
 def ranked(found: Sequence[Giver]) -> list[tuple[Giver, int]]:
-    """How many tokens each gave: the model first, then prompt lookup, then by layer."""
+    """Sources and the tokens of each: the model first, then prompt lookup, then heads by layer."""
     order = {source: place for place, source in enumerate(SOURCES)}
     return sorted(Counter(found).items(), key=lambda pair: (order[pair[0].source], pair[0].layer))
 
 
 def rejected(entry: Round) -> list[tuple[int, list[int]]]:
-    """Drafts that were not kept, in branches: each follows the one before in its list.
+    """Rejected drafts as branches, in which each draft follows the one before it.
 
-    With each the index in `entry.tokens` of the token that stands where it begins.
+    Each branch comes with the index in `entry.tokens` of the token in the place where it begins.
     """
     parents = entry.parents or range(-1, len(entry.draft_tokens) - 1)
     place = {-1: 0} | {draft: index + 1 for index, draft in enumerate(entry.kept)}
@@ -305,9 +305,9 @@ def rejected(entry: Round) -> list[tuple[int, list[int]]]:
 
 
 def right_from(trace: LayerTrace, place: Place) -> int | None:
-    """The layer from which on every first guess is the token.
+    """The layer from which on every first guess is the token, at most num_layers.
 
-    num_layers at the latest; None if not even the whole model prefers the token: it was drawn.
+    None if the whole model prefers another token: then this one was sampled.
     """
     if place.final_top_tokens[0] != place.token:
         return None
@@ -326,7 +326,7 @@ def head_right(trace: LayerTrace, place: Place) -> int | None:
     return next((said.layer for said in fitted if said.top_tokens[0] == place.token), None)
 
 
-# --- how a text looks where a space or a line's end must be seen
+# --- texts with visible spaces and ends of lines
 
 
 def visible(text: str) -> str:
@@ -337,6 +337,6 @@ def visible(text: str) -> str:
 
 
 def readable(text: str, ends: str = "") -> str:
-    """Lines, each behind the first with `ends` before it, and nothing that could move a cursor."""
+    """A text with `ends` before each line feed, and no character that could move a cursor."""
     lines = ("" if line == "" else visible(line).replace("␣", " ") for line in text.split("\n"))
     return f"{ends}\n".join(lines)

@@ -1,7 +1,7 @@
-"""Decode one prompt as `generate` does, then ask every exit layer what it says of each token.
+"""Decode one prompt as `generate` does, then compute every exit layer's prediction of each token.
 
-The decode is the runtime's own; hidden states come from one more pass over the finished text, run
-by the same pieces as in training, so there is no hook on the model.
+The runtime itself decodes. Hidden states come from one more pass over the finished text, with the
+same code as in training, so no hook is set on the model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from selfspec.options import Costs, Exit
 from selfspec.training.features import LOGIT_ROWS, Batch, FeatureSpec, features
 from selfspec.visualise.layers import LayerSays, LayerTrace, Place, TraceInfo
 
-TOP = 5  # guesses kept of each layer
+TOP = 5  # guesses to keep per layer
 
 _DIGITS = 6
 """Decimals of probabilities and divergences: a file keeps exactly what the pictures show."""
@@ -41,10 +41,10 @@ def inspect(
     all_layers: bool = True,
     **options: Unpack[GenerateOptions],
 ) -> LayerTrace:
-    """The same answer as `speculator.generate(prompt, **options)`, with what each layer made of it.
+    """Make the answer of `speculator.generate(prompt, **options)`, with each layer's predictions.
 
-    Layers are those that have heads; without `all_layers` no others, which the logit lens reads.
-    Raises HeadsNotFound where that leaves none, and what `generate` raises.
+    Layers with heads are read by their heads, and with `all_layers` all others by the logit lens.
+    Raises HeadsNotFound if there are no layers to read, and what `generate` raises.
     """
     lenses, backbone = _lenses(speculator, all_layers=all_layers), speculator.backbone
     stream = speculator.stream(prompt, **options)
@@ -52,7 +52,7 @@ def inspect(
     resolved = _resolved(speculator, stream.request.speculation)
     lossless = stream.drain().stats.lossless
     taus = spread(resolved.exit.thresholds, resolved.exit.layers or ())
-    # tuned to a layer, a threshold means nothing elsewhere: there it is the built-in one
+    # thresholds are tuned for their own layers: others have the built-in one
     (built_in,) = Exit().thresholds
     thresholds = {layer: taus.get(layer, built_in) for layer in lenses}
     temperatures = {layer: lens.temperature for layer, lens in lenses.items()}
@@ -83,7 +83,7 @@ def inspect(
 
 
 def _lenses(speculator: Speculator, *, all_layers: bool) -> dict[int, Lens]:
-    """By layer, rising: fitted heads, and logit lenses where there are none and all are asked."""
+    """Lenses by increasing layer: fitted heads, and with `all_layers` logit lenses elsewhere."""
     heads, backbone = speculator.heads, speculator.backbone
     if heads is None and not all_layers:
         raise HeadsNotFound("no exit heads to look through. Give --heads, or drop --no-all-layers")
@@ -100,11 +100,11 @@ def _lenses(speculator: Speculator, *, all_layers: bool) -> dict[int, Lens]:
 
 
 def _resolved(speculator: Speculator, options: SpeculationOptions) -> SpeculationOptions:
-    """What options came to with this model and these heads, or would have if heads drafted."""
+    """The options that were used with this model and heads, or would be used if heads drafted."""
     heads = speculator.heads
     drafter = options.drafter if options.speculate else "none"
     if drafter == "exit" and heads is None:
-        drafter = "none"  # as `generate` has it
+        drafter = "none"  # as in `generate`
     exits = options.exit
     if heads is not None:
         by_layer = spread(exits.thresholds, exits.layers or heads.config.exit_layers)
@@ -122,7 +122,7 @@ def _resolved(speculator: Speculator, options: SpeculationOptions) -> Speculatio
 def _places(
     backbone: Backbone, reader: Reader, asked: Tensor, came: Sequence[tuple[dict[str, Any], int]]
 ) -> Iterator[Place]:
-    """The tokens that `came` behind the prompt `asked` [P], in one pass over both."""
+    """The tokens `came` after the prompt `asked` [P], with predictions from one pass over both."""
     answer = [one["token"] for one, _ in came]
     ids = torch.cat([asked, asked.new_tensor(answer)])[None]
     predicts = torch.zeros_like(ids, dtype=torch.bool)
@@ -152,10 +152,10 @@ def _places(
 def provenance(
     prompt: Sequence[int], rounds: Sequence[Round], size: int
 ) -> Iterator[tuple[dict[str, Any], int]]:
-    """How each token of the answer came, as its Place says it.
+    """Yield how each token of the answer was made, as fields of its Place.
 
-    With it how many drafts of exit heads lead there in its round, without a break. `size`: the
-    longest n-gram that prompt lookup looked for.
+    Each comes with the number of exit heads' drafts directly before it in its round. `size`: the
+    longest n-gram of prompt lookup.
     """
     index = NgramIndex(size)
     index.extend(prompt)
@@ -163,7 +163,7 @@ def provenance(
         (_, begin), behind = index.find(), 0
         period = len(index.text) - begin
         for offset, (token, giver) in enumerate(zip(entry.tokens, entry.givers, strict=True)):
-            at = begin + offset % (period or 1)  # a copy may go on into itself
+            at = begin + offset % (period or 1)  # a copy may overlap itself
             copied = giver.source == NGRAM and period and index.text[at] == token
             left = giver.layer if giver.source == EXIT else None
             kind = "bonus" if giver.source == MODEL else "accepted"
@@ -174,7 +174,7 @@ def provenance(
 
 
 def _words(prompt: Prompt, asked: Tensor, texts: TokenTexts) -> str:
-    """What was asked, for people: the text, the last message, or all tokens."""
+    """The prompt for people: its text, its last message, or the text of all its tokens."""
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, list) and isinstance(prompt[-1], dict):
@@ -182,29 +182,29 @@ def _words(prompt: Prompt, asked: Tensor, texts: TokenTexts) -> str:
     return "".join(texts.pieces(asked.tolist()))
 
 
-# --- what heads say of hidden states
+# --- predictions from hidden states
 
 
 class Lens(NamedTuple):
-    """A head to look through at one layer."""
+    """The head that reads one layer."""
 
     head: ExitHead
     kind: str  # the name of its type in HEAD_TYPES
-    temperature: float  # calibrated; the judge's is annealed as well
+    temperature: float  # calibrated; the judge also anneals it
 
 
 class Reader(NamedTuple):
-    """Reads distributions of several places: [R, d] features or [R, V] target logits come in."""
+    """Reads predictions of several tokens from features [R, d] or target logits [R, V]."""
 
     lenses: Mapping[int, Lens]
     judge: ExitJudge  # the decode's own, for all layers of `lenses`
     texts: TokenTexts
-    states: tuple[int, ...] = ()  # layers that heads read of the token before
+    states: tuple[int, ...] = ()  # layers of the previous token that heads read
 
     def said(
         self, layer: int, features: Tensor, target_logits: Tensor, tokens: Tensor
     ) -> list[LayerSays]:
-        """What `layer` says of places whose final `tokens` [R] and logits [R, V] are known."""
+        """Predictions of `layer` at places with final `tokens` [R] and target logits [R, V]."""
         head, _, temperature = self.lenses[layer]
         logits = head.unembed(features)  # [R, V_draft]
         log_probs = (logits / temperature).log_softmax(-1)
@@ -228,9 +228,9 @@ class Reader(NamedTuple):
         ]
 
     def likeliest(self, log_probs: Tensor, head: ExitHead | None = None) -> list[dict[str, Any]]:
-        """The best of each distribution [R, V_draft] of `head`, or [R, V] of the model, by name."""
+        """Top tokens of distributions, [R, V_draft] of `head` or [R, V] of a model, by name."""
         best = log_probs.argmax(-1, keepdim=True)
-        # where values tie, topk takes any of them: the one that would be drafted comes first
+        # topk orders ties arbitrarily: put the token first that would be drafted
         marked = log_probs.scatter(-1, best, torch.inf)
         columns = marked.topk(min(TOP, log_probs.shape[-1]), dim=-1).indices
         ids = (columns if head is None else head.to_target_ids(columns)).tolist()
@@ -246,7 +246,7 @@ class Reader(NamedTuple):
 
 
 def ranks(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Ranks of `tokens` [R] in logits [R, V], from 1; 0 where the logit is -inf. Ties share one."""
+    """Ranks of `tokens` [R] in logits [R, V], from 1; 0 if the logit is -inf. Ties share a rank."""
     own = logits.gather(-1, tokens[:, None])
     better: Tensor = (logits > own).sum(-1)
     return torch.where(own[:, 0].isneginf(), 0, better + 1)
@@ -261,8 +261,8 @@ def chained(
 ) -> dict[int, Tensor]:
     """Features [N, d] of each layer, read from `hidden` [N, d] by layer and `deep`.
 
-    `behind[n]` drafts of exit heads stand before place n in its round. Where there are any, heads
-    read, as in decoding, no deep state but the features of the last, which left at `exits[n - 1]`.
+    `behind[n]`: drafts of exit heads directly before place n in its round. If there are any, heads
+    read no deep state, as in decoding, but the features of the last draft, of `exits[n - 1]`.
     """
     made = {layer: torch.empty_like(hidden[layer]) for layer in lenses}
     known = None if deep is None else deep.clone()

@@ -1,4 +1,4 @@
-"""An answer as a card to share: question and text, by who gave it, beside one large factor."""
+"""An answer as a card to share: question and text, coloured by source, beside the speed-up."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ CARD = (1200, 675)  # pixels
 _INK, _DIM, _PAPER, _OTHER = (pages.TONES[n].light for n in ("ink", "dim", "card", "other"))
 
 _SIZES = (40, 36, 32, 29, 26, 23)
-"""Sizes of the answer's letters, tried in turn until it fits; at the smallest it is cut."""
+"""Font sizes of the answer, tried in turn until it fits; at the smallest, the answer is cut."""
 _ASKED = 64  # columns of the question
 
 _LEADING = 1.62
-_CELL = 0.602  # from line to line, and the width of a letter of DejaVu Sans Mono, in sizes
+_CELL = 0.602  # line spacing, and width of a letter of DejaVu Sans Mono, in font sizes
 _DPI = 72  # a point is a pixel
 
 _WORDS, _ANSWER = "DejaVu Sans", "DejaVu Sans Mono"
-"""Fonts, which come with matplotlib: of what stands beside the answer, and its own."""
+"""Fonts that come with matplotlib: for the text beside the answer, and for the answer."""
 
 _OTHERS = (
     *("DejaVu Sans", "Noto Sans Mono CJK SC", "Noto Sans CJK SC", "Noto Sans CJK JP"),
@@ -42,9 +42,9 @@ _OTHERS = (
 
 
 def save_card(trace: LayerTrace, path: Path) -> None:
-    """1200 x 675 pixels, PNG. Raises CannotWrite."""
+    """Write the card as a PNG of 1200 x 675 pixels. Raises CannotWrite."""
     found, left, (width, height) = gain(trace), 388, CARD
-    # the same picture gives the same file, and looks the same everywhere
+    # the same trace gives the same file, which looks the same everywhere
     with mpl.rc_context({"font.family": families(_WORDS), "text.hinting": "none"}):
         sheet = _Sheet()
         sheet.box(0, 0, 340, height, pages.TONES["quiet"].light)
@@ -82,7 +82,7 @@ def _console(columns: int) -> Console:
 
 
 def _fitting(trace: LayerTrace, room: float, height: float) -> tuple[int, list[list[Segment]]]:
-    """The size of letters, and the lines of the answer that fit; code in whole lines if it can."""
+    """The font size and the lines of the answer that fit; code is not wrapped if that can be."""
     answer = Text()
     for text, giver in zip(trace.answer, givers(trace), strict=True):
         answer.append(drawable(readable(text)), giver.colour(trace.info.num_layers))
@@ -110,7 +110,7 @@ class _Sheet:
         self._axes.axis("off")
 
     def write(self, text: str, left: float, base: float, size: float, **look: Any) -> None:
-        """A line of text; formulas are not read."""
+        """Draw a line of text, in which formulas are not parsed."""
         look = {"color": _INK, "parse_math": False, "va": "baseline", **look}
         self._axes.text(left, base, text, fontsize=size, **look)
 
@@ -121,7 +121,7 @@ class _Sheet:
         self._axes.add_patch(Rectangle((left, top), wide, high, **look))
 
     def line(self, line: list[Segment], left: float, base: float, size: float) -> None:
-        """A line of the answer; each draft on the colour of who gave it, and underlined."""
+        """Draw a line of the answer; each draft is underlined, on the colour of its source."""
         for text, style, _ in line:
             wide = _CELL * size * cell_len(text)
             if style is not None and style.color is not None:
@@ -145,7 +145,7 @@ class _Sheet:
 
 @cache
 def families(first: str) -> list[str]:
-    """It and others that are installed; matplotlib takes a glyph from the first that has it."""
+    """The first font and installed others; matplotlib takes a glyph from the first that has it."""
     installed = set(fontManager.get_font_names())
     return [first, *(name for name in _OTHERS if name in installed)]
 
@@ -157,12 +157,12 @@ def _glyphs() -> frozenset[int]:
 
 
 def drawable(text: str) -> str:
-    """The text with `U+XXXX` for each character that no font here has."""
+    """The text with `U+XXXX` for each character that no installed font has."""
     return "".join(c if c == "\n" or ord(c) in _glyphs() else f"U+{ord(c):04X}" for c in text)
 
 
 def fitting(text: str, columns: int) -> str:
-    """The text, cut to so many columns; Chinese characters and emoji take two."""
+    """The text, cut to `columns`; Chinese characters and emoji take two."""
     if cell_len(text) <= columns:
         return text
     return set_cell_size(text, columns - 1).rstrip() + "…"

@@ -1,7 +1,7 @@
-"""An answer to look at: a LayerTrace comes in, text for a terminal or one HTML file goes out.
+"""Views of an answer: a LayerTrace comes in, text for a terminal or one HTML file goes out.
 
-The file shows it layer by layer, and needs nothing else: no network, no framework. On a terminal
-each token has the colour of who gave it; without colours, and beside rejected drafts, marks say it.
+The file shows the answer layer by layer, without network or framework. On a terminal, each token
+has the colour of who gave it; without colours, and with rejected drafts, marks tell it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from selfspec.visualise import layers
 from selfspec.visualise.layers import LayerTrace, gain, givers, readable, rejected, visible
 
 _SCRIPTS = tuple(f"{part}.js" for part in ("story", "readout", "answer", "map", "lanes", "main"))
-"""In this order: one module in the page."""
+"""Scripts of the page, joined in this order into one module."""
 
 
 def render(trace: LayerTrace) -> str:
-    """The whole file as text."""
+    """The whole HTML file as text."""
     info = trace.info
-    # JSON that cannot close the element it stands in, nor open another
+    # "<" is escaped, so that the JSON can neither close its element nor open another
     data = page_data(trace)
     packed = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     html, _ = pages.page(
@@ -46,7 +46,7 @@ def render(trace: LayerTrace) -> str:
 
 
 def page_data(trace: LayerTrace) -> dict[str, Any]:
-    """Everything the page shows, ready for JSON; a token is an index into `words`."""
+    """All data of the page, ready for JSON; a token is an index into `words`."""
     info, words = trace.info, dict[tuple[int, str], int]()
 
     def tops(tokens: Sequence[int], texts: Sequence[str]) -> list[int]:
@@ -102,7 +102,7 @@ def page_data(trace: LayerTrace) -> dict[str, Any]:
 
 
 def _rejected(trace: LayerTrace) -> defaultdict[int, list[dict[str, Any]]]:
-    """Rejected drafts in front of each place: their texts, and where an exit head drafted them."""
+    """Rejected drafts before each place: their texts, and the layer of the exit head, if any."""
     found, begin = defaultdict[int, list[dict[str, Any]]](list), 0
     for entry, texts in zip(trace.rounds, trace.draft_texts, strict=True):
         for offset, branch in rejected(entry):
@@ -115,7 +115,7 @@ def _rejected(trace: LayerTrace) -> defaultdict[int, list[dict[str, Any]]]:
 
 
 def _took(entry: Round, cost: DraftCost) -> tuple[float, float]:
-    """Steps of drafting and of verifying."""
+    """Time of drafting and of verifying, in steps of plain decoding."""
     if entry.prefill:
         return 0.0, 0.0
     drafting = cost.drafting(entry.origins, entry.heads)
@@ -130,9 +130,9 @@ _SUPERSCRIPT = str.maketrans(
 
 
 def show(trace: LayerTrace, console: Console, *, rejected: bool = False) -> None:
-    """Print the view; wrapped on a terminal, in whole lines elsewhere.
+    """Print the view; lines are wrapped on a terminal only.
 
-    `rejected`: with the drafts that were not kept, and where rounds end.
+    `rejected`: also show the drafts that were not kept, and where rounds end.
     """
     plain = not console.is_terminal or console.no_color or console.color_system is None
     marks = _Marks(trace, plain=plain, ascii_only=console.options.ascii_only, rejected=rejected)
@@ -145,16 +145,16 @@ def show(trace: LayerTrace, console: Console, *, rejected: bool = False) -> None
 
 class _Marks:
     def __init__(self, trace: LayerTrace, *, plain: bool, ascii_only: bool, rejected: bool) -> None:
-        """`plain`: neither colours nor struck lines. `ascii_only`: no signs beyond ASCII."""
+        """`plain`: no colours and no strikethrough. `ascii_only`: no characters beyond ASCII."""
         self._trace, self._rejected, self.ascii_only = trace, rejected, ascii_only
         self._marked = plain or rejected
         self._struck = ("[-", "-]") if plain else ("", "")
         self._between = "|" if ascii_only else "·"
 
     def answer(self) -> Text:
-        """All rounds: kept drafts, then what was drafted in vain, then verification's own token.
+        """All rounds: kept drafts, then rejected drafts, then verification's own token.
 
-        An end token only beside rejected drafts.
+        An end token is shown only with rejected drafts.
         """
         trace, text = self._trace, Text()
         texts = iter([one.text for one in trace.places] if self._rejected else trace.answer)
@@ -183,7 +183,7 @@ class _Marks:
             yield line.append(self._between, style="dim").append(": the next round")
 
     def _token(self, to: Text, text: str, giver: Giver) -> None:
-        """A line ends behind its sign and mark."""
+        """Append a token with its colour and mark; line feeds come after the mark."""
         shown = self._shown(text, "⏎" if self._marked else "")
         body = shown.rstrip("\n")
         layer = str(giver.layer) if giver.source == EXIT else ""

@@ -43,7 +43,7 @@ function buildLanes() {
   });
   $("lanes").append(...drawn, el("div", { class: "over" }, hand));
   const [ours, plain] = [times.drafts.at(-1), times.plain.at(-1)].map(timeWords);
-  $("lanes-hint").textContent = `With drafts ${ours}, plain decoding ${plain}, both after the first token; a step is what a token takes without drafts. By the costs that drafts were chosen by.`;
+  $("lanes-hint").textContent = `With drafts ${ours}, plain decoding ${plain}, both after the first token; a step is the time of one token without drafts. Predicted from the costs that drafts were chosen by.`;
   $("lanes").setAttribute("aria-label", $("lanes-hint").textContent);
 }
 

@@ -29,13 +29,13 @@ function verdict(told, layer, right, isSure) {
   if (told.giver.layer === layer) return "● A draft was made here, and it was kept.";
   if (told.rejected.some((branch) => branch.layer === layer)) return "✕ A draft was made here, and verification rejected it.";
   if (right) return isSure ? "Right, and sure enough." : "Right, but not sure enough.";
-  return isSure ? "Sure enough for a draft, and wrong." : "Another token, but not sure of it.";
+  return isSure ? "Sure enough for a draft, and wrong." : "Wrong, and not sure enough.";
 }
 
 /** From which layer on every guess is the token, and where a fitted head said it first. */
 function knownWords({ right_from, head_right }) {
-  const said = head_right === null ? "" : `; a fitted head says it at ${layerName(head_right)}`;
-  return (right_from === null ? "drawn: the model's likeliest is another" : `right from ${layerName(right_from)} on`) + said;
+  const said = head_right === null ? "" : `; a fitted head predicts it at ${layerName(head_right)}`;
+  return (right_from === null ? "sampled: the model's likeliest token is another" : `right from ${layerName(right_from)} on`) + said;
 }
 
 /** What the whole model said, and how the token came to be. */
