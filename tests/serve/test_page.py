@@ -299,7 +299,7 @@ def test_conversations_stay_in_the_browser(page: Page) -> None:
     page.evaluate(f"void (Storage.prototype.setItem = {full})")
     ask(page, "Kept?")
     ended(page)
-    expect(page.locator("#chats-hint")).to_contain_text("This browser keeps nothing")
+    expect(page.locator("#chats-hint")).to_contain_text("This browser stores nothing")
     assert chats.all_inner_texts() == ["Question 2?\n×"]
 
 

@@ -122,7 +122,7 @@ class AnswerView {
   }
 
   /** No more comes. `why`: for the reader, if it did not end by itself. */
-  end(why = this.finish === "length" ? "Cut: it has as many tokens as the settings allow." : "") {
+  end(why = this.finish === "length" ? "Cut off: it reached the limit of tokens or of time." : "") {
     this.node.setAttribute("aria-busy", "false");
     this.note.replaceChildren(why);
     this.paint();

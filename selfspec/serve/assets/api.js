@@ -25,7 +25,7 @@ async function call(path, options = {}) {
   });
   if (response.ok) return response;
   const said = await response.json().catch(() => null);
-  const refusal = new Error(said?.error?.message ?? `The server says ${response.status}.`); // in its own words
+  const refusal = new Error(said?.error?.message ?? `The server answered with status ${response.status}.`); // in its own words
   throw Object.assign(refusal, { status: response.status });
 }
 

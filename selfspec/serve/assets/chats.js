@@ -11,7 +11,7 @@ function keepChats(chats) {
     const text = JSON.stringify(chats.slice(0, count));
     if (stored(() => localStorage.setItem(CHATS, text) ?? true, false)) return;
   }
-  $("chats-hint").textContent = "This browser keeps nothing for pages: conversations end with this tab.";
+  $("chats-hint").textContent = "This browser stores nothing for pages: conversations are lost when this tab closes.";
 }
 
 /** Keep the one on the page, in front of the others; anew where another tab went on with it. */

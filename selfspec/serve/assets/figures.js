@@ -12,7 +12,7 @@ class Figures {
       this.entry("round", "tokens per verification"),
       this.entry("drafts", "drafts accepted"),
     );
-    this.values.plain.parentNode.title = "What the same text would have had without drafts, by the server's costs of rows, layers and heads";
+    this.values.plain.parentNode.title = "The estimated speed of the same text without drafts, by the server's costs of rows, layers and heads";
   }
 
   /** `kind`: speeds have a bar. */

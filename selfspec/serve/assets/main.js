@@ -83,7 +83,7 @@ async function answer(turn) {
     if (turn.kept !== views[0]) turn.show((view = turn.kept));
     view.end(error.name === "AbortError" ? "Stopped." : el("span", { class: "bad", role: "alert" }, error.message));
     if (error.status === 401) askForKey();
-    for (const other of views) if (other !== view && !other.text) other.end("Not asked.");
+    for (const other of views) if (other !== view && !other.text) other.end("Not run.");
   } finally {
     if (talk.busy === stopper) finish(turn);
   }
