@@ -375,7 +375,7 @@ def _room(path: Path) -> Iterator[Path]:
 
 
 _ROOM = re.compile(r"\.(.+)\.[a-z0-9_]{8}\.new", re.DOTALL)  # with the name of its output
-_LOCK = ".lock"  # in a room: held while its process lives
+_LOCK = ".lock"  # in a room: locked while its process lives
 _ASIDE = "aside"  # in a room: the folder that is being replaced
 
 

@@ -1,1 +1,1 @@
-"""What a program calls: load or wrap a model, then generate, stream or converse."""
+"""The Python API: load or wrap a model, then generate, stream or hold a conversation."""

@@ -131,7 +131,7 @@ def processor(device: torch.device) -> str:
 
 
 def first_costs(backbone: Backbone, heads: ExitHeads | None) -> dict[str, Any]:
-    """Options with the costs of rows and heads here: measured once, saved unless others compute."""
+    """The costs of rows and heads as options: measured once, saved unless this machine is busy."""
     file = _costs_path(backbone, heads)
     with suppress(*_UNUSABLE):
         return _checked(read_json(file), heads)

@@ -228,7 +228,7 @@ def _check_sizes(
 _FAMILIES = ("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3")  # as files name them
 _ADDED_TO_NORMS = {"gemma2": 1.0, "gemma3": 1.0}
 _27B = {"gemma2": 46, "gemma3": 62}
-"""Layers of the largest Gemma, which scales queries in another way; llama.cpp does the same."""
+"""Layer counts that identify the largest Gemmas, which scale queries otherwise, as in llama.cpp."""
 _IN_PAIRS = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
 """Llama's linear layers whose outputs are stored in rotated pairs by head, and their heads."""
 _LONGROPE = {"rope_factors_short.weight": "short_factor", "rope_factors_long.weight": "long_factor"}

@@ -51,7 +51,7 @@ NO_HEADS = "none"  # in place of a folder: no heads, even if some could be found
 FROM_BLOCKS = ("auto", "fused")  # executors that use the blocks of a quantised file
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 CHECKPOINT = "unfinished.checkpoint"  # of a fit, in the folder of its heads
-HEADS_FILES = (  # what `fit` and `calibrate` write; nothing else of a folder is fetched or copied
+HEADS_FILES = (  # files of `fit` and `calibrate`; no others of a folder are fetched or copied
     *("README.md", "calibration.json", "config.json", "metrics.json", "metrics.jsonl"),
     *("model.safetensors", "run.yaml"),
 )
@@ -61,7 +61,7 @@ HEADS_FILES = (  # what `fit` and `calibrate` write; nothing else of a folder is
 class ModelFiles:
     """Where a model is loaded from."""
 
-    source: str  # what `from_pretrained` gets: a folder, or a hub id
+    source: str  # the argument of `from_pretrained`: a folder, or a hub id
     label: str  # the name for people: file stem, folder name or hub id
     is_default: bool  # whether it is the bundled model, which has heads under `DEFAULT_HEADS`
     stamps: tuple[FileStamp, ...] = ()  # of the weights' files before they were read, if known
@@ -133,7 +133,7 @@ def brings_template(name: str | Path) -> bool:
         return True
     try:
         said = read_json(folder / "tokenizer_config.json")
-    except InvalidData:  # loading says what is wrong
+    except InvalidData:  # loading reports the error
         return True
     return isinstance(said, dict) and said.get("chat_template") is not None
 

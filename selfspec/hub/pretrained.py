@@ -282,7 +282,7 @@ def quantisation_of(source: str) -> Any:
         file = folder if folder.is_dir() else Path(hf_hub_download(source, "config.json")).parent
         config = read_json(file / "config.json")
     except (OSError, ValueError, InvalidData):  # those of the hub are OSErrors and ValueErrors
-        return None  # loading the model says what is wrong
+        return None  # loading the model reports the error
     return config.get("quantization_config") if isinstance(config, dict) else None
 
 

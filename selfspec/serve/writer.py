@@ -490,7 +490,7 @@ class Calls:
         return behind if behind.strip() else "", [call for call, _ in found[: self._most]]
 
 
-# --- what Prometheus reads at /metrics
+# --- metrics that Prometheus reads at /metrics
 
 _GAUGES = {
     "num_requests_running": "Answers that are running.",
@@ -547,7 +547,7 @@ class Metrics:
         }
 
     def count(self, name: str, *label: object, by: int = 1) -> None:
-        """Add to a counter; `label`: its value, where it has one. From any thread."""
+        """Add to a counter; `label`: the value of its label, if it has one. Thread-safe."""
         counter = self._counters[name]
         (counter.labels(*label) if label else counter).inc(by)
 
@@ -581,10 +581,10 @@ class Metrics:
         self._histograms["e2e_request_latency_seconds"].observe(seconds)
 
     def show(self, *values: float) -> None:
-        """Set all gauges, in their order. From any thread."""
+        """Set all gauges, in their order. Thread-safe."""
         for gauge, value in zip(self._gauges, values, strict=True):
             gauge.set(value)
 
     def text(self) -> bytes:
-        """The metrics as Prometheus reads them. From any thread."""
+        """The metrics as Prometheus reads them. Thread-safe."""
         return prometheus.generate_latest(self._registry)
