@@ -1,1 +1,1 @@
-"""A round: drafting, one verification, and what is kept of it. Read `decode` first."""
+"""A round: drafting, one verification, and the commit of accepted drafts. Read `decode` first."""

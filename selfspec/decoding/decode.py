@@ -1,13 +1,13 @@
 """The loop: draft, verify, commit, rewind.
 
-    written(state, ...)  yields Work, and a Round per verification
-      draft              a drafter proposes k tokens; shallow rows may already wait in the cache
+    written(state, ...)  yields Work, and one Round per verification
+      draft              a drafter proposes k tokens; their shallow rows may already be queued
       verify             all k + 1 rows run to the last layer, in one batched pass per segment
-      commit             the acceptance rule keeps drafts, one token at a time, on true prefixes
-      rewind             layers keep what is committed; queues are emptied
+      commit             the acceptance rule judges drafts one by one, each on its true prefix
+      rewind             layers keep the committed positions only; queues are emptied
 
-Plain decoding is the same loop with a drafter that proposes nothing. What drives the loop does
-the Work, for many texts at once: the engine.
+Plain decoding is the same loop with a drafter that proposes nothing. The engine drives the loops of
+a whole batch and does their Work.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class StopRule:
-    """When a sequence is complete, asked after each single token, as in plain decoding."""
+    """Decides when a sequence is complete; asked after every token, as in plain decoding."""
 
-    max_length: int  # most ids, prompt and padding included
+    max_length: int  # maximum number of ids, prompt and padding included
     end_tokens: Collection[int] = ()
-    criteria: Callable[[Tensor], bool] | None = None  # anything else: gets all ids, [1, n]
-    made_for: int | None = None  # ids, padding included, behind which a line is logged
+    criteria: Callable[[Tensor], bool] | None = None  # further criteria, given all ids, [1, n]
+    made_for: int | None = None  # length in ids, padding included, past which a warning is logged
 
     def reason(self, state: DecodeState, token: int) -> StopReason | None:
         """Why the sequence ends with its newest `token`, or None."""
@@ -48,23 +48,23 @@ class StopRule:
         return "length" if state.length >= self.max_length else None
 
 
-BEYOND = "the text goes beyond the model's context length, %d positions: it may get worse"
-ENDS = "the model has %d positions here: its answers end with them, whatever length is asked for"
+BEYOND = "the text exceeds the model's context length of %d positions: its quality may drop"
+ENDS = "the model has only %d positions: answers end there, whatever length is asked for"
 
 
 @functools.cache
 def remind(words: str, positions: int) -> None:
-    """Log, once, what the end of a model's positions means for a text."""
+    """Warn once about the model's context length."""
     logger.warning(words, positions)
 
 
 def written(
     state: DecodeState, drafter: Drafter, rule: AcceptanceRule, stop: StopRule, watch: Stopwatch
 ) -> Generator[Work | Round, Any, None]:
-    """Decode until `stop`: Work to be done, and a Round behind each verification.
+    """Decode until `stop` ends the sequence; yields Work, and a Round after each verification.
 
-    The prompt has a round of its own. After any yield, and after an exception, the state may be
-    dropped or continued.
+    The prompt has its own round. After any yield, and after an exception, `state` is consistent: it
+    can be dropped or decoded further.
     """
     entry: Round | None = None
     while entry is None or entry.stop_reason is None:
@@ -87,7 +87,7 @@ def written(
 
 
 def enter(state: DecodeState) -> Steps[None]:
-    """A prompt's first rows, in as many passes as it is let in by; some are left to verify."""
+    """Run the prompt in the pieces that the engine admits; the last piece is left to `verify`."""
     while True:
         waiting = state.waiting
         count: int = yield Enter(len(waiting))
@@ -100,7 +100,7 @@ def enter(state: DecodeState) -> Steps[None]:
 
 
 def propose(state: DecodeState, drafter: Drafter, stop: StopRule, watch: Stopwatch) -> Steps[Draft]:
-    """A draft that leaves room for the token that verification adds."""
+    """Ask for a draft that leaves room for the token that verification adds."""
     limit = stop.max_length - state.length - 1
     draft = yield from drafter.draft(state, limit, watch)
     if draft.depth > limit:
@@ -112,7 +112,7 @@ def propose(state: DecodeState, drafter: Drafter, stop: StopRule, watch: Stopwat
 def verify(state: DecodeState, draft: Draft) -> Steps[Target]:
     """Run all rows to the last layer: target logits [k + 1, V] of the newest token and the drafts.
 
-    Rows that the drafter has not queued enter here: the last draft, text from elsewhere, a prompt.
+    Rows that the drafter did not queue enter here: the last draft, n-gram drafts, a prompt.
     """
     waiting = state.waiting
     pending = waiting + draft.tokens
@@ -140,7 +140,7 @@ def commit(
     *,
     prefill: bool = False,
 ) -> Round:
-    """Append what the rule gives, token by token, until it keeps no draft or the text ends."""
+    """Append the rule's tokens one by one, until it keeps no draft or the sequence ends."""
     tokens: list[int] = []
     kept: list[int] = []
     reason = None
@@ -170,9 +170,9 @@ def commit(
 def walk(
     state: DecodeState, draft: Draft, target: Target, rule: AcceptanceRule
 ) -> Iterator[tuple[int, Verdict]]:
-    """Each row with the verdict behind it, down the draft as long as the rule keeps a token.
+    """Yield (row, verdict) along the draft for as long as the rule keeps a token.
 
-    The caller commits each token before it asks for the next: processors see the true prefix.
+    The caller commits each token before it asks for the next, so processors see the true prefix.
     """
     row = 0
     while True:

@@ -1,7 +1,7 @@
-"""One sequence while it is decoded: which rows run when, and the hidden states that wait for it.
+"""The state of one sequence while it is decoded, and the Work that its decoding yields.
 
-A text is written by a generator: it yields Work, and is sent what came of it. So it reads as if it
-were alone, while works that are alike, of all texts, become one. The engine does them, or `alone`.
+A generator decodes each sequence: it yields Work and is sent the results. Its code reads as if the
+sequence were alone; the engine batches equal works of all sequences, and `alone` runs just one.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ from selfspec.heads.heads import Answer, ExitHead, Signal, joined, scored
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv import KVCache, Rows, with_zeros
 
-# --- work: what a text needs computed next, met together with the needs of others
+# --- work: what a sequence needs computed next, batched with the works of other sequences
 
 Result = TypeVar("Result")
 Key = TypeVar("Key", bound=Hashable)
 
 
 class Work(Protocol):
-    """What one text needs."""
+    """One computation that a sequence waits for."""
 
     @property
     def turn(self) -> tuple[int, int, int]:
-        """The least comes first: before all others what brings a text on without a pass."""
+        """Priority; the smallest goes first. Works that run no layers precede all others."""
         return 0, 0, 0
 
     @property
     def likeness(self) -> Hashable:
-        """Works of equal likeness can be done together."""
+        """Works of equal likeness can be batched."""
         return id(self)
 
     def done(self, alike: Sequence[Any], others: Sequence[Work], /) -> Sequence[Any]:
-        """Do works of this likeness, itself among them: what each gives; None: more is to be done.
+        """Do the works `alike`, this one included; returns a result for each, None: unfinished.
 
-        Passes stop where rows of `others` wait, which then go on with them.
+        A pass stops at the layer where rows of `others` wait, so that they can join its next part.
         """
         ...
 
 
 Steps = Generator[Work, Any, Result]
-"""Yields Work, is sent what it gives, and returns a result in the end."""
+"""A generator that yields Work, is sent each work's result, and finally returns its own."""
 
 
 @dataclass(eq=False)
 class Embed(Work):
-    """Ids of one text; gives hidden states at boundary 0, [n, d]."""
+    """Ids of one sequence; gives hidden states at boundary 0, [n, d]."""
 
     backbone: Backbone
     ids: Sequence[int]
@@ -73,21 +73,21 @@ class Embed(Work):
 
 @dataclass(eq=False)
 class Run(Work):
-    """Rows [T, d] of one text through layers first+1..last; gives [T, d]."""
+    """Rows [T, d] of one sequence through layers first+1..last; gives [T, d]."""
 
     backbone: Backbone
     kv: KVCache
     hidden: Tensor
     first: int
     last: int
-    parents: Sequence[int] | None = None  # what each row follows, as in a Span
-    least: int = 1  # rows that its passes have at least: shorter ones are padded
-    states: Sequence[int] = ()  # layers whose states are kept on the way
+    parents: Sequence[int] | None = None  # the row that each row follows, as in a Span
+    least: int = 1  # minimum rows of a pass: shorter passes are padded
+    states: Sequence[int] = ()  # layers whose output is kept in `kept`
     kept: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def turn(self) -> tuple[int, int, int]:
-        """Small models first, which draft; then the earliest layers."""
+        """Small models first, since they draft; then the earliest layers."""
         return 1, self.backbone.num_layers, self.first
 
     @property
@@ -95,7 +95,7 @@ class Run(Work):
         return (Run, id(self.backbone), self.first) if _joins(self) else id(self)
 
     def done(self, alike: Sequence[Run], others: Sequence[Work]) -> list[Tensor | None]:
-        """One pass, up to where the first of them ends, or others wait."""
+        """Run one pass, up to the first layer where one of them ends or one of `others` waits."""
         backbone, first, stop = self.backbone, self.first, min(work.last for work in alike)
         for other in others:
             if isinstance(other, Run) and other.backbone is backbone and first < other.first < stop:
@@ -129,14 +129,14 @@ class Run(Work):
 
 @dataclass(eq=False)
 class Ask(Work):
-    """One exit head asked about rows [n, d] of a text; gives an Answer."""
+    """Asks one exit head about rows [n, d] of a sequence; gives an Answer."""
 
     backbone: Backbone
     head: ExitHead
     hidden: Tensor
-    deep: Tensor | None  # [n, up to head.beside], or None where it is not known
+    deep: Tensor | None  # [n, up to head.beside]; None: unknown
     temperature: float
-    count: int  # tokens wanted
+    count: int  # tokens wanted per row
     signal: Signal | None = None
 
     @property
@@ -160,12 +160,12 @@ class Ask(Work):
 
 @dataclass(eq=False)
 class AskAhead(Work):
-    """Heads that look ahead asked about the newest state of a text; gives an Answer of K rows."""
+    """Asks heads that look ahead about a sequence's newest state; gives an Answer of K rows."""
 
     heads: ExitHeads
     state: Tensor  # [1, d]: the normed output of layer L
     temperature: float
-    count: int  # tokens wanted of each
+    count: int  # tokens wanted per head
 
     @property
     def likeness(self) -> Hashable:
@@ -181,11 +181,11 @@ class AskAhead(Work):
 
 @dataclass(eq=False)
 class Unembed(Work):
-    """From the output of layer L, [T, d], to logits; gives a Target."""
+    """Logits from the output of layer L, [T, d]; gives a Target."""
 
     backbone: Backbone
     hidden: Tensor
-    least: int = 1  # rows that its pass has at least, as in a Run
+    least: int = 1  # minimum rows of the pass, as in a Run
 
     @property
     def likeness(self) -> Hashable:
@@ -201,7 +201,7 @@ class Unembed(Work):
 
 @dataclass(eq=False)
 class Enter(Work):
-    """A prompt that waits; gives how many rows may run now, at least one: the engine decides."""
+    """A prompt that waits; gives the number of rows that the engine admits now, at least one."""
 
     rows: int
 
@@ -210,13 +210,13 @@ class Enter(Work):
 
 
 def ready(result: Result) -> Steps[Result]:
-    """Steps of what needs no work."""
+    """Steps that need no work and return `result`."""
     return result
-    yield  # which makes it a generator
+    yield  # makes this a generator
 
 
 def alone(steps: Steps[Result]) -> Result:
-    """Do all its works, one after the other."""
+    """Do all works of `steps`, one after the other; returns its result."""
     try:
         work = next(steps)
         while True:
@@ -227,16 +227,16 @@ def alone(steps: Steps[Result]) -> Result:
 
 
 def done_alone(work: Work) -> Any:
-    """What a work gives, where no other waits."""
+    """Do one work while no other waits; returns its result."""
     (found,) = work.done([work], [])
     return found
 
 
 def next_together(waiting: Mapping[Key, Work]) -> list[Key]:
-    """Whose works come next and can be done at once.
+    """Keys of the works to do next, as one batch.
 
-    Texts that still draft so catch up with those that wait for deeper layers, and all rows of a
-    round run through these together.
+    Sequences that still draft catch up with those that wait for deeper layers, so that all rows of
+    a round run through the deep layers together.
     """
     first = min(waiting, key=lambda key: waiting[key].turn)
     if len(waiting) == 1:
@@ -246,7 +246,7 @@ def next_together(waiting: Mapping[Key, Work]) -> list[Key]:
 
 
 def _joins(work: Run | Unembed) -> bool:
-    """Whether rows of other texts may stand beside these."""
+    """Whether this work may share a pass with other sequences."""
     return work.least == 1 and work.backbone.runs_many
 
 
@@ -266,11 +266,11 @@ class Pass(NamedTuple):
 
 
 class HiddenCache:
-    """Queues of hidden states: each waits at the boundary that it has reached.
+    """Queues of hidden states: each row waits at the boundary that it has reached.
 
-    SpecBound's cache manager (section 2.3): *write* is leaving a row where it is, *reuse* is that a
-    deeper token takes its predecessors along. Within a queue positions are contiguous, and the
-    first one equals the KV length of the layers that it waits for.
+    SpecBound's cache manager (section 2.3): *write* leaves a row in its queue, *reuse* runs it with
+    a deeper token that needs its keys and values. Positions within a queue are contiguous, and the
+    first one equals the KV length of the layers after the boundary.
     """
 
     def __init__(
@@ -281,31 +281,31 @@ class HiddenCache:
         pinned_rows: int | None = None,
         state_layers: Sequence[int] = (),
     ) -> None:
-        """`exit_layers` rise and lie in 0..L-1; shorter passes are padded to `pinned_rows`.
+        """`exit_layers` ascend within 0..L-1; shorter passes are padded to `pinned_rows`.
 
-        `state_layers`, 0..L: where rows that run to the end leave states for readers; then rows
-        wait at no other exit layer than 0.
+        `state_layers`, 0..L: the layers whose states are kept of rows that run to the end. If any
+        are given, rows may wait at exit layer 0 only.
         """
         self.depths = 0, *exit_layers, backbone.num_layers  # the layer of each boundary
-        self.passes: list[Pass] = []  # so far
+        self.passes: list[Pass] = []  # of this round, so far
         self.state_layers = state_layers
-        self._passed: dict[int, Tensor] = {}  # by layer, of the last pass
+        self._passed: dict[int, Tensor] = {}  # states of the last pass, by layer
         self.states: Tensor | None = None
-        """States of the rows that ran to the end last, layers side by side, [rows, layers * d]."""
+        """States of the rows that last ran to the end, layers side by side, [rows, layers * d]."""
         self._backbone = backbone
         self._kv = kv
-        self.least = pinned_rows or 1  # rows that every pass has at least
+        self.least = pinned_rows or 1  # minimum rows of every pass
         self._queues: list[list[Tensor]] = [[] for _ in self.depths]
         self._parents: list[int] = []
-        """The parent of each row of the round, as they entered; -1: the committed text."""
+        """The parent of each row of the round, in order of entry; -1: the committed text."""
 
     @property
     def pushed(self) -> int:
-        """Rows of the round that entered."""
+        """The number of rows queued in this round."""
         return len(self._parents)
 
     def push(self, embeddings: Tensor, parents: Sequence[int] | None = None) -> None:
-        """Queue [T, d] at boundary 0, a chain or by parents. Raises InvalidDraft behind a tree."""
+        """Queue [T, d] at boundary 0; no `parents`: a chain. Raises InvalidDraft after a tree."""
         if not self._is_chain:
             raise InvalidDraft("rows cannot be queued behind a tree: queue them with it")
         chain = range(self.pushed - 1, self.pushed - 1 + len(embeddings))
@@ -320,7 +320,7 @@ class HiddenCache:
         return queue[0]
 
     def advance(self, boundary: int, until: int | None = None) -> Steps[Tensor]:
-        """Run all rows at `boundary` to `until` (default the next); gives them, [rows, d]."""
+        """Run all rows at `boundary` to `until` (default: the next); returns them, [rows, d]."""
         until = boundary + 1 if until is None else until
         hidden = self.rows(boundary)
         step = Pass(len(hidden), self.depths[boundary], self.depths[until])
@@ -336,10 +336,10 @@ class HiddenCache:
         return hidden
 
     def advance_all(self) -> Steps[Tensor]:
-        """Run every row to boundary L; gives them all, [rows, d].
+        """Run every row to the last boundary; returns all, [rows, d].
 
-        A pass goes on until it meets other rows: first all are aligned to the deepest exit among
-        them, then they share one deep pass.
+        Each pass stops at the next boundary where rows wait and takes them along, so that all rows
+        share one deep pass from the deepest exit on.
         """
         *before, last = range(len(self._queues))
         for boundary, until in pairwise([*(at for at in before if self._queues[at]), last]):
@@ -358,7 +358,7 @@ class HiddenCache:
         return target
 
     def clear(self, passes: Sequence[Pass] = ()) -> None:
-        """Drop all rows: another round begins, or one goes on behind these passes."""
+        """Drop all rows, before a new round or, with the round's `passes` so far, within one."""
         for queue in self._queues:
             queue.clear()
         self.passes, self._parents, self.states = [*passes], [], None
@@ -370,7 +370,7 @@ class HiddenCache:
     def _tree(self, step: Pass) -> list[int] | None:
         if self._is_chain:
             return None
-        # no row of the round is through all layers before its last pass
+        # before the round's last pass none of its rows has run through all layers
         held = self._kv.length(step.first) - self._kv.length(self._backbone.num_layers - 1)
         parents = [parent - held for parent in self._parents[held : held + step.rows]]
         return None if parents == list(range(-1, step.rows - 1)) else parents
@@ -379,11 +379,11 @@ class HiddenCache:
 # --- the sequence
 
 
-_MOST_UNREAD = 16  # tokens that heads which attend read later; prompts at once, for texts to come
+_MOST_UNREAD = 16  # tokens that attending heads may read later; prompts are read at once, for reuse
 
 
 class DecodeState:
-    """Committed ids and the caches that belong to them.
+    """The committed ids of a sequence and its caches.
 
     Between rounds every layer holds all positions but the newest. Left padding (`pad` ids in front)
     is kept in `ids`, because processors and stopping criteria count it; the model never sees it.
@@ -402,7 +402,7 @@ class DecodeState:
     ) -> None:
         """`ids` [1, n] with n > pad. `kv` may hold a prefix of them.
 
-        `heads` find here what they read of it beside the states at `exit_layers`.
+        For `heads`, the states that they read beside those at `exit_layers` are kept.
         """
         self.backbone = backbone
         self.kv = KVCache(backbone.num_layers) if kv is None else kv
@@ -416,17 +416,17 @@ class DecodeState:
         )
         self.pad = pad
         self._committed: list[int] = ids[0, pad:].tolist()
-        self._judged = 0  # rows that the next committed tokens come from
+        self._judged = 0  # rows of the round whose logits give the next committed tokens
         self.normed: Tensor | None = None
-        """What layer L gave for these, normed, [k + 1, d]."""
+        """The normed output of layer L for these rows, [k + 1, d]."""
         self._states: Tensor | None = None
-        self._path: list[int] = []  # rows of the round, the newest token's first, that stay
-        self._written = ids.shape[1]  # ids in the buffer: the others come when somebody looks
+        self._path: list[int] = []  # accepted rows of the round, the newest token's first
+        self._written = ids.shape[1]  # ids in the buffer; later ones are written by `ids`
         self._buffer = torch.cat([ids, ids.new_zeros(1, max(ids.shape[1], 256))], dim=1)
         self.begin()
 
     def begin(self) -> None:
-        """The KV cache may have got a prefix: what heads that attend have not read runs again."""
+        """Start from the KV cache's prefix, cut to the part that attending heads have read."""
         if self.attention is not None and (held := self.kv.length(0)):
             self.kv.truncate(self.attention.begin(self._committed, held))
 
@@ -446,19 +446,19 @@ class DecodeState:
         return self.pad + len(self._committed)
 
     def committed(self, start: int) -> list[int]:
-        """Ids from the `start`-th on, without padding; no device is asked."""
+        """Ids from the `start`-th on, without padding; no device read."""
         return self._committed[start:]
 
     @property
     def waiting(self) -> list[int]:
-        """Ids that are not through all layers: a prompt, later the newest one."""
+        """Ids that have not run through all layers: the prompt, later the newest token."""
         return self._committed[self.kv.length(self.backbone.num_layers - 1) :]
 
     @property
     def deep(self) -> Tensor | None:
-        """What heads read in front of the newest token, [1, d] or more; None if not known.
+        """What heads read of the position before the newest token, [1, d] or wider; None: unknown.
 
-        Normed output of layer L, and states of other layers beside it, where they read such.
+        The normed output of layer L, followed by the states of other layers if heads read any.
         """
         if self.normed is None or not self._path:
             return None
@@ -467,24 +467,24 @@ class DecodeState:
         return deep if states is None else torch.cat([deep, states[here].to(deep)], dim=-1)
 
     def judge(self, count: int) -> None:
-        """The next committed tokens come from the last `count` rows, k + 1."""
+        """Note that the last `count` = k + 1 rows give the next committed tokens."""
         self._judged, self._path, self.normed = count, [], None
         states = self.hidden.states
         self._states = None if states is None else states[-count:]
 
     def keep_states(self, rows: Sequence[int]) -> None:
-        """Rows of the pass that has just ended whose positions are committed."""
+        """Give attending heads the states of `rows` of the last pass, now committed positions."""
         if self.attention is not None and self.hidden.states is not None:
             self.attention.add(self.hidden.states[list(rows)])
 
     def append(self, token: int, row: int) -> None:
-        """Commit the token behind `row` of the round: 0 the newest token's, 1 .. k."""
+        """Commit the token after `row` of the round: 0 the newest token's, 1 .. k the drafts'."""
         self._committed.append(token)
         self._path.append(row)
 
     @contextmanager
     def round(self) -> Iterator[None]:
-        """Afterwards, also on an error: caches hold what is committed, and nothing waits."""
+        """On exit, also after an error: caches hold the committed text, and queues are empty."""
         newest = len(self._committed) - 1
         try:
             yield
@@ -493,9 +493,9 @@ class DecodeState:
         if self.attention is not None and self.attention.waiting > _MOST_UNREAD:
             alone(self.attention.read(self._committed))
 
-    @torch.inference_mode()  # also where a round is dropped between two of its works
+    @torch.inference_mode()  # a round dropped between two works is rewound outside `Engine.step`
     def _rewind(self, newest: int) -> None:
-        # the deepest layer holds least: an error may have stopped a pass halfway down
+        # the deepest layer holds fewest positions: an error may have stopped a pass halfway
         deepest = self.kv.length(self.backbone.num_layers - 1)
         if deepest <= newest:
             self.kv.truncate(deepest)
@@ -515,13 +515,13 @@ class Drafter(Protocol):
     """Proposes at most `limit` tokens to follow the committed ones."""
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:
-        """A draft of 0..limit tokens, and the work that leads there.
+        """Yield the work of drafting and return 0..limit tokens.
 
-        Rows may wait in `state.hidden`: the newest committed token's, then the drafts', in order.
+        Rows may stay in `state.hidden`: the newest committed token's, then the drafts', in order.
         """
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
-        """What became of the draft that was asked for last: which of its tokens stayed."""
+        """Learn from the latest draft: `kept` are the indices of its accepted tokens."""
 
 
 class NoDrafter:
