@@ -1,4 +1,4 @@
-"""Drafts, and acceptance rules: which draft stays at a row, or what verification itself gives."""
+"""Drafts and acceptance rules, which accept one of a row's drafts or give verification's token."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from selfspec.errors import InvalidOption
 from selfspec.heads.heads import Ensemble, Signal, entropy
 from selfspec.model.kv import depths
 
-Proposed = Sequence[DraftToken]  # what may stand in one place, tried in order
+Proposed = Sequence[DraftToken]  # the drafts for one position, tried in order
 
 
 @dataclass(kw_only=True)
 class Draft:
-    """k proposed tokens: a chain, each behind the one before, or a tree, each behind its parent."""
+    """k proposed tokens: a chain, or a tree in which each token follows its parent."""
 
     proposed: list[DraftToken] = field(default_factory=list)
-    heads: int = 0  # how often they were asked: for a token at a layer, or for a level of a tree
+    heads: int = 0  # times that heads were asked: for a token at a layer, or for a level of a tree
     ended: Ended = "off"
-    target: Target | None = None  # verification's: of the newest token's row, and of each token's
+    target: Target | None = None  # set by verification: the newest token's row, then each draft's
 
     @classmethod
     def of(
         cls, tokens: Sequence[int], parents: Sequence[int] | None = None, *, ended: Ended = "off"
     ) -> Draft:
-        """Tokens that ran through no layer; None: a chain."""
+        """Make a draft of tokens that ran through no layer; no `parents`: a chain."""
         behind = range(-1, len(tokens) - 1) if parents is None else parents
         return cls(proposed=[*starmap(DraftToken, zip(tokens, behind, strict=True))], ended=ended)
 
@@ -49,7 +49,7 @@ class Draft:
 
     @property
     def trunk(self) -> int:
-        """Tokens of its first path, each behind the one before."""
+        """The length of the first path, on which each token follows the one before."""
         turned = (at for at, one in enumerate(self.proposed) if one.parent != at - 1)
         return next(turned, len(self.proposed))
 
@@ -59,11 +59,11 @@ class Draft:
 
     @property
     def depth(self) -> int:
-        """Tokens of its longest path."""
+        """The length of the longest path."""
         return 1 + max(depths(self.parents), default=-1)
 
     def path(self, index: int) -> list[int]:
-        """Places of the tokens down to one, itself included; -1: none."""
+        """Indices of the tokens from the root to token `index`, itself included; -1: none."""
         found: list[int] = []
         while index >= 0:
             found.append(index)
@@ -74,19 +74,19 @@ class Draft:
         return [self.proposed[at].token for at in self.path(index)]
 
     def following(self, row: int) -> list[int]:
-        """Tokens that follow a row of verification: 0 the newest token's, i + 1 that of token i."""
+        """Indices of the tokens after a row: 0 is the newest token's, i + 1 that of token i."""
         return [at for at, one in enumerate(self.proposed) if one.parent == row - 1]
 
 
 class Verdict(NamedTuple):
-    """What to commit behind a row."""
+    """The token to commit after a row."""
 
     token: int
-    kept: int | None = None  # which of the proposed tokens it is; None: none of them
+    kept: int | None = None  # its index among the proposed tokens; None: it is none of them
 
 
 class Target:
-    """The target's logits, [T, V]: of a round's k + 1 rows, or of many texts' rows."""
+    """The target's logits, [T, V], for a round's k + 1 rows or for the rows of a whole batch."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Target:
         normed: Tensor | None = None,
         best: Callable[[], list[int]] | None = None,
     ) -> None:
-        """`normed`, [T, d]: what was unembedded."""
+        """`normed`, [T, d]: the unembedding's input. `best` replaces the argmax of `logits`."""
         self.logits, self.normed, self._best = logits, normed, best
 
     def row(self, index: int) -> Tensor:
@@ -103,7 +103,7 @@ class Target:
 
     @cached_property
     def best(self) -> list[int]:
-        """The most likely token of every row: one device read for all texts."""
+        """The most likely token of every row: one device read for the whole batch."""
         found: list[int] = self._best() if self._best else self.logits.max(-1).indices.tolist()
         return found
 
@@ -113,24 +113,24 @@ class Target:
 
 
 class Prefix(Protocol):
-    """A text so far."""
+    """The text so far."""
 
     @property
     def ids(self) -> Tensor:
-        """[1, n]: made when somebody looks."""
+        """[1, n], made on access."""
 
 
 class AcceptanceRule(Protocol):
-    """Decides which drafts stay."""
+    """Decides which drafts are accepted."""
 
     lossless: bool
 
     def verdict(self, text: Prefix, target: Target, row: int, proposed: Proposed) -> Verdict:
-        """The token behind the text up to `row`."""
+        """The token to commit after `text`, whose newest token is that of `row`."""
 
 
 class Heard:
-    """Base of rules that decide as another does, and note each decision."""
+    """Base of rules that wrap another rule and note each of its decisions."""
 
     def __init__(self, rule: AcceptanceRule) -> None:
         self._rule, self.lossless = rule, rule.lossless
@@ -141,24 +141,24 @@ class Heard:
         return found
 
     def note(self, logits: Tensor, token: int) -> None:
-        """A token was committed by these logits, [V]."""
+        """Note a token that was committed from these logits, [V]."""
         raise NotImplementedError
 
 
 class GreedyMatch:
-    """A draft stays if it is the target's own choice: its most likely token, or a seed's draw.
+    """Accepts a draft if it is the target's own choice: its most likely token, or its seeded draw.
 
-    With a seed the text is that of plain sampling with it. A draft that was drawn from q is the
-    target's draw from p with a probability of at least (1 - TV) / (1 + TV), TV being their total
-    variation: both take the winner of one race, [V] arrival times divided by probabilities (Daliri,
-    Musco and Suresh 2024, "Coupling without Communication and Drafter-Invariant Speculative
-    Decoding").
+    With a seed the text equals that of plain sampling with this seed. A draft drawn from q equals
+    the target's draw from p with a probability of at least (1 - TV) / (1 + TV), where TV is their
+    total variation distance: both draws take the winner of one race, [V] arrival times divided by
+    probabilities (Daliri, Musco and Suresh 2024, "Coupling without Communication and
+    Drafter-Invariant Speculative Decoding").
     """
 
     lossless = True
 
     def __init__(self, sampler: Sampler) -> None:
-        """`sampler` must not sample without a seed."""
+        """`sampler` must be greedy or have a seed."""
         self._sampler = sampler
 
     def verdict(self, text: Prefix, target: Target, row: int, proposed: Proposed) -> Verdict:
@@ -171,12 +171,12 @@ class GreedyMatch:
 
 
 class SpeculativeSampling:
-    """Draft x stays with probability p(x) / (q(x) * lenience), else a residual token replaces it.
+    """Accepts draft x with probability p(x) / (q(x) * lenience), else draws a residual token.
 
     With lenience 1 the committed tokens have exactly the target's distribution (Leviathan et al.
-    2023, section 2.3 and appendix A.1); below 1 more drafts stay and the distribution changes.
-    Siblings are tried one after another, each against what the ones before it left of p, which
-    keeps that distribution if they were drawn independently.
+    2023, section 2.3 and appendix A.1); below 1 more drafts are accepted, which changes it.
+    Siblings are tried in order, each against the residual of p that earlier siblings left; this
+    preserves the distribution if they were drawn independently.
     Source: speculative_decoding_and_lenience.txt.
     """
 
@@ -189,7 +189,7 @@ class SpeculativeSampling:
     def verdict(self, text: Prefix, target: Target, row: int, proposed: Proposed) -> Verdict:
         probs = self._sampler.probs(text.ids, target.row(row))
         for index, draft in enumerate(proposed):
-            if (drafted := draft.probs) is None:  # it was certain
+            if (drafted := draft.probs) is None:  # a deterministic draft: one-hot
                 drafted = torch.zeros_like(probs)
                 drafted[draft.token] = 1.0
             u = self._sampler.uniform(probs.device)
@@ -202,27 +202,27 @@ class SpeculativeSampling:
 def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
     """Resampling distribution after a rejection, norm(max(0, p - q)): [V], [V] -> [V].
 
-    Where rounding left nothing (p and q equal to the last bits) it is p itself: such a rejection
-    has a probability near the rounding error, and it would be drawn from p anyway.
+    It is p itself where rounding leaves nothing, because p and q are equal up to the last bits. The
+    probability of such a rejection is near the rounding error.
     """
     rest = (target_probs - draft_probs).clamp_(min=0.0)
     total = rest.sum()
     return rest / total if total > 0 else target_probs
 
 
-# --- how likely the model found each token, where asked for
+# --- log-probabilities of committed tokens, on request
 
 
 class Logprob(NamedTuple):
-    """How likely a model found a token, by its own logits; natural logarithms."""
+    """A token's log-probability by the model's own logits; natural logarithm."""
 
     token: int
     logprob: float
-    top: tuple[tuple[int, float], ...]  # the likeliest in its place and their logarithms, falling
+    top: tuple[tuple[int, float], ...]  # likeliest tokens at its position, log-probs descending
 
 
 class Noting(Heard):
-    """Notes how likely a rule's tokens were, before all processors, as vLLM has it by default."""
+    """Notes log-probabilities of a rule's tokens before all processors, as vLLM does by default."""
 
     def __init__(self, rule: AcceptanceRule, count: int, noted: list[Logprob]) -> None:
         super().__init__(rule)
@@ -235,11 +235,11 @@ class Noting(Heard):
         self._noted.append(Logprob(token, float(logs[token]), tuple(top)))
 
 
-# --- rules that change the output on purpose, labelled, never a default
+# --- lossy rules, which change the output on purpose: labelled, never a default
 
 
 class CmAsd:
-    """CM-ASD's verification, section III-B (c): a draft stays if it is close to the target's best.
+    """CM-ASD's verification, section III-B (c): accepts a draft close to the target's best.
 
     | document | here |
     |---|---|
@@ -248,12 +248,12 @@ class CmAsd:
     | log P(y-hat) >= log P(y(beta)) | `top_beta` |
     | log P(y(1)) - log P(y-hat) <= tau | `tolerance`, in nats |
     | tau = tau_base + gamma (1 - C) | options `tolerance`, `tolerance_gain`; reading "paper" |
-    | C, the drafter's confidence | `signal` of its belief; 1 where there is none |
+    | C, the drafter's confidence | `_signal` of its belief; 1 where there is none |
 
-    The document says that low confidence is to be judged more strictly, and its formula does the
-    opposite. Reading "intent" is what it says: tau = tau_base + gamma C. In place of a refused
-    draft comes the target's own choice: its best, or where it samples (in the document it never
-    does) a draw from its distribution.
+    The document says that low confidence is to be judged more strictly, but its formula does the
+    opposite. Reading "intent" follows the text: tau = tau_base + gamma C. A rejected draft is
+    replaced by the target's own choice: its best token, or, with sampling (which the document does
+    not cover), a draw from its distribution.
     """
 
     lossless = False
@@ -277,7 +277,7 @@ class CmAsd:
 
 
 class Easd:
-    """EASD: where both models waver between the same tokens, the draft's token is ruled out.
+    """EASD: rules out the draft's token where both models are unsure between the same tokens.
 
     | document | here |
     |---|---|
@@ -285,13 +285,13 @@ class Easd:
     | H_d > tau_H and H_t > tau_H, in nats | `entropy` |
     | overlap of the best n, above tau_O | `tokens`, `overlap` |
     | P_t(c) = 0, renormalised | the score of the token set to -inf |
-    | accepted with min(1, P_t(c) / P_d(c)) | here too |
-    | a refused draft is replaced by a draw from P_t itself | here too: not from the residual |
+    | accepted with min(1, P_t(c) / P_d(c)) | the same |
+    | a rejected draft is replaced by a draw from P_t itself | the same: not from the residual |
 
     Source: sections 3.4 to 3.6, algorithm 1. It prints ">" for the overlap, so that with 0.8 and
     n = 5 all five must be shared; its text speaks of four, which is a tau_O of 0.6 to below 0.8.
-    Greedy: P_t and P_d are read as one-hot after the penalty. A draft stays if it is the best token
-    and not ruled out; else the best of the others is taken.
+    Greedy: P_t and P_d are read as one-hot after the penalty. A draft is accepted if it is the best
+    token and not ruled out; otherwise the best of the other tokens is taken.
     """
 
     lossless = False
@@ -316,7 +316,7 @@ class Easd:
         return Verdict(chosen(self._sampler, scores))
 
     def _ambiguous(self, scores: Tensor, belief: Tensor) -> bool:
-        """Whether both [V] are flat and agree on their best tokens; one device read."""
+        """Whether both distributions [V] are flat and share their best tokens; one device read."""
         target = scores.softmax(-1)
         count = min(self._tokens, len(target))
         ours, theirs = target.topk(count).indices, belief.topk(count).indices
@@ -327,7 +327,7 @@ class Easd:
     def _stays(self, scores: Tensor, draft: DraftToken) -> bool:
         if not self._sampler.do_sample:
             return int(scores.argmax(-1)) == draft.token
-        # a draft that was certain has the distribution one-hot
+        # a deterministic draft has a one-hot distribution
         drafted = 1.0 if draft.probs is None else draft.probs[draft.token]
         u = self._sampler.uniform(scores.device)
         return bool(u * drafted < scores.softmax(-1)[draft.token])
@@ -339,7 +339,7 @@ def chosen(sampler: Sampler, scores: Tensor) -> int:
 
 
 def acceptance_rule(sampler: Sampler, options: SpeculationOptions) -> AcceptanceRule:
-    """The rule for this choice; plain decoding is lossless whatever was asked for."""
+    """The rule for `options`; plain decoding is lossless whichever rule they name."""
     wanted = options.acceptance if options.speculate else rules.Lossless()
     if isinstance(wanted, rules.CmAsd):
         return CmAsd(sampler, wanted)

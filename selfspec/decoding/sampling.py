@@ -1,7 +1,7 @@
-"""From logits to the scores that tokens are chosen by: Hugging Face's processors, and choice.
+"""From logits to tokens: Hugging Face's logits processors, and the choice from their scores.
 
-Processors run on true prefixes, once per committed token, exactly as plain decoding calls them; so
-those that keep state across calls see what they would see there.
+Processors run on true prefixes, once per committed token, exactly as in plain decoding, so stateful
+processors see the same calls.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from selfspec.model.kv import common
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-# --- one row of a batch: processors and criteria that were made for all, for it
+# --- processors and criteria of a batch, adapted to one of its rows
 
 # transformers' processors whose calls do not affect each other
 STATELESS = frozenset(
@@ -47,7 +47,7 @@ STATELESS = frozenset(
 
 
 def processor_for(processor: Any, row: int, rows: int) -> Any:
-    """A logits processor for row `row`; InvalidOption where it may not treat each by itself."""
+    """A logits processor for one row; raises InvalidOption if it may mix rows of a batch."""
     if type(processor).__module__ == logits_process.__name__:
         if own := _own(processor, row, rows):
             alone = copy.copy(processor)
@@ -59,9 +59,9 @@ def processor_for(processor: Any, row: int, rows: int) -> Any:
 
 
 def criterion_for(criterion: Any, row: int, rows: int, max_time: float | None) -> Any:
-    """A stopping criterion for row `row`; InvalidOption where it may not treat each by itself.
+    """A stopping criterion for one row; raises InvalidOption if it may mix rows of a batch.
 
-    `max_time`: the option, whose clock starts now; a MaxTimeCriteria of the user's keeps its own.
+    The clock of the option `max_time` starts now; a MaxTimeCriteria of the user's keeps its own.
     """
     kind = type(criterion)
     if rows == 1:
@@ -70,7 +70,7 @@ def criterion_for(criterion: Any, row: int, rows: int, max_time: float | None) -
         if criterion.max_time != max_time:
             return criterion
         own = copy.copy(criterion)
-        own.initial_timestamp = time.time()  # of this row's own start
+        own.initial_timestamp = time.time()  # this row starts now
         return own
     return criterion if kind is stopping_criteria.StopStringCriteria else _by_itself(criterion, row)
 
@@ -83,13 +83,13 @@ def _by_itself(thing: Any, row: int) -> Any:
     if callable(own := getattr(thing, "for_row", None)):
         return own(row)
     raise InvalidOption(
-        f"{called(thing)} may treat rows of a batch in different ways, and each row is judged by "
-        "itself here. Give it a method for_row(row), or decode one prompt at a time"
+        f"{called(thing)} may treat rows of a batch in different ways, but each row is decoded "
+        "separately here. Give it a method for_row(row), or decode one prompt at a time"
     )
 
 
 def _part(processor: Any, held: Any, row: int, rows: int, *, shared: bool = False) -> Any:
-    """What of `held` belongs to `row`; `shared` by several rows where prompts repeat."""
+    """The part of `held` that belongs to `row`; if `shared`, repeated prompts have one part."""
     count = len(held)
     if count != rows and not (shared and count and rows % count == 0):
         raise InvalidOption(
@@ -100,7 +100,7 @@ def _part(processor: Any, held: Any, row: int, rows: int, *, shared: bool = Fals
 
 
 def _own(processor: Any, row: int, rows: int) -> dict[str, Any]:
-    """Attributes of a processor of transformers that differ by row, for `row`."""
+    """The attributes of a transformers processor that differ by row, for `row`."""
     part = partial(_part, processor, row=row, rows=rows)
     match type(processor).__name__:
         case "RepetitionPenaltyLogitsProcessor":  # padding that is skipped, [B]
@@ -111,7 +111,7 @@ def _own(processor: Any, row: int, rows: int) -> dict[str, Any]:
         case "EncoderNoRepeatNGramLogitsProcessor":  # a table of n-grams per prompt
             tables = part(processor.generated_ngrams, shared=True)
             return {"generated_ngrams": tables, "batch_size": 1}
-        case "PrefixConstrainedLogitsProcessor":  # the function is told which row it is asked about
+        case "PrefixConstrainedLogitsProcessor":  # its function gets the row's index
             allowed = processor._prefix_allowed_tokens_fn
             return {"_prefix_allowed_tokens_fn": lambda _, ids: allowed(row, ids)}
         case "SynthIDTextWatermarkLogitsProcessor":  # contexts that were seen, [B, ..]
@@ -129,7 +129,7 @@ def _own(processor: Any, row: int, rows: int) -> dict[str, Any]:
 
 
 class OccurrencePenalty(LogitsProcessor):
-    """Takes `presence` off the score of every token of the answer, and `frequency` each time."""
+    """Subtracts `presence` from the score of each answer token, and `frequency` per occurrence."""
 
     stateless = True
 
@@ -148,19 +148,19 @@ class OccurrencePenalty(LogitsProcessor):
         return lowered
 
 
-# --- grammars: which tokens may come next, and which must
+# --- grammars: tokens that may come next, and tokens that must
 
 
 class GrammarMask(LogitsProcessor):
-    """Rules out tokens that the grammar forbids behind a prefix; that alone decides.
+    """Rules out tokens that the grammar forbids after a prefix; depends on the prefix alone.
 
-    The matcher goes along with a text, and back for another prefix.
+    The matcher advances with a text, and rolls back for a different prefix.
     """
 
     stateless = True
 
     def __init__(self, matcher: LLMatcher, start: int, ends: Collection[int]) -> None:
-        """`start`: ids in front of the text, padding included; each of `ends` closes a text."""
+        """`start`: ids before the text, padding included; `ends`: the end tokens."""
         self.start, self._matcher, self._ends = start, matcher, sorted(ends)
         self._text: list[int] = []
 
@@ -170,13 +170,13 @@ class GrammarMask(LogitsProcessor):
         return GrammarMask(matcher, self.start, self._ends)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """[1, n], [1, V] -> [1, V]. Raises InvalidOption where no allowed token is left."""
+        """[1, n], [1, V] -> [1, V]. Raises InvalidOption if no allowed token is left."""
         self._follow(input_ids[0, self.start :].tolist())
         allowed = self._allowed(scores.shape[1]).to(scores.device)
         masked = scores.masked_fill(~allowed, -math.inf)
         if bool(masked.isneginf().all()):
             raise InvalidOption(
-                "another option rules out every token that the grammar allows. Leave out "
+                "another option rules out every token that the grammar allows. Remove "
                 "min_new_tokens, suppress_tokens, bad_words_ids or logits_processor"
             )
         return masked
@@ -206,7 +206,7 @@ class GrammarMask(LogitsProcessor):
         self._text = text[: same + count]
         if count < len(fresh):
             raise InvalidOption(
-                f"another option puts token {fresh[count]} where the grammar forbids it. Leave out "
+                f"another option puts token {fresh[count]} where the grammar forbids it. Remove "
                 "forced_eos_token_id, forced_bos_token_id or logits_processor"
             )
 
@@ -227,31 +227,31 @@ class GrammarMask(LogitsProcessor):
 # --- scores
 
 _BITS = 2**64 - 1
-_UNKNOWN = -3e4  # score of a token that a head does not know, among such; fits any dtype
+_UNKNOWN = -3e4  # lowest score of a token, where a head may know no allowed one; fits any dtype
 
 
 class DraftToken(NamedTuple):
-    """A token that was chosen, and what its drafter knows of it."""
+    """A proposed token, and what its drafter knows of it."""
 
     token: int
-    parent: int = -1  # which token of the draft it follows; -1: the newest committed one
-    layer: int = 0  # where it left; 0 for tokens that ran through no layer
-    source: str = EXIT  # who proposed it, as `stats` names them
-    chance: float = 0.0  # to stay, with all before it, as its drafter has it; where that says
-    probs: Tensor | None = None  # [V] it was drawn from, after the processors; None: it was certain
-    belief: Tensor | None = None  # [V] thought of its place, drawn or not, where a rule reads it
+    parent: int = -1  # index of the draft token that it follows; -1: the newest committed one
+    layer: int = 0  # exit layer; 0 for tokens that ran through no layer
+    source: str = EXIT  # its drafter, by the names in `stats`
+    chance: float = 0.0  # the drafter's estimate that its path is accepted; 0: no estimate
+    probs: Tensor | None = None  # [V] it was drawn from, processed; None: deterministic draft
+    belief: Tensor | None = None  # [V] drafter's distribution at its position, if a rule reads it
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """How a token is chosen from processed scores: the most likely, or drawn."""
+    """Chooses tokens from processed scores: the most likely one, or a draw."""
 
     processors: LogitsProcessorList
     do_sample: bool = False
-    generator: torch.Generator | None = None  # of draws that no seed ties; None: torch's global one
-    seed: int | None = None  # a token is a function of it, its position and the probabilities
-    pad: int = 0  # padding ids in front of a text, which count for no position
-    least: float | None = None  # logits are raised to it before processors see them
+    generator: torch.Generator | None = None  # for draws without a seed; None: torch's global one
+    seed: int | None = None  # if set, seed, position and probabilities determine each draw
+    pad: int = 0  # padding ids before a text, which do not count as positions
+    least: float | None = None  # lower bound that logits are clamped to before processors run
 
     @property
     def grammar(self) -> GrammarMask | None:
@@ -259,12 +259,12 @@ class Sampler:
 
     @property
     def is_plain_greedy(self) -> bool:
-        """The most likely token, and nothing changes the logits."""
+        """Whether this is greedy decoding without processors."""
         return not self.do_sample and not self.processors
 
     def scores(self, ids: Tensor, logits: Tensor) -> Tensor:
         """Processed scores of the token after `ids` [1, n]; [1, V] -> [1, V]."""
-        # processors read both, and may write; lm_head may be elsewhere
+        # processors read ids and scores, and may write; lm_head may be on another device
         scores = logits.to(ids.device, copy=bool(self.processors))
         scores = scores if self.least is None else scores.clamp(min=self.least)
         for processor in self.processors:
@@ -276,7 +276,7 @@ class Sampler:
         return self.scores(ids, logits)[0].softmax(-1)
 
     def choose(self, ids: Tensor, logits: Tensor, *, believe: bool = False) -> DraftToken:
-        """A token to follow `ids` [1, n], from [1, V]; with its belief if asked to `believe`."""
+        """Choose a token to follow `ids` [1, n] from [1, V]; `believe`: keep its distribution."""
         scores = self.scores(ids, logits)
         probs = scores[0].softmax(-1) if self.do_sample or believe else None
         if self.do_sample and probs is not None:
@@ -284,15 +284,15 @@ class Sampler:
         return DraftToken(int(scores.argmax(-1)), belief=probs)
 
     def behind(self, ids: Tensor, token: int) -> Tensor:
-        """`ids` [1, n] and a token; as they are where no choice looks at them."""
+        """`ids` [1, n] with `token` appended; unchanged for plain greedy, which ignores them."""
         if self.is_plain_greedy:
             return ids
         return torch.cat([ids, ids.new_full((1, 1), token)], dim=1)
 
     def draw(self, probs: Tensor, place: int | None = None) -> int:
-        """One token from [V], behind `place` ids, to which a seed ties it; None: to no place.
+        """Draw one token from [V]; with a seed, the draw is a function of its position `place`.
 
-        Not by `torch.multinomial`, which takes an exponential number for each of [V].
+        `torch.multinomial` is not used: it draws an exponential number for each of [V].
         """
         if self.seed is not None and place is not None:
             tokens, _, share = _race(probs, mixed(self.seed, place - self.pad))
@@ -306,14 +306,14 @@ class Sampler:
     def foreseen(
         self, probs: Tensor, place: int, count: int, doubt: float
     ) -> tuple[list[int], list[float]]:
-        """What a seed may draw behind `place` ids: `count` tokens and their chances, falling.
+        """The likeliest seeded draws after `place` ids: `count` tokens, their chances descending.
 
-        `probs` [V] are a draft's. The target's logits are believed to be the draft's plus Gumbel
-        noise, `doubt` wide: then a token wins the target's race with a probability that goes by
-        its time in the draft's, to the power of -temperature / doubt. Near temperature 0 that is
-        softmax(logits / doubt), by which greedy drafts are judged.
+        `probs` [V] are a draft's. The target's logits are modelled as the draft's plus Gumbel noise
+        of scale `doubt`. A token then wins the target's race with a probability proportional to its
+        time in the draft's race to the power of -temperature / doubt. Near temperature 0 that is
+        softmax(logits / doubt), which judges greedy drafts.
         """
-        assert self.seed is not None  # noqa: S101  # asked of samplers with a seed alone
+        assert self.seed is not None  # noqa: S101  # only called with a seed
         tokens, times, _ = _race(probs, mixed(self.seed, place - self.pad))
         shares = (times[0] / times) ** (self.temperature / doubt)
         both = zip(tokens, (shares / shares.sum()).tolist(), strict=True)
@@ -326,18 +326,18 @@ class Sampler:
         return next((float(p.temperature) for p in self.processors if isinstance(p, warper)), 1.0)
 
     def uniform(self, device: torch.device) -> Tensor:
-        """One number from [0, 1), a tensor without dimensions."""
+        """One number from [0, 1), a 0-d tensor."""
         return torch.rand((), device=device, generator=self.generator)
 
     def for_drafts(self) -> Sampler:
-        """The same choice with only the processors that may look at tokens never committed."""
-        # a head may know none of the tokens that a grammar allows: then all are alike
+        """The same choice, with only the processors that may run on uncommitted tokens."""
+        # a head may know none of the tokens that a grammar allows: all then get equal scores
         kept = [p for p in self.processors if is_stateless(p)]
         least = None if self.grammar is None else _UNKNOWN
         return replace(self, processors=LogitsProcessorList(kept), least=least)
 
     def for_row(self, row: int, rows: int, pad: int = 0) -> Sampler:
-        """The choice for a row of a batch: row r draws with the seed plus r, as it would alone."""
+        """The sampler of row `row` of a batch; its seed is the batch's plus `row`."""
         if rows == 1:
             return replace(self, pad=pad)
         alone = [processor_for(processor, row, rows) for processor in self.processors]
@@ -352,7 +352,7 @@ class Sampler:
 
 
 def _found(probs: Tensor, share: Tensor) -> int:
-    """The token of [V] at which so much of their sum is reached; `share` [1] in [0, 1)."""
+    """The token at which the cumulative sum of `probs` [V] reaches `share` [1], in [0, 1)."""
     sums = probs.cumsum(0, dtype=torch.float64)
     index = torch.searchsorted(sums, sums[-1:] * share, right=True)
     token, whole = torch.cat([index, sums[-1:]]).tolist()
@@ -360,15 +360,15 @@ def _found(probs: Tensor, share: Tensor) -> int:
     return min(int(token), len(probs) - 1)
 
 
-_RACING = 64  # tokens that race by themselves: the likeliest ones. All others race as one
-_OTHERS, _WHICH = -1, -2  # in place of a token's id: the others, and which of them
+_RACING = 64  # likeliest tokens that race individually; all others race as one
+_OTHERS, _WHICH = -1, -2  # pseudo token ids: the others as one, and the choice among them
 
 
 def _race(probs: Tensor, number: int) -> tuple[list[int], np.ndarray[Any, Any], float]:
-    """Tokens of [V] by their times, the fastest first, these times, and a share for `_found`.
+    """Tokens of [V] sorted by arrival time, fastest first, these times, and a share for `_found`.
 
-    A time is from an exponential distribution, divided by the probability. A token's hangs on its
-    id and `number` alone: two distributions that race with one number mostly have one winner.
+    A time is an exponential variable divided by the token's probability. The variable depends on
+    the token id and `number` alone, so two distributions with one number mostly share the winner.
     """
     count = min(_RACING, len(probs))
     best = probs.topk(count)
@@ -385,7 +385,7 @@ def _race(probs: Tensor, number: int) -> tuple[list[int], np.ndarray[Any, Any], 
 
 
 def _uniform(number: int, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """A number in (0, 1) for each of `ids`, which are -2 at least."""
+    """A number in (0, 1) for each of `ids`, which are >= -2."""
     found = _stepped(number, (ids + 2).astype(np.uint64)) >> 11
     shares: np.ndarray[Any, Any] = (found.astype(np.float64) + 0.5) * 2.0**-53
     return shares
@@ -394,18 +394,18 @@ def _uniform(number: int, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def _check_whole(whole: float) -> None:
     if not 0.0 < whole < math.inf:
         raise InvalidOption(
-            "the scores hold no distribution to draw from: all tokens are ruled out, or one is NaN "
-            "or infinite. Check temperature, guidance_scale and logits_processor"
+            "the scores are no distribution to draw from: all tokens are ruled out, or a score is "
+            "NaN or infinite. Check temperature, guidance_scale and logits_processor"
         )
 
 
 def mixed(seed: int, place: int) -> int:
-    """A seed for one place: of 64 bits, with all of which each bit of both changes half."""
+    """A 64-bit seed for one position; each bit of `seed` or `place` changes half of its bits."""
     return int(_stepped(_stepped(seed, 0), place))
 
 
 def _stepped(found: Any, step: Any) -> Any:
-    """A number of 64 bits, or an array, so many steps and one on, by the finaliser of splitmix64.
+    """Advance a 64-bit number or array by `step` + 1 steps and mix it, as splitmix64 does.
 
     Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom Number Generators".
     """
@@ -416,9 +416,9 @@ def _stepped(found: Any, step: Any) -> Any:
 
 
 def is_stateless(processor: object) -> bool:
-    """Whether calls do not affect each other; the user's own say so by `stateless = True`.
+    """Whether calls do not affect each other; users' processors declare it by `stateless = True`.
 
-    Leaving one out on the draft side costs acceptance, never correctness: the target runs all.
+    Leaving a processor out for drafts costs acceptance, never correctness: the target runs all.
     """
     kind = type(processor)
     if getattr(kind, "stateless", False) is True:
@@ -427,7 +427,7 @@ def is_stateless(processor: object) -> bool:
 
 
 def _processed(processor: Any, ids: Tensor, scores: Tensor) -> Tensor:
-    """Raises InvalidOption where transformers' own refuse; what the user's raise stays."""
+    """Run a processor; InvalidOption if one of transformers' fails, users' errors pass through."""
     try:
         found = processor(ids, scores)
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
@@ -435,7 +435,7 @@ def _processed(processor: Any, ids: Tensor, scores: Tensor) -> Tensor:
             raise
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise InvalidOption(
-            f"{called(processor)} refuses: {reason}. Change its option, or leave it out"
+            f"{called(processor)} failed: {reason}. Change its option, or leave it out"
         ) from error
     if not isinstance(found, Tensor) or found.shape != scores.shape:
         shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
