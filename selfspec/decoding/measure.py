@@ -1,7 +1,7 @@
-"""What is measured of this machine and model: what things cost, and whether drafts can move bits.
+"""Measurements of a model on this machine: costs, and whether drafts can change bits.
 
-Works are timed in turns, so that a change of the machine's speed meets all alike, and each finds
-the processor's caches as full of other things as in a round.
+Works are timed in turns. So a change of the machine's speed affects all alike, and each work finds
+the processor's caches as cold as in a round.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ Name = TypeVar("Name", bound=Hashable)
 
 @dataclass(frozen=True)
 class Clock:
-    """Runs works on one device a few times."""
+    """Times works on one device."""
 
     device: torch.device
     repeats: int  # at least 1
     now: Callable[[], float] = time.perf_counter  # seconds; tests inject their own
-    before: int = 0  # runs right before each one: threads of another program may still spin
+    before: int = 0  # untimed runs before each timed one: another program's threads may still spin
 
     def seconds(self, works: Mapping[Name, Callable[[], object]]) -> dict[Name, float]:
         return {name: statistics.median(laps) for name, laps in self.laps(works).items()}
 
     def laps(self, works: Mapping[Name, Callable[[], object]]) -> dict[Name, list[float]]:
-        """Seconds of every run, after one that does not count (it captures, and warms up)."""
+        """Seconds of every run, after a discarded first one that captures graphs and warms up."""
         found: dict[Name, list[float]] = {name: [] for name in works}
         for _ in range(self.repeats + 1):
             for name, work in works.items():
@@ -58,29 +58,29 @@ class Clock:
         return {name: laps[1:] for name, laps in found.items()}
 
     def _wait(self, device: torch.device) -> None:
-        """Work on an accelerator is queued: let it end, where the last layers are."""
+        """Wait for the queued work of an accelerator, on the device of the last layers."""
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
 
-# --- a plain step and the memory's rate
+# --- a plain step and the memory bandwidth
 
 ROWS = (1, 2, 4, 8, 16)
 CONTEXT = 256
 _STEP_REPEATS = 7
 
 _CPU_BYTES, _OTHER_BYTES = 400_000_000, 1 << 30
-"""Read to measure the memory's rate: more than caches hold."""
+"""Bytes read to measure the memory bandwidth: more than caches hold."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSpeed:
-    """One model, as one executor runs it here. Seconds and rates are medians."""
+    """The speed of one model with one executor on this machine. Seconds and rates are medians."""
 
-    context_tokens: int  # positions in front of the rows
+    context_tokens: int  # positions before the rows
     weight_bytes: int  # weights of all layers and of the unembedding, as the executor keeps them
     kv_bytes: int  # keys and values of the context
-    memory_bytes_per_s: float  # at which all threads, or the accelerator, read what no cache holds
+    memory_bytes_per_s: float  # uncached reads by all threads or the accelerator
     rows_s: dict[int, float]  # by rows: a pass through all layers, to the best token of each row
 
     @property
@@ -89,7 +89,7 @@ class StepSpeed:
 
     @property
     def limit_s(self) -> float:
-        """Seconds that reading those bytes takes: no step is faster."""
+        """Seconds to read these bytes: the lower bound of a step."""
         return self.step_bytes / self.memory_bytes_per_s
 
     @property
@@ -98,12 +98,12 @@ class StepSpeed:
 
     @property
     def share_of_limit(self) -> float:
-        """Speed of a plain step, of what the memory allows; above 1 where a cache holds weights."""
+        """Speed of a plain step as a share of the memory's limit; above 1 if weights are cached."""
         return self.limit_s / self.step_s
 
     @property
     def rows_in_steps(self) -> dict[int, float]:
-        """Cost of a pass by its rows, 2 and more, in passes of one row."""
+        """Cost of passes of 2 and more rows, in passes of one row."""
         return {rows: seconds / self.step_s for rows, seconds in self.rows_s.items() if rows > 1}
 
     def to_dict(self) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class StepSpeed:
 def step_speed(
     backbone: Backbone, *, context: int = CONTEXT, clock: Clock | None = None
 ) -> StepSpeed:
-    """Measured behind `context` tokens, or as many as the model has room for; a few seconds."""
+    """Measure steps after `context` tokens, or as many as the model allows; takes a few seconds."""
     clock = clock or Clock(backbone.device, _STEP_REPEATS)
     passes, works = _by_rows(backbone, context, ROWS)
     return StepSpeed(
@@ -128,14 +128,14 @@ def step_speed(
 
 
 def memory_rate(clock: Clock) -> float:
-    """Bytes per second of a sum over float32 numbers that no cache holds."""
+    """Bytes per second of a sum over float32 numbers that exceed the caches."""
     size = _CPU_BYTES if clock.device.type == "cpu" else _OTHER_BYTES
     numbers = torch.ones(size // 4, device=clock.device)
     return numbers.nbytes / clock.seconds({"read": lambda: numbers.sum()})["read"]
 
 
 class PassShape(NamedTuple):
-    """What all passes of a pinned decoding have in common; None where the kernels do not care."""
+    """The common shape of all passes of pinned decoding; None: any."""
 
     rows: int | None = None
     slots: int | None = None  # for keys
@@ -145,7 +145,7 @@ _ANY = PassShape()
 
 
 class Behind:
-    """A context; what runs behind it leaves the KV cache, unless it is to stay."""
+    """A context in a KV cache, and passes of rows after it that are removed again."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class Behind:
         shape: PassShape = _ANY,
         layers: int | None = None,
     ) -> None:
-        """`pieces`: ids, a pass each; only the first `layers` run, if so many are named."""
+        """`pieces`: ids of the context, one pass each; `layers`: run only the first few."""
         upto = (layers,) if layers is not None and layers < backbone.num_layers else ()
         self.kv = KVCache(backbone.num_layers, shape.slots)
         self._hidden = HiddenCache(backbone, self.kv, upto, pinned_rows=shape.rows)
@@ -164,7 +164,7 @@ class Behind:
         self.context = self.kv.length(0)
 
     def target(self, ids: Tensor, kept: int = 0) -> Target:
-        """Logits of `ids`, of which the first `kept` stay."""
+        """Logits of `ids`, of which the first `kept` stay in the KV cache."""
         start, states = self.kv.length(0), self._run(ids)
         found = alone(self._hidden.unembed(states))
         self.kv.truncate(start + kept)
@@ -177,22 +177,22 @@ class Behind:
 
 
 class Passes(Behind):
-    """Passes of up to `most` rows behind one context."""
+    """Passes of up to `most` rows after one context."""
 
     def __init__(self, backbone: Backbone, context: int, *, most: int) -> None:
-        # of the context, then of the rows
+        # ids of the context, then of the rows
         self.ids = torch.arange(context + most, device=backbone.device) % backbone.vocab_size
         super().__init__(backbone, [self.ids[:context]])
 
     def run(self, rows: int) -> list[int]:
-        """The best token behind each of `rows` rows, read back; the KV cache stays as it was."""
+        """The best token after each of `rows` rows, read back; leaves the KV cache unchanged."""
         return self.target(self.ids[self.context :][:rows]).best
 
 
 def _by_rows(
     backbone: Backbone, context: int, counts: Sequence[int]
 ) -> tuple[Passes, dict[int, Callable[[], object]]]:
-    """Behind `context` tokens, or as many as the model has room for."""
+    """Passes by rows, after `context` tokens or as many as the model has room for."""
     room = backbone.max_positions
     passes = Passes(backbone, max(1, min(context, room - max(counts))), most=max(counts))
     fitting = (rows for rows in counts if rows == 1 or passes.context + rows <= room)
@@ -202,8 +202,8 @@ def _by_rows(
 # --- costs of a model and its heads
 
 _QUICK_ROWS = (16, 8, 6, 5, 4, 3, 2, 1)
-"""What the first pass waits for counts least in the largest. Kernels change their way between few
-rows, so that one may cost three times its neighbour."""
+"""The largest pass comes first, since a first pass's delay weighs least there. Kernels switch
+algorithms at small row counts, so that one count may cost three times its neighbour."""
 
 _QUICK_CONTEXT = 64
 _QUICK_S = 1.5  # seconds after which no pass is repeated, once each has run twice
@@ -213,9 +213,9 @@ _QUICK_S = 1.5  # seconds after which no pass is repeated, once each has run twi
 def quick_costs(
     backbone: Backbone, heads: ExitHeads | None, now: Callable[[], float] = time.perf_counter
 ) -> Costs:
-    """What rows and a head cost, from the quicker half of some passes: two seconds, or 16 passes.
+    """Measure the costs of rows and a head, in two seconds or 16 passes.
 
-    A neighbour on the machine makes passes longer, never shorter.
+    Uses the faster half of the passes: other load on the machine only makes passes longer.
     """
     passes, works = _by_rows(backbone, _QUICK_CONTEXT, _QUICK_ROWS)
     rising = sorted(works)
@@ -241,9 +241,9 @@ def quick_costs(
 def _question(
     backbone: Backbone, heads: ExitHeads, hidden: Tensor, context: int
 ) -> Callable[[], object]:
-    """What the exit drafter does for one token at one exit layer after the other, layers left out.
+    """The exit drafter's work per token without the layers, for one exit layer after the other.
 
-    A head reads `hidden` [1, d].
+    Heads read `hidden` [1, d].
     """
     layers, text = itertools.cycle(heads.config.exit_layers), None
     if isinstance(heads, AttendingHeads):
@@ -264,34 +264,34 @@ def _question(
     return lambda: alone(asked())
 
 
-# --- whether a row's bits depend on what runs with it
+# --- whether a row's bits depend on the other rows of its pass
 #
-# Two ways lead to rows whose bits do not: kernels whose result for a row is the same for any number
-# of rows, or passes of one fixed shape, padded, over a fixed number of slots. Either is a property
-# of the kernels, so it is probed before anyone relies on it.
+# They do not if kernels give a row the same result for any number of rows, or if all passes are
+# padded to one fixed shape over a fixed number of slots. Both are properties of the kernels, so
+# they are probed before anyone relies on them.
 
 logger = logging.getLogger(__name__)
 
 _CONTEXTS = (16, 180)
-"""Tokens in front of the probed ones: kernels may cut longer sums otherwise than short ones (MKL
+"""Tokens before the probed ones: kernels may split longer sums differently from short ones (MKL
 with AVX512 does between 192 and 384)."""
 
 _PIECE = 13  # rows of the pieces that a prompt is cut into
 _FEW_LAYERS = 4
-_MOST_SLOTS = 1 << 20  # positions with memory from the start: a slip of the pen asks for more
+_MOST_SLOTS = 1 << 20  # positions allocated from the start: a larger number is a typing error
 
 
 class PinnedProbe:
-    """What was found about one model on this machine; each question is probed once."""
+    """Probes one model on this machine; each question once."""
 
     def __init__(self, backbone: Backbone) -> None:
         self._backbone = backbone
         self._why_not = cache(partial(why_unpinned, backbone))
 
     def shape(self, fixed: PassShape, widest: int) -> PassShape:
-        """What makes bits independent of drafts: the kernels by themselves, else a `fixed` shape.
+        """The pass shape that makes bits independent of drafts: any shape, else the `fixed` one.
 
-        Raises PinnedUnavailable if neither does, InvalidOption for more slots than could be had.
+        Raises PinnedUnavailable if neither does, InvalidOption if `fixed` has too many slots.
         """
         if self._backbone.claims.steady and self._why_not(_ANY, widest) is None:
             return _ANY
@@ -305,12 +305,12 @@ class PinnedProbe:
         return fixed
 
     def holds_unpadded(self, widest: int) -> bool:
-        """Whether kernels treat rows alike by themselves, as a quick look has it."""
+        """Whether kernels treat all rows alike without padding, by a quick probe."""
         check, passed = f"rows-{widest}", self._backbone.passed
         if not self._backbone.claims.steady:
             return False
         if check not in passed and (why := self._why_not(_ANY, widest, quick=True)) is not None:
-            logger.info("drafts may move bits here: %s", why)
+            logger.info("drafts may change bits here: %s", why)
             return False
         passed.add(check)
         return True
@@ -320,13 +320,13 @@ class PinnedProbe:
 def why_unpinned(
     backbone: Backbone, shape: PassShape, widest: int, *, quick: bool = False
 ) -> str | None:
-    """What differs where rows are grouped otherwise; None: logits are bitwise the same.
+    """The difference that the grouping of rows makes; None: logits are bitwise the same.
 
     The same random tokens run one at a time, in blocks of `widest` rows, and in uneven blocks;
-    every second block has wrong tokens behind it, as rejected drafts would be. What is in front of
-    them runs at once, and for the blocks in pieces where the executor claims that this changes
-    nothing either. Costs about 3 * `widest` passes at each of two contexts; `quick` looks at the
-    longer one alone, at half as many tokens and at the first few layers.
+    every second block ends with wrong tokens, like rejected drafts. Their context runs in one pass;
+    for the blocks it runs in pieces if the executor claims that this changes nothing either. Costs
+    about 3 * `widest` passes at each of two contexts; `quick` probes only the longer one, with half
+    as many tokens and the first few layers.
     """
     for context in _CONTEXTS[-1:] if quick else _CONTEXTS:
         room = (shape.slots or backbone.max_positions) - widest - context
@@ -346,7 +346,7 @@ def why_unpinned(
             found = _in_blocks(parts, ids, widths, widest)
             if differing := int((single != found).any(-1).sum()):
                 return (
-                    f"{differing} of {count} positions behind {context} others changed bits "
+                    f"{differing} of {count} positions after {context} others changed bits "
                     f"between single rows and {name} blocks of up to {widest} rows: these kernels "
                     "do not treat all rows alike"
                 )

@@ -1,4 +1,4 @@
-"""What a generation did and what it cost: records with units, made of rounds; who drafted.
+"""Records of a generation, with units: its rounds, its totals, and the sources of its tokens.
 
 On an accelerator work is queued, so seconds are charged to the part that waits for its result.
 """
@@ -16,22 +16,22 @@ from selfspec import pages as palette
 EXIT, NGRAM, DRAFT_MODEL, GRAMMAR = "exit", "ngram", "draft-model", "grammar"
 SUCCESSORS, REST, LOOKAHEAD, SKIP = "successors", "rest", "lookahead", "skip"
 
-MODEL = "model"  # who gave a token that no drafter gave: a verification did, or the prompt's pass
+MODEL = "model"  # the source of undrafted tokens: a verification or the prompt's pass
 
 
 class Source(NamedTuple):
-    """Who gives tokens, for people."""
+    """How a source of tokens is shown."""
 
     words: str
-    colour: str | None = None  # None: that of all text, or of the exit layer
-    line: str = "solid"  # under its tokens, for eyes that see no colours
-    mark: str = ""  # behind its tokens in terminals without colours; exit layers have their number
+    colour: str | None = None  # None: the text's colour, or that of the exit layer
+    line: str = "solid"  # underline of its tokens, for readers who do not see colours
+    mark: str = ""  # after its tokens in terminals without colours; exit layers show their number
 
 
-# class of a token in pages, by the line under it
+# CSS class of a token in pages, by its underline
 LOOKS = {"plain": "", "solid": "left", "dotted": "seen", "dashed": "grammar", "double": "second"}
 
-# in the order in which people are told of them
+# in display order
 SOURCES = {
     MODEL: Source("the model", line="plain"),
     NGRAM: Source("prompt lookup", palette.SEEN, "dotted", "n"),
@@ -43,11 +43,11 @@ SOURCES = {
     SKIP: Source("fewer of its layers", palette.SECOND, "double", "f"),
     EXIT: Source("exit heads"),
 }
-FREE = frozenset({NGRAM, GRAMMAR})  # their drafts take no work before verification
+FREE = frozenset({NGRAM, GRAMMAR})  # sources whose drafts take no work before verification
 
 
 class Giver(NamedTuple):
-    """Who gave a token."""
+    """The source of a token."""
 
     source: str
     layer: int = 0  # exit layer of a head's draft; 0 is the embedding
@@ -59,7 +59,7 @@ class Giver(NamedTuple):
         return SOURCES[self.source].words
 
     def colour(self, num_layers: int) -> str | None:
-        """The colour of its tokens; None: the colour of all text."""
+        """The colour of its tokens; None: the text's colour."""
         if self.source == EXIT:
             return palette.of_layer(self.layer, num_layers)
         return SOURCES[self.source].colour
@@ -67,7 +67,7 @@ class Giver(NamedTuple):
 
 Ended = Literal["depth", "width", "budget", "eos", "unsure", "off"]
 
-# why drafting stopped, for people
+# why drafting stopped, as shown to users
 ENDED: dict[str, str] = {
     "depth": "deepest exit layer",  # nothing was confident by D_max
     "width": "longest allowed",  # W_max drafts
@@ -90,7 +90,7 @@ class Stopwatch:
         self.seconds: Counter[str] = Counter()
 
     def start(self) -> None:
-        """Forget the time since the last reading: the caller had it, not us."""
+        """Discard the time since the last reading: the caller spent it."""
         self._last = self._now()
 
     def lap(self, part: str) -> None:
@@ -105,13 +105,13 @@ class Round:
 
     tokens: list[int]  # the accepted drafts, then the correction or bonus token (not after a stop)
     draft_tokens: list[int]
-    exit_layers: list[int]  # where each draft left; 0 for drafts that ran through no layer
-    sources: list[str]  # who drafted each, by the names in `SOURCES`
+    exit_layers: list[int]  # of each draft; 0 for drafts that ran through no layer
+    sources: list[str]  # of each draft, by the names in `SOURCES`
     parents: list[int] | None = None  # the draft before each, -1: the newest token. None: a chain
-    kept: list[int]  # drafts among `tokens`, in their order
+    kept: list[int]  # indices of the accepted drafts, in order
     ended: Ended
-    heads: int = 0  # how often they were asked: for a token at a layer, or for a level of a tree
-    prefill: bool = False  # the prompt's own pass, which is no verification
+    heads: int = 0  # times that heads were asked: for a token at a layer, or for a level of a tree
+    prefill: bool = False  # the prompt's own pass, which is not a verification
     passes: Sequence[tuple[int, int, int]] = ()  # rows, first, last (layers first+1..last)
     stop_reason: StopReason | None = None
 
@@ -121,7 +121,7 @@ class Round:
 
     @property
     def origins(self) -> list[tuple[str, int]]:
-        """Who drafted each, and at which exit layer."""
+        """The source and exit layer of each draft."""
         return [*zip(self.sources, self.exit_layers, strict=True)]
 
     @property
@@ -131,7 +131,7 @@ class Round:
 
     @property
     def depths(self) -> list[int]:
-        """How many drafts lie on the way to each, itself included."""
+        """Each draft's depth: the number of drafts on its path, itself included."""
         found: list[int] = []
         for parent in self.parents or range(-1, len(self.draft_tokens) - 1):
             found.append(1 + (found[parent] if parent >= 0 else 0))
@@ -145,20 +145,20 @@ class GenerationStats:
     num_layers: int
     prompt_tokens: int = 0
     reused_tokens: int = 0
-    """Prompt tokens whose keys and values a session still had."""
+    """Prompt tokens whose keys and values a session still held."""
     lossless: bool = True
-    """False if a lossy acceptance rule was at work."""
+    """False if a lossy acceptance rule was used."""
     pinned: bool = False
-    """Whether a probe found, here, that no draft can move a bit of a logit."""
+    """Whether a probe on this machine found that no draft can change a bit of a logit."""
     drafts_refused: str | None = None
-    """Why nothing was drafted though that was asked for: no draft is lossless with this model."""
+    """Why nothing was drafted despite the options: no draft is lossless with this model."""
     new_tokens: int = 0
     rounds: int = 0
     """Verifications; the prompt's pass is not one."""
     drafted: int = 0
     accepted: int = 0
     bonus: int = 0
-    """Tokens that verification itself gave: after a rejection or behind the last draft."""
+    """Tokens that verification itself gave: after a rejection or after the last draft."""
     drafted_by_source: Counter[str] = field(default_factory=Counter)
     accepted_by_source: Counter[str] = field(default_factory=Counter)
     """Keys: those of `SOURCES`."""
@@ -171,7 +171,7 @@ class GenerationStats:
     accepted_lengths: Counter[int] = field(default_factory=Counter)
     """Rounds by the number of drafts they kept."""
     ended: Counter[str] = field(default_factory=Counter)
-    """Rounds by why drafting stopped."""
+    """Rounds by the reason why drafting stopped."""
     seconds: Counter[str] = field(default_factory=Counter)
     """Seconds by part: prefill, draft, heads, verify, bookkeeping."""
     stop_reason: StopReason | None = None
@@ -216,7 +216,7 @@ class GenerationStats:
 
     @property
     def decode_s(self) -> float:
-        """Seconds after the first token; time the caller held a stream is not in it."""
+        """Seconds after the first token, without the time that the caller held the stream."""
         return float(sum(self.seconds[part] for part in PARTS if part != "prefill"))
 
     @property
@@ -225,14 +225,14 @@ class GenerationStats:
         return max(self.new_tokens - 1, 0) / self.decode_s if self.decode_s else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Counters and the rates from them, by name, ready for JSON; seconds, tokens a second."""
+        """Counters and rates by name, ready for JSON; in seconds and tokens per second."""
         names = [entry.name for entry in fields(self)] + ["acceptance_rate", "compression_rate"]
         names += ["ttft_s", "decode_s", "decode_tokens_per_s"]
         values = {name: getattr(self, name) for name in names}
         return {k: dict(v) if isinstance(v, Counter) else v for k, v in values.items()}
 
     def summary(self) -> str:
-        """Tokens, speed, tokens per pass: what `--stats` says."""
+        """Tokens, speed and tokens per pass: the line of `--stats`."""
         speed = f" at {rate(self.decode_tokens_per_s)}" if self.decode_tokens_per_s else ""
         passes = f", {self.compression_rate:.1f} tokens per pass" if self.rounds else ""
         refused = f", no drafts: {self.drafts_refused}" if self.drafts_refused else ""
@@ -240,7 +240,7 @@ class GenerationStats:
         return f"{counted(self.new_tokens, 'token')}{speed}{passes}{lossy}{refused}"
 
     def line(self) -> str:
-        """All figures: what `--stats=full` says."""
+        """All figures: the line of `--stats=full`."""
         parts = [
             f"exit layer {layer}: {self.accepted_by_layer[layer]} of {count}"
             for layer, count in sorted(self.drafted_by_layer.items())
