@@ -1,12 +1,12 @@
-"""Rounds of many texts at once: each draws from what the others' passes read anyway.
+"""Continuous batching: each pass runs the rows of all sequences, so that weights are read once.
 
-    add     a text joins; it begins with the next round in which there is room
-    step    one round of every text that runs: drafts in lockstep, one verification
-    cancel  a text leaves
+    add     queue a sequence; it begins with the next round in which there is room
+    step    run one round of every running sequence: drafts in lockstep, one verification
+    cancel  remove a sequence
 
-A text's tokens depend on nothing but its own request: every row is computed as if it were alone, or
-passes are split where an executor cannot promise that; what draws, judges and stops belongs to one
-text. (Under a lossy rule they depend on drafts, and so on the load.)
+A sequence's tokens depend on its own request only. Every row is computed as if it were alone; where
+an executor cannot promise that, passes are split. Samplers, rules and stop criteria are not shared.
+(Under a lossy rule tokens depend on drafts, and therefore on the load.)
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from selfspec.model.kv import (
 from selfspec.model.weights import TEAM
 from selfspec.options import word
 
-# --- what all texts of one model share
+# --- shared by all sequences of one model
 
 logger = logging.getLogger(__name__)
 
@@ -74,26 +74,26 @@ Found = TypeVar("Found")
 
 
 def eager(function: Function) -> Function:
-    """Not traced by a torch.compile around it: that took a minute, and gave no graph."""
-    disabled: Any = torch.compiler.disable  # which carries no types
+    """Exclude `function` from an enclosing torch.compile, which traced a minute for no graph."""
+    disabled: Any = torch.compiler.disable  # has no type annotations
     return disabled(function, reason="selfspec decodes outside of it")  # type: ignore[no-any-return]  # the same
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """One text to write."""
+    """A request for one sequence."""
 
-    ids: Tensor  # [1, n], with padding in front
+    ids: Tensor  # [1, n], left-padded
     pad: int = 0  # padding ids
     sampler: Sampler
     stop: StopRule
-    logprobs: int | None = None  # how many likely tokens to note beside each
-    kv: KVCache | None = None  # may hold a prefix, and is kept where it is; None: the engine's own
-    draft_cache: DraftCache | None = None  # may hold what the draft model read of an earlier turn
+    logprobs: int | None = None  # number of likeliest tokens to record for each position
+    kv: KVCache | None = None  # the caller's, which may hold a prefix; None: one of the engine's
+    draft_cache: DraftCache | None = None  # may hold an earlier turn of the draft model
 
 
 class Runtime:
-    """A model and what its drafts can come from; makes texts to be written of what is asked."""
+    """A model and its sources of drafts; prepares sequences for the engine."""
 
     def __init__(
         self,
@@ -108,14 +108,14 @@ class Runtime:
         self._told: set[str] = set()
 
     def text(self, asked: Asked, options: SpeculationOptions, load: Load) -> Running:
-        """A text to write. Raises ModelChanged where a model is not what was wrapped."""
+        """Prepare a sequence. Raises ModelChanged if a model was changed after it was wrapped."""
         self.backbone.require_unchanged()
         if self.draft_model is not None:
             self.draft_model.require_unchanged("draft model")
         drafting = options.speculate and options.drafter != "none"
         refused = self._refusal(options) if drafting else None
         options = replace(options, speculate=drafting and refused is None)
-        if options.speculate and options.loss:  # such rules need draws one by one
+        if options.speculate and options.loss:  # lossy rules need the generator's successive draws
             asked = replace(asked, sampler=replace(asked.sampler, seed=None))
         rule, noted = self.rule(asked.sampler, options), list[Logprob]()
         if options.speculate and options.uses("successors"):
@@ -146,7 +146,7 @@ class Runtime:
         return Running(state=state, steps=steps, stats=stats, logprobs=noted)
 
     def rule(self, sampler: Sampler, options: SpeculationOptions) -> AcceptanceRule:
-        """Which drafts stay; a laboratory may listen in here."""
+        """The acceptance rule; experiments may override this to observe verdicts."""
         return acceptance_rule(sampler, options)
 
     def state(self, asked: Asked, options: SpeculationOptions) -> DecodeState:
@@ -169,32 +169,32 @@ class Runtime:
         )
 
     def draft_cache(self) -> DraftCache | None:
-        """An empty one for the draft model, if there is one."""
+        """An empty cache for the draft model; None without a draft model."""
         second, rows = self.draft_model, self.backbone.vocab_size
         return None if second is None else DraftCache(second, rows)
 
     def runs_trees(self, options: SpeculationOptions) -> bool:
-        """Whether several tokens may be guessed for a place, and the model can look at siblings.
+        """Whether the options grow trees of drafts and the model can verify siblings.
 
-        Not in padded passes: what a row sums over lies elsewhere, once a sibling was in between.
+        Not in padded passes: a sibling in between moves the slots that a row sums over.
         """
         steady = not options.pinned or self.backbone.claims.steady
         return options.grows_trees and steady and self.backbone.runs_trees
 
     def draft_cost(self, options: SpeculationOptions) -> DraftCost:
-        """What drafting costs a text alone; InvalidOption for layers that are not there."""
+        """The cost of drafting for a single sequence. Raises InvalidOption for missing layers."""
         cost, token = DraftCost.with_costs(options.costs, self.backbone.num_layers), 0.0
         if options.uses("skip"):
             skipped, layers = options.skip.skipped or self.layers.skipped, self.backbone.num_layers
             if max(skipped, default=0) > layers:
                 raise InvalidOption(
                     f"skip:skipped is {word(skipped)}, the model has {layers} layers. "
-                    "Leave out those behind"
+                    "Leave out higher numbers"
                 )
             token = token_cost_without(skipped, self.backbone)
         elif self.draft_model is not None and options.uses("draft-model"):
-            # a little too much: two layers of SmolLM2-135M and its unembedding are 0.26 of it and
-            # took 0.17 (eval/results/papers/gammatune)
+            # slightly too high: two layers of SmolLM2-135M and its unembedding are 0.26 of its
+            # weights and took 0.17 of its time (eval/results/papers/gammatune)
             token = self.draft_model.weight_bytes / self.backbone.weight_bytes
         if not options.uses("exit"):
             cost = cost if options.uses("successors") else replace(cost, head=0.0)
@@ -207,7 +207,7 @@ class Runtime:
         return cost if options.costs.token is not None else replace(cost, token=token)
 
     def drafter(self, asked: Asked, options: SpeculationOptions, load: Load) -> Drafter:
-        """What proposes tokens. Raises HeadsNotFound or InvalidOption for what is missing."""
+        """The drafter of a sequence. Raises HeadsNotFound or InvalidOption for a missing source."""
         if not options.speculate or options.drafter == "none":
             return NoDrafter()
         cost = replace(self.draft_cost(options), load=load)
@@ -224,14 +224,14 @@ class Runtime:
             seen = lookup = ngram.NgramDrafter(controller, ends, size=options.ngram.size, cost=cost)
             if options.drafter == "ngram" and sampler.grammar is None:
                 return lookup
-        if sampler.grammar is not None:  # nothing is proposed that it forbids
+        if sampler.grammar is not None:  # forbidden tokens are never proposed
             seen = ngram.GrammarDrafter(sampler.grammar, sampler.pad, options.widest_pass - 1, seen)
         own = NoDrafter() if options.drafter == "ngram" else self._own(asked, options)
         if isinstance(own, (RestGuesser, ngram.SuccessorGuesser, HeadGuesser)):
-            if not options.never_slower:  # nothing need pay
+            if not options.never_slower:  # drafts need not pay for themselves
                 cost = replace(cost, rows=(0.0,), head=0.0)
             trees = self.runs_trees(options)
-            # of one guess for a place it is a chain, as long as it does not stand beside another
+            # with one guess per position the tree is a chain, unless a trunk stands beside it
             own = TreeDrafter(
                 own,
                 cost,
@@ -251,7 +251,7 @@ class Runtime:
     def _own(
         self, asked: Asked, options: SpeculationOptions
     ) -> RestGuesser | ngram.SuccessorGuesser | HeadGuesser | Drafter:
-        """What drafts beside prompt lookup: chains, or guesses for a tree."""
+        """The drafter that joins prompt lookup: a chain drafter, or a guesser for a tree."""
         sampler, ends, trees = asked.sampler, asked.stop.end_tokens, self.runs_trees(options)
 
         def how(longest: int) -> Drafting:
@@ -316,13 +316,13 @@ class Runtime:
         return made
 
     def _refusal(self, options: SpeculationOptions) -> str | None:
-        """Why nothing may be drafted, in words, or None."""
+        """Why nothing may be drafted, for the user, or None."""
         if self.backbone.dtype == torch.float16 and not self._is_pinned(options):
             self._tell(
-                "no drafts in float16: passes of several rows round otherwise, so drafts would "
-                "change the text. Load the model in bfloat16 or float32, or ask for pinned"
+                "no drafts in float16: passes of several rows round differently, so drafts would "
+                "change the text. Load the model in bfloat16 or float32, or set pinned"
             )
-            return "passes of several rows round otherwise in float16"
+            return "passes of several rows round differently in float16"
         return self.backbone.mixing
 
     def _tell(self, words: str) -> None:
@@ -331,30 +331,30 @@ class Runtime:
             logger.warning(words)
 
     def _is_pinned(self, options: SpeculationOptions) -> bool:
-        """Whether drafts cannot move bits: because that was asked for, or by themselves."""
+        """Whether drafts cannot change bits: by the option, or by the kernels themselves."""
         if options.pinned is not None:
             return options.pinned
-        # without drafts there is nothing to ask, and a probe would delay the first token
+        # without drafts no probe is needed, and it would delay the first token
         return options.speculate and self.probe.holds_unpadded(options.widest_pass)
 
 
-# --- how much of a prompt enters with a round: no sum depends on it
+# --- chunked prefill: how many rows of prompts join a round; results do not depend on it
 
-BULK_ROWS = 1024  # rows of prompts at most that enter with a round
+BULK_ROWS = 1024  # maximum rows of prompts in a round
 
-_NEWEST = 0.5  # weight of the newest round in a mean: rows get dearer as a prompt gets longer
+_NEWEST = 0.5  # weight of the newest round in a mean: rows cost more as a prompt gets longer
 
 
 class Pace:
-    """Learns from every round of an engine."""
+    """Learns from every round of an engine how many rows of prompts fit the next one."""
 
     def __init__(self) -> None:
         self._usual_s: dict[int, float] = {}  # a round without prompts, by its number of texts
-        self._row_s: float | None = None  # what a prompt's row adds
-        self._newest = 0  # rows that entered with the newest such round
+        self._row_s: float | None = None  # added by a prompt's row
+        self._newest = 0  # rows of prompts in the newest round that had any
 
     def note(self, texts: int, rows: int, seconds: float) -> None:
-        """A round of so many texts, with so many rows of prompts beside them."""
+        """Note the time of a round of `texts` sequences with `rows` rows of prompts."""
         if texts == 0:
             return
         if rows == 0:
@@ -368,16 +368,16 @@ class Pace:
         """Rows of prompts that make a round of `texts` longer by `patience` rounds; at least 1."""
         if texts == 0:
             return BULK_ROWS
-        if self._row_s is None:  # as rows cost where nobody measured them
+        if self._row_s is None:  # nothing measured yet: assume the usual cost
             rows = patience * (1.0 + (texts - 1) * USUAL) / USUAL
             return min(max(int(rows), 1), BULK_ROWS)
-        most = min(2 * self._newest, BULK_ROWS)  # one quick round may be chance
+        most = min(2 * self._newest, BULK_ROWS)  # a single fast round may be chance
         if self._row_s * most <= patience * self._usual(texts):
             return most
         return max(int(patience * self._usual(texts) / self._row_s), 1)
 
     def _usual(self, texts: int) -> float:
-        """For the nearest number of texts that was seen."""
+        """Usual seconds for the nearest number of texts seen so far."""
         return self._usual_s[min(self._usual_s, key=lambda seen: abs(seen - texts))]
 
 
@@ -387,20 +387,20 @@ def _mean(before: float | None, newest: float) -> float:
 
 # --- the engine
 
-MOST_TEXTS = 32  # of a round: from here on one more adds few tokens on two cores
+MOST_TEXTS = 32  # in a round: beyond, another one adds few tokens per second on two cores
 
 
 @dataclass(eq=False, kw_only=True)
 class Running:
-    """A text in an engine: iterate for its rounds, which makes the engine step."""
+    """A sequence in an engine. Iterating yields its rounds and steps the engine."""
 
     state: DecodeState
-    steps: Generator[Work | Round, Any, None]  # what `decode.written` yields
-    stats: GenerationStats  # the reader of the rounds counts in it
-    logprobs: list[Logprob]  # of all committed tokens, where asked for; grows with the text
+    steps: Generator[Work | Round, Any, None]  # the generator `decode.written`
+    stats: GenerationStats  # updated by the reader of the rounds
+    logprobs: list[Logprob]  # of all committed tokens, if requested; grows with the text
     ended: bool = False  # whether no more rounds will come
-    error: BaseException | None = None  # what ended it, if that was no stop rule
-    fresh: deque[Round] = field(default_factory=deque)  # rounds that nobody took yet
+    error: BaseException | None = None  # the error that ended it, if any
+    fresh: deque[Round] = field(default_factory=deque)  # rounds not taken yet
     engine: Engine = field(init=False)
 
     def draft_cost(self, options: SpeculationOptions) -> DraftCost:
@@ -410,7 +410,7 @@ class Running:
         return self
 
     def __next__(self) -> Round:
-        """The next round. Raises what ended the text, once its rounds are taken."""
+        """The next round. Raises the error that ended the sequence after its last round."""
         while not self.fresh and not self.ended:
             self.engine.step()
         if self.fresh:
@@ -420,7 +420,7 @@ class Running:
         raise StopIteration
 
     def take(self) -> list[Round]:
-        """Rounds that nobody took yet. Raises what ended the text, if there are none."""
+        """Take all new rounds. If there are none, raises the error that ended the sequence."""
         if self.error is not None and not self.fresh:
             raise self.error
         found = list(self.fresh)
@@ -428,12 +428,12 @@ class Running:
         return found
 
     def close(self) -> None:
-        """Leave the engine; what was committed stays in `state`."""
+        """Leave the engine; committed tokens stay in `state`."""
         self.engine.cancel(self)
 
 
 class Engine:
-    """Texts that are written together with one model. For one thread."""
+    """Decodes a batch of sequences with one model. Not thread-safe."""
 
     def __init__(
         self,
@@ -443,12 +443,12 @@ class Engine:
         patience: float | None = None,
         kv_memory: int | None = None,
     ) -> None:
-        """`most`: texts of a round; others wait.
+        """`most`: maximum sequences in a round; others wait.
 
-        `patience`: how much longer a round may take for prompts that enter, in rounds without;
-        None: they enter at once. `kv_memory`: bytes for keys and values, above which texts wait,
-        and what could never fit is refused; None: half of what is free, and a longer text runs
-        alone. Raises InvalidOption for numbers that nothing could be written with.
+        `patience`: how much longer prompts may make a round, as a multiple of a round without them;
+        None: prompts run at once. `kv_memory`: bytes for keys and values; sequences wait for room,
+        and one that can never fit is refused. None: half of the free memory, and a sequence that
+        needs more runs alone. Raises InvalidOption for values out of range.
         """
         for name, value, kind, least in (
             ("most", most, int, 1),
@@ -471,10 +471,10 @@ class Engine:
         self._patience = patience
         self._pace = Pace()
         self._load = Load()
-        self._waiting: deque[Running] = deque()  # texts that have not begun
-        self._entering: dict[Running, int] = {}  # texts that have begun: rows of prompts that wait
-        self._writing: list[Running] = []  # texts between two rounds
-        self._works: dict[Running, Work] = {}  # within a round: what each wants next
+        self._waiting: deque[Running] = deque()  # not begun
+        self._entering: dict[Running, int] = {}  # begun, with the rows of the prompt still to run
+        self._writing: list[Running] = []  # between two rounds
+        self._works: dict[Running, Work] = {}  # within a round: the next work of each
 
     @property
     def memory(self) -> Memory:
@@ -491,7 +491,7 @@ class Engine:
 
     @eager
     def add(self, asked: Asked, options: SpeculationOptions) -> Running:
-        """A text joins. Raises as `Runtime.text`, and InvalidOption for one that can never fit."""
+        """Queue a sequence. Raises as `Runtime.text`, and InvalidOption if it can never fit."""
         if asked.kv is None:
             positions = asked.stop.max_length - asked.pad
             if self._strict:
@@ -505,9 +505,9 @@ class Engine:
     @torch.inference_mode()
     @eager
     def step(self) -> list[Running]:
-        """One round of all texts that run; those that have a new round, or have ended.
+        """Run one round of all running sequences; returns those with a new round or ended.
 
-        What one text raises is for its own reader; a keyboard interrupt ends the round's texts.
+        An error of one sequence is raised to its own reader; a KeyboardInterrupt ends them all.
         """
         taking_part: dict[Running, None] = {}
         start = time.perf_counter()
@@ -525,7 +525,7 @@ class Engine:
         return [running for running in taking_part if running.ended or running.fresh]
 
     def cancel(self, running: Running) -> None:
-        """Take a text out; what it committed stays in its state, and others go on."""
+        """Remove a sequence; its committed tokens stay in its state, and the others continue."""
         self._end(running)
         self._works.pop(running, None)
         self._entering.pop(running, None)
@@ -534,16 +534,16 @@ class Engine:
                 held.remove(running)
 
     def _begin(self, taking_part: dict[Running, None]) -> tuple[int, int]:
-        """Go to the first work of every text that takes part, and note these texts.
+        """Advance every sequence that takes part to its first work, and note these sequences.
 
-        Returns how many are being written, and rows of prompts beside them.
+        Returns the number of sequences past their prompts, and the rows of prompts.
         """
         while self._waiting and self._admits(self._waiting[0]):
             running = self._waiting.popleft()
             taking_part[running] = None
             self._go_on(running)
         writing, self._writing = self._writing, []
-        # texts that share no pass share no costs either
+        # sequences that share no pass share no costs either
         shared = len(writing) > 1 and self.runtime.backbone.runs_many
         self._load.texts = len(writing) if shared else 1
         taking_part |= dict.fromkeys(writing)
@@ -554,7 +554,7 @@ class Engine:
         for running, waiting in list(self._entering.items()):
             if entered >= room:
                 break
-            # in pieces, where these have the same bits
+            # in pieces, if these give the same bits
             splits = running.state.hidden.least == 1 and self.runtime.backbone.claims.steady
             rows = min(waiting, room - entered) if splits else waiting
             entered += rows
@@ -564,7 +564,7 @@ class Engine:
         return len(writing), entered
 
     def _admits(self, running: Running) -> bool:
-        """Whether a text may begin: there is room, and none that enters will leave it more."""
+        """Whether a sequence may begin: it fits, and no entering one will share a longer prefix."""
         if len(self._entering) + len(self._writing) >= self._most:
             return False
         kv, ids = running.state.kv, running.state.committed(0)
@@ -588,7 +588,7 @@ class Engine:
             results = works[0].done(works, list(self._works.values()))
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # noqa: BLE001  # a panic in Rust is no Exception; for readers
+        except BaseException as error:  # noqa: BLE001  # for readers; a Rust panic is no Exception
             for running in who:
                 self._fail(running, error)
             return
@@ -599,7 +599,7 @@ class Engine:
                 self._go_on(running, result)
 
     def _go_on(self, running: Running, result: object = None) -> None:
-        if running.ended:  # cancelled meanwhile
+        if running.ended:  # cancelled in the meantime
             return
         try:
             found = running.steps.send(result)
@@ -609,7 +609,7 @@ class Engine:
             running.error = error
             self._end(running)
             return
-        if type(found) is Enter:  # isinstance of what derives from a Protocol looks for its methods
+        if type(found) is Enter:  # isinstance is slow here: a Protocol's subclass checks methods
             self._entering[running] = found.rows
         elif not isinstance(found, Round):
             self._works[running] = found
