@@ -1,1 +1,1 @@
-"""What proposes tokens. `decode` knows the protocol only; options choose."""
+"""Drafters. `decode` knows only their protocol; options choose among them."""

@@ -1,6 +1,6 @@
-"""What drafters are made of: bases, controllers of how long they draft, guesses for trees.
+"""Building blocks of drafters: base classes, controllers of the draft length, guesses for trees.
 
-A drafter asks its controller before a round and after each draft token, and tells it what was kept.
+A drafter asks its controller before a round and after each draft token, and reports what was kept.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from selfspec.heads.heads import Ensemble, Signal, top_probability
 
 
 class Trunks(Protocol):
-    """Proposes chains that take no work: prompt lookup, text that a grammar forces."""
+    """Proposes chains without work: prompt lookup, or text that a grammar forces."""
 
     def propose(self, state: DecodeState, limit: int, rival: float = 0.0) -> Draft:
-        """Up to `limit` tokens; none unless more than `rival` should be accepted."""
+        """Up to `limit` tokens; none unless more than `rival` are expected to be accepted."""
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
-        """What became of the draft that was proposed last: which of its tokens stayed."""
+        """Learn from the latest draft: `kept` are the indices of its accepted tokens."""
 
 
 class PacedDrafter:
-    """Base of drafters whose controller sets how many tokens a round drafts, none behind an end."""
+    """Base of drafters whose controller sets the draft length; drafts stop at an end token."""
 
     def __init__(self, controller: DraftController, end_tokens: Collection[int] = ()) -> None:
         self.controller, self.end_tokens = controller, frozenset(end_tokens)
@@ -45,12 +45,12 @@ class PacedDrafter:
 
 @dataclass(frozen=True)
 class Drafting:
-    """How a drafter that computes logits makes a chain of them."""
+    """How a drafter turns its logits into a chain."""
 
     sampler: Sampler  # the target's
     controller: DraftController
     end_tokens: Collection[int] = ()
-    beliefs: bool = False  # whether tokens keep the distribution of their place
+    beliefs: bool = False  # whether tokens keep the drafter's distribution at their position
 
 
 class ChoosingDrafter(PacedDrafter):
@@ -84,18 +84,18 @@ class DraftWriter:
         self.room = 0
 
 
-# --- controllers: how many tokens a round drafts, from how earlier rounds went
+# --- controllers, which set a round's draft length from earlier rounds
 
 
 class DraftController:
-    """Sets the draft lengths of one drafter on one sequence; this one to the same in every round.
+    """Sets the draft lengths of one drafter for one sequence. This base class keeps one length.
 
-    With a `threshold` a draft is cut short behind a token of lower confidence: Hugging Face's
+    With a `threshold` a draft ends after a token of lower confidence: Hugging Face's
     `assistant_confidence_threshold` (GammaTune's baseline AssistantThreshold; Mamou et al. 2024),
-    on the draft's top probability: that of the drawn token would bias samples.
+    applied to the draft's top probability, since the drawn token's would bias samples.
     """
 
-    signal: Signal | None = None  # what `go_on` wants to know of each draft token's distribution
+    signal: Signal | None = None  # the confidence that `go_on` needs, from a token's distribution
 
     def __init__(self, length: int, threshold: float | None = None) -> None:
         self._length = length
@@ -108,18 +108,18 @@ class DraftController:
         return self._length
 
     def go_on(self, confidence: float) -> bool:
-        """Whether to draft on behind a token of this confidence; asked while W_max leaves room."""
+        """Whether to continue after a token of this confidence; asked while W_max leaves room."""
         return confidence >= self._threshold
 
     def end(self, drafted: int, accepted: int) -> None:
-        """What became of a round's drafts; not told of rounds without any."""
+        """Learn from a round's drafts; not called for rounds without drafts."""
 
 
 class BoundedController(DraftController):
-    """Base of those whose length moves between bounds."""
+    """Base of controllers whose length varies between bounds."""
 
     def __init__(self, length: int, wanted: asked.Bounded, longest: int) -> None:
-        """No draft exceeds `longest`, whatever is `wanted`."""
+        """No draft exceeds `longest`, whatever `wanted` says."""
         self._shortest, self._longest = wanted.shortest, longest
         super().__init__(int(self._clip(length)), getattr(wanted, "threshold", None))
 
@@ -128,7 +128,7 @@ class BoundedController(DraftController):
 
 
 class Heuristic(BoundedController):
-    """Two more when all that was drafted was kept, else one less.
+    """Adds two to the length when all drafts were accepted, else subtracts one.
 
     Hugging Face's schedule "heuristic" (GammaTune's baseline HFHeuristic), with bounds.
     """
@@ -142,13 +142,13 @@ class GammaTune(BoundedController):
 
     | document | here |
     |---|---|
-    | gamma | the length of a round; where the drafter stopped before it, what was drafted |
-    | A | `accepted`, raised by delta when all drafts of a round were |
+    | gamma | the length of a round; if the drafter stopped earlier, the number of drafts |
+    | A | `accepted`, plus delta when all drafts of a round were accepted |
     | delta, eta | options `step`, `rate` |
     | gamma_min, gamma_max | the bounds |
 
-    Algorithm 1 assigns gamma twice and would lose the first; equation 8 read with the raised A is
-    what the text describes. With a `threshold` it is GammaTune+, section 4.2.
+    Algorithm 1 assigns gamma twice, which would discard the first value; the text describes
+    equation 8 with the increased A. With a `threshold` this is GammaTune+, section 4.2.
     """
 
     def __init__(self, length: int, wanted: asked.GammaTune, longest: int) -> None:
@@ -168,7 +168,7 @@ class CmAsdLength(BoundedController):
 
     `k = min(k_max, max(k_min, floor(alpha * mean(C) * k_max)))`, where k_min and k_max are the
     bounds, alpha is the option `scale`, C the ensemble. The document averages C over the *next*
-    k_max positions, which a sequential drafter cannot know: here over those drafted so far.
+    k_max positions, which a sequential drafter cannot know; here over those drafted so far.
     """
 
     def __init__(self, wanted: asked.CmAsdLength, longest: int) -> None:
@@ -198,27 +198,27 @@ def make_controller(options: SpeculationOptions, length: int) -> DraftController
     return DraftController(length, getattr(wanted, "threshold", None))
 
 
-# --- guesses: what may follow a token of a tree
+# --- guesses: candidates to follow a token of a tree
 
-ROOT = -1  # stands for the newest committed token, where a draft token is named
+ROOT = -1  # stands for the newest committed token in place of a draft token's index
 
 
 class Guesser(Protocol):
-    """Says what follows the tokens of a draft."""
+    """Guesses the tokens that follow the tokens of a draft."""
 
-    source: str  # who proposes its tokens, as `stats` names them
-    once: bool  # whether a round's first question answers all others, which cost nothing then
+    source: str  # of its tokens, by the names in `stats`
+    once: bool  # whether a round's first question answers the later ones, which are then free
 
     def begin(self, state: DecodeState) -> None:
-        """A round begins: the next draft follows what `state` holds."""
+        """Begin a round; its draft follows the text of `state`."""
 
     def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
-        """Guesses behind each of `asked`: ROOT, or tokens of `draft` with parents asked before."""
+        """Guesses after each of `asked`: ROOT, or tokens of `draft` whose parents were asked."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """The likeliest tokens, for greedy decoding; chances fall."""
+    """The likeliest tokens, for greedy decoding, by descending chance."""
 
     tokens: Sequence[int]
     chances: Sequence[float]
@@ -230,7 +230,7 @@ class Known:
         return DraftToken(self.tokens[rank])
 
     def without(self, token: int) -> tuple[Known, float]:
-        """All but `token`, with chances as they are, and the chance that it had."""
+        """The guesses without `token`, with unchanged chances, and the chance of `token`."""
         said = dict(zip(self.tokens, self.chances, strict=True))
         had = said.pop(token, 0.0)
         return Known([*said], [*said.values()]), had
@@ -239,9 +239,9 @@ class Known:
 class Drawn:
     """Tokens drawn without replacement, each with the distribution that it was drawn from.
 
-    Tried in this order, each against what the ones before left of the target's, they keep the
-    target's distribution (recursive rejection sampling: Jeon et al. 2024, "Recursive Speculative
-    Decoding"). `chances` depend on the text in front alone, not on what is drawn.
+    Verification tries them in order, each against the residual of the target's distribution that
+    earlier ones left, which preserves that distribution (recursive rejection sampling: Jeon et al.
+    2024, "Recursive Speculative Decoding"). `chances` depend on the prefix, not on the draws.
     """
 
     def __init__(self, probs: Tensor, sampler: Sampler, count: int) -> None:
@@ -249,8 +249,8 @@ class Drawn:
         best = probs.topk(min(count, len(probs))).values
         self.chances: list[float] = [chance for chance in best.tolist() if chance > 0.0]
 
-    def choice(self, rank: int) -> DraftToken | None:  # noqa: ARG002  # they come in order
-        """The next draw; None where rounding left nothing to draw from."""
+    def choice(self, rank: int) -> DraftToken | None:  # noqa: ARG002  # draws come in order
+        """The next draw; None if rounding left nothing to draw from."""
         probs = self._probs
         total = probs.sum()
         if not bool(total > 0.0):
@@ -271,9 +271,9 @@ Guesses = Known | Drawn
 
 
 def processed(sampler: Sampler, ids: Tensor, logits: Tensor, count: int, doubt: float) -> Guesses:
-    """At most `count` guesses behind `ids` [1, n] under processors, or draws; logits [1, V].
+    """At most `count` guesses or draws after `ids` [1, n], under processors; logits [1, V].
 
-    `doubt` divides logits of a draft, so that it is as sure as it is right.
+    `doubt` divides the draft's logits, which calibrates its confidence.
     """
     scores = sampler.scores(ids, logits)[0]
     if not sampler.do_sample:
@@ -282,5 +282,5 @@ def processed(sampler: Sampler, ids: Tensor, logits: Tensor, count: int, doubt: 
     probs = scores.softmax(-1)
     if sampler.seed is None:
         return Drawn(probs, sampler, count)
-    # what stays is the seed's own draw: nobody asks for distributions
+    # with a seed, verification compares with the seeded draw and needs no distributions
     return Known(*sampler.foreseen(probs, ids.shape[1], count, doubt))

@@ -1,10 +1,10 @@
 """Drafts from a smaller model: a second one, or the model itself without some of its layers.
 
-A second one is speculative decoding as it began (Leviathan et al. 2023). Without some of its layers
-the model reads its own keys and values, as in Self-SD (Zhang et al. 2023,
-dilab-zju/self-speculative-decoding), so a prompt runs once; what drafts add is cut off before
-verification. Which layers go is given, or searched for while texts are written, as in SWIFT (Xia et
-al. 2024, hemingkx/SWIFT). Both skip attention and MLPs apart; here whole layers go.
+A second model is classic speculative decoding (Leviathan et al. 2023). A model that skips some of
+its layers reads its own KV cache, as in Self-SD (Zhang et al. 2023,
+dilab-zju/self-speculative-decoding), so a prompt runs once; entries of drafts are removed before
+verification. The skipped layers are given, or searched for during generation, as in SWIFT (Xia et
+al. 2024, hemingkx/SWIFT). Both papers skip attention and MLPs separately; here whole layers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DraftCache:
     """A draft model with the keys and values of one sequence; a session keeps it between turns."""
 
     def __init__(self, backbone: Backbone, vocab_size: int | None = None) -> None:
-        """`vocab_size`: rows of the target; what the longer unembedding has more is padding."""
+        """`vocab_size`: rows of the target's unembedding; excess rows of either one are padding."""
         self.backbone = backbone
         self._vocab_size = backbone.vocab_size if vocab_size is None else vocab_size
         self._kv = KVCache(backbone.num_layers)
@@ -42,16 +42,16 @@ class DraftCache:
         self._ran: list[int] = []
 
     def rewind(self, ids: list[int]) -> list[int]:
-        """Keep what is shared with `ids`; gives those that have to run, at least one."""
+        """Keep the prefix shared with `ids`; returns the ids still to run, at least one."""
         shared = common(self._ran, ids[:-1])
         self._kv.truncate(shared)
         del self._ran[shared:]
         return ids[shared:]
 
     def run(self, ids: list[int]) -> Steps[Tensor]:
-        """Append `ids`; logits [1, V] of the token behind them, V as the target has it."""
+        """Append `ids`; returns logits [1, V] of the next token, with the target's V."""
         self._hidden.clear()
-        # an id of the target's padding has no embedding here: any other one costs a draft at most
+        # an id of the target's padding has no embedding here: a wrong one costs at most a draft
         known = [min(token, self.backbone.vocab_size - 1) for token in ids]
         self._hidden.push((yield Embed(self.backbone, known)))
         hidden = yield from self._hidden.advance_all()
@@ -63,9 +63,9 @@ class DraftCache:
 
 
 class DraftModelDrafter(ChoosingDrafter):
-    """Drafts by decoding with another model.
+    """Drafts by decoding with a second model.
 
-    Next time refused tokens are cut from its cache, and the last draft token runs, which never did.
+    The next round drops rejected tokens from its cache, and runs the last draft token if accepted.
     """
 
     def __init__(self, cache: DraftCache, how: Drafting) -> None:
@@ -73,7 +73,7 @@ class DraftModelDrafter(ChoosingDrafter):
         self._cache = cache
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
-        """Up to min(limit, W_max) tokens, and none beyond the positions the model was made for."""
+        """Up to min(limit, W_max) tokens, and none beyond the draft model's context length."""
         ids = state.ids
         room = self._cache.backbone.max_positions - (state.length - state.pad) + 1
         writer = DraftWriter(self, min(limit, room), source=DRAFT_MODEL)
@@ -105,9 +105,9 @@ def check_same_tokens(
 def check_same_size(
     backbone: Backbone, draft_model: Backbone, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> None:
-    """Raise DraftModelMismatch unless both give logits over the same tokens.
+    """Raise DraftModelMismatch unless both models give logits over the same tokens.
 
-    Unembeddings may differ in how they are padded, behind the last token of a shared `tokenizer`.
+    Unembeddings may differ in their padding after the last token of a shared `tokenizer`.
     """
     ours, theirs = backbone.vocab_size, draft_model.vocab_size
     tokens = max(tokenizer.get_vocab().values()) + 1 if tokenizer else max(ours, theirs)
@@ -120,26 +120,26 @@ def check_same_size(
 
 # --- the model itself without some of its layers: Self-SD, and SWIFT's search for them
 
-WINDOW = 32  # newest tokens of an answer by which layers are tried; SWIFT's context window
-_RATIO = 0.45  # of the layers between the first and the last, that a tried set leaves out; SWIFT's
+WINDOW = 32  # newest tokens of an answer that a set of layers is tried on; SWIFT's context window
+_RATIO = 0.45  # share of the layers between the first and the last that a set skips; SWIFT's
 
 _ENOUGH, _PATIENCE, _MOST = 0.95, 300, 1000
-"""The search ends with more than this share of tokens right, after so many sets in a row that were
-no better, or after so many in all; SWIFT's `max_score`, `max_tolerance_iter`, `max_opt_iter`."""
+"""The search ends at more than this share of right tokens, after this many sets in a row without
+improvement, or this many in total; SWIFT's `max_score`, `max_tolerance_iter`, `max_opt_iter`."""
 
 _STEP, _NEWEST, _MOMENTUM = 0.01, 0.5, 0.9
-"""Of Self-SD's threshold: epsilon, weight of the newest round's rate, weight of the value so far
+"""For Self-SD's threshold: epsilon, weight of the newest round's rate, weight of the old threshold
 (its `auto_parameters`)."""
 
 
 class LayerSearch:
-    """Which layers drafts leave out, counted from 1; all texts of a model search together.
+    """Searches for the layers that drafts skip, counted from 1; shared by all texts of a model.
 
-    Each set is drawn at random, where SWIFT asks a Gaussian process for every 25th.
+    Each set is drawn at random, whereas SWIFT asks a Gaussian process for every 25th set.
     """
 
     def __init__(self, num_layers: int) -> None:
-        self.skipped = tuple(range(2, num_layers, 2))  # the best so far; at first SWIFT's
+        self.skipped = tuple(range(2, num_layers, 2))  # the best set so far; initially SWIFT's
         self._between = range(2, num_layers)
         self._random = random.Random(0)
         self._best, self._tries, self._failed = 0.0, 0, 0
@@ -150,11 +150,11 @@ class LayerSearch:
         return not (enough or self._failed > _PATIENCE or self._tries > _MOST)
 
     def drawn(self) -> tuple[int, ...]:
-        count = max(1, int(_RATIO * len(self._between)))  # all layers are right, and no draft
+        count = max(1, int(_RATIO * len(self._between)))  # skipping none is right, but no draft
         return tuple(sorted(self._random.sample(self._between, count)))
 
     def learn(self, skipped: tuple[int, ...], right: float) -> None:
-        """Note which share of tokens was `right` without the layers of this set."""
+        """Note the share of tokens that were `right` when these layers were skipped."""
         self._tries += 1
         self._failed += 1
         if right > self._best:
@@ -162,22 +162,22 @@ class LayerSearch:
 
 
 class SkipDrafter(ChoosingDrafter):
-    """Drafts token by token through the layers that are left, until one is not sure enough.
+    """Drafts token by token through the remaining layers, until a token's confidence is too low.
 
-    That one is proposed, too: it is paid for. Confidence is the likeliest token's probability, as
-    in Self-SD's greedy form; its sampling form takes the drawn token's, which would bias samples.
-    The threshold moves by Self-SD's rule: where too few drafts stay it rises; else it falls, unless
-    W_max ended the draft.
+    That token is proposed too, since it is already computed. Confidence is the likeliest token's
+    probability, as in Self-SD's greedy form; its sampling form takes the drawn token's, which would
+    bias samples. The threshold follows Self-SD's rule: it rises if too few drafts are accepted;
+    else it falls, unless W_max ended the draft.
     """
 
     def __init__(self, options: asked.Skip, search: LayerSearch, how: Drafting) -> None:
         super().__init__(how)
         self._skipped, self._search = options.skipped, search
         self.threshold, self._target, self._rate = options.threshold, options.target, 0.0
-        self._begun: int | None = None  # ids in front of the answer
+        self._begun: int | None = None  # ids before the answer
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
-        """Up to min(limit, W_max) tokens; caches are left as they were found."""
+        """Up to min(limit, W_max) tokens; caches are left unchanged."""
         if self._skipped is None:
             yield from self._try_one(state)
         writer = DraftWriter(self, limit, source=SKIP)
@@ -201,7 +201,7 @@ class SkipDrafter(ChoosingDrafter):
             self.threshold += (1.0 - _MOMENTUM) * step
 
     def _said(self, ids: Tensor, logits: Tensor) -> tuple[DraftToken, float, float]:
-        """The token behind `ids`, of [1, V]; the top probability, and what the controller asks."""
+        """The token after `ids` by logits [1, V], the top probability, the controller's signal."""
         signal = self.controller.signal
         tokens, chances = likeliest(logits, 1.0, 1)
         told = chances if signal is None else signal(logits)[:, None]
@@ -213,7 +213,7 @@ class SkipDrafter(ChoosingDrafter):
     def _try_one(self, state: DecodeState) -> Steps[None]:
         """Try another set of layers on the newest tokens of the answer; SWIFT takes the first.
 
-        By a branch beside those held: the executor must run trees, and fixed slots leave no room.
+        It runs as a branch beside the cached tokens: needs trees, and a cache without fixed slots.
         """
         self._begun = state.length if self._begun is None else self._begun
         able = state.kv.slots is None and state.backbone.runs_trees
@@ -230,9 +230,9 @@ def shallow(
     skipped: Sequence[int],
     parents: Sequence[int] | None = None,
 ) -> Steps[Target]:
-    """Logits behind `ids` [T] without the layers in `skipped`, which rise from 2 at least.
+    """Logits after `ids` [T] without the layers in `skipped`, which ascend from 2 or more.
 
-    Adds keys and values of T positions to the others; `parents` as in a Span.
+    Adds keys and values of T positions to the remaining layers; `parents` as in a Span.
     """
     backbone, kv, least = state.backbone, state.kv, state.hidden.least
     hidden: Tensor = yield Embed(backbone, ids)
@@ -243,9 +243,9 @@ def shallow(
 
 
 def again(state: DecodeState, skipped: Sequence[int], count: int) -> Steps[Target]:
-    """What a draft would have said in place of each of the newest `count` committed tokens.
+    """The logits by which a draft would have chosen each of the newest `count` committed tokens.
 
-    They run on a branch beside those held; caches are left as found. Needs more than `count` ids.
+    Runs on a branch beside the cached tokens; leaves caches unchanged. Needs more than `count` ids.
     """
     held, rows = state.kv.length(), state.committed(-count - 1)[:-1]
     found = yield from shallow(state, rows, skipped, [-1 - count, *range(count - 1)])

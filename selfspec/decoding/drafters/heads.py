@@ -1,7 +1,7 @@
-"""Drafts from heads: trees that a head is asked for, and chains along the hidden cache.
+"""Drafts from exit heads: trees of a head's guesses, and chains along the hidden cache.
 
-A draft decides no text, so it needs few digits; what counts is how few bytes it reads: `pack` makes
-8-bit copies of the heads' weights.
+Drafts do not change the text, so low precision suffices and fewer bytes read make them faster:
+`pack` makes 8-bit copies of the heads' weights.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from selfspec.model.kv import uploaded
 from selfspec.model.recipe import Activation, Norm, norm_of, why_unusual
 from selfspec.model.weights import CompiledLinear, QuantisedWeight, in_8_bits
 
-# --- heads on the embedding: what they think of the next token
+# --- heads on the embedding
 
 
 class HeadGuesser:
@@ -44,12 +44,12 @@ class HeadGuesser:
     once = False
 
     def __init__(self, heads: ExitHeads, judge: ExitJudge, sampler: Sampler, count: int) -> None:
-        self._heads, self._head = heads, heads.first  # that of exit layer 0
+        self._heads, self._head = heads, heads.first  # the head of exit layer 0
         self._judge, self._sampler, self._count = judge, sampler.for_drafts(), count
 
     @torch.inference_mode()
     def ask_once(self, backbone: Backbone) -> None:
-        """Ask about some rows, so that no text waits while graphs are made of that."""
+        """Ask about a few rows, so that no request waits while CUDA graphs are captured."""
         for count in (1, 2, 4, 8):
             rows = backbone.embed_listed([0] * count)
             deep = rows if self._heads.reads_deep else None
@@ -59,7 +59,7 @@ class HeadGuesser:
     def begin(self, state: DecodeState) -> None:
         self._state = state
         self._known = state.deep if self._heads.reads_deep else None  # beside the newest embedding
-        self._features: dict[int, Tensor] = {}  # what the head made of each asked token, [1, d]
+        self._features: dict[int, Tensor] = {}  # the head's features of each asked token, [1, d]
 
     def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
         """One linear layer over all of `asked`, and one device read."""
@@ -96,19 +96,19 @@ class HeadGuesser:
 
 
 class AttendingGuesser(HeadGuesser):
-    """Trees (EAGLE-2, Li et al. 2024): the layer runs once for each level.
+    """Trees of attending heads (EAGLE-2, Li et al. 2024): their layer runs once per level.
 
-    A token's row stands beside the layer's output at its parent; it sees the text and its own path.
+    A token's row is combined with the layer's output at its parent, and attends to its own path.
     """
 
     def begin(self, state: DecodeState) -> None:
         super().begin(state)
         self._text = cast("Attention", state.attention)
-        self._places = {ROOT: -1}  # by token: its number among those read this round
+        self._places = {ROOT: -1}  # each token's index among those read this round
         self._outputs: dict[int, Tensor] = {}
 
     def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
-        """Nothing, where the layer has read nothing yet; what was verified since is read first."""
+        """Guesses, after reading newly verified tokens; none if the layer has nothing to read."""
         if not self._outputs:
             root = yield from self._text.read(self._state.committed(0))
             if root is None:
@@ -128,7 +128,7 @@ class AttendingGuesser(HeadGuesser):
         return torch.cat([self._outputs[node] for node in asked]), None
 
 
-# --- Medusa: each head says a token further ahead, all from one verified state
+# --- Medusa: each head guesses one token further ahead, all from one verified state
 
 CHOICES: dict[tuple[int, ...], int] = {
     (): 10,
@@ -136,17 +136,17 @@ CHOICES: dict[tuple[int, ...], int] = {
     **dict(zip([(0, rank) for rank in range(8)], [10, 3, 2, *[1] * 5], strict=True)),
     **{(1, 0): 2, (2, 0): 1, (0, 0, 0): 2},
 }
-"""Guesses behind a path of ranks: the 63 nodes of `mc_sim_7b_63` (FasterDecoding/Medusa,
-medusa/model/medusa_choices.py), which grew by how often the ranks of Vicuna 7B's heads were right.
-None is longer than four tokens: what a fifth head says is not used."""
+"""Number of guesses after a path of ranks: the 63 nodes of `mc_sim_7b_63` (FasterDecoding/Medusa,
+medusa/model/medusa_choices.py), chosen by how often the ranks of Vicuna 7B's heads were right.
+No path is longer than four tokens, so a fifth head is not used."""
 
 
 class MedusaGuesser(HeadGuesser):
-    """Asks all heads once a round: what one says holds behind every path of its length.
+    """Asks all heads once a round; the guesses of head k (from 0) follow every path of k tokens.
 
-    Medusa-1 (Cai et al. 2024) verifies the whole tree in every round, here as much of it as pays.
-    Where it samples it keeps tokens that are typical of the model; here guesses are drawn from the
-    heads, and what stays has the model's distribution.
+    Medusa-1 (Cai et al. 2024) verifies the whole tree in every round; here only the part that pays.
+    With sampling it accepts tokens that are typical of the model; here guesses are drawn from the
+    heads, and accepted tokens have the model's distribution.
     """
 
     once = True
@@ -156,7 +156,7 @@ class MedusaGuesser(HeadGuesser):
         self._said: Answer | None = None
 
     def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
-        """Nothing where no state is known, or behind paths as long as there are heads."""
+        """Guesses; none without a known state, or after paths as long as the number of heads."""
         if self._said is None and self._known is not None:
             count, temperature = min(self._count, CHOICES[()]), self._judge.temperature(0)
             self._said = yield AskAhead(self._heads, self._known, temperature, count)
@@ -164,7 +164,7 @@ class MedusaGuesser(HeadGuesser):
         return [self._behind(draft, node) for node in asked]
 
     def _behind(self, draft: Draft, node: int) -> Guesses:
-        # each token's rank among its siblings; text already seen comes first
+        # each token's rank among its siblings; tokens of the trunk come first
         parents = draft.parents
         ranks = tuple(parents[:at].count(parents[at]) for at in draft.path(node))
         count, place = CHOICES.get(ranks, 0), len(ranks)
@@ -173,30 +173,30 @@ class MedusaGuesser(HeadGuesser):
         return self._guesses(draft, node, self._said, place, count)
 
 
-# --- rows run through the hidden cache and wait where they left
+# --- rows run through the hidden cache and wait where they exited
 
 
 class _Exit(NamedTuple):
     choice: DraftToken
-    confidence: float  # what the controller wants to know; the judge's own where it wants nothing
-    beside: Tensor | None  # [1, d]: what the next token's row is asked beside, if anything
+    confidence: float  # the controller's signal; the judge's own confidence if it has none
+    beside: Tensor | None  # [1, d]: state that the head reads beside the next token's row, if any
 
 
 class ExitDrafter(ChoosingDrafter):
     """Drafts from exit heads on intermediate layers: SpecBound's BSCS, section 2.3.
 
-    Each token runs segment by segment until the judge is sure; a token that is still unsure at the
-    last exit layer in use (D_max) ends the draft, and so does the W_max-th draft.
+    Each token runs segment by segment until the judge is confident; a token that is not confident
+    at the last exit layer in use (D_max) ends the draft, and so does the W_max-th draft.
     """
 
-    unsure: ClassVar[Ended] = "depth"  # why a draft ends where no head is sure
+    unsure: ClassVar[Ended] = "depth"  # why a draft ends if no head is confident
 
     def __init__(self, heads: ExitHeads, judge: ExitJudge, how: Drafting) -> None:
         super().__init__(how)
         self.heads, self._judge = heads, judge
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:
-        """Up to min(limit, W_max) tokens; the rows that gave them wait where they left."""
+        """Up to min(limit, W_max) tokens; the rows that gave them wait where they exited."""
         writer = DraftWriter(self, limit, source=EXIT)
         beside = state.deep if self.heads.reads_deep else None
         ids = state.ids
@@ -212,9 +212,9 @@ class ExitDrafter(ChoosingDrafter):
     def _first_exit(
         self, state: DecodeState, ids: Tensor, beside: Tensor | None, draft: Draft, watch: Stopwatch
     ) -> Steps[_Exit | None]:
-        """The first confident layer and what it drafts; None: difficult token.
+        """The draft of the first confident layer; None: difficult token.
 
-        Whether to exit is decided before a token is drawn: a decision that saw the drawn token
+        Whether to exit is decided before a token is drawn, since a decision by the drawn token
         would bias the output. `draft` counts the heads that are asked.
         """
         newest = draft.tokens[-1:] or state.committed(-1)
@@ -234,7 +234,7 @@ class ExitDrafter(ChoosingDrafter):
 
     @torch.inference_mode()
     def ask_once(self, backbone: Backbone) -> None:
-        """Ask each head about some row, so that no text waits while graphs are made of that."""
+        """Ask each head about one row, so that no request waits while CUDA graphs are captured."""
         row = backbone.embed(uploaded([0], backbone.device))
         for layer in self._judge.thresholds:
             head = cast("ExitHead", self.heads.by_layer[str(layer)])
@@ -245,7 +245,7 @@ class ExitDrafter(ChoosingDrafter):
         self, backbone: Backbone, head: ExitHead, layer: int, hidden: Tensor, deep: Tensor | None
     ) -> Ask:
         signal = self.controller.signal
-        if signal is top_probability:  # which the judge computes anyway
+        if signal is top_probability:  # the judge computes this anyway
             signal = None
         return Ask(backbone, head, hidden, deep, self._judge.temperature(layer), 1, signal)
 
@@ -264,9 +264,9 @@ class ExitDrafter(ChoosingDrafter):
 
 
 class AttendingDrafter(ExitDrafter):
-    """Chains: each draft stands beside the layer's output at the one before (EAGLE-3).
+    """Chains of attending heads: a row is combined with the previous row's output (EAGLE-3).
 
-    The judge, of exit layer 0, ends a draft where it is unsure.
+    The judge of exit layer 0 ends a draft at a token that is not confident.
     """
 
     heads: AttendingHeads
@@ -275,7 +275,7 @@ class AttendingDrafter(ExitDrafter):
     def _first_exit(
         self, state: DecodeState, ids: Tensor, beside: Tensor | None, draft: Draft, watch: Stopwatch
     ) -> Steps[_Exit | None]:
-        """What the layer drafts; no rows wait. None: it is unsure, or has read nothing yet."""
+        """The layer's draft; no rows wait. None: not confident, or the layer has read nothing."""
         text, head = cast("Attention", state.attention), self.heads.head
         if beside is None:
             output = yield from text.read(state.committed(0))
@@ -290,20 +290,20 @@ class AttendingDrafter(ExitDrafter):
         return None if found is None else found._replace(beside=output)
 
 
-# --- exit heads by compiled code, from 8-bit copies of their weights
+# --- exit heads in compiled code, from 8-bit copies of their weights
 
 
 @torch.no_grad()
 def pack(heads: ExitHeads) -> None:
     """Make heads cheaper to ask, on a CPU with compiled code.
 
-    Copies in 8 bits agree with the model as often: 46.2 % of 6,163 places, SmolLM2-135M's own heads
-    before and after. Later changes of weights do not reach them. Heads stay as they are that
-    multiply by all rows of an unembedding of plain numbers, of which a copy would be large.
+    8-bit copies agree with the model as often: at 46.2 % of 6,163 positions, SmolLM2-135M's own
+    heads before and after. Later changes of weights do not reach the copies. Heads that multiply by
+    all rows of an unquantised unembedding are left unchanged, since a copy would be large.
     """
     if isinstance(heads, AttendingHeads):
         _pack_layer(heads)
-    shared: dict[int, CompiledLinear] = {}  # most heads of a model have the same rows
+    shared: dict[int, CompiledLinear] = {}  # most heads of a model share their rows
     for head in heads.by_layer.values():
         assert isinstance(head, ExitHead)  # noqa: S101  # a ModuleDict of them
         rows = head.rows
@@ -314,12 +314,12 @@ def pack(heads: ExitHeads) -> None:
             if id(rows) not in shared:
                 shared[id(rows)] = _light(rows, head.bias)
             head.pack(PackedHead(head, shared[id(rows)]))
-        except ValueError:  # no compiler, or numbers or a norm of a kind of its own
+        except ValueError:  # no compiler, or an unsupported dtype or norm
             continue
 
 
 def _pack_layer(heads: AttendingHeads) -> None:
-    """The linear layers of heads that attend; its attention reads no weights."""
+    """Pack the linear layers of attending heads; attention itself reads no weights."""
     for linear in heads.parts.modules():
         if isinstance(linear, nn.Linear) and why_unusual(linear.weight) is None:
             try:
@@ -334,7 +334,7 @@ class PackedHead:
     """The features of one head in one compiled call, and its draft logits in another."""
 
     def __init__(self, head: ExitHead, rows: CompiledLinear) -> None:
-        """`rows`: the head's. Raises ValueError where it cannot be compiled."""
+        """`rows`: the head's unembedding rows. Raises ValueError if it cannot be compiled."""
         self.rows, width = rows, rows.in_features
         self._program = Program(rows.dtype, width + head.beside)
         self._features = self._program.buffer("features", width)
@@ -343,7 +343,7 @@ class PackedHead:
         self._program.add_layer([self._program.linear(self._features, self._logits, rows)])
 
     def features(self, hidden: Tensor, beside: Tensor) -> Tensor:
-        rows = torch.cat([hidden, beside], dim=-1)  # anew: norms are written over what comes in
+        rows = torch.cat([hidden, beside], dim=-1)  # a copy: norms overwrite their input
         (found,) = self._program.transform(rows.reshape(-1, rows.shape[-1]), self._features)
         return found.view_as(hidden)
 
@@ -361,9 +361,9 @@ class PackedHead:
         if alone:
             return
         scale = Norm(torch.ones(width), None, torch.finfo(torch.float32).eps, False, False)
-        for state in range(2 * width, width + beside, width):  # behind the last layer's output
+        for state in range(2 * width, width + beside, width):  # after the last layer's output
             yield program.norm(HIDDEN, HIDDEN, scale, at=state)
-        terms = 0.0  # 1: the target holds some
+        terms = 0.0  # 1: the output buffer already holds a term
         if parts.inner is not None:
             inner, outer = _light(parts.inner.weight, parts.inner.bias), parts.outer
             opened = to if outer is None else program.buffer("opened", inner.out_features)
@@ -380,5 +380,5 @@ class PackedHead:
 
 
 def _light(weight: Tensor, bias: Tensor | None) -> CompiledLinear:
-    """In 8 bits. Raises ValueError where nothing compiles."""
+    """A linear layer with 8-bit weights. Raises ValueError if it cannot be compiled."""
     return CompiledLinear(in_8_bits(weight.detach()), bias)

@@ -1,8 +1,8 @@
-"""Drafts without work: prompt lookup, what a grammar forces, successors seen before, lookahead.
+"""Drafts without a model: prompt lookup, forced tokens of a grammar, successors, lookahead.
 
-Prompt lookup (Saxena 2023; Hugging Face's `prompt_lookup_num_tokens`) says what followed the same
-words before, in prompt or answer. Successors are what verification found likely behind the same
-tokens, in any text.
+Prompt lookup (Saxena 2023; Hugging Face's `prompt_lookup_num_tokens`) copies what followed the same
+n-gram earlier in the prompt or answer. Successors are the tokens that verification found likely
+after the same tokens, in any text.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from selfspec.decoding.sampling import DraftToken, GrammarMask
 from selfspec.decoding.state import DecodeState, Drafter, Steps, ready
 from selfspec.decoding.stats import GRAMMAR, LOOKAHEAD, NGRAM, SUCCESSORS, Stopwatch
 
-NEWEST = 1 / 8  # weight of the newest observation in a running mean: half of it is younger than six
+NEWEST = 1 / 8  # weight of the newest observation in a running mean; the newest six have half of it
 
 
 class NgramIndex:
-    """A growing text, and where each of its n-grams was continued last.
+    """A growing text, and the place where each of its n-grams last continued.
 
-    The longest n-gram at the end of the text decides, of its occurrences the most recent: what is
-    under way repeats more often than what was said long ago.
+    A lookup takes the longest known n-gram at the end of the text, and its most recent occurrence:
+    recent text repeats more often than older text.
     """
 
     def __init__(self, size: int) -> None:
@@ -44,7 +44,7 @@ class NgramIndex:
         self._continued: dict[tuple[int, ...], int] = {}
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Each token costs `size` entries, however long the text is."""
+        """Append tokens. Each adds at most `size` entries, regardless of the text's length."""
         for token in tokens:
             place = len(self.text)
             for count in range(1, min(self._size, place) + 1):
@@ -53,7 +53,7 @@ class NgramIndex:
             self.text.append(token)
 
     def find(self) -> tuple[int, int]:
-        """Tokens that match at the end of the text, 0 for none, and where they went on before."""
+        """The length of the match at the end of the text (0: none), and where it continued."""
         for count in range(min(self._size, len(self.text)), 0, -1):
             place = self._continued.get(tuple(self.text[-count:]))
             if place is not None:
@@ -61,7 +61,7 @@ class NgramIndex:
         return 0, len(self.text)
 
     def copied(self, place: int, count: int) -> list[int]:
-        """`count` tokens from `place` on; where the text ends, the copy goes on into itself."""
+        """`count` tokens from `place` on; past the end of the text, the copy repeats itself."""
         found = self.text[place : place + count]
         while len(found) < count:
             found.append(found[len(found) - (len(self.text) - place)])
@@ -69,12 +69,12 @@ class NgramIndex:
 
 
 class NgramDrafter(PacedDrafter):
-    """Drafts what followed the longest match, as far as that has been paying.
+    """Drafts the continuation of the longest match, as far as it is expected to pay.
 
-    By length of the match it keeps a running mean of how often the next token was right, scored
-    whether the guess was proposed or not. Each right token makes the match longer by one: the
-    product of the means is the chance that a draft token is reached and right. The draft is as long
-    as gives most tokens per time, with what the rows of verification cost.
+    For each match length it keeps a running mean of how often the next token was right, whether or
+    not the guess was proposed. Each right token makes the match longer by one, so the product of
+    the means is the chance that a draft token is reached and right. The draft length maximises the
+    expected tokens per time, given the cost of rows in verification.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class NgramDrafter(PacedDrafter):
         """`size`: longest n-gram. One drafter serves one sequence, its prompt included."""
         super().__init__(controller, end_tokens)
         self._index, self._size, self._cost = NgramIndex(size), size, cost
-        # the longer a match, the more it is trusted at first
+        # initially a longer match is trusted more
         self._rates = [count / (size + 1) for count in range(size + 1)]
         self._guess: list[int] = []
         self._matched: list[int] = []
@@ -97,7 +97,7 @@ class NgramDrafter(PacedDrafter):
         return ready(self.propose(state, limit))
 
     def propose(self, state: DecodeState, limit: int, rival: float = 0.0) -> Draft:
-        """Up to min(limit, W_max) tokens; none unless more than `rival` should be accepted."""
+        """Up to min(limit, W_max) tokens; none unless more than `rival` are expected to stay."""
         self._read(state)
         writer = DraftWriter(self, limit, source=NGRAM)
         count, place = self._index.find()
@@ -123,7 +123,7 @@ class NgramDrafter(PacedDrafter):
         return max(range(len(rates)), key=rates.__getitem__)
 
     def _read(self, state: DecodeState) -> None:
-        """Take in what was committed since the last draft, and score the last guess by it."""
+        """Read the tokens committed since the last draft, and score the last guess by them."""
         fresh = state.committed(len(self._index.text))
         for matched, guessed, token in zip(self._matched, self._guess, fresh, strict=False):
             self._rates[matched] += NEWEST * ((guessed == token) - self._rates[matched])
@@ -133,10 +133,10 @@ class NgramDrafter(PacedDrafter):
 
 
 class SeenTextFirst:
-    """A trunk where it promises more than the other drafter has been giving, else that.
+    """Proposes a trunk that promises more tokens than another drafter gives, else asks that one.
 
-    What the other gives is a running mean of its accepted tokens per round that it drafts in, and
-    nothing as long as it declines to draft.
+    The other drafter's yield is a running mean of its accepted tokens per round in which it drafts,
+    and 0 as long as it declines to draft.
     """
 
     def __init__(self, trunks: Trunks, other: Drafter) -> None:
@@ -161,19 +161,19 @@ class SeenTextFirst:
             self._trunks.learn(draft, kept)
 
 
-# --- what a grammar forces: keys, quotes, brackets, the end
+# --- tokens that a grammar forces: keys, quotes, brackets, the end
 
 
 class GrammarDrafter:
-    """Trunks of one text under a grammar."""
+    """Trunks for one text under a grammar."""
 
     def __init__(self, mask: GrammarMask, pad: int, most: int, seen: Trunks | None = None) -> None:
-        """`pad`: padding ids in front of the text; `most`: draft tokens of a round."""
+        """`pad`: padding ids before the text; `most`: maximum draft tokens of a round."""
         self._mask, self._start, self._most = mask, mask.start - pad, most
         self._seen, self._forced = seen, False
 
     def propose(self, state: DecodeState, limit: int, rival: float = 0.0) -> Draft:
-        """What is forced, whatever `rival` promises; else prompt lookup."""
+        """The forced tokens, regardless of `rival`; else prompt lookup."""
         text = state.committed(self._start)
         forced = self._mask.forced(text, max(min(limit, self._most), 0))
         self._forced = bool(forced)
@@ -195,25 +195,25 @@ class GrammarDrafter:
 
 # --- successors: Token Recycling
 
-KEPT = 8  # successors of an entry
-_MOST = 1 << 16  # entries of each order; the oldest make room
+KEPT = 8  # successors in an entry
+_MOST = 1 << 16  # maximum entries of each table; the oldest is dropped
 
 _PRIOR = (
     (0.5, 0.09, 0.05, 0.03, 0.02, 0.015, 0.01, 0.01),
     (0.25, 0.08, 0.06, 0.04, 0.03, 0.02, 0.02, 0.02),
 )
-"""About how often each rank was right: behind two known tokens, and where the last alone was known
+"""How often each rank was right, approximately: after two known tokens, and after one
 (SmolLM2-135M, 48 Spec-Bench questions)."""
 
-_CREDIT = 100.0  # places that these count as, beside those that this table was asked about
+_CREDIT = 100.0  # weight of these priors, in observations
 
 
 class Successors:
-    """The likeliest followers of two tokens, and of one.
+    """Tables of the likeliest successors of the last two tokens, and of the last one.
 
-    As Token Recycling (Luo et al. 2024), whose table goes by the last token alone: here the last
-    two come first. All texts of a model share the table, so drafts depend on what was written
-    before, and no text does.
+    Follows Token Recycling (Luo et al. 2024), whose table is keyed by the last token alone; here
+    the last two are tried first. All texts of a model share the tables, so drafts depend on earlier
+    texts; the output does not.
     """
 
     def __init__(self) -> None:
@@ -222,7 +222,7 @@ class Successors:
         self._asked = [_CREDIT for _ in _PRIOR]
 
     def behind(self, tokens: Sequence[int]) -> Known:
-        """What may follow a text that ends so, with the chances of this table's ranks."""
+        """Guesses after a text that ends with `tokens`, with the chances of their ranks so far."""
         if (known := self._found(tokens)) is None:
             return Known([], [])
         order, found = known
@@ -230,14 +230,14 @@ class Successors:
         return Known(found, [*accumulate(rates, min)][: len(found)])
 
     def learn(self, tokens: Sequence[int], likely: Sequence[int], token: int) -> None:
-        """Note what the target held likeliest behind a text that ends so, and that `token` came."""
+        """Note the target's likeliest tokens, and its choice, after a text ending with `tokens`."""
         if known := self._found(tokens):
             order, found = known
             self._asked[order] += 1.0
             if token in found:
                 self._right[order][found.index(token)] += 1.0
         for table, key in zip(self._tables, _keys(tokens), strict=True):
-            table.pop(key, None)  # it is the newest now
+            table.pop(key, None)  # re-inserted as the newest
             table[key] = likely
             if len(table) > _MOST:
                 del table[next(iter(table))]
@@ -254,7 +254,7 @@ def _keys(tokens: Sequence[int]) -> tuple[object, object]:
 
 
 class Remembering(Heard):
-    """A table learns from every row that a rule decides."""
+    """Teaches a table every decision of a rule."""
 
     def __init__(self, rule: AcceptanceRule, table: Successors, newest: Sequence[int]) -> None:
         super().__init__(rule)
@@ -267,7 +267,7 @@ class Remembering(Heard):
 
 
 class SuccessorGuesser:
-    """Asks the table; nothing is computed."""
+    """Guesses from the table, without computation."""
 
     source = SUCCESSORS
     once = False
@@ -283,14 +283,14 @@ class SuccessorGuesser:
         return ready([one.best(self._count) for one in known])
 
 
-# --- lookahead: n-grams that came out beside earlier verifications
+# --- lookahead: n-grams generated beside earlier verifications
 
 
 class NgramPool:
-    """n-grams by their first token, of each the newest few."""
+    """The newest few n-grams for each first token."""
 
     def __init__(self, level: int, most: int) -> None:
-        self.text: list[int] = []  # what was read; its n-grams are in
+        self.text: list[int] = []  # tokens read so far; their n-grams are in the pool
         self._level, self._most = level, most
         self._behind: dict[int, dict[tuple[int, ...], None]] = {}
 
@@ -312,16 +312,16 @@ class NgramPool:
 
 
 class LookaheadDrafter(PacedDrafter):
-    """A window of guessed tokens beside each verification, and the n-grams that come of it.
+    """Runs a window of guessed tokens beside each verification, and drafts n-grams from it.
 
     Lookahead decoding (Fu et al. 2024; names as in hao-ai-lab/LookaheadDecoding). Level 0 of the
-    window is a chain behind the newest token, which is its first column; level j of column i
-    follows level j - 1 of that column, at position i + j, as in the paper's mask. Here it is a part
-    of the draft: equal rows behind one parent are one, and what is right of it stays.
+    window is a chain that begins with the newest token in column 0; level j of column i follows
+    level j - 1 of that column, at position i + j, as in the paper's mask. Here the window is part
+    of the draft: equal tokens after one parent share a row, and its right tokens are accepted.
 
-    As published with POOL_FROM_PROMPT=1 and ALWAYS_FWD_ONE=1, except that the pool is asked before
-    the window is full, too; that it stays as wide as it is, where the project's begins wider and
-    narrows; and that it rests where the text has no room for its paths.
+    As published with POOL_FROM_PROMPT=1 and ALWAYS_FWD_ONE=1, with three differences: the pool is
+    used before the window is full; the window keeps its width, where the original begins wider and
+    narrows; and it pauses when the text has no room for its paths.
     """
 
     def __init__(
@@ -334,18 +334,18 @@ class LookaheadDrafter(PacedDrafter):
         guesses: int,
         most: int,
     ) -> None:
-        """`level`: N, tokens of an n-gram, the newest included; at most `guesses` are drafted.
+        """`level`: N, the tokens of an n-gram, first included; at most `guesses` are drafted.
 
-        `window`: W columns; 0 drafts from the text alone. `most`: draft tokens of a round. The
-        window loses columns until a whole n-gram fits beside it. The `controller` sets how much of
-        an n-gram is drafted.
+        `window`: W columns; 0 drafts from the text alone. `most`: maximum draft tokens of a round;
+        the window is narrowed until a whole n-gram fits beside it. The `controller` sets how many
+        tokens of an n-gram are drafted.
         """
         super().__init__(controller, end_tokens)
         self._level, self._most = level, most
         self._columns = max(min(window, (most + 1) // (level - 1) - 1), 0)
         self._pool = NgramPool(level, guesses)
-        self._levels: list[list[int]] = []  # by level and column; the first: the text's newest
-        self._ends: list[int] = []  # draft tokens of the round's last level, by column, if it runs
+        self._levels: list[list[int]] = []  # by level and column; [0][0] is the text's newest token
+        self._ends: list[int] = []  # draft tokens of the last level, by column; empty: no window
         self._guessed = 0  # tokens of the longest n-gram in this round
         self._random = Random(0)
 
@@ -370,7 +370,7 @@ class LookaheadDrafter(PacedDrafter):
             self.controller.end(self._guessed, min(len(kept), self._guessed))
 
     def _add(self, parent: int, token: int) -> int:
-        """Where this token behind this parent is, new or not; the parent if that is an end."""
+        """The index of `token` after `parent`, added if new; `parent` if that is an end token."""
         proposed = self._draft.proposed
         if parent != ROOT and proposed[parent].token in self.end_tokens:
             return parent
@@ -398,9 +398,9 @@ class LookaheadDrafter(PacedDrafter):
             self._ends.append(end)
 
     def _move(self, said: list[int]) -> None:
-        """One level up, by what the target said behind each column, and so one position on.
+        """Add the target's tokens after each column as a new level, and move on by one position.
 
-        While levels are missing the columns move, and one that is drawn comes in.
+        While the window has too few levels its columns shift, and a random one is added.
         """
         self._levels.append(said)
         if len(self._levels) == self._level:

@@ -1,9 +1,9 @@
-"""Drafts from a datastore: what followed the same tokens in other texts.
+"""Drafts from a datastore: continuations of the same tokens in other texts.
 
-As REST (He et al. 2023): the longest suffix of 16 down to 2 tokens that occurs there, at most 5,000
-hits, 10 tokens behind each, of these the heaviest prefixes. Here hits beyond the most are thinned
-evenly, where REST takes the first in the order of tokens; nothing goes on into the next text; and
-what a prefix weighs gives its chance, so that it has to pay its row.
+Follows REST (He et al. 2023): find the longest suffix of 16 down to 2 tokens, take at most 5,000
+hits and the 10 tokens after each, and draft their most frequent prefixes. Differences: excess hits
+are thinned evenly, where REST takes the first in token order; continuations end with their text;
+and a prefix's frequency gives its chance, so that it is drafted only if it pays for its row.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ if TYPE_CHECKING:
     Ids = npt.NDArray[np.int32]
 
 LONGEST, SHORTEST = 16, 2  # tokens of a suffix that is looked up
-HITS, BEHIND = 5000, 10  # places that are looked at, and tokens behind each
+HITS, BEHIND = 5000, 10  # maximum hits of a lookup, and tokens after each
 
 DOUBT = 8.0
-"""Over the tokens that match: how many places count as hits that go on otherwise. A single hit was
-right 0.18, 0.33, 0.5, 0.73 of the time behind 2, 4, 8, 16 tokens, two were 0.49 behind 5 and 0.67
-behind 8 (50 conversations of SmolLM2-135M, 7,339 others of it as the datastore)."""
+"""Divided by the number of matched tokens: imaginary hits that continue differently. A single hit
+was right 0.18, 0.33, 0.5, 0.73 of the time after 2, 4, 8, 16 tokens, two were 0.49 after 5 and 0.67
+after 8 (50 conversations of SmolLM2-135M, 7,339 others of it as the datastore)."""
 
-END = -1  # stands behind each text
+END = -1  # ends each text
 
-Trie = Mapping[tuple[int, ...], Known]  # what may follow, by the tokens since
+Trie = Mapping[tuple[int, ...], Known]  # guesses by the tokens of the path so far
 
 
 class Datastore:
-    """Texts, and all places in them in the order of what stands there."""
+    """Texts and their suffix array."""
 
     def __init__(self, ids: Ids, suffixes: Ids, vocabulary: bytes, name: str = "") -> None:
-        """`ids` [N], END behind each text; `suffixes` [N]: places in `ids`, sorted."""
+        """`ids` [N], END after each text; `suffixes` [N]: positions in `ids`, sorted by suffix."""
         self.ids, self.suffixes, self.vocabulary, self.name = ids, suffixes, vocabulary, name
 
     @classmethod
@@ -61,16 +61,16 @@ class Datastore:
 
     @classmethod
     def read(cls, path: Path) -> Datastore:
-        """Mapped into memory. Raises InvalidData for a file that is damaged, or none."""
+        """Map a file into memory. Raises InvalidData if it is damaged or not a datastore."""
         found = check_safetensors(path)
         shape = found.get("ids", ("", []))[1]
         expected = {"ids": ("I32", shape), "suffixes": ("I32", shape), "vocabulary": ("U8", [32])}
         if found != expected or len(shape) != 1 or not shape[0]:
             raise InvalidData(f"{path} is no datastore. Make one: selfspec datastore")
-        with safe_open(path, "pt") as file:  # as "numpy" it would be copied
+        with safe_open(path, "pt") as file:  # "numpy" would copy
             ids, suffixes, vocabulary = (file.get_tensor(name).numpy() for name in expected)
         if ids.min() < END or suffixes.min() < 0 or suffixes.max() >= len(ids):
-            raise InvalidData(f"{path} is damaged: it names places or tokens that do not exist")
+            raise InvalidData(f"{path} is damaged: it names positions or tokens that do not exist")
         return cls(ids, suffixes, vocabulary.tobytes(), str(path))
 
     def save(self, path: Path) -> None:
@@ -84,7 +84,7 @@ class Datastore:
             save_file(tensors, new, {"made_by": "selfspec datastore"})
 
     def check(self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> None:
-        """Raise InvalidData unless its ids are tokens of a model."""
+        """Raise InvalidData unless its ids are tokens of the model."""
         other = tokenizer is not None and vocabulary_of(tokenizer) != self.vocabulary
         if other or self.ids.max() >= vocab_size:
             raise InvalidData(
@@ -93,12 +93,12 @@ class Datastore:
             )
 
     def behind(self, newest: list[int], most: int) -> Trie:
-        """The `most` heaviest prefixes of what follows the longest known suffix of `newest`.
+        """The `most` most frequent prefixes of what follows the longest known suffix of `newest`.
 
-        Takes 0.2 ms among 1.4M tokens, with 5,000 hits 1 ms; a bisection reads 21 places of them.
+        Takes 0.2 ms for 1.4M tokens, with 5,000 hits 1 ms; a bisection reads 21 positions.
         """
         spans = range(SHORTEST, min(LONGEST, len(newest)) + 1)
-        # what begins with a suffix is known wherever a longer one is
+        # if a suffix is known, so are all shorter ones
         known = bisect_left(spans, True, key=lambda count: not self._hits(newest[-count:]))
         if not known:
             return {}
@@ -118,8 +118,8 @@ class Datastore:
 
 
 def _heaviest(rows: Ids, most: int, matched: int) -> Trie:
-    """The trie of the prefixes that most of `rows` [n, BEHIND] have, which are sorted."""
-    new = np.ones(rows.shape, np.bool_)  # a prefix that the row before does not have
+    """The trie of the `most` most frequent prefixes of the sorted `rows` [n, BEHIND]."""
+    new = np.ones(rows.shape, np.bool_)  # prefixes that differ from the row before
     new[1:] = np.logical_or.accumulate(rows[1:] != rows[:-1], axis=1)
     new_rows = [np.flatnonzero(level) for level in new.T]
     row = np.concatenate(new_rows)
@@ -140,33 +140,33 @@ def _heaviest(rows: Ids, most: int, matched: int) -> Trie:
 
 
 def suffix_array(ids: Ids) -> Ids:
-    """All places of `ids` [N], by the tokens from there on: [N].
+    """All positions in `ids` [N], sorted by the tokens from there on: [N].
 
-    By the first 32 tokens; no lookup and what follows it take more. Ranks of 1 token give those
-    of 2, and so on (Manber and Myers 1990).
+    Sorts by the first 32 tokens; a lookup with its continuation needs no more. Ranks by 1 token
+    give those by 2, and so on (Manber and Myers 1990).
     """
     ranks = ids.astype(np.int64)
     for reach in (1, 2, 4, 8, 16):
         ranks -= ranks.min(initial=0) - 1
-        behind = np.zeros_like(ranks)  # nothing comes first
+        behind = np.zeros_like(ranks)  # the end sorts first
         behind[:-reach] = ranks[reach:]
         ranks = np.unique(ranks * (ranks.max(initial=0) + 1) + behind, return_inverse=True)[1]
     return np.argsort(ranks, kind="stable").astype(np.int32)
 
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> bytes:
-    """32 bytes that tell its tokens, by id, from others'."""
+    """A digest of the tokenizer's tokens and ids, 32 bytes."""
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).digest()
 
 
 class RestGuesser:
-    """Looks up once in a round, when that begins; then it knows all guesses."""
+    """Guesses from one lookup at the beginning of each round."""
 
     source = REST
     once = True
 
     def __init__(self, store: Datastore, most: int, *, trees: bool) -> None:
-        """`most`: draft tokens of a round. Without `trees` only the likeliest for each place."""
+        """`most`: maximum draft tokens of a round. `trees`: several guesses for a position."""
         self._store, self._most, self._siblings = store, most, None if trees else 1
 
     def begin(self, state: DecodeState) -> None:

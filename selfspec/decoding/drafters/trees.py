@@ -1,9 +1,9 @@
-"""Trees of drafts that grow as far as they pay, and the rule by which drafting pauses.
+"""Trees of drafts that grow as far as they pay, and the rule that pauses drafting.
 
-A tree grows level by level, the likeliest paths first, as long as a further row raises the tokens
-that are expected per time. What a row and a head cost is known (`costs`), so a tree is as wide as
-it pays: where rows are dear it is a chain, or nothing. As EAGLE-2 (Li et al. 2024) a path is worth
-the product of its tokens' probabilities; as Sequoia (Chen et al. 2024) the hardware sets the size.
+A tree grows level by level, the likeliest paths first, as long as a further row raises the expected
+tokens per time. The costs of a row and a head are known (`costs`), so expensive rows make the tree
+a chain, or empty. As in EAGLE-2 (Li et al. 2024) a path's value is the product of its tokens'
+probabilities; as in Sequoia (Chen et al. 2024) the hardware sets the size.
 """
 
 from __future__ import annotations
@@ -26,47 +26,47 @@ from selfspec.decoding.drafters.base import (
 from selfspec.decoding.state import DecodeState, Drafter, Steps, ready
 from selfspec.decoding.stats import FREE, Stopwatch
 
-# --- the never-slower rule: by past rounds alone, so sampling stays exact
+# --- the never-slower rule: uses past rounds only, so sampling stays exact
 
 NEWEST = 1 / 16
-"""Weight of the newest round in the running mean. With 1 / 8 drafts that pay paused by chance:
-default heads behind prompt lookup lost 0.8 % on 48 Spec-Bench questions, with this weight
+"""Weight of the newest round in the running mean. With 1 / 8, drafts that pay paused by chance:
+default heads after prompt lookup lost 0.8 % on 48 Spec-Bench questions, with this weight
 nothing."""
 
 PRIOR = 0.5
-"""Steps a round is believed to gain before the first one has; over NEWEST the most it may lose."""
+"""The initial mean gain of a round, in steps. PRIOR / NEWEST bounds the loss, see `Paying`."""
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 8, 64  # rounds
 
 DEAR = 0.5
-"""Steps that a draft token may take beside its layers and still be tried at once. At 0.36 (AMX, a
-row and a head; eval/results/bench-bf16-amx-4096) the default heads, tried at once, gave 1.14 of
-plain decoding, prompt lookup alone 1.12. What is dearer begins with a pause."""
+"""Cost of a draft token, without its layers, from which drafting begins with a pause. At 0.36 (AMX,
+a row and a head; eval/results/bench-bf16-amx-4096) the default heads, tried at once, gave 1.14 of
+plain decoding, prompt lookup alone 1.12."""
 
 
 class Paying:
-    """Says whether to draft: while a running mean of what rounds gain, in plain steps, is >= 0.
+    """Decides whether to draft, by the running mean of rounds' gains in plain steps.
 
-    A round gains the tokens accepted less what drafting cost. Where the mean is below 0, a round
-    that loses is followed by a pause of 8 rounds, then 16, up to 64, until the mean is back.
+    A round's gain is its accepted tokens minus the cost of drafting. While the mean is below 0,
+    each losing round is followed by a pause of 8 rounds, then 16, up to 64.
 
-    Drafts that are dear begin with a long pause, and without credit.
+    Drafts that cost DEAR or more begin with a long pause, and with a mean of 0.
 
-    However wrong the drafts are, after P pauses at most 8 + c P plain steps are lost, c being what
-    the dearest round cost: the mean starts at 1/2, moves by 1/16, and a round that brings it back
-    has gained what is lost when it falls again. Where no draft is ever right, the first pause comes
-    after ln(1 + 1 / 2c) / ln(16 / 15) rounds, rounded up (31 at c = 0.08, 7 at c = 1), and in the
-    end one round of 65 drafts.
+    However wrong the drafts are, after P pauses at most 8 + c P plain steps are lost, where c is
+    the drafting cost of the most expensive round: the mean starts at 1/2, moves by 1/16, and a
+    round that raises it to 0 again has gained what is lost when it falls. If no draft is ever
+    right, the first pause comes after ln(1 + 1 / 2c) / ln(16 / 15) rounds, rounded up (31 at
+    c = 0.08, 7 at c = 1), and finally one round in 65 drafts.
     """
 
     def __init__(self, cost: DraftCost) -> None:
         self._cost, self._begun = cost, False
         self._gain, self._next_pause = PRIOR, SHORTEST_PAUSE
-        self._pausing = 0  # rounds to go; those in which nobody asks do not count
+        self._pausing = 0  # rounds left; rounds that do not call `pauses` do not count
 
     def pauses(self) -> bool:
-        """Whether this round goes without; asked once in each."""
-        if not self._begun and self._cost.per_token >= DEAR:  # known once a round begins
+        """Whether this round does not draft; called once per round."""
+        if not self._begun and self._cost.per_token >= DEAR:  # the load is known from now on
             self._gain, self._next_pause, self._pausing = 0.0, LONGEST_PAUSE, LONGEST_PAUSE // 2
         self._begun = True
         pauses = self._pausing > 0
@@ -74,7 +74,7 @@ class Paying:
         return pauses
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
-        """Weigh a round that did not pause, without drafts that take no work."""
+        """Add a round that did not pause to the mean, without the drafts of `FREE` sources."""
         accepted = sum(draft.proposed[index].source not in FREE for index in kept)
         gain = accepted - self._cost.of(draft)
         self._gain += NEWEST * (gain - self._gain)
@@ -86,13 +86,13 @@ class Paying:
 
 
 HOPELESS = 0.75
-"""A first draft token's cost, in tokens, at which nothing is looked for: many texts at once use up
-what rows cost less than a step. At 0.79 and 0.88 the default gave 0.95 and 0.92 of plain decoding
+"""Cost of a first draft token, in tokens, from which nothing is drafted: in a large batch a further
+row costs nearly a step. At 0.79 and 0.88 the default gave 0.95 and 0.92 of plain decoding
 (8 and 16 texts on a Zen 5, `selfspec bench --concurrency`), at 0.43 1.06."""
 
 
 class Unless:
-    """Asks another drafter, but in rounds that pause; `learn` hears of the others, as it does."""
+    """Wraps a drafter: no drafts while `pauses()` is true; other rounds are reported to `learn`."""
 
     def __init__(
         self,
@@ -112,32 +112,32 @@ class Unless:
             self._drafter.learn(draft, kept)
 
 
-# --- trees: a Guesser says what follows a token, nothing here knows a model
+# --- trees: a Guesser gives the tokens that may follow, so nothing here depends on a model
 
 _ROUNDING = 1e-6
-_REMEMBERED = 16  # answers of the head that say what the next one should bring
-LEAST_SAID = 0.05  # the head is not asked behind a path that it gives a lower probability itself
-_FIRST_HOPE = 0.5  # probability of the head's best guess that is expected before it was ever asked
+_REMEMBERED = 16  # past answers of the head from which the value of the next one is estimated
+LEAST_SAID = 0.05  # the head is not asked after a path to which it gives a lower probability
+_FIRST_HOPE = 0.5  # assumed probability of the head's best guess before it is first asked
 
 
 class _Node(NamedTuple):
-    at: int  # a token of the draft, or ROOT
-    free: float  # its chance, less that of a child that it has already
-    child: int | None  # that child, of the trunk
+    at: int  # index of a token of the draft, or ROOT
+    free: float  # its chance, minus the chance of its child in the trunk
+    child: int | None  # index of that child, if any
 
 
 class _Offer(NamedTuple):
     """A guess that may become a token of the tree."""
 
-    chance: float  # the probability of the whole path, with what prompt lookup says of it
-    said: float  # the head's probability of this token behind its parent
+    chance: float  # probability of the whole path; includes the estimates of prompt lookup
+    said: float  # the head's probability of this token after its parent
     parent: int
     rank: int
     guesses: Guesses
 
 
 class TreeDrafter(PacedDrafter):
-    """Grows a tree per round. Acceptance must be lossless, and the executor run trees."""
+    """Grows a tree per round. Needs lossless acceptance and an executor that runs trees."""
 
     def __init__(
         self,
@@ -150,13 +150,13 @@ class TreeDrafter(PacedDrafter):
         seen: Trunks | None = None,
         never_slower: bool = True,
     ) -> None:
-        """`most`: draft tokens of a round. The `controller` sets the longest path."""
+        """`most`: maximum draft tokens of a round. The `controller` sets the longest path."""
         super().__init__(controller, end_tokens)
         self._guesser, self._cost, self._most, self._seen = guesser, cost, most, seen
         self._paying = Paying(cost) if never_slower else None
         self._best = deque([_FIRST_HOPE], maxlen=_REMEMBERED)
         self._trunk = self._draft = Draft()
-        self._asked = False  # whether the guesser was, in this round
+        self._asked = False  # whether the guesser was asked in this round
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:
         trunk, self._asked = Draft(), False
@@ -184,19 +184,19 @@ class TreeDrafter(PacedDrafter):
 
     @property
     def _rate(self) -> float:
-        """Tokens expected per step."""
+        """Expected tokens per step."""
         return self._tokens / self._steps
 
     @property
     def _next_row(self) -> float:
-        """The chance at which one more token pays."""
+        """The chance from which one more token pays for its row."""
         return self._rows[len(self._draft.proposed)] * self._rate
 
     def _grow(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[None]:
         self._rows = tuple(islice(each_row(self._cost.row_costs), self._most))
         self._tokens = 1.0 + sum(one.chance for one in self._draft.proposed)
         self._steps = 1.0 + sum(self._rows[: len(self._draft.proposed)])
-        self._said = {ROOT: 1.0}  # by token: the head's probability of its path, as far as asked
+        self._said = {ROOT: 1.0}  # the head's probability of each token's path, where asked
         width, level = self.controller.begin(), [ROOT]
         self._guesser.begin(state)
         self._draft.ended = "width" if width <= limit else "budget"
@@ -228,15 +228,15 @@ class TreeDrafter(PacedDrafter):
         return index != ROOT and self._draft.proposed[index].token in self.end_tokens
 
     def _worth_asking(self, level: Sequence[int]) -> list[_Node]:
-        """Nodes of the level behind which a guess should pay its row, if all pay the head."""
+        """Nodes after which a guess should pay for its row, if together they pay for the head."""
         if self._full:
             return []
-        if level == [ROOT] and not self._draft.proposed:  # or none would hear of better heads
+        if level == [ROOT] and not self._draft.proposed:  # else improved guesses go unnoticed
             return [self._node(ROOT)]
         row, least = self._next_row, 0.0 if self._guesser.once else LEAST_SAID
         open_ones = (at for at in level if not self._closes(at))
         nodes = [self._node(at) for at in open_ones if self._said.get(at, 0.0) >= least]
-        # what the best guess behind each should bring, its row paid
+        # expected gain of the best guess after each, net of its row
         gains = [
             sum(max(node.free * best - row, 0.0) for best in self._best) / len(self._best)
             for node in nodes
@@ -247,7 +247,7 @@ class TreeDrafter(PacedDrafter):
         return [node for node, gain in zip(nodes, gains, strict=True) if gain > 0.0]
 
     def _add(self, asked: Sequence[_Node], answers: Sequence[Guesses]) -> list[int]:
-        """The guesses that pay; returns the next level, which the trunk is part of."""
+        """Add the guesses that pay; returns the next level, including the trunk's tokens."""
         level, offers = [], []
         for node, guesses in zip(asked, answers, strict=True):
             if guesses.chances:
@@ -277,7 +277,7 @@ class TreeDrafter(PacedDrafter):
         return level
 
     def _sort(self) -> None:
-        """Depth first, the likeliest child in front: the best path is a chain that can be kept."""
+        """Sort depth first, likeliest child first, so the best path is a chain of leading rows."""
         old, children = self._draft.proposed, dict[int, list[int]]()
         for index, one in enumerate(old):
             children.setdefault(one.parent, []).append(index)
