@@ -1,1 +1,1 @@
-"""A Hugging Face decoder cut open: rows run through ranges of its layers, by several executors."""
+"""A Hugging Face decoder split into parts: executors run rows through ranges of its layers."""

@@ -1,7 +1,7 @@
-"""A Hugging Face decoder, cut open and checked, with the executor that runs it fastest here.
+"""A Hugging Face decoder, split into parts and checked, with the fastest executor on this machine.
 
-Its pieces, put back together, give the bits of `model.forward`; a model where they do not is
-refused. Only `model/` knows how transformers builds a decoder.
+The parts together give the bits of `model.forward`; a model for which they do not is refused. Only
+`model/` knows how transformers builds a decoder.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ EXECUTORS = ("fused", "cuda-graph", "generic")
 
 
 class Backbone(Decoder):
-    """The decoder of `model` as pieces that can be run apart.
+    """The decoder of `model` as parts that can be run separately.
 
-    Raises UnsupportedModel if the pieces do not give exactly what `model.forward` gives.
+    Raises UnsupportedModel if the parts do not give exactly what `model.forward` gives.
     """
 
     def __init__(
@@ -48,53 +48,53 @@ class Backbone(Decoder):
         fingerprint: str | None = None,
         loaded_from: tuple[FileStamp, ...] = (),
     ) -> None:
-        """`executor`: a name from EXECUTORS, or auto, the best of those that run.
+        """`executor`: a name from EXECUTORS, or auto for the fastest that runs.
 
-        `fingerprint`: of `model`, from a caller who knows it. `loaded_from`: the files it was read
-        from just now, unchanged since; checks that they passed are not made again.
+        `fingerprint`: that of `model`, if the caller knows it. `loaded_from`: the files that the
+        model was just read from, unchanged since; checks that these files passed are skipped.
         """
         if executor not in (AUTO, *EXECUTORS):
             raise InvalidOption(
                 f"executor is {executor!r}, expected one of {', '.join((AUTO, *EXECUTORS))}. Leave "
-                "it out for the best that runs"
+                "it out for the fastest that runs"
             )
-        model = getattr(model, "_orig_mod", model)  # in what torch.compile(model) gives
+        model = getattr(model, "_orig_mod", model)  # unwraps torch.compile(model)
         check_model(model)
         check.refuse_unsupported(model)
         super().__init__(model)
         if fingerprint is not None:
             self.fingerprint = fingerprint
-        self.refused: dict[str, str] = {}  # by executor, why it does not run this model
+        self.refused: dict[str, str] = {}  # by executor: why it cannot run this model
         self.passed = Passed.by(model, executor, loaded_from)
         passages = [] if "layers" in self.passed else self._conform()
         self.executor_name, self._executor = self._choose(executor, passages)
         if self.refused or self.mode is not nullcontext or self.device.type != "cpu":
             self.passed = Passed(None)
         self.passed.add("layers")
-        if self.executor_name != "fused":  # that has no dropout
+        if self.executor_name != "fused":  # the fused executor has no dropout
             if any(one.training and fingerprints.has_dropout(one) for one in self.layers.modules()):
                 raise InvalidOption(
-                    "the model is in training mode, where dropout makes each pass another. Call "
+                    "the model is in training mode, where dropout makes passes random. Call "
                     "model.eval() before you wrap it"
                 )
             keep_numbers(model)
         self.mixing = None if self.claims.steady else check.find_mixing(self, self._executor)
-        """How the rows of a pass change each other, in words; None where they do not."""
+        """How the rows of a pass affect each other, for the user; None if they do not."""
         if self.mixing is not None:
             said = (
                 "no drafts for %s: the rows of a pass change each other (%s), as with a "
-                "quantisation that has one scale for all rows, or hooks that mind the number of "
-                "rows. Load it without to draft"
+                "quantisation that has one scale for all rows, or hooks that depend on the number "
+                "of rows. Load the model without them to draft"
             )
             logger.warning(said, type(model).__name__, self.mixing)
         self._watch = ModelWatch(model)
         self._captured: set[Hashable] = set()
 
     def __reduce__(self) -> NoReturn:
-        """A copy is refused: compiled code knows the addresses of this one. Raises TypeError."""
+        """Raise TypeError: compiled code holds the addresses of this object's weights."""
         raise TypeError(
-            "what selfspec.load and wrap return cannot be copied or pickled. Copy the model, and "
-            "wrap the copy: selfspec.wrap(copy.deepcopy(speculator.model), speculator.tokenizer)"
+            "a Speculator cannot be copied or pickled. Copy the model, and wrap the copy: "
+            "selfspec.wrap(copy.deepcopy(speculator.model), speculator.tokenizer)"
         )
 
     @property
@@ -103,7 +103,7 @@ class Backbone(Decoder):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights that a row reads, as the executor keeps them."""
+        """Bytes of the weights that one row reads, in the executor's format."""
         return self._executor.weight_bytes
 
     @cached_property
@@ -112,7 +112,7 @@ class Backbone(Decoder):
         if pages is not None:
             return pages.nbytes // POSITIONS
         numbers = 0
-        # from transformers 5.24 on layers may differ, and have a config each
+        # from transformers 5.24 on layers may have different configs
         for one in getattr(self.config, "per_layer_config", [self.config] * self.num_layers):
             heads = getattr(one, "num_key_value_heads", None) or one.num_attention_heads
             each = getattr(one, "head_dim", None) or self.hidden_size // one.num_attention_heads
@@ -121,17 +121,17 @@ class Backbone(Decoder):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of all weights of the model; "" where they cannot be read."""
+        """Hash of all weights of the model; "" if they cannot be read."""
         return fingerprints.of(self.model)
 
     @property
     def unembedding(self) -> Unembedding:
-        """What exit heads share. Raises UnsupportedModel for a quantised or offloaded weight."""
+        """The unembedding, for exit heads. Raises UnsupportedModel if quantised or offloaded."""
         weight, what = self.lm_head.weight, "lm_head's weight"
         kinds, reason = (Tensor, nn.Parameter, QuantisedWeight), None
         if type(weight) not in kinds or not weight.is_floating_point():
             kind = type(getattr(weight, "data", weight)).__name__
-            reason = f"quantised ({kind}). Leave lm_head as it was when quantising"
+            reason = f"quantised ({kind}). Exclude lm_head from the quantisation"
         elif weight.is_meta or any(one.is_meta for one in self.parts.norm.parameters()):
             what = what if weight.is_meta else "the final norm"
             reason = "offloaded. Keep it on a device"
@@ -146,10 +146,10 @@ class Backbone(Decoder):
     def run(
         self, hidden: Tensor, first: int, last: int, rows: Rows, states: States | None = None
     ) -> Tensor:
-        """Layers first+1..last on [T, d]; adds keys and values of T positions to the KV caches.
+        """Run [T, d] through layers first+1..last; adds T positions to the KV caches.
 
-        `states` get what is behind layers in between, by layer, in parts of rows. Raises
-        UnsupportedModel for a tree where the model runs no trees.
+        `states` collect the outputs of layers in between, by layer, in parts of rows. Raises
+        UnsupportedModel for a tree if the model runs no trees.
         """
         executor = self._executor
         if not rows.are_chains and self._no_trees is not None:
@@ -173,7 +173,7 @@ class Backbone(Decoder):
         return self.unembed(hidden)[1]
 
     def unembed(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The same, behind the normed rows, [T, d], that heads read."""
+        """The normed rows, [T, d], that heads read, and their target logits."""
         with self.mode():
             normed, logits = self._executor.unembed(hidden)
             return normed, self.finish(logits)
@@ -182,7 +182,7 @@ class Backbone(Decoder):
     def capture(
         self, start: int, depths: tuple[int, ...], counts: range, slots: int | None = None
     ) -> None:
-        """Run each pass between `depths`, once: no text waits while graphs are made of them."""
+        """Run each pass between `depths` once, so that no request waits for graph captures."""
         kind = depths, counts, slots
         if self.claims.replayed is None or kind in self._captured:
             return
@@ -197,7 +197,7 @@ class Backbone(Decoder):
             self.logits(hidden)
 
     def check_ids(self, ids: Tensor) -> None:
-        """Raise InvalidPrompt unless `ids` [B, T] hold ids of the vocabulary, at least one."""
+        """Raise InvalidPrompt unless `ids` [B, T] has ids of the vocabulary, at least one."""
         if ids.numel() == 0:
             raise InvalidPrompt("the prompt is empty. Give at least one token")
         low, high = int(ids.min()), int(ids.max())
@@ -208,18 +208,18 @@ class Backbone(Decoder):
             )
 
     def require_unchanged(self, name: str = "model") -> None:
-        """Raise ModelChanged if the model is not what was wrapped, InvalidOption under autocast.
+        """Raise ModelChanged if the model changed since it was wrapped, InvalidOption in autocast.
 
         Takes well under a millisecond.
         """
         if torch.is_autocast_enabled(self.device.type):
             raise InvalidOption(
-                "torch.autocast is on, which compiled layers do not see. Leave it, and load the "
+                "torch.autocast is on, which compiled layers ignore. Turn it off, and load the "
                 "model in the dtype that you want: dtype=torch.bfloat16"
             )
         if (change := self._watch.change()) is not None:
             raise ModelChanged(
-                f"the {name} is not what was wrapped: {change}. Wrap the model again: "
+                f"the {name} has changed since it was wrapped: {change}. Wrap the model again: "
                 "selfspec.wrap(model, ...)"
             )
 
@@ -229,9 +229,9 @@ class Backbone(Decoder):
 
     @cached_property
     def _no_trees(self) -> UnsupportedModel | None:
-        """Why they do not, tested when somebody asks."""
+        """The error if the model runs no trees, else None; tested on first use."""
         try:
-            if "trees" not in self.passed:  # a graph of each layer alone would serve nobody
+            if "trees" not in self.passed:  # own layers: no need to capture graphs of single layers
                 check.check_trees(self, self.own if self.claims.replayed else self._executor)
         except UnsupportedModel as error:
             return error
@@ -240,7 +240,7 @@ class Backbone(Decoder):
 
     @cached_property
     def runs_many(self) -> bool:
-        """Whether texts may share a pass, bit for bit: tried when the first ones come."""
+        """Whether sequences may share a pass without changing bits; tested on first use."""
         if not self.claims.joins:
             return False
         if "texts" not in self.passed and not check.keeps_apart(self, self._executor):
@@ -251,12 +251,12 @@ class Backbone(Decoder):
         return True
 
     def _choose(self, name: str, passages: Sequence[check.Passage]) -> tuple[str, Executor]:
-        """The best that runs, or the one asked for, and its name. Raises UnsupportedModel."""
+        """The executor `name`, or the fastest that runs. Raises UnsupportedModel."""
         best = {"cpu": "fused", "cuda": "cuda-graph"}.get(self.device.type, "generic")
         asked, tried = name != AUTO, best if name == AUTO else name
         try:
             return tried, self._made(tried, passages, asked=asked)
-        except Exception as error:  # whatever fails: the model's own modules run
+        except Exception as error:  # on any failure the model's own modules run
             self.refused[tried] = first_line(error)
             if asked:
                 raise UnsupportedModel(
@@ -267,15 +267,15 @@ class Backbone(Decoder):
             return "generic", self.own
 
     def _made(self, name: str, passages: Sequence[check.Passage], *, asked: bool) -> Executor:
-        """Raises where it cannot run the model, or computes something else."""
+        """Make an executor; raises if it cannot run the model or computes something else."""
         if name == "generic":
             return self.own
         if name == "fused":
-            with check.evaluation(self.model):  # parts are asked what they compute
+            with check.evaluation(self.model):  # making it runs the model's parts
                 fused = FusedExecutor(self.parts, self.lm_head)
             check.check_agreement(self, fused, passages)
             return fused
-        # far positions take memory: what they were checked with is not what runs
+        # checks at far positions take memory, so another instance is used for them
         check.check_agreement(self, CudaGraphExecutor(self.parts, self.lm_head), passages)
         graphs = CudaGraphExecutor(self.parts, self.lm_head)
         if self.device.type == "cuda":
@@ -288,7 +288,7 @@ class Backbone(Decoder):
         return graphs
 
     def _conform(self) -> list[check.Passage]:
-        """What the check came to, without inference mode where layers cannot run in it."""
+        """Run the conformance check, without inference mode if layers cannot run in it."""
         errors: list[Exception] = []
         for mode in (torch.inference_mode, torch.no_grad):
             try:

@@ -1,6 +1,6 @@
-"""Whether a model may be cut into segments, and whether other executors compute what it does.
+"""Checks that a model may be cut into segments, and that other executors compute the same.
 
-The backbone asks when it is made, with a few random blocks; an error says where they part.
+The backbone runs them on creation, on a few random blocks; an error names the first bad layer.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ from selfspec.model.kv import POSITIONS, KVCache, Page, PageLayout, Rows
 from selfspec.model.parts import CACHE, attention_types, text_config, unsupported
 from selfspec.model.weights import FilePages
 
-_CHECK_PREFIX, _CHECK_BLOCK = 7, 3  # rows: a first pass on an empty cache, a block behind it
+_CHECK_PREFIX, _CHECK_BLOCK = 7, 3  # rows: a first pass on an empty cache, and a block after it
 
 _NAMES_POSITIONS = re.compile(r"window(?!_layers)|position|chunk|context|seq|length|floor")
 """Names of config fields that count positions: sliding_window, original_max_position_embeddings."""
 
-_MOST_NAMED = 8  # positions named by a config that are looked at; no config in use has more
-_MOST_HELD = 8192  # slots that a check fills: with 8 key heads of 128, 67 MB of a layer in float32
+_MOST_NAMED = 8  # positions named by a config that are checked; no config in use has more
+_MOST_HELD = 8192  # slots that a check fills: with 8 key heads of 128, 67 MB per layer in float32
 _MARKED = 16  # slots of a check's cache whose values are not 0
 
-_ORIGINAL = "_torchdynamo_orig_callable"  # where torch.compile keeps what it compiled
+_ORIGINAL = "_torchdynamo_orig_callable"  # where torch.compile keeps the original function
 
 _AGREEMENT = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 """Largest error of another executor, relative to what a layer adds (root mean square). Rounding
-gives 1.5e-6 and 0.023 on the default model (float32, bfloat16); a forgotten factor or norm gives
-more than this. In float64, too, the softmax of eager attention is float32."""
+gives 1.5e-6 and 0.023 on the default model (float32, bfloat16); a missing factor or norm gives
+more than this. Even in float64, the softmax of eager attention is float32."""
 
 
 def refuse_unsupported(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModel, by name, for what would pass a short check and still go wrong."""
+    """Raise UnsupportedModel for features that would pass a short check but fail later."""
     config, name = text_config(model), type(model).__name__
     meshes = (getattr(model, own, None) for own in ("_device_mesh", "_tp_size"))
     split = any(hasattr(one, "device_mesh") or hasattr(one, "ds_id") for one in model.parameters())
     if split or any(mesh is not None for mesh in meshes):
         raise UnsupportedModel(
             f"the weights of {name} are split over processes (tensor parallel, FSDP or ZeRO-3). "
-            "Load it whole, with device_map='auto': layers may be on several devices"
+            "Load it whole, with device_map='auto', which may use several devices"
         )
     for path, part in model.named_modules():
         replaced = hasattr(vars(part).get("forward"), _ORIGINAL)
         if path and (replaced or part._compiled_call_impl is not None):
             raise UnsupportedModel(
-                f"{path} of {name} is compiled by torch.compile, and parts run by themselves here. "
-                "Load it again and wrap it as it is, or compile it as a whole: model.compile()"
+                f"{path} of {name} is compiled by torch.compile, but parts run separately here. "
+                "Load it again and wrap it uncompiled, or compile it as a whole: model.compile()"
             )
     if others := set(attention_types(config)) - MASKS.keys():
         raise unsupported(model, f"has {sorted(others)[0]} layers, which cannot be rewound")
@@ -62,12 +62,12 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     home = cast("Any", model).prepare_inputs_for_generation.__module__
     if not home.startswith("transformers."):
         lora = " (with LoRA wrap its get_base_model())" if home.startswith("peft.") else ""
-        why = f"prepares inputs by code of {home}, which nothing calls here{lora}"
+        why = f"prepares inputs by code of {home}, which is not called here{lora}"
         raise unsupported(model, why)
 
 
 def _uncompiled(model: PreTrainedModel) -> Any:
-    """The same modules in another object, which runs them without torch.compile."""
+    """The same modules in a new object that runs them without torch.compile."""
     own = {**vars(model), "_compiled_call_impl": None}
     if (before := getattr(own.get("forward"), _ORIGINAL, None)) is not None:
         own["forward"] = before
@@ -80,7 +80,7 @@ def _uncompiled(model: PreTrainedModel) -> Any:
 def captured_outputs(
     layers: Iterable[nn.Module], done: Callable[[nn.Module], object] = lambda _: None
 ) -> Iterator[dict[nn.Module, Tensor]]:
-    """While open: what each layer returned in the newest pass, [B, T, d]; `done` is told."""
+    """Record each layer's output of the newest pass, [B, T, d], and call `done` after the layer."""
     outputs: dict[nn.Module, Tensor] = {}
 
     def hook(layer: nn.Module, _args: object, output: Tensor | tuple[Tensor, ...]) -> None:
@@ -96,27 +96,27 @@ def captured_outputs(
 
 
 class Passage(NamedTuple):
-    """What the model's own modules made of a block of random ids."""
+    """The outputs of the model's own modules for a block of random ids."""
 
     start: int  # the first row's position
-    held: int | None  # slots in front said to be filled; None: the text goes on from its start
-    hidden: tuple[Tensor, ...]  # [T, d] each: before the first layer, and behind each
-    logits: Tensor  # [T, V], as the unembedding gives them
+    held: int | None  # planted slots before it; None: continues the earlier blocks' cache
+    hidden: tuple[Tensor, ...]  # [T, d] each: before the first layer, and after each layer
+    logits: Tensor  # [T, V], unfinished output of the unembedding
 
 
 def check_conformance(decoder: Decoder) -> list[Passage]:
     """Raise UnsupportedModel at the first layer whose bits differ from `model.forward`.
 
-    Random blocks go through both, one layer of ours at a time: one at the first positions, one
-    behind it, a row alone, and one for each stretch of `stretches`. Costs two short passes each.
-    Weights that lie in a file leave memory again, layer by layer.
+    Random blocks run through both, through ours layer by layer: one at the first positions, one
+    after it, a single row, and one for each stretch of `stretches`. Each costs two short passes.
+    Memory-mapped weights are released again, layer by layer.
     """
     count, ids = decoder.num_layers, _random_ids(decoder, seed=0)
     theirs, ours = DynamicCache(), KVCache(count)
     blocks: list[tuple[Tensor, int, int | None, Any, KVCache]] = [
         (ids[:_CHECK_PREFIX], 0, None, theirs, ours),
         (ids[_CHECK_PREFIX:-1], _CHECK_PREFIX, None, theirs, ours),
-        (ids[-1:], len(ids) - 1, None, theirs, ours),  # some hooks mind how many rows there are
+        (ids[-1:], len(ids) - 1, None, theirs, ours),  # some hooks depend on the number of rows
     ]
     for start, filled in stretches(decoder):
         both = PlantedKVCache(count, filled), PlantedKVCache(count, filled)
@@ -129,13 +129,13 @@ def check_conformance(decoder: Decoder) -> list[Passage]:
             with captured_outputs(decoder.layers, pages.release) as expected:
                 output = plain(block[None], position_ids=rows.positions[None], **{CACHE: theirs})
             if (made := output.logits.shape[1]) != len(block):
-                why = f"runs {made} rows for {len(block)} tokens: it adds its own"
+                why = f"runs {made} rows for {len(block)} tokens: it adds rows of its own"
                 raise unsupported(decoder.model, f"{why} (prompt tuning does)")
             hidden = [decoder.embed(block)]
             for index, layer in enumerate(decoder.layers[:count]):
                 hidden.append(decoder.own.run(hidden[-1], index, index + 1, rows))
                 pages.release(layer)
-                where = f"layer {index + 1}" + (f" behind {start} positions" if start else "")
+                where = f"layer {index + 1}" + (f" after {start} positions" if start else "")
                 _require_equal(hidden[-1], expected[layer][0], where, decoder)
             logits = decoder.own.unembed(hidden[-1])[1]
             pages.release(decoder.lm_head)
@@ -147,7 +147,7 @@ def check_conformance(decoder: Decoder) -> list[Passage]:
 def check_agreement(decoder: Decoder, other: Executor, passages: Sequence[Passage]) -> None:
     """Raise ValueError unless `other` computes each layer, and the logits, up to rounding.
 
-    Each layer gets what the model's own got in the conformance check: no error adds up or hides.
+    Each layer gets the input of the model's own in the conformance check, so errors do not add up.
     """
     bound = _AGREEMENT[decoder.dtype]
     kv = KVCache(decoder.num_layers)
@@ -166,12 +166,13 @@ def check_agreement(decoder: Decoder, other: Executor, passages: Sequence[Passag
 
 
 def check_trees(decoder: Decoder, executor: Executor) -> None:
-    """Raise UnsupportedModel unless a row beside siblings comes out as it does alone.
+    """Raise UnsupportedModel unless a row gives the same output with siblings as without.
 
-    Some layers count positions by how many rows there are. Up to rounding, where conformance looks.
+    Some layers take positions from the number of rows. Compares up to rounding, at the positions
+    of `check_conformance`.
     """
     if (kind := decoder.config._attn_implementation) not in ("sdpa", "eager"):
-        raise UnsupportedModel(f"attention is {kind}, whose masks know no siblings. Draft chains")
+        raise UnsupportedModel(f"attention is {kind}, whose masks allow no siblings. Draft chains")
     bound, ids = _AGREEMENT[decoder.dtype], _random_ids(decoder, seed=2)
     parents = [*[-1] * (len(ids) - 1), 0]
     path = [0, len(ids) - 1]
@@ -187,14 +188,14 @@ def check_trees(decoder: Decoder, executor: Executor) -> None:
                 added = _size(expected - hidden[path].to(expected.device))
                 if not _size(found[path] - expected) <= bound * added + _rounding(expected):
                     raise UnsupportedModel(
-                        f"layer {layer + 1} comes out otherwise beside siblings, at position "
+                        f"layer {layer + 1} comes out differently beside siblings, at position "
                         f"{start}: this model runs no trees of drafts. Draft chains"
                     )
                 hidden = found
 
 
 def keeps_apart(decoder: Decoder, executor: Executor) -> bool:
-    """Whether texts that share a pass come out, bit for bit, as each does in passes of its own."""
+    """Whether sequences that share a pass give the same bits as in separate passes."""
     ids, layers = _random_ids(decoder, seed=3), decoder.num_layers
     texts = ids[:1], ids[1:4], ids[4:]
     apart, joined = ([KVCache(layers) for _ in texts] for _ in range(2))
@@ -205,7 +206,7 @@ def keeps_apart(decoder: Decoder, executor: Executor) -> bool:
 
     with torch.inference_mode(), decoder.mode(), evaluation(decoder.model):
         parts = [decoder.embed(text) for text in texts]
-        for _ in range(2):  # the second time behind what the first has left
+        for _ in range(2):  # the second time after the cached rows of the first
             each = zip(parts, behind(apart), strict=True)
             expected = [executor.run(part, 0, layers, rows) for part, rows in each]
             found = executor.run(torch.cat(parts), 0, layers, Rows.joined(behind(joined)))
@@ -215,11 +216,11 @@ def keeps_apart(decoder: Decoder, executor: Executor) -> bool:
 
 
 def stretches(decoder: Decoder) -> list[tuple[int, int]]:
-    """Where else to look: first position, and filled slots in front of it.
+    """Further places to check: the first position, and the filled slots before it.
 
-    Just under the model's limit, and across every position that its config names. Up to
-    _MOST_HELD, slots are filled as in a text of that length; beyond, positions alone are far and no
-    slot is filled: a window wider than that is not tried.
+    They lie just under the model's limit, and across every position that its config names. Up to
+    _MOST_HELD, slots are filled as in a text of that length; beyond, positions are far but no slot
+    is filled, so a wider window is not tested.
     """
     rows, limit = _CHECK_PREFIX + _CHECK_BLOCK, decoder.max_positions
     named = sorted(named_positions(decoder.config.to_dict(), limit))[:_MOST_NAMED]
@@ -228,7 +229,7 @@ def stretches(decoder: Decoder) -> list[tuple[int, int]]:
 
 
 def named_positions(fields: Mapping[str, Any], limit: int) -> set[int]:
-    """Numbers below `limit` in a config, nested ones too, whose names speak of positions."""
+    """Numbers below `limit` in a config, nested ones too, whose names refer to positions."""
     found: set[int] = set()
     for name, value in fields.items():
         if isinstance(value, Mapping):
@@ -239,10 +240,10 @@ def named_positions(fields: Mapping[str, Any], limit: int) -> set[int]:
 
 
 class PlantedKVCache(KVCache):
-    """Says that it holds positions, of keys 0 and values that show who looks at which.
+    """Pretends to hold `held` positions, with keys 0 and values that reveal which are attended to.
 
-    It forgets what a layer adds: one block runs through it, and memory is needed for one layer
-    only. The first values, which lie at the edge of a window, outweigh all others together.
+    It keeps nothing that a layer adds: one block runs through it, and memory is needed for one
+    layer only. The first values, at the edge of a window, outweigh all others together.
     """
 
     def __init__(self, num_layers: int, held: int) -> None:
@@ -254,7 +255,7 @@ class PlantedKVCache(KVCache):
     def update(
         self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """What any KV cache gives back, and nothing is kept of it."""
+        """Return what any KV cache returns, but keep nothing."""
         if self._keys[layer] is None:
             self._keys[layer] = self._room(None, keys, 0, self._planted + 1)
             self._values[layer] = planted = self._room(None, values, 0, self._planted + 1)
@@ -264,7 +265,7 @@ class PlantedKVCache(KVCache):
         return found
 
     def pages(self, count: int, first: int, layout: PageLayout) -> list[Page]:
-        """All that are said to be filled, but the first and the last, are one."""
+        """All pages; the planted ones after the first share one empty page."""
         if self._planted and not self.held:
             marked, empty = Page(layout), Page(layout)
             for slot, size in enumerate(self._marks):
@@ -274,7 +275,7 @@ class PlantedKVCache(KVCache):
         return super().pages(count, first, layout)
 
     def move_to(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """What is said to be filled shows there, too."""
+        """As in KVCache, and mark the planted positions there."""
         super().move_to(keys, values)
         for buffer in values:
             self._mark(buffer)
@@ -292,10 +293,10 @@ def _random_ids(
 
 
 def _rounding(hidden: Tensor) -> float:
-    """What few numbers of a hidden state that are rounded the other way come to.
+    """The error of a hidden state if a few of its numbers are rounded the other way.
 
-    Where a layer adds little to much, as to the massive activations of some models, that is more
-    than the error of what it adds: 0.38 of 4.5, in bfloat16, beside a hidden state of 475.
+    If a layer adds little to a large state, as to the massive activations of some models, this
+    exceeds the error of what it adds: 0.38 of 4.5, in bfloat16, beside a hidden state of 475.
     """
     return torch.finfo(hidden.dtype).eps / 8 * _size(hidden)
 
@@ -306,7 +307,7 @@ def _size(values: Tensor) -> float:
 
 
 def _error(values: Tensor, layer: nn.Module) -> float:
-    """Root mean square; with experts, of the median row: rounding picks of two equal experts."""
+    """Root mean square; with experts, of the median row: rounding may switch a row's expert."""
     if any(name.endswith("experts") for name, _ in layer.named_modules()):
         return float(values.float().square().mean(-1).sqrt().median())
     return _size(values)
@@ -314,7 +315,7 @@ def _error(values: Tensor, layer: nn.Module) -> float:
 
 @contextmanager
 def evaluation(model: PreTrainedModel) -> Iterator[None]:
-    """Dropout off while open; afterwards each module is in the mode that the caller had set."""
+    """Put the model in evaluation mode while open; then restore each module's mode."""
     training = [part for part in model.modules() if part.training]
     model.eval()
     try:
@@ -329,7 +330,7 @@ def _require_equal(found: Tensor, expected: Tensor, where: str, decoder: Decoder
         if bool(expected.isnan().any()):
             why = f"a weight is damaged, or numbers are too large for {decoder.dtype}"
             said = f"{type(decoder.model).__name__} gives NaN at {where}: {why}"
-            raise UnsupportedModel(f"{said}. Load it in float32, or copy it anew")
+            raise UnsupportedModel(f"{said}. Load it in float32, or download it again")
         difference = (found.float() - expected.to(found.device).float()).abs().max().item()
         raise unsupported(
             decoder.model,
@@ -338,24 +339,24 @@ def _require_equal(found: Tensor, expected: Tensor, where: str, decoder: Decoder
         )
 
 
-# --- rows that change each other: no draft is lossless there
+# --- rows of a pass that change each other, with which no draft is lossless
 
-_BEHIND, _BESIDE = 7, 7  # rows in front of the watched one, and beside it
-_ALONE = 3  # rows that also run in passes of their own
-_BY_COUNT = "which gives a row in a pass of its own something else"
-_SPIKE = 100.0  # times the usual: some numbers of an outlying row, one of 64, or eight in all
+_BEHIND, _BESIDE = 7, 7  # rows before the watched one, and beside it
+_ALONE = 3  # rows that also run in separate passes
+_BY_COUNT = "which gives a row other numbers in a separate pass"
+_SPIKE = 100.0  # factor for some numbers of an outlying row: one in 64, or eight in all
 
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}
-"""Change of a row, relative to what a layer adds, that rounding may make: experts that each take a
-part of the rows run other shapes for other neighbours. With 8-bit weights and activations
-(bitsandbytes) a row changes by 0.025 in bfloat16 and 0.003 in float32."""
+"""Change of a row, relative to what a layer adds, that rounding may make: the shapes in which
+experts run depend on the neighbours. With 8-bit weights and activations (bitsandbytes) a row
+changes by 0.025 in bfloat16 and 0.003 in float32."""
 
 
 def find_mixing(decoder: Decoder, executor: Executor) -> str | None:
-    """How outlying neighbours change a row that ran before them in the same pass, or None.
+    """How outlying neighbours change an earlier row of the same pass, or None.
 
-    Two passes of one shape differ in the rows behind the watched one only, layer by layer. A row
-    that minds itself comes out with the same bits; and in a pass of its own up to rounding.
+    Layer by layer, two passes of one shape differ only in the rows after the watched one. A row
+    that ignores them has the same bits, and in a separate pass the same numbers up to rounding.
     """
     rows = _BEHIND + 1 + _BESIDE
     if rows > decoder.max_positions:
@@ -392,7 +393,7 @@ def find_mixing(decoder: Decoder, executor: Executor) -> str | None:
 
 
 def _change(usual: Tensor, outlying: Tensor, added: Tensor) -> str | None:
-    """How much outlying neighbours change a row, [1, ..], of what was `added` to it; in words."""
+    """How much outlying neighbours change a row, [1, ..], relative to `added`, for the user."""
     if torch.equal(usual, outlying):
         return None
     change = _size(outlying - usual) / _size(added)
@@ -401,7 +402,7 @@ def _change(usual: Tensor, outlying: Tensor, added: Tensor) -> str | None:
 
 
 def _spiked(rows: Tensor) -> Tensor:
-    """[T, d] with numbers far out, in other places of each row but the first."""
+    """[T, d] with some numbers multiplied, at different places of each row but the first."""
     spiked, step = rows.clone(), max(64, rows.shape[-1] // 8)
     for row in range(1, len(rows)):
         spiked[row, row::step] *= _SPIKE

@@ -1,7 +1,7 @@
-"""Makes a library of a C++ file, for this machine or for the processors that a wheel is built for.
+"""Compiles a C++ file to a library, for this machine or for the processors of a wheel.
 
-hatch_build.py loads this file by its path, with no package around it and no torch: it needs the
-standard library alone.
+hatch_build.py loads this file by its path, without the package and without torch, so it may import
+only the standard library.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ SOURCE = KERNELS / "kernels.cpp"
 
 PANEL = 16  # outputs side by side, as in `panels.hpp`
 MACROS = "-DBFLOAT16=0", "-DBFLOAT16=1"
-"""What a wheel has libraries for: numbers that are float32, and bfloat16."""
+"""The dtypes that a wheel has libraries for: float32 and bfloat16."""
 
 _FLAGS = (
     *("-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC"),
     "-fno-thread-jumps",  # else a bounded exponential is divided twice, once to a slow denormal
 )
-"""None of them lets results differ between two runs of one library."""
+"""With these, results do not differ between two runs of one library."""
 
 
 class Target(NamedTuple):
-    """Processors that one library is for."""
+    """The processors that a library is built for."""
 
     name: str
     flags: str  # of the compiler
-    needs: frozenset[str] = frozenset()  # features of a processor, as /proc/cpuinfo calls them
+    needs: frozenset[str] = frozenset()  # required CPU features, as named in /proc/cpuinfo
 
 
 _V2 = frozenset(["cx16", "lahf_lm", "pni", "popcnt", "sse4_1", "sse4_2", "ssse3"])
@@ -53,17 +53,17 @@ TARGETS: Mapping[str, tuple[Target, ...]] = {
     ),
     "aarch64": (Target("armv8-a", "-march=armv8-a", frozenset({"asimd"})),),
 }
-"""What a wheel is built for, by `platform.machine()`: the fastest first."""
+"""The targets of a wheel, by `platform.machine()`, fastest first."""
 
 
 def machine() -> str:
-    """What its code runs on, as `platform.machine()` says it there; "" if that is no Linux."""
+    """The compiler's target, named as by `platform.machine()`; "" if it is not Linux."""
     name, *system = _run("-dumpmachine").decode(errors="replace").strip().split("-")
     return name if "linux" in system else ""
 
 
 def this_machine(*, tiles: bool) -> Target:
-    """This processor, as the compiler knows it; `tiles`: whether its matrix registers may be used.
+    """The target of this processor; `tiles`: whether its AMX registers may be used.
 
     Raises OSError or SubprocessError without a compiler.
     """
@@ -83,20 +83,20 @@ def library_name(source: Path, macro: str, target: Target) -> str:
 
 
 def make_library(library: Path, source: Path, macro: str, target: Target) -> None:
-    """Compiles `source` with one of `MACROS`, or alike. Raises OSError or SubprocessError.
+    """Compile `source` with a macro like those of `MACROS`. Raises OSError or SubprocessError.
 
-    It is linked with no OpenMP runtime: what it calls is looked up among those that are loaded.
+    No OpenMP runtime is linked: its symbols are resolved from the runtime that is loaded.
     """
     with tempfile.TemporaryDirectory() as folder:
         made, linked = Path(folder) / "made.o", Path(folder) / "made.so"
         options = (*_FLAGS, *target.flags.split(), macro)
         _run(*options, "-c", str(source), "-o", str(made))
         _run("-shared", str(made), "-o", str(linked))
-        shutil.copyfile(linked, library)  # a linker on a full disk does not say which
+        shutil.copyfile(linked, library)  # on a full disk this error is clearer than the linker's
 
 
 def version() -> str | None:
-    """What the compiler calls itself, or None if there is none."""
+    """The first line of the compiler's --version, or None if there is no compiler."""
     try:
         return _run("--version").decode(errors="replace").partition("\n")[0]
     except (OSError, ValueError, subprocess.SubprocessError):  # ValueError: a quote is not closed
@@ -104,7 +104,7 @@ def version() -> str | None:
 
 
 def command() -> list[str]:
-    """What is run to compile: $CXX, or c++."""
+    """The command of the compiler: $CXX, or c++."""
     return shlex.split(os.environ.get("CXX", "")) or ["c++"]
 
 

@@ -1,6 +1,6 @@
-"""The parts of a decoder, under one name each, whatever its family calls them; hooks around them.
+"""The parts of a decoder under the same names for all families, and the hooks around them.
 
-A part that is missing or unknown raises UnsupportedModel, by its name.
+A missing or unknown part raises UnsupportedModel with its name.
 """
 
 from __future__ import annotations
@@ -21,47 +21,47 @@ from selfspec.errors import InvalidOption, UnsupportedModel
 
 
 class Unembedding(NamedTuple):
-    """A model's own way from a hidden state to logits; its tensors are shared, never copied."""
+    """A model's own path from a hidden state to logits; its tensors are shared, never copied."""
 
     weight: Tensor  # [V, d]
     norm: nn.Module  # the final norm
-    finish: Callable[[Tensor], Tensor]  # what comes behind the linear layer (soft-capping); float32
-    bias: Tensor | None = None  # [V], added where lm_head has one
+    finish: Callable[[Tensor], Tensor]  # steps after the linear layer (soft-capping); to float32
+    bias: Tensor | None = None  # [V], if lm_head has one
 
 
 _EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "word_embeddings")
 _LAYERS = ("layers", "h", "blocks")
 _NORMS = ("norm", "final_layer_norm", "final_layernorm", "ln_f", "layer_norm", "norm_f")
 _LEARNED = ("wpe", "embed_positions")
-"""What families call each part, in the order in which it is looked for."""
+"""The names that families use for each part, in search order."""
 
-CACHES = ("cache", "past_key_values", "layer_past")  # under which layers take keys and values
+CACHES = ("cache", "past_key_values", "layer_past")  # keywords under which layers take a KV cache
 CACHE = next(word for word in CACHES if word in inspect.signature(create_causal_mask).parameters)
-"""The keyword that models and masks of this transformers know: `cache` from 5.24 on."""
+"""The keyword that models and masks use in the installed transformers: `cache` from 5.24 on."""
 
 SHARED = "shared_kv_states"
-"""Where layers leave keys and values for those behind them (Gemma 4), which are refused by name."""
+"""Where layers leave keys and values for later layers (Gemma 4); such models are refused."""
 
 _GIVEN = {"attention_mask", "position_ids", "use_cache", "position_embeddings"}
-"""What a layer is given beside its cache and, first of all, the hidden states."""
+"""The arguments that a layer is given beside the hidden states and its KV cache."""
 
 _IDLE = {
     "output_attentions",
-    *("encoder_hidden_states", "encoder_attention_mask"),  # a decoder alone has none
+    *("encoder_hidden_states", "encoder_attention_mask"),  # a decoder without encoder has none
     *("per_layer_input", SHARED),  # their modules and config are refused if in use
 }
-"""What layers may be given and then compute the same without."""
+"""Arguments that layers accept but do not need."""
 
 _NORMS_EMBEDDINGS = {"nanochat"}  # families whose final norm is also applied to the embeddings
-_DIVIDES_BEFORE_HEAD = {"minicpm3"}  # by `logits_scaling`; other families do so behind lm_head
-_MULTIPLIES = {"hyperclovax"}  # by it, where others divide
+_DIVIDES_BEFORE_HEAD = {"minicpm3"}  # by `logits_scaling`; other families do so after lm_head
+_MULTIPLIES = {"hyperclovax"}  # by `logits_scaling`, where others divide
 
 MOVING_ROPE = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
-"""RoPE whose frequencies follow the longest position of a pass, behind the number so named."""
+"""RoPE whose frequencies change in passes with positions past the value of this config field."""
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
-CHUNKED = "chunked_attention"  # of all three, layers keep one key and value per position
+CHUNKED = "chunked_attention"  # in all three, layers keep one key and value per position
 
 
 def unsupported(model: PreTrainedModel, why: str) -> UnsupportedModel:
@@ -76,16 +76,16 @@ class DecoderParts:
     config: PreTrainedConfig
     embed_tokens: nn.Module
     layers: nn.ModuleList
-    norm: nn.Module  # from the output of layer L to what lm_head reads
+    norm: nn.Module  # from the output of layer L to the input of lm_head
     rotary_emb: nn.Module | None  # gives layers rotations by position; None: they need none
-    learned_positions: Callable[[Tensor], Tensor] | None  # of positions, added where layers begin
+    learned_positions: Callable[[Tensor], Tensor] | None  # embeds positions, added before layer 1
     embedding_multiplier: float | None  # Granite's, AFMoE's
     norms_embeddings: bool
-    logits_divisor: float | None  # behind lm_head logits are divided by it: Granite,
-    logits_factor: float | None  # multiplied: Cohere, HyperCLOVA X,
-    logits_cap: float | None  # and capped: Gemma
-    cache_keyword: str  # the keyword under which layers take keys and values
-    shares: bool  # whether layers take SHARED, too: from transformers 5.24 on some write to it
+    logits_divisor: float | None  # logits after lm_head are divided by it (Granite),
+    logits_factor: float | None  # multiplied by it (Cohere, HyperCLOVA X),
+    logits_cap: float | None  # and soft-capped at it (Gemma)
+    cache_keyword: str  # the keyword under which layers take the KV cache
+    shares: bool  # whether layers also take SHARED: from transformers 5.24 on some write to it
 
     def embed(self, ids: Tensor) -> Tensor:
         """[B, T] ids -> [B, T, d] hidden states at boundary 0, without learned positions."""
@@ -96,18 +96,18 @@ class DecoderParts:
 
     @cached_property
     def rotates_by_kind(self) -> bool:
-        """Whether layers of each attention type have rotations of their own, as Gemma 3's have."""
+        """Whether rotations differ by attention type, as in Gemma 3."""
         module = self.rotary_emb
         return module is not None and "layer_type" in inspect.signature(module.forward).parameters
 
     def rotations(self, hidden: Tensor, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-        """What `rotary_emb`, which is there, gives layers of a kind for `positions` [B, T]."""
+        """The rotations for layers of a kind at `positions` [B, T]; needs a `rotary_emb`."""
         by_kind = (kind,) if self.rotates_by_kind else ()
-        return self.rotary_emb(hidden, positions, *by_kind)  # type: ignore[misc, no-any-return]  # callers know that it is there
+        return self.rotary_emb(hidden, positions, *by_kind)  # type: ignore[misc, no-any-return]  # callers check that it exists
 
     @cached_property
     def rotations_end(self) -> int | None:
-        """Positions behind which all rotations change, with dynamic NTK and longrope."""
+        """The number of positions past which all rotations change (dynamic NTK, longrope)."""
         rope = getattr(self.config, "rope_parameters", None) or {}
         found = [
             int(one.get(MOVING_ROPE[one["rope_type"]]) or self.config.max_position_embeddings)
@@ -118,13 +118,13 @@ class DecoderParts:
 
     @property
     def position_limit(self) -> int | None:
-        """Positions that can be computed, if they end: rotations do, and tables (GPT-J's, too)."""
+        """The number of positions, if rotations or tables (as in GPT-J) limit it."""
         if self.rotary_emb is None or hasattr(self.rotary_emb, "embed_positions"):
             return int(self.config.max_position_embeddings)
         return self.rotations_end
 
     def with_positions(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        """[B, T, d] from boundary 0 at `positions` [B, T] -> what layer 1 reads, [B, T, d]."""
+        """[B, T, d] at boundary 0, `positions` [B, T] -> the input of layer 1, [B, T, d]."""
         if self.learned_positions is None:
             return hidden
         return hidden + self.learned_positions(positions).to(hidden.device)
@@ -148,7 +148,7 @@ def text_config(model: PreTrainedModel) -> Any:
 
 
 def attention_types(config: PreTrainedConfig) -> list[str]:
-    """Attention type of each layer; one for all, by `sliding_window`, if the config names none."""
+    """Attention type of each layer; if the config has no list, one for all by `sliding_window`."""
     if (types := getattr(config, "layer_types", None)) is not None:
         return list(types)
     one = FULL if getattr(config, "sliding_window", None) is None else SLIDING
@@ -156,10 +156,10 @@ def attention_types(config: PreTrainedConfig) -> list[str]:
 
 
 def parts_of(model: PreTrainedModel) -> DecoderParts:
-    """The parts of a model's decoder. Raises UnsupportedModel for one missing or not known."""
+    """The parts of a model's decoder. Raises UnsupportedModel for a missing or unknown part."""
     config = text_config(model)
     if model.config.is_encoder_decoder:
-        raise unsupported(model, "has an encoder, expected a decoder alone")
+        raise unsupported(model, "has an encoder, expected only a decoder")
     if model.get_output_embeddings() is None:
         raise unsupported(model, "has no lm_head to read tokens from")
     decoder, layers = _decoder(model)
@@ -205,7 +205,7 @@ def parts_of(model: PreTrainedModel) -> DecoderParts:
 
 
 def _decoder(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:
-    """The module that holds the layers: transformers' own idea of it, or what that holds."""
+    """The module that holds the layers: `model.get_decoder()`, or a module inside it."""
     named: Any = model.get_decoder()
     found: Any
     for found in (named, getattr(named, "model", None), getattr(named, "decoder", None)):
@@ -220,14 +220,14 @@ def _part(decoder: Any, names: tuple[str, ...]) -> nn.Module | None:
 
 
 def _by_position(learned: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Position embeddings as a function of positions alone: OPT asks for a mask before them."""
+    """Position embeddings as a function of positions only: OPT's also take a mask, first."""
     first, *others = inspect.signature(learned.forward).parameters
     if first != "position_ids" and "position_ids" in others:
         return lambda positions: learned(None, position_ids=positions)
     return learned
 
 
-# --- what a caller gave
+# --- checks of a caller's model
 
 
 def check_model(model: Any, name: str = "model") -> None:
@@ -240,7 +240,7 @@ def check_model(model: Any, name: str = "model") -> None:
             "one by name with selfspec.load(...), or with AutoModelForCausalLM"
         )
     weights = ((part, one) for part in model.modules() for one in part.parameters(recurse=False))
-    # with a hook, accelerate brings them when the module is called
+    # accelerate's hook loads them when the module is called
     if all(weight.is_meta and not hasattr(part, "_hf_hook") for part, weight in weights):
         raise InvalidOption(
             f"{name} has no weights (they are on the meta device), expected them in memory. Load "
@@ -253,17 +253,17 @@ def kind_of(value: Any) -> str:
     return f"a class, {value.__name__}" if isinstance(value, type) else f"of type {name}"
 
 
-# --- hooks, and code of others
+# --- hooks, and third-party code
 
 _IDLE_HOOKS = ("transformers.utils.output_capturing", "selfspec.model.check")
-"""Where hooks come from that change nothing: transformers leaves some behind after a call with
+"""Modules whose hooks change nothing: transformers leaves some behind after a call with
 output_hidden_states."""
 
-_OWN = ("torch.", "transformers.", "selfspec.")  # what an executor may replace if numbers agree
+_OWN = ("torch.", "transformers.", "selfspec.")  # code that an executor may replace if they agree
 
 
 def foreign_hooks(held: Mapping[str, Any]) -> list[Any]:
-    """Hooks in a module's attributes, without those that are idle or only look on for us."""
+    """The hooks in a module's attributes, without idle ones."""
     hooks = [*held["_forward_hooks"].values(), *held["_forward_pre_hooks"].values()]
     return [hook for hook in hooks if getattr(hook, "__module__", None) not in _IDLE_HOOKS]
 
@@ -271,9 +271,9 @@ def foreign_hooks(held: Mapping[str, Any]) -> list[Any]:
 def require_own_code(decoder: DecoderParts, lm_head: nn.Module) -> None:
     """Raise ValueError unless layers, norm and lm_head run the code of torch and transformers.
 
-    What another executor computes is compared in numbers, which cannot see what happens at other
-    inputs: a branch on values, a count of calls, something that looks on, a bound that few values
-    reach. Released code of a family does none of it but for what its config says.
+    Another executor's outputs are compared on a few inputs, which does not reveal a branch on
+    values, a count of calls, an observer, or a bound that few values reach. Released model code has
+    none of these beyond what its config says.
     """
     config: Any = decoder.config
     attention = config._attn_implementation
@@ -295,7 +295,7 @@ def require_own_code(decoder: DecoderParts, lm_head: nn.Module) -> None:
 
 
 def _require_own_call(name: str, part: nn.Module) -> None:
-    """Calling the module must be calling its class's forward, of our packages."""
+    """Raise ValueError unless a call of the module is a call of its class's forward, in _OWN."""
     kind = type(part)
     _require(not foreign_hooks(vars(part)) and not hasattr(part, "_hf_hook"), f"{name} has hooks")
     _require("forward" not in vars(part), f"the forward of {name} was replaced")

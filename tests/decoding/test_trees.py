@@ -106,7 +106,7 @@ def test_what_runs_chains_only_refuses_a_tree() -> None:
     """Llama 4 scales queries by how many rows lie in front, which siblings are not."""
     backbone, ids = wrapped("llama4"), random_ids(5)
     drafter = BranchingDrafter([*ids[0].tolist(), *range(20)], 1, backbone.vocab_size, 7)
-    with pytest.raises(UnsupportedModel, match="comes out otherwise beside siblings"):
+    with pytest.raises(UnsupportedModel, match="comes out differently beside siblings"):
         ladder.decode(backbone, ids, drafter)
 
 

@@ -118,13 +118,13 @@ def test_a_weight_that_is_no_number_is_named() -> None:
 
 def test_dropout_is_run_by_no_executor() -> None:
     model = make_model("llama", attention_dropout=0.5).train()
-    with pytest.raises(InvalidOption, match="dropout makes each pass another"):
+    with pytest.raises(InvalidOption, match="dropout makes passes random"):
         Backbone(model, executor="generic")
     Backbone(model.eval(), executor="generic")
 
 
 @pytest.mark.parametrize(
-    ("first", "where"), [(0, "layer 1 by up to [0-9]"), (200, "layer 1 behind 246 positions by")]
+    ("first", "where"), [(0, "layer 1 by up to [0-9]"), (200, "layer 1 after 246 positions by")]
 )
 def test_a_decoder_that_does_more_near_or_far_is_refused(first: int, where: str) -> None:
     model: Any = make_model("llama")
