@@ -1,10 +1,10 @@
 """Runs the model's own layers on a GPU as CUDA graphs: one launch per segment instead of hundreds.
 
-torch's compiler first makes a few kernels of a layer's many small ones, where it can. A graph
-replays kernels with the addresses and shapes that it was captured with. So inputs are copied into
-fixed buffers, rows are padded to a few counts, keys and values stay where they are, and which slots
-a row may see comes from numbers on the device: rows of several texts are rows that see other slots.
-Nothing here needs a GPU but `graph_capture`.
+torch's compiler first fuses a layer's many small kernels, where it can. A graph replays kernels
+with the addresses and shapes of its capture. So inputs are copied into fixed buffers, rows are
+padded to a few counts, keys and values stay in place, and numbers on the device say which slots a
+row may see; rows of different sequences differ only in these slots. Only `graph_capture` needs a
+GPU.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from selfspec.model.parts import require_own_code
 
 
 class StaticSlots:
-    """Buffers of every layer, [1, kv heads, lanes, slots, head_dim]; a lane has one sequence."""
+    """Buffers of every layer, [1, kv heads, lanes, slots, head_dim]; one sequence per lane."""
 
     def __init__(self, samples: Sequence[tuple[Tensor, Tensor]], slots: int) -> None:
         """`samples`: keys and values of one position, [1, kv heads, 1, head_dim], per layer."""
         self._samples = samples
         self._tenants: dict[int, Callable[[], KVCache | None]] = {}
-        """By lane; the one used last is the last."""
+        """By lane; least recently used first."""
         self.grow(1, slots)
 
     @property
@@ -52,12 +52,12 @@ class StaticSlots:
         return len(self._tenants)
 
     def grow(self, lanes: int, slots: int) -> None:
-        """Other buffers, made when the old ones are gone: both at once may not fit the device."""
+        """Replace the buffers; the old ones are freed first, since both may not fit the device."""
         for lane in self._tenants:
             self._recall(lane)
         self.slots, self.keys, self.values = 0, list[Tensor](), list[Tensor]()
         self._tenants = {}
-        with torch.inference_mode(False):  # else only inference mode could write to them
+        with torch.inference_mode(False):  # else they could be written only in inference mode
             self.keys = [_zeros(keys[:, :, None], lanes, slots) for keys, _ in self._samples]
             self.values = [_zeros(values[:, :, None], lanes, slots) for _, values in self._samples]
         self.slots = slots
@@ -67,13 +67,13 @@ class StaticSlots:
         return lanes * slots * sum(one.nbytes for both in self._samples for one in both)
 
     def strangers(self, caches: Sequence[KVCache]) -> int:
-        """Sequences that have a lane, and are none of these."""
+        """The number of other sequences that have a lane."""
         return sum(one() not in (None, *caches) for one in self._tenants.values())
 
     def lend(self, caches: Sequence[KVCache]) -> list[int]:
-        """Their lanes, at most as many as there are. Keys and values of new ones move there.
+        """Return a lane for each cache; keys and values of new ones move there.
 
-        An unused lane is taken, or that of who was away for longest, who moves out.
+        A new cache takes an unused lane, or the least recently used one, whose tenant moves out.
         """
         for kv in caches:
             held = {lane: one() for lane, one in self._tenants.items()}
@@ -84,14 +84,14 @@ class StaticSlots:
                 self._recall(lane)
                 keys, values = self._of_lane(lane)
                 for buffer in (*keys, *values):
-                    buffer.zero_()  # masked slots weigh nothing, but nothing times NaN is NaN
+                    buffer.zero_()  # masked slots have weight 0, but 0 times NaN is NaN
                 kv.move_to(keys, values)
             del self._tenants[lane]
             self._tenants[lane] = weakref.ref(kv)
         return [*self._tenants][-len(caches) :]
 
     def _recall(self, lane: int) -> None:
-        """Move out what is lent, into buffers of its own; a sequence that is gone needs none."""
+        """Move the lane's sequence into buffers of its own, unless it no longer exists."""
         if (tenant := self._tenants[lane]()) is not None:
             held = max(tenant.length(layer) for layer in range(tenant.num_layers))
             own = ([_zeros(one, held) for one in every] for every in self._of_lane(lane))
@@ -103,20 +103,20 @@ class StaticSlots:
 
 
 class SlotView(NamedTuple):
-    """A layer's cache, in transformers' terms; a replay with other `places` writes elsewhere.
+    """A layer's cache, in transformers' terms; a replay writes to the `places` of its pass.
 
-    It does not look at the layer's number, which compiled code would be made for.
+    It ignores the layer's index, for which code would otherwise be compiled.
     """
 
     keys: Tensor  # [1, heads, lanes, slots, head_dim]
     values: Tensor
-    places: Tensor  # [rows]: slots, counted through all lanes
-    seen: int  # the layer looks at as many slots of each lane
+    places: Tensor  # [rows]: slots, numbered through all lanes
+    seen: int  # number of slots of each lane that the layer reads
 
     def update(
         self, keys: Tensor, values: Tensor, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """Write [1, heads, rows, head_dim] at their places; what is seen, [1, heads, S, ..]."""
+        """Write [1, heads, rows, head_dim] at `places`; return seen slots, [1, heads, S, ..]."""
         self.keys.flatten(2, 3).index_copy_(2, self.places, keys)
         self.values.flatten(2, 3).index_copy_(2, self.places, values)
         seen = self.keys[..., : self.seen, :], self.values[..., : self.seen, :]
@@ -124,7 +124,7 @@ class SlotView(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """What a graph of layers was captured for."""
+    """The key of a captured graph of layers."""
 
     begin: int  # the first lane
     size: int  # lanes
@@ -135,35 +135,35 @@ class Segment(NamedTuple):
 
 
 def _zeros(like: Tensor, *slots: int) -> Tensor:
-    """[1, heads, slots, head_dim], or with lanes, for a buffer of any number of slots."""
+    """A buffer [1, heads, slots, head_dim], or with lanes, for any number of slots."""
     return like.new_zeros(*like.shape[:2], *slots, like.shape[-1])
 
 
-_MOST_GRAPHS = 256  # kept at a time; the one unused for longest makes room
+_MOST_GRAPHS = 256  # kept at a time; the least recently used is dropped
 
 _MOST_LANES = 128
-"""Texts whose keys and values stay in slots of their own, as far as half of the free memory goes:
-those of others are moved in and out."""
+"""Sequences whose keys and values have a lane, within half of the free memory; those of further
+sequences are moved in and out."""
 
-_WARM_UPS = 3  # runs before a capture, which must not see libraries set up their workspaces
+_WARM_UPS = 3  # runs before a capture, since libraries set up their workspaces in the first ones
 
 logger = logging.getLogger(__name__)
 
-Work = Callable[..., tuple[Tensor, ...]]  # from buffers at fixed addresses, given or its own
-Capture = Callable[[Work], Work]  # captures; what the result gives may be overwritten by the next
+Work = Callable[..., tuple[Tensor, ...]]  # reads buffers at fixed addresses, given or its own
+Capture = Callable[[Work], Work]  # captures a work; the next replay may overwrite the outputs
 
 
 def uncaptured(work: Work) -> Work:
-    """The work itself: the strategy where there is nothing to capture with."""
+    """Return the work itself: the strategy without a GPU."""
     return work
 
 
 def graph_capture(device: torch.device) -> Capture:
-    """Captures work on `device` as CUDA graphs that share one memory pool, as torch documents it.
+    """A Capture on `device` as CUDA graphs that share one memory pool, as torch documents it.
 
-    What graphs of one pool keep between replays may overlap, which is safe because they never run
-    at the same time and every output is copied before the next one runs. What it gives raises
-    RuntimeError where work cannot be captured.
+    Memory of graphs in one pool may overlap, which is safe because they never run at the same time
+    and every output is copied before the next one runs. The Capture raises RuntimeError for work
+    that cannot be captured.
     """
     pool = torch.cuda.graph_pool_handle()
 
@@ -176,7 +176,7 @@ def graph_capture(device: torch.device) -> Capture:
                     work()
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            # thread_local: what other threads do on the GPU meanwhile is no fault of this capture
+            # thread_local: work of other threads on the GPU must not break this capture
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 output = work()
 
@@ -190,10 +190,10 @@ def graph_capture(device: torch.device) -> Capture:
 
 
 class Replays:
-    """Captured work by key: captured at its first use, replayed from then on."""
+    """Works by key, captured on first use and replayed from then on."""
 
     def __init__(self, strategy: Callable[[], Capture]) -> None:
-        """`strategy` makes a Capture: one for all graphs that live together."""
+        """`strategy` makes a Capture, shared by all graphs of one pool."""
         self._strategy = strategy
         self._capture = strategy()
         self._graphs: dict[Hashable, tuple[Work, list[Tensor]]] = {}
@@ -203,7 +203,7 @@ class Replays:
         return self._capture is not uncaptured
 
     def run(self, key: Hashable, work: Work, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """What `work` makes of `inputs`, by the graph under `key`; copy it before the next run."""
+        """The outputs of `work`, by the graph of `key`; copy them before the next run."""
         found = self._graphs.pop(key, None)
         graph, held = found or self._captured(work, inputs)
         self._graphs[key] = graph, held  # newest last
@@ -212,17 +212,17 @@ class Replays:
         return graph()
 
     def clear(self) -> None:
-        """Drop the graphs of segments: their addresses are no longer right."""
+        """Drop the graphs of segments, whose addresses are no longer valid."""
         for key in [key for key in self._graphs if isinstance(key, Segment)]:
             del self._graphs[key]
-        if self.captures and not self._graphs:  # a pool whose last graph is gone is not used again
+        if self.captures and not self._graphs:  # a pool without graphs cannot be reused
             self._capture = self._strategy()
 
     def _captured(self, work: Work, inputs: Sequence[Tensor]) -> tuple[Work, list[Tensor]]:
-        """Falls back to the work itself, for good, where capturing it fails."""
+        """Capture a work; if that fails, run it and all later ones uncaptured."""
         if len(self._graphs) >= _MOST_GRAPHS:
             self._graphs.pop(next(iter(self._graphs)))
-        with torch.inference_mode(False):  # else only inference mode could write to them
+        with torch.inference_mode(False):  # else they could be written only in inference mode
             held = [torch.zeros_like(one) for one in inputs]
         work = partial(work, *held)
         try:
@@ -239,31 +239,31 @@ ROW_COUNTS = (1, 2, 4, 8, 16)  # of a captured pass; fewer are padded, more (pro
 _MOST_ROWS = ROW_COUNTS[-1]
 
 _DEPTHS, _UNSEEN, _ROOTS, _LANES = range(_MOST_ROWS, _MOST_ROWS + 4)
-"""Behind who sees whom, numbers of each row on the device: its distance from its text, how much of
-that text's end it does not see, the first row of that text, and the text's lane."""
+"""After the rows' visibility matrix, numbers of each row on the device: its distance from the held
+text, how much of that text's end it does not see, its sequence's first row, and its lane."""
 
 _FEWEST_SEEN = 256
-"""Slots that a captured pass looks at: this, doubled as long as the text needs it. Each count takes
-a graph of its own, and fewer counts cost more masked slots."""
+"""Slots that a captured pass reads: this, doubled until the text fits. Each count needs its own
+graph, while fewer counts would mean more masked slots."""
 
-_FIRST_SLOTS = 1024  # there is memory for at first; more double it, and all is captured anew
+_FIRST_SLOTS = 1024  # initial slots; more double them, and all passes are captured again
 _TRIAL_ROWS = (7, 1, 1, 1, 3)  # of a replay's test: one row is captured, then replayed with others
 _TRIAL_ERROR = 0.05
 """Largest error of a replay, relative to the output (root mean square): a library may pick another
-kernel for a capture, but an input that a graph misses is off by much more."""
+kernel for a capture, but a missing input of a graph gives a much larger error."""
 
-_MOST_COMPILED = 64  # versions of a layer, of all models of a process, and of counts of rows
+_MOST_COMPILED = 64  # versions of a layer, for all models of a process and counts of rows
 
 
 def compiled_layer(compiler: str) -> Callable[..., Tensor]:
-    """`run_layer` with the element-wise work between products in few kernels, rounded as without.
+    """`run_layer` with the element-wise work between matmuls fused, and rounded as unfused.
 
-    All layers of a kind share its code, for all counts of rows but one, and of slots. What it gives
-    raises RuntimeError where a layer cannot be compiled as a whole.
+    All layers of a kind share its code, for all counts of slots, and of rows but one. The result
+    raises RuntimeError if a layer cannot be compiled as a whole.
     """
     options: Any = {"emulate_precision_casts": True} if compiler == "inductor" else None
     work = torch.compile(run_layer, backend=compiler, fullgraph=True, dynamic=True, options=options)
-    shapes: Any = torch.fx.experimental._config  # rows would be taken for heads, if as many
+    shapes: Any = torch.fx.experimental._config  # else equal numbers of rows and heads are merged
 
     def through(*layer: Any, **given: Any) -> Tensor:
         most = torch._dynamo.config.patch(recompile_limit=_MOST_COMPILED)
@@ -274,10 +274,10 @@ def compiled_layer(compiler: str) -> Callable[..., Tensor]:
 
 
 class CudaGraphExecutor:
-    """Segments at fixed addresses, each captured once per number of rows and of slots."""
+    """Runs segments at fixed addresses, each captured once per number of rows and of slots."""
 
     def __init__(self, decoder: Any, lm_head: nn.Module, *, slots: int = _FIRST_SLOTS) -> None:
-        """`slots`: positions with room at first. Raises ValueError for what cannot be captured."""
+        """`slots`: initial room in positions. Raises ValueError for what cannot be captured."""
         require_own_code(decoder, lm_head)
         _require_capturable(decoder, lm_head)
         self._decoder = decoder
@@ -285,29 +285,29 @@ class CudaGraphExecutor:
         self.weight_bytes = self._generic.weight_bytes
         self._num_layers = len(decoder.layers)
         config = decoder.config
-        # padding may lie behind the last one
+        # padding may follow the last position
         self._limit = fixed_slots(config.max_position_embeddings + _MOST_ROWS)
         weight = decoder.embed_tokens.weight
         with torch.inference_mode(False):
             self._hidden = weight.new_zeros(_MOST_ROWS, config.hidden_size)
             self._offsets = torch.arange(_MOST_ROWS, device=weight.device)
-            self._where = self._offsets.new_zeros(2, _MOST_ROWS)  # positions, slots of a lane
+            self._where = self._offsets.new_zeros(2, _MOST_ROWS)  # positions, and slots in a lane
             self._tree = self._offsets.new_zeros(_LANES + 1, _MOST_ROWS)
         self._slots = StaticSlots(self._one_position(), self._count(min(slots, self._limit)))
         self._most_lanes = _MOST_LANES
         self._planted: object = None
-        self._alike = 1  # rows of a pass that have the bits of passes of their own
+        self._alike = 1  # maximum rows of a pass that have the bits of single-row passes
         self.replays = Replays(lambda: uncaptured)
         self._through: Callable[..., Tensor] = run_layer
-        self._lock = threading.Lock()  # answers may be written in several threads
+        self._lock = threading.Lock()  # several threads may decode
         self.claims = Claims(replayed=self._replayed)
 
     def start_capture(
         self, strategy: Callable[[], Capture] | None = None, compiler: str | None = "inductor"
     ) -> None:
-        """Capture each segment at its first use from now on. Raises ValueError if a replay errs.
+        """From now on capture each segment on first use. Raises ValueError if a replay is wrong.
 
-        `compiler`: torch's name of the one that makes one kernel of a layer's many small ones.
+        `compiler`: torch's name of the compiler that fuses a layer's small kernels.
         """
         strategy = strategy or (lambda: graph_capture(self._hidden.device))
         expected = self._trial()
@@ -316,13 +316,13 @@ class CudaGraphExecutor:
                 logger.info("compiling layers for this device: half a minute, the first time")
                 self._through = compiled_layer(compiler)
                 self._compare(expected, "a compiled layer")
-        except Exception as error:  # noqa: BLE001  # whatever fails: layers run as they are
+        except Exception as error:  # noqa: BLE001  # on any failure layers run uncompiled
             logger.warning("layers run uncompiled: %s", first_line(error))
             self._through = run_layer
         self.replays = Replays(strategy)
         self._compare(expected, "a captured segment, replayed,")
         self._alike = self._rows_alike()
-        # whether texts keep their bits beside others is tried when there are some
+        # whether sequences keep their bits in a shared pass is tested when there are several
         self.claims = Claims(replayed=self._replayed, joins=self._alike > 1)
 
     def _compare(self, expected: Sequence[Tensor], what: str) -> None:
@@ -333,7 +333,7 @@ class CudaGraphExecutor:
 
     def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
         counts = [span.count for span in rows.spans]
-        parts = list(hidden.split(counts))  # each gives way to what comes out
+        parts = list(hidden.split(counts))  # each is replaced by its output
         with self._lock:
             self._make_room(rows.spans, first)
             waiting = self._in_order(rows.spans)
@@ -347,7 +347,7 @@ class CudaGraphExecutor:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _make_room(self, spans: Sequence[Span], first: int) -> None:
-        """More lanes, or longer ones, where texts need them; all is captured anew then."""
+        """Add or lengthen lanes if sequences need them; then all passes are captured again."""
         held, caches = self._slots, [span.kv for span in spans]
         texts = len(caches) + held.strangers(caches)
         lanes = max(held.lanes, min(self._most_lanes, 1 << (texts - 1).bit_length()))
@@ -357,25 +357,25 @@ class CudaGraphExecutor:
             while lanes > 1 and held.size_of(lanes, slots) > room:
                 lanes //= 2
         while (lanes, slots) != (held.lanes, held.slots):
-            said = "room for %d texts of %d positions: passes are captured anew"
+            said = "room for %d texts of %d positions: passes are captured again"
             logger.info(said, lanes, slots)
             self.replays.clear()
             try:
                 held.grow(lanes, slots)
-            except torch.OutOfMemoryError:  # then some move out for others
+            except torch.OutOfMemoryError:  # use fewer lanes, which sequences share in turns
                 if lanes == 1:
                     raise
                 lanes = self._most_lanes = lanes // 2
 
     def _in_order(self, spans: Sequence[Span]) -> list[int]:
-        """Texts whose lanes are neighbours share passes, which see few other lanes then."""
+        """Order sequences by lane, so that each pass spans few lanes."""
         order = list(range(len(spans)))
         if 1 < len(spans) <= self._slots.lanes:
             order.sort(key=self._slots.lend([span.kv for span in spans]).__getitem__)
         return order
 
     def _together(self, counts: Sequence[int]) -> int:
-        """How many of the first texts share a pass: one, or as many as keep the bits they have."""
+        """How many of the first sequences share a pass: one, or as many as keep their bits."""
         rows = accumulate(counts[: self._slots.lanes])
         return max(1, sum(count <= self._alike for count in rows))
 
@@ -388,7 +388,7 @@ class CudaGraphExecutor:
         while min(lanes) // size < max(lanes) // size:
             size *= 2
         begin = min(lanes) // size * size
-        # what lay behind may be NaN, which masks let through
+        # zeros: earlier rows may be NaN, which masks let through
         self._hidden[:padded] = with_zeros(hidden, padded)
         self._plant(spans, [lane - begin for lane in lanes])
         self._place(spans, first, padded)
@@ -414,7 +414,7 @@ class CudaGraphExecutor:
             return tuple(output[:count].clone() for output in outputs)
 
     def _plant(self, spans: Sequence[Span], lanes: Sequence[int]) -> None:
-        """Say which rows see which, of what lanes."""
+        """Upload which rows see which others, and their lanes."""
         follows = _follows(spans)
         if (planted := [*zip(lanes, follows, strict=True)]) == self._planted:
             return
@@ -431,7 +431,7 @@ class CudaGraphExecutor:
         self._planted = planted
 
     def _place(self, spans: Sequence[Span], first: int, count: int) -> None:
-        """Say at what positions rows are, and in which slots; nothing is uploaded for one text."""
+        """Set the rows' positions and slots; for a single sequence nothing is uploaded."""
         positions, slots = self._where[:, :count]
         starts = [span.kv.length(first) for span in spans]
         if len(spans) == 1:
@@ -446,10 +446,10 @@ class CudaGraphExecutor:
         numbers = [number for each in zip(*rows[:count], strict=True) for number in each]
         self._where[:, :count] = uploaded(numbers, slots.device).view(2, count)
 
-    @torch.inference_mode(False)  # or the buffers' rows and what layers give differ in kind
+    @torch.inference_mode(False)  # else buffers are normal tensors and outputs inference tensors
     @torch.no_grad()
     def _segment(self, of: Segment) -> tuple[Tensor]:
-        """Layers first+1..last from the fixed buffers: what is captured."""
+        """The captured work: layers first+1..last on the fixed buffers."""
         (positions, slots), lanes = self._where[:, : of.rows], self._tree[_LANES, : of.rows]
         masks = {
             kind: self._mask(kind, of) for kind in {*self._generic.layer_types[of.first : of.last]}
@@ -460,17 +460,17 @@ class CudaGraphExecutor:
             SlotView(keys[:, :, some], values[:, :, some], places, of.seen)
             for keys, values in zip(held.keys, held.values, strict=True)
         ]
-        hidden = self._hidden[None, : of.rows].clone()  # no view, like what later layers get
+        hidden = self._hidden[None, : of.rows].clone()  # not a view, like the input of later layers
         run = self._generic.run_layers
         through = self._through
         return (run(hidden, of.first, of.last, positions[None], views, masks, through)[0],)
 
     def _mask(self, kind: str, of: Segment) -> Tensor:
-        """[1, 1, rows, lanes * seen] as transformers makes it, but from numbers on the device."""
+        """The mask [1, 1, rows, lanes * seen] as by transformers, from numbers on the device."""
         (positions, slots), tree = self._where[:, : of.rows], self._tree[:, : of.rows]
         every = torch.arange(of.size * of.seen, device=slots.device)
         lane, slot = every // of.seen, every % of.seen
-        row = torch.full_like(every, -1)  # of this pass that a slot is for
+        row = torch.full_like(every, -1)  # the row of this pass in each slot
         row.index_copy_(0, tree[_LANES] * of.seen + slots, self._offsets[: of.rows])
         ours, row = row >= 0, row.clamp(min=0)
         begins = slots.index_select(0, tree[_ROOTS]) - tree[_UNSEEN]
@@ -481,7 +481,7 @@ class CudaGraphExecutor:
         return as_mask(visible, self._decoder.config, self._hidden)
 
     def _count(self, needed: int) -> int:
-        """Slots for `needed` positions: few distinct counts, and none beyond what is ever used."""
+        """Slots for `needed` positions: few distinct counts, up to the model's limit."""
         count = max(_FEWEST_SEEN, 1 << (needed - 1).bit_length())
         return self._limit if needed <= self._limit < count else count
 
@@ -492,15 +492,15 @@ class CudaGraphExecutor:
         ids = torch.zeros(1, dtype=torch.int64, device=device)
         self._generic.run(embed(ids), 0, self._num_layers, Rows.of(kv, 0, 1, device))
         held = [kv.first(1, layer) for layer in range(self._num_layers)]
-        return [(keys.clone(), values.clone()) for keys, values in held]  # not their buffers
+        return [(keys.clone(), values.clone()) for keys, values in held]  # free the larger buffers
 
     def _trial(self) -> list[Tensor]:
-        """Outputs and logits of a few passes over one text, at the first and the last positions."""
+        """Outputs and logits of a few passes over a text, at the first and the last positions."""
         last = int(self._decoder.config.max_position_embeddings) - sum(_TRIAL_ROWS)
         return [one for start in (0, max(0, last)) for one in self._passes(_TRIAL_ROWS, start)]
 
     def _rows_alike(self) -> int:
-        """Rows of a pass, at most, that have the bits which each has in a pass of its own."""
+        """The maximum number of rows in a pass that keep the bits of single-row passes."""
 
         def bits(count: int) -> Tensor:
             found = self._passes([count] * (_MOST_ROWS // count))
@@ -515,7 +515,7 @@ class CudaGraphExecutor:
 
     @torch.no_grad()
     def _passes(self, counts: Sequence[int], start: int = 0) -> list[Tensor]:
-        """Output, normed rows and logits of passes of so many rows, one behind the other."""
+        """Output, normed rows and logits of successive passes of `counts` rows."""
         weight, kv = self._decoder.embed_tokens.weight, KVCache(self._num_layers)
         ids = torch.arange(sum(counts), device=weight.device) % len(weight)
         found = list[Tensor]()
@@ -527,14 +527,14 @@ class CudaGraphExecutor:
 
 
 def _needed(span: Span, first: int) -> int:
-    """Slots of a lane for what runs through layers first+1.., with room for padding behind it."""
+    """Slots of a lane for a span that runs through layers first+1.., with room for padding."""
     end = (start := span.kv.length(first)) + span.count
     span.kv.check_room(end)
     return span.kv.slots + _MOST_ROWS if span.kv.slots else max(end, start + _MOST_ROWS)
 
 
 def _follows(spans: Sequence[Span]) -> list[tuple[int, ...]]:
-    """For each text, which of its rows each one follows; those of padding are the last one's."""
+    """For each sequence, the row that each row follows; padding continues the last sequence."""
     found = [
         tuple(range(-1, one.count - 1)) if one.parents is None else one.parents for one in spans
     ]
@@ -543,12 +543,12 @@ def _follows(spans: Sequence[Span]) -> list[tuple[int, ...]]:
 
 
 def _padded(count: int) -> int | None:
-    """Rows of the captured pass that `count` rows run in; None: they run uncaptured."""
+    """Rows of the captured pass for `count` rows; None: they run uncaptured."""
     return next((rows for rows in ROW_COUNTS if rows >= count), None)
 
 
 def _require_capturable(decoder: Any, lm_head: nn.Module) -> None:
-    """Raise ValueError for experts, which Python reads back, and for several devices."""
+    """Raise ValueError for experts, which read values back to the host, and several devices."""
     if decoder.rotations_end is not None:
         raise ValueError("rotations change with the longest position of a pass, padding included")
     for kind in {type(part) for layer in decoder.layers for part in layer.modules()}:

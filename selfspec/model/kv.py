@@ -1,8 +1,8 @@
-"""Keys and values: per layer, in pages that texts share, within a budget; rows that read them.
+"""The KV cache: keys and values per layer, in pages that sequences share, within a memory budget.
 
-Each layer has a length of its own, since shallow layers see drafts that deep layers have not seen
-yet. A pass is a flat block of rows [T, d]; which sequences and positions they belong to stands
-beside it, as data: one sequence with a chain of drafts is the smallest case.
+Each layer has its own length, since shallow layers see drafts that deep layers have not seen yet. A
+pass is a flat block of rows [T, d], and `Rows` says which sequences and positions they belong to.
+One sequence with a chain of drafts is the smallest case.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from torch import Tensor
 from selfspec.errors import InvalidOption
 from selfspec.model.compiler import PANEL
 
-# --- pages: 64 positions of all layers each; one that several caches hold is never written
+# --- pages: 64 positions of all layers each; a page held by several caches is never written
 
 POSITIONS = 64  # positions of a page; BLOCK of the kernel
 
 
 @dataclass(frozen=True)
 class PageLayout:
-    """Where a page has the keys and values of each layer."""
+    """The layout of each layer's keys and values in a page."""
 
     dtype: torch.dtype
     heads: tuple[tuple[int, int], ...]
-    """For each layer: its key heads, and the numbers of one, filled up to whole vectors."""
+    """For each layer: the number of key heads, and their width, padded to whole vectors."""
 
     @cached_property
     def places(self) -> tuple[int, ...]:
-        """The first number of each layer's keys, and the end of all.
+        """The offset of each layer's keys, and the end of the last layer.
 
-        Both lie as a linear layer's weights, `step` of the inner dimension side by side: keys are
-        [kv heads, 64 / PANEL, width / step, PANEL, step], values behind them [kv heads,
-        width / PANEL, 64 / step, PANEL, step].
+        Keys and values are laid out like a linear layer's weights, with `step` neighbours of the
+        inner dimension together: keys [kv heads, 64 / PANEL, width / step, PANEL, step], then
+        values [kv heads, width / PANEL, 64 / step, PANEL, step].
         """
         return tuple(
             accumulate((2 * kv * POSITIONS * width for kv, width in self.heads), initial=0)
@@ -53,7 +53,7 @@ class PageLayout:
         return self.places[-1] * self.dtype.itemsize
 
     def slots(self, page: Tensor, slot: int) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of one slot, for layers that are alike together; views.
+        """Views of the keys and values of one slot, one pair for each run of equal layers.
 
         Keys [layers, kv heads, width / step, step], values [.., .., width / PANEL, PANEL].
         """
@@ -77,37 +77,37 @@ class PageLayout:
 
 
 class Page:
-    """Numbers of one page, and who needs them as they are."""
+    """The numbers of one page, and its users."""
 
     def __init__(self, layout: PageLayout) -> None:
-        """Zeros: what is masked weighs nothing, but nothing times NaN is NaN."""
+        """Fill with zeros: masked numbers have weight 0, but 0 times NaN is NaN."""
         self.numbers = torch.zeros(layout.places[-1], dtype=layout.dtype)
         self.address = self.numbers.data_ptr()
         self.caches = 0
-        self.kept = False  # whether a store keeps it for texts to come
+        self.kept = False  # whether a store keeps it for later sequences
 
 
-# --- one text: room to spare, and what is kept of a chain only moves a number
+# --- one sequence: buffers with spare room; to keep part of a chain only changes a length
 
 _FIRST_SLOTS = 256  # of a new buffer: a short answer to a short prompt fits without growing
 
-_SPARE = 4  # one slot more for so many that are needed: a text that grows is copied a few times
+_SPARE = 4  # one spare slot for this many needed ones: a growing text is copied only a few times
 
 
 class KVCache:
-    """Where the keys and values of one sequence are, layer by layer.
+    """The keys and values of one sequence, layer by layer.
 
     transformers' attention layers call `update`, its mask functions `get_seq_length`,
-    `get_query_offset` and `get_mask_sizes`. Compiled attention asks for `pages` instead.
+    `get_query_offset` and `get_mask_sizes`. Compiled attention calls `pages` instead.
 
-    With `slots`, attention always sees buffers of exactly that many slots, the unused ones masked:
-    the shape of a pass then never depends on how many positions are filled (pinned mode).
+    With `slots`, attention always sees buffers of exactly that many slots, the unused ones masked,
+    so that the shape of a pass does not depend on the number of filled positions (pinned mode).
     """
 
     def __init__(self, num_layers: int, slots: int | None = None) -> None:
         self.num_layers = num_layers
         self.slots = slots
-        self.held: list[Page] = []  # in order; none where the model's own layers fill buffers
+        self.held: list[Page] = []  # in order; empty if the model's own layers fill buffers
         self._layout: PageLayout | None = None
         self._new_page: Callable[[PageLayout], Page] = Page
         self._lengths = [0] * num_layers
@@ -120,7 +120,7 @@ class KVCache:
         return self.slots is not None
 
     def length(self, layer_idx: int = 0) -> int:
-        """Positions held by a layer, counted from 0: the position of its next row."""
+        """The number of positions held by a layer, which is the position of its next row."""
         return self._lengths[layer_idx]
 
     get_seq_length = get_query_offset = length
@@ -130,7 +130,7 @@ class KVCache:
     ) -> tuple[Tensor, Tensor]:
         """Append [B, heads, T, head_dim] to `layer`; return all it holds, [B, heads, length, ..].
 
-        With fixed slots the whole buffers come back; the mask hides what is not filled.
+        With fixed slots the whole buffers are returned; the mask hides unfilled slots.
         """
         start = self._lengths[layer]
         end = start + keys.shape[-2]
@@ -151,7 +151,7 @@ class KVCache:
         return keys[..., :count, :], values[..., :count, :]
 
     def pages(self, count: int, first: int, layout: PageLayout) -> list[Page]:
-        """All pages, with room for `count` positions from layer first+1 on; then `extend`."""
+        """All pages, with room for `count` more positions from layer first+1 on; call `extend`."""
         start = self._lengths[first]
         end = start + count
         self.check_room(end)
@@ -176,7 +176,7 @@ class KVCache:
             raise IndexError(f"{end} positions do not fit {self.slots} fixed slots")
 
     def move_to(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """Copy what is held to these, [B, kv heads, slots, head_dim] per layer, and stay there."""
+        """Copy all to these buffers, [B, kv heads, slots, head_dim] per layer, and use them."""
         for ours, theirs in ((self._keys, keys), (self._values, values)):
             for layer, length in enumerate(self._lengths):
                 if (held := ours[layer]) is not None:
@@ -184,7 +184,7 @@ class KVCache:
             ours[:] = theirs
 
     def extend(self, count: int, first: int, last: int) -> None:
-        """Count positions that were written into the buffers of layers first+1..last directly."""
+        """Count positions that were written directly into the buffers of layers first+1..last."""
         self._lengths[first:last] = [held + count for held in self._lengths[first:last]]
 
     def truncate(self, length: int, first: int = 0, last: int | None = None) -> None:
@@ -193,10 +193,10 @@ class KVCache:
         self._lengths[first:last] = [min(held, length) for held in self._lengths[first:last]]
 
     def keep(self, start: int, path: Sequence[int]) -> None:
-        """Keep, of the positions from `start` on, those of `path`, in every layer.
+        """Of the positions from `start` on, keep those of `path`, in every layer.
 
-        `path` counts from `start` and rises: the accepted rows of a round. A chain's are 0, 1, ..,
-        and nothing is copied; those of a tree move up.
+        `path`, the accepted rows of a round, counts from `start` and ascends. For a chain it is
+        0, 1, .., and nothing is copied; a tree's rows move up.
         """
         for place, row in enumerate(path):
             if row != place:
@@ -204,7 +204,7 @@ class KVCache:
         self.truncate(start + len(path))
 
     def _move(self, here: int, there: int) -> None:
-        """Copy what all layers hold of one slot to another one, all buffers in one call."""
+        """Copy one slot to another in all layers, all buffers in one call."""
         if (layout := self._layout) is not None:
             old, new = (
                 list(chain(*layout.slots(self.held[slot // POSITIONS].numbers, slot % POSITIONS)))
@@ -217,15 +217,15 @@ class KVCache:
             torch._foreach_copy_(new, old)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Keys that a mask for `query_length` more rows covers, and the first key's position."""
+        """The number of keys that a mask for `query_length` more rows covers, and the offset 0."""
         return self.slots or self._lengths[layer_idx] + query_length, 0
 
     def _room(self, buffer: Tensor | None, like: Tensor, used: int, needed: int) -> Tensor:
-        """`buffer`, or a larger copy of its first `used` slots if it has fewer than needed."""
+        """`buffer`, or a larger copy of its first `used` slots if it has fewer than `needed`."""
         if buffer is not None and buffer.shape[-2] >= needed:
             return buffer
         slots = self.slots or max(_FIRST_SLOTS, needed + needed // _SPARE)
-        # zeros, not empty: masked slots weigh nothing, but nothing times NaN is NaN
+        # zeros, not empty: masked slots have weight 0, but 0 times NaN is NaN
         grown = like.new_zeros(*like.shape[:-2], fixed_slots(slots), like.shape[-1])
         if buffer is not None:
             grown[..., :used, :] = buffer[..., :used, :]
@@ -233,20 +233,20 @@ class KVCache:
 
 
 def fixed_slots(length: int) -> int:
-    """Slots for up to `length` positions: the next multiple of 64, as each shape is probed once."""
+    """Slots for up to `length` positions: a multiple of 64, since each new shape is probed."""
     return -(-length // 64) * 64
 
 
 @dataclass(frozen=True)
 class Span:
-    """Rows of one sequence, side by side in the block."""
+    """The adjacent rows of one sequence in the block."""
 
     kv: KVCache
     count: int
-    start: int  # the position behind the newest that is held
+    start: int  # the position after the newest held one
     parents: tuple[int, ...] | None = None
     """None: each row follows the one before. Else, for each row, the earlier row of the span that
-    it follows; -1: the newest position that is held, -2: the one before it, and so on."""
+    it follows; -1: the newest held position, -2: the one before it, and so on."""
 
     @property
     def positions(self) -> Sequence[int]:
@@ -272,24 +272,24 @@ class Rows:
         device: torch.device,
         parents: Sequence[int] | None = None,
     ) -> Rows:
-        """`count` rows of one sequence behind its first `start` positions: a chain, or a tree."""
+        """`count` rows of one sequence after its first `start` positions: a chain, or a tree."""
         return cls(device, (Span(kv, count, start, None if parents is None else tuple(parents)),))
 
     @classmethod
     def joined(cls, parts: Sequence[Rows]) -> Rows:
-        """One pass of what would be several, each of other sequences."""
+        """Join several passes, of different sequences, into one."""
         return cls(parts[0].device, tuple(span for part in parts for span in part.spans))
 
     @cached_property
     def positions(self) -> Tensor:
-        """[T] int64; compiled layers never ask."""
+        """[T] int64; made on first use, since compiled layers do not need them."""
         if len(self.spans) == 1 and (span := self.only).parents is None:
             return torch.arange(span.start, span.start + span.count, device=self.device)
         return uploaded([place for span in self.spans for place in span.positions], self.device)
 
     @property
     def only(self) -> Span:
-        """The span of a pass that has one."""
+        """The span of a pass with a single one."""
         (span,) = self.spans
         return span
 
@@ -305,8 +305,8 @@ class Rows:
 
 
 def uploaded(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """[T] int64 on `device`; the host does not wait until they are there."""
-    if len(numbers) == 1:  # goes with the launch: nothing is copied
+    """[T] int64 on `device`; the host does not wait for the copy."""
+    if len(numbers) == 1:  # passed with the kernel launch, without a copy
         return torch.full((1,), numbers[0], device=device)
     pinned = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
     return pinned.to(device, non_blocking=True)
@@ -319,7 +319,7 @@ def with_zeros(hidden: Tensor, least: int) -> Tensor:
 
 
 def depths(parents: Sequence[int]) -> list[int]:
-    """How far behind the newest held position each row of a tree is: 0 is the next one."""
+    """Each row's distance after the newest held position; 0 is the next one."""
     found: list[int] = []
     for parent in parents:
         found.append((found[parent] if parent >= 0 else parent) + 1)
@@ -327,7 +327,7 @@ def depths(parents: Sequence[int]) -> list[int]:
 
 
 def held_behind(parents: Sequence[int]) -> list[int]:
-    """How many of the newest held positions each row of a tree does not see."""
+    """The number of newest held positions that each row of a tree does not see."""
     found: list[int] = []
     for parent in parents:
         found.append(found[parent] if parent >= 0 else -1 - parent)
@@ -343,7 +343,7 @@ def ancestors(parents: Sequence[int]) -> Tensor:
     return found
 
 
-# --- many texts, within a budget
+# --- many sequences, within a budget
 
 Ids = tuple[int, ...]
 
@@ -351,22 +351,22 @@ Ids = tuple[int, ...]
 class Memory(NamedTuple):
     """Bytes for keys and values, by use."""
 
-    used: int  # by texts that are being written
-    promised: int  # what these may still grow to
-    kept: int  # of texts that have ended, for others that begin alike; gives way to the promised
+    used: int  # by running sequences
+    promised: int  # room that these may still need
+    kept: int  # prefixes of ended sequences, for reuse; evicted when the promised room is needed
     most: int  # the budget
 
 
 @dataclass(eq=False)
 class _Node:
-    ids: Ids  # up to 64; only a leaf has fewer
+    ids: Ids  # 64; only a leaf may have fewer
     parent: _Node | None = None
-    page: Page | None = None  # None: the root, which stands before all texts
+    page: Page | None = None  # None: the root, before all texts
     children: list[_Node] = field(default_factory=list)
-    """Sorted by their ids: those that share most with some ids are next to them."""
+    """Sorted by their ids, so the child with the longest common prefix is found by bisection."""
 
     def nearest(self, ids: Ids) -> tuple[int, _Node | None]:
-        """The child that shares most of its first ids with `ids`, and how many."""
+        """The length of the longest prefix that a child shares with `ids`, and this child."""
         place = bisect_left(self.children, ids, key=attrgetter("ids"))
         near = self.children[max(0, place - 1) : place + 1]
         pairs = ((common(one.ids, ids), one) for one in near)
@@ -374,21 +374,21 @@ class _Node:
 
 
 class PooledKVCache(KVCache):
-    """A KV cache whose pages are the store's."""
+    """A KV cache that takes its pages from a store."""
 
     def __init__(self, store: KVStore, most: int) -> None:
-        """`most`: pages that it may come to."""
+        """`most`: maximum number of pages."""
         super().__init__(store.num_layers)
         self.most, self._layout, self._new_page = most, store.layout, lambda _: store.take()
 
 
 class KVStore:
-    """Gives KV caches. Never holds more than its budget, but for a text that is alone."""
+    """Makes KV caches that share a budget; only a sequence that runs alone may exceed it."""
 
     def __init__(
         self, num_layers: int, layout: PageLayout | None, position_bytes: int, most: int
     ) -> None:
-        """`layout`: of pages, None: the executor has none. `most`: bytes."""
+        """`layout`: that of pages; None: the executor has no pages. `most`: the budget in bytes."""
         self.num_layers = num_layers
         self.layout = layout
         self._page_bytes = position_bytes * POSITIONS if layout is None else layout.nbytes
@@ -415,11 +415,11 @@ class KVStore:
             )
 
     def kv(self, positions: int) -> PooledKVCache:
-        """A KV cache for up to `positions`, which takes no room before it is admitted."""
+        """A KV cache for up to `positions`; it takes no room before `admit`."""
         return PooledKVCache(self, _pages(positions))
 
     def admit(self, kv: PooledKVCache, ids: Sequence[int]) -> bool:
-        """Begin with the longest held prefix of `ids` but the last. False: there is no room now."""
+        """Give `kv` the longest held prefix of `ids[:-1]`; return False if there is no room yet."""
         nodes, partial, length = self._prefix(tuple(ids[:-1]))
         pages = [node.page for node in nodes if node.page is not None]
         grows = max(0, kv.most - len(pages))
@@ -440,16 +440,16 @@ class KVStore:
         return True
 
     def held(self, ids: Sequence[int]) -> int:
-        """How many of the first of `ids` are held."""
+        """The length of the longest held prefix of `ids[:-1]`."""
         return self._prefix(tuple(ids[:-1]))[2]
 
     def share(self, kv: KVCache, ids: Sequence[int]) -> None:
-        """Others may read the full pages of `ids`, which `kv` holds."""
+        """Share the full pages of `ids`, which `kv` holds, with other sequences."""
         if isinstance(kv, PooledKVCache):
             self._keep(kv, tuple(ids[: len(ids) // POSITIONS * POSITIONS]))
 
     def done(self, kv: KVCache, ids: Sequence[int]) -> None:
-        """The text has ended with `ids`, of which the KV cache may lack the last."""
+        """Release a sequence that ended with `ids`; the KV cache may lack the last of them."""
         if not isinstance(kv, PooledKVCache) or kv not in self._caches:
             return
         self._caches.remove(kv)
@@ -459,14 +459,14 @@ class KVStore:
             if page.caches == 0 and not page.kept:
                 self._free.append(page)
         self._touch([page for page in kv.held if page in self._nodes])
-        # down to the budget, which a text that was alone may have exceeded
+        # shrink to the budget, which a sequence that ran alone may have exceeded
         while self._made > self._most and (self._free or self._evict()):
             self._free.pop()
             self._made -= 1
 
     def take(self) -> Page:
-        """A page that nobody holds: a free one, a new one, or the one unused for longest."""
-        assert self.layout is not None  # noqa: S101  # KV caches without pages never ask
+        """A page for a new owner: a free one, a new one, or the least recently used."""
+        assert self.layout is not None  # noqa: S101  # KV caches without pages never call this
         if not self._free and self._made >= self._most:
             self._evict()
         if self._free:
@@ -476,12 +476,12 @@ class KVStore:
 
     def _in_use(self) -> tuple[int, int]:
         held = {page for kv in self._caches for page in kv.held}
-        if self.layout is None:  # KV caches of their own grow as they like
+        if self.layout is None:  # buffers outside the store: count the most that each may need
             return sum(kv.most for kv in self._caches), 0
         return len(held), sum(max(0, one.most - len(one.held)) for one in self._caches)
 
     def _prefix(self, ids: Ids) -> tuple[list[_Node], _Node | None, int]:
-        """Nodes that hold the first ids, one that holds some of the next, and how many in all."""
+        """Nodes of the longest held prefix, one that holds part of its end, and its length."""
         nodes, length = [self._root], 0
         while True:
             count, child = nodes[-1].nearest(ids[length : length + POSITIONS])
@@ -491,13 +491,13 @@ class KVStore:
             length += POSITIONS
 
     def _keep(self, kv: PooledKVCache, ids: Ids) -> None:
-        """Hang the cache's pages with these ids into the tree, where they are not yet."""
+        """Add the cache's pages with these ids to the tree, unless it has them."""
         node = self._root
         for at, page in zip(range(0, len(ids), POSITIONS), kv.held, strict=False):
             part = ids[at : at + POSITIONS]
             _, child = node.nearest(part)
             if child is None or child.ids != part:
-                if page.kept:  # it holds more, or other, ids elsewhere
+                if page.kept:  # already in the tree, with more or other ids
                     return
                 self._nodes[page] = child = _Node(part, node, page)
                 insort(node.children, child, key=attrgetter("ids"))
@@ -505,12 +505,12 @@ class KVStore:
             node = child
 
     def _touch(self, pages: Sequence[Page]) -> None:
-        """Mark pages as needed now; parents later than children, which so go first."""
+        """Mark pages as most recently used; children before parents, so they are evicted first."""
         for page in reversed(pages):
             self._nodes[page] = self._nodes.pop(page)
 
     def _evict(self) -> bool:
-        """Free the page that was unused for longest; whether there is one."""
+        """Free the least recently used page; returns whether there is one."""
         for page, node in self._nodes.items():
             if node.parent is not None and not node.children and not page.caches:
                 node.parent.children.remove(node)
@@ -532,7 +532,7 @@ def _pages(positions: int) -> int:
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many of their first ids are the same."""
+    """The length of the common prefix."""
     count = min(len(one), len(other))
     if one[:count] == other[:count]:
         return count
