@@ -1,8 +1,8 @@
-"""Which model it is: a hash of all its weights; and whether it is still what was wrapped.
+"""The identity of a model, a hash of all its weights, and changes since it was wrapped.
 
-Heads, features and records carry the hash: 64 hex digits, whatever the dtype, or "". A file is
-hashed once: the cache folder keeps the result by path, size and time. `ModelWatch` says in words
-what has changed since; the backbone asks at every request.
+Heads, features and records carry the hash: 64 hex digits, for any dtype, or "". A file is hashed
+once: the cache folder keeps the result by path, size and time. `ModelWatch` describes changes since
+wrapping; the backbone checks for them at every request.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ UNKNOWN = ""  # in place of a fingerprint: weights cannot be read, or there is n
 _FORMAT_VERSION = 1
 _BLOCK = 1 << 22  # numbers that are converted at a time: 8 MB
 _READABLE = (Tensor, nn.Parameter, QuantisedWeight)
-_PACKED_MODULES = "torch.ao.nn.quantized"  # their weights are no tensors at all
+_PACKED_MODULES = "torch.ao.nn.quantized"  # their weights are not tensors
 
 
 def of(model: nn.Module) -> str:
-    """sha256 over name, shape and hash of each weight and kept buffer; tied ones count once.
+    """sha256 over name, shape and hash of each weight and saved buffer; tied ones count once.
 
     Numbers are rounded to bfloat16, then to float16, so that a model whose file is in bfloat16 has
-    one fingerprint in whichever dtype it was loaded. UNKNOWN, with a line in the log, for weights
-    that were quantised on loading, or are not in memory.
+    the same fingerprint in every dtype. UNKNOWN, with a warning, for weights that were quantised on
+    loading, or are not in memory.
     """
     kept: dict[int, tuple[str, Tensor]] = {}
     for name, weight in model.state_dict(keep_vars=True).items():
@@ -63,36 +63,36 @@ def of(model: nn.Module) -> str:
 
 
 def of_loaded(model: PreTrainedModel, loaded_from: tuple[FileStamp, ...]) -> str:
-    """The same for a model that was loaded from these files just now, and not changed since.
+    """The fingerprint of a model that was just loaded from these files and not changed since.
 
-    Looked up where the files were hashed before. Only for the loader: what a caller may have
-    done to a model in the meantime cannot be seen.
+    Looked up if the files were hashed before. Only for the loader: changes that a caller made to
+    the model since would go unnoticed.
     """
     if not _as_stamped(loaded_from):
         return of(model)
     key = _FORMAT_VERSION, metadata.version("transformers"), str(model.dtype), loaded_from
     place = cache_folder() / "fingerprints" / hashlib.sha256(json.dumps(key).encode()).hexdigest()
-    with suppress(OSError, ValueError):  # not there, or damaged
+    with suppress(OSError, ValueError):  # missing, or damaged
         if re.fullmatch("[0-9a-f]{64}", known := place.read_text(encoding="ascii")):
             return known
     if (found := of(model)) != UNKNOWN:
-        with suppress(CannotWrite):  # a folder that takes no files costs time, nothing else
+        with suppress(CannotWrite):  # a read-only folder only costs time
             files.write(place, found)
     return found
 
 
 class Passed:
-    """Checks that a model has passed, kept for processes that read it from the same files."""
+    """The checks that a model has passed, kept for processes that read it from the same files."""
 
     def __init__(self, file: Path | None) -> None:
-        """`file` stands for all that the checks look at; None: nothing is kept."""
+        """`file`: named by a hash of everything that the checks depend on; None: keep nothing."""
         self._file, self._names = file, set[str]()
-        with suppress(OSError, ValueError):  # not there, or damaged
+        with suppress(OSError, ValueError):  # missing, or damaged
             self._names |= {*(file.read_text(encoding="ascii").split() if file else ())}
 
     @classmethod
     def of_files(cls, loaded_from: tuple[FileStamp, ...], version: bytes) -> Passed:
-        """Those of files alone; `version` of what checks them."""
+        """Checks of files only; `version`: that of the code that checks them."""
         digest = hashlib.sha256(version + json.dumps(loaded_from).encode()).hexdigest()
         return cls(cache_folder() / "checked" / digest if loaded_from else None)
 
@@ -100,7 +100,7 @@ class Passed:
     def by(
         cls, model: PreTrainedModel, executor: str, loaded_from: tuple[FileStamp, ...]
     ) -> Passed:
-        """Those that hold for these files, this config, our own code, versions, processor."""
+        """Checks that hold for these files, this config, our code, library versions, processor."""
         if not _as_stamped(loaded_from):
             return cls(None)
         config: Any = model.config
@@ -121,7 +121,7 @@ class Passed:
         if self._file is None or check in self:
             return
         self._names.add(check)
-        with suppress(CannotWrite):  # a folder that takes no files costs time, nothing else
+        with suppress(CannotWrite):  # a read-only folder only costs time
             files.write(self._file, " ".join(sorted(self._names)))
 
 
@@ -140,9 +140,9 @@ def _unreadable(model: nn.Module, weights: dict[str, Tensor]) -> str | None:
 
 
 def _of_tensor(weight: Tensor) -> str:
-    """sha256 of the numbers in order, some at a time; of whole numbers as they are."""
+    """sha256 of the numbers in order, in blocks; integers are not converted."""
     blocks: Iterable[Tensor]
-    if isinstance(weight, QuantisedWeight):  # no more of it is expanded at a time
+    if isinstance(weight, QuantisedWeight):  # expand only one block at a time
         rows = torch.arange(len(weight)).split(max(1, _BLOCK // weight.shape[1]))
         blocks = (weight.expanded(part).reshape(-1) for part in rows)
     else:
@@ -150,16 +150,16 @@ def _of_tensor(weight: Tensor) -> str:
     digest = hashlib.sha256()
     for block in blocks:
         if block.is_floating_point():
-            block = block.bfloat16().half()  # the block as it is hashed
+            block = block.bfloat16().half()  # the same numbers in every dtype
         digest.update(block.contiguous().cpu().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
-# --- the files that decide weights
+# --- the files that determine weights
 
 
 def stamps(paths: Iterable[Path]) -> tuple[FileStamp, ...]:
-    """The stamp of each file; nothing at all if one is missing."""
+    """The stamp of each file; empty if one is missing."""
     try:
         real = [Path(os.path.realpath(path)) for path in paths]
         return tuple((str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in real)
@@ -168,12 +168,12 @@ def stamps(paths: Iterable[Path]) -> tuple[FileStamp, ...]:
 
 
 def _as_stamped(known: tuple[FileStamp, ...]) -> bool:
-    """False where no file is known, or one was replaced while it was read."""
+    """Whether files are known and unchanged, so none was replaced while it was read."""
     return bool(known) and stamps(Path(path) for path, _, _ in known) == known
 
 
 def of_folder(folder: Path) -> tuple[FileStamp, ...]:
-    """The stamps of a model's folder; nothing where an adapter brings in weights from elsewhere."""
+    """The stamps of a model's folder; empty if an adapter adds weights from elsewhere."""
     if (folder / "adapter_config.json").exists():
         return ()
     return stamps(sorted({path for kind in _KINDS for path in folder.glob(kind)}))
@@ -188,23 +188,23 @@ def of_snapshot(name: str, config: Any) -> tuple[FileStamp, ...]:
     return of_folder(Path(found).parent) if isinstance(found, str) else ()
 
 
-# --- a model that was wrapped, compared with what it is later
+# --- changes of a model since it was wrapped
 
 _WORD = 8
-"""Bytes that are compared at either end of each weight. What changed all of it through `.data`,
-which no counter sees, is noticed so; what changed a few rows that way is not."""
+"""Bytes that are compared at either end of each weight. This notices a change of the whole weight
+through `.data`, which no counter sees, but not one of a few rows."""
 
-_TORCHS = frozenset(vars(nn.Module()))  # of every module: what they hold is looked at by itself
+_TORCHS = frozenset(vars(nn.Module()))  # attributes of every module, whose contents are compared
 _IDLE = _TORCHS | {
     *("_is_hf_initialized", "generation_config", "gradient_checkpointing", "name_or_path"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache"),
     *("output_hidden_states", "_output_attentions", "_name_or_path", "transformers_version"),
-    "rope_deltas",  # what the last prompt's pictures did to positions: set by `generate`
+    "rope_deltas",  # position offsets by the last prompt's images: set by `generate`
 }
-"""Attributes of modules and configs that may be set at will: no logit of ours depends on them."""
+"""Attributes of modules and configs that may change: our logits do not depend on them."""
 
-_LINEAR = {"in_features", "out_features"}  # of a linear layer, which reads its weight alone
-_PLAIN = {Tensor, nn.Parameter, nn.Buffer}  # kinds of tensors that hide no others
+_LINEAR = {"in_features", "out_features"}  # of a linear layer, which reads only its weight
+_PLAIN = {Tensor, nn.Parameter, nn.Buffer}  # tensor types that wrap no others
 
 
 class _Weight(NamedTuple):
@@ -215,16 +215,16 @@ class _Weight(NamedTuple):
 
     @property
     def identity(self) -> object:
-        """Another if it was replaced, but for what is offloaded."""
+        """Changes if the tensor was replaced, unless it is offloaded."""
         return self.tensor.dtype if self.tensor.is_meta else id(self.tensor)
 
 
 class ModelWatch:
-    """A model as it is now, to compare with what it is later.
+    """A snapshot of a model, to detect later changes.
 
-    All of it is compared in a few calls that loop in C, and a reason is looked for only where one
-    of them finds a difference. Weights, which are too many for that, are compared by counters,
-    addresses and their first and last numbers.
+    Attributes are compared in a few calls that loop in C; the reason is searched for only if one of
+    them finds a difference. Weights, whose numbers are too many, are compared by version counters,
+    addresses, and their first and last bytes.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -234,9 +234,9 @@ class ModelWatch:
         self._attributes = [vars(one) for one in self._owners.values()]
         self._first = self._copies = _copied(self._attributes)
         self._weights = list(_weights(named))
-        # what is offloaded is another object after every pass
+        # an offloaded weight is a new object after every pass
         here = {one.path: one.tensor for one in self._weights if not one.tensor.is_meta}
-        placed = {path: one for path, one in here.items() if type(one) in _PLAIN}  # at an address
+        placed = {path: one for path, one in here.items() if type(one) in _PLAIN}  # have an address
         counting = {path: one for path, one in here.items() if not one.is_inference()}
         self._asked: list[tuple[str, Callable[[Any], object], dict[str, Any]]] = [
             ("{0} is a {2.__name__}, it was a {1.__name__}", type, self._owners),
@@ -245,14 +245,14 @@ class ModelWatch:
             ("{0} was replaced", Tensor.data_ptr, placed),
             ("{0} was changed", attrgetter("_version"), counting),
         ]
-        """What is asked of which, by path; and how another answer is told."""
+        """Message for a change, function to compare, and the objects to compare by path."""
         self._answers = self._ask()
-        # those that compressed-tensors runs lie in no dict: what is asked of each has to do
+        # weights of compressed-tensors lie in no dict: only the functions above compare them
         kept = [w for w in self._weights if not w.tensor.is_meta and isinstance(w.place, dict)]
         self._places, self._names = [one.place for one in kept], [one.name for one in kept]
         self._tensors = [one.tensor for one in kept]
         self._ends: list[tuple[str, Array[c_char]]] = []
-        """Path and first word, path and last word of each weight in memory, where they lie."""
+        """Path and first word, path and last word of each weight in memory, read in place."""
         for weight in self._weights:
             tensor = getattr(weight.tensor, "blocks", weight.tensor)
             if type(tensor) in _PLAIN and tensor.is_cpu and tensor.is_contiguous():
@@ -263,11 +263,11 @@ class ModelWatch:
         self._words = self._read()
 
     def change(self) -> str | None:
-        """What is not as it was, or None."""
+        """A description of the first change, or None."""
         if not self._looks_the_same():
             for reason in self._changes():
                 return reason
-            self._copies = _copied(self._attributes)  # something idle is another
+            self._copies = _copied(self._attributes)  # only idle attributes changed
         for (path, _), was, word in zip(self._ends, self._words, self._read(), strict=True):
             if word != was:
                 return f"{path} was changed"
@@ -277,7 +277,7 @@ class ModelWatch:
         return [word.raw for _, word in self._ends]
 
     def _looks_the_same(self) -> bool:
-        """Whether nothing can have changed but numbers. False also where something idle did."""
+        """Whether nothing but weights' numbers can have changed; False if idle attributes did."""
         return (
             all(map(is_, map(dict.get, self._places, self._names), self._tensors))
             and _same(self._attributes, self._copies)
@@ -285,7 +285,7 @@ class ModelWatch:
         )
 
     def _ask(self) -> list[list[object]]:
-        with torch._C.DisableTorchFunctionSubclass():  # else each subclass takes a microsecond
+        with torch._C.DisableTorchFunctionSubclass():  # else a microsecond for each subclass
             return [list(map(function, each.values())) for _, function, each in self._asked]
 
     def _changes(self) -> Iterator[str]:
@@ -302,14 +302,14 @@ class ModelWatch:
 
 
 def _held(by: dict[str, Any]) -> dict[str, object]:
-    """What a module holds, by its attributes."""
+    """A module's submodules, weights and hooks, from its attributes."""
     tensors = {**by["_parameters"], **by["_buffers"]}
     weights = {name for name, tensor in tensors.items() if tensor is not None}
     return {"modules": by["_modules"], "weights": weights, "hooks": foreign_hooks(by)}
 
 
 def _changes(path: str, one: Any, was: dict[str, Any]) -> Iterator[str]:
-    """What a module or config has otherwise than it had, but for its tensors and what is idle."""
+    """Changes of a module or config, except of its tensors and idle attributes."""
     now = vars(one)
     if isinstance(one, nn.Module):
         both = zip(_held(was).items(), _held(now).values(), strict=True)
@@ -332,7 +332,7 @@ def _changes(path: str, one: Any, was: dict[str, Any]) -> Iterator[str]:
 def _same(was: object, now: object) -> bool:
     try:
         return was is now or bool(was == now)
-    except Exception:  # noqa: BLE001  # tensors that are not the same need not be comparable
+    except Exception:  # noqa: BLE001  # different tensors need not be comparable
         return False
 
 
@@ -341,7 +341,7 @@ def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _moves(one: object, name: str) -> bool:
-    """Whether each pass of the model itself writes this anew (rotations: dynamic NTK, longrope)."""
+    """Whether the model's own passes rewrite this attribute (dynamic NTK and longrope RoPE)."""
     written = name.endswith(("inv_freq", "max_seq_len_cached"))
     return written and any(kind in str(getattr(one, "rope_type", "")) for kind in MOVING_ROPE)
 
@@ -361,7 +361,7 @@ def _configs(named: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, Any]]:
 
 
 def has_dropout(one: Any) -> bool:
-    """Whether a module, or what it holds directly, drops shares out in training."""
+    """Whether a module or one of its children has dropout in training."""
     parts = (one, *one.children()) if isinstance(one, nn.Module) else ()
     held = [(name, value) for part in parts for name, value in vars(part).items()]
     return any(
@@ -382,7 +382,7 @@ def _weights(named: Sequence[tuple[str, nn.Module]]) -> Iterator[_Weight]:
     for path, module in named:
         for place in (module._parameters, module._buffers, vars(module)):
             for name, tensor in place.items():
-                # what torch prunes or norms: a hook makes it anew at each pass, from those watched
+                # pruned or normed by torch: a hook remakes it at each pass, from watched tensors
                 made = {f"{name}_orig", f"{name}_v"} & module._parameters.keys()
                 idle = name in _IDLE or made or _moves(module, name)
                 if isinstance(tensor, Tensor) and not idle:

@@ -1,8 +1,8 @@
-"""Compiled code, and weights in the form that it reads: linear layers made of them.
+"""Compiled code, weights in the layouts that it reads, and linear layers of both.
 
-The wheel brings libraries of C++, or the user's compiler makes them, once. Weights stay blocks of a
-GGUF file, or numbers of a mapped file, as long as nobody needs them otherwise; copies for compiled
-code are laid out for one pass over memory. A row's bits depend on the row alone.
+The C++ libraries come with the wheel, or the user's compiler makes them once. Weights stay blocks
+of a GGUF file, or numbers of a mapped file, until other code needs them; copies for compiled code
+are laid out for one pass over memory. A row's bits depend on the row alone.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from selfspec.model.compiler import MACROS, PANEL, SOURCE
 
 logger = logging.getLogger(__name__)
 
-# --- as many threads as find a core
+# --- as many threads as there are free cores
 
-_WINDOW_S = 0.06  # of work, some twenty slices of a scheduler: fewer say little about neighbours
+_WINDOW_S = 0.06  # seconds of work, some twenty slices of a scheduler: less says little about load
 
 _PAUSES = 2, 32
 """Wait before all threads are tried again, in lengths of the failed try: at first, and at most. It
-doubles while they find no room."""
+doubles as long as cores stay busy."""
 
 
 class Team:
-    """How many threads compute a round: no more than the machine has free cores for.
+    """Sets the number of threads that compute a round: at most the number of free cores.
 
-    Threads wait for each other several hundred times a token, and one that waits burns its core, in
+    Threads synchronise several hundred times per token, and a waiting thread spins on its core, in
     torch's operators as in ours. Tokens/s beside 0, 1, 2 busy processes (default model, no drafts,
     two cores with AVX512-BF16): always two threads 142, 43, 35; always one 90, 84, 54; a team 150,
     87, 56. No bit depends on the number of threads.
@@ -65,24 +65,24 @@ class Team:
         """`wall` and `processor`: clocks, in seconds. `cores` None: those of `cores()`."""
         self._wall, self._processor = wall, processor
         self._cores = cores or files.cores()
-        self._free: int | None = None  # threads that found a core each; None: all of them
+        self._free: int | None = None  # threads that have a free core each; None: all of them
         self._worked_s = self._got_s = 0.0
         self._again_at, self._pause = 0.0, _PAUSES[0]
 
     @property
     def crowded(self) -> bool:
-        """Whether other programs keep some of the threads' cores."""
+        """Whether other programs occupy some of the threads' cores."""
         return self._free is not None
 
     @property
     def threads(self) -> int:
-        """How many of torch's threads compute now."""
+        """The number of torch's threads to use now."""
         most = torch.get_num_threads()
         return min(most, self._cores, self._free or most)
 
     @contextmanager
     def limited(self) -> Iterator[None]:
-        """Around a round: torch's number of threads is that of the team, and then what it was."""
+        """For a round, set torch's number of threads to `threads`; then restore it."""
         most = torch.get_num_threads()
         if self._free is not None and self._wall() >= self._again_at:
             self._free = None
@@ -97,7 +97,7 @@ class Team:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Around compiled layers: a team with a core for each thread keeps all of them busy."""
+        """Measure compiled layers: with a free core for each thread, all cores are busy."""
         start, got = self._wall(), self._processor()
         yield
         end = self._wall()
@@ -108,7 +108,7 @@ class Team:
         threads, cores = torch.get_num_threads(), round(self._got_s / self._worked_s)
         if cores < threads and threads > 1:
             self._free = max(cores, 1)
-            text = "other programs keep this machine busy: %d of %d threads compute meanwhile"
+            text = "other programs keep this machine busy: computing with %d of %d threads for now"
             _log_once(logging.INFO, text, self._free, threads)
             self._again_at = end + self._pause * self._worked_s
             self._pause = min(2 * self._pause, _PAUSES[1])
@@ -117,19 +117,19 @@ class Team:
         self._worked_s = self._got_s = 0.0
 
 
-TEAM = Team()  # one for the process, as the threads are
+TEAM = Team()  # one per process, since the threads are shared
 
-# --- libraries of C++: one that the wheel brings, or made here
+# --- C++ libraries: from the wheel, or compiled here
 
-DTYPES = (torch.float32, torch.bfloat16)  # that compiled code reads, and blocks are expanded to
+DTYPES = (torch.float32, torch.bfloat16)  # read by compiled code; blocks are expanded to them
 
 
 def compiled(source: Path, macro: str) -> ctypes.CDLL:
-    """The library made from `source` with a macro: prebuilt if one fits, else made.
+    """The library compiled from `source` with a macro: prebuilt if one fits, else compiled now.
 
-    A prebuilt one lies in the folder `prebuilt` beside the source, others in the cache folder;
-    where others could put something there, one is made for this process alone. Its threads are
-    torch's own. Raises ValueError, with the reason, if it cannot be had.
+    Prebuilt ones are in the folder `prebuilt` beside the source, others in the cache folder; if
+    other users could write there, one is compiled for this process alone. Its threads are torch's
+    own. Raises ValueError, with the reason, if there is none and none can be compiled.
     """
     try:
         found = _prebuilt(source, macro)
@@ -161,7 +161,7 @@ def origin() -> str | None:
 
 
 def _prebuilt(source: Path, macro: str) -> tuple[ctypes.CDLL, compiler.Target] | None:
-    """The fastest that was made from this very source and that this processor runs."""
+    """The fastest library compiled from this exact source that this processor runs."""
     folder = source.parent / "prebuilt"
     if not folder.is_dir():
         return None
@@ -171,34 +171,34 @@ def _prebuilt(source: Path, macro: str) -> tuple[ctypes.CDLL, compiler.Target] |
         if lacking := target.needs - features:
             why = f"this processor lacks {', '.join(sorted(lacking))}"
         elif not library.exists():
-            why = f"not in {folder}: what is there was made from another source"
+            why = f"not in {folder}: libraries there were made from another source"
         else:
             try:
                 return _load(library), target
             except OSError as error:
                 why = str(error)
-        logger.debug("%s is passed over: %s", library.name, why)
+        logger.debug("%s is skipped: %s", library.name, why)
     return None
 
 
 def _made_here(source: Path, macro: str) -> ctypes.CDLL:
-    """A library of the cache folder: whole, or not there. Nobody loads a half-written one.
+    """A library from the cache folder, compiled if missing; incomplete files are never loaded.
 
-    Where the folder takes no files, or others could change them, one is made for this process.
+    If the folder is not writable, or others could change it, one is compiled for this process.
     """
     target = compiler.this_machine(tiles=_tiles_allowed())
     name = compiler.library_name(source, macro, target)
     folder = cache_folder() / "compiled"
     with suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder = folder.resolve()  # what a link leads to is looked at, and no link again
+    folder = folder.resolve()  # follow links now, so that checks and writes see the same folder
     library, why = folder / name, ""
     if not (_is_whole(library) or os.access(folder, os.W_OK)):
         why = "it takes no files. Set XDG_CACHE_HOME to a folder that does"
     elif (place := files.open_to_others(library)) is not None:
-        why = f"others can change {place}. Own it, and take their right to write away: chmod go-w"
+        why = f"others can change {place}. Own it, and take away their write access: chmod go-w"
     if why:
-        text = "code in %s is not used but compiled anew for each process: %s"
+        text = "code in %s is not used but compiled again for each process: %s"
         _log_once(logging.WARNING, text, folder, why)
         with tempfile.TemporaryDirectory() as own:
             compiler.make_library(Path(own) / name, source, macro, target)
@@ -211,7 +211,7 @@ def _made_here(source: Path, macro: str) -> ctypes.CDLL:
 
 
 def _is_whole(library: Path) -> bool:
-    """Whether it is there, to the table that an ELF file ends with: loading half of one kills."""
+    """Whether the file has its end, the ELF section table: loading a truncated one crashes."""
     with suppress(OSError, struct.error):
         kind, start, each, count = struct.unpack_from("<4s36xQ10xHH", data := library.read_bytes())
         return bool(kind != b"\x7fELF" or len(data) >= start + each * count)
@@ -224,16 +224,16 @@ def _log_once(level: int, text: str, *values: object) -> None:
 
 
 def _load(library: Path) -> ctypes.CDLL:
-    """Its OpenMP is the one that torch has loaded: with a second, two teams would compete."""
+    """Load a library with torch's OpenMP runtime: a second one would compete for the cores."""
     openmp = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
     if not openmp:
         raise ValueError("this torch has no libgomp to share threads with")
-    ctypes.CDLL(openmp[0].name, ctypes.RTLD_GLOBAL | os.RTLD_NOLOAD)  # makes its names visible
+    ctypes.CDLL(openmp[0].name, ctypes.RTLD_GLOBAL | os.RTLD_NOLOAD)  # makes its symbols visible
     return ctypes.CDLL(str(library))
 
 
 def processor_features() -> set[str]:
-    """What this processor can do, as Linux calls it; matrix registers only if they are allowed."""
+    """The CPU features in Linux's names; AMX only if this process may use it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -246,51 +246,51 @@ def processor_features() -> set[str]:
 
 @cache
 def _tiles_allowed() -> bool:
-    """Ask Linux for matrix registers (AMX), for this process from now on.
+    """Request the matrix registers (AMX) for this process from Linux; returns whether granted.
 
-    A process that uses them unasked is killed; a container may refuse (Linux, x86/xstate.html).
+    A process that uses them without is killed; a container may refuse (Linux, x86/xstate.html).
     """
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
-    arch_prctl, request_permission, tile_data = 158, 0x1023, 18  # numbers of Linux
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18  # Linux constants
     return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
 
 
-# --- weights that lie in a mapped file
+# --- weights in a memory-mapped file
 
 _PERMISSIONS = re.compile("r..p|r-.s")
-"""Permissions of a mapping where what this process writes is its own, or nothing."""
+"""Permissions of a mapping to which this process writes privately, or not at all."""
 
 
 class FilePages:
-    """What this process has mapped from files and never written to, when it is first asked for."""
+    """The file mappings of this process that were never written to, when first needed."""
 
     @cached_property
     def _ranges(self) -> list[tuple[int, int]]:
-        """First and last address of each mapping of a file without a page of the process's own."""
+        """First and last address of each file mapping without private pages."""
         found = list[tuple[int, int]]()
-        with suppress(AttributeError, OSError, ValueError, psutil.Error):  # no /proc, or not for us
+        with suppress(AttributeError, OSError, ValueError, psutil.Error):  # no readable /proc
             for one in psutil.Process().memory_maps(grouped=False):
                 own = one.anonymous or one.swap or not _PERMISSIONS.fullmatch(one.perms)
-                if one.path.startswith("/") and not own:  # its own would be lost
+                if one.path.startswith("/") and not own:  # releasing a private page would lose it
                     start, end = one.addr.split("-")
                     found.append((int(start, 16), int(end, 16)))
         return found
 
     def release(self, module: nn.Module) -> None:
-        """Give back the memory of large parameters that only repeat a file; others stay."""
+        """Free the memory of a module's large parameters that are unchanged pages of a file."""
         for weight in module.parameters():
             weight = getattr(weight, "blocks", weight)
             start, end = weight.data_ptr(), weight.data_ptr() + weight.nbytes
             first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
             size = end // mmap.PAGESIZE * mmap.PAGESIZE - first  # whole pages
-            large = size >= 1 << 16 and weight.is_contiguous()  # else not worth a look at all maps
+            large = size >= 1 << 16 and weight.is_contiguous()  # else not worth searching all mappings
             if large and any(low <= start and end <= high for low, high in self._ranges):
-                advise = ctypes.CDLL(None).madvise  # should the kernel refuse, they stay
+                advise = ctypes.CDLL(None).madvise  # if the kernel refuses, they stay
                 advise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
 
 
-# --- weights as blocks of a file, numbers wherever somebody reads them
+# --- weights as blocks of a file, expanded wherever numbers are needed
 
 _UNCHANGEABLE = (
     "weights that are blocks of a file cannot be changed. Change a copy (copy.deepcopy), or load "
@@ -300,12 +300,12 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # a descriptor
 
 
 class Format(NamedTuple):
-    """How ggml keeps weights: whole numbers, in blocks of neighbours of a row."""
+    """A weight format of ggml: integers, in blocks of neighbours in a row."""
 
     number: int  # its place in FORMATS of `weights.hpp`
     inputs: int  # of a block
     nbytes: int  # of a block
-    scales: tuple[int, ...]  # where float16 numbers lie in a block, in bytes
+    scales: tuple[int, ...]  # offsets of float16 numbers in a block, in bytes
 
 
 FORMATS: Mapping[str, Format] = {
@@ -318,21 +318,21 @@ FORMATS: Mapping[str, Format] = {
     "Q5_K": Format(6, 256, 176, (0, 2)),
     "Q6_K": Format(7, 256, 210, (208,)),
 }
-"""Formats that stay as they are."""
+"""Formats whose blocks are kept."""
 
 ZEROED: Mapping[int, Format] = {4: Format(8, 32, 19, (0,)), 8: Format(9, 32, 35, (0,))}
-"""By bits: Q4_0 and Q8_0 with a byte behind the scale, which is taken off each number as well."""
+"""By bits: Q4_0 and Q8_0 with a zero point, a byte after the scale that is also subtracted."""
 
 
 class QuantisedWeight(Tensor):
-    """Weights [out, in] as blocks: the values that de-quantising gives, in the dtype."""
+    """Weights [out, in] kept as blocks; acts as the de-quantised tensor of its dtype."""
 
     blocks: Tensor  # [rows, bytes], uint8
     format: Format
-    rows: Tensor  # [out], int64: which of the blocks' rows each output is
-    in_order: bool  # whether these are all, one after the other
-    kept: Tensor | None  # its numbers, after `keep_numbers`
-    inputs: int  # its second length: to ask the tensor for its shape takes longer
+    rows: Tensor  # [out], int64: the row of `blocks` for each output
+    in_order: bool  # whether `rows` are all rows, in order
+    kept: Tensor | None  # the expanded numbers, after `keep_numbers`
+    inputs: int  # its second dimension: reading the tensor's shape takes longer
     numbers: torch.dtype  # its dtype, for the same reason
     expander: Any  # the compiled function
 
@@ -340,7 +340,7 @@ class QuantisedWeight(Tensor):
     def __new__(
         cls, blocks: Tensor, kind: Format, dtype: torch.dtype, rows: Tensor | None = None
     ) -> QuantisedWeight:
-        """`rows`: all in order, unless given. Raises ValueError where nothing compiles."""
+        """`rows`: default all, in order. Raises ValueError without compiled code."""
         inner, in_order = blocks.shape[1] // kind.nbytes * kind.inputs, rows is None
         rows = torch.arange(len(blocks)) if rows is None else rows
         made: QuantisedWeight = Tensor._make_wrapper_subclass(cls, (len(rows), inner), dtype=dtype)
@@ -353,11 +353,11 @@ class QuantisedWeight(Tensor):
         return f"QuantisedWeight({list(self.shape)}, {self.dtype})"
 
     def __deepcopy__(self, _memo: object) -> nn.Parameter:
-        """A copy is made to be changed, so it is plain."""
+        """Return plain numbers, since a copy is made to be changed."""
         return nn.Parameter(self.expanded().clone(), requires_grad=False)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """So is what torch.save and pickle keep: addresses mean nothing elsewhere."""
+        """Pickle plain numbers, since addresses are not valid in another process."""
         return self.__deepcopy__({}).__reduce_ex__(protocol)
 
     def expanded(self, rows: Tensor | None = None) -> Tensor:
@@ -369,14 +369,14 @@ class QuantisedWeight(Tensor):
         return found if rows is None else found.view(*rows.shape, self.inputs)
 
     def listed(self, rows: Sequence[int]) -> Tensor:
-        """The same of rows that the host knows, [T, in]: one call in place of five of torch."""
-        out_of_range = min(rows) < 0 or max(rows) >= len(self.blocks)  # which torch refuses
+        """The same for rows that are on the host, [T, in]: one call instead of five of torch."""
+        out_of_range = min(rows) < 0 or max(rows) >= len(self.blocks)  # torch raises for these
         if self.kept is not None or not self.in_order or out_of_range:
             return self.expanded(torch.tensor(rows))
         return self._at(len(rows), (ctypes.c_long * len(rows))(*rows))
 
     def _at(self, count: int, places: Any) -> Tensor:
-        """`count` rows; `places`: where they are in the blocks, an address or an array."""
+        """Expand `count` rows; `places`: their rows in `blocks`, an address or an array."""
         found = torch.empty(count, self.inputs, dtype=self.numbers)
         blocks, to = self.blocks.data_ptr(), found.data_ptr()
         self.expander(self.format.number, self.inputs, count, places, blocks, to)
@@ -390,13 +390,13 @@ class QuantisedWeight(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Linear layers as they are with plain weights; embeddings read the rows they need."""
+        """Linear layers compute as with plain weights; embeddings expand only rows they need."""
         if func is torch.nn.functional.linear:
             return _linear(*args, **(kwargs or {}))
         if func is torch.nn.functional.embedding and isinstance(args[1], QuantisedWeight):
             return args[1].expanded(args[0])
         to_plain = func == _SET_DATA and not isinstance(args[1], QuantisedWeight)  # model.to(dtype)
-        if to_plain or func is Tensor.share_memory_:  # of no memory: a crash
+        if to_plain or func is Tensor.share_memory_:  # would crash: the tensor has no storage
             raise RuntimeError(_UNCHANGEABLE)
         with torch._C.DisableTorchFunctionSubclass():  # else results would be made QuantisedWeights
             return func(*args, **(kwargs or {}))
@@ -409,10 +409,10 @@ class QuantisedWeight(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Any operator gets plain numbers."""
+        """Give operators expanded numbers."""
         weight = args[0]
         if func in _SAME and isinstance(weight, QuantisedWeight):
-            with torch.inference_mode(False):  # autograd counts changes of what it hands out
+            with torch.inference_mode(False):  # autograd counts changes of the tensors it returns
                 made = QuantisedWeight(weight.blocks, weight.format, weight.dtype, weight.rows)
                 made.kept, made.in_order = weight.kept, weight.in_order
                 return made
@@ -422,17 +422,17 @@ class QuantisedWeight(Tensor):
 
 
 def rows_of(weight: Tensor, rows: Tensor) -> Tensor:
-    """These rows of [out, in]; those of blocks stay blocks."""
+    """Select rows of [out, in]; blocks stay blocks."""
     if not isinstance(weight, QuantisedWeight):
         return weight[rows]
     return QuantisedWeight(weight.blocks, weight.format, weight.dtype, weight.rows[rows])
 
 
 def in_8_bits(weight: Tensor) -> Tensor:
-    """Plain weights [out, in] as the nearest of Q8_0: 32 neighbours of a row share a scale.
+    """Round plain weights [out, in] to Q8_0, where 32 neighbours of a row share a scale.
 
-    What cannot be kept so stays as it is: blocks, rows that are no multiples of 32, numbers beyond
-    float16's. Raises ValueError where nothing compiles.
+    Returns other weights unchanged: blocks, rows that are not multiples of 32, numbers beyond the
+    range of float16. Raises ValueError without compiled code.
     """
     kind = FORMATS["Q8_0"]
     if isinstance(weight, QuantisedWeight) or weight.shape[1] % kind.inputs:
@@ -447,17 +447,17 @@ def in_8_bits(weight: Tensor) -> Tensor:
 
 
 def keep_numbers(model: nn.Module) -> None:
-    """Expand all weights of `model` that are blocks, once: it is then as fast as any other."""
+    """Expand all weights of `model` that are blocks, and keep the numbers for speed."""
     for weight in model.parameters():
         if isinstance(weight, QuantisedWeight):
             weight.kept = weight.expanded()
 
 
-_PIECE = 1 << 22  # weights that are expanded at a time: they stay in the cache, memory is reused
+_PIECE = 1 << 22  # weights that are expanded at a time: they stay in caches and reuse memory
 
 
 def _linear(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor:  # noqa: A002  # torch's
-    """The `linear` of torch; large weights are made, used and forgotten piece by piece."""
+    """The `linear` of torch; large weights are expanded, used and dropped piece by piece."""
     whole = torch.nn.functional.linear
     rows = max(1, _PIECE // weight.shape[1])
     x = _expanded(input)
@@ -476,11 +476,11 @@ def _expanded(values: Any) -> Any:
 
 _SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
-# --- panels of outputs, by stripes that are kept in one form
+# --- panels of outputs, in stripes of one form
 
 
 class _Stripe(ctypes.Structure):
-    """The struct `Stripe` of `linear.hpp`: panels side by side that are kept in one form."""
+    """The struct `Stripe` of `linear.hpp`: adjacent panels of one form."""
 
     _fields_ = (("panels", ctypes.c_long), ("form", ctypes.c_long), ("weights", ctypes.c_void_p))
 
@@ -507,9 +507,9 @@ def library(dtype: torch.dtype) -> ctypes.CDLL:
 def likeliest(
     logits: Tensor, temperature: float, count: int, ids: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """[n, V] -> [n, 2 * count]: the largest of softmax(logits / temperature), by `ids` [V].
+    """[n, V] -> [n, 2 * count]: the largest of softmax(logits / temperature), named by `ids` [V].
 
-    First ids, then chances, falling; of equal ones the first. `dtype`: whose library is there.
+    First ids, then chances, descending; ties go to the first. `dtype`: that of the library to use.
     """
     rows, size = logits.shape
     logits, found = logits.contiguous(), logits.new_empty(rows, 2 * count)
@@ -520,12 +520,12 @@ def likeliest(
 
 
 def adds_pairs() -> bool:
-    """Whether this processor multiplies pairs of bfloat16 at once; else float32 is as fast."""
+    """Whether this processor has bfloat16 dot products of pairs; else float32 is as fast."""
     return "avx512_bf16" in processor_features()
 
 
 def why_not_compiled(dtype: torch.dtype) -> str | None:
-    """Why there are no linear layers of our own here, if there are none."""
+    """Why there are no compiled linear layers for `dtype` here, or None."""
     try:
         library(dtype)
     except ValueError as error:
@@ -534,7 +534,7 @@ def why_not_compiled(dtype: torch.dtype) -> str | None:
 
 
 def _in_stripes(weights: Sequence[Tensor], order: Tensor | None) -> list[Tensor]:
-    """What lies side by side: rows of one weight each, as blocks where they can, or all numbers."""
+    """Stripes of the joined outputs: rows of one weight each if blocks can stay, else all."""
     if any(isinstance(weight, QuantisedWeight) for weight in weights):
         starts = [*accumulate(map(len, weights), initial=0)]
         places = torch.arange(starts[-1]) if order is None else order
@@ -549,7 +549,7 @@ def _in_stripes(weights: Sequence[Tensor], order: Tensor | None) -> list[Tensor]
 
 
 def in_panels(weights: Tensor) -> Tensor:
-    """Plain weights [E, out, in] copied to panels, [E, ..]. ValueError without a compiler."""
+    """Copy plain weights [E, out, in] to panels, [E, ..]. ValueError without compiled code."""
     functions = library(weights.dtype)
     count, outputs, inner = weights.shape
     odd = inner % 2 if weights.dtype == torch.bfloat16 else 0
@@ -561,7 +561,7 @@ def in_panels(weights: Tensor) -> Tensor:
 
 
 def _panels(weight: Tensor) -> tuple[int, Tensor]:
-    """The form of a stripe, as in `blocks.hpp`, 0 for plain numbers; and its panels, a copy."""
+    """The form of a stripe, as in `blocks.hpp`, 0 for plain numbers; and a copy of its panels."""
     if not isinstance(weight, QuantisedWeight):
         return 0, in_panels(weight[None])[0]
     functions, number, inner = library(weight.dtype), weight.format.number, weight.inputs
@@ -575,7 +575,7 @@ def _panels(weight: Tensor) -> tuple[int, Tensor]:
 
 
 class CompiledLinear:
-    """A linear layer by `weights.hpp`: a copy in panels. Raises ValueError without a compiler."""
+    """A compiled linear layer on a copy of weights in panels. ValueError without compiled code."""
 
     def __init__(
         self,
@@ -583,7 +583,7 @@ class CompiledLinear:
         bias: Tensor | None = None,
         order: Tensor | None = None,
     ) -> None:
-        """[out, in] and [out]; several lie side by side, `order` [out] rearranges outputs.
+        """`weight` [out, in], or several side by side; `order` [out] permutes outputs.
 
         Blocks stay blocks where whole panels have one format.
         """
@@ -597,7 +597,7 @@ class CompiledLinear:
             stripes.append(_Stripe(-(-len(part) // PANEL), form, panels.data_ptr()))
         self.nbytes = sum(panels.nbytes for panels in self._kept)
         self._table = (_Stripe * len(stripes))(*stripes)
-        self.address = ctypes.addressof(self._table)  # for `linear.hpp`; this object keeps it
+        self.address = ctypes.addressof(self._table)  # for `linear.hpp`; valid while this lives
         if bias is not None and order is not None:
             bias = bias[order]
         self.bias = None if bias is None else bias.contiguous()
@@ -605,7 +605,7 @@ class CompiledLinear:
 
     @classmethod
     def of(cls, *parts: nn.Linear, order: Tensor | None = None) -> CompiledLinear:
-        """Layers side by side; `order` [out] rearranges their outputs."""
+        """Join layers side by side; `order` [out] permutes their outputs."""
         bias = None
         if any(part.bias is not None for part in parts):
             biases: list[Tensor] = [

@@ -419,7 +419,7 @@ def test_a_limit_of_cores_is_kept_and_a_busy_machine_said(
     with caplog.at_level("INFO", "selfspec"):
         machine.run(5.0)
     assert len(caplog.messages) == 1
-    assert "busy: 1 of 2 threads compute meanwhile" in caplog.messages[0]
+    assert "busy: computing with 1 of 2 threads for now" in caplog.messages[0]
 
 
 def test_all_threads_come_back_when_the_others_have_gone(machine: Machine) -> None:
