@@ -1,9 +1,8 @@
-"""Decoder layers from compiled code alone: a segment is one call of it.
+"""Decoder layers in compiled code: a segment is one call.
 
-Every row is computed by itself, in an order that its position alone decides: its bits are the same
-in a prompt, among drafts, on a branch of a tree and alone. Layers are a list of operations,
-`kernels/layers.hpp`, whose structs stand here field by field the same; another family is another
-list.
+Every row is computed separately, in an order that depends only on its position. So its bits are the
+same in a prompt, among drafts, on a branch of a tree and alone. Layers are lists of operations; the
+structs of `kernels/layers.hpp` are repeated here field by field. Another family is another list.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ class SpanStruct(ctypes.Structure):
         ("parents", ctypes.POINTER(Long)),
         ("pages", ctypes.POINTER(Pointer)),
     )
-    memory: list[Page]  # A KV cache may forget them while they are read
+    memory: list[Page]  # keeps the pages alive if the KV cache drops them during a call
 
 
 class Pass(ctypes.Structure):
@@ -116,15 +115,15 @@ def pointers(addresses: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
     return (Pointer * len(addresses))(*addresses)
 
 
-HIDDEN = 0  # the buffer of what comes in and goes out
+HIDDEN = 0  # the buffer of the input and output rows
 _LINE = 64  # bytes of a cache line
-_SPARE = 32  # rows and inputs at most that `linear.hpp` fills up with zeros
+_SPARE = 32  # maximum rows and inputs that `linear.hpp` pads with zeros
 
 
 class Program:
     """The operations of all layers, and the buffers that they read and write.
 
-    Operations raise ValueError unless they fit their buffers: compiled code does not look.
+    Operations raise ValueError unless they fit their buffers: compiled code does not check.
     """
 
     def __init__(self, dtype: torch.dtype, width: int) -> None:
@@ -134,10 +133,10 @@ class Program:
         self._widest = 0  # inputs of a linear layer
         self._named: dict[tuple[str, int], int] = {}
         self._table: ctypes.Array[Operation] = (Operation * 0)()
-        self._starts = [0]  # of each layer among the operations, and their end
-        self.layout = PageLayout(dtype, ())  # of keys and values of all layers that attend
-        self._kept: list[Tensor | CompiledLinear] = []  # what the operations point to
-        self._copies: dict[int, int] = {}  # buffers of what is kept behind a layer
+        self._starts = [0]  # index of each layer's first operation, and the end
+        self.layout = PageLayout(dtype, ())  # keys and values of all layers that attend
+        self._kept: list[Tensor | CompiledLinear] = []  # keeps the operations' weights alive
+        self._copies: dict[int, int] = {}  # by layer: the buffer for a copy of its output
 
     def add_layer(self, operations: Sequence[Operation]) -> None:
         every = [*self._table, *operations]
@@ -145,7 +144,7 @@ class Program:
         self._starts.append(len(every))
 
     def buffer(self, name: str, width: int) -> int:
-        """The number of a buffer for rows of `width`, one for all layers that call it so."""
+        """The number of a buffer for rows of `width`; layers share buffers by name and width."""
         number = self._named.setdefault((name, width), len(self._widths))
         if number == len(self._widths):
             self._widths.append(width)
@@ -154,7 +153,7 @@ class Program:
     def norm(
         self, source: int, target: int, norm: Norm, *, at: int = 0, adds: float = 0.0
     ) -> Operation:
-        """Norm a row's numbers from `at` on; with `adds`, add that many times to the target."""
+        """Norm a row's numbers from `at` on; `adds`: add so many times the result to the target."""
         width, row = len(norm.weight), self._widths[source]
         self._need(target, row)
         if at + width > row:
@@ -175,7 +174,7 @@ class Program:
     def linear(
         self, source: int, target: int, linear: CompiledLinear, *, adds: float = 0.0
     ) -> Operation:
-        """A linear layer; with `adds`, that many times, to what the target holds."""
+        """A linear layer; `adds`: add so many times the result to the target."""
         self._need(source, linear.in_features)
         self._need(target, linear.out_features)
         self._widest = max(self._widest, linear.in_features)
@@ -189,7 +188,7 @@ class Program:
         )
 
     def attend(self, source: int, target: int, attention: Attention, *, rotation: int) -> Operation:
-        """Causal attention of the next layer; `rotation`: which of those that `run` is given."""
+        """Causal attention of the next layer; `rotation`: index among the rotations of `run`."""
         size, kv, norms = attention.size, attention.kv_heads, attention.head_norms
         self._need(source, (attention.heads + 2 * kv) * size)
         self._need(target, attention.heads * size)
@@ -214,7 +213,7 @@ class Program:
     def activate(
         self, source: int, target: int, activation: Activation, *, gated: bool
     ) -> Operation:
-        """A function of each number; `gated`: of the first half, times the second."""
+        """A function of each number; `gated`: of the first half, multiplied by the second half."""
         width = self._widths[target]
         self._need(source, 2 * width if gated else width)
         return Operation(
@@ -224,7 +223,7 @@ class Program:
     def experts(
         self, source: int, logits: int, target: int, experts: Experts, activation: Activation
     ) -> Operation:
-        """MLPs of which each row takes a few, as its `logits` say."""
+        """MLPs of which each row takes a few, chosen by its `logits`."""
         count, outputs, width = experts.into.shape
         inner = outputs // 2
         self._need(source, width)
@@ -254,13 +253,13 @@ class Program:
         return Operation(Kind.EXPERTS, source, target, inputs=width, logits=logits, experts=made)
 
     def add(self, source: int, target: int, times: float) -> Operation:
-        """What a buffer holds, so many times, to another."""
+        """Add a buffer, multiplied by `times`, to another."""
         width = self._widths[target]
         self._need(source, width)
         return Operation(Kind.ADD, source, target, inputs=width, adds=times)
 
     def only(self, kinds: Collection[Kind]) -> Program:
-        """Its operations of some kinds alone: what comes out means nothing, the time may."""
+        """A program with only some kinds of operations, to time them; its output is meaningless."""
         found = copy.copy(self)
         found._table, found._starts = (Operation * 0)(), [0]
         for first, last in pairwise(self._starts):
@@ -268,7 +267,7 @@ class Program:
         return found
 
     def keeping(self, layers: Collection[int]) -> Program:
-        """The same, which also keeps what it has behind some layers."""
+        """The same program, which also keeps the output of some layers."""
         found = copy.copy(self)
         found._table, found._starts, found._widths = (Operation * 0)(), [0], [*self._widths]
         found._copies = {layer: len(self._widths) + at for at, layer in enumerate(layers)}
@@ -286,9 +285,9 @@ class Program:
         rotations: Sequence[Tensor],
         spans: Sequence[Span],
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Layers first+1..last on [T, d]; adds keys and values of T positions to the KV caches.
+        """Run [T, d] through layers first+1..last; adds T positions to the KV caches.
 
-        Also gives what is kept by layer. `rotations`: [T, pairs], complex. Raises ValueError.
+        Also returns kept outputs, by layer. `rotations`: [T, pairs], complex. Raises ValueError.
         """
         ends = list(accumulate(span.count for span in spans))
         caches = {id(span.kv) for span in spans}
@@ -303,7 +302,7 @@ class Program:
             span=(SpanStruct * len(spans))(*known),
         )
         hidden = rows.clone(memory_format=torch.contiguous_format)
-        # what is kept is added to it
+        # zeros, since copies are made by adding
         kept = {layer: rows.new_zeros(rows.shape) for layer in self._copies}
         read = {self._copies[layer]: found for layer, found in kept.items()}
         self._call(asked, {HIDDEN: hidden, **read}, first, last)
@@ -312,10 +311,10 @@ class Program:
         return hidden, kept
 
     def _span(self, span: Span, start: int, first: int) -> SpanStruct:
-        """Where keys and values are from layer first+1 on, with room for these rows."""
+        """The kernel's view of a span, with room in its pages from layer first+1 on."""
         kv, count, parents = span.kv, span.count, span.parents
         held = kv.length(first)
-        if parents is not None:  # else it would not come back
+        if parents is not None:  # a cycle would never end
             earlier = all(-1 - held <= parent < row for row, parent in enumerate(parents))
             if not earlier or len(parents) != count:
                 raise ValueError(f"{list(parents)} are no parents of {count} rows")
@@ -331,21 +330,21 @@ class Program:
         return found
 
     def transform(self, rows: Tensor, *targets: int, layers: int = 1) -> list[Tensor]:
-        """[T, d] through the first layers, which attend to nothing -> buffers `targets`.
+        """[T, d] through the first layers, which have no attention -> buffers `targets`.
 
-        `rows` are HIDDEN themselves: a layer that writes there must be given a copy.
+        `rows` are used as HIDDEN directly: pass a copy if a layer writes there.
         """
         found = {one: rows.new_empty(len(rows), self._widths[one]) for one in targets}
         self._call(Pass(), {HIDDEN: rows.contiguous(), **found}, 0, layers)
         return [*found.values()]
 
     def _call(self, asked: Pass, given: Mapping[int, Tensor], first: int, last: int) -> None:
-        """`given`: the buffers that come from outside, or are read there; HIDDEN is one."""
+        """Run layers first+1..last; `given`: the caller's buffers, HIDDEN among them."""
         rows, size = given[HIDDEN], self._dtype.itemsize
         if rows.dtype != self._dtype or rows.shape[-1] != self._widths[0]:  # else memory is misread
             raise ValueError(f"rows are {rows.dtype} {tuple(rows.shape)}, not of these layers")
         count = len(rows)
-        # in one piece: weights have emptied the caches, and each call of torch has to come back
+        # one allocation: weights evict caches, and each further torch call would have to reload
         lines = [-(-count * width * size // _LINE) for width in self._widths]
         for number in given:
             lines[number] = 0
@@ -354,7 +353,7 @@ class Program:
         places = [own.data_ptr() + start * _LINE for start in starts]
         for number, buffer in given.items():
             places[number] = buffer.data_ptr()
-        # inputs as they are, at the places of blocks, and added up by groups
+        # inputs as they are, in the order of blocks, and summed by groups
         room = torch.empty(count + _SPARE, 3 * self._widest + _SPARE, dtype=torch.float32)
         asked.rows, asked.room, asked.buffers = count, room.data_ptr(), pointers(places)
         start, end = self._starts[first], self._starts[last]
@@ -363,7 +362,7 @@ class Program:
             self._run(end - start, at, ctypes.addressof(asked))
 
     def _need(self, buffer: int, width: int) -> None:
-        """Raise ValueError for an operation that would read or write beside its buffer."""
+        """Raise ValueError if an operation would read or write outside its buffer."""
         if width != self._widths[buffer]:
             raise ValueError(f"layers differ in width: {width} and {self._widths[buffer]}")
 
@@ -381,11 +380,11 @@ class Rotations:
         self._decoder = decoder
         self._ways: dict[str, Rotation | None] = {}
         self._known = 0, list[Tensor]()
-        """Position of the first slot, which is not 0 in checks only, and [slots, pairs] by kind, as
-        long as the texts so far. They are replaced as one: answers may be written in threads."""
+        """Position of the first slot, 0 except in checks, and [slots, pairs] by kind, as long as
+        the longest text so far. They are replaced as one tuple: several threads may decode."""
 
     def index(self, kind: str, rotation: Rotation | None) -> int:
-        """Where layers of this kind find their table. Raises ValueError where these differ."""
+        """The index of the table for layers of this kind. Raises ValueError if layers differ."""
         known = self._ways.get(kind) or rotation
         self._ways[kind] = known
         if rotation not in (None, known):
@@ -393,7 +392,7 @@ class Rotations:
         return list(self._ways).index(kind)
 
     def at(self, rows: Tensor, spans: Sequence[Span], offset: int) -> list[Tensor]:
-        """The rotations by kind, [T, pairs], for rows of these spans; `offset`: their slot 0's."""
+        """Rotations by kind, [T, pairs], for rows of these spans; `offset`: position of slot 0."""
         places = [span.positions for span in spans]
         end = max(map(max, places)) - offset + 1
         known, tables = self._known
@@ -413,26 +412,26 @@ class Rotations:
         return [table[slots] for table in tables]
 
 
-_BLOCK_ROWS = 1024  # of a prompt that run together: its memory does not grow with it
+_BLOCK_ROWS = 1024  # rows of a prompt that run together, which bounds the memory of buffers
 
 
 class FusedExecutor:
-    """The decoder from compiled products, norms, attention and activations."""
+    """Runs the decoder with compiled linear layers, norms, attention and activations."""
 
     def __init__(self, decoder: DecoderParts, lm_head: nn.Linear) -> None:
-        """Copies the weights. Those that lie in a file leave memory as soon as they are copied.
+        """Copy the weights; memory-mapped ones are released as soon as they are copied.
 
-        Raises ValueError, with the reason, for layers that have no recipe, and without a compiler.
+        Raises ValueError, with the reason, for layers without a recipe, and without a compiler.
         """
         require_own_code(decoder, lm_head)
         pages = FilePages()
         self._decoder, dtype = decoder, lm_head.weight.dtype
         lm_head = plain_linear(lm_head, "lm_head", dtype)
         kinds = attention_types(decoder.config)
-        self._recipe(0, kinds[0], dtype)  # raises before long work
+        self._recipe(0, kinds[0], dtype)  # fail early
         self._program = Program(dtype, lm_head.in_features)
         self._keeping = functools.cache(self._program.keeping)
-        self.weight_bytes = 0  # of what a row reads, in the compiled layout
+        self.weight_bytes = 0  # bytes that a row reads, in the compiled layout
         self._unembedding = last = Program(dtype, lm_head.in_features)
         normed = last.buffer("normed", lm_head.in_features)
         self._outputs = normed, last.buffer("logits", lm_head.out_features)
@@ -452,7 +451,7 @@ class FusedExecutor:
     def _recipe(self, index: int, kind: str, dtype: torch.dtype) -> Recipe:
         try:
             return recipe_of(self._decoder, self._decoder.layers[index], kind, dtype)
-        except (AttributeError, TypeError, ValueError) as error:  # other shapes fail in many ways
+        except (AttributeError, TypeError, ValueError) as error:  # unknown layers fail in many ways
             raise ValueError(f"layer {index + 1}: {error}") from error
 
     def unembed(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -464,7 +463,7 @@ class FusedExecutor:
     ) -> Tensor:
         if len(hidden) > _BLOCK_ROWS and (len(rows.spans) > 1 or rows.are_chains):
             parts = rows.each(hidden)
-            if len(rows.spans) == 1:  # of a prompt, a block behind the other
+            if len(rows.spans) == 1:  # of a prompt, block by block
                 kv, start, device = rows.only.kv, rows.only.start, rows.device
                 blocks = enumerate(hidden.split(_BLOCK_ROWS))
                 parts = (
@@ -512,12 +511,12 @@ class FusedExecutor:
             made = program.buffer("activated", mlp.down.in_features)
             yield program.linear(source, opened, into)
             yield program.activate(opened, made, function, gated=mlp.gated)
-        if recipe.parallel:  # the MLP has read the rows as attention did
+        if recipe.parallel:  # the MLP has read the same rows as attention
             yield from self._close(recipe, 0, seen, attention.output)
         yield from self._close(recipe, 1, made, None if isinstance(mlp, Experts) else mlp.down)
 
     def _open(self, recipe: Recipe, place: int) -> Generator[Operation, None, int]:
-        """What attention (0) or the MLP (1) reads: the rows, normed if the layer does that."""
+        """The input buffer of attention (0) or the MLP (1): the rows, normed if the layer norms."""
         norm = recipe.before[place]
         shared = recipe.before[0] if norm is None and recipe.parallel else norm  # one for both
         if shared is None:
@@ -530,7 +529,7 @@ class FusedExecutor:
     def _close(
         self, recipe: Recipe, place: int, source: int, linear: nn.Linear | None
     ) -> Iterator[Operation]:
-        """The last linear layer of attention (0) or the MLP (1), if it has one, to the rows."""
+        """Add the result of attention (0) or the MLP (1) to the rows, through its last `linear`."""
         program, norm, times = self._program, recipe.behind[place], recipe.times
         if norm is not None:
             if linear is not None:

@@ -1,7 +1,7 @@
-"""A Hugging Face decoder, cut open: embed, run a range of layers, read logits, by its own modules.
+"""A decoder's own modules, run separately: embed, run a range of layers, compute logits.
 
-The model is never copied or changed. Whether its pieces give what `model.forward` gives is for
-`check`; faster ways to run them are other executors'.
+The model is never copied or changed. `check` tests that the parts together give what
+`model.forward` gives; other executors run them faster.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from selfspec.model.parts import (
 )
 from selfspec.model.weights import QuantisedWeight
 
-States = dict[int, list[Tensor]]  # parts of what is behind a layer, as they come
+States = dict[int, list[Tensor]]  # a layer's outputs, in parts of rows as they are computed
 
 
 @dataclass(frozen=True)
 class Claims:
-    """What an executor says of itself. The backbone never gives it a pass that it cannot run."""
+    """An executor's capabilities. The backbone never gives it a pass that it cannot run."""
 
-    steady: bool = False  # a row's bits are its own, in a prompt as alone; the probe tests it
-    joins: bool = False  # takes rows of several sequences; else the backbone splits them
-    keeps: bool = False  # gives the states behind layers on the way, too
-    pages: PageLayout | None = None  # of keys and values, where texts can share them
-    replayed: Callable[..., tuple[Tensor, ...]] | None = None  # does a key's work by a graph
+    steady: bool = False  # a row's bits do not depend on the other rows; the probe tests this
+    joins: bool = False  # runs rows of several sequences in a pass; else the backbone splits them
+    keeps: bool = False  # can also return the states after layers in between
+    pages: PageLayout | None = None  # the layout of keys and values, if sequences can share them
+    replayed: Callable[..., tuple[Tensor, ...]] | None = None  # runs the work of a key by a graph
 
 
 class Executor(Protocol):
-    """Runs a range of decoder layers on a block of rows, and the way from there to logits."""
+    """Runs a range of decoder layers on a block of rows, and the unembedding."""
 
     claims: Claims
 
@@ -61,29 +61,29 @@ class Executor(Protocol):
         """Bytes of the weights that a row reads, as kept: all layers' and the unembedding's."""
 
     def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
-        """Layers first+1..last on [T, d]; adds keys and values of T positions to the KV caches."""
+        """Run [T, d] through layers first+1..last; adds T positions to the KV caches."""
 
     def unembed(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Output of layer L, [T, d] -> normed, [T, d], and what lm_head makes of that, [T, V]."""
+        """Output of layer L, [T, d] -> normed rows, [T, d], and lm_head's output, [T, V]."""
 
 
-# --- which positions a row looks at
+# --- masks: the positions that a row attends to
 
 MASKS = {
     FULL: create_causal_mask,
     SLIDING: create_sliding_window_causal_mask,
     CHUNKED: create_chunked_causal_mask,
 }
-"""Attention types whose layers keep one key and value per position, and who makes their masks."""
+"""Attention types whose layers keep one key and value per position, and their mask functions."""
 
 
 def tree_mask(kind: str, config: PreTrainedConfig, rows: Rows, layer: int, like: Tensor) -> Tensor:
-    """For rows of one tree in layer+1, [1, 1, T, width]: behind slots of one position each."""
+    """The mask for rows of one tree in layer+1, [1, 1, T, width]; siblings share a position."""
     span, positions = rows.only, rows.positions
     parents = span.parents or ()
     start, end = span.kv.length(layer), span.kv.length(layer) + span.count
     slots = torch.arange(span.kv.get_mask_sizes(span.count, layer)[0], device=positions.device)
-    slots[start:end] = positions  # siblings share a position
+    slots[start:end] = positions
     unseen = uploaded(held_behind(parents), positions.device)
     visible = slots < start - unseen[:, None]
     visible[:, start:end] = ancestors(parents).to(positions.device)
@@ -93,7 +93,7 @@ def tree_mask(kind: str, config: PreTrainedConfig, rows: Rows, layer: int, like:
 def in_reach(
     visible: Tensor, kind: str, config: PreTrainedConfig, rows: Tensor, slots: Tensor
 ) -> Tensor:
-    """What layers of a kind look at, of `visible` [T, S]; positions of rows and of slots."""
+    """`visible` [T, S], reduced to the reach of a kind's layers; positions of rows and slots."""
     if kind == SLIDING:
         visible = visible & (rows[:, None] - slots < config.sliding_window)
     elif kind == CHUNKED:
@@ -103,7 +103,7 @@ def in_reach(
 
 
 def as_mask(visible: Tensor, config: PreTrainedConfig, like: Tensor) -> Tensor:
-    """[T, S] of truths -> [1, 1, T, S] as the model's attention reads it; `like`: its dtype."""
+    """[T, S] bool -> [1, 1, T, S] for the model's attention; `like`: for dtype and device."""
     visible = visible.to(like.device)
     if config._attn_implementation == "eager":
         lowest = torch.finfo(like.dtype).min
@@ -112,14 +112,14 @@ def as_mask(visible: Tensor, config: PreTrainedConfig, like: Tensor) -> Tensor:
 
 
 def run_layer(layer: nn.Module, hidden: Tensor, **given: Any) -> Tensor:
-    """A layer of the model on [B, T, d], by its own code."""
+    """Run a layer of the model on [B, T, d], by its own code."""
     output = layer(hidden, **given)  # positional: hooks and checkpoint wrappers read args[0]
     found: Tensor = output[0] if isinstance(output, tuple) else output
     return found
 
 
 class GenericExecutor:
-    """Calls `decoder.layers[i]` directly, with masks sized by the layers that are run."""
+    """Calls `decoder.layers[i]` directly, with masks sized for the layers that run."""
 
     claims = Claims()
 
@@ -136,7 +136,7 @@ class GenericExecutor:
 
     def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
         span, block, positions = rows.only, hidden[None], rows.positions[None]
-        if (limit := self.decoder.position_limit) is not None:  # rows of zeros may lie behind it
+        if (limit := self.decoder.position_limit) is not None:  # padding rows may exceed it
             positions = positions.clamp(max=limit - 1)
         if span.parents is None:
             masks = self.masks(block, first, last, positions, span.kv)
@@ -155,7 +155,7 @@ class GenericExecutor:
         masks: Mapping[str, Any],
         through: Callable[..., Tensor] = run_layer,
     ) -> Tensor:
-        """Layers first+1..last on [B, T, d]; a mask for each kind, a KVCache or alike for each."""
+        """Run [B, T, d] through layers first+1..last; `masks` by kind, `caches` by layer."""
         if first == 0:
             hidden = self.decoder.with_positions(hidden, positions)
         rotations = self._rotations(hidden, positions, list(masks))
@@ -181,7 +181,7 @@ class GenericExecutor:
     def masks(
         self, hidden: Tensor, first: int, last: int, positions: Tensor, kv: KVCache
     ) -> dict[str, Any]:
-        """By attention type, for [B, T, d] through layers first+1..last; None: sdpa needs none."""
+        """Masks by attention type for [B, T, d] in layers first+1..last; None: sdpa needs none."""
         return {
             kind: MASKS[kind](
                 config=self.decoder.config,
@@ -189,7 +189,7 @@ class GenericExecutor:
                 attention_mask=None,
                 position_ids=positions,
                 layer_idx=first,
-                **{CACHE: kv},  # it offers what masks need
+                **{CACHE: kv},  # has the methods that mask functions call
             )
             for kind in set(self.layer_types[first:last])
         }
@@ -208,7 +208,7 @@ class GenericExecutor:
 
 
 class Decoder:
-    """The decoder of `model` as pieces that can be run apart."""
+    """The decoder of `model` as parts that can be run separately."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Raises UnsupportedModel for a model without the parts of a decoder."""
@@ -221,7 +221,7 @@ class Decoder:
         self.lm_head: Any = model.get_output_embeddings()
         self.own = GenericExecutor(self.parts, self.lm_head)  # runs the model's own modules
         self.mode: Callable[[], AbstractContextManager[object]] = nullcontext
-        """What layers run in; else inference mode, where the caller sees to it."""
+        """The context in which layers run; by default the caller's, usually inference mode."""
 
     @property
     def vocab_size(self) -> int:
@@ -233,11 +233,11 @@ class Decoder:
 
     @property
     def max_positions(self) -> int:
-        """Positions it was made for; with rotations texts may go on. Raises UnsupportedModel."""
+        """The context length, which texts may exceed with RoPE. Raises UnsupportedModel."""
         if not 0 < (count := int(self.config.max_position_embeddings)) < 1 << 63:
             raise UnsupportedModel(
                 f"max_position_embeddings of the model's config is {count}, expected 1 or more, of "
-                "64 bits: the length of text that it was made for. Set it"
+                "64 bits: the model's context length. Set it"
             )
         return min(count, self.parts.position_limit or count)
 
@@ -247,28 +247,28 @@ class Decoder:
 
     @cached_property
     def device(self) -> torch.device:
-        """Where token ids enter."""
+        """The device of the embedding, which reads token ids."""
         embedding: Any = self.parts.embed_tokens
-        if embedding.weight.is_meta:  # offloaded: accelerate brings it there when it is called
+        if embedding.weight.is_meta:  # offloaded: accelerate loads it to this device when called
             hooks = getattr(embedding._hf_hook, "hooks", [embedding._hf_hook])
             places = (getattr(one, "execution_device", None) for one in hooks)
             return torch.device(next(place for place in places if place is not None))
         return embedding.weight.device  # type: ignore[no-any-return]  # untyped module attribute
 
     def embed(self, ids: Tensor) -> Tensor:
-        """[T] ids -> [T, d] at boundary 0; positions, learned ones too, enter where layers run."""
+        """[T] ids -> [T, d] at boundary 0; `run` adds positions, learned ones too."""
         with self.mode():
             return self.parts.embed(ids[None])[0]
 
     def embed_listed(self, ids: Sequence[int]) -> Tensor:
-        """The same of ids that the host knows."""
+        """The same for ids that are on the host."""
         if self._blocks is None:
             return self.embed(uploaded(ids, self.device))
         return self._blocks.listed(ids)
 
     @cached_property
     def _blocks(self) -> QuantisedWeight | None:
-        """Embeddings as blocks of a file, where nothing is done to what is read of them."""
+        """The embeddings as blocks of a file, if reading a row is all that embedding does."""
         module, parts = self.parts.embed_tokens, self.parts
         weight, scale = getattr(module, "weight", None), parts.embedding_multiplier
         called = type(module) is nn.Embedding and not foreign_hooks(vars(module))
@@ -278,7 +278,7 @@ class Decoder:
         return weight if isinstance(weight, QuantisedWeight) else None
 
     def states(self, ids: Tensor, layers: Sequence[int]) -> list[Tensor]:
-        """[B, T] ids -> [B, T, d] after each of the rising `layers`, by the model's own modules."""
+        """[B, T] ids -> [B, T, d] after each of the ascending `layers`, by the model's modules."""
         found, kv = [], KVCache(self.num_layers)
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         with self.mode():
@@ -292,7 +292,7 @@ class Decoder:
         return found
 
     def finish(self, logits: Tensor) -> Tensor:
-        """The scalings that some families put behind lm_head, then float32."""
+        """Apply the scalings that some families have after lm_head, then convert to float32."""
         parts = self.parts
         if parts.logits_divisor is not None:
             logits = logits / parts.logits_divisor
@@ -305,6 +305,6 @@ class Decoder:
 
 @contextmanager
 def without_gradients() -> Iterator[None]:
-    """No gradients, for layers that cannot run in inference mode: they make ordinary tensors."""
+    """Disable gradients without inference mode, for layers that need ordinary tensors."""
     with torch.inference_mode(False), torch.no_grad():
         yield

@@ -1,8 +1,8 @@
-"""What a decoder layer is made of, as data, whatever its family calls its parts.
+"""A decoder layer's structure as data, independent of its family's names for the parts.
 
-The fused executor builds what it runs from it; a ValueError names what does not fit. What norms,
-activations, rotations and routers compute is found by asking them: families that call their norm
-RMSNorm differ in what they do to a weight. Another family is a line in a table here.
+The fused executor builds its operations from it; a ValueError names a part that does not fit.
+Norms, activations, rotations and routers are identified by their outputs on test inputs, since
+families' RMSNorms use the weight in different ways. Another family is a line in a table here.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch import Tensor, nn
 from selfspec.model.parts import FULL, DecoderParts
 
 _ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.02}
-"""Largest error of an answer, relative to its largest number, by dtype: others are refused."""
+"""Largest error of an answer, relative to its largest number. Other dtypes are refused."""
 
 
 @dataclass(frozen=True)
 class Norm:
-    """RMSNorm, or LayerNorm where a mean is taken off, over the last dimension."""
+    """RMSNorm, or LayerNorm if `centred`, over the last dimension."""
 
-    weight: Tensor  # [d] or [heads, d], float32; what families add to theirs is in it
+    weight: Tensor  # [d] or [heads, d], float32; includes a family's offset, such as 1
     bias: Tensor | None
     eps: float
     centred: bool
-    rounds: bool  # whether what is normed is rounded to the model's dtype before the weight
+    rounds: bool  # whether normed rows are rounded to the model's dtype before the weight
 
     def __call__(self, rows: Tensor) -> Tensor:
         """[.., d] -> [.., d], in the dtype of `rows`."""
@@ -47,7 +47,7 @@ class Norm:
 
 @torch.no_grad()
 def norm_of(module: Any, width: int, dtype: torch.dtype) -> Norm:
-    """The norm that `module` computes on rows of `width`. Raises ValueError for another."""
+    """The norm that `module` computes on rows of `width`. Raises ValueError if it is unknown."""
     kind = type(module).__name__
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", 1e-5))
@@ -70,7 +70,7 @@ def norm_of(module: Any, width: int, dtype: torch.dtype) -> Norm:
 
 
 class Activation(IntEnum):
-    """The functions of `activate` in `functions.hpp`, by number."""
+    """The numbers of the functions of `activate` in `functions.hpp`."""
 
     SILU = 0
     GELU = 1
@@ -89,8 +89,8 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 def activation_of(module: Callable[[Tensor], Tensor]) -> Activation:
-    """The Activation that `module` computes. Raises ValueError for another."""
-    far = torch.tensor([-1e4, -30.0, 30.0, 1e4])  # some are cut off from 6 or 10 on
+    """The Activation that `module` computes. Raises ValueError if it is unknown."""
+    far = torch.tensor([-1e4, -30.0, 30.0, 1e4])  # some functions are clipped from 6 or 10 on
     numbers = torch.cat([torch.linspace(-6, 6, 193), far]).float()
     answer = module(numbers)
     for name, way in _ACTIVATIONS.items():
@@ -103,9 +103,9 @@ def activation_of(module: Callable[[Tensor], Tensor]) -> Activation:
 class Rotation:
     """How positions turn the first numbers of a query or key, in pairs."""
 
-    size: int  # of the numbers that are turned
-    halves: bool  # whether j and j + size / 2 are a pair, else neighbours are
-    angles: slice  # where each pair's angle is among the `size` that the model gives for a position
+    size: int  # how many numbers are turned
+    halves: bool  # whether j and j + size / 2 form a pair; else neighbours do
+    angles: slice  # the place of each pair's angle among the model's `size` angles of a position
 
     def pairs(self, head_size: int) -> Tensor:
         """[head_size]: the numbers of a head in the order that makes pairs neighbours."""
@@ -115,14 +115,14 @@ class Rotation:
         return found
 
     def turns(self, cos: Tensor, sin: Tensor) -> Tensor:
-        """The model's `cos`, `sin`, [T, size] each -> a complex number per pair, [T, size / 2]."""
+        """The model's `cos`, `sin`, each [T, size] -> a complex number per pair, [T, size / 2]."""
         return torch.complex(cos[:, self.angles].float(), sin[:, self.angles].float())
 
 
 def rotation_of(
     decoder: DecoderParts, attention: nn.Module, kind: str, head_size: int, dtype: torch.dtype
 ) -> Rotation | None:
-    """How a layer's queries and keys are rotated; None: not at all. ValueError for other ways."""
+    """How a layer's queries and keys are rotated; None: not at all. ValueError if unknown."""
     positions = torch.tensor([[1, 5, 60]])
     like = torch.zeros(1, 3, decoder.config.hidden_size, dtype=dtype)
     cos, sin = decoder.rotations(like, positions, kind)
@@ -131,7 +131,7 @@ def rotation_of(
         attention(hidden_states=rows, position_embeddings=given, attention_mask=None)[0]
         for given in ((cos, sin), (torch.ones_like(cos), torch.zeros_like(sin)))
     )
-    if torch.equal(here, nowhere):  # it does not ask where it is
+    if torch.equal(here, nowhere):  # attention ignores positions
         return None
     turn = vars(sys.modules[type(attention).__module__]).get("apply_rotary_pos_emb")
     size = cos.shape[-1]
@@ -153,7 +153,7 @@ def rotation_of(
 
 
 def _random(*shape: int, seed: int = 0) -> Tensor:
-    """The same normal numbers each time, float32 also where a script has set torch's default."""
+    """The same normal numbers each time, float32 regardless of torch's default dtype."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float32)
 
@@ -165,10 +165,10 @@ def _near(found: Tensor, answer: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Shares:
-    """How a router shares a row out: a softmax over all experts, of which it takes the largest."""
+    """How a router weighs experts: a softmax over all, of which it takes the largest."""
 
-    each: int  # experts that a row takes
-    normalised: bool  # whether the shares of those sum up to 1
+    each: int  # experts per row
+    normalised: bool  # whether the shares of the chosen experts sum up to 1
     rounds: bool  # whether shares are rounded to the model's dtype
 
     def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -180,7 +180,7 @@ class Shares:
 
 
 def shares_of(router: Any, dtype: torch.dtype) -> Shares:
-    """What `router` does with its logits. Raises ValueError for other ways."""
+    """How `router` turns its logits into shares. Raises ValueError if unknown."""
     weight = router.weight
     rows = _random(16, weight.shape[1]).to(dtype)
     answer = router(rows)
@@ -199,19 +199,19 @@ def shares_of(router: Any, dtype: torch.dtype) -> Shares:
 
 @dataclass(frozen=True)
 class Attention:
-    """Causal attention, from normed rows to what is added."""
+    """Causal attention, from normed rows to the numbers added to them."""
 
     projections: tuple[nn.Linear, ...]
     order: Tensor
-    """Which of their outputs, side by side, are queries, keys and values: [(heads + 2 kv) * size].
-    What a rotation turns together are neighbours."""
+    """Indices into their joined outputs, in order: queries, keys, values, [(heads + 2 kv) * size].
+    The two numbers of a rotated pair are neighbours."""
     heads: int
     kv_heads: int
     size: int  # of a head
     rotation: Rotation | None
-    row_norms: tuple[Norm, Norm] | None  # of all queries of a row together, and of its keys
-    head_norms: Norm | None  # of each query and key: weight [heads + kv, size]
-    norms_last: bool  # whether these come behind the rotation
+    row_norms: tuple[Norm, Norm] | None  # over all queries of a row together, and over its keys
+    head_norms: Norm | None  # over each query and key: weight [heads + kv, size]
+    norms_last: bool  # whether `head_norms` follow the rotation
     scaling: float
     softcap: float | None
     window: int | None
@@ -220,9 +220,9 @@ class Attention:
 
 @dataclass(frozen=True)
 class Mlp:
-    """An MLP: from normed rows to what is added."""
+    """An MLP, from normed rows to the numbers added to them."""
 
-    into: tuple[nn.Linear, ...]  # gate and up, side by side, or up alone
+    into: tuple[nn.Linear, ...]  # gate and up, side by side, or only up
     gated: bool
     activation: nn.Module
     down: nn.Linear
@@ -232,7 +232,7 @@ class Mlp:
 class Experts:
     """Several MLPs, of which each row takes a few."""
 
-    router: Tensor  # [experts, d]: gives the logits that choose
+    router: Tensor  # [experts, d]: gives the logits that choose experts
     shares: Shares
     into: Tensor  # [experts, 2 * inner, d]: gate and up, side by side
     activation: nn.Module
@@ -241,28 +241,28 @@ class Experts:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One layer. Both parts add to the rows what they make of them."""
+    """One layer. Attention and MLP each add their output to the rows."""
 
     attention: Attention
     mlp: Mlp | Experts
-    before: tuple[Norm | None, Norm | None]  # in front of attention, and of the MLP
-    behind: tuple[Norm | None, Norm | None]
+    before: tuple[Norm | None, Norm | None]  # before attention, and before the MLP
+    behind: tuple[Norm | None, Norm | None]  # after them
     parallel: bool
-    """Whether the MLP reads what attention reads: its rows, or with one norm for both, its norm."""
-    times: float  # what is added is multiplied by it
+    """Whether the MLP reads the same rows as attention; with one norm for both, the normed ones."""
+    times: float  # factor of the added outputs
 
 
 _IN, _POST = "input_layernorm", "post_attention_layernorm"
 _PLACES = (
     (_IN, None, _POST, None),  # Llama and most others
-    (_IN, None, None, None),  # Cohere, Phi: one for both, which run side by side
+    (_IN, None, None, None),  # Cohere, Phi: one for both, which run in parallel
     (_IN, None, "pre_feedforward_layernorm", None),  # VaultGemma
     (None, _POST, None, "post_feedforward_layernorm"),  # OLMo 2 and 3, EXAONE 4
     (_IN, _POST, "pre_feedforward_layernorm", "post_feedforward_layernorm"),  # Gemma 2, 3
     (_IN, "post_self_attn_layernorm", _POST, "post_mlp_layernorm"),  # GLM 4
     (_IN, "post_norm1", _POST, "post_norm2"),  # HyperCLOVA X
 )
-"""A layer's norms by name: before and behind attention, before and behind the MLP."""
+"""A layer's norms by name: before and after attention, before and after the MLP."""
 
 _ATTENTIONS = ("self_attn", "attention")
 _PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("query_key_value",))
@@ -280,18 +280,18 @@ _MLPS = (
 """Names of the linear layers, and whether a gate is among them."""
 _ACTIVATION_NAMES = ("act_fn", "activation_fn", "act")
 _CAPPED = ("gemma2", "vaultgemma")
-"""Families whose attention hands its cap on: one that few scores reach is not seen in numbers."""
+"""Families known to apply the cap: outputs would not reveal a cap that few scores reach."""
 
 
 @torch.no_grad()
 def recipe_of(decoder: DecoderParts, layer: Any, kind: str, dtype: torch.dtype) -> Recipe:
-    """What `layer`, with attention of `kind`, is made of. Raises ValueError for other layers."""
+    """The recipe of `layer`, whose attention is of `kind`. Raises ValueError for unknown layers."""
     for name, part in layer.named_modules():
         allowed = {"weight", "bias"} if not [*part.children()] else set()
         if name == "mlp.experts":
             allowed = {"gate_up_proj", "down_proj"}
         own = dict([*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)])
-        if more := own.keys() - allowed:  # which may act on few rows only
+        if more := own.keys() - allowed:  # unknown weights, which may act on few rows only
             raise ValueError(f"{name or 'the layer'} has {', '.join(sorted(more))}")
     children = _names_of_children(layer)
     attention = _only(_ATTENTIONS, children, "attention")
@@ -315,7 +315,7 @@ def recipe_of(decoder: DecoderParts, layer: Any, kind: str, dtype: torch.dtype) 
 
 
 def plain_linear(found: Any, name: str, dtype: torch.dtype) -> nn.Linear:
-    """`found` itself. Raises ValueError for another kind of layer, or unusual weights."""
+    """Return `found`. Raises ValueError for another kind of layer, or unusual weights."""
     if type(found) is not nn.Linear:
         raise ValueError(f"{name} is {type(found).__module__}.{type(found).__name__}")
     _require_usual(name, found.weight, dtype)
@@ -323,7 +323,7 @@ def plain_linear(found: Any, name: str, dtype: torch.dtype) -> nn.Linear:
 
 
 def why_unusual(weight: Tensor) -> str | None:
-    numbers = getattr(weight, "blocks", weight.detach())  # blocks of a file are as good
+    numbers = getattr(weight, "blocks", weight.detach())  # blocks of a file are fine, too
     if type(numbers) is not Tensor:
         return f"weights are of type {type(numbers).__name__}"
     if weight.device.type != "cpu":
@@ -340,7 +340,7 @@ def _require_usual(name: str, weight: Tensor, dtype: torch.dtype) -> None:
 
 
 def _names_of_children(part: nn.Module) -> set[str]:
-    """The names of what it holds, without what does nothing in evaluation."""
+    """The names of a module's children, without those that do nothing in evaluation."""
     idle = (nn.Dropout, nn.Identity)
     return {name for name, child in part.named_children() if not isinstance(child, idle)}
 
@@ -389,7 +389,7 @@ def _attention(decoder: DecoderParts, part: Any, kind: str, dtype: torch.dtype) 
 
 
 def _heads_among(projections: tuple[nn.Linear, ...], size: int, config: Any) -> tuple[Tensor, int]:
-    """Where queries, keys and values stand among the outputs, [heads + 2 kv, size], and heads."""
+    """Indices of queries, keys and values in the outputs, [heads + 2 kv, size], and `heads`."""
     count = sum(one.out_features for one in projections) // size
     places = torch.arange(count * size).view(count, size)
     if len(projections) == 3:
@@ -406,7 +406,7 @@ def _heads_among(projections: tuple[nn.Linear, ...], size: int, config: Any) -> 
 
 
 def _in_order(norm: Norm, pairs: Tensor) -> Norm:
-    """A norm over a whole row of heads, its numbers in the order of the projections."""
+    """A norm over a whole row of heads, its numbers in the order of `Attention.order`."""
 
     def ordered(values: Tensor) -> Tensor:
         return values.view(-1, len(pairs))[:, pairs].flatten()
@@ -416,7 +416,7 @@ def _in_order(norm: Norm, pairs: Tensor) -> Norm:
 
 
 def _of_heads(queries: Norm, heads: int, keys: Norm, kv_heads: int, pairs: Tensor) -> Norm:
-    """Norms of single heads as one, [heads + kv, size]."""
+    """The norms of single heads as one norm, [heads + kv, size]."""
     if queries.bias is not None or keys.bias is not None:
         raise ValueError("norms of queries and keys have a bias")
     weights = (queries.weight.expand(heads, -1), keys.weight.expand(kv_heads, -1))
