@@ -1,9 +1,9 @@
 // Causal attention of one layer: queries, keys and values in, one row of heads out.
 //
-// Every row sums what it sees by chunks at fixed places, which are then added in order: its bits
-// depend neither on the rows that run beside it nor on how the text came, and threads can share a
-// long text. A row of a tree sees the held text and the rows that it follows, each at the position
-// that it would have in a chain.
+// Every row sums the positions that it sees in chunks at fixed places, which are then added in order.
+// So its bits depend neither on the other rows of the pass nor on how the text was split into
+// passes, and threads can share a long text. A row of a tree sees the held text and its ancestors,
+// each at the position that it would have in a chain.
 
 #pragma once
 
@@ -16,32 +16,32 @@
 namespace {
 
 constexpr long BLOCK = 64;         // positions whose scores are weighed together, from 0 on
-constexpr long CHUNK = 8 * BLOCK;  // positions that are summed by themselves, from 0 on
-constexpr long UNBROKEN = 32;      // positions that Arithmetic may add up by themselves
-constexpr long QUERIES = 16;       // that look at a block together: what they need stays in the cache
-constexpr long FEW_ROWS = 5;       // rows for which keys and values are read once, not twice
-constexpr long HEADER = PANEL;     // of a query: the score that its weights count from, and their sum
+constexpr long CHUNK = 8 * BLOCK;  // positions that are summed separately, from 0 on
+constexpr long UNBROKEN = 32;      // positions that Arithmetic may sum before adding them
+constexpr long QUERIES = 16;       // queries per block of keys, so that their data stays in the cache
+constexpr long FEW_ROWS = 5;       // up to so many rows read keys and values once, not twice
+constexpr long HEADER = PANEL;     // numbers before a query's sums: reference score, sum of weights
 
 struct Heads {
-  long size, group, kv;         // numbers of a head; query heads that share a key head; key heads
-  long rotated;                 // numbers of a head that positions rotate, its first ones
+  long size, group, kv;         // numbers of a head; query heads per key head; key heads
+  long rotated;                 // numbers of a head that are rotated, from the first on
   const float* norms;           // [queries() + kv, size], or none
-  long centred, norms_last;     // of the norms: a mean is taken off; they come behind the rotation
-  long window;                  // positions that a query may look at, 0 for all
-  float eps, scaling, softcap;  // of the norms; of scores; 0: none
+  long centred, norms_last;     // norms: whether they subtract a mean; whether they follow rotation
+  long window;                  // positions that a query may attend to, 0 for all
+  float eps, scaling, softcap;  // of the norms; of scores; of scores, 0: none
 
   long queries() const { return group * kv; }
   long row() const { return (queries() + 2 * kv) * size; }  // of queries, keys and values
-  long width() const { return up(size, PANEL) * PANEL; }    // of a value, filled up with 0
+  long width() const { return up(size, PANEL) * PANEL; }    // of a value, padded with 0
 };
 
-// The keys and values of a layer and a key head, in pages of BLOCK positions, as a linear layer has
-// its weights: keys in panels of positions, [BLOCK / PANEL][size / STEP][PANEL][STEP], values in
-// panels of numbers, [width / PANEL][BLOCK / STEP][PANEL][STEP]. Both take BLOCK * width numbers, of
-// which keys leave some unused.
+// The keys and values of a layer and a key head, in pages of BLOCK positions, laid out like the
+// weights of a linear layer: keys in panels of positions, [BLOCK / PANEL][size / STEP][PANEL][STEP],
+// values in panels of numbers, [width / PANEL][BLOCK / STEP][PANEL][STEP]. Both take BLOCK * width
+// numbers, of which keys leave some unused.
 struct Store {
   Number* const* pages;  // of all positions
-  long keys, values;     // where they are in a page
+  long keys, values;     // offsets in a page
   long width;
 
   Store of(const Heads& heads, long head) const {
@@ -49,12 +49,12 @@ struct Store {
     return {pages, keys + head * size, keys + (heads.kv + head) * size, heads.width()};
   }
 
-  // Where the keys and values of a block begin.
+  // The start of a block's keys and values.
   Number* key_block(long slot) const { return pages[slot / BLOCK] + keys; }
   Number* value_block(long slot) const { return pages[slot / BLOCK] + values; }
 
-  // A position's key and value, [width], to their places of a block. Of the lines that a value shares
-  // with its neighbours no other number is touched: other threads write these.
+  // Stores a position's key and value, [width], in a block. A value shares cache lines with its
+  // neighbours, whose numbers must not be touched: other threads write them.
   void put_key(const Number* key, long place, Number* block) const {
     Number* const to = block + place / PANEL * PANEL * width + place % PANEL * STEP;
     for (long j = 0; j < width; j += STEP) std::copy_n(key + j, STEP, to + j * PANEL);
@@ -84,9 +84,9 @@ struct Store {
   static long value_at(long place, long j) { return j * BLOCK + place / STEP * STEP * PANEL + place % STEP; }
 };
 
-// Rows of one sequence, side by side in a pass.
+// The adjacent rows of one sequence in a pass.
 struct Span {
-  long first, rows, held;  // of the pass's rows; positions before them
+  long first, rows, held;  // first row in the pass; number of rows; positions before them
   const long* parents;     // [rows] the row that each follows; -1: the newest held position, -2 the
                            // one before, and so on. None: a chain
   Number* const* pages;    // of BLOCK positions and all layers each
@@ -98,7 +98,7 @@ struct Span {
     return held + row + 1 + depth;
   }
 
-  // Positions that all rows see where they are held.
+  // The number of held positions that all rows see.
   long common() const {
     long found = held;
     for (long row = 0; parents && row < rows; row++) found = std::min(found, held + parents[row] + 1);
@@ -119,8 +119,8 @@ inline void norm_head(const Heads& heads, const float* weight, float* x) {
   for (long j = 0; j < heads.size; j++) x[j] *= weight[j];
 }
 
-// One query or key, normed if the model does that, and rotated. `number`: of the head, queries
-// first. What a rotation turns together are neighbours.
+// One query or key, normed if the model norms them, and rotated. `number`: that of the head, queries
+// first. The two numbers of a rotated pair are neighbours.
 inline void turn(const Heads& heads, long number, const Number* head, const float* rotation,
                  float* out) {
   const float* norm = heads.norms ? heads.norms + number * heads.size : nullptr;
@@ -134,10 +134,10 @@ inline void turn(const Heads& heads, long number, const Number* head, const floa
   if (norm && heads.norms_last) norm_head(heads, norm, out);
 }
 
-// From one to the other, which may be anywhere.
+// The distance in bytes between any two addresses.
 inline long bytes(const Number* from, const Number* to) { return intptr_t(to) - intptr_t(from); }
 
-// Some panels, as many at a time as `by` takes.
+// Multiplies `count` panels, as many at a time as `by` takes.
 inline void add_up(const Arithmetic& by, long count, long steps, Block<const Input> x,
                    Block<const Number> w, Block<float> sums, long ahead, bool fresh) {
   for (long p = 0; p < count; p += by.panels())
@@ -145,8 +145,8 @@ inline void add_up(const Arithmetic& by, long count, long steps, Block<const Inp
                 ahead, fresh);
 }
 
-// Lines of `length` numbers, from whole cache lines on and one more apart: what a whole number of
-// pages lies behind something waits for it.
+// Lines of `length` numbers, aligned to cache lines, with a spare cache line between them: accesses a
+// multiple of the page size apart would delay each other.
 template <typename T>
 struct Lines {
   static constexpr long LINE = 64 / sizeof(T);
@@ -163,19 +163,19 @@ struct Lines {
   T* operator[](long line) const { return first + line * apart; }
 };
 
-// What queries of one key head see of a text: a softmax that runs along.
+// The running softmax of the queries of one key head over a text.
 struct Running {
   Heads heads = {};
   long queries = 0;
   Lines<Input> asked, weights;  // [places] of a head's numbers; [QUERIES] of BLOCK
   Lines<float> scores, sums;    // [QUERIES, BLOCK and more]; [places, width]
-  std::vector<float> best;      // [queries] the score that weights count from
-  std::vector<Vector> all;      // [queries] which add up to the sum of weights
+  std::vector<float> best;      // [queries] the reference score of the weights
+  std::vector<Vector> all;      // [queries] partial sums of weights
 
-  // Numbers that keep what `count` queries have seen.
+  // Numbers to store the result of `count` queries.
   static long room(const Heads& heads, long count) { return count * (HEADER + heads.width()); }
 
-  // `more`: places for scores behind those of a block.
+  // `more`: room for scores after those of a block.
   void shape(const Heads& its, long count, long more) {
     const long places = count < QUERIES ? count : up(count, QUERIES) * QUERIES;
     heads = its, queries = count;
@@ -198,16 +198,16 @@ struct Running {
     Kind::prepare(rounded.data(), heads.size, asked[query]);
   }
 
-  // Queries from `first` on meet `count` keys, whole panels of them; scores go to places from `low` on.
+  // Multiplies queries from `first` on with `count` keys, in whole panels; scores go to `low` and on.
   void meet(const Arithmetic& by, long first, long low, long count, const Number* keys, long ahead) {
     add_up(by, up(count, PANEL), up(heads.size, STEP), {asked[first], asked.apart, 0},
            {keys, PANEL * STEP, PANEL * heads.width()},
            {scores[first % QUERIES] + low, scores.apart, PANEL}, ahead, true);
   }
 
-  // Scores of queries from `first` on to weights; `sees(query)`: [low, high), the others are 0.
-  // Weights count from a score that follows the largest one when this is STALE binary digits ahead:
-  // what was added up rarely has to be scaled anew.
+  // Turns scores of queries from `first` on into weights, 0 outside of `sees(query)`: [low, high).
+  // Weights are relative to a reference score, which is raised to the largest score only if that is
+  // STALE binary digits ahead, so that sums rarely have to be rescaled.
   template <typename Sees>
   void weigh(long first, long count, bool whole, const Sees& sees) {
     constexpr int COUNT = BLOCK / LANES;
@@ -247,21 +247,21 @@ struct Running {
     for (long q = 0; q < count; q++) {
       Vector s[COUNT], added = {};
       UNROLL for (int v = 0; v < COUNT; v++) s[v] = *(const Floats*)(scores[q] + v * LANES);
-      const float top = tops[q] == -INFINITY ? 0 : tops[q];  // none of them is seen
+      const float top = tops[q] == -INFINITY ? 0 : tops[q];  // -INFINITY: the query sees none of them
       for (int v = 0; v < COUNT; v++) added += s[v] = powers_of_two((s[v] - top) * scaling);
       all[first + q] += added;
       round(s, COUNT, weights[q]);
     }
   }
 
-  // Queries from `first` on add the values at [low, high), as they weigh them.
+  // Adds the values at [low, high), times their weights, to the sums of queries from `first` on.
   void mix(const Arithmetic& by, long first, long low, long high, const Number* values, long ahead) {
     add_up(by, heads.width() / PANEL, up(high - low, STEP),
            {weights[first % QUERIES] + low / STEP * Kind::INPUTS, weights.apart, 0},
            {values, PANEL * STEP, BLOCK * PANEL}, {sums[first], sums.apart, PANEL}, ahead, false);
   }
 
-  // To `kept`, which has seen what is before it, or nothing yet.
+  // Stores the result in `kept`, joined with earlier chunks unless this is the first.
   void give(float* kept, bool first) const {
     for (long q = 0; q < queries; q++, kept += room(heads, 1)) {
       const float* const mine = sums[q];
@@ -289,15 +289,15 @@ struct Running {
   }
 };
 
-// A span as one layer has it.
+// A span in one layer.
 struct Text {
   const Span& span;
   const float* rotations;  // [rows, rotated / 2] cosines and sines
   Store store;
 };
 
-// How a text is shared out: rows that read keys and values together, and where few of them have a
-// long text, its chunks. No sum depends on it.
+// How a text is split into work: tiles of rows that read keys and values together, and chunks, if few
+// rows have a long text. No sum depends on the split.
 struct Parts {
   long tile, tiles, chunks;
   bool by_chunk;
@@ -309,15 +309,15 @@ struct Parts {
   }
 };
 
-// What the threads of a pass share among them, for each key head.
+// The work that the threads of a pass share, for each key head.
 struct Work {
   struct Item {
-    long text, part, chunk;  // chunk -1: all of them, one after the other
-    long room;               // rows of sums that are kept before its own, where there are chunks
+    long text, part, chunk;  // chunk -1: all chunks, one after the other
+    long room;               // with chunks: the number of rows of stored sums before its own
   };
   std::vector<Item> items, joins;  // joins: one for the chunks of each part
-  std::vector<long> owners;        // of each row of the pass, its text
-  long most = 0, room = 0;         // rows of a tile; of sums
+  std::vector<long> owners;        // for each row of the pass: its text
+  long most = 0, room = 0;         // maximum rows of a tile; rows of stored sums
 
   void add(long text, const Span& span) {
     if (!span.rows) return;
@@ -335,11 +335,11 @@ struct Work {
     most = std::max(most, parts.tile);
   }
 
-  // Numbers that threads share.
+  // Numbers in the buffer that threads share.
   long shared(const Heads& heads) const { return room * heads.kv * Running::room(heads, heads.group); }
 };
 
-// Keys and values of the new rows join those that are held.
+// Adds keys and values of the new rows to the pages.
 void keep(const Heads& heads, const Work& work, const std::vector<Text>& texts,
           const Number* projected) {
   thread_local std::vector<float> turned;
@@ -348,7 +348,7 @@ void keep(const Heads& heads, const Work& work, const std::vector<Text>& texts,
   const long rows = work.owners.size();
 #pragma omp for collapse(2)
   for (long head = 0; head < heads.kv; head++)
-    for (long first = 0; first < rows; first += BLOCK)  // neighbours share cache lines: one thread's
+    for (long first = 0; first < rows; first += BLOCK)  // one thread: neighbours share cache lines
       for (long at = first; at < std::min(first + BLOCK, rows); at++) {
         const Text& text = texts[work.owners[at]];
         const long row = at - text.span.first, slot = text.span.held + row, place = slot % BLOCK;
@@ -361,23 +361,23 @@ void keep(const Heads& heads, const Work& work, const std::vector<Text>& texts,
         std::copy_n(key + heads.kv * heads.size, heads.size, numbers.data());
         store.put_value(numbers.data(), place, store.value_block(slot));
         if (row + 1 < text.span.rows || !((place + 1) % STEP)) continue;
-        // nothing times what another text left there may be no number
+        // the slot may hold another text's numbers, and 0 times infinity or NaN is NaN
         store.clear_value(place + 1, store.value_block(slot));
       }
 }
 
-// The queries of one key head and some rows: from projections to what they see, and back.
+// The queries of one key head and some rows: reads their projections, writes their results.
 struct Tile {
   const Heads& heads;
   const Text& text;
   const Parts parts;
-  long head, first, last;  // of the rows
+  long head, first, last;  // the key head; first and last row
 
   Tile(const Heads& heads, const Text& text, long part, long head)
       : heads(heads), text(text), parts(text.span), head(head), first(part * parts.tile),
         last(std::min(first + parts.tile, text.span.rows)) {}
 
-  // Where its sums are among those that are kept, behind `room` rows.
+  // The offset of its sums in the stored ones, after `room` rows.
   long kept(long room) const {
     return (room * heads.kv + head * parts.tile) * Running::room(heads, heads.group);
   }
@@ -406,8 +406,8 @@ struct Tile {
   }
 };
 
-// The values that a row alone sees of a block from `cut` on, as a block has those of its first
-// positions: `same` that lie in the block, up to `count` at `slots`; those before `seen` are 0.
+// Copies the values of a block that one row sees from `cut` on to the first positions of `to`: `same`
+// of them from the block itself, the others up to `count` from `slots`. Those before `seen` are 0.
 inline void own_values(const Store& store, long block, long cut, long count, long same,
                        const long* slots, long seen, Number* to) {
   const long line = PANEL * STEP, panel = PANEL * BLOCK;
@@ -420,7 +420,7 @@ inline void own_values(const Store& store, long block, long cut, long count, lon
   for (long i = 0; i < seen; i++) store.clear_value(i, to);
 }
 
-// Whether values of a block are numbers, at [low, high) or a little more: others times 0 are none.
+// Whether a block's values at [low, high), or a little more, are finite: others times 0 are NaN.
 inline bool are_numbers(const Number* values, long low, long high, long width) {
   float sum = 0;
   for (long panel = 0; panel < width; panel += PANEL) {
@@ -432,7 +432,7 @@ inline bool are_numbers(const Number* values, long low, long high, long width) {
   return sum == 0;
 }
 
-// The queries of a tile look at what they may see of one chunk. `room`: BLOCK * width.
+// The queries of a tile attend to the part of one chunk that they see. `room`: BLOCK * width.
 void look(const Tile& tile, long chunk, const Arithmetic& by, Running& seen, Number* room) {
   const Heads& heads = tile.heads;
   const Span& span = tile.text.span;
@@ -451,12 +451,12 @@ void look(const Tile& tile, long chunk, const Arithmetic& by, Running& seen, Num
     const Number *const keys = store.key_block(at), *const values = store.value_block(at);
     const long next = at + BLOCK < end ? at + BLOCK : at, there = std::min(BLOCK, end - at);
     const bool alike = start(high) <= at && at + there <= low + 1, whole = alike && there == BLOCK;
-    // from `cut` on each row sees its own path, or no more than it should
+    // from `cut` on, values are added row by row: those of its own path, or only those that it sees
     const long old = std::max(0L, std::min(BLOCK, held - at)), seen_by_all = start(high) > at ? 0 : old;
     const bool apart = !alike && !are_numbers(values, seen_by_all, there, store.width);
     const long common = span.parents ? old : BLOCK;
     const long cut = apart ? 0 : common / UNBROKEN * UNBROKEN, shared = std::min(cut, there);
-    // a row of a tree finds keys of this block's positions there or behind, each after the one before
+    // for a row of a tree, keys of this block's positions are in this block or later ones, in order
     const bool tree = span.parents && held < at + BLOCK;
     const long reach = tree ? span.held + span.rows : at + there;
     for (long first = 0; first < tile.queries(); first += QUERIES) {
@@ -496,8 +496,8 @@ void look(const Tile& tile, long chunk, const Arithmetic& by, Running& seen, Num
   }
 }
 
-// projected [rows, queries + 2 kv, size]: queries, keys, values -> out [rows, queries, size]. For
-// all threads of a team, which share `shared`.
+// projected [rows, queries + 2 kv, size]: queries, keys, values -> out [rows, queries, size]. Called
+// by all threads of a team, which share the buffer `shared`.
 void attend(const Heads& heads, const Work& work, const std::vector<Text>& texts,
             const Number* projected, Number* out, float* shared) {
   const long of_query = Running::room(heads, 1);  // of sums
@@ -508,7 +508,7 @@ void attend(const Heads& heads, const Work& work, const std::vector<Text>& texts
   keep(heads, work, texts, projected);
   const long items = work.items.size(), joins = work.joins.size();
 #pragma omp for collapse(2) schedule(dynamic, 1)
-  for (long head = 0; head < heads.kv; head++)  // whose keys and values stay in the cache
+  for (long head = 0; head < heads.kv; head++)  // outer loop: its keys and values stay in the cache
     for (long i = 0; i < items; i++) {
       const Work::Item& item = work.items[i];
       const Tile tile(heads, texts[item.text], item.part, head);

@@ -1,13 +1,13 @@
-// Weights that a file keeps as small whole numbers, in groups that share a scale: quants.
+// Quantised weights: a file's small integers, called quants, in groups that share a scale.
 //
-// Quants are multiplied as they are, so no weight is rounded. The inputs of a group are a chain of
-// their own, or a tile: quants times inputs. What it gives, times the group's scale, goes to the
-// output's sum, and then the least weight times the sum of the inputs. That is the order for any
-// number of rows: few take quants from the blocks, many share what was made of a piece of a panel.
+// Quants are multiplied without de-quantising, so no weight is rounded. Each group has its own chain
+// of additions, or a tile: quants times inputs. Its result times the group's scale is added to the
+// output's sum, then the group's minimum times the sum of its inputs. This order is the same for any
+// number of rows: few rows read quants from the blocks, many share an expanded piece of a panel.
 //
-// A panel is a list of units. A unit: float16 scales of PANEL outputs, and minima where there are
-// any; then its groups. A group: with NESTED a byte for each of these, with ZEROED one for where
-// quants are counted from; then quants, as `put` lays them.
+// A panel is a list of units. A unit has float16 scales of PANEL outputs, then minima if there are
+// any, then its groups. A group has, with NESTED, a byte for each scale and minimum, with ZEROED a
+// byte for the zero point; then its quants, in the layout of `put`.
 
 #pragma once
 
@@ -26,7 +26,7 @@ typedef uint16_t Halves __attribute__((vector_size(LANES * 2), aligned(1), may_a
 typedef int8_t Bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 
 inline Vector from_bytes(const uint8_t* bytes) {
-#if defined(__AVX512F__)  // compilers take such short vectors apart
+#if defined(__AVX512F__)  // compilers would split such short vectors
   const Ints numbers = (Ints)_mm512_maskz_cvtepi8_epi32(0xffff, _mm_loadu_si128((const __m128i*)bytes));
 #elif defined(__AVX2__)
   const Ints numbers = (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)bytes));
@@ -46,15 +46,15 @@ inline Vector from_halves(const uint8_t* halves) {
   return (Vector)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i*)halves));
 #elif defined(__F16C__)
   return (Vector)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)halves));
-#else  // the same number, its exponent moved
+#else  // shift the bits, then correct the exponent
   const Bits bits = __builtin_convertvector(*(const Halves*)halves, Bits);
   const Vector size = (Vector)((bits & 0x7fffu) << 13) * 0x1p112f;
   return (Vector)((Bits)size | (bits & 0x8000u) << 16);
 #endif
 }
 
-// A finite number as bfloat16, in the upper half: to the nearest, ties to even. Added to 2^16 times
-// its power of two, it loses the digits that bfloat16 lacks.
+// A finite number rounded to bfloat16, in the upper half: to the nearest, ties to even. Adding 2^16
+// times its power of two drops the digits that bfloat16 lacks.
 inline Bits rounded(Vector value) {
   const Vector large = (Vector)((Bits)value & 0xff800000u) * 65536.0f;
   return (Bits)(value + large - large);
@@ -67,7 +67,7 @@ inline Ints numbered() {
   return numbers;
 }
 
-// Each number to the place whose number differs by the bit `apart`.
+// Swaps the numbers of lanes whose indices differ in the bit `apart`.
 inline Vector across(Vector value, int apart) {
 #if defined(__AVX512F__)
   return (Vector)_mm512_maskz_permutexvar_ps(0xffff, (__m512i)(numbered() ^ apart), (__m512)value);
@@ -91,7 +91,7 @@ inline float sum_of(Vector value) {
   return value[0];
 }
 
-// An even number of vectors, rounded, to what Kind prepares of them.
+// Rounds an even number of vectors and stores them in the layout of Kind::prepare.
 inline void round(const Vector* values, int count, Input* to) {
   for (int v = 0; v < count; v += 2, to += 2 * LANES / Kind::STEP * Kind::INPUTS) {
 #if !BFLOAT16
@@ -105,13 +105,13 @@ inline void round(const Vector* values, int count, Input* to) {
 }
 
 enum Scale {
-  HALF,    // of a group
-  NESTED,  // of 256 inputs, times a byte of the group
-  ZEROED,  // of a group, whose byte is taken off each quant as well
+  HALF,    // a float16 per group
+  NESTED,  // a float16 per 256 inputs, times a byte of the group
+  ZEROED,  // a float16 per group, and a byte of the group that is subtracted from its quants
 };
-constexpr int STORED = 0;  // in place of what is taken off each quant: minima, as scales are
+constexpr int STORED = 0;  // in place of an offset of quants: minima are stored like scales
 
-// Sums of a row of inputs that are multiplied by some of these forms, one for each group.
+// The sums of a row's inputs that some of these forms multiply, one for each group.
 constexpr int TOGETHER = 32;
 constexpr long totals_of(long in) { return in / TOGETHER; }
 
@@ -127,38 +127,38 @@ inline void total(long in, const Input* row, float* to, long apart) {
 }
 
 // How vectors add quants. A tile has two chains, of even inputs and of odd ones, and rounds each
-// addition as float32 does: few rows give the same by vectors of that, at the memory's speed.
+// addition to float32. So float32 vectors give few rows the same bits, at the speed of memory.
 #ifdef TILES
 using BlockKind = Float32;
 #else
 using BlockKind = Kind;
 #endif
 using Rows = Block<const BlockKind::Input>;
-constexpr int ADDED = BlockKind::STEP / BlockKind::TERMS;  // inputs that one addition takes
+constexpr int ADDED = BlockKind::STEP / BlockKind::TERMS;  // inputs per addition
 constexpr bool PAIRED = Kind::STEP / Kind::TERMS == 2, CHAINED = PAIRED && ADDED == 1;
 
-// Quants of four bits may stay at their place in a word, as if they were larger by a power of two:
-// their inputs are as much smaller. The last quant leaves it: there it would be a sign.
+// 4-bit quants may stay in place in a word, where they are larger by a power of two; so their inputs
+// are divided by it. Only the last quant is shifted, since it would reach the sign bit.
 inline void shrink(long in, const Input* row, Input* to) {
   for (long k = 0; k < in; k++) to[k] = k % 8 == 7 ? row[k] : row[k] * (1.0f / (1 << 4 * (k % 8)));
 }
 
-constexpr int ROWS_OF_BLOCKS = CHAINED ? 4 : WIDE ? 8 : LANES == 8 ? 6 : 4;  // that share a quant
+constexpr int ROWS_OF_BLOCKS = CHAINED ? 4 : WIDE ? 8 : LANES == 8 ? 6 : 4;  // rows sharing a quant
 
-// Panels that are read side by side: a few sums alone would wait for themselves.
+// Panels that are read side by side: with too few sums, each addition would wait for the last one.
 constexpr int panels_of_blocks(int rows) {
   if (CHAINED && rows > 2) return 3;
   if (WIDE) return rows == 1 ? 6 : std::min(4, SUMS / rows);
   return LANES == 8 && rows <= 2 ? 2 : 1;
 }
 
-// A group of a panel, made ready for many rows.
+// A group of a panel, expanded for many rows.
 struct Ready {
   Bits terms[TOGETHER / ADDED][VECTORS];
   Vector scales[VECTORS], minima[VECTORS];
 };
 
-// A vector of outputs of that, as a Group is read.
+// One vector of its outputs, with the interface of Group.
 struct ReadyGroup {
   const Ready& ready;
   int v;
@@ -170,8 +170,8 @@ struct ReadyGroup {
 };
 
 // Adds the inputs from `first` to `end`, whole groups, to the sums of ROWS rows and PANELS panels.
-// `group(k, p, v)`: that of inputs k.. for vector v of panel p. AT_ONCE: inputs of a word, or of a
-// few steps, as compilers put them in the best order.
+// `group(k, p, v)`: the group of inputs k.. for vector v of panel p. AT_ONCE: inputs of a word, or of
+// as many steps as compilers schedule best.
 template <int ROWS, int PANELS, int GROUP, bool LEAST, int AT_ONCE, typename Groups>
 inline __attribute__((always_inline)) void add_groups(long first, long end, Rows x,
                                                       Block<const float> totals, Block<float> sums,
@@ -220,33 +220,33 @@ struct Kept {
   static constexpr int GROUP_BYTES = SMALL + GROUP * PANEL * BITS / 8;
   static constexpr int UNIT_BYTES = HEAD + UNIT / GROUP * GROUP_BYTES;
   static constexpr bool PLACED = BITS == 4 && !PAIRED;  // see `shrink`
-  static constexpr int MORE = BITS == 8 ? 0 : BITS - 4;  // bits of a quant that lie apart from four
+  static constexpr int MORE = BITS == 8 ? 0 : BITS - 4;  // bits of a quant beyond four, stored apart
   static constexpr int AT_ONCE = MORE ? 32 / MORE : 8;   // inputs that share a word
-  // Pairs are looked up less the offset, eight bits lie there so.
+  // The offset is already subtracted in tables of pairs and in stored 8-bit quants.
   static constexpr bool LEAST = OFFSET == STORED || SCALE == ZEROED || PLACED;
-  static_assert(GROUP == TOGETHER || !LEAST);  // nobody adds up the inputs of others
+  static_assert(GROUP == TOGETHER || !LEAST);  // sums of inputs exist only for such groups
 
   // The group of input k.
   static const uint8_t* group(const uint8_t* panel, long k) {
     return panel + k / UNIT * UNIT_BYTES + HEAD + k % UNIT / GROUP * GROUP_BYTES;
   }
 
-  // From halves of a unit, and a group's own bytes where scales are nested.
+  // The factor from a unit's halves and, if scales are nested, the group's own bytes.
   static Vector factor(const uint8_t* halves, const uint8_t* small) {
     const Vector half = from_halves(halves);
     return SCALE == NESTED ? half * from_bytes(small) : half;
   }
 
-  // Of eight bits a byte for each output, input by input. Of others a word for each output: eight
-  // inputs' lowest four bits, the first input lowest; of pairs one in each half of it. The bits that
-  // are MORE lie behind these, in words of AT_ONCE inputs.
+  // Stores a group's quants for output `o`. With eight bits: a byte for each output, input by input.
+  // Else a word for each output with the lowest four bits of eight inputs, the first input lowest, or
+  // for pairs, one input of each pair in each half. MORE bits follow, in words of AT_ONCE inputs.
   static void put(const uint8_t* from, int o, uint8_t* to) {
     for (int k = 0; BITS == 8 && k < GROUP; k++) to[k * PANEL + o] = uint8_t(from[k] - OFFSET);
     if (BITS < 8) to = put<4>(from, o, to, 0);
     if (MORE) put<std::max(1, MORE)>(from, o, to, 4);
   }
 
-  // The bits of each quant from `low` on; what lies behind them.
+  // Stores COUNT bits of each quant from bit `low` on; returns the address after them.
   template <int COUNT>
   static uint8_t* put(const uint8_t* from, int o, uint8_t* to, int low) {
     constexpr int INPUTS = 32 / COUNT;
@@ -290,7 +290,7 @@ struct Kept {
       if (BITS == 8) return byte(i + j) >> 16 | byte(i + j + 1);
       const __m512i four = _mm512_srli_epi16(word((i + j) / 8), j % 8 * 2);
       if (!MORE) return (Bits)_mm512_permutexvar_epi16(four, table(0, 0));
-      const int above = j / 2 * MORE - 4;  // where the others are, from their place above the four
+      const int above = j / 2 * MORE - 4;  // shift of the further bits to their place above the four
       const __m512i more = word(GROUP / 8 + i / AT_ONCE);
       const __m512i high = above < 0 ? _mm512_slli_epi16(more, -above) : _mm512_srli_epi16(more, above);
       const __m512i place = _mm512_ternarylogic_epi32(four, high, _mm512_set1_epi16(15), 0xe4);
@@ -299,7 +299,7 @@ struct Kept {
     }
 #endif
 
-    // Input i + j as BlockKind adds it, or that and the next; of every AT_ONCE `i` is the first.
+    // The quant of input i + j, or of it and the next, for BlockKind::add; `i` a multiple of AT_ONCE.
     Bits term(int i, int j) const {
 #if BFLOAT16 && defined(__AVX512BF16__)
       if (ADDED == 2) return pair(i, j);
@@ -322,8 +322,8 @@ struct Kept {
 #if BFLOAT16 && defined(__AVX512BF16__)
     __m512i word(int line) const { return _mm512_loadu_si512(quants + line * PANEL * 4); }
     static Vector numbers(int first) { return __builtin_convertvector(numbered() + (first - OFFSET), Vector); }
-    // What quants from `low` on stand for, then those from `high` on, 16 each, as bfloat16. Of four
-    // bits they are equal: what lies above these chooses one of the two.
+    // The values of 16 quants from `low` on, then of 16 from `high` on, as bfloat16. For four bits
+    // both halves are equal, since the bits above these select one of them.
     static __m512i table(int low, int high) {
       return (__m512i)_mm512_cvtne2ps_pbh((__m512)numbers(high), (__m512)numbers(low));
     }
@@ -332,8 +332,8 @@ struct Kept {
 
 #ifdef TILES
  private:
-  static constexpr int LINES = GROUP / 2;  // of a tile of weights: pairs of inputs
-  // Of a group's bytes some are fetched where a tile is made, the others where products are added.
+  static constexpr int LINES = GROUP / 2;  // lines of a tile of weights: pairs of inputs
+  // Some of a group's bytes are prefetched when a tile is made, the others when products are added.
   static constexpr int EACH = UNIT_BYTES / (UNIT / GROUP), MADE = EACH * 2 / 5 / 64 * 64;
 
   template <int SIZE>
@@ -354,16 +354,16 @@ struct Kept {
     }
   };
 
-  // Adds groups from `first` to `end`, which are `tiles`, to the sums of `height` rows, at most ROWS.
+  // Adds groups from `first` to `end`, made into `tiles`, to the sums of `height` rows, at most ROWS.
   template <int ROWS>
   static void add(long height, Block<const Input> x, const float* totals, const Tile* tiles, long first,
                   long end, const uint8_t* next, Block<float> to) {
     alignas(64) float products[4][ROWS_OF_TILE][PANEL];
-    if (height < ROWS) std::memset(products, 0, sizeof products);  // no odd numbers: they are slow
+    if (height < ROWS) std::memset(products, 0, sizeof products);  // stale denormals are slow
     Vector sums[ROWS];
     UNROLL for (int r = 0; r < ROWS; r++)
       sums[r] = r < height ? Vector(*(const Floats*)(to.at + r * to.row)) : Vector{};
-    // registers have no names but in the text of a program
+    // a macro, since tile registers must be literals
 #define MULTIPLY(SUMS, ROW, WEIGHTS, PLACE)                              \
   if (PLACE < end) {                                                     \
     _tile_zero(SUMS);                                                    \
@@ -382,7 +382,7 @@ struct Kept {
       }
     };
     written(tiles);
-    // two on their way while two are added
+    // two products are computed while two are added
     MULTIPLY(0, 4, 6, first)
     MULTIPLY(1, 5, 7, first + 1)
     for (long place = first; place < end; place += 4) {
@@ -405,13 +405,13 @@ struct Kept {
 
  public:
   // Adds to the sums of `groups` times `height` rows, at most ROWS each, for `count` of `left` panels
-  // that lie `size` bytes apart: some inputs of one stay in the cache while all rows pass. `totals`:
+  // that lie `size` bytes apart. A piece of a panel stays in the cache for all rows. `totals`:
   // [groups, in / GROUP, ROWS_OF_TILE].
   template <int ROWS>
   static void multiply_tiles(long in, long groups, long height, long count, long left,
                              Block<const Input> x, const float* totals, const uint8_t* panel,
                              long size, Block<float> sums) {
-    constexpr long MOST = 12;  // with their rows they stay in half of the first cache
+    constexpr long MOST = 12;  // with their rows these tiles take half of the L1 cache
     thread_local std::vector<Tile> tiles(MOST);
     const long all = in / GROUP, pieces = up(all, MOST);
     const uint8_t* const behind = panel + left * size;
@@ -437,7 +437,7 @@ struct Kept {
                        const uint8_t* panel, long size, Block<float> sums) {
     constexpr int MOST = panels_of_blocks(ROWS), FEWER = MOST > 3 ? MOST / 2 : 1;
     long p = 0;
-    const auto some = [&]<int PANELS>() __attribute__((noinline)) {  // for its registers
+    const auto some = [&]<int PANELS>() __attribute__((noinline)) {  // for its own registers
       for (; p + PANELS <= count; p += PANELS) {
         const auto group = [&](long k, int q, int v) { return Group(panel + (p + q) * size, k, v); };
         const long ahead = ahead_of(MOST, size, p + PANELS >= left);
@@ -447,7 +447,7 @@ struct Kept {
     some.template operator()<MOST>(), some.template operator()<FEWER>(), some.template operator()<1>();
   }
 
-  // The groups from `first` to `end` of a panel. As many behind them are fetched.
+  // Expands the groups from `first` to `end` of a panel, and prefetches as many after them.
   static void make_ready(const uint8_t* panel, long first, long end, Ready* to) {
     for (long k = first; k < end; k += GROUP, to++)
       for (int v = 0; v < VECTORS; v++) {
@@ -462,7 +462,7 @@ struct Kept {
   }
 };
 
-// The same for one panel whose groups from `first` on are ready.
+// The same as `multiply` for one panel, whose groups from `first` on are expanded in `ready`.
 template <int GROUP, bool LEAST, int ROWS>
 void multiply_ready(long first, long end, Rows x, Block<const float> totals, const Ready* ready,
                     Block<float> sums) {

@@ -1,4 +1,4 @@
-// The forms in which weights are kept, by number, and what is done with each.
+// The storage forms of weights, by number, and the functions of each.
 
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace {
 
-// How the weights of a panel are kept.
+// The storage form of a panel's weights.
 struct Form {
   using Multiply = void(long in, long count, long left, Rows x, Block<const float> totals,
                         const uint8_t* panel, long size, Block<float> sums);
@@ -19,16 +19,16 @@ struct Form {
   void (*make_ready)(const uint8_t* panel, long first, long end, Ready* to);
   std::array<MultiplyReady*, ROWS_OF_BLOCKS> multiply_ready;
   std::array<MultiplyTiles*, 5> multiply_tiles;  // by HEIGHTS, if any
-  void (*put)(const uint8_t* from, int o, uint8_t* to);  // quants of a group of output o
+  void (*put)(const uint8_t* from, int o, uint8_t* to);  // stores the quants of a group of output o
   bool placed;
-  int few;  // rows that vectors add up where there are tiles
+  int few;  // with tiles: up to so many rows are added by vectors
   Scale scale;
   int group, offset, unit, parts, head, small, group_bytes, unit_bytes;
 
   long bytes(long in) const { return in / unit * unit_bytes; }  // of a panel
 };
 
-constexpr int HEIGHTS[] = {4, 6, 8, 12, 16};  // rows of a tile, up to which there is a function
+constexpr int HEIGHTS[] = {4, 6, 8, 12, 16};  // maximum rows of a tile, by function
 template <typename As>
 constexpr auto tiles_of() -> decltype(Form::multiply_tiles) {
 #ifdef TILES
@@ -58,7 +58,7 @@ enum FormNumber {
   Q4_ZEROED, Q8_ZEROED
 };
 
-constexpr int FIVE = PAIRED ? 5 : 8, SIX = PAIRED ? 6 : 8;  // bits that are kept
+constexpr int FIVE = PAIRED ? 5 : 8, SIX = PAIRED ? 6 : 8;  // bits in memory
 
 constexpr Form FORMS[] = {
     {},

@@ -1,5 +1,5 @@
-// Functions of one number that compilers vectorise, unlike loops around those of the C library; and
-// what stands between the two linear layers of an MLP.
+// Scalar functions that compilers can vectorise, unlike those of the C library; and the activations
+// between the two linear layers of an MLP.
 
 #pragma once
 
@@ -14,10 +14,10 @@
 
 namespace {
 
-// e^x for -87 <= x <= 88, beyond that e^ of the bound. The polynomial is that of the Cephes library.
+// e^x, with x clamped to -87 <= x <= 88. The polynomial is that of the Cephes library.
 inline float exponential(float x) {
   x = std::min(std::max(x, -87.0f), 88.0f);
-  const float magic = 12582912.0f;  // 1.5 * 2^23: what is added to it loses its fraction
+  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it drops the fraction
   const float n = (x * 1.44269504f + magic) - magic;
   const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // x - n ln 2, in two steps
   float p = (1.9875691500e-4f * r + 1.3981999507e-3f) * r + 8.3334519073e-3f;
@@ -27,8 +27,8 @@ inline float exponential(float x) {
   return p * std::bit_cast<float>(uint32_t(int32_t(n) + 127) << 23);  // 2^n
 }
 
-// 2^x, to 1e-7, of numbers that are at most 0. Below -126 it is 0: processors take a hundred times as
-// long for what is smaller than a normal number.
+// 2^x, to 1e-7, for x <= 0. Below -126 it is 0, since denormal numbers take processors a hundred
+// times as long.
 inline Vector powers_of_two(Vector x) {
 #if defined(__AVX512DQ__)
   const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126), _CMP_NLT_UQ);
@@ -44,20 +44,20 @@ inline Vector powers_of_two(Vector x) {
 #if defined(__AVX512DQ__)
   return (Vector)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)x);
 #else
-  p *= (Vector)(((Bits)shifted + 127) << 23);  // what lies above the bits of a whole number goes
+  p *= (Vector)(((Bits)shifted + 127) << 23);  // shifts out the bits above the integer
   return x < least ? Vector{} : p;
 #endif
 }
 
-// Near 0, where that of the exponential loses digits, by the polynomial of the Cephes library.
+// Near 0 by the polynomial of the Cephes library, since the exponential formula loses digits there.
 inline float hyperbolic_tangent(float x) {
   const float z = x * x, p = (-5.70498872745e-3f * z + 2.06390887954e-2f) * z - 5.37397155531e-2f;
   const float near = ((p * z + 1.33314422036e-1f) * z - 3.33332819422e-1f) * z * x + x;
   return z < 0.390625f ? near : 1 - 2 / (1 + exponential(2 * x));
 }
 
-// Places of the `most` largest of softmax(logits / temperature), [count], and how large they are,
-// falling; of equal ones the first.
+// The indices and values of the `most` largest of softmax(logits / temperature), [count], descending;
+// ties go to the first.
 template <typename T>
 inline void likeliest(long count, const T* logits, float temperature, long most, long* places,
                       float* shares) {
@@ -76,7 +76,7 @@ inline void likeliest(long count, const T* logits, float temperature, long most,
   for (long i = 0; i < most; i++) shares[i] = exponential((shares[i] - top) / temperature) / total;
 }
 
-// What RMSNorm makes of numbers before its weights, or LayerNorm, where a mean is taken off.
+// RMSNorm without its weights, or LayerNorm if `centred`.
 template <typename T>
 inline void standardise(bool centred, float eps, long count, const T* from, float* to) {
   float sum = 0, squares = 0;
@@ -95,7 +95,7 @@ inline void standardise(bool centred, float eps, long count, const T* from, floa
 inline float silu(float x) { return x / (1 + exponential(-x)); }
 
 // The tail of the normal distribution is formula 7.1.26 of Abramowitz and Stegun, Handbook of
-// Mathematical Functions: off by 1.5e-7 at most.
+// Mathematical Functions; its error is at most 1.5e-7.
 inline float gelu(float x) {
   const float t = 1 / (1 + 0.3275911f * 0.70710678f * std::fabs(x));
   float p = 1.061405429f;
@@ -115,11 +115,10 @@ inline float relu(float x) { return x < 0 ? 0 : x; }
 
 inline float relu_squared(float x) { return x < 0 ? 0 : x * x; }
 
-// from [rows, width], or [rows, 2 * width] whose second halves are multiplied with -> to
-// [rows, width].
+// from [rows, width], or gated [rows, 2 * width] with factors in second halves -> to [rows, width].
 template <float (*FUNCTION)(float)>
 void apply(bool gated, long rows, long width, const Number* from, Number* to) {
-  constexpr long CHUNK = 256;  // of a row: threads share even a single one
+  constexpr long CHUNK = 256;  // numbers of a row, so that threads share even a single row
 #pragma omp for collapse(2)
   for (long row = 0; row < rows; row++)
     for (long first = 0; first < width; first += CHUNK) {
@@ -137,7 +136,7 @@ void apply(bool gated, long rows, long width, const Number* from, Number* to) {
     }
 }
 
-// For all threads of a team. `activation`: by number, as in recipe.py.
+// Called by all threads of a team. `activation`: by number, as in recipe.py.
 inline void activate(long activation, bool gated, long rows, long width, const Number* from,
                      Number* to) {
   constexpr decltype(&apply<silu>) ALL[] = {apply<silu>, apply<gelu>, apply<gelu_tanh>, apply<relu>,

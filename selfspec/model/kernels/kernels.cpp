@@ -1,4 +1,4 @@
-// All compiled code, in one library: what weights and layers share is compiled once.
+// All compiled code in one library, so that shared parts are compiled once.
 
 #include "layers.hpp"
 #include "weights.hpp"

@@ -1,7 +1,7 @@
 // Decoder layers as a list of operations that all threads of one team run together.
 //
-// Every row is computed by itself, in an order that depends on its own position alone: its bits
-// cannot depend on the rows that run beside it.
+// Every row is computed separately, in an order that depends only on its position, so its bits cannot
+// depend on the other rows of a pass.
 
 #pragma once
 
@@ -13,21 +13,21 @@
 
 namespace {
 
-// An MLP of experts with gates: each row takes a few of them, and adds what they make of it. The rows
-// of one expert run in one pass, and experts one after the other, so that a row adds up its own in
-// their order, whichever rows run beside it.
+// An MLP of gated experts: each row takes a few of them, and adds up their outputs. The rows of one
+// expert run together, and experts one after the other. So a row always adds its experts in the same
+// order, whatever the other rows are.
 struct Experts {
-  long count, each;              // experts; that a row takes
-  long normalised, rounds;       // shares of a row sum up to 1; are rounded as numbers of the model
+  long count, each;              // experts; experts per row
+  long normalised, rounds;       // whether a row's shares sum up to 1; are rounded to Number
   long inner, activation;
   const Number *into, *down;     // panels of all experts
   long into_size, down_size;     // numbers of one expert's panels
   long gathered, opened, activated, closed;  // buffers by number
 };
 
-// Which rows an expert takes, and with which shares. The same in every thread.
+// The rows of each expert, and their shares. The same in every thread.
 struct Route {
-  std::vector<long> starts, rows;  // by expert; of its rows
+  std::vector<long> starts, rows;  // by expert: start in `rows`; its rows
   std::vector<float> shares;       // by row in `rows`
 
   // logits [rows, count]
@@ -56,7 +56,7 @@ struct Route {
   }
 };
 
-// from [rows, width], logits [rows, experts] -> to [rows, width]. For all threads.
+// from [rows, width], logits [rows, experts] -> to [rows, width]. Called by all threads.
 void mix_experts(const Experts& experts, long rows, long width, const Number* from,
                  const Number* logits, Number* const* buffers, Number* to, Input* room) {
   thread_local Route route;
@@ -85,7 +85,7 @@ void mix_experts(const Experts& experts, long rows, long width, const Number* fr
   }
 }
 
-// What an operation is, and what its fields mean, as in fused.py.
+// The kinds of operations and their fields; fused.py has the same.
 enum Kinds { NORM, LINEAR, ATTEND, ACTIVATE, EXPERTS, ADD };
 
 struct Operation {
@@ -93,15 +93,15 @@ struct Operation {
   long in, out;          // numbers of a row that are read and written; ATTEND: unused
   const void* weight;    // NORM float [in]; LINEAR stripes
   const void* bias;      // NORM float [in]; LINEAR Number [out]; or none
-  float adds;            // NORM, LINEAR, ADD: 0, or to what its buffer holds, times this
+  float adds;            // NORM, LINEAR, ADD: 0: overwrite the buffer; else add the result times this
   float eps;             // NORM
-  long at, row;          // NORM: the first number of a row that is read; numbers of a row there
-  long centred, rounds;  // NORM: a mean is taken off; what is normed is rounded before its weight
+  long at, row;          // NORM: the first number of a row to norm; numbers of a row in the buffer
+  long centred, rounds;  // NORM: subtract a mean; round before multiplying by the weight
   long activation;       // ACTIVATE
-  long gated;            // ACTIVATE: times the second half of a row
-  long keys, rotation;   // ATTEND: where a page has the layer's keys, which its values follow
+  long gated;            // ACTIVATE: multiply by the second half of a row
+  long keys, rotation;   // ATTEND: offset of the layer's keys and values in a page; rotation kind
   Heads heads;           // ATTEND
-  long logits;           // EXPERTS: the buffer of what chooses them
+  long logits;           // EXPERTS: the buffer of the router's logits
   Experts experts;       // EXPERTS
 };
 
@@ -169,7 +169,7 @@ void step(const Operation& op, const Pass& pass, const Work& work, float* shared
 
 extern "C" {
 
-// All operations, one after the other, on one team of threads.
+// Runs all operations, one after the other, on one team of threads.
 void run(long count, const Operation* operations, const Pass* pass) {
   if (!pass->rows) return;
   Work work;

@@ -1,8 +1,8 @@
-// A linear layer, from one row to thousands, by all threads of a team together.
+// A linear layer for one row to thousands, computed by all threads of a team together.
 //
 // Weights lie in panels, [out / PANEL][in / STEP][PANEL][STEP], or as blocks. Few rows read several
-// panels at once, straight through: at the memory's speed. Many rows share a piece of one that stays
-// in the cache: at the arithmetic's. Either way a sum has the order of panels.hpp, or of blocks.hpp.
+// panels at once, straight through, at the speed of memory. Many rows share a piece of a panel in the
+// cache, at the speed of arithmetic. Either way a sum has the order of panels.hpp, or of blocks.hpp.
 
 #pragma once
 
@@ -22,12 +22,12 @@ namespace {
 constexpr long STEP = Kind::STEP;
 constexpr long PIECE = WIDE ? 256 : 1024 / STEP;  // steps of a panel that many rows share
 
-// `before` and `times` a value, each rounded.
+// before + times * value, each step rounded.
 inline Number added(Number before, Number value, float times) {
   return narrow(wide(before) + wide(times == 1 ? value : narrow(wide(value) * times)));
 }
 
-// A row of values, rounded, to where it belongs; with `adds`, that many times, to what is there.
+// Stores a row of values, rounded; with `adds`, adds that times the values.
 inline void put(long count, const float* values, float adds, Number* to) {
   if (adds) {
 #pragma omp simd
@@ -38,7 +38,7 @@ inline void put(long count, const float* values, float adds, Number* to) {
   }
 }
 
-// Panels side by side that are kept in one form.
+// Adjacent panels of one storage form.
 struct Stripe {
   long panels, form;
   const void* weights;
@@ -50,10 +50,10 @@ struct Linear {
   const Number* bias;  // [out], or none
 
   long steps() const { return up(in, STEP); }
-  long inputs() const { return Arithmetic::inputs(in); }  // that a row is prepared to
+  long inputs() const { return Arithmetic::inputs(in); }  // of a prepared row
 
-  // inputs [rows, in] -> result [rows, out]; with `adds`, that many times, to what is there. For all
-  // threads of a team, which leave when all are done. `room`, of the team, is for many rows.
+  // inputs [rows, in] -> result [rows, out]; with `adds`, adds that times the result. Called by all
+  // threads of a team, which return when all are done. `room`: the team's buffer for many rows.
   void run(long rows, const Number* from, Number* result, float adds, Input* room) const {
     const long tiles = up(rows, ROWS_OF_TILE), pieces = up(tiles, Arithmetic::most(in));
     for (long i = 0; i < pieces; i++) {
@@ -68,7 +68,7 @@ struct Linear {
     const bool few = rows <= Arithmetic::FEW;
     thread_local std::vector<Input> own;
     thread_local std::vector<float> sums;
-    if (few) {  // each thread for itself: nobody waits
+    if (few) {  // each thread prepares its own copy, without waiting
       own.resize(by.room(in) + 64 / sizeof(Input));
       room = (Input*)((intptr_t(own.data()) + 63) / 64 * 64);
       for (long r = 0; r < by.places(); r++) prepare(by, rows, r, from, room);
@@ -106,7 +106,7 @@ struct Linear {
     return false;
   }
 
-  // Row `r`, or one of zeros behind the last.
+  // Prepares row `r`, or a row of zeros after the last.
   void prepare(const Arithmetic& by, long rows, long r, const Number* from, Input* room) const {
     Input* const to = room + r * inputs();
     const long filled = r < rows ? steps() * Kind::INPUTS : 0;

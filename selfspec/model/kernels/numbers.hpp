@@ -1,6 +1,6 @@
-// Numbers of a model, float32 or bfloat16, and the vectors that this processor has for them.
+// The numbers of a model, float32 or bfloat16, and this processor's vectors.
 //
-// Compiled with BFLOAT16 (0 or 1: float32).
+// Compiled with BFLOAT16=0 (float32) or 1 (bfloat16).
 
 #pragma once
 
@@ -16,7 +16,7 @@
 constexpr int LANES = 16;
 #elif defined(__AVX__)
 constexpr int LANES = 8;
-#else  // NEON, or what the compiler makes of it
+#else  // NEON, or generic vectors of the compiler
 constexpr int LANES = 4;
 #endif
 
@@ -25,10 +25,10 @@ typedef uint32_t Bits __attribute__((vector_size(LANES * 4)));
 typedef float Floats __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 
-// In front of a loop whose length is known: what it fills stays in registers.
+// Before a loop of constant length, so that its results stay in registers.
 #define UNROLL _Pragma("GCC unroll 32")
 
-// Keeps a vector in a register of AVX2: compilers read it anew for each row, and loads are the limit.
+// Keeps a vector in an AVX2 register: compilers would reload it for each row; loads are the limit.
 inline Bits hold(Bits vector) {
 #if defined(__AVX__) && !defined(__AVX512F__)
   asm("" : "+x"(vector));
@@ -36,7 +36,7 @@ inline Bits hold(Bits vector) {
   return vector;
 }
 
-// All that was stored until here is there: of what tiles read, compilers need not know.
+// Forces earlier stores to memory, since compilers do not know what tiles read.
 inline void written(const void* at) { asm volatile("" : : "r"(at) : "memory"); }
 
 inline float wide(float value) { return value; }

@@ -1,7 +1,7 @@
 // Sums of products for groups of rows: the inner loop of linear layers and of attention.
 //
-// Weights lie in panels of PANEL outputs. A vector holds outputs side by side, never parts of a
-// sum: every output of every row is one chain of additions along the inner dimension. So its bits
+// Weights lie in panels of PANEL outputs. The lanes of a vector are different outputs, never parts of
+// one sum: every output of every row is one chain of additions along the inner dimension. So its bits
 // depend on neither the other rows of a group nor the other panels.
 
 #pragma once
@@ -21,24 +21,24 @@ namespace {
 
 constexpr int PANEL = 16, VECTORS = PANEL / LANES;
 constexpr bool WIDE = LANES == 16;
-constexpr int MOST_PANELS = WIDE ? 6 : 8;  // that are read side by side
-constexpr long ROWS_OF_TILE = 16;          // of a matrix register
+constexpr int MOST_PANELS = WIDE ? 6 : 8;  // maximum panels that are read side by side
+constexpr long ROWS_OF_TILE = 16;          // rows of a matrix register
 #ifdef __AMX_BF16__
-constexpr long AHEAD = 4096;  // bytes that are fetched before their turn
+constexpr long AHEAD = 4096;  // distance of prefetches in bytes
 #else
 constexpr long AHEAD = 2048;
 #endif
 constexpr long SHORT = 16384;
 
-// The same for `panels` of `size` bytes that are read side by side. Behind the end of each lies its
-// neighbour, which is being read: of short ones the same place of those that come next is fetched,
-// unless these are the last of their thread.
+// The distance for `panels` of `size` bytes that are read side by side. After the end of each follows
+// its neighbour, which is already being read. So for short panels the same place of the next ones is
+// prefetched, unless these panels are the thread's last.
 constexpr long ahead_of(int panels, long size, bool last = false) {
   return panels > 1 && size <= SHORT ? last ? 0 : panels * size : AHEAD;
 }
 
-// How a step along the inner dimension is stored and added: STEP weights of an output, INPUTS of
-// a row's Input, TERMS additions.
+// How a step along the inner dimension is stored and added: STEP weights of an output, INPUTS
+// elements of a prepared row, TERMS additions.
 
 struct Float32 {
   using Input = float;
@@ -50,7 +50,7 @@ struct Float32 {
   static void prepare(const Number* row, long count, Input* to) { std::copy(row, row + count, to); }
 };
 
-// Two weights side by side.
+// Pairs of adjacent weights.
 #ifdef __AVX512BF16__
 struct Bfloat16 {
   using Input = uint32_t;  // two numbers
@@ -84,11 +84,11 @@ struct Bfloat16 : Float32 {
 using Kind = std::conditional_t<BFLOAT16, Bfloat16, Float32>;
 using Input = Kind::Input;
 
-// Vectors of sums, beside weights and inputs in registers; and rows of a group.
+// Vectors of sums that fit in registers beside weights and inputs; and maximum rows of a group.
 constexpr int SUMS = WIDE ? 20 : LANES == 8 ? 14 - 2 * Kind::TERMS : 24;
 constexpr int MOST_ROWS = std::min(WIDE ? 10 : 8, SUMS / VECTORS);
 
-// Something of several rows (or steps) and panels, and how far apart they are.
+// An array by rows (or steps) and panels, with the strides of both.
 template <typename T>
 struct Block {
   T* at;
@@ -98,8 +98,8 @@ struct Block {
   Block from_panel(long p) const { return {at + p * panel, row, panel}; }
 };
 
-// Adds `steps` of the inner dimension to the sums of ROWS rows and PANELS panels. `w.row` is from
-// step to step. What lies `ahead` bytes behind weights is fetched with them.
+// Adds `steps` of the inner dimension to the sums of ROWS rows and PANELS panels. `w.row` is the
+// stride of steps. Weights are prefetched `ahead` bytes before their use.
 template <int ROWS, int PANELS>
 void group(long steps, Block<const Input> x, Block<const Number> w, Block<float> sums, long ahead) {
   Vector s[ROWS][PANELS][VECTORS];
@@ -136,13 +136,13 @@ constexpr int panels_at_once(long rows) {
   return int(std::min<long>(MOST_PANELS, std::max<long>(1, SUMS / VECTORS / rows)));
 }
 
-// `make<I + 1>()` for each I, in an array.
+// An array of `make<I + 1>()` for each I.
 template <int... I>
 constexpr auto each(std::integer_sequence<int, I...>, const auto& make) {
   return std::array{make.template operator()<I + 1>()...};
 }
 
-// Any number of panels, in groups as even as registers allow: a few sums would wait for themselves.
+// Any number of panels, in even groups: with too few sums, each addition would wait for the last one.
 template <int ROWS>
 void panels(long count, long steps, Block<const Input> x, Block<const Number> w, Block<float> sums,
             long ahead) {

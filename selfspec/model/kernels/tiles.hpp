@@ -1,9 +1,9 @@
 // Sums of products by a processor's matrix registers: AMX, for bfloat16.
 //
-// A tile is up to 16 rows of 64 bytes: 32 inputs of rows, the weights of a panel that belong to
-// them, or 16 sums of rows. An output of a row is one chain of tiles along the inner dimension.
-// Within a tile its sum has an order of its own, so that one row of numbers takes this way as well,
-// and few rows of blocks add up by vectors in that order: bits depend on nothing beside a row.
+// A tile is up to 16 rows of 64 bytes: 32 inputs of each row, the weights of a panel for these
+// inputs, or 16 sums of each row. An output of a row is one chain of tiles along the inner dimension.
+// Within a tile sums have a special order. So even a single row of plain weights uses tiles, and for
+// few rows of blocks vectors add in the same order: bits do not depend on other rows.
 
 #pragma once
 
@@ -11,18 +11,18 @@
 
 namespace {
 
-// As Vectors of vectors.hpp, for `rows` rows. It shapes a thread's tiles while it lives.
+// The counterpart of Vectors in vectors.hpp. It configures the thread's tiles for its lifetime.
 class Tiles {
  public:
   static constexpr long FEW = 16;  // rows of one tile
-  // Tiles of rows of so many inputs that stay in the second cache.
+  // The number of tiles of rows with `in` inputs that stay in the L2 cache.
   static long most(long in) { return std::max(4L, (512L << 10) / (2 * in * ROWS_OF_TILE)); }
 
   explicit Tiles(long rows) : groups(up(rows, ROWS_OF_TILE)), height(up(rows, groups)) { use(); }
   ~Tiles() { _tile_release(); }
   Tiles(const Tiles&) = delete;
 
-  // Again, after others of the thread, with so many inputs of a tile of rows.
+  // Configures the tiles, also again after other uses; `inner`: inputs in a tile of rows.
   void use(long inner = 2 * STEPS) const {
     struct {
       uint8_t palette = 1, start = 0, reserved[14] = {};
@@ -38,9 +38,9 @@ class Tiles {
     _tile_loadconfig(&shapes);
   }
 
-  // In whole cache lines.
+  // Inputs of a prepared row, in whole cache lines.
   static long inputs(long in) { return up(in, 2 * STEPS) * STEPS; }
-  // Of all rows; behind them their totals, and where they are few the same as vectors add them.
+  // Room for all prepared rows, then their totals, and for few rows a float copy for vectors.
   long room(long in) const {
     const long few = height <= ROWS_OF_BLOCKS ? in : 0;
     return places() * (inputs(in) + few) + groups * ROWS_OF_TILE * totals_of(in);
@@ -55,13 +55,13 @@ class Tiles {
     const long whole = steps / STEPS;
     add(count, whole, x, w, sums, ahead, fresh);
     if (steps == whole * STEPS) return;
-    alignas(64) Number last[2][SIZE] = {};  // filled up with 0, as its inputs are
+    alignas(64) Number last[2][SIZE] = {};  // padded with 0, like the inputs
     for (long p = 0; p < count; p++)
       std::copy_n(w.at + p * w.panel + whole * SIZE, steps % STEPS * PANEL * 2, last[p]);
     add(count, 1, {x.at + whole * STEPS, x.row, 0}, {last[0], 0, SIZE}, sums, 0, fresh && !whole);
   }
 
-  // Numbers below 2^-100 count as 0: of such a tile makes nothing, and vectors something.
+  // Sets numbers below 2^-100 to 0, since tiles drop their products and vectors do not.
   void complete(long in, long row, Input* room) const {
     float* const totals = (float*)(room + places() * inputs(in));
     Number* const numbers = (Number*)(room + row * inputs(in));
@@ -87,10 +87,10 @@ class Tiles {
 
  private:
   static constexpr long STEPS = 16, SIZE = STEPS * PANEL * 2;
-  static constexpr int ROWS = 4, WEIGHTS = 6;  // tiles of two each; those below are sums
-  const long groups, height;         // tiles of rows; their rows
+  static constexpr int ROWS = 4, WEIGHTS = 6;  // first of two tiles each; the lower ones are sums
+  const long groups, height;         // tiles of rows; rows of each
 
-  // Some tiles along the inner dimension; `fresh`: to 0.
+  // Adds some tiles along the inner dimension; `fresh`: sums start at 0.
   void add(long count, long tiles, Block<const Input> x, Block<const Number> w, Block<float> sums,
            long ahead, bool fresh) const {
     for (long g = 0; g < groups; g += 2) {

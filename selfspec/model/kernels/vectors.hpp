@@ -1,4 +1,4 @@
-// How a linear layer adds up rows by vectors: panels.hpp and blocks.hpp, as linear.hpp asks for it.
+// The arithmetic of linear.hpp by vectors, from panels.hpp and blocks.hpp.
 
 #pragma once
 
@@ -9,18 +9,18 @@ namespace {
 // For `rows` rows.
 class Vectors {
  public:
-  static constexpr long FEW = MOST_ROWS;  // rows that share what is read of panels
-  static long most(long) { return 1L << 32; }  // arithmetic is the limit, wherever rows lie
+  static constexpr long FEW = MOST_ROWS;  // rows that share a read of panels
+  static long most(long) { return 1L << 32; }  // no limit: arithmetic is slower than reading rows
 
   explicit Vectors(long rows) : rows(rows) {}
 
-  // That a row of `in` numbers is prepared to, the last ones 0.
+  // Inputs of a prepared row of `in` numbers, padded with 0.
   static long inputs(long in) { return up(in, Kind::STEP) * Kind::INPUTS; }
-  // Of all rows; behind them, for blocks, the same shrunk, and totals.
+  // Room for all prepared rows, then, for blocks, for the same rows after `shrink`, and totals.
   long room(long in) const { return places() * ((PAIRED ? 1 : 2) * inputs(in) + totals_of(in)); }
   // Rows that are prepared and have sums.
   long places() const { return rows; }
-  // That are read side by side: for few rows as blocks are, for many so that these share inputs.
+  // Panels read side by side: for few rows as for blocks, for many so that panels share inputs.
   long panels(const Form& form = FORMS[PLAIN]) const {
     const long most = panels_at_once(up(rows, groups_of(rows)));
     const int height = int(up(rows, up(rows, ROWS_OF_BLOCKS)));
@@ -72,9 +72,9 @@ class Vectors {
 
  private:
   static constexpr long FEW_OF_BLOCKS = WIDE ? 1L << 32 : 12;  // rows that take quants from blocks
-  static constexpr long READY = 32;  // groups that more rows take from the cache
+  static constexpr long READY = 32;  // expanded groups in the cache, which more rows share
 
-  // As even as they can be.
+  // Calls `work` for groups of rows of nearly equal size.
   template <typename Work>
   void in_groups(const Work& work) const {
     const long groups = up(rows, ROWS_OF_BLOCKS);

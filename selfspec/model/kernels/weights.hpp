@@ -1,8 +1,8 @@
-// Weights in the form that is multiplied, and one linear layer at a time: for unembeddings and heads.
+// Packing of weights for multiplication, and single linear layers, for unembeddings and heads.
 //
-// A block of a GGUF file is a stretch of one output's inputs, and becomes that output's part of one
-// unit of blocks.hpp. The formats are ggml's; which values a block stands for is as in the Python
-// package gguf. Two are our own: Q4_0 and Q8_0 with a byte behind the scale, taken off each quant.
+// A block of a GGUF file has some consecutive inputs of one output, and becomes that output's part of
+// one unit of blocks.hpp. The formats are ggml's, and values are as in the Python package gguf. Two
+// formats are our own: Q4_0 and Q8_0 with a zero point, a byte after the scale.
 
 #pragma once
 
@@ -13,7 +13,7 @@ namespace {
 
 constexpr long ALONE = 32768;  // multiplications below which one thread is faster
 
-// What one block says. Halves and small numbers: of scales, then of minima.
+// The contents of one block. Halves and small numbers: of scales, then of minima.
 struct Block256 {
   uint8_t quants[256];
   uint16_t halves[2];
@@ -22,17 +22,17 @@ struct Block256 {
 
 inline uint16_t half_at(const uint8_t* at) { return uint16_t(at[0] | at[1] << 8); }
 
-// Low nibbles of `count` bytes, then high ones. Nothing else points there, so vectors do it.
+// Low nibbles of `count` bytes, then high ones. __restrict lets compilers vectorise this.
 inline void nibbles_of(const uint8_t* __restrict bytes, int count, uint8_t* __restrict quants) {
   for (int i = 0; i < count; i++) quants[i] = bytes[i] & 15, quants[count + i] = bytes[i] >> 4;
 }
 
-// The bits `mask` from `low` on, of 32 bytes: the fifth bits of quants, and those above.
+// Adds bits `mask` from bit `low` on, of 32 bytes, to quants as their fifth bit and above.
 inline void add_high(const uint8_t* __restrict bytes, int low, int mask, uint8_t* __restrict quants) {
   for (int k = 0; k < 32; k++) quants[k] |= uint8_t((bytes[k] >> low & mask) << 4);
 }
 
-// 32 quants: halves, a byte with ZEROED, the fifth bits where there are five, the others.
+// Reads 32 quants: halves, a byte with ZEROED, fifth bits if there are any, the other bits.
 template <int BITS, int HALVES, Scale SCALE = HALF>
 void read32(const uint8_t* from, Block256& to) {
   for (int i = 0; i < HALVES; i++, from += 2) to.halves[i] = half_at(from);
@@ -44,8 +44,8 @@ void read32(const uint8_t* from, Block256& to) {
   for (int k = 0; BITS == 5 && k < 32; k++) to.quants[k] |= uint8_t((from[k / 8] >> k % 8 & 1) << 4);
 }
 
-// 256 quants of four or five bits. Scales and minima of eight groups, six bits each, in twelve bytes;
-// minima are taken off.
+// Reads 256 quants of four or five bits. Scales and minima of eight groups, six bits each, are in
+// twelve bytes; minima are subtracted.
 template <int BITS>
 void read256(const uint8_t* from, Block256& to) {
   to.halves[0] = half_at(from), to.halves[1] = half_at(from + 2) ^ 0x8000;
@@ -67,7 +67,7 @@ inline void read_q6_k(const uint8_t* from, Block256& to) {
   for (int g = 0; g < 8; g++) add_high(from + 128 + g / 4 * 32, g % 4 * 2, 3, to.quants + 32 * g);
 }
 
-// A format: how a block is read, its bytes, and the form that it becomes.
+// A file format: how a block is read, its bytes, and its form in memory.
 struct Format {
   void (*read)(const uint8_t* from, Block256& to);
   long bytes, form;
@@ -81,7 +81,7 @@ constexpr Format FORMATS[] = {  // in the order of weights.py
     {read32<4, 1, ZEROED>, 19, Q4_ZEROED}, {read32<8, 1, ZEROED>, 35, Q8_ZEROED},
 };
 
-// Output `o` of a unit.
+// Stores a block as output `o` of a unit.
 inline void put(const Form& form, const Block256& block, int o, uint8_t* unit) {
   for (int part = 0; part < form.parts; part++)
     std::memcpy(unit + 2 * (part * PANEL + o), &block.halves[part], 2);
@@ -94,7 +94,7 @@ inline void put(const Form& form, const Block256& block, int o, uint8_t* unit) {
   }
 }
 
-// Up to PANEL rows of a tensor, each [in], -> a panel; what is not there is 0.
+// Up to PANEL rows of a tensor, each [in], -> a panel; missing rows are 0.
 inline void pack_panel(const Format& format, long in, long count, const long* rows,
                        const uint8_t* from, uint8_t* panel) {
   const Form& form = FORMS[format.form];
@@ -108,7 +108,7 @@ inline void pack_panel(const Format& format, long in, long count, const long* ro
     }
 }
 
-// One row of a tensor -> what it stands for, [in].
+// One row of a tensor -> its values, [in].
 inline void expand_row(const Format& format, long in, const uint8_t* from, Number* to) {
   const Form& form = FORMS[format.form];
   Block256 block = {};
@@ -130,7 +130,7 @@ inline void expand_row(const Format& format, long in, const uint8_t* from, Numbe
 
 extern "C" {
 
-// weight [out, in] -> panels [up(out / PANEL), up(in / STEP), PANEL, STEP], filled up with 0.
+// weight [out, in] -> panels [up(out / PANEL), up(in / STEP), PANEL, STEP], padded with 0.
 void pack(long in, long out, const Number* weight, Number* panels) {
   const long size = up(in, STEP) * PANEL * STEP, count = up(out, PANEL);
 #pragma omp parallel for
@@ -141,7 +141,7 @@ void pack(long in, long out, const Number* weight, Number* panels) {
     }
 }
 
-// rows [count, in] -> result [count, out], plus bias [out] where there is one.
+// rows [count, in] -> result [count, out], plus bias [out] if given.
 void linear_layer(long count, long in, long out, const Number* rows, const Stripe* stripes,
              const Number* bias, Number* result) {
   if (!count) return;
@@ -151,8 +151,8 @@ void linear_layer(long count, long in, long out, const Number* rows, const Strip
   linear.run(count, rows, result, 0, room.data());
 }
 
-// The `count` likeliest of each row of logits [rows, size]: their `ids` [size], or none: places; then
-// how likely, [rows, 2 * count].
+// The `count` likeliest of each row of logits [rows, size]: their `ids` [size], or if none indices,
+// then their probabilities, [rows, 2 * count].
 void likeliest(long rows, long size, long count, float temperature, const float* logits,
                const long* ids, float* found) {
   std::vector<long> places(count);
@@ -162,7 +162,7 @@ void likeliest(long rows, long size, long count, float temperature, const float*
   }
 }
 
-// Of a panel of `in` inputs from this format.
+// The bytes of a panel of `in` inputs from this format.
 long panel_bytes(long format, long in) { return FORMS[FORMATS[format].form].bytes(in); }
 
 long form_of(long format) { return FORMATS[format].form; }
@@ -177,7 +177,7 @@ void pack_blocks(long format, long in, long count, const long* rows, const uint8
                panels + p * size);
 }
 
-// The same rows -> what they stand for, [count, in].
+// The same rows -> their values, [count, in].
 void expand_blocks(long format, long in, long count, const long* rows, const uint8_t* from,
                    Number* to) {
   const long size = in / FORMS[FORMATS[format].form].unit * FORMATS[format].bytes;
