@@ -275,7 +275,7 @@ class PlantedKVCache(KVCache):
         return super().pages(count, first, layout)
 
     def move_to(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """As in KVCache, and mark the planted positions there."""
+        """Move there like any KV cache, and mark the planted positions."""
         super().move_to(keys, values)
         for buffer in values:
             self._mark(buffer)
@@ -343,7 +343,7 @@ def _require_equal(found: Tensor, expected: Tensor, where: str, decoder: Decoder
 
 _BEHIND, _BESIDE = 7, 7  # rows before the watched one, and beside it
 _ALONE = 3  # rows that also run in separate passes
-_BY_COUNT = "which gives a row other numbers in a separate pass"
+_BY_COUNT = "which gives a row other numbers in a pass of its own"
 _SPIKE = 100.0  # factor for some numbers of an outlying row: one in 64, or eight in all
 
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}

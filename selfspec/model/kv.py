@@ -193,7 +193,7 @@ class KVCache:
         self._lengths[first:last] = [min(held, length) for held in self._lengths[first:last]]
 
     def keep(self, start: int, path: Sequence[int]) -> None:
-        """Of the positions from `start` on, keep those of `path`, in every layer.
+        """Keep only those positions from `start` on that are in `path`, in every layer.
 
         `path`, the accepted rows of a round, counts from `start` and ascends. For a chain it is
         0, 1, .., and nothing is copied; a tree's rows move up.

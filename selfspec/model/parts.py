@@ -159,7 +159,7 @@ def parts_of(model: PreTrainedModel) -> DecoderParts:
     """The parts of a model's decoder. Raises UnsupportedModel for a missing or unknown part."""
     config = text_config(model)
     if model.config.is_encoder_decoder:
-        raise unsupported(model, "has an encoder, expected only a decoder")
+        raise unsupported(model, "has an encoder, expected a decoder without one")
     if model.get_output_embeddings() is None:
         raise unsupported(model, "has no lm_head to read tokens from")
     decoder, layers = _decoder(model)

@@ -171,7 +171,7 @@ def _prebuilt(source: Path, macro: str) -> tuple[ctypes.CDLL, compiler.Target] |
         if lacking := target.needs - features:
             why = f"this processor lacks {', '.join(sorted(lacking))}"
         elif not library.exists():
-            why = f"not in {folder}: libraries there were made from another source"
+            why = f"not in {folder}: the library there was made from another source"
         else:
             try:
                 return _load(library), target

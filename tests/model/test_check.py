@@ -265,7 +265,7 @@ def test_steering_by_place_gets_no_drafts(kind: str, place: str) -> None:
     answer = wrap(model).generate(ids, max_new_tokens=20)
     expected = model.generate(ids, max_new_tokens=20, do_sample=False)
     assert answer.token_ids == expected[0, ids.shape[1] :].tolist()
-    assert "gives a row in a pass of its own" in str(answer.stats.drafts_refused)
+    assert "gives a row other numbers in a pass of its own" in str(answer.stats.drafts_refused)
 
 
 class Prepared(LlamaForCausalLM):
