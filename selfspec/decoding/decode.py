@@ -63,8 +63,8 @@ def written(
 ) -> Generator[Work | Round, Any, None]:
     """Decode until `stop` ends the sequence; yields Work, and a Round after each verification.
 
-    The prompt has its own round. After any yield, and after an exception, `state` is consistent: it
-    can be dropped or decoded further.
+    The prompt has its own round. After any yield, and after an exception, `state` may be dropped or
+    decoded further.
     """
     entry: Round | None = None
     while entry is None or entry.stop_reason is None:
