@@ -1,1 +1,1 @@
-"""Exit heads: what they are, how they are kept, and who decides whether a token exits."""
+"""Exit heads: their modules, their files, and the judge that decides whether a token exits."""

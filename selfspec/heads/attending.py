@@ -1,11 +1,11 @@
-"""Heads that attend: EAGLE-3's architecture, as others publish it and as `fit` makes it.
+"""Heads that attend: EAGLE-3's architecture, for published heads and for those that `fit` trains.
 
     states of three layers ─norms─fc─▶ state ┐
                                              ├─▶ a decoder layer over the text ─▶ norm, lm_head
-    embedding of the token behind them ──────┘        └─▶ the state of the next draft
+    embedding of the next token ─────────────┘        └─▶ the state of the next draft
 
-Folders are in the speculators format, which ours have, or the original one (`midlayer.*`).
-tests/heads/eagle3/make.py has what was found of layers, positions and norms in the reference.
+Folders are in the speculators format, which `fit` writes, or the original one (`midlayer.*`).
+tests/heads/eagle3/make.py documents layers, positions and norms of the reference code.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from selfspec.model.parts import Unembedding
 _LAYERS = {"llama": (LlamaConfig, LlamaDecoderLayer), "qwen3": (Qwen3Config, Qwen3DecoderLayer)}
 _IGNORED = ("t2d", "verifier_norm.", "verifier_lm_head.", "rotary_emb.")  # or the model's own
 
-_PIECE = 256  # rows that run at once: the layer's mask has so many times the text's length
+_PIECE = 256  # rows that run at once, since the layer's mask is [rows, length of the text]
 
-_TEXTS, _REMEMBERED = 32, 1 << 16  # texts, and positions, that are kept for others that begin alike
+_TEXTS, _REMEMBERED = 32, 1 << 16  # texts, and positions in all, that are kept for prefix reuse
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttendingConfig(HeadsConfig):
-    """What `config.json` of such a folder says; sizes are the model's."""
+    """The config of a folder of attending heads; sizes are the model's."""
 
     format: str  # speculators or original
     # `state_layers` are counted as `hidden_states`; None: 2, L // 2, L - 3
@@ -56,13 +56,13 @@ class AttendingConfig(HeadsConfig):
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
-    layer: dict[str, Any]  # the config of its decoder layer, as far as it is known here
+    layer: dict[str, Any]  # the config of its decoder layer: the known fields
 
     def __post_init__(self) -> None:
-        """`heads.folder` has checked all; `num_layers` is 0 until there is a model."""
+        """Skip checks: `heads.folder` has made them. `num_layers` is 0 until `for_model`."""
 
     def record(self) -> dict[str, Any]:
-        """In the speculators format; what only selfspec reads has one key of its own."""
+        """The config in the speculators format, with selfspec's own fields under one key."""
         return {
             "architectures": ["Eagle3DraftModel"],
             "speculators_model_type": EAGLE3,
@@ -82,8 +82,8 @@ class AttendingConfig(HeadsConfig):
         }
 
     def for_model(self, folder: Path, backbone: Backbone, name: str) -> Self:
-        """The config, with what this model's depth and unembedding add. Raises HeadsMismatch."""
-        if self.base_fingerprint:  # others' folders know none
+        """The config, with layers and tokens of this model filled in. Raises HeadsMismatch."""
+        if self.base_fingerprint:  # published folders have none
             super().for_model(folder, backbone, name)
         weight, layers = backbone.unembedding.weight, backbone.num_layers
         if self.hidden_size != weight.shape[1] or self.vocab_size > weight.shape[0]:
@@ -109,7 +109,7 @@ def config_of(folder: Path) -> HeadsConfig:
 
 
 class AttendingHeads(ExitHeads):
-    """Heads whose only exit layer is 0; the layer's output goes through `self.head` to logits."""
+    """Attending heads, with exit layer 0 only; `self.head` maps the layer's output to logits."""
 
     config: AttendingConfig
     _config_kind = AttendingConfig
@@ -117,7 +117,7 @@ class AttendingHeads(ExitHeads):
     def __init__(
         self, config: AttendingConfig, unembedding: Unembedding, tensors: Mapping[str, Tensor]
     ) -> None:
-        """`tensors`: of the file, named as in the speculators format. Raises InvalidHeads."""
+        """`tensors`: those of the file, named as in the speculators format. Raises InvalidHeads."""
         nn.Module.__init__(self)
         self.config, self.folder = config, None
         self.layers: Sequence[int] = config.state_layers or ()
@@ -137,7 +137,7 @@ class AttendingHeads(ExitHeads):
         self.by_layer = nn.ModuleDict({"0": self.head})
         weights = [*self.parts.named_parameters(), *self.head.named_parameters()]
         self.nbytes = sum(one.nbytes for name, one in weights if not name.startswith("embed_"))
-        """Bytes of the weights that a draft token reads; copies in 8 bits have fewer."""
+        """Bytes of the weights that a draft token reads; 8-bit copies reduce them."""
         self._texts: deque[Attention] = deque(maxlen=_TEXTS)
 
     def __getitem__(self, layer: int) -> Any:
@@ -146,14 +146,14 @@ class AttendingHeads(ExitHeads):
             "itself. Give heads of another type"
         )
 
-    reads_deep = False  # but deep layers, in a way of its own
-    feeds_itself = True  # the layer's output, in place of the states that are not known yet
+    reads_deep = False  # its states of deep layers are handled separately
+    feeds_itself = True  # the layer's output replaces states that are not known yet
 
     @classmethod
     def fresh(
         cls, config: AttendingConfig, unembedding: Unembedding, draft_ids: Tensor | None
     ) -> AttendingHeads:
-        """Heads to fit: the layer's branches begin at zero, logits at the model's norm and rows."""
+        """Heads to fit: branches of the layer start at zero, norm and lm_head as the model's."""
         parts = unfilled(config, embeddings=False).to_empty(device="cpu")
         for module in parts.modules():
             if isinstance(module, nn.Linear):
@@ -173,7 +173,7 @@ class AttendingHeads(ExitHeads):
         return cls(config, unembedding, _tensors(folder))
 
     def fuse(self, states: Tensor) -> Tensor:
-        """[n, layers * d], in the order of `layers`, -> [n, d]."""
+        """States [n, layers * d], in the order of `layers`, -> [n, d]."""
         states = states.to(self.parts["fc"].weight)
         if "input_norm" in self.parts:
             states = self.parts["input_norm"](states)
@@ -185,7 +185,7 @@ class AttendingHeads(ExitHeads):
         return fused
 
     def run(self, rows: Sequence[TextRows]) -> list[Tensor]:
-        """The layer's output for rows of many texts, [n, d] of each; its weights are read once."""
+        """The layer's output for rows of many texts, [n, d] each; weights are read once."""
         counts = [len(one.tokens) for one in rows]
         states = torch.cat([one.states for one in rows])
         tokens = [token for one in rows for token in one.tokens]
@@ -208,9 +208,9 @@ class AttendingHeads(ExitHeads):
         positions: Tensor,
         attend: Callable[[Tensor, Tensor, Tensor], Tensor],
     ) -> Tensor:
-        """Its output, [B, n, d] twice, [n] -> [B, n, d].
+        """Run the layer: embeddings and states [B, n, d], positions [n] -> [B, n, d].
 
-        `attend`: queries, keys and values, turned, [B, n, heads, head_dim] -> as queries are.
+        `attend`: rotated queries, keys and values [B, n, heads, head_dim] -> shape of queries.
         """
         layer: Any = self.parts["layers"][0]
         own = layer.self_attn
@@ -228,11 +228,11 @@ class AttendingHeads(ExitHeads):
         return output
 
     def fed(self, output: Tensor) -> Tensor:
-        """What the next draft's row reads in place of `fuse`'s, [n, d]."""
+        """The state for the next draft's row, [n, d], in place of the output of `fuse`."""
         return self.head.norm(output) if self.config.norm_output else output
 
     def attention(self, embed: Callable[[Tensor], Tensor]) -> Attention:
-        """State of a new text; `embed` is the model's, for heads without a table of theirs."""
+        """The state of a new text; `embed`: the model's, for heads without their own embedding."""
         text = Attention(self, self.embed if "embed_tokens" in self.parts else embed)
         self._texts.append(text)
         while sum(len(one.ids) for one in list(self._texts)) > _REMEMBERED:
@@ -240,13 +240,13 @@ class AttendingHeads(ExitHeads):
         return text
 
     def embed(self, ids: Tensor) -> Tensor:
-        """By the table of the heads, which lacks what pads the model's vocabulary."""
+        """Embed ids by the heads' own embedding, which lacks padding ids of the model's."""
         table = self.parts["embed_tokens"]
         found: Tensor = table(ids.to(table.weight.device).clamp(max=table.num_embeddings - 1))
         return found
 
     def longest(self, ids: Sequence[int]) -> Attention | None:
-        """The remembered text that shares most of its rows with `ids`; None if there is none."""
+        """The remembered text with the longest prefix in common with `ids`, or None."""
         return max(list(self._texts), key=lambda one: common(one.ids, ids), default=None)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -256,7 +256,7 @@ class AttendingHeads(ExitHeads):
         return {**self.parts.state_dict(), **own, **ids}
 
     def part(self, layer: int) -> nn.Module:  # noqa: ARG002  # the base's; there is one
-        """All of them."""
+        """All modules."""
         return self
 
     def twin(self, unembedding: Unembedding) -> AttendingHeads:
@@ -265,9 +265,9 @@ class AttendingHeads(ExitHeads):
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, sees: Tensor | None) -> Tensor:
-    """[B, n, heads, head_dim], keys and values [B, kv heads, m, head_dim] -> as the first.
+    """Queries [B, n, heads, head_dim], keys and values [B, kv heads, m, head_dim] -> as queries.
 
-    `sees` [n, m] says what each row attends to; None: all.
+    `sees` [n, m]: what each row attends to; None: everything.
     """
     found: Tensor = nn.functional.scaled_dot_product_attention(
         query.transpose(1, 2), key, value, attn_mask=sees, enable_gqa=True
@@ -277,18 +277,18 @@ def attention(query: Tensor, key: Tensor, value: Tensor, sees: Tensor | None) ->
 
 @dataclass(frozen=True, eq=False)
 class TextRows:
-    """Rows of one text that the layer is to run: work of the engine, which joins that of many."""
+    """Rows of one text for the layer to run: a Work, which the engine batches."""
 
     text: Attention
     tokens: Sequence[int]
-    states: Tensor  # [n, d]: what stands beside the tokens
+    states: Tensor  # [n, d]: the layer's second input, beside the tokens
     positions: Sequence[int]
     sees: Tensor | None  # [n, rows held + n]: what each row attends to; None: everything
     turn = (0, 0, 0)
 
     @property
     def likeness(self) -> Hashable:
-        """All texts of these heads."""
+        """Rows of all texts of these heads can be batched."""
         return TextRows, id(self.text.heads)
 
     def done(self, alike: Sequence[TextRows], _others: object) -> list[Tensor]:
@@ -296,30 +296,30 @@ class TextRows:
         return self.text.heads.run(alike)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[1, n, heads, head_dim]: to what the text holds and to themselves; they join it."""
+        """Attend [1, n, heads, head_dim] to the text's cached rows and these, which are added."""
         held = self.text.kv.update(key.transpose(1, 2), value.transpose(1, 2), 0)
         return attention(query, *held, self.sees)
 
 
 class Attention:
-    """What the layer has read of one text: row p is token p beside the state of position p - 1."""
+    """The layer's state for one text: row p combines token p and the state of position p - 1."""
 
     def __init__(self, heads: AttendingHeads, embed: Callable[[Tensor], Tensor]) -> None:
-        """Made by `AttendingHeads.attention`; `embed`: ids [n] -> [n, d]."""
+        """Use `AttendingHeads.attention` to make one; `embed`: ids [n] -> [n, d]."""
         self.heads, self.embed = heads, embed
         self.ids: list[int] = []  # tokens of its rows, from position 1 on
         self.kv = KVCache(1)
         self._waiting: list[Tensor] = []  # fused states from the last row's position on
         self.output: Tensor | None = None  # the layer's at the last row, [1, d]
-        self._paths: list[list[int]] = []  # down to each draft token read this round, itself too
+        self._paths: list[list[int]] = []  # path to each draft token read this round, inclusive
 
     @property
     def waiting(self) -> int:
-        """Rows that can be read."""
+        """The number of rows that can be read."""
         return sum(map(len, self._waiting))
 
     def begin(self, ids: Sequence[int], held: int) -> int:
-        """How many of the `held` first positions it may keep: rows of a text that began alike."""
+        """How many of the first `held` positions to keep: rows are copied from a similar text."""
         if self.ids:
             return min(len(self.ids), held)
         other = self.heads.longest(ids[1:])
@@ -330,12 +330,12 @@ class Attention:
         return rows
 
     def add(self, states: Tensor) -> None:
-        """States of positions that are committed now, [n, layers * d]."""
+        """Add states of newly committed positions, [n, layers * d]."""
         self._waiting.append(self.heads.fuse(states))
 
     def read(self, ids: Sequence[int]) -> Generator[TextRows, Tensor, Tensor | None]:
-        """All rows whose states are known, `ids` being the text's; the output at the newest."""
-        self.kv.truncate(len(self.ids))  # without the drafts of the round before
+        """Run all rows with known states, of the text `ids`; returns the output at the newest."""
+        self.kv.truncate(len(self.ids))  # drop drafts of the previous round
         self._paths = []
         waiting, self._waiting = self._waiting, []
         for states in waiting:
@@ -350,10 +350,10 @@ class Attention:
         return self.output
 
     def draft(self, tokens: Sequence[int], outputs: Tensor, parents: Sequence[int]) -> TextRows:
-        """More draft tokens, of which none follows another.
+        """The work to read further draft tokens, none of which follows another.
 
-        `parents`: the draft token in front of each, in the order in which they were read this
-        round, -1: the text; `outputs` [n, d]: the layer's there.
+        `parents`: the draft token before each, numbered in the order of reading in this round, -1:
+        the text; `outputs` [n, d]: the layer's outputs at the parents.
         """
         held, read = len(self.ids), len(self._paths)
         for number, parent in enumerate(parents, start=read):
@@ -372,7 +372,7 @@ class Attention:
 
 
 def unfilled(config: AttendingConfig, *, embeddings: bool) -> Any:
-    """All modules without numbers, named as in the speculators format."""
+    """All modules on the meta device, named as in the speculators format."""
     layer, count = _layer_config(config), len(config.state_layers or ())
     width, eps = layer.hidden_size, layer.rms_norm_eps
     with torch.device("meta"):
@@ -399,7 +399,7 @@ def unfilled(config: AttendingConfig, *, embeddings: bool) -> Any:
 
 
 def layer_like(model: Any, vocab_size: int, inner_size: int | None) -> dict[str, Any]:
-    """The config of a decoder layer as a model's are, by its config; `inner_size`: of its MLP."""
+    """The config of a decoder layer like those of a model; `inner_size`: that of its MLP."""
     width = model.hidden_size
     heads = getattr(model, "num_attention_heads", None) or max(1, width // 64)
     rope = getattr(model, "rope_parameters", None) or {}
@@ -423,7 +423,7 @@ def _layer_config(config: AttendingConfig) -> Any:
 
 
 def _scale(unembedding: Unembedding) -> Tensor:
-    """[d]: what the final norm multiplies by: its answer to mean 0 and variance 1."""
+    """[d]: the scale of the final norm, from its output for an input of mean 0 and variance 1."""
     norm, weight = unembedding.norm, unembedding.weight
     signs = 1.0 - 2.0 * (torch.arange(weight.shape[1]) % 2)
     with torch.no_grad():  # OLMo's norm has no weights
@@ -435,7 +435,7 @@ def _scale(unembedding: Unembedding) -> Tensor:
 
 
 def _vocabulary(ids: Tensor | None, count: int) -> dict[str, Tensor]:
-    """`d2t` and `t2d` of a draft vocabulary, `count` being all tokens."""
+    """`d2t` and `t2d` of a draft vocabulary; `count`: the number of all tokens."""
     if ids is None:
         return {}
     drafted = torch.zeros(count, dtype=torch.bool, device=ids.device)
@@ -462,7 +462,7 @@ def _check(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]
         raise InvalidHeads(f"no {missing[0]}. Is the file whole?")
     for name, tensor in tensors.items():
         if name not in expected:
-            raise InvalidHeads(f"{name} is unknown, expected one layer, as EAGLE-3 has it")
+            raise InvalidHeads(f"{name} is unknown, expected one layer, as in EAGLE-3")
         if tuple(tensor.shape) != expected[name]:
             raise InvalidHeads(f"{name} is {[*tensor.shape]}, expected {[*expected[name]]}")
         check_numbers(name, tensor)

@@ -1,6 +1,6 @@
 """The exit heads of one model, one per exit layer, and their folder.
 
-It holds `config.json` and `model.safetensors`: no pickle, and never the model's unembedding.
+The folder has `config.json` and `model.safetensors`: no pickle, and never the model's unembedding.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class HeadsConfig(HeadsFields):
-    """The fields of a kind of heads that there is, of sizes that go together."""
+    """The config of exit heads, with a known head type and consistent sizes."""
 
     def __post_init__(self) -> None:
         if self.head_type not in HEAD_TYPES:
@@ -71,11 +71,11 @@ class HeadsConfig(HeadsFields):
         return asdict(self)
 
     def write(self, folder: Path) -> None:
-        """Replace `config.json`; the weights stay. Raises CannotWrite."""
+        """Replace `config.json` only, not the weights. Raises CannotWrite."""
         files.write(Path(folder) / CONFIG_FILE, as_json(self.record()))
 
     def for_model(self, folder: Path, backbone: Backbone, name: str) -> Self:
-        """The config. Raises HeadsMismatch unless the model called `name` is the one of the fit."""
+        """The config. Raises HeadsMismatch unless the heads were fitted for the model `name`."""
         fingerprint = backbone.fingerprint
         known = UNKNOWN not in (fingerprint, self.base_fingerprint)
         if known and fingerprint != self.base_fingerprint:
@@ -94,7 +94,7 @@ class HeadsConfig(HeadsFields):
         return self
 
     def require_sizes(self, heads: str, backbone: Backbone, name: str) -> None:
-        """Raise HeadsMismatch unless a model of its sizes may have such heads."""
+        """Raise HeadsMismatch unless the sizes match those of the model."""
         own = self.vocab_size, self.hidden_size, self.num_layers
         if own != (sizes := (*backbone.unembedding.weight.shape, backbone.num_layers)):
             raise HeadsMismatch(
@@ -104,13 +104,13 @@ class HeadsConfig(HeadsFields):
 
 
 def possible_exit_layers(head_type: str, num_layers: int) -> range:
-    """1..L-1; also 0, the embedding, for heads that know more; 0 alone if they look ahead."""
+    """1..L-1; also 0, the embedding, for heads that read `deep`; only 0 if they look ahead."""
     kind = HEAD_TYPES[head_type]
     return range(1) if kind.looks_ahead else range(0 if kind.reads_deep else 1, num_layers)
 
 
 def check_exit_layers(asked: Iterable[int], allowed: Iterable[int], kind: str = "exit") -> None:
-    """Raise InvalidOption unless `asked` is a rising, non-empty selection from `allowed`."""
+    """Raise InvalidOption unless `asked` is an ascending, non-empty selection from `allowed`."""
     layers, choice = list(asked), list(allowed)
     for layer in layers:
         if layer not in choice:
@@ -118,7 +118,7 @@ def check_exit_layers(asked: Iterable[int], allowed: Iterable[int], kind: str = 
             raise InvalidOption(f"{kind} layer {layer} is not among {listed}. Give one that is")
     if not layers or layers != sorted(set(layers)):
         raise InvalidOption(
-            f"{kind} layers {layers} must be rising, without repeats, at least one. Give them so"
+            f"{kind} layers {layers} must be rising, without repeats, at least one. Give such ones"
         )
 
 
@@ -130,14 +130,14 @@ class ExitHeads(nn.Module):
     def __init__(
         self, config: HeadsConfig, unembedding: Unembedding, draft_ids: Tensor | None = None
     ) -> None:
-        """Untrained ones. Raises InvalidHeads for `draft_ids` [V_draft] of another config."""
+        """Make untrained heads. Raises InvalidHeads if `draft_ids` [V_draft] disagree with it."""
         super().__init__()
         self.config = config
-        self.folder: Path | None = None  # where they were read from, if they were
+        self.folder: Path | None = None  # the folder that they were read from
         head = HEAD_TYPES[config.head_type]
         draft_ids = _checked_draft_ids(draft_ids, config, unembedding)
         vocabulary = DraftVocabulary.of(unembedding, draft_ids)
-        # those that look ahead stand behind the first of them, at 0, in order
+        # heads that look ahead follow the first of them, at 0, in order
         names = [*map(str, config.exit_layers)]
         names += [f"ahead_{number}" for number in range(2, (config.num_heads or 1) + 1)]
         self.layers: Sequence[int] = config.state_layers or ()
@@ -145,7 +145,7 @@ class ExitHeads(nn.Module):
         self.by_layer = nn.ModuleDict({name: made() for name in names})
 
     def __getitem__(self, layer: int) -> ExitHead:
-        """The head of exit layer `layer`. Raises InvalidOption if none reads one."""
+        """The head of exit layer `layer`. Raises InvalidOption for heads that look ahead."""
         if self.looks_ahead:
             raise InvalidOption(
                 f"medusa heads read the last layer, none of them reads exit layer {layer}. Give "
@@ -155,21 +155,21 @@ class ExitHeads(nn.Module):
 
     @property
     def first(self) -> ExitHead:
-        """One of them: all have the same draft vocabulary."""
+        """One of the heads: all have the same draft vocabulary."""
         return cast("ExitHead", next(iter(self.by_layer.values())))
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether there are several, each for a token further ahead."""
+        """Whether each head is for a token further ahead."""
         return self.config.num_heads is not None
 
     def ahead(self, states: Tensor) -> Tensor:
-        """[n, d] -> features of all that look ahead, [n * K, d], the K of a row side by side."""
+        """[n, d] -> features of all K heads that look ahead, [n * K, d], grouped by row."""
         found = [cast("ExitHead", head).features(states) for head in self.by_layer.values()]
         return torch.stack(found, 1).flatten(0, 1)
 
     def layers_in_use(self, options: SpeculationOptions) -> tuple[int, ...]:
-        """Exit layers that `options` ask for, or all, up to D_max. Raises InvalidOption."""
+        """The exit layers in `options`, default all, up to D_max. Raises InvalidOption."""
         fitted, depth = self.config.exit_layers, options.exit.max_depth
         layers = fitted if options.exit.layers is None else options.exit.layers
         check_exit_layers(layers, fitted)
@@ -187,24 +187,24 @@ class ExitHeads(nn.Module):
 
     @property
     def reads_deep(self) -> bool:
-        """Whether the heads look at the output of layer L one position earlier."""
+        """Whether the heads read the output of layer L one position earlier."""
         return self.looks_ahead or self.feeds_itself
 
     @property
     def feeds_itself(self) -> bool:
-        """Whether later drafts of a round read what the heads made of the token before."""
+        """Whether later drafts of a round read the heads' features of the previous token."""
         return HEAD_TYPES[self.config.head_type].reads_deep
 
     def save(self, folder: Path, others: Mapping[str, bytes | str] | None = None) -> None:
         """Write `config.json`, `model.safetensors` and the files `others` by name.
 
-        All are complete under temporary names before the weights take their place, then the others.
-        The weights repeat the config: a kill at any moment leaves the heads from before or these.
+        All files are complete under temporary names before the weights are renamed, then the
+        others. The weights repeat the config, so a kill at any moment leaves the old or new heads.
         """
         tensors = {name: one.contiguous() for name, one in self.tensors().items()}
         self.config = replace(self.config, weights=hash_of(tensors))
         config = as_json(self.config.record())
-        with ExitStack() as written:  # which closes in reverse order
+        with ExitStack() as written:  # closes in reverse order
             for name, content in (dict(others or {}) | {CONFIG_FILE: config}).items():
                 new = written.enter_context(files.replacing(Path(folder) / name))
                 new.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -212,31 +212,31 @@ class ExitHeads(nn.Module):
             save_file(tensors, new, {METADATA: config})
 
     def tensors(self) -> dict[str, Tensor]:
-        """What `model.safetensors` holds: the draft vocabulary once."""
+        """The contents of `model.safetensors`, with the draft vocabulary once."""
         held, ids = self.state_dict(), self.first.draft_ids
         kept = {name: one for name, one in held.items() if not name.endswith(f".{_DRAFT_IDS}")}
         return kept if ids is None else {**kept, _DRAFT_IDS: ids.int()}
 
     def part(self, layer: int) -> nn.Module:
-        """All that learns for the drafts of an exit layer."""
+        """The modules to train for the drafts of an exit layer."""
         return self.by_layer if self.looks_ahead else self.by_layer[str(layer)]
 
     def twin(self, unembedding: Unembedding) -> ExitHeads:
-        """The same heads beside the same model in another dtype."""
+        """The same heads for the same model in another dtype."""
         found = ExitHeads(self.config, unembedding, self.first.draft_ids)
         found.load_state_dict(self.state_dict())
         return found.eval().requires_grad_(False)
 
     @classmethod
     def from_pretrained(cls, folder: Path, backbone: Backbone, base_model: str) -> Self:
-        """Heads from `folder`, for the model called `base_model`, in its dtype and device.
+        """Load heads from `folder` for the model called `base_model`, in its dtype and device.
 
         Raises HeadsNotFound, InvalidHeads (damaged or foreign file), HeadsMismatch (other model).
         """
         config = cls._config_kind.read(folder).for_model(folder, backbone, base_model)
         try:
             heads = cls._filled(config, backbone.unembedding, Path(folder))
-        except Exception as error:  # an odd config makes libraries fail anywhere
+        except Exception as error:  # with an odd config libraries may fail anywhere
             raise InvalidHeads(
                 f"{folder} does not hold the heads of its config: {first_line(error)}"
             ) from error
@@ -252,13 +252,13 @@ class ExitHeads(nn.Module):
         return heads
 
 
-_DRAFT_IDS = "draft_ids"  # all heads of a folder share one draft vocabulary, held once
+_DRAFT_IDS = "draft_ids"  # all heads of a folder share one draft vocabulary, stored once
 
 
 def logit_lens(unembedding: Unembedding, num_layers: int, base_model: str) -> ExitHeads:
-    """Untrained heads for any model, one per layer: its own norm and unembedding there.
+    """Untrained heads for any model, one per layer: its own norm and unembedding.
 
-    Only one exit, three quarters up, is in use unless asked: earlier ones are nearly always wrong.
+    By default only the exit three quarters up is in use: earlier ones are nearly always wrong.
     """
     if num_layers == 1:
         raise InvalidOption("logit-lens reads layers before the last one, the model has one")
@@ -277,7 +277,7 @@ def logit_lens(unembedding: Unembedding, num_layers: int, base_model: str) -> Ex
 
 
 def _read_tensors(path: Path, config: HeadsConfig) -> dict[str, Tensor]:
-    """All of a weights file; before any head is built no size may ask for more than it holds."""
+    """Read a weights file. Raises InvalidHeads if a size in the config exceeds what it holds."""
     check_safetensors(path)
     tensors = load_file(path)
     numbers = sum(tensor.numel() for tensor in tensors.values())
@@ -292,7 +292,7 @@ def _read_tensors(path: Path, config: HeadsConfig) -> dict[str, Tensor]:
 
 
 def check_numbers(name: str, tensor: Tensor) -> None:
-    """Raise InvalidHeads unless a tensor of a file is floating and finite."""
+    """Raise InvalidHeads unless a tensor of a file is floating-point and finite."""
     if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise InvalidHeads(f"{name} is {tensor.dtype}, expected floating numbers")
     if not bool(tensor.isfinite().all()):
@@ -300,7 +300,7 @@ def check_numbers(name: str, tensor: Tensor) -> None:
 
 
 def hash_of(tensors: Mapping[str, Tensor], kind: bytes = b"") -> str:
-    """SHA-256 of `kind`, names and bytes."""
+    """SHA-256 of `kind`, and of the tensors' names and bytes."""
     digest = hashlib.sha256(kind)
     for name, tensor in sorted(tensors.items()):
         digest.update(name.encode())
@@ -311,7 +311,7 @@ def hash_of(tensors: Mapping[str, Tensor], kind: bytes = b"") -> str:
 def _checked_draft_ids(
     ids: Tensor | None, config: HeadsConfig, unembedding: Unembedding
 ) -> Tensor | None:
-    """The ids as int64 on the model's device. Raises InvalidHeads if they do not fit."""
+    """The ids as int64 on the model's device. Raises InvalidHeads if they are invalid."""
     if ids is not None and (ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64)):
         raise InvalidHeads(f"draft vocabulary is {ids.dtype} {list(ids.shape)}, expected whole ids")
     count, wanted = 0 if ids is None else len(ids), config.draft_vocab_size

@@ -1,8 +1,8 @@
-"""What the files of a heads folder may hold, whoever wrote them. Imports no torch.
+"""Validation of a heads folder's files, which may come from anyone. Imports no torch.
 
-The header of `model.safetensors` repeats `config.json` as it was when the weights were saved. The
-last folder that `fit`, `adapt`, `heads pull` or `heads use` named for a model, else one that came
-with selfspec, is found by its fingerprint.
+The header of `model.safetensors` repeats `config.json` as it was when the weights were saved. A
+model's heads are found by its fingerprint: the last folder named by `fit`, `adapt`, `heads pull` or
+`heads use`, else one that came with selfspec.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from selfspec.options import LAYER, Range, between, check_ranges
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 
-FORMAT_VERSION = 2  # 1: `base_fingerprint` is that of the unembedding alone
-METADATA = "selfspec"  # the config in the header of the weights, and our part of one of EAGLE-3's
+FORMAT_VERSION = 2  # in version 1 `base_fingerprint` covers only the unembedding
+METADATA = "selfspec"  # key of the config in the weights' header, and of our fields in EAGLE-3's
 
-EAGLE3 = "eagle3"  # heads that attend, ours and those that others publish
+EAGLE3 = "eagle3"  # heads that attend, published or fitted here
 MEDUSA = "medusa"  # several heads on the last layer, each for a token further ahead
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
-_MOST_BYTES = 1 << 20  # of a JSON file here
+_MOST_BYTES = 1 << 20  # maximum size of a JSON file
 
 _EAGLE3_DEFAULTS = {"drafter": "ngram+exit:threshold=0.3,anneal_strength=0,max_tokens=5"}
-"""Such heads bring no settings. Not measured: with 0.3 a third draft is right as often as not where
-each is right at 0.8."""
+"""For published heads, which have no settings. Not measured: with 0.3 a third draft is right as
+often as not where each is right at 0.8."""
 
 logger = logging.getLogger(__name__)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The config of a folder, all types and ranges checked: HeadsNotFound, InvalidHeads.
+    """The config of a folder, all types and ranges checked. Raises HeadsNotFound, InvalidHeads.
 
-    Where a run was killed between the weights and `config.json`, the weights' copy of it.
+    If a run was killed between the weights and `config.json`, the weights' copy is used.
     """
     path = Path(folder) / CONFIG_FILE
     if not path.is_file():
@@ -68,7 +68,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     ours = repeated.get(METADATA)
     if (ours if isinstance(ours, dict) else repeated).get("weights") == found.get("weights"):
         return found
-    logger.warning("%s is not that of the weights beside it, which is used instead", path)
+    logger.warning("%s does not belong to the weights beside it: their own copy is used", path)
     try:
         return _checked(repeated)
     except InvalidOption as error:
@@ -76,12 +76,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def attends(folder: Path) -> bool:
-    """Whether a folder holds EAGLE-3 heads, by its config, right or wrong."""
+    """Whether a folder's config, valid or not, is for EAGLE-3 heads."""
     return _is_eagle3(_object(Path(folder) / CONFIG_FILE))
 
 
 def is_heads_folder(folder: Path) -> bool:
-    """Whether `fit` wrote a folder: asked before files in it are replaced."""
+    """Whether `fit` wrote a folder; checked before its files are replaced."""
     config = folder / CONFIG_FILE
     if not config.exists():
         return repeated_config(folder / WEIGHTS_FILE) is not None
@@ -90,7 +90,7 @@ def is_heads_folder(folder: Path) -> bool:
 
 
 def repeated_config(weights: Path) -> dict[str, Any] | None:
-    """What the header of a weights file says; None: nothing, or there is no such file."""
+    """The config in the header of a weights file; None without one, or without the file."""
     if not weights.is_file():
         return None
     try:
@@ -102,7 +102,7 @@ def repeated_config(weights: Path) -> dict[str, Any] | None:
 
 
 def _object(file: Path) -> dict[str, Any]:
-    """What a JSON file holds; empty where it is none, or no object."""
+    """The object in a JSON file; empty if it is not JSON, or not an object."""
     try:
         values = read_json(file, _MOST_BYTES)
     except InvalidData:
@@ -110,7 +110,7 @@ def _object(file: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-# --- what the values of a config may be
+# --- valid values of a config
 
 _SIZE = between(1, 1 << 24)
 _LINE = Range(lambda text: len(text) <= 1000 and text.isprintable(), "of one line")
@@ -135,7 +135,7 @@ _Size = Annotated[int, _SIZE]
 
 @dataclass(frozen=True, kw_only=True)
 class HeadsFields:
-    """What `config.json` of a heads folder says; the ranges hold for one that is read."""
+    """The fields of a heads folder's `config.json`, with the ranges for reading it."""
 
     base_model: Annotated[str, _LINE]
     base_fingerprint: Annotated[str, _LINE]
@@ -144,15 +144,15 @@ class HeadsFields:
     vocab_size: _Size
     exit_layers: Annotated[tuple[int, ...], _LAYERS]
     head_type: Annotated[str, _LINE]
-    inner_size: Annotated[int | None, _SIZE] = None  # None: the head type's own choice
+    inner_size: Annotated[int | None, _SIZE] = None  # None: the head type's default
     draft_vocab_size: Annotated[int | None, _SIZE] = None  # tokens that heads can draft; None: all
-    num_heads: Annotated[int | None, between(1, 64)] = None  # None: one at each exit layer
-    state_layers: Annotated[tuple[int, ...] | None, _LAYERS] = None  # read beside layer L
-    # by exit layer; 1 where missing
+    num_heads: Annotated[int | None, between(1, 64)] = None  # None: one per exit layer
+    state_layers: Annotated[tuple[int, ...] | None, _LAYERS] = None  # read beside the last layer
+    # by exit layer; 1 if missing
     temperatures: Annotated[dict[str, float], _TEMPERATURES] = field(default_factory=dict)
-    defaults: dict[str, Any] = field(default_factory=dict)  # SpeculationOptions that suit
+    defaults: dict[str, Any] = field(default_factory=dict)  # recommended SpeculationOptions
     training: dict[str, Any] = field(default_factory=dict)  # tokens, data, steps, seed, versions
-    chat_template: Annotated[str | None, _TEMPLATE] = None  # of their text; None: the model's
+    chat_template: Annotated[str | None, _TEMPLATE] = None  # of the training text; None: the model's
     weights: Annotated[str | None, _LINE] = None  # hash: a killed run may have replaced one file
     format_version: int = FORMAT_VERSION
 
@@ -204,7 +204,7 @@ class _DecoderLayer(_Sizes, total=False):
 
 
 def _fields(values: Mapping[str, Any], kind: type, needed: Iterable[str] = ()) -> dict[str, Any]:
-    """What is not null, lists as tuples, each as `kind` has it. Raises InvalidOption."""
+    """The values that are not null, checked against `kind`, lists as tuples. InvalidOption."""
     said = {name: value for name, value in values.items() if value is not None}
     said = {name: tuple(one) if isinstance(one, list) else one for name, one in said.items()}
     check_types(dict.fromkeys(needed) | said, annotations_of(kind))
@@ -213,7 +213,7 @@ def _fields(values: Mapping[str, Any], kind: type, needed: Iterable[str] = ()) -
 
 
 def _checked(values: Any) -> dict[str, Any]:
-    """The config of heads of any kind, lists as tuples. Raises InvalidOption with the reason."""
+    """The checked config of any kind of heads, lists as tuples. Raises InvalidOption."""
     if _is_eagle3(values):
         return _eagle3(values)
     check_types({"it": values}, {"it": dict})
@@ -228,17 +228,17 @@ def _checked(values: Any) -> dict[str, Any]:
 
 
 def _check_fit(said: Mapping[str, Any], layers: Sequence[int]) -> None:
-    """Raise InvalidOption unless temperatures and defaults are for these exit layers."""
+    """Raise InvalidOption unless temperatures and defaults suit these exit layers."""
     check_keys(said.get("temperatures", {}), map(str, layers), "layer of temperatures")
     try:
         options = SpeculationOptions().updated(said.get("defaults", {}))
         chosen = layers if options.exit.layers is None else list(options.exit.layers)
         fits = set(chosen) <= set(layers) and len(options.exit.thresholds) in (1, len(chosen))
     except (InvalidOption, TypeError, ValueError, OverflowError) as error:
-        raise InvalidOption(f"its defaults are none: {error}") from error
+        raise InvalidOption(f"its defaults are invalid: {error}") from error
     if not fits:
         raise InvalidOption(f"its defaults are for other exit layers than {list(layers)}")
-    # a user of somebody's heads wants the model's own text, and an answer to every request
+    # others' heads must not change a user's text, nor make requests fail
     others = options.uses("draft-model") or options.uses("rest")
     if options.loss is not None or options.pinned or others:
         raise InvalidOption(
@@ -250,7 +250,7 @@ def _check_fit(said: Mapping[str, Any], layers: Sequence[int]) -> None:
 
 
 def _is_eagle3(values: Any) -> bool:
-    """Whether it is in the speculators format, or in the original one, which says less."""
+    """Whether a config is in the speculators format, or in the original one with fewer keys."""
     if not isinstance(values, dict) or "head_type" in values or "exit_layers" in values:
         return False
     return "speculators_model_type" in values or "draft_vocab_size" in values
@@ -301,12 +301,12 @@ def _layer(values: Mapping[str, Any]) -> dict[str, Any]:
     width = found.setdefault("head_dim", found["hidden_size"] // query)
     if not width or width % 2:
         raise InvalidOption(f"head_dim is {width}, expected an even number")
-    # the rotation's parameters as transformers 5 has them, from either way of saying them
+    # RoPE parameters in the form of transformers 5, from either form
     rope = said.get("rope_parameters") or said.get("rope_scaling") or {}
     rope = {"rope_theta": values.get("rope_theta") or 10000.0} | rope
     rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"
     hints: dict[str, Any] = dict.fromkeys(rope, float | bool)
-    hints["rope_type"] = Literal["default", "linear", "llama3", "yarn"]  # of a text of any length
+    hints["rope_type"] = Literal["default", "linear", "llama3", "yarn"]  # the same for any length
     check_types(rope, hints, "rope ")
     for name, value in rope.items():
         if name != "rope_type" and not 0 <= value < 1e12:
@@ -315,20 +315,20 @@ def _layer(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_json(config: Mapping[str, Any]) -> str:
-    """A config as both files hold it."""
+    """A config as text, in the form of both files."""
     return json.dumps(config, indent=2) + "\n"
 
 
-# --- which heads on this machine fit a model: a small file for each in the cache folder
+# --- the heads of each model on this machine: one small file per model in the cache folder
 
-_MOST_KNOWN = 32  # folders that are listed for a model
+_MOST_KNOWN = 32  # maximum folders listed for a model
 
 
 def remember(folder: Path, *, chosen: bool = False) -> bool:
-    """From now on the heads in `folder` are those of their model; False where others stay.
+    """Make the heads in `folder` those of their model; returns False if others stay in use.
 
-    So it is where the user chose others, and where the model cannot be known. `chosen` by the user:
-    until another choice, and also before heads that come with selfspec for its default model.
+    Others stay if the user chose them, or if the model has no fingerprint. `chosen`: by the user,
+    until another choice, and with precedence over heads that come with selfspec.
     """
     config = read_config(folder)
     base = config["base_fingerprint"]
@@ -351,9 +351,9 @@ def remember(folder: Path, *, chosen: bool = False) -> bool:
     try:
         files.write(_file_of(base), json.dumps(entry, indent=2) + "\n")
     except CannotWrite as error:
-        if chosen:  # else the heads themselves are written
+        if chosen:  # else the heads themselves were saved, which matters more
             raise
-        logger.warning("%s are not found by themselves: %s. Name them: --heads", folder, error)
+        logger.warning("%s will not be found automatically: %s. Give --heads", folder, error)
         return False
     return not stays
 
@@ -365,11 +365,11 @@ def find_known(
     *,
     chosen: bool = False,
 ) -> Path | None:
-    """The folder for a model of `sizes`, its layers and width, which tell most models apart.
+    """The heads folder for a model of `sizes` (layers, width), which tell most models apart.
 
-    Its `fingerprint` is asked for only where they are known. What was written here goes before the
-    `bundled` folders; what is gone, or holds other heads by now, is passed over. `chosen`: only
-    what the user chose.
+    Its `fingerprint` is computed only if heads of these sizes are known. Remembered folders precede
+    `bundled` ones; folders that are gone, or hold other heads by now, are skipped. `chosen`: only
+    the user's choice.
     """
     written = any(
         entry.get("sizes") == list(sizes) and (not chosen or entry.get("chosen") is True)
@@ -395,10 +395,10 @@ def find_known(
 
 
 def known_folders() -> list[Path]:
-    """Folders that were written here and are still there; those in use first."""
+    """Remembered folders that still exist; those in use first."""
     entries = map(_object, sorted(known_place().glob("*.json")))
     found = (folder for entry in entries for folder in _folders(entry) if _said(folder))
-    return [*dict.fromkeys(found)]  # one may have held another model's before
+    return [*dict.fromkeys(found)]  # one folder may be listed for several models
 
 
 def known_place() -> Path:
@@ -416,11 +416,11 @@ def _folders(entry: dict[str, Any]) -> list[Path]:
 
 
 def _exists(folder: Path) -> bool:
-    return os.path.exists(folder)  # noqa: PTH110  # Path's own raises where nobody may look
+    return os.path.exists(folder)  # noqa: PTH110  # Path.exists raises without permission
 
 
 def _said(folder: Path) -> dict[str, Any]:
-    """What a folder of heads says of itself; empty where it holds none."""
+    """The config of a folder of heads; empty if it holds none."""
     try:
         return read_config(folder)
     except (HeadsNotFound, InvalidHeads, OSError):

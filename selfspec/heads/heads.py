@@ -1,6 +1,6 @@
-"""Exit heads: small modules from a hidden state, raw, before the final norm, to draft logits.
+"""Exit heads: small modules from a hidden state, before the final norm, to draft logits.
 
-All kinds are made of the same few parts, so that `decoding.drafters.heads` runs each from 8-bit
+All kinds consist of the same few parts, so `decoding.drafters.heads` can run each from 8-bit
 weights.
 """
 
@@ -27,15 +27,15 @@ from selfspec.model.weights import CompiledLinear, rows_of
 
 
 class DraftVocabulary(NamedTuple):
-    """The tokens that heads can draft; one for all heads of a model."""
+    """The tokens that heads can draft; all heads of a model share one."""
 
-    ids: Tensor | None  # [V_draft] ids of the model, rising; None: all
+    ids: Tensor | None  # [V_draft] ids of the model, ascending; None: all
     rows: Tensor  # [V_draft, d]: their rows of the frozen unembedding
     bias: Tensor | None = None  # [V_draft]: their entries of its bias
 
     @classmethod
     def of(cls, unembedding: Unembedding, ids: Tensor | None) -> DraftVocabulary:
-        """All rows are the model's own tensor; a selection is a copy, or blocks of a file."""
+        """Shares the model's tensor if it has all rows; else copies rows, or keeps their blocks."""
         bias = None if unembedding.bias is None else unembedding.bias.detach()
         weight = unembedding.weight.detach()
         if ids is None:
@@ -44,9 +44,9 @@ class DraftVocabulary(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """A head's features are x + direct(x) + outer(silu(inner(x))), as far as given.
+    """The modules of a head; its features are x + direct(x) + outer(silu(inner(x))), if given.
 
-    x is the normed state, with `deep` beside it where the head reads that; there x is no term.
+    x is the normed state. For a head that reads `deep`, x is [state, deep] and not itself a term.
     """
 
     norm: nn.Module
@@ -56,26 +56,26 @@ class Parts(NamedTuple):
 
 
 class Packed(Protocol):
-    """A copy of a head that is faster to ask, and rounded."""
+    """A faster, rounded copy of a head."""
 
     rows: CompiledLinear  # [.., d] -> [.., V_draft], bias included, before the model's own finish
 
     def features(self, hidden: Tensor, beside: Tensor) -> Tensor:
-        """Features like those of the head; what it reads beside states is as wide as it can be."""
+        """The head's features, approximately; `beside` has the full width of the head's."""
 
     def asked(self, hidden: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:
-        """These, and what `rows` makes of them."""
+        """The features, and the output of `rows` for them."""
 
 
 class ExitHead(nn.Module, ABC):
     """Base of all head types: features, then an unembedding over the draft vocabulary.
 
-    `forward(hidden)`: [.., d] -> draft logits [.., V_draft], float32. Features [.., d] stand for
+    `forward(hidden)`: [.., d] -> draft logits [.., V_draft], float32. Features [.., d] approximate
     the normed output of the last layer, so one head's features can be the next token's `deep`.
     """
 
     reads_deep: ClassVar[bool] = False  # `deep`, the normed output of layer L one position earlier
-    looks_ahead: ClassVar[bool] = False  # there are several; `hidden` is what is `deep` for others
+    looks_ahead: ClassVar[bool] = False  # one of several; its `hidden` is the others' `deep`
     draft_ids: Tensor | None
 
     def __init__(
@@ -87,24 +87,24 @@ class ExitHead(nn.Module, ABC):
     ) -> None:
         super().__init__()
         self.beside = unembedding.weight.shape[1] * (1 + states) if self.reads_deep else 0
-        """Numbers of `deep`: what layer L gave, normed, then raw states, which the head scales."""
+        """Width of `deep`: the normed output of layer L, then raw states, which the head scales."""
         self.register_buffer("draft_ids", vocabulary.ids)
         self._target_vocab_size = unembedding.weight.shape[0]
         self._finish = unembedding.finish
-        # a list: state_dict must not see it, and a file must not be loaded into it
+        # in a list, so that it is not part of state_dict and no file is loaded into it
         self._shared = [vocabulary.rows]
         self.bias = vocabulary.bias
-        """[V_draft], added to logits; no parameter."""
+        """[V_draft], added to logits; not a parameter."""
         self._packed: Packed | None = None
         self.parts = self._build(unembedding, inner_size)  # a tuple adds no names to state_dict
 
     @abstractmethod
     def _build(self, unembedding: Unembedding, inner_size: int | None) -> Parts:
-        """Make the head's own modules, as they are before any fitting."""
+        """Make the head's own modules, initialised for fitting."""
 
     def features(self, hidden: Tensor, deep: Tensor | None = None) -> Tensor:
-        """[.., d] and `deep`, [.., up to `beside`], -> [.., d]; what is not known is 0."""
-        hidden = hidden.to(self.rows.device)  # from where its layer is; heads are beside lm_head
+        """[.., d] and `deep`, [.., up to `beside`], -> [.., d]; missing numbers of `deep` are 0."""
+        hidden = hidden.to(self.rows.device)  # heads are on lm_head's device, not the layer's
         beside = widened(deep, hidden, self.beside)
         if (packed := self._packed_for(hidden)) is not None:
             return packed.features(hidden, beside)
@@ -123,7 +123,7 @@ class ExitHead(nn.Module, ABC):
         return reduce(torch.add, terms)
 
     def asked(self, hidden: Tensor, deep: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """[n, d] and `deep` -> `features` and `unembed` of them; in one call where packed."""
+        """[n, d] and `deep` -> `features` and their `unembed`; a single call if packed."""
         if (packed := self._packed_for(hidden)) is None:
             features = self.features(hidden, deep)
             return features, self.unembed(features)
@@ -135,13 +135,13 @@ class ExitHead(nn.Module, ABC):
         """[.., d] -> draft logits [.., V_draft], float32."""
         if (packed := self._packed_for(features)) is not None:
             return self._finish(packed.rows(features))
-        rows = self.rows  # of another dtype than hidden states in some models
+        rows = self.rows  # in some models their dtype differs from that of hidden states
         return self._finish(
             nn.functional.linear(features.to(rows.device, rows.dtype), rows, self.bias)
         )
 
     def pack(self, packed: Packed) -> None:
-        """Ask `packed` from now on, where no gradient is wanted."""
+        """Use `packed` from now on, except when gradients are enabled."""
         self._packed = packed
 
     def _packed_for(self, rows: Tensor) -> Packed | None:
@@ -150,7 +150,7 @@ class ExitHead(nn.Module, ABC):
 
     @property
     def rows(self) -> Tensor:
-        """[V_draft, d]: of the unembedding, or the head's own."""
+        """[V_draft, d]: rows of the unembedding, or the head's own."""
         return self._shared[0]
 
     def forward(self, hidden: Tensor, deep: Tensor | None = None) -> Tensor:
@@ -190,7 +190,7 @@ class LogitLensHead(ExitHead):
 
 
 class LinearHead(ExitHead):
-    """Norm and a trained LM head (SpecBound section 3.1; AdaDecode); they start as the model's."""
+    """Norm and a trained LM head (SpecBound section 3.1; AdaDecode), initialised from the model."""
 
     def _build(self, unembedding: Unembedding, inner_size: int | None) -> Parts:  # noqa: ARG002  # the base's
         self.norm = _own_norm(unembedding)
@@ -204,7 +204,7 @@ class LinearHead(ExitHead):
 
 
 class TranslatorHead(ExitHead):
-    """Norm, identity and an affine map, the model's unembedding (the tuned lens's idea)."""
+    """Norm, identity plus an affine map, the model's unembedding (as in the tuned lens)."""
 
     def _build(self, unembedding: Unembedding, inner_size: int | None) -> Parts:  # noqa: ARG002  # the base's
         self.norm = _own_norm(unembedding)
@@ -214,12 +214,12 @@ class TranslatorHead(ExitHead):
 
 
 class DeepFusedHead(ExitHead):
-    """An affine map and a hidden layer that also read what the model made of the token before.
+    """An affine map and a hidden layer that also read the model's output for the previous token.
 
-    Verification computed that for the first draft of a round; for later ones the features of the
-    head that drafted the token before take its place, and states of earlier layers, where it reads
-    such, are not there. It starts from nothing: with tied embeddings the identity would guess the
-    token just read. `inner_size`: of the hidden layer; None: 2 d.
+    Verification computed that output for the first draft of a round. For later drafts the features
+    of the head that drafted the previous token replace it, and states of earlier layers, if the
+    head reads any, are missing. Output weights start at zero: with tied embeddings, an identity
+    would guess the token just read. `inner_size`: that of the hidden layer; None: 2 d.
     """
 
     reads_deep = True
@@ -238,7 +238,7 @@ class DeepFusedHead(ExitHead):
 class MedusaHead(ExitHead):
     """One block, x + silu(W x + b), then the model's own frozen unembedding (Cai et al. 2024).
 
-    Medusa-1 gives each head an unembedding of its own: K copies to keep, to fit and to read.
+    Medusa-1 gives each head its own unembedding: K copies to store, fit and read.
     """
 
     looks_ahead = True
@@ -246,11 +246,11 @@ class MedusaHead(ExitHead):
     def _build(self, unembedding: Unembedding, inner_size: int | None) -> Parts:  # noqa: ARG002  # the base's
         size = unembedding.weight.shape[1]
         self.inner = _zeros(size, size, unembedding)
-        return Parts(nn.Identity(), inner=self.inner)  # the state is normed already
+        return Parts(nn.Identity(), inner=self.inner)  # the state is already normed
 
 
 def _own_norm(unembedding: Unembedding) -> nn.Module:
-    """A copy of the final norm to fit, beside lm_head, without accelerate's hooks."""
+    """A trainable copy of the final norm on lm_head's device, without accelerate's hooks."""
     norm: nn.Module = remove_hook_from_module(copy.deepcopy(unembedding.norm))
     return norm.to(unembedding.weight.device).requires_grad_(True)
 
@@ -270,9 +270,9 @@ HEAD_TYPES: dict[str, type[ExitHead]] = {
     MEDUSA: MedusaHead,
 }
 
-# --- how certain: by the whole distribution, never by the token that was drawn
+# --- confidence: from the whole distribution, never from the drawn token
 
-Signal = Callable[[Tensor], Tensor]  # draft logits [.., V] -> [..] in [0, 1], 1 is certain
+Signal = Callable[[Tensor], Tensor]  # draft logits [.., V] -> [..] in [0, 1]; 1: certain
 
 
 def top_probability(logits: Tensor, temperature: float = 1.0) -> Tensor:
@@ -283,8 +283,8 @@ def top_probability(logits: Tensor, temperature: float = 1.0) -> Tensor:
 
 
 def likeliest(logits: Tensor, temperature: float, count: int) -> tuple[Tensor, Tensor]:
-    """[.., V] -> places of the largest of softmax(logits / temperature), and they, falling."""
-    if count == 1:  # of equal ones the first, as greedy decoding takes it
+    """[.., V] -> indices and values of the largest of softmax(logits / temperature), descending."""
+    if count == 1:  # ties go to the first, as in greedy decoding
         best, indices = logits.max(-1, keepdim=True)  # three times as fast as argmax
     else:
         best, indices = logits.topk(min(count, logits.shape[-1]), dim=-1)
@@ -305,7 +305,7 @@ class Ensemble:
 
     | document | here |
     |---|---|
-    | C(ent), an uncertainty | 1 - H / log V: turned round, so that 1 is certain in all three |
+    | C(ent), an uncertainty | 1 - H / log V: inverted, so that 1 means certain in all three |
     | C(margin), beta | sigmoid(margin_scale * (z1 - z2)), at least 1/2 |
     | C(soft) | (p1 - p2) / p1 |
     | lambda 1, 2, 3 | `weights` of these, which sum to 1 |
@@ -315,8 +315,8 @@ class Ensemble:
     margin_scale: float
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Logits [.., V] (or logarithms of a distribution) -> [..]."""
-        if logits.shape[-1] == 1:  # a draft vocabulary of one token: nothing else can come
+        """Logits [.., V] (or log-probabilities) -> [..]."""
+        if logits.shape[-1] == 1:  # a draft vocabulary of one token is always certain
             return logits.new_ones(logits.shape[:-1])
         log_probs = logits.log_softmax(-1)
         first, second = log_probs.topk(2, dim=-1).values.unbind(-1)
@@ -329,22 +329,22 @@ class Ensemble:
         return torch.stack(parts).sum(0)
 
 
-# --- answers about rows, in one pass of a head and one read
+# --- answers about rows, with one pass of a head and one device read
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a head says behind n rows."""
+    """A head's answer for n rows."""
 
-    features: Tensor  # [n, d]: what it believes layer L would give here
+    features: Tensor  # [n, d]: the head's estimate of layer L's normed output
     logits: Tensor  # draft logits, [n, V_draft]
     tokens: list[list[int]]  # the likeliest tokens of each row, best first; ids of the model
-    chances: list[list[float]]  # their probabilities, falling, by the judge's distribution
-    signals: list[float]  # what else was asked about each row; empty if nothing
+    chances: list[list[float]]  # their probabilities, descending, at the judge's temperature
+    signals: list[float]  # the requested signal for each row; empty without one
 
     @classmethod
     def read(cls, features: Tensor, logits: Tensor, numbers: Tensor) -> Answer:
-        """What was `scored`: one device read."""
+        """Make an answer of the `numbers` of `scored`; one device read."""
         rows, best = numbers.tolist(), numbers.shape[1] // 2
         return cls(
             features=features,
@@ -361,7 +361,7 @@ class Answer:
 def scored(
     head: ExitHead, logits: Tensor, temperature: float, count: int, signal: Signal | None = None
 ) -> Tensor:
-    """What an Answer reads of draft logits [n, V_draft]."""
+    """The numbers that an Answer needs from draft logits [n, V_draft]: tokens, chances, signal."""
     numbers = head.likeliest(logits, temperature, count)
     if signal is None:
         return numbers
@@ -369,7 +369,7 @@ def scored(
 
 
 def widened(deep: Tensor | None, hidden: Tensor, width: int) -> Tensor:
-    """`deep` beside `hidden`, [.., `width`]: zeros where nothing is known."""
+    """`deep` padded with zeros to [.., `width`], for use beside `hidden`."""
     if deep is None:
         return hidden.new_zeros(*hidden.shape[:-1], width)
     missing, deep = width - deep.shape[-1], deep.to(hidden)
@@ -377,7 +377,7 @@ def widened(deep: Tensor | None, hidden: Tensor, width: int) -> Tensor:
 
 
 def joined(deep: Sequence[Tensor | None], hidden: Sequence[Tensor], width: int) -> Tensor | None:
-    """What rows of many texts have beside their hidden states; None where none has anything."""
+    """The `deep` of many sequences' rows, joined and padded; None if no sequence has any."""
     if all(one is None for one in deep):
         return None
     both = zip(deep, hidden, strict=True)
@@ -390,8 +390,8 @@ def joined(deep: Sequence[Tensor | None], hidden: Sequence[Tensor], width: int) 
 class ExitJudge:
     """Annealed confidence threshold, ACT (SpecBound section 2.2).
 
-    `T_l = 1 + alpha (1 - l / L)`; `c_l = max softmax(z / T_l)`; exit at `c_l >= tau_l`. A
-    calibrated temperature of the layer multiplies T_l; the paper has none, which is 1.
+    `T_l = 1 + alpha (1 - l / L)`; `c_l = max softmax(z / T_l)`; exit at `c_l >= tau_l`. The layer's
+    calibrated temperature multiplies T_l; it is not in the paper, and 1 by default.
     """
 
     def __init__(

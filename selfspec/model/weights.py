@@ -284,7 +284,7 @@ class FilePages:
             start, end = weight.data_ptr(), weight.data_ptr() + weight.nbytes
             first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
             size = end // mmap.PAGESIZE * mmap.PAGESIZE - first  # whole pages
-            large = size >= 1 << 16 and weight.is_contiguous()  # else not worth searching all mappings
+            large = size >= 1 << 16 and weight.is_contiguous()  # else not worth the search
             if large and any(low <= start and end <= high for low, high in self._ranges):
                 advise = ctypes.CDLL(None).madvise  # if the kernel refuses, they stay
                 advise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
