@@ -1,8 +1,8 @@
 """Every option of the runtime: flags, YAML keys and keywords are derived from these classes.
 
-A value given in several places is taken from: flag > YAML file > what was tuned for this machine >
-the heads' own defaults > here. That holds for each setting: text changes what it names, so that
-`--drafter exit:threshold=0.9` leaves the heads' exit layers as they are. An object is taken whole.
+Precedence of values: flag > YAML file > tuned for this machine > the heads' own defaults > here. It
+applies to each setting: text changes only the settings that it names, so that `--drafter
+exit:threshold=0.9` keeps the heads' exit layers. An object is taken whole.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
     from transformers.generation.streamers import BaseStreamer
 
-_WIDEST_PROBED = 16  # rows: a probe of more would take longer than it is worth
+_WIDEST_PROBED = 16  # rows: probing more would take too long
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationOptions:
-    """How tokens are drafted and checked. Only `acceptance` changes the output.
+    """How tokens are drafted and verified. Only `acceptance` changes the output.
 
-    Settings of all drafters are kept side by side, whichever are in use.
+    The settings of all drafters are kept, whichever are in use.
     """
 
     speculate: bool = True
@@ -36,18 +36,18 @@ class SpeculationOptions:
     """One of exit (heads), ngram (prompt lookup), rest, skip, successors, lookahead, draft-model,
     ngram+OTHER, none.
 
-    Successors are what verification found likely behind the same tokens before, lookahead what the
-    model says behind guessed tokens, rest what follows the same ones in a datastore; skip is the
-    model without some of its layers. Of two the one that promises more drafts; heads on the
-    embedding, successors and rest draft around prompt lookup.
+    successors: tokens that verification found likely after the same tokens before; lookahead: the
+    model's continuations of guessed tokens; rest: continuations of the same tokens in a datastore;
+    skip: the model without some of its layers. With ngram+OTHER the one that promises more drafts;
+    heads on the embedding, successors and rest build trees around prompt lookup.
     """
     controller: parts.Controller = field(default_factory=parts.Fixed)
-    """What sets the draft length of the next round: fixed, heuristic, threshold, gammatune,
+    """How the draft length of a round is set: fixed, heuristic, threshold, gammatune,
     gammatune-plus, cm-asd."""
     acceptance: parts.Acceptance = field(default_factory=parts.Lossless)
-    """Which drafts stay: lossless, or one of the lossy rules lenient, cm-asd, easd."""
+    """Which drafts are accepted: lossless, or one of the lossy rules lenient, cm-asd, easd."""
     costs: parts.Costs = field(default_factory=parts.Costs)
-    """What drafts cost here, as shares of one pass without drafts: row, head, token."""
+    """Costs of drafts on this machine, as shares of one pass without drafts: row, head, token."""
     exit: parts.Exit = field(default_factory=parts.Exit)
     ngram: parts.Ngram = field(default_factory=parts.Ngram)
     draft_model: parts.DraftModel = field(default_factory=parts.DraftModel)
@@ -57,17 +57,17 @@ class SpeculationOptions:
     skip: parts.Skip = field(default_factory=parts.Skip)
 
     easd: parts.Easd = field(default_factory=parts.Easd)
-    """Where `easd` as text starts: heads may know its entropy threshold."""
+    """Defaults for `easd` given as text: heads may bring its entropy threshold."""
     never_slower: bool = True
-    """Pause heads, a draft model or skip while they cost more than they give; try again later.
+    """Pause heads, a draft model or skip while they cost more than they gain; try again later.
 
     Prompt lookup costs nothing to draft and has its own rule.
     """
     require_lossless: bool = False
     """Refuse lossy settings."""
     pinned: bool | None = None
-    """No draft changes one bit of a logit. True: by passes of one shape where kernels need it, or
-    an error where bits still move. None: as far as kernels have it, which costs nothing."""
+    """Drafts change no bit of a logit. True: guaranteed, by passes of one shape where kernels need
+    it; an error if bits still change. None: only where kernels do so by themselves, at no cost."""
     pinned_rows: Annotated[int, parts.between(1, 128)] = 8
     """With --pinned, rows of every pass: one for the newest token, one for each draft token."""
 
@@ -88,34 +88,34 @@ class SpeculationOptions:
 
     @property
     def grows_trees(self) -> bool:
-        """Whether heads may guess several tokens for a place.
+        """Whether drafters may guess several tokens for a position.
 
-        Lossy rules, and controllers that look at each token's confidence, know of one.
+        Lossy rules, and controllers that use each token's confidence, support only one.
         """
         several = self.uses("lookahead") or (self.tree.guesses > 1 and self.uses(self.tree.kind))
         return several and self.loss is None and not self.controller.reads_confidence
 
     @property
     def tree(self) -> parts.Exit | parts.Successors | parts.Rest:
-        """What sets the size of trees."""
+        """The settings for the size of trees."""
         if self.uses("rest"):
             return self.rest
         return self.successors if self.uses("successors") else self.exit
 
     @property
     def most_drafts(self) -> int:
-        """Tokens of a tree at most."""
+        """Maximum tokens of a tree."""
         most = (self.lookahead if self.uses("lookahead") else self.tree).max_rows
         return min(most, self.pinned_rows if self.pinned else most) - 1
 
     @property
     def widths(self) -> dict[str, int]:
-        """W_max of each drafter in use; lookahead fits what there is room for."""
+        """W_max of each drafter in use; lookahead has none, since it fits the room there is."""
         return {one.kind: one.max_tokens for one in self._used if one.kind != "lookahead"}
 
     @property
     def loss(self) -> str | None:
-        """Which option changes the output where drafts are made; None: none does."""
+        """The option that makes drafts change the output; None: lossless."""
         if isinstance(self.acceptance, parts.Lossless):
             return None
         if isinstance(self.acceptance, parts.Lenient):
@@ -128,7 +128,7 @@ class SpeculationOptions:
         return source in self.drafter.split("+")
 
     def longest_draft(self, width: int) -> int:
-        """What the controller never exceeds where W_max is `width`; pinned passes hold no more."""
+        """The controller's maximum length for a W_max of `width`, limited by pinned passes."""
         if not isinstance(self.controller, parts.Bounded):
             return width
         longest = self.controller.longest
@@ -136,16 +136,16 @@ class SpeculationOptions:
 
     @property
     def widest_pass(self) -> int:
-        """Rows of the widest verification that these drafts lead to, 16 if that is more."""
+        """Rows of the widest verification with these options, at most 16."""
         widths = [max(width, self.longest_draft(width)) for width in self.widths.values()]
         if self.grows_trees or self.uses("lookahead"):
             widths.append(self.most_drafts)
         return 1 + min(max(widths, default=0), _WIDEST_PROBED - 1)
 
     def updated(self, values: Mapping[str, Any]) -> SpeculationOptions:
-        """A copy with `values` replaced: objects, text, or nested mappings for those that have one.
+        """A copy with `values` replaced: objects, text, or nested mappings for settings.
 
-        Who names a drafter wants drafts, also where tuning found them no faster. Raises
+        Naming a drafter turns drafts on, even if tuning found them no faster. Raises
         InvalidOption.
         """
         if not isinstance(values, Mapping):
@@ -174,18 +174,18 @@ class SpeculationOptions:
         return replace(self, **found)
 
     def described(self) -> dict[str, Any]:
-        """Keywords that give these options, as text where they have settings, ready for JSON."""
+        """The keywords for these options, as text if they have settings, ready for JSON."""
         found = {name: getattr(self, name) for name in OPTION_NAMES} | {
             "drafter": "+".join(map(parts.as_text, self._used)) or "none",
             "controller": parts.as_text(self.controller),
-            # in full: easd as text starts where the heads say
+            # in full, since the heads' defaults apply to easd as text
             "acceptance": parts.as_text(self.acceptance, full=self.acceptance.kind == "easd"),
             "costs": parts.settings_text(self.costs),
         }
         return {name: value for name, value in found.items() if value != ""}
 
     def differing(self) -> dict[str, Any]:
-        """The least that `updated` needs to make these options of the built-in ones, for JSON."""
+        """The fewest values with which `updated` makes these of the built-in options, for JSON."""
         idle = [name for name in _SETTINGS if not self.uses(name.replace("_", "-"))]
         found = {name: parts.settings_text(getattr(self, name)) for name in idle} | self.described()
         usual = dict.fromkeys(idle, "") | SpeculationOptions().described()
@@ -201,17 +201,17 @@ def _field(kind: str) -> str:
 
 
 _SETTINGS = (*(_field(kind) for kind in parts.DRAFTERS if kind != "none"), "easd")
-"""Fields that keep settings of one kind, whichever is in use."""
+"""Fields with the settings of one kind, which are kept even if it is not in use."""
 
 OPTION_NAMES = tuple(one.name for one in fields(SpeculationOptions) if one.name not in _SETTINGS)
-"""Keywords of `generate`, flags and keys of a YAML file. The other fields are reached by these."""
+"""Keywords of `generate`, flags and keys of a YAML file. They also set the other fields."""
 
 
 def check(values: Mapping[str, Any], *, beside: Sequence[str] = ()) -> None:
-    """Raise InvalidOption for keywords that do not exist, or values that they cannot have.
+    """Raise InvalidOption for unknown keywords and invalid values.
 
-    For use before anything is loaded: what depends on the heads' defaults is not looked at. Names
-    that stand `beside` these may have been meant.
+    For use before anything is loaded: checks that depend on the heads' defaults are left out. Names
+    in `beside` are also suggested for unknown ones.
     """
     check_keys(values, [*OPTION_NAMES, *beside], "option")
     rows_later = {"pinned": None} if values.get("pinned") is True else {}
@@ -219,14 +219,14 @@ def check(values: Mapping[str, Any], *, beside: Sequence[str] = ()) -> None:
 
 
 def check_request(values: Mapping[str, Any]) -> None:
-    """Raise InvalidOption for drafts that cost others more than a server's client may ask for."""
+    """Raise InvalidOption for drafts that cost more than a client of a server may request."""
     asked = SpeculationOptions().updated(values)
     for name in (*_SETTINGS, "controller"):
         parts.check_asked(getattr(asked, name))
 
 
 DEFAULT_MAX_NEW_TOKENS = 128
-"""Tokens to generate where neither the caller nor the model says."""
+"""Tokens to generate if neither the caller nor the model specifies a number."""
 
 _NOT_BELOW_0 = parts.at_least(0)
 
@@ -268,26 +268,26 @@ class GenerateOptions(TypedDict, total=False):
     watermarking_config: Any
     logits_processor: list[Any]
     prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]]
-    # what comes in and out
+    # input and output
     attention_mask: Tensor
     num_return_sequences: parts.Count
     generation_config: GenerationConfig
     streamer: BaseStreamer
     # ours: for this call only
     seed: parts.Seed
-    """Seeds a generator of this call's own; without it draws come from torch's global one."""
+    """Seeds a generator for this call; without it, draws come from torch's global generator."""
     json_schema: Mapping[str, Any] | bool
     """The answer is JSON that follows this schema; True: any object."""
     grammar: str
-    """The answer follows this grammar: Lark, as llguidance reads it."""
+    """The answer follows this grammar, in llguidance's Lark syntax."""
     presence_penalty: float
-    """Taken off the score of tokens that the answer has already, as OpenAI defines it."""
+    """Subtracted from the score of each token already in the answer, as OpenAI defines it."""
     frequency_penalty: float
-    """The same, for each time that the answer has them."""
+    """Subtracted likewise, once for each occurrence."""
     logprobs: Annotated[int, _NOT_BELOW_0]
-    """How likely each token was is noted, and so many of the likeliest in its place."""
+    """Record each token's log-probability, and those of this many likeliest alternatives."""
     raw: bool
-    """A prompt in words is tokenised as it is, without the chat template."""
+    """Tokenise a text prompt directly, without the chat template."""
     speculate: bool
     drafter: str | Mapping[str, Any] | parts.Exit | parts.Ngram | parts.DraftModel | Sequence[Any]
     controller: str | Mapping[str, Any] | parts.Controller
@@ -301,22 +301,22 @@ class GenerateOptions(TypedDict, total=False):
 
 # --- the structure of an answer: a JSON schema or a grammar
 
-# llguidance reads them. It compiles nothing per schema (a mask takes microseconds from the first
-# on), gives forced text as tokens, goes back by any number of them, refuses keywords of JSON schema
-# that it does not honour, and brings no tensor library.
+# Why llguidance: it compiles nothing per schema (a mask takes microseconds from the first on),
+# returns forced text as tokens, rolls back any number of them, refuses JSON schema keywords that it
+# does not support, and depends on no tensor library.
 
 GRAMMAR_KEYWORDS = ("json_schema", "grammar")
 """Keywords of `generate` that ask for a structure."""
 
 WRITING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as `json.dumps` writes it: a small model can go on with spaces for ever, and what is written
-in one way only is forced."""
+"""JSON as `json.dumps` writes it: with flexible whitespace, a small model can write spaces for
+ever; and text that has only one form is forced, so it can be drafted."""
 
 
 class Grammar(NamedTuple):
-    """A grammar as llguidance reads it; not yet known to be right."""
+    """A grammar for llguidance, not yet validated."""
 
-    keyword: str  # that asked for it
+    keyword: str  # the keyword that asked for it
     text: str
 
 
@@ -324,7 +324,7 @@ def wanted_grammar(options: Mapping[str, Any]) -> Grammar | None:
     """The grammar that keywords of `generate` ask for. Raises InvalidOption."""
     schema, text = (options.get(name) for name in GRAMMAR_KEYWORDS)
     if schema is not None and text is not None:
-        raise InvalidOption("json_schema and grammar at once. Leave one of them out")
+        raise InvalidOption("json_schema and grammar are both given. Leave one of them out")
     if schema is not None:
         return grammar_of_schema(schema)
     if text is None:
@@ -335,7 +335,7 @@ def wanted_grammar(options: Mapping[str, Any]) -> Grammar | None:
 
 
 def grammar_of_schema(schema: Mapping[str, Any] | bool) -> Grammar:
-    """JSON that follows a schema; True: any object. Raises InvalidOption."""
+    """The grammar of JSON that follows a schema; True: any object. Raises InvalidOption."""
     if schema is True:
         schema = {"type": "object"}
     if not isinstance(schema, Mapping):
@@ -349,7 +349,7 @@ def grammar_of_schema(schema: Mapping[str, Any] | bool) -> Grammar:
 
 
 def check_grammar(grammar: Grammar) -> None:
-    """Raise InvalidOption for what llguidance does not honour. Large ones take seconds."""
+    """Raise InvalidOption for grammars that llguidance does not support; may take seconds."""
     wrong, said = matcher_class().validate_grammar_with_warnings(grammar.text)
     if wrong:
         why = said[0].rstrip(".")

@@ -1,8 +1,8 @@
 """Settings of drafters, draft controllers, acceptance rules and costs: one dataclass each.
 
-`SpeculationOptions` in `config` is made of them. A range is said at the field, checked when an
-object is made; below each field: symbol, range and meaning; above or beside it, why this default.
-To add one: a class in its group, and its name in the group's table. Imports no torch.
+`SpeculationOptions` in `config` is made of them. A field's annotation has its range, which is
+checked on creation; below it are symbol, range and meaning; above or beside it is the reason for
+its default. To add one: a class in its group, and its name in the group's table. Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from selfspec.errors import (
     shown,
 )
 
-# --- what all share
+# --- shared base classes and ranges
 
 
 @dataclass(frozen=True)
 class Range:
-    """Which values an option may have; written into its annotation with `Annotated`."""
+    """The values that an option may have; part of its annotation through `Annotated`."""
 
     holds: Callable[[Any], bool]
-    expected: str  # how an error says so
-    whole: bool = False  # it holds for a tuple as a whole, not for each value in it
+    expected: str  # its words in an error message
+    whole: bool = False  # applies to a tuple as a whole, not to each value in it
     most: float | None = None  # the largest value, which costs a few megabytes and milliseconds
-    request: float | None = None  # the largest of a server's client; None: no client may ask
+    request: float | None = None  # the largest value in a client's request; None: not allowed
 
 
 def between(least: float, most: float, request: float | None = None) -> Range:
-    """Both included."""
+    """A range with both ends included."""
     holds, expected = lambda value: least <= value <= most, f"in [{least}, {most}]"
     return Range(holds, expected, most=most, request=request)
 
@@ -51,12 +51,12 @@ def at_least(least: float) -> Range:
 
 @dataclass(frozen=True)
 class Part:
-    """Settings of one drafter, controller or rule. Lists are kept as tuples."""
+    """Settings of one drafter, controller or rule. Lists are stored as tuples."""
 
     kind: ClassVar[str]  # its name on the command line
     reads_confidence: ClassVar[bool] = False
-    """Whether a controller goes by a token's confidence; such controllers know chains alone."""
-    reads_beliefs: ClassVar[bool] = False  # a rule looks at each draft token's whole distribution
+    """Whether a controller uses each token's confidence; such controllers support chains only."""
+    reads_beliefs: ClassVar[bool] = False  # whether a rule reads each draft token's distribution
 
     def __init_subclass__(cls, kind: str = "") -> None:
         if kind:
@@ -70,13 +70,13 @@ class Part:
 
 
 def check_fields(options: Any, prefix: str = "") -> None:
-    """Raise InvalidOption unless all fields have values of their types, in their ranges."""
+    """Raise InvalidOption unless all fields have their types and lie in their ranges."""
     check_types(vars(options), annotations_of(type(options)), prefix)
     check_ranges(vars(options), type(options), prefix)
 
 
 def check_ranges(values: Mapping[str, Any], kind: type, prefix: str = "") -> None:
-    """Raise InvalidOption for a value out of its range in `kind`, named behind `prefix`."""
+    """Raise InvalidOption for a value out of its range in `kind`; `prefix` is put before names."""
     for name, limit in ranges(kind).items():
         value = values.get(name)
         every = value if isinstance(value, tuple) and not limit.whole else (value,)
@@ -89,7 +89,7 @@ def check_ranges(values: Mapping[str, Any], kind: type, prefix: str = "") -> Non
 
 
 def check_asked(part: Part) -> None:
-    """Raise InvalidOption for what a request to a server may not ask for of a part."""
+    """Raise InvalidOption for settings of a part that a request to a server may not change."""
     kind: type = type(part)
     for key, value in _differing(part).items():
         name, limit = f"{part.kind}:{key}", ranges(kind).get(key)
@@ -102,7 +102,7 @@ def check_asked(part: Part) -> None:
 
 @functools.cache
 def ranges(kind: type) -> dict[str, Range]:
-    """By field, of those that have one."""
+    """The ranges of a class's fields, by name."""
     return {
         name: note
         for name, hint in annotations_of(kind, include_extras=True).items()
@@ -119,10 +119,10 @@ SHARE = Range(lambda value: 0.0 < value <= 1.0, "in (0, 1]", most=1.0, request=1
 
 Amount = Annotated[float, AMOUNT]
 Count = Annotated[int, at_least(1)]
-Seed = Annotated[int, between(-(2**63), 2**64 - 1)]  # what torch takes
+Seed = Annotated[int, between(-(2**63), 2**64 - 1)]  # torch's range
 Probability = Annotated[float, PROBABILITY]
 Share = Annotated[float, SHARE]
-Rank = Annotated[int, between(1, 1024)]  # how many of the likeliest tokens
+Rank = Annotated[int, between(1, 1024)]  # a number of likeliest tokens
 Rows = Annotated[int, between(1, 64, request=32)]
 Width = Annotated[int, between(1, 64, request=16)]
 """Draft tokens of a round. With 64 the logits of a verification take 13 MB at 49,152 tokens."""
@@ -137,26 +137,26 @@ class Exit(Part, kind="exit"):
     layers: Annotated[tuple[int, ...] | None, LAYER] = None
     """Exit layers in use, counted from 1. None: all that the heads were fitted for."""
     threshold: Annotated[float | tuple[float, ...], SHARE] = 0.9  # a wrong draft costs work
-    """tau, in (0, 1]: a token exits where its annealed confidence reaches it. One value for all
+    """tau, in (0, 1]: a token exits where its annealed confidence reaches tau. One value for all
     exit layers, or one per layer."""
 
-    # the paper calls for "a small" one without printing it (section 3.3)
+    # the paper asks for "a small" one without giving it (section 3.3)
     anneal_strength: Amount = 0.2
     """alpha, at least 0, in `T_l = 1 + alpha (1 - l / L)`; 0 turns annealing off."""
     max_depth: Annotated[int | None, LAYER] = None
     """D_max, an exit layer: no draft runs deeper. None: the deepest exit layer in use."""
     max_tokens: Width = 6
-    """Draft tokens per round at most (W_max), or where a controller starts; of a tree the longest
-    path."""
+    """Maximum draft tokens per round (W_max), or a controller's first length; for a tree, the
+    longest path."""
     guesses: Annotated[int, between(1, 32, request=4)] = 1
-    """Tokens that a head on the embedding, exit layer 0, may propose for one place, at least 1:
-    more than one make a tree. Each is proposed where its probability pays for its row."""
+    """Maximum tokens that a head on the embedding, exit layer 0, proposes for one position, at
+    least 1; more than one make a tree. A token is proposed if its probability pays for its row."""
     max_rows: Rows = 16
-    """Rows of a tree's verification at most, with the newest token's."""
+    """Maximum rows of a tree's verification, including the newest token's."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.threshold, tuple) and len(self.threshold) == 1:  # it is for all layers
+        if isinstance(self.threshold, tuple) and len(self.threshold) == 1:  # one for all layers
             object.__setattr__(self, "threshold", self.threshold[0])
 
     @property
@@ -169,12 +169,12 @@ class Exit(Part, kind="exit"):
 class Ngram(Part, kind="ngram"):
     """Prompt lookup."""
 
-    size: Annotated[int, between(1, 16, request=8)] = 4  # a token is kept in so many: 3 KB at 16
-    """Longest n-gram that is looked up, 1 to 16; the longest that is found decides."""
+    size: Annotated[int, between(1, 16, request=8)] = 4  # entries per token: 3 KB at 16
+    """Longest n-gram that is looked up, 1 to 16; the longest match is used."""
 
-    # more than exit heads draft: they cost no time, and fill a pinned pass with the newest token
+    # more than exit heads: drafting takes no time, and with the newest token fills a pinned pass
     max_tokens: Width = 7
-    """Draft tokens per round at most (W_max)."""
+    """Maximum draft tokens per round (W_max)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +182,7 @@ class DraftModel(Part, kind="draft-model"):
     """A second, smaller model."""
 
     max_tokens: Width = 6
-    """Draft tokens per round at most (W_max), or where a controller starts."""
+    """Maximum draft tokens per round (W_max), or a controller's first length."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,46 +192,46 @@ class Successors(Part, kind="successors"):
     max_tokens: Width = 6
     """Longest path of a tree, at least 1."""
     guesses: Annotated[int, between(1, 8, request=4)] = 4
-    """Tokens that may be proposed for one place, at least 1: those likely enough for their row."""
+    """Maximum tokens proposed for one position, at least 1; each must pay for its row."""
     max_rows: Rows = 16
-    """Rows of a tree's verification at most, with the newest token's."""
+    """Maximum rows of a tree's verification, including the newest token's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rest(Part, kind="rest"):
-    """What follows the same tokens in a datastore."""
+    """Continuations of the same tokens in a datastore."""
 
     max_tokens: Width = 10
-    """Longest path of a tree, at least 1; no lookup says more than 10."""
+    """Longest path of a tree, at least 1; a lookup gives at most 10 tokens."""
     max_rows: Rows = 16  # REST drafts 64 tokens, on a GPU
-    """Rows of a tree's verification at most, with the newest token's."""
+    """Maximum rows of a tree's verification, including the newest token's."""
 
     @property
     def guesses(self) -> int:
-        """Tokens for one place: as many as there is room for."""
+        """Maximum tokens proposed for one position: as many as fit."""
         return self.max_rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lookahead(Part, kind="lookahead"):
-    """n-grams that the model writes after guessed tokens, beside each verification.
+    """n-grams that the model generates after guessed tokens, beside each verification.
 
-    A verification has (level - 1) (window + guesses) rows, 128 at most. Where it has room for
-    fewer, the window loses columns first, and then guesses; models that run no trees draft one
-    guess, from the text alone.
+    A verification has (level - 1) (window + guesses) rows, at most 128. If it has room for fewer,
+    the window loses columns first, and then guesses; models that run no trees draft one guess, from
+    the text alone.
     """
 
-    # the project's N, W, G are 5, 7, 7, which takes 56 rows: for a GPU. These defaults take 8
+    # the original's N, W, G are 5, 7, 7, which take 56 rows: for a GPU. These defaults take 8
     level: Annotated[int, between(2, 8, request=4)] = 3
-    """N, at least 2: tokens of an n-gram, the newest included."""
+    """N, at least 2: tokens of an n-gram, including the newest."""
     window: Annotated[int, between(1, 16, request=4)] = 2
     """W, at least 1: columns of guessed tokens."""
     guesses: Annotated[int, between(1, 16, request=4)] = 2
-    """G, at least 1: n-grams that are drafted, and that are kept with the same first token."""
+    """G, at least 1: maximum n-grams that are drafted, and that are kept per first token."""
 
     @property
     def max_rows(self) -> int:
-        """Rows of a verification at most, with the newest token's."""
+        """Maximum rows of a verification, including the newest token's."""
         return min((self.level - 1) * (self.window + self.guesses), 128)
 
 
@@ -240,15 +240,15 @@ class Skip(Part, kind="skip"):
     """The model itself without some of its layers: Self-SD, SWIFT."""
 
     skipped: Annotated[tuple[int, ...] | None, between(2, 4096)] = None
-    """Layers that drafts leave out, counted from 1; the first always runs. None: those that are
-    found best while texts are written."""
+    """Layers that drafts skip, counted from 1; the first always runs. None: search for the best
+    ones during generation."""
     threshold: Probability = 0.8
-    """Top probability, in [0, 1], from which drafting goes on; where it starts."""
+    """Top probability, in [0, 1], from which drafting continues; `target` changes it over time."""
     target: Annotated[float | None, PROBABILITY] = 0.9
-    """Share of drafts that should stay: the threshold moves towards it, 0.001 a round. None: it
-    stays as it is."""
+    """Share of drafts that should be accepted; the threshold moves by 0.001 a round to reach it.
+    None: the threshold stays constant."""
     max_tokens: Width = 8
-    """Draft tokens per round at most (W_max), or where a controller starts."""
+    """Maximum draft tokens per round (W_max), or a controller's first length."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -268,13 +268,13 @@ DRAFTERS: Kinds = {
 }
 _BEHIND_NGRAMS = ("exit", "draft-model", "successors", "rest", "skip")
 TOGETHER = (*DRAFTERS, *(f"ngram+{kind}" for kind in _BEHIND_NGRAMS))
-"""Drafters in use: alone, or prompt lookup in front of another."""
+"""Values of `drafter`: one drafter alone, or prompt lookup combined with another."""
 
 FITTED = "ngram+exit"
-"""What drafts where heads were fitted: prompt lookup costs nothing beside them."""
+"""The default drafter for fitted heads: prompt lookup costs nothing beside them."""
 
 MEDUSA_FITTED = f"{FITTED}:threshold=1e-09,anneal_strength=0,guesses=10"
-"""The same, of Medusa heads, which nothing calibrates: no head is too unsure for their tree."""
+"""The same for Medusa heads: they are not calibrated, so no threshold limits their tree."""
 
 _WEIGHTS = Range(
     lambda weights: len(weights) == 3 and min(weights) >= 0.0 and abs(sum(weights) - 1) < 1e-6,
@@ -288,16 +288,16 @@ _WEIGHTS = Range(
 class Ensemble(Part):
     """A weighted mean of three signals."""
 
-    # printed nowhere: the two margins say much the same
+    # not in the paper: the two margins measure nearly the same
     weights: Annotated[tuple[float, ...], _WEIGHTS] = (0.4, 0.3, 0.3)
     """lambda: weights of entropy, logit margin and softmax margin, which sum to 1."""
 
-    # printed nowhere: 1 gives a sigmoid of the margin as it is, in nats
+    # not in the paper: 1 gives a sigmoid of the unscaled margin, in nats
     margin_scale: Annotated[float, POSITIVE] = 1.0
     """beta, above 0: sharpness of the logit margin."""
 
 
-# --- draft controllers: what sets the length of the next round
+# --- draft controllers, which set the draft length of the next round
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,13 +307,12 @@ class Fixed(Part, kind="fixed"):
 
 @dataclass(frozen=True, kw_only=True)
 class Bounded(Part):
-    """A length that moves between bounds."""
+    """A length that varies between bounds."""
 
     shortest: Width = 1
-    """gamma_min, k_min, at least 1: no draft is asked to be shorter."""
-    longest: Width = 10  # printed nowhere: where verification starts to cost on a CPU
-    """gamma_max, k_max, at least 1: no draft is longer; in pinned mode never more than
-    `pinned_rows - 1`."""
+    """gamma_min, k_min, at least 1: smallest length that is asked for."""
+    longest: Width = 10  # not in the papers: where verification starts to cost on a CPU
+    """gamma_max, k_max, at least 1: largest length; in pinned mode at most `pinned_rows - 1`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -326,38 +325,38 @@ class Bounded(Part):
 
 @dataclass(frozen=True, kw_only=True)
 class Heuristic(Bounded, kind="heuristic"):
-    """Two more after a round whose drafts were all accepted, else one less."""
+    """Two longer after a round whose drafts were all accepted, else one shorter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Threshold(Part, kind="threshold"):
-    """A fixed length, cut short behind an unsure draft."""
+    """A fixed length; a draft also ends after an unsure token."""
 
     reads_confidence: ClassVar[bool] = True
 
-    # as in Hugging Face's `assistant_confidence_threshold`; GammaTune prints none
+    # as in Hugging Face's `assistant_confidence_threshold`; GammaTune gives none
     threshold: Probability = 0.4
-    """Top probability, in [0, 1], from which drafting goes on."""
+    """Top probability, in [0, 1], from which drafting continues."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GammaTune(Bounded, kind="gammatune"):
     """An exponential mean of accepted lengths."""
 
-    rate: Share = 0.3  # printed nowhere
+    rate: Share = 0.3  # not in the paper
     """eta, in (0, 1]: weight of the last round in the mean."""
-    step: Amount = 2.0  # printed nowhere; the heuristic's own step
+    step: Amount = 2.0  # not in the paper; the heuristic's own step
     """delta, at least 0: added for a round whose drafts were all accepted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GammaTunePlus(GammaTune, kind="gammatune-plus"):
-    """GammaTune that also stops behind an unsure draft."""
+    """GammaTune that also stops after an unsure token."""
 
     reads_confidence: ClassVar[bool] = True
 
     threshold: Probability = 0.4  # as for the controller `threshold`
-    """Top probability, in [0, 1], from which drafting goes on."""
+    """Top probability, in [0, 1], from which drafting continues."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -367,7 +366,7 @@ class CmAsdLength(Bounded, Ensemble, kind="cm-asd"):
     reads_confidence: ClassVar[bool] = True
 
     scale: Share = 1.0  # the document's "full confidence"
-    """alpha, in (0, 1]: share of `longest` that full confidence drafts."""
+    """alpha, in (0, 1]: share of `longest` that is drafted at full confidence."""
 
 
 Controller = Fixed | Threshold | Heuristic | GammaTune | CmAsdLength
@@ -376,7 +375,7 @@ CONTROLLERS: Kinds = {
     one.kind: one for one in (Fixed, Heuristic, Threshold, GammaTune, GammaTunePlus, CmAsdLength)
 }
 
-# --- acceptance rules: what decides how many drafts stay
+# --- acceptance rules, which decide how many drafts are accepted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -386,43 +385,43 @@ class Lossless(Part, kind="lossless"):
 
 @dataclass(frozen=True, kw_only=True)
 class Lenient(Part, kind="lenient"):
-    """Speculative sampling that keeps more drafts. Lossy below a lenience of 1."""
+    """Speculative sampling that accepts more drafts. Lossy below a lenience of 1."""
 
     lenience: Share = 0.6  # measured at this value: eval/results/papers/lenience
-    """In (0, 1]: a sampled draft stays when u < p / (q * lenience)."""
+    """In (0, 1]: a sampled draft is accepted if u < p / (q * lenience)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CmAsd(Ensemble, kind="cm-asd"):
-    """Drafts close to the model's best token stay. Lossy."""
+    """Accepts drafts close to the model's best token. Lossy."""
 
     reads_beliefs: ClassVar[bool] = True
 
     reading: Annotated[str, Range(("intent", "paper").__contains__, "intent or paper")] = "intent"
-    """intent: stricter where the drafter is unsure, as the document's text says; paper: looser, as
-    its formula does."""
-    top_beta: Rank = 3  # printed nowhere
-    """beta, at least 1: a draft must be among so many best tokens."""
-    tolerance: Amount = 0.1  # the document's example
-    """tau_base, at least 0, in nats below the best token."""
+    """intent: stricter if the drafter is unsure, as the paper's text says; paper: looser, as in its
+    formula."""
+    top_beta: Rank = 3  # not in the paper
+    """beta, at least 1: a draft must be among this many best tokens."""
+    tolerance: Amount = 0.1  # the paper's example
+    """tau_base, at least 0: how far a draft may be below the best token, in nats."""
 
-    # printed nowhere: with tolerance 0.1 a token may be e times less likely than the best
+    # not in the paper: with tolerance 0.1 a token may be e times less likely than the best
     tolerance_gain: Amount = 0.9
-    """gamma, at least 0, in nats: what confidence (intent) or its lack (paper) adds."""
+    """gamma, at least 0, in nats: tolerance added by confidence (intent) or by its lack (paper)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Easd(Part, kind="easd"):
-    """Drafts stop where both models are unsure between the same tokens. Lossy."""
+    """Rules out drafts where both models are unsure between the same tokens. Lossy."""
 
     reads_beliefs: ClassVar[bool] = True
 
     entropy: Annotated[float | None, AMOUNT] = None
-    """tau_H, at least 0, in nats. None: that of the heads, by selfspec calibrate --entropy."""
+    """tau_H, at least 0, in nats. None: that of the heads, from selfspec calibrate --entropy."""
     overlap: Probability = 0.8
-    """tau_O, in [0, 1]: more than this share of the best tokens is the same in both."""
+    """tau_O, in [0, 1]: more than this share of the best tokens is common to both models."""
     tokens: Rank = 5
-    """N, at least 1: how many best tokens are compared."""
+    """N, at least 1: number of best tokens that are compared."""
 
 
 Acceptance = Lossless | Lenient | CmAsd | Easd
@@ -430,9 +429,9 @@ Acceptance = Lossless | Lenient | CmAsd | Easd
 ACCEPTANCE: Kinds = {one.kind: one for one in (Lossless, Lenient, CmAsd, Easd)}
 
 KINDS = {"drafter": DRAFTERS, "controller": CONTROLLERS, "acceptance": ACCEPTANCE}
-"""Options that are of one kind of several (drafters: of two together), by name."""
+"""Options that choose one kind of several (for drafters, up to two), by name."""
 
-# --- what drafts cost, as shares of a step of one row
+# --- the costs of drafts, as shares of a step of one row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -440,25 +439,25 @@ class Costs(Part, kind="costs"):
     """Shares of one pass without drafts."""
 
     row: Annotated[float | tuple[float, ...] | None, PROBABILITY] = None
-    """What one more row adds to a verification, in [0, 1]: the second, the third and so on, as far
-    as they differ; a draft token is proposed where it is likely enough to pay for that. None: as
+    """Cost of one more row in a verification, in [0, 1]: of the second row, the third and so on, if
+    they differ; a draft token is proposed if it is likely enough to pay for its row. None: as
     measured when this model was first loaded on this machine."""
     head: Annotated[float | None, AMOUNT] = None
-    """What asking one exit head adds to a round, at least 0. None: as measured, likewise."""
+    """Cost of asking one exit head in a round, at least 0. None: as measured, likewise."""
     token: Annotated[float | None, AMOUNT] = None
-    """What a draft token of a second model takes, of a model without some layers, or of heads that
-    attend. None: by the weights that are read."""
+    """Cost of a draft token of a second model, of the model without some layers, or of heads that
+    attend. None: by the size of the weights that are read."""
 
     @property
     def rows(self) -> tuple[float, ...] | None:
-        """`row` as a tuple; the last value holds for all rows beyond."""
+        """`row` as a tuple; the last value holds for all further rows."""
         return self.row if self.row is None or isinstance(self.row, tuple) else (self.row,)
 
 
 PARTS: dict[str, Kinds] = {**KINDS, "costs": {"": Costs}}
-"""All options that have settings of their own; costs are of one kind, which has no name."""
+"""All options with settings of their own; costs have a single kind, without a name."""
 
-# --- values from text, YAML and JSON, as a type hint wants them
+# --- values from text, YAML and JSON, by type hint
 
 
 def members(hint: Any) -> tuple[Any, ...]:
@@ -467,7 +466,7 @@ def members(hint: Any) -> tuple[Any, ...]:
 
 
 def typed(name: str, value: Any, hint: Any) -> Any:
-    """`value` as `hint` says; text is parsed. Raises InvalidOption if no reading fits."""
+    """`value` converted to the type of `hint`; text is parsed. Raises InvalidOption."""
     for member in members(hint):
         found = _read(value, member)
         if fits(found, member):
@@ -476,7 +475,7 @@ def typed(name: str, value: Any, hint: Any) -> Any:
 
 
 def _read(value: Any, member: Any) -> Any:
-    """A value of one type: text with commas or slashes is a tuple, one item a list of its own."""
+    """Convert to one type: text with commas or slashes to a tuple, a single item to a list."""
     kind = get_origin(member) or member
     if kind in (tuple, list):
         text = isinstance(value, str) and kind is tuple
@@ -497,10 +496,10 @@ P = TypeVar("P", bound=Part)
 
 
 def parsed(group: str, value: Any, kinds: Kinds, present: Mapping[str, Part]) -> list[Part]:
-    """What `value` asks for of a `group` (drafter, controller, ..), in its order.
+    """The parts of a `group` (drafter, controller, ..) that `value` asks for, in its order.
 
-    Objects are taken as they are. Text and mappings change what they name of what is `present`.
-    Raises InvalidOption.
+    Objects are taken unchanged. Text and mappings change the settings that they name, starting from
+    `present`. Raises InvalidOption.
     """
     found = []
     for kind, settings in _entries(group, value):
@@ -514,7 +513,7 @@ def parsed(group: str, value: Any, kinds: Kinds, present: Mapping[str, Part]) ->
 def changed(part: P, settings: Any) -> P:
     """A copy with `settings` replaced: text, names and values, an object of its kind, or None.
 
-    Raises InvalidOption for names that it does not have and values that they cannot have.
+    Raises InvalidOption for unknown names and invalid values.
     """
     if isinstance(settings, type(part)):
         return settings
@@ -527,9 +526,9 @@ def changed(part: P, settings: Any) -> P:
 
 
 def laid_over(group: str, below: Any, above: Any) -> dict[str, Any]:
-    """What two values of one option say together, each text or a mapping, as a mapping.
+    """Merge two values of one option, each text or a mapping, to a mapping.
 
-    Kinds are those of `above`; of one that both name, `above` wins setting by setting. Raises
+    Kinds are those of `above`; for a kind in both, `above` overrides single settings. Raises
     InvalidOption.
     """
     if group == "costs":
@@ -542,16 +541,16 @@ def laid_over(group: str, below: Any, above: Any) -> dict[str, Any]:
 
 
 def as_text(part: Part, *, full: bool = False) -> str:
-    """The shortest text that gives `part`: its kind, and what differs from the defaults.
+    """The shortest text for `part`: its kind, and the settings that differ from the defaults.
 
-    `full`: all settings, for where other defaults may be in force.
+    `full`: all settings, for use where other defaults may apply.
     """
     said = settings_text(part, full=full)
     return f"{part.kind}:{said}" if said else part.kind
 
 
 def settings_text(part: Part, *, full: bool = False) -> str:
-    """`KEY=VALUE,..` of what differs from the defaults; empty if nothing does."""
+    """`KEY=VALUE,..` for settings that differ from the defaults; may be empty."""
     values = vars(part) if full else _differing(part)
     return ",".join(f"{name}={word(value)}" for name, value in values.items())
 
@@ -562,18 +561,18 @@ def _differing(part: Part) -> dict[str, Any]:
 
 
 def word(value: Any) -> str:
-    """A value as text has it, without blanks."""
+    """A value as text, without blanks."""
     if value is None:
         return "none"
     return "/".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _entries(group: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Kinds with their settings: text, a mapping, None, or an object that has them all."""
+    """Kinds with their settings, which are text, a mapping, None, or a whole object."""
     if isinstance(value, Part):
         yield value.kind, value
     elif isinstance(value, str):
-        for piece in re.split(r"\+(?=\s*[A-Za-z])", value):  # not at that of 1e+3
+        for piece in re.split(r"\+(?=\s*[A-Za-z])", value):  # not at the + of 1e+3
             kind, _, settings = piece.partition(":")
             yield kind.strip().replace("_", "-"), settings if ":" in piece else None
     elif isinstance(value, Mapping) and value:
@@ -587,7 +586,7 @@ def _entries(group: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _named(kind: str, settings: Any) -> dict[str, Any]:
-    """Settings by name: of `KEY=VALUE,..`, a mapping, or nothing.
+    """Settings by name, from `KEY=VALUE,..`, a mapping, or nothing.
 
     Raises InvalidOption for anything else, and for a key given twice.
     """
