@@ -48,8 +48,8 @@ class StopRule:
         return "length" if state.length >= self.max_length else None
 
 
-BEYOND = "the text exceeds the model's context length of %d positions: its quality may drop"
-ENDS = "the model has only %d positions: answers end there, whatever length is asked for"
+BEYOND = "the text goes beyond the model's context length, %d positions: its quality may drop"
+ENDS = "the model has %d positions here: answers end there, whatever length is asked for"
 
 
 @functools.cache
