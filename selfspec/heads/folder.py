@@ -147,12 +147,12 @@ class HeadsFields:
     inner_size: Annotated[int | None, _SIZE] = None  # None: the head type's default
     draft_vocab_size: Annotated[int | None, _SIZE] = None  # tokens that heads can draft; None: all
     num_heads: Annotated[int | None, between(1, 64)] = None  # None: one per exit layer
-    state_layers: Annotated[tuple[int, ...] | None, _LAYERS] = None  # read beside the last layer
+    state_layers: Annotated[tuple[int, ...] | None, _LAYERS] = None  # read beside layer L
     # by exit layer; 1 if missing
     temperatures: Annotated[dict[str, float], _TEMPERATURES] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)  # recommended SpeculationOptions
     training: dict[str, Any] = field(default_factory=dict)  # tokens, data, steps, seed, versions
-    chat_template: Annotated[str | None, _TEMPLATE] = None  # of the training text; None: the model's
+    chat_template: Annotated[str | None, _TEMPLATE] = None  # of the text; None: the model's
     weights: Annotated[str | None, _LINE] = None  # hash: a killed run may have replaced one file
     format_version: int = FORMAT_VERSION
 
