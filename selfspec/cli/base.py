@@ -1,7 +1,7 @@
-"""What the commands share: flags and the files under them, models, prompts, streams, a bar.
+"""Code that the commands share: flags, config files, models, prompts, output, a progress bar.
 
-A command gets what was asked for as one mapping, by names of flags, without entries for what is not
-given. Results go to standard output through `emit`, all else to standard error.
+A command receives its options as one mapping from flag names to values, without the options that
+are not given. Results go to standard output through `emit`, all else to standard error.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ if TYPE_CHECKING:
     from selfspec.api.speculator import Speculator
     from selfspec.api.stream import Generation
 
-Asked = dict[str, Any]  # what was asked for, by names of flags; typed and checked
+Asked = dict[str, Any]  # a command's options by flag name; typed and checked
 
 
 class Named(Asked):
-    """The same, with the names that were given to this very command, not by the user's own file."""
+    """Options, and the `names` of those from flags or --config, not from the default file."""
 
     names: frozenset[str] = frozenset()
 
@@ -78,26 +78,24 @@ def selfspec(
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="No notices and no progress; errors only.")
     ] = False,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Say how things are done, too.")
-    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more details.")] = False,
     debug: Annotated[  # noqa: ARG001  # read by main(), listed here for --help
         bool, typer.Option("--debug", help="Show tracebacks.")
     ] = False,
 ) -> None:
     """Make a Hugging Face model generate faster, with the same text and without a second model.
 
-    --quiet, --verbose and --debug may stand anywhere. The environment may stand for flags:
-    SELFSPEC_MODEL for --model, SELFSPEC_CONFIG for --config.
+    --quiet, --verbose and --debug may appear anywhere. Environment variables can set flags:
+    SELFSPEC_MODEL sets --model, SELFSPEC_CONFIG sets --config.
 
-    Exit codes: 0 done, 1 a check failed, 2 bad input, 70 a bug of selfspec, 130 stopped by Ctrl-C,
-    141 nobody reads the output.
+    Exit codes: 0 done, 1 a check failed, 2 bad input, 70 a bug in selfspec, 130 stopped by Ctrl-C,
+    141 the output's reader has gone.
     """
     if quiet and verbose:
         raise InvalidOption("--quiet and --verbose at once. Leave one of them out")
     handler = logging.StreamHandler()
     moves = sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-    erase = "\r\x1b[K" if moves else ""  # the line that a terminal shows
+    erase = "\r\x1b[K" if moves else ""  # the status line on a terminal
     handler.setFormatter(logging.Formatter(f"{erase}selfspec: %(message)s"))
     package = logging.getLogger("selfspec")
     package.setLevel(logging.ERROR if quiet else logging.DEBUG if verbose else logging.INFO)
@@ -113,26 +111,26 @@ def selfspec(
 
 @dataclass(frozen=True)
 class Flag:
-    """One option of the command line, which is also a YAML key.
+    """A command-line option that is also a YAML key.
 
-    It has no default of its own, so that the order flag > environment > YAML file > default file >
-    heads > built-in holds.
+    It has no default of its own, so that the precedence flag > environment > YAML file > default
+    file > heads > built-in holds.
     """
 
-    name: str  # keyword of the facade; the flag is its kebab-case
+    name: str  # keyword of the Python API; the flag is this name in kebab-case
     hint: Any  # type of the value, as annotated in Python
     help: str
     aliases: tuple[str, ...] = ()
-    metavar: str | None = None  # what stands for the value in the help; None: by its type
-    group: str = "Options"  # where --help-all lists it
-    rare: bool = False  # not listed by --help
+    metavar: str | None = None  # the value's placeholder in the help; None: by its type
+    group: str = "Options"  # its heading in the help
+    rare: bool = False  # listed by --help-all only
 
     @property
     def long_name(self) -> str:
         return "--" + self.name.replace("_", "-")
 
     def parameter(self) -> inspect.Parameter:
-        """The parameter that typer reads; None where the flag is not given."""
+        """The parameter that typer reads; its value is None where the flag is not given."""
         kinds = members(self.hint)
         many = any(get_origin(kind) is tuple for kind in kinds)
         option = typer.Option(
@@ -152,16 +150,16 @@ class Flag:
 
 
 def _lines(context: typer.Context, parameter: typer.CallbackParam, value: Any) -> Any:
-    """A list from the environment: a line each. typer parts it at blanks, which stops may hold."""
+    """Split an environment variable at newlines; typer splits at blanks, which stops may hold."""
     source = context.get_parameter_source(str(parameter.name))
     given = source is not None and source.name == "ENVIRONMENT"
     return os.environ[str(parameter.envvar)].splitlines() if given else value
 
 
 def option_flags(options: type, names: Iterable[str] | None = None) -> tuple[Flag, ...]:
-    """A flag per field of an option dataclass, or for `names`; its docstring is the help.
+    """Make a flag for each field of an option dataclass, or for `names`; docstrings are the help.
 
-    Options with settings of their own are text on the command line, text or a mapping in YAML.
+    Options with settings of their own are text on the command line, and text or a mapping in YAML.
     """
     hints, texts, built_in = annotations_of(options), docstrings(options), options()
     flags = []
@@ -173,47 +171,47 @@ def option_flags(options: type, names: Iterable[str] | None = None) -> tuple[Fla
         if isinstance(default, Part):
             default = default.kind if default.kind != name else None
         if default is not None and hint is not bool:
-            text = f"{text} Built in: {default}."
+            text = f"{text} Default: {default}."
         flags.append(Flag(name, hint, text, metavar=metavar))
     return tuple(flags)
 
 
 def grouped(group: str, usual: Collection[str], *flags: Flag) -> tuple[Flag, ...]:
-    """`flags` under one heading; --help lists those that are `usual`."""
+    """Put `flags` under one heading; --help lists only the `usual` ones."""
     return tuple(replace(flag, group=group, rare=flag.name not in usual) for flag in flags)
 
 
 Prompt = Annotated[
-    str | None, typer.Argument(metavar="PROMPT", help="The question; without it, standard input.")
+    str | None, typer.Argument(metavar="PROMPT", help="The prompt. Default: standard input.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON value on standard output.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to standard output.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing output.")]
 
-RAW = Flag("raw", bool, "Continue the prompt, without chat template.")
+RAW = Flag("raw", bool, "Continue the prompt, without a chat template.")
 SYSTEM = Flag("system", str, "System message ahead of the conversation.")
 
-Stats = Literal["short", "full"]  # how much is said of an answer
+Stats = Literal["short", "full"]  # how much to print about an answer
 STATS = Flag(
     "stats",
     Stats,
-    "Tokens, speed and drafts of the answer, on standard error; =full: all figures.",
+    "Print tokens, speed and drafts of the answer to standard error; =full: all figures.",
     metavar="[=full]",
 )
 
 KV_MEMORY = Flag(
     "kv_memory",
     str,
-    "Memory for KV caches: 500MB, 2GB. Built in: half of what is free.",
+    "Memory for KV caches, such as 500MB or 2GB. Default: half of the free memory.",
     metavar="SIZE",
     rare=True,
 )
 
-_CONFIG = Flag("config", Path, "YAML file of options; flags win over it.", metavar="FILE")
+_CONFIG = Flag("config", Path, "YAML file of options; flags override it.", metavar="FILE")
 _known: set[str] = set()  # names of all commands' flags: keys that the default file may hold
 
 
 def with_flags(*flags: Flag) -> Callable[[Command], Command]:
-    """Give a command flags, --config and --help-all; it gets `asked`, one mapping."""
+    """Give a command `flags`, --config and --help-all; it receives them as the mapping `asked`."""
     _known.update(flag.name for flag in flags)
 
     def decorate(command: Command) -> Command:
@@ -223,12 +221,12 @@ def with_flags(*flags: Flag) -> Callable[[Command], Command]:
         parameters += [_keyword("help_all", default=False, annotation=_HELP_ALL)]
 
         @functools.wraps(command)
-        def wrapper(config: Path | None, help_all: bool, **given: Any) -> None:  # noqa: ARG001  # it has shown all by now
+        def wrapper(config: Path | None, help_all: bool, **given: Any) -> None:  # noqa: ARG001  # handled by its callback
             values = {flag.name: given.pop(flag.name) for flag in flags}
             values = {name: value for name, value in values.items() if value not in (None, [])}
             asked = merged(config, values, flags)
             asked.update({"config": str(config)} if config else {})
-            if asked.get("output", "").startswith("~"):  # no shell replaced it
+            if asked.get("output", "").startswith("~"):  # the shell has not expanded it
                 asked["output"] = str(files.local_path(asked["output"]))
             command(**given, asked=asked)
 
@@ -239,7 +237,7 @@ def with_flags(*flags: Flag) -> Callable[[Command], Command]:
 
 
 class _Ranges(TypedDict, total=False):
-    """Those of flags that are in no class of options."""
+    """Ranges of the flags that belong to no class of options."""
 
     workers: parts.Count
     concurrency: parts.Count
@@ -250,9 +248,9 @@ class _Ranges(TypedDict, total=False):
 
 
 def merged(file: Path | None, given: Asked, flags: Sequence[Flag]) -> Named:
-    """What was given over the keys of a YAML file, and these over the default file's, typed.
+    """Merge options and type them: `given` over the YAML `file`, and both over the default file.
 
-    Null in a file is a value; the default file may hold keys of other commands. Options with
+    Null in a file is a value. The default file may hold keys of other commands. Options with
     settings are merged setting by setting.
     """
     hints = {flag.name: flag.hint for flag in flags}
@@ -272,16 +270,16 @@ def merged(file: Path | None, given: Asked, flags: Sequence[Flag]) -> Named:
 
 
 def default_file() -> Path:
-    """The user's options for all commands: config.yaml in the folder for that on this system."""
+    """The user's options for all commands: config.yaml in the system's folder for settings."""
     base = os.environ.get("XDG_CONFIG_HOME")
     folder = Path(base, "selfspec") if base else Path(typer.get_app_dir("selfspec"))
     return folder / "config.yaml"
 
 
 def _read_yaml(file: Path, known: Iterable[str]) -> Asked:
-    """Option names and values; dashes count as underscores."""
+    """Read option names and values; dashes in names become underscores."""
     try:
-        loaded = files.read_yaml(file) or {}  # None: nothing is in it
+        loaded = files.read_yaml(file) or {}  # None: the file is empty
     except InvalidData as error:
         raise InvalidOption(f"cannot take the config: {error}") from error
     if not isinstance(loaded, dict):
@@ -310,13 +308,13 @@ def require(asked: Asked, *names: str) -> None:
 
 
 def refuse(asked: Named, names: Set[str], why: str) -> None:
-    """Raise InvalidOption for one of `names` that this command was given, and would pass over."""
+    """Raise InvalidOption if this command was given one of `names`, which it would ignore."""
     if given := asked.names & names:
         raise InvalidOption(f"{min(given)} {why}")
 
 
 def inputs(asked: Asked) -> list[object]:
-    """Values that may name files which a command reads: all but those of its outputs."""
+    """The values that may name files to read: all but the outputs."""
     return [value for name, value in asked.items() if name not in ("output", "html", "card")]
 
 
@@ -325,7 +323,7 @@ def check_file(asked: Asked, name: str | Path) -> Path:
 
 
 def kv_memory(asked: Asked) -> int | None:
-    """In bytes."""
+    """The size of --kv-memory in bytes."""
     if (size := asked.get("kv_memory")) is None:
         return None
     if match := re.fullmatch(r"(\d{1,15}(?:\.\d+)?) *([KMGT]?)(i?)B?", size, re.ASCII | re.I):
@@ -339,10 +337,10 @@ def kv_memory(asked: Asked) -> int | None:
 
 
 class GroupedCommand(TyperCommand):
-    """A command whose help has its options in groups, as their flags say."""
+    """A command whose help lists options under the headings of their flags."""
 
     def format_options(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]  # typer's own context
-        """With --help-all also rare options, and the settings of those that have some."""
+        """List the options; with --help-all also rare options, and the settings of options."""
         everything = "help_all" in ctx.meta
         sections: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
@@ -374,7 +372,7 @@ _HELP_ALL = Annotated[
 
 
 def docstrings(options: type) -> dict[str, str]:
-    """The first paragraph below each field of a dataclass, inherited ones too, on one line."""
+    """The first paragraph of each field's docstring, inherited fields too, on one line."""
     texts: dict[str, str] = {}
     for kind in filter(is_dataclass, reversed(options.__mro__)):
         made: Any = ast.parse(inspect.getsource(kind)).body[0]
@@ -386,7 +384,7 @@ def docstrings(options: type) -> dict[str, str]:
 
 
 def _metavar(hint: Any, separator: str) -> str | None:
-    """What stands for a value of this type: `N`, or `N[,N..]` for several."""
+    """The placeholder for a value of this type: `N`, or `N[,N..]` for several."""
     many = [member for member in members(hint) if get_origin(member) is tuple]
     names: dict[Any, str] = {int: "N", float: "X", str: "TEXT", list[str]: "TEXT"}
     one = names.get(get_args(many[0])[0] if many else members(hint)[0])
@@ -394,19 +392,19 @@ def _metavar(hint: Any, separator: str) -> str | None:
 
 
 def part_settings(kinds: Kinds) -> Iterator[tuple[str, str]]:
-    """Kinds, and their settings below them: a term and what it means."""
+    """Yield kinds, each followed by its settings, as pairs of a term and its meaning."""
     for kind, made in kinds.items():
         if kind:
             yield kind, " ".join((made.__doc__ or "").split())
         built_in, hints, texts = made(), annotations_of(made), docstrings(made)
         for entry in fields(made):
             value = getattr(built_in, entry.name)
-            usual = "" if value is None else f" Built in: {word(value)}."
+            usual = "" if value is None else f" Default: {word(value)}."
             term = f"{kind}:{entry.name}" if kind else entry.name
             yield f"{term}={_metavar(hints[entry.name], '/')}", texts[entry.name] + usual
 
 
-# --- flags of several commands, and what they set in the facade
+# --- flags of several commands, and how they load and call a speculator
 
 _USUAL = {
     *("model", "heads", "speculate", "drafter", "max_new_tokens"),
@@ -419,24 +417,24 @@ Executor = Literal["auto", "fused", "cuda-graph", "generic"]
 LOADING = grouped(
     "Model",
     _USUAL,
-    Flag("model", str, "Hub id, folder or .gguf file; without it the bundled default model."),
-    Flag("heads", str, "Exit heads: folder, known name, hub id, logit-lens, none."),
+    Flag("model", str, "Hub id, folder or .gguf file. Default: the bundled model."),
+    Flag("heads", str, "Exit heads: folder, known name, hub id, logit-lens or none."),
     Flag(
         "dtype",
         Literal["float32", "bfloat16", "float16", "float64"],
-        "Built in: bfloat16, or float32 where a processor is slow in bfloat16. In float16 "
-        "drafts need --pinned.",
+        "Default: bfloat16, or float32 on processors that are slow in bfloat16. Drafts in float16 "
+        "need --pinned.",
     ),
     Flag("device", str, "cpu, cuda, cuda:1, or auto to spread the layers over all devices."),
-    Flag("attn_implementation", Literal["sdpa", "eager"], "sdpa where the model has it, or eager."),
+    Flag("attn_implementation", Literal["sdpa", "eager"], "Default: sdpa where the model has it."),
     Flag(
         "chat_template",
         str,
         "For models without one: alpaca, chatml, llama-2, vicuna, zephyr or a Jinja file.",
     ),
-    Flag("draft_model", str, "A smaller model with the same vocabulary, which drafts."),
+    Flag("draft_model", str, "Smaller model with the same vocabulary, to draft with."),
     Flag("datastore", str, "Texts to draft from, made by selfspec datastore.", metavar="FILE"),
-    Flag("executor", Executor, "fused is for CPUs, cuda-graph for GPUs. Built in: auto."),
+    Flag("executor", Executor, "fused is for CPUs, cuda-graph for GPUs. Default: auto."),
 )
 
 SPECULATION = grouped("Drafts", _USUAL, *option_flags(SpeculationOptions, OPTION_NAMES))
@@ -444,19 +442,19 @@ SPECULATION = grouped("Drafts", _USUAL, *option_flags(SpeculationOptions, OPTION
 GENERATION = grouped(
     "Answer",
     _USUAL,
-    Flag("max_new_tokens", int, f"Tokens at most. Built in: {config.DEFAULT_MAX_NEW_TOKENS}."),
-    Flag("min_new_tokens", int, "Tokens at least."),
+    Flag("max_new_tokens", int, f"Maximum new tokens. Default: {config.DEFAULT_MAX_NEW_TOKENS}."),
+    Flag("min_new_tokens", int, "Minimum new tokens."),
     Flag("stop_strings", list[str], "Text that ends the answer; repeatable.", ("--stop",)),
-    Flag("do_sample", bool, "Sample; implied by the next four."),
+    Flag("do_sample", bool, "Sample; implied by the next four flags."),
     Flag("temperature", float, "Divides the logits; 0 is greedy."),
-    Flag("top_k", int, "Sample from so many likely tokens; 0: all. Built in: the model's, or 50."),
-    Flag("top_p", float, "Sample from the most likely tokens that sum to this, in (0, 1]."),
-    Flag("min_p", float, "Leave out tokens less likely than this times the most likely one."),
+    Flag("top_k", int, "Sample from the N likeliest tokens; 0: all. Default: the model's, or 50."),
+    Flag("top_p", float, "Sample from the likeliest tokens of this total probability, in (0, 1]."),
+    Flag("min_p", float, "Leave out tokens less likely than this times the likeliest one."),
     Flag("repetition_penalty", float, "Above 1: lowers scores of tokens in the text so far."),
-    Flag("presence_penalty", float, "Lowers scores of tokens that the answer has already."),
-    Flag("frequency_penalty", float, "The same, for each time that it has them."),
-    Flag("json_schema", str, "JSON that follows the schema in this file.", metavar="FILE"),
-    Flag("grammar", str, "Text that follows the Lark grammar in this file.", metavar="FILE"),
+    Flag("presence_penalty", float, "Lowers scores of tokens that are in the answer."),
+    Flag("frequency_penalty", float, "Lowers scores of tokens by their count in the answer."),
+    Flag("json_schema", str, "Write JSON that follows the schema in this file.", metavar="FILE"),
+    Flag("grammar", str, "Write text that follows the Lark grammar in this file.", metavar="FILE"),
     Flag("seed", int, "Makes sampling repeatable."),
 )
 
@@ -466,7 +464,7 @@ _NO_FOLDER = hub.LOGIT_LENS, hub.NO_HEADS
 
 
 def answering(asked: Asked) -> Asked:
-    """Keywords of `Speculator.generate`, checked; files become what they hold."""
+    """Keywords of `Speculator.generate`, checked; names of files become their contents."""
     found = picked(asked, GENERATION)
     check_ranges(found, config.GenerateOptions)
     for name, read in (("json_schema", files.read_json), ("grammar", files.read_text)):
@@ -480,10 +478,10 @@ def answering(asked: Asked) -> Asked:
 
 
 def load(asked: Asked, *, compared: bool = False) -> Speculator:
-    """The speculator that the flags ask for; this is where torch is imported.
+    """Load the speculator that the flags ask for; this is where torch is imported.
 
-    On a terminal a line says what is done, until another is written or loading ends. `compared`:
-    the model itself will run, too, and keeps expanded what its file holds as blocks.
+    A terminal shows a status line while this runs. `compared`: the model's own modules will run,
+    too, so that weights which its file holds as blocks are expanded and kept.
     """
     check_model(asked)
     from rich.console import Console
@@ -505,13 +503,13 @@ def load(asked: Asked, *, compared: bool = False) -> Speculator:
         loaded = speculator.load(**picked(asked, LOADING), **picked(asked, SPECULATION))
         if compared:
             keep_numbers(loaded.model)
-    if interrupts:  # and swallowed on the way
+    if interrupts:  # a library swallowed Ctrl-C while it was imported
         raise KeyboardInterrupt
     return loaded
 
 
 def check_template(asked: Named, command: str = "generate") -> None:
-    """Refuse, before anything is loaded, messages without a template, and one beside --raw."""
+    """Refuse messages without a chat template, or --raw with one, before anything is loaded."""
     raw, name, heads = asked.get("raw"), asked.get("model"), asked.get("heads")
     if raw:
         refuse(asked, {"system", "chat_template"}, "and --raw at once. Leave one of them out")
@@ -522,7 +520,7 @@ def check_template(asked: Named, command: str = "generate") -> None:
     known = [*hub.list_heads(), *known_folders()]
     if heads:
         known = [] if heads in _NO_FOLDER else [hub.resolve_heads(heads)]
-    passed = [] if heads else [SelfspecError]  # a damaged folder that nobody named
+    passed = [] if heads else [SelfspecError]  # skip damaged folders that the user did not name
     for folder in known:
         with contextlib.suppress(*passed):
             if read_config(folder).get("chat_template"):
@@ -535,7 +533,7 @@ def check_template(asked: Named, command: str = "generate") -> None:
 
 
 def check_model(asked: Asked) -> None:
-    """Say before torch is imported what could never be loaded."""
+    """Refuse, before torch is imported, options that could never be loaded."""
     if "device" in asked and not re.fullmatch(r"[a-z]+(:[0-9]+)?", asked["device"]):
         raise InvalidOption(f"device is {asked['device']!r}, expected cpu, cuda, cuda:0 or auto")
     options = SpeculationOptions().updated(picked(asked, SPECULATION))
@@ -569,7 +567,7 @@ MOST_PROMPT_BYTES = 4 << 20  # about a million tokens, more than any model takes
 
 
 def read_prompt(prompt: str | None, file: str | None = None, *, raw: bool = False) -> str:
-    """The prompt from the argument, the file, or standard input; one of them.
+    """Read the prompt from one of the argument, the file and standard input.
 
     A newline at the end of a file or of standard input is dropped unless `raw`.
     """
@@ -597,16 +595,16 @@ def read_prompt(prompt: str | None, file: str | None = None, *, raw: bool = Fals
 
 
 def conversation(system: str | None, *turns: str) -> list[dict[str, str]]:
-    """Messages: of the system if it has one, then of the user."""
+    """Messages: the system's, if given, then the user's."""
     opening = [] if system is None else [{"role": "system", "content": system}]
     return [*opening, *({"role": "user", "content": turn} for turn in turns)]
 
 
-# --- what is written
+# --- output
 
 
 def emit(text: str) -> None:
-    """Write results at once. Raises OSError, which `main` explains, where they cannot be."""
+    """Write results and flush them. Raises OSError on failure, which `main` explains."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
@@ -628,12 +626,12 @@ def words(value: Any) -> str:
 
 
 def aside(text: str) -> None:
-    """Write a line that is not a result."""
+    """Write a line that is not a result to standard error."""
     typer.echo(text, err=True)
 
 
 def note(text: str) -> None:
-    """The same of one that nobody asked for."""
+    """Write a notice to standard error, except with --quiet."""
     if not is_quiet():
         aside(text)
 
@@ -643,13 +641,13 @@ def is_quiet() -> bool:
 
 
 def complain(error: SelfspecError | str) -> None:
-    """Write an error as its one line, without what would move a terminal's cursor."""
-    line = " ".join(str(SelfspecError(str(error))).split())  # which is of a bounded length
+    """Write an error on one line, without characters that would move a terminal's cursor."""
+    line = " ".join(str(SelfspecError(str(error))).split())  # SelfspecError bounds the length
     aside("selfspec: error: " + "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))
 
 
 def refused(error: Exception) -> str | None:
-    """What was refused, by us or by the system, in words; None for an error of another kind."""
+    """The message of an error raised on purpose, by the system or for memory; None for others."""
     if isinstance(error, SelfspecError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
@@ -664,8 +662,8 @@ def refused(error: Exception) -> str | None:
 
 
 def bug(error: Exception, arguments: Sequence[str], trace: str) -> str:
-    """The line that says that it is one; what led to it is kept in a file."""
-    found = f"this is a bug of selfspec: {type(error).__name__}: {first_line(error)}"
+    """Write the command and the traceback to a file; return the line that reports the bug."""
+    found = f"this is a bug in selfspec: {type(error).__name__}: {first_line(error)}"
     command = f"selfspec {metadata.version('selfspec')}: {shlex.join(arguments)}"
     try:
         path = files.cache_folder() / "bugs" / f"{time.time_ns()}.txt"
@@ -685,19 +683,19 @@ def statistics(answer: Generation, kind: Stats) -> str:
 
 
 def say_if_cut(answer: Generation, options: Mapping[str, Any]) -> None:
-    """A line about an answer that was cut by a limit that nobody asked for."""
+    """Log that an answer was cut by the default limit, which the user did not set."""
     if answer.stop_reason == "length" and "max_new_tokens" not in options:
         said = "the answer was cut after %s; more: --max-new-tokens"
         logger.info(said, counted(len(answer.token_ids), "token"))
 
 
 def is_first() -> bool:
-    """Whether this is the one of several processes that speaks and writes, or alone."""
+    """Whether this process is the only one, or the one of several that prints and writes."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def say_next(command: str, asked: Asked, *words: str) -> None:
-    """The command that goes on from here with the same model, ready to paste."""
+    """Print the next command to run with the same model, ready to paste."""
     if is_first():
         flags = {"model": "--model", "dtype": "--dtype", "chat_template": "--chat-template"}
         named = [(flags[name], str(asked[name])) for name in flags if name in asked]
@@ -705,12 +703,12 @@ def say_next(command: str, asked: Asked, *words: str) -> None:
 
 
 def raw_flag(tokenizer: object) -> list[str]:
-    """What commands need for a model that knows no turns."""
+    """The flag that commands need for a model without a chat template."""
     return ["--raw"] if getattr(tokenizer, "chat_template", None) is None else []
 
 
 def rendered(grid: Table) -> str:
-    """A table as text; never wrapped where it is not for a terminal."""
+    """A table as text; wrapped only if standard output is a terminal."""
     from rich.console import Console
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 1000)
@@ -724,11 +722,11 @@ LOGGED_S = 60.0  # between two lines of progress in a log
 
 @contextlib.contextmanager
 def bar(name: str, unit: str, *, rate: bool = False) -> Iterator[Callable[..., None]]:
-    """A progress bar on standard error, with the time that is left; with `rate` also units/s.
+    """Show a progress bar on standard error, with the time left; with `rate` also units/s.
 
-    It gives `show(done, total, words="", found=False)`. `total` None: not known. `found`: earlier
-    runs did this much, so it says nothing about the time that is left. In a log or on a dumb
-    terminal, where no bar can move, it says a line at once, and then one a minute.
+    Yields `show(done, total, words="", found=False)`. `total` None: unknown. `found`: earlier runs
+    did this much, so it does not count for the time left. In a log or on a dumb terminal, where no
+    bar can move, it prints one line at once, and then one line per minute.
     """
     from rich import progress
     from rich.console import Console
@@ -747,7 +745,7 @@ def bar(name: str, unit: str, *, rate: bool = False) -> Iterator[Callable[..., N
 
         def show(done: int, total: int | None, words: str = "", *, found: bool = False) -> None:
             nonlocal said
-            change = drawn.reset if found else drawn.update  # a reset begins the clock anew
+            change = drawn.reset if found else drawn.update  # a reset restarts the clock
             change(task, completed=done, total=total, words=words)
             if rate and (speed := drawn.tasks[0].speed):
                 drawn.update(task, words=f"{speed:,.0f} {unit}/s")
@@ -759,18 +757,18 @@ def bar(name: str, unit: str, *, rate: bool = False) -> Iterator[Callable[..., N
         yield show
 
 
-# --- streams as they may come: closed, full, or with nobody at the end
+# --- streams, which may be closed, full, or without a reader
 
 
 def repair_streams() -> None:
-    """Give closed streams a place, and let none fail for a character that it cannot show."""
+    """Reopen closed streams, and escape characters that a stream cannot encode."""
     for number in range(3):
         try:
             os.fstat(number)
-        except OSError:  # or the next file that is opened would get this number, and their words
+        except OSError:  # else the next opened file would get this number and the stream's text
             os.open(os.devnull, os.O_WRONLY if number == 2 else os.O_RDONLY)
     sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
-    # what was closed is not open for writing now either: the first word says so
+    # a stdout that was closed is read-only now: the first write to it raises an error
     sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     errors = io.BufferedWriter(_Forgiving(2, "wb", closefd=False))
     sys.stderr = io.TextIOWrapper(errors, errors="backslashreplace", line_buffering=True)
@@ -779,7 +777,7 @@ def repair_streams() -> None:
 
 
 class _Forgiving(io.FileIO):
-    """A file whose bytes are lost where they cannot be written; that ends nothing."""
+    """A file that drops bytes which cannot be written, instead of raising an error."""
 
     def write(self, data: Any) -> int:
         try:

@@ -1,6 +1,6 @@
 """Runs a command: errors become one line on standard error, and an exit code.
 
-Nothing else is imported before Ctrl-C is minded.
+Ctrl-C is handled before anything else is imported.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PIPE_CLOSED = 141  # 128 + SIGPIPE
 
 def run() -> None:
     signal.signal(signal.SIGINT, _interrupt)
-    gc.set_threshold(50_000)  # what imports make stays: looking at it took a tenth of a start
+    gc.set_threshold(50_000)  # objects made by imports stay: scanning them took a tenth of a start
     code = BUG
     atexit.register(lambda: _leave(code))  # the first to register is the last to be called
     try:
@@ -37,15 +37,15 @@ def run() -> None:
 
         base.repair_streams()
         code = main(sys.argv[1:])
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is left is to end
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the exit is left
     except KeyboardInterrupt:
         code = _interrupted()
     sys.exit(code)
 
 
 def _leave(code: int) -> None:
-    """End at once: taking torch apart would take Python a quarter of the time of a short answer."""
-    with contextlib.suppress(OSError, ValueError):  # what cannot be written is Python's to report
+    """Exit at once: to tear torch down, Python takes a quarter of the time of a short answer."""
+    with contextlib.suppress(OSError, ValueError):  # else Python itself reports the failed write
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -57,12 +57,12 @@ def _interrupt(_signal: int, frame: FrameType | None) -> None:
         if (frame.f_globals.get("__name__"), frame.f_code.co_name) == ("torch", "<module>"):
             os._exit(_interrupted())  # an exception would abort the C++ that imports parts of torch
         frame = frame.f_back
-    if frame is None:  # a finaliser would lose it, and Python write a traceback
+    if frame is None:  # a finaliser would swallow it, and Python would print a traceback
         raise KeyboardInterrupt
 
 
 def _interrupted() -> int:
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody may hear it
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be closed
         sys.stderr.write("\nselfspec: interrupted\n")
     return INTERRUPTED
 
@@ -73,10 +73,10 @@ def main(arguments: Sequence[str]) -> int:
         code = int(app()(args=words, prog_name="selfspec", standalone_mode=False) or 0)
     except KeyboardInterrupt:
         code = INTERRUPTED
-    except SystemExit as error:  # typer's own, where its help is not read to the end
+    except SystemExit as error:  # typer's own, if its help is not read to the end
         closed = isinstance(error.__context__, OSError)
         return PIPE_CLOSED if closed else int(error.code or 0)
-    except Exception as error:  # noqa: BLE001  # the top: every error ends here, as a line
+    except Exception as error:  # noqa: BLE001  # top level: every error becomes one line
         code = _explained(error, words)
     return _interrupted() if code == INTERRUPTED else code
 
@@ -109,12 +109,12 @@ _ANYWHERE = ("-q", "--quiet", "-v", "--verbose", "--debug")
 
 
 def ordered(arguments: Sequence[str]) -> list[str]:
-    """The arguments in typer's order: first those that may stand anywhere.
+    """Reorder arguments for typer: those that may appear anywhere come first.
 
-    A bare `--stats` takes no word from behind it: that may be the prompt.
+    A bare `--stats` does not consume the next word, which may be the prompt.
     """
     first = next((word for word in arguments if word not in _ANYWHERE), "")
-    last = "lm-eval" if first == "lm-eval" else "--"  # what follows is not ours
+    last = "lm-eval" if first == "lm-eval" else "--"  # the rest is not for selfspec
     end = [*arguments, last].index(last)
     ours = ["--stats=short" if word == "--stats" else word for word in arguments[:end]]
     return [*sorted(ours, key=lambda word: word not in _ANYWHERE), *arguments[end:]]
@@ -124,14 +124,14 @@ def ordered(arguments: Sequence[str]) -> list[str]:
 
 
 def _explained(error: Exception, words: Sequence[str]) -> int:
-    """Say an error on one line; its exit code. `words`: the command, in typer's order."""
+    """Print an error on one line; return its exit code. `words`: the command, in typer's order."""
     import traceback
 
     import typer
 
     from selfspec.cli import base
 
-    # typer's own where the input ends at a question; else what Ctrl-C broke, however late it fails
+    # typer's own if the input ends at a question; else a late failure that Ctrl-C caused
     if isinstance(error, typer.Abort) or interrupts:
         return INTERRUPTED
     trace = "".join(traceback.format_exception(error))
@@ -142,7 +142,7 @@ def _explained(error: Exception, words: Sequence[str]) -> int:
         return error.exit_code
     if isinstance(error, OSError) and not error.filename:
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            # what is kept back goes nowhere: it would fail again
+            # buffered output goes to devnull: writing it would fail again
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     said = base.refused(error)
     base.complain(base.bug(error, words, trace) if said is None else said)
@@ -150,7 +150,7 @@ def _explained(error: Exception, words: Sequence[str]) -> int:
 
 
 def _hints(error: Any, words: Sequence[str]) -> str:
-    """The part of the environment that a wrong value is from; what to do about several prompts."""
+    """Advice for an error: the variable of a wrong value, known commands, options, or quotes."""
     wrong = getattr(error, "param", None)
     name, flags = getattr(wrong, "envvar", None), getattr(wrong, "opts", ())
     given = any(word.partition("=")[0] in flags for word in words)

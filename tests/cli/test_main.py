@@ -220,7 +220,7 @@ def test_a_bug_says_that_it_is_one_and_where_its_report_is(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (line,) = raised(KeyError("which\nnobody expected"), BUG).splitlines()
     (file,) = (tmp_path / "selfspec" / "bugs").iterdir()
-    assert line.startswith("selfspec: error: this is a bug of selfspec: KeyError")
+    assert line.startswith("selfspec: error: this is a bug in selfspec: KeyError")
     assert f"A report is in {file}: please send it" in line
     text = file.read_text()
     assert re.match(r"selfspec [\d.]+: generate 'a b'\n", text)
