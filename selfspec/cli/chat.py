@@ -1,7 +1,7 @@
-"""`selfspec chat`: a conversation on the terminal, in one session that keeps its cache.
+"""`selfspec chat`: a conversation on the terminal, in one session that keeps its KV cache.
 
 Turns come from an editor on a terminal, or are the lines of a pipe; a line that begins with a slash
-is a command. Imports no torch; rich and prompt_toolkit where they are needed.
+is a command. Imports no torch, and rich and prompt_toolkit only where they are needed.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 @with_flags(
     base.SYSTEM,
     base.STATS,
-    Flag("colour", bool, "Colour tokens by what drafted them. Built in: as NO_COLOR says."),
+    Flag("colour", bool, "Colour tokens by what drafted them. Default: as NO_COLOR says."),
     *SHARED,
 )
 def chat(*, asked: base.Named) -> None:
-    """Talk with a model. It remembers the conversation; /help lists what else it understands."""
+    """Talk with a model. It remembers the conversation; /help lists its commands."""
     options = base.answering(asked)
     base.check_template(asked)
     talk = Chat(base.load(asked), options, asked)
@@ -48,25 +48,25 @@ def chat(*, asked: base.Named) -> None:
         if line:
             with _unseen_keys():
                 talk.take(line)
-            interrupts.clear()  # what Ctrl-C was meant for has ended
+            interrupts.clear()  # whatever Ctrl-C was meant to stop has ended
 
 
 class Chat:
-    """A conversation at work: turns and commands come in, what was asked for is written."""
+    """A running conversation: takes turns and commands, and writes answers."""
 
     def __init__(self, speculator: Speculator, options: dict[str, Any], asked: Asked) -> None:
         self.speculator = speculator
-        self.options = options  # of each answer, as `generate` takes them
+        self.options = options  # for each answer, as `generate` takes them
         self.stats: base.Stats | None = asked.get("stats")
         self.writer = Writer(speculator.backbone.num_layers, colour=asked.get("colour"))
         self.messages = base.conversation(asked.get("system"))
-        self.tokens = 0  # in the context, as far as the model has seen it
+        self.tokens = 0  # in the context that the model has seen
         self.last: Generation | None = None  # the newest answer, unless it was taken back
         self.ended = False
         self._session = speculator.session()
 
     def take(self, line: str) -> None:
-        """A turn or a command. What is wrong with it is said, and the chat goes on."""
+        """Take a turn or a command. Errors are printed, and the chat continues."""
         try:
             if not line.startswith("/") or "\n" in line:
                 self._reply(line)
@@ -75,13 +75,13 @@ class Chat:
             check_keys([name], COMMANDS, "command")
             (takes, _, act), given = COMMANDS[name], rest.strip()
             if given and not takes:
-                raise InvalidOption(f"{name} takes nothing behind it. Leave {given!r} out")
+                raise InvalidOption(f"{name} takes no argument. Leave {given!r} out")
             if not given and takes.isalpha():
                 raise InvalidOption(f"{name} needs a {takes.lower()}. Name one")
             act(self, given)
         except SelfspecError as error:
             base.complain(error)
-        except KeyboardInterrupt:  # beside an answer: a command is stopped, the chat goes on
+        except KeyboardInterrupt:  # not in an answer: only the command is stopped
             if not sys.stdin.isatty():
                 raise
             self.writer.end(" …\n")
@@ -94,9 +94,9 @@ class Chat:
         return " | ".join(parts)
 
     def _reply(self, question: str) -> None:
-        """Answer a turn. What was said stays, also if Ctrl-C ends it; unsaid, there is no turn."""
+        """Answer a turn. Text cut by Ctrl-C stays; a turn without any text is forgotten."""
         asked = [*self.messages, *base.conversation(None, question)]
-        end = ""  # where an error says why
+        end = ""  # after an error, which is printed itself
         try:
             stream = self._session.stream(asked, **self.options)
             try:
@@ -149,7 +149,7 @@ class Chat:
             "stops an answer and keeps what was said, Ctrl-D leaves."
         )
         if self.writer.colour:
-            self.writer.line("The colour of a token says who gave it:")
+            self.writer.line("The colour of a token says where it came from:")
             heads, options = self.speculator.heads, self.speculator.options
             layers = () if heads is None else heads.layers_in_use(options)
             others = [Giver(source) for source in SOURCES if source != EXIT]
@@ -172,7 +172,7 @@ class Chat:
         try:
             self._reply(question)
         finally:
-            if self.last is None:  # the old answer stays where there is no new one
+            if self.last is None:  # without a new answer, the old one stays
                 self.messages, self.last, self.tokens = kept
 
     def _system(self, text: str) -> None:
@@ -220,7 +220,7 @@ class Chat:
         base.note("answering again, to look at each layer")
         found = look.inspect(self.speculator, self.messages[:-1], **options)
         if [place.token for place in found.places] != self.last.token_ids:
-            base.note("selfspec: sampled again, the answer is another one: this is its trace")
+            base.note("selfspec: sampling again gave another answer, which this trace shows")
         if path is None:
             views.show(found, Console(highlight=False))
             return
@@ -243,25 +243,25 @@ class Chat:
 
 COMMANDS: dict[str, tuple[str, str, Callable[[Chat, str], None]]] = {
     "/help": ("", "these lines", Chat._help),
-    "/stats": ("", "what the last answer took", Chat._stats),
+    "/stats": ("", "time, tokens and drafts of the last answer", Chat._stats),
     "/undo": ("", "take back the last question and its answer", Chat._undo),
-    "/retry": ("", "ask it again (the same answer, unless tokens are sampled)", Chat._retry),
+    "/retry": ("", "ask the last question again (same answer unless sampled)", Chat._retry),
     "/system": ("[TEXT]", "set the system message, or show it", Chat._system),
     "/clear": ("", "start over; the system message stays", Chat._clear),
-    "/save": ("FILE", "keep the conversation in a file", Chat.save),
-    "/load": ("FILE", "go on with a conversation from a file", Chat._load),
-    "/trace": ("[FILE]", "who gave each token of the last answer; .html: a page", Chat._trace),
-    "/model": ("", "what answers, and how it runs", Chat._model),
+    "/save": ("FILE", "save the conversation to a file", Chat.save),
+    "/load": ("FILE", "continue a conversation from a file", Chat._load),
+    "/trace": ("[FILE]", "where tokens of the last answer came from; .html: a page", Chat._trace),
+    "/model": ("", "the model, and how it runs", Chat._model),
     "/colour": ("", "colours on or off", Chat._colour),
     "/quit": ("", "leave, as Ctrl-D does", Chat._quit),
 }
-"""By name: what may stand behind it (in brackets: need not), what it does, and how."""
+"""By name: the argument (in brackets: optional), what the command does, and its function."""
 
-# --- where turns come from: each reader gives the next one, stripped, None at the end
+# --- readers of turns: each returns the next one, stripped, or None at the end
 
 
 def _line() -> str | None:
-    """A line of standard input that is no terminal."""
+    """Read a line of standard input that is not a terminal."""
     try:
         line = sys.stdin.readline(base.MOST_PROMPT_BYTES)
     except UnicodeDecodeError as error:
@@ -270,7 +270,7 @@ def _line() -> str | None:
 
 
 def _editor(status: Callable[[], str]) -> Callable[[], str | None]:
-    """On a terminal; `status` is the line below it. A pasted text is one turn."""
+    """A reader for terminals; `status` is the line below the editor. A pasted text is one turn."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.application import create_app_session
     from prompt_toolkit.completion import WordCompleter
@@ -295,7 +295,7 @@ def _editor(status: Callable[[], str]) -> Callable[[], str | None]:
     def new_line(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
-    dumb = is_dumb_terminal()  # no cursor moves on it
+    dumb = is_dumb_terminal()  # its cursor cannot be moved
     output = PlainTextOutput(sys.stdout) if dumb else create_output(always_prefer_tty=True)
     with create_app_session(output=output):
         session: PromptSession[str] = PromptSession(
@@ -321,7 +321,7 @@ def _editor(status: Callable[[], str]) -> Callable[[], str | None]:
 
 
 def _history() -> History:
-    """Lines of earlier chats, in a file that only the user can read; else of this one alone."""
+    """Lines of earlier chats, in a file that only the user can read; else of this chat alone."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     class Kept(FileHistory):
@@ -343,8 +343,8 @@ def _history() -> History:
 
 @contextmanager
 def _unseen_keys() -> Iterator[None]:
-    """While open, a terminal keeps what is typed for the next turn, and writes none of it."""
-    if os.name == "nt" or not sys.stdin.isatty():  # Windows shows none by itself
+    """Keep what is typed meanwhile for the next turn, without showing it on the terminal."""
+    if os.name == "nt" or not sys.stdin.isatty():  # Windows does not show it anyway
         yield
         return
     import termios
@@ -362,9 +362,9 @@ def _unseen_keys() -> Iterator[None]:
 
 
 class Writer:
-    """Writes answers: whole words wrap, and each piece has the colour of its giver.
+    """Writes answers, wrapped at words, each piece in the colour of its giver.
 
-    Where standard output is no terminal, pieces go out as they are.
+    If standard output is not a terminal, pieces are written unchanged.
     """
 
     def __init__(self, num_layers: int, *, colour: bool | None = None) -> None:
@@ -376,7 +376,7 @@ class Writer:
         self._console = Console(highlight=False, no_color=no_color, soft_wrap=True)
         self._num_layers = num_layers
         self._column = 0
-        self._gap = ""  # spaces that are written only if the word behind them fits
+        self._gap = ""  # spaces that are written only if the next word fits
         self._word = Text()
 
     @property
@@ -389,7 +389,7 @@ class Writer:
         self._console.no_color = not wanted
 
     def piece(self, text: str, giver: Giver) -> None:
-        """Some text; a word at its end waits until it is complete."""
+        """Write some text; a word at its end waits until it is complete."""
         if not self._console.is_terminal:
             base.emit(text)
             return
@@ -421,7 +421,7 @@ class Writer:
         self._console.print(Text(text, style), soft_wrap=not self._console.is_terminal)
 
     def _end_word(self) -> None:
-        """Write the word that waits, on a new line where it does not fit."""
+        """Write the waiting word, on a new line if it does not fit."""
         if not self._word:
             return
         cells = len(self._gap) + self._word.cell_len
@@ -437,5 +437,5 @@ class Writer:
 
 
 def _still(text: str) -> str:
-    """Without what would move the cursor."""
+    """Escape control characters, which could move the cursor."""
     return "".join(c if unicodedata.category(c) != "Cc" else f"\\x{ord(c):02x}" for c in text)

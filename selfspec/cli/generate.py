@@ -33,10 +33,10 @@ Messages = str | list[dict[str, str]]
 
 _FLAGS = (
     Flag("file", str, "Read the prompt from a file.", metavar="FILE"),
-    Flag("prompts", str, 'Answer many: {"prompt": ".."} a line.', metavar="FILE"),
-    Flag("output", str, "Where the answers to --prompts go, a JSON line each.", metavar="FILE"),
-    Flag("overwrite", bool, "Replace an output that is there already.", rare=True),
-    Flag("concurrency", int, "Prompts answered at once. Built in: 32.", rare=True),
+    Flag("prompts", str, 'Answer many prompts: {"prompt": ".."} per line.', metavar="FILE"),
+    Flag("output", str, "File for the answers to --prompts, one JSON line each.", metavar="FILE"),
+    Flag("overwrite", bool, "Replace an existing output.", rare=True),
+    Flag("concurrency", int, "Prompts answered at once. Default: 32.", rare=True),
     base.KV_MEMORY,
     base.RAW,
     base.SYSTEM,
@@ -48,7 +48,7 @@ _FLAGS = (
 def generate(
     prompt: base.Prompt = None, *, as_json: base.AsJson = False, asked: base.Named
 ) -> None:
-    """Answer a prompt, or a file of them. Drafts change no token."""
+    """Answer a prompt, or a file of prompts. Drafts change no token."""
     raw, system = asked.get("raw", False), asked.get("system")
     options = base.answering(asked) | {"raw": raw}
     if {"prompts", "output"} & asked.names:
@@ -96,14 +96,14 @@ def _facts(answer: Generation | SelfspecError) -> dict[str, Any]:
     }
 
 
-# --- a file of prompts: answers are written beside the output as they come, and the same command
-# goes on behind them; when all are there they become the output, in the order of the prompts
+# --- a file of prompts: answers are appended to a partial file beside the output, so that the same
+# command can continue it; the output is written at the end, in the order of the prompts
 
 _MADE_BY = {"made_by": "selfspec generate"}
 
 
 def answer_all(asked: base.Named, options: dict[str, Any], *, more: bool) -> str:
-    """Write the answers, or why there is none; says how many, and no `more`."""
+    """Write each answer or its error to --output; return a summary. Refuses to print `more`."""
     if more:
         raise InvalidOption("--json and --stats: each line of --output has both. Leave them out")
     output, overwrite = base.check_file(asked, asked["output"]), asked.get("overwrite", False)
@@ -111,7 +111,7 @@ def answer_all(asked: base.Named, options: dict[str, Any], *, more: bool) -> str
     prompts = _read(Path(asked["prompts"]), asked.get("system"), raw=options["raw"])
     base.check_template(asked)
     with files.locked(output):
-        files.check_file(output, overwrite=overwrite)  # another run may have ended since
+        files.check_file(output, overwrite=overwrite)  # another run may have written it meanwhile
         partial = output.with_name(f"{output.name}.partial")
         known = {"prompts": prompts, **base.picked(asked, SHARED), **options}
         mark = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
@@ -135,7 +135,7 @@ def answer_all(asked: base.Named, options: dict[str, Any], *, more: bool) -> str
                     lines[numbers[place]] = line
                     show(len(lines), len(prompts))
         except KeyboardInterrupt:
-            base.note(f"{len(lines)} of {len(prompts)} answered; the same command goes on")
+            base.note(f"{len(lines)} of {len(prompts)} answered; the same command continues")
             raise
         in_order = [lines[number] for number in sorted(lines)]
         texts = (json.dumps(line, ensure_ascii=False) for line in in_order)
@@ -157,8 +157,8 @@ def _read(path: Path, system: str | None, *, raw: bool) -> list[Messages]:
                 found.append(prompt if raw else base.conversation(system, prompt))
             case {"messages": list(messages), **others} if not others:
                 if raw or system is not None:
-                    wrong = f'{where}: "messages" stand beside --raw or --system'
-                    raise InvalidData(f'{wrong}. Give "prompt", or leave that out')
+                    wrong = f'{where}: "messages" cannot go with --raw or --system'
+                    raise InvalidData(f'{wrong}. Give "prompt", or leave the flag out')
                 found.append(messages)
             case other:
                 expected = 'one of {"prompt": "…"}, not empty, and {"messages": […]}'
@@ -172,7 +172,7 @@ def _read(path: Path, system: str | None, *, raw: bool) -> list[Messages]:
 
 _PROMPT = "Explain in a few sentences how a rainbow forms."
 _WARM_UP_TOKENS = 4
-_NEAR = 0.05  # a difference in speed that one run does not tell from none
+_NEAR = 0.05  # relative difference in speed within the noise of one run
 
 
 @with_flags(base.RAW, *LOADING, *SPECULATION, GENERATION[0])
@@ -183,8 +183,8 @@ def demo(
 ) -> None:
     """Compare with Hugging Face's generate. Both answer one prompt, one after the other.
 
-    In float32 unless --dtype says otherwise: with fewer digits, near ties between tokens may fall
-    otherwise in two programs. Exit code 1 if the texts differ.
+    Both run in float32 unless --dtype is given: at lower precision, two programs may resolve near
+    ties between tokens differently. Exit code 1 if the texts differ.
     """
     count = base.answering(asked).get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
     text, raw = base.read_prompt(prompt), asked.get("raw", False)
@@ -199,21 +199,21 @@ def demo(
 
 
 def verdict(differs_at: int | None, gain: float) -> str:
-    """How much faster, and whether the texts are the same or differ at a token, from 0."""
+    """Say how much faster, and whether the texts match or first differ at a token, from 0."""
     words = "about as fast" if gain > 1 - _NEAR else f"{1 / gain:.1f}× slower"
     words = f"{gain:.1f}× faster" if gain > 1 + _NEAR else words
     if differs_at is None:
         return f"{words}; same text: yes"
-    tie = "a near tie may be rounded otherwise; --dtype float64 tells"
-    return f"{words}; same text: no, token {differs_at + 1} is another one ({tie})"
+    tie = "a near tie may round differently; --dtype float64 tells"
+    return f"{words}; same text: no, token {differs_at + 1} differs ({tie})"
 
 
 def both(
     speculator: Speculator, text: str, count: int, *, raw: bool
 ) -> list[tuple[list[int], float]]:
-    """Tokens and seconds of both, greedy and from the same weights, shown as they come.
+    """Decode greedily with both, from the same weights; show the texts, return tokens and seconds.
 
-    One after the other: two at once would share the processor. A warm-up is not timed.
+    They run in turn, as they would share the processor otherwise. A warm-up is not timed.
     """
     from selfspec.api.text import encode
 
@@ -231,7 +231,7 @@ def both(
     return found
 
 
-Show = Callable[[str, Giver], None]  # text, and who gave it
+Show = Callable[[str, Giver], None]  # called with text and its giver
 
 
 def theirs(speculator: Speculator, ids: Tensor, count: int, show: Show) -> list[int]:
@@ -258,7 +258,7 @@ def ours(speculator: Speculator, ids: Tensor, count: int, show: Show) -> list[in
 _USUAL = ("host", "port", "concurrency", "timeout")  # flags that --help lists
 SERVING = (
     *base.grouped("Server", _USUAL, *base.option_flags(ServeOptions)),
-    Flag("api_key_file", str, "File of API keys, one a line; besides those of SELFSPEC_API_KEY."),
+    Flag("api_key_file", str, "File of API keys, one per line, besides SELFSPEC_API_KEY."),
     base.KV_MEMORY,
     *LOADING,
     *SPECULATION,
@@ -267,10 +267,10 @@ SERVING = (
 
 @with_flags(*SERVING)
 def serve(*, asked: Asked) -> None:
-    """Serve a model over HTTP, as OpenAI does. The page at / is a chat; /metrics has counters.
+    """Serve a model over HTTP with OpenAI's API. The page at / is a chat; /metrics has counters.
 
-    Answers are written together, each with the text that it has alone. Ctrl-C stops the server when
-    running answers are complete.
+    Answers are generated in one batch, each with the text that it would have alone. After Ctrl-C
+    the server completes running answers, then stops.
     """
     options = base.options_of(ServeOptions, asked)
     kv_memory = base.kv_memory(asked)
@@ -279,7 +279,7 @@ def serve(*, asked: Asked) -> None:
     if not is_loopback(options.host) and not keys:
         raise InvalidOption(f"host is {options.host}, which others can reach. {give}")
     if "*" in (options.cors_origin or ()) and not keys:
-        wrong = "cors_origin is *: every web page that this machine's browser shows could ask"
+        wrong = "cors_origin is *: every web page that a browser here shows could send requests"
         raise InvalidOption(f"{wrong}. {give}, or name the page")
     check_packages("a server", "fastapi", "uvicorn", "prometheus_client", extra="serve")
     from selfspec.serve.gate import Server, bound

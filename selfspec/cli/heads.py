@@ -1,4 +1,4 @@
-"""`selfspec heads`: list the exit heads at hand, show what they say of themselves, check them."""
+"""`selfspec heads`: list, show, check, use, fetch and share exit heads."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def heads(context: typer.Context) -> None:
 
 @app.command("list")
 def list_command(*, as_json: AsJson = False) -> None:
-    """List exit heads. Those that come with selfspec, were pulled, or were fitted here."""
+    """List exit heads. These come with selfspec, were pulled, or were fitted here."""
     coming = hub.list_heads()
     rows = []
     for folder in (*coming, *(own for own in known_folders() if own not in coming)):
@@ -61,7 +61,7 @@ def list_command(*, as_json: AsJson = False) -> None:
 
 @app.command()
 def show(folder: Folder, *, as_json: AsJson = False) -> None:
-    """Show what a heads folder says of itself; the weights are not read."""
+    """Show the config of a heads folder; the weights are not read."""
     found = hub.resolve_heads(folder)
     from selfspec.heads.attending import config_of  # a wrong name costs no torch import
 
@@ -79,14 +79,14 @@ def check(
     folder: Folder,
     *,
     model: Annotated[
-        str | None, typer.Option(help="The model they are for; else the bundled default.")
+        str | None, typer.Option(help="The model of the heads. Default: the bundled one.")
     ] = None,
 ) -> None:
-    """Check a folder: complete, its card up to date, and fit for a model. Exit code 1 if not."""
+    """Check heads: files complete, card up to date, fit for the model. Exit code 1 if not."""
     found = hub.resolve_heads(folder)
     from selfspec.api import speculator as generate  # imports torch
 
-    # what others publish has no card of ours
+    # heads that others publish have no card of ours
     problems = [] if attends(found) and not is_heads_folder(found) else incomplete(found)
     try:
         speculator = generate.load(model, heads=found)
@@ -112,12 +112,12 @@ def check(
 
 @app.command()
 def use(folder: Folder) -> None:
-    """Use these heads with their model. From now on, where no others are named."""
+    """Use these heads with their model. From now on, they are its default."""
     found = hub.resolve_heads(folder)
     config = read_config(found)
     base_model = config["base_model"]
     if not remember(found, chosen=True):
-        raise InvalidOption(f"{found} do not say which weights they are for. Name them: --heads")
+        raise InvalidOption(f"{found} has no fingerprint of its model. Give --heads each time")
     name = hub.heads_name(found)
     base.emit(f"{name} are used with {base_model} from now on; without: --heads none\n")
     options = SpeculationOptions().updated(config["defaults"])
@@ -130,7 +130,7 @@ def pull(
     name: Annotated[str, typer.Argument(metavar="ID", help="A hub id, or a folder to copy.")],
     *,
     called: Annotated[
-        str | None, typer.Option("--as", metavar="NAME", help="For a folder; else its own.")
+        str | None, typer.Option("--as", metavar="NAME", help="Name for a folder; else its own.")
     ] = None,
     overwrite: base.Overwrite = False,
 ) -> None:
@@ -141,11 +141,11 @@ def pull(
     if target.resolve() == source.resolve():
         base.emit(f"{target.name} is there already: {target}\n")
         return
-    copied = target.parent == hub.pulled_heads()  # whose names say nothing of where they are from
+    copied = target.parent == hub.pulled_heads()  # their names do not say where they came from
     for path in (source / name for name in hub.HEADS_FILES if copied):
         if path.is_symlink() or (path.exists() and not path.is_file()):  # it may lead anywhere
-            raise InvalidHeads(f"{path} is no plain file, which alone are copied. Put one there")
-    config_of(source)  # nothing else is taken over
+            raise InvalidHeads(f"{path} is not a regular file. Put a copy of the file there")
+    config_of(source)  # refuses what is no folder of heads
     if copied and target.exists() and not overwrite:
         raise CannotWrite(f"there are heads called {target.name}. Give --as NAME, or --overwrite")
     with files.locked(target, wait=True):
@@ -169,18 +169,18 @@ def push(
     folder: Folder,
     name: Annotated[str, typer.Argument(metavar="ID", help="On the hub: OWNER/NAME.")],
     *,
-    private: Annotated[bool, typer.Option("--private", help="Make a new one private.")] = False,
+    private: Annotated[bool, typer.Option("--private", help="Make a new repo private.")] = False,
     licence: Annotated[
-        str | None, typer.Option("--license", metavar="ID", help="For the card: apache-2.0.")
+        str | None, typer.Option("--license", metavar="ID", help="Licence of the card: apache-2.0.")
     ] = None,
     message: Annotated[
-        str, typer.Option("--message", metavar="TEXT", help="Of the commit.")
+        str, typer.Option("--message", metavar="TEXT", help="Message of the commit.")
     ] = "Exit heads, fitted by selfspec",
 ) -> None:
-    """Put fitted heads on the hub, with their card. Log in before: hf auth login."""
+    """Upload fitted heads to the hub, with their card. Log in before: hf auth login."""
     if "/" not in name or not hub.HUB_ID.fullmatch(name):
-        wrong = f"{name!r} is no id on the hub, expected OWNER/NAME"
-        raise InvalidOption(f"{wrong}. On this machine copy the folder")
+        wrong = f"{name!r} is no hub id, expected OWNER/NAME"
+        raise InvalidOption(f"{wrong}. To keep heads on this machine, copy the folder")
     found = hub.resolve_heads(folder)
     if problems := incomplete(found):
         raise InvalidHeads(f"{found} is not complete: {problems[0]}. See: selfspec heads check")
@@ -194,13 +194,13 @@ def push(
 
 
 def incomplete(folder: Path) -> list[str]:
-    """What a folder of fitted heads should hold and does not, in words."""
+    """Problems of a folder of fitted heads, in words: missing files or an outdated card."""
     from selfspec.training import records
 
     if missing := [f"no {name}" for name in records.FILES if not (folder / name).is_file()]:
         return missing
     found = files.read_bytes(folder / "README.md").decode("utf-8", "replace")
-    named = re.search(r'custom_generate="(.+?)"', found)  # a push says so, and a licence on top
+    named = re.search(r'custom_generate="(.+?)"', found)  # a push adds this, and a licence above
     try:
         expected = records.card_of(folder, heads=named[1] if named else "HEADS")
     except (InvalidHeads, InvalidData) as error:

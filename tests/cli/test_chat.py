@@ -102,7 +102,7 @@ def test_a_talk_is_saved_and_loaded(speculator: FakeSpeculator, call: Call, tmp_
     [
         ("/sav x", "unknown command '/sav'. Did you mean /save?"),
         ("/save", "/save needs a file"),
-        ("/quit now", "/quit takes nothing behind it"),
+        ("/quit now", "/quit takes no argument"),
         ("/undo", "no question yet"),
         ("/trace", "no answer to trace yet"),
         ("/stats", "no answer yet"),

@@ -148,7 +148,7 @@ def test_answers_are_in_order(speculator: FakeSpeculator, asked: list[str], call
 
 def test_a_stopped_run_goes_on(speculator: FakeSpeculator, asked: list[str], call: Call) -> None:
     speculator.broken = {1: KeyboardInterrupt()}
-    assert "2 of 4 answered; the same command goes on" in call([*asked, "--seed", "5"], 130).err
+    assert "2 of 4 answered; the same command continues" in call([*asked, "--seed", "5"], 130).err
     assert not OUT.exists()
     PARTIAL.write_text(PARTIAL.read_text() + '{"index": 3, "te')
     assert main([*asked, "--seed", "6"]) == 2  # other options
@@ -195,7 +195,7 @@ def test_a_line_that_is_no_prompt_is_named_before_anything_is_loaded(
     reason = "not JSON" if line == "{" else f'{json.loads(line)}, expected one of {{"prompt": "…"}}'
     assert f"line 2 is {reason}" in call(asked, 2).err
     Path("prompts.jsonl").write_text('{"messages": []}')
-    assert '"messages" stand beside --raw or --system' in call([*asked, "--system", "s"], 2).err
+    assert '"messages" cannot go with --raw or --system' in call([*asked, "--system", "s"], 2).err
     assert speculator.loaded is None
     assert not PARTIAL.exists()
 
@@ -227,7 +227,7 @@ def test_demo_says_whether_texts_are_the_same(call: Call, monkeypatch: pytest.Mo
     monkeypatch.setattr(
         generate, "theirs", lambda *given: [*(found := right(*given))[:3], found[3] + 1, *found[4:]]
     )
-    assert "same text: no, token 4 is another one" in call(demo, 1).out
+    assert "same text: no, token 4 differs" in call(demo, 1).out
     assert "max_new_tokens is 0, expected" in call([*demo[:2], "--max-new-tokens", "0"], 2).err
 
 

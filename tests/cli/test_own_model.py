@@ -206,7 +206,7 @@ def test_pushed_heads_have_a_card_and_name_no_place_on_this_machine(
     monkeypatch.undo()
     monkeypatch.chdir(workplace)
     assert "The hub cannot be reached" in call(push, 2).err  # tests are offline
-    assert "'own' is no id on the hub" in call(["heads", "push", str(heads), "own"], 2).err
+    assert "'own' is no hub id" in call(["heads", "push", str(heads), "own"], 2).err
     (heads / "run.yaml").unlink()
     assert "is not complete: no run.yaml" in call(push, 2).err
 
