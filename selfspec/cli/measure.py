@@ -1,4 +1,4 @@
-"""What is measured and shown: `trace`, `tune`, `bench`, `report`, `verify` and `env`."""
+"""The commands that measure and show: `trace`, `tune`, `bench`, `report`, `verify` and `env`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SUITE = base.option_flags(results.BenchOptions, ("suite", "questions", "limit"))
 
 
 def suite_of(asked: Asked, limit: int) -> list[results.Question]:
-    """The questions that the flags ask for; `limit` where they do not say how many."""
+    """The questions that the flags ask for; up to `limit` without --limit."""
     name, questions = asked.get("suite", results.SIX_TASKS), asked.get("questions")
     return results.load_suite(name, questions, asked.get("limit", limit))
 
@@ -40,28 +40,28 @@ def suite_of(asked: Asked, limit: int) -> list[results.Question]:
 # --- trace
 
 _TARGETS = (  # files to write
-    Flag("html", str, "File for a page to explore."),
-    Flag("output", str, "File to keep the trace in, one JSON record per line."),
+    Flag("html", str, "File for an interactive page."),
+    Flag("output", str, "File for the trace, one JSON record per line."),
     Flag("card", str, "PNG to share: question, answer and one factor."),
 )
-_FROM = {"source", "html", "card", "rejected", "overwrite"}  # what means something with --from
+_FROM = {"source", "html", "card", "rejected", "overwrite"}  # flags that may go with --from
 
 
 @base.with_flags(
-    Flag("source", str, "Show what --output kept, without a prompt.", ("--from",), metavar="FILE"),
+    Flag("source", str, "Show a trace saved by --output; no prompt.", ("--from",), metavar="FILE"),
     *_TARGETS,
-    Flag("all_layers", bool, "Also layers without heads. Built in: on."),
+    Flag("all_layers", bool, "Also layers without heads. Default: on."),
     Flag("rejected", bool, "Also show rejected drafts."),
     base.RAW,
-    Flag("overwrite", bool, "Replace what an earlier trace wrote there."),
+    Flag("overwrite", bool, "Replace files of an earlier trace."),
     *base.SHARED,
 )
 def trace(prompt: base.Prompt = None, *, as_json: base.AsJson = False, asked: base.Named) -> None:
-    """Show who gave each token of an answer. And what each layer would have said, and how sure."""
+    """Show where each token of an answer came from. Also each layer's prediction and confidence."""
     if asked.get("source") is not None:
         if prompt is not None:
             raise InvalidOption("a prompt and --from at once, expected one. Leave one of them out")
-        why = "means nothing with --from, a kept answer. Leave it out"
+        why = "means nothing with --from, a saved answer. Leave it out"
         base.refuse(asked, asked.names - _FROM, why)
     targets = _check_targets(asked)
     with contextlib.ExitStack() as stack:
@@ -104,7 +104,7 @@ def _check_targets(asked: Asked) -> dict[str, Path]:
 
 
 def _looked(prompt: str | None, asked: base.Named) -> LayerTrace:
-    """Decode, and look at what each layer made of it; or what was kept of that."""
+    """Decode and look at each layer, or load a saved trace."""
     if asked.get("source") is not None:
         from selfspec.visualise.layers import LayerTrace
 
@@ -124,23 +124,23 @@ _QUESTIONS = 24  # without --limit: four of each task, a few minutes for the def
 
 _OBJECTIVE = (
     "speed: the least time over all prompts. latency: the best 5th percentile of the prompts' own "
-    "speed-ups, so that hardly any prompt is slower than without drafts. Built in: speed."
+    "speed-ups, so that hardly any prompt is slower than without drafts. Default: speed."
 )
 
 
 @base.with_flags(
     *SUITE,
     *base.LOADING,
-    Flag("max_new_tokens", int, "Tokens per answer at most, at least 2. Built in: 64."),
+    Flag("max_new_tokens", int, "Maximum new tokens per answer, at least 2. Default: 64."),
     Flag("objective", Literal["speed", "latency"], _OBJECTIVE),
     Flag("dry_run", bool, "Report only."),
-    Flag("forget", bool, "Forget what was measured and chosen for this model on this machine."),
+    Flag("forget", bool, "Remove what was measured and chosen for this model on this machine."),
 )
 def tune(*, as_json: base.AsJson = False, asked: Asked) -> None:
-    """Find the settings that suit this machine. Commands use them by themselves from then on.
+    """Find the settings that suit this machine. Commands then use them by default.
 
     Without exit heads: how prompt lookup drafts. All settings answer some questions (their first
-    turns), the faster ones answer more, and what is promised is measured on questions held out.
+    turns), the faster ones answer more, and the reported speed is measured on held-out questions.
     Answers are timed, so nothing else should run meanwhile.
     """
     from selfspec.api import tuned
@@ -153,7 +153,7 @@ def tune(*, as_json: base.AsJson = False, asked: Asked) -> None:
         raise InvalidOption(f"max_new_tokens is {new_tokens}, expected at least 2")
     questions = suite_of(asked, _QUESTIONS)
     if len(questions) < 2:
-        raise InvalidOption("one question cannot be held out. Take at least two: --limit 2")
+        raise InvalidOption("one question cannot be held out. Use at least two: --limit 2")
     speculator = base.load(base.picked(asked, base.LOADING))
     backbone, heads = speculator.backbone, speculator.heads
     if asked.get("forget", False):
@@ -177,7 +177,7 @@ def tune(*, as_json: base.AsJson = False, asked: Asked) -> None:
             base.emit(f"{rate}, worst prompt {found.worst:.2f} x\n")
         base.emit(f"{found.sentence()}\n")
         if file is not None:
-            base.emit(f"kept in {file}; selfspec tune --forget removes it\n")
+            base.emit(f"saved in {file}; selfspec tune --forget removes it\n")
     if file is not None:
         own = ["--heads", str(asked["heads"])] if "heads" in asked else []
         own += base.raw_flag(speculator.tokenizer)
@@ -193,14 +193,14 @@ _USUAL = ("suite", "limit", "max_new_tokens", "repeats")  # flags that --help li
 
 @base.with_flags(
     Flag("output", str, "Folder to write the results to. Required."),
-    Flag("methods", tuple[str, ...], f"Some of {', '.join(METHODS)}. Built in: the first five."),
+    Flag("methods", tuple[str, ...], f"Some of {', '.join(METHODS)}. Default: the first five."),
     Flag(
         "sweep",
         list[str],
-        "Also speculation with NAME=VALUE,..: exit.threshold=0.5,0.7; repeatable.",
+        "Also measure speculation with NAME=VALUE,..: exit.threshold=0.5,0.7; repeatable.",
     ),
-    Flag("concurrency", tuple[int, ...], "Measure 1,8,32 answers at once instead."),
-    Flag("overwrite", bool, "Start over where the output holds results."),
+    Flag("concurrency", tuple[int, ...], "Measure this many answers at once instead: 1,8,32."),
+    Flag("overwrite", bool, "Start over and replace results in the output."),
     *base.grouped("Prompts", _USUAL, *base.option_flags(results.BenchOptions)),
     *base.LOADING,
     *base.SPECULATION,
@@ -208,8 +208,8 @@ _USUAL = ("suite", "limit", "max_new_tokens", "repeats")  # flags that --help li
 def bench(*, as_json: base.AsJson = False, asked: base.Named) -> None:
     """Measure methods side by side. All answer the same prompts, in random order.
 
-    Nothing else should run on the machine meanwhile. A killed run goes on where it was. Exit code 1
-    where a method failed.
+    Nothing else should run on the machine meanwhile. The same command continues a killed run. Exit
+    code 1 if a method failed.
     """
     base.require(asked, "output")
     options = base.options_of(results.BenchOptions, asked)
@@ -259,7 +259,7 @@ def _record(
     speculator: Speculator,
     questions: tuple[list[results.Question], list[results.Question]],
 ) -> dict[str, dict[str, Any]]:
-    """All that the figures depend on, ready for YAML. Files are named without their folder."""
+    """Everything that the figures depend on, ready for YAML. Files are named without a folder."""
     backbone, heads = speculator.backbone, speculator.heads
     named = ("heads", "draft_model", "datastore")
     file = {name: Path(asked[name]).name for name in named if asked.get(name)}
@@ -283,7 +283,7 @@ def _record(
         "speculation": speculator.options.described(),
         "machine": hub.machine(),
     }
-    plain: dict[str, dict[str, Any]] = json.loads(json.dumps(facts))  # lists, as YAML gives back
+    plain: dict[str, dict[str, Any]] = json.loads(json.dumps(facts))  # lists, as YAML reads them
     return plain
 
 
@@ -332,7 +332,7 @@ def report(
     output: Annotated[str, typer.Option("--output", metavar="FILE", help="The page, HTML.")],
     overwrite: base.Overwrite = False,
 ) -> None:
-    """Gather measured runs into one page."""
+    """Gather results of benchmarks into one page."""
     check_packages("report", "pandas", "tabulate", "matplotlib")
     from selfspec.eval import report as reporting
 
@@ -348,17 +348,17 @@ _PROMPTS, _NEW_TOKENS, _COPY_GB = 6, 48, 8.0
 
 @base.with_flags(
     *base.LOADING,
-    *(flag for flag in base.SPECULATION if flag.name != "pinned"),  # the ladder pins by itself
+    *(flag for flag in base.SPECULATION if flag.name != "pinned"),  # the checks set it themselves
     *SUITE,
-    Flag("max_new_tokens", int, f"Tokens per prompt at most. Built in: {_NEW_TOKENS}."),
+    Flag("max_new_tokens", int, f"Maximum new tokens per prompt. Default: {_NEW_TOKENS}."),
     Flag("rungs", tuple[int, ...], "Which of the seven checks to run: 1,2,6. The third is slow."),
-    Flag("max_copy_gb", float, f"Largest float32 or float64 copy to make. Built in: {_COPY_GB}."),
+    Flag("max_copy_gb", float, f"Largest float32 or float64 copy to make. Default: {_COPY_GB}."),
 )
 def verify(*, as_json: base.AsJson = False, asked: Asked) -> None:
     """Check that drafts change nothing here. Seven checks; exit code 1 if one fails.
 
-    Greedy decoding only, of six prompts unless --limit says otherwise; that samples keep their
-    distribution is proved in the test suite.
+    The checks decode greedily, six prompts unless --limit is given. The test suite checks that
+    samples keep their distribution.
     """
     from selfspec.eval import verify as ladder
 
@@ -403,7 +403,7 @@ def verify(*, as_json: base.AsJson = False, asked: Asked) -> None:
 def lm_eval(words: Annotated[list[str] | None, typer.Argument(metavar="..")] = None) -> None:
     """Evaluate on tasks of EleutherAI's lm-eval.
 
-    Its command line gets all that follows, and its model is selfspec: --model_args
+    All arguments are passed to its command line, with selfspec as the model: --model_args
     pretrained=NAME,heads=NAME. Help: selfspec lm-eval run -h
     """
     check_packages("lm-eval", "lm_eval", extra="lm-eval")
@@ -446,7 +446,7 @@ def env(*, as_json: base.AsJson = False, asked: base.Named) -> None:
 
 
 def _model_facts(asked: Asked) -> tuple[dict[str, Any], StepSpeed]:
-    """Which executor runs a model, why no other does, what drafts do to its bits; its speed."""
+    """The model's executor, why others were refused, what drafts do to its bits; its speed."""
     import torch
 
     from selfspec.decoding.measure import PinnedProbe, step_speed
@@ -461,21 +461,21 @@ def _model_facts(asked: Asked) -> tuple[dict[str, Any], StepSpeed]:
     elif PinnedProbe(backbone).holds_unpadded(SpeculationOptions().widest_pass):
         drafts = "no draft moves a bit of a logit"
     elif backbone.dtype == torch.float16:
-        drafts = "refused without --pinned: passes of several rows round otherwise in float16"
+        drafts = "refused without --pinned: passes of several rows round differently in float16"
     else:
-        drafts = "passes of several rows may round otherwise: near ties may fall otherwise"
+        drafts = "passes of several rows may round differently and resolve near ties differently"
     refused = {f"no_{name}_executor": why for name, why in backbone.refused.items()}
     facts = {"model": found.label, "executor": backbone.executor_name, **refused, "drafts": drafts}
     return facts, step_speed(backbone)
 
 
 def speed_lines(speed: StepSpeed) -> dict[str, str]:
-    """A plain step against the memory's limit, and passes of several rows against one step."""
+    """Compare a plain step with the memory's limit, and passes of several rows with a step."""
 
-    def short(value: float) -> str:  # at least three digits, no exponent for what a machine can do
+    def short(value: float) -> str:  # at least three digits, no exponent for realistic values
         return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
-    step = f"{short(1e3 * speed.step_s)} ms behind {speed.context_tokens} positions"
+    step = f"{short(1e3 * speed.step_s)} ms after {speed.context_tokens} positions"
     rate = f"{short(speed.memory_bytes_per_s / 1e9)} GB/s"
     limit = f"reading {short(speed.step_bytes / 1e6)} MB at {rate} takes "
     limit += f"{short(1e3 * speed.limit_s)} ms: {100 * speed.share_of_limit:.0f} % of the limit"

@@ -1,4 +1,4 @@
-"""From text to heads: `selfspec data`, `cache`, `fit` and `calibrate`; and to a `datastore`."""
+"""The commands that make heads: `adapt`, `data`, `cache`, `fit`, `calibrate`; and `datastore`."""
 
 from __future__ import annotations
 
@@ -50,38 +50,38 @@ MODEL = base.grouped(
     "Model",
     _FROZEN,
     *(flag for flag in base.LOADING if flag.name in _FROZEN),
-    Flag("base_model", str, "The model's name for the record; else its file or id."),
-    Flag("skip_bad_rows", bool, "Count lines that cannot be used instead of stopping."),
+    Flag("base_model", str, "Name of the model in records. Default: its file or id."),
+    Flag("skip_bad_rows", bool, "Skip and count unusable lines instead of stopping."),
 )
 
 _PROMPTS = (
-    Flag("recipe", str, "YAML file of prompt families; without it the built-in one."),
-    Flag("passages", str, "Folder of .txt, .md and .rst files to ask about; de/ for German ones."),
+    Flag("recipe", str, "YAML file of prompt families. Default: the built-in one."),
+    Flag("passages", str, "Folder of .txt, .md and .rst files to ask about; German ones in de/."),
 )
 
 WORKERS = Flag(
     "workers",
     int,
-    "Processes that share the work by Ray, each with a model of its own; what is written is the "
-    "same. They are on this machine, or on those of the Ray cluster at RAY_ADDRESS. Built in: 1.",
+    "Processes that share the work through Ray, each with its own model; the output is the same. "
+    "They run on this machine or, with RAY_ADDRESS, on that Ray cluster. Default: 1.",
 )
 
 _TEXT = "Conversations: .jsonl, .jsonl.gz, .json, .parquet, .csv, or a data set's id."
 
 
 class Base(NamedTuple):
-    """A frozen model, ready for features."""
+    """A frozen model, ready to compute features."""
 
     backbone: Backbone
     tokenizer: PreTrainedTokenizerBase
     name: str  # for the record
-    chat_template: str | None  # where it is not the model's own
+    chat_template: str | None  # None: the model's own
 
 
 def _check(asked: Asked, *, shares: bool = False) -> None:
-    """Refuse what no record can keep, and files that cannot be read, before torch is imported.
+    """Refuse text that no record can hold and unreadable files, before torch is imported.
 
-    `shares`: whether the processes of a launcher share the work; else each would do all of it.
+    `shares`: the command shares its work among a launcher's processes; else each would do it all.
     """
     if not shares and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         said = "a launcher started several processes, whose work only fit shares"
@@ -99,10 +99,10 @@ def _check(asked: Asked, *, shares: bool = False) -> None:
 def _load(
     asked: Asked, *, writes: bool = False, template: str | None = None, expected: str | None = None
 ) -> Base:
-    """The model that the flags ask for, once the files that they name are there.
+    """Load the model that the flags ask for.
 
-    Where it `writes` text it runs on the best executor, else by its own modules, which give states.
-    A worker is given the `template` and the `expected` fingerprint: it may have the model alone.
+    If it `writes` text it runs on the best executor, else on the generic one, which gives states.
+    A worker gets the `template` and the `expected` fingerprint, as it may have only the model.
     """
     from selfspec.model import fingerprint
     from selfspec.model.backbone import Backbone
@@ -130,7 +130,7 @@ def _load_like(asked: Asked, model: Base, *, writes: bool = False) -> Callable[[
 
 
 def _chat_template(asked: Asked) -> str | None:
-    """The text of a template, as asked for, else of heads, text or features; notes others."""
+    """The text of the chosen template, else that of heads, data or cache; notes if they differ."""
     from selfspec.training.features import Manifest
 
     def of_heads(name: str) -> Any:
@@ -150,7 +150,7 @@ def _chat_template(asked: Asked) -> str | None:
 
 
 def writing(output: str | Path) -> AbstractContextManager[None]:
-    """While open, this command alone writes `output`; its first process sees to it. Not a URL."""
+    """Lock `output` for this command, in its first process only; a URL is not locked."""
     locks = base.is_first() and not files.is_url(output)
     return files.locked(Path(output).absolute()) if locks else nullcontext()
 
@@ -165,7 +165,7 @@ def _workers(asked: Asked) -> int:
 def _read(
     path: str, on: Base, asked: Asked, batch_tokens: int | None, max_tokens: int | None = None
 ) -> list[Conversation]:
-    """The conversations of a file that fit the model and a batch; None: of any length."""
+    """The conversations of a file that fit the model and `batch_tokens`; None: of any length."""
     return text.read_conversations(
         Path(path),
         on.tokenizer,
@@ -197,20 +197,20 @@ def _require_features(found: FeatureSpec, needed: FeatureSpec) -> None:
 
 
 @with_flags(
-    Flag("output", str, "Folder for text, heads and report; a begun one is continued."),
-    Flag("budget", str, "Time for all, from the loaded model on: 90s, 30m, 2h. Built in: 30m."),
-    Flag("raw", bool, "For a base model: it continues plain text, without a chat template."),
+    Flag("output", str, "Folder for text, heads and report; an unfinished one is continued."),
+    Flag("budget", str, "Time for all steps after loading: 90s, 30m, 2h. Default: 30m."),
+    Flag("raw", bool, "For base models: continue plain text, without a chat template."),
     *_PROMPTS,
-    Flag("questions", str, "File of your own prompts; every fifth is kept back to measure on."),
-    Flag("seed", int, "Fixes what is asked and sampled. Built in: 0."),
+    Flag("questions", str, "File of your own prompts; every fifth is held out to measure on."),
+    Flag("seed", int, "Seed of prompts and samples. Default: 0."),
     *(flag for flag in MODEL if flag.name in _FROZEN),
 )
 def adapt(*, asked: Named) -> None:
     """Make heads for a model: all steps in one.
 
-    Text, fit, settings for this machine, and a comparison. The time given is used up. A killed run
-    goes on where it was; with a larger --budget a finished one writes more text, and its heads
-    learn on. Nothing else should run meanwhile.
+    Writes text, fits heads, tunes settings for this machine and compares speeds. It uses the whole
+    budget. The same command continues a killed run; with a larger --budget, a finished run writes
+    more text and fits its heads further. Nothing else should run meanwhile.
     """
     _check(asked)
     if "budget" in asked:
@@ -229,23 +229,23 @@ def adapt(*, asked: Named) -> None:
 
 
 @with_flags(
-    Flag("output", str, "File to write, .jsonl or .jsonl.gz. Required. A killed run continues it."),
+    Flag("output", str, "File to write, .jsonl or .jsonl.gz. Required. A rerun continues it."),
     Flag(
         "source",
         str,
         "Answer the user's turns of these conversations: .jsonl, .jsonl.gz, .json, or a data set's "
-        "id. Without it prompts come from a recipe.",
+        "id. Default: prompts from a recipe.",
         ("--from",),
     ),
     *_PROMPTS,
-    Flag("questions", str, "File of your own prompts: a tenth of the rows until all were asked."),
+    Flag("questions", str, "File of your own prompts: a tenth of the rows until all are used."),
     Flag(
         "exclude",
         str,
-        "Files of a benchmark, with commas between: no row shares eight words in a "
-        "row with them; those of a recipe none with the built-in suite either.",
+        "Benchmark files, separated by commas: rows that share eight consecutive words with them "
+        "are dropped. With a recipe, this includes the built-in suite.",
     ),
-    Flag("endpoint", str, "URL of an OpenAI server that answers in the model's place."),
+    Flag("endpoint", str, "URL of an OpenAI-compatible server that answers instead of the model."),
     WORKERS,
     *MODEL,
     *option_flags(DataOptions),
@@ -253,15 +253,15 @@ def adapt(*, asked: Named) -> None:
 def data(*, asked: Named) -> None:
     """Write the text that heads are fitted to. The model answers prompts of many kinds.
 
-    The same command continues a killed run where it was.
+    The same command continues a killed run.
     """
     options = options_of(DataOptions, asked)
     base.require(asked, "output")
     if _workers(asked) > 1 and "endpoint" in asked:
-        raise InvalidOption("workers with endpoint: the server's answers need no more. Drop one")
+        raise InvalidOption("workers with endpoint: a server needs no workers. Drop one")
     if "source" in asked:
         ignored = {"recipe", "passages", "questions", "raw"}
-        base.refuse(asked, ignored, "with --from: prompts come from one of them. Drop one")
+        base.refuse(asked, ignored, "with --from: prompts have one source. Drop one")
     elif options.tokens is None:
         raise InvalidOption("no --tokens. Say how many answer tokens the model should write")
     _check(asked)
@@ -347,7 +347,7 @@ def _source(
     passages: Passages,
     excluded: set[int],
 ) -> tuple[Source, Callable[[Author], Callable[[Any], Proposal]], Reader[Any] | None]:
-    """Batches, what an author makes of them, and the reader to hear of bad rows at the end."""
+    """The source of batches, what makes a proposer of an author, and --from's reader, if any."""
     from selfspec.training import selfgen
 
     skip, options = asked.get("skip_bad_rows", False), author.options
@@ -356,7 +356,7 @@ def _source(
         own = [] if file is None else text.questions_of(file, skip_bad_rows=skip)
         prompts = author.prompts(recipe, passages, own)
         if prompts.left_out:
-            why = "for want of --passages" + ("" if author.invents else ", or of invented turns")
+            why = "without --passages" + ("" if author.invents else " or invented turns")
             base.note(f"selfspec: left out {why}: {', '.join(prompts.left_out)}")
         admission = selfgen.Admission(options, writer.records(), excluded)
         return admission, lambda author: selfgen.Written(author, prompts, excluded).propose, None
@@ -370,7 +370,7 @@ def _excluded_ngrams(asked: Asked) -> set[int]:
     from selfspec.eval.results import load_suite
     from selfspec.training.selfgen import ngrams
 
-    suite = [] if "source" in asked else load_suite()  # rows that a user names are meant
+    suite = [] if "source" in asked else load_suite()  # the user chose the rows of --from
     asking = [turn for question in suite for turn in question.turns]
     for name in filter(None, asked.get("exclude", "").split(",")):
         asking += Reader(name, text.texts_of)
@@ -378,7 +378,7 @@ def _excluded_ngrams(asked: Asked) -> set[int]:
 
 
 def _identity(source: str | None) -> str | None:
-    """What tells a file from a changed one: its name and size; a data set by its name."""
+    """Identity of a source in records: a file's name and size, or a data set's name."""
     path = source and files.local_path(source)
     return f"{path.name}, {path.stat().st_size} bytes" if path and path.is_file() else source
 
@@ -389,15 +389,15 @@ def _identity(source: str | None) -> str | None:
 @with_flags(
     Flag("data", str, f"{_TEXT} Required."),
     Flag("output", str, "Folder to write the features to, or a URL (s3://..). Required."),
-    Flag("max_size", float, "Gigabytes at most; refused before any work if it would be more."),
+    Flag("max_size", float, "Most gigabytes; a larger cache is refused before any work."),
     WORKERS,
     *MODEL,
     *option_flags(CacheOptions),
 )
 def cache(*, asked: Asked) -> None:
-    """Keep what heads are fitted to. The frozen model runs once over conversations.
+    """Write the features that heads are fitted to. The frozen model runs once over conversations.
 
-    A killed run goes on where it was.
+    The same command continues a killed run.
     """
     base.require(asked, "data", "output")
     workers = _workers(asked)
@@ -468,15 +468,15 @@ def _write_features(asked: Asked, options: CacheOptions, workers: int) -> None:
 
 @with_flags(
     Flag("data", str, _TEXT),
-    Flag("texts", str, "Folder of .txt, .md and .rst files; beside --data or in place of it."),
+    Flag("texts", str, "Folder of .txt, .md and .rst files, in addition to --data or instead."),
     Flag("output", str, "File to write, .safetensors. Required."),
-    Flag("overwrite", bool, "Replace a datastore that is there."),
+    Flag("overwrite", bool, "Replace an existing datastore."),
     *(flag for flag in MODEL if flag.name not in ("base_model", "dtype", "device")),
 )
 def datastore(*, asked: Asked) -> None:
-    """Sort text for --drafter rest. What follows the same tokens there is drafted.
+    """Sort text for --drafter rest. It drafts what follows the same tokens in that text.
 
-    It belongs to the tokens of the model; each takes 8 bytes, and a million of them a second.
+    A datastore fits one tokenizer. Each token takes 8 bytes; a million tokens take a second.
     """
     base.require(asked, "output", *(() if "texts" in asked else ("data",)))
     _check(asked)
@@ -503,26 +503,26 @@ def datastore(*, asked: Asked) -> None:
 
 _FILES = (
     Flag("data", str, _TEXT),
-    Flag("cache", str, "Features to fit on, from selfspec cache, a URL too; instead of --data."),
+    Flag("cache", str, "Features from selfspec cache, a folder or a URL; instead of --data."),
     Flag("output", str, "Folder to write the heads to. Required."),
-    Flag("validation", str, "Conversations to measure agreement on; else a 20th of the data."),
-    Flag("start_from", str, "Heads of the same model to go on from, instead of new ones."),
-    Flag("preset", str, f"Options under those given: {', '.join(PRESETS)}."),
-    Flag("overwrite", bool, "Start over where the output holds a fit, and replace it."),
+    Flag("validation", str, "Conversations to measure agreement on. Default: a 20th of the data."),
+    Flag("start_from", str, "Heads of the same model to continue from, instead of new ones."),
+    Flag("preset", str, f"Named options; other flags override them: {', '.join(PRESETS)}."),
+    Flag("overwrite", bool, "Start over and replace a fit in the output."),
     Flag("keep_features", bool, "With --data: compute features once and keep them in memory."),
     *MODEL,
     *option_flags(CacheOptions, ("batch_tokens", "max_tokens")),
 )
 
-_IS_CACHED = "with cache: that holds a text's features, in batches. Drop one"
+_IS_CACHED = "with cache: that holds the features of a text, in batches. Drop one"
 _OF_HEADS = {"exit_layers", "head_type", "inner_size", "draft_vocab_size", "preset"}
 
 
 @with_flags(*_FILES, *option_flags(FitOptions))
 def fit(*, asked: Named) -> None:
-    """Fit exit heads to a model. They are measured, and their folder is written.
+    """Fit exit heads to a model. They are measured and written to a folder.
 
-    A killed run goes on where it was. With `accelerate launch -m selfspec fit ...` several
+    The same command continues a killed run. With `accelerate launch -m selfspec fit ...` several
     processes share the batches of a step.
     """
     if "preset" in asked:
@@ -530,7 +530,7 @@ def fit(*, asked: Named) -> None:
         asked.update(PRESETS[asked["preset"]] | asked)
     base.require(asked, "output", "cache" if "cache" in asked else "data")
     if "start_from" in asked:
-        base.refuse(asked, _OF_HEADS, "with start_from: the heads say it. Drop one")
+        base.refuse(asked, _OF_HEADS, "with start_from: the heads fix it. Drop one")
     if "cache" in asked:
         batched = () if "validation" in asked else ("batch_tokens",)
         base.refuse(asked, {"data", "keep_features", *batched}, _IS_CACHED)
@@ -542,7 +542,7 @@ def fit(*, asked: Named) -> None:
 
     output = Path(asked["output"])
     with writing(output):
-        _check_heads_output(asked)  # another fit may have ended since
+        _check_heads_output(asked)  # another fit may have written it meanwhile
         begun = output / hub.CHECKPOINT
         if asked.get("overwrite"):
             begun.unlink(missing_ok=True)
@@ -554,7 +554,7 @@ def fit(*, asked: Named) -> None:
         except KeyboardInterrupt:
             if base.is_first():
                 again = " without --overwrite" if asked.get("overwrite") and begun.is_file() else ""
-                base.note(f"{output}: the same command{again} goes on")
+                base.note(f"{output}: the same command{again} continues it")
             raise
         if base.is_first():
             named = {flag.name: asked.get(flag.name) for flag in _FILES}
@@ -572,11 +572,11 @@ def _say_fitted(fitted: Fitted, model: Base, asked: Asked) -> None:
         base.emit(f"layer {layer:>3}  agreement {shares['agreement']:.1%}{more}\n")
     layers = len(fitted.metrics["layers"])
     base.emit(f"{asked['output']}: exit heads at {layers} layer{'s' * (layers != 1)}\n")
-    if fitted.heads.looks_ahead:  # which nothing calibrates
+    if fitted.heads.looks_ahead:  # medusa heads are not calibrated
         to = ("--methods", "plain,medusa", "--output", "results")
         base.say_next("bench", asked, "--heads", asked["output"], *to)
         return
-    # calibration takes text that the heads were not fitted to; where there is none, make some
+    # calibration needs text that the heads were not fitted to: without any, suggest to write some
     data = asked.get("validation", "held-out.jsonl")
     if "validation" not in asked:
         template = model.chat_template
@@ -588,7 +588,7 @@ def _say_fitted(fitted: Fitted, model: Base, asked: Asked) -> None:
 
 
 def _check_heads_output(asked: Asked) -> None:
-    # a fit that was killed while it wrote has its checkpoint still, and goes on
+    # a fit that was killed while it wrote its heads still has its checkpoint, and may continue
     overwrite = asked.get("overwrite", False) or Path(asked["output"], hub.CHECKPOINT).is_file()
     output, ours, reads = asked["output"], folders.is_heads_folder, base.inputs(asked)
     files.check_folder(output, hub.HEADS_FILES, ours, overwrite=overwrite, reads=reads)
@@ -624,7 +624,7 @@ def _job(asked: Asked, options: FitOptions, model: Base, checkpoint: Path) -> Jo
         if options.state_layers is None and fit.state_layers(backbone, options) and not attends:
             options = replace(options, state_layers=source.spec.states)
         _require_features(source.spec, fit.feature_spec(backbone, options, measured=False))
-    else:  # features are made from conversations while they are needed
+    else:  # features are computed from conversations when they are needed
         data = Path(asked["data"]).name
         talks = _read(asked["data"], model, asked, cached.batch_tokens, cached.max_tokens)
         talks, others = (talks, talks) if validation else text.split(talks)
@@ -649,26 +649,26 @@ def _job(asked: Asked, options: FitOptions, model: Base, checkpoint: Path) -> Jo
 
 # --- calibrate
 
-Found = tuple[dict[str, Any], str]  # what was found, for programs and for people
+Found = tuple[dict[str, Any], str]  # results for programs, and in words
 
-_INSTEAD = {  # by drafter, why
+_INSTEAD = {  # why a drafter is the default instead of the heads
     "ngram": "prompt lookup, which pauses where it does not pay",
     "none": "because a verification of several rows costs more than as many steps",
 }
 
 
 @with_flags(
-    Flag("heads", str, "Folder of fitted heads; its config.json gets the defaults. Required."),
+    Flag("heads", str, "Folder of fitted heads; settings go to its config.json. Required."),
     Flag("data", str, "Conversations that the heads were not fitted to: .jsonl or .jsonl.gz."),
-    Flag("cache", str, "Features of such a text, from selfspec cache; instead of --data."),
-    Flag("max_tokens", int, "Answer tokens to use; all without it."),
-    Flag("max_exit_layers", int, "Exit layers used together at most. Built in: 2."),
-    Flag("entropy", bool, "Only the entropy threshold that --acceptance easd needs, from --data."),
+    Flag("cache", str, "Features of such conversations, from selfspec cache; instead of --data."),
+    Flag("max_tokens", int, "Answer tokens to use. Default: all."),
+    Flag("max_exit_layers", int, "Most exit layers to use together. Default: 2."),
+    Flag("entropy", bool, "Find only the entropy threshold of --acceptance easd, from --data."),
     Flag("dry_run", bool, "Report only."),
     *MODEL,
 )
 def calibrate(*, as_json: base.AsJson = False, asked: Named) -> None:
-    """Find the settings of exit heads. Their confidence is scaled, thresholds are chosen.
+    """Find the settings of exit heads. It scales their confidence, chooses layers and thresholds.
 
     Costs of layers and heads are measured on this machine; nothing else should run meanwhile.
     """
@@ -715,8 +715,8 @@ def _calibrate(asked: Asked, folder: Path, output: Path | None) -> Found:
     else:
         batch_tokens = CacheOptions().batch_tokens
         if heads.config.training.get("data") == Path(asked["data"]).name:
-            said = "selfspec: these heads were fitted to a text of this name. Is it held out? Else"
-            base.note(f"{said} they look better than they are")
+            said = "selfspec: these heads were fitted to a file of this name. Is this one held out?"
+            base.note(f"{said} If not, the heads look better than they are")
         talks = _read(asked["data"], model, asked, batch_tokens, limit)
         features = Selection(StreamSource(model.backbone, needed, talks, batch_tokens, keep=True))
     costs = quick_costs(Backbone(model.backbone.model), heads)
@@ -737,7 +737,7 @@ def _calibrate_entropy(asked: Asked, output: Path | None) -> Found:
     with base.bar("entropies", "batches") as show:
         found = measured_entropy(model.backbone, texts, batch_tokens, show)
     value = found["entropy_threshold"]
-    where = f"not stored: give it as --acceptance easd:entropy={value}"
+    where = f"not stored: use --acceptance easd:entropy={value}"
     if output is not None:
         config = heads_of(output, model.backbone, model.name).config
         options = SpeculationOptions().updated(config.defaults)
@@ -770,7 +770,7 @@ def calibration_words(found: Calibration) -> str:
     )
     if found.drafter != FITTED:
         words += (
-            "which is not faster, so these heads do not draft by themselves: their default is "
+            "This is not faster, so these heads do not draft by default: their default is "
             f"--drafter {found.drafter}, {_INSTEAD[found.drafter]}\n"
         )
     return words

@@ -272,11 +272,11 @@ def test_env_says_how_a_model_runs_and_why_and_measures_it(
     assert found["model"] == "model"
     assert found["executor"] == "generic"
     assert "weights are torch.float64" in found["no_fused_executor"]
-    assert "near ties may fall otherwise" in found["drafts"]
+    assert "resolve near ties differently" in found["drafts"]
     assert found["speed"]["context_tokens"] == 240  # of 256, sixteen are left for the rows
     lines = {line.split("  ")[0]: line for line in call(["env", *MODEL]).out.splitlines()}
     assert "no draft moves a bit of a logit" in lines["drafts"]
-    assert "ms behind 240 positions; reading 0." in lines["plain step"]
+    assert "ms after 240 positions; reading 0." in lines["plain step"]
     assert lines["rows"].endswith(" of a step")
 
 
@@ -291,7 +291,7 @@ def test_lines_say_what_a_step_reads_and_what_rows_cost() -> None:
         )
     )
     assert found == {
-        "plain step": "2500 ms behind 256 positions; reading 16080 MB at 8 GB/s takes 2010 ms: "
+        "plain step": "2500 ms after 256 positions; reading 16080 MB at 8 GB/s takes 2010 ms: "
         "80 % of the limit",
         "rows": "2: 1.05  16: 2.10 of a step",
     }

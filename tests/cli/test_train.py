@@ -210,9 +210,9 @@ def test_a_stopped_fit_says_how_it_goes_on(
 
     with monkeypatch.context() as patch:
         patch.setattr(fit.Trainer, "_save", once)
-        assert "out: the same command goes on" in call(FIT, 130).err
+        assert "out: the same command continues it" in call(FIT, 130).err
         said = call([*FIT, "--overwrite"], 130).err  # which starts over
-    assert "out: the same command without --overwrite goes on" in said
+    assert "out: the same command without --overwrite continues it" in said
     call(FIT)
 
 
@@ -369,7 +369,7 @@ def test_the_entropy_threshold_becomes_a_default_that_is_kept(workplace: Path, c
     before = HeadsConfig.read(workplace / "heads")
     assert "no --data" in call(command, 2).err
     command += ["--data", "talks.jsonl"]
-    assert "not stored: give it as --acceptance easd:entropy=" in call(command).out
+    assert "not stored: use --acceptance easd:entropy=" in call(command).out
     found = json.loads(call([*command, "--heads", "heads", "--dry-run", "--json"]).out)
     assert found.keys() == {"entropy_threshold", "positions", "mean_entropy"}
     assert 0 < found["mean_entropy"] < (value := found["entropy_threshold"])
