@@ -1,4 +1,4 @@
-"""What heads are fitted to: hidden states and logits of a model, by batch, made or from disk."""
+"""Features that heads are fitted to: a model's hidden states and logits, computed or from disk."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ LOGIT_ROWS = 128  # rows whose full logits exist at a time; 25 MB for 49,152 tok
 
 @dataclass(frozen=True)
 class FeatureSpec:
-    """What is taken from each position."""
+    """What a feature of each position contains."""
 
     layers: tuple[int, ...]  # exit layers, rising; 0 is the embedding
     deep: bool = False  # also the normed output of layer L one position earlier
     top_k: int = 1  # this many of the model's own most likely next tokens
     everywhere: bool = False  # from all positions, not only those that predict an answer's token
-    states: tuple[int, ...] = ()  # rising layers whose states stand behind `deep`
+    states: tuple[int, ...] = ()  # rising layers whose states follow layer L's output in `deep`
 
     @classmethod
     def read_by(cls, heads: ExitHeads) -> FeatureSpec:
-        """What heads are measured on."""
+        """The features that `heads` are measured on."""
         if isinstance(heads, AttendingHeads):
             return cls((0, *heads.layers), everywhere=True)
         return cls(heads.config.exit_layers, heads.reads_deep, states=tuple(heads.layers))
@@ -67,7 +67,7 @@ class FeatureSpec:
         return found | {"deep"} if self.deep else found
 
     def bytes_per_token(self, hidden_size: int, element_size: int) -> int:
-        """Size of one position in memory and on disk; `element_size` of a hidden state's number."""
+        """Bytes of one position in memory and on disk; `element_size`: of a hidden value."""
         vectors = len(self.layers) + self.deep * (1 + len(self.states))
         return vectors * hidden_size * element_size + 8 + 2 + self.top_k * (4 + 2)
 
@@ -78,12 +78,12 @@ class Features:
 
     hidden: dict[int, Tensor]  # by exit layer, [N, d], raw, in the model's dtype
     following: Tensor  # [N] int64: the next token of the text
-    continues: Tensor  # [N] bool: the position stands right behind the one of the row before
+    continues: Tensor  # [N] bool: the position directly follows that of the row before
     answers: Tensor  # [N] bool: the next token belongs to an answer
     top_ids: Tensor  # [N, k] int32: the model's likeliest next tokens, best first
     top_log_probs: Tensor  # [N, k] float16, over the full vocabulary
     deep: Tensor | None = None
-    """Of one position earlier: layer L's normed output and k states, [N, (1 + k) * d]; or zeros."""
+    """One position earlier: layer L's normed output and k states, [N, (1 + k) * d], or zeros."""
 
     def __len__(self) -> int:
         return len(self.following)
@@ -104,15 +104,15 @@ class Features:
 
 
 class Batch(NamedTuple):
-    """Conversations side by side, padded on the right."""
+    """A batch of conversations, padded on the right."""
 
     ids: Tensor  # [B, T]
-    predicts: Tensor  # [B, T] bool: the token behind this position belongs to an answer
-    known: Tensor  # [B, T] bool: there is a token behind this position
+    predicts: Tensor  # [B, T] bool: the next token belongs to an answer
+    known: Tensor  # [B, T] bool: there is a next token
 
 
 def planned(conversations: Sequence[Conversation], batch_tokens: int) -> list[list[Conversation]]:
-    """Batches of conversations of like length, at most `batch_tokens` with their padding."""
+    """Batches of conversations of similar length, at most `batch_tokens` with padding."""
     groups: list[list[Conversation]] = []
     for entry in sorted(conversations, key=lambda entry: len(entry.ids)):
         if groups and (len(groups[-1]) + 1) * len(entry.ids) <= batch_tokens:
@@ -123,7 +123,7 @@ def planned(conversations: Sequence[Conversation], batch_tokens: int) -> list[li
 
 
 def padded(conversations: Sequence[Conversation]) -> Batch:
-    """One batch. Padding is token 0: to the right, no position sees it."""
+    """Make one batch. Padding is token 0, on the right, where no position sees it."""
     ids = pad_sequence([torch.tensor(entry.ids) for entry in conversations], batch_first=True)
     lengths = torch.tensor([len(entry.ids) for entry in conversations])
     known = torch.arange(ids.shape[1]) < lengths[:, None] - 1
@@ -140,7 +140,7 @@ def features(backbone: Backbone, spec: FeatureSpec, batch: Batch) -> Features:
     device = backbone.unembedding.weight.device
     predicts = batch.predicts.to(device)
     kept = batch.known.to(device) if spec.everywhere else predicts
-    # right padding behind causal attention needs no mask: no position of a text can see it
+    # with causal attention, right padding needs no mask: no position of a text can see it
     with evaluation(backbone.model), torch.no_grad():
         states = zip(stops, backbone.states(ids, stops), strict=True)
         found = {layer: state.to(device) for layer, state in states}
@@ -173,14 +173,14 @@ def _top(backbone: Backbone, last_output: Tensor, count: int) -> tuple[Tensor, T
 
 
 def _shifted(values: Tensor) -> Tensor:
-    """[B, T, ...] one position later; zeros in front."""
+    """Move [B, T, ...] one position later; zeros come first."""
     later = values.roll(1, dims=1)
     later[:, 0] = 0
     return later
 
 
 class StreamSource:
-    """Runs the model for each batch; nothing on disk."""
+    """Runs the model for each batch; writes nothing to disk."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class StreamSource:
         *,
         keep: bool = False,
     ) -> None:
-        """`keep` holds what was computed once in memory."""
+        """`keep`: features stay in memory once computed."""
         self.spec, self.backbone, self._keep = spec, backbone, keep
         if not spec.everywhere:
             conversations = [entry for entry in conversations if entry.answers]
@@ -204,10 +204,10 @@ class StreamSource:
         found = hashlib.sha256()
         for group in self.plan:
             found.update("".join(repr((one.ids, one.answers)) for one in group).encode() + b"|")
-        self.digest = found.hexdigest()  # of all ids, answers and batch borders
+        self.digest = found.hexdigest()  # of all ids, answers and batch boundaries
 
     def batch(self, index: int, number: int = 0, count: int = 1) -> Features:
-        """Batch `index`, or every `count`-th text of it, from `number` on."""
+        """Features of batch `index`, or of every `count`-th text of it from `number` on."""
         if (kept := self._kept.get((index, number, count))) is not None:
             return kept
         found = features(self.backbone, self.spec, padded(self.plan[index][number::count]))
@@ -216,15 +216,15 @@ class StreamSource:
         return found
 
     def token_counts(self) -> Counter[int]:
-        """How often each token stands in an answer."""
+        """How often each token occurs in answers."""
         return Counter(t for group in self.plan for entry in group for t in entry.answer_ids)
 
 
 class Selection:
-    """Batches of a source: how many positions, answer tokens and conversations they have."""
+    """Some batches of a source, with their counts of positions, answers and conversations."""
 
     def __init__(self, source: FeatureSource, indices: Sequence[int] | None = None) -> None:
-        """None: all."""
+        """`indices`: the batches; None: all."""
         self.source = source
         self.indices = range(len(source.sizes)) if indices is None else indices
         self.positions, self.answers, self.conversations = (
@@ -233,7 +233,7 @@ class Selection:
         )
 
     def description(self) -> dict[str, Any]:
-        """What tells it from any other selection, ready for JSON."""
+        """Identity of the selection, ready for JSON."""
         return {
             "text": self.source.digest,
             "batches": hashlib.sha256(repr(list(self.indices)).encode()).hexdigest(),
@@ -242,9 +242,9 @@ class Selection:
         }
 
     def batches(self, number: int = 0, count: int = 1) -> Iterator[Features]:
-        """In order, or the part of process `number` of `count`.
+        """The batches in order, or the part of process `number` of `count`.
 
-        Whole batches go round; of those that are left over each process has some texts.
+        Processes take whole batches in turn, and share the texts of those that are left over.
         """
         whole = len(self.indices) // count * count
         yield from map(self.source.batch, self.indices[number:whole:count])
@@ -253,7 +253,7 @@ class Selection:
                 yield self.source.batch(index, number, count)
 
     def limited(self, max_tokens: int) -> Selection:
-        """At least `max_tokens` answer tokens, spread evenly, or all there are."""
+        """Random batches with at least `max_tokens` answer tokens, or all batches."""
         drawn, count = torch.Generator().manual_seed(0), len(self.indices)
         order = [self.indices[i] for i in torch.randperm(count, generator=drawn).tolist()]
         before = itertools.accumulate((self.source.answers[i] for i in order), initial=0)
@@ -264,7 +264,7 @@ class Selection:
 
 
 def split(source: FeatureSource) -> tuple[Selection, Selection]:
-    """The batches to fit, and every 20th (at least one) to validate. Raises InvalidData for one."""
+    """Batches to fit, and every 20th (at least one) to validate. Raises InvalidData for one."""
     numbers = range(len(source.sizes))
     if len(numbers) < 2:
         raise InvalidData("one batch is too little to fit and to validate. Give --validation")
@@ -274,28 +274,28 @@ def split(source: FeatureSource) -> tuple[Selection, Selection]:
 
 
 def launched() -> PartialState:
-    """This process among those that a launcher started; alone without one."""
-    # left to itself, PartialState takes processes on a CPU for strangers
+    """This process's place among those of a launcher; without one it is the only process."""
+    # by default, PartialState does not connect processes on a CPU
     return PartialState(cpu=not torch.accelerator.is_available())
 
 
 # --- on disk
 
-FORMAT_VERSION = 3  # 2: answer positions alone were kept
+FORMAT_VERSION = 3  # version 2 kept answer positions only
 MANIFEST = "manifest.json"
 _SHARD_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a cache folder holds, as `manifest.json` says it."""
+    """Contents of a cache folder: its `manifest.json`."""
 
     format_version: int = FORMAT_VERSION
     base_model: str
     base_fingerprint: str
     dtype: str
     data: str  # the text's name
-    chat_template: str | None = None  # where it is not the model's own
+    chat_template: str | None = None  # None: the model's own
     spec: FeatureSpec
     digest: str
     conversations: list[int]  # in each batch
@@ -303,7 +303,7 @@ class Manifest:
     positions: int
     bytes: int
     shards: list[list[int]]  # numbers of the batches of each, in order
-    sha256: list[str]  # of each shard; "" until it is there
+    sha256: list[str]  # of each shard; "" until it is written
 
     def __post_init__(self) -> None:
         numbers = [index for batches in self.shards for index in batches]
@@ -314,11 +314,11 @@ class Manifest:
             or min(self.conversations + self.answers, default=-1) < 0
             or len(self.sha256) != len(self.shards)
         ):
-            raise InvalidOption("shards, conversations, answers and sha256 are of other batches")
+            raise InvalidOption("shards, conversations, answers and sha256 do not match")
 
     @classmethod
     def of(cls, source: StreamSource, **base: Any) -> Manifest:
-        """What is known before any work. Raises InvalidData for a text that gives no batch."""
+        """Make the manifest of a cache to write. Raises InvalidData for a text without batches."""
         if not source.sizes:
             raise InvalidData("the text holds no answers to keep. Give another --data")
         backbone = source.backbone
@@ -346,7 +346,7 @@ class Manifest:
 
     @classmethod
     def read(cls, where: str | Path | Place) -> Manifest:
-        """Raises InvalidData for a folder without one that this version reads."""
+        """Read a manifest. Raises InvalidData if there is none that this version reads."""
         place = where if isinstance(where, Place) else Place(where)
         path, then = place.pull(place.folder / MANIFEST), "Run selfspec cache with another --output"
         with explained(f"{place.name} is no feature cache", then):
@@ -363,9 +363,9 @@ class Manifest:
 
 
 class Place:
-    """Where a cache is: a folder, or a URL that fsspec opens (`s3://bucket/features`).
+    """Place of a cache: a folder, or a URL that fsspec opens (`s3://bucket/features`).
 
-    Files of a URL come and go by a folder of this process, which goes with it.
+    Files of a URL pass through a temporary folder of this process.
     """
 
     def __init__(self, name: str | Path) -> None:
@@ -375,13 +375,13 @@ class Place:
         if files.is_url(name):
             try:
                 self._there, self._root = url_to_fs(self.name)
-            except Exception as error:  # any package's that fsspec has for it
+            except Exception as error:  # of any package that fsspec uses
                 raise InvalidOption(f"cannot open {name}: {first_line(error)}") from error
             self._mirror = TemporaryDirectory(prefix="selfspec-features-")
             self.folder = Path(self._mirror.name)
 
     def pull(self, path: Path) -> Path:
-        """The file, read from there first where it is not here yet, if it is there."""
+        """The local path of a file; a URL's file is fetched first, if it exists."""
         if self._there is not None and not path.exists():
             with self._told(InvalidData, "read"), suppress(FileNotFoundError):
                 self._there.get_file(self._url(path), str(path))
@@ -389,14 +389,14 @@ class Place:
 
     @contextmanager
     def opened(self, path: Path) -> Iterator[Any]:
-        """A shard. Raises InvalidData."""
+        """Open a shard. Raises InvalidData."""
         what, then = f"{self.name}/{path.name} is damaged", "Run selfspec cache again"
         then = then if self._there is None else "Remove it there, then run selfspec cache again"
         with explained(what, then), safe_open(self.pull(path), "pt") as file:
             yield file
 
     def push(self, path: Path) -> None:
-        """Write the file there, whole; a shard takes no room here any more. Raises CannotWrite."""
+        """Upload a whole file to a URL, then remove the local one. Raises CannotWrite."""
         if self._there is not None:
             with self._told(CannotWrite, "write"):
                 self._there.makedirs(self._root, exist_ok=True)
@@ -404,7 +404,7 @@ class Place:
             path.unlink()
 
     def holds(self, path: Path, sha: str) -> bool:
-        """Whether a shard is there, as it was written; a URL's is not read for that."""
+        """Whether a shard is complete; of a URL's, only whether it exists."""
         if self._there is None:
             return bool(sha) and path.exists() and sha256(path) == sha
         with self._told(InvalidData, "read"):
@@ -419,12 +419,12 @@ class Place:
             yield
         except SelfspecError:
             raise
-        except Exception as error:  # any package's
+        except Exception as error:  # of any package
             raise kind(f"cannot {what} {self.name}: {first_line(error)}") from error
 
 
 def check_output(name: str, reads: Iterable[object] = ()) -> Path:
-    """The folder, if it is new, free of such files, or a feature cache. Raises CannotWrite."""
+    """The folder, if it is new, a feature cache, or free of such files. Raises CannotWrite."""
     if files.is_url(name):
         return Place(name).folder
     folder = Path(name)
@@ -448,10 +448,10 @@ def write(
     progress: Callable[[int, bool], object] = lambda *_: None,
     computed: Callable[[Iterable[list[Conversation]]], Iterator[Features]] | None = None,
 ) -> None:
-    """Fill a folder, or what a URL names; goes on where a killed run of the same `manifest` was.
+    """Write a cache to a folder or URL; continues a killed run of the same `manifest`.
 
-    `progress` hears of positions, and whether this run computed them or found them there.
-    `computed` gives the features of batches in order, where other processes compute them. Raises
+    `progress` is called with positions, and with whether this run computed or found them.
+    `computed` yields the features of batches in order, if other processes compute them. Raises
     InvalidOption for a folder of other features, CannotWrite.
     """
     place = Place(where)
@@ -494,10 +494,10 @@ def write(
 
 
 class CacheSource:
-    """Batches from a cache folder, or from a URL's, whose shards are copied here once."""
+    """Reads batches from a cache folder, or from a URL, whose shards are copied here once."""
 
     def __init__(self, where: str | Path, backbone: Backbone) -> None:
-        """Raises InvalidData. Processes that a launcher started share the hashing of shards."""
+        """Check and open a cache; a launcher's processes share the hashing. Raises InvalidData."""
         self._place, here = Place(where), launched()
         self.manifest = known = Manifest.read(self._place)
         if not all(known.sha256):
@@ -505,7 +505,7 @@ class CacheSource:
         if backbone.fingerprint != known.base_fingerprint:
             raise InvalidData(
                 f"{where} holds features of {known.base_model} ({known.base_fingerprint[:12]}), "
-                f"the model is another one ({backbone.fingerprint[:12]})"
+                f"but this is another model ({backbone.fingerprint[:12]})"
             )
         self.spec, self.digest = known.spec, known.digest
         self.conversations, self.answers = known.conversations, known.answers
@@ -516,7 +516,7 @@ class CacheSource:
             with self._place.opened(path) as file:
                 mine = shard % here.num_processes == here.process_index
                 if mine and sha256(path) != known.sha256[shard]:
-                    raise InvalidData("its bytes are not those that were written")
+                    raise InvalidData("its bytes have changed since it was written")
                 shapes = [file.get_slice(f"{n}.following").get_shape() for n in batches]
             self.sizes += [math.prod(shape) for shape in shapes]
             self._places += [path] * len(batches)
@@ -545,4 +545,4 @@ class CacheSource:
 
 
 FeatureSource = StreamSource | CacheSource
-"""Numbered batches of features; `digest` is that of the text and of how it is cut into batches."""
+"""Numbered batches of features; `digest` identifies the text and how it is cut into batches."""

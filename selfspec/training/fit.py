@@ -1,8 +1,8 @@
-"""Fits exit heads to a frozen model: features come in, heads and their metrics go out.
+"""Fits exit heads to a frozen model: takes features, returns heads and their metrics.
 
-All exit layers learn from the same features, each head on its own loss. Heads are float32 while
-they learn; what is measured and saved is their copy in the model's dtype: each layer's from its
-best epoch. Called by `selfspec fit` and `adapt`.
+All exit layers learn from the same features, each head on its own loss. Heads are float32 during
+the fit; their copy in the model's dtype is measured and saved, each layer's from its best epoch.
+Called by `selfspec fit` and `adapt`.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ from selfspec.options import FITTED, MEDUSA_FITTED
 from selfspec.training.features import CacheSource, Features, FeatureSpec, Selection, launched
 from selfspec.training.options import CacheOptions, FitOptions, explained, plain
 
-Show = Callable[[int, int, str], None]  # gets steps done, steps in all, and how it goes
+Show = Callable[[int, int, str], None]  # called with steps done, steps in all, and words
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is fitted to what."""
+    """Inputs and options of a fit."""
 
     backbone: Backbone
-    base_model: str  # name for the record
+    base_model: str  # the model's name, for the record
     train: Selection
     validation: Selection  # batches with targets
     options: FitOptions
-    start: ExitHeads | None = None  # heads to go on from, which say what the fitted ones are
+    start: ExitHeads | None = None  # heads to continue from, which fix type and sizes
     special_ids: Collection[int] = ()  # always in the draft vocabulary
-    chat_template: str | None = None  # of the text, where it is not the model's own
+    chat_template: str | None = None  # the text's; None: the model's own
     data: str = ""  # name of the text, for the record
     held_out: str = "a 20th of the data"  # name of the text that is measured on
     checkpoint: Path | None = None  # an unfinished fit's state; None: it cannot be resumed
@@ -67,7 +67,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """What a fit gives."""
+    """Results of a fit."""
 
     heads: ExitHeads  # in the model's dtype, ready to draft or to save: each layer's best epoch's
     metrics: dict[str, Any]  # for `metrics.json`
@@ -75,22 +75,22 @@ class Fitted:
 
 
 class Agreement(NamedTuple):
-    """Shares in 0..1 of one exit layer."""
+    """Agreement of one exit layer with the model; shares are in [0, 1]."""
 
     positions: int  # held-out answer positions
     agreement: float  # share where the head's top token is the model's
     agreement_second: float | None
-    """The share for the second draft of a round behind a right first one, where it reads what the
-    heads made of that, or comes from a head of its own."""
+    """The same share for the second draft of a round, after a right first one; None for heads that
+    give the first draft only."""
 
 
 @dataclass
 class _Course:
-    """How far a fit has come: all that a checkpoint holds beside tensors."""
+    """Progress of a fit: everything that a checkpoint holds except tensors."""
 
     sums: dict[str, float]  # loss of this epoch by layer, times positions
     step: int = 0  # steps done
-    schedule: float = 0.0  # of the learning rate, in steps: more are done where time is short
+    schedule: float = 0.0  # steps of the learning rate's schedule; a step may count for more
     positions: int = 0  # positions of this epoch so far
     entries: list[dict[str, Any]] = field(default_factory=list)  # one per closed epoch and layer
 
@@ -105,17 +105,17 @@ def fit(
     watch: Stopwatch | None = None,
     left: Callable[[], float] = lambda: math.inf,
 ) -> Fitted:
-    """Heads for all exit layers at once; goes on where a killed fit of the same job was.
+    """Fit heads for all exit layers at once; continues a killed fit of the same job.
 
-    `left`: seconds until it is to end, of a process that fits alone. Where they are too few, the
-    learning rate falls faster, and the fit ends with it, before all batches were seen. Raises
+    `left`: gives the seconds left, for a fit in one process. If they are too few for all batches,
+    the learning rate falls faster and the fit ends with it, before it has seen them all. Raises
     InvalidOption for another job's checkpoint or layers, InvalidData for an empty text.
     """
     return Trainer(job, watch or Stopwatch(), left).run(progress)
 
 
 def feature_spec(backbone: Backbone, options: FitOptions, *, measured: bool) -> FeatureSpec:
-    """What a fit needs to know about each position, or what is `measured` at answers alone."""
+    """Features that a fit needs, or that are `measured`, for most heads at answers alone."""
     attends, states = options.head_type == EAGLE3, state_layers(backbone, options)
     return FeatureSpec(
         (*exit_layers(backbone, options), *(states if attends else ())),
@@ -127,15 +127,15 @@ def feature_spec(backbone: Backbone, options: FitOptions, *, measured: bool) -> 
 
 
 def going_on(options: FitOptions, start: ExitHeads) -> FitOptions:
-    """The options with which heads like `start` are fitted. Raises InvalidOption where none do."""
+    """The options to continue the fit of `start` with. Raises InvalidOption if that cannot be."""
     if isinstance(start, AttendingHeads) and "embed_tokens" in start.parts:
         raise InvalidOption(
-            f"{start.folder} brings embeddings of its own, heads are fitted to the model's. Leave "
+            f"{start.folder} has embeddings of its own, but heads are fitted to the model's. Leave "
             "out --start-from"
         )
     config, steps = start.config, options.draft_steps
     if config.num_heads not in (None, steps or config.num_heads):
-        raise InvalidOption(f"draft_steps is {steps}, there are {config.num_heads} heads to go on")
+        raise InvalidOption(f"draft_steps is {steps}, but start_from has {config.num_heads} heads")
     if None not in (options.state_layers, config.state_layers):
         raise InvalidOption("state_layers with start_from: the heads have their own. Drop one")
     return replace(
@@ -150,12 +150,12 @@ def going_on(options: FitOptions, start: ExitHeads) -> FitOptions:
 
 
 def state_layers(backbone: Backbone, options: FitOptions) -> tuple[int, ...]:
-    """Whose states heads read. Raises InvalidOption where the model has no such."""
+    """Layers whose states heads read. Raises InvalidOption for layers that the model lacks."""
     count, layers, kind = backbone.num_layers, options.state_layers, options.head_type
     if layers is None:
         wanted = [2, count // 2, count - 3] if kind == EAGLE3 else []
         if kind == "deep-fused" and exit_layers(backbone, options) == (0,) and count > 1:
-            wanted = [round(0.7 * count)]  # from which they gain most: training/README.md
+            wanted = [round(0.7 * count)]  # where heads gain most: training/README.md
         layers = tuple(sorted({min(max(1, layer), count - 1) for layer in wanted}))
     if layers or kind == EAGLE3:
         check_exit_layers(layers, range(1, count), "state")
@@ -163,7 +163,7 @@ def state_layers(backbone: Backbone, options: FitOptions) -> tuple[int, ...]:
 
 
 def answer_weights(text: Selection, share: float | None) -> tuple[float, float]:
-    """Weights of a position that predicts an answer's token, and of any other: 1 on average."""
+    """Weights of positions that predict an answer's token and of all others, 1 on average."""
     others = text.positions - text.answers
     if share is None or not others or not text.answers:
         return 1.0, 1.0
@@ -171,7 +171,7 @@ def answer_weights(text: Selection, share: float | None) -> tuple[float, float]:
 
 
 def exit_layers(backbone: Backbone, options: FitOptions) -> tuple[int, ...]:
-    """Those asked for, or the default ones. Raises InvalidOption where the model has no such."""
+    """The given exit layers, or the defaults. Raises InvalidOption for impossible ones."""
     layers, kind, count = options.exit_layers, options.head_type, backbone.num_layers
     if layers is None:
         from_embedding = kind in ("deep-fused", EAGLE3, MEDUSA)
@@ -186,7 +186,7 @@ def default_exit_layers(num_layers: int) -> tuple[int, ...]:
     return tuple(sorted(layer for layer in spread if 1 <= layer < num_layers))
 
 
-# --- losses: the model's own next token, its distribution, or both, as a few draft ids with weights
+# --- losses on the model's own next token, its distribution, or both, as weights of draft ids
 
 
 def draft_index(draft_ids: Tensor | None, vocab_size: int) -> Tensor:
@@ -203,8 +203,8 @@ def targets(
 ) -> tuple[Tensor, Tensor]:
     """Draft ids [N, m] int64 and their weights [N, m] float32, at least 0.
 
-    `ce_share` of the weight is on the model's top token, the rest on its likeliest ones.
-    The latter is not renormalised: a position whose probability lies elsewhere weighs less.
+    `ce_share` of the weight is on the model's top token, the rest on its likeliest ones. The rest
+    is not renormalised: a position whose probability is mostly on other tokens weighs less.
     """
     ids = [features.top_ids[:, :1].long()]
     weights = [torch.full_like(ids[0], ce_share, dtype=torch.float32)]
@@ -218,7 +218,7 @@ def targets(
 
 
 def cross_entropy(draft_logits: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """[N, V_draft], and `targets` [N, m] -> sum over positions, in nats, float32.
+    """Logits [N, V_draft] and `targets` [N, m] -> loss summed over positions, nats, float32.
 
     Against probabilities it is the Kullback-Leibler divergence up to a constant of the target.
     """
@@ -227,24 +227,24 @@ def cross_entropy(draft_logits: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     return (weights.sum(-1) * totals - (weights * picked).sum(-1)).sum()
 
 
-# --- how often heads are right
+# --- how often heads agree with the model
 
 
 def unrolled(
     heads: ExitHeads, layer: int, batch: Features, steps: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Features [N, d] of the first, the second, ... draft, and at which positions there is one.
+    """Yield features [N, d] of the first, the second, ... draft, and a mask [N] of valid positions.
 
-    From the second on heads that read what the model made of the token before read what they made
-    of it themselves, as they will when they draft; of those that look ahead the next one reads a
-    state one position earlier; other heads have the first only.
+    From the second draft on, heads that read the model's state of the token before read their own
+    features of it instead, as they will when they draft. Of heads that look ahead, each next one
+    reads a state one position earlier. Other heads have the first draft only.
     """
     if isinstance(heads, AttendingHeads):
         yield from _attended(heads, batch, steps)
         return
     valid = torch.ones_like(batch.continues)
     if heads.looks_ahead and batch.deep is not None:
-        states = batch.deep[:, : heads.config.hidden_size]  # a cache may hold more beside it
+        states = batch.deep[:, : heads.config.hidden_size]  # a cache may hold more states
         for _, ahead in zip(range(steps), heads.by_layer.values(), strict=False):
             yield cast("ExitHead", ahead).features(states), valid
             states, valid = states.roll(1, dims=0), batch.continues & valid.roll(1)
@@ -259,7 +259,7 @@ def unrolled(
 def _attended(
     heads: AttendingHeads, batch: Features, steps: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """All texts of a batch side by side; a row attends to what it will when it drafts.
+    """The same for all texts of a batch at once; rows attend as they will when they draft.
 
     The row of the s-th draft attends to first rows at least s - 1 places before it, and to the rows
     of the drafts in between (EAGLE-3's training-time test).
@@ -305,9 +305,9 @@ def _attended(
 def judged(
     heads: ExitHeads, layer: int, batch: Features, drafts: int = 1
 ) -> list[tuple[Tensor, Tensor]]:
-    """Draft logits [N, V_draft] where the text answers, [N] bool whether their best is the model's.
+    """Draft logits [N, V_draft] at answers, and [N] bool: whether the best is the model's own.
 
-    As first drafts, as second ones, ...: of later ones where the tokens before are the answer's.
+    One pair each for first, second, ... drafts; later drafts only where an answer precedes them.
     """
     head, answers, found = cast("ExitHead", heads.by_layer[str(layer)]), batch.answers, []
     for features, valid in unrolled(heads, layer, batch, drafts):
@@ -319,7 +319,7 @@ def judged(
 
 
 def _summed(sums: Tensor) -> Tensor:
-    """Over all processes."""
+    """The sums over all processes."""
     if (processes := launched()).num_processes > 1:
         sums = sums.to(processes.device)
         distributed.all_reduce(sums)
@@ -327,7 +327,7 @@ def _summed(sums: Tensor) -> Tensor:
 
 
 def agreements(heads: ExitHeads, batches: Iterable[Features]) -> dict[int, Agreement]:
-    """By exit layer, over the full vocabulary, of the batches of all processes."""
+    """Agreement by exit layer over the full vocabulary, on the batches of all processes."""
     counts = _summed(counted(heads, batches, 2)).tolist()
     return {
         layer: Agreement(first, right / first, right_later / later if later else None)
@@ -338,7 +338,7 @@ def agreements(heads: ExitHeads, batches: Iterable[Features]) -> dict[int, Agree
 
 
 def counted(heads: ExitHeads, batches: Iterable[Features], drafts: int) -> Tensor:
-    """[layers, drafts, 2] int64: answers to first drafts, to second ones, ..., and right ones."""
+    """[layers, drafts, 2] int64: how many first, second, ... drafts there are, and right ones."""
     layers = heads.config.exit_layers
     counts = torch.zeros(len(layers), drafts, 2, dtype=torch.int64)
     for batch in batches:
@@ -373,12 +373,12 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Trainer:
-    """A fit: heads, their optimiser and its schedule, and how far it has come."""
+    """A running fit: heads, their optimiser and its schedule, and the progress."""
 
     def __init__(self, job: Job, watch: Stopwatch, left: Callable[[], float]) -> None:
         few, held = job.train.positions, job.validation.answers
         if not (few and held):
-            raise InvalidData(f"{few} tokens to fit, {held} of answers to validate. Give more")
+            raise InvalidData(f"{few} tokens to fit, {held} answer tokens to validate. Give more")
         self._job, self._options, self._watch, self._left = job, job.options, watch, left
         self._part = launched().process_index, launched().num_processes
         self._steps_per_epoch = math.ceil(len(job.train.indices) / job.options.accumulate)
@@ -387,17 +387,17 @@ class Trainer:
         backbone, draft_ids = job.backbone, _draft_ids(job)
         config, own = _config(job, draft_ids), backbone.unembedding
         device = own.weight.device
-        # products in bfloat16 where the model has them too: that is how heads will run
+        # linear layers in bfloat16 where the model's are: that is how heads will run
         mixed = backbone.dtype == torch.bfloat16 and fast_bfloat16(device)
         self._autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=mixed)
         own = own if mixed else own._replace(weight=own.weight.float())
-        torch.manual_seed(job.options.seed)  # inner layers begin with random numbers
+        torch.manual_seed(job.options.seed)  # inner layers start with random weights
         heads = (
             AttendingHeads.fresh(config, own, draft_ids)
             if isinstance(config, AttendingConfig)
             else ExitHeads(config, own, draft_ids)
         )
-        if job.start is not None:  # zeros for states that heads read from now on
+        if job.start is not None:  # zero weights for states that `start` did not read
             known = job.start.state_dict()
             for name, like in heads.state_dict().items():
                 missing = like.shape[-1] - known[name].shape[-1]
@@ -409,7 +409,7 @@ class Trainer:
         matrices, norms = ([p for p in learning if (p.dim() >= 2) is m] for m in (True, False))
         decays = ((matrices, job.options.weight_decay), (norms, 0.0))
         self.optimizer = torch.optim.AdamW([{"params": p, "weight_decay": d} for p, d in decays])
-        for parameter in learning:  # as AdamW makes it at its first step; so checkpoints fit at any
+        for parameter in learning:  # as at AdamW's first step, so that a checkpoint always fits
             moments = {moment: torch.zeros_like(parameter) for moment in _MOMENTS}
             self.optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
             parameter.grad = torch.zeros_like(parameter)
@@ -421,7 +421,7 @@ class Trainer:
     def run(self, progress: Show) -> Fitted:
         course, stride = self._course, self._options.accumulate
         indices, begun, before = self._job.train.indices, time.perf_counter(), course.step
-        # not from the steps alone: a fit can be killed between an epoch's last one and its end
+        # count closed epochs, not steps: a fit can be killed between an epoch's last step and end
         for epoch in range(len(course.entries) // len(self._layers), self._options.epochs):
             if course.schedule >= self._steps:
                 break
@@ -441,7 +441,7 @@ class Trainer:
                     course.sums[str(layer)] += loss * positions
                 self._watch.lap("heads")
                 took = (time.perf_counter() - begun) / (course.step - before)
-                rest = self._steps - course.schedule  # a step is worth more where time is short
+                rest = self._steps - course.schedule  # if time is short, a step counts more
                 course.schedule += min(rest, max(1.0, rest * took / max(took, self._left())))
                 mean = sum(losses.values()) / len(losses)
                 words = f"epoch {epoch + 1}  loss {mean:.3f}{known}"
@@ -455,10 +455,10 @@ class Trainer:
         return self._fitted()
 
     def step(self, number: float, batches: Sequence[Features], positions: int) -> dict[int, float]:
-        """Place `number` of the schedule, from 0, on this process's part of `positions` positions.
+        """Do a step at place `number` of the schedule, from 0, on this process's `batches`.
 
-        Gives the loss by exit layer, nats per position, over all processes. Raises SelfspecError,
-        with the weights as they were, when one is not finite.
+        `positions`: those of all processes. Returns the loss by exit layer in nats per position,
+        over all processes. Raises SelfspecError, with unchanged weights, if one is not finite.
         """
         totals = dict.fromkeys(self._layers, 0.0)
         weighing = self._options.ce_share, self._answer_weights
@@ -467,7 +467,7 @@ class Trainer:
         for layer in totals:
             for batch, (ids, weights) in zip(batches, wanted, strict=True):
                 totals[layer] += self._backward(layer, batch, ids, weights, positions)
-            if launched().num_processes > 1:  # added up while the next layer is computed
+            if launched().num_processes > 1:  # summed while the next layer is computed
                 on_the_way += [
                     distributed.all_reduce(entry.grad, async_op=True)
                     for entry in self.heads.part(layer).parameters()
@@ -495,9 +495,9 @@ class Trainer:
     def _backward(
         self, layer: int, batch: Features, ids: Tensor, weights: Tensor, positions: int
     ) -> float:
-        """Add the gradients of one exit layer's drafts; the first's part of the loss per position.
+        """Add the gradients of one exit layer's drafts; return the first draft's loss per position.
 
-        Draft logits exist for some rows at a time: each piece goes back as far as the features.
+        Draft logits exist for some rows at a time: each piece is backpropagated to the features.
         """
         head = cast("ExitHead", self.heads.by_layer[str(layer)])  # all have the same rows
         floats = {layer: hidden.float() for layer, hidden in batch.hidden.items()}
@@ -529,7 +529,7 @@ class Trainer:
         return 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / max(1, self._steps - warmup)))
 
     def _batches(self, steps: Iterable[list[int]]) -> Iterator[tuple[int, list[Features]]]:
-        """Each step's count of positions, and this process's part of them."""
+        """Yield each step's count of positions, and this process's part of its batches."""
         device, source = self._job.backbone.unembedding.weight.device, self._job.train.source
         selected = (Selection(source, indices) for indices in steps)
         found = (
@@ -539,14 +539,14 @@ class Trainer:
         if not isinstance(source, CacheSource):
             yield from found
             return
-        with ThreadPoolExecutor(1) as reader:  # the next one is read while the caller is busy
+        with ThreadPoolExecutor(1) as reader:  # reads the next step while the caller works
             coming = reader.submit(next, found, None)
             while (item := coming.result()) is not None:
                 coming = reader.submit(next, found, None)
                 yield item
 
     def _validate(self, epoch: int) -> None:
-        """Close an epoch: keep the heads of layers that have got better."""
+        """Close an epoch: keep the heads of layers that have improved."""
         course, heads = self._course, self.heads.twin(self._job.backbone.unembedding)
         validation = self._job.validation.batches(*self._part)
         for layer, share in agreements(heads, validation).items():
@@ -595,7 +595,7 @@ class Trainer:
             state["step"].fill_(self._course.step)
 
     def _tensors(self) -> dict[str, Tensor]:
-        """All that a fit goes on from, but for its course."""
+        """The tensors that a fit continues from."""
         named = {f"best.{name}": tensor.detach() for name, tensor in self._best.named_parameters()}
         for name, parameter in self.heads.named_parameters():
             named[f"heads.{name}"] = parameter.detach()
@@ -606,7 +606,7 @@ class Trainer:
 
 
 def _description(job: Job) -> dict[str, Any]:
-    """What must be the same for a checkpoint to be continued; ready for JSON."""
+    """What must be unchanged to continue a checkpoint, ready for JSON."""
     return {
         **plain(job.options),
         "model": job.backbone.fingerprint,
@@ -623,8 +623,8 @@ def draft_vocabulary(
 ) -> Tensor:
     """Rising ids [V_draft]: `special`, then the most frequent tokens, then the lowest ids.
 
-    Byte-pair vocabularies are numbered from frequent to rare, so low ids are the best guess where
-    a text has no more to say.
+    Byte-pair vocabularies are numbered from frequent to rare, so low ids are the best guess for
+    tokens that the text does not have.
     """
     chosen = {token for token in special if token < vocab_size}  # a tokenizer may have more
     others = sorted({*range(vocab_size)} - chosen, key=lambda token: (-counts[token], token))
@@ -633,7 +633,7 @@ def draft_vocabulary(
 
 
 def _draft_ids(job: Job) -> Tensor | None:
-    """Rising ids [V_draft]; None: all."""
+    """The draft vocabulary: rising ids [V_draft]; None: all."""
     if job.start is not None:
         return job.start.first.draft_ids
     size, vocab_size = job.options.draft_vocab_size, job.backbone.vocab_size
@@ -697,13 +697,13 @@ def _record(job: Job, steps: int) -> dict[str, Any]:
     }
 
 
-# --- the checkpoint: all of a fit but the order of batches, which follows from seed and step
+# --- the checkpoint: all of a fit except the order of batches, which follows from seed and step
 
-_MARK = "selfspec"  # what marks a file as ours has to stand near its beginning
+_MARK = "selfspec"  # marks the file as ours; must be near its beginning
 
 
 def save_checkpoint(path: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
-    """Replace the checkpoint at `path`. Raises CannotWrite, with the one before it whole."""
+    """Replace the checkpoint at `path`. Raises CannotWrite, and then keeps the old one."""
     with files.replacing(path) as new:
         whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(whole, new, {_MARK: json.dumps(record)})
@@ -714,7 +714,7 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     with _explained(path), safe_open(path, "pt") as file:
         record = parse_json((file.metadata() or {}).get(_MARK, ""), "its record")
         if not isinstance(record, dict) or not isinstance(record.get("job"), dict):
-            raise InvalidData("it does not say of what")
+            raise InvalidData("its record names no job")
         return {name: file.get_tensor(name) for name in file.keys()}, record  # noqa: SIM118  # no dict
 
 

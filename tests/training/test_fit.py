@@ -221,13 +221,13 @@ def test_heads_learn_on_from_more_states(backbone: Backbone, talks: Talks) -> No
 
 
 def test_heads_that_cannot_learn_on_so(backbone: Backbone, talks: Talks) -> None:
-    with pytest.raises(InvalidOption, match="llama brings embeddings of its own"):
+    with pytest.raises(InvalidOption, match="llama has embeddings of its own"):
         fitting.going_on(FitOptions(), read(HERE / "llama"))
     attending = fitted(backbone, talks[:8], head_type="eagle3", exit_layers=(0,), epochs=1).heads
     with pytest.raises(InvalidOption, match="the heads have their own"):
         fitting.going_on(FitOptions(state_layers=(2,)), attending)
     three = fitted(backbone, talks[:8], head_type="medusa", exit_layers=(0,), epochs=1).heads
-    with pytest.raises(InvalidOption, match="draft_steps is 5, there are 3 heads"):
+    with pytest.raises(InvalidOption, match="draft_steps is 5, but start_from has 3 heads"):
         fitting.going_on(FitOptions(draft_steps=5), three)
 
 
@@ -433,7 +433,7 @@ def test_the_answers_share_of_the_loss_is_as_asked_for(backbone: Backbone, talks
     assert fitting.answer_weights(text, None) == (1.0, 1.0)
     without = make_job(backbone, read, answer_share=0.75)  # text alone teaches, too
     assert fitting.fit(replace(without, validation=text)).metrics["layers"]
-    for talks_or_none, said in (([], "0 tokens to fit, 0"), (read, "to fit, 0 of answers to")):
+    for talks_or_none, said in (([], "0 tokens to fit, 0"), (read, "to fit, 0 answer tokens to")):
         with pytest.raises(InvalidData, match=said):
             fitted(backbone, talks_or_none)
 
