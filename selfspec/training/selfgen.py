@@ -1,8 +1,8 @@
-"""Text that is made for training: a model, or a server in its place, writes turns and answers.
+"""Writes text for training: a model, or a server in its place, writes turns and answers.
 
-A batch is proposed by a model, in this process or another, and depends on the numbers of its rows
-alone; then, in order, rows are admitted that the file does not hold already. Called by `selfspec
-data` and `adapt`.
+A model, in this process or another, proposes the rows of a batch, which depend on their numbers
+alone. Then, in order, those rows are admitted that the file does not hold already. Called by
+`selfspec data` and `adapt`.
 """
 
 from __future__ import annotations
@@ -53,27 +53,27 @@ from selfspec.training.text import (
     user_turns,
 )
 
-NGRAM = 8  # words in a row that a benchmark and a text must not share
+NGRAM = 8  # consecutive words that a benchmark and a text must not share
 
-_ALIKE = 0.8  # share of an answer's n-grams from which on it is near what was written before
+_ALIKE = 0.8  # an answer that shares this part of its n-grams with earlier ones is dropped
 _FEWEST_NGRAMS = 8  # shorter answers may be alike, as "The sentiment is positive."
 
-_WORD = re.compile(r"[\u3040-\u9fff]|[^\W\u3040-\u9fff]+")  # in Chinese and Japanese a character
+_WORD = re.compile(r"[\u3040-\u9fff]|[^\W\u3040-\u9fff]+")  # a character in Chinese and Japanese
 
-_PATIENCE = 3  # batches in a row without a row of use: no more are to be expected
+_PATIENCE = 3  # stop after this many consecutive batches without a usable row
 
 _TALK_TOKENS, _FEWEST_TALKS = 64, 16
-"""The last batch is small where few tokens are missing: a conversation gives about a hundred."""
+"""The last batch is small if few tokens are missing: a conversation gives about a hundred."""
 
-_LEAST_ROOM = 32  # tokens of a prompt for which any model must have room
+_LEAST_ROOM = 32  # tokens of a prompt that must fit any model
 
 
 def write(
     source: Source, writer: Writer, options: DataOptions, submit: Submit, ahead: int = 1
 ) -> Iterator[Counts]:
-    """Write batch after batch, up to `options.tokens`; gives the counts behind each.
+    """Write batches up to `options.tokens`; yields the counts after each.
 
-    `submit` has a batch proposed, `ahead` says how many are under way: the file is the same.
+    `submit` starts the proposal of a batch. `ahead`: how many run at once; the file is the same.
     """
     counts = writer.counts
     begun: dict[int, tuple[Batch, Callable[[], Proposal]]] = {}
@@ -88,7 +88,7 @@ def write(
         if batch is None:
             return
         expected, wait = begun.pop(index)
-        # the rows before gave more or less than was expected: the last batch has another size
+        # earlier rows gave more or less than expected, so the last batch has another size
         proposed, dropped = (wait if expected == batch else submit(batch))()
         counts.merge(dropped)
         seed = batch_seed(options.seed, index)
@@ -100,40 +100,40 @@ def write(
 
 
 def here(propose: Callable[[Any], Proposal]) -> Submit:
-    """In this process, when the batch is waited for."""
+    """Propose batches in this process, when their result is asked for."""
     return lambda batch: partial(propose, batch)
 
 
 def batch_seed(seed: int, index: int) -> int:
-    """A batch's own within a run, in the 32 bits that torch keeps."""
+    """The seed of a batch, unique within a run, in the 32 bits that torch keeps."""
     start = hashlib.sha256(str(seed).encode()).digest()
     return (int.from_bytes(start[:4], "big") + index) % 2**32
 
 
 # --- turns
 
-# stand for turns of unknown text; letters only, so that no template trims or escapes them
+# placeholders of turns; letters only, so that no template trims or escapes them
 _FIRST, _ANSWER, _SECOND = "selfspecfirst", "selfspecanswer", "selfspecsecond"
 
 
 @dataclass(frozen=True)
 class Turns:
-    """The text around the turns of a conversation, so that a model can write the turns itself."""
+    """The template's text around turns, with which a model can write the turns itself."""
 
     tokenizer: PreTrainedTokenizerBase
     system: str | None
     before: str  # in front of the first user turn, system message included
     asked: str  # from the end of a user turn to the start of its answer
-    raw: bool = False  # no turns: the model writes on behind a text
+    raw: bool = False  # no turns: the model continues a text
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, system: str | None = None) -> Turns:
-        """Raises InvalidData for no template, or one that hides turns, InvalidPrompt for others."""
+        """Raises InvalidData without a template or if it hides turns, else its InvalidPrompt."""
         if tokenizer.chat_template is None:
             raise InvalidData(
                 "the model has no chat template, so it cannot write conversations. "
-                f"{advice(tokenizer.name_or_path)}; or for a base model --raw; text that is there "
-                "already: selfspec fit --data FILE"
+                f"{advice(tokenizer.name_or_path)}; or for a base model --raw; for existing text: "
+                "selfspec fit --data FILE"
             )
         unknown = cls(tokenizer, system, "", "")
         return cls(tokenizer, system, *_around(unknown._written(_FIRST), _FIRST))
@@ -143,30 +143,30 @@ class Turns:
 
     def first_prompt(self, question: str) -> list[int]:
         """Ids up to where the answer to the first question starts."""
-        if self.raw:  # with what the tokenizer puts in front, as `generate --raw` has it
+        if self.raw:  # with the tokens that the tokenizer puts first, as in `generate --raw`
             return list(self.tokenizer(question)["input_ids"])
         return self.ids(self.before + question + self.asked)
 
     def next_prompt(self, said: list[int], question: str | None) -> list[int]:
-        """`said`, through an answer, and `question` up to its answer; None: to the user's words."""
+        """Ids `said`, then `question` up to its answer; None: up to the user's first word."""
         behind = _around(self._written(_FIRST, _ANSWER, _SECOND), _ANSWER)[1]
         between = _around(behind, _SECOND)[0]
         new = self.ids(between if question is None else between + question + self.asked)
-        if said[-1:] and said[-1] in new[:2]:  # the model wrote the end token, behind no blank
+        if said[-1:] and said[-1] in new[:2]:  # the model wrote the end token, with no blank before
             new = new[new.index(said[-1]) + 1 :]
         return said + new
 
     def question_ends(self) -> frozenset[int]:
-        """Tokens that end a user's turn: what the template puts there, and all special ones."""
+        """Tokens that end a user's turn: the template's, and all special ones."""
         own = self.tokenizer.added_tokens_decoder.keys() & self.ids(self.asked)[:1]
         return frozenset(special_ids(self.tokenizer) | own)
 
     def ids(self, text: str) -> list[int]:
-        """Tokens of text that already holds the template's own."""
+        """Ids of text that holds the template's special tokens already."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def question(self, header: list[int], new: list[int]) -> str | None:
-        """The user turn that `new` adds to a header; None for one that does not end."""
+        """The user turn that ids `new` add to a header; None if it does not end."""
         text = self.continuation(header, new)
         sign = self.asked.strip().split("\n")[0]
         if sign and sign in text:
@@ -174,7 +174,7 @@ class Turns:
         return text if new[-1] in self.question_ends() else None
 
     def continuation(self, start: list[int], new: list[int]) -> str:
-        """The text that `new` adds to `start`: some tokenizers drop a leading blank of the rest."""
+        """The text that ids `new` add to `start`; alone, some tokenizers drop its leading blank."""
         known = self.text(start)
         return self.text(start + new)[len(known) :]
 
@@ -184,7 +184,7 @@ class Turns:
         )
 
     def _written(self, *turns: str) -> str:
-        """What the template makes of turns of user and assistant, up to the next answer."""
+        """Turns of user and assistant through the template, up to the next answer."""
         said = zip(("user", "assistant", "user"), turns, strict=False)
         messages = [*self.messages(), *({"role": role, "content": text} for role, text in said)]
         return templated(self.tokenizer, messages, add_generation_prompt=True)
@@ -209,11 +209,11 @@ def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> froze
 
 # --- answers
 
-LOOP_NGRAM = 8  # tokens whose third occurrence makes a loop
+LOOP_NGRAM = 8  # consecutive tokens whose third occurrence makes a loop
 
 
 def loop_start(ids: Sequence[int]) -> int | None:
-    """Where the second turn of a loop begins, so that one stays; None without a loop."""
+    """Index where a loop's second repetition starts, to keep the first; None without a loop."""
     places = defaultdict[tuple[int, ...], list[int]](list)
     for start in range(len(ids) - LOOP_NGRAM + 1):
         found = places[tuple(ids[start : start + LOOP_NGRAM])]
@@ -224,20 +224,20 @@ def loop_start(ids: Sequence[int]) -> int | None:
 
 
 class Ask(NamedTuple):
-    """New ids that are wanted behind a prompt."""
+    """A request for new ids after a prompt."""
 
     prompt: list[int]
     max_new_tokens: int
     ends: frozenset[int]
-    seed: int  # a sampled text depends on it alone
+    seed: int  # fixes a sampled text
     temperature: float | None = None  # None: greedy
-    top_k: int = 0  # of the likeliest tokens; 0: all
-    messages: tuple[Message, ...] = ()  # what the prompt says, for those who read no ids
+    top_k: int = 0  # sample from this many likeliest tokens; 0: all
+    messages: tuple[Message, ...] = ()  # the prompt as messages, for a server
 
 
 @dataclass(frozen=True, kw_only=True)
 class _EndOrLoop(StopRule):
-    """Also ends a text where it begins to repeat itself a third time."""
+    """Also ends a text when an n-gram occurs for the third time."""
 
     seen: Counter[tuple[int, ...]] = field(default_factory=Counter)  # n-grams of the answer
     prompt: int
@@ -252,16 +252,16 @@ class _EndOrLoop(StopRule):
 
 
 class Texts:
-    """Texts that one model writes side by side. Prompt lookup drafts where that pays."""
+    """Texts that one model writes as a batch. Prompt lookup drafts where that pays."""
 
     def __init__(self, backbone: Backbone, watch: Callable[[int], None]) -> None:
-        """`watch` hears how many tokens come."""
+        """`watch` is called with counts of new tokens."""
         self._backbone, self._watch = backbone, watch
         self._engine = Engine(Runtime(backbone, None, None))
         self._written: dict[Hashable, list[int]] = {}
 
     def add(self, ask: Ask) -> Hashable:
-        """Begin a text; `step` gives what this returns, with the text's ids."""
+        """Begin a text; returns the key with which `step` returns the text's ids."""
         device, length = self._backbone.device, len(ask.prompt)
         sampler = Sampler(LogitsProcessorList())
         if ask.temperature is not None:
@@ -278,7 +278,7 @@ class Texts:
         return running
 
     def step(self) -> list[tuple[Hashable, list[int]]]:
-        """Texts that have ended: what `add` gave, and new ids, with one of `ends` if it did."""
+        """Run a step; returns the keys of ended texts and their new ids, with any end token."""
         ended: list[tuple[Hashable, list[int]]] = []
         for running in self._engine.step():
             fresh = [token for entry in running.take() for token in entry.tokens]
@@ -290,10 +290,10 @@ class Texts:
 
 
 class Server:
-    """Texts that an OpenAI server writes in the model's place; OPENAI_API_KEY is sent if set."""
+    """Texts that an OpenAI-compatible server writes; OPENAI_API_KEY is sent if set."""
 
     def __init__(self, url: str, turns: Turns, seed: int, watch: Callable[[int], None]) -> None:
-        """Raises SelfspecError where the server does not say which model it has."""
+        """Raises SelfspecError if the server does not name its model."""
         import httpx
 
         self._turns, self._seed, self._watch = turns, seed, watch
@@ -327,7 +327,7 @@ class Server:
 
         def first(found: Any) -> tuple[str, Any]:
             choice = found["choices"][0]
-            said = str(choice["message"]["content"] or "").encode()  # or it holds half a character
+            said = str(choice["message"]["content"] or "").encode()  # refuses half a character
             return said.decode(), choice.get("finish_reason")
 
         text, reason = self._said("chat/completions", body, first)
@@ -337,7 +337,7 @@ class Server:
         return [*ids, int(self._end)] if ended else ids
 
     def _said(self, path: str, body: dict[str, Any] | None, wanted: Callable[[Any], Any]) -> Any:
-        """What is `wanted` of the server's answer. Raises SelfspecError in one line."""
+        """The part of the server's answer that `wanted` returns. Raises SelfspecError."""
         try:
             method = "GET" if body is None else "POST"
             answer = self._client.request(method, f"{self._url}/{path}", json=body)
@@ -346,7 +346,7 @@ class Server:
         except self._failures as error:
             raise SelfspecError(f"{self._url} did not answer: {first_line(error)}") from error
         except (ValueError, LookupError, TypeError) as error:
-            raise SelfspecError(f"{self._url}/{path} is not as OpenAI's: {error!r}") from error
+            raise SelfspecError(f"{self._url}/{path} is not OpenAI's format: {error!r}") from error
 
 
 # --- the model's part
@@ -357,8 +357,8 @@ class Talk:
     """A conversation that is being written."""
 
     turns: Turns
-    question: str  # the user turn that waits for its answer
-    pending: list[str | None]  # user turns to come; the model invents where there is None
+    question: str  # the user turn to answer next
+    pending: list[str | None]  # later user turns; the model invents those that are None
     rng: random.Random = field(default_factory=random.Random)
     sampled: bool = False
     family: str = ""
@@ -376,7 +376,7 @@ class Talk:
         return "\n".join([self.question, *(text or "" for text in self.pending)])
 
     def record(self) -> Record:
-        """The conversation as a line of the file, but for the seed; unanswered, it is only read."""
+        """The conversation as a line of the file, without a seed, and maybe without answers."""
         row: Record = {"family": self.family} if self.family else {}
         read = [] if self.answers else [{"role": "user", "content": self.question}]
         messages = [*self.messages, *read]
@@ -394,15 +394,15 @@ class Talk:
         return row if read else row | {"sampled": self.sampled, "loops": self.loops}
 
 
-Proposal = tuple[list[Record], Counts]  # a batch's rows, and what became of those that gave none
-Submit = Callable[["Batch"], Callable[[], Proposal]]  # has it proposed; what it returns waits
+Proposal = tuple[list[Record], Counts]  # a batch's rows, and counts of those that were dropped
+Submit = Callable[["Batch"], Callable[[], Proposal]]  # starts a proposal; the result waits for it
 
 Script = Generator[Ask | None, Any, T]
-"""What a row wants of the model, text by text, whose ids it is sent; None: it waits for a row."""
+"""Yields a row's requests to the model and is sent their ids; None: it waits for another row."""
 
 
 class Author:
-    """A model that writes user turns and answers, of many rows side by side."""
+    """A model that writes user turns and answers, many rows in a batch."""
 
     def __init__(
         self,
@@ -412,20 +412,20 @@ class Author:
         watch: Callable[[int], None],
         endpoint: str | None = None,
     ) -> None:
-        """`watch` hears of tokens as they are written. A server at `endpoint` may answer instead.
+        """`watch` is called with counts of new tokens. A server at `endpoint` may answer instead.
 
-        Raises InvalidData for no chat template, InvalidOption where answers leave prompts no room.
+        Raises InvalidData without a chat template, InvalidOption if answers leave prompts no room.
         """
         self.options, self.backbone, self._watch = options, backbone, watch
-        plain = Turns(tokenizer, None, "", "", raw=True)  # nothing around: a base model writes on
+        plain = Turns(tokenizer, None, "", "", raw=True)  # no template: a base model continues
         self.turns = plain if options.raw else Turns.of(tokenizer, options.system)
-        self.invents = endpoint is None  # user turns, too
+        self.invents = endpoint is None  # a server writes no user turns
         self.room = min(options.max_prompt_tokens, backbone.max_positions - options.max_new_tokens)
         """Tokens of the longest prompt."""
         if self.room < _LEAST_ROOM:
             raise InvalidOption(
-                f"max_new_tokens is {options.max_new_tokens}: of the model's "
-                f"{backbone.max_positions} positions no {_LEAST_ROOM} are left for a prompt"
+                f"max_new_tokens is {options.max_new_tokens}: that leaves under {_LEAST_ROOM} of "
+                f"the model's {backbone.max_positions} positions for a prompt"
             )
         self._ends = end_ids(backbone.model, self.turns.tokenizer)
         self._question_ends = self.turns.question_ends()
@@ -434,12 +434,12 @@ class Author:
     def prompts(
         self, recipe: Recipe, passages: Passages, own: Sequence[tuple[str, ...]] = ()
     ) -> Prompts:
-        """Rows of a recipe and of a user's `own`, as far as this author can write them."""
+        """Those rows of a recipe and of a user's `own` questions that this author can write."""
         raw, seed = self.options.raw, self.options.seed
         return Prompts(recipe, passages, seed, own, invents=self.invents and not raw, raw=raw)
 
     def write(self, scripts: Iterable[Script[Record | None]]) -> list[Record]:
-        """All records that they return, in their order; many texts are written at any time."""
+        """Run scripts, many texts at a time; returns their records in order."""
         texts, running = self._server or Texts(self.backbone, self._watch), dict[Hashable, Any]()
         ready = deque((place, script, None) for place, script in enumerate(scripts))
         found: dict[int, Record | None] = {}
@@ -458,16 +458,16 @@ class Author:
                 else:
                     running[texts.add(ask)] = place, script
             ended = [(*running.pop(text), ids) for text, ids in texts.step()]
-            ready.extendleft(reversed(ended))  # they go on before others begin
+            ready.extendleft(reversed(ended))  # continue these before new ones begin
         return [record for _, record in sorted(found.items()) if record is not None]
 
     def answer(self, talks: Iterable[Talk]) -> Proposal:
-        """What is said in conversations whose user turns are there."""
+        """Answer conversations whose user turns are given."""
         counts = Counts()
         return self.write(self.converse(talk, counts) for talk in talks), counts
 
     def ask(self, header: list[int], rng: random.Random) -> Script[str | None]:
-        """What a user says behind a header; None where that loops or does not end."""
+        """Write a user's turn after a header; None if it loops or does not end."""
         options, ends = self.options, self._question_ends
         heat, seed = rng.uniform(*options.question_temperature), rng.getrandbits(62)
         most, top_k = options.max_question_tokens, options.question_top_k
@@ -475,7 +475,7 @@ class Author:
         return self.turns.question(header, ids) if loop_start(ids) is None else None
 
     def converse(self, talk: Talk, counts: Counts) -> Script[Record | None]:
-        """Answer, and let the user go on, until all is said; None where no answer was given."""
+        """Write answers and user turns until the conversation ends; None without any answer."""
         options = self.options
         while talk.question and len(talk.prompt) <= self.room:
             question = {"role": "user", "content": talk.question}
@@ -512,14 +512,14 @@ class Author:
 
 
 class Written:
-    """Rows of a recipe, answered; endless."""
+    """Proposes answered rows of a recipe, without end."""
 
     def __init__(self, author: Author, prompts: Prompts, excluded: Set[int] = frozenset()) -> None:
-        """Rows that ask one of the `excluded` n-grams are dropped where they can before that."""
+        """Rows whose known user turns hold an `excluded` n-gram are dropped before any answer."""
         self._author, self._prompts, self._excluded = author, prompts, excluded
 
     def propose(self, numbers: range) -> Proposal:
-        """A batch's rows, side by side; those about its articles wait for these."""
+        """Write the rows of a batch at once; rows about its articles wait for these."""
         rows = [row for number in numbers if (row := self._prompts.row(number)) is not None]
         makers, counts = self._prompts.article_families, Counts()
         articles: dict[int, str | None] = {
@@ -530,7 +530,7 @@ class Written:
     def _written(
         self, row: Row, articles: dict[int, str | None], counts: Counts
     ) -> Script[Record | None]:
-        """A row's record; it waits for the `articles` that it reads while one of them is None."""
+        """Write a row's record; a row that reads `articles` waits while one of them is None."""
         try:
             while row.article and None in articles.values():
                 yield None
@@ -550,7 +550,7 @@ class Written:
                 articles[row.number] = articles[row.number] or ""
 
     def _begun(self, row: Row, articles: list[str]) -> Script[Talk | str]:
-        """A row's conversation with its first user turn, or why there is none, by `Counts`."""
+        """Begin a row's conversation with its first user turn, or say why not, as in DROPPED."""
         options = self._author.options
         if self._prompts.is_repeat(row):
             return "duplicates"
@@ -578,7 +578,7 @@ class Written:
         return talk
 
     def _invented(self, row: Row) -> Script[bool]:
-        """Put in what the model writes of the first turn; whether it is a user's turn."""
+        """Let the model write its part of the first turn; returns whether that is usable."""
         author, family, begin = self._author, row.family, None
         if family.continues and not author.options.raw:
             opening = row.text(row.turns[0]) or ""
@@ -598,7 +598,7 @@ class Written:
         return bool(said.strip())
 
     def _passage(self, row: Row, wanted: Passage, articles: list[str]) -> str:
-        """What stands for {passage}: cut to its length, numbered where there are several."""
+        """The text for {passage}: passages cut to length, and numbered if there are several."""
         sizes = wanted.sizes(row.rng)
         texts = row.rng.sample(articles, min(len(sizes), len(articles)))
         texts = texts or self._prompts.passages_of(row, sizes)
@@ -609,7 +609,7 @@ class Written:
         return "\n\n".join(f"Passage {number}: {text}" for number, text in enumerate(cut, 1))
 
     def _cut(self, text: str, tokens: int) -> str:
-        """Whole sentences of at most so many tokens, where the text has ends of sentences."""
+        """Cut text to at most `tokens` tokens, after a sentence if possible, else after a word."""
         turns = self._author.turns
         ids = turns.ids(text)
         if len(ids) <= tokens:
@@ -620,12 +620,12 @@ class Written:
 
 
 class Admission:
-    """Which rows of a recipe the file takes: those that ask and say what none before them did."""
+    """Decides which rows of a recipe the file takes: those with a new question and answer."""
 
     def __init__(
         self, options: DataOptions, written: Iterable[Record] = (), excluded: Set[int] = frozenset()
     ) -> None:
-        """`written`: the records so far. Rows with one of the `excluded` n-grams stay out."""
+        """`written`: the records so far. Rows with one of the `excluded` n-grams are dropped."""
         self._options, self._excluded = options, excluded
         self._asked: set[bytes] = set()
         self._said: set[int] = set()
@@ -635,13 +635,13 @@ class Admission:
             self._said |= _sample(record)
 
     def batch(self, index: int, missing: int) -> range:
-        """The numbers of a batch's rows, where so many answer tokens are missing."""
+        """The numbers of a batch's rows, if `missing` answer tokens are still to be written."""
         first = index * self._options.batch_size
         rows = min(self._options.batch_size, max(_FEWEST_TALKS, missing // _TALK_TOKENS))
         return range(first, first + rows)
 
     def admit(self, index: int, proposed: list[Record], counts: Counts) -> list[Record]:  # noqa: ARG002  # in order
-        """Raises InvalidOption where no row of several batches was of use."""
+        """The rows to keep. Raises InvalidOption if several batches had no usable row."""
         kept = [one for one in proposed if self._is_new(one, counts)]
         self._idle = 0 if kept else self._idle + 1
         if self._idle == _PATIENCE:
@@ -652,7 +652,7 @@ class Admission:
         return kept
 
     def _is_new(self, record: Record, counts: Counts) -> bool:
-        """Whether none asked or said so; a dropped row leaves nothing: a killed run forgets it."""
+        """Whether question and answer are new. Dropped rows are not remembered, as in a new run."""
         asked, sample, reason = key(_said(record, "user")[0]), _sample(record), ""
         if _holds(self._excluded, "\n".join(_said(record))):
             reason = "excluded"
@@ -668,11 +668,11 @@ class Admission:
         return True
 
 
-# --- what is compared
+# --- comparison of texts
 
 
 def ngrams(text: str) -> set[int]:
-    """Every eight words in a row, as numbers; case, white space and punctuation do not count."""
+    """Hashes of all eight consecutive words; case, white space and punctuation do not count."""
     words = _WORD.findall(text.casefold())
     grams = (" ".join(words[i : i + NGRAM]) for i in range(len(words) - NGRAM + 1))
     return {
@@ -686,12 +686,12 @@ def _holds(excluded: Set[int], text: str) -> bool:
 
 
 def _sample(record: Record) -> set[int]:
-    """A fixed half of an answer's n-grams: millions of them are kept in memory."""
+    """A fixed half of an answer's n-grams, to save memory: millions are kept."""
     return {number for number in ngrams("\n".join(_said(record, "assistant"))) if number % 2}
 
 
 def _said(record: Record, *roles: str) -> list[str]:
-    """What all say in a line of the file, or those of some roles; plain text is a turn of each."""
+    """Texts of a record's turns, of all or some roles; prompt and completion count as turns."""
     plain = {"user": record.get("prompt"), "assistant": record.get("completion")}
     turns = [(turn["role"], turn["content"]) for turn in record.get("messages", ())]
     spoken = turns or [(role, text) for role, text in plain.items() if text is not None]
@@ -704,7 +704,7 @@ class Given:
     def __init__(
         self, reader: Reader[Talk], done: int, options: DataOptions, excluded: Set[int]
     ) -> None:
-        """`reader` parses with `talk_of`; `done` batches are written already."""
+        """`reader` parses with `talk_of`; `done` batches are already written."""
         self._reader, self._options, self._excluded = reader, options, excluded
         self._rows, self._read = iter(reader), done
         before = itertools.islice(self._rows, done * options.batch_size)
@@ -712,7 +712,7 @@ class Given:
         self._waiting: dict[int, tuple[list[Talk] | None, int, int]] = {}
 
     def batch(self, index: int, missing: int) -> list[Talk] | None:  # noqa: ARG002  # all of them
-        """The next rows, without duplicates; which answers are sampled is drawn. None: no more."""
+        """The next rows without duplicates, each drawn as greedy or sampled. None: no more."""
         while self._read <= index:
             rng = random.Random(batch_seed(self._options.seed, self._read))
             talks, fresh = [*itertools.islice(self._rows, self._options.batch_size)], list[Talk]()
@@ -728,7 +728,7 @@ class Given:
         return self._waiting[index][0]
 
     def admit(self, index: int, proposed: list[Record], counts: Counts) -> list[Record]:
-        """All but those with excluded words."""
+        """All rows but those with excluded n-grams."""
         _, duplicates, skipped = self._waiting.pop(index)
         kept = [one for one in proposed if not _holds(self._excluded, "\n".join(_said(one)))]
         counts.add("", "duplicates", duplicates)
@@ -743,10 +743,10 @@ def talk_of(record: Record, tokenizer: PreTrainedTokenizerBase, system: str | No
     if messages[0]["role"] == "system":
         system = messages.pop(0)["content"]
     if any(message["role"] == "system" for message in messages):
-        raise InvalidData("has a system message behind its first turn")
+        raise InvalidData("has a system message after its first turn")
     first, *later = user_turns(record)
     return Talk(Turns.of(tokenizer, system), first, [*later])
 
 
-Source = Admission | Given  # what batches hold, and which of their records the file takes
+Source = Admission | Given  # chooses the rows of batches, and the records that the file takes
 Batch = range | list[Talk]  # rows of a recipe by number, or user turns to be answered

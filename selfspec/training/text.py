@@ -1,8 +1,8 @@
-"""Text for training: rows in the formats that people have come in, conversations go out.
+"""Text for training: reads conversations from rows in common formats, and writes new rows.
 
-Rows that are made become lines of OUTPUT, plain or gzipped, beside OUTPUT.run.json, which says how
-they are made, how many bytes are whole batches, and which lines come next: so what a killed run
-left half-written is told from lines of somebody else. Imports no torch.
+New rows become lines of OUTPUT, plain or gzipped. OUTPUT.run.json beside it records how they are
+made, how many bytes hold whole batches, and which lines come next, so that lines which a killed
+run left half-written can be told from lines of somebody else. Imports no torch.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ Record = dict[str, Any]
 
 _ROLES = {name: name for name in ("system", "user", "assistant")}
 _SHAREGPT_ROLES = _ROLES | {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
-_TABLES = (".parquet", ".csv")  # files that the package datasets reads
+_TABLES = (".parquet", ".csv")  # read with the package datasets
 _FILE_SUFFIXES = (".jsonl", ".json", ".gz", ".txt", *_TABLES)
-_BLANK = b"\xef\xbb\xbf \t\r\n"  # the mark that some editors put in front, and white space
+_BLANK = b"\xef\xbb\xbf \t\r\n"  # a byte order mark, and white space
 _EXPECTED = "input_ids and answer_start, messages, conversations, turns or text"
 
-_MOST_LINE = 16 << 20  # bytes of a line, and of blank ones in a row
-_MOST_ARRAY = 1 << 30  # bytes of a .json file that is one array: it is read as a whole
+_MOST_LINE = 16 << 20  # bytes of a line, and of consecutive blank lines
+_MOST_ARRAY = 1 << 30  # bytes of a .json file that is one array, which is read whole
 
 T = TypeVar("T")
 
 
 class Conversation(NamedTuple):
-    """One text and which of its tokens the model answered; none of one that is only read."""
+    """One text and which of its tokens are the model's answers, if any."""
 
     ids: tuple[int, ...]
     answers: tuple[tuple[int, int], ...]
-    """First and one-past-last index in `ids` of each answer, rising; the first is at least 1."""
+    """First and one-past-last index in `ids` of each answer, rising from 1 or more."""
 
     @property
     def answer_ids(self) -> list[int]:
@@ -75,23 +75,23 @@ class Conversation(NamedTuple):
 
 @dataclass
 class Reader(Generic[T]):
-    """What `parse` makes of each row; a bad row is an error, or skipped and counted."""
+    """Parses each row of a source; a bad row is an error, or skipped and counted."""
 
-    source: str | Path  # a file, a folder that the package datasets reads, or a data set's hub id
+    source: str | Path  # a file, a folder for the package datasets, or a data set's hub id
     parse: Callable[[dict[str, Any]], T]
-    """Raises InvalidData or InvalidPrompt with the reason alone for a row that is of no use."""
-    skip_bad_rows: bool | None = None  # None: nobody can ask for that here
+    """Raises InvalidData or InvalidPrompt, with the reason alone, for an unusable row."""
+    skip_bad_rows: bool | None = None  # None: the caller has no such option
     skipped: int = 0
     first_skipped: str = field(default="", init=False)
 
     def __iter__(self) -> Iterator[T]:
-        """Raises InvalidData: source, row, reason."""
+        """Yield parsed rows. Raises InvalidData: source, row, reason."""
         for place, row in rows(self.source):
             try:
                 made = self.parse(_record(row))
             except (InvalidData, InvalidPrompt) as error:
                 if not self.skip_bad_rows:
-                    advice = "" if self.skip_bad_rows is None else ". Skip such: --skip-bad-rows"
+                    advice = "" if self.skip_bad_rows is None else ". Skip them: --skip-bad-rows"
                     raise InvalidData(f"{self.source}, {place} {error}{advice}") from error
                 self.first_skipped = self.first_skipped or f"{place} {error}"
                 self.skipped += 1
@@ -99,7 +99,7 @@ class Reader(Generic[T]):
             yield made
 
     def report(self) -> None:
-        """Say how many rows were skipped, and why the first of them."""
+        """Log how many rows were skipped, and why the first was."""
         if self.skipped:
             words = "%s: skipped %d bad rows, the first: %s"
             logger.warning(words, self.source, self.skipped, self.first_skipped)
@@ -114,9 +114,9 @@ def read_conversations(
     max_tokens: int | None = None,
     skip_bad_rows: bool = False,
 ) -> list[Conversation]:
-    """The conversations of a file or data set, up to `max_tokens` answer tokens.
+    """Read the conversations of a file or data set, up to `max_tokens` answer tokens.
 
-    Raises InvalidData: file, line, reason. With `skip_bad_rows` such are left out and counted.
+    Raises InvalidData: file, line, reason. With `skip_bad_rows`, bad rows are skipped and counted.
     """
 
     def parse(record: dict[str, Any]) -> Conversation:
@@ -143,7 +143,7 @@ def read_conversations(
 
 
 def split(conversations: Sequence[Conversation]) -> tuple[list[Conversation], list[Conversation]]:
-    """All but the last 20th to fit, that 20th to validate. Raises InvalidData for fewer than 2."""
+    """Split off the last 20th to validate; the rest is to fit. Raises InvalidData for one text."""
     if len(conversations) < 2:
         raise InvalidData("one conversation is too few to fit and to validate. Give --validation")
     count = max(1, len(conversations) // 20)
@@ -151,7 +151,7 @@ def split(conversations: Sequence[Conversation]) -> tuple[list[Conversation], li
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Ids of all special tokens, those without a role (such as end of text) included."""
+    """Ids of all special tokens, including those without a role (such as end of text)."""
     added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     return added | set(tokenizer.all_special_ids)
 
@@ -167,7 +167,7 @@ def check_source(source: str | Path) -> None:
 
 
 def texts_in(folder: str | Path) -> Iterator[tuple[str, str]]:
-    """Name and text of each .txt, .md and .rst file. Raises InvalidData where there is none."""
+    """Yield the name and text of each .txt, .md and .rst file. Raises InvalidData for none."""
     folder, suffixes = local_path(folder), (".txt", ".md", ".rst")
     if not folder.is_dir():
         raise InvalidData(f"{folder} is no folder. Give one with {', '.join(suffixes)} files")
@@ -179,13 +179,13 @@ def texts_in(folder: str | Path) -> Iterator[tuple[str, str]]:
 
 
 def rows(source: str | Path) -> Iterator[tuple[str, Any]]:
-    """Place and content of each row: the bytes of a JSON line, or a value. Raises InvalidData."""
+    """Yield each row's place and content: bytes of a JSON line, or a value. Raises InvalidData."""
     path = _file_of(source)
     if path is None or path.suffix in _TABLES:
         yield from _data_set(str(source), path)
         return
     with _opened(path) as file:
-        if path.name.endswith((".json", ".json.gz")):  # one array, as ShareGPT comes, or lines
+        if path.name.endswith((".json", ".json.gz")):  # one array, like ShareGPT, or lines
             begin = file.read(_MOST_LINE).lstrip(_BLANK)
             file.seek(0)
             if begin.startswith(b"["):
@@ -199,7 +199,7 @@ def rows(source: str | Path) -> Iterator[tuple[str, Any]]:
 
 
 def _file_of(source: str | Path) -> Path | None:
-    """The file that a source names; None: it is a data set. Raises InvalidOption for odd names."""
+    """The file that a source names; None for a data set. Raises InvalidOption for odd names."""
     path = local_path(source)
     named = path.exists() or path.name.endswith(_FILE_SUFFIXES) or not HUB_ID.fullmatch(str(source))
     return None if path.is_dir() or not named else path
@@ -207,7 +207,7 @@ def _file_of(source: str | Path) -> Path | None:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """A file's bytes, unpacked. Raises InvalidData, where it is damaged further on, too."""
+    """Open a file, unpacked. Raises InvalidData, also later if the file proves damaged."""
     try:
         with open_bytes(path) as file:
             unpacked: Any = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
@@ -218,7 +218,7 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _lines(path: Path, file: IO[bytes]) -> Iterator[tuple[str, bytes]]:
-    """Lines that hold anything; of one that is too long the beginning."""
+    """Yield lines that are not blank; of a line that is too long, its beginning."""
     blank = 0
     for number in itertools.count(1):
         line = rest = file.readline(_MOST_LINE + 1)
@@ -248,7 +248,7 @@ def _data_set(name: str, file: Path | None = None) -> Iterator[tuple[str, Any]]:
         import datasets
     except ImportError as error:
         raise InvalidData(
-            f"{name} is read by the package datasets, which is not installed. Give JSON lines, or "
+            f"{name} needs the package datasets, which is not installed. Give JSON lines, or "
             'run: pip install "selfspec[train]"'
         ) from error
     failures = (OSError, ValueError, LookupError, RuntimeError, datasets.exceptions.DatasetsError)
@@ -275,7 +275,7 @@ def _record(row: Any) -> dict[str, Any]:
 
 
 def encoded(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> Conversation:
-    """A record's ids and answers. Raises InvalidData with the reason."""
+    """The ids and answers of a record. Raises InvalidData with the reason."""
     if "input_ids" in record:
         return _from_ids(record)
     if tokenizer is None:
@@ -284,7 +284,7 @@ def encoded(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -
         return _from_messages(messages_of(record), tokenizer)
     if "turns" in record:
         raise InvalidData("holds turns without answers. Write them: selfspec data --from FILE")
-    if "text" in record:  # there is something to learn behind every token
+    if "text" in record:  # all tokens but the first count as an answer
         if not is_text(record["text"]):
             raise InvalidData("has a text that is no string of Unicode characters")
         ids = tuple(tokenizer(record["text"])["input_ids"])
@@ -293,7 +293,7 @@ def encoded(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -
 
 
 def messages_of(record: dict[str, Any]) -> list[Message]:
-    """A record's turns, by role and content. Raises InvalidData for others than text of roles."""
+    """A record's turns with role and content. Raises InvalidData for unknown roles or no text."""
     keys = [name for name in ("messages", "conversations", "turns") if name in record]
     if not keys:
         raise InvalidData(
@@ -319,7 +319,7 @@ def messages_of(record: dict[str, Any]) -> list[Message]:
 
 
 def user_turns(record: dict[str, Any]) -> tuple[str, ...]:
-    """What the user says in a row, turn by turn. Raises InvalidData where that is nothing."""
+    """The user's turns in a row. Raises InvalidData if there are none, or one is empty."""
     if isinstance(record.get("text"), str) and "messages" not in record:
         record = {"turns": [record["text"]]}
     turns = [entry["content"].strip() for entry in messages_of(record) if entry["role"] == "user"]
@@ -329,7 +329,7 @@ def user_turns(record: dict[str, Any]) -> tuple[str, ...]:
 
 
 def questions_of(source: str | Path, *, skip_bad_rows: bool | None = None) -> list[tuple[str, ...]]:
-    """The user's turns of each row. Raises InvalidData where there are none."""
+    """Read the user's turns of each row. Raises InvalidData if there are none."""
     found = list(reader := Reader(source, user_turns, skip_bad_rows=skip_bad_rows))
     reader.report()
     if not found:
@@ -351,12 +351,12 @@ def texts_of(record: dict[str, Any]) -> str:
 
 
 def is_text(value: Any) -> bool:
-    """Text without lone surrogates, which JSON can hold and tokenizers cannot read."""
+    """Whether a value is text without lone surrogates, which JSON allows and tokenizers refuse."""
     return isinstance(value, str) and value == value.encode("utf-8", "ignore").decode("utf-8")
 
 
 def _from_ids(record: dict[str, Any]) -> Conversation:
-    """Ids with `answers`, [[first, end], ...], or one answer up to their end."""
+    """A record with `input_ids` and `answers`, [[first, end], ...], or `answer_start`."""
     ids = record["input_ids"]
     if not isinstance(ids, list) or not {*map(type, ids)} <= {int}:
         raise InvalidData("has input_ids that are no list of whole numbers")
@@ -390,14 +390,14 @@ def _from_messages(messages: list[Message], tokenizer: PreTrainedTokenizerBase) 
             before, turn = ids_of(index, asked=True), ids_of(index + 1)
             pairs = zip(turn, ids, strict=False)
             end = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
-            # some templates end the last turn alone
+            # some templates end only the last turn
             lost = {*turn[end:]} - {*tokenizer.all_special_ids}
             if turn[: len(before)] != before or end < len(before) or lost:
                 raise InvalidData(
                     f"has an answer, turn {index + 1}, whose tokens the chat template does not "
                     "keep: it may begin with spaces. Change it, or give --skip-bad-rows"
                 )
-            # a model stops at its end token, the template may go on
+            # a model stops at its end token, after which the template may have more
             if (stop := tokenizer.eos_token_id) in (said := turn[len(before) : end]):
                 end -= said[::-1].index(stop)
             answers.append((len(before), end))
@@ -407,13 +407,13 @@ def _from_messages(messages: list[Message], tokenizer: PreTrainedTokenizerBase) 
 # --- a file of rows that grows
 
 FORMAT_VERSION = 4
-"""2: draws came from a generator of the batch, not of the row. 3: rows of a batch knew the file."""
+"""2: one random generator per batch, not per row. 3: a batch's rows depended on the file."""
 
 _MOST_BYTES = 1 << 30  # of a run's record, which holds the lines of a batch while they are written
 
-DROPPED = {  # why a row is not in the file, and how people read it
+DROPPED = {  # reasons to drop a row, and their words
     "duplicates": "duplicates",
-    "alike": "answers that were there nearly so",
+    "alike": "answers nearly like earlier ones",
     "excluded": "rows with words of an excluded text",
     "unfinished": "user turns without an end",
     "empty": "empty ones",
@@ -422,13 +422,13 @@ DROPPED = {  # why a row is not in the file, and how people read it
 }
 
 KEPT = ("rows", "tokens", "answers", "answer_tokens", "loops_cut")
-"""What is counted of rows in the file; `tokens` are all of a row, `loops_cut` answers that fell
-into a loop, and end with its first turn."""
+"""Counts of rows in the file. `tokens` are all tokens of a row; `loops_cut` are answers that fell
+into a loop and were cut after its first repetition."""
 
 
 @dataclass
 class Counts:
-    """What became of rows, by family of a recipe, "" of those from elsewhere."""
+    """Counts of kept and dropped rows by family of the recipe; "" for other rows."""
 
     families: dict[str, dict[str, int]] = field(default_factory=dict)
 
@@ -452,12 +452,12 @@ class Counts:
         return sum(found[name] for found in self.families.values())
 
     def dropped(self) -> str:
-        """What was dropped in all families, in words."""
+        """The counts of dropped rows in all families, in words."""
         found = {words: self.total(name) for name, words in DROPPED.items()}
         return ", ".join(f"{count:,} {words}" for words, count in found.items() if count)
 
     def words(self) -> str:
-        """For people; what did not occur is left out."""
+        """All counts in words; reasons that did not occur are left out."""
         answers, loops, dropped = self.total("answers"), self.total("loops_cut"), self.dropped()
         found = (
             f"{self.total('rows'):,} conversations, {self.total('answer_tokens'):,} answer tokens, "
@@ -474,7 +474,7 @@ class _Run:
     versions: dict[str, Any]
     counts: Counts = field(default_factory=Counts)
     seeds: list[int] = field(default_factory=list)  # of the batches that are written
-    bytes: int = 0  # of the file that are whole batches
+    bytes: int = 0  # size of the whole batches in the file
     next: list[str] = field(default_factory=list)  # lines of the batch that is being written
 
     def __post_init__(self) -> None:
@@ -486,19 +486,19 @@ class _Run:
             or any(found.keys() != kinds for found in families)
             or not all(0 <= number < 2**63 for number in numbers)
         ):
-            raise InvalidOption("it is of another version, or its counts are no counts")
+            raise InvalidOption("it has another version, or its counts are wrong")
 
 
 class Writer:
-    """Appends batches of lines; what it holds is what `run.json` counted last."""
+    """Appends batches of lines to a file, of which `run.json` records the whole batches."""
 
     def __init__(
         self, output: Path, options: Mapping[str, Any], versions: Mapping[str, Any]
     ) -> None:
-        """Raises InvalidOption for other options, InvalidData or CannotWrite for another's file."""
+        """Raises InvalidOption for other options, InvalidData or CannotWrite for others' files."""
         self.output = check_output(output)
         self._record = _record_of(output)
-        plain = json.loads(json.dumps(dict(options)))  # as it will be read: lists, no tuples
+        plain = json.loads(json.dumps(dict(options)))  # as JSON is read back: lists, no tuples
         self._run = _Run(options=plain, versions=dict(versions))
         if self._record.exists():
             self._resume()
@@ -509,7 +509,7 @@ class Writer:
 
     @property
     def counts(self) -> Counts:
-        """Counts of all batches so far; a copy."""
+        """A copy of the counts of all batches so far."""
         return copy.deepcopy(self._run.counts)
 
     def append(self, lines: Sequence[str], seed: int, counts: Counts) -> None:
@@ -529,7 +529,7 @@ class Writer:
             with suppress(CannotWrite):
                 self._save(self._run)
             raise
-        self._save(written)  # until it is there, `next` says what the file ends with
+        self._save(written)  # until this is saved, `next` holds the last lines of the file
         self._run = written
 
     def records(self) -> Iterator[Record]:
@@ -539,13 +539,13 @@ class Writer:
     def _block(self, lines: Sequence[str]) -> bytes:
         block = "".join(f"{line}\n" for line in lines).encode()
         packed = block and self.output.suffix == ".gz"
-        return gzip.compress(block, mtime=0) if packed else block  # members in a row are one file
+        return gzip.compress(block, mtime=0) if packed else block  # gzip members may be joined
 
     def _save(self, run: _Run) -> None:
         files.write(self._record, json.dumps(asdict(run), indent=1) + "\n")
 
     def _resume(self) -> None:
-        """Take over what is recorded and cut off what a killed run wrote behind it."""
+        """Continue from the record, and cut off what a killed run wrote after it."""
         what = f"{self._record} is no record of this version of selfspec data"
         with explained(what, f"Delete it and {self.output.name} to start over"):
             found = record_of(_Run, read_json(self._record, _MOST_BYTES))
@@ -553,7 +553,7 @@ class Writer:
         require_same(self.output, found.options, self._run.options, way_out)
         if changed := {k: v for k, v in own.items() if found.versions.get(k) != v}:
             logger.warning("%s was begun with other versions than %s", self.output, changed)
-        with files.appended(self.output, b""):  # a run may be killed between its record and it
+        with files.appended(self.output, b""):  # creates it: a run may be killed before that
             pass
         cut = self._block(found.next)
         with open_bytes(self.output) as file:
@@ -575,7 +575,7 @@ class Writer:
 
 
 def check_output(output: str | Path, reads: Iterable[object] = ()) -> Path:
-    """The name of a file that is new, or that a Writer continues. Raises CannotWrite."""
+    """The path of a new file or of one that a Writer may continue. Raises CannotWrite."""
     path, record = Path(output), _record_of(output)
     files.refuse_inputs([path, record], reads)
     there = [name for name in (path, record) if path.name and os.path.lexists(name)]
@@ -585,7 +585,7 @@ def check_output(output: str | Path, reads: Iterable[object] = ()) -> Path:
         return path
     if there:
         raise CannotWrite(
-            f"{path} exists and there is no {record.name} to continue it by. Give another --output"
+            f"{path} exists, but no {record.name} to continue it by. Give another --output"
         )
     if path.suffix not in ("", ".jsonl", ".json", ".gz"):
         raise CannotWrite(f"{path} would hold lines of JSON. Name it {path.with_suffix('.jsonl')}")

@@ -238,7 +238,7 @@ def test_a_recipe_that_has_nothing_new_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_model_without_room_for_a_prompt_is_refused() -> None:
-    with pytest.raises(InvalidOption, match="of the model's 256 positions no 32 are left"):
+    with pytest.raises(InvalidOption, match="leaves under 32 of the model's 256 positions"):
         make_author(max_new_tokens=230)
 
 
@@ -552,12 +552,12 @@ def test_a_servers_answers_are_the_models_ids(asked: list[dict[str, Any]], tmp_p
     assert (seen["model"], seen["key"]) == ({"its-model"}, {"Bearer secret"})
     assert {body["temperature"] for body in asked} == {0.0, author.options.temperature}
     assert {body["max_tokens"] for body in asked} == {author.options.max_new_tokens}
-    with pytest.raises(SelfspecError, match=r"v1/models is not as OpenAI's: .*TypeError"):
+    with pytest.raises(SelfspecError, match=r"v1/models is not OpenAI's format: .*TypeError"):
         remote(f"{URL}/else")
     assert author._server is not None
     half = {"role": "user", "content": "half"}
     author._server.add(selfgen.Ask([1], 4, frozenset(), 0, messages=(half,)))
-    with pytest.raises(SelfspecError, match="is not as OpenAI's: UnicodeEncodeError"):
+    with pytest.raises(SelfspecError, match="is not OpenAI's format: UnicodeEncodeError"):
         author._server.step()
 
 
@@ -630,7 +630,7 @@ def test_a_rows_own_system_message_wins(tokenizer: PreTrainedTokenizerBase) -> N
         ({"messages": [{"role": "system", "content": "a"}]}, "no user turn"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "no user turn"),
         ({"messages": said("a", "b", " ")}, "an empty user turn"),
-        ({"messages": [*said("a"), {"role": "system", "content": "a"}]}, "behind its first turn"),
+        ({"messages": [*said("a"), {"role": "system", "content": "a"}]}, "after its first turn"),
     ],
 )
 def test_a_row_without_questions_is_refused(
