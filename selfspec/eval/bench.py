@@ -1,10 +1,10 @@
 """The methods that `bench` compares, sweeps of an option, and the runner.
 
-Per prompt and turn all methods run in random order, so that machine drift hits them alike, and
-write as many tokens as plain decoding writes before its end token. A second turn's prompt holds
+For each prompt and turn all methods run in random order, so that machine drift affects all alike.
+Each writes as many tokens as plain decoding does before its end token. A second turn's prompt holds
 plain decoding's first answer, for every method.
 
-To add a method is to add an entry to METHODS. Imports no torch, so that `--help` is fast.
+To add a method, add an entry to METHODS. Imports no torch, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ if TYPE_CHECKING:
 Setting = Mapping[str, Any]
 """Keywords: SpeculationOptions for our runtime, `generate`'s own for Hugging Face."""
 Grid = Callable[["Speculator"], Sequence[Setting]]
-"""Settings from which the fastest is chosen, on other prompts than those reported. None: here the
-method would be `speculation` itself."""
+"""Settings from which the fastest is chosen, on other prompts than those reported. An empty list:
+with these heads the method would be `speculation` itself."""
 
 
 class Written(NamedTuple):
-    """An answer, and what our runtime counted; Hugging Face counts nothing."""
+    """An answer, and the counts of our runtime; Hugging Face has none."""
 
     token_ids: list[int]
     rounds: Sequence[Round] = ()
@@ -59,16 +59,16 @@ class Written(NamedTuple):
 
 
 Decode = Callable[["Speculator", "Tensor", int, Setting, Any], Written]
-"""Writes so many tokens behind ids [1, P], greedily unless the setting says otherwise, or up to an
-end token where one ends answers; the streamer hears of each."""
+"""Writes a number of tokens after ids [1, P], greedily unless the setting says otherwise, or up to
+an end token where one ends answers; each token goes to the streamer."""
 
 
 @contextmanager
 def unchanged(speculator: Speculator) -> Iterator[None]:
-    """Afterwards the model is as it was, whatever ran.
+    """Restore the model's configs on exit.
 
-    Assisted decoding keeps what it learns in the model's generation config, and early exit sets
-    the number of layers, which an error would leave behind.
+    Assisted decoding stores what it learns in the model's generation config, and early exit sets
+    the number of layers, which would stay set after an error.
     """
     model: Any = speculator.model
     config: Any = speculator.backbone.config
@@ -83,7 +83,7 @@ def unchanged(speculator: Speculator) -> Iterator[None]:
 
 @contextmanager
 def endless(speculator: Speculator) -> Iterator[None]:
-    """While open no end token ends an answer; afterwards the model is as it was."""
+    """Let no end token end an answer; restore the model's configs on exit."""
     with unchanged(speculator):
         model: Any = speculator.model
         model.generation_config.eos_token_id = None
@@ -106,7 +106,7 @@ def _hugging_face(
     model: Any = speculator.model
     options = {"max_new_tokens": count, "do_sample": False, "streamer": streamer, **setting}
     options |= speculator.ending({}, speculator.turn_end) | {"tokenizer": speculator.tokenizer}
-    options["use_cache"] = True  # its config may say otherwise, which is slower
+    options["use_cache"] = True  # the model's config may turn it off, which is slower
     sequences = model.generate(ids, attention_mask=ids.new_ones(ids.shape), **options)
     return Written(sequences[0, ids.shape[1] :].tolist())
 
@@ -114,16 +114,16 @@ def _hugging_face(
 # --- grids of settings
 
 NO_BOUND = 64
-"""W_max where there is to be none: the largest, which no chain of confident drafts reaches."""
+"""W_max that stands for no bound: the largest, which no chain of confident drafts reaches."""
 
 ALWAYS = 1e-9  # tau that every token reaches: no top-1 probability is smaller
 
 EXIT: Setting = {"drafter": "exit", "never_slower": False}
-"""The paper's own, without our pauses: the defaults of heads, or what was tuned, may name another
-drafter."""
+"""The paper's method, without our pauses. It names the drafter, because the defaults of heads or
+tuned options may name another."""
 
 _DRAWN = {"do_sample": True, "seed": 0, "top_k": 0, "top_p": 1.0, "temperature": 1.0}
-"""Draws from the model's whole distribution: lenience says nothing about greedy drafts."""
+"""Sample from the model's whole distribution: lenience means nothing for greedy drafts."""
 
 
 def exits(**settings: Any) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def _heads(speculator: Speculator) -> ExitHeads:
 
 
 def _no_depth_bound(speculator: Speculator) -> list[Setting]:
-    """A layer without a threshold of its own gets that of the next shallower one that has one."""
+    """All fitted layers; one without a threshold gets that of the next shallower layer with one."""
     heads, own = _heads(speculator), speculator.options.exit
     fitted = heads.config.exit_layers
     if heads.layers_in_use(speculator.options) == fitted:
@@ -151,10 +151,9 @@ def _no_depth_bound(speculator: Speculator) -> list[Setting]:
 
 
 def _peer(taus: Sequence[float], widths: Sequence[int], *, single: bool = True) -> Grid:
-    """At all fitted exit layers, or at the shallowest, the middle and the deepest of them alone.
+    """Settings for all fitted exit layers, or one each for the shallowest, middle and deepest.
 
-    None of the peers anneals or bounds the depth. Calibrated temperatures, a part of the heads,
-    stay.
+    No peer anneals or bounds the depth. The heads keep their calibrated temperatures.
     """
 
     def settings(speculator: Speculator) -> list[Setting]:
@@ -170,10 +169,10 @@ def _peer(taus: Sequence[float], widths: Sequence[int], *, single: bool = True) 
 
 
 def _medusa(speculator: Speculator) -> list[Setting]:
-    """Medusa-1: its published tree in full, 63 drafts, and cut to the rows that pay."""
+    """Settings of Medusa-1: its published tree of 63 drafts, in full and cut to rows that pay."""
     if not _heads(speculator).looks_ahead:
         raise InvalidOption(
-            "medusa needs heads of its own. Fit them, and give them alone: selfspec fit "
+            "medusa needs medusa heads. Fit them and give them with --heads: selfspec fit "
             "--head-type medusa"
         )
     full = exits(threshold=ALWAYS, anneal_strength=0, guesses=10, max_tokens=4, max_rows=64)
@@ -183,8 +182,8 @@ def _medusa(speculator: Speculator) -> list[Setting]:
 SKIPPED: dict[str, tuple[str, ...]] = {
     "SmolLM2-135M": ("4", "4/5/6/13/14/26", "4/5/6/7/13/14/15/18/21/22/26/27")
 }
-"""By the model's name: layers that Self-SD may leave out, the best one, six and twelve that
-`eval.papers.self_sd` found; its command stands in eval/results/papers/self-sd."""
+"""By the model's name: sets of layers that Self-SD may leave out, the best of one, six and twelve
+that `eval.papers.self_sd` found; its command is in eval/results/papers/self-sd."""
 
 
 def _self_sd(speculator: Speculator) -> list[Setting]:
@@ -193,17 +192,17 @@ def _self_sd(speculator: Speculator) -> list[Setting]:
     sets = next(known, ()) if own is None else (word(own),)
     if not sets:
         raise InvalidOption(
-            "nobody has searched which layers self-sd should leave out. Say it: "
+            "the layers that self-sd should leave out are unknown for this model. Give "
             "--drafter skip:skipped=LAYER/LAYER/.."
         )
     return [{"drafter": f"skip:skipped={one}", "never_slower": False} for one in sets]
 
 
 class Method(NamedTuple):
-    """One way to decode; `source` says what it is, for readers of the results."""
+    """One way to decode; `source` describes it for readers of the results."""
 
     source: str
-    settings: Grid | Setting  # one of a lossy rule: the fastest of several would be the lossiest
+    settings: Grid | Setting  # a lossy method has one: the fastest of several is the lossiest
     decode: Decode = on_our_runtime
 
 
@@ -308,16 +307,16 @@ METHODS = {
         {**EXIT, "acceptance": "lenient:lenience=0.6", **_DRAWN},
     ),
 }
-"""By name; the ablations and peers that share our runtime differ in settings alone."""
+"""Methods by name; ablations and peers on our runtime differ in their settings alone."""
 
 # --- sweeps: `--sweep exit.threshold=0.1,0.3`
 
 
 def moved(said: str) -> dict[str, Setting]:
-    """`NAME=VALUE,VALUE,..` as one setting by `NAME=VALUE`; `/` stands between those of a list.
+    """Parse a sweep `NAME=VALUE,VALUE,..` into settings by `NAME=VALUE`; `/` separates list items.
 
     NAME is an option (pinned_rows, acceptance), or a setting of one: exit.threshold, costs.row,
-    acceptance.cm-asd.tolerance. A drafter's setting is moved with this drafter alone. Raises
+    acceptance.cm-asd.tolerance. A drafter's setting also chooses that drafter alone. Raises
     InvalidOption.
     """
     name, equals, values = (piece.strip() for piece in said.partition("="))
@@ -334,7 +333,7 @@ def moved(said: str) -> dict[str, Setting]:
 
 
 def _known() -> dict[str, tuple[str, str, Any]]:
-    """By name: the option, what stands in front of the value in its text, the value's type."""
+    """By name of a sweep: the option, the prefix of the value in its text, the value's type."""
     hints = annotations_of(SpeculationOptions)
     found = {
         name: (name, "", str if name in PARTS else hints[name])
@@ -351,7 +350,7 @@ def _known() -> dict[str, tuple[str, str, Any]]:
     return found
 
 
-# --- what is ready to be measured
+# --- methods with their settings, ready to be measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,20 +360,20 @@ class Contender:
     label: str
     method: str
     setting: Setting
-    source: str = ""  # what the method is
+    source: str = ""  # description of the method
     by: Decode = on_our_runtime
-    lossy: bool = False  # its rule changes the output; tables say so
+    lossy: bool = False  # its rule changes the output, which tables mark
     chosen_from: Sequence[str] = ()  # labels of all its settings, if it was the fastest of several
 
     def decode(
         self, speculator: Speculator, ids: Tensor, count: int, streamer: Any = None
     ) -> Written:
-        """Write `count` tokens behind ids [1, P], fewer if an end token ends the answer."""
+        """Write `count` tokens after ids [1, P], fewer if an end token ends the answer."""
         return self.by(speculator, ids, count, self.setting, streamer)
 
     @property
     def own_text(self) -> bool:
-        """Its answers are not meant to be those of plain greedy decoding."""
+        """Whether its answers may differ from those of plain greedy decoding."""
         return self.lossy or bool(self.setting.get("do_sample"))
 
 
@@ -394,7 +393,7 @@ def candidates(speculator: Speculator, names: Sequence[str]) -> dict[str, list[C
 
 
 def swept(speculator: Speculator, moves: Mapping[str, Setting]) -> list[Contender]:
-    """Speculation with some options moved; lenience draws. Raises as `candidates` does."""
+    """Speculation with some options changed; lenience samples. Raises as `candidates` does."""
     base = EXIT if speculator.options.uses("exit") else {}
     return [
         _contender(speculator, "speculation", {**base, **drawn, **setting}, said)
@@ -404,7 +403,7 @@ def swept(speculator: Speculator, moves: Mapping[str, Setting]) -> list[Contende
 
 
 def described(methods: Sequence[Contender]) -> dict[str, dict[str, Any]]:
-    """By label, for the record: what each is, its setting, and out of which it was chosen."""
+    """Methods by label, for the record: description, setting, and what it was chosen from."""
     names = ("method", "source", "setting", "lossy", "chosen_from")
     return {entry.label: {name: getattr(entry, name) for name in names} for entry in methods}
 
@@ -415,7 +414,7 @@ def _contender(
     method, lossy = METHODS[name], False
     if method.decode is on_our_runtime:
         options = {"speculate": True, "do_sample": False, **setting}
-        # what would fail on every prompt is raised here
+        # raises here what would fail on every prompt
         stream = speculator.stream([0], max_new_tokens=1, **options)
         stream.close()
         if "exit" in setting.get("drafter", ""):
@@ -434,7 +433,7 @@ _WARM_UP, _WARM_UP_TOKENS = "Count to ten.", 16
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What all measurements of a run share."""
+    """Runs and times methods; all measurements of a run share it."""
 
     speculator: Speculator
     options: BenchOptions
@@ -443,11 +442,11 @@ class Bench:
     def measure(
         self, questions: Sequence[Question], contenders: Sequence[Contender], path: Path, show: Show
     ) -> list[Answer]:
-        """Answers to all questions: those that the file has; others are added to it one by one."""
+        """Answers to all questions: those in the file at `path`, and new ones, appended to it."""
         results.drop_unfinished(path)
         found = {answer.key: answer for answer in results.read(path)}
         if any(not self._finished(question, found) for question in questions):
-            for contender in contenders:  # kernels and caches are warm then
+            for contender in contenders:  # warms kernels and caches
                 self.run(contender, self._ids(_WARM_UP), [0] * _WARM_UP_TOKENS)
         for number, question in enumerate(questions):
             show(number, len(questions), question.id)
@@ -464,7 +463,7 @@ class Bench:
         contenders: Sequence[Contender],
         known: Mapping[tuple[str, int, int], Answer],
     ) -> Iterator[Answer]:
-        """All turns, each as often as asked for, that are not `known`."""
+        """Yield answers to all turns and repeats that are not `known`."""
         messages: list[dict[str, str]] = []
         most = self.options.max_new_tokens
         for turn, text in enumerate(question.turns, start=1):
@@ -499,14 +498,14 @@ class Bench:
             messages.append({"role": "assistant", "content": plain.text})
 
     def run(self, contender: Contender, ids: Tensor, expected: list[int]) -> Run:
-        """One answer behind ids [1, P], as long as the `expected` tokens; or why there is none."""
+        """Answer ids [1, P] with as many tokens as `expected` has, or record the error."""
         streamer = Arrivals(self.now)
         try:
             with endless(self.speculator):
                 start = self.now()
                 written = contender.decode(self.speculator, ids, len(expected), streamer)
                 seconds = self.now() - start
-        except Exception as error:  # noqa: BLE001  # a peer may fail in any way: the others go on
+        except Exception as error:  # noqa: BLE001  # a peer may fail in any way: others continue
             return _failed(error)
         if len(written.token_ids) != len(expected):
             return Run(error=f"wrote {len(written.token_ids)} of {len(expected)} tokens")
@@ -526,10 +525,10 @@ class Bench:
         plain: Generation,
         reference: str | None,
     ) -> dict[str, Run]:
-        """Runs with the quality of their text, which is written once more, up to its own end."""
+        """Add the quality of texts to `runs`: each is written once more, up to its own end."""
         speculator, found, usual = self.speculator, {}, plain.token_ids
         tokenizer: Any = speculator.tokenizer
-        # cached: plain decoding's answer is asked about once for each method
+        # cached: every method needs it for plain decoding's answer
         nats = cache(lambda tokens: results.log_likelihood(speculator.model, ids, tokens))
         for entry in contenders:
             run = runs[entry.label]
@@ -560,7 +559,7 @@ class Bench:
         return encode(self.speculator.tokenizer, prompt).to(self.speculator.backbone.device)
 
     def _finished(self, question: Question, found: Mapping[tuple[str, int, int], Answer]) -> bool:
-        """Whether all turns are there, or the reason why they are not."""
+        """Whether all turns are answered, or an error says why they cannot be."""
         known = [answer for answer in found.values() if answer.id == question.id]
         every = len(known) == len(question.turns) * self.options.repeats
         return every or any(answer.error for answer in known)
@@ -576,7 +575,7 @@ def _failed(error: Exception) -> Run:
 def chosen(
     grid: Mapping[str, Sequence[Contender]], tuning: Sequence[Answer]
 ) -> dict[str, Contender]:
-    """Each method's setting that failed least, then took least time; labelled as the method."""
+    """By method, the setting that failed least, then took least time; labelled as the method."""
     found = {}
     for name, entries in grid.items():
         labels = [one.label for one in entries] if len(entries) > 1 else []
@@ -588,7 +587,7 @@ def chosen(
 
 
 def _quickest(entries: Sequence[Contender], tried: Sequence[Mapping[str, Run]]) -> Contender:
-    """Among those that failed least often, by the time over the answers that they all wrote."""
+    """The fastest of those that failed least often, on the answers that they all wrote."""
 
     def failed(entry: Contender) -> int:
         return sum(runs[entry.label].error is not None for runs in tried)
@@ -614,11 +613,11 @@ def parted(
     return results.spread(rest, options.limit), others
 
 
-# --- what is heard of a method
+# --- when tokens arrive
 
 
 class Arrivals:
-    """When tokens came."""
+    """A streamer that records when tokens arrive."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.heard: list[tuple[int, float]] = []  # tokens that came together, and when
@@ -631,14 +630,14 @@ class Arrivals:
         self._prompt_came = True
 
     def end(self) -> None:
-        """Nothing is kept back, so nothing is left to do."""
+        """Do nothing: no token is held back."""
 
 
 def arrivals(
     heard: Sequence[tuple[int, float]], start: float, written: Written
 ) -> list[tuple[int, float]]:
-    """Tokens by the pass that gave them, with the seconds since the pass before."""
-    if written.rounds:  # our runtime hands a round's tokens over one by one
+    """Count of tokens of each pass, with the seconds since the pass before."""
+    if written.rounds:  # our runtime streams a round's tokens one by one
         sizes = [len(entry.tokens) for entry in written.rounds]
         ends = itertools.accumulate(sizes)
         heard = [(size, heard[end - 1][1]) for size, end in zip(sizes, ends, strict=True)]

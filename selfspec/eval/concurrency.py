@@ -1,4 +1,4 @@
-"""Many answers at once: tokens per second by how many there are, and how long each one waits."""
+"""Measures many answers at once: tokens per second and waiting times by the number of texts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from selfspec.eval.results import BenchOptions, Question, speed_up
 
 @dataclass(kw_only=True)
 class Load:
-    """What a method did with all prompts, so many at once."""
+    """Measurements of a method on all prompts, `texts` at once."""
 
     method: str = ""
     texts: int
@@ -35,16 +35,16 @@ class Load:
     seconds: float = 0.0
     tokens: int = 0
     steps_s: float = 0.0
-    """Rounds in which as many texts as asked for are written and no prompt enters."""
+    """Seconds of rounds in which `texts` texts are written and no prompt enters."""
     steps_tokens: int = 0
     first_s: list[float] = field(default_factory=list)
-    """From a prompt's arrival to its first token; where that can be seen."""
+    """Seconds from a prompt's arrival to its first token, if that can be observed."""
     gaps_s: list[float] = field(default_factory=list)  # between rounds of a text
     same: int | None = None
-    """Answers that are those of plain decoding alone, where that was looked at."""
+    """Count of answers equal to those of plain decoding alone, if compared."""
 
     def summary(self) -> dict[str, Any]:
-        """For a file: figures, of lists the median and the 95th percentile."""
+        """Figures for a file; lists become their median and 95th percentile."""
         return asdict(self) | {
             "tokens_per_s": self.tokens / self.seconds,  # with prompts
             "decode_tokens_per_s": self.steps_tokens / self.steps_s if self.steps_tokens else None,
@@ -58,11 +58,11 @@ class Load:
 Wrote = tuple[Load, list[list[int]]]  # figures, and the tokens of all answers
 
 Write = Callable[[Speculator, Sequence[Tensor], int, int], Wrote]
-"""Answers to prompts [1, P] of so many tokens, so many texts at once."""
+"""Answers prompts [1, P] with a number of tokens each, a number of texts at once."""
 
 
 def ours(**settings: Any) -> Write:
-    """On our engine; all prompts are there from the start."""
+    """Write on our engine, which has all prompts from the start."""
 
     def write(speculator: Speculator, prompts: Sequence[Tensor], count: int, texts: int) -> Wrote:
         load = Load(texts=texts)
@@ -117,7 +117,7 @@ def padded_batch(
 
 
 def continuous(speculator: Speculator, prompts: Sequence[Tensor], count: int, texts: int) -> Wrote:
-    """Transformers' continuous batching: `generate_batch`, so many prompts at a time."""
+    """Transformers' continuous batching: `generate_batch`, `texts` prompts at a time."""
     load, answers, start = Load(texts=texts), list[list[int]](), time.perf_counter()
     model: Any = speculator.model
     ends = listed(model.generation_config.eos_token_id)
@@ -125,7 +125,7 @@ def continuous(speculator: Speculator, prompts: Sequence[Tensor], count: int, te
     config = GenerationConfig(max_new_tokens=count, do_sample=False, **ended)
     for first in range(0, len(prompts), texts):
         group = [ids[0].tolist() for ids in prompts[first : first + texts]]
-        # Left to itself it takes all memory; its blocks are of 256 positions, whatever their name.
+        # By default it takes all memory; its blocks have 256 positions, despite their name.
         blocks = sum((len(ids) + count) // 256 + 1 for ids in group)
         room = ContinuousBatchingConfig(num_blocks=blocks, max_batch_tokens=sum(map(len, group)))
         found = model.generate_batch(group, config, room, progress_bar=False)
@@ -145,7 +145,7 @@ METHODS: dict[str, Write] = {
     "hugging-face-padded": padded_batch,
     "hugging-face-continuous": continuous,
 }
-"""By name."""
+"""Methods by name."""
 
 
 def measured(
@@ -156,9 +156,9 @@ def measured(
     options: BenchOptions,
     done: Sequence[Load] = (),
 ) -> Iterator[Load]:
-    """All methods at each number of texts, in random order, several times over; not the `done`.
+    """Run all methods at each number of texts, in random order, repeatedly; skips those `done`.
 
-    What a chat template ends turns with ends answers of all methods where it is a token, else none.
+    If a chat template ends turns with a token, that token ends answers of all methods.
     """
     known = {(one.method, one.texts, one.repeat) for one in done}
     device, new_tokens = speculator.backbone.device, options.max_new_tokens
@@ -169,7 +169,7 @@ def measured(
             config.eos_token_id = [*listed(config.eos_token_id), end]
         speculator.turn_end = NO_END
         _, expected = METHODS["plain"](speculator, ids, new_tokens, 1)
-        for name in methods:  # what is made at the first use does not count
+        for name in methods:  # warms up: work of the first use does not count
             METHODS[name](speculator, ids[:2], 2, 2)
         for repeat, count in product(range(options.repeats), texts):
             order = list(methods)
@@ -192,9 +192,9 @@ _PLACES = ["method", "texts"]
 
 
 def table(loads: Sequence[Load]) -> str:
-    """Markdown, a row per method and number of texts, without what nobody measured.
+    """A Markdown table with a row per method and number of texts, without unmeasured columns.
 
-    Medians of rates, percentiles of all waits; where all was measured again, also against plain.
+    Rates are medians, waits are percentiles; with several repeats also compared with plain.
     """
     found = pd.DataFrame(map(vars, loads)).astype({"same": "Int64"})
     found["rate"] = found.tokens / found.seconds
@@ -215,7 +215,7 @@ def table(loads: Sequence[Load]) -> str:
 
 
 def _against_plain(found: pd.DataFrame) -> dict[tuple[str, int], str]:
-    """Rates behind the prompts, paired by repeat; nothing where each was measured once."""
+    """Ratios of rates after the prompts, paired by repeat; empty with one repeat."""
     if found.repeat.nunique() < 2:
         return {}
     seconds = 1.0 / found.pivot(index="repeat", columns=_PLACES, values="decode")

@@ -1,8 +1,8 @@
-"""What a bench found: answers come in; figures, tables, its folder and a report of it go out.
+"""Turns the answers of a bench into figures, tables, a results folder and a report.
 
-A method is compared on the answers that it and the other one wrote; prompts are the units of the
-intervals. Tables are laid out as SpecBound's Tables 1 (CR and SD by task), 3 (latency) and 5 (by
-prompt). Needs the extra `eval`.
+Two methods are compared on the answers that both wrote; intervals resample prompts. Tables are laid
+out like SpecBound's Tables 1 (CR and SD by task), 3 (latency) and 5 (by prompt). Needs the extra
+`eval`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from selfspec.eval import results
 from selfspec.files import json_lines, parse_json, read_json, read_yaml
 
 Summary = Mapping[str, Any]  # all figures of a bench, ready for JSON
-BASES = ("plain", "hugging-face")  # what speed-ups are over, where they were measured
+BASES = ("plain", "hugging-face")  # methods that speed-ups are relative to, where measured
 
 NAMES = {"plain": "plain decoding on our runtime", "hugging-face": "Hugging Face's generate"}
 ALL, WITHOUT_LOOPS = "all", "without_loops"
@@ -43,14 +43,14 @@ _COLUMNS = (
     *("counts", "quality"),
 )
 
-_PLACE = ["id", "turn", "repeat"]  # of an answer
+_PLACE = ["id", "turn", "repeat"]  # identify an answer
 
 
 def frame_of(answers: Iterable[results.Answer]) -> pd.DataFrame:
-    """A row for each run that gave an answer: those of an answer, then what the run was.
+    """A row for each run that gave an answer, with the answer's values and the run's.
 
-    tokens and passes are those behind the first pass, which is the prompt's. token_s: seconds of
-    each of these tokens; those of a round arrive together and share its seconds.
+    tokens and passes are those after the first pass, which is the prompt's. token_s: seconds of
+    each of these tokens; the tokens of a round arrive together and share its seconds.
     """
     rows = [
         {
@@ -74,13 +74,13 @@ def frame_of(answers: Iterable[results.Answer]) -> pd.DataFrame:
 
 
 def seconds_by_prompt(runs: pd.DataFrame, *labels: str) -> pd.DataFrame:
-    """Wall seconds by question, [P, labels], over the answers that all these methods wrote."""
+    """Wall seconds by question, [P, labels], of the answers that all these methods wrote."""
     wide = runs.pivot(index=_PLACE, columns="method", values="seconds")
     return wide.reindex(columns=list(labels)).dropna().groupby("id", sort=False).sum()
 
 
 def by_task(runs: pd.DataFrame, work: Callable[[pd.DataFrame], Any]) -> dict[str, Any]:
-    """`work` of Spec-Bench's six groups in their order, then of other words, then of all."""
+    """`work` on each of Spec-Bench's six groups in order, then on other tasks, then on all."""
     found = {task: runs[runs.task == task] for task in dict.fromkeys((*results.TASKS, *runs.task))}
     groups = found | {results.OVERALL: runs}
     return {task: work(group) for task, group in groups.items() if len(group)}
@@ -89,7 +89,7 @@ def by_task(runs: pd.DataFrame, work: Callable[[pd.DataFrame], Any]) -> dict[str
 def summarise(
     answers: Sequence[results.Answer], methods: Mapping[str, Mapping[str, Any]], seed: int = 0
 ) -> dict[str, Any]:
-    """All figures of `methods`, which are described by label; `seed` is the bootstrap's."""
+    """All figures of `methods`, given as descriptions by label; `seed` is the bootstrap's."""
     measured = [answer for answer in answers if answer.error is None]
     every = frame_of(measured)
     straight = every[~every.looping.astype(bool)]
@@ -121,7 +121,7 @@ def summarise(
 
 
 def _figures(group: pd.DataFrame, methods: Iterable[str], seed: int) -> dict[str, Any]:
-    """By method. A speed-up is None where its base, or the method, wrote none."""
+    """Figures by method. A speed-up is None if its base or the method wrote no answer."""
     found: dict[str, Any] = {}
     for label in methods:
         own = group[group.method == label]
@@ -146,16 +146,16 @@ def _summed(counts: pd.Series, name: str) -> dict[str, float]:
 
 
 def _kept(counts: pd.Series, kind: str) -> dict[str, list[int]]:
-    """Drafted and accepted by exit layer or by draft index; keys as JSON has them."""
+    """Drafted and accepted tokens by exit layer or by draft index; keys are text, as in JSON."""
     drafted, accepted = (_summed(counts, f"{what}_by_{kind}") for what in ("drafted", "accepted"))
     return {key: [int(drafted[key]), int(accepted.get(key, 0))] for key in sorted(drafted, key=int)}
 
 
 def _latency(runs: pd.DataFrame) -> dict[str, float]:
-    """What a user waits for, in seconds; empty without runs."""
+    """How long a user waits, in seconds; empty without runs."""
     if not len(runs):
         return {}
-    tokens = runs.token_s.explode().astype(float)  # of an answer of one token: NaN, passed over
+    tokens = runs.token_s.explode().astype(float)  # NaN, ignored, for answers of one token
     found = {
         "first_token_s": runs.first_s.mean(),
         "token_mean_s": tokens.mean(),
@@ -168,26 +168,26 @@ def _latency(runs: pd.DataFrame) -> dict[str, float]:
 
 
 def bases(summary: Summary) -> list[str]:
-    """What speed-ups can be shown over; first plain decoding on our runtime, where measured."""
+    """The measured BASES of speed-ups; plain decoding on our runtime comes first."""
     found = summary[ALL].get(results.OVERALL, {}).values()
     return [base for base in BASES if any(figures[f"over_{base}"] for figures in found)]
 
 
 def _leading(summary: Summary) -> list[str]:
-    """Labels without those of sweeps, unless nothing else was measured beside the bases."""
+    """Labels without those of sweeps, unless only sweeps and bases were measured."""
     found = [label for label, entry in summary["methods"].items() if label == entry["method"]]
     return found if {*found} - {*BASES} else [*summary["methods"]]
 
 
 def gains_of(summary: Summary) -> tuple[str, dict[str, Mapping[str, float]]]:
-    """The first of `bases`, and speed-ups over it by label: of `_leading`, none that have none."""
+    """The first of `bases`, and the speed-ups over it by label, for labels of `_leading`."""
     base, overall = [*bases(summary), ""][0], summary[ALL].get(results.OVERALL, {})
     found = {label: overall.get(label, {}).get(f"over_{base}") for label in _leading(summary)}
     return base, {label: gain for label, gain in found.items() if gain}
 
 
 def verdict(summary: Summary) -> str:
-    """What was found, in a sentence: the fastest of the methods whose texts are those of plain."""
+    """The result in a sentence: the fastest of the methods whose texts are plain decoding's."""
     base, found = gains_of(summary)
     gains = {
         label: gain
@@ -196,7 +196,7 @@ def verdict(summary: Summary) -> str:
         if not summary["methods"][label]["setting"].get("do_sample")
     }
     if not gains:
-        return "No speed-up can be told: plain decoding or a lossless method was not measured."
+        return "No speed-up is known: plain decoding or a lossless method was not measured."
     best = max(gains, key=lambda label: float(gains[label]["ratio"]))
     gain, wrote = gains[best], summary[ALL][results.OVERALL][best]["answers"]
     unequal = summary["unequal"].get(best, 0)
@@ -210,7 +210,7 @@ def verdict(summary: Summary) -> str:
 
 
 def rates(summary: Summary) -> str:
-    """Tokens a second of each method, prompts included, in a line."""
+    """Tokens per second of each method, prompts included, on one line."""
     short = {"hugging-face": "Hugging Face", "plain": "without drafts", "speculation": "selfspec"}
     found = {
         short.get(label, label): latency["tokens_per_s"]
@@ -224,14 +224,14 @@ def rates(summary: Summary) -> str:
 
 
 class Table(NamedTuple):
-    """Words and figures."""
+    """A table with its title."""
 
     title: str
     cells: pd.DataFrame
     digits: int = 2
 
     def words(self) -> pd.DataFrame:
-        """The cells as people read them; "-" where there is nothing."""
+        """The cells as text; "-" for missing ones."""
 
         def word(value: Any) -> str:
             if pd.isna(value):
@@ -242,7 +242,7 @@ class Table(NamedTuple):
 
 
 def figures(summary: Summary) -> pd.DataFrame:
-    """A row per group of answers, task and method."""
+    """Figures with one row per group of answers, task and method."""
     rows = [
         {"answers_in": group, "task": task, "method": label} | found
         for group in (ALL, WITHOUT_LOOPS)
@@ -257,7 +257,7 @@ def _lossy(summary: Summary, label: str) -> bool:
 
 
 def tables(summary: Summary) -> list[Table]:
-    """All tables of one bench that have rows; a method whose rule changes the output is marked."""
+    """All tables of a bench that have rows; methods whose rule changes the output are marked."""
     found, over = figures(summary), bases(summary)
     latency = _by_method(summary["latency"])
     waits = latency.filter(like="token_")
@@ -286,7 +286,7 @@ def tables(summary: Summary) -> list[Table]:
 
 
 def shown(summary: Summary, label: str) -> str:
-    """A method's label, with a warning where its rule changes the output."""
+    """A method's label, with a warning if its rule changes the output."""
     return f"{label} (lossy)" if _lossy(summary, label) else label
 
 
@@ -298,7 +298,7 @@ _WAITS = {
     "tokens_per_s": "tokens/s",
     "answer_s": "answer (s)",
 }
-"""What a user waits for: the paper's Table 3."""
+"""Columns of the table of latencies, the paper's Table 3."""
 
 
 def _by_method(found: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
@@ -306,12 +306,12 @@ def _by_method(found: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
 
 
 def _picked(title: str, found: pd.DataFrame, headers: Mapping[str, str], digits: int = 2) -> Table:
-    """The method, and columns by name under other headers."""
+    """A table of the method and of some columns, which get new headers."""
     return Table(title, found.reindex(columns=["method", *headers]).rename(columns=headers), digits)
 
 
 def _speed(summary: Summary, found: pd.DataFrame, base: str, group: str) -> Table:
-    """CR and SD by method and task, the interval overall: the paper's Table 1."""
+    """CR and SD by method and task, with the overall interval: the paper's Table 1."""
     title = f"Tokens per verification (CR) and speed-up (SD) over {NAMES[base]}"
     if group == WITHOUT_LOOPS:
         title += f", without looping answers ({summary['answers_without_loops']} are left)"
@@ -358,7 +358,7 @@ _QUALITY = {
 
 
 def _quality(summary: Summary) -> Table:
-    """What methods that do not keep plain decoding's text make of it; CM-ASD's Table V and more."""
+    """Quality of methods that may change plain decoding's text; CM-ASD's Table V and more."""
     rows = [
         {"method": label, "task": task, **found}
         for label, tasks in summary.get("quality", {}).items()
@@ -396,15 +396,15 @@ FILES = (RUN, results.ANSWERS, results.TUNING, SUMMARY, "table.md")
 
 
 class Results(NamedTuple):
-    """What a finished folder holds."""
+    """Contents of a finished results folder."""
 
     name: str
-    run: dict[str, Any]  # what was asked, and on which machine
+    run: dict[str, Any]  # options and machine
     summary: dict[str, Any]
 
 
 def check_results(folder: str | Path, *, overwrite: bool, reads: Iterable[object] = ()) -> Path:
-    """The folder. Raises CannotWrite, InvalidOption for results that nobody gave up."""
+    """The folder to write. Raises CannotWrite, and InvalidOption for results not to overwrite."""
     folder = files.check_folder(
         folder, FILES, lambda found: files.written_here(found / RUN), overwrite=True, reads=reads
     )
@@ -414,9 +414,9 @@ def check_results(folder: str | Path, *, overwrite: bool, reads: Iterable[object
 
 
 def begin_results(folder: Path, run: Mapping[str, Any], *, overwrite: bool = False) -> None:
-    """Say in the folder what will be measured; what the same run left stays, unless `overwrite`.
+    """Record in the folder what will be measured; keeps the same run's files, unless `overwrite`.
 
-    Raises InvalidOption where that was another run.
+    Raises InvalidOption if the folder holds another run.
     """
     path = folder / RUN
     if path.exists() and not overwrite:
@@ -425,14 +425,14 @@ def begin_results(folder: Path, run: Mapping[str, Any], *, overwrite: bool = Fal
             require_same(folder, _mapping(earlier.get(part), path), values, "--overwrite")
         return
     text = yaml.safe_dump(dict(run), sort_keys=False, allow_unicode=True)
-    with files.replacing(path) as new:  # a full disk is met before anything is removed
+    with files.replacing(path) as new:  # a full disk fails before anything is removed
         new.write_text(f"# written by selfspec bench\n{text}", encoding="utf-8")
         for name in FILES[1:]:
             (folder / name).unlink(missing_ok=True)
 
 
 def costs_of(path: Path) -> dict[str, str]:
-    """The option by which the run of a file drafts: a busy machine keeps no costs."""
+    """The option `costs` of a begun run, to continue it with: busy machines store no costs."""
     with suppress(InvalidData, LookupError, TypeError, StopIteration):
         first = parse_json(next(json_lines(path))[1], "a line") if path.suffix == ".jsonl" else None
         return {"costs": (first or read_yaml(path))["speculation"]["costs"]}
@@ -440,7 +440,7 @@ def costs_of(path: Path) -> dict[str, str]:
 
 
 def write_results(folder: Path, summary: Mapping[str, Any]) -> str:
-    """Write the figures as Markdown, which is returned; last as JSON: a run that has it is done."""
+    """Write the figures as Markdown, which is returned, then as JSON, which marks the run done."""
     text = "\n".join(markdown(table) for table in tables(summary))
     files.write(folder / "table.md", text)
     files.write(folder / SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
@@ -448,7 +448,7 @@ def write_results(folder: Path, summary: Mapping[str, Any]) -> str:
 
 
 def read_results(folder: Path) -> Results:
-    """Raises InvalidData where a finished run is expected and is none."""
+    """Read a finished run. Raises InvalidData if there is none."""
     try:
         run = _mapping(read_yaml(folder / RUN), folder / RUN)
         summary = _mapping(read_json(folder / SUMMARY), folder / SUMMARY)
@@ -471,7 +471,7 @@ BLUE, INK, PALE = pages.RAMP[1], pages.TONES["ink"].light, pages.TONES["other"].
 
 
 def chart(summary: Summary) -> str | None:
-    """A PNG as base64: a bar with its interval per method, where there are several."""
+    """A PNG as base64 with one bar and interval per method; None for fewer than two methods."""
     base, found = gains_of(summary)
     gains = _by_method(found)
     if len(gains) < 2:
@@ -503,7 +503,7 @@ _LACKING = (TemplateError, LookupError, TypeError, ValueError, AttributeError, A
 
 
 def page(runs: Iterable[Results]) -> str:
-    """All runs on one page, all words escaped. Raises InvalidData for results that lack a part."""
+    """All runs on one page of HTML, escaped. Raises InvalidData for results that lack a part."""
     style, newest = pages.style_of("selfspec.eval", "report.css"), ""
     made = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     text = (resources.files(__package__) / "assets" / "report.html").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What `bench` is asked, prompts to measure on, answers to them, statistics of these.
+"""Options of `bench`, prompts to measure on, answers to them, and their statistics.
 
 Imports no torch by itself, because commands name suites in their help.
 """
@@ -33,7 +33,7 @@ SIX_TASKS, SPEC_BENCH = SUITES = ("six-tasks", "spec-bench")
 TASKS = ("math", "chat", "QA", "RAG", "summary", "translation")
 """The six groups of Spec-Bench, in the order of our tables."""
 
-OVERALL = "overall"  # what tables call all groups together
+OVERALL = "overall"  # the name of all groups together in tables
 
 _CATEGORIES = {
     "math_reasoning": "math",
@@ -42,18 +42,18 @@ _CATEGORIES = {
     "summarization": "summary",
     "translation": "translation",
 }
-"""Spec-Bench's categories; all others are its multi-turn chat."""
+"""Spec-Bench's categories; all others belong to its multi-turn chat."""
 
 T = TypeVar("T")
-Show = Callable[[int, int, str], None]  # called with things done, of how many, and words
+Show = Callable[[int, int, str], None]  # called with items done, items in all, and words
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """One conversation to be held: the user's turns, at least one, each to be answered."""
+    """One conversation: the user's turns, at least one, each to be answered."""
 
     id: str
-    task: str  # one of TASKS, or the file's own word
+    task: str  # one of TASKS, or the file's own name
     turns: tuple[str, ...]
     reference: str | None = None  # a good answer to the last turn, where the file has one
 
@@ -61,7 +61,7 @@ class Question:
 def load_suite(
     name: str = SIX_TASKS, questions: str | Path | None = None, limit: int | None = None
 ) -> list[Question]:
-    """Up to `limit` questions, spread evenly, of a suite or of a JSONL file in place of its name.
+    """Load up to `limit` questions, spread evenly, of a suite; `name` may be a JSONL file.
 
     `questions` is the file of a suite that is not built in. Raises InvalidOption, InvalidData.
     """
@@ -69,7 +69,7 @@ def load_suite(
 
 
 def spread(questions: Sequence[T], count: int | None) -> list[T]:
-    """So many, as far apart as they go; all without a count. Raises InvalidOption below 1."""
+    """`count` questions, spread evenly; None: all. Raises InvalidOption below 1."""
     if count is not None and count < 1:
         raise InvalidOption(f"limit is {count}, expected at least 1")
     count = min(count or len(questions), len(questions))
@@ -89,7 +89,7 @@ def _file(name: str, questions: str | Path | None) -> Path:
 
 
 def _questions(file: Path) -> Iterator[Question]:
-    """One per line. Raises InvalidData: file, line, reason."""
+    """Yield one question per line. Raises InvalidData: file, line, reason."""
     seen: set[str] = set()
     for number, line in json_lines(file):
         record = parse_json(line, f"{file}, line {number}")
@@ -106,7 +106,7 @@ def _questions(file: Path) -> Iterator[Question]:
 
 
 def _question(record: Any, number: str) -> Question:
-    """A line of any of the formats. Raises InvalidData with the reason alone."""
+    """Parse a record in any of the formats. Raises InvalidData with the reason alone."""
     if not isinstance(record, dict):
         raise InvalidData(f"holds {described(type(record))}, expected an object")
     turns = [record["prompt"]] if "prompt" in record else record.get("turns")
@@ -126,7 +126,7 @@ def _question(record: Any, number: str) -> Question:
 
 
 def _word(record: dict[str, Any], *names: str) -> str | None:
-    """The first of `names` that there is, as one line. Raises InvalidData for anything longer."""
+    """The first existing value of `names`, as one line. Raises InvalidData for other types."""
     for name in names:
         value = record.get(name)
         if value is None:
@@ -138,7 +138,7 @@ def _word(record: dict[str, Any], *names: str) -> str | None:
 
 
 def _reference(value: Any) -> str | None:
-    """Text, or of a list that of the last turn; of several good answers the first."""
+    """The reference of the last turn: text, or taken from a list; the first of several answers."""
     if isinstance(value, list):
         last = value[-1] if value else None
         value = last[0] if isinstance(last, list) and last else last
@@ -147,7 +147,7 @@ def _reference(value: Any) -> str | None:
     return value or None
 
 
-# --- what `bench` can be asked: its flags derive from here
+# --- options of `bench`, from which its flags derive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,17 +159,16 @@ class BenchOptions:
     questions: str | None = None
     """File of a suite that is not built in: Spec-Bench's question.jsonl."""
     limit: int | None = None
-    """Questions to report at most, spread over the suite."""
+    """Maximum questions to report, spread over the suite."""
     tune_questions: Count = 6
-    """Questions of the suite, spread evenly, that choose the settings of methods that have several;
-    the report leaves them out. At least 1."""
+    """Questions of the suite, spread evenly, on which methods with several settings choose one; the
+    report leaves them out. At least 1."""
     max_new_tokens: Count = 64
-    """Tokens per answer at most; each method writes as many."""
+    """Maximum tokens per answer; all methods write equally many."""
     repeats: Count = 1
-    """Times that each prompt is measured."""
+    """How often each prompt is measured."""
     quality: bool = False
-    """Judge the texts of all methods by their references, not only of those that are lossy or
-    sample."""
+    """Judge the quality of texts of all methods, not only of lossy and sampling ones."""
     seed: Seed = 0
     """Seed of the order of methods and of the bootstrap."""
 
@@ -187,7 +186,7 @@ class BenchOptions:
 _MOST_BYTES = 1 << 30  # size limit of a file of answers: thousands of long ones take a tenth of it
 
 ANSWERS, TUNING = "answers.jsonl", "tuning.jsonl"
-"""Files of a results folder: what is reported, and what settings were chosen on."""
+"""Files of a results folder: answers to report, and answers to choose settings on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,12 +195,12 @@ class Run:
 
     seconds: float = 0.0  # from the prompt's ids to the last token
     arrivals: list[tuple[int, float]] = field(default_factory=list)
-    """Tokens that came of one pass, the prompt's first, and seconds since the pass before."""
+    """Tokens of each pass, from the prompt's on, and seconds since the pass before."""
     equal: bool = False  # the tokens are those of plain decoding
     counts: dict[str, dict[str, float]] = field(default_factory=dict)
-    """What our runtime counted: seconds by part; drafted and accepted by exit layer and index."""
-    by_costs: float | None = None  # its speed-up behind the prompt by costs, if drafts were made
-    quality: Quality | None = None  # of the text up to the method's own end; where it was looked at
+    """Counts of our runtime: seconds by part; drafted and accepted by exit layer and index."""
+    by_costs: float | None = None  # estimated speed-up after the prompt, if drafts were made
+    quality: Quality | None = None  # of the text up to the method's own end, if judged
     error: str | None = None  # why there is no answer
 
 
@@ -222,7 +221,7 @@ class Answer:
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """What tells it from all others of a file."""
+        """The identity of an answer in its file."""
         return self.id, self.turn, self.repeat
 
 
@@ -231,7 +230,7 @@ def append(path: Path, answer: Answer) -> None:
 
 
 def read(path: Path) -> list[Answer]:
-    """All answers of a file, if there is one. Raises InvalidData for a line that is none."""
+    """Read all answers of a file; none if it is missing. Raises InvalidData for other lines."""
     answers = []
     for number, line in json_lines(path) if path.exists() else ():
         try:
@@ -242,7 +241,7 @@ def read(path: Path) -> list[Answer]:
 
 
 def drop_unfinished(path: Path) -> None:
-    """Cut off a last line that a killed run left half-written: for who goes on with the file."""
+    """Cut off a last line that a killed run left half-written, to continue the file."""
     if path.exists():
         data = files.read_bytes(path, _MOST_BYTES)
         whole = data.rfind(b"\n") + 1
@@ -253,10 +252,10 @@ def drop_unfinished(path: Path) -> None:
 def begun(
     path: Path, record: dict[str, Any], read: Callable[[Any], T], *, overwrite: bool
 ) -> list[T]:
-    """What a killed run left in a file behind its `record`, by line; else it begins with that.
+    """Read the lines that a killed run left after its `record`; else begin the file with `record`.
 
-    The file of a run with another record gives way to `overwrite`. Raises CannotWrite where it must
-    not, for a file of others, and for one with lines that `read` does not take.
+    `overwrite` replaces the file of a run with another record. Raises CannotWrite without it, for
+    a file of others, and for lines that `read` cannot parse.
     """
     files.check_file(path, overwrite=True)
     drop_unfinished(path)
@@ -266,7 +265,7 @@ def begun(
         try:
             return [read(parse_json(line, "a line")) for line in lines]
         except (InvalidData, ValueError, TypeError, LookupError) as error:
-            raise CannotWrite(f"{path} is damaged. Remove it to begin anew") from error
+            raise CannotWrite(f"{path} is damaged. Remove it to start over") from error
     if head and not overwrite:
         wrong = f"{path} holds another run"
         raise CannotWrite(f"{wrong}. Give the same options to go on, or --overwrite")
@@ -287,10 +286,10 @@ def failures(answers: Iterable[Answer]) -> list[str]:
     ]
 
 
-# --- statistics: numbers come in, rates with their intervals go out
+# --- statistics: rates with their intervals
 
 RESAMPLES = 2000
-"""Resamples of a bootstrap. Another seed moves an end of its interval by about 6 % of the ratio's
+"""Resamples of a bootstrap. Another seed moves an end of the interval by about 6 % of the ratio's
 standard error: sqrt(0.025 x 0.975 / 2000) over the normal density at 1.96."""
 
 LOOPING = 0.3  # an answer loops when more than this share of its 8-grams are repeats
@@ -298,19 +297,19 @@ LOOPING = 0.3  # an answer loops when more than this share of its 8-grams are re
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedUp:
-    """SD: how often one method fits into the time of another, over the same tokens."""
+    """SD: the time of another method over the time of this one, for the same tokens."""
 
-    ratio: float  # of total wall times: what a user of all these prompts would see
+    ratio: float  # of total wall times over all prompts
     low: float  # with `high` the 95 % interval of `ratio`: bootstrap over prompts, paired
     high: float
-    mean: float  # with `p5`, the 5th percentile, and `worst`: of the prompts' own ratios
+    mean: float  # like `p5`, the 5th percentile, and `worst`: of the prompts' own ratios
     p5: float
     worst: float
     prompts: int
 
 
 def speed_up(base: Sequence[float], method: Sequence[float], seed: int = 0) -> SpeedUp:
-    """Seconds of both by prompt, the same prompts; at least one."""
+    """The speed-up, from the seconds of both methods on the same prompts, at least one."""
     import numpy as np
 
     above, below = np.asarray(base, np.float64), np.asarray(method, np.float64)
@@ -343,17 +342,17 @@ def ratio_interval(
 
 
 def repeated_share(tokens: Sequence[int]) -> float:
-    """Share of 8-grams that occurred before, 0..1; 0 where the text is shorter than one."""
+    """Share of 8-grams that occurred before, 0..1; 0 for texts shorter than that."""
     grams = [tuple(tokens[at : at + 8]) for at in range(len(tokens) - 7)]
     return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-# --- what a lossy rule does to the text
+# --- quality of texts under lossy rules
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quality:
-    """One answer of one method, beside the answer of plain decoding to the same question."""
+    """One answer of a method, compared with plain decoding's answer to the same question."""
 
     text: str
     plain_text: str
@@ -361,14 +360,14 @@ class Quality:
     tokens: int
     plain_tokens: int
     first_divergence: int | None
-    """Equal tokens ahead of the first that differs; None if all are equal."""
-    edit_distance: int  # tokens to insert, delete or replace to make the one answer the other
+    """Count of equal tokens before the first that differs; None if all are equal."""
+    edit_distance: int  # tokens to insert, delete or replace to turn one answer into the other
     log_likelihood: float  # nats of the whole answer under the model, without processors
     plain_log_likelihood: float
 
 
 def quality_summary(records: Sequence[Quality]) -> dict[str, Any]:
-    """Figures of one method over some questions; those against references None without any."""
+    """Figures of one method over some questions; None for figures that lack references."""
     parted = [r.first_divergence for r in records if r.first_divergence is not None]
     tokens, plain_tokens = sum(r.tokens for r in records), sum(r.plain_tokens for r in records)
     known = [(r.text, r.plain_text, r.reference) for r in records if r.reference is not None]
@@ -390,14 +389,14 @@ def quality_summary(records: Sequence[Quality]) -> dict[str, Any]:
 
 
 def first_divergence(found: Sequence[int], expected: Sequence[int]) -> int | None:
-    """Equal tokens ahead of the first that differs, or ahead of one text's end; None if equal."""
+    """Count of equal tokens before the first that differs or a text's end; None if equal."""
     pairs = enumerate(zip(found, expected, strict=False))
     same = next((at for at, (one, other) in pairs if one != other), min(len(found), len(expected)))
     return None if same == len(found) == len(expected) else same
 
 
 def edit_distance(found: Sequence[int], expected: Sequence[int]) -> int:
-    """Levenshtein's: insertions, deletions and replacements, one each."""
+    """The Levenshtein distance: insertions, deletions and replacements count one each."""
     row = list(range(len(expected) + 1))
     for count, token in enumerate(found, start=1):
         above, row[0] = row[0], count
@@ -408,7 +407,7 @@ def edit_distance(found: Sequence[int], expected: Sequence[int]) -> int:
 
 
 def block_logits(model: PreTrainedModel, ids: Tensor, tokens: Sequence[int]) -> Tensor:
-    """Logits of each of `tokens` behind `ids` [1, P], from one pass over all: [n, V] float32."""
+    """Logits of each of `tokens` after `ids` [1, P], from one pass over all: [n, V] float32."""
     import torch
 
     whole = torch.cat([ids, ids.new_tensor([list(tokens)])], dim=1)
@@ -418,17 +417,17 @@ def block_logits(model: PreTrainedModel, ids: Tensor, tokens: Sequence[int]) -> 
 
 
 def log_likelihood(model: PreTrainedModel, ids: Tensor, tokens: Sequence[int]) -> float:
-    """Nats of `tokens` behind `ids` [1, P], summed, from logits in float32."""
+    """Log-likelihood of `tokens` after `ids` [1, P], summed, in nats, from float32 logits."""
     logits = block_logits(model, ids, tokens)
     chosen = logits.log_softmax(-1).gather(1, ids.new_tensor([list(tokens)]).T)
     return float(chosen.double().sum())
 
 
 def bleu(texts: Sequence[str], references: Sequence[str]) -> float:
-    """sacreBLEU, 0 to 100, with case; against plain decoding CM-ASD's relative BLEU (Table V)."""
+    """sacreBLEU, 0 to 100, with case. With plain texts: CM-ASD's relative BLEU (Table V)."""
     from sacrebleu.metrics.bleu import BLEU
 
-    # effective order: answers of a word or two hold no 4-gram, and would make all of it 0
+    # effective order: answers of a word or two hold no 4-gram, which would make the score 0
     return float(BLEU(effective_order=True).corpus_score(texts, [references]).score)
 
 

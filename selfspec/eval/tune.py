@@ -1,7 +1,7 @@
-"""The setting that suits this machine: a model and prompts in, options and what they gain out.
+"""Finds the settings that suit this machine: takes a model and prompts, returns options and gains.
 
 All candidates answer some of the prompts, in turns with plain decoding; the fastest third answers
-more of them, and so on (successive halving, Jamieson and Talwalkar 2016). What is promised is
+more of them, and so on (successive halving, Jamieson and Talwalkar 2016). The reported gains are
 measured on prompts that had no part in the choice. No setting changes an answer, so time alone
 decides. Called by `selfspec tune` and `adapt`.
 """
@@ -25,13 +25,13 @@ from selfspec.errors import InvalidOption
 from selfspec.eval.results import Show
 from selfspec.options import Exit, Ngram, as_text, settings_text
 
-NEW_TOKENS = 64  # of each answer at most
-ANSWERS = 16  # time that a prompt takes at most, in plain answers: some settings do not pay
-_STAGES = 3  # each has a third of the prompts to choose by, and drops two settings of three
-_THRESHOLDS = (0.4, 0.8)  # tried at each exit layer alone, beside what the heads come with
-_LENGTHS = (2, 4, 8)  # draft tokens of a round at most
-_NGRAMS = (2, 3, 4, 6)  # sizes of n-grams, tried where there are no heads
-_PERCENTILE = 5.0  # the percentile of the prompts' own speed-ups that `latency` looks at
+NEW_TOKENS = 64  # most tokens of an answer
+ANSWERS = 16  # most time for a prompt, in plain answers: some settings do not pay
+_STAGES = 3  # each chooses on a third of the prompts, and drops two thirds of the settings
+_THRESHOLDS = (0.4, 0.8)  # tried at each exit layer alone, in addition to the heads' own
+_LENGTHS = (2, 4, 8)  # most draft tokens of a round
+_NGRAMS = (2, 3, 4, 6)  # sizes of n-grams, tried without heads
+_PERCENTILE = 5.0  # the percentile of the prompts' own speed-ups that `latency` maximises
 Options = dict[str, Any]  # keywords of `generate`
 
 PLAIN: Options = {"speculate": False}
@@ -40,18 +40,18 @@ Seconds = npt.NDArray[np.float64]
 
 
 class Timed(NamedTuple):
-    """An answer."""
+    """A timed answer; all values count from after the prompt's pass."""
 
-    seconds: float  # behind the prompt's pass, as tokens and verifications are
+    seconds: float
     tokens: int
     verifications: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuned:
-    """What was chosen, and what it gains over plain decoding behind the prompt's pass."""
+    """The chosen options, and their gain over plain decoding after the prompt's pass."""
 
-    options: Options  # `speculate: False` alone where plain decoding is as fast
+    options: Options  # `speculate: False` alone if plain decoding is as fast
     objective: str
     speed_up: float  # ratio of total seconds, on prompts that had no part in the choice
     percentile_5: float  # 5th percentile of the same prompts' own speed-ups
@@ -79,7 +79,7 @@ def tune(
     objective: str = "speed",
     new_tokens: int = NEW_TOKENS,
 ) -> Tuned:
-    """The fastest candidate: `speed` over all prompts' time, `latency` over the prompts' own.
+    """Find the fastest candidate: `speed` over all prompts' time, `latency` over their speed-ups.
 
     Raises InvalidOption unless two answers have a second token.
     """
@@ -99,9 +99,9 @@ def raced(
     show: Show,
     objective: str = "speed",
 ) -> Tuned:
-    """`tune` on numbered prompts: every second one judges, the others choose."""
+    """`tune` on numbered prompts: every second one is held out, the others choose."""
     show(0, prompts, "without drafts")
-    # an answer of one token is the prompt's pass alone; and all is warm then
+    # leaves out answers of one token, which are the prompt's pass alone; also warms up
     timed = [number for number in range(prompts) if ask(number, PLAIN).verifications]
     if len(timed) < 2:
         raise InvalidOption("too few answers have a second token, so nothing is timed. Give others")
@@ -110,10 +110,10 @@ def raced(
     left, seen = list(settings), dict[int, list[float]]()
 
     def answered(number: int, ways: Sequence[Options]) -> list[Timed]:
-        """By each of them, in an order of its own, so that none has the machine's best moment."""
+        """Answer in all ways, in a random order, so that none gains from the machine's drift."""
         order = random.Random(number).sample(range(len(ways)), len(ways))
         found = {way: ask(number, ways[way]) for way in order}
-        # at plain's length: a text may part at a near tie, and end elsewhere
+        # scaled to plain's length: after a near tie, a text may have another length
         whole, said = found[0].tokens, [found[way] for way in range(len(ways))]
         return [one._replace(seconds=one.seconds * whole / max(1, one.tokens)) for one in said]
 
@@ -147,7 +147,7 @@ def raced(
 
 
 def score(seconds: Seconds, plain: Seconds, objective: str) -> Seconds:
-    """[S, P] and [P] -> [S]: the speed-up that `objective` is about."""
+    """Seconds [S, P] and [P] -> [S]: the speed-up of each setting by `objective`."""
     if objective == "speed":
         return np.asarray(plain.sum() / seconds.sum(-1))
     return np.asarray(np.percentile(plain / seconds, _PERCENTILE, axis=-1))
@@ -157,9 +157,9 @@ def score(seconds: Seconds, plain: Seconds, objective: str) -> Seconds:
 
 
 def candidates(speculator: Speculator) -> Iterator[Options]:
-    """Prompt lookup, exit heads, and both, by what rows and heads cost here.
+    """Prompt lookup, exit heads, and both, each with the costs of rows and heads measured here.
 
-    Also by what a row costs where nobody measured: that drafts less where it is unsure.
+    Each also with the default cost of a row, with which fewer unsure drafts are made.
     """
     built_in = SpeculationOptions()
     measured = quick_costs(speculator.backbone, speculator.heads)
@@ -171,13 +171,13 @@ def candidates(speculator: Speculator) -> Iterator[Options]:
         lookups = [Ngram(size=size, max_tokens=length) for size, length in sizes]
     alone = [(part,) for part in (*lookups, *exits)]
     for parts, costs in itertools.product([*alone, *((lookups[0], one) for one in exits)], two):
-        # in full, over whatever the heads say
+        # in full, to override the heads' defaults
         drafter = "+".join(as_text(part, full=True) for part in parts)
         yield {"drafter": drafter, "costs": settings_text(costs, full=True)}
 
 
 def _exits(speculator: Speculator) -> list[Exit]:
-    """What the heads come with, shorter, longer, as chains; and each layer above 0 alone."""
+    """The heads' own setting, with other lengths and as chains; and each layer above 0 alone."""
     heads, own = speculator.heads, speculator.options.exit
     if heads is None:
         return []

@@ -1,8 +1,8 @@
 """The losslessness ladder on a user's own model: seven claims, each exact at its own level.
 
-What losslessness is put to, planted drafts and rules that are heard, the tests of the decoding loop
-use, too. Sampling is not on the ladder: to compare distributions takes thousands of texts over a
-vocabulary that can be enumerated. The tests do that.
+Tests of the decoding loop also use its planted drafts and recording rules. Sampling is not on the
+ladder: to compare distributions takes thousands of texts over a vocabulary that can be enumerated.
+The tests do that.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from selfspec.model.kv import KVCache, Rows, depths
 Outcome = Literal["passed", "failed", "skipped"]
 
 _FLOAT64_DRAFTS = ("mixed", "heads")
-"""Right drafts, wrong ones and real exits: float64 is too slow for the other kinds."""
+"""Right and wrong drafts, and real exits: float64 is too slow for the other kinds."""
 
-_MOST_READ = 100  # tokens of a prompt that rung 6 reads: some ways take a step for each
+_MOST_READ = 100  # tokens of a prompt that rung 6 reads: some ways take a step per token
 _APART = 3  # rounds between the arrivals of two texts on rung 7
-_PATIENCE = 0.5  # so little that most prompts enter in pieces there
+_PATIENCE = 0.5  # so low that most prompts on rung 7 enter in pieces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class Case:
         return self.request.only().stop.max_length - self.ids.shape[1]
 
     def scores(self, tokens: Sequence[int], logits: Tensor) -> Tensor:
-        """Logits [n, V] of `tokens` behind the prompt -> the scores that a greedy choice is by."""
+        """Logits [n, V] of `tokens` after the prompt -> the scores that greedy choices compare."""
         sampler = self.request.sampler
         if sampler.is_plain_greedy:
             return logits
@@ -70,30 +70,30 @@ class Case:
 
 @dataclass(frozen=True)
 class Rung:
-    """What became of one claim."""
+    """The outcome of one claim."""
 
     outcome: Outcome
-    found: str  # in words: what was compared; the first place where it fails; or why it was skipped
+    found: str  # in words: what was compared, and the first difference; or why it was skipped
     figures: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
 class Subject:
-    """What is put to the test, and how far to go."""
+    """The model and prompts to check, and the limits of the check."""
 
     speculator: Speculator
     cases: list[Case]
-    max_copy_gb: float  # copies of the model in wider numbers are made up to this size
+    max_copy_gb: float  # largest copy of the model in a wider dtype
     rungs: Collection[int] = range(1, 8)  # those to climb, from 1
 
     @cached_property
     def compared(self) -> Comparison:
-        """Texts in the model's own dtype, as `generate` runs: two rungs read them."""
+        """Texts in the model's own dtype, as `generate` writes them; two rungs read them."""
         return compare_texts(self.speculator, self.cases)
 
 
 def cases_of(speculator: Speculator, questions: Sequence[Question], new_tokens: int) -> list[Case]:
-    """First turns that the model has room for. Raises InvalidPrompt where there is none."""
+    """Cases of first turns that fit the model. Raises InvalidPrompt if none does."""
     cases, refused = [], InvalidPrompt("no questions")
     for question in questions:
         try:
@@ -107,14 +107,14 @@ def cases_of(speculator: Speculator, questions: Sequence[Question], new_tokens: 
 
 
 def climb(subject: Subject) -> Iterator[tuple[str, Rung]]:
-    """Each claim and what became of it, from the first; one that fails does not end the climb."""
+    """Yield each claim and its outcome in order; a failure does not end the climb."""
     for number, (claim, rung) in enumerate(RUNGS.items(), start=1):
         try:
             yield claim, rung(subject) if number in subject.rungs else Rung("skipped", "--rungs")
         except torch.OutOfMemoryError:
-            raise  # no bug, and no verdict
+            raise  # neither a failed claim nor a bug
         except (SelfspecError, RuntimeError, IndexError) as error:
-            # the runtime itself broke: what it should compute is there in all of these
+            # the runtime itself broke, although every case can be computed
             yield claim, Rung("failed", f"{type(error).__name__}: {error}".splitlines()[0])
 
 
@@ -124,17 +124,17 @@ def verdict(rungs: Sequence[Rung]) -> str:
         return f"NOT lossless: rung {', '.join(failed)} failed"
     climbed = [str(number) for number, rung in enumerate(rungs, 1) if rung.found != "--rungs"]
     if len(climbed) < len(rungs):
-        return f"nothing differs on rung {', '.join(climbed)}; the others were not asked for"
+        return f"nothing differs on rung {', '.join(climbed)}; the others were not run"
     if rungs[1].outcome == "passed":
         return "lossless: the text is the model's own, and in pinned mode no draft moves a bit"
-    return "lossless up to rounding: the text is the model's own, bits could not be pinned here"
+    return "lossless up to rounding: the text is the model's own; bits could not be pinned here"
 
 
 # --- the rungs
 
 
 def _segments(subject: Subject) -> Rung:
-    """Rung 1: the model's own layers, cut at the exit layers, against its forward."""
+    """Rung 1: the model's layers, cut at the exit layers, against its forward pass."""
     model, heads = subject.speculator.model, subject.speculator.heads
     backbone = Backbone(model, executor="generic")
     exits = heads.layers_in_use(subject.speculator.options) if heads else ()
@@ -175,7 +175,7 @@ def _invariance(subject: Subject) -> Rung:
 
 
 def _float64(subject: Subject) -> Rung:
-    """Rung 3: a copy in float64, where rounding is too small to part any text."""
+    """Rung 3: texts of a float64 copy, whose rounding is too small to change any token."""
     if reason := why_no_copy(subject.speculator.model, torch.float64, subject.max_copy_gb):
         return Rung("skipped", reason)
     exact = speculator_in(subject.speculator, torch.float64)
@@ -185,14 +185,14 @@ def _float64(subject: Subject) -> Rung:
 
 
 def _near_ties(subject: Subject) -> Rung:
-    """Rung 4: in the model's own dtype texts part only where two tokens are nearly as good."""
+    """Rung 4: in the model's own dtype, texts differ first only at near ties of two tokens."""
     compared = subject.compared
     noise, figures = compared.noise, compared.figures | {"noise": compared.noise}
     found = f"{named(subject.speculator.backbone.dtype)}: {compared.equal}"
     if compared.partings:
         worst = max(compared.partings, key=lambda parting: parting.margin)
         found += f", the others part at margins up to {worst.margin:.3g} (noise {noise:.3g})"
-        if worst.margin > 2 * noise:  # both scores may lose it
+        if worst.margin > 2 * noise:  # noise may move both scores
             return Rung("failed", f"{found}. Widest: {worst}", figures)
     return Rung("passed", found, figures)
 
@@ -201,7 +201,7 @@ def _near_top(subject: Subject) -> Rung:
     """Rung 5: every text of rung 4, read by a float32 copy of the model in one block."""
     model, dtype = subject.speculator.model, subject.speculator.backbone.dtype
     if dtype not in (torch.bfloat16, torch.float16):
-        return Rung("skipped", f"in {named(dtype)} rung 4 says it all")
+        return Rung("skipped", f"in {named(dtype)} rung 4 suffices")
     if reason := why_no_copy(model, torch.float32, subject.max_copy_gb):
         return Rung("skipped", reason)
     exact = model_in(model, torch.float32)
@@ -217,10 +217,10 @@ def _near_top(subject: Subject) -> Rung:
 
 
 def _one_result(subject: Subject) -> Rung:
-    """Rung 6: the beginning of every prompt, cut into passes in many ways."""
+    """Rung 6: logits of the beginning of every prompt, cut into passes in many ways."""
     backbone = subject.speculator.backbone
     if not backbone.claims.steady:
-        return Rung("skipped", f"the {backbone.executor_name} executor does not claim it")
+        return Rung("skipped", f"the {backbone.executor_name} executor does not claim this")
     bits = Bits()
     for case in subject.cases:
         ids = case.ids[0, :_MOST_READ]
@@ -233,7 +233,7 @@ def _one_result(subject: Subject) -> Rung:
 def _any_batch(subject: Subject) -> Rung:
     """Rung 7: all prompts in one engine, with the drafts of `generate`, against each alone.
 
-    They come one by one and in pieces; the first comes twice, and leaves once.
+    They arrive one by one and in pieces; the first arrives twice, and is closed once.
     """
     speculator, options, bits = subject.speculator, subject.speculator.options, Bits()
     requests = [case.request for case in subject.cases]
@@ -264,21 +264,21 @@ RUNGS: dict[str, Callable[[Subject], Rung]] = {
     "a text has the same bits however it arrives": _one_result,
     "a text has the same bits in any batch": _any_batch,
 }
-"""Claims in the order of design: from exact to rounded."""
+"""Claims by rung, from exact to rounded."""
 
 # --- bits, texts, distances to the best token
 
 
 @dataclass
 class Bits:
-    """Logits compared bit by bit."""
+    """Counts of logits compared bit by bit."""
 
     positions: int = 0
-    differing: int = 0  # positions with any bit that differs
-    first: str = ""  # the first such position, and how much
+    differing: int = 0  # positions with any differing bit
+    first: str = ""  # the first such position, and the difference
 
     def compare(self, where: str, found: Tensor, expected: Tensor) -> None:
-        """[n, V] and [n, V], float32."""
+        """Compare logits [n, V] with [n, V], both float32."""
         # as integers, so that a NaN equals itself and zeros have a sign
         unequal = found.contiguous().view(torch.int32) != expected.contiguous().view(torch.int32)
         rows = unequal.any(-1)
@@ -291,7 +291,7 @@ class Bits:
             self.first = f"{where}, position {place + 1}: {count}, by up to {size:.3g}"
 
     def compare_texts(self, where: str, found: Text, expected: Text) -> None:
-        """Up to where they part; another token counts where no bit has told so already."""
+        """Compare two texts up to their first different token, which counts if all bits agree."""
         at = first_divergence(found[0], expected[0])
         same = min(len(found[0]), len(expected[0]), *(() if at is None else (at + 1,)))
         self.compare(where, found[1][:same], expected[1][:same])
@@ -308,12 +308,12 @@ class Bits:
 
 @dataclass(frozen=True)
 class Parting:
-    """The first place where a text is not Hugging Face's."""
+    """The first place where a text differs from Hugging Face's."""
 
     case: str
     drafts: str
-    position: int  # which new token, from 1
-    margin: float  # by how much Hugging Face's own scores prefer its token to ours
+    position: int  # number of the new token, from 1
+    margin: float  # Hugging Face's score of its own token, less that of ours
 
     def __str__(self) -> str:
         return f"{self.case} with {self.drafts} drafts, new token {self.position}"
@@ -321,13 +321,13 @@ class Parting:
 
 @dataclass
 class Comparison:
-    """Our texts, with drafts of several kinds, beside Hugging Face's."""
+    """Our texts, with drafts of several kinds, compared with Hugging Face's."""
 
     texts: list[list[list[int]]] = field(default_factory=list)  # by prompt and kind of drafts
     partings: list[Parting] = field(default_factory=list)
     noise: float = 0.0
     """Largest difference of Hugging Face's scores between one row at a time and one block, over
-    its own texts. No code of ours is in it, so no bug of ours can hide in it."""
+    its own texts. It involves no code of ours, so no bug of ours can hide in it."""
 
     @property
     def equal(self) -> str:
@@ -343,9 +343,9 @@ class Comparison:
 def compare_texts(
     speculator: Speculator, cases: Sequence[Case], only: Collection[str] | None = None
 ) -> Comparison:
-    """Texts with all kinds of drafts, or `only` some, not pinned, and Hugging Face's.
+    """Compare texts with all kinds of drafts, or `only` some, not pinned, with Hugging Face's.
 
-    Noise is measured where partings are judged by it: not for a selection of kinds.
+    Noise is measured only for all kinds, where differences are judged by it.
     """
     compared = Comparison()
     options = replace(speculator.options, pinned=False)
@@ -354,7 +354,7 @@ def compare_texts(
         scores = case.scores(theirs, logits)
         if only is None:
             block = case.scores(theirs, block_logits(speculator.model, case.ids, theirs))
-            # kernels that treat rows alike have none: then it is how finely scores are rounded
+            # kernels that treat rows alike have no noise: then the rounding of scores bounds it
             finest = torch.finfo(speculator.backbone.dtype).eps
             rounded = finest * float(scores[scores.isfinite()].abs().max())
             compared.noise = max(compared.noise, rounded, largest_difference(scores, block))
@@ -372,9 +372,9 @@ def compare_texts(
 
 
 def margin(scores: Tensor, theirs: Sequence[int], ours: Sequence[int], at: int) -> float:
-    """By how much `scores` [n, V] prefer their token `at` to ours.
+    """By how much `scores` [n, V] prefer their token at index `at` to ours.
 
-    Where one text just ends: the whole range of scores, for no noise explains that.
+    If one text just ends there: the whole range of scores, because no noise explains that.
     """
     if at >= min(len(theirs), len(ours)):
         finite = scores[scores.isfinite()]
@@ -387,7 +387,7 @@ def shortfall(
 ) -> tuple[float, float]:
     """How far a token's score is below the top in the exact model, and how far scores differ.
 
-    Each at its largest, of `tokens` behind the prompt; both models read them in one block.
+    Both are maxima over `tokens` after the prompt, which both models read in one block.
     """
     best = case.scores(tokens, block_logits(exact, case.ids, tokens))
     rounded = case.scores(tokens, block_logits(run, case.ids, tokens))
@@ -396,16 +396,16 @@ def shortfall(
 
 
 def largest_difference(found: Tensor, expected: Tensor) -> float:
-    """The largest of all scores that are finite in both."""
+    """The largest difference of scores that are finite in both."""
     difference = (found - expected).abs()
     return float(difference[difference.isfinite()].max())
 
 
-# --- what the model says without us, and copies of it
+# --- the model without our runtime, and copies of the model
 
 
 def hugging_face(model: PreTrainedModel, ids: Tensor, new_tokens: int) -> tuple[list[int], Tensor]:
-    """Greedy tokens behind `ids` [1, P], and the logits that each was chosen by, [n, V] float32."""
+    """Greedy tokens after `ids` [1, P], and the logits of each choice, [n, V] float32."""
     generator: Any = model
     options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False}
     options |= {"output_logits": True, "return_dict_in_generate": True}
@@ -423,7 +423,7 @@ def why_no_copy(model: PreTrainedModel, dtype: torch.dtype, most_gb: float) -> s
 
 
 def model_in(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    # Module.to, because the model's own is wrapped and loses its type
+    # Module.to, because the model's own `to` is wrapped and loses the type
     return nn.Module.to(copy.deepcopy(model), dtype)
 
 
@@ -441,21 +441,21 @@ def speculator_in(speculator: Speculator, dtype: torch.dtype) -> Speculator:
 
 
 def named(dtype: torch.dtype) -> str:
-    """The dtype's name as flags have it: bfloat16."""
+    """The dtype's name as in flags: bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
-# --- one row, one result: the logits of a text, however it arrives
+# --- one row, one result: the logits of a text, however it is cut into passes
 
 
 class Way(NamedTuple):
-    """How a text arrives."""
+    """A way to cut a text into passes."""
 
-    pieces: Sequence[int]  # rows of its passes, again and again
-    wrong: int = 0  # rows behind each pass that are taken back, as rejected drafts are
-    threads: int | None = None  # None: as many as there are
+    pieces: Sequence[int]  # rows of its passes, repeated
+    wrong: int = 0  # extra rows at each pass's end that are removed, like rejected drafts
+    threads: int | None = None  # None: the current number
     kept: bool = False
-    """Its first half was read with another end before, and stayed: a turn of a session."""
+    """The first half is read first, with another end, and kept: like a turn of a session."""
     branch: bool = False  # each row has a wrong sibling: the text is a branch of a tree of drafts
 
 
@@ -471,11 +471,11 @@ WAYS = {
     "on one thread, pieces of 7": Way([7], threads=1),
     "on two threads": Way([64], threads=2),
 }
-"""Each is compared with one pass over the whole text."""
+"""Ways by name; each is compared with one pass over the whole text."""
 
 
 def logits_of(backbone: Backbone, ids: Tensor, way: Way | None = None) -> Tensor:
-    """Logits of every position, [T, V], of `ids` [T]; None: in one pass."""
+    """Logits [T, V] of every position of `ids` [T]; `way` None: in one pass."""
     way, before = way or Way([len(ids)]), torch.get_num_threads()
     torch.set_num_threads(way.threads or before)
     try:
@@ -488,7 +488,7 @@ def logits_of(backbone: Backbone, ids: Tensor, way: Way | None = None) -> Tensor
 
 
 def _pass(backbone: Backbone, kv: KVCache, ids: Tensor, way: Way) -> Tensor:
-    """Logits of the rows of `ids`; others are in the pass, behind or beside them, and go again."""
+    """Logits of the rows of `ids`; the pass has other rows, too, which are removed afterwards."""
     if way.branch:
         rows = torch.stack([(ids + 1) % backbone.vocab_size, ids], 1).flatten()
         path = list(range(1, len(rows), 2))
@@ -515,15 +515,15 @@ def _cuts(count: int, way: Way) -> Iterator[tuple[int, int]]:
 
 # --- planted drafts
 
-_EAGER = 1e-6  # a threshold that every token reaches: all exits are taken, also the wrong ones
-_RIGHT = 5  # right tokens of a planted tree at most: there is room for others beside them
+_EAGER = 1e-6  # a threshold that every token reaches: all exits are taken, also wrong ones
+_RIGHT = 5  # most right tokens of a planted tree, to leave room for others
 
 
 class OracleDrafter:
-    """Drafts the known continuation, fewer tokens at its end; others script other tokens.
+    """Drafts the known continuation, fewer tokens at its end; subclasses draft other tokens.
 
     `sequence`: the prompt (without padding) and its known continuation. Drafts go by position, so
-    they also serve where the decoder has parted from it. `width` is W_max. No head is asked.
+    they also serve once the decoder's text differs from it. `width` is W_max. No head runs.
     """
 
     def __init__(
@@ -533,17 +533,17 @@ class OracleDrafter:
         self._generator = torch.Generator().manual_seed(seed)
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
-        """At most min(limit, width) tokens, none of which ran through a layer."""
+        """Draft at most min(limit, width) tokens, none of which ran through a layer."""
         room, position = max(min(limit, self.width), 0), state.length - state.pad
         tokens = self._tokens(self.sequence[position : position + room], room)
         ended: Ended = "width" if len(tokens) == self.width else "budget"
         return ready(Draft.of(tokens, ended=ended))
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
-        """The script stays as it is."""
+        """Do nothing: the drafts are fixed."""
 
     def _tokens(self, truth: list[int], count: int) -> list[int]:  # noqa: ARG002  # of others
-        """At most `count`; the known continuation has `truth` there."""
+        """At most `count` tokens to draft, where the known continuation has `truth`."""
         return truth
 
     def _number(self, end: int) -> int:
@@ -571,15 +571,15 @@ class MixedDrafter(OracleDrafter):
 class BranchingDrafter(OracleDrafter):
     """Plants a true prefix of random length in a random tree of other tokens.
 
-    The first rows wait at some exit layers, as if they had left there; none where heads attend.
+    The first rows stop at some exit layers, as if they had exited there; not with attending heads.
     """
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
-        """Up to `width` tokens, whose paths fit into `limit`."""
+        """Draft up to `width` tokens, whose paths fit into `limit`."""
         position = state.length - state.pad
         right = self.sequence[position : position + self._number(min(max(limit, 0), _RIGHT) + 1)]
         tokens, parents = list[int](), list[int]()
-        below, placed = -1, 0  # the newest of the right ones; how many there are
+        below, placed = -1, 0  # the newest right token, and the number of them
         while len(tokens) < self.width and limit > 0:
             if placed < len(right) and self._number(5) < 3:
                 tokens.append(right[placed])
@@ -603,9 +603,10 @@ class BranchingDrafter(OracleDrafter):
 def planted(
     speculator: Speculator, options: SpeculationOptions, text: Sequence[int]
 ) -> dict[str, tuple[Drafter | None, SpeculationOptions]]:
-    """Good, bad and random drafts for a prompt whose known continuation ends `text`; real exits.
+    """Drafters and options by name: good, bad and random drafts, and real exits.
 
-    By name; a drafter of None is the heads'. Scripted ones fill a pinned pass.
+    `text`: the prompt and its known continuation. A drafter of None means the heads. Scripted
+    drafts fill a pinned pass.
     """
     size, width = speculator.backbone.vocab_size, options.pinned_rows - 1
     alone = replace(options, speculate=False)
@@ -626,7 +627,7 @@ def planted(
     return found
 
 
-# --- decoding that is heard
+# --- decoding that records logits
 
 
 class Recorder(Heard):
@@ -646,7 +647,7 @@ class Recorder(Heard):
 
 
 class Listening(Runtime):
-    """Hears how every token is committed, text by text; `drafter` in place of the usual one."""
+    """A runtime that records how tokens of each text are committed; may replace the drafter."""
 
     def __init__(self, other: Runtime, drafter: Drafter | None = None) -> None:
         super().__init__(other.backbone, other.heads, other.draft_model, other.datastore)
@@ -663,13 +664,13 @@ class Listening(Runtime):
 
 
 def greedy_request(speculator: Speculator, prompt: Prompt, new_tokens: int) -> Request:
-    """At most `new_tokens` of the most likely tokens, by the model's own generation settings."""
+    """A greedy request for at most `new_tokens`, with the model's own generation settings."""
     ids = encode(speculator.tokenizer, prompt)
-    # raw: it ends where Hugging Face's text does
+    # raw: ends where Hugging Face's text does
     return speculator.call(ids, {"max_new_tokens": new_tokens, "do_sample": False, "raw": True})
 
 
-Text = tuple[list[int], Tensor]  # tokens, and the target logits [n, V] that each was committed by
+Text = tuple[list[int], Tensor]  # tokens, and the target logits [n, V] of each
 
 
 def decode(
@@ -678,7 +679,7 @@ def decode(
     options: SpeculationOptions,
     drafter: Drafter | None = None,
 ) -> Text:
-    """What an engine writes, with the drafts that `options` ask for, or those of `drafter`."""
+    """The text that an engine writes, with the drafts of `options`, or those of `drafter`."""
     runtime = Listening(speculator.runtime, drafter)
     entries = Engine(runtime).add(request.only(), options)
     return [token for entry in entries for token in entry.tokens], runtime.heard[0].logits

@@ -525,7 +525,7 @@ def test_the_model_is_as_before_after_an_error_within_an_early_exit(speculator: 
         ("no-depth-bound", False, {"exit": {"layers": None, "threshold": 0.1}}, "the same as"),
         ("draft-model", True, {}, "Give --draft-model"),
         ("rest", True, {}, "Give --datastore"),
-        ("self-sd", True, {}, "nobody has searched"),
+        ("self-sd", True, {}, "are unknown for this model"),
     ],
 )
 def test_a_method_that_is_not_to_be_had_says_what_to_do(

@@ -306,7 +306,7 @@ def test_the_verdict_is_the_fastest_lossless_method_or_none(swept: dict[str, Any
     for found in swept["all"]["overall"].values():
         found["over_plain"] = None
     for nothing in (swept, {**swept, "all": {}}):
-        assert report.verdict(nothing).startswith("No speed-up can be told")
+        assert report.verdict(nothing).startswith("No speed-up is known")
 
 
 # --- the report
