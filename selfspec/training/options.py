@@ -1,7 +1,6 @@
 """Options of writing text, of caching features and of fitting; flags are derived from them.
 
-Records of a run are checked against a run that goes on from them. Imports no torch, so that
-`selfspec fit --help` stays fast.
+Imports no torch, so that `selfspec fit --help` stays fast.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ PRESETS: dict[str, dict[str, Any]] = {
         "epochs": 20,
     }
 }
-"""Named sets of FitOptions. specbound: what the paper prints (its section 3.1)."""
+"""Named sets of FitOptions. specbound: the values in the paper's section 3.1."""
 
-_KINDS_WITH = {  # options that some head types have
+_KINDS_WITH = {  # options that only some head types have
     **dict.fromkeys(("state_layers", "inner_size"), ("deep-fused", EAGLE3)),
     **dict.fromkeys(("draft_steps", "step_decay"), ("deep-fused", EAGLE3, MEDUSA)),
 }
 
 Limit = Annotated[int | None, at_least(1)]
 Positive = Annotated[float, Range(lambda value: value > 0.0, "above 0")]
-_LARGEST_SEED = 2**63  # torch's generators take twice as much, and a fit counts on from it
+_LARGEST_SEED = 2**63  # torch's generators allow twice as much, and a fit adds to its seed
 _BELOW_1 = Range(lambda value: 0.0 <= value < 1.0, "in [0, 1)")
 _HEAD_TYPE = Range(FITTED_HEAD_TYPES.__contains__, f"out of {', '.join(FITTED_HEAD_TYPES)}")
 _RANGE = Range(
@@ -50,34 +49,34 @@ _RANGE = Range(
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """What a model writes into a file of conversations, and how much."""
+    """What text a model writes, and how much."""
 
     tokens: Limit = None
-    """Answer tokens to write, at least 1; the batch that reaches them is written whole. A file may
-    be continued with a higher number. None: all rows of --from."""
+    """Answer tokens to write, at least 1; the last batch is written whole. A file may be continued
+    with a higher number. None: all rows of --from."""
     batch_size: Count = 128
-    """Conversations of a batch, at least 1; a killed run loses no more."""
+    """Conversations per batch, at least 1; a killed run loses at most one batch."""
     system: str | None = None
     """System message of every conversation."""
     raw: bool = False
     """For base models: prompts are plain text that the model continues, without a chat template."""
     question_temperature: Annotated[tuple[float, ...], _RANGE] = (0.8, 1.0)
-    """Lowest and highest temperature of user turns, above 0; each row draws some in between."""
+    """Lowest and highest temperature of user turns, above 0; each row draws its own in between."""
     question_top_k: Annotated[int, at_least(0)] = 100
-    """User turns are drawn from this many of the likeliest tokens; 0: from all."""
+    """User turns are sampled from this many of the likeliest tokens; 0: from all."""
     max_question_tokens: Count = 256
-    """Tokens of a user turn, at least 1; one that does not end within them is dropped."""
+    """Maximum tokens of a user turn, at least 1; longer turns are dropped."""
     greedy_share: Probability = 0.9
     """Share of the conversations that are answered greedily, in [0, 1]; the others are sampled, so
-    that heads meet texts that the likeliest tokens alone do not give."""
+    that heads see more text than greedy decoding gives."""
     temperature: Positive = 0.7
     """Temperature of sampled answers, above 0."""
     max_prompt_tokens: Annotated[int, at_least(32)] = 1500
-    """Tokens of a prompt, at least 32; a longer one is dropped, a passage is cut to fit."""
+    """Maximum tokens of a prompt, at least 32; longer ones are dropped, passages are cut to fit."""
     max_new_tokens: Count = 400
-    """Tokens of an answer, at least 1; longer ones are cut there."""
+    """Maximum tokens of an answer, at least 1; longer ones are cut."""
     seed: Annotated[int, between(0, _LARGEST_SEED)] = 0
-    """Fixes every draw, and so the text."""
+    """Seed of all random choices; it fixes the text."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -87,24 +86,24 @@ class DataOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheOptions:
-    """Which features are taken from a text, and how they are batched."""
+    """Which features are computed from a text, and how they are batched."""
 
     exit_layers: tuple[int, ...] | None = None
     """Exit layers, counted from 1; 0 is the embedding, for deep-fused heads. None: five, evenly
     spread over the first two thirds, and 0 where deep states are kept."""
     deep: bool = True
-    """Keep the last state of the token before, which deep-fused heads read."""
+    """Keep the last layer's state of the previous token, which deep-fused heads read."""
     state_layers: tuple[int, ...] | None = None
-    """Layers whose states of the token before are kept beside it, rising. None: one, at 0.7 of the
+    """More layers whose states of the previous token are kept, rising. None: one, at 0.7 of the
     depth."""
     top_k: Count = 32
-    """The model's own most likely next tokens, kept for fitting to its distribution and for
-    measuring, at least 1."""
+    """How many of the model's likeliest next tokens to keep, for fitting to its distribution and
+    for measuring, at least 1."""
     batch_tokens: Count = 2048
-    """Tokens per batch, padding included; no conversation may be longer. Larger ones are fewer
+    """Tokens per batch, padding included; no conversation may be longer. Larger batches make fewer
     steps."""
     answers_only: bool = False
-    """Keep positions that predict a token of an answer alone, for a fit with --answer-share 1."""
+    """Keep only positions that predict a token of an answer, for a fit with --answer-share 1."""
     max_tokens: Limit = None
     """Answer tokens of the text to use. None: all."""
 
@@ -117,55 +116,55 @@ class FitOptions:
     """Which heads are fitted, and how."""
 
     exit_layers: tuple[int, ...] | None = None
-    """Exit layers, counted from 1; 0 is the embedding, for deep-fused heads, and the only one of
-    eagle3 and medusa. None: those of the cache, else the embedding for these, and five for others,
-    evenly over the first two thirds."""
+    """Exit layers, counted from 1; 0 is the embedding, for deep-fused heads, and the only choice of
+    eagle3 and medusa. None: the cache's, else 0 for these three types; for others five, evenly over
+    the first two thirds."""
     head_type: Annotated[str, _HEAD_TYPE] = "deep-fused"
-    """deep-fused (an MLP that also reads the model's last state of the token before: no layer runs
-    for a draft), linear (norm and an LM head of its own), translator (norm, an affine map, the
-    model's own unembedding), eagle3 (a decoder layer that attends to the whole text, with an LM
-    head of its own; other runtimes read its files, too), or medusa (several, each from the model's
-    last state to a token further ahead)."""
+    """deep-fused (an MLP that also reads the model's last state of the previous token: no layer
+    runs for a draft), linear (norm and its own LM head), translator (norm, an affine map, the
+    model's unembedding), eagle3 (a decoder layer that attends to the whole text, with its own LM
+    head; other runtimes read its files, too), or medusa (several heads, each from the model's last
+    state to a token further ahead)."""
     state_layers: tuple[int, ...] | None = None
-    """Layers whose states of the token before heads read, rising, 1 to the model's last but one.
+    """Layers whose states of the previous token heads read, rising, 1 to the model's last but one.
     None: for eagle3 2, the middle one and the last but three; for deep-fused heads at exit layer 0
     alone those of the cache, else one, at 0.7 of the depth."""
     inner_size: Limit = None
-    """Hidden units of deep-fused and eagle3 heads, at least 1. None: the type's own choice."""
+    """Hidden units of deep-fused and eagle3 heads, at least 1. None: the type's default."""
     draft_vocab_size: Limit = 8192
-    """Tokens that heads can draft: all special ones, the most frequent of the training answers,
+    """How many tokens heads can draft: all special ones, the most frequent of the training answers,
     then the lowest ids. None, or as many as there are: the model's whole vocabulary."""
     ce_share: Probability = 1.0
     """Share of the loss on the model's own next token, in [0, 1]; the rest is the divergence from
     its distribution."""
     answer_share: Annotated[float | None, SHARE] = None
     """Share of the loss on positions that predict a token of an answer, above 0, at most 1; the
-    rest is on what the model says within user turns and passages. 1 leaves these out. None: all
+    rest is on the model's predictions in user turns and passages. 1 leaves these out. None: all
     positions count alike."""
     draft_steps: Limit = None
-    """Tokens ahead that deep-fused, eagle3 and medusa heads learn, at least 1: from the second on
-    the former read features of the head itself, as they will when they draft; of medusa heads there
-    is one for each. None: 2, of medusa 3, as in its project's own command (its paper: 5)."""
+    """Tokens ahead that deep-fused, eagle3 and medusa heads learn, at least 1. From the second on,
+    the first two read the head's own features, as they will when they draft; medusa has one head
+    for each. None: 2, or 3 for medusa, as in its project's own command (its paper: 5)."""
     step_decay: Annotated[float | None, SHARE] = None
-    """What each further token ahead weighs of the one before, above 0, at most 1. None: 1, of
-    medusa heads 0.8, as its paper has it."""
+    """Weight of each further token ahead, relative to the one before, above 0, at most 1. None: 1,
+    or 0.8 for medusa heads, as in its paper."""
     epochs: Count = 2
     """Passes over the training text, at least 1."""
     learning_rate: Positive = 2e-3
-    """AdamW's, at its highest, above 0."""
+    """Peak learning rate of AdamW, above 0."""
     warmup: Annotated[float, _BELOW_1] = 0.05
-    """Share of the steps over which the learning rate rises, in [0, 1); then a cosine to 0."""
+    """Share of the steps over which the learning rate rises, in [0, 1); a cosine to 0 follows."""
     weight_decay: Annotated[float, at_least(0)] = 0.01
-    """AdamW's, at least 0; for matrices only."""
+    """Weight decay of AdamW, at least 0; for matrices only."""
     max_grad_norm: Positive = 1.0
-    """Gradients of a head are clipped to this norm, above 0; each head on its own, so that one does
-    not slow the others down."""
+    """Gradients are clipped to this norm, above 0, for each head alone, so that one does not slow
+    the others down."""
     accumulate: Count = 1
     """Batches per step, at least 1; several processes share them."""
     checkpoint_steps: Count = 200
-    """Steps between two checkpoints, at least 1; what a killed run may lose."""
+    """Steps between two checkpoints, at least 1: the most that a killed run loses."""
     seed: Annotated[int, between(-_LARGEST_SEED, _LARGEST_SEED)] = 0
-    """Fixes the order of the batches, and so the weights."""
+    """Seed of the order of batches and of the first weights."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -183,17 +182,17 @@ class FitOptions:
 
 
 def plain(options: Any) -> dict[str, Any]:
-    """Options by name, ready for JSON and YAML: what is read again is the same."""
+    """Options by name, ready for JSON and YAML: tuples become lists."""
     return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(options).items()}
 
 
-# --- what a run leaves, which the next one goes on from
+# --- files that a later run continues from
 
 _WRONG = (InvalidData, InvalidOption, OSError, RuntimeError, SafetensorError)
 
 
 def seconds_of(budget: str) -> float:
-    """90s, 30m or 2h in seconds. Raises InvalidOption."""
+    """Parse 90s, 30m or 2h into seconds. Raises InvalidOption."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(s|m|h)", budget.strip())
     seconds = float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]] if found else 0.0
     if seconds < 10.0:
@@ -203,7 +202,7 @@ def seconds_of(budget: str) -> float:
 
 @contextmanager
 def explained(what: str, way_out: str) -> Iterator[None]:
-    """All that is wrong with a file is InvalidData: `what` that makes it, why, the `way_out`."""
+    """Turn errors of reading a file into InvalidData: `what` is wrong, the reason, `way_out`."""
     try:
         yield
     except _WRONG as error:

@@ -1,8 +1,8 @@
-"""Prompts of many kinds: a recipe file and passages come in, the parts of any row's prompt go out.
+"""Makes prompts of many kinds from a recipe file and passages, row by row.
 
-What row number n asks depends on the recipe, the passages, the seed and n alone, so that any
-machine can write any part of the rows. Lists are dealt like cards: nothing comes a second time
-before everything came once. Called by `selfgen`.
+The prompt of row n depends on the recipe, the passages, the seed and n alone, so that any machine
+can write any part of the rows. Lists are dealt like cards: no entry comes a second time before all
+came once. Called by `selfgen`.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ BUILT_IN = Path(str(resources.files(__package__).joinpath("text.yaml")))
 OWN = "questions"  # the family of a user's own prompts
 _OWN_SHARE = 0.1
 
-_CYCLE = 1000  # rows in which each family has its share; weights are rounded to parts of it
+_CYCLE = 1000  # rows within which each family has its share; weights are rounded to that
 _MOST_PASSAGES = 256 << 20  # characters of a folder of passages that are kept in memory
 _MOST_PARTS = 8  # passages in a prompt
 
 
 @dataclass(frozen=True, kw_only=True)
 class Passage:
-    """Which text stands for {passage} in a family."""
+    """Which text replaces {passage} in a family."""
 
-    tokens: tuple[int, int]  # fewest and most of one; half and double are as likely anywhere
-    count: tuple[int, int] = (1, 1)  # fewest and most of them in a prompt; several are numbered
+    tokens: tuple[int, int]  # fewest and most tokens of a passage, drawn log-uniformly
+    count: tuple[int, int] = (1, 1)  # fewest and most passages in a prompt; several are numbered
     language: tuple[str, ...] = ("en",)
 
     def __post_init__(self) -> None:
@@ -48,7 +48,7 @@ class Passage:
                 raise InvalidOption(f"{name} is {low}, {high}, expected a range in 1..{most}")
 
     def sizes(self, rng: random.Random) -> list[int]:
-        """How many tokens each passage of a prompt is to have; drawn anew at each call."""
+        """Draw how many tokens each passage of a prompt should have."""
         low, high = self.tokens
         return [round(low * (high / low) ** rng.random()) for _ in range(rng.randint(*self.count))]
 
@@ -62,10 +62,10 @@ class Family:
     ask: tuple[tuple[str | None, ...], ...]
     """Ways to ask, each the user's turns of a conversation; the model invents a turn of None."""
     passage: Passage | None = None
-    question: tuple[str, ...] = ()  # how the model begins one about the passage, for {question}
-    continues: bool = False  # the model writes on behind the first turn until the user's turn ends
+    question: tuple[str, ...] = ()  # beginnings of a question about the passage, for {question}
+    continues: bool = False  # the model continues the first turn until the user's turn ends
     passages: bool = False  # answers are articles: passages for other families of the same batch
-    read: bool = False  # the text is read only: nothing is answered
+    read: bool = False  # the text is only read: nothing is answered
 
     def __post_init__(self) -> None:
         if self.weight <= 0.0:
@@ -76,41 +76,41 @@ class Family:
             raise InvalidOption("a question needs a passage")
 
     def is_invented(self, *, raw: bool) -> bool:
-        """Whether the model writes a part of the user's turns; a `raw` row is its first alone."""
+        """Whether the model writes a part of the user's turns; a `raw` row has the first only."""
         turns = self.continues or any(None in ask for ask in self.ask)
         return bool(self.question) or (turns and not raw)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What the rows of a file are made from."""
+    """A recipe, from which the rows of a file are made."""
 
     families: tuple[Family, ...]
     lists: Mapping[str, tuple[str, ...]]
-    languages: Mapping[str, str]  # English names of those that passages can have, by two letters
+    languages: Mapping[str, str]  # English names of passages' languages, by two letters
     written_share: float  # share of the English passages that are articles of the same batch
-    digest: str  # the hash of all this, for the record
+    digest: str  # hash of all values above, for the record
 
 
 @dataclass
 class Row:
-    """One row to be written: its family, and what was drawn for it."""
+    """One row to write: its family, and the values drawn for it."""
 
     family: Family
     number: int
     turns: tuple[str | None, ...]
     values: dict[str, str]
-    rng: random.Random = field(repr=False)  # for what is drawn while the row is written
+    rng: random.Random = field(repr=False)  # for random choices while the row is written
     language: str = "en"  # the language of {passage}
     article: bool = False  # {passage} is to be an article of the same batch
 
     def text(self, turn: str | None) -> str | None:
-        """One of the user's turns, filled in."""
+        """One of the user's turns, with its values filled in."""
         return None if turn is None else turn.format_map(self.values)
 
 
 def read_recipe(path: str | Path | None = None) -> Recipe:
-    """A recipe file, or the built-in one. Raises InvalidData: file, place, reason."""
+    """Read a recipe file, or the built-in one. Raises InvalidData: file, place, reason."""
     path = BUILT_IN if path is None else local_path(path)
     found = read_yaml(path)
     try:
@@ -148,7 +148,7 @@ class Passages:
         self.digest = digest.hexdigest()[:16]
 
     def drawn(self, language: str, number: int, seed: str, characters: int) -> str:
-        """The `number`-th passage: so many characters from the start of a paragraph on."""
+        """The `number`-th passage: paragraphs of at least `characters`, if the file has as many."""
         starts = self._starts[language]
         paragraphs, first = starts[dealt(len(starts), number, f"{seed} {language}")]
         last, room = first, characters
@@ -159,7 +159,7 @@ class Passages:
 
 
 class Prompts:
-    """Rows by number."""
+    """Makes rows by number."""
 
     def __init__(
         self,
@@ -173,9 +173,9 @@ class Prompts:
     ) -> None:
         """`own`: a user's prompts, each the turns of a conversation; every one is asked once.
 
-        Families for whose passages there is no text are left out, and where the model does not
-        `invent` user turns, those that need it; `left_out` names them. `raw`: openings are for the
-        model to write on, and of a conversation the first turn alone is used.
+        Leaves out families whose passages have no text, and, unless the model `invents` user turns,
+        those that need such turns; `left_out` names them. `raw`: the model continues openings, and
+        only the first turn of a conversation is used.
         """
         self._recipe, self._passages, self._seed = recipe, passages, seed
         self._own, self._raw = own, raw
@@ -197,7 +197,7 @@ class Prompts:
         self._asked: dict[bytes, int] = {}
 
     def row(self, number: int) -> Row | None:
-        """Row `number`, from 0; None where all of a user's own prompts were asked."""
+        """Row `number`, from 0; None if it is for own prompts and all of these were asked."""
         cycle, place = divmod(number, len(self._cycle))
         family, rank = self._cycle[place]
         turn = cycle * self._counts[family.name] + rank  # the family's turn-th row
@@ -224,7 +224,7 @@ class Prompts:
         return row
 
     def is_repeat(self, row: Row) -> bool:
-        """Whether a row with a lower number asks the same, where that is known without a model."""
+        """Whether a row with a lower number asks the same, as far as known without a model."""
         for number in range(self._looked_at, row.number + 1):
             if (known := self._known(self.row(number))) is not None:
                 self._asked.setdefault(known, number)
@@ -233,7 +233,7 @@ class Prompts:
         return known is not None and self._asked[known] < row.number
 
     def _known(self, row: Row | None) -> bytes | None:
-        """The `key` of a row's first turn, unless a model or a passage has a part in it."""
+        """The `key` of a row's first turn; None if it depends on a model or a passage."""
         if row is None:
             return None
         family = row.family
@@ -242,7 +242,7 @@ class Prompts:
         return key(row.text(row.turns[0]) or "")
 
     def passages_of(self, row: Row, sizes: Sequence[int]) -> list[str]:
-        """Texts of the folder, each long enough for so many tokens where a file goes on."""
+        """Passages from the folder, each long enough for its size in tokens if the file is."""
         places = enumerate(sizes, start=row.number * _MOST_PARTS)  # no two rows take the same
         drawn, seed = self._passages.drawn, str(self._seed)
         return [drawn(row.language, place, seed, 8 * size) for place, size in places]
@@ -254,12 +254,12 @@ class Prompts:
 
 
 def key(text: str) -> bytes:
-    """The same for duplicates: case and white space do not count."""
+    """A hash that is the same for duplicates; case and white space do not count."""
     return hashlib.blake2b(" ".join(text.casefold().split()).encode(), digest_size=16).digest()
 
 
 def dealt(count: int, number: int, seed: str) -> int:
-    """Card `number` of a deck of `count`, which is shuffled each time it was dealt."""
+    """Card `number` of a deck of `count` cards, which is shuffled again once all are dealt."""
     deck, place = divmod(number, count)
     return _deck(count, f"{seed} {deck}")[place]
 
@@ -272,7 +272,7 @@ def _deck(count: int, seed: str) -> list[int]:
 
 
 def _interleaved(families: Sequence[Family]) -> list[tuple[Family, int]]:
-    """A cycle in which each family has its share, evenly spread; which of its rows each is."""
+    """A cycle of families with their shares, evenly spread, and each row's rank in its family."""
     total = sum(family.weight for family in families)
     places: list[tuple[float, int, int]] = []
     for index, family in enumerate(families):
@@ -342,14 +342,14 @@ def _family(name: str, values: Any, lists: set[str], languages: set[str]) -> Fam
             raise InvalidOption(f"{turn[:60]!r}: {error}") from error
         if names - known:
             raise InvalidOption(
-                f"{{{min(names - known)}}} in {turn[:60]!r} is none of the lists; a brace that "
-                "stays is written twice"
+                f"{{{min(names - known)}}} in {turn[:60]!r} is none of the lists; write a literal "
+                "brace twice"
             )
     return family
 
 
 def _placeholders(text: str) -> Iterator[str]:
-    """Names in braces. Raises ValueError for anything but a name there."""
+    """Yield the names in braces. Raises ValueError for anything else in braces."""
     for _, name, format_spec, conversion in string.Formatter().parse(text):
         if name is None:
             continue

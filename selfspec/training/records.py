@@ -1,4 +1,4 @@
-"""A folder of fitted heads: what a fit gave, a card (card.jinja), settings that are worth using."""
+"""Writes folders of fitted heads: results of the fit, a card (card.jinja), calibrated settings."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from selfspec.training.text import Conversation
 
 
 def page(template: str, /, **values: Any) -> str:
-    """A template beside this file, filled in."""
+    """Render a template beside this file."""
     text = (resources.files(__package__) / f"{template}.jinja").read_text(encoding="utf-8")
     made = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
     return made.from_string(text).render(**values)
@@ -48,9 +48,9 @@ def card(
     licence: str | None = None,
     heads: str = "HEADS",
 ) -> str:
-    """The README of a folder of `heads`; `licence` stands in the header, which the hub reads.
+    """The README of a folder of `heads`; `licence` goes into the header, which the hub reads.
 
-    Raises jinja2.TemplateError, LookupError, TypeError or ValueError for records of other things.
+    Raises jinja2.TemplateError, LookupError, TypeError or ValueError for records of another kind.
     """
     on_hub = "/" in config.base_model and hub.HUB_ID.fullmatch(config.base_model) is not None
     return page(
@@ -71,11 +71,11 @@ def card(
 
 
 FILES = ("README.md", "config.json", "metrics.json", "model.safetensors", "run.yaml")
-"""What a folder of fitted heads holds at least."""
+"""Files that every folder of fitted heads has."""
 
 CALIBRATION = "calibration.json"
 
-_PATHS = (  # options that may name files; a model's hub id stands in the config
+_PATHS = (  # options that may name files; a model's hub id is in the config
     *("data", "cache", "output", "validation", "heads"),
     *("start_from", "config", "chat_template", "model"),
 )
@@ -90,11 +90,11 @@ def write(folder: Path, fitted: Fitted, run: Mapping[str, Any]) -> None:
         "metrics.json": json.dumps(fitted.metrics, indent=2) + "\n",
     }
     fitted.heads.save(folder, others)
-    (folder / CALIBRATION).unlink(missing_ok=True)  # of the heads that these replaced
+    (folder / CALIBRATION).unlink(missing_ok=True)  # that of replaced heads
 
 
 def card_of(folder: Path, licence: str | None = None, heads: str = "HEADS") -> str:
-    """The card that the records of a folder make. Raises InvalidData, InvalidHeads."""
+    """Make the card of a folder from its records. Raises InvalidData, InvalidHeads."""
     calibration = folder / CALIBRATION
     try:
         return card(
@@ -109,9 +109,9 @@ def card_of(folder: Path, licence: str | None = None, heads: str = "HEADS") -> s
 
 
 def for_others(folder: Path, name: str, licence: str | None = None) -> dict[str, str | bytes]:
-    """The files that `fit` and `calibrate` wrote, for the hub: paths lose their folders.
+    """The files that `fit` and `calibrate` wrote, for the hub, with file names instead of paths.
 
-    Beside them what transformers needs to run them by `name`. Raises InvalidData, InvalidHeads.
+    Adds the files with which transformers runs them by `name`. Raises InvalidData, InvalidHeads.
     """
     there = [file for file in hub.HEADS_FILES if (folder / file).is_file()]
     found: dict[str, str | bytes] = {file: (folder / file).read_bytes() for file in there}
@@ -128,7 +128,7 @@ def for_others(folder: Path, name: str, licence: str | None = None) -> dict[str,
 
 
 def _without_folders(record: Any) -> Any:
-    """A record with a `run`, whose files are named without the places where they are."""
+    """A record whose `run` names files without their folders."""
     if not isinstance(record, dict) or not isinstance(record.get("run"), dict):
         return record
     run = {
@@ -144,36 +144,36 @@ TEMPERATURES = tuple(round(0.5 * 1.06**step, 4) for step in range(31))  # candid
 
 _BINS = 15
 
-_LONGEST = 7  # draft tokens of a setting
+_LONGEST = 7  # most draft tokens of a setting
 _SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-"""Candidate thresholds let this share of the positions exit."""
+"""Shares of the positions that exit under each candidate threshold."""
 
 _GUESSES = 8
-"""Guesses at a place by heads that read embeddings: the right token is among so many in 68 % of
-places of SmolLM2-135M's own text, the first in 39 %. Costs say how many are proposed."""
+"""Guesses per position by heads that read embeddings: in SmolLM2-135M's own text, the right token
+is among this many at 68 % of positions, and the first at 39 %. Costs say how many are drafted."""
 
 
 class Scores(NamedTuple):
-    """Answers of one exit layer at N held-out positions."""
+    """Predictions of one exit layer at N held-out positions."""
 
-    confidence: Tensor  # [len(TEMPERATURES), N], under each candidate
-    right: Tensor  # [N] bool: the model says the same
+    confidence: Tensor  # [len(TEMPERATURES), N], at each candidate temperature
+    right: Tensor  # [N] bool: the model predicts the same token
 
 
 @dataclass(frozen=True)
 class Reliability:
-    """One exit layer's confidence against the truth."""
+    """How well one exit layer's confidence predicts that it is right."""
 
     agreement: float  # share of positions where the head is right, in 0..1
     temperature: float  # fitted
     ece_before: float  # expected calibration error at temperature 1, in 0..1
-    ece: float  # at the fitted one
-    agreement_second: float | None = None  # of second drafts; None: as first ones
+    ece: float  # at the fitted temperature
+    agreement_second: float | None = None  # of second drafts; None: the same as of first ones
 
 
 @torch.no_grad()
 def score(heads: ExitHeads, batches: Iterable[Features]) -> dict[int, tuple[Scores, Scores]]:
-    """By exit layer: first drafts of a round, and later ones (the same where nothing is read)."""
+    """By exit layer: first drafts of a round, and second ones (the same if heads have none)."""
     seen: dict[int, tuple[list[Scores], list[Scores]]]
     seen = {layer: ([], []) for layer in heads.config.exit_layers}
     for batch in batches:
@@ -192,7 +192,7 @@ def score(heads: ExitHeads, batches: Iterable[Features]) -> dict[int, tuple[Scor
 
 
 def reliability(first: Scores, second: Scores | None = None) -> Reliability:
-    """The temperature of the highest likelihood of being right and wrong where it was."""
+    """Fit the temperature under which right and wrong predictions have the highest likelihood."""
     chances = torch.where(first.right, first.confidence, 1.0 - first.confidence).double()
     best = int(chances.clamp_min(1e-9).log().mean(-1).argmax())  # log-likelihood
     neutral = min(range(len(TEMPERATURES)), key=lambda i: abs(TEMPERATURES[i] - 1.0))
@@ -214,7 +214,7 @@ def calibration_error(confidence: Tensor, right: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Setting:
-    """Options of the runtime, and what they should give."""
+    """Options of the runtime, and their expected gain."""
 
     exit_layers: tuple[int, ...]
     exit_threshold: tuple[float, ...]
@@ -224,7 +224,7 @@ class Setting:
 
 
 def exits(drafts: Sequence[tuple[Tensor, Tensor]], thresholds: Sequence[float]) -> Exits:
-    """Statistics over N positions; confidence and right ones, [N], by layer from the shallowest."""
+    """Exit statistics over N positions; `drafts`: confidence and right [N] by rising layer."""
     waiting, at, kept = torch.ones_like(drafts[0][1]), list[float](), 0
     for (sure, right), tau in zip(drafts, thresholds, strict=True):
         leaves = waiting & (sure >= tau)
@@ -236,7 +236,7 @@ def exits(drafts: Sequence[tuple[Tensor, Tensor]], thresholds: Sequence[float]) 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What was found."""
+    """Results of a calibration."""
 
     positions: int  # held-out answer positions
     coverage: float  # share of them where the heads can draft the model's token
@@ -249,7 +249,7 @@ class Calibration:
 
     @property
     def drafter(self) -> str:
-        """What should draft: heads if they should beat plain decoding, else what pays."""
+        """The default drafter: heads if they should beat plain decoding, else whatever pays."""
         if self.setting.speed_up > 1.0:
             return FITTED
         pays = any(row < 1.0 for row in self.costs.rows or (USUAL,))
@@ -263,7 +263,7 @@ class Calibration:
         paying = Exit(
             layers=setting.exit_layers,
             threshold=setting.exit_threshold,
-            anneal_strength=0.0,  # it is in the fitted temperatures
+            anneal_strength=0.0,  # the fitted temperatures account for it
             max_tokens=setting.max_draft_tokens,
             guesses=_GUESSES if setting.exit_layers == (0,) else 1,
         )
@@ -278,7 +278,7 @@ def calibrate(heads: ExitHeads, text: Selection, costs: Costs, most_layers: int 
     found, sure = dict[int, Reliability](), dict[int, list[tuple[Tensor, Tensor]]]()
     candidates = dict[int, list[float]]()
     for layer, (first, later) in score(heads, text.batches()).items():
-        later = later if len(later.right) else first  # every answer is one token
+        later = later if len(later.right) else first  # if every answer is one token
         found[layer] = reliability(first, later if heads.feeds_itself else None)
         fitted = TEMPERATURES.index(found[layer].temperature)
         sure[layer] = [(one.confidence[fitted], one.right) for one in (first, later)]
@@ -289,7 +289,7 @@ def calibrate(heads: ExitHeads, text: Selection, costs: Costs, most_layers: int 
     cost = DraftCost.with_costs(costs, heads.config.num_layers)
 
     def settings() -> Iterator[Setting]:
-        """Any few layers, at any of their thresholds, and drafts of up to seven tokens."""
+        """All sets of few layers, with all their thresholds, and drafts of up to seven tokens."""
         for count in range(1, most_layers + 1):
             for layers in itertools.combinations(sorted(candidates), count):
                 for taus in itertools.product(*(candidates[layer] for layer in layers)):
@@ -312,7 +312,7 @@ def calibrate(heads: ExitHeads, text: Selection, costs: Costs, most_layers: int 
 def write_calibration(
     heads: ExitHeads, folder: Path, found: Calibration, run: dict[str, Any]
 ) -> None:
-    """Temperatures and defaults into the heads' config, the record beside it, the card anew."""
+    """Write temperatures and defaults to the heads' config, a record, and a new card."""
     options = SpeculationOptions().updated(heads.config.defaults)
     heads.config = replace(
         heads.config,
@@ -337,7 +337,7 @@ def measured_entropy(
     batch_tokens: int,
     progress: Callable[[int, int], None],
 ) -> dict[str, float]:
-    """tau_H over the answers of a text, and the mean entropy there, in nats.
+    """Measure tau_H over the answers of a text, and the mean entropy there, in nats.
 
     tau_H is the mean of the highest ceil(SHARE N) of N entropies (equation 10).
     """
@@ -360,6 +360,6 @@ def measured_entropy(
 
 @torch.no_grad()
 def entropies(backbone: Backbone, hidden: Tensor) -> Tensor:
-    """The model's entropy behind the last layer's states, [N, d] -> [N] in nats, temperature 1."""
+    """The model's entropy from last-layer states, [N, d] -> [N] in nats, at temperature 1."""
     parts = [entropy(backbone.logits(rows).softmax(-1)) for rows in hidden.split(LOGIT_ROWS)]
     return torch.cat(parts).cpu()
