@@ -1,7 +1,7 @@
-"""From a model to heads that draft for it, in a given time: `selfspec adapt`, `selfspec.adapt`.
+"""Makes heads for a model within a given time: `selfspec adapt`, `selfspec.adapt`.
 
 The model writes text, heads are fitted to it and calibrated, settings are tuned for this machine,
-and generation with the heads is timed against generation without, on prompts held out.
+and generation with the heads is timed against generation without, on held-out prompts.
 """
 
 from __future__ import annotations
@@ -53,50 +53,50 @@ TEXT, HEADS, REPORT, STATE = "text.jsonl", "heads", "report.md", "adapt.json"
 BEFORE = "heads-before"
 
 _TEXT_UNTIL, _FIT_UNTIL = 0.5, 0.8
-"""Shares of the budget. What is left is for settings and for the comparison."""
+"""Shares of the budget. The rest is for settings and for the comparison."""
 
 _BATCHES = (8, 16, 32, 64, 128)
 _ROW_TOKENS = 250  # steps of a batch, of its longest rows: an answer has some 100 tokens on average
-_STEPS = 12  # that are timed to know how many rows a batch may have
-_LEAST_BATCHES = 6  # in the text's time, so that it ends in time and families are mixed
+_STEPS = 12  # steps that are timed to choose the rows of a batch
+_LEAST_BATCHES = 6  # batches of the text, so that it ends in time and mixes families
 
 _MOST_EPOCHS = 8
-_LEAST_STEP, _STEPS_EACH = 256, 150  # tokens of a step, and steps of an epoch as far as these allow
-_HELPFUL = 20_000  # answer tokens from which on heads of SmolLM2-135M gained over prompt lookup
+_LEAST_STEP, _STEPS_EACH = 256, 150  # fewest tokens of a step, and steps of an epoch if they allow
+_HELPFUL = 20_000  # answer tokens above which heads of SmolLM2-135M gained over prompt lookup
 
 _TUNE_ON = 6
 _TUNE_SHARE = 0.1  # most of the budget that tuning gets
 
 _FEWEST, _MOST = 6, 60  # prompts that are timed
-_LEAST_ANSWER, _ANSWER = 16, 64  # tokens of their answers
+_LEAST_ANSWER, _ANSWER = 16, 64  # fewest and most tokens of their answers
 
-WAYS: dict[str, dict[str, Any]] = {  # what is compared
+WAYS: dict[str, dict[str, Any]] = {  # ways to generate that are compared
     "without drafts": {"speculate": False},
     "prompt lookup": {"speculate": True, "drafter": "ngram"},
     "these heads": {},
 }
 
-Show = Callable[[float, float, str], None]  # gets seconds spent, seconds in all, and words
+Show = Callable[[float, float, str], None]  # called with seconds spent, seconds in all, and words
 
 
 class Row(NamedTuple):
     """A prompt that was answered in all WAYS."""
 
     task: str
-    tokens: int  # behind the first
-    seconds: list[float]  # by way, behind the first token, for as many tokens
+    tokens: int  # after the first
+    seconds: list[float]  # by way, after the first token, for the same number of tokens
     verifications: int  # with these heads
-    same: bool  # all texts are one
+    same: bool  # all texts are the same
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What came out."""
+    """Results of an adaptation."""
 
     model: str
     heads: Path
-    drafts: bool  # the heads by themselves, as it was calibrated and tuned
-    used: bool  # from now on by `load` and the commands, where no others are named
+    drafts: bool  # the heads draft by default, by calibration and tuning
+    used: bool  # `load` and the commands use them by default from now on
     answer_tokens: int
     epochs: float
     spent_s: float
@@ -108,7 +108,7 @@ class Report:
         return [row.seconds[list(WAYS).index(way)] for row in self.rows]
 
     def tokens_per_s(self, way: str) -> float:
-        """Behind the first token, over all prompts."""
+        """The rate after the first token, over all prompts."""
         return sum(row.tokens for row in self.rows) / sum(self._seconds(way))
 
     def gain(self, over: str) -> SpeedUp:
@@ -117,7 +117,7 @@ class Report:
 
     @property
     def faster(self) -> bool:
-        """Whether it is shown that the heads help: nothing that slows is to be used by itself."""
+        """Whether the heads are shown to help: nothing that slows is used by default."""
         return (
             self.drafts
             and len(self.rows) >= _FEWEST
@@ -144,14 +144,14 @@ def adapt(
     seed: int = 0,
     show: Show | None = None,
 ) -> Report:
-    """Heads for `model` (as `selfspec.load` has it), made within `budget` (90s, 30m, 2h).
+    """Make heads for `model` (as in `selfspec.load`) within `budget` (90s, 30m, 2h).
 
-    Everything is in the folder `output` (None: named after the model); what a killed call left
-    there is taken up. `recipe`: prompt families in place of the built-in ones; `questions`: a file
-    of your own prompts, of which every fifth is kept back to measure on; `passages`: a folder of
-    texts to ask about. `raw`: for base models, which know no turns.
-    `show` hears of the progress. Raises what `load` raises, InvalidData for a model without a chat
-    template, CannotWrite, and InvalidOption where `output` was begun otherwise.
+    Writes everything to the folder `output` (None: named after the model), and continues a killed
+    call there. `recipe`: prompt families instead of the built-in ones. `questions`: a file of your
+    own prompts, of which every fifth is held out to measure on. `passages`: a folder of texts to
+    ask about. `raw`: for base models, which know no turns. `show` is called with the progress.
+    Raises what `load` raises, InvalidData for a model without a chat template, CannotWrite, and
+    InvalidOption if `output` was begun with other options.
     """
     seconds = seconds_of(budget)
     if output is None:
@@ -180,20 +180,20 @@ def adapt(
 
 @dataclass
 class _State:
-    """How far it is, as `adapt.json` holds it."""
+    """The progress, as stored in `adapt.json`."""
 
-    made_from: dict[str, Any]  # what must be the same for a folder to be continued
+    made_from: dict[str, Any]  # must be unchanged to continue a folder
     budget_s: float
     begun_s: float = 0.0  # spent before with a smaller budget
     spent_s: float = 0.0
     batch_size: int = 0  # rows; 0: not chosen yet
     tokens: int = 0  # answer tokens of the text; 0: it is being written
     epochs: int = 0  # 0: not chosen yet
-    seen: float = 0.0  # epochs that were done: fewer where the time got short
+    seen: float = 0.0  # epochs that were done: fewer if time was short
     fitted: bool = False
     tuned: bool = False
     agreement: dict[str, tuple[int, float]] = field(default_factory=dict)
-    asked: int = 0  # prompts, of which those have a row whose answer has two tokens at least
+    asked: int = 0  # prompts; those whose answers have at least two tokens have a row
     rows: list[tuple[str, int, list[float], int, bool]] = field(default_factory=list)  # each a Row
     used: bool = False
     finished: bool = False
@@ -213,7 +213,7 @@ class _Adaptation:
     show: Show
 
     def __post_init__(self) -> None:
-        """Loads the model. Raises InvalidOption where the folder was begun otherwise."""
+        """Load the model. Raises InvalidOption if the folder was begun with other options."""
         self._heads = self.folder / HEADS
         self.show(0.0, self.budget_s, "loading the model")
         self._dtype = self.loading["dtype"] or hub.training_dtype(self.loading["device"])
@@ -227,7 +227,7 @@ class _Adaptation:
         self._before, self._began = self._state.spent_s, time.monotonic()
 
     def _begun(self) -> _State:
-        """A new folder's state, or that of a begun one; with a larger budget it is reopened."""
+        """The state of a new or begun folder; a larger budget reopens a finished one."""
         made_from = {
             "model": self._fingerprint,
             "dtype": self._dtype,
@@ -245,7 +245,7 @@ class _Adaptation:
             state = record_of(_State, read_json(file))
         require_same(self.folder, state.made_from, made_from, "remove the folder")
         if self.budget_s > state.budget_s:
-            if is_heads_folder(self._heads):  # which the next ones go on from
+            if is_heads_folder(self._heads):  # the next heads start from these
                 shutil.copytree(self._heads, self.folder / BEFORE, dirs_exist_ok=True)
             (self._heads / hub.CHECKPOINT).unlink(missing_ok=True)  # of a fit to less text
             state = _State(made_from, self.budget_s, state.spent_s, state.spent_s, state.batch_size)
@@ -257,14 +257,14 @@ class _Adaptation:
             return self._report()
         if not state.tokens:
             self._write_text()
-        # by its own modules, which give states
+        # the generic executor gives states
         self._backbone = Backbone(self._model, executor="generic", fingerprint=self._fingerprint)
         train, held_out, families = self._features()
         if not state.fitted:
             self._fit(train, held_out)
         if not state.tuned:
             self._calibrate(held_out, families)
-        # `load` reads the model as users will, from blocks where there are any
+        # `load` reads the model as users will, from quantised blocks if the file has them
         del train, held_out, self._backbone, self._model
         self._compare([talk for _, talk in families])
         if self._report().faster:
@@ -296,7 +296,7 @@ class _Adaptation:
         return self._before + time.monotonic() - self._began
 
     def _left(self, until: float = 1.0) -> float:
-        """Seconds to a share of the budget, or of what was added to it."""
+        """Seconds left of a share of the budget, or of what was added to a finished one."""
         begun = self._state.begun_s
         return begun + until * (self._state.budget_s - begun) - self._spent
 
@@ -311,7 +311,7 @@ class _Adaptation:
 
     def _write_text(self) -> None:
         state, backbone = self._state, Backbone(self._model, fingerprint=self._fingerprint)
-        self._began = time.monotonic()  # compiling, once for a machine, is not of the budget
+        self._began = time.monotonic()  # compiling, once per machine, does not count
         if not state.batch_size:
             state.batch_size = self._batch_size(backbone)
         longest = min(self.text.max_new_tokens, backbone.max_positions // 2)
@@ -345,7 +345,7 @@ class _Adaptation:
         self._save()
 
     def _batch_size(self, backbone: Backbone) -> int:
-        """Rows of a batch, so that the text's time holds several batches."""
+        """Choose the rows of a batch, so that the text's time holds several batches."""
         low, high = _BATCHES[0], _BATCHES[2]
         few, many = (self._timed_step(backbone, rows) for rows in (low, high))
         slope = max(0.0, (many - few) / (high - low))
@@ -376,7 +376,7 @@ class _Adaptation:
     # --- features and heads
 
     def _features(self) -> tuple[Selection, Selection, list[tuple[str, Conversation]]]:
-        """To fit, to measure on, and what is measured on by family of the recipe."""
+        """Features to fit and to measure on, and the held-out texts with their families."""
 
         def parse(record: dict[str, Any]) -> tuple[str, Conversation]:
             return str(record.get("family", "")), encoded(record, self._tokenizer)
@@ -386,14 +386,14 @@ class _Adaptation:
         if len(answered) < 2:
             hint = "Give a larger --budget, or --raw for a base model"
             raise InvalidData(f"{len(answered)} answers could be written in this time. {hint}")
-        # the last ones: within a batch rows ask about the same articles
+        # hold out the last ones: rows of one batch may ask about the same articles
         count = min(max(_FEWEST + 2, len(answered) // 20), len(answered) // 4)
         held_out = answered[-max(1, count) :]
         kept = {id(row) for row in held_out}
         train = [row[1] for row in rows if id(row) not in kept]
         backbone, options, most = self._backbone, self._fit_options(), CacheOptions().batch_tokens
         spec, measured = (fit.feature_spec(backbone, options, measured=m) for m in (False, True))
-        # heads learn by steps: a small text is cut into as many as pay
+        # heads need many steps: a small text is cut into small ones
         ids = sum(len(talk.ids) for talk in train)
         step = min(most, max(_LEAST_STEP, ids // _STEPS_EACH))
         size = ids * spec.bytes_per_token(backbone.hidden_size, backbone.dtype.itemsize)
@@ -406,7 +406,7 @@ class _Adaptation:
         return FitOptions(epochs=self._state.epochs or 1, checkpoint_steps=50, seed=self.text.seed)
 
     def _fit(self, train: Selection, held_out: Selection) -> None:
-        """Fit for as many epochs as there is time for; less where it turns out to be short."""
+        """Fit for as many epochs as time allows, fewer if they take longer than expected."""
         state, before, start = self._state, self.folder / BEFORE, None
         if is_heads_folder(before):
             start = heads_of(before, self._backbone, self._label)
@@ -423,7 +423,7 @@ class _Adaptation:
             held_out="other conversations",
         )
         if not state.epochs:
-            self._say("fitting: looking how long a step takes")
+            self._say("fitting: timing a step")
             state.epochs = self._epochs(job)
             self._save()
         begun = self._heads / hub.CHECKPOINT
@@ -450,8 +450,8 @@ class _Adaptation:
         return max(1, min(int(left / (heads * batches)), _MOST_EPOCHS))
 
     def _calibrate(self, held_out: Selection, families: Sequence[tuple[str, Conversation]]) -> None:
-        """Temperatures and settings; agreement by the first word of families' names."""
-        self._say("temperatures")
+        """Calibrate, and measure agreement by the first word of the families' names."""
+        self._say("calibrating")
         heads = heads_of(self._heads, self._backbone, self._label)
         found = records.calibrate(heads, held_out, quick_costs(Backbone(self._model), heads))
         records.write_calibration(heads, self._heads, found, {"data": TEXT})
@@ -468,7 +468,7 @@ class _Adaptation:
     # --- this machine
 
     def _compare(self, held_out: Sequence[Conversation]) -> None:
-        """Tune, then answer prompts in all WAYS; what is tuned on is not timed."""
+        """Tune, then time other prompts in all WAYS."""
         state = self._state
         self._say("loading the model with its heads")
         speculator = load(heads=self._heads, **self.loading)
@@ -499,7 +499,7 @@ class _Adaptation:
     def _prompts(
         self, held_out: Sequence[Conversation]
     ) -> tuple[list[Prompt], list[tuple[str, Prompt]]]:
-        """To tune on: beginnings of text held out. To compare on: questions held out, or such."""
+        """Prompts to tune on, from held-out text, and to compare on: own, held-out or suite."""
         begun: list[Prompt] = [[*talk.ids[: talk.answers[0][0]]] for talk in held_out]
         tuning = spread(begun, min(_TUNE_ON, max(1, len(begun) // 2)))
         if self.own:
@@ -519,7 +519,7 @@ class _Adaptation:
         room = min(_TUNE_SHARE * self._state.budget_s, self._left() / 2)
         if (count := min(len(prompts), int(room / prompt_s))) < 2:
             return
-        with suppress(InvalidOption):  # answers of one token say nothing
+        with suppress(InvalidOption):  # too few answers of several tokens to tune on
             found = tune(
                 speculator,
                 prompts[:count],
@@ -539,7 +539,7 @@ class _Adaptation:
         order = [*WAYS][first:] + [*WAYS][:first]
         answers = {way: self._answered(speculator, prompt, tokens, WAYS[way]) for way in order}
         last, counts = answers["these heads"], [len(answers[way].token_ids) - 1 for way in WAYS]
-        seconds = [  # texts may part, and then one ends before the other
+        seconds = [  # texts may differ, and then in length, too
             answers[way].stats.decode_s * counts[-1] / max(1, count)
             for way, count in zip(WAYS, counts, strict=True)
         ]

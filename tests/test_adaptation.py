@@ -90,7 +90,7 @@ def test_with_more_time_it_writes_more_text_and_the_heads_learn_on(folder: Path)
 
 
 def test_a_killed_one_goes_on(tmp_path: Path) -> None:
-    steps = ("writing", "fitting: step", "temperatures", "comparing")
+    steps = ("writing", "fitting: step", "calibrating", "comparing")
     for step in steps:
 
         def killed(_spent: float, _budget: float, words: str, step: str = step) -> None:
