@@ -7,9 +7,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no test asks the network
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch is: of programs that tests start, too
-os.environ.setdefault("CXX", "c++ -Wall -Wextra -Werror")  # what optimisers warn of, too
+os.environ["HF_HUB_OFFLINE"] = "1"  # set before transformers is imported: no test uses the network
+os.environ["OMP_NUM_THREADS"] = "1"  # set before torch is imported; holds for child processes, too
+os.environ.setdefault("CXX", "c++ -Wall -Wextra -Werror")  # compilers' warnings fail tests
 
 import pytest
 import torch
@@ -30,16 +30,16 @@ settings.load_profile("suite")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests run first, so that no worker is left alone with one at the end."""
+    """Run files with slow tests first, so that no worker is left alone with one at the end."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cache folder of the tests' own, and no options of the user: neither may decide a test.
+    """Use a cache folder of the tests' own and no options of the user, which could change results.
 
-    Compiled loops are shared with the user's, models that are made of files by this run's workers.
+    Compiled loops are shared with the user's cache, converted models among this run's workers.
     """
     own, run = tmp_path_factory.mktemp("cache"), tmp_path_factory.getbasetemp()
     run = run.parent if "PYTEST_XDIST_WORKER" in os.environ else run
@@ -47,14 +47,14 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(own))
         patch.setenv("XDG_CONFIG_HOME", str(own / "config"))
-        # what rows and heads cost must not hang on how busy this machine is
+        # costs of rows and heads must not depend on how busy this machine is
         patch.setattr(tuned, "first_costs", lambda *_: {})
         yield
 
 
 @pytest.fixture
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder of one test's own, empty but for the compiled loops."""
+    """A cache folder for one test, empty except for the compiled loops."""
     _share(tmp_path / "cache", compiled=cache_folder() / "compiled")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "selfspec"
@@ -62,18 +62,18 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
-    """Of tiny products a second one only waits, for seconds on a busy machine; tests may ask."""
+    """Use one thread: in tiny linear layers a second one only waits. Tests may set more."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def no_known_heads() -> None:
-    """Heads that one test fits must not be found by the next, which has the same tiny model."""
+    """Forget heads that another test fitted to the same tiny model."""
     shutil.rmtree(cache_folder() / "known-heads", ignore_errors=True)
 
 
 def _share(folder: Path, **parts: Path) -> None:
-    """Makes `folder` a place for caches, of which some parts are elsewhere."""
+    """Make `folder` a cache folder, with links to shared `parts` elsewhere."""
     (folder / "selfspec").mkdir(parents=True)
     for name, shared in parts.items():
         shared.mkdir(parents=True, exist_ok=True)
@@ -88,23 +88,23 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture(scope="session")
 def exact() -> PreTrainedModel:
-    """The same in float64, where equal tokens are no matter of luck."""
+    """The same in float64, where rounding does not change tokens."""
     return make_model("llama", torch.float64)
 
 
 @pytest.fixture(scope="session")
 def backbone(model: PreTrainedModel) -> Backbone:
-    """The tiny Llama, cut open. It holds no state of its own, so all tests share it."""
+    """The tiny Llama as a backbone. It holds no state of its own, so all tests share it."""
     return Backbone(model)
 
 
 @pytest.fixture
 def precise() -> Backbone:
-    """The same in float64, where a row has the same tokens in every way to compute it."""
+    """The same in float64, where tokens do not depend on how rows are computed."""
     return wrapped("llama", torch.float64)
 
 
 @pytest.fixture(scope="session")
 def default() -> Speculator:
-    """The default model with its heads; what it is asked for goes with each call."""
+    """The default model with its heads; tests pass options with each call."""
     return load(costs=CHEAP)

@@ -1,6 +1,6 @@
-"""Random requests to tiny models, and what Hugging Face answers to them; called by test_fuzz.py.
+"""Random requests to tiny models, and Hugging Face's answers to them; used by test_fuzz.py.
 
-A case holds numbers and names only, so that hypothesis prints it as it is and it can be typed in
+A case holds numbers and names only, so that hypothesis prints it in full and it can be typed in
 again. Prompts are short or end near a limit: a sliding window (8), a block (64), the context (80).
 """
 
@@ -33,7 +33,7 @@ from tests.models import VOCAB_SIZE, make_model, random_ids
 LAYERS = 4
 CONTEXT = 80
 FURTHEST = CONTEXT + 24
-"""Ids of a prompt and its answer, at most: some lie behind the context, where answers go on."""
+"""Most ids of a prompt and its answer: some exceed the context length, where answers continue."""
 MOST_NEW = 20
 
 EXITS = {"logit-lens": (1, 2, 3), "deep-fused": (0, 1, 3)}
@@ -44,7 +44,7 @@ WORDS = [chr(97 + token % 26) * (1 + token // 26) for token in range(VOCAB_SIZE)
 
 @dataclass(frozen=True)
 class Prompt:
-    """Ids that are the same at every call; of few different ones, so that n-grams come again."""
+    """Ids that are the same at every call; few of them differ, so that n-grams repeat."""
 
     length: int
     seed: int
@@ -58,18 +58,18 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Wishes:
-    """What a caller asks Hugging Face for; hashable, so that its answer can be kept."""
+    """A caller's options for Hugging Face; hashable, so that answers can be cached."""
 
     keywords: tuple[tuple[str, Any], ...]
     every: int = 0
-    """A criterion stops behind an id that this divides; 0: none does."""
+    """A stopping criterion ends a text after an id that this divides; 0: there is none."""
     strings: tuple[str, ...] = ()
     stateful: bool = False
-    """A processor that counts its calls."""
+    """Whether a processor counts its calls."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """Keywords of `generate`, but for stop strings; fresh objects at every call."""
+        """Keywords of `generate` without stop strings; new objects at every call."""
         found = {name: as_list(value) for name, value in self.keywords}
         if self.every:
             found["stopping_criteria"] = [self.divides]
@@ -82,7 +82,7 @@ class Wishes:
         return ids[:, -1] % self.every == 0
 
     def reason(self, ids: Tensor) -> str:
-        """Why a text [1, n] that is complete has ended."""
+        """Why a complete text [1, n] has ended."""
         ends = self.options.get("eos_token_id", [])
         if int(ids[0, -1]) in (ends if isinstance(ends, list) else [ends]):
             return "eos"
@@ -95,7 +95,7 @@ class Wishes:
 
 @dataclass(frozen=True)
 class Case:
-    """One request: what is asked, and how it is drafted."""
+    """One request, and how drafts are made for it."""
 
     prompt: Prompt
     wishes: Wishes
@@ -126,7 +126,7 @@ def as_list(value: Any) -> Any:
 
 @cache
 def tokenizer() -> PreTrainedTokenizerBase:
-    """One to four letters an id."""
+    """A tokenizer with one to four letters per id."""
     letters = Tokenizer(models.BPE({word: i for i, word in enumerate(WORDS)}, []))
     letters.decoder = decoders.Fuse()
     built = PreTrainedTokenizerFast(tokenizer_object=letters)
@@ -161,9 +161,9 @@ def configuration(number: int) -> tuple[str, Sizes]:
 def model(
     family: str, dtype: torch.dtype, layers: int = LAYERS, sizes: Sizes = ()
 ) -> PreTrainedModel:
-    """Deep layers add little, so that about half of the drafts are right; `layers` keep the first.
+    """A tiny model whose deep layers add little, so that about half of the drafts are right.
 
-    A model of fewer layers has the weights of the larger one.
+    With fewer `layers` it has the first layers of the whole model.
     """
     lengths: dict[str, Any] = {"num_hidden_layers": LAYERS, "max_position_embeddings": CONTEXT}
     made: Any = make_model(family, dtype, **lengths, **dict(sizes))
@@ -186,7 +186,7 @@ datastore = cache(lambda: Datastore.of(random_ids(20_000).tolist(), tokenizer())
 def speculator(
     family: str, dtype: torch.dtype, executor: str, kind: str, sizes: Sizes = ()
 ) -> Speculator:
-    """With heads of a kind, and a draft model of two layers."""
+    """A speculator with heads of a kind, and a draft model of two layers."""
     heads: Any = kind
     whole = model(family, dtype, sizes=sizes)
     if kind != "logit-lens":
@@ -225,7 +225,7 @@ lengths = st.one_of(
     st.integers(1, FURTHEST - 1),
 )
 FORCED = VOCAB_SIZE - 1
-ids = st.integers(0, FORCED - 1)  # transformers refuses to force what it is to suppress
+ids = st.integers(0, FORCED - 1)  # transformers cannot force an id that it suppresses
 
 
 @st.composite
@@ -244,7 +244,7 @@ def wishes(draw: st.DrawFn, length: int) -> Wishes:
         found["eos_token_id"] = ends
     stateful = False
     if ends and draw(st.booleans()):
-        # by itself: it makes a NaN of a score that another processor set to minus infinity
+        # alone: it makes NaN of a score that another processor set to minus infinity
         found["exponential_decay_length_penalty"] = (2, 1.3)
     elif draw(st.booleans()):
         found |= draw(st.fixed_dictionaries({}, optional=PROCESSORS))
@@ -276,7 +276,7 @@ CHOICES: list[dict[str, Any]] = [
     {"do_sample": True, "top_k": 1, "temperature": 3.0},
     {"do_sample": True, "top_k": 0, "top_p": 1e-6},
 ]
-"""How a token is chosen; sampling from the best one alone is the greedy choice."""
+"""Ways to choose a token; sampling from the best one alone is the greedy choice."""
 
 shares = st.sampled_from([0.01, 0.05, 0.2, 0.5, 0.9, 1.0])
 
@@ -285,7 +285,7 @@ shares = st.sampled_from([0.01, 0.05, 0.2, 0.5, 0.9, 1.0])
 def speculations(
     draw: st.DrawFn, heads: str, kept: tuple[bool | None, ...] = (None, None, False, True)
 ) -> dict[str, Any]:
-    """Options that are in range and fit together; `kept`: whether bits have to be, pinned."""
+    """Options that are in range and fit together; `kept`: values of `pinned`."""
     layers = tuple(sorted(draw(st.sets(st.sampled_from(EXITS[heads]), min_size=1))))
     rows = draw(st.sampled_from([4, 8]))
     pinned = draw(st.sampled_from(kept))
@@ -371,11 +371,11 @@ def cases(draw: st.DrawFn, executors: tuple[str, ...]) -> Case:
 
 @st.composite
 def batches(draw: st.DrawFn, executors: tuple[str, ...]) -> tuple[Case, list[Tensor]]:
-    """A request whose bits are kept, and prompts that are answered with it, its own among them."""
+    """A request that keeps its bits, and the prompts of its batch, its own among them."""
     case = draw(cases(executors))
     kept = (True,) if case.executor == "generic" else (None, True)
     case = replace(case, speculation=draw(speculations(case.heads, kept)))
-    many = 0 if case.wishes.stateful else 4  # a processor that counts its calls is for one text
+    many = 0 if case.wishes.stateful else 4  # a processor that counts its calls serves one text
     others = draw(st.lists(prompts(longest=case.prompt.length), max_size=many))
     place = draw(st.integers(0, len(others)))
     together = [*others[:place], case.prompt, *others[place:]]
@@ -387,23 +387,23 @@ DRAWS: list[dict[str, Any]] = [
     {"do_sample": True, "seed": 1, "temperature": 0.8},
     {"do_sample": True, "seed": 2, "top_p": 0.7},
 ]
-"""Sampling that keeps a text by its seed."""
+"""Sampling options whose seed fixes the text."""
 
 
 @dataclass(frozen=True)
 class Turn:
     keep: int
-    """Ids of the text so far that the new prompt begins with, at most."""
+    """Most ids of the text so far with which the new prompt begins."""
     added: Prompt
     wishes: Wishes
     pieces: int | None
-    """After so many the stream is closed."""
+    """Pieces after which the stream is closed; None: it runs to its end."""
     speculation: dict[str, Any] = field(hash=False)
 
 
 @st.composite
 def conversations(draw: st.DrawFn) -> tuple[str, list[Turn]]:
-    """A kind of heads, and turns that take up the whole text, a part of it, or nothing."""
+    """A kind of heads, and turns that continue the whole text, a part of it, or nothing."""
     heads = draw(st.sampled_from(sorted(EXITS)))
     return heads, draw(st.lists(turns(heads), min_size=2, max_size=4))
 

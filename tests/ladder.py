@@ -51,20 +51,20 @@ FIXED = PassShape(rows=6, slots=64)
 """Passes of one shape: the drafts below are at most 5 wide, the texts at most 58 long."""
 
 FREE = PassShape()
-"""Passes as they come, where kernels do not care; everywhere else nothing is pinned."""
+"""Passes of any shape: pinned only if kernels treat rows alike."""
 
 NEW_TOKENS = 20
 
 EXITS = (2, 4, 5)
 DEEP_EXITS = (0, 3)
 Kinds = Collection[str] | None
-"""Of drafts, by name; None: all."""
+"""Names of kinds of drafts; None: all."""
 
 FEW = ("oracle", "wrong", "random", "eager exits", "attending", "trees around seen text")
-"""Drafts of every width: what test_mutants.py plants, these find too."""
+"""Drafts of every width, which also find the bugs that test_mutants.py plants."""
 
 TEMPERATURE = 4.0
-"""For sampling: the tiny models' own distributions are nearly one-hot."""
+"""Temperature of sampling: the tiny models' own distributions are nearly one-hot."""
 
 
 @dataclass
@@ -106,7 +106,7 @@ def decode(
 def rounds(
     state: DecodeState, drafter: Drafter, stop: StopRule, rule: AcceptanceRule | None = None
 ) -> Generator[Round, None, None]:
-    """The rounds of one text that is written alone, greedily unless a rule is given."""
+    """Yield the rounds of one text that is written alone, greedily unless a rule is given."""
     steps = written(state, drafter, rule or GreedyMatch(greedy()), stop, Stopwatch())
     try:
         found = next(steps)
@@ -127,7 +127,7 @@ def greedy() -> Sampler:
 
 
 def drafting(width: int) -> Drafting:
-    """The likeliest tokens, `width` in every round."""
+    """Drafting of the likeliest tokens, `width` in every round."""
     return Drafting(greedy(), DraftController(width))
 
 
@@ -153,7 +153,7 @@ def deep_heads(
 
 def _random(config: HeadsConfig, backbone: Backbone, seed: int, by: float) -> ExitHeads:
     generator = torch.Generator().manual_seed(seed)
-    with torch.random.fork_rng(devices=[]):  # weights begin with draws: the same after any test
+    with torch.random.fork_rng(devices=[]):  # initial weights are random: the same after any test
         torch.manual_seed(seed)
         heads = ExitHeads(config, backbone.unembedding)
     for parameter in heads.eval().requires_grad_(False).parameters():
@@ -224,13 +224,13 @@ OWN = {
     "lookahead": ("", "lookahead:level=3,window=2,guesses=2"),
     "medusa chains": ("medusa", "exit:threshold=1e-9"),
 }
-"""Drafts that options ask for: whose heads, and the drafter. A low threshold drafts often and
-wrongly, which is what tests want."""
+"""Drafts made by options: the kind of heads, and the drafter. A low threshold drafts often and
+wrongly, as tests need."""
 
 EAGER = SpeculationOptions(never_slower=False).updated(
     {"costs": "row=0,head=0", "ngram": "size=2,max_tokens=5"}
 )
-"""Nothing need pay."""
+"""Options under which drafts need not pay."""
 
 HEADS: dict[str, Callable[[Backbone], ExitHeads | AttendingHeads]] = {
     "lens": lambda backbone: logit_lens(backbone.unembedding, backbone.num_layers, "tiny"),
@@ -242,7 +242,7 @@ HEADS: dict[str, Callable[[Backbone], ExitHeads | AttendingHeads]] = {
 
 
 def taught(runtime: Runtime, sequence: list[int]) -> None:
-    """Successors and a datastore of the sequence itself, every third token wrong."""
+    """Give a runtime successors and a datastore of the sequence, with every third token wrong."""
     size = runtime.backbone.vocab_size
     for at, token in enumerate(sequence[1:], start=1):
         wrong = (token + 1) % size
@@ -254,7 +254,7 @@ def taught(runtime: Runtime, sequence: list[int]) -> None:
 def drafters(
     backbone: Backbone, sequence: list[int], kinds: Kinds = None, *, trees: bool = True
 ) -> Iterator[tuple[str, Drafter, dict[str, Any]]]:
-    """Good, bad and random drafts, and real ones; with what `decode` has to know of each."""
+    """Yield good, bad, random and real drafters, with their name and keywords for `decode`."""
     size = backbone.vocab_size
     scripted: dict[str, tuple[Drafter, tuple[int, ...]]] = {
         "oracle": (OracleDrafter(sequence, width=5), ()),
@@ -276,7 +276,7 @@ def drafters(
         if name == "exits with pauses":
             options = options.updated({"never_slower": True, "costs": "row=0.3"})
         second = wrapped("llama", num_hidden_layers=3) if name == "another model" else None
-        # no second model is at hand for a real one
+        # the tiny second model does not fit a real model
         fits = second is None or second.vocab_size == size
         if (kinds is None or name in kinds) and fits and (trees or not options.grows_trees):
             heads = heads_of(kind)
@@ -297,7 +297,7 @@ def check_draft_invariance(
 ) -> None:
     """Rung 2: in pinned mode logits are bitwise the same whatever the drafts were.
 
-    Trees are made where a row's bits are its own: see `Runtime.runs_trees`.
+    Trees are drafted only where a row's bits do not depend on others: see `Runtime.runs_trees`.
     """
     plain = decode(backbone, ids, NoDrafter(), shape=shape, new_tokens=new_tokens)
     sequence, trees = ids[0].tolist() + plain.tokens, backbone.claims.steady
@@ -329,15 +329,15 @@ def check_sampling(
     """Rung 6: sampled sequences have exactly the model's distribution, by chi-square.
 
     Exits are taken at low confidence and the distributions are flattened, so that rejections and
-    residuals matter. With the fixed seed a correct sampler passes always; each of test_mutants.py's
-    has p < 1e-10 from 1,000 draws on.
+    residuals matter. With the fixed seed a correct sampler always passes; each mutant of
+    test_mutants.py has p < 1e-10 from 1,000 draws on.
     """
     size = model.config.vocab_size
     own = {name: options.pop(name) for name in OPTION_NAMES if name in options}
     speculator = wrap(model, heads=heads, drafter="exit", **options)
     low = {"exit": "layers=1,threshold=0.01,max_tokens=2", "draft_model": "max_tokens=2"}
     speculator.options = speculator.options.updated(low | own)
-    # asked once: transformers takes longer to read the keywords than the answer takes
+    # made once: transformers reads the keywords more slowly than the answer is written
     call = speculator.call(
         ids, {"max_new_tokens": length, "do_sample": True, "top_k": 0, "temperature": TEMPERATURE}
     )
@@ -366,7 +366,7 @@ def enumerate_sequences(
 def chi_square_p(
     counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float], draws: int
 ) -> float:
-    """P-value of Pearson's test; outcomes expected less than five times are pooled."""
+    """P-value of Pearson's test; outcomes expected fewer than five times are pooled."""
     pooled = [0.0, 0.0]
     statistic, cells = 0.0, 0
     for outcome, prob in expected.items():

@@ -1,4 +1,4 @@
-"""Exact laws of what acceptance rules commit, enumerated; called by test_acceptance.py."""
+"""Exact distributions of committed tokens under acceptance rules; used by test_acceptance.py."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class LoadedSampler(Sampler):
 
 
 class Share:
-    """Stands in for a uniform number: compared, it says yes with the exact probability."""
+    """Stands in for a uniform number: comparisons are true with the exact probability."""
 
     def __init__(self, dice: Dice, scale: float = 1.0) -> None:
         self.dice, self.scale = dice, scale
@@ -86,7 +86,7 @@ class Share:
 
 
 class ExactSampler(LoadedSampler):
-    """Whose uniform numbers give any probability exactly."""
+    """A Sampler whose uniform numbers give any probability exactly."""
 
     def uniform(self, device: torch.device) -> Any:
         return Share(self.dice)
@@ -106,7 +106,7 @@ def make_sampler(kind: type[Sampler], *processors: Any, do_sample: bool = True) 
 
 
 def enumerate_law(sampler: LoadedSampler, play: Callable[[], tuple[int, ...]]) -> Law:
-    """What `play` returns, with exact probabilities: every outcome of every draw is played.
+    """The exact distribution of what `play` returns: every outcome of every draw is played.
 
     Uniform numbers take the centres of 8 equal cells, which is exact as long as all acceptance
     probabilities are multiples of 1/8; so drafts here have powers of two as probabilities,
@@ -126,7 +126,7 @@ def enumerate_law(sampler: LoadedSampler, play: Callable[[], tuple[int, ...]]) -
 def verdicts(
     rule: AcceptanceRule, words: Words, logits: Tensor, draft: Draft
 ) -> list[tuple[int, bool]]:
-    """All verdicts; each token is committed before the next one is asked for, as decode does."""
+    """All verdicts; each token is committed before the next verdict, as in decode."""
     found = []
     for _, verdict in walk(cast(DecodeState, words), draft, Target(logits), rule):
         words.tokens.append(verdict.token)
@@ -145,7 +145,7 @@ def draft_words(sampler: Sampler, count: int, law: Tensor = DRAFTS) -> Draft:
 
 
 def drafted(*tokens: int, law: Tensor, belief: Tensor | None = None) -> Draft:
-    """A chain of tokens that were drawn from `law`, each."""
+    """A chain of tokens, each drawn from `law`."""
     draft = Draft.of(tokens)
     draft.proposed = [one._replace(probs=law, belief=belief) for one in draft.proposed]
     return draft
@@ -159,7 +159,7 @@ def one_round(rule: AcceptanceRule, sampler: Sampler, count: int) -> tuple[int, 
 
 
 def completed(rounds: Law, length: int, targets: Tensor = TARGETS) -> Law:
-    """The law of whole sequences after token 0, if all that is missing is drawn from the target."""
+    """The distribution of whole sequences after token 0, completed by draws from the target."""
     law: dict[tuple[int, ...], float] = defaultdict(float)
     for start, weight in rounds.items():
         for rest in product(range(len(targets)), repeat=length - len(start)):
@@ -173,7 +173,7 @@ def chance(tokens: Sequence[int], targets: Tensor = TARGETS) -> float:
 
 
 def plain(length: int, targets: Tensor = TARGETS) -> Law:
-    """The law of sequences of plain sampling after token 0."""
+    """The distribution of sequences of plain sampling after token 0."""
     return {s: chance((0, *s), targets) for s in product(range(len(targets)), repeat=length)}
 
 

@@ -20,10 +20,10 @@ from selfspec.options import Costs
 needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a compiler")
 
 EXECUTORS = ["generic", pytest.param("fused", marks=needs_compiler)]
-"""Of a CPU."""
+"""Executors on a CPU."""
 
 CHEAP = Costs(row=0.1, head=0.1)
-"""With what an executor measures, machines would differ in whether the default heads draft."""
+"""Fixed costs: by measured costs, the default heads would draft on some machines only."""
 
 VOCAB_SIZE = 96
 MAX_POSITIONS = 256
@@ -82,7 +82,7 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "cohere": (transformers.CohereConfig, {"logit_scale": 1.5}),
     "gpt_neox": (transformers.GPTNeoXConfig, {"bias": True}),  # other names, residuals side by side
 }
-"""Config class and what makes the family special: sliding windows, soft-capping, scalings."""
+"""Config class and special settings of a family: sliding windows, soft-capping, scalings."""
 
 BREADTH: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "gpt2": (transformers.GPT2Config, {}),  # learned positions
@@ -100,7 +100,7 @@ BREADTH: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
         },
     ),
 }
-"""More families, for the tests that need only a pass: what runs their layers is the same."""
+"""More families, for tests that need only a pass: the same code runs their layers."""
 
 if (_minicpm3 := getattr(transformers, "MiniCPM3Config", None)) is not None:  # not in the oldest
     BREADTH["minicpm3"] = (  # latent attention; hidden states divided before lm_head
@@ -112,11 +112,11 @@ if (_minicpm3 := getattr(transformers, "MiniCPM3Config", None)) is not None:  # 
     )
 
 if (_gemma4 := getattr(transformers, "Gemma4UnifiedTextConfig", None)) is not None:
-    # layers leave keys and values for others, and the last has heads of its own size
+    # layers share keys and values with others, and the last has its own head size
     BREADTH["gemma4"] = _gemma4, {"global_head_dim": 16}
 
 EAGER_ONLY = {"gemma2", "gptj"}
-"""Families for which transformers has or allows no sdpa: they run eager instead."""
+"""Families that run eager, because transformers has or allows no sdpa for them."""
 
 
 def make_model(
@@ -141,12 +141,12 @@ def make_model(
 def wrapped(
     family: str, dtype: torch.dtype = torch.float32, executor: str = "generic", **sizes: Any
 ) -> Backbone:
-    """Of `make_model`, each made and checked once: it keeps nothing of a text; do not change it."""
+    """The backbone of a `make_model` model, made once and shared by tests: do not change it."""
     return Backbone(make_model(family, dtype, **sizes), executor=executor)
 
 
 def noted(patch: pytest.MonkeyPatch, owner: Any, name: str, note: Callable[..., Any]) -> list[Any]:
-    """What `note` says of the arguments of each call of a function, which runs as before."""
+    """A list that gets `note`'s result for the arguments of each call of a patched function."""
     notes, run = list[Any](), getattr(owner, name)
 
     def noting(*given: Any, **named: Any) -> Any:
@@ -158,7 +158,7 @@ def noted(patch: pytest.MonkeyPatch, owner: Any, name: str, note: Callable[..., 
 
 
 def addressless(value: object) -> str:
-    """A value as the name of a test: the same in every process."""
+    """A value as text for a test's name: the same in every process."""
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
@@ -170,7 +170,7 @@ def random_ids(length: int, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> Tens
 
 @torch.no_grad()
 def _fill(model: PreTrainedModel) -> None:
-    """Weights large enough that each layer changes the answer and logits have a clear maximum."""
+    """Set weights so large that each layer changes the answer and logits have a clear maximum."""
     generator = torch.Generator().manual_seed(0)
     for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator)
