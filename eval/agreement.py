@@ -35,7 +35,7 @@ from selfspec.training.text import Conversation, Counts, encoded
 
 DRAFTS, BATCH_TOKENS = 3, 2048
 Right = dict[str, list[tuple[int, int]]]
-"""By kind of text: right ones and all, of first, second and third drafts."""
+"""By kind of text: counts of right and of all first, second and third drafts."""
 
 
 def main(

@@ -1,18 +1,18 @@
-r"""Ways of decoding on the same prompts, each by all, in random order; first turns, greedy.
+r"""Compares ways of decoding on the same prompts (first turns, greedy), in random order.
 
     python -m eval.compare --drafter "chain=ngram+exit:guesses=1,max_tokens=2" \
         --drafter "tree=ngram+exit" --suite spec-bench --output eval/results/trees
     python -m eval.compare --numbers --llama-cpp PYTHON --openvino PYTHON --output rivals
 
-Plain decoding and the drafters, without any the default. With `--llama-cpp` and `--openvino`,
-interpreters that have `llama-cpp-python` and `openvino-genai`: these on the same GGUF file, ids and
-threads, and with their prompt lookup; with `--int4` OpenVINO on a folder that `optimum-cli export
-openvino` made, too. Each runs in a process of its own, which waits while others work. With
-`--numbers` ours from de-quantised weights too, and Hugging Face's `generate` on those, with its
-prompt lookup and its early exit too. Prompt lookup drafts 10 tokens. `--busy`: beside other
-programs, processes that compute without end; else nothing should run on the machine. Writes what
-`selfspec bench` does, and how often each way fits into the time of the first rival, or of the first
-drafter; goes on where it was stopped. Exit code 1 where drafts change a text.
+Runs plain decoding and the given drafters, or the default. `--llama-cpp` and `--openvino` name
+interpreters that have `llama-cpp-python` and `openvino-genai`: these run on the same GGUF file, ids
+and threads, also with their prompt lookup; with `--int4` OpenVINO also runs on a folder that
+`optimum-cli export openvino` made. Each runs in its own process, which waits while others work.
+`--numbers` adds ours with de-quantised weights, and Hugging Face's `generate` on those, also with
+its prompt lookup and its early exit. Prompt lookup drafts 10 tokens. `--busy` starts other
+processes that compute without end; else nothing should run on the machine. Writes what `selfspec
+bench` does, and each way's speed-up over the first rival, or over the first drafter. The same
+command continues a stopped run. Exit code 1 if drafts change a text.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ASSISTED: dict[str, dict[str, Any]] = {
     LOOKUP: {"prompt_lookup_num_tokens": 10},
     ", early exit": {"assistant_early_exit": 3},
 }
-"""Keywords of Hugging Face's `generate`; of early exits the shallow one was the fastest."""
+"""Keywords of Hugging Face's `generate`; the shallow early exit was the fastest."""
 
 
 def rival(
@@ -63,7 +63,7 @@ def rival(
 
 
 def elsewhere(own: Speculator, by: Decode, _: Speculator, *asked: Any) -> Written:
-    """On a model of other weights than the bench's."""
+    """Decode on a model with other weights than the bench's."""
     with endless(own):
         return by(own, *asked)
 
@@ -85,10 +85,10 @@ def main(
     limit: lab.Limit = None,
     new_tokens: lab.NewTokens = 64,
     threads: lab.Threads = 2,
-    context: Annotated[int, typer.Option(help="Positions that llama.cpp keeps room for.")] = 4096,
-    numbers: Annotated[bool, typer.Option(help="De-quantised weights, too.")] = False,
-    lookup: Annotated[bool, typer.Option(help="Others with drafts of their own, too.")] = True,
-    busy: Annotated[int, typer.Option(help="Other processes that compute meanwhile.")] = 0,
+    context: Annotated[int, typer.Option(help="Context length of llama.cpp.")] = 4096,
+    numbers: Annotated[bool, typer.Option(help="Also run de-quantised weights.")] = False,
+    lookup: Annotated[bool, typer.Option(help="Also run the others with their own drafts.")] = True,
+    busy: Annotated[int, typer.Option(help="Other processes that compute at the same time.")] = 0,
 ) -> None:
     if int4 is not None and openvino is None:
         raise InvalidOption("int4 is a folder for OpenVINO. Give --openvino, or leave it out")
@@ -132,7 +132,7 @@ def main(
 
 
 def named_settings(drafters: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Keywords of `generate` by name, from NAME=DRAFTER[;COSTS]; without any the default's."""
+    """Keywords of `generate` by name, from NAME=DRAFTER[;COSTS]; without any, the default's."""
     found: dict[str, dict[str, Any]] = {} if drafters else {DEFAULT: {}}
     for text in drafters:
         name, equals, rest = text.partition("=")
@@ -144,7 +144,7 @@ def named_settings(drafters: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def summed(answers: Sequence[Answer], ways: Sequence[Contender]) -> dict[str, Any]:
-    """All figures of a bench; how many passes a rival takes is not known from outside."""
+    """All figures of a bench; the passes of rivals cannot be counted from outside."""
     named = [replace(way, method=way.label, source=way.method) for way in ways]
     found = report.summarise(answers, described(named))
     outside = [way.label for way in ways if way.method in (LLAMA, OPENVINO, INT4)]
@@ -155,9 +155,9 @@ def summed(answers: Sequence[Answer], ways: Sequence[Contender]) -> dict[str, An
 
 
 def over_first(answers: Sequence[Answer], labels: Sequence[str]) -> str:
-    """How often each method fits into the first's time, with the prompt and behind it.
+    """Speed-ups of each method over the first, with the prompt and after it.
 
-    Behind it answers of one token have no seconds, and are left out.
+    After the prompt, answers of one token take no time, and are left out.
     """
     runs = report.frame_of(answers)
     runs["behind the prompt"] = runs.token_s.map(sum)

@@ -1,4 +1,4 @@
-"""Which families of models run, on which executor, and whether their texts are exact: a page.
+"""Writes a page: which families of models run, on which executor, and whether texts are exact.
 
     python -m eval.families --output docs/families.md --overwrite
     python -m eval.families --output few.md --only llama,gpt_neox
@@ -72,7 +72,7 @@ def tried(family: str) -> Row:
     named = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family, family)
     try:
         model = _running_model(family)
-    except Exception as error:  # noqa: BLE001  # whatever a config may lack is said on the page
+    except Exception as error:  # noqa: BLE001  # the page shows what a config lacks
         return Row(family, named, "not tried", "", _why(error))
     try:
         wrap(model, heads="logit-lens")
@@ -106,7 +106,7 @@ def _running_model(family: str) -> PreTrainedModel:
 
 
 def _compared(family: str, model: PreTrainedModel) -> tuple[Backbone, str]:
-    """With the executor that auto takes in float32, and what differs, if anything."""
+    """The backbone that auto chooses in float32, and what differs in its texts, if anything."""
     single = tiny_model(family, torch.float32)
     backbone = wrap(single, heads="logit-lens").backbone
     drafted = dict.fromkeys(_DRAFTERS, 0)
@@ -178,7 +178,7 @@ _SIZES: tuple[tuple[int | None, str], ...] = (
     (96, "vocab_size vocab_size_per_layer_input"),
     (None, "bos_token_id eos_token_id pad_token_id"),
 )
-"""What families call their sizes; fields that a config class lacks are left out."""
+"""Names of sizes in the families' configs; fields that a config class lacks are left out."""
 
 _ALSO_IF_NONE = {"head_dim", "num_key_value_heads", "v_head_dim", "n_inner"}
 """Sizes that are set although their default is None: some classes cannot do without."""
@@ -215,7 +215,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "zamba2": {"mamba_headdim": 16, "n_mamba_heads": 4},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""What a family needs beside its sizes, or what makes it show its specialities when tiny."""
+"""Other settings that a family needs, or that enable its special features when tiny."""
 
 _PARTS = (
     "bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart "
@@ -286,7 +286,7 @@ def tiny_config(family: str) -> PreTrainedConfig:
 
 HEAD = "<!-- written by selfspec -->\n# Families of models\n\n"
 TABLE = "## All of them\n\n"
-"""What stands in front of it on the page stays."""
+"""The page's text before this mark is kept."""
 
 
 def page(rows: list[Row]) -> str:

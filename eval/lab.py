@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: flags, loading, turns, results folders, tables."""
+"""Code that the scripts of this folder share: flags, loading, benchmarks, results, tables."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from selfspec.hub.models import load_model, machine
 from selfspec.model.backbone import Backbone
 
 Output = Annotated[Path, typer.Option(help="Results folder.")]
-Model = Annotated[str | None, typer.Option(help="Folder, file or hub id; the default model.")]
-Heads = Annotated[str | None, typer.Option(help="Folder or name; the model's own.")]
-Dtype = Annotated[str | None, typer.Option(help="As selfspec chooses.")]
-Suite = Annotated[str, typer.Option(help="Its name, or a JSONL file of prompts.")]
+Model = Annotated[str | None, typer.Option(help="Folder, file or hub id; else the bundled one.")]
+Heads = Annotated[str | None, typer.Option(help="Folder or name. Default: the model's own.")]
+Dtype = Annotated[str | None, typer.Option(help="Default: chosen by selfspec.")]
+Suite = Annotated[str, typer.Option(help="Name of a suite, or a JSONL file of prompts.")]
 Questions = Annotated[Path | None, typer.Option(help="File of a suite that is not built in.")]
 Limit = Annotated[int | None, typer.Option(help="Questions, spread evenly over the suite.")]
-NewTokens = Annotated[int, typer.Option(min=2, help="Per answer at most.")]
-Repeats = Annotated[int, typer.Option(min=1, help="In turns; medians count.")]
-Threads = Annotated[int, typer.Option(min=1, help="Of all.")]
-Numbers = Annotated[str, typer.Option(help="With commas.")]
+NewTokens = Annotated[int, typer.Option(min=2, help="Maximum new tokens per answer.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Runs in turns; medians are reported.")]
+Threads = Annotated[int, typer.Option(min=1, help="Threads of every runtime.")]
+Numbers = Annotated[str, typer.Option(help="Numbers, separated by commas.")]
 
 PLAIN = Contender(label="plain", method="plain", setting={"speculate": False})
 
@@ -59,7 +59,7 @@ class Shape(NamedTuple):
 
     @property
     def keys(self) -> int:
-        """Width of all keys of a token, and of all values."""
+        """Width of a token's keys over all heads; the values have the same."""
         return self.hidden_size // self.num_attention_heads * self.num_key_value_heads
 
     @property
@@ -71,7 +71,7 @@ class Shape(NamedTuple):
 
     @property
     def eagle3(self) -> int:
-        """Weights of an EAGLE-3 head: three states to one, a layer that reads two, its tokens."""
+        """Weights of an EAGLE-3 head: fusion of three states, a layer of two, an LM head."""
         width = self.hidden_size
         layer = 3 * width * (width + self.intermediate_size) + 4 * width * self.keys
         return 3 * width * width + layer + width * min(DRAFT_VOCABULARY, self.vocab_size)
@@ -90,14 +90,14 @@ SHAPES = {
 
 
 def expected_tokens(chance: Any, drafts: int) -> Any:
-    """(1 - a^(k+1)) / (1 - a): what a round of k drafts commits, where each stays by chance a."""
+    """Tokens that a round of k drafts commits, each kept with chance a: (1 - a^(k+1)) / (1 - a)."""
     return sum(chance**kept for kept in range(drafts + 1))
 
 
 def run(*commands: Callable[..., object]) -> None:
-    """Run a function, of several that which the first word names, with the command line's flags.
+    """Run a function with the command line's flags; of several, the one that the first word names.
 
-    What a user can mend is one line, without a traceback.
+    Errors that a user can fix are one line, without a traceback.
     """
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     for one in commands:
@@ -109,13 +109,13 @@ def run(*commands: Callable[..., object]) -> None:
 
 
 def selfspec_command(*words: str) -> None:
-    """Runs `selfspec WORDS` here. Raises RuntimeError if it fails."""
+    """Run `selfspec WORDS` in this process. Raises RuntimeError if it fails."""
     if main(words):
         raise RuntimeError(shlex.join(["selfspec", *words]))
 
 
 def command() -> str:
-    """`python -m eval.NAME` with its arguments; of a path elsewhere only the name."""
+    """`python -m eval.NAME` with its arguments; absolute paths become names."""
     spec = sys.modules["__main__"].__spec__
     program = ["-m", spec.name.removesuffix(".__main__")] if spec else [Path(sys.argv[0]).name]
     words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
@@ -126,7 +126,7 @@ def numbers(text: str, kind: Callable[[str], Item]) -> list[Item]:
     try:
         return [kind(word) for word in text.split(",")]
     except ValueError as error:
-        raise InvalidOption(f"{text!r}: expected numbers with commas between them") from error
+        raise InvalidOption(f"{text!r}: expected numbers, separated by commas") from error
 
 
 def prompts(suite: str, questions: Path | None = None, limit: int | None = None) -> list[str]:
@@ -141,7 +141,7 @@ def loaded(
     *,
     numbers: bool = False,
 ) -> Speculator:
-    """From the files as they are; `numbers`: from de-quantised weights."""
+    """Load a model with its weights as stored; `numbers`: with de-quantised weights."""
     own = selfspec.load(model, heads=heads, dtype=dtype, executor="auto" if numbers else executor)
     if not numbers:
         return own
@@ -151,7 +151,7 @@ def loaded(
 
 
 def first_turns(suite: str, questions: Path | None, limit: int | None) -> list[Question]:
-    """First turns only: later ones need answers. A reference is one for the last turn."""
+    """Questions cut to their first turn: later ones need answers. References fit the last turn."""
     return [
         replace(q, turns=q.turns[:1], reference=q.reference if len(q.turns) == 1 else None)
         for q in load_suite(suite, questions, limit)
@@ -161,7 +161,7 @@ def first_turns(suite: str, questions: Path | None, limit: int | None) -> list[Q
 def untrained(
     backbone: Backbone, layer: int, head_type: str, draft_ids: Tensor | None = None
 ) -> ExitHeads:
-    """Heads of one exit; over `draft_ids` alone where there are any."""
+    """Untrained heads of one exit layer, over `draft_ids` alone if given."""
     config = replace(
         logit_lens(backbone.unembedding, backbone.num_layers, "").config,
         exit_layers=(layer,),
@@ -174,7 +174,7 @@ def untrained(
 
 @contextmanager
 def answering(command: Sequence[str], **where: Any) -> Iterator[Ask]:
-    """A process that answers a line of JSON with another. Raises InvalidOption if there is none."""
+    """Start a process that answers JSON lines. Raises InvalidOption if it cannot or ends."""
     try:
         started = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **where
@@ -212,9 +212,9 @@ def benched(
     contenders: Sequence[Contender],
     options: BenchOptions,
 ) -> list[Answer]:
-    """Answers of all contenders, as `selfspec bench` measures them.
+    """Answers of all contenders, measured as by `selfspec bench`.
 
-    The same command goes on where it was stopped. Raises InvalidOption for a folder of another run.
+    The same command continues a stopped run. Raises InvalidOption for a folder of another run.
     """
     backbone = speculator.backbone
     model = {"dtype": str(backbone.dtype), "executor": backbone.executor_name}
@@ -233,7 +233,7 @@ def benched(
 
 
 def table(header: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
-    """Markdown; the first column is words, the others are figures."""
+    """A Markdown table; the first column holds words, the others figures."""
     head = list(map(str, header))
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *(map(str, row) for row in rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -1,4 +1,4 @@
-r"""Memory that loading a model takes, in processes of their own (Linux).
+r"""Measures the memory that loading a model takes, each time in a new process (Linux).
 
     python -m eval.memory --output eval/results/load-memory
     python -m eval.random_gguf --shape llama-3.2-3b random.gguf
@@ -62,17 +62,17 @@ def apart(work: Callable[..., Found], *given: Any) -> Found:
 
 
 def resident(name: str) -> float:
-    """Memory of this process, in megabytes: VmRSS now, VmHWM at most so far."""
+    """Memory of this process, in megabytes: VmRSS now, VmHWM at its peak."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     kilobytes = next(int(line.split()[1]) for line in lines if line.startswith(name + ":"))
     return kilobytes * 1024 / 1e6
 
 
 def grown(work: Callable[[], object]) -> float:
-    """Megabytes that `work` needs at most, beyond what is in use before it."""
+    """Peak megabytes that `work` needs, beyond what is in use before it."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what came before left room that would be used unseen
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    ctypes.CDLL(None).malloc_trim(0)  # else `work` would reuse freed memory, unseen
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = resident("VmRSS")
     work()
     return resident("VmHWM") - before

@@ -1,4 +1,4 @@
-r"""What one thing costs by how many rows it has: all of a kind in turns, medians, in milliseconds.
+r"""Times operations by their number of rows: those of a kind in turns, medians, in milliseconds.
 
     python -m eval.micro split --output results/split      # what a pass spends its time on
     python -m eval.micro linear --output results/linear
@@ -7,7 +7,7 @@ r"""What one thing costs by how many rows it has: all of a kind in turns, median
     python -m eval.micro sizes --models A.gguf,B.gguf --output results/sizes  # drafts, simulated
 
 PYTHON is an interpreter that has `llama-cpp-python`. Nothing else should run on the machine. Each
-writes `summary.json` and `table.md`: a line for each thing, a column for each number of rows.
+writes `summary.json` and `table.md`: a line for each operation, a column for each number of rows.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from selfspec.model.fused import Kind, Program
 from selfspec.model.kv import KVCache, Rows
 from selfspec.model.weights import CompiledLinear
 
-InFront = Annotated[int, typer.Option(min=1, help="Ids of the context.")]
+InFront = Annotated[int, typer.Option(min=1, help="Context length before the rows.")]
 
 HF, OURS = "hugging-face", "selfspec"
-Work = Callable[[int], object]  # of so many rows
-Seconds = Mapping[str, Mapping[int, float]]  # by thing, then by how many rows
+Work = Callable[[int], object]  # called with a number of rows
+Seconds = Mapping[str, Mapping[int, float]]  # by operation, then by number of rows
 
 CPU = torch.device("cpu")
 
@@ -60,7 +60,7 @@ def as_table(
     whole: Mapping[int, float] | None = None,
     more: Mapping[str, Mapping[str, str]] | None = None,
 ) -> str:
-    """In brackets: in the first column's, or in those of `whole`; `more`: columns, by thing."""
+    """A table; in brackets, shares of the first column or of `whole`; `more`: further columns."""
     rows = list(dict.fromkeys(count for found in seconds.values() for count in found))
     lines = []
     for name, found in seconds.items():
@@ -93,14 +93,14 @@ def split(
     output: lab.Output,
     model: lab.Model = None,
     dtype: lab.Dtype = None,
-    blocks: Annotated[bool, typer.Option(help="Weights of a file stay as they are.")] = True,
+    blocks: Annotated[bool, typer.Option(help="Keep a file's weights quantised.")] = True,
     rows: lab.Numbers = "1,4,8",
     in_front: InFront = 300,
     repeats: lab.Repeats = 31,
 ) -> None:
-    """The fused executor's operations of one kind alone.
+    """Time the fused executor's operations of each kind.
 
-    Each kind runs without the others, and with what calling it takes, so parts do not add up to the
+    Each kind runs without the others, and its calls are included, so parts do not add up to the
     whole.
     """
     loaded, _, files = load_model(model, dtype=dtype, device="cpu", blocks=blocks)
@@ -131,7 +131,7 @@ def split(
 
 # --- linear layers
 
-_PATIENCE_S = 0.2  # a kernel that takes longer is not asked for more rows
+_PATIENCE_S = 0.2  # a kernel that takes longer is not timed with more rows
 
 _MOST_WEIGHTS = 100_000_000
 """Most weights of one layer: the unembedding of a large model is left out."""
@@ -144,10 +144,10 @@ def linear(
     shapes: Annotated[str, typer.Option(help=f"Some of {', '.join(SHAPES)}.")] = ",".join(MODELS),
     dtypes: str = "bfloat16,float32",
     rows: lab.Numbers = "1,2,4,8,16,64,512",
-    cold_mb: Annotated[int, typer.Option(help="Weights that no cache holds.")] = 200,
+    cold_mb: Annotated[int, typer.Option(help="Megabytes of weights, above all caches.")] = 200,
     repeats: lab.Repeats = 5,
 ) -> None:
-    """The linear layers of a decoder layer, by our kernels and by torch's.
+    """Time the linear layers of a decoder layer, by our kernels and by torch's.
 
     Weights come from memory, as in a step: as many copies in turn as no cache holds. Beside the
     times: what part of the memory's rate one row reaches, and of the arithmetic's the most rows.
@@ -213,7 +213,7 @@ def _every(layers: Iterable[Callable[[Tensor], object]], x: Tensor) -> None:
 
 
 def arithmetic_rate(clock: Clock) -> float:
-    """GFLOP/s of torch's largest float32 matmul."""
+    """Highest GFLOP/s of a large float32 matmul by torch."""
     square = torch.ones(2048, 2048)
     return float(2e-9 * len(square) ** 3 / min(clock.laps({"": lambda: square @ square})[""]))
 
@@ -224,14 +224,14 @@ def arithmetic_rate(clock: Clock) -> float:
 @torch.inference_mode()
 def passes(
     output: lab.Output,
-    python: Annotated[str, typer.Option(help="One with llama-cpp-python.")],
+    python: Annotated[str, typer.Option(help="Interpreter with llama-cpp-python.")],
     model: Annotated[Path | None, typer.Option(help=".gguf file; the default model's.")] = None,
     rows: lab.Numbers = "1,2,4,8,16,64,512",
     in_front: InFront = 300,
     dtype: lab.Dtype = None,
     threads: lab.Threads = 2,
     repeats: lab.Repeats = 15,
-    numbers: Annotated[bool, typer.Option(help="De-quantised weights, too.")] = True,
+    numbers: Annotated[bool, typer.Option(help="Also run de-quantised weights.")] = True,
 ) -> None:
     """A pass of a GGUF file to the logits of all its rows, from blocks, from numbers, by llama.cpp.
 
@@ -273,7 +273,7 @@ def prompts(
     lengths: lab.Numbers = "300,2000,4096,8192",
     repeats: lab.Repeats = 3,
 ) -> None:
-    """Time to first token and peak memory by prompt length, ours and Hugging Face's. Linux.
+    """Measure time to first token and peak memory by prompt length, ours and Hugging Face's. Linux.
 
     Memory is measured in processes of their own, one for each length and side: the kernel's peak
     (VmHWM) above what was in use when the model was ready.
@@ -295,14 +295,14 @@ def reader(model: str | None, dtype: str, name: str) -> Work:
     own: Any = lab.loaded(model, dtype=dtype) if name == OURS else load_model(model, dtype=dtype)[0]
 
     def read(length: int) -> None:
-        ids = torch.arange(length)[None] % 90  # any model has so many
+        ids = torch.arange(length)[None] % 90  # every model has as many ids
         own.generate(ids, max_new_tokens=1, do_sample=False)
 
     return read
 
 
 def peak_of(model: str | None, dtype: str, name: str, length: int) -> float:
-    """Megabytes at most, above what a ready model takes that has answered once."""
+    """Peak megabytes above those of a loaded model that has answered once."""
     read = reader(model, dtype, name)
     read(16)
     return grown(partial(read, length))
@@ -315,12 +315,12 @@ MOST_DRAFTS = 8
 
 def sizes(
     output: lab.Output,
-    models: Annotated[str, typer.Option(help="Files, with commas; weights may be random.")],
+    models: Annotated[str, typer.Option(help="Files, separated by commas; weights may be random.")],
     rates: Annotated[str, typer.Option(help="With commas.")] = "0.4,0.5,0.6,0.7,0.8,0.9",
     dtype: lab.Dtype = None,
     repeats: lab.Repeats = 7,
 ) -> None:
-    """Simulated: what a chain of drafts by an EAGLE-3 head gives, from the rows that a model has.
+    """Simulate the gain of chains of drafts by an EAGLE-3 head, from the measured costs of rows.
 
     Each draft is right with the same probability a where the one before is. W of them give
     (1 - a^(W + 1)) / (1 - a) tokens a verification, which costs a pass of W + 1 rows (measured) and
@@ -349,7 +349,7 @@ def sizes(
 
 
 def best_chain(chance: float, costs: Mapping[int, float], head: float) -> tuple[float, int]:
-    """Times plain decoding, and drafts a round."""
+    """The best speed-up over plain decoding, and its drafts per round."""
 
     def gain(drafts: int) -> float:
         tokens: float = lab.expected_tokens(chance, drafts)
@@ -359,7 +359,7 @@ def best_chain(chance: float, costs: Mapping[int, float], head: float) -> tuple[
 
 
 def in_steps(rows: float, costs: Mapping[int, float]) -> float:
-    """A pass of so many rows, between those whose costs are known, or on as the last ones rise."""
+    """Cost of a pass of `rows` rows, interpolated, or extrapolated from the last known costs."""
     (before, low), (most, high) = list(costs.items())[-2:]
     more = max(0.0, rows - most) * (high - low) / (most - before)
     return float(np.interp(rows, list(costs), list(costs.values()))) + more

@@ -1,4 +1,4 @@
-"""A GGUF file of random blocks in the shape of a model: what cannot be downloaded still has a cost.
+"""Writes a GGUF file of random blocks in the shape of a model, to time models without a download.
 
     python -m eval.random_gguf --shape llama-3.2-3b --kind Q4_K /tmp/random.gguf
 
@@ -22,9 +22,9 @@ from eval.lab import SHAPES, Shape, run
 from selfspec.errors import InvalidOption, check_keys
 
 _SCALES = {"Q4_0": (0,), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}
-"""Where float16 numbers lie in a block, in bytes."""
+"""Offsets of float16 numbers in a block, in bytes."""
 _LARGEST = {"Q4_0": 8, "Q8_0": 128, "Q4_K": 32 * 8, "Q6_K": 64 * 16}
-"""Quants times scales in a block, at most."""
+"""Largest quant times scale in a block."""
 
 
 def main(

@@ -86,7 +86,7 @@ def by_openvino(model: str, threads: int, _: int, asked: dict[str, Any]) -> dict
 
 
 def main(name: str, model: str, threads: str, context: str) -> None:
-    # what libraries print must not come between the answers
+    # output of libraries must not mix with the answers
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     runtime = by_llama if name == "llama.cpp" else by_openvino

@@ -49,7 +49,7 @@ Tokens = Annotated[int, typer.Option(min=1, help="Of an answer at most.")]
 # --- a server in a process of its own, and its clients
 
 _READY_S = 300.0  # for a server to load its model
-_STOP_S = 40.0  # for a server to stop when it is asked to; then it is killed
+_STOP_S = 40.0  # for a server to stop; after that it is killed
 
 
 @dataclass
@@ -58,23 +58,23 @@ class Heard:
     finish: str | None = None
     usage: dict[str, Any] = field(default_factory=dict)
     likely: list[tuple[str, float]] = field(default_factory=list)
-    """Each token with its logarithm, where that was asked for."""
+    """Each token with its log-probability, if requested."""
     error: str | None = None
     arrivals: list[float] = field(default_factory=list)  # seconds to each chunk of a stream's text
 
     @property
     def tokens(self) -> int:
-        """Tokens as the server counts them; where it does not, a chunk is one."""
+        """The server's count of tokens; without one, the count of chunks."""
         return int(self.usage.get("completion_tokens", len(self.arrivals)))
 
     @property
     def said(self) -> list[Any]:
-        """All that must be the same, however it was asked for."""
+        """The parts that must be equal for every way to send the request."""
         counts = [self.usage.get(f"{kind}_tokens") for kind in ("prompt", "completion")]
         return [self.error or self.text, self.finish, *counts, self.likely]
 
     def take(self, answer: Mapping[str, Any], seconds: float | None = None) -> None:
-        """A whole answer, or a stream's chunk that came after so many seconds."""
+        """Add a whole answer, or a stream's chunk that arrived after a number of seconds."""
         if "choices" not in answer:
             self.error = json.dumps(answer.get("error", answer))
             return
@@ -90,13 +90,13 @@ class Heard:
 
 
 def ours(*flags: str) -> list[str]:
-    """The command of `selfspec serve`; its port comes behind."""
+    """The command of `selfspec serve`, to which the port is appended."""
     return [sys.executable, "-m", "selfspec", "serve", *flags]
 
 
 @contextmanager
 def served(command: Sequence[str]) -> Iterator[str]:
-    """The address of a ready server. Raises RuntimeError with its last words if it never is."""
+    """Start a server; yields its address. Raises RuntimeError with its last output if it fails."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     address = f"http://127.0.0.1:{port}"
@@ -136,7 +136,7 @@ Work = Callable[[httpx.AsyncClient, Any], Awaitable[None]]
 
 
 async def shared(address: str, clients: int, items: Iterable[Any], work: Work) -> float:
-    """Work by so many clients, each of which takes the next item that is left. Gives seconds."""
+    """Let clients work, each on the next item that is left; returns seconds."""
     left, limits = iter(items), httpx.Limits()  # none
 
     async def some() -> None:
@@ -150,7 +150,7 @@ async def shared(address: str, clients: int, items: Iterable[Any], work: Work) -
 
 
 async def ask(client: httpx.AsyncClient, body: Mapping[str, Any]) -> Heard:
-    """Sends one request; what is no stream is read whole."""
+    """Send one request; an answer that is not streamed is read whole."""
     heard, start = Heard(), time.perf_counter()
     async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
         if answer.status_code != httpx.codes.OK:
@@ -182,14 +182,14 @@ PEERS = [THEIRS, BATCHING]
 def load(
     output: lab.Output,
     model: Annotated[str | None, typer.Option(help="Folder of all; the default model's.")] = None,
-    heads: Annotated[str, typer.Option(help="Of ours.")] = DEFAULT_HEADS,
+    heads: Annotated[str, typer.Option(help="Heads of our server.")] = DEFAULT_HEADS,
     questions: lab.Suite = SIX_TASKS,
     requests: Annotated[int, typer.Option(min=1, help="At each load; at least one a client.")] = 64,
     clients: lab.Numbers = "1,4,16,32",
     tokens: Tokens = 128,
     repeats: lab.Repeats = 1,
 ) -> None:
-    """Each server at each load, again and again; the order of servers turns round."""
+    """Measure each server at each load, repeatedly; the order of servers rotates."""
     folder = model or resolve_model(None, "bfloat16").source
     mine = ["--model", folder, "--heads", heads]
     program = str(Path(sys.executable).with_name("transformers"))  # of the same environment
@@ -210,7 +210,7 @@ def load(
         with served(commands[name]) as address:
             more = {"model": folder, **STREAMED} if name in PEERS else STREAMED  # it wants a name
             hello = [question(f"Hello, {number}.", 8, **more) for number in range(max(plan))]
-            warm = Load(texts=max(plan))  # what a server does once is not measured
+            warm = Load(texts=max(plan))  # one-time work of a server is not measured
             loaded(address, hello, warm)
             others = itertools.cycle(prompts)
             for count, number in plan.items():
@@ -233,7 +233,7 @@ def load(
 
 
 def loaded(address: str, asked: Sequence[Mapping[str, Any]], load: Load) -> None:
-    """All requests. Raises RuntimeError for an error, which no figure may hide."""
+    """Send all requests. Raises RuntimeError for an error, which figures would hide."""
 
     async def work(client: httpx.AsyncClient, body: Mapping[str, Any]) -> None:
         heard = await ask(client, body)
@@ -248,7 +248,7 @@ def loaded(address: str, asked: Sequence[Mapping[str, Any]], load: Load) -> None
 
 
 def ahead(loads: Sequence[Load]) -> dict[int, float]:
-    """By clients: tokens per second of ours with drafts, in those of their best."""
+    """By number of clients: our tokens per second with drafts, relative to the best peer's."""
     rates = pd.DataFrame([(one.texts, one.method, one.tokens / one.seconds) for one in loads])
     best = rates.pivot_table(index=0, columns=1, values=2, aggfunc="max")
     return (best[OURS] / best.filter(PEERS).max(axis=1)).to_dict()  # type: ignore[no-any-return]
@@ -269,7 +269,7 @@ def equal(
     concurrency: Annotated[int, typer.Option(min=1)] = 16,
     tokens: Tokens = 64,
 ) -> None:
-    """Is each text over HTTP that of `generate` alone?"""
+    """Check that each text over HTTP equals that of `generate` alone."""
     prompts = lab.prompts(questions, limit=requests)
     given = {"model": model, "heads": heads, "dtype": dtype}
     speculator, alone = lab.loaded(model, heads, dtype), list[Heard]()

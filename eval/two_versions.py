@@ -1,4 +1,4 @@
-r"""Two checkouts on the same prompts, in turns: whether texts are the same, and whose are faster.
+r"""Compares two checkouts on the same prompts, in turns: equality of texts, and speed.
 
     python -m eval.two_versions ../before . --limit 48 --threads 2
     python -m eval.two_versions ../before . --limit 60 --bits --executor generic
@@ -54,7 +54,7 @@ for line in sys.stdin:
     counted = answer.stats.to_dict().items()
     print(json.dumps(found | {"counts": {k: v for k, v in counted if k not in timed}}), flush=True)
 """  # noqa: E501
-"""What runs in each checkout: only what both versions offer."""
+"""The program that runs in each checkout: it uses only what both versions offer."""
 
 
 def main(
@@ -69,7 +69,7 @@ def main(
     threads: lab.Threads = 1,
     bits: Annotated[bool, typer.Option("--bits", help="Compare logits, not times.")] = False,
 ) -> None:
-    """Each prompt by both checkouts, by plain decoding and with the default drafts."""
+    """Answer each prompt with both checkouts, by plain decoding and with the default drafts."""
     asked = {"model": model, "dtype": dtype, "executor": executor, "threads": threads, "bits": bits}
     prompts = lab.prompts(suite, limit=limit)
     with ExitStack() as stack:
@@ -85,7 +85,7 @@ def main(
 
 @contextmanager
 def version(folder: Path, asked: Mapping[str, Any]) -> Iterator[lab.Ask]:
-    """A checkout that answers. Raises InvalidOption where another selfspec than its is loaded."""
+    """A process of a checkout. Raises InvalidOption if it loads another selfspec than its own."""
     home = folder.resolve()
     env = os.environ | {"PYTHONPATH": str(home)}
     with lab.answering([sys.executable, "-c", ANSWERS], cwd=home, env=env) as ask:
@@ -113,13 +113,13 @@ def answers(versions: Sequence[lab.Ask], prompts: Sequence[str], count: int) -> 
 
 
 def different(found: pd.DataFrame) -> pd.DataFrame:
-    """Answers that differ, in what, with the first words of their prompts."""
+    """Answers that differ, and how, with the first words of their prompts."""
     unlike = found.loc[found.differ != "", ["way", "differ", "prompt"]]
     return unlike.assign(prompt=unlike.prompt.str.slice(0, 60))
 
 
 def speeds(found: pd.DataFrame) -> pd.DataFrame:
-    """By way: medians of tokens per second, and how often the second fits into the first's time."""
+    """By way: medians of tokens per second, and the speed-up of the second over the first."""
     rows = {}
     for way, own in found.groupby("way", sort=False):
         gain = speed_up(own.before, own.after)

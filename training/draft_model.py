@@ -1,4 +1,4 @@
-r"""A draft model for `--draft-model`, cut from a larger model and fitted to text that it wrote.
+r"""Makes a draft model for `--draft-model`: cut from a larger model, fitted to text that it wrote.
 
     python training/draft_model.py --output draft-model \
         --data train.jsonl.gz --validation validation.jsonl.gz
@@ -43,14 +43,14 @@ _MAX_GRAD_NORM = 1.0
 
 
 def main(
-    output: Annotated[Path, typer.Option(help="Folder of the new model; must not be there.")],
+    output: Annotated[Path, typer.Option(help="Folder of the new model; must not exist.")],
     data: Annotated[Path, typer.Option(help="Conversations that the model wrote itself.")],
     validation: Annotated[Path, typer.Option(help="Others, to measure agreement on.")],
     model: str | None = None,
-    layers: Annotated[int, typer.Option(help="Layers that are kept, from the first on.")] = 2,
-    steps: Annotated[int, typer.Option(help="Of the optimiser; 0 leaves the cut as it is.")] = 240,
-    batch_tokens: Annotated[int, typer.Option(help="Of a step at most, with padding.")] = 512,
-    learning_rate: Annotated[float, typer.Option(help="AdamW's, at its highest.")] = 1e-3,
+    layers: Annotated[int, typer.Option(help="First layers to keep.")] = 2,
+    steps: Annotated[int, typer.Option(help="Optimiser steps; 0 only cuts the model.")] = 240,
+    batch_tokens: Annotated[int, typer.Option(help="Most tokens of a step, with padding.")] = 512,
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate of AdamW.")] = 1e-3,
     seed: Annotated[int, typer.Option(help="Fixes the order of the batches.")] = 0,
     validation_tokens: Annotated[int, typer.Option(help="Answer tokens to measure on.")] = 10_000,
 ) -> None:
@@ -70,7 +70,7 @@ def main(
     limits = {
         "vocab_size": whole.get_output_embeddings().weight.shape[0],
         "max_length": batch_tokens,
-        "skip_bad_rows": True,  # what is longer than a batch
+        "skip_bad_rows": True,  # those longer than a batch
     }
     held_out = read_conversations(validation, tokenizer, max_tokens=validation_tokens, **limits)
     talks = read_conversations(data, tokenizer, **limits)
@@ -92,7 +92,7 @@ def main(
 
 
 def command() -> str:
-    """What was typed; a path elsewhere by its name alone."""
+    """The command line; absolute paths become names."""
     words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv]
     return shlex.join(["python", *words])
 
@@ -155,7 +155,7 @@ def fit(
 def agreement(
     model: PreTrainedModel, conversations: Sequence[Conversation], batch_tokens: int
 ) -> float:
-    """Share of answer tokens, 0..1, that are the model's first choice behind the text before."""
+    """Share of answer tokens, 0..1, that are the model's first choice after the text before."""
     right = total = 0
     for group in planned(conversations, batch_tokens):
         logits, tokens = _predicted(model, padded(group))
@@ -165,7 +165,7 @@ def agreement(
 
 
 def _unfrozen(model: PreTrainedModel) -> list[nn.Parameter]:
-    """What learns: everything but the embedding, and the unembedding even where it is not tied."""
+    """Parameters to train: all but the embedding and the unembedding, tied or not."""
     for part in (model.get_input_embeddings(), model.get_output_embeddings()):
         part.requires_grad_(False)
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -183,7 +183,7 @@ def _predicted(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _endless(plan: Sequence[Sequence[Conversation]], seed: int) -> Iterator[Sequence[Conversation]]:
-    """All batches in random order, again and again."""
+    """Yield all batches in random order, repeatedly."""
     shuffle = random.Random(seed)  # an order of work, no secret
     for _ in itertools.count():
         yield from shuffle.sample(plan, len(plan))

@@ -1,4 +1,4 @@
-r"""The same heads over fewer draft tokens: each question to them reads fewer rows.
+r"""Makes heads with a smaller draft vocabulary: each use of them reads fewer rows of weights.
 
     python training/narrow.py --heads HEADS --data train.jsonl.gz --draft-vocab-size 8192 \
         --output narrow
@@ -43,7 +43,7 @@ def narrowed(
     training = heads.config.training | {"narrowed_from": len(have)}
     config = replace(heads.config, draft_vocab_size=size, training=training)
     kept = sorted(order[:size])
-    rows = [have.index(token) for token in kept]  # of heads that have a matrix of their own
+    rows = [have.index(token) for token in kept]  # for heads with a matrix of their own
     found = ExitHeads(config, unembedding, torch.tensor(kept))
     for new, old in zip(found.parameters(), heads.parameters(), strict=True):
         new.data.copy_(old if new.shape == old.shape else old[rows])

@@ -1,4 +1,4 @@
-r"""Documentation prose that is on this machine, as passages for a model that writes training text.
+r"""Collects this machine's documentation prose as passages for a model that writes training text.
 
     python training/passages.py --output passages
 
@@ -59,7 +59,7 @@ ROFF |= {"Fc": "»", "dq": '"', "ha": "^", "ti": "~", "mi": "-", "hy": "-", "->"
 
 @dataclass(frozen=True)
 class Page:
-    """What one package says in one language: a file, or the text of a README."""
+    """Documentation of one package in one language: a file, or the text of a README."""
 
     language: str
     source: str
@@ -70,7 +70,7 @@ class Page:
     text: str = ""
 
     def blocks(self) -> Iterator[str]:
-        """Its paragraphs, not yet judged."""
+        """Its paragraphs, unfiltered."""
         if self.source == "readme":
             return text_blocks(self.text)
         raw = self.path.read_bytes()
@@ -129,7 +129,7 @@ def roff_blocks(text: str) -> Iterator[str]:
 
 
 def unroff(text: str) -> str:
-    """Without the escapes; an unknown one leaves its backslash, and the paragraph is refused."""
+    """Remove escapes; an unknown one leaves its backslash, so that the paragraph is refused."""
     text = re.sub(r"\\(f(\w|\(..|\[\w*\])|[hvwlLs]'[^']*'|s[+-]?\d)", "", text)
     text = re.sub(r"\\([&%:/,|^c{}]|\".*|\(bu)", "", text)
     text = re.sub(r"\\([-'.])", r"\1", re.sub(r"\\[ ~0]", " ", text))
@@ -142,7 +142,7 @@ def passage(block: str, page: Page) -> str:
     text = re.sub(r" ?[(<\[]https?://[^\s)>\]]+[)>\]]", "", text)
     dense = page.language in {"zh", "ja"}
     text = re.sub(rf"(?<={HAN}) (?={HAN})", "", text) if dense else text
-    if text.endswith((":", "：")):  # what it announces is not here
+    if text.endswith((":", "：")):  # it announces what follows
         text = "".join(re.findall(r"^.*[.!?。！？][»”\"')]?(?=\s|[^\x00-\u2fff])", text))
     words, letters = text.lower().split(), [sign for sign in text if sign.isalpha()]
     if len(text) < 60 or len(words) < (1 if dense else 25):
@@ -175,7 +175,7 @@ def language(path: Path) -> str:
 
 
 def readmes() -> Iterator[Page]:
-    """Of the installed Python packages."""
+    """Documents of the installed Python packages."""
     readme = Path("METADATA")
     for found in distributions():
         about = found.metadata.json
@@ -232,7 +232,7 @@ def system_pages(root: Path, man_pages: int) -> Iterator[Page]:
 
 def main(
     output: Annotated[Path, typer.Option(help="Folder to write; new or empty.")],
-    root: Annotated[list[Path] | None, typer.Option(help="Of the system's files; else /.")] = None,
+    root: Annotated[list[Path] | None, typer.Option(help="Root of system files; else /.")] = None,
     man_pages: Annotated[int, typer.Option(min=0, help="Manual pages per language at most.")] = 400,
 ) -> None:
     """Collect, clean, write; a table of what there is."""

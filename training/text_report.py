@@ -1,4 +1,4 @@
-r"""What `selfspec data` wrote, family by family, and a page of samples.
+r"""Reports on text of `selfspec data` by family of prompts, and writes a page of samples.
 
     python training/text_report.py --data own.jsonl --output report
 
@@ -25,11 +25,11 @@ from selfspec.training.text import DROPPED, encoded
 
 
 def main(
-    data: Annotated[Path, typer.Option(help="What selfspec data wrote.")],
+    data: Annotated[Path, typer.Option(help="File that selfspec data wrote.")],
     output: Annotated[Path, typer.Option(help="Folder of the report.")],
     model: Annotated[str | None, typer.Option(help="The model that wrote it.")] = None,
-    entropy_rows: Annotated[int, typer.Option(help="Rows a family to ask it about.")] = 20,
-    samples: Annotated[int, typer.Option(help="Rows a family on the page of samples.")] = 2,
+    entropy_rows: Annotated[int, typer.Option(help="Rows per family to measure entropy on.")] = 20,
+    samples: Annotated[int, typer.Option(help="Rows per family on the page of samples.")] = 2,
     seed: int = 0,
 ) -> None:
     """Count, ask the model, write."""
@@ -120,7 +120,7 @@ def markdown(table: pd.DataFrame) -> str:
 
 
 def page(name: str, rows: list[dict[str, Any]]) -> str:
-    """A family's rows as people read them."""
+    """A family's rows as readable text."""
     text = f"## {name}\n"
     for row in rows:
         for turn in row.get("messages") or [{"role": "text", "content": row["text"]}]:

@@ -1,4 +1,4 @@
-r"""Other heads and losses beside the default's, on equal features: what a change of them gains.
+r"""Compares other heads and losses with the default's, fitted to the same features.
 
     selfspec cache --data train.jsonl.gz --exit-layers 0,2,15,27 --state-layers 2,15,21,27 \
         --top-k 1 --output features
@@ -43,7 +43,7 @@ FEWEST = 1000
 """Answer tokens to fit to."""
 
 DRAFTS = 3
-"""Of a chain that is measured."""
+"""Drafts of a chain that is measured."""
 
 Drafts = Iterator[tuple[Tensor, Tensor]]
 
@@ -115,7 +115,7 @@ def chains(heads: ExitHeads, text: Selection) -> list[float]:
 
 
 def to_the_first_error(heads: ExitHeads, layer: int, batch: Features, steps: int) -> Drafts:
-    """Later drafts only behind right ones: behind a wrong one they are never looked at."""
+    """Yield later drafts only after right ones: after a wrong one they are never used."""
     right = torch.ones_like(batch.continues)
     for features, valid in unrolled(heads, layer, batch, steps):
         yield features, valid & right
@@ -151,7 +151,7 @@ class OfStates(CacheSource):
 
 
 class Variant(NamedTuple):
-    """What is other than in the default."""
+    """The differences from the default."""
 
     kind: type[ExitHead] = DeepFusedHead
     options: Mapping[str, Any] = MappingProxyType({})
@@ -194,7 +194,7 @@ def fit_variant(
     show: fit.Show = lambda *_: None,
     **job: Any,
 ) -> tuple[fit.Fitted, Selection]:
-    """One of VARIANTS, and what it is to be measured on."""
+    """Fit one of VARIANTS; also returns the text to measure it on."""
     kind, changed, source, drafts, states = VARIANTS[name]
     held, options = source(cache, backbone), replace(options, **changed)
     layers = tuple(round(share * backbone.num_layers) for share in states)
@@ -209,7 +209,7 @@ def fit_variant(
     job |= {"train": train.limited(max_tokens), "validation": held_out, "options": options}
     own = HEAD_TYPES["deep-fused"]
     try:
-        HEAD_TYPES["deep-fused"], fit.unrolled = kind, drafts  # what a fit is made of
+        HEAD_TYPES["deep-fused"], fit.unrolled = kind, drafts  # used by a fit
         return fit.fit(fit.Job(backbone=backbone, **job), show), held_out
     finally:
         HEAD_TYPES["deep-fused"], fit.unrolled = own, unrolled
@@ -224,7 +224,7 @@ def main(
     seed: int = 0,
     only: Annotated[list[str] | None, typer.Option(help="A variant by name; repeatable.")] = None,
 ) -> None:
-    """Fit and measure one after another; those in `summary.json` already are done."""
+    """Fit and measure variants one after another; skips those in `summary.json`."""
     names = list(only or VARIANTS)
     if unknown := [name for name in names if name not in VARIANTS]:
         raise InvalidOption(f"{unknown[0]!r} is no variant. There are: {', '.join(VARIANTS)}")
