@@ -28,7 +28,7 @@ from selfspec.hub.models import load_model, resolve_heads, training_dtype
 from selfspec.model import fingerprint
 from selfspec.model.backbone import Backbone
 from selfspec.training.features import FeatureSpec, Selection, StreamSource
-from selfspec.training.fit import counted
+from selfspec.training.fit import count_right
 from selfspec.training.options import DataOptions
 from selfspec.training.selfgen import Author, talk_of
 from selfspec.training.text import Conversation, Counts, encoded
@@ -87,7 +87,7 @@ def shares(
     counts = {}
     for kind, talks in lab.each(list(texts.items()), "measure", "kinds of text"):
         source = StreamSource(backbone, FeatureSpec.read_by(heads), talks, BATCH_TOKENS)
-        counts[kind] = counted(heads, Selection(source).batches(), DRAFTS)
+        counts[kind] = count_right(heads, Selection(source).batches(), DRAFTS)
     counts["all"] = torch.stack([*counts.values()]).sum(0)
     return {
         layer: {

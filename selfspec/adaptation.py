@@ -27,7 +27,7 @@ from selfspec.api.text import Prompt
 from selfspec.decoding.measure import quick_costs, step_speed
 from selfspec.decoding.stats import Stopwatch
 from selfspec.errors import InvalidData, InvalidOption, InvalidPrompt, record_of, require_same
-from selfspec.eval.results import SpeedUp, load_suite, speed_up, spread
+from selfspec.eval.results import SpeedUp, load_suite, speed_up, spread_out
 from selfspec.eval.tune import ANSWERS, tune
 from selfspec.files import read_json
 from selfspec.heads.folder import is_heads_folder, remember
@@ -222,7 +222,7 @@ class _Adaptation:
         self._label = found.label
         self._fingerprint = fingerprint.of_loaded(self._model, found.stamps)
         if self.template is not None:
-            self._tokenizer = templates.having(self._tokenizer, self.template)
+            self._tokenizer = templates.with_template(self._tokenizer, self.template)
         self._state = self._begun()
         self._before, self._began = self._state.spent_s, time.monotonic()
 
@@ -501,12 +501,14 @@ class _Adaptation:
     ) -> tuple[list[Prompt], list[tuple[str, Prompt]]]:
         """Prompts to tune on, from held-out text, and to compare on: own, held-out or suite."""
         begun: list[Prompt] = [[*talk.ids[: talk.answers[0][0]]] for talk in held_out]
-        tuning = spread(begun, min(_TUNE_ON, max(1, len(begun) // 2)))
+        tuning = spread_out(begun, min(_TUNE_ON, max(1, len(begun) // 2)))
         if self.own:
             return tuning, [("your questions", turns[0]) for turns in self.own[::5]]
         if self.text.raw:
             rest = [prompt for prompt in begun if prompt not in tuning] or begun
-            return tuning, [("held out", prompt) for prompt in spread(rest, min(_MOST, len(rest)))]
+            return tuning, [
+                ("held out", prompt) for prompt in spread_out(rest, min(_MOST, len(rest)))
+            ]
         tasks: dict[str, list[Prompt]] = {}
         for question in load_suite():
             tasks.setdefault(question.task, []).append(question.turns[0])

@@ -154,7 +154,7 @@ class SpeculationOptions:
         found = ({"speculate": True} if "drafter" in values else {}) | dict(values)
         for name in ("costs", *_SETTINGS):
             if name in values:
-                found[name] = parts.changed(getattr(self, name), values[name])
+                found[name] = parts.with_settings(getattr(self, name), values[name])
         for name, kinds in parts.KINDS.items():
             if name not in values:
                 continue

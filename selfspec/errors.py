@@ -156,7 +156,7 @@ def check_types(values: Mapping[str, Any], hints: Mapping[str, Any], prefix: str
     """Raise InvalidOption, with `prefix`, at the first value that does not fit its type hint."""
     for name, value in values.items():
         if name in hints and not fits(value, hints[name]):
-            expected = described(hints[name])
+            expected = hint_name(hints[name])
             raise InvalidOption(f"{prefix}{name} is {shown(value)}, expected {expected}")
 
 
@@ -233,15 +233,15 @@ def fits(value: Any, hint: Any) -> bool:
     return not inner or all(fits(one, inner[0]) for one in value)
 
 
-def described(hint: Any) -> str:
+def hint_name(hint: Any) -> str:
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, types.UnionType):
-        return " or ".join(described(member) for member in inner)
+        return " or ".join(hint_name(member) for member in inner)
     if origin is Literal:
         return " or ".join(map(str, inner))
     if origin in (list, tuple):
         kinds = dict.fromkeys(entry for entry in inner if entry is not Ellipsis)
-        several = [_WORDS.get(kind, (described(kind),) * 2)[1] for kind in kinds]
+        several = [_WORDS.get(kind, (hint_name(kind),) * 2)[1] for kind in kinds]
         return f"a list of {' and '.join(several)}" if several else "a list"
     if origin is Callable:
         return "a function"

@@ -20,8 +20,8 @@ from selfspec.errors import (
     annotations_of,
     check_keys,
     check_types,
-    described,
     fits,
+    hint_name,
     shown,
 )
 
@@ -471,7 +471,7 @@ def typed(name: str, value: Any, hint: Any) -> Any:
         found = _read(value, member)
         if fits(found, member):
             return found
-    raise InvalidOption(f"{name} is {shown(value)}, expected {described(hint)}")
+    raise InvalidOption(f"{name} is {shown(value)}, expected {hint_name(hint)}")
 
 
 def _read(value: Any, member: Any) -> Any:
@@ -506,11 +506,11 @@ def parsed(group: str, value: Any, kinds: Kinds, present: Mapping[str, Part]) ->
         if isinstance(settings, Part) and kinds.get(kind) is not type(settings):
             raise InvalidOption(f"{group} is {shown(settings)}, expected one of {', '.join(kinds)}")
         check_keys([kind], kinds, group)
-        found.append(changed(present[kind], settings))
+        found.append(with_settings(present[kind], settings))
     return found
 
 
-def changed(part: P, settings: Any) -> P:
+def with_settings(part: P, settings: Any) -> P:
     """A copy with `settings` replaced: text, names and values, an object of its kind, or None.
 
     Raises InvalidOption for unknown names and invalid values.
@@ -525,7 +525,7 @@ def changed(part: P, settings: Any) -> P:
     return replace(part, **read)
 
 
-def laid_over(group: str, below: Any, above: Any) -> dict[str, Any]:
+def merged_over(group: str, below: Any, above: Any) -> dict[str, Any]:
     """Merge two values of one option, each text or a mapping, to a mapping.
 
     Kinds are those of `above`; for a kind in both, `above` overrides single settings. Raises
@@ -552,7 +552,7 @@ def as_text(part: Part, *, full: bool = False) -> str:
 def settings_text(part: Part, *, full: bool = False) -> str:
     """`KEY=VALUE,..` for settings that differ from the defaults; may be empty."""
     values = vars(part) if full else _differing(part)
-    return ",".join(f"{name}={word(value)}" for name, value in values.items())
+    return ",".join(f"{name}={as_word(value)}" for name, value in values.items())
 
 
 def _differing(part: Part) -> dict[str, Any]:
@@ -560,7 +560,7 @@ def _differing(part: Part) -> dict[str, Any]:
     return {name: value for name, value in vars(part).items() if value != built_in[name]}
 
 
-def word(value: Any) -> str:
+def as_word(value: Any) -> str:
     """A value as text, without blanks."""
     if value is None:
         return "none"

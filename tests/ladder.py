@@ -22,13 +22,13 @@ from selfspec.api.stream import Stream
 from selfspec.config import OPTION_NAMES, SpeculationOptions
 from selfspec.decoding.acceptance import AcceptanceRule, GreedyMatch
 from selfspec.decoding.costs import Load
-from selfspec.decoding.decode import StopRule, written
+from selfspec.decoding.decode import StopRule, decode_rounds
 from selfspec.decoding.drafters.base import DraftController, Drafting
 from selfspec.decoding.drafters.rest import Datastore
-from selfspec.decoding.engine import Asked, Runtime
+from selfspec.decoding.engine import Runtime, SequenceRequest
 from selfspec.decoding.measure import PassShape
 from selfspec.decoding.sampling import Sampler
-from selfspec.decoding.state import DecodeState, Drafter, NoDrafter, done_alone
+from selfspec.decoding.state import DecodeState, Drafter, NoDrafter, do_alone
 from selfspec.decoding.stats import Round, Stopwatch
 from selfspec.eval.results import block_logits
 from selfspec.eval.verify import (
@@ -107,7 +107,7 @@ def rounds(
     state: DecodeState, drafter: Drafter, stop: StopRule, rule: AcceptanceRule | None = None
 ) -> Generator[Round, None, None]:
     """Yield the rounds of one text that is written alone, greedily unless a rule is given."""
-    steps = written(state, drafter, rule or GreedyMatch(greedy()), stop, Stopwatch())
+    steps = decode_rounds(state, drafter, rule or GreedyMatch(greedy()), stop, Stopwatch())
     try:
         found = next(steps)
         while True:
@@ -115,7 +115,7 @@ def rounds(
                 yield found
                 found = next(steps)
             else:
-                found = steps.send(done_alone(found))
+                found = steps.send(do_alone(found))
     except StopIteration:
         return
     finally:
@@ -270,7 +270,9 @@ def drafters(
         if (kinds is None or name in kinds) and (trees or "trees" not in name):
             yield name, drafter, {"exit_layers": exits}
     heads_of = cache(lambda kind: HEADS[kind](backbone) if kind else None)
-    asked = Asked(ids=torch.tensor([sequence]), sampler=greedy(), stop=StopRule(max_length=999))
+    asked = SequenceRequest(
+        ids=torch.tensor([sequence]), sampler=greedy(), stop=StopRule(max_length=999)
+    )
     for name, (kind, wanted) in OWN.items():
         options = EAGER.updated({"drafter": wanted})
         if name == "exits with pauses":

@@ -22,7 +22,7 @@ from selfspec import options as parts
 from selfspec.api.speculator import Speculator, wrap
 from selfspec.config import OPTION_NAMES, GenerateOptions, SpeculationOptions, check, check_request
 from selfspec.decoding.drafters.rest import Datastore
-from selfspec.errors import InvalidOption, annotations_of, described, first_line, fits, shown
+from selfspec.errors import InvalidOption, annotations_of, first_line, fits, hint_name, shown
 from selfspec.eval.results import BenchOptions
 from selfspec.options import CmAsd, CmAsdLength, Costs, Easd, Exit, Fixed, GammaTune, Lenient, Ngram
 from selfspec.training.options import CacheOptions, DataOptions, FitOptions
@@ -268,7 +268,7 @@ options = st.builds(
 def test_a_part_is_what_its_text_says(part: parts.Part) -> None:
     for full in (False, True):
         _, _, said = parts.as_text(part, full=full).partition(":")
-        assert parts.changed(type(part)(), said or None) == part
+        assert parts.with_settings(type(part)(), said or None) == part
 
 
 @given(options)
@@ -434,7 +434,7 @@ def test_a_value_fits_its_annotation(hint: Any, right: list[Any], wrong: list[An
     ids=addressless,
 )
 def test_annotations_in_words(hint: Any, words: str) -> None:
-    assert described(hint) == words
+    assert hint_name(hint) == words
 
 
 @pytest.mark.parametrize("value", ["x" * 500, "a\nb", Strange(), [None] * 900])
@@ -453,5 +453,5 @@ def test_what_others_say_is_one_line_with_its_reason() -> None:
 @pytest.mark.parametrize("options", [SpeculationOptions, GenerateOptions])
 def test_every_option_has_a_type_in_words(options: type) -> None:
     for hint in annotations_of(options).values():
-        assert described(hint)
-        assert "typing." not in described(hint)
+        assert hint_name(hint)
+        assert "typing." not in hint_name(hint)

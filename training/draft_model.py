@@ -32,7 +32,7 @@ from selfspec.cli.base import bar
 from selfspec.errors import InvalidOption, SelfspecError
 from selfspec.files import check_folder, replacing_folder
 from selfspec.hub import models as hub
-from selfspec.training.features import Batch, padded, planned
+from selfspec.training.features import Batch, pad_batch, plan_batches
 from selfspec.training.text import Conversation, read_conversations
 
 _WARM_UP = 0.1
@@ -80,7 +80,7 @@ def main(
     found["answer_tokens_held_out"] = sum(len(talk.answer_ids) for talk in held_out)
     found["agreement_before"] = agreement(small, held_out, batch_tokens)
     with bar("draft model", "steps") as show:
-        batches = _endless(planned(talks, batch_tokens), seed)
+        batches = _endless(plan_batches(talks, batch_tokens), seed)
         fit(small, batches, steps=steps, learning_rate=learning_rate, progress=show)
     small = small.bfloat16()
     found["agreement_after"] = agreement(small, held_out, batch_tokens)
@@ -139,7 +139,7 @@ def fit(
         for number, group in enumerate(itertools.islice(batches, steps)):
             for learned in optimizer.param_groups:
                 learned["lr"] = learning_rate * _rate(number, steps)
-            loss = F.cross_entropy(*_predicted(model, padded(group)))  # mean, in nats
+            loss = F.cross_entropy(*_predicted(model, pad_batch(group)))  # mean, in nats
             if not math.isfinite(loss.item()):
                 raise SelfspecError(f"the loss is {loss.item()} at step {number + 1}")
             optimizer.zero_grad(set_to_none=True)
@@ -157,8 +157,8 @@ def agreement(
 ) -> float:
     """Share of answer tokens, 0..1, that are the model's first choice after the text before."""
     right = total = 0
-    for group in planned(conversations, batch_tokens):
-        logits, tokens = _predicted(model, padded(group))
+    for group in plan_batches(conversations, batch_tokens):
+        logits, tokens = _predicted(model, pad_batch(group))
         right += int((logits.argmax(-1) == tokens).sum())
         total += len(tokens)
     return right / total

@@ -19,7 +19,7 @@ import typer
 
 import selfspec
 from selfspec.files import write
-from selfspec.training.features import padded, planned
+from selfspec.training.features import pad_batch, plan_batches
 from selfspec.training.records import entropies
 from selfspec.training.text import DROPPED, encoded
 
@@ -96,8 +96,8 @@ def uncertainty(
     found = {}
     for name, rows in chosen.items():
         sums = {True: [0.0, 0], False: [0.0, 0]}
-        for group in planned([encoded(row, None) for row in rows[:count]], 4096):
-            batch = padded(group)
+        for group in plan_batches([encoded(row, None) for row in rows[:count]], 4096):
+            batch = pad_batch(group)
             (hidden,) = backbone.states(batch.ids, (backbone.num_layers,))
             for answers in (True, False):
                 here = batch.predicts if answers else batch.known & ~batch.predicts

@@ -35,7 +35,7 @@ from selfspec.model.backbone import Backbone
 from selfspec.model.parts import Unembedding
 from selfspec.training import fit
 from selfspec.training.features import CacheSource, Features, Selection, split
-from selfspec.training.fit import unrolled
+from selfspec.training.fit import unroll
 from selfspec.training.options import FitOptions
 from selfspec.training.text import special_ids
 
@@ -103,7 +103,7 @@ def chains(heads: ExitHeads, text: Selection) -> list[float]:
     kept, counted, head = [0] * DRAFTS, [0] * DRAFTS, heads.first
     for batch in text.batches():
         answers, right = batch.answers, torch.ones_like(batch.answers)
-        for place, (features, valid) in enumerate(unrolled(heads, 0, batch, DRAFTS)):
+        for place, (features, valid) in enumerate(unroll(heads, 0, batch, DRAFTS)):
             best = [head.unembed(rows).argmax(-1) for rows in features.split(1024)]
             tokens = head.to_target_ids(torch.cat(best))
             right = right & (tokens == batch.top_ids[:, 0])
@@ -117,7 +117,7 @@ def chains(heads: ExitHeads, text: Selection) -> list[float]:
 def to_the_first_error(heads: ExitHeads, layer: int, batch: Features, steps: int) -> Drafts:
     """Yield later drafts only after right ones: after a wrong one they are never used."""
     right = torch.ones_like(batch.continues)
-    for features, valid in unrolled(heads, layer, batch, steps):
+    for features, valid in unroll(heads, layer, batch, steps):
         yield features, valid & right
         with torch.no_grad():
             best = [heads[layer].unembed(rows).argmax(-1) for rows in features.split(1024)]
@@ -156,7 +156,7 @@ class Variant(NamedTuple):
     kind: type[ExitHead] = DeepFusedHead
     options: Mapping[str, Any] = MappingProxyType({})
     source: type[CacheSource] = CacheSource
-    drafts: Callable[..., Drafts] = unrolled  # which are learned
+    drafts: Callable[..., Drafts] = unroll  # which are learned
     states: tuple[float, ...] = ()  # of which layers, as shares of the depth
 
 
@@ -209,10 +209,10 @@ def fit_variant(
     job |= {"train": train.limited(max_tokens), "validation": held_out, "options": options}
     own = HEAD_TYPES["deep-fused"]
     try:
-        HEAD_TYPES["deep-fused"], fit.unrolled = kind, drafts  # used by a fit
+        HEAD_TYPES["deep-fused"], fit.unroll = kind, drafts  # used by a fit
         return fit.fit(fit.Job(backbone=backbone, **job), show), held_out
     finally:
-        HEAD_TYPES["deep-fused"], fit.unrolled = own, unrolled
+        HEAD_TYPES["deep-fused"], fit.unroll = own, unroll
 
 
 def main(

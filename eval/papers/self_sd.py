@@ -21,13 +21,13 @@ import typer
 from eval import lab
 from selfspec.api.speculator import Speculator
 from selfspec.decoding.costs import DraftCost, token_cost_without
-from selfspec.decoding.drafters.draft_model import again
-from selfspec.decoding.state import DecodeState, alone
+from selfspec.decoding.drafters.draft_model import drafted_again
+from selfspec.decoding.state import DecodeState, run_alone
 from selfspec.decoding.stats import SKIP
 from selfspec.eval.results import SIX_TASKS
 from selfspec.eval.verify import greedy_request
 from selfspec.model.kv import KVCache
-from selfspec.options import Skip, word
+from selfspec.options import Skip, as_word
 
 RULE = Skip()
 
@@ -55,11 +55,11 @@ def main(
     with torch.inference_mode():
         answers = [written(speculator, turn, new_tokens) for turn in lab.each(asked, "answers")]
         best = path(speculator, answers, int(ratio * speculator.backbone.num_layers))
-    rows = [[*(f"{one:.3f}" for one in found[:3]), word(found.skipped)] for found in best]
+    rows = [[*(f"{one:.3f}" for one in found[:3]), as_word(found.skipped)] for found in best]
     chosen, tokens = max(best), sum(count for _, count in answers)
     summary: dict[str, Any] = {"questions": len(answers), "tokens": tokens}
     summary |= {"sizes": [found._asdict() for found in best], "skipped": chosen.skipped}
-    text = f"# Layers that Self-SD leaves out: {word(chosen.skipped)}\n\n    {lab.command()}\n\n"
+    text = f"# Layers that Self-SD leaves out: {as_word(chosen.skipped)}\n\n    {lab.command()}\n\n"
     text += lab.table(["tokens a step", "drafts right", "a draft's cost", "left out"], rows)
     lab.finish(output, summary, text)
 
@@ -95,7 +95,7 @@ def worth(
     cost = replace(cost, token=token_cost_without(skipped, backbone))
     tokens = steps = hits = 0.0
     for state, count in answers:
-        said = alone(again(state, skipped, count)).logits.softmax(-1).max(-1)
+        said = run_alone(drafted_again(state, skipped, count)).logits.softmax(-1).max(-1)
         right = (said.indices == state.ids[0, -count:]).tolist()
         for drafted, kept in rounds(right, said.values.tolist()):
             tokens += kept + 1

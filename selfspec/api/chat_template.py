@@ -82,7 +82,7 @@ def name_of(template: str) -> str:
     return next((name for name in NAMES if _built_in(name) == template), beginning)
 
 
-def having(tokenizer: PreTrainedTokenizerBase, template: str) -> PreTrainedTokenizerBase:
+def with_template(tokenizer: PreTrainedTokenizerBase, template: str) -> PreTrainedTokenizerBase:
     """A copy of the tokenizer with this template; the tokenizer itself is not changed."""
     own = copy.copy(tokenizer)
     own.chat_template = template
@@ -101,7 +101,7 @@ def advice(model: str) -> str:
     return f"Give --chat-template: {', '.join(NAMES)}, or a Jinja file"
 
 
-def chosen(
+def choose_template(
     tokenizer: PreTrainedTokenizerBase | None,
     given: str | None,
     heads: ExitHeads | None,
@@ -124,7 +124,7 @@ def chosen(
         raise InvalidOption("a chat template needs a tokenizer. Give one to selfspec.wrap")
     if given is None:
         _tried(template, "chat_template of the heads")
-    own = having(tokenizer, template)
+    own = with_template(tokenizer, template)
     return own, turn_end(own)
 
 
@@ -132,7 +132,7 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd:
     """The end that the template writes after an answer, unless it is the tokenizer's end token."""
     messages = [_said("user", _ASKED), _said("assistant", _ANSWER), _said("user", _NEXT)]
     try:
-        text = templated(tokenizer, messages)
+        text = apply_template(tokenizer, messages)
     except InvalidPrompt:
         return NO_END  # the template allows one turn only
     behind = text.partition(_ANSWER)[2].partition(_NEXT)[0].strip()
@@ -184,7 +184,7 @@ class CannotRender(Exception):
         self.line = line  # of the template, if known
 
 
-def templated(
+def apply_template(
     tokenizer: PreTrainedTokenizerBase,
     messages: Any,
     *,

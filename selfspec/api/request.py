@@ -37,8 +37,8 @@ from selfspec.config import (
     matcher_class,
     wanted_grammar,
 )
-from selfspec.decoding.decode import BEYOND, ENDS, StopRule, remind
-from selfspec.decoding.engine import Asked
+from selfspec.decoding.decode import BEYOND, ENDS, StopRule, warn_once
+from selfspec.decoding.engine import SequenceRequest
 from selfspec.decoding.sampling import (
     GrammarMask,
     OccurrencePenalty,
@@ -160,20 +160,20 @@ class Request:
     end: str = ""  # text that ends the answer and is not part of it
     behind: Sequence[int] = ()  # last prompt tokens of a continued text: spaces may depend on them
 
-    def only(self) -> Asked:
+    def only(self) -> SequenceRequest:
         """The only sequence. Raises InvalidOption if there are several."""
         if (count := self.input_ids.shape[0]) != 1:
             raise InvalidOption(f"{count} sequences at once. Use generate_batch for more than one")
         return self.row(0)
 
-    def row(self, row: int) -> Asked:
+    def row(self, row: int) -> SequenceRequest:
         """One sequence; its `max_time` starts now. Raises InvalidOption for criteria of batches."""
         rows, pad = len(self.pads), self.pads[row]
         own = [criterion_for(entry, row, rows, self.max_time) for entry in self.criteria]
         longest, limit = self.max_length, self.position_limit
         if limit is not None and longest > limit + 1 + pad:  # the newest token takes no position
             longest = limit + 1 + pad
-            remind(ENDS, limit)
+            warn_once(ENDS, limit)
         stop = StopRule(
             max_length=longest,
             end_tokens=self.end_tokens,
@@ -182,7 +182,7 @@ class Request:
         )
         sampler = self.sampler.for_row(row, rows, pad)
         ids = self.input_ids[row : row + 1]
-        return Asked(ids=ids, pad=pad, sampler=sampler, stop=stop, logprobs=self.logprobs)
+        return SequenceRequest(ids=ids, pad=pad, sampler=sampler, stop=stop, logprobs=self.logprobs)
 
 
 def checked(options: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
@@ -342,7 +342,7 @@ def from_prepared(
             f"the prompt has {length} tokens, the model has {limit} positions. Shorten the prompt"
         )
     if length > backbone.max_positions:
-        remind(BEYOND, backbone.max_positions)
+        warn_once(BEYOND, backbone.max_positions)
     lengths = [entry.max_length for entry in criteria if type(entry) is stopping.MaxLengthCriteria]
     longest = min(lengths, default=config.max_length)
     if not isinstance(longest, int):

@@ -41,7 +41,7 @@ from selfspec.config import OPTION_NAMES, GenerateOptions, SpeculationOptions, c
 from selfspec.decoding.drafters.draft_model import check_same_size, check_same_tokens
 from selfspec.decoding.drafters.heads import pack
 from selfspec.decoding.drafters.rest import Datastore
-from selfspec.decoding.engine import MOST_TEXTS, Engine, Running, Runtime, eager
+from selfspec.decoding.engine import MOST_TEXTS, Engine, Running, Runtime, not_traced
 from selfspec.decoding.state import DecodeState
 from selfspec.errors import (
     HeadsMismatch,
@@ -59,7 +59,7 @@ from selfspec.heads.folder import attends, find_known
 from selfspec.hub import models as hub
 from selfspec.model import fingerprint
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv import common
+from selfspec.model.kv import common_prefix
 from selfspec.model.parts import CACHES, check_model, kind_of
 from selfspec.options import FITTED, Costs, Exit
 
@@ -126,7 +126,7 @@ class Speculator:
         """The wrapped model, unchanged."""
         return self.backbone.model
 
-    @eager
+    @not_traced
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
         """Generate one answer to one prompt. For batches, see `generate_batch`."""
         return self.stream(prompt, **options).drain()
@@ -233,7 +233,7 @@ class Speculator:
         """Start a conversation that keeps its KV cache between turns."""
         return Session(self)
 
-    @eager
+    @not_traced
     def hf(
         self, *, strings: str | list[str] | None = None, **speculation: Any
     ) -> Callable[..., Answers]:
@@ -250,7 +250,7 @@ class Speculator:
         ends_at = stop_strings(self.tokenizer, strings) if strings else None
         return partial(_loop, self, self.options.updated(speculation), ends_at)
 
-    @eager
+    @not_traced
     def call(self, prompt: Prompt, options: GenerateOptions) -> Request:
         """Make the Request for one prompt and the keywords of one call."""
         speculation, rest = self._sorted(options)
@@ -347,7 +347,7 @@ class Session:
             state = self._state
             if shapes == self._pinned and state is not None and not (state.pad or asked.pad):
                 # keep the prefix shared with the new prompt, whose last id is always run
-                state.kv.truncate(common(state.committed(0), asked.ids[0, :-1].tolist()))
+                state.kv.truncate(common_prefix(state.committed(0), asked.ids[0, :-1].tolist()))
                 kv = state.kv
             asked = replace(asked, kv=kv, draft_cache=self._draft_cache)
             running = self._speculator.engine().add(asked, speculation)
@@ -475,7 +475,7 @@ def _speculator(
         store.check(tokenizer, backbone.vocab_size)
         options = {"drafter": "ngram+rest", **options}
     fitted = find_heads(backbone, heads, label)
-    tokenizer, turn_end = templates.chosen(tokenizer, template, fitted, label)
+    tokenizer, turn_end = templates.choose_template(tokenizer, template, fitted, label)
     base = SpeculationOptions()
     if fitted is not None:
         if backbone.claims.replayed is None:  # CUDA graphs capture torch's own kernels alone
@@ -575,7 +575,7 @@ def _read(datastore: object, template: str | Path | None) -> tuple[Datastore | N
 # --- inside Hugging Face's `generate`
 
 
-@eager
+@not_traced
 def _loop(
     speculator: Speculator,
     options: SpeculationOptions,

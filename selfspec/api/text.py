@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.api.chat_template import advice, templated
+from selfspec.api.chat_template import advice, apply_template
 from selfspec.decoding.stats import Round
 from selfspec.errors import InvalidPrompt, shown
 
@@ -59,7 +59,7 @@ def encode(
         raise InvalidPrompt("a prompt in words needs a tokenizer. Give one to selfspec.wrap")
     text, plain = prompt, raw or tokenizer.chat_template is None
     if not plain:
-        text = templated(tokenizer, messages, tools=tools or None, add_generation_prompt=True)
+        text = apply_template(tokenizer, messages, tools=tools or None, add_generation_prompt=True)
     elif not isinstance(prompt, str) and tokenizer.chat_template is None:
         raise InvalidPrompt(
             "messages need a chat template, but this model was loaded with none. "
@@ -193,12 +193,12 @@ class UntilStop:
         if ends:
             self.found, self._held = True, ""
             return text[: min(ends)]
-        held = 0 if last else max((begun(text, stop) for stop in self._stops), default=0)
+        held = 0 if last else max((begun_length(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
 
 
-def begun(text: str, stop: str) -> int:
+def begun_length(text: str, stop: str) -> int:
     """The length of the longest end of `text` that is a beginning of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

@@ -46,7 +46,7 @@ from selfspec.errors import (
 )
 from selfspec.heads.folder import known_folders, read_config
 from selfspec.hub import models as hub
-from selfspec.options import PARTS, Kinds, Part, check_ranges, laid_over, members, typed, word
+from selfspec.options import PARTS, Kinds, Part, as_word, check_ranges, members, merged_over, typed
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -264,7 +264,7 @@ def merged(file: Path | None, given: Asked, flags: Sequence[Flag]) -> Named:
         check_ranges(above, _Ranges)
         for name in found.keys() & above.keys():
             if dict in members(hints[name]):
-                above[name] = laid_over(name, found[name], above[name])
+                above[name] = merged_over(name, found[name], above[name])
         found.update(above)
     return found
 
@@ -399,7 +399,7 @@ def part_settings(kinds: Kinds) -> Iterator[tuple[str, str]]:
         built_in, hints, texts = made(), annotations_of(made), docstrings(made)
         for entry in fields(made):
             value = getattr(built_in, entry.name)
-            usual = "" if value is None else f" Default: {word(value)}."
+            usual = "" if value is None else f" Default: {as_word(value)}."
             term = f"{kind}:{entry.name}" if kind else entry.name
             yield f"{term}={_metavar(hints[entry.name], '/')}", texts[entry.name] + usual
 

@@ -190,7 +190,7 @@ def demo(
     text, raw = base.read_prompt(prompt), asked.get("raw", False)
     base.check_template(asked, "demo")
     speculator = base.load({"dtype": "float32"} | asked, compared=True)
-    (other, other_s), (own, own_s) = both(speculator, text, count, raw=raw)
+    (other, other_s), (own, own_s) = race(speculator, text, count, raw=raw)
     place = first_divergence(other, own)
     said = f"Hugging Face {rate(len(other) / other_s)}, selfspec {rate(len(own) / own_s)}"
     base.emit(f"{said}: {verdict(place, other_s / own_s)}\n")
@@ -208,7 +208,7 @@ def verdict(differs_at: int | None, gain: float) -> str:
     return f"{words}; same text: no, token {differs_at + 1} differs ({tie})"
 
 
-def both(
+def race(
     speculator: Speculator, text: str, count: int, *, raw: bool
 ) -> list[tuple[list[int], float]]:
     """Decode greedily with both, from the same weights; show the texts, return tokens and seconds.

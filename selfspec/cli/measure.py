@@ -20,7 +20,7 @@ from selfspec.config import SpeculationOptions
 from selfspec.decoding.stats import counted
 from selfspec.errors import InvalidOption, ModelNotFound, check_keys, check_packages
 from selfspec.eval import results
-from selfspec.eval.bench import METHODS, Bench, candidates, chosen, described, moved, parted, swept
+from selfspec.eval.bench import METHODS, Bench, best_of, candidates, described, moved, split, swept
 from selfspec.hub import models as hub
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ def bench(*, as_json: base.AsJson = False, asked: base.Named) -> None:
     if options.quality or own_text:
         check_packages("the quality of texts", "sacrebleu", "rouge_score")
     tried = [entry for entries in grid.values() if len(entries) > 1 for entry in entries]
-    questions = parted(suite, options, tuning=bool(tried))
+    questions = split(suite, options, tuning=bool(tried))
     record = _record(asked, names, options, speculator, questions)
     runner, tuning = Bench(speculator=speculator, options=options), []
     with files.locked(folder):
@@ -240,7 +240,7 @@ def bench(*, as_json: base.AsJson = False, asked: base.Named) -> None:
         if tried:
             with base.bar("settings", "questions") as show:
                 tuning = runner.measure(questions[1], tried, folder / results.TUNING, show)
-        methods = [*chosen(grid, tuning).values(), *moves]
+        methods = [*best_of(grid, tuning).values(), *moves]
         with base.bar("bench", "questions") as show:
             answers = runner.measure(questions[0], methods, folder / results.ANSWERS, show)
         summary = report.summarise(answers, described(methods), options.seed)

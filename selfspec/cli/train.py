@@ -119,7 +119,7 @@ def _load(
         raise InvalidData(f"a worker found other weights of {found.label} than the first process")
     backbone = Backbone(model, executor="auto" if writes else "generic", fingerprint=known)
     if template is not None:
-        tokenizer = templates.having(tokenizer, template)
+        tokenizer = templates.with_template(tokenizer, template)
     return Base(backbone, tokenizer, asked.get("base_model", found.label), template)
 
 
@@ -454,7 +454,9 @@ def _write_features(asked: Asked, options: CacheOptions, workers: int) -> None:
 
             def make() -> Callable[[list[Conversation]], Features]:
                 own = load().backbone
-                return lambda batch: store.features(own, spec, store.padded(batch)).to(main_memory)
+                return lambda batch: store.features(own, spec, store.pad_batch(batch)).to(
+                    main_memory
+                )
 
             submit = stack.enter_context(cluster.workers(workers, make))
             computed = partial(cluster.in_order, submit, 2 * workers)
@@ -610,7 +612,7 @@ def _job(asked: Asked, options: FitOptions, model: Base, checkpoint: Path) -> Jo
 
     if "start_from" in asked:
         start = heads_of(hub.resolve_heads(asked["start_from"]), backbone, model.name)
-        options = fit.going_on(options, start)
+        options = fit.options_to_go_on(options, start)
     if "cache" in asked:
         source = CacheSource(asked["cache"], backbone)
         data, found, kind = source.manifest.data, source.spec.layers, options.head_type

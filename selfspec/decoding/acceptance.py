@@ -129,7 +129,7 @@ class AcceptanceRule(Protocol):
         """The token to commit after `text`, whose newest token is that of `row`."""
 
 
-class Heard:
+class ObservedRule:
     """Base of rules that wrap another rule and note each of its decisions."""
 
     def __init__(self, rule: AcceptanceRule) -> None:
@@ -221,7 +221,7 @@ class Logprob(NamedTuple):
     top: tuple[tuple[int, float], ...]  # likeliest tokens at its position, log-probs descending
 
 
-class Noting(Heard):
+class LogprobRule(ObservedRule):
     """Notes log-probabilities of a rule's tokens before all processors, as vLLM does by default."""
 
     def __init__(self, rule: AcceptanceRule, count: int, noted: list[Logprob]) -> None:
@@ -273,7 +273,7 @@ class CmAsd:
             # differences of scores are those of log-probabilities
             if bool((score >= best[-1]) & (best[0] - score <= tolerance)):
                 return Verdict(draft.token, index)
-        return Verdict(chosen(self._sampler, scores))
+        return Verdict(target_choice(self._sampler, scores))
 
 
 class Easd:
@@ -313,7 +313,7 @@ class Easd:
                 scores = scores.index_fill(0, ruled_out, -torch.inf)
             if self._stays(scores, draft):
                 return Verdict(draft.token, index)
-        return Verdict(chosen(self._sampler, scores))
+        return Verdict(target_choice(self._sampler, scores))
 
     def _ambiguous(self, scores: Tensor, belief: Tensor) -> bool:
         """Whether both distributions [V] are flat and share their best tokens; one device read."""
@@ -333,7 +333,7 @@ class Easd:
         return bool(u * drafted < scores.softmax(-1)[draft.token])
 
 
-def chosen(sampler: Sampler, scores: Tensor) -> int:
+def target_choice(sampler: Sampler, scores: Tensor) -> int:
     """The target's own choice from processed scores [V]: the best, or a draw."""
     return sampler.draw(scores.softmax(-1)) if sampler.do_sample else int(scores.argmax(-1))
 

@@ -51,7 +51,7 @@ class DraftCost:
     @property
     def row_costs(self) -> tuple[float, ...]:
         """The verification cost of a sequence's first draft token, its second, and so on."""
-        return beside(self.rows, self.load.texts)
+        return batch_row_costs(self.rows, self.load.texts)
 
     @property
     def asking(self) -> float:
@@ -66,7 +66,7 @@ class DraftCost:
     def of(self, draft: Draft) -> float:
         """The cost of `draft`, without tokens of `FREE` sources: these are drafted in any case."""
         origins = [(one.source, one.layer) for one in draft.proposed]
-        rows = zip(each_row(self.row_costs), origins, strict=False)
+        rows = zip(costs_by_row(self.row_costs), origins, strict=False)
         verified = sum(row for row, (source, _) in rows if source not in FREE)
         return verified + self.drafting(origins, draft.heads)
 
@@ -82,7 +82,7 @@ class DraftCost:
 
     def steps(self, origins: Sequence[tuple[str, int]], heads: int = 0) -> float:
         """The cost of a round with these drafts, in plain steps. Rows of every source count."""
-        rows = sum(islice(each_row(self.row_costs), len(origins)))
+        rows = sum(islice(costs_by_row(self.row_costs), len(origins)))
         return 1.0 + rows + self.drafting(origins, heads)
 
     def gain(self, rounds: Sequence[Round]) -> float:
@@ -92,13 +92,13 @@ class DraftCost:
         return sum(len(entry.tokens) for entry in behind) / steps if steps else 1.0
 
 
-def each_row(costs: Sequence[float]) -> Iterator[float]:
+def costs_by_row(costs: Sequence[float]) -> Iterator[float]:
     """The costs of the second row, the third, and so on without end."""
     return chain(costs, repeat(costs[-1]))
 
 
 @cache
-def beside(rows: tuple[float, ...], texts: int) -> tuple[float, ...]:
+def batch_row_costs(rows: tuple[float, ...], texts: int) -> tuple[float, ...]:
     """`DraftCost.rows` for a batch of `texts` sequences, each of which adds one row at a time.
 
     Entry i is the time that the n rows of step i add, as a share of a round in which each of the n
@@ -109,13 +109,13 @@ def beside(rows: tuple[float, ...], texts: int) -> tuple[float, ...]:
     whole = whole_round(rows, texts)
     levels = range(1, 2 + len(rows) // texts)  # all further rows cost the same
     ends = ((level * texts - 1, (level + 1) * texts - 1) for level in levels)
-    return tuple(sum(islice(each_row(rows), *end)) / whole for end in ends)
+    return tuple(sum(islice(costs_by_row(rows), *end)) / whole for end in ends)
 
 
 @cache
 def whole_round(rows: tuple[float, ...], texts: int) -> float:
     """The cost of a round in which each of `texts` sequences has one row, in plain steps."""
-    return 1.0 + sum(islice(each_row(rows), texts - 1))
+    return 1.0 + sum(islice(costs_by_row(rows), texts - 1))
 
 
 def token_cost_without(skipped: Sequence[int], model: Backbone) -> float:
@@ -131,15 +131,15 @@ def _bytes(part: nn.Module) -> int:
 
 
 @dataclass(frozen=True)
-class Exits:
+class ExitOdds:
     """The probabilities of exits for one draft position of a round."""
 
     at: tuple[float, ...]  # of an exit, by exit layer; the remainder to 1 is a difficult token
     right: float  # of an exit whose draft is accepted
 
 
-def expected(
-    cost: DraftCost, layers: Sequence[int], first: Exits, later: Exits, width: int
+def expected_gain(
+    cost: DraftCost, layers: Sequence[int], first: ExitOdds, later: ExitOdds, width: int
 ) -> tuple[float, float]:
     """Compression rate and speed-up of drafts of at most `width` tokens.
 
@@ -148,7 +148,7 @@ def expected(
     assumed to be independent, and drafts after a wrong one to exit as often as others.
     """
     tokens = reached = alive = steps = 1.0
-    for row, found in zip(each_row(cost.rows), (first, *[later] * (width - 1)), strict=False):
+    for row, found in zip(costs_by_row(cost.rows), (first, *[later] * (width - 1)), strict=False):
         alive *= found.right
         tokens += alive
         staying = reached

@@ -1,10 +1,10 @@
 """The loop: draft, verify, commit, rewind.
 
-    written(state, ...)  yields Work, and one Round per verification
-      draft              a drafter proposes k tokens; their shallow rows may already be queued
-      verify             all k + 1 rows run to the last layer, in one batched pass per segment
-      commit             the acceptance rule judges drafts one by one, each on its true prefix
-      rewind             layers keep the committed positions only; queues are emptied
+    decode_rounds  yields Work, and one Round per verification
+      draft        a drafter proposes k tokens; their shallow rows may already be queued
+      verify       all k + 1 rows run to the last layer, in one batched pass per segment
+      commit       the acceptance rule judges drafts one by one, each on its true prefix
+      rewind       layers keep the committed positions only; queues are emptied
 
 Plain decoding is the same loop with a drafter that proposes nothing. The engine drives the loops of
 a whole batch and does their Work.
@@ -40,7 +40,7 @@ class StopRule:
     def reason(self, state: DecodeState, token: int) -> StopReason | None:
         """Why the sequence ends with its newest `token`, or None."""
         if self.made_for is not None and state.length == self.made_for + 1:
-            remind(BEYOND, self.made_for - state.pad)
+            warn_once(BEYOND, self.made_for - state.pad)
         if token in self.end_tokens:
             return "eos"
         if self.criteria is not None and self.criteria(state.ids):
@@ -53,12 +53,12 @@ ENDS = "the model has %d positions here: answers end there, whatever length is a
 
 
 @functools.cache
-def remind(words: str, positions: int) -> None:
+def warn_once(words: str, positions: int) -> None:
     """Warn once about the model's context length."""
     logger.warning(words, positions)
 
 
-def written(
+def decode_rounds(
     state: DecodeState, drafter: Drafter, rule: AcceptanceRule, stop: StopRule, watch: Stopwatch
 ) -> Generator[Work | Round, Any, None]:
     """Decode until `stop` ends the sequence; yields Work, and a Round after each verification.

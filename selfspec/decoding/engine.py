@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.acceptance import AcceptanceRule, Logprob, Noting, acceptance_rule
+from selfspec.decoding.acceptance import AcceptanceRule, Logprob, LogprobRule, acceptance_rule
 from selfspec.decoding.costs import USUAL, DraftCost, Load, token_cost_without
-from selfspec.decoding.decode import StopRule, written
+from selfspec.decoding.decode import StopRule, decode_rounds
 from selfspec.decoding.drafters import ngram
 from selfspec.decoding.drafters.base import Drafting, Trunks, make_controller
 from selfspec.decoding.drafters.draft_model import (
@@ -42,15 +42,15 @@ from selfspec.decoding.drafters.heads import (
     MedusaGuesser,
 )
 from selfspec.decoding.drafters.rest import Datastore, RestGuesser
-from selfspec.decoding.drafters.trees import HOPELESS, Paying, TreeDrafter, Unless
+from selfspec.decoding.drafters.trees import HOPELESS, PausableDrafter, Paying, TreeDrafter
 from selfspec.decoding.measure import PassShape, PinnedProbe
 from selfspec.decoding.sampling import Sampler
-from selfspec.decoding.state import DecodeState, Drafter, Enter, NoDrafter, Work, next_together
+from selfspec.decoding.state import DecodeState, Drafter, Enter, NoDrafter, Work, next_batch
 from selfspec.decoding.stats import GenerationStats, Round, Stopwatch
 from selfspec.errors import HeadsNotFound, InvalidOption, check_types
 from selfspec.heads.attending import AttendingHeads
 from selfspec.heads.exit_heads import ExitHeads
-from selfspec.heads.heads import ExitJudge, spread
+from selfspec.heads.heads import ExitJudge, each_layer
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv import (
     POSITIONS,
@@ -58,12 +58,12 @@ from selfspec.model.kv import (
     KVStore,
     Memory,
     PooledKVCache,
-    common,
+    common_prefix,
     fixed_slots,
     free_bytes,
 )
 from selfspec.model.weights import TEAM
-from selfspec.options import word
+from selfspec.options import as_word
 
 # --- shared by all sequences of one model
 
@@ -73,14 +73,14 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Found = TypeVar("Found")
 
 
-def eager(function: Function) -> Function:
+def not_traced(function: Function) -> Function:
     """Exclude `function` from an enclosing torch.compile, which traced a minute for no graph."""
     disabled: Any = torch.compiler.disable  # has no type annotations
     return disabled(function, reason="selfspec decodes outside of it")  # type: ignore[no-any-return]  # the same
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class SequenceRequest:
     """A request for one sequence."""
 
     ids: Tensor  # [1, n], left-padded
@@ -107,7 +107,7 @@ class Runtime:
         self.layers, self.probe = LayerSearch(backbone.num_layers), PinnedProbe(backbone)
         self._told: set[str] = set()
 
-    def text(self, asked: Asked, options: SpeculationOptions, load: Load) -> Running:
+    def text(self, asked: SequenceRequest, options: SpeculationOptions, load: Load) -> Running:
         """Prepare a sequence. Raises ModelChanged if a model was changed after it was wrapped."""
         self.backbone.require_unchanged()
         if self.draft_model is not None:
@@ -119,9 +119,11 @@ class Runtime:
             asked = replace(asked, sampler=replace(asked.sampler, seed=None))
         rule, noted = self.rule(asked.sampler, options), list[Logprob]()
         if options.speculate and options.uses("successors"):
-            rule = ngram.Remembering(rule, self.successors, asked.ids[0, asked.pad :][-2:].tolist())
+            rule = ngram.TeachingRule(
+                rule, self.successors, asked.ids[0, asked.pad :][-2:].tolist()
+            )
         if asked.logprobs is not None:
-            rule = Noting(rule, asked.logprobs, noted)
+            rule = LogprobRule(rule, asked.logprobs, noted)
         state = self.state(asked, options)
         watch = Stopwatch()
         stats = GenerationStats(
@@ -142,14 +144,14 @@ class Runtime:
         self.backbone.capture(start, depths, counts, state.kv.slots)
         if options.uses("draft-model") and (second := self.draft_model) is not None:
             second.capture(start, (0, second.num_layers), range(1, 3))
-        steps = written(state, drafter, rule, asked.stop, watch)
+        steps = decode_rounds(state, drafter, rule, asked.stop, watch)
         return Running(state=state, steps=steps, stats=stats, logprobs=noted)
 
     def rule(self, sampler: Sampler, options: SpeculationOptions) -> AcceptanceRule:
         """The acceptance rule; experiments may override this to observe verdicts."""
         return acceptance_rule(sampler, options)
 
-    def state(self, asked: Asked, options: SpeculationOptions) -> DecodeState:
+    def state(self, asked: SequenceRequest, options: SpeculationOptions) -> DecodeState:
         shape, kv = PassShape(), asked.kv
         if options.pinned:
             slots = fixed_slots(asked.stop.max_length - asked.pad + options.pinned_rows)
@@ -188,7 +190,7 @@ class Runtime:
             skipped, layers = options.skip.skipped or self.layers.skipped, self.backbone.num_layers
             if max(skipped, default=0) > layers:
                 raise InvalidOption(
-                    f"skip:skipped is {word(skipped)}, the model has {layers} layers. "
+                    f"skip:skipped is {as_word(skipped)}, the model has {layers} layers. "
                     "Leave out higher numbers"
                 )
             token = token_cost_without(skipped, self.backbone)
@@ -206,17 +208,19 @@ class Runtime:
                 cost = replace(cost, head=read)
         return cost if options.costs.token is not None else replace(cost, token=token)
 
-    def drafter(self, asked: Asked, options: SpeculationOptions, load: Load) -> Drafter:
+    def drafter(self, asked: SequenceRequest, options: SpeculationOptions, load: Load) -> Drafter:
         """The drafter of a sequence. Raises HeadsNotFound or InvalidOption for a missing source."""
         if not options.speculate or options.drafter == "none":
             return NoDrafter()
         cost = replace(self.draft_cost(options), load=load)
         drafter = self._drafter(asked, options, cost)
         if options.never_slower:
-            return Unless(drafter, lambda: cost.row_costs[0] >= HOPELESS)
+            return PausableDrafter(drafter, lambda: cost.row_costs[0] >= HOPELESS)
         return drafter
 
-    def _drafter(self, asked: Asked, options: SpeculationOptions, cost: DraftCost) -> Drafter:
+    def _drafter(
+        self, asked: SequenceRequest, options: SpeculationOptions, cost: DraftCost
+    ) -> Drafter:
         sampler, ends = asked.sampler, asked.stop.end_tokens
         seen: Trunks | None = None
         if options.uses("ngram"):
@@ -245,11 +249,11 @@ class Runtime:
                 return own
         elif options.never_slower and options.drafter != "ngram":
             paying = Paying(cost)
-            own = Unless(own, paying.pauses, paying.learn)
+            own = PausableDrafter(own, paying.pauses, paying.learn)
         return own if seen is None else ngram.SeenTextFirst(seen, own)
 
     def _own(
-        self, asked: Asked, options: SpeculationOptions
+        self, asked: SequenceRequest, options: SpeculationOptions
     ) -> RestGuesser | ngram.SuccessorGuesser | HeadGuesser | Drafter:
         """The drafter that joins prompt lookup: a chain drafter, or a guesser for a tree."""
         sampler, ends, trees = asked.sampler, asked.stop.end_tokens, self.runs_trees(options)
@@ -298,7 +302,7 @@ class Runtime:
         config, exits, trees = heads.config, options.exit, self.runs_trees(options)
         judge = ExitJudge(
             config.num_layers,
-            spread(exits.thresholds, exits.layers or config.exit_layers),
+            each_layer(exits.thresholds, exits.layers or config.exit_layers),
             exits.anneal_strength,
             {int(layer): value for layer, value in config.temperatures.items()},
         )
@@ -395,7 +399,7 @@ class Running:
     """A sequence in an engine. Iterating yields its rounds and steps the engine."""
 
     state: DecodeState
-    steps: Generator[Work | Round, Any, None]  # the generator `decode.written`
+    steps: Generator[Work | Round, Any, None]  # the generator `decode_rounds`
     stats: GenerationStats  # updated by the reader of the rounds
     logprobs: list[Logprob]  # of all committed tokens, if requested; grows with the text
     ended: bool = False  # whether no more rounds will come
@@ -489,8 +493,8 @@ class Engine:
     def waiting(self) -> int:
         return len(self._waiting)
 
-    @eager
-    def add(self, asked: Asked, options: SpeculationOptions) -> Running:
+    @not_traced
+    def add(self, asked: SequenceRequest, options: SpeculationOptions) -> Running:
         """Queue a sequence. Raises as `Runtime.text`, and InvalidOption if it can never fit."""
         if asked.kv is None:
             positions = asked.stop.max_length - asked.pad
@@ -503,7 +507,7 @@ class Engine:
         return running
 
     @torch.inference_mode()
-    @eager
+    @not_traced
     def step(self) -> list[Running]:
         """Run one round of all running sequences; returns those with a new round or ended.
 
@@ -572,7 +576,7 @@ class Engine:
             return True
         held = self._store.held(ids)
         for other in self._entering:
-            shared = common(ids[:-1], other.state.committed(0))
+            shared = common_prefix(ids[:-1], other.state.committed(0))
             if shared // POSITIONS * POSITIONS > held:
                 return False
         if not self._store.admit(kv, ids):
@@ -582,7 +586,7 @@ class Engine:
         return True
 
     def _do_next(self) -> None:
-        who = next_together(self._works)
+        who = next_batch(self._works)
         works = [self._works.pop(running) for running in who]
         try:
             results = works[0].done(works, list(self._works.values()))

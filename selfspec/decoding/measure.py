@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from selfspec.decoding.acceptance import Target
-from selfspec.decoding.state import Ask, AskAhead, HiddenCache, Steps, alone
+from selfspec.decoding.state import Ask, AskAhead, HiddenCache, Steps, run_alone
 from selfspec.errors import InvalidOption, PinnedUnavailable
 from selfspec.heads.attending import AttendingHeads, Attention
 from selfspec.heads.exit_heads import ExitHeads
@@ -166,14 +166,14 @@ class Behind:
     def target(self, ids: Tensor, kept: int = 0) -> Target:
         """Logits of `ids`, of which the first `kept` stay in the KV cache."""
         start, states = self.kv.length(0), self._run(ids)
-        found = alone(self._hidden.unembed(states))
+        found = run_alone(self._hidden.unembed(states))
         self.kv.truncate(start + kept)
         return found
 
     def _run(self, ids: Tensor) -> Tensor:
         self._hidden.clear()
         self._hidden.push(self.backbone.embed(ids))
-        return alone(self._hidden.advance(0))
+        return run_alone(self._hidden.advance(0))
 
 
 class Passes(Behind):
@@ -261,7 +261,7 @@ def _question(
         deep = hidden if heads.reads_deep else None
         return (yield Ask(backbone, head, reads, deep, 1.0, 1))
 
-    return lambda: alone(asked())
+    return lambda: run_alone(asked())
 
 
 # --- whether a row's bits depend on the other rows of its pass

@@ -22,7 +22,7 @@ from transformers.generation import logits_process, stopping_criteria
 
 from selfspec.decoding.stats import EXIT
 from selfspec.errors import InvalidOption
-from selfspec.model.kv import common
+from selfspec.model.kv import common_prefix
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -198,7 +198,7 @@ class GrammarMask(LogitsProcessor):
 
     def _follow(self, text: Sequence[int]) -> None:
         text = list(text)
-        same = common(self._text, text)
+        same = common_prefix(self._text, text)
         if same < len(self._text):
             self._matcher.rollback(len(self._text) - same)
         fresh = text[same:]
@@ -295,7 +295,7 @@ class Sampler:
         `torch.multinomial` is not used: it draws an exponential number for each of [V].
         """
         if self.seed is not None and place is not None:
-            tokens, _, share = _race(probs, mixed(self.seed, place - self.pad))
+            tokens, _, share = _race(probs, mixed_seed(self.seed, place - self.pad))
             if tokens[0] != _OTHERS:
                 return tokens[0]
             others = probs.index_fill(0, probs.topk(min(_RACING, len(probs))).indices, 0.0)
@@ -314,7 +314,7 @@ class Sampler:
         softmax(logits / doubt), which judges greedy drafts.
         """
         assert self.seed is not None  # noqa: S101  # only called with a seed
-        tokens, times, _ = _race(probs, mixed(self.seed, place - self.pad))
+        tokens, times, _ = _race(probs, mixed_seed(self.seed, place - self.pad))
         shares = (times[0] / times) ** (self.temperature / doubt)
         both = zip(tokens, (shares / shares.sum()).tolist(), strict=True)
         known = [(token, chance) for token, chance in both if token != _OTHERS][:count]
@@ -399,7 +399,7 @@ def _check_whole(whole: float) -> None:
         )
 
 
-def mixed(seed: int, place: int) -> int:
+def mixed_seed(seed: int, place: int) -> int:
     """A 64-bit seed for one position; each bit of `seed` or `place` changes half of its bits."""
     return int(_stepped(_stepped(seed, 0), place))
 

@@ -1,7 +1,7 @@
 """The state of one sequence while it is decoded, and the Work that its decoding yields.
 
 A generator decodes each sequence: it yields Work and is sent the results. Its code reads as if the
-sequence were alone; the engine batches equal works of all sequences, and `alone` runs just one.
+sequence were alone; the engine batches equal works of all sequences, and `run_alone` runs just one.
 """
 
 from __future__ import annotations
@@ -209,30 +209,30 @@ class Enter(Work):
         return [work.rows for work in alike]
 
 
-def ready(result: Result) -> Steps[Result]:
+def no_work(result: Result) -> Steps[Result]:
     """Steps that need no work and return `result`."""
     return result
     yield  # makes this a generator
 
 
-def alone(steps: Steps[Result]) -> Result:
+def run_alone(steps: Steps[Result]) -> Result:
     """Do all works of `steps`, one after the other; returns its result."""
     try:
         work = next(steps)
         while True:
-            work = steps.send(done_alone(work))
+            work = steps.send(do_alone(work))
     except StopIteration as end:
         result: Result = end.value
         return result
 
 
-def done_alone(work: Work) -> Any:
+def do_alone(work: Work) -> Any:
     """Do one work while no other waits; returns its result."""
     (found,) = work.done([work], [])
     return found
 
 
-def next_together(waiting: Mapping[Key, Work]) -> list[Key]:
+def next_batch(waiting: Mapping[Key, Work]) -> list[Key]:
     """Keys of the works to do next, as one batch.
 
     Sequences that still draft catch up with those that wait for deeper layers, so that all rows of
@@ -491,7 +491,7 @@ class DecodeState:
         finally:
             self._rewind(newest)
         if self.attention is not None and self.attention.waiting > _MOST_UNREAD:
-            alone(self.attention.read(self._committed))
+            run_alone(self.attention.read(self._committed))
 
     @torch.inference_mode()  # a round dropped between two works is rewound outside `Engine.step`
     def _rewind(self, newest: int) -> None:
@@ -528,6 +528,6 @@ class NoDrafter:
     """Proposes nothing: plain decoding."""
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
-        return ready(Draft())
+        return no_work(Draft())
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None: ...

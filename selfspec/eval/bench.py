@@ -31,7 +31,7 @@ from selfspec.errors import (
 )
 from selfspec.eval import results
 from selfspec.eval.results import Answer, BenchOptions, Quality, Question, Run, Show
-from selfspec.options import ACCEPTANCE, CONTROLLERS, PARTS, typed, word
+from selfspec.options import ACCEPTANCE, CONTROLLERS, PARTS, as_word, typed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -127,7 +127,7 @@ _DRAWN = {"do_sample": True, "seed": 0, "top_k": 0, "top_p": 1.0, "temperature":
 
 
 def exits(**settings: Any) -> dict[str, Any]:
-    said = ",".join(f"{name}={word(value)}" for name, value in settings.items())
+    said = ",".join(f"{name}={as_word(value)}" for name, value in settings.items())
     return {**EXIT, "drafter": f"exit:{said}"}
 
 
@@ -189,7 +189,7 @@ that `eval.papers.self_sd` found; its command is in eval/results/papers/self-sd.
 def _self_sd(speculator: Speculator) -> list[Setting]:
     own = speculator.options.skip.skipped
     known = (sets for name, sets in SKIPPED.items() if name in speculator.label)
-    sets = next(known, ()) if own is None else (word(own),)
+    sets = next(known, ()) if own is None else (as_word(own),)
     if not sets:
         raise InvalidOption(
             "the layers that self-sd should leave out are unknown for this model. Give "
@@ -327,7 +327,7 @@ def moved(said: str) -> dict[str, Setting]:
     option, prefix, hint = known[name]
     typed_values = [typed(name, text.strip(), hint) for text in values.split(",")]
     return {
-        f"{name}={word(value)}": {option: prefix + word(value) if prefix else value}
+        f"{name}={as_word(value)}": {option: prefix + as_word(value) if prefix else value}
         for value in typed_values
     }
 
@@ -421,7 +421,7 @@ def _contender(
             _heads(speculator)
         asked = stream.request.speculation
         lossy = asked.speculate and asked.loss is not None
-    said = said or ", ".join(f"{key}={word(value)}" for key, value in setting.items())
+    said = said or ", ".join(f"{key}={as_word(value)}" for key, value in setting.items())
     about: Any = {"source": method.source, "by": method.decode, "lossy": lossy}
     return Contender(label=f"{name}({said})", method=name, setting=setting, **about)
 
@@ -572,7 +572,7 @@ def _failed(error: Exception) -> Run:
 # --- choosing settings and questions
 
 
-def chosen(
+def best_of(
     grid: Mapping[str, Sequence[Contender]], tuning: Sequence[Answer]
 ) -> dict[str, Contender]:
     """By method, the setting that failed least, then took least time; labelled as the method."""
@@ -598,11 +598,11 @@ def _quickest(entries: Sequence[Contender], tried: Sequence[Mapping[str, Run]]) 
     return min(steady, key=lambda one: sum(runs[one.label].seconds for runs in shared))
 
 
-def parted(
+def split(
     suite: Sequence[Question], options: BenchOptions, *, tuning: bool
 ) -> tuple[list[Question], list[Question]]:
     """Questions to report, and to choose settings on. Raises InvalidOption if none is reported."""
-    others = results.spread(suite, options.tune_questions) if tuning else []
+    others = results.spread_out(suite, options.tune_questions) if tuning else []
     taken = {question.turns for question in others}
     rest = [question for question in suite if question.turns not in taken]
     if not rest:
@@ -610,7 +610,7 @@ def parted(
             f"all {len(others)} questions would be used to choose settings. Give fewer "
             "--tune-questions"
         )
-    return results.spread(rest, options.limit), others
+    return results.spread_out(rest, options.limit), others
 
 
 # --- when tokens arrive

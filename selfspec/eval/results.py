@@ -18,7 +18,7 @@ from selfspec.errors import (
     InvalidData,
     InvalidOption,
     check_keys,
-    described,
+    hint_name,
     record_of,
 )
 from selfspec.files import json_lines, parse_json
@@ -65,10 +65,10 @@ def load_suite(
 
     `questions` is the file of a suite that is not built in. Raises InvalidOption, InvalidData.
     """
-    return spread(list(_questions(_file(name, questions))), limit)
+    return spread_out(list(_questions(_file(name, questions))), limit)
 
 
-def spread(questions: Sequence[T], count: int | None) -> list[T]:
+def spread_out(questions: Sequence[T], count: int | None) -> list[T]:
     """`count` questions, spread evenly; None: all. Raises InvalidOption below 1."""
     if count is not None and count < 1:
         raise InvalidOption(f"limit is {count}, expected at least 1")
@@ -108,7 +108,7 @@ def _questions(file: Path) -> Iterator[Question]:
 def _question(record: Any, number: str) -> Question:
     """Parse a record in any of the formats. Raises InvalidData with the reason alone."""
     if not isinstance(record, dict):
-        raise InvalidData(f"holds {described(type(record))}, expected an object")
+        raise InvalidData(f"holds {hint_name(type(record))}, expected an object")
     turns = [record["prompt"]] if "prompt" in record else record.get("turns")
     if not isinstance(turns, list) or not turns:
         raise InvalidData("has neither a prompt nor a list of turns")

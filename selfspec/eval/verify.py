@@ -22,10 +22,10 @@ from selfspec.api.request import Request
 from selfspec.api.speculator import Speculator
 from selfspec.api.text import Prompt, encode
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.acceptance import AcceptanceRule, Draft, Heard
+from selfspec.decoding.acceptance import AcceptanceRule, Draft, ObservedRule
 from selfspec.decoding.engine import Engine, Running, Runtime
 from selfspec.decoding.sampling import Sampler
-from selfspec.decoding.state import DecodeState, Drafter, HiddenCache, Steps, alone, ready
+from selfspec.decoding.state import DecodeState, Drafter, HiddenCache, Steps, no_work, run_alone
 from selfspec.decoding.stats import Ended, Stopwatch
 from selfspec.errors import InvalidPrompt, PinnedUnavailable, SelfspecError
 from selfspec.eval.results import Question, block_logits, first_divergence
@@ -498,7 +498,7 @@ def _pass(backbone: Backbone, kv: KVCache, ids: Tensor, way: Way) -> Tensor:
         rows, path, parents = torch.cat([ids, wrong]), list(range(len(ids))), None
     start, hidden = kv.length(0), HiddenCache(backbone, kv)
     hidden.push(backbone.embed(rows), parents)
-    found = backbone.logits(alone(hidden.advance_all()))[path]
+    found = backbone.logits(run_alone(hidden.advance_all()))[path]
     kv.keep(start, path)
     return found
 
@@ -537,7 +537,7 @@ class OracleDrafter:
         room, position = max(min(limit, self.width), 0), state.length - state.pad
         tokens = self._tokens(self.sequence[position : position + room], room)
         ended: Ended = "width" if len(tokens) == self.width else "budget"
-        return ready(Draft.of(tokens, ended=ended))
+        return no_work(Draft.of(tokens, ended=ended))
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
         """Do nothing: the drafts are fixed."""
@@ -630,7 +630,7 @@ def planted(
 # --- decoding that records logits
 
 
-class Recorder(Heard):
+class Recorder(ObservedRule):
     """An acceptance rule that keeps the target logits of every committed token."""
 
     def __init__(self, rule: AcceptanceRule) -> None:

@@ -35,7 +35,7 @@ from selfspec.heads.exit_heads import ExitHeads, HeadsConfig, check_numbers
 from selfspec.heads.folder import EAGLE3, EAGLE3_OURS, METADATA, SWITCHES, attends
 from selfspec.heads.heads import DraftVocabulary, LinearHead
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv import KVCache, common, uploaded
+from selfspec.model.kv import KVCache, common_prefix, upload
 from selfspec.model.parts import Unembedding
 
 _LAYERS = {"llama": (LlamaConfig, LlamaDecoderLayer), "qwen3": (Qwen3Config, Qwen3DecoderLayer)}
@@ -190,7 +190,7 @@ class AttendingHeads(ExitHeads):
         states = torch.cat([one.states for one in rows])
         tokens = [token for one in rows for token in one.tokens]
         places = [place for one in rows for place in one.positions]
-        both = uploaded([*tokens, *places], states.device).split(len(tokens))
+        both = upload([*tokens, *places], states.device).split(len(tokens))
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             queries, keys, values = (one.split(counts, 1) for one in (query, key, value))
@@ -247,7 +247,7 @@ class AttendingHeads(ExitHeads):
 
     def longest(self, ids: Sequence[int]) -> Attention | None:
         """The remembered text with the longest prefix in common with `ids`, or None."""
-        return max(list(self._texts), key=lambda one: common(one.ids, ids), default=None)
+        return max(list(self._texts), key=lambda one: common_prefix(one.ids, ids), default=None)
 
     def tensors(self) -> dict[str, Tensor]:
         """The weights, named as in the speculators format."""
@@ -323,7 +323,7 @@ class Attention:
         if self.ids:
             return min(len(self.ids), held)
         other = self.heads.longest(ids[1:])
-        rows = 0 if other is None else min(common(other.ids, ids[1:]), held)
+        rows = 0 if other is None else min(common_prefix(other.ids, ids[1:]), held)
         if rows and other is not None:
             self.kv.update(*other.kv.first(rows, 0), 0)
             self.ids = other.ids[:rows]

@@ -417,7 +417,7 @@ class ExitJudge:
         return confidence >= self.thresholds[layer]
 
 
-def spread(values: Sequence[float], layers: Sequence[int]) -> dict[int, float]:
+def each_layer(values: Sequence[float], layers: Sequence[int]) -> dict[int, float]:
     """One value for all `layers`, or one per layer, as a mapping by layer."""
     if len(values) == 1:
         return dict.fromkeys(layers, values[0])

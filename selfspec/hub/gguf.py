@@ -25,7 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from selfspec.errors import InvalidData
 from selfspec.files import open_bytes
-from selfspec.hub.pretrained import assembled, load_description
+from selfspec.hub.pretrained import assemble, load_description
 from selfspec.model.weights import FORMATS, QuantisedWeight, why_not_compiled
 
 logger = logging.getLogger(__name__)
@@ -356,7 +356,7 @@ def load(
             found = found - _ADDED_TO_NORMS.get(header.architecture, 0.0)
         return found.to(dtype) if rows is None else found.to(dtype)[rows]
 
-    model = assembled(config, dtype, attn, weight)
+    model = assemble(config, dtype, attn, weight)
     if others:
         said = "%s keeps some weights as %s, which are de-quantised"
         logger.debug(said, gguf.name, ", ".join(others))

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from selfspec.errors import InvalidData, LacksWeights
-from selfspec.hub.pretrained import assembled, weight_files
+from selfspec.hub.pretrained import assemble, weight_files
 from selfspec.model.weights import FORMATS, ZEROED, QuantisedWeight
 
 GROUP = 32  # inputs of a block; larger groups are several blocks of one scale
@@ -113,7 +113,7 @@ def load(
             raise InvalidData(f"{name} holds {plain.dtype}, expected numbers that are not whole")
         return plain.to(dtype)
 
-    model = assembled(config, dtype, attention, weight)
+    model = assemble(config, dtype, attention, weight)
     if not quantised:
         raise InvalidData("its config says that weights are quantised, and none of them are")
     return model

@@ -165,13 +165,13 @@ def load_model(
     import torch
 
     from selfspec.model import fingerprint
-    from selfspec.model.weights import adds_pairs
+    from selfspec.model.weights import has_bfloat16_dots
 
     target = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype or torch.bfloat16
     if not isinstance(target, torch.dtype) or not target.is_floating_point or target.itemsize < 2:
         raise InvalidOption(f"dtype is {dtype!r}, expected float32, bfloat16, float16 or float64")
     place = _torch_device(device)
-    of_blocks = torch.float32 if dtype is None and not adds_pairs() else target
+    of_blocks = torch.float32 if dtype is None and not has_bfloat16_dots() else target
     if blocks and (gguf := _gguf_file(name)) is not None:
         stamps = fingerprint.stamps([gguf])
         passed = fingerprint.Passed.of_files(stamps, _CONVERSION)

@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from selfspec.errors import InvalidData, LacksWeights, ModelNotFound, described, first_line, shown
+from selfspec.errors import InvalidData, LacksWeights, ModelNotFound, first_line, hint_name, shown
 from selfspec.files import cache_folder, check_safetensors, read_json
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def check_model_folder(folder: Path) -> Shapes:
     configs = {name: read_json(folder / name) for name in _OBJECTS if (folder / name).exists()}
     for name, values in configs.items():
         if not isinstance(values, dict):
-            held = described(type(values))
+            held = hint_name(type(values))
             raise InvalidData(f"{folder / name} holds {held}, expected an object")
     plain = configs["config.json"].get("quantization_config") is None
     shapes = {name: shape for file in weight_files(folder) for name, shape in _shapes(file, plain)}
@@ -154,7 +154,7 @@ def _require_all(source: object, found: dict[str, Any]) -> None:
 def _reading(failed: str, *, bars: bool = False) -> Iterator[None]:
     """Silence transformers, and turn its errors (any class, for odd files) into ModelNotFound."""
     try:
-        with quiet(bars=bars):
+        with quiet_transformers(bars=bars):
             yield
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # Rust's
@@ -176,7 +176,7 @@ def _require_known_method(said: Any) -> None:
     if said is None:
         return
     if not isinstance(said, dict):
-        held = described(type(said))
+        held = hint_name(type(said))
         raise InvalidData(f"its quantization_config holds {held}, expected an object")
     if said.get("load_in_8bit") or said.get("load_in_4bit"):
         return
@@ -204,7 +204,7 @@ def convert_gguf(gguf: Path, out: Path, dtype: str) -> None:
         model, found = read(gguf.parent, gguf_file=gguf.name, **options)
         _write_tokenizer(gguf, out)
     _require_all(gguf, found)
-    with quiet():
+    with quiet_transformers():
         model.to(getattr(torch, dtype)).save_pretrained(out)
 
 
@@ -304,7 +304,7 @@ def load_parts(source: str) -> tuple[Path, Any, Any, Any]:
 
 
 @contextlib.contextmanager
-def quiet(*, bars: bool = False) -> Iterator[None]:
+def quiet_transformers(*, bars: bool = False) -> Iterator[None]:
     """Silence transformers' log, and its progress bars unless `bars`, during the block."""
     from transformers.utils import logging as transformers_logging
 
@@ -326,7 +326,7 @@ def quiet(*, bars: bool = False) -> Iterator[None]:
 _OUTPUT = "lm_head.weight"
 
 
-def assembled(
+def assemble(
     config: PreTrainedConfig,
     dtype: torch.dtype,
     attention: str | None,

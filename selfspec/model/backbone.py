@@ -243,7 +243,7 @@ class Backbone(Decoder):
         """Whether sequences may share a pass without changing bits; tested on first use."""
         if not self.claims.joins:
             return False
-        if "texts" not in self.passed and not check.keeps_apart(self, self._executor):
+        if "texts" not in self.passed and not check.isolates_sequences(self, self._executor):
             said = "the %s executor lets texts of one pass change each other: each runs by itself"
             logger.warning(said, self.executor_name)
             return False

@@ -108,7 +108,7 @@ def check_conformance(decoder: Decoder) -> list[Passage]:
     """Raise UnsupportedModel at the first layer whose bits differ from `model.forward`.
 
     Random blocks run through both, through ours layer by layer: one at the first positions, one
-    after it, a single row, and one for each stretch of `stretches`. Each costs two short passes.
+    after it, a single row, and one for each of `far_places`. Each costs two short passes.
     Memory-mapped weights are released again, layer by layer.
     """
     count, ids = decoder.num_layers, _random_ids(decoder, seed=0)
@@ -118,7 +118,7 @@ def check_conformance(decoder: Decoder) -> list[Passage]:
         (ids[_CHECK_PREFIX:-1], _CHECK_PREFIX, None, theirs, ours),
         (ids[-1:], len(ids) - 1, None, theirs, ours),  # some hooks depend on the number of rows
     ]
-    for start, filled in stretches(decoder):
+    for start, filled in far_places(decoder):
         both = PlantedKVCache(count, filled), PlantedKVCache(count, filled)
         blocks.append((ids, start, filled, *both))
     found, pages = list[Passage](), FilePages()
@@ -177,7 +177,7 @@ def check_trees(decoder: Decoder, executor: Executor) -> None:
     parents = [*[-1] * (len(ids) - 1), 0]
     path = [0, len(ids) - 1]
     with torch.inference_mode(), decoder.mode(), evaluation(decoder.model):
-        for start, held in [(0, 0), *stretches(decoder)]:
+        for start, held in [(0, 0), *far_places(decoder)]:
             tree, alone = (PlantedKVCache(decoder.num_layers, held) for _ in range(2))
             beside = Rows.of(tree, start, len(ids), ids.device, parents)
             chain = Rows.of(alone, start, len(path), ids.device)
@@ -194,7 +194,7 @@ def check_trees(decoder: Decoder, executor: Executor) -> None:
                 hidden = found
 
 
-def keeps_apart(decoder: Decoder, executor: Executor) -> bool:
+def isolates_sequences(decoder: Decoder, executor: Executor) -> bool:
     """Whether sequences that share a pass give the same bits as in separate passes."""
     ids, layers = _random_ids(decoder, seed=3), decoder.num_layers
     texts = ids[:1], ids[1:4], ids[4:]
@@ -215,7 +215,7 @@ def keeps_apart(decoder: Decoder, executor: Executor) -> bool:
     return True
 
 
-def stretches(decoder: Decoder) -> list[tuple[int, int]]:
+def far_places(decoder: Decoder) -> list[tuple[int, int]]:
     """Further places to check: the first position, and the filled slots before it.
 
     They lie just under the model's limit, and across every position that its config names. Up to

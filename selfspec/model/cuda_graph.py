@@ -31,7 +31,7 @@ from selfspec.model.kv import (
     fixed_slots,
     free_bytes,
     held_behind,
-    uploaded,
+    upload,
     with_zeros,
 )
 from selfspec.model.parts import require_own_code
@@ -444,7 +444,7 @@ class CudaGraphExecutor:
             for at, depth in enumerate(depths(parents))
         ]
         numbers = [number for each in zip(*rows[:count], strict=True) for number in each]
-        self._where[:, :count] = uploaded(numbers, slots.device).view(2, count)
+        self._where[:, :count] = upload(numbers, slots.device).view(2, count)
 
     @torch.inference_mode(False)  # else buffers are normal tensors and outputs inference tensors
     @torch.no_grad()

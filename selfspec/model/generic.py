@@ -23,7 +23,7 @@ from transformers.masking_utils import (
 )
 
 from selfspec.errors import UnsupportedModel
-from selfspec.model.kv import KVCache, PageLayout, Rows, ancestors, held_behind, uploaded
+from selfspec.model.kv import KVCache, PageLayout, Rows, ancestors, held_behind, upload
 from selfspec.model.parts import (
     CACHE,
     CHUNKED,
@@ -84,7 +84,7 @@ def tree_mask(kind: str, config: PreTrainedConfig, rows: Rows, layer: int, like:
     start, end = span.kv.length(layer), span.kv.length(layer) + span.count
     slots = torch.arange(span.kv.get_mask_sizes(span.count, layer)[0], device=positions.device)
     slots[start:end] = positions
-    unseen = uploaded(held_behind(parents), positions.device)
+    unseen = upload(held_behind(parents), positions.device)
     visible = slots < start - unseen[:, None]
     visible[:, start:end] = ancestors(parents).to(positions.device)
     return as_mask(in_reach(visible, kind, config, positions, slots), config, like)
@@ -263,7 +263,7 @@ class Decoder:
     def embed_listed(self, ids: Sequence[int]) -> Tensor:
         """The same for ids that are on the host."""
         if self._blocks is None:
-            return self.embed(uploaded(ids, self.device))
+            return self.embed(upload(ids, self.device))
         return self._blocks.listed(ids)
 
     @cached_property

@@ -285,7 +285,7 @@ class Rows:
         """[T] int64; made on first use, since compiled layers do not need them."""
         if len(self.spans) == 1 and (span := self.only).parents is None:
             return torch.arange(span.start, span.start + span.count, device=self.device)
-        return uploaded([place for span in self.spans for place in span.positions], self.device)
+        return upload([place for span in self.spans for place in span.positions], self.device)
 
     @property
     def only(self) -> Span:
@@ -304,7 +304,7 @@ class Rows:
             yield part, Rows(self.device, (span,))
 
 
-def uploaded(numbers: Sequence[int], device: torch.device) -> Tensor:
+def upload(numbers: Sequence[int], device: torch.device) -> Tensor:
     """[T] int64 on `device`; the host does not wait for the copy."""
     if len(numbers) == 1:  # passed with the kernel launch, without a copy
         return torch.full((1,), numbers[0], device=device)
@@ -369,7 +369,7 @@ class _Node:
         """The length of the longest prefix that a child shares with `ids`, and this child."""
         place = bisect_left(self.children, ids, key=attrgetter("ids"))
         near = self.children[max(0, place - 1) : place + 1]
-        pairs = ((common(one.ids, ids), one) for one in near)
+        pairs = ((common_prefix(one.ids, ids), one) for one in near)
         return max(pairs, default=(0, None), key=lambda pair: pair[0])
 
 
@@ -531,7 +531,7 @@ def _pages(positions: int) -> int:
     return -(-positions // POSITIONS) + 1
 
 
-def common(one: Sequence[int], other: Sequence[int]) -> int:
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
     """The length of the common prefix."""
     count = min(len(one), len(other))
     if one[:count] == other[:count]:

@@ -519,7 +519,7 @@ def likeliest(
     return found
 
 
-def adds_pairs() -> bool:
+def has_bfloat16_dots() -> bool:
     """Whether this processor has bfloat16 dot products of pairs; else float32 is as fast."""
     return "avx512_bf16" in processor_features()
 

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from selfspec.api.request import Request, stop_strings
 from selfspec.api.speculator import Speculator
-from selfspec.api.text import TextDecoder, TokenTexts, UntilStop, begun, encode, is_end
+from selfspec.api.text import TextDecoder, TokenTexts, UntilStop, begun_length, encode, is_end
 from selfspec.config import WRITING, GenerateOptions
 from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.engine import Running
@@ -471,7 +471,7 @@ class Calls:
         mark, said = self._form.before.strip(), self._text.lstrip()
         if mark:
             at = self._text.find(mark)
-            sure = at if at >= 0 else len(self._text) - begun(self._text, mark)
+            sure = at if at >= 0 else len(self._text) - begun_length(self._text, mark)
         else:
             sure = 0 if not said or said.startswith("{") else len(self._text)
         shown = self._text[self._given : sure]

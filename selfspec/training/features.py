@@ -111,7 +111,9 @@ class Batch(NamedTuple):
     known: Tensor  # [B, T] bool: there is a next token
 
 
-def planned(conversations: Sequence[Conversation], batch_tokens: int) -> list[list[Conversation]]:
+def plan_batches(
+    conversations: Sequence[Conversation], batch_tokens: int
+) -> list[list[Conversation]]:
     """Batches of conversations of similar length, at most `batch_tokens` with padding."""
     groups: list[list[Conversation]] = []
     for entry in sorted(conversations, key=lambda entry: len(entry.ids)):
@@ -122,7 +124,7 @@ def planned(conversations: Sequence[Conversation], batch_tokens: int) -> list[li
     return groups
 
 
-def padded(conversations: Sequence[Conversation]) -> Batch:
+def pad_batch(conversations: Sequence[Conversation]) -> Batch:
     """Make one batch. Padding is token 0, on the right, where no position sees it."""
     ids = pad_sequence([torch.tensor(entry.ids) for entry in conversations], batch_first=True)
     lengths = torch.tensor([len(entry.ids) for entry in conversations])
@@ -195,7 +197,7 @@ class StreamSource:
         self.spec, self.backbone, self._keep = spec, backbone, keep
         if not spec.everywhere:
             conversations = [entry for entry in conversations if entry.answers]
-        self.plan = planned(conversations, batch_tokens)
+        self.plan = plan_batches(conversations, batch_tokens)
         self._kept: dict[tuple[int, int, int], Features] = {}
         self.answers = [sum(len(entry.answer_ids) for entry in group) for group in self.plan]
         everywhere = [sum(len(entry.ids) - 1 for entry in group) for group in self.plan]
@@ -210,7 +212,7 @@ class StreamSource:
         """Features of batch `index`, or of every `count`-th text of it from `number` on."""
         if (kept := self._kept.get((index, number, count))) is not None:
             return kept
-        found = features(self.backbone, self.spec, padded(self.plan[index][number::count]))
+        found = features(self.backbone, self.spec, pad_batch(self.plan[index][number::count]))
         if self._keep:
             self._kept[index, number, count] = found
         return found

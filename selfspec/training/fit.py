@@ -126,7 +126,7 @@ def feature_spec(backbone: Backbone, options: FitOptions, *, measured: bool) -> 
     )
 
 
-def going_on(options: FitOptions, start: ExitHeads) -> FitOptions:
+def options_to_go_on(options: FitOptions, start: ExitHeads) -> FitOptions:
     """The options to continue the fit of `start` with. Raises InvalidOption if that cannot be."""
     if isinstance(start, AttendingHeads) and "embed_tokens" in start.parts:
         raise InvalidOption(
@@ -230,7 +230,7 @@ def cross_entropy(draft_logits: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
 # --- how often heads agree with the model
 
 
-def unrolled(
+def unroll(
     heads: ExitHeads, layer: int, batch: Features, steps: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield features [N, d] of the first, the second, ... draft, and a mask [N] of valid positions.
@@ -310,7 +310,7 @@ def judged(
     One pair each for first, second, ... drafts; later drafts only where an answer precedes them.
     """
     head, answers, found = cast("ExitHead", heads.by_layer[str(layer)]), batch.answers, []
-    for features, valid in unrolled(heads, layer, batch, drafts):
+    for features, valid in unroll(heads, layer, batch, drafts):
         rows = (answers & valid).nonzero()[:, 0]
         logits = head.unembed(features[rows])
         found.append((logits, head.to_target_ids(logits.argmax(-1)) == batch.top_ids[rows, 0]))
@@ -328,7 +328,7 @@ def _summed(sums: Tensor) -> Tensor:
 
 def agreements(heads: ExitHeads, batches: Iterable[Features]) -> dict[int, Agreement]:
     """Agreement by exit layer over the full vocabulary, on the batches of all processes."""
-    counts = _summed(counted(heads, batches, 2)).tolist()
+    counts = _summed(count_right(heads, batches, 2)).tolist()
     return {
         layer: Agreement(first, right / first, right_later / later if later else None)
         for layer, ((first, right), (later, right_later)) in zip(
@@ -337,7 +337,7 @@ def agreements(heads: ExitHeads, batches: Iterable[Features]) -> dict[int, Agree
     }
 
 
-def counted(heads: ExitHeads, batches: Iterable[Features], drafts: int) -> Tensor:
+def count_right(heads: ExitHeads, batches: Iterable[Features], drafts: int) -> Tensor:
     """[layers, drafts, 2] int64: how many first, second, ... drafts there are, and right ones."""
     layers = heads.config.exit_layers
     counts = torch.zeros(len(layers), drafts, 2, dtype=torch.int64)
@@ -504,7 +504,7 @@ class Trainer:
         deep = None if batch.deep is None else batch.deep.float()
         batch = replace(batch, hidden=floats, deep=deep)
         with self._autocast():
-            drafts = list(unrolled(self.heads, layer, batch, self._options.ahead))
+            drafts = list(unroll(self.heads, layer, batch, self._options.ahead))
         weight, first, gradients = 1.0 / positions, 0.0, []
         for features, valid in drafts:
             leaf, losses = features.detach().requires_grad_(), []

@@ -150,7 +150,7 @@ class Passages:
     def drawn(self, language: str, number: int, seed: str, characters: int) -> str:
         """The `number`-th passage: paragraphs of at least `characters`, if the file has as many."""
         starts = self._starts[language]
-        paragraphs, first = starts[dealt(len(starts), number, f"{seed} {language}")]
+        paragraphs, first = starts[deal(len(starts), number, f"{seed} {language}")]
         last, room = first, characters
         while room > 0 and last < len(paragraphs):
             room -= len(paragraphs[last])
@@ -209,15 +209,15 @@ class Prompts:
             own = {f"turn{index}": text for index, text in enumerate(self._own[turn])}
             return Row(family, number, tuple(f"{{{name}}}" for name in own), own, rng)
         seed = f"{self._seed} {family.name}"
-        row = Row(family, number, family.ask[dealt(len(family.ask), turn, seed)], {}, rng)
+        row = Row(family, number, family.ask[deal(len(family.ask), turn, seed)], {}, rng)
         used = {name for turn in row.turns if turn for name in _placeholders(turn)}
         for name in sorted(used & self._recipe.lists.keys()):
             values = self._recipe.lists[name]
-            row.values[name] = values[dealt(len(values), turn, f"{seed} {name}")]
+            row.values[name] = values[deal(len(values), turn, f"{seed} {name}")]
         if family.passage is not None:  # its language and origin
             have = self._passages.languages
             known = [name for name in family.passage.language if name in have or name == "en"]
-            row.language = known[dealt(len(known), turn, f"{seed} language")]
+            row.language = known[deal(len(known), turn, f"{seed} language")]
             row.values["language"] = self._recipe.languages.get(row.language, "English")
             written = row.rng.random() < self._recipe.written_share
             row.article = row.language == "en" and (written or "en" not in have)
@@ -258,7 +258,7 @@ def key(text: str) -> bytes:
     return hashlib.blake2b(" ".join(text.casefold().split()).encode(), digest_size=16).digest()
 
 
-def dealt(count: int, number: int, seed: str) -> int:
+def deal(count: int, number: int, seed: str) -> int:
     """Card `number` of a deck of `count` cards, which is shuffled again once all are dealt."""
     deck, place = divmod(number, count)
     return _deck(count, f"{seed} {deck}")[place]

@@ -20,7 +20,7 @@ from torch import Tensor
 from selfspec import files
 from selfspec.api.chat_template import name_of
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.costs import USUAL, DraftCost, Exits, expected
+from selfspec.decoding.costs import USUAL, DraftCost, ExitOdds, expected_gain
 from selfspec.errors import InvalidData
 from selfspec.files import read_json, read_yaml
 from selfspec.heads.attending import config_of
@@ -223,7 +223,7 @@ class Setting:
     speed_up: float  # over plain decoding on the same runtime
 
 
-def exits(drafts: Sequence[tuple[Tensor, Tensor]], thresholds: Sequence[float]) -> Exits:
+def exits(drafts: Sequence[tuple[Tensor, Tensor]], thresholds: Sequence[float]) -> ExitOdds:
     """Exit statistics over N positions; `drafts`: confidence and right [N] by rising layer."""
     waiting, at, kept = torch.ones_like(drafts[0][1]), list[float](), 0
     for (sure, right), tau in zip(drafts, thresholds, strict=True):
@@ -231,7 +231,7 @@ def exits(drafts: Sequence[tuple[Tensor, Tensor]], thresholds: Sequence[float]) 
         at.append(leaves.double().mean().item())
         kept += int((leaves & right).sum())
         waiting &= ~leaves
-    return Exits(tuple(at), kept / len(waiting))
+    return ExitOdds(tuple(at), kept / len(waiting))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,7 +295,7 @@ def calibrate(heads: ExitHeads, text: Selection, costs: Costs, most_layers: int 
                 for taus in itertools.product(*(candidates[layer] for layer in layers)):
                     first, later = (exits([sure[i][n] for i in layers], taus) for n in (0, 1))
                     for width in range(1, _LONGEST + 1):
-                        rate, gain = expected(cost, layers, first, later, width)
+                        rate, gain = expected_gain(cost, layers, first, later, width)
                         yield Setting(layers, taus, width, rate, gain)
 
     setting = max(settings(), key=lambda setting: setting.speed_up)

@@ -30,10 +30,10 @@ from transformers import (
     TopKLogitsWarper,
 )
 
-from selfspec.api.chat_template import advice, listed, templated, turn_end
+from selfspec.api.chat_template import advice, apply_template, listed, turn_end
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.decode import StopRule
-from selfspec.decoding.engine import MOST_TEXTS, Asked, Engine, Runtime
+from selfspec.decoding.engine import MOST_TEXTS, Engine, Runtime, SequenceRequest
 from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState
 from selfspec.decoding.stats import StopReason
@@ -187,7 +187,7 @@ class Turns:
         """Turns of user and assistant through the template, up to the next answer."""
         said = zip(("user", "assistant", "user"), turns, strict=False)
         messages = [*self.messages(), *({"role": role, "content": text} for role, text in said)]
-        return templated(self.tokenizer, messages, add_generation_prompt=True)
+        return apply_template(self.tokenizer, messages, add_generation_prompt=True)
 
 
 def _around(text: str, sign: str) -> tuple[str, str]:
@@ -272,7 +272,9 @@ class Texts:
             sampler = replace(sampler, do_sample=True).seeded(ask.seed, device)
         end = length + ask.max_new_tokens
         stop = _EndOrLoop(max_length=end, end_tokens=ask.ends, prompt=length)
-        asked = Asked(ids=torch.tensor([ask.prompt], device=device), sampler=sampler, stop=stop)
+        asked = SequenceRequest(
+            ids=torch.tensor([ask.prompt], device=device), sampler=sampler, stop=stop
+        )
         running = self._engine.add(asked, SpeculationOptions(drafter="ngram"))
         self._written[running] = []
         return running

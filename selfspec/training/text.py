@@ -22,15 +22,15 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from selfspec import files
-from selfspec.api.chat_template import advice, templated
+from selfspec.api.chat_template import advice, apply_template
 from selfspec.errors import (
     CannotWrite,
     InvalidData,
     InvalidOption,
     InvalidPrompt,
-    described,
     first_line,
     fits,
+    hint_name,
     record_of,
     require_same,
     shown,
@@ -267,7 +267,7 @@ def _record(row: Any) -> dict[str, Any]:
             raise InvalidData(f"has more than {_MOST_LINE} bytes")
         row = _parsed(row)
     if not isinstance(row, dict):
-        raise InvalidData(f"holds {described(type(row))}, expected an object")
+        raise InvalidData(f"holds {hint_name(type(row))}, expected an object")
     return row
 
 
@@ -381,7 +381,7 @@ def _from_messages(messages: list[Message], tokenizer: PreTrainedTokenizerBase) 
     def ids_of(count: int, *, asked: bool = False) -> list[int]:
         if not count:
             raise InvalidData("begins with the assistant, expected a user's turn first")
-        text = templated(tokenizer, messages[:count], add_generation_prompt=asked)
+        text = apply_template(tokenizer, messages[:count], add_generation_prompt=asked)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     answers, ids = [], ids_of(len(messages))

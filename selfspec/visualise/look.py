@@ -22,7 +22,7 @@ from selfspec.decoding.drafters.ngram import NgramIndex
 from selfspec.decoding.stats import EXIT, MODEL, NGRAM, Round
 from selfspec.errors import HeadsNotFound
 from selfspec.heads.exit_heads import logit_lens
-from selfspec.heads.heads import ExitHead, ExitJudge, spread, top_probability, widened
+from selfspec.heads.heads import ExitHead, ExitJudge, each_layer, top_probability, widened
 from selfspec.model.backbone import Backbone
 from selfspec.options import Costs, Exit
 from selfspec.training.features import LOGIT_ROWS, Batch, FeatureSpec, features
@@ -51,7 +51,7 @@ def inspect(
     asked = stream.request.input_ids[0, stream.request.pads[0] :]
     resolved = _resolved(speculator, stream.request.speculation)
     lossless = stream.drain().stats.lossless
-    taus = spread(resolved.exit.thresholds, resolved.exit.layers or ())
+    taus = each_layer(resolved.exit.thresholds, resolved.exit.layers or ())
     # thresholds are tuned for their own layers: others have the built-in one
     (built_in,) = Exit().thresholds
     thresholds = {layer: taus.get(layer, built_in) for layer in lenses}
@@ -107,7 +107,7 @@ def _resolved(speculator: Speculator, options: SpeculationOptions) -> Speculatio
         drafter = "none"  # as in `generate`
     exits = options.exit
     if heads is not None:
-        by_layer = spread(exits.thresholds, exits.layers or heads.config.exit_layers)
+        by_layer = each_layer(exits.thresholds, exits.layers or heads.config.exit_layers)
         layers = heads.layers_in_use(options)
         taus = tuple(by_layer[layer] for layer in layers)
         exits = replace(exits, layers=layers, threshold=taus, max_depth=None)

@@ -16,7 +16,7 @@ from gguf import GGUFReader
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from selfspec.api import chat_template as templates
-from selfspec.api.chat_template import NO_END, TurnEnd, templated
+from selfspec.api.chat_template import NO_END, TurnEnd, apply_template
 from selfspec.api.speculator import wrap
 from selfspec.errors import InvalidOption, InvalidPrompt, SelfspecError
 from selfspec.heads.exit_heads import ExitHeads
@@ -57,7 +57,7 @@ def model() -> PreTrainedModel:
 
 @pytest.mark.parametrize("name", templates.NAMES)
 def test_turns_are_as_the_source_has_them(name: str, tokenizer: PreTrainedTokenizerFast) -> None:
-    write = templates.having(tokenizer, templates.read(name)).apply_chat_template
+    write = templates.with_template(tokenizer, templates.read(name)).apply_chat_template
     two, three, four = (
         str(write(TALK[:count], tokenize=False, add_generation_prompt=count != 3))
         for count in (2, 3, 4)
@@ -70,8 +70,8 @@ def test_turns_are_as_the_source_has_them(name: str, tokenizer: PreTrainedTokeni
 
 
 def test_a_turn_ends_with_a_token_or_with_text(tokenizer: PreTrainedTokenizerFast) -> None:
-    chatml = templates.having(tokenizer, templates.read("chatml"))
-    alpaca = templates.having(tokenizer, templates.read("alpaca"))
+    chatml = templates.with_template(tokenizer, templates.read("chatml"))
+    alpaca = templates.with_template(tokenizer, templates.read("alpaca"))
     assert templates.turn_end(alpaca) == NO_END
     assert templates.turn_end(chatml) == TurnEnd(text="<|im_end|>")
     tokenizer.add_tokens(["<|im_end|>"], special_tokens=True)
@@ -203,17 +203,17 @@ def test_a_broken_or_hostile_template_is_refused_in_one_line(text: str) -> None:
 def test_one_that_heads_bring_is_tried_too(tokenizer: PreTrainedTokenizerFast) -> None:
     heads: Any = SimpleNamespace(config=SimpleNamespace(chat_template="hello"))
     with pytest.raises(InvalidOption, match="of the heads is no chat template: it does not show"):
-        templates.chosen(tokenizer, None, heads, "tiny")
+        templates.choose_template(tokenizer, None, heads, "tiny")
 
 
 def test_a_hostile_template_holds_up_nothing_else(tokenizer: PreTrainedTokenizerFast) -> None:
     kinds = resource.RLIMIT_AS, resource.RLIMIT_DATA
     limits = [*map(resource.getrlimit, kinds)]
-    good = templates.having(tokenizer, templates.read("chatml"))
-    bad = templates.having(tokenizer, "{{ 10**(10**9) }}")
+    good = templates.with_template(tokenizer, templates.read("chatml"))
+    bad = templates.with_template(tokenizer, "{{ 10**(10**9) }}")
     with ThreadPoolExecutor(4) as pool:
-        waiting = [pool.submit(templated, bad, TALK) for _ in range(3)]
-        texts = [templated(good, TALK, add_generation_prompt=True) for _ in range(20)]
+        waiting = [pool.submit(apply_template, bad, TALK) for _ in range(3)]
+        texts = [apply_template(good, TALK, add_generation_prompt=True) for _ in range(20)]
         assert not any(one.done() for one in waiting)
         reasons = [str(one.exception()) for one in waiting]
     assert {*texts} == {WRITTEN["chatml"]}
@@ -224,17 +224,17 @@ def test_a_hostile_template_holds_up_nothing_else(tokenizer: PreTrainedTokenizer
 def test_a_process_that_ended_is_replaced(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = templates.having(tokenizer, templates.read("chatml"))
-    before = templated(own, TALK)
+    own = templates.with_template(tokenizer, templates.read("chatml"))
+    before = apply_template(own, TALK)
     for child in templates._idle:
         child.kill()
         child.wait()
     with monkeypatch.context() as patch:  # as where too many files are open: no message's fault
         patch.setattr("sys.executable", "/no/such/program")
         with pytest.raises(SelfspecError, match=r"templates: No such file or directory$") as caught:
-            templated(own, TALK)
+            apply_template(own, TALK)
     assert not isinstance(caught.value, InvalidPrompt)
-    assert templated(own, TALK) == before
+    assert apply_template(own, TALK) == before
 
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -280,16 +280,16 @@ def test_texts_are_those_of_transformers(
     default_template: str,
 ) -> None:
     own = {"ten words": TEMPLATE, "every part": EVERY_PART, "default model": default_template}
-    having = templates.having(tokenizer, own.get(name) or templates.read(name))
+    having = templates.with_template(tokenizer, own.get(name) or templates.read(name))
     options: Any = {"tools": tools, "add_generation_prompt": asks}
     try:
         expected = having.apply_chat_template(TALKS[talk], tokenize=False, **options)
     except Exception as error:  # noqa: BLE001  # a template's
         reason = " ".join(str(error).split())
         with pytest.raises(InvalidPrompt, match=re.escape(reason)):
-            templated(having, TALKS[talk], **options)
+            apply_template(having, TALKS[talk], **options)
     else:
-        assert templated(having, TALKS[talk], **options) == expected
+        assert apply_template(having, TALKS[talk], **options) == expected
 
 
 def test_a_wrong_name_and_a_missing_or_broken_file_are_named(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from selfspec.api import speculator as facade
 from selfspec.api.speculator import Speculator, wrap
-from selfspec.decoding.decode import remind
+from selfspec.decoding.decode import warn_once
 from selfspec.errors import InvalidOption, InvalidPrompt
 from selfspec.hub import models as hub
 from tests.heads.kinds import make_heads
@@ -186,7 +186,7 @@ def test_every_executor_and_rotation_goes_on_behind_the_limit(family: str, execu
 def test_one_line_says_that_the_text_goes_beyond_the_limit(
     limited: Speculator, caplog: pytest.LogCaptureFixture, length: int, new: int, told: int
 ) -> None:
-    remind.cache_clear()
+    warn_once.cache_clear()
     caplog.set_level(logging.WARNING, "selfspec")
     for _ in range(2):  # once, as transformers does
         limited.generate(random_ids(length), max_new_tokens=new)
@@ -215,7 +215,7 @@ def test_where_rotations_change_the_answer_ends_before(
     executor: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    remind.cache_clear()
+    warn_once.cache_clear()
     rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, **more}
     model: Any = make_model(family, max_position_embeddings=LIMIT, rope_parameters=rope)
     speculator = wrap(model, executor=executor, **DRAFTING)
@@ -234,7 +234,7 @@ def test_where_rotations_change_the_answer_ends_before(
 def test_where_positions_are_a_table_the_answer_ends_with_them(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    remind.cache_clear()
+    warn_once.cache_clear()
     model = make_model("gpt2", torch.float64, max_position_embeddings=LIMIT)
     limited, ids = wrap(model, **DRAFTING), random_ids(LIMIT - 5)
     answer = limited.generate(ids, max_new_tokens=30)

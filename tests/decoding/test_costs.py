@@ -20,11 +20,11 @@ from selfspec.decoding import measure as measuring
 from selfspec.decoding.acceptance import Draft
 from selfspec.decoding.costs import DraftCost, Load
 from selfspec.decoding.decode import StopRule
-from selfspec.decoding.drafters.trees import LONGEST_PAUSE, SHORTEST_PAUSE, Paying, Unless
-from selfspec.decoding.engine import Asked, Runtime
+from selfspec.decoding.drafters.trees import LONGEST_PAUSE, SHORTEST_PAUSE, PausableDrafter, Paying
+from selfspec.decoding.engine import Runtime, SequenceRequest
 from selfspec.decoding.measure import ROWS, Clock, PassShape, StepSpeed, why_unpinned
 from selfspec.decoding.sampling import DraftToken
-from selfspec.decoding.state import alone
+from selfspec.decoding.state import run_alone
 from selfspec.decoding.stats import PARTS, GenerationStats, Stopwatch
 from selfspec.errors import PinnedUnavailable
 from selfspec.heads.exit_heads import ExitHeads
@@ -93,16 +93,16 @@ ONE = COST.of(EXITS)
 """What a round with this draft costs: 0.38 plain steps."""
 
 
-def while_paying(cost: DraftCost, drafter: Other | None = None) -> Unless:
+def while_paying(cost: DraftCost, drafter: Other | None = None) -> PausableDrafter:
     rule = Paying(cost)
-    return Unless(drafter or Other(EXITS), rule.pauses, rule.learn)
+    return PausableDrafter(drafter or Other(EXITS), rule.pauses, rule.learn)
 
 
-def play(paying: Unless, right: Sequence[bool]) -> list[bool]:
+def play(paying: PausableDrafter, right: Sequence[bool]) -> list[bool]:
     """Which rounds drafted, where a draft would have been right or wrong."""
     drafted = []
     for accepted in right:
-        draft = alone(paying.draft(Text([]), 9, Stopwatch()))
+        draft = run_alone(paying.draft(Text([]), 9, Stopwatch()))
         drafted.append(bool(draft.tokens))
         assert draft.tokens or draft.ended == "off"
         paying.learn(draft, [0] if accepted and draft.tokens else [])
@@ -140,10 +140,10 @@ def test_drafts_that_are_dear_begin_with_a_pause_till_they_pay(share: float, tex
 
 def test_nothing_is_looked_for_where_many_texts_make_a_draft_token_dear() -> None:
     options, load = SpeculationOptions().updated({"drafter": "ngram", "costs": "row=0.3"}), Load()
-    asked = Asked(ids=torch.tensor([[1]]), sampler=greedy(), stop=StopRule(max_length=99))
+    asked = SequenceRequest(ids=torch.tensor([[1]]), sampler=greedy(), stop=StopRule(max_length=99))
     drafter = Runtime(wrapped("llama"), None, None).drafter(asked, options, load)
     for load.texts, text in ((1, Text([1, 2] * 9)), (32, None), (1, Text([1, 2] * 9))):
-        found = alone(drafter.draft(text, 9, Stopwatch()))  # type: ignore[arg-type]  # nobody reads it
+        found = run_alone(drafter.draft(text, 9, Stopwatch()))  # type: ignore[arg-type]  # nobody reads it
         assert bool(found.proposed) == (text is not None)
 
 

@@ -20,10 +20,15 @@ from selfspec.decoding.acceptance import Draft, GreedyMatch, Target
 from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.drafters import draft_model, ngram, rest
 from selfspec.decoding.drafters.base import ROOT, DraftController, Drafting
-from selfspec.decoding.drafters.draft_model import WINDOW, DraftCache, DraftModelDrafter, again
+from selfspec.decoding.drafters.draft_model import (
+    WINDOW,
+    DraftCache,
+    DraftModelDrafter,
+    drafted_again,
+)
 from selfspec.decoding.drafters.ngram import LookaheadDrafter, NgramDrafter, SeenTextFirst
 from selfspec.decoding.drafters.rest import BEHIND, DOUBT, Datastore, RestGuesser, suffix_array
-from selfspec.decoding.state import DecodeState, Drafter, Steps, alone, ready
+from selfspec.decoding.state import DecodeState, Drafter, Steps, no_work, run_alone
 from selfspec.decoding.stats import Stopwatch
 from selfspec.errors import DraftModelMismatch, HeadsNotFound, InvalidData, InvalidOption
 from selfspec.heads.heads import top_probability
@@ -47,7 +52,7 @@ class Text(DecodeState):
 
 
 def ask(drafter: Any, text: Text, limit: int = 99) -> Draft:
-    return alone(drafter.draft(text, limit, Stopwatch()))
+    return run_alone(drafter.draft(text, limit, Stopwatch()))
 
 
 def make_drafter(width: int = 4, rows: tuple[float, ...] = (0.15,), **options: Any) -> NgramDrafter:
@@ -173,7 +178,7 @@ class Other:
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:
         self.asked += 1
-        return ready(Draft() if self.pauses else self.made)
+        return no_work(Draft() if self.pauses else self.made)
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
         self.heard.append((len(draft.tokens), len(kept)))
@@ -349,7 +354,7 @@ def second() -> WatchedBackbone:
 
 @torch.inference_mode()
 def drafted(drafter: Drafter, state: DecodeState) -> Draft:
-    return alone(drafter.draft(state, 20, Stopwatch()))
+    return run_alone(drafter.draft(state, 20, Stopwatch()))
 
 
 def own_text(backbone: Backbone, ids: Tensor, count: int) -> list[int]:
@@ -470,7 +475,7 @@ def entered(backbone: Backbone, ids: Tensor) -> DecodeState:
     """A text of which all ids but the newest are through all layers."""
     state = DecodeState(backbone, ids)
     state.hidden.push(backbone.embed(ids[0, :-1]))
-    alone(state.hidden.advance_all())
+    run_alone(state.hidden.advance_all())
     state.hidden.clear()
     return state
 
@@ -502,8 +507,8 @@ def test_a_window_tried_again_has_what_the_model_said_and_leaves_caches(executor
     ids = random_ids(9)
     text = torch.cat([ids, torch.tensor([own_text(backbone, ids, 12)])], dim=1)
     state, untouched = entered(backbone, text), entered(backbone, text)
-    assert alone(again(state, (), 12)).best == text[0, 9:].tolist()
-    assert alone(again(state, (2, 3, 4, 5), 12)).best != text[0, 9:].tolist()
+    assert run_alone(drafted_again(state, (), 12)).best == text[0, 9:].tolist()
+    assert run_alone(drafted_again(state, (2, 3, 4, 5), 12)).best != text[0, 9:].tolist()
     assert lengths(state) == {20}
     found, expected = (drafted(skipping(skipped=(3,)), one) for one in (state, untouched))
     assert found.tokens == expected.tokens
@@ -589,7 +594,7 @@ def test_two_tokens_come_before_one_and_the_newest_counts(monkeypatch: pytest.Mo
 
 def test_a_table_hears_what_came_behind_the_two_newest_tokens() -> None:
     table = ngram.Successors()
-    heard = ngram.Remembering(GreedyMatch(ladder.greedy()), table, [1, 2])
+    heard = ngram.TeachingRule(GreedyMatch(ladder.greedy()), table, [1, 2])
     for token in (3, 4):
         heard.note(torch.eye(9)[token], token)
     table.learn([9, 3], [7], 7)
@@ -758,7 +763,7 @@ def test_a_guesser_says_what_follows_paths_of_a_draft_and_in_chains_the_heaviest
     for trees, expected in ((True, [[5, 8], [6, 7], [6]]), (False, [[5], [6], [6]])):
         guesser = RestGuesser(store, 15, trees=trees)
         guesser.begin(Text([9, 1, 2]))
-        found = alone(guesser.ask(draft, [ROOT, 0, 1], Stopwatch()))
+        found = run_alone(guesser.ask(draft, [ROOT, 0, 1], Stopwatch()))
         assert [
             [guess.choice(rank).token for rank in range(len(guess.chances))]  # type: ignore[union-attr]  # there is one
             for guess in found

@@ -22,7 +22,7 @@ from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import Draft, GreedyMatch
 from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.decode import StopRule
-from selfspec.decoding.drafters.base import ROOT, DraftController, Drawn, Known
+from selfspec.decoding.drafters.base import ROOT, DraftController, Likeliest, Sampled
 from selfspec.decoding.drafters.heads import (
     CHOICES,
     AttendingDrafter,
@@ -31,8 +31,8 @@ from selfspec.decoding.drafters.heads import (
     pack,
 )
 from selfspec.decoding.drafters.trees import TreeDrafter
-from selfspec.decoding.engine import Asked, Engine, Runtime
-from selfspec.decoding.state import AskAhead, DecodeState, NoDrafter, Run, alone
+from selfspec.decoding.engine import Engine, Runtime, SequenceRequest
+from selfspec.decoding.state import AskAhead, DecodeState, NoDrafter, Run, run_alone
 from selfspec.decoding.stats import Round, Stopwatch
 from selfspec.errors import InvalidOption
 from selfspec.eval.verify import BranchingDrafter, OracleDrafter
@@ -106,9 +106,9 @@ def generic() -> Backbone:
     return wrapped("llama")
 
 
-def asked(prompt: Tensor) -> Asked:
+def asked(prompt: Tensor) -> SequenceRequest:
     stop = StopRule(max_length=prompt.shape[1] + 14)
-    return Asked(ids=prompt, sampler=ladder.greedy(), stop=stop)
+    return SequenceRequest(ids=prompt, sampler=ladder.greedy(), stop=stop)
 
 
 def drafts(entries: list[Round]) -> list[tuple[list[int], list[int]]]:
@@ -127,13 +127,13 @@ def test_a_head_that_is_not_sure_enough_guesses_nothing(
     assert any(entry.heads for entry in entries)
 
 
-@pytest.mark.parametrize(("draws", "kind"), [(True, Drawn), (False, Known)])
+@pytest.mark.parametrize(("draws", "kind"), [(True, Sampled), (False, Likeliest)])
 def test_guesses_are_drawn_where_tokens_are(draws: bool, kind: type, backbone: Backbone) -> None:
     heads, sampler = ladder.deep_heads(backbone, (0,)), replace(ladder.greedy(), do_sample=draws)
     guesser = HeadGuesser(heads, ExitJudge(6, {0: 1e-9}), sampler, 4)
     guesser.begin(DecodeState(backbone, random_ids(9)))
     with torch.inference_mode():
-        (found,) = alone(guesser.ask(Draft(), [ROOT], Stopwatch()))
+        (found,) = run_alone(guesser.ask(Draft(), [ROOT], Stopwatch()))
     assert (type(found), len(found.chances)) == (kind, 4)
 
 
@@ -211,7 +211,7 @@ def test_rows_that_stay_are_read_and_no_others(backbone: Backbone, drafter: Any)
         kept = [len(entry.kept) for entry in rounds(state, one, stop)]
         assert state.attention is not None
         with torch.inference_mode():
-            alone(state.attention.read(state.committed(0)))
+            run_alone(state.attention.read(state.committed(0)))
         found.append(state.attention.kv.first(30 + ladder.NEW_TOKENS - 2, 0)[0])
     assert sum(kept) > 5
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
@@ -313,7 +313,7 @@ def test_a_tree_is_whole_where_rows_cost_nothing_and_cut_to_what_pays_elsewhere(
         never_slower=False,
     )
     with torch.inference_mode():
-        draft = alone(drafter.draft(state, 9, Stopwatch()))
+        draft = run_alone(drafter.draft(state, 9, Stopwatch()))
     assert least <= len(draft.tokens) <= most
     assert draft.heads == 1
     tokens, chances = ranked(heads, state)
@@ -387,7 +387,7 @@ def test_the_layer_of_heads_that_attend_is_packed_too(dtype: torch.dtype) -> Non
         with torch.no_grad():
             reading = heads.attention(backbone.embed)
             reading.add(states)
-            output = alone(reading.read(random_ids(7)[0].tolist()))
+            output = run_alone(reading.read(random_ids(7)[0].tolist()))
             assert output is not None
             return [heads.fuse(states), output, heads.head(output)]
 

@@ -14,9 +14,9 @@ from transformers import LogitsProcessorList
 
 from selfspec.config import SpeculationOptions
 from selfspec.decoding import state
-from selfspec.decoding.costs import beside
+from selfspec.decoding.costs import batch_row_costs
 from selfspec.decoding.decode import StopRule
-from selfspec.decoding.engine import BULK_ROWS, Asked, Engine, Pace, Running, Runtime
+from selfspec.decoding.engine import BULK_ROWS, Engine, Pace, Running, Runtime, SequenceRequest
 from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.stats import Round
 from selfspec.errors import InvalidOption
@@ -35,11 +35,11 @@ class Wanted:
     seed: int | None
     options: SpeculationOptions
 
-    def asked(self, processors: Sequence[Any] = ()) -> Asked:
+    def asked(self, processors: Sequence[Any] = ()) -> SequenceRequest:
         sampler = Sampler(LogitsProcessorList(processors))
         if self.seed is not None:
             sampler = replace(sampler, do_sample=True).seeded(self.seed, torch.device("cpu"))
-        return Asked(
+        return SequenceRequest(
             ids=self.prompt,
             sampler=sampler,
             stop=StopRule(max_length=self.prompt.shape[1] + NEW, end_tokens=(3,)),
@@ -249,13 +249,13 @@ def test_memory_is_bounded_and_what_never_fits_is_refused(runtime: Listening) ->
 
 def test_a_row_costs_more_of_a_fuller_round() -> None:
     rows = (0.05,) * 9 + (0.1,)
-    assert beside(rows, 1) == rows
-    found = [beside(rows, texts)[0] for texts in (1, 2, 4, 8, 16, 32)]
+    assert batch_row_costs(rows, 1) == rows
+    found = [batch_row_costs(rows, texts)[0] for texts in (1, 2, 4, 8, 16, 32)]
     assert found == sorted(found)
     # two rows more, of 1 + one row: by two texts, for two tokens
-    assert beside(rows, 2)[0] == pytest.approx(0.1 / 1.05)
+    assert batch_row_costs(rows, 2)[0] == pytest.approx(0.1 / 1.05)
     # beyond the tenth row all cost the same: a round of 32 texts is nearly all rows
-    assert beside(rows, 32) == pytest.approx([32 * 0.1 / (1 + 9 * 0.05 + 22 * 0.1)])
+    assert batch_row_costs(rows, 32) == pytest.approx([32 * 0.1 / (1 + 9 * 0.05 + 22 * 0.1)])
 
 
 def test_costs_say_until_rounds_were_seen() -> None:

@@ -41,7 +41,7 @@ from selfspec.decoding.acceptance import Draft, GreedyMatch
 from selfspec.decoding.costs import Load
 from selfspec.decoding.engine import Engine, Running
 from selfspec.decoding.sampling import STATELESS, GrammarMask, OccurrencePenalty, Sampler
-from selfspec.decoding.state import Drafter, NoDrafter, alone
+from selfspec.decoding.state import Drafter, NoDrafter, run_alone
 from selfspec.decoding.stats import Stopwatch
 from selfspec.errors import InvalidOption, InvalidPrompt
 from selfspec.eval.verify import MixedDrafter
@@ -673,7 +673,7 @@ def test_every_drafter_draws_at_the_place_of_its_token(
 
     monkeypatch.setattr(Sampler, "foreseen", noted)
     with state.round():
-        draft = alone(drafter.draft(state, 9, Stopwatch()))
+        draft = run_alone(drafter.draft(state, 9, Stopwatch()))
     assert len(draft.tokens) > 1
     for index, one in enumerate(draft.proposed):
         place = state.length + len(draft.path(index)) - 1  # ids in front of it, and padding
@@ -758,7 +758,7 @@ def test_neighbours_are_drawn_independently(line: str) -> None:
 
 
 def test_every_seed_and_place_has_a_number_of_its_own() -> None:
-    numbers = [sampling.mixed(seed, place) for seed in range(-50, 50) for place in range(100)]
+    numbers = [sampling.mixed_seed(seed, place) for seed in range(-50, 50) for place in range(100)]
     assert len({*numbers}) == len(numbers)
     assert all(0 <= number < 2**64 for number in numbers)
     assert len({number % 2**32 for number in numbers}) == len(numbers)  # all that a CPU's takes

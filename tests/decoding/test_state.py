@@ -16,14 +16,14 @@ from selfspec.decoding.acceptance import Draft
 from selfspec.decoding.decode import StopRule
 from selfspec.decoding.drafters.base import DraftController, Drafting
 from selfspec.decoding.drafters.heads import ExitDrafter
-from selfspec.decoding.state import DecodeState, HiddenCache, NoDrafter, Run, Steps, alone
+from selfspec.decoding.state import DecodeState, HiddenCache, NoDrafter, Run, Steps, run_alone
 from selfspec.decoding.stats import Round, Stopwatch
 from selfspec.eval.verify import MixedDrafter
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import ExitJudge, likeliest
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv import KVCache
-from selfspec.training.features import FeatureSpec, features, padded
+from selfspec.training.features import FeatureSpec, features, pad_batch
 from selfspec.training.text import Conversation
 from tests import ladder
 from tests.decoding.conftest import WatchedBackbone
@@ -54,7 +54,7 @@ def test_heads_read_before_the_newest_token_what_they_were_fitted_to(precise: Ba
     found = ladder.decode(precise, ids, keeper, heads=heads)
     assert found.tokens == plain.tokens
     assert len({entry.accepted for entry in found.entries}) > 2
-    batch = padded([Conversation(tuple(text), ((1, len(text)),))])
+    batch = pad_batch([Conversation(tuple(text), ((1, len(text)),))])
     expected: Any = features(precise, FeatureSpec.read_by(heads), batch).deep
     assert expected.shape[-1] == heads[0].beside == 3 * precise.hidden_size
     assert len(keeper.deep) > 3
@@ -193,7 +193,7 @@ def test_heads_see_the_row_being_drafted_at_their_own_layer(
     next(decode(state, scripted([])))
     heads = ScriptedHeads(state, scripted(exits))
     with state.round():
-        draft = alone(make_drafter(heads).draft(state, 50, Stopwatch()))
+        draft = run_alone(make_drafter(heads).draft(state, 50, Stopwatch()))
     ids = torch.cat([state.ids, torch.tensor([draft.tokens])], dim=1)
     expected = watched.model(ids, output_hidden_states=True).hidden_states
     asked = [(step, layer) for step, layer, _ in heads.seen]
@@ -273,7 +273,7 @@ def test_all_rows_go_through_all_layers_once(exit_layers: set[int], reached: lis
     for until in reached:
         cache.push(torch.zeros(1, 1))
         for boundary in range(min(until, len(exit_layers))):
-            alone(cache.advance(boundary))
-    assert len(alone(cache.advance_all())) == len(reached)
+            run_alone(cache.advance(boundary))
+    assert len(run_alone(cache.advance_all())) == len(reached)
     assert sum(rows * (last - first) for rows, first, last in cache.passes) == 8 * len(reached)
     assert [last for _, _, last in cache.passes].count(8) == 1  # one pass for all

@@ -15,11 +15,11 @@ from transformers import LogitsProcessorList
 from selfspec.decoding.acceptance import Draft, SpeculativeSampling
 from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.decode import StopRule
-from selfspec.decoding.drafters.base import DraftController, Drawn, Guesses, Known
+from selfspec.decoding.drafters.base import DraftController, Guesses, Likeliest, Sampled
 from selfspec.decoding.drafters.ngram import NgramDrafter
 from selfspec.decoding.drafters.trees import TreeDrafter
 from selfspec.decoding.sampling import DraftToken, Sampler
-from selfspec.decoding.state import DecodeState, Drafter, NoDrafter, Steps, alone, ready
+from selfspec.decoding.state import DecodeState, Drafter, NoDrafter, Steps, no_work, run_alone
 from selfspec.decoding.stats import EXIT, Stopwatch
 from selfspec.errors import InvalidDraft, UnsupportedModel
 from selfspec.eval.verify import BranchingDrafter
@@ -142,7 +142,7 @@ class Fan:
 
     def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
         self.asked[-1].append(len(asked))
-        return ready([Known(*map(list, zip(*self.best, strict=True))) for _ in asked])
+        return no_work([Likeliest(*map(list, zip(*self.best, strict=True))) for _ in asked])
 
 
 def grown(
@@ -162,7 +162,7 @@ def grown(
     drafter = TreeDrafter(
         fan or Fan(), cost, DraftController(depth), ends, most=most, seen=seen, never_slower=False
     )
-    return alone(drafter.draft(Text(list(text)), limit, Stopwatch()))
+    return run_alone(drafter.draft(Text(list(text)), limit, Stopwatch()))
 
 
 def paths_of(draft: Draft) -> set[tuple[int, ...]]:
@@ -231,7 +231,7 @@ def test_a_sure_trunk_is_left_alone() -> None:
     seen = NgramDrafter(DraftController(7), size=3, cost=cost)
     seen._rates = [0.99] * 4
     drafter = TreeDrafter(fan, cost, DraftController(3), most=15, seen=seen)
-    draft = alone(drafter.draft(Text([1, 2, 3, 1, 2]), 9, Stopwatch()))
+    draft = run_alone(drafter.draft(Text([1, 2, 3, 1, 2]), 9, Stopwatch()))
     assert (fan.asked, draft.is_chain) == ([[]], True)
     assert {one.source for one in draft.proposed} == {"ngram"}
 
@@ -243,20 +243,20 @@ def test_heads_that_are_always_wrong_are_paused_and_text_already_seen_goes_on() 
     text, asked = Text([]), []
     for step in range(300):
         text.tokens.append(step + 100)  # nothing comes twice
-        draft = alone(drafter.draft(text, 9, Stopwatch()))
+        draft = run_alone(drafter.draft(text, 9, Stopwatch()))
         asked.append(draft.heads)
         drafter.learn(draft, [])
     assert asked[:5] == [1] * 5
     assert sum(asked[-130:]) <= 2
     text.tokens += [100, 101]
-    copied = alone(drafter.draft(text, 9, Stopwatch()))
+    copied = run_alone(drafter.draft(text, 9, Stopwatch()))
     assert (copied.tokens[0], copied.heads) == (102, 0)
     assert {one.source for one in copied.proposed} == {"ngram"}
 
 
 def test_a_token_that_the_trunk_has_is_not_drawn_again() -> None:
     sampler = Sampler(LogitsProcessorList(), do_sample=True)
-    rest, taken = Drawn(torch.tensor([0.5, 0.3, 0.2]), sampler, 3).without(0)
+    rest, taken = Sampled(torch.tensor([0.5, 0.3, 0.2]), sampler, 3).without(0)
     assert taken == 0.5
     assert rest.chances == pytest.approx([0.3, 0.2])
     drawn = [rest.choice(rank) for rank in range(3)]
@@ -278,7 +278,7 @@ class Draws:
 
     def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
         last = [self.state.tokens[-1] if at < 0 else draft.tokens[at] for at in asked]
-        return ready([Drawn(self.table[token], self.sampler, self.count) for token in last])
+        return no_work([Sampled(self.table[token], self.sampler, self.count) for token in last])
 
 
 class Copied:
@@ -316,7 +316,7 @@ def test_sampling_from_a_tree_is_exact(
             most=most + len(trunk),
             seen=cast(NgramDrafter, Copied(trunk)) if trunk else None,
         )
-        draft = alone(drafter.draft(cast(DecodeState, words), 9, Stopwatch()))
+        draft = run_alone(drafter.draft(cast(DecodeState, words), 9, Stopwatch()))
         sizes.add((len(draft.tokens), not draft.is_chain))
         laws.verdicts(rule, words, laws.TARGETS[[0, *draft.tokens]].log(), draft)
         return tuple(words.tokens[1:])

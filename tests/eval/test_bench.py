@@ -265,10 +265,10 @@ def test_the_fastest_setting_that_did_not_fail_is_chosen() -> None:
     ]
     tuning = [Answer(id="q", task="t", turn=1, repeat=1, runs=entry) for entry in runs]
     tuning.append(Answer(id="x", task="t", turn=1, repeat=1, error="too long"))
-    found = methods.chosen(grid, tuning)
+    found = methods.best_of(grid, tuning)
     assert (found["m"].label, found["m"].setting) == ("m", {"of": "b"})
     assert found["plain"].label == "plain"
-    assert methods.chosen(grid, [])["m"].setting == {"of": "a"}
+    assert methods.best_of(grid, [])["m"].setting == {"of": "a"}
     # where each failed once: over the prompt that both answered
     no, times = Run(error="no"), [(None, 9.0), (1.0, None), (4.0, 3.0)]
     tried = [
@@ -279,18 +279,18 @@ def test_the_fastest_setting_that_did_not_fail_is_chosen() -> None:
         for two in times
     ]
     tuning = [Answer(id="q", task="t", turn=1, repeat=1, runs=entry) for entry in tried]
-    assert methods.chosen(grid, tuning)["m"].setting == {"of": "b"}
+    assert methods.best_of(grid, tuning)["m"].setting == {"of": "b"}
 
 
 def test_settings_are_chosen_on_questions_that_are_not_reported() -> None:
     suite = [Question(id=str(number), task="t", turns=(str(number),)) for number in range(8)]
     options = BenchOptions(tune_questions=2, limit=3)
-    assert methods.parted(suite, options, tuning=False) == ([suite[0], suite[2], suite[5]], [])
-    reported, others = methods.parted(suite, options, tuning=True)
+    assert methods.split(suite, options, tuning=False) == ([suite[0], suite[2], suite[5]], [])
+    reported, others = methods.split(suite, options, tuning=True)
     assert [question.id for question in others] == ["0", "4"]
     assert [question.id for question in reported] == ["1", "3", "6"]
     with pytest.raises(InvalidOption, match="Give fewer --tune-questions"):  # nothing is left
-        methods.parted(suite[:1], BenchOptions(), tuning=True)
+        methods.split(suite[:1], BenchOptions(), tuning=True)
 
 
 # --- many at once

@@ -24,7 +24,7 @@ from torch import Tensor
 from selfspec import files
 from selfspec.api.speculator import Speculator
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.state import alone, done_alone
+from selfspec.decoding.state import do_alone, run_alone
 from selfspec.errors import (
     HeadsMismatch,
     HeadsNotFound,
@@ -290,7 +290,7 @@ def test_logits_and_drafts_are_those_of_the_reference(name: str, *, tree: bool) 
     whole = torch.ones(LENGTH - 1, LENGTH - 1, dtype=torch.bool).tril()
     tokens, fused = ids[0, 1:].tolist(), heads.fuse(seen[:-1])
     whole_text = TextRows(heads.attention(embed), tokens, fused, range(1, LENGTH), whole)
-    rows = heads.head(done_alone(whole_text))
+    rows = heads.head(do_alone(whole_text))
     first = expected["logits"][0]
     torch.testing.assert_close(rows[FIRST : FIRST + SHOWN], first, rtol=1e-5, atol=1e-5)
     for shown in range(SHOWN):
@@ -300,7 +300,7 @@ def test_logits_and_drafts_are_those_of_the_reference(name: str, *, tree: bool) 
             reading.add(piece)
         tokens = ids[0].tolist()
         for forced in (True, False):
-            output: Any = alone(reading.read(tokens))
+            output: Any = run_alone(reading.read(tokens))
             for step in range(make.STEPS):
                 logits = heads.head(output)[0]
                 if forced:
@@ -313,7 +313,7 @@ def test_logits_and_drafts_are_those_of_the_reference(name: str, *, tree: bool) 
                 token, place = follows[0] if follows else best, (2 * step - 1 if tree else step - 1)
                 beside = [token ^ 1, token] if tree else [token]
                 before = output.expand(len(beside), -1)
-                output = done_alone(reading.draft(beside, before, [place] * len(beside)))[-1:]
+                output = do_alone(reading.draft(beside, before, [place] * len(beside)))[-1:]
 
 
 @pytest.mark.parametrize("name", ["llama", "original-qwen3"])
@@ -324,7 +324,7 @@ def test_a_model_s_vocabulary_may_be_padded(name: str) -> None:
     heads = AttendingHeads.from_pretrained(HERE / name, beside(unembedding, "", 8), "tiny")
     reading = heads.attention(model.get_input_embeddings())
     reading.add(torch.randn(2, 3 * WIDTH))
-    output: Any = alone(reading.read([0, 1, VOCABULARY + 7]))
+    output: Any = run_alone(reading.read([0, 1, VOCABULARY + 7]))
     wide = heads.head.to_target_logits(heads.head(output))
     assert wide.shape == (1, VOCABULARY + 8)
     assert not wide[:, VOCABULARY:].isfinite().any()
@@ -427,6 +427,6 @@ def test_heads_run_in_the_model_s_dtype() -> None:
     heads = AttendingHeads.from_pretrained(HERE / "llama", model, "tiny")
     reading = heads.attention(model.embed)
     reading.add(torch.randn(5, 3 * WIDTH, dtype=torch.bfloat16))
-    output: Any = alone(reading.read(list(range(6))))
+    output: Any = run_alone(reading.read(list(range(6))))
     assert output.dtype == torch.bfloat16
     assert heads.head(output).shape == (1, make.DRAFTED)

@@ -17,10 +17,10 @@ from selfspec.heads.heads import (
     Ensemble,
     ExitHead,
     ExitJudge,
+    each_layer,
     entropy,
     joined,
     scored,
-    spread,
     top_probability,
 )
 from selfspec.model.backbone import Backbone
@@ -183,7 +183,7 @@ def test_huge_forbidden_and_equal_logits_have_exact_confidence() -> None:
 
 
 def test_a_token_exits_from_its_layers_threshold_on() -> None:
-    judge = ExitJudge(8, spread((0.75, 0.5), (2, 4)))
+    judge = ExitJudge(8, each_layer((0.75, 0.5), (2, 4)))
     confidences = (0.75, math.nextafter(0.75, 0), 0.5, math.nan)
     assert [judge.exits(value, 2) for value in confidences] == [True, False, False, False]
     assert [judge.exits(value, 4) for value in confidences] == [True, True, True, False]

@@ -19,13 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import decoders
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GgufConfig,
-    LlamaConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaConfig
 from transformers import modeling_gguf_pytorch_utils as gguf_reader
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -282,7 +276,7 @@ def test_a_dtype_is_chosen_where_none_is_asked_for(
 ) -> None:
     write_model(tmp_path / "it.gguf")
     for pairs, dtype in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr(weights, "adds_pairs", lambda pairs=pairs: pairs)
+        monkeypatch.setattr(weights, "has_bfloat16_dots", lambda pairs=pairs: pairs)
         assert hub.load_model(tmp_path / "it.gguf", device="cpu", blocks=True)[0].dtype == dtype
     assert hub.load_model(tmp_path / "it.gguf", device="cpu")[0].dtype == torch.bfloat16
 
@@ -552,7 +546,7 @@ def test_other_dtypes_get_numbers(tmp_path: Path, dtype: str) -> None:
 @pytest.mark.skipif("gemma4" not in BREADTH, reason="needs a newer transformers")
 def test_buffers_that_a_model_saves_are_read() -> None:
     config, half = make_model("gemma4").config, lambda _, shape: torch.full(shape, 0.5)
-    model: Any = pretrained.assembled(config, torch.float32, "sdpa", half)
+    model: Any = pretrained.assemble(config, torch.float32, "sdpa", half)
     assert model.model.layers[0].layer_scalar.item() == 0.5
 
 

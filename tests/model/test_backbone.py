@@ -20,7 +20,7 @@ from torch._dynamo.utils import counters
 from eval.families import tiny_model
 from selfspec.api.speculator import Speculator, find_heads, wrap
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.state import HiddenCache, alone
+from selfspec.decoding.state import HiddenCache, run_alone
 from selfspec.errors import InvalidOption, UnsupportedModel
 from selfspec.model.backbone import Backbone
 from selfspec.model.check import captured_outputs
@@ -48,7 +48,7 @@ def test_segments_give_the_bits_of_the_whole(family: str, dtype: torch.dtype, at
         states = [outputs[layer][0] for layer in backbone.layers]
         hidden.push(backbone.embed(ids[0]))
         for boundary, depth in enumerate((2, 3, 6)):
-            assert torch.equal(alone(hidden.advance(boundary)), states[depth - 1])
+            assert torch.equal(run_alone(hidden.advance(boundary)), states[depth - 1])
         assert torch.equal(backbone.logits(hidden.rows(3)), expected[0])
 
 

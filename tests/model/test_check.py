@@ -19,7 +19,7 @@ from selfspec.api.speculator import wrap
 from selfspec.errors import UnsupportedModel
 from selfspec.eval.verify import planted
 from selfspec.model.backbone import Backbone
-from selfspec.model.check import named_positions, stretches
+from selfspec.model.check import far_places, named_positions
 from selfspec.model.cuda_graph import CudaGraphExecutor
 from selfspec.model.fused import FusedExecutor, Rotations
 from selfspec.model.kv import Span
@@ -151,9 +151,9 @@ def test_far_places_are_those_that_the_config_names(monkeypatch: pytest.MonkeyPa
     assert named_positions(fields, 256) == {64, 100, 20}
     assert named_positions(fields, 80) == {64, 20}
     backbone = Backbone(make_model("mistral", sliding_window=100), executor="generic")
-    assert stretches(backbone) == [(93, 93), (246, 246)]
+    assert far_places(backbone) == [(93, 93), (246, 246)]
     monkeypatch.setattr("selfspec.model.check._MOST_HELD", 200)
-    assert stretches(backbone) == [(93, 93), (246, 0)]
+    assert far_places(backbone) == [(93, 93), (246, 0)]
     Backbone(make_model("mistral", sliding_window=100), executor="cuda-graph")
 
 

@@ -191,7 +191,7 @@ def test_checks_that_a_models_files_passed_are_made_once(
     checks = {
         "check_conformance": check,
         "check_trees": check,
-        "keeps_apart": check,
+        "isolates_sequences": check,
         "why_unpinned": measure,
     }
     made = {name: Mock(wraps=getattr(module, name)) for name, module in checks.items()}

@@ -38,14 +38,14 @@ WHOLE = store.FeatureSpec(LAYERS, deep=True, top_k=5)
 
 
 def test_batches_hold_every_conversation_once_within_the_limit(talks: Talks) -> None:
-    plan = store.planned(talks, 64)
+    plan = store.plan_batches(talks, 64)
     assert sorted(talk.ids for group in plan for talk in group) == sorted(t.ids for t in talks)
-    assert all(store.padded(group).ids.numel() <= 64 for group in plan)
+    assert all(store.pad_batch(group).ids.numel() <= 64 for group in plan)
     assert len(plan) < len(talks)
 
 
 def test_features_are_the_models_states_at_answers(backbone: Backbone, talks: Talks) -> None:
-    batch = store.padded(talks)
+    batch = store.pad_batch(talks)
     found = store.features(backbone, WHOLE, batch)
     with torch.no_grad():
         output = backbone.model(batch.ids, output_hidden_states=True)
@@ -66,7 +66,7 @@ def test_features_are_the_models_states_at_answers(backbone: Backbone, talks: Ta
 
 
 def test_a_text_that_begins_with_an_answer_has_no_deep_state_at_first(backbone: Backbone) -> None:
-    found = store.features(backbone, WHOLE, store.padded([Conversation((1, 2, 3), ((1, 3),))]))
+    found = store.features(backbone, WHOLE, store.pad_batch([Conversation((1, 2, 3), ((1, 3),))]))
     assert found.deep is not None
     assert found.deep.any(-1).tolist() == [False, True]
 
@@ -76,11 +76,11 @@ def test_rows_continue_within_an_answer_only(backbone: Backbone) -> None:
         Conversation((1, 2, 3, 4, 5, 6, 7), ((2, 4), (5, 7))),
         Conversation((1, 2, 3), ((1, 3),)),
     ]
-    found = store.features(backbone, store.FeatureSpec((2,)), store.padded(talks))
+    found = store.features(backbone, store.FeatureSpec((2,)), store.pad_batch(talks))
     assert found.following.tolist() == [3, 4, 6, 7, 2, 3]
     assert found.continues.tolist() == [False, True, False, True, False, True]
     spec = store.FeatureSpec((2,), everywhere=True)
-    everywhere = store.features(backbone, spec, store.padded(talks))
+    everywhere = store.features(backbone, spec, store.pad_batch(talks))
     assert everywhere.following.tolist() == [2, 3, 4, 5, 6, 7, 2, 3]
     assert everywhere.answers.tolist() == [False, True, True, False, True, True, True, True]
     assert everywhere.continues.tolist() == [False, *[True] * 5, False, True]
@@ -320,7 +320,7 @@ def test_a_fit_raises_agreement_and_leaves_all_else_alone(
     before = {name: value.clone() for name, value in model.state_dict().items()}
     small = cut(model, 2)
     at_first = agreement(small, talks, 64)
-    batches = itertools.cycle(store.planned(talks, 64))
+    batches = itertools.cycle(store.plan_batches(talks, 64))
     fit(small, batches, steps=60, learning_rate=1e-2, progress=lambda *_: None)
     # 12 texts learned by heart: 21 % before, 100 % after when measured
     assert agreement(small, talks, 64) > at_first + 0.4

@@ -127,7 +127,7 @@ def test_medusa_heads_learn_tokens_behind_the_next_one(backbone: Backbone, talks
     for batch in job.train.batches():
         assert batch.deep is not None
         wide = replace(batch, deep=batch.deep.repeat(1, 2))  # of a cache with other states, too
-        drafts = list(fitting.unrolled(found.heads, 0, wide, 9))
+        drafts = list(fitting.unroll(found.heads, 0, wide, 9))
         for step, (features, valid) in enumerate(drafts):
             head = found.heads.by_layer["0" if step == 0 else f"ahead_{step + 1}"]
             for row in valid.nonzero()[:, 0].tolist():
@@ -159,7 +159,7 @@ def test_heads_that_attend_learn_from_the_logits_of_the_reference(name: str) -> 
     top = torch.zeros(7 + LENGTH, 1).long()
     batch = Features(both, following, continues, continues, top, top.half())
     expected = load_file(HERE / f"{name}.expected.safetensors")["logits"]
-    for step, (found, valid) in enumerate(fitting.unrolled(heads, 0, batch, STEPS)):
+    for step, (found, valid) in enumerate(fitting.unroll(heads, 0, batch, STEPS)):
         assert valid[:7].tolist() == [place > step for place in range(7)]
         rows = found[7 + FIRST + 1 + step :][:SHOWN]
         torch.testing.assert_close(heads.head.unembed(rows), expected[step], rtol=1e-5, atol=1e-5)
@@ -193,7 +193,7 @@ def test_fitted_heads_that_attend_come_back_from_their_folder(family: str, tmp_p
 def test_a_fit_goes_on_from_heads(backbone: Backbone, talks: Talks, head_type: str) -> None:
     layers = LAYERS if head_type == "translator" else (0,)
     first = fitted(backbone, talks[:8], head_type=head_type, exit_layers=layers, epochs=1)
-    options = fitting.going_on(FitOptions(learning_rate=1e-9, epochs=1), first.heads)
+    options = fitting.options_to_go_on(FitOptions(learning_rate=1e-9, epochs=1), first.heads)
     job = replace(make_job(backbone, talks), options=options, start=first.heads)
     text = selected(backbone, talks, options, BATCH_TOKENS)
     found = fitting.fit(replace(job, train=text, validation=text))
@@ -209,7 +209,7 @@ def test_heads_learn_on_from_more_states(backbone: Backbone, talks: Talks) -> No
     learned = []
     for rate in (1e-9, 1e-2):
         wanted = FitOptions(learning_rate=rate, epochs=1, state_layers=(2, 5))
-        options = fitting.going_on(wanted, first)
+        options = fitting.options_to_go_on(wanted, first)
         text = selected(backbone, talks, options, BATCH_TOKENS)
         job = replace(make_job(backbone, talks), options=options, start=first)
         learned.append(fitting.fit(replace(job, train=text, validation=text)).heads[0])
@@ -222,13 +222,13 @@ def test_heads_learn_on_from_more_states(backbone: Backbone, talks: Talks) -> No
 
 def test_heads_that_cannot_learn_on_so(backbone: Backbone, talks: Talks) -> None:
     with pytest.raises(InvalidOption, match="llama has embeddings of its own"):
-        fitting.going_on(FitOptions(), read(HERE / "llama"))
+        fitting.options_to_go_on(FitOptions(), read(HERE / "llama"))
     attending = fitted(backbone, talks[:8], head_type="eagle3", exit_layers=(0,), epochs=1).heads
     with pytest.raises(InvalidOption, match="the heads have their own"):
-        fitting.going_on(FitOptions(state_layers=(2,)), attending)
+        fitting.options_to_go_on(FitOptions(state_layers=(2,)), attending)
     three = fitted(backbone, talks[:8], head_type="medusa", exit_layers=(0,), epochs=1).heads
     with pytest.raises(InvalidOption, match="draft_steps is 5, but start_from has 3 heads"):
-        fitting.going_on(FitOptions(draft_steps=5), three)
+        fitting.options_to_go_on(FitOptions(draft_steps=5), three)
 
 
 def test_coverage_is_the_share_that_can_be_drafted(backbone: Backbone, talks: Talks) -> None:

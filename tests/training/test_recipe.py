@@ -16,7 +16,7 @@ from selfspec.cli.main import main
 from selfspec.errors import InvalidData
 from selfspec.eval.results import load_suite
 from selfspec.heads.exit_heads import HeadsConfig
-from selfspec.training.recipe import BUILT_IN, OWN, Passages, Prompts, dealt, read_recipe
+from selfspec.training.recipe import BUILT_IN, OWN, Passages, Prompts, deal, read_recipe
 from selfspec.training.selfgen import ngrams
 from tests.authors import RECIPE, recipe_of
 from tests.talks import WORDS, save_tiny
@@ -83,10 +83,10 @@ def test_the_recipe_shares_no_eight_words_with_a_benchmark() -> None:
 
 
 def test_a_deck_deals_each_card_once_before_any_comes_again() -> None:
-    first, second = ([dealt(7, n + start, "seed") for n in range(7)] for start in (0, 7))
+    first, second = ([deal(7, n + start, "seed") for n in range(7)] for start in (0, 7))
     assert sorted(first) == sorted(second) == list(range(7))
     assert first != second
-    assert [dealt(7, n, "other") for n in range(7)] != first
+    assert [deal(7, n, "other") for n in range(7)] != first
 
 
 def test_rows_depend_on_number_and_seed_alone(tmp_path: Path) -> None:

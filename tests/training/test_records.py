@@ -16,7 +16,7 @@ import yaml
 from selfspec.api.chat_template import read
 from selfspec.cli.train import calibration_words
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.costs import DraftCost, Exits, expected
+from selfspec.decoding.costs import DraftCost, ExitOdds, expected_gain
 from selfspec.errors import CannotWrite, InvalidData
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig
 from selfspec.hub import models as hub
@@ -56,13 +56,16 @@ def test_the_fitted_temperature_makes_confidence_true() -> None:
 def test_exits_are_at_the_first_sure_layer() -> None:
     sure = [torch.tensor([0.9, 0.1, 0.1, 0.9]), torch.tensor([0.9, 0.9, 0.1, 0.1])]
     right = [torch.tensor([True, True, True, False]), torch.tensor([False, True, True, True])]
-    assert records.exits([*zip(sure, right, strict=True)], (0.5, 0.5)) == Exits((0.5, 0.25), 0.5)
+    assert records.exits([*zip(sure, right, strict=True)], (0.5, 0.5)) == ExitOdds((0.5, 0.25), 0.5)
 
 
 def test_the_model_foretells_a_simulated_scheduler() -> None:
     """Independent places and two layers, counted over 40,000 rounds."""
     cost = DraftCost(rows=(0.3, 0.1, 0.2), head=0.05, num_layers=10)
-    found = (Exits((0.5, 0.3), 0.6), Exits((0.4, 0.2), 0.3))  # of a first draft, of later ones
+    found = (
+        ExitOdds((0.5, 0.3), 0.6),
+        ExitOdds((0.4, 0.2), 0.3),
+    )  # of a first draft, of later ones
     tokens, seconds, rounds = 0, 0.0, 40_000
     dice = random.Random(0)
     for _ in range(rounds):
@@ -80,7 +83,7 @@ def test_the_model_foretells_a_simulated_scheduler() -> None:
             alive &= dice.random() < right / sum(exits_at)
             kept += alive
         tokens, seconds = tokens + kept + 1, seconds + 1.0
-    rate, gain = expected(cost, (2, 6), *found, 3)
+    rate, gain = expected_gain(cost, (2, 6), *found, 3)
     assert rate == pytest.approx(tokens / rounds, rel=0.01)
     assert gain == pytest.approx(tokens / seconds, rel=0.01)
 

@@ -385,7 +385,7 @@ def test_end_tokens_are_the_models_and_the_tokenizers(tokenizer: PreTrainedToken
 
 
 def test_a_user_turn_ends_where_a_template_without_end_tokens_begins_the_answer() -> None:
-    tokenizer = templates.having(byte_level_bpe(), templates.read("vicuna"))
+    tokenizer = templates.with_template(byte_level_bpe(), templates.read("vicuna"))
     turns = selfgen.Turns.of(tokenizer)
     header = turns.ids(turns.before)
     said = turns.ids("What is a cat? ASSISTANT: It is")

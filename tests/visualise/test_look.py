@@ -12,7 +12,7 @@ from selfspec.api.text import TokenTexts
 from selfspec.errors import HeadsNotFound
 from selfspec.heads.heads import ExitJudge, top_probability
 from selfspec.model.backbone import Backbone
-from selfspec.options import laid_over
+from selfspec.options import merged_over
 from selfspec.visualise.layers import LayerTrace
 from selfspec.visualise.look import Lens, Reader, chained, inspect, ranks
 from tests.heads.kinds import make_heads, train
@@ -27,7 +27,7 @@ EAGER: dict[str, Any] = {"drafter": "exit:threshold=0.15,max_tokens=3", "never_s
 
 def eagerly(options: dict[str, Any]) -> dict[str, Any]:
     """Keywords of `generate`: EAGER under `options`, setting by setting."""
-    drafter = laid_over("drafter", EAGER["drafter"], options.get("drafter", EAGER["drafter"]))
+    drafter = merged_over("drafter", EAGER["drafter"], options.get("drafter", EAGER["drafter"]))
     return {"max_new_tokens": NEW_TOKENS, **EAGER, **options, "drafter": drafter}
 
 

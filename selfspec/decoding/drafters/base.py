@@ -217,26 +217,26 @@ class Guesser(Protocol):
 
 
 @dataclass(frozen=True)
-class Known:
+class Likeliest:
     """The likeliest tokens, for greedy decoding, by descending chance."""
 
     tokens: Sequence[int]
     chances: Sequence[float]
 
-    def best(self, count: int | None) -> Known:
-        return Known(self.tokens[:count], self.chances[:count])
+    def best(self, count: int | None) -> Likeliest:
+        return Likeliest(self.tokens[:count], self.chances[:count])
 
     def choice(self, rank: int) -> DraftToken:
         return DraftToken(self.tokens[rank])
 
-    def without(self, token: int) -> tuple[Known, float]:
+    def without(self, token: int) -> tuple[Likeliest, float]:
         """The guesses without `token`, with unchanged chances, and the chance of `token`."""
         said = dict(zip(self.tokens, self.chances, strict=True))
         had = said.pop(token, 0.0)
-        return Known([*said], [*said.values()]), had
+        return Likeliest([*said], [*said.values()]), had
 
 
-class Drawn:
+class Sampled:
     """Tokens drawn without replacement, each with the distribution that it was drawn from.
 
     Verification tries them in order, each against the residual of the target's distribution that
@@ -261,16 +261,18 @@ class Drawn:
         self._probs[token] = 0.0
         return DraftToken(token, probs=probs)
 
-    def without(self, token: int) -> tuple[Drawn, float]:
+    def without(self, token: int) -> tuple[Sampled, float]:
         probs = self._probs.clone()
         probs[token] = 0.0
-        return Drawn(probs, self._sampler, self._count), float(self._probs[token])
+        return Sampled(probs, self._sampler, self._count), float(self._probs[token])
 
 
-Guesses = Known | Drawn
+Guesses = Likeliest | Sampled
 
 
-def processed(sampler: Sampler, ids: Tensor, logits: Tensor, count: int, doubt: float) -> Guesses:
+def guesses_after(
+    sampler: Sampler, ids: Tensor, logits: Tensor, count: int, doubt: float
+) -> Guesses:
     """At most `count` guesses or draws after `ids` [1, n], under processors; logits [1, V].
 
     `doubt` divides the draft's logits, which calibrates its confidence.
@@ -278,9 +280,9 @@ def processed(sampler: Sampler, ids: Tensor, logits: Tensor, count: int, doubt: 
     scores = sampler.scores(ids, logits)[0]
     if not sampler.do_sample:
         best = (scores / doubt).softmax(-1).topk(min(count, len(scores)))
-        return Known(best.indices.tolist(), best.values.tolist())
+        return Likeliest(best.indices.tolist(), best.values.tolist())
     probs = scores.softmax(-1)
     if sampler.seed is None:
-        return Drawn(probs, sampler, count)
+        return Sampled(probs, sampler, count)
     # with a seed, verification compares with the seeded draw and needs no distributions
-    return Known(*sampler.foreseen(probs, ids.shape[1], count, doubt))
+    return Likeliest(*sampler.foreseen(probs, ids.shape[1], count, doubt))

@@ -27,7 +27,7 @@ from selfspec.decoding.stats import DRAFT_MODEL, SKIP, Stopwatch
 from selfspec.errors import DraftModelMismatch
 from selfspec.heads.heads import likeliest
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv import KVCache, common
+from selfspec.model.kv import KVCache, common_prefix
 
 
 class DraftCache:
@@ -43,7 +43,7 @@ class DraftCache:
 
     def rewind(self, ids: list[int]) -> list[int]:
         """Keep the prefix shared with `ids`; returns the ids still to run, at least one."""
-        shared = common(self._ran, ids[:-1])
+        shared = common_prefix(self._ran, ids[:-1])
         self._kv.truncate(shared)
         del self._ran[shared:]
         return ids[shared:]
@@ -183,7 +183,7 @@ class SkipDrafter(ChoosingDrafter):
         writer = DraftWriter(self, limit, source=SKIP)
         held, ids, rows = state.kv.length(), state.ids, state.committed(-1)
         while writer.room:
-            found = yield from shallow(state, rows, self._skipped or self._search.skipped)
+            found = yield from logits_without(state, rows, self._skipped or self._search.skipped)
             choice, sure, signal = self._said(ids, found.row(0))
             writer.add(choice, signal)
             if writer.room and sure < self.threshold:
@@ -219,12 +219,12 @@ class SkipDrafter(ChoosingDrafter):
         able = state.kv.slots is None and state.backbone.runs_trees
         if state.length - self._begun > WINDOW and self._search.goes_on and able:
             skipped, right = self._search.drawn(), state.committed(-WINDOW)
-            said = (yield from again(state, skipped, WINDOW)).best
+            said = (yield from drafted_again(state, skipped, WINDOW)).best
             hits = sum(one == other for one, other in zip(said, right, strict=True))
             self._search.learn(skipped, hits / WINDOW)
 
 
-def shallow(
+def logits_without(
     state: DecodeState,
     ids: Sequence[int],
     skipped: Sequence[int],
@@ -242,12 +242,12 @@ def shallow(
     return (yield from state.hidden.unembed(hidden))
 
 
-def again(state: DecodeState, skipped: Sequence[int], count: int) -> Steps[Target]:
+def drafted_again(state: DecodeState, skipped: Sequence[int], count: int) -> Steps[Target]:
     """The logits by which a draft would have chosen each of the newest `count` committed tokens.
 
     Runs on a branch beside the cached tokens; leaves caches unchanged. Needs more than `count` ids.
     """
     held, rows = state.kv.length(), state.committed(-count - 1)[:-1]
-    found = yield from shallow(state, rows, skipped, [-1 - count, *range(count - 1)])
+    found = yield from logits_without(state, rows, skipped, [-1 - count, *range(count - 1)])
     state.kv.truncate(held)
     return found

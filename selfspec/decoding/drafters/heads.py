@@ -19,18 +19,18 @@ from selfspec.decoding.drafters.base import (
     Drafting,
     DraftWriter,
     Guesses,
-    Known,
-    processed,
+    Likeliest,
+    guesses_after,
 )
 from selfspec.decoding.sampling import DraftToken, Sampler
-from selfspec.decoding.state import Ask, AskAhead, DecodeState, Embed, Steps, done_alone
+from selfspec.decoding.state import Ask, AskAhead, DecodeState, Embed, Steps, do_alone
 from selfspec.decoding.stats import EXIT, Ended, Stopwatch
 from selfspec.heads.attending import AttendingHeads, Attention
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import Answer, ExitHead, ExitJudge, Parts, top_probability
 from selfspec.model.backbone import Backbone
 from selfspec.model.fused import HIDDEN, Operation, Program
-from selfspec.model.kv import uploaded
+from selfspec.model.kv import upload
 from selfspec.model.recipe import Activation, Norm, norm_of, why_unusual
 from selfspec.model.weights import CompiledLinear, QuantisedWeight, in_8_bits
 
@@ -54,7 +54,7 @@ class HeadGuesser:
             rows = backbone.embed_listed([0] * count)
             deep = rows if self._heads.reads_deep else None
             temperature = self._judge.temperature(0)
-            done_alone(Ask(backbone, self._head, rows, deep, temperature, self._count))
+            do_alone(Ask(backbone, self._head, rows, deep, temperature, self._count))
 
     def begin(self, state: DecodeState) -> None:
         self._state = state
@@ -86,13 +86,13 @@ class HeadGuesser:
     ) -> Guesses:
         tokens, chances = said.tokens[row][:count], said.chances[row][:count]
         if not self._judge.exits(chances[0], 0):
-            return Known([], [])
+            return Likeliest([], [])
         if self._sampler.is_plain_greedy:
-            return Known(tokens, chances)
-        path = uploaded(draft.tokens_to(node), self._state.ids.device)
+            return Likeliest(tokens, chances)
+        path = upload(draft.tokens_to(node), self._state.ids.device)
         ids = torch.cat([self._state.ids, path[None]], dim=1)
         logits = self._head.to_target_logits(said.logits[row : row + 1])
-        return processed(self._sampler, ids, logits, len(tokens), self._judge.temperature(0))
+        return guesses_after(self._sampler, ids, logits, len(tokens), self._judge.temperature(0))
 
 
 class AttendingGuesser(HeadGuesser):
@@ -112,7 +112,7 @@ class AttendingGuesser(HeadGuesser):
         if not self._outputs:
             root = yield from self._text.read(self._state.committed(0))
             if root is None:
-                return [Known([], []) for _ in asked]
+                return [Likeliest([], []) for _ in asked]
             self._outputs[ROOT] = root
         return (yield from super().ask(draft, asked, watch))
 
@@ -169,7 +169,7 @@ class MedusaGuesser(HeadGuesser):
         ranks = tuple(parents[:at].count(parents[at]) for at in draft.path(node))
         count, place = CHOICES.get(ranks, 0), len(ranks)
         if self._said is None or place >= len(self._said.tokens) or count == 0:
-            return Known([], [])
+            return Likeliest([], [])
         return self._guesses(draft, node, self._said, place, count)
 
 
@@ -235,11 +235,11 @@ class ExitDrafter(ChoosingDrafter):
     @torch.inference_mode()
     def ask_once(self, backbone: Backbone) -> None:
         """Ask each head about one row, so that no request waits while CUDA graphs are captured."""
-        row = backbone.embed(uploaded([0], backbone.device))
+        row = backbone.embed(upload([0], backbone.device))
         for layer in self._judge.thresholds:
             head = cast("ExitHead", self.heads.by_layer[str(layer)])
             deep = row if head.reads_deep else None
-            done_alone(self._question(backbone, head, layer, row, deep))
+            do_alone(self._question(backbone, head, layer, row, deep))
 
     def _question(
         self, backbone: Backbone, head: ExitHead, layer: int, hidden: Tensor, deep: Tensor | None

@@ -14,19 +14,19 @@ from random import Random
 
 from torch import Tensor
 
-from selfspec.decoding.acceptance import AcceptanceRule, Draft, Heard
-from selfspec.decoding.costs import DraftCost, each_row
+from selfspec.decoding.acceptance import AcceptanceRule, Draft, ObservedRule
+from selfspec.decoding.costs import DraftCost, costs_by_row
 from selfspec.decoding.drafters.base import (
     ROOT,
     DraftController,
     DraftWriter,
     Guesses,
-    Known,
+    Likeliest,
     PacedDrafter,
     Trunks,
 )
 from selfspec.decoding.sampling import DraftToken, GrammarMask
-from selfspec.decoding.state import DecodeState, Drafter, Steps, ready
+from selfspec.decoding.state import DecodeState, Drafter, Steps, no_work
 from selfspec.decoding.stats import GRAMMAR, LOOKAHEAD, NGRAM, SUCCESSORS, Stopwatch
 
 NEWEST = 1 / 8  # weight of the newest observation in a running mean; the newest six have half of it
@@ -94,7 +94,7 @@ class NgramDrafter(PacedDrafter):
         self._matched: list[int] = []
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
-        return ready(self.propose(state, limit))
+        return no_work(self.propose(state, limit))
 
     def propose(self, state: DecodeState, limit: int, rival: float = 0.0) -> Draft:
         """Up to min(limit, W_max) tokens; none unless more than `rival` are expected to stay."""
@@ -117,7 +117,7 @@ class NgramDrafter(PacedDrafter):
         return writer.draft
 
     def _best_length(self, chances: Sequence[float]) -> int:
-        steps = accumulate(each_row(self._cost.row_costs), initial=1.0)
+        steps = accumulate(costs_by_row(self._cost.row_costs), initial=1.0)
         tokens = accumulate(chances, initial=1.0)
         rates = [token / step for token, step in zip(tokens, steps, strict=False)]
         return max(range(len(rates)), key=rates.__getitem__)
@@ -221,13 +221,13 @@ class Successors:
         self._right = [[_CREDIT * rate for rate in rates] for rates in _PRIOR]
         self._asked = [_CREDIT for _ in _PRIOR]
 
-    def behind(self, tokens: Sequence[int]) -> Known:
+    def behind(self, tokens: Sequence[int]) -> Likeliest:
         """Guesses after a text that ends with `tokens`, with the chances of their ranks so far."""
         if (known := self._found(tokens)) is None:
-            return Known([], [])
+            return Likeliest([], [])
         order, found = known
         rates = (right / self._asked[order] for right in self._right[order])
-        return Known(found, [*accumulate(rates, min)][: len(found)])
+        return Likeliest(found, [*accumulate(rates, min)][: len(found)])
 
     def learn(self, tokens: Sequence[int], likely: Sequence[int], token: int) -> None:
         """Note the target's likeliest tokens, and its choice, after a text ending with `tokens`."""
@@ -253,7 +253,7 @@ def _keys(tokens: Sequence[int]) -> tuple[object, object]:
     return tuple(tokens[-2:]), tokens[-1]
 
 
-class Remembering(Heard):
+class TeachingRule(ObservedRule):
     """Teaches a table every decision of a rule."""
 
     def __init__(self, rule: AcceptanceRule, table: Successors, newest: Sequence[int]) -> None:
@@ -280,7 +280,7 @@ class SuccessorGuesser:
 
     def ask(self, draft: Draft, asked: Sequence[int], _watch: Stopwatch) -> Steps[list[Guesses]]:
         known = (self._table.behind([*self._newest, *draft.tokens_to(at)]) for at in asked)
-        return ready([one.best(self._count) for one in known])
+        return no_work([one.best(self._count) for one in known])
 
 
 # --- lookahead: n-grams generated beside earlier verifications
@@ -361,7 +361,7 @@ class LookaheadDrafter(PacedDrafter):
             self._add_window()
         if self._draft.proposed:
             self._draft.ended = "width"
-        return ready(self._draft)
+        return no_work(self._draft)
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
         if self._ends and draft.target is not None:

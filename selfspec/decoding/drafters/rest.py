@@ -22,8 +22,8 @@ from safetensors.numpy import save_file
 
 from selfspec import files
 from selfspec.decoding.acceptance import Draft
-from selfspec.decoding.drafters.base import Guesses, Known
-from selfspec.decoding.state import DecodeState, Steps, ready
+from selfspec.decoding.drafters.base import Guesses, Likeliest
+from selfspec.decoding.state import DecodeState, Steps, no_work
 from selfspec.decoding.stats import REST, Stopwatch
 from selfspec.errors import InvalidData
 from selfspec.files import check_safetensors
@@ -44,7 +44,7 @@ after 8 (50 conversations of SmolLM2-135M, 7,339 others of it as the datastore).
 
 END = -1  # ends each text
 
-Trie = Mapping[tuple[int, ...], Known]  # guesses by the tokens of the path so far
+Trie = Mapping[tuple[int, ...], Likeliest]  # guesses by the tokens of the path so far
 
 
 class Datastore:
@@ -126,16 +126,16 @@ def _heaviest(rows: Ids, most: int, matched: int) -> Trie:
     depth = np.repeat(np.arange(BEHIND), [len(level) for level in new_rows])
     weight = np.concatenate([np.diff(level, append=len(rows)) for level in new_rows])
     weight *= np.logical_and.accumulate(rows != END, axis=1)[row, depth]
-    weights, trie = {(): len(rows)}, dict[tuple[int, ...], Known]()
+    weights, trie = {(): len(rows)}, dict[tuple[int, ...], Likeliest]()
     for at in np.argsort(-weight, kind="stable")[:most].tolist():  # shallow ones first
         if not weight[at]:
             break
         path = tuple(rows[row[at], : depth[at] + 1].tolist())
         behind, token = path[:-1], path[-1]
         weights[path] = int(weight[at])
-        before = trie.get(behind, Known((), ()))
+        before = trie.get(behind, Likeliest((), ()))
         chance = weights[path] / (weights[behind] + DOUBT / (matched + len(behind)))
-        trie[behind] = Known((*before.tokens, token), (*before.chances, chance))
+        trie[behind] = Likeliest((*before.tokens, token), (*before.chances, chance))
     return trie
 
 
@@ -173,5 +173,5 @@ class RestGuesser:
         self._trie: Trie = self._store.behind(state.committed(-LONGEST), self._most)
 
     def ask(self, draft: Draft, asked: Sequence[int], _watch: Stopwatch) -> Steps[list[Guesses]]:
-        known = (self._trie.get(tuple(draft.tokens_to(at)), Known((), ())) for at in asked)
-        return ready([one.best(self._siblings) for one in known])
+        known = (self._trie.get(tuple(draft.tokens_to(at)), Likeliest((), ())) for at in asked)
+        return no_work([one.best(self._siblings) for one in known])

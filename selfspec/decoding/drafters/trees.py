@@ -14,7 +14,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from selfspec.decoding.acceptance import Draft
-from selfspec.decoding.costs import DraftCost, each_row
+from selfspec.decoding.costs import DraftCost, costs_by_row
 from selfspec.decoding.drafters.base import (
     ROOT,
     DraftController,
@@ -23,7 +23,7 @@ from selfspec.decoding.drafters.base import (
     PacedDrafter,
     Trunks,
 )
-from selfspec.decoding.state import DecodeState, Drafter, Steps, ready
+from selfspec.decoding.state import DecodeState, Drafter, Steps, no_work
 from selfspec.decoding.stats import FREE, Stopwatch
 
 # --- the never-slower rule: uses past rounds only, so sampling stays exact
@@ -91,7 +91,7 @@ row costs nearly a step. At 0.79 and 0.88 the default gave 0.95 and 0.92 of plai
 (8 and 16 texts on a Zen 5, `selfspec bench --concurrency`), at 0.43 1.06."""
 
 
-class Unless:
+class PausableDrafter:
     """Wraps a drafter: no drafts while `pauses()` is true; other rounds are reported to `learn`."""
 
     def __init__(
@@ -104,7 +104,7 @@ class Unless:
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:
         self._asked = not self._pauses()
-        return self._drafter.draft(state, limit, watch) if self._asked else ready(Draft())
+        return self._drafter.draft(state, limit, watch) if self._asked else no_work(Draft())
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
         if self._asked:
@@ -193,7 +193,7 @@ class TreeDrafter(PacedDrafter):
         return self._rows[len(self._draft.proposed)] * self._rate
 
     def _grow(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[None]:
-        self._rows = tuple(islice(each_row(self._cost.row_costs), self._most))
+        self._rows = tuple(islice(costs_by_row(self._cost.row_costs), self._most))
         self._tokens = 1.0 + sum(one.chance for one in self._draft.proposed)
         self._steps = 1.0 + sum(self._rows[: len(self._draft.proposed)])
         self._said = {ROOT: 1.0}  # the head's probability of each token's path, where asked
