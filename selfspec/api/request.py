@@ -37,7 +37,7 @@ from selfspec.config import (
     matcher_class,
     wanted_grammar,
 )
-from selfspec.decoding.decode import BEYOND, ENDS, StopRule, warn_once
+from selfspec.decoding.decode import BEYOND_CONTEXT, CONTEXT_ENDS, StopRule, warn_once
 from selfspec.decoding.engine import SequenceRequest
 from selfspec.decoding.sampling import (
     GrammarMask,
@@ -173,7 +173,7 @@ class Request:
         longest, limit = self.max_length, self.position_limit
         if limit is not None and longest > limit + 1 + pad:  # the newest token takes no position
             longest = limit + 1 + pad
-            warn_once(ENDS, limit)
+            warn_once(CONTEXT_ENDS, limit)
         stop = StopRule(
             max_length=longest,
             end_tokens=self.end_tokens,
@@ -342,7 +342,7 @@ def from_prepared(
             f"the prompt has {length} tokens, the model has {limit} positions. Shorten the prompt"
         )
     if length > backbone.max_positions:
-        warn_once(BEYOND, backbone.max_positions)
+        warn_once(BEYOND_CONTEXT, backbone.max_positions)
     lengths = [entry.max_length for entry in criteria if type(entry) is stopping.MaxLengthCriteria]
     longest = min(lengths, default=config.max_length)
     if not isinstance(longest, int):

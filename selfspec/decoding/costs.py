@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from selfspec.model.backbone import Backbone
     from selfspec.options import Costs
 
-USUAL = 0.08  # cost of a further row, and of asking a head, in plain steps, if not measured
+USUAL_COST = 0.08  # cost of a further row, and of asking a head, in plain steps, if not measured
 
 
 @dataclass
@@ -44,8 +44,8 @@ class DraftCost:
 
     @classmethod
     def with_costs(cls, asked: Costs, num_layers: int) -> DraftCost:
-        head = USUAL if asked.head is None else asked.head
-        rows, token = asked.rows or (USUAL,), asked.token or 0.0
+        head = USUAL_COST if asked.head is None else asked.head
+        rows, token = asked.rows or (USUAL_COST,), asked.token or 0.0
         return cls(rows=rows, head=head, token=token, num_layers=num_layers)
 
     @property

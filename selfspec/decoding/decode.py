@@ -40,7 +40,7 @@ class StopRule:
     def reason(self, state: DecodeState, token: int) -> StopReason | None:
         """Why the sequence ends with its newest `token`, or None."""
         if self.made_for is not None and state.length == self.made_for + 1:
-            warn_once(BEYOND, self.made_for - state.pad)
+            warn_once(BEYOND_CONTEXT, self.made_for - state.pad)
         if token in self.end_tokens:
             return "eos"
         if self.criteria is not None and self.criteria(state.ids):
@@ -48,8 +48,8 @@ class StopRule:
         return "length" if state.length >= self.max_length else None
 
 
-BEYOND = "the text goes beyond the model's context length, %d positions: its quality may drop"
-ENDS = "the model has %d positions here: answers end there, whatever length is asked for"
+BEYOND_CONTEXT = "the text goes beyond the model's context length, %d positions: quality may drop"
+CONTEXT_ENDS = "the model has %d positions here: answers end there, whatever length is asked for"
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import AcceptanceRule, Logprob, LogprobRule, acceptance_rule
-from selfspec.decoding.costs import USUAL, DraftCost, Load, token_cost_without
+from selfspec.decoding.costs import USUAL_COST, DraftCost, Load, token_cost_without
 from selfspec.decoding.decode import StopRule, decode_rounds
 from selfspec.decoding.drafters import ngram
 from selfspec.decoding.drafters.base import Drafting, Trunks, make_controller
@@ -42,7 +42,7 @@ from selfspec.decoding.drafters.heads import (
     MedusaGuesser,
 )
 from selfspec.decoding.drafters.rest import Datastore, RestGuesser
-from selfspec.decoding.drafters.trees import HOPELESS, PausableDrafter, Paying, TreeDrafter
+from selfspec.decoding.drafters.trees import HOPELESS_COST, PausableDrafter, Paying, TreeDrafter
 from selfspec.decoding.measure import PassShape, PinnedProbe
 from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import DecodeState, Drafter, Enter, NoDrafter, Work, next_batch
@@ -215,7 +215,7 @@ class Runtime:
         cost = replace(self.draft_cost(options), load=load)
         drafter = self._drafter(asked, options, cost)
         if options.never_slower:
-            return PausableDrafter(drafter, lambda: cost.row_costs[0] >= HOPELESS)
+            return PausableDrafter(drafter, lambda: cost.row_costs[0] >= HOPELESS_COST)
         return drafter
 
     def _drafter(
@@ -373,7 +373,7 @@ class Pace:
         if texts == 0:
             return BULK_ROWS
         if self._row_s is None:  # nothing measured yet: assume the usual cost
-            rows = patience * (1.0 + (texts - 1) * USUAL) / USUAL
+            rows = patience * (1.0 + (texts - 1) * USUAL_COST) / USUAL_COST
             return min(max(int(rows), 1), BULK_ROWS)
         most = min(2 * self._newest, BULK_ROWS)  # a single fast round may be chance
         if self._row_s * most <= patience * self._usual(texts):

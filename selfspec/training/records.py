@@ -20,7 +20,7 @@ from torch import Tensor
 from selfspec import files
 from selfspec.api.chat_template import name_of
 from selfspec.config import SpeculationOptions
-from selfspec.decoding.costs import USUAL, DraftCost, ExitOdds, expected_gain
+from selfspec.decoding.costs import USUAL_COST, DraftCost, ExitOdds, expected_gain
 from selfspec.errors import InvalidData
 from selfspec.files import read_json, read_yaml
 from selfspec.heads.attending import config_of
@@ -252,7 +252,7 @@ class Calibration:
         """The default drafter: heads if they should beat plain decoding, else whatever pays."""
         if self.setting.speed_up > 1.0:
             return FITTED
-        pays = any(row < 1.0 for row in self.costs.rows or (USUAL,))
+        pays = any(row < 1.0 for row in self.costs.rows or (USUAL_COST,))
         return Ngram.kind if pays else NoDrafts.kind
 
     def defaults(self, before: SpeculationOptions) -> SpeculationOptions:

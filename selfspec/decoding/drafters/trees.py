@@ -38,7 +38,7 @@ PRIOR = 0.5
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 8, 64  # rounds
 
-DEAR = 0.5
+EXPENSIVE = 0.5
 """Cost of a draft token, without its layers, from which drafting begins with a pause. At 0.36 (AMX,
 a row and a head; eval/results/bench-bf16-amx-4096) the default heads, tried at once, gave 1.14 of
 plain decoding, prompt lookup alone 1.12."""
@@ -50,7 +50,7 @@ class Paying:
     A round's gain is its accepted tokens minus the cost of drafting. While the mean is below 0,
     each losing round is followed by a pause of 8 rounds, then 16, up to 64.
 
-    Drafts that cost DEAR or more begin with a long pause, and with a mean of 0.
+    Drafts that cost EXPENSIVE or more begin with a long pause, and with a mean of 0.
 
     However wrong the drafts are, after P pauses at most 8 + c P plain steps are lost, where c is
     the drafting cost of the most expensive round: the mean starts at 1/2, moves by 1/16, and a
@@ -66,7 +66,7 @@ class Paying:
 
     def pauses(self) -> bool:
         """Whether this round does not draft; called once per round."""
-        if not self._begun and self._cost.per_token >= DEAR:  # the load is known from now on
+        if not self._begun and self._cost.per_token >= EXPENSIVE:  # the load is known from now on
             self._gain, self._next_pause, self._pausing = 0.0, LONGEST_PAUSE, LONGEST_PAUSE // 2
         self._begun = True
         pauses = self._pausing > 0
@@ -85,7 +85,7 @@ class Paying:
             self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
 
 
-HOPELESS = 0.75
+HOPELESS_COST = 0.75
 """Cost of a first draft token, in tokens, from which nothing is drafted: in a large batch a further
 row costs nearly a step. At 0.79 and 0.88 the default gave 0.95 and 0.92 of plain decoding
 (8 and 16 texts on a Zen 5, `selfspec bench --concurrency`), at 0.43 1.06."""
@@ -116,8 +116,8 @@ class PausableDrafter:
 
 _ROUNDING = 1e-6
 _REMEMBERED = 16  # past answers of the head from which the value of the next one is estimated
-LEAST_SAID = 0.05  # the head is not asked after a path to which it gives a lower probability
-_FIRST_HOPE = 0.5  # assumed probability of the head's best guess before it is first asked
+LEAST_CHANCE = 0.05  # the head is not asked after a path to which it gives a lower probability
+_PRIOR_CHANCE = 0.5  # assumed probability of the head's best guess before it is first asked
 
 
 class _Node(NamedTuple):
@@ -154,7 +154,7 @@ class TreeDrafter(PacedDrafter):
         super().__init__(controller, end_tokens)
         self._guesser, self._cost, self._most, self._seen = guesser, cost, most, seen
         self._paying = Paying(cost) if never_slower else None
-        self._best = deque([_FIRST_HOPE], maxlen=_REMEMBERED)
+        self._best = deque([_PRIOR_CHANCE], maxlen=_REMEMBERED)
         self._trunk = self._draft = Draft()
         self._asked = False  # whether the guesser was asked in this round
 
@@ -233,7 +233,7 @@ class TreeDrafter(PacedDrafter):
             return []
         if level == [ROOT] and not self._draft.proposed:  # else improved guesses go unnoticed
             return [self._node(ROOT)]
-        row, least = self._next_row, 0.0 if self._guesser.once else LEAST_SAID
+        row, least = self._next_row, 0.0 if self._guesser.once else LEAST_CHANCE
         open_ones = (at for at in level if not self._closes(at))
         nodes = [self._node(at) for at in open_ones if self._said.get(at, 0.0) >= least]
         # expected gain of the best guess after each, net of its row
