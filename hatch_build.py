@@ -1,6 +1,6 @@
-"""Compiled libraries for a wheel, one for each kind of processor: `make wheel`.
+"""Compiles the libraries of a wheel, one for each kind of processor: `make wheel`.
 
-hatchling runs this only where HATCH_BUILD_HOOKS_ENABLE is set: any other build needs no compiler.
+hatchling runs this only if HATCH_BUILD_HOOKS_ENABLE is set; other builds need no compiler.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ INSIDE = Path("selfspec", "model", "kernels", "prebuilt")
 
 
 class CompiledLibraries(BuildHookInterface):
-    """Puts one library for each of the macros and targets into a wheel, and gives it a tag."""
+    """Adds a library for each pair of macros and target to a wheel, and sets the wheel's tag."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compiles. Raises SystemExit, with the reason, where that cannot be done."""
+        """Compile the libraries. Raises SystemExit, with the reason, if that fails."""
         if version == "editable":
             return
         self._folder = tempfile.TemporaryDirectory()
@@ -42,19 +42,19 @@ class CompiledLibraries(BuildHookInterface):
         build_data["tag"] = f"py3-none-linux_{machine}"
 
     def finalize(self, version: str, *_: Any) -> None:
-        """Clears what was compiled: the wheel has it."""
+        """Delete the compiled files, which the wheel now contains."""
         if version != "editable":
             self._folder.cleanup()
 
 
 def build(compiler: ModuleType, folder: Path) -> tuple[str, list[Path]]:
-    """The compiler's machine, and libraries in `folder` for all of its kinds of processors."""
+    """Compile into `folder` for all processors of the compiler's machine; returns both."""
     machine = compiler.machine()
     if machine not in compiler.TARGETS:
         raise SystemExit(
             "a wheel with compiled code is for Linux on "
             f"{' or '.join(compiler.TARGETS)}; {' '.join(compiler.command())} compiles for another "
-            "machine. Build a wheel without: unset HATCH_BUILD_HOOKS_ENABLE"
+            "machine. For a wheel without compiled code, unset HATCH_BUILD_HOOKS_ENABLE"
         )
 
     def make(job: tuple[Path, dict[str, int], Any]) -> Path:
@@ -68,7 +68,7 @@ def build(compiler: ModuleType, folder: Path) -> tuple[str, list[Path]]:
 
 
 def _compiler(root: Path) -> ModuleType:
-    """selfspec/model/compiler.py by itself: the package around it wants torch."""
+    """Load selfspec/model/compiler.py alone, because its package imports torch."""
     path = root / "selfspec" / "model" / "compiler.py"
     loader = SourceFileLoader("selfspec_compiler", str(path))
     module = ModuleType(loader.name)
