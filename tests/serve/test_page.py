@@ -306,8 +306,8 @@ def test_conversations_stay_in_the_browser(page: Page) -> None:
 def test_a_text_file_goes_into_the_message(page: Page) -> None:
     page.locator("#question").fill("What is this?")
     for name, held, problem in (
-        ("a.bin", b"\xff\xfe\x00", "a.bin is not a text in UTF-8."),
-        ("a.log", b"x" * 100_001, "a.log has 101 kB, and a file may have 100. Copy the part that"),
+        ("a.bin", b"\xff\xfe\x00", "a.bin is not UTF-8 text."),
+        ("a.log", b"x" * 100_001, "a.log has 101 kB; the limit is 100 kB. Copy the part that"),
         ("a.md", "é\n```\nb\n```".encode(), ""),
     ):
         page.locator("#file").set_input_files({"name": name, "mimeType": "", "buffer": held})

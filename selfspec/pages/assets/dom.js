@@ -1,4 +1,4 @@
-// Elements and words. Text only ever becomes text: no markup is made from data.
+// Elements and words. Data only becomes text nodes, never markup.
 
 const $ = (id) => document.getElementById(id);
 
@@ -20,7 +20,7 @@ function layerColour(layer, numLayers) {
   return `color-mix(in srgb, var(--${to}) ${(100 * (place % 1)).toFixed(1)}%, var(--${from}))`;
 }
 
-/** Light or dark as the reader's system is, until the button, named after what it gives, was used. */
+/** Follow the system's light or dark theme until the reader uses the button, whose name is the other theme. */
 function startTheme() {
   const root = document.documentElement, system = matchMedia("(prefers-color-scheme: dark)");
   const other = () => ((root.dataset.theme ?? (system.matches ? "dark" : "light")) === "dark" ? "light" : "dark");

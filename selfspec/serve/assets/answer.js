@@ -1,8 +1,8 @@
-// One answer while it is written: its text by who gave it, as Markdown or letter by letter.
+// One answer while it is written: its text coloured by source, as Markdown or as raw text.
 
-const PAINT_MS = 50; // at most so often
+const PAINT_MS = 50; // least time between two paints
 
-/** Tokens and rejected drafts by their places in the text. */
+/** Tokens and rejected drafts, by their positions in the text. */
 class Written {
   constructor() {
     this.text = "";
@@ -17,7 +17,7 @@ class Written {
     this.tokens.push({ end: this.text.length, token });
   }
 
-  /** What was painted stays, but for the last block. */
+  /** Paint the text. Unchanged blocks keep their elements, except the last block. */
   paint(asMarkdown) {
     const blocks = asMarkdown ? blocksOf(this.text) : [{ start: 0, end: this.text.length }];
     this.blocks = blocks.map((block, place) => {
@@ -44,7 +44,7 @@ class Written {
     return node;
   }
 
-  /** What an element says, line by line as the text has it; signs like &amp;amp; belong to the token there. */
+  /** Find an element's text in the answer, line by line; other text, as from &amp;amp;, gets the token at that place. */
   *found(said, cursor) {
     for (const line of said.match(/[^\n]*\n|[^\n]+/g) ?? []) {
       const at = this.text.indexOf(line, cursor.at);
@@ -55,7 +55,7 @@ class Written {
     }
   }
 
-  /** Letters from one place to another, and the drafts rejected before them. */
+  /** Elements of the text between two positions, and of the drafts rejected before it. */
   *cut(from, to, rejects) {
     for (let index = this.indexAt(from); from < to; index += 1) {
       const { end, token } = this.tokens[index];
@@ -66,7 +66,7 @@ class Written {
     }
   }
 
-  /** The token that holds a letter, or the last one. */
+  /** The index of the token with the character at `place`, or of the last token. */
   indexAt(place) {
     let [low, high] = [0, this.tokens.length - 1];
     while (low < high) {
@@ -79,7 +79,7 @@ class Written {
 }
 
 class AnswerView {
-  /** `heading`: what stands above it; null: nothing that is seen. */
+  /** `heading`: the text above the answer; null: one for screen readers only. */
   constructor(heading) {
     this.text = "";
     this.figures = new Figures();
@@ -91,7 +91,7 @@ class AnswerView {
     this.node = el("div", { class: "answer", "aria-busy": "true" }, ...parts);
   }
 
-  /** A chunk of the stream. */
+  /** Add a chunk of the stream. */
   add(chunk) {
     for (const choice of chunk.choices) {
       this.text += choice.delta.content ?? "";
@@ -121,8 +121,8 @@ class AnswerView {
     if (follows) scrollToEnd();
   }
 
-  /** No more comes. `why`: for the reader, if it did not end by itself. */
-  end(why = this.finish === "length" ? "Cut off: it reached the limit of tokens or of time." : "") {
+  /** End the answer. `why`: a note for the reader if the model did not end it. */
+  end(why = this.finish === "length" ? "Cut off: the answer reached the limit of tokens or of time." : "") {
     this.node.setAttribute("aria-busy", "false");
     this.note.replaceChildren(why);
     this.paint();

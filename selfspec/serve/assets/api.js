@@ -3,7 +3,7 @@
 const KEY = "selfspec-key";
 let key = stored(() => sessionStorage.getItem(KEY), "");
 
-/** Without storage, as in some private windows, things live as long as the page. */
+/** The result of a storage action, else `otherwise`: some private windows have no storage. */
 function stored(act, otherwise) {
   try {
     return act() ?? otherwise;
@@ -29,7 +29,7 @@ async function call(path, options = {}) {
   throw Object.assign(refusal, { status: response.status });
 }
 
-/** The chunks of an answer, as they come. Throws what the server says is wrong. */
+/** Yield the chunks of an answer as they arrive. Throws an error that the server reports. */
 async function* chunksOf(body, signal) {
   const response = await call("/v1/chat/completions", { method: "POST", body: JSON.stringify(body), signal });
   for await (const data of events(response.body)) {
@@ -41,7 +41,7 @@ async function* chunksOf(body, signal) {
   throw new Error("The connection ended before the answer did.");
 }
 
-/** Data of server-sent events, however they are cut on their way. */
+/** Yield the data of server-sent events, which chunks of the body may split anywhere. */
 async function* events(stream) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";

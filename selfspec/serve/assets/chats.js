@@ -1,20 +1,20 @@
-// Conversations, kept in this browser: each as its questions, and its answers by who gave them.
+// Conversations, kept in this browser: each as its questions, and its answers with their sources.
 
 const CHATS = "selfspec-chats-1";
 
 /** Newest first: { id, turns: [{ question, text, runs: [[letters, source, layer, numLayers]] }] } */
 const readChats = () => stored(() => JSON.parse(localStorage.getItem(CHATS)), []);
 
-/** The oldest go where there is no more room; where the newest has none, the others stay. */
+/** Store conversations; drops the oldest if there is no room. If the newest alone does not fit, the stored ones stay. */
 function keepChats(chats) {
   for (let count = chats.length; count >= Math.min(1, chats.length); count -= 1) {
     const text = JSON.stringify(chats.slice(0, count));
     if (stored(() => localStorage.setItem(CHATS, text) ?? true, false)) return;
   }
-  $("chats-hint").textContent = "This browser stores nothing for pages: conversations are lost when this tab closes.";
+  $("chats-hint").textContent = "This browser stores nothing for this page: conversations are lost when the tab closes.";
 }
 
-/** Keep the one on the page, in front of the others; anew where another tab went on with it. */
+/** Store the conversation on the page as the newest; as a new one if another tab continued it. */
 function keepChat() {
   const known = readChats().find(({ id }) => id === talk.id)?.turns ?? [];
   if (known.some(({ question }, place) => question !== talk.turns[place]?.question)) talk.id = Date.now();
@@ -23,7 +23,7 @@ function keepChat() {
   listChats();
 }
 
-/** Letters in a row from one giver. */
+/** Runs of characters from one source. */
 function runsOf({ tokens }) {
   const runs = [];
   let from = 0;

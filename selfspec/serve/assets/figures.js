@@ -1,4 +1,4 @@
-// What an answer cost, counted from its rounds and from this browser's clock: a box below it.
+// The box below an answer with its figures, from its rounds and this browser's clock.
 
 class Figures {
   constructor() {
@@ -15,14 +15,14 @@ class Figures {
     this.values.plain.parentNode.title = "The estimated speed of the same text without drafts, by the server's costs of rows, layers and heads";
   }
 
-  /** `kind`: speeds have a bar. */
+  /** A figure's element; a `kind` of "speed" has a bar. */
   entry(name, words, kind = "") {
     this.values[name] = el("dd", { "data-figure": name }, "–");
     const bar = kind ? [el("dd", { "aria-hidden": "true" }, el("i", { class: "bar" }))] : [];
     return el("div", { class: kind }, el("dt", {}, words), ...bar, this.values[name]);
   }
 
-  /** One round; the clock starts with the first, the prompt's pass. */
+  /** Add a round; the clock starts with the first round, the prompt's pass. */
   add(round) {
     this.ended = performance.now();
     this.begun ??= this.ended;
@@ -34,12 +34,12 @@ class Figures {
     this.steps += round.steps;
   }
 
-  /** Seconds behind the first token. */
+  /** Seconds after the first token. */
   get seconds() {
     return (this.ended - this.begun) / 1000;
   }
 
-  /** Bring the box up to date. Without drafts each token would take a step. */
+  /** Update the box. Without drafts each token would take one step. */
   show() {
     if (!this.rounds) return;
     const speed = this.seconds ? this.timed / this.seconds : 0;
@@ -53,7 +53,7 @@ class Figures {
     this.values.drafts.textContent = this.drafted ? `${this.accepted} of ${this.drafted}` : "none made";
   }
 
-  /** `share`: of the longest bar. */
+  /** Show a speed; `share`: its part of the longest bar. */
   showSpeed(name, words, share) {
     this.values[name].textContent = words;
     this.values[name].parentNode.querySelector(".bar").style.setProperty("--share", share);

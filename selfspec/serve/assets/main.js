@@ -1,10 +1,10 @@
-// Puts the chat together: what was said, what is asked next, who stops it.
+// The chat: its turns, the next question, and the button that stops an answer.
 
-const MOST_BYTES = 100_000; // of a file: more than the context of most models
+const MOST_BYTES = 100_000; // largest file, longer than the context of most models
 
 const talk = { id: 0, turns: [], busy: null };
 
-/** One question with its answers: [speculation on, off] side by side, or one alone. */
+/** One question with its answers: two side by side [speculation on, off], or one. */
 class Turn {
   constructor(question, history) {
     this.question = question;
@@ -16,13 +16,13 @@ class Turn {
     this.node = el("article", { "aria-label": `Question: ${question.slice(0, 60)}` }, asked, this.body);
   }
 
-  /** What the next question is asked behind. */
+  /** The messages before the next question. */
   get said() {
     const content = this.views?.[0].text;
     return content ? [...this.messages, { role: "assistant", content }] : this.history;
   }
 
-  /** The former answer, until there is something of a newer one. */
+  /** The previous answer, until the new one has text. */
   get kept() {
     const [view] = this.views;
     return view.text ? view : this.former ?? view;
@@ -37,7 +37,7 @@ class Turn {
   }
 }
 
-/** A request, as the settings say. `speculates`: whether drafts are made. */
+/** The body of a request with these settings. `speculates`: whether drafts are made. */
 function bodyFor(messages, settings, speculates) {
   const { drafter, ...sampling } = settings;
   const speculation = { explain: true };
@@ -45,7 +45,7 @@ function bodyFor(messages, settings, speculates) {
   return { messages, stream: true, speculation, ...sampling };
 }
 
-/** Texts that are drawn twice need one seed. */
+/** Read the settings. Two sampled answers side by side need the same seed. */
 function readSettings() {
   const [temperature, top_p, max_tokens, seed] = ["temperature", "top_p", "max_tokens", "seed"].map((id) => $(id).valueAsNumber);
   const found = { temperature, top_p, max_tokens, drafter: $("drafter").value };
@@ -54,18 +54,18 @@ function readSettings() {
   return found;
 }
 
-/** Ask a turn's question, for the first time or again. */
+/** Answer a turn's question, for the first time or again. */
 async function answer(turn) {
   const settings = readSettings();
   const ways = $("both").checked ? [true, false] : [$("speculation").checked];
   const views = ways.map((speculates) => new AnswerView(ways.length > 1 ? `speculation ${speculates ? "on" : "off"}` : null));
   turn.show(...views);
   keepChat();
-  if (views.length > 1) turn.verdict.textContent = "One after the other, so that each has the machine to itself.";
+  if (views.length > 1) turn.verdict.textContent = "The answers are written one after the other, so that each has the machine to itself.";
   const stopper = new AbortController();
   const typing = document.activeElement === $("question");
   setBusy(stopper);
-  if (!typing) $("stop").focus(); // the button that was pressed goes away
+  if (!typing) $("stop").focus(); // the pressed button disappears
   turn.again?.remove();
   scrollToEnd();
   let view;
@@ -89,7 +89,7 @@ async function answer(turn) {
   }
 }
 
-/** Of two texts, one with drafts and one without. */
+/** Compare two texts, one with drafts and one without. */
 function verdictOn(drafted, plain) {
   if (drafted.text !== plain.text) return [el("strong", { class: "bad" }, "✕ The texts differ.")];
   const same = el("strong", { class: "good" }, "✓ The same text, letter for letter.");
@@ -98,7 +98,7 @@ function verdictOn(drafted, plain) {
   return [same, ` ${fast.toFixed(1)} s with drafts, ${slow.toFixed(1)} s without: ${(slow / fast).toFixed(2)} times the speed. Written one after the other; the first token is not counted.`];
 }
 
-/** While an answer is written, Stop stands in place of Send. */
+/** Show Stop instead of Send while an answer is written. */
 function setBusy(stopper) {
   talk.busy = stopper;
   $("stop").hidden = !stopper;
@@ -128,7 +128,7 @@ function button(name, pressed) {
   return node;
 }
 
-/** Where a browser does not let pages copy, it selects the text for the reader to do that. */
+/** A button that copies an answer, or selects it if the browser does not let pages copy. */
 const copyButton = (view) =>
   button("Copy", async (node) => {
     try {
@@ -161,7 +161,7 @@ function addTurn(question) {
 const stop = () => talk.busy?.abort();
 
 function newChat() {
-  if (talk.busy) keepChat(); // with what there is of an answer
+  if (talk.busy) keepChat(); // with the part of the answer so far
   stop();
   Object.assign(talk, { id: Date.now(), turns: [] });
   setBusy(null);
@@ -172,13 +172,13 @@ function newChat() {
   $("question").focus();
 }
 
-/** A text file goes into the message, for the reader to see, to change and to send. */
+/** Put a text file into the message, where the reader can see, change and send it. */
 async function attach() {
   const [file] = $("file").files;
-  $("file").value = ""; // the same file may come again
+  $("file").value = ""; // so that the same file can be chosen again
   $("problem").textContent = "";
   if (file.size > MOST_BYTES) {
-    $("problem").textContent = `${file.name} has ${Math.ceil(file.size / 1000)} kB, and a file may have ${MOST_BYTES / 1000}. Copy the part that matters.`;
+    $("problem").textContent = `${file.name} has ${Math.ceil(file.size / 1000)} kB; the limit is ${MOST_BYTES / 1000} kB. Copy the part that matters.`;
     return;
   }
   try {
@@ -186,20 +186,20 @@ async function attach() {
     const fence = "`".repeat(Math.max(3, ...(text.match(/`+/g) ?? []).map(({ length }) => length + 1)));
     $("question").value += `${$("question").value && "\n\n"}${file.name}:\n${fence}\n${text.replace(/\n?$/, "\n")}${fence}\n`;
   } catch {
-    $("problem").textContent = `${file.name} is not a text in UTF-8.`;
+    $("problem").textContent = `${file.name} is not UTF-8 text.`;
   }
   fitQuestion();
   $("question").focus();
 }
 
-/** The field grows with its text, up to a third of the window. */
+/** Fit the field's height to its text, up to a third of the window. */
 function fitQuestion() {
   const field = $("question");
   field.style.height = "auto";
   field.style.height = `${Math.min(field.scrollHeight + 2, innerHeight / 3)}px`;
 }
 
-/** Whether the newest text is in sight: then the page follows it. */
+/** Whether the end of the newest text is visible; if so, the page follows it. */
 const nearEnd = () => $("talk").getBoundingClientRect().bottom < $("ask").getBoundingClientRect().top + 80;
 
 const scrollToEnd = () => $("talk").scrollIntoView({ block: "end" });
@@ -240,7 +240,7 @@ function listen() {
     ask($("question").value);
   });
   document.addEventListener("keydown", ({ key }) => key === "Escape" && stop());
-  addEventListener("storage", listChats); // another tab keeps conversations, too
+  addEventListener("storage", listChats); // another tab may store conversations
   $("stop").addEventListener("click", stop);
   $("new").addEventListener("click", newChat);
   $("attach").addEventListener("click", () => $("file").click());

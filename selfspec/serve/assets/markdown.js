@@ -1,8 +1,8 @@
-// Markdown as elements. The parser gives tokens, never HTML; what an answer says only becomes text.
+// Markdown as elements. The parser gives tokens, never HTML; an answer only ever becomes text nodes.
 
-const parser = markdownit({ maxNesting: 20 }); // deeper is text; so is HTML
+const parser = markdownit({ maxNesting: 20 }); // deeper nesting stays text, as does HTML
 
-/** Blocks of a text: where each begins and ends in it, and its tokens. */
+/** The blocks of a text: each with its start, end and tokens. */
 function blocksOf(text) {
   const starts = [0];
   for (const end of text.matchAll(/\r\n?|\n/g)) starts.push(end.index + end[0].length);
@@ -16,7 +16,7 @@ function blocksOf(text) {
   return blocks.map((block, place) => ({ ...block, end: blocks[place + 1]?.start ?? text.length }));
 }
 
-/** Elements of tokens. `cut(text)`: nodes of what an element says. */
+/** Build the elements of tokens. `cut(text)`: the nodes of an element's text. */
 function build(tokens, root, cut) {
   const open = [root];
   for (const token of tokens) {
@@ -27,7 +27,7 @@ function build(tokens, root, cut) {
     else if (token.type.endsWith("break")) into.append("\n");
     else if (token.type === "hr") into.append(el("hr"));
     else if (token.type === "text") into.append(...cut(token.content));
-    else if (token.type === "image") into.append(el("em", {}, `[picture: ${token.content}]`)); // none is loaded
+    else if (token.type === "image") into.append(el("em", {}, `[picture: ${token.content}]`)); // pictures are not loaded
     else into.appendChild(el(token.type === "code_inline" ? "code" : "pre")).append(...cut(token.content));
   }
 }

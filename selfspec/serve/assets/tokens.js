@@ -1,10 +1,10 @@
-// Who gave a token: classes and words for it, read by the answers and the legend.
+// Sources of tokens: their classes and words, for the answers and the legend.
 
 const GIVERS = JSON.parse($("givers").textContent);
 
 const giverOf = (source) => GIVERS.find((giver) => giver.source === source) ?? { look: "seen", words: source };
 
-/** Colour an element by who gave its text. */
+/** Colour an element by the source of its text. */
 function dress(node, { source, layer, numLayers }) {
   node.className = `piece ${giverOf(source).look}`;
   node.dataset.source = source;
@@ -18,7 +18,7 @@ function namesOf(source, layer) {
   return layer ? `the exit head at layer ${layer}` : "the exit head on the embedding";
 }
 
-/** A draft that did not stay, as small text that is struck through. */
+/** A rejected draft, as small text that is struck through. */
 function rejectedDraft({ draft, behind, numLayers }) {
   const node = dress(el("del", {}), { ...draft, numLayers });
   node.className = behind ? "reject" : "reject other";
@@ -27,9 +27,9 @@ function rejectedDraft({ draft, behind, numLayers }) {
   return node;
 }
 
-/** Drafts of a round that did not stay, by the place of the token that stands there instead. */
+/** Rejected drafts of a round, by the position of the token that replaced them. */
 function rejectedOf({ drafts }) {
-  const next = []; // by draft: the place behind it, or where it would have stood
+  const next = []; // by draft: the position after it, or its own if it was rejected
   const found = new Map();
   let kept = 0;
   for (const [index, draft] of drafts.entries()) {
@@ -46,12 +46,12 @@ function buildLegend() {
   $("legend").append(...GIVERS.map(({ source, look, words, line }, place) => {
     const shown = el("span", { class: `piece ${look}` }, line);
     if (source === "exit") shown.classList.add("depths");
-    const rare = GIVERS.findIndex((giver) => giver.look === look) < place; // shown when it gave some
+    const rare = GIVERS.findIndex((giver) => giver.look === look) < place; // shown once it gave a token
     return el("li", rare ? { hidden: "" } : {}, shown, el("span", {}, words), el("output", { "data-count": source }, ""));
   }));
 }
 
-/** How many tokens of an answer each gave. */
+/** Show how many tokens of an answer each source gave. */
 function countInLegend(bySource) {
   for (const { source } of GIVERS) {
     const count = document.querySelector(`[data-count="${source}"]`);

@@ -1,4 +1,4 @@
-// The text, each token in the colour of who gave it. Arrow keys walk along it.
+// The text, each token in the colour of its source. Arrow keys move along it.
 
 const answer = places.map((told, place) => {
   const token = Object.assign(el("span", { role: "option", tabindex: -1 }), { place });
@@ -25,7 +25,7 @@ function buildAnswer() {
   }));
 }
 
-/** With rejected drafts, or without. */
+/** Show the answer, with or without rejected drafts. */
 function paintAnswer() {
   for (const [place, { rejected }] of places.entries()) {
     const struck = $("rejects").checked ? rejected.map(({ text }) => el("del", {}, text.replaceAll("\n", "⏎"))) : [];
@@ -33,14 +33,14 @@ function paintAnswer() {
   }
 }
 
-/** What hovering says. */
+/** The tooltip of a token. */
 function titleOf(told, place) {
   const origin = originOf(place);
   if (!origin) return `a draft of ${told.giver.words}`;
   return `prompt lookup, in ${origin.where}: … ${origin.before}[${origin.token}]${origin.after} …`;
 }
 
-/** Say everything about a token, and mark it and what it was copied from. */
+/** Show all about a token in the readout; mark it and the token that it was copied from. */
 function choose(place) {
   readPlace(place);
   markToken(place);

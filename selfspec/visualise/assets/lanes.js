@@ -1,11 +1,11 @@
-// Time from left to right: plain decoding above, drafting, verifying and what was kept below it; and
-// both as a race. Times are predicted from costs, in steps of plain decoding.
+// Time runs from left to right: plain decoding above; drafting, verification and kept tokens below.
+// Then both as a race. Times are predicted from costs, in steps of plain decoding.
 
 const [RACE_MS, STEP_MS] = [12_000, 100]; // at most
 
 const timeWords = (time) => `${time.toFixed(1)} steps`;
 
-/** When each token is there, and what each round did when; the prompt's pass is left out. */
+/** The time of each token, and the times of each round's parts; without the prompt's pass. */
 function schedule() {
   const lanes = { plain: [], draft: [], verify: [], kept: [] };
   const times = { plain: places.map((_, place) => place), drafts: [] };
@@ -43,11 +43,11 @@ function buildLanes() {
   });
   $("lanes").append(...drawn, el("div", { class: "over" }, hand));
   const [ours, plain] = [times.drafts.at(-1), times.plain.at(-1)].map(timeWords);
-  $("lanes-hint").textContent = `With drafts ${ours}, plain decoding ${plain}, both after the first token; a step is the time of one token without drafts. Predicted from the costs that drafts were chosen by.`;
+  $("lanes-hint").textContent = `With drafts ${ours}, plain decoding ${plain}, both after the first token; a step is the time of one token without drafts. Predicted from the costs that the drafter used.`;
   $("lanes").setAttribute("aria-label", $("lanes-hint").textContent);
 }
 
-/** Show both texts as they are at a time. */
+/** Show both texts as they stand at time `now`. */
 function moveTo(now) {
   race.now = now;
   for (const [name, nodes] of Object.entries(race.nodes)) {

@@ -1,4 +1,4 @@
-// The table of guesses, tokens by layers: a grid that arrow keys walk over. Deep layers stand above.
+// The table of guesses, tokens by layers: a grid with arrow-key navigation, deep layers on top.
 // It is built when it is first opened.
 
 /** Rows of the grid: -1 is the emitted token, others are indices of exit layers, deepest first. */
@@ -36,7 +36,7 @@ function mapCell(place, index, row) {
   return Object.assign(cell, { place, index, row });
 }
 
-/** Frames and marks. */
+/** The classes of a cell: whether its guess is right, and its draft kept or rejected. */
 function classesOf(place, index, told) {
   const layer = data.exit_layers[index];
   const right = tokenOf(places[place].layers[index].top[0]) === tokenOf(places[place].word);

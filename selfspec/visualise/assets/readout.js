@@ -1,6 +1,6 @@
-// The box that says everything about what is pointed at: a cell or a token.
+// The box with all details of the cell or token under the pointer.
 
-/** What one layer's head says of one place. */
+/** Show one layer's guess at one position. */
 function readCell(place, index) {
   const says = places[place].layers[index];
   const layer = data.exit_layers[index];
@@ -10,7 +10,7 @@ function readCell(place, index) {
   const facts = [
     ["confidence", decimal(says.sure), `τ ${decimal(tau)}: ${isSure ? "sure enough for a draft" : "not sure enough"}`],
     ["rank", says.rank || "–", says.rank ? "of the emitted token here" : "not in the draft vocabulary"],
-    ["KL", decimal(says.kl), "nats away from the whole model"],
+    ["KL", decimal(says.kl), "nats, from the whole model's distribution"],
   ].map(([name, value, meaning]) => el(
     "div",
     {},
@@ -32,17 +32,17 @@ function verdict(told, layer, right, isSure) {
   return isSure ? "Sure enough for a draft, and wrong." : "Wrong, and not sure enough.";
 }
 
-/** From which layer on every guess is the token, and where a fitted head said it first. */
+/** The layer from which all guesses are the token, and the first fitted head that predicts it. */
 function knownWords({ right_from, head_right }) {
   const said = head_right === null ? "" : `; a fitted head predicts it at ${layerName(head_right)}`;
-  return (right_from === null ? "sampled: the model's likeliest token is another" : `right from ${layerName(right_from)} on`) + said;
+  return (right_from === null ? "sampled: the model prefers another token" : `right from ${layerName(right_from)} on`) + said;
 }
 
-/** What the whole model said, and how the token came to be. */
+/** Show the whole model's distribution at a position, and the token's source. */
 function readPlace(place) {
   const told = places[place];
   const from = told.round === 0
-    ? "given by the prompt's own pass"
+    ? "given by the prompt's pass"
     : `${isDraft(told) ? `a draft of ${told.giver.words} that was kept` : "given by verification"}, round ${told.round}`;
   const origin = originOf(place);
   const quoted = origin ? [`from ${origin.where}: … ${origin.before}`, el("mark", {}, origin.token), `${origin.after} …`] : [];

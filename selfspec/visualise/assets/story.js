@@ -1,4 +1,4 @@
-// What is shown of each token: read here, drawn by the answer, the table and the lanes.
+// The data of each token, for the answer, the table and the lanes.
 
 const data = JSON.parse($("data").textContent);
 const { places } = data;
@@ -11,13 +11,13 @@ const finalVisible = (place) => visibleOf(places[place].word);
 const layerName = (layer) => (layer ? `layer ${layer}` : "the embedding");
 const isDraft = ({ giver }) => giver.colour !== null;
 
-/** Dress a node by who gave its token. */
+/** Style a node by its token's source. */
 function dress(node, base, told) {
   node.className = `${base} ${told.giver.look}`.trim();
   if (isDraft(told)) node.style.setProperty("--exit", told.giver.colour);
 }
 
-/** Where a token of the decode was copied from; null: it was not. */
+/** The place that an answer's token was copied from; null if it was not copied. */
 function originOf(place) {
   const from = places[place].copied_from;
   if (from === null) return null;
@@ -34,12 +34,12 @@ function originOf(place) {
   };
 }
 
-/** Tab stops once at `box`, keys walk on from there: `next(key, node)` is where to, if anywhere. */
+/** Make `box` one tab stop with key navigation: `next(key, node)` is the node to move to, if any. */
 function walkable(box, selector, look, next) {
   const nodeOf = (event) => event.target.closest(selector);
   let [at, pointed] = [box.querySelector(selector), null];
   at.tabIndex = 0;
-  box.addEventListener("pointermove", (event) => { // not over: nodes that scroll under it are silent
+  box.addEventListener("pointermove", (event) => { // not pointerover, which fires for nodes that scroll under the pointer
     const node = nodeOf(event);
     if (node && node !== pointed) look(node);
     pointed = node;
