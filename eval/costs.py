@@ -1,9 +1,9 @@
-"""What policies give at other sizes, and what heads and tokens cost: reckoned, nothing is run.
+"""Estimates drafters' speed-ups at other sizes and the costs of heads and tokens; runs no model.
 
     python -m eval.costs --output results/costs
 
-docs/guides/costs.md says how, what is measured, cited and assumed. Comes in: costs of rows
-(eval/results/sizes), tokens of a verification (eval/results/policies-bf16-amx), agreement
+docs/guides/costs.md has the formulas, and says what is measured, cited and assumed. Reads costs of
+rows (eval/results/sizes), tokens per verification (eval/results/policies-bf16-amx) and agreement
 (eval/results/heads/agreement). Writes `summary.json` and `table.md`.
 """
 
@@ -35,15 +35,15 @@ POLICIES = {
 SMALL, LARGE = "135M", "70B"
 MEDUSA_TOKENS, MEDUSA_ROWS, MEDUSA_HEADS = 2.32, 64, 4
 EAGLE3, CHAIN = {"1B": 2.77, "8B": 2.77, LARGE: 2.88}, 7
-"""Published tokens of chains of so many drafts; 8B's stand for 1B's."""
+"""Published tokens per verification with chains of CHAIN drafts; 1B takes the figure of 8B."""
 DRAFT_VOCABULARY = 8192
 GPUS = {"8B": 1, LARGE: 4}
 POSITIONS, TEXTS, EPOCHS, CONTEXT = 1.64, 128, 2, 1000
-"""Positions of text per answer token; texts written at once; epochs; tokens in front."""
+"""Positions of text per answer token; texts per batch; epochs; context tokens of each text."""
 
 
 class Gpus(NamedTuple):
-    """What all of one model's reach together."""
+    """The GPUs of one model, with their combined rates."""
 
     number: int
     flops: float
@@ -53,16 +53,16 @@ class Gpus(NamedTuple):
 
 class Size(NamedTuple):
     shape: Shape
-    rows: Mapping[int, float]  # in plain steps
-    step: float  # bytes that take as long to read as a plain step
+    rows: Mapping[int, float]  # cost of a pass by its rows, in plain steps
+    step: float  # bytes that are read in the time of a plain step
 
 
 def main(
     output: lab.Output,
-    tokens: Annotated[float, typer.Option(help="Answer tokens to fit.")] = 1e8,
-    flops: Annotated[float, typer.Option(help="FLOP/s that a GPU reaches.")] = 4e14,
-    bandwidth: Annotated[float, typer.Option(help="Bytes/s that it reaches.")] = 2.5e12,
-    dollars: Annotated[float, typer.Option(help="Price of its hour.")] = 2.5,
+    tokens: Annotated[float, typer.Option(help="Answer tokens to fit heads on.")] = 1e8,
+    flops: Annotated[float, typer.Option(help="FLOP/s of a GPU in practice.")] = 4e14,
+    bandwidth: Annotated[float, typer.Option(help="Bytes/s of a GPU in practice.")] = 2.5e12,
+    dollars: Annotated[float, typer.Option(help="Dollars per GPU hour.")] = 2.5,
 ) -> None:
     run, by_size, made, served = read(RUN), sizes(), [], []
     overall, small = run["all"]["overall"], by_size[SMALL]
@@ -81,8 +81,8 @@ def main(
     text = ""
     for title, rows in (
         ("Policies at other sizes, simulated", shown),
-        (f"Heads from {tokens:,.0f} answer tokens, reckoned", made),
-        ("Served tokens, reckoned", served),
+        (f"Heads from {tokens:,.0f} answer tokens, estimated", made),
+        ("Served tokens, estimated", served),
     ):
         text += f"# {title}\n\n{lab.table(rows[0], (row.values() for row in rows))}\n"
     lab.finish(output, {"gains": gains, "heads": made, "served": served}, text)
@@ -93,12 +93,12 @@ def read(name: str) -> Any:
 
 
 def exit_head(shape: Shape) -> int:
-    """Weights of a deep-fused one and of the unembedding that it reads."""
+    """The number of weights of a deep-fused head and of its unembedding."""
     return 8 * shape.hidden_size**2 + DRAFT_VOCABULARY * shape.hidden_size
 
 
 def sizes() -> dict[str, Size]:
-    """Rows of 135M are those of the run of all policies, of 70B those of 8B."""
+    """Sizes by name. Row costs of 135M come from the policies' own run, those of 70B from 8B."""
     small, large = SHAPES["smollm2-135m"], SHAPES["llama-3.1-70b"]
     text = (RESULTS / RUN / "run.yaml").read_text(encoding="utf-8")
     added, head = yaml.safe_load(text)["speculation"]["costs"].removeprefix("row=").split(",head=")
@@ -116,13 +116,13 @@ def sizes() -> dict[str, Size]:
 def policies(
     name: str, size: Size, run: Mapping[str, Any], small_head: float
 ) -> Iterator[tuple[str, float]]:
-    """Times plain decoding: tokens of a verification over its rows and heads, in plain steps."""
+    """Yield speed-ups: tokens per verification over the cost of its rows and heads in steps."""
     head = exit_head(size.shape) / size.step
     for policy, method in POLICIES.items():
         one, parts = run["all"]["overall"][method], run["parts_s"]
         tokens = one["compression_rate"]
         cost = in_steps(1 + (tokens - 1) / one["acceptance_rate"], size.rows)
-        if "exit" in method:  # what a round's heads took there says how many were asked
+        if "exit" in method:  # the seconds of the heads in that run give the queries per round
             cost += parts[method]["heads"] * tokens / parts["plain"]["verify"] / small_head * head
         yield policy, tokens / cost
     (agreed,) = read("heads/agreement")["right"]["checkpoints/smollm2-135m-instruct"].values()
@@ -138,19 +138,19 @@ def policies(
 
 
 def chance_of(tokens: float) -> float:
-    """A draft's chance to be right, where chains of CHAIN give so many tokens a verification."""
+    """The chance that a draft is right, if chains of CHAIN give `tokens` per verification."""
     chances = np.linspace(0.0, 1.0, 1001)
     return float(np.interp(tokens, lab.expected_tokens(chances, CHAIN), chances))
 
 
 def pass_s(shape: Shape, texts: int, rows: int, gpus: Gpus) -> float:
-    """So many rows of each text, in bfloat16: reading weights, keys and values, or arithmetic."""
+    """Seconds of a bfloat16 pass with `rows` of each text: limited by memory or by arithmetic."""
     read = 2 * shape.weights + texts * CONTEXT * 4 * shape.num_hidden_layers * shape.keys
     return max(read / gpus.bytes_per_s, 2 * shape.weights * texts * rows / gpus.flops)
 
 
 def making(name: str, size: Size, gpus: Gpus, tokens: float, kind: str) -> dict[str, str]:
-    """Hours of all GPUs side by side, bytes and dollars, by column."""
+    """A table row for fitting heads: hours with all GPUs, bytes and dollars, by column."""
     weights, positions, width = size.shape.weights, POSITIONS * tokens, size.shape.hidden_size
     per_draft = 6 * 11 * width**2 + 4 * DRAFT_VOCABULARY * width
     drafts, spec = 2, FeatureSpec((0, 1), deep=True, top_k=1)
@@ -172,7 +172,7 @@ def making(name: str, size: Size, gpus: Gpus, tokens: float, kind: str) -> dict[
 
 
 def serving(name: str, size: Size, gpus: Gpus, texts: int) -> dict[str, str]:
-    """Tokens per second of all texts, and dollars for a million, by column."""
+    """A table row for serving: tokens per second of all texts, dollars per million, by column."""
     seconds = pass_s(size.shape, texts, 1, gpus)
     rows = {n: pass_s(size.shape, texts, n, gpus) / seconds for n in range(1, 10)}
     head = size.shape.eagle3 / size.shape.weights

@@ -1,14 +1,14 @@
-"""The first run on a GPU, as prepared commands that end by themselves and keep what they have.
+"""Measures a GPU with prepared commands that stop on time and keep their results so far.
 
     python -m eval.gpu_hour check --output out    # then speed, fit
 
-`check`: whether graphs are captured and compute what they should, where rounds wait. `speed`: the
-default model, and random weights in larger shapes, beside Hugging Face. `fit`: what `selfspec
-adapt` makes, in OUTPUT/adapted. A step begins only if it fits into `--minutes`, and is stopped
-after three times its reckoned seconds; OUTPUT/COMMAND.json is written after each. Exit code 1 where
-one failed.
-`--tiny`: a tiny random model, on a CPU too. Where the default model cannot be read (`--weights`
-names its file) weights of its shape are random, and the result says so.
+`check`: whether CUDA graphs are captured and compute the right values, and where rounds wait.
+`speed`: the default model, and random weights in larger shapes, compared with Hugging Face. `fit`:
+runs `selfspec adapt` in OUTPUT/adapted. A step starts only if it fits into `--minutes`, and is
+stopped after three times its estimated seconds; OUTPUT/COMMAND.json is written after each step.
+Exit code 1 if a step failed.
+`--tiny`: a tiny random model, which also runs on a CPU. If the default model cannot be read
+(`--weights` names its file), random weights of its shape are used, and the result says so.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ QUESTIONS = (
 )
 ADAPTED = "adapted"  # folder of text and heads
 
-Found = dict[str, Any]  # what a step fills in; it stays where the step fails
+Found = dict[str, Any]  # results that a step fills in; kept if the step fails
 
 # --- the models
 
@@ -80,7 +80,7 @@ class Hour:
         self._ready: dict[str, Speculator] = {}
 
     def on(self, name: str, dtype: torch.dtype = BF16, executor: str = GRAPHS) -> Speculator:
-        """A model on an executor. Another model goes."""
+        """A model on an executor. Unloads any other model."""
         if self._held[:2] != (name, dtype):
             self.drop()
             self._held = name, dtype, *self._loaded(name, dtype)
@@ -95,7 +95,7 @@ class Hour:
         self._held = ()
         self._ready.clear()
         if "torch._dynamo" in sys.modules:
-            torch.compiler.reset()  # what it compiled holds the models
+            torch.compiler.reset()  # its compiled code keeps the models alive
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -117,7 +117,7 @@ class Hour:
         return made.eval(), any_words(), label
 
     def source(self, scratch: str) -> list[str]:
-        """The default model as a command is given it; random weights are saved to `scratch`."""
+        """Arguments that name the default model; random weights are saved to `scratch`."""
         on = self.on(DEFAULT, executor=GENERIC)
         found = [] if self.weights is None else ["--model", str(self.weights)]
         if on.label.startswith("random"):
@@ -128,7 +128,7 @@ class Hour:
         return found
 
     def prompts(self, on: Speculator) -> list[Tensor]:
-        """[1, P] each."""
+        """The token ids of each question, [1, P]."""
         return [encode(on.tokenizer, question).to(self.device) for question in QUESTIONS]
 
     def answer(self, on: Speculator, **options: Any) -> GenerationStats:
@@ -138,7 +138,7 @@ class Hour:
 
 
 def any_words() -> PreTrainedTokenizerFast:
-    """For random weights: 96 words, one of which stands for all that are none of these."""
+    """A tokenizer for random weights: 96 words, one of which stands for all unknown words."""
     words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(96)}, "w1"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     made = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0")
@@ -146,11 +146,11 @@ def any_words() -> PreTrainedTokenizerFast:
     return made
 
 
-# --- drafts that stay as often as is wanted
+# --- drafts with a chosen rate of acceptance
 
 
 class Planted(Runtime):
-    """Drafts that cost nothing and stay by chance: near ties of random weights decide nothing."""
+    """Free drafts, accepted at random, so that near ties of random weights have no influence."""
 
     lossless = False
 
@@ -165,7 +165,7 @@ class Planted(Runtime):
         return self
 
     def verdict(self, _: Prefix, target: Target, row: int, proposed: Proposed) -> Verdict:
-        token = target.best[row]  # read in any case, as a rule reads it
+        token = target.best[row]  # always read, as acceptance rules do
         kept = bool(proposed) and self.dice.random() < self.chance
         return Verdict(proposed[0].token, 0) if kept else Verdict(token)
 
@@ -187,7 +187,7 @@ def machine(hour: Hour, found: Found) -> None:
 
 
 def captures(hour: Hour, found: Found) -> None:
-    """Graphs of passes of 1 to 16 rows: how many, how long they take to make, their memory."""
+    """Capture graphs of passes of 1 to 16 rows: their number, capture time and memory."""
     on, seconds = hour.on(DEFAULT), list[float]()
     executor: Any = on.backbone._executor
     found |= {"model": on.label, "captured": executor.replays.captures}
@@ -199,7 +199,7 @@ def captures(hour: Hour, found: Found) -> None:
             start = time.perf_counter()
             try:
                 return inner(work)
-            except RuntimeError as error:  # after which the executor goes on without graphs
+            except RuntimeError as error:  # the executor then continues without graphs
                 found["error"] = first_line(error)
                 raise
             finally:
@@ -218,7 +218,7 @@ def captures(hour: Hour, found: Found) -> None:
 
 
 def bits(hour: Hour, found: Found, executor: str, dtype: torch.dtype) -> None:
-    """Logits of 64 positions, by passes of more rows against passes of one; and beside others."""
+    """Compare bits of the logits of 64 positions, from passes of many rows and of one row."""
     backbone = hour.on(DEFAULT, dtype, executor).backbone
     found["texts share passes"] = backbone.runs_many
     ids = torch.arange(64, device=hour.device) % backbone.vocab_size
@@ -235,7 +235,7 @@ def ways(on: Speculator) -> dict[str, tuple[Speculator, Found]]:
 
 
 def waits(hour: Hour, found: Found, executor: str) -> None:
-    """Where the host waits for the device, by torch's warnings; prompt included."""
+    """Find where the host waits for the device, from torch's warnings; includes the prompt."""
     for way, (on, options) in ways(hour.on(DEFAULT, executor=executor)).items():
         hour.answer(on, **options)
         with warnings.catch_warnings(record=True) as heard:
@@ -251,7 +251,7 @@ def waits(hour: Hour, found: Found, executor: str) -> None:
 
 
 def profiled(hour: Hour, found: Found, executor: str) -> None:
-    """Calls of CUDA a round, and what takes longest: count and microseconds; prompt included."""
+    """CUDA calls per round, and the longest kernels: count and microseconds; with the prompt."""
     kinds = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * hour.cuda]
     spent = "self_device_time_total" if hour.cuda else "self_cpu_time_total"
     for way, (on, options) in ways(hour.on(DEFAULT, executor=executor)).items():
@@ -265,7 +265,7 @@ def profiled(hour: Hour, found: Found, executor: str) -> None:
 
 
 def lossless(hour: Hour, found: Found, executor: str, dtype: torch.dtype) -> None:
-    """The rungs of `selfspec verify`; its copy in float64 is the same for all, so made once."""
+    """Climb the rungs of `selfspec verify`; rung 3 (a float64 copy) runs once for all steps."""
     on = hour.on(DEFAULT, dtype, executor)
     asked = [Question(id=one, task="", turns=(one,)) for one in QUESTIONS[:2]]
     cases = verify.cases_of(on, asked, hour.tokens // 4)
@@ -274,7 +274,7 @@ def lossless(hour: Hour, found: Found, executor: str, dtype: torch.dtype) -> Non
     for claim, rung in verify.climb(subject):
         found[claim] = [rung.outcome, rung.found]
     if failed := [claim for claim, (outcome, _) in found.items() if outcome == "failed"]:
-        raise RuntimeError(f"not so: {'; '.join(failed)}")
+        raise RuntimeError(f"failed: {'; '.join(failed)}")
 
 
 # --- speed
@@ -283,9 +283,9 @@ def lossless(hour: Hour, found: Found, executor: str, dtype: torch.dtype) -> Non
 def pace(
     hour: Hour, on: Speculator, method: str = "default", most: int = 3, **setting: Any
 ) -> Found:
-    """Tokens per second behind the first, over the answers to some prompts.
+    """Tokens per second after the first token, over the answers to some prompts.
 
-    A try goes first, on the longest prompt: what is compiled for it serves shorter ones.
+    Warms up on the longest prompt, because code compiled for it serves shorter ones.
     """
     asked = sorted(hour.prompts(on), key=Tensor.numel, reverse=True)[:most]
     way = Contender(label=method, method=method, setting=setting, by=METHODS[method].decode)
@@ -312,7 +312,7 @@ def theirs(hour: Hour, found: Found, name: str, way: str) -> None:
 
 
 def ours(hour: Hour, found: Found, name: str, executor: str) -> None:
-    """Plain decoding, passes by rows against the memory's limit, and what `generate` drafts."""
+    """Measure plain decoding, a step against the memory's limit, costs, and default drafts."""
     start = time.perf_counter()
     on = hour.on(name, executor=executor)
     found |= {"ready_s": time.perf_counter() - start}
@@ -326,7 +326,7 @@ def ours(hour: Hour, found: Found, name: str, executor: str) -> None:
 
 
 def swept(hour: Hour, found: Found, name: str) -> None:
-    """Drafts that cost nothing to make and stay with a given chance, by how many a round."""
+    """Measure free drafts that are accepted with a given chance, by drafts per round."""
     for rows, chance in product(ROWS, CHANCES):
         drafted = planted(hour.on(name), rows - 1, chance)
         found[f"{rows - 1} drafts, {chance:g}"] = pace(hour, drafted, most=1)
@@ -347,7 +347,7 @@ def batches(hour: Hour, found: Found, name: str) -> None:
 
 
 def adapted(hour: Hour, found: Found) -> None:
-    """`selfspec adapt`, in four fifths of the time: text, heads, settings, what they give."""
+    """Run `selfspec adapt` with four fifths of the time: text, heads, settings, comparison."""
     folder, budget = hour.output / ADAPTED, 10 if hour.tiny else max(10, 48 * hour.minutes)
     asked = ("--budget", f"{budget:.0f}s", "--output", str(folder), "--device", str(hour.device))
     with tempfile.TemporaryDirectory() as scratch:
@@ -359,10 +359,10 @@ def adapted(hour: Hour, found: Found) -> None:
 
 
 class Step(NamedTuple):
-    seconds: float  # reckoned, with what it loads
+    seconds: float  # estimated, with loading
     work: Callable[..., None]
     given: Found
-    cuda: bool = False  # whether it means nothing without
+    cuda: bool = False  # whether the step needs CUDA
 
     @property
     def name(self) -> str:
@@ -384,7 +384,7 @@ def check_steps() -> Iterator[Step]:
 def speed_steps() -> Iterator[Step]:
     for name, load in ((DEFAULT, 25), (LARGE, 15), (SMALL, 5)):
         given: Found = {"name": name}
-        yield Step(load + 30, ours, {**given, "executor": GRAPHS})  # compiles, once on a machine
+        yield Step(load + 30, ours, {**given, "executor": GRAPHS})  # compiles once per machine
         for way in THEIRS:
             yield Step(40 if "static" in way else 8, theirs, {**given, "way": way})
         yield Step(10, swept, given)
@@ -398,7 +398,7 @@ def fit_steps() -> Iterator[Step]:
 
 
 class TimeUp(BaseException):
-    """Not an Exception: libraries catch those."""
+    """Raised when a step's time is up; no Exception, because libraries catch those."""
 
 
 @contextmanager
@@ -416,7 +416,7 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def carried_out(hour: Hour, name: str, steps: Sequence[Step]) -> None:
-    """All steps that fit, in their order. Exit code 1 where one failed."""
+    """Run all steps that fit, in order. Exit code 1 if one failed."""
     end = time.monotonic() + 60 * hour.minutes
     entries: dict[str, Found] = {step.name: {"outcome": "not begun"} for step in steps}
     facts = {"command": lab.command(), "minutes": hour.minutes, "steps": entries}
@@ -441,7 +441,7 @@ def begun(hour: Hour, step: Step, most: float) -> Found:
     try:
         with within(most):
             step.work(hour, found, **step.given)
-    except (Exception, TimeUp) as error:  # noqa: BLE001  # whatever fails: the next step goes on
+    except (Exception, TimeUp) as error:  # noqa: BLE001  # the next step runs after any failure
         places = traceback.extract_tb(error.__traceback__)[-5:]
         entry |= {"outcome": "failed", "error": type(error).__name__, "said": first_line(error)}
         entry["trace"] = [f"{Path(one.filename).name}:{one.lineno} {one.name}" for one in places]

@@ -2,11 +2,11 @@ r"""Self-SD's search: which layers the default model's drafts should leave out.
 
     python -m eval.papers.self_sd --output eval/results/papers/self-sd
 
-The paper asks a Gaussian process for 1,000 sets of attention and MLP blocks, and takes the one that
-writes fastest by the clock. Here whole layers go, one after the other, each time the one without
-which drafts pay most: tokens per plain step of rounds as Self-SD makes them, at its first
-threshold, on the model's own greedy answers. All drafts of an answer are made in one pass behind
-the model's own keys and values of the prompt. Writes `summary.json` and `table.md`.
+The paper lets a Gaussian process propose 1,000 sets of attention and MLP blocks, and takes the one
+with the best wall time. Here whole layers are removed greedily, each time the layer whose removal
+gives the most tokens per plain step. Rounds are those of Self-SD at its first threshold, on the
+model's own greedy answers. One pass makes all drafts of an answer, after the model's own keys and
+values of the prompt. Writes `summary.json` and `table.md`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ RULE = Skip()
 
 
 class Found(NamedTuple):
-    """A set of layers, and what drafts without them come to."""
+    """A set of layers to skip, with the results of drafts without them."""
 
     speed: float  # tokens per plain step
-    right: float  # share of tokens that a draft says as the model does
+    right: float  # share of tokens where the draft equals the model's token
     cost: float  # of a draft token, in plain steps
     skipped: tuple[int, ...]
 
@@ -48,7 +48,7 @@ def main(
     questions: lab.Questions = None,
     limit: Annotated[int, typer.Option(help="Questions, spread over the suite.")] = 12,
     new_tokens: lab.NewTokens = 32,
-    ratio: Annotated[float, typer.Option(help="Share of the layers that may go.")] = 0.45,
+    ratio: Annotated[float, typer.Option(help="Largest share of the layers to skip.")] = 0.45,
 ) -> None:
     speculator = lab.loaded(heads="none", dtype=dtype)
     asked = lab.prompts(suite, questions, limit)
@@ -65,10 +65,10 @@ def main(
 
 
 def written(speculator: Speculator, prompt: str, count: int) -> tuple[DecodeState, int]:
-    """A prompt with the model's answer, through all layers, and the answer's tokens."""
+    """The state after a prompt and its answer by all layers, and the number of answer tokens."""
     request = greedy_request(speculator, prompt, count)
     asked, options = request.only(), replace(request.speculation, speculate=False)
-    kv = KVCache(speculator.backbone.num_layers)  # pages of an engine's own go to other texts
+    kv = KVCache(speculator.backbone.num_layers)  # an engine reuses its own pages for other texts
     running = speculator.engine().add(replace(asked, kv=kv), options)
     made = [token for entry in running for token in entry.tokens]
     return running.state, len(made)
@@ -77,7 +77,7 @@ def written(speculator: Speculator, prompt: str, count: int) -> tuple[DecodeStat
 def path(
     speculator: Speculator, answers: Sequence[tuple[DecodeState, int]], most: int
 ) -> list[Found]:
-    """The best set of each size up to `most`, found greedily. Layer 1 stays: it has positions."""
+    """The best set of each size up to `most`, found greedily. Layer 1 is never skipped."""
     best, had = list[Found](), set[int]()
     for _ in lab.each(range(most), "sizes", "sizes"):
         others = {*range(2, speculator.backbone.num_layers + 1)} - had
@@ -105,7 +105,7 @@ def worth(
 
 
 def rounds(right: Sequence[bool], sure: Sequence[float]) -> list[tuple[int, int]]:
-    """Tokens drafted and kept, round by round, where each draft is as `right` and `sure` says."""
+    """Tokens drafted and kept in each round, if drafts are as `right` and `sure` say."""
     found, at = [], 0
     while at < len(right):
         most = min(RULE.max_tokens, len(right) - at)

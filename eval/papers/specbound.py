@@ -1,21 +1,21 @@
-"""SpecBound's formula beside measured speed-ups, where heads are as good as in large models.
+"""Compares SpecBound's formula with measured speed-ups, with heads as good as in large models.
 
     python -m eval.papers.specbound --output eval/results/dialled
 
 Plain decoding and speculation answer in turns; nothing else should run on the machine. The same
-command goes on where it was stopped. Writes `summary.json`, `table.md` and, in a folder for each
-depth, what `selfspec bench` keeps of answers.
+command continues a stopped run. Writes `summary.json`, `table.md` and, in a folder for each depth,
+the answers as `selfspec bench` stores them.
 
-Synthetic: layers that add nothing are put behind the first ones, so an exit before them sees what
-the last layer gives; then a head there is made wrong at a chosen share of positions. That shows
-what the runtime does with good heads, and nothing about how good heads are.
+Synthetic: layers that add nothing follow the first ones, so an exit before them sees the output of
+the last layer; the head there is then made wrong at a chosen share of positions. This shows the
+speed of the runtime with good heads, not how good heads are.
 
-D / L: depth of the exit; k: drafts per round; a: chance that a draft is kept when those before it
-are, as measured. Speed-up is over plain decoding, after the prompt's pass. SpecBound's formula: a
+D / L: depth of the exit; k: drafts per round; a: measured chance that a draft is kept if those
+before it are. Speed-up is over plain decoding, after the prompt's pass. SpecBound's formula: a
 round commits (1 - a^(k+1)) / (1 - a) tokens and costs k D / L + (L - D) / L plain steps. It leaves
-out the heads, and one row: the last draft too runs through the first D layers, or there would be no
-token behind it. The complete formula has both, so what is missing to 100 % there are rows that are
-not free, and bookkeeping.
+out the heads, and one row: the last draft also runs through the first D layers, because the token
+after it needs them. The complete formula has both. Rows that are not free and bookkeeping explain
+its remaining difference from 100 %.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from selfspec.model.backbone import Backbone
 from selfspec.model.parts import text_config
 from selfspec.options import Exit
 
-NOTE = (__doc__ or "")[(__doc__ or "").find("Synthetic: ") :]  # of the page
+NOTE = (__doc__ or "")[(__doc__ or "").find("Synthetic: ") :]  # printed above the table
 
 
 def main(
     output: lab.Output,
     model: lab.Model = None,
     dtype: str = "bfloat16",
-    layers: Annotated[int, typer.Option(help="D: layers ahead of the exit.")] = 30,
-    extra_layers: Annotated[str, typer.Option(help="L - D, that add nothing: N[,N..].")] = "90,30",
-    max_draft_tokens: Annotated[str, typer.Option(help="k, per round: N[,N..].")] = "2,4,6,8",
+    layers: Annotated[int, typer.Option(help="D: layers before the exit.")] = 30,
+    extra_layers: Annotated[str, typer.Option(help="L - D: layers after it: N[,N..].")] = "90,30",
+    max_draft_tokens: Annotated[str, typer.Option(help="k: drafts a round: N[,N..].")] = "2,4,6,8",
     wrong_shares: lab.Numbers = "0,0.1,0.2,0.3",
     suite: lab.Suite = SIX_TASKS,
     limit: lab.Limit = 6,
@@ -62,10 +62,10 @@ def main(
     draft_vocab_size: int = 4096,
     seed: int = 0,
 ) -> None:
-    """Measure, then write.
+    """Measure all settings and write the results.
 
-    A draft vocabulary of 4,096 costs two thirds of a layer of the default model, as 32,000 do in a
-    model of 7B parameters.
+    A draft vocabulary of 4,096 costs two thirds of a layer of the default model, like one of 32,000
+    in a model of 7B parameters.
     """
     base = lab.loaded(model, dtype=dtype, executor="generic")
     questions, found = lab.first_turns(suite, None, limit), list[dict[str, Any]]()
@@ -81,14 +81,14 @@ def main(
     lab.finish(output, {"points": found}, f"{NOTE}\n" + as_table(pd.DataFrame(found)))
 
 
-# --- a model that answers early
+# --- a model whose first layers decide the answer
 
 
 def early_model(model: PreTrainedModel, layers: int, extra: int) -> PreTrainedModel:
     """A copy of the first `layers` layers of `model` and `extra` layers that add nothing.
 
-    Those have weights of their own, so they cost what layers cost; only their two output
-    projections are zero. No token ends a text. Raises UnsupportedModel, InvalidOption.
+    The added layers have their own weights, so they cost as much as other layers; only their two
+    output projections are zero. No token ends a text. Raises UnsupportedModel, InvalidOption.
     """
     deep = copy.deepcopy(model)
     config, decoder = text_config(deep), deep.get_decoder()
@@ -106,7 +106,7 @@ def early_model(model: PreTrainedModel, layers: int, extra: int) -> PreTrainedMo
 
 
 def _silent(layer: Any, index: int) -> nn.Module:
-    """A copy of `layer`, at place `index`, that passes its input on."""
+    """A copy of `layer`, at index `index`, that returns its input unchanged."""
     twin = copy.deepcopy(layer)
     try:
         outputs = (twin.self_attn.o_proj, twin.mlp.down_proj)
@@ -122,12 +122,12 @@ def _silent(layer: Any, index: int) -> nn.Module:
 
 
 class DialledHead(LogitLensHead):
-    """The model's own norm and unembedding, made to prefer another token at a share of the rows."""
+    """The model's own norm and unembedding, but wrong at a chosen share of the rows."""
 
     wrong_share = 0.0
 
     def unembed(self, features: Tensor) -> Tensor:
-        """[.., d] -> draft logits [.., V_draft], float32."""
+        """Map [.., d] to draft logits [.., V_draft], float32."""
         logits = super().unembed(features)
         wrong = torch.rand(features.shape[:-1], device=features.device) < self.wrong_share
         return torch.where(wrong[..., None], logits.roll(1, -1), logits)
@@ -137,7 +137,7 @@ class DialledHead(LogitLensHead):
 
 
 class Dial(NamedTuple):
-    """Drafts a round, and the share of places at which the head is wrong."""
+    """Drafts per round, and the share of positions where the head is wrong."""
 
     drafts: int
     wrong_share: float
@@ -163,13 +163,13 @@ def rig(
     draft_vocab_size: int,
     new_tokens: int,
 ) -> tuple[Speculator, DialledHead]:
-    """A deep model with a head that can say all that it says on the questions.
+    """A deep model, and a head whose draft vocabulary has all tokens of the model's answers.
 
-    A head over a few thousand tokens costs little beside a layer, as one over all does in a large
-    model.
+    A head over a few thousand tokens costs little compared with a layer, like a head over the whole
+    vocabulary of a large model.
     """
     backbone = Backbone(early_model(base.model, layers, extra))
-    # a threshold that every token reaches: all drafts leave at the one exit
+    # every token reaches this threshold, so all drafts come from the one exit
     options = SpeculationOptions(exit=Exit(threshold=1e-6), never_slower=False)
     plain = Speculator(backbone, base.tokenizer, None, base.label, options)
     asked: Any = {"max_new_tokens": new_tokens, "do_sample": False, "speculate": False}
@@ -189,11 +189,11 @@ def rig(
 def points(
     answers: Sequence[Answer], dials: Sequence[Dial], depth_ratio: float
 ) -> list[dict[str, Any]]:
-    """What each setting gave over all prompts.
+    """The results of each setting over all prompts.
 
-    acceptance: a, accepted / tried, which are drafts whose predecessors in the round were all kept.
-    head_cost: one head, in plain steps. formula: over the rounds as they were, with the drafts that
-    each had room for. Seconds are those behind the prompt's pass.
+    acceptance: a, accepted / tried; a draft is tried if all before it in the round were kept.
+    head_cost: one head, in plain steps. formula: over the actual rounds, with the drafts that each
+    had room for. Seconds are those after the prompt's pass.
     """
     runs = frame_of(answers)
     runs["behind_s"] = runs.token_s.map(sum)
@@ -210,7 +210,7 @@ def points(
         heads_s = sum(run.counts["seconds"]["heads"] for run in own)
         a, head = accepted / tried, heads_s / sum(drafts for drafts, _ in passes) / step
         tokens = sum(lab.expected_tokens(a, k) for k, _ in passes)
-        # without drafts the newest token's own row still runs through the shallow layers
+        # without drafts the newest token's row still runs through the shallow layers
         cost = sum(round_cost(k, d, rows=max(k, 1)) for k, _ in passes)
         complete = sum(round_cost(k, d, rows=k + 1, head=head) for k, _ in passes)
         found.append(
@@ -231,7 +231,7 @@ def points(
 
 
 def rounds(run: Run, most: int) -> Iterator[tuple[int, int]]:
-    """Drafts of each round, and how many were kept; the last of a text has room for fewer."""
+    """Yield the drafts of each round and how many were kept; a text's last round has fewer."""
     counts = [count for count, _ in run.arrivals[1:]]
     left = sum(counts)
     for count in counts:
@@ -240,7 +240,7 @@ def rounds(run: Run, most: int) -> Iterator[tuple[int, int]]:
 
 
 def round_cost(drafts: int, depth_ratio: float, *, rows: int, head: float = 0.0) -> float:
-    """Plain steps per round, `rows` of them through the shallow layers alone."""
+    """Plain steps per round, with `rows` rows in the shallow layers and one in the deep layers."""
     return rows * depth_ratio + (1.0 - depth_ratio) + drafts * head
 
 
