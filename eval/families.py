@@ -1,11 +1,11 @@
-"""Writes a page: which families of models run, on which executor, and whether texts are exact.
+"""Writes a page of the model families: which run, on which executor, and whether texts are exact.
 
     python -m eval.families --output docs/families.md --overwrite
     python -m eval.families --output few.md --only llama,gpt_neox
 
-Each causal language model that the installed transformers has is built with random weights, a few
-layers and narrow windows. In float64, drafted texts (exit heads, n-grams) must be those of
-`model.generate`, from short and long prompts.
+Each causal language model of the installed transformers is built with random weights, a few layers
+and narrow windows. In float64, texts with drafts (exit heads, n-grams) must equal those of
+`model.generate`, after short and long prompts.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from selfspec.eval.verify import Way, hugging_face, logits_of
 from selfspec.model.backbone import Backbone
 
 PROMPTS = (5, 90)
-"""Tokens of the prompts: inside every window, and beyond the windows and the original maximum."""
-NEW_TOKENS, _MOST_WORDS = 40, 160  # of an answer; letters of a reason
+"""Prompt lengths: within every window, and beyond the windows and the original context length."""
+NEW_TOKENS, _MOST_WORDS = 40, 160  # tokens of an answer; most characters of a reason
 VERDICTS = ("exact", "WRONG", "refused", "not tried")
 
 
@@ -42,7 +42,7 @@ class Row(NamedTuple):
     family: str
     model: str
     text: str  # one of VERDICTS
-    executor: str  # in float32, as auto chooses; empty if none runs it
+    executor: str  # the choice of auto in float32; empty if none runs it
     why: str  # why the text is not exact, or the executor not fused
 
 
@@ -51,7 +51,7 @@ def main(
     only: Annotated[str | None, typer.Option(help="Families (model_type), with commas.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the page.")] = False,
 ) -> None:
-    """Try each family, then write. Exit code 1 if one comes out wrong."""
+    """Try each family, then write the page. Exit code 1 if a family is WRONG."""
     files.check_file(output, overwrite=overwrite)
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
@@ -68,7 +68,7 @@ def main(
 
 
 def tried(family: str) -> Row:
-    """A family's row. Errors that are not selfspec's own count as wrong, not as a refusal."""
+    """Try a family. Errors other than selfspec's own count as WRONG, not as a refusal."""
     named = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family, family)
     try:
         model = _running_model(family)
@@ -94,7 +94,7 @@ def _why(error: Exception) -> str:
 
 
 def _running_model(family: str) -> PreTrainedModel:
-    """A tiny model whose own forward runs: in float64, or float32 if it knows no other."""
+    """A tiny model whose own forward runs: in float64, or in float32 if only that works."""
     with torch.no_grad():
         try:
             model = tiny_model(family, torch.float64)
@@ -106,7 +106,7 @@ def _running_model(family: str) -> PreTrainedModel:
 
 
 def _compared(family: str, model: PreTrainedModel) -> tuple[Backbone, str]:
-    """The backbone that auto chooses in float32, and what differs in its texts, if anything."""
+    """The backbone that auto chooses in float32, and the difference in its texts, or ""."""
     single = tiny_model(family, torch.float32)
     backbone = wrap(single, heads="logit-lens").backbone
     drafted = dict.fromkeys(_DRAFTERS, 0)
@@ -136,7 +136,7 @@ _DRAFTERS: dict[str, dict[str, Any]] = {
 
 
 def executor_error(model: PreTrainedModel) -> float:
-    """Largest error of a position's logits on auto's executor, of the size of all logits."""
+    """Largest error of a position's logits on auto's executor, relative to all logits (RMS)."""
     backbone, ids = wrap(model, heads="logit-lens").backbone, random_ids(sum(PROMPTS))
     with torch.inference_mode():
         expected = model(ids).logits[0].float()
@@ -153,7 +153,7 @@ def random_ids(length: int) -> Tensor:
 
 LAYERS, WINDOW, ORIGINAL = 6, 8, 64
 MAX_PARAMETERS = 10_000_000
-"""Most parameters of a tiny model: a config whose sizes go by other names builds the real thing."""
+"""Most parameters of a tiny model: a config with unknown names of sizes gives a full-size model."""
 
 _SIZES: tuple[tuple[int | None, str], ...] = (
     (32, "hidden_size n_embd d_model embed_dim word_embed_proj_dim"),
@@ -181,7 +181,7 @@ _SIZES: tuple[tuple[int | None, str], ...] = (
 """Names of sizes in the families' configs; fields that a config class lacks are left out."""
 
 _ALSO_IF_NONE = {"head_dim", "num_key_value_heads", "v_head_dim", "n_inner"}
-"""Sizes that are set although their default is None: some classes cannot do without."""
+"""Sizes that are set although their default is None, because some classes need them."""
 
 _HYBRID: dict[str, Any] = {"mamba_d_head": 16, "mamba_n_heads": 4, "mamba_d_state": 8}
 _HYBRID |= {"mamba_d_ssm": 64, "mamba_n_groups": 1}
@@ -223,14 +223,14 @@ _PARTS = (
     "phi4_multimodal moss_transcribe_diarize gemma3 gemma3n gemma4 gemma4_unified emu3 llama4 "
     "qwen3_5 qwen3_5_moe qwen4_exp dots3_note"
 )
-"""Left out: parts of encoder-decoders; models listed by their text model where they have one."""
+"""Left out: parts of encoder-decoders, and models whose text model is listed by itself."""
 
 _ENCODERS = (
     "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert "
     "roberta roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod xlm xlnet "
     "reformer gemma4_assistant gemma4_unified_assistant cpmant"
 )
-"""With a causal mask, or no model of its own."""
+"""Left out: encoders that also run with a causal mask, and families without their own model."""
 
 
 def tiny_model(family: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -274,7 +274,7 @@ def tiny_config(family: str) -> PreTrainedConfig:
     if "kv_lora_rank" in given:  # latent attention: as many keys as queries
         given["num_key_value_heads"] = 4
     config = kind(**given | SPECIAL.get(family, {}))
-    config._experts_implementation = "eager"  # the grouped product knows no float64
+    config._experts_implementation = "eager"  # grouped matrix products do not support float64
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in (ropes, *ropes.values()):  # one, or one per attention type
         if isinstance(rope, dict) and "original_max_position_embeddings" in rope:
@@ -286,7 +286,7 @@ def tiny_config(family: str) -> PreTrainedConfig:
 
 HEAD = "<!-- written by selfspec -->\n# Families of models\n\n"
 TABLE = "## All of them\n\n"
-"""The page's text before this mark is kept."""
+"""Heading of the table; the page's text before it is kept."""
 
 
 def page(rows: list[Row]) -> str:

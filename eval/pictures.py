@@ -1,19 +1,19 @@
-"""Pictures of the docs and of README, and the traces behind the gallery's pages.
+"""Makes the pictures of the docs and of README, and the traces of the gallery's pages.
 
-    python -m eval.pictures gallery               all of docs/gallery.md, by the commands there
-    python -m eval.pictures gallery code story    some of it
-    python -m eval.pictures pages docs/images     the chat, from a server of its own, and a trace
+    python -m eval.pictures gallery               all commands of docs/gallery.md
+    python -m eval.pictures gallery code story    some of them
+    python -m eval.pictures pages docs/images     a chat with a new server, and a trace
     python -m eval.pictures race docs/images --dtype float32
     python -m eval.pictures bars results/rivals/summary.json docs/images
     python -m eval.pictures bars results/policies/summary.json docs/images --over plain
 
-`gallery`: `selfspec trace --html NAME.html ..` becomes docs/gallery/NAME.jsonl.xz, the trace of
-which docs/hooks.py makes the page, and its card, docs/images/gallery/NAME.png. Costs are given, so
-that pages are the same wherever they are made. `pages` needs the packages of `serve`, playwright
-and a Chromium. `race`: one answer appears twice, by `model.generate` and by selfspec, each piece of
-text when it came, at true speed, over and over; who wants no motion sees both texts whole. Nothing
-else should run on the machine. `bars`: how fast each way answers, by `eval.compare --numbers`; or,
-over plain decoding, each policy that drafts, by `bench`.
+`gallery`: each `selfspec trace --html NAME.html ..` gives docs/gallery/NAME.jsonl.xz, a trace from
+which docs/hooks.py makes the page, and a card, docs/images/gallery/NAME.png. Costs are fixed, so
+that the pages do not depend on the machine. `pages` needs the packages of `serve`, playwright and a
+Chromium. `race`: a looping animation of one answer by `model.generate` and by selfspec, at true
+speed; readers who prefer reduced motion see both texts whole. Nothing else should run on the
+machine. `bars`: the speed of each way to answer, from `eval.compare --numbers`; or, over plain
+decoding, the speed of each drafter, from `bench`.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 DOCS = Path(__file__).parents[1] / "docs"
-COSTS = "row=0.2/0.27,head=0.15"  # of the traces that are kept
+COSTS = "row=0.2/0.27,head=0.15"  # costs for the gallery's traces
 PAGE, TRACES, PICTURES = DOCS / "gallery.md", DOCS / "gallery", DOCS / "images" / "gallery"
 
 
 def small(picture: Path) -> None:
-    """With 256 colours: of paper and words that is enough."""
+    """Reduce a picture to 256 colours, which is enough for text on a plain background."""
     with Image.open(picture) as found:
         made = found.convert("RGB").quantize(256, dither=Image.Dither.NONE)
     note = PngInfo()
-    note.add_text("Software", "selfspec")  # else the next run would not replace it
+    note.add_text("Software", "selfspec")  # so that the next run may replace the file
     made.save(picture, optimize=True, pnginfo=note)
 
 
@@ -73,9 +73,9 @@ _COMMAND = re.compile(r"^selfspec (trace --html .*)", re.MULTILINE)
 
 
 def gallery(
-    names: Annotated[list[str] | None, typer.Argument(help="Without it, all.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(help="Default: all.")] = None,
 ) -> None:
-    """Ask the default model, keep what the pages and pictures need."""
+    """Ask the default model; write the traces of the pages, and the cards."""
     for words in commands():
         name = Path(words[2]).stem
         if names and name not in names:
@@ -91,7 +91,7 @@ def gallery(
 
 
 def commands() -> list[list[str]]:
-    """Words of each command behind `selfspec`, the target third."""
+    """Words of each command after `selfspec`; the third is the page's file."""
     text = PAGE.read_text(encoding="utf-8").replace("\\\n", "")
     return [shlex.split(line, comments=True) for line in _COMMAND.findall(text)]
 
@@ -104,9 +104,9 @@ WIDE, PHONE = {"width": 1200, "height": 800}, {"width": 360, "height": 740}
 def pages(
     folder: Path,
     *,
-    trace_only: Annotated[bool, typer.Option(help="Leave the chat's as they are.")] = False,
+    trace_only: Annotated[bool, typer.Option(help="Keep the chat's pictures.")] = False,
 ) -> None:
-    """chat.png and trace.png, each with -dark and -phone, into `folder`."""
+    """Write chat.png and trace.png, each with -dark and -phone, to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     trace(folder)
     if not trace_only:
@@ -115,7 +115,7 @@ def pages(
 
 
 def trace(folder: Path) -> None:
-    """The page of an answer; from a kept trace, so that no seconds are in it."""
+    """Picture the page of an answer, from a stored trace, so that it shows no wall times."""
     with tempfile.TemporaryDirectory() as scratch, browser() as driven:
         kept, html = Path(scratch, "trace.jsonl"), Path(scratch, "trace.html")
         kept.write_bytes(lzma.decompress((TRACES / "code.jsonl.xz").read_bytes()))
@@ -177,7 +177,7 @@ def ask(page: Page, question: str, tokens: int) -> None:
 
 # --- SVG, light and dark
 
-Look = dict[str, str]  # colours by their names on pages
+Look = dict[str, str]  # colours by their names in CSS
 
 LOOKS: dict[str, Look] = {
     scheme: {name: getattr(tone, scheme) for name, tone in TONES.items()}
@@ -191,7 +191,7 @@ def drawn(folder: Path, name: str, draw: Callable[[Look], str]) -> None:
 
 
 def document(width: int, height: float, look: Look, title: str, body: str, style: str = "") -> str:
-    """A framed picture; `body` and `style` are markup already."""
+    """An SVG document with a frame; `body` and `style` are already markup."""
     card, rule = look["card"], look["rule"]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:g}" role="img" '
@@ -205,7 +205,7 @@ def document(width: int, height: float, look: Look, title: str, body: str, style
 def label(
     text: str, x: float, y: float, colour: str, *, weight: int = 400, anchor: str = "start"
 ) -> str:
-    """Text, markup already, at a place."""
+    """An SVG text at (x, y); `text` is already markup."""
     return (
         f'<text x="{x:g}" y="{y:g}" fill="{colour}" font-weight="{weight}" '
         f'text-anchor="{anchor}" xml:space="preserve">{text}</text>'
@@ -221,12 +221,12 @@ COLUMN, LETTERS, TOP, LINE = 432, 50, 66, 19
 TIMES = 5
 
 REST_S = 3.0
-"""Both texts stand for so long at the start, as in a first frame; then they are written."""
+"""Seconds for which both whole texts are shown, as a first frame, before they are written."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One answer: its name, and each piece of text with the seconds until it came."""
+    """One answer: its name, and each piece of text with its arrival time in seconds."""
 
     name: str
     pieces: list[tuple[str, float]]
@@ -243,20 +243,20 @@ class Run:
 def race(
     folder: Path,
     prompt: Annotated[str, typer.Option()] = PROMPT,
-    new_tokens: Annotated[int, typer.Option(min=2, help="At most.")] = 110,
-    dtype: Annotated[str | None, typer.Option(help="Of both.")] = None,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Maximum new tokens.")] = 110,
+    dtype: Annotated[str | None, typer.Option(help="Of both models.")] = None,
 ) -> None:
-    """race-light.svg and race-dark.svg, measured here."""
+    """Measure one answer in both ways; write race-light.svg and race-dark.svg."""
     torch.set_num_threads(2)
     speculator = lab.loaded(dtype=dtype)
-    keep_numbers(speculator.model)  # theirs runs the model itself, at its best
+    keep_numbers(speculator.model)  # generate then runs the model at its fastest
     ids = encode(speculator.tokenizer, prompt)
     runs = []
     for name, method in (("selfspec", "ngram+exit"), ("model.generate", "hugging-face")):
         _, *tries = [measured(name, speculator, method, ids, new_tokens) for _ in range(TIMES + 1)]
         runs.append(sorted(tries, key=lambda run: run.seconds)[TIMES // 2])  # without the warm-up
     if len({run.text for run in runs}) > 1:
-        raise InvalidOption("the texts part at a near tie. Give --dtype float32")
+        raise InvalidOption("the texts differ at a near tie. Give --dtype float32")
     drawn(folder, "race", partial(race_drawn, runs))
     for run in runs:
         print(f"{run.name}: {run.seconds:.2f} s, first text after {run.pieces[0][1]:.2f} s")
@@ -275,7 +275,7 @@ def measured(name: str, speculator: Speculator, method: str, ids: Tensor, count:
 
 
 def lines(run: Run) -> Iterator[list[tuple[str, float]]]:
-    """Wrapped; each line as letters that came together, with their seconds."""
+    """Yield the wrapped lines, each as pieces that arrived together, with their seconds."""
     timed = iter([second for piece, second in run.pieces for _ in piece])
     for paragraph in run.text.split("\n"):
         for line in textwrap.wrap(paragraph, LETTERS, drop_whitespace=False) or [""]:
@@ -283,11 +283,11 @@ def lines(run: Run) -> Iterator[list[tuple[str, float]]]:
             shown = letters[1:] if line.startswith(" ") else letters
             grouped = groupby(shown, lambda one: one[1])
             yield [("".join(letter for letter, _ in some), second) for second, some in grouped]
-        next(timed, None)  # of the line's end
+        next(timed, None)  # the newline
 
 
 def race_drawn(runs: Sequence[Run], look: Look) -> str:
-    """The picture: each one's name, its text, how long it took. Ours is on the left: read first."""
+    """The picture: names, texts, times. selfspec is on the left, because that is read first."""
     slow = max(run.seconds for run in runs)
     moments = sorted({second for run in runs for _, second in run.pieces})
     names = {second: f"t{number}" for number, second in enumerate(moments)}
@@ -301,7 +301,7 @@ def race_drawn(runs: Sequence[Run], look: Look) -> str:
         body += label(escape(run.name), left, 34, colour, weight=700)
         body += f'<path d="M{left} 44h{COLUMN - 32}" stroke="{look["rule"]}"/>'
         count = 0
-        for count, line in enumerate(lines(run), 1):  # read below
+        for count, line in enumerate(lines(run), 1):  # `count` is used after the loop
             text = "".join(starmap(appearing, line))
             body += label(text, left, TOP + LINE * (count - 1), look["ink"])
         times = f", {slow / run.seconds:.1f}× as fast" if run.seconds < slow else ""
@@ -314,7 +314,7 @@ def race_drawn(runs: Sequence[Run], look: Look) -> str:
 
 
 def moves(names: dict[float, str], slow: float) -> str:
-    """Style: all is seen, then nothing, then what came at a moment from there on."""
+    """The style: first shows all text, then none, then each piece from its own moment on."""
     total, rest = REST_S + slow, 100 * REST_S / (REST_S + slow)
     shares = {name: rest + 100 * second / total for second, name in names.items()}
     shown = "".join(
@@ -353,15 +353,15 @@ POLICIES = {
     "speculation": "exit heads alone",
     "ngram+exit": "prompt lookup and exit heads",
 }
-OURS = {lab.PLAIN.label, compare.DEFAULT, "ngram+exit"}  # the last is what `default` is with heads
+OURS = {lab.PLAIN.label, compare.DEFAULT, "ngram+exit"}  # the last is `default` with heads
 LEFT, FIRST, ROW, THICK = 260, 54, 34, 20
 LONGEST = WIDTH - LEFT - 90
 
 
 def bars(summary: Path, folder: Path, over: str = compare.THEIRS) -> None:
-    """speed-light.svg and -dark.svg, of times over `model.generate`; over another, policies-..
+    """Write speed-light.svg and -dark.svg, with speed-ups over `model.generate`.
 
-    Raises KeyError for a result without that (of compare, `--numbers`).
+    With another `over`, policies-light.svg and -dark.svg. Raises KeyError if the result lacks it.
     """
     overall = json.loads(summary.read_text(encoding="utf-8"))["all"]["overall"]
     name, names = ("speed", NAMES) if over == compare.THEIRS else ("policies", POLICIES)
@@ -371,7 +371,7 @@ def bars(summary: Path, folder: Path, over: str = compare.THEIRS) -> None:
 
 
 def bars_drawn(times: dict[str, float], names: dict[str, str], over: str, look: Look) -> str:
-    """A bar each, the slowest first."""
+    """One bar per entry, the slowest first."""
     most = max(times.values())
     rows = []
     for place, (name, value) in enumerate(sorted(times.items(), key=lambda entry: entry[1])):

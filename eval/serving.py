@@ -1,18 +1,18 @@
-r"""`selfspec serve` under load: beside `transformers serve`, and for equal texts.
+r"""Tests `selfspec serve` under load: its speed against `transformers serve`, and equal texts.
 
     python -m eval.serving load --output eval/results/serve-load
     python -m eval.serving equal --questions question_dev.jsonl --output eval/results/serve-equal
 
-`load`: streams of greedy answers to a suite's first turns, by 1, 4, 16 and 32 clients that each
-wait for an answer before they ask again. One server lives at a time. All read one folder, the
-default model's numbers in bfloat16 unless `--model` names another; a row more has the default
-model's own file. Each load has prompts of its own while the suite lasts, for a prompt that comes
-again is cached. Nothing else should run on the machine.
+`load`: streams of greedy answers to a suite's first turns, for 1, 4, 16 and 32 clients that each
+wait for an answer before they ask again. One server runs at a time. All read one folder, the
+default model's numbers in bfloat16 unless `--model` names another; one more row is for the default
+model's own file. Each load has its own prompts as long as the suite lasts, because a repeated
+prompt is cached. Nothing else should run on the machine.
 
 `equal`: 60 requests, 16 at once, streamed and whole, with and without drafts, a third sampled with
-seeds; between them come requests whose clients go away. Texts, ends, and each token with the bits
-of its logarithm are compared with those that `Speculator.generate` gives in this process. Exit code
-1 where anything differs. Everything stays on this machine.
+seeds; in between, some clients cancel requests. Texts, finish reasons, and each token with the
+bits of its log-probability are compared with those of `Speculator.generate` in this process. Exit
+code 1 if anything differs. Everything stays on this machine.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from selfspec.eval.concurrency import Load, table
 from selfspec.eval.results import SIX_TASKS
 from selfspec.hub.models import DEFAULT_HEADS, resolve_model
 
-Tokens = Annotated[int, typer.Option(min=1, help="Of an answer at most.")]
+Tokens = Annotated[int, typer.Option(min=1, help="Maximum tokens per answer.")]
 
-# --- a server in a process of its own, and its clients
+# --- a server in a separate process, and its clients
 
 _READY_S = 300.0  # for a server to load its model
 _STOP_S = 40.0  # for a server to stop; after that it is killed
@@ -69,7 +69,7 @@ class Heard:
 
     @property
     def said(self) -> list[Any]:
-        """The parts that must be equal for every way to send the request."""
+        """The parts that must be equal, however the request was sent."""
         counts = [self.usage.get(f"{kind}_tokens") for kind in ("prompt", "completion")]
         return [self.error or self.text, self.finish, *counts, self.likely]
 
@@ -136,7 +136,7 @@ Work = Callable[[httpx.AsyncClient, Any], Awaitable[None]]
 
 
 async def shared(address: str, clients: int, items: Iterable[Any], work: Work) -> float:
-    """Let clients work, each on the next item that is left; returns seconds."""
+    """Let clients work, each on the next remaining item; returns seconds."""
     left, limits = iter(items), httpx.Limits()  # none
 
     async def some() -> None:
@@ -181,15 +181,15 @@ PEERS = [THEIRS, BATCHING]
 
 def load(
     output: lab.Output,
-    model: Annotated[str | None, typer.Option(help="Folder of all; the default model's.")] = None,
+    model: Annotated[str | None, typer.Option(help="Folder for all. Default: ours.")] = None,
     heads: Annotated[str, typer.Option(help="Heads of our server.")] = DEFAULT_HEADS,
     questions: lab.Suite = SIX_TASKS,
-    requests: Annotated[int, typer.Option(min=1, help="At each load; at least one a client.")] = 64,
+    requests: Annotated[int, typer.Option(min=1, help="Per load; at least one a client.")] = 64,
     clients: lab.Numbers = "1,4,16,32",
     tokens: Tokens = 128,
     repeats: lab.Repeats = 1,
 ) -> None:
-    """Measure each server at each load, repeatedly; the order of servers rotates."""
+    """Measure each server at each load, repeatedly; every second time in reverse order."""
     folder = model or resolve_model(None, "bfloat16").source
     mine = ["--model", folder, "--heads", heads]
     program = str(Path(sys.executable).with_name("transformers"))  # of the same environment
@@ -208,7 +208,7 @@ def load(
     loads = list[Load]()
     for turn, name in lab.each(turns, "serving", "servers"):
         with served(commands[name]) as address:
-            more = {"model": folder, **STREAMED} if name in PEERS else STREAMED  # it wants a name
+            more = {"model": folder, **STREAMED} if name in PEERS else STREAMED  # it needs a name
             hello = [question(f"Hello, {number}.", 8, **more) for number in range(max(plan))]
             warm = Load(texts=max(plan))  # one-time work of a server is not measured
             loaded(address, hello, warm)
@@ -318,7 +318,7 @@ def compared(
     *,
     speculation: bool,
 ) -> dict[str, Any]:
-    """How many there were, and which differ. Every second one streams."""
+    """Counts of the requests, and the answers that differ. Every second request streams."""
     dice = random.Random(concurrency)
     order = dice.sample(range(len(prompts)), len(prompts))
     heard, cancelled = dict[int, Heard](), 0
@@ -333,7 +333,7 @@ def compared(
         asked = question(prompts[number], tokens, **more)
         if dice.random() < 0.25:
             cancelled += 1
-            with suppress(asyncio.TimeoutError):  # its client goes away, unless it was answered
+            with suppress(asyncio.TimeoutError):  # the client disconnects, unless it has the answer
                 await asyncio.wait_for(ask(client, asked), dice.uniform(0.05, 1.0))
         heard[number] = await ask(client, asked)
 

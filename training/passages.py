@@ -3,11 +3,11 @@ r"""Collects this machine's documentation prose as passages for a model that wri
     python training/passages.py --output passages
 
 Reads READMEs of installed Python packages, HTML and text in /usr/share/doc, and manual pages.
-Writes LANGUAGE/SOURCE-PACKAGE.txt, paragraphs between blank lines, and SOURCES.tsv with licences.
-No paragraph is written twice. `zh` is simplified Chinese. On Debian, worth installing first:
+Writes LANGUAGE/SOURCE-PACKAGE.txt, with blank lines between paragraphs, and SOURCES.tsv with
+licences. No paragraph is written twice. `zh` is simplified Chinese. On Debian, first install
 debian-handbook, debian-reference-{en,de,fr,es,zh-cn}, debian-faq{,-de,-fr,-zh-cn}, manpages{,-de,
--fr,-es,-zh}, developers-reference{,-de,-fr} and installation-guide-amd64. Where apt leaves out
-documentation: `apt-get download` them, `dpkg-deb -x` each into one folder, and give it as --root.
+-fr,-es,-zh}, developers-reference{,-de,-fr} and installation-guide-amd64. If apt is set to skip
+documentation, `apt-get download` them, `dpkg-deb -x` each into one folder, and give it as --root.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LANGUAGES = re.compile(
 TREES = ("doc", "debian-reference", "developers-reference", "maint-guide", "aptitude")
 LEFT_OUT = re.compile(r"(?i)change|news|relnotes|copyright|licen[sc]e|_sources|todo|authors|thanks")
 DOCUMENT = re.compile(r"(?i)(^readme[^/]*|^faq|\.(html?|txt|md|rst))(\.gz)?$")
-SECTIONS = re.compile(  # of manual pages, that hold no prose
+SECTIONS = re.compile(  # sections of manual pages without prose
     r"(?i)aut(h?or|eur)|copyright|lice|lizenz|übersetz|tradu[czç]|colo(ph|f)|kolophon|see also|voir"
     r"|siehe|v[eé]ase|veja|vedere|synops|übersicht|sinopsis|作者|[译譯跋]|版权|[參参][见見]|总览|概要"
     r"|^(name|options|optionen|opciones|opzioni|选项)$"
@@ -70,7 +70,7 @@ class Page:
     text: str = ""
 
     def blocks(self) -> Iterator[str]:
-        """Its paragraphs, unfiltered."""
+        """Yield the page's paragraphs, unfiltered."""
         if self.source == "readme":
             return text_blocks(self.text)
         raw = self.path.read_bytes()
@@ -81,7 +81,7 @@ class Page:
 
 
 def html_blocks(text: str) -> Iterator[str]:
-    """Paragraphs and list items, without code, tables and headings."""
+    """Yield the paragraphs and list items of HTML, without code, tables and headings."""
     text = re.sub(rf"(?is)<!--.*?-->|<({SKIPPED})\b.*?</\1>", "\0", text.replace("\0", ""))
     text = re.sub(rf"(?is)<sup\b.*?</sup>|</?({INLINE})\b[^>]*>", "", text)
     text = re.sub(r"<[^>]+>", "\0", re.sub(r"<br\b[^>]*>", " ", text))
@@ -89,7 +89,7 @@ def html_blocks(text: str) -> Iterator[str]:
 
 
 def text_blocks(text: str) -> Iterator[str]:
-    """Paragraphs and list items of plain text, Markdown or reStructuredText."""
+    """Yield the paragraphs and list items of plain text, Markdown or reStructuredText."""
     text = re.sub(r"(?ms)^ *(```|~~~).*?^ *\1|<!--.*?-->|<(table|pre)\b.*?</\2>", "\n", text)
     text = re.sub(r"(?m)!\[[^\]]*\](\([^)]*\)|\[[^\]]*\])|^ *\[[^\]]+\]:.*$|<[^<>\n]+>`_", "", text)
     text = re.sub(r"\[([^\[\]]+)\](\([^)]*\)|\[[^\]]*\])", r"\1", text)
@@ -110,7 +110,7 @@ def text_blocks(text: str) -> Iterator[str]:
 
 
 def roff_blocks(text: str) -> Iterator[str]:
-    """Paragraphs of a manual page that uses the man macros; the tags of lists are left out."""
+    """Yield the paragraphs of a page written with man macros; leaves out the tags of lists."""
     text = re.sub(r"(?ms)^\.(nf|EX|TS|Vb|de|ig|SY)\b.*?^\.(fi|EE|TE|Ve|\.|YS).*?$", ".PP", text)
     kept, tag, block = True, False, [""]
     for line in [*text.split("\n"), ".PP"]:
@@ -137,7 +137,7 @@ def unroff(text: str) -> str:
 
 
 def passage(block: str, page: Page) -> str:
-    """One line that ends with a sentence; empty where it does not read like prose."""
+    """One line that ends with a sentence; empty if the block does not look like prose."""
     text = re.sub(r"\s+", " ", block.replace("\u00ad", "").replace("¶", "")).strip()
     text = re.sub(r" ?[(<\[]https?://[^\s)>\]]+[)>\]]", "", text)
     dense = page.language in {"zh", "ja"}
@@ -164,7 +164,7 @@ def passage(block: str, page: Page) -> str:
 
 
 def language(path: Path) -> str:
-    """Two letters, of a folder (de-DE) or the name (a.de.html); empty for traditional Chinese."""
+    """Two letters, from a folder (de-DE) or a name (a.de.html); empty for traditional Chinese."""
     parts: tuple[str, ...] = (*reversed(path.parts[4:-1]), *re.findall(r"(?<=\.)[\w-]+", path.name))
     for part in parts:
         if re.fullmatch(r"(?i)zh[-_](tw|hk).*", part):
@@ -175,7 +175,7 @@ def language(path: Path) -> str:
 
 
 def readmes() -> Iterator[Page]:
-    """Documents of the installed Python packages."""
+    """Yield the descriptions of the installed Python packages."""
     readme = Path("METADATA")
     for found in distributions():
         about = found.metadata.json
@@ -189,7 +189,7 @@ def readmes() -> Iterator[Page]:
 
 
 def files(root: Path, man_pages: int) -> Iterator[tuple[str, str, Path]]:
-    """Language, source and path of each document, and of the largest manual pages of a language."""
+    """Yield language, source and path of each document and of a language's largest man pages."""
     for path in (path for tree in TREES for path in sorted((root / tree).rglob("*"))):
         inside = str(path.relative_to(root))
         if DOCUMENT.search(path.name) and not LEFT_OUT.search(inside) and not path.is_symlink():
@@ -199,13 +199,13 @@ def files(root: Path, man_pages: int) -> Iterator[tuple[str, str, Path]]:
     for path in sorted(pages, key=lambda path: (-path.stat().st_size, path)):
         code = language(Path("/usr/share/man", path.parent.parent.name, "page"))
         family = code + re.split(r"[-_.]", path.name)[0]
-        if taken[code] < man_pages and taken[family] < 20:  # gcloud has thousands, much alike
+        if taken[code] < man_pages and taken[family] < 20:  # gcloud has thousands of similar pages
             taken.update((code, family))
             yield code, "man", path
 
 
 def system_pages(root: Path, man_pages: int) -> Iterator[Page]:
-    """Documents and manual pages; the package is the folder's name where dpkg does not know."""
+    """Yield documents and manual pages; a package unknown to dpkg is named by its folder."""
 
     def dpkg(*words: str) -> list[str]:
         command = ["dpkg-query", f"--admindir={root / 'var/lib/dpkg'}", *words]
@@ -235,7 +235,7 @@ def main(
     root: Annotated[list[Path] | None, typer.Option(help="Root of system files; else /.")] = None,
     man_pages: Annotated[int, typer.Option(min=0, help="Manual pages per language at most.")] = 400,
 ) -> None:
-    """Collect, clean, write; a table of what there is."""
+    """Collect, clean and write the paragraphs; print a table of their counts."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         sys.exit(f"{output} is not an empty folder. Give another --output")
     roots = root or [Path("/")]
