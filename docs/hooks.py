@@ -1,7 +1,7 @@
-"""What the site makes of the project when it is built: options, commands, results, the gallery.
+"""Generates parts of the site from the project: options, commands, linked files, the gallery.
 
-Called by mkdocs. In a page `<!-- options: MODULE.CLASS -->` becomes a table, `<!-- settings: OPTION
--->` one of its kinds, `<!-- commands -->` the help of all commands. A file of the project that a
+Called by mkdocs. In pages `<!-- options: MODULE.CLASS -->` becomes a table, `<!-- settings: OPTION
+-->` the tables of its kinds, `<!-- commands -->` the help of all commands. A project file that a
 page links to becomes part of the site, with the files that it links to.
 """
 
@@ -29,14 +29,14 @@ from selfspec.options import PARTS, Part
 
 ROOT = Path(__file__).parents[1]
 TRACES = ROOT / "docs" / "gallery"
-"""What `python -m eval.pictures gallery` keeps."""
+"""Traces that `python -m eval.pictures gallery` writes."""
 
 _MARK = re.compile(r"<!-- (options|settings|commands):? ?(\S*) -->")
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#|/)([^)#\s]+)(#[^)\s]*)?(?=\))")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add what pages link to outside of docs/, and the gallery's traces as pages to explore."""
+    """Add linked files outside of docs/, and a page for each of the gallery's traces."""
     waiting = [file for file in files if file.src_uri.endswith(".md")]
     while waiting:
         for uri in _linked(waiting.pop()):
@@ -51,20 +51,20 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, files: Files, **_more: Any) -> str:
-    """Fill in what is made, and let links lead to where files are on the site."""
+    """Replace the marks by generated text, and the targets of links by places on the site."""
     made = _MARK.sub(lambda mark: MAKERS[mark[1]](mark[2]), markdown)
     made = _LINK.sub(lambda link: _target(page.file, link, files), made)
     return re.sub(r"\[([^\]]*)\]\(\)", r"\1", made)
 
 
 def _linked(page: File) -> Iterator[str]:
-    """Files of the project that a page names, as places on the site."""
+    """Yield the targets of a page's links, as places on the site."""
     for link in _LINK.finditer(page.content_string):
         yield _place(page, link[1])
 
 
 def _place(page: File, link: str) -> str:
-    """Where a link of a page leads: docs/ is the site's root, the project lies beside it."""
+    """The target of a page's link; docs/ is the site's root, and so is the project's root."""
     place = posixpath.normpath(posixpath.join(posixpath.dirname(page.src_uri), link))
     return place.removeprefix("../") if _is_docs(page) else place
 
@@ -72,7 +72,7 @@ def _place(page: File, link: str) -> str:
 def _target(page: File, link: re.Match[str], files: Files) -> str:
     place = _place(page, link[1])
     if files.get_file_from_path(place) is None and not _is_docs(page):
-        return ""  # code and folders, which are not on the site: no link is left
+        return ""  # code and folders are not on the site: the link becomes plain text
     return posixpath.relpath(place, posixpath.dirname(page.src_uri) or ".") + (link[2] or "")
 
 
@@ -81,7 +81,7 @@ def _is_docs(page: File) -> bool:
 
 
 def options(name: str) -> str:
-    """A table of a dataclass of options: what it is called as a flag, what is built in."""
+    """A table of a dataclass of options: flags, built-in defaults and descriptions."""
     module, _, kind = name.rpartition(".")
     made = getattr(import_module(module), kind)
     texts, built_in = docstrings(made), made()
@@ -89,9 +89,9 @@ def options(name: str) -> str:
         (f"--{entry.name.replace('_', '-')}", _shown(value), texts[entry.name])
         for entry in fields(made)
         for value in [getattr(built_in, entry.name)]
-        if not isinstance(value, Part) or entry.name in PARTS  # others are settings of these
+        if not isinstance(value, Part) or entry.name in PARTS  # other parts are settings of these
     ]
-    return _table(("flag", "built in", "what"), rows)
+    return _table(("flag", "default", "description"), rows)
 
 
 def kinds(option: str) -> str:
@@ -101,12 +101,12 @@ def kinds(option: str) -> str:
         text = " ".join((made.__doc__ or "").split())
         found += f"**`{kind}`** {text}\n\n" if kind else ""
         rows = list(part_settings({kind: made}))[bool(kind) :]
-        found += _table(("setting", "what"), rows) + "\n" if rows else ""
+        found += _table(("setting", "description"), rows) + "\n" if rows else ""
     return found
 
 
 def commands(_name: str) -> str:
-    """What each command says of itself."""
+    """The help of each command."""
     found = ""
     for words, command in _paths(typer.main.get_command(app())):
         full = any(parameter.name == "help_all" for parameter in command.params)
@@ -119,7 +119,7 @@ MAKERS = {"options": options, "settings": kinds, "commands": commands}
 
 
 def _paths(group: Any) -> Iterator[tuple[list[str], Any]]:
-    """All commands with their names, those in a group behind its name."""
+    """Yield all commands with their words; a group's name comes before its commands."""
     for name, inner in group.commands.items():
         below = _paths(inner) if hasattr(inner, "commands") else [([], inner)]
         yield from (([name, *rest], command) for rest, command in below)
@@ -144,7 +144,7 @@ def _said(arguments: list[str]) -> str:
 
 
 def _shown(value: object) -> str:
-    """As a person would say it."""
+    """A value in words for readers."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, Part):
