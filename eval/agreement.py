@@ -1,10 +1,10 @@
-r"""How often heads are right, by kind of text and by place in a round; several heads on one text.
+r"""Measures how often heads are right, by kind of text and place in a round, on the same text.
 
     python -m eval.agreement --heads checkpoints/smollm2-135m-instruct --heads NEW \
         --suite spec-bench --questions question_dev.jsonl --output results/agreement
 
-The model answers the suite greedily. Its own next token at each place of an answer is what heads
-should say: as first draft of a round, as second and third behind right ones. Writes `summary.json`
+The model answers the suite greedily. A head is right where its draft is the model's own next token:
+as the first draft of a round, or as the second and third after right drafts. Writes `summary.json`
 and `table.md`.
 """
 

@@ -1,13 +1,13 @@
-"""Other runtimes, for `eval.compare` and `eval.micro passes`, by interpreters that have them.
+"""Runs other runtimes for `eval.compare` and `eval.micro passes`, in their own interpreters.
 
     PYTHON eval/rivals.py llama.cpp MODEL.gguf THREADS CONTEXT
     PYTHON eval/rivals.py openvino MODEL.gguf-OR-FOLDER THREADS CONTEXT
 
 Reads a line of JSON for each answer, {"ids": [..], "count": N, "lookup": bool}, and prints one:
 {"token_ids": [..], "first_s": seconds to the first token, "seconds": to the last}. Answers are
-greedy and have `count` tokens whatever they say. {"front": [..]} is read as a context; {"rows":
-[..]} then runs one pass behind it, to the logits of all rows; both print {} (llama.cpp alone).
-Prompt lookup drafts 10 tokens. Knows nothing of selfspec.
+greedy and have `count` tokens; end tokens are ignored. {"front": [..]} sets a context; {"rows":
+[..]} then runs one pass after it, to the logits of all rows; both print {} (only with llama.cpp).
+Prompt lookup drafts 10 tokens. Does not import selfspec.
 """
 
 import json
@@ -32,7 +32,7 @@ def llama(model: str, threads: int, context: int, kind: str) -> Any:
 
 
 def by_llama(model: str, threads: int, context: int, asked: dict[str, Any]) -> dict[str, Any]:
-    """An answer; or a context, or rows behind it, which are forgotten again."""
+    """Generate an answer; or read a context; or run rows after it, then drop them."""
     if "ids" not in asked:
         runtime = llama(model, threads, context, "passes")
         if "front" in asked:

@@ -172,7 +172,7 @@ def _unfrozen(model: PreTrainedModel) -> list[nn.Parameter]:
 
 
 def _predicted(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Logits [N, V] in front of the N answer tokens of a batch, and the tokens [N].
+    """Logits [N, V] that predict the N answer tokens of a batch, and the tokens [N].
 
     Rows without an answer token are not unembedded: that is most of the work.
     """

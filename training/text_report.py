@@ -51,7 +51,7 @@ def main(
 
 
 def by_family(lines: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Rows by the family that they were asked for, in the order of the names."""
+    """Rows by their family of prompts, sorted by its name."""
     found: dict[str, list[dict[str, Any]]] = {}
     for line in sorted(lines, key=lambda line: str(line.get("family", ""))):
         found.setdefault(line.get("family", ""), []).append(line)

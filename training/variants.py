@@ -5,9 +5,9 @@ r"""Compares other heads and losses with the default's, fitted to the same featu
     python training/variants.py --cache features --max-tokens 150000 --output variants
 
 Every variant is fitted to the same batches in the same order, and measured on every 20th batch,
-which none has seen. A line for each, and `summary.json`. Heads are not kept: what pays moves into
-`selfspec fit`. Layers besides 0 are for those that read more states; `--answers-only` is enough
-for all but "attending" and "labels at every position".
+which none is fitted to. Prints a line per variant and writes `summary.json`. Heads are not stored:
+useful variants move into `selfspec fit`. Layers other than 0 are for those that read more states;
+`--answers-only` is enough for all but "attending" and "labels at every position".
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Drafts = Iterator[tuple[Tensor, Tensor]]
 
 
 class TwoLayers(DeepFusedHead):
-    """A second hidden layer of d units on top, beside the identity; it adds nothing at first."""
+    """A head with a second hidden layer as a residual branch, which adds nothing at first."""
 
     def _build(self, unembedding: Unembedding, inner_size: int | None) -> Parts:
         parts = super()._build(unembedding, inner_size)
@@ -69,10 +69,10 @@ class TwoLayers(DeepFusedHead):
 
 
 class Biased(DeepFusedHead):
-    """Draft logits get a low-rank bias that only the token before decides.
+    """A head whose draft logits get a low-rank bias that depends only on the previous token.
 
-    A table of `rank` numbers a token, times as many a draft token. Its id stands behind the hidden
-    state, its numbers behind the features.
+    The bias is a table of `rank` numbers per token, times a [rank, V_draft] matrix. The token's id
+    follows the hidden state, its numbers follow the features.
     """
 
     rank = 128
@@ -126,10 +126,10 @@ def to_the_first_error(heads: ExitHeads, layer: int, batch: Features, steps: int
 
 
 class WithIds(CacheSource):
-    """The id of the token itself behind its embedding, as one more number.
+    """Features with the id of a row's token appended to its embedding.
 
-    It is the one that followed the row before. The first rows of answers have none, and get 0: in a
-    chat template they all stand behind the same token.
+    The id is that which followed the previous row. The first rows of answers have no previous row,
+    and get 0: in a chat template they all follow the same token.
     """
 
     def batch(self, index: int, number: int = 0, count: int = 1) -> Features:
@@ -139,7 +139,7 @@ class WithIds(CacheSource):
 
 
 class OfStates(CacheSource):
-    """Some of the states that are cached; `layers` is set for a fit."""
+    """Features with the states of some cached layers; `layers` is set before a fit."""
 
     layers: tuple[int, ...] = ()
 
@@ -156,8 +156,8 @@ class Variant(NamedTuple):
     kind: type[ExitHead] = DeepFusedHead
     options: Mapping[str, Any] = MappingProxyType({})
     source: type[CacheSource] = CacheSource
-    drafts: Callable[..., Drafts] = unroll  # which are learned
-    states: tuple[float, ...] = ()  # of which layers, as shares of the depth
+    drafts: Callable[..., Drafts] = unroll  # yields the drafts to learn from
+    states: tuple[float, ...] = ()  # layers whose states are read, as shares of the depth
 
 
 _ATTENDING = {"head_type": EAGLE3, "learning_rate": 7e-4}

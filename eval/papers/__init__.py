@@ -1,1 +1,1 @@
-"""The documents' experiments at our size; README.md says which script is whose."""
+"""The papers' experiments with the default model; README.md lists their commands."""
