@@ -8,10 +8,10 @@ Runs plain decoding and the given drafters, or the default. `--llama-cpp` and `-
 interpreters that have `llama-cpp-python` and `openvino-genai`: these run on the same GGUF file, ids
 and threads, also with their prompt lookup; with `--int4` OpenVINO also runs on a folder that
 `optimum-cli export openvino` made. Each runs in its own process, which waits while others work.
-`--numbers` adds ours with de-quantised weights, and Hugging Face's `generate` on those, also with
-its prompt lookup and its early exit. Prompt lookup drafts 10 tokens. `--busy` starts other
-processes that compute without end; else nothing should run on the machine. Writes what `selfspec
-bench` does, and each way's speed-up over the first rival, or over the first drafter. The same
+`--numbers` adds selfspec with de-quantised weights, and Hugging Face's `generate` on those, also
+with its prompt lookup and its early exit. Prompt lookup drafts 10 tokens. `--busy` starts other
+busy processes; nothing else should run on the machine. Writes the files of `selfspec
+bench`, and each way's speed-up over the first rival, or over the first drafter. The same
 command continues a stopped run. Exit code 1 if drafts change a text.
 """
 

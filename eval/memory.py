@@ -5,8 +5,8 @@ r"""Measures the memory that loading a model takes, each time in a new process (
     python -m eval.memory --model random.gguf --dtypes bfloat16 --executors auto \
         --output eval/results/load-memory-3b
 
-Each case loads the model and writes a few tokens; the peak is the kernel's (VmHWM), beyond what
-importing takes. With the generic executor there is no copy. Writes `summary.json` and `table.md`.
+Each case loads the model and writes a few tokens. The peak is the kernel's (VmHWM), above the
+memory that imports take. The generic executor makes no copy. Writes `summary.json` and `table.md`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 r"""Times operations by their number of rows: those of a kind in turns, medians, in milliseconds.
 
-    python -m eval.micro split --output results/split      # what a pass spends its time on
+    python -m eval.micro split --output results/split      # time of a pass by operation
     python -m eval.micro linear --output results/linear
-    python -m eval.micro passes --python PYTHON --output results/passes  # beside llama.cpp
+    python -m eval.micro passes --python PYTHON --output results/passes  # against llama.cpp
     python -m eval.micro prompts --output results/prompts  # first token and memory, by length
     python -m eval.micro sizes --models A.gguf,B.gguf --output results/sizes  # drafts, simulated
 
@@ -218,7 +218,7 @@ def arithmetic_rate(clock: Clock) -> float:
     return float(2e-9 * len(square) ** 3 / min(clock.laps({"": lambda: square @ square})[""]))
 
 
-# --- passes, beside llama.cpp
+# --- passes, against llama.cpp
 
 
 @torch.inference_mode()
@@ -275,8 +275,8 @@ def prompts(
 ) -> None:
     """Measure time to first token and peak memory by prompt length, ours and Hugging Face's. Linux.
 
-    Memory is measured in processes of their own, one for each length and side: the kernel's peak
-    (VmHWM) above what was in use when the model was ready.
+    Memory is measured in a separate process for each length and side: the kernel's peak (VmHWM)
+    above the memory in use when the model was ready.
     """
     counts, names = lab.numbers(lengths, int), (OURS, HF)
     seconds = timed({n: reader(model, dtype, n) for n in names}, counts, Clock(CPU, repeats))

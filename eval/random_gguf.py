@@ -2,9 +2,9 @@
 
     python -m eval.random_gguf --shape llama-3.2-3b --kind Q4_K /tmp/random.gguf
 
-Weights have the size that those of a model have; what it says means nothing. The embedding is the
-unembedding, as Q6_K, or Q8_0 where rows are no whole blocks of 256. Its speed and memory:
-`selfspec env --model FILE`, `eval.memory`.
+Weights have the magnitude of a real model's; the text is meaningless. Embedding and unembedding are
+tied, as Q6_K, or as Q8_0 if a row is not a multiple of 256. To measure speed and memory, use
+`selfspec env --model FILE` and `eval.memory`.
 """
 
 from __future__ import annotations

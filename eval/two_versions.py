@@ -3,9 +3,9 @@ r"""Compares two checkouts on the same prompts, in turns: equality of texts, and
     python -m eval.two_versions ../before . --limit 48 --threads 2
     python -m eval.two_versions ../before . --limit 60 --bits --executor generic
 
-Each answers in a process of its own, from its own PYTHONPATH. Compared are token ids and all
-counters of rounds; with --bits a hash of all target logits in place of times. Exit code 1 where an
-answer differs. Nothing else should run on the machine.
+Each answers in a separate process with its own PYTHONPATH. Token ids and all counters of rounds are
+compared; with --bits also a hash of all target logits, instead of times. Exit code 1 if an answer
+differs. Nothing else should run on the machine.
 """
 
 from __future__ import annotations
