@@ -1,4 +1,4 @@
-"""Fixtures of the heads' tests: the tiny Llama, its unembedding, and states."""
+"""Fixtures of the heads' tests: the tiny Llama, its unembedding, and hidden states."""
 
 from __future__ import annotations
 

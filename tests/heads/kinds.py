@@ -1,4 +1,4 @@
-"""Heads of every kind for the tiny Llama, untrained or moved; called by the tests of heads."""
+"""Builders of every kind of exit head for the tiny Llama, untrained or with changed weights."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def make_heads(kind: str, unembedding: Unembedding, **values: Any) -> ExitHeads:
 
 
 def beside(unembedding: Unembedding, fingerprint: str = FINGERPRINT, layers: int = 6) -> Any:
-    """What heads look at of a backbone."""
+    """A stand-in with the attributes of a backbone that heads read."""
     return SimpleNamespace(unembedding=unembedding, fingerprint=fingerprint, num_layers=layers)
 
 
@@ -62,7 +62,7 @@ def load(folder: Path, unembedding: Unembedding) -> ExitHeads:
 
 @torch.no_grad()
 def train(heads: ExitHeads) -> ExitHeads:
-    """Move all weights that are the heads' own, each differently."""
+    """Add seeded noise to every parameter of the heads."""
     generator = torch.Generator().manual_seed(1)
     for weight in heads.parameters():
         weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.1)

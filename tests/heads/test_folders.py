@@ -1,10 +1,10 @@
-"""Folders of heads: what was saved comes back, what is damaged or does not fit is refused.
+"""Folders of heads load as they were saved; damaged or mismatched folders are refused.
 
-Each damaged one is one line that names the file; none is a traceback, and none is changed.
+Each refusal is one line that names the file, with no traceback, and leaves the folder unchanged.
 """
 
 # mypy: disable-error-code="var-annotated"
-# mixed values in a row, for which mypy finds no common type
+# rows of mixed values have no common type for mypy
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ VALUES: list[tuple[str, Any]] = [
     *((name, None) for name in ("base_model", "hidden_size", "exit_layers", "head_type")),
     ("unknown", 1),
 ]
-AT_0 = [  # of another number or of other states than their file
+AT_0 = [  # numbers of heads and state layers that differ from the weights
     *(("medusa", "num_heads", value) for value in (None, 2, 4)),
     *(("states", "state_layers", value) for value in (None, [], [0], [2], [5, 2], [6], 3)),
 ]
@@ -254,7 +254,7 @@ def test_a_header_is_read_with_bounds(heads: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("text", ["{", "[]", bad_input.DEEP, '{"weights": "x"}', "{}"])
-def test_a_config_that_weights_repeat_wrongly(
+def test_a_wrong_copy_of_the_config_in_the_weights(
     heads: Path, unembedding: Unembedding, text: str
 ) -> None:
     path = heads / "model.safetensors"
@@ -266,7 +266,7 @@ def test_a_config_that_weights_repeat_wrongly(
         assert load(heads, unembedding).config.exit_layers == (2, 4)
 
 
-# --- EAGLE-3 heads as others publish them: what the reference package computed
+# --- published EAGLE-3 heads, against the outputs of the reference package
 
 FIRST = LENGTH - make.STEPS - SHOWN
 """The first row whose logits are kept; row r is token r + 1."""
@@ -280,8 +280,8 @@ def read(folder: Path, family: str = "llama") -> AttendingHeads:
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 @pytest.mark.parametrize("name", HEADS)
-def test_logits_and_drafts_are_those_of_the_reference(name: str, *, tree: bool) -> None:
-    """In a tree another token stands beside each, before it."""
+def test_logits_and_drafts_equal_the_reference(name: str, *, tree: bool) -> None:
+    """In a tree, a sibling with another token precedes each draft."""
     family = HEADS[name][0]
     heads, ids = read(HERE / name, family), text()
     expected = load_file(HERE / f"{name}.expected.safetensors")
@@ -296,7 +296,7 @@ def test_logits_and_drafts_are_those_of_the_reference(name: str, *, tree: bool) 
     for shown in range(SHOWN):
         row = FIRST + shown
         reading = heads.attention(embed)
-        for piece in seen[: row + 1].split(7):  # as prompts enter in pieces
+        for piece in seen[: row + 1].split(7):  # prompts are read in pieces
             reading.add(piece)
         tokens = ids[0].tolist()
         for forced in (True, False):
@@ -330,14 +330,14 @@ def test_a_model_s_vocabulary_may_be_padded(name: str) -> None:
     assert not wide[:, VOCABULARY:].isfinite().any()
 
 
-def test_folders_are_told_from_those_of_other_heads(tmp_path: Path) -> None:
+def test_folders_of_attending_heads_are_recognised(tmp_path: Path) -> None:
     assert all(attends(HERE / name) for name in HEADS)
     (tmp_path / "config.json").write_text('{"head_type": "linear", "draft_vocab_size": 5}')
     assert not attends(tmp_path)
     assert not attends(tmp_path / "nowhere")
 
 
-def test_no_head_is_asked_about_a_single_row() -> None:
+def test_attending_heads_refuse_a_single_row() -> None:
     with pytest.raises(InvalidOption, match="attend to the whole text"):
         read(HERE / "llama")[0]
 
@@ -413,7 +413,7 @@ OF_ANOTHER_MODEL = [
     ],
     ids=addressless,
 )
-def test_what_is_damaged_or_of_another_model_is_one_line_that_says_where(
+def test_damaged_or_mismatched_heads_are_refused_in_one_line(
     tmp_path: Path, kind: type[SelfspecError], change: Change, said: str
 ) -> None:
     folder = tmp_path / "heads"

@@ -79,7 +79,7 @@ def test_features_are_the_sum_of_a_heads_terms(
         heads[3]
 
 
-def test_states_are_read_at_a_mean_square_of_1(unembedding: Unembedding, hidden: Tensor) -> None:
+def test_states_are_scaled_to_a_mean_square_of_1(unembedding: Unembedding, hidden: Tensor) -> None:
     head = train(make_heads("states", unembedding)).first
     last, *raw = torch.randn(3, *hidden.shape)
     states = [one / one.square().mean(-1, keepdim=True).sqrt() for one in raw]
@@ -109,7 +109,7 @@ def test_draft_logits_are_the_full_heads_of_the_chosen_tokens(kind: str, hidden:
     full = make_heads(kind.removesuffix("-draft"), unembedding)[2]
     heads = make_heads(kind, unembedding)
     narrow = heads[2]
-    assert (narrow.rows is heads[4].rows) != kind.startswith("linear")  # held once for all
+    assert (narrow.rows is heads[4].rows) != kind.startswith("linear")  # one copy for all heads
     assert (len(full.rows), len(narrow.rows)) == (VOCAB_SIZE, 5)
     found, expected = narrow(hidden.double()), full(hidden.double())[..., DRAFT_IDS]
     # both were computed in float64 and rounded to float32; largest difference measured: 0
@@ -117,7 +117,7 @@ def test_draft_logits_are_the_full_heads_of_the_chosen_tokens(kind: str, hidden:
 
 
 @pytest.mark.parametrize("kind", ["linear-draft", "deep-fused-draft", "translator"])
-def test_narrowed_heads_say_the_same_of_fewer_tokens(kind: str, unembedding: Unembedding) -> None:
+def test_narrowed_heads_give_a_subset_of_the_logits(kind: str, unembedding: Unembedding) -> None:
     heads = train(make_heads(kind, unembedding))
     narrow = narrowed(heads, unembedding, 3, Counter({17: 2, 95: 5, 40: 4}), always=[3])
     kept, hidden = narrow.first.draft_ids, torch.randn(3, unembedding.weight.shape[1])
@@ -154,7 +154,7 @@ def test_the_logit_lens_has_heads_everywhere_and_takes_no_memory(unembedding: Un
 # --- signals and answers
 
 
-def test_temperature_anneals_linearly_to_one_at_the_last_layer_times_what_was_calibrated() -> None:
+def test_temperature_anneals_linearly_to_the_calibrated_one_at_the_last_layer() -> None:
     judge = ExitJudge(8, dict.fromkeys(range(1, 9), 0.5), anneal_strength=0.5)
     found = [judge.temperature(layer) for layer in range(1, 9)]
     assert found == [1.4375, 1.375, 1.3125, 1.25, 1.1875, 1.125, 1.0625, 1.0]
@@ -182,18 +182,18 @@ def test_huge_forbidden_and_equal_logits_have_exact_confidence() -> None:
     assert top_probability(torch.full((1, 64), -3.25), 1.225).tolist() == [1 / 64]
 
 
-def test_a_token_exits_from_its_layers_threshold_on() -> None:
+def test_a_token_exits_at_or_above_its_layers_threshold() -> None:
     judge = ExitJudge(8, each_layer((0.75, 0.5), (2, 4)))
     confidences = (0.75, math.nextafter(0.75, 0), 0.5, math.nan)
     assert [judge.exits(value, 2) for value in confidences] == [True, False, False, False]
     assert [judge.exits(value, 4) for value in confidences] == [True, True, True, False]
 
 
-LAW = torch.tensor([0.5, 0.25, 0.125, 0.125])
+PROBABILITIES = torch.tensor([0.5, 0.25, 0.125, 0.125])
 
 
-def test_entropy_is_in_nats_and_knows_impossible_tokens() -> None:
-    assert entropy(LAW).item() == pytest.approx(1.75 * math.log(2), abs=1e-6)
+def test_entropy_is_in_nats_and_handles_impossible_tokens() -> None:
+    assert entropy(PROBABILITIES).item() == pytest.approx(1.75 * math.log(2), abs=1e-6)
     assert entropy(torch.tensor([[1.0, 0.0], [0.5, 0.5]])).tolist() == pytest.approx(
         [0.0, math.log(2)], abs=1e-6
     )
@@ -213,11 +213,11 @@ def test_entropy_is_in_nats_and_knows_impossible_tokens() -> None:
 def test_each_signal_of_the_ensemble_by_hand(
     weights: tuple[float, ...], scale: float, expected: float
 ) -> None:
-    logits = LAW.log() + 3.0  # of the same law, any constant above it
+    logits = PROBABILITIES.log() + 3.0  # the same distribution, shifted by a constant
     before, signal = logits.clone(), Ensemble(weights, scale)
     assert signal(logits[None]).tolist() == pytest.approx([expected], abs=1e-6)
     assert torch.equal(logits, before)
-    assert signal(logits[None, :1]).tolist() == [1.0]  # nothing else can come
+    assert signal(logits[None, :1]).tolist() == [1.0]  # the only possible token
 
 
 # --- answers
@@ -228,7 +228,7 @@ LAYER, TEMPERATURE = 2, 1.3
 
 @pytest.fixture(params=["linear", "linear-draft", "deep-fused", "logit-lens-draft"])
 def heads(request: pytest.FixtureRequest, unembedding: Unembedding) -> ExitHeads:
-    """Moved ones; of some only a few tokens are drafted."""
+    """Heads with changed weights, some with a small draft vocabulary."""
     return train(make_heads(request.param, unembedding)).requires_grad_(False)
 
 
@@ -260,7 +260,7 @@ def test_tokens_are_the_likeliest_ids_with_their_chances(head: ExitHead, count: 
         assert said.chances[row] == pytest.approx(chances[row, order].tolist(), abs=1e-6)
 
 
-def test_of_equal_tokens_the_first_is_the_answer(unembedding: Unembedding) -> None:
+def test_the_first_of_equally_likely_tokens_is_the_answer(unembedding: Unembedding) -> None:
     head = make_heads("deep-fused", unembedding)[LAYER]  # untrained: all logits are zero
     said = asked(head.requires_grad_(False), states(2), 1)
     assert said.tokens == [[0], [0]]
@@ -274,7 +274,7 @@ def test_signals_are_of_the_annealed_logits(head: ExitHead, signal: Any) -> None
     assert asked(head, states(4)).signals == []
 
 
-def test_more_guesses_than_draft_tokens_are_all_of_them(unembedding: Unembedding) -> None:
+def test_more_guesses_than_draft_tokens_gives_all_of_them(unembedding: Unembedding) -> None:
     head = train(make_heads("linear-draft", unembedding)).requires_grad_(False)[LAYER]
     said = asked(head, states(2), 99)
     assert [sorted(tokens) for tokens in said.tokens] == [[0, 3, 17, 40, 95]] * 2
@@ -290,11 +290,11 @@ def test_ids_are_exact_beside_chances(
     assert asked(head, states(1), 1).tokens == [[token]]
 
 
-def test_what_a_text_does_not_know_is_zeros_beside_what_others_know() -> None:
+def test_missing_states_are_zeros_beside_states_of_other_texts() -> None:
     hidden, deep = [states(2), states(1), states(3)], [None, states(1, seed=1), None]
     found: Any = joined(deep, hidden, 32)
     expected = torch.cat([torch.zeros(2, 32), states(1, seed=1), torch.zeros(3, 32)])
     assert torch.equal(found, expected)
-    wide: Any = joined(deep, hidden, 96)  # nor what its heads have no states for
+    wide: Any = joined(deep, hidden, 96)  # narrower states are padded
     assert torch.equal(wide, nn.functional.pad(expected, (0, 64)))
     assert joined([None, None, None], hidden, 96) is None

@@ -1,4 +1,4 @@
-"""What a name stands for: model folders, GGUF files, hub ids, the default model, and heads."""
+"""Resolving names: model folders, GGUF files, hub ids, the default model and exit heads."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def gguf(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """De-quantising replaced by writing two small files; the folders written to."""
+    """Replace de-quantising with a stub that writes two files; the folders it wrote to."""
     calls: list[Path] = []
 
     def convert(gguf: Path, out: Path, dtype: str) -> None:
@@ -103,11 +103,11 @@ def test_a_conversion_that_ends_early_leaves_nothing_half_written(
 
 
 @pytest.mark.parametrize("error", [OSError(28, "full"), RuntimeError("full (os error 28)")])
-def test_a_full_cache_is_not_laid_on_the_file(
+def test_a_full_cache_is_not_blamed_on_the_file(
     gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     monkeypatch.setattr(pretrained, "_write_tokenizer", Mock(side_effect=error))
-    with pytest.raises(type(error), match="full"):  # the caller says where it wrote
+    with pytest.raises(type(error), match="full"):  # the caller adds the path
         pretrained.describe_gguf(gguf, tmp_path)
 
 
@@ -201,7 +201,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("dtype", ["float32", torch.bfloat16])
-def test_model_loads_in_eval_mode_as_it_was_asked_for(folder: Path, dtype: Any) -> None:
+def test_model_loads_in_eval_mode_with_the_requested_options(folder: Path, dtype: Any) -> None:
     options: Any = {"dtype": dtype, "device": "cpu", "attn_implementation": "eager"}
     model, tokenizer, files = hub.load_model(folder, **options)
     assert str(model.dtype).removeprefix("torch.") == str(dtype).removeprefix("torch.")
@@ -212,13 +212,13 @@ def test_model_loads_in_eval_mode_as_it_was_asked_for(folder: Path, dtype: Any) 
     assert [Path(path).name for path, _, _ in files.stamps] == ["config.json", "model.safetensors"]
 
 
-def test_files_beside_whole_weights_are_not_looked_at(tmp_path: Path) -> None:
+def test_other_files_beside_complete_weights_are_ignored(tmp_path: Path) -> None:
     save_tiny(tmp_path)
     save_file({"up.weight": torch.ones(2, dtype=torch.int8)}, tmp_path / "eight-bits.safetensors")
     assert hub.load_model(tmp_path, dtype="float32", device="cpu")[0].num_parameters()
 
 
-def test_a_model_that_knows_no_sdpa_is_loaded_all_the_same(tmp_path: Path) -> None:
+def test_a_model_without_sdpa_support_still_loads(tmp_path: Path) -> None:
     save_tiny(tmp_path, "gemma2")
     write_model(tmp_path / "it.gguf", "gemma2", {}, "Q8_0")
     for place in (tmp_path, tmp_path / "it.gguf"):
@@ -242,7 +242,7 @@ def test_layers_are_spread_over_devices_on_request(
 
 
 @pytest.mark.parametrize("shown", [True, False])
-def test_loading_shows_no_bars_and_leaves_the_setting_alone(
+def test_loading_shows_no_progress_bars_and_keeps_the_setting(
     folder: Path, shown: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     bars: Any = transformers_logging
@@ -263,7 +263,7 @@ def test_loading_shows_no_bars_and_leaves_the_setting_alone(
         ("token*", r"has no tokenizer \(tokenizer\*, vocab\*, \*.model\)\. Copy"),
     ],
 )
-def test_what_a_model_folder_lacks_is_named_on_one_line(
+def test_a_missing_file_of_a_model_folder_is_named_on_one_line(
     folder: Path, tmp_path: Path, gone: str, message: str
 ) -> None:
     broken = Path(shutil.copytree(folder, tmp_path / "broken"))
@@ -282,7 +282,7 @@ def test_what_a_model_folder_lacks_is_named_on_one_line(
 
 @pytest.fixture
 def bundled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A source checkout with two heads folders and one that is none."""
+    """A source checkout with two folders of heads and one folder without heads."""
     root = tmp_path / "checkout"
     for name in ("b-heads", "a-heads"):
         (root / "checkpoints" / name).mkdir(parents=True)

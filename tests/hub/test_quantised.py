@@ -1,6 +1,6 @@
-"""Models whose weights stay as whole numbers of their files, against the numbers they stand for.
+"""Models that keep the quantised weights of their files, against the de-quantised models.
 
-GGUF files, and folders as GPTQ, AWQ and compressed-tensors write them.
+The files are GGUF, or folders in the formats of GPTQ, AWQ and compressed-tensors.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from tests.talks import make_tokenizer
 
 
 def same_texts(blocks: Any, numbers: Any, ids: Tensor) -> list[Backbone]:
-    """Both models run fused, and write the same.
+    """Check that both models run fused and, in float32, write the same text; their backbones.
 
-    In bfloat16 a processor may round no weight that is kept as blocks, and texts part at ties.
+    In bfloat16 a kernel may leave quantised weights unrounded: near ties can resolve differently.
     """
     both_ways = [selfspec.wrap(model, drafter="ngram") for model in (blocks, numbers)]
     for one in both_ways:
@@ -60,10 +60,10 @@ Q4_K_M = {"ffn_down": "Q6_K", "attn_v": "Q6_K", "token_embd": "Q6_K"}
 
 
 def both(path: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    """From blocks, and de-quantised by transformers."""
+    """The model with quantised blocks, and the same model de-quantised by transformers."""
     name = {"gguf_file": path.name}
     config = AutoConfig.from_pretrained(path.parent, **name)
-    attention = "eager" if config.model_type == "gemma2" else "sdpa"  # the only one it has
+    attention = "eager" if config.model_type == "gemma2" else "sdpa"  # gemma2 supports no other
     blocks = gguf_files.load(path, read_header(path), config, dtype, attention)
     numbers: Any = AutoModelForCausalLM.from_pretrained(
         path.parent,
@@ -72,7 +72,7 @@ def both(path: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
         attn_implementation=attention,
         quantization_config=GgufConfig(dequantize=True),
     )
-    for weight in numbers.parameters():  # not the rotations, which `to` would round as well
+    for weight in numbers.parameters():  # `numbers.to` would also round the rotary frequencies
         weight.data = weight.data.to(dtype)
     return blocks, numbers.eval()
 
@@ -89,7 +89,7 @@ def both(path: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
         ("gemma3", Q4_K_M, "Q4_K", torch.bfloat16),
     ],
 )
-def test_a_model_of_blocks_is_the_de_quantised_model(
+def test_a_quantised_model_equals_the_de_quantised_model(
     tmp_path: Path, architecture: str, kinds: dict[str, str], kind: str, dtype: torch.dtype
 ) -> None:
     write_model(tmp_path / "it.gguf", architecture, kinds, kind)
@@ -129,10 +129,10 @@ def rotations(**rope: Any) -> Any:
         {"rope_type": "longrope", **LONG, "original_max_position_embeddings": 32},
     ],
 )
-def test_rotations_are_scaled_as_the_file_says(
+def test_rotary_scaling_follows_the_file(
     tmp_path: Path, rope: dict[str, Any], blocks: bool
 ) -> None:
-    """Files of Llama 3 and Phi say it by tensors, others by values."""
+    """Llama 3 and Phi files store the scaling as tensors, other files as metadata values."""
     scaled, names = rotations(**rope), {"rope_type": "type"}
     names["original_max_position_embeddings"] = "original_context_length"
     said: Any = {"scaling": {names.get(name, name): value for name, value in rope.items()}}
@@ -140,7 +140,7 @@ def test_rotations_are_scaled_as_the_file_says(
         usual = rotations(rope_type="default").inv_freq
         said = {"divisors": {"rope_freqs": (usual / scaled.inv_freq).numpy()}}
     if rope["rope_type"] == "longrope":
-        pytest.importorskip("transformers", "5.18")  # older ones read Phi's tokens as letters
+        pytest.importorskip("transformers", "5.18")  # older versions split Phi's text into letters
         short, long = (np.array(rope[f"{one}_factor"], np.float32) for one in ("short", "long"))
         said = {"scaling": {"original_context_length": 32}, "architecture": "phi3"}
         said["divisors"] = {"rope_factors_long": long, "rope_factors_short": short}
@@ -179,15 +179,15 @@ def test_the_largest_gemma_scales_queries_by_its_width(
         },
     ],
 )
-def test_other_ways_to_scale_rotations_are_refused(tmp_path: Path, said: Any) -> None:
+def test_unsupported_rotary_scaling_is_refused(tmp_path: Path, said: Any) -> None:
     if "architecture" in said:
-        pytest.importorskip("transformers", "5.18")  # older ones read Phi's tokens as letters
+        pytest.importorskip("transformers", "5.18")  # older versions split Phi's text into letters
     write_model(tmp_path / "it.gguf", **said)
     with pytest.raises(ModelNotFound, match=r"it\.gguf.*(scales rot|field must be|is empty)"):
         hub.load_model(tmp_path / "it.gguf", device="cpu", blocks=True)
 
 
-def test_a_file_that_was_loaded_is_not_read_as_a_whole_again(
+def test_a_file_loaded_before_is_not_read_in_full_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_model(place := tmp_path / "it.gguf")
@@ -200,14 +200,14 @@ def test_a_file_that_was_loaded_is_not_read_as_a_whole_again(
     assert max(sizes) == read_header(place).described < place.stat().st_size / 2
     parses = noted(monkeypatch, gguf_reader, "load_gguf_checkpoint", lambda *_, **__: None)
     pretrained.describe_gguf(place, tmp_path / "described")
-    assert len(parses) <= 1  # none, where transformers' newer reader knows the architecture
+    assert len(parses) <= 1  # 0 where transformers' newer reader knows the architecture
 
 
-def test_what_a_tokenizer_panics_at_is_one_line(
+def test_a_panic_of_the_tokenizer_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_model(tmp_path / "it.gguf")
-    panic = type("PanicException", (BaseException,), {})("range end index 2")  # as Rust's
+    panic = type("PanicException", (BaseException,), {})("range end index 2")  # from Rust
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", MagicMock(side_effect=panic))
     with pytest.raises(ModelNotFound, match=r"cannot read .*: range end index 2"):
         hub.load_model(tmp_path / "it.gguf", device="cpu", blocks=True)
@@ -217,7 +217,7 @@ def test_what_a_tokenizer_panics_at_is_one_line(
 def test_a_tokenizer_that_loses_blanks_or_words_is_refused(
     tmp_path: Path, blocks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With transformers 5.17 those of Phi and Gemma do."""
+    """The tokenizers of Phi and Gemma do so in transformers 5.17."""
     write_model(tmp_path / "it.gguf", "phi3")
     letters = {
         "return_value.decode.return_value": "one two",
@@ -230,10 +230,10 @@ def test_a_tokenizer_that_loses_blanks_or_words_is_refused(
             hub.load_model(tmp_path / "it.gguf", device="cpu", blocks=blocks)
 
 
-def test_what_transformers_5_17_reads_otherwise_is_set_right(
+def test_wrong_decoder_and_end_of_transformers_5_17_are_corrected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It puts SentencePiece's decoder in front: grammars then allowed other text; and ends."""
+    """It prepends SentencePiece's decoder (grammars then allowed other text) and a wrong end."""
     write_model(tmp_path / "it.gguf")
     older = AutoTokenizer.from_pretrained(tmp_path, gguf_file="it.gguf")
     both = [decoders.ByteFallback(), decoders.Fuse(), decoders.ByteLevel()]
@@ -246,11 +246,11 @@ def test_what_transformers_5_17_reads_otherwise_is_set_right(
     assert older.eos_token_id == older.init_kwargs["eos_token_id"]
 
 
-def test_an_embedding_may_be_the_unembedding_too(tmp_path: Path) -> None:
+def test_embedding_and_unembedding_may_be_tied(tmp_path: Path) -> None:
     write_model(tmp_path / "it.gguf", tied=True)
     blocks, numbers = both(tmp_path / "it.gguf")
     assert blocks.lm_head.weight is blocks.model.embed_tokens.weight
-    blocks.save_pretrained(tmp_path / "saved")  # as numbers
+    blocks.save_pretrained(tmp_path / "saved")  # de-quantised
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
     ids = torch.arange(9)[None]
     with torch.inference_mode():
@@ -281,10 +281,10 @@ def test_a_dtype_is_chosen_where_none_is_asked_for(
     assert hub.load_model(tmp_path / "it.gguf", device="cpu")[0].dtype == torch.bfloat16
 
 
-def test_other_executors_get_numbers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_other_executors_de_quantise(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_model(tmp_path / "it.gguf")
     pretrained.convert_gguf(tmp_path / "it.gguf", tmp_path / "made", "float32")
-    assert "Converting" not in capfd.readouterr().err  # a bar of transformers'
+    assert "Converting" not in capfd.readouterr().err  # a progress bar of transformers
     loaded = selfspec.load(tmp_path / "it.gguf", dtype="float32", executor="generic")
     assert not any(isinstance(w, QuantisedWeight) for w in loaded.model.parameters())
     blocks, _ = both(tmp_path / "it.gguf")
@@ -314,14 +314,14 @@ def test_the_default_model_stays_as_it_is() -> None:
         assert str(text).endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
 
 
-# --- folders, as GPTQ, AWQ and compressed-tensors write them, number by number
+# --- folders in the formats of GPTQ, AWQ and compressed-tensors
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which of eight neighbours each four bits of a word hold, the lowest first."""
+"""Which of eight neighbours each 4-bit field of a word holds, lowest field first."""
 
 
 class Kept(NamedTuple):
-    """A linear layer as a method keeps it."""
+    """A quantised linear layer."""
 
     quants: Tensor  # [out, in], from 0
     scales: Tensor  # [out, groups]
@@ -329,7 +329,7 @@ class Kept(NamedTuple):
     group_of: Tensor  # [in]
 
     def numbers(self) -> Tensor:
-        """[out, in], float64: exact."""
+        """The de-quantised weights, [out, in], exact in float64."""
         counted = self.quants - self.zeros[:, self.group_of]
         return counted.double() * self.scales.double()[:, self.group_of]
 
@@ -337,7 +337,7 @@ class Kept(NamedTuple):
 def random_layer(
     out: int, inner: int, bits: int, group: int, symmetric: bool, shuffled: bool, seed: int
 ) -> Kept:
-    """Any numbers, in groups of so many inputs (0: one scale for all); bfloat16 and float16."""
+    """A random layer in groups of `group` inputs (0: one group); scales exact in 16-bit floats."""
     draw = torch.Generator().manual_seed(seed)
     most, groups = 1 << bits, -(-inner // (group or inner))
     quants = torch.randint(most, (out, inner), generator=draw)
@@ -361,7 +361,7 @@ def write_folder(
     shuffled: bool = False,
     said: Mapping[str, Any] | None = None,
 ) -> dict[str, Tensor]:
-    """A Llama kept so; its numbers by name. `said` replaces what its config says."""
+    """Write a Llama quantised by `method`; its weights by name. `said` overrides its config."""
     model = make_model(
         "llama", hidden_size=64, intermediate_size=128, head_dim=16, num_hidden_layers=2
     )
@@ -393,7 +393,7 @@ def write_folder(
 
 
 def words(values: Tensor, bits: int, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
-    """[n, count] -> int32 [n, count * bits / 32], one shift at a time."""
+    """Pack values of `bits` bits: [n, count] -> int32 [n, count * bits / 32]."""
     per_word = 32 // bits
     source = values.numpy().astype(np.uint64)
     missing = -source.shape[1] % per_word
@@ -407,7 +407,7 @@ def words(values: Tensor, bits: int, order: tuple[int, ...] = tuple(range(8))) -
 def gptq(kept: Kept, bits: int) -> dict[str, Tensor]:
     return {
         "qweight": words(kept.quants, bits).T,
-        "qzeros": words(kept.zeros.T, bits) - ((1 << 32) - 1) // ((1 << bits) - 1),  # of each zero
+        "qzeros": words(kept.zeros.T, bits) - ((1 << 32) - 1) // ((1 << bits) - 1),  # zero - 1
         "scales": kept.scales.T.to(torch.float16),
         "g_idx": kept.group_of.to(torch.int32),
     }
@@ -479,7 +479,7 @@ WAYS: list[tuple[str, dict[str, Any], bool]] = [
     ("method", "options", "stay", "dtype"),
     [(*way, torch.float32) for way in WAYS] + [(*way, torch.bfloat16) for way in WAYS[2:5]],
 )
-def test_a_folder_is_the_numbers_that_it_stands_for(
+def test_a_folder_loads_as_its_de_quantised_weights(
     tmp_path: Path, method: str, options: dict[str, Any], stay: bool, dtype: torch.dtype
 ) -> None:
     expected = write_folder(tmp_path, method, **options)
@@ -499,12 +499,12 @@ def test_a_folder_is_the_numbers_that_it_stands_for(
     ("method", "options"),
     [way[:2] for way in WAYS if way[0].endswith("quantized") and "shuffled" not in way[1]],
 )
-def test_transformers_de_quantises_to_the_same(
+def test_transformers_de_quantises_to_the_same_weights(
     tmp_path: Path, method: str, options: dict[str, Any]
 ) -> None:
     pytest.importorskip("compressed_tensors", reason="needs compressed-tensors")
     if method == "int-quantized":
-        pytest.importorskip("transformers", "5.24")  # 5.22 fails at it
+        pytest.importorskip("transformers", "5.24")  # 5.22 fails here
     from transformers import CompressedTensorsConfig
 
     write_folder(tmp_path, method, **options)
@@ -527,17 +527,17 @@ def loaded(folder: Path, dtype: str) -> dict[str, Tensor]:
 def test_version_2_of_gptq_takes_nothing_off_its_zeros(tmp_path: Path) -> None:
     expected = write_folder(tmp_path, "gptq", said={"checkpoint_format": "gptq_v2"})
     found = loaded(tmp_path, "float32")[f"{UP}.weight"]
-    assert bool((found > expected[f"{UP}.weight"]).all())  # counted from one less
+    assert bool((found > expected[f"{UP}.weight"]).all())  # each zero is read as one less
 
 
-def test_inputs_may_have_places_for_an_order_that_nobody_set(tmp_path: Path) -> None:
+def test_an_unset_group_index_is_ignored(tmp_path: Path) -> None:
     expected, unset = write_folder(tmp_path, "pack-quantized"), torch.full((64,), -1).int()
     tensors(lambda held: held.update({f"{UP}.weight_g_idx": unset}))(tmp_path)
     assert torch.equal(loaded(tmp_path, "float64")[f"{UP}.weight"], expected[f"{UP}.weight"])
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
-def test_other_dtypes_get_numbers(tmp_path: Path, dtype: str) -> None:
+def test_other_dtypes_get_de_quantised_weights(tmp_path: Path, dtype: str) -> None:
     expected = write_folder(tmp_path, "awq")
     for name, weight in loaded(tmp_path, dtype).items():
         assert torch.equal(weight, expected[name].to(getattr(torch, dtype))), name
@@ -570,7 +570,7 @@ def change(name: str, to: Callable[[Tensor], Tensor]) -> Change:
 
 
 def written(folder: Path, method: str, **said: Any) -> Path:
-    """A model kept so: a GGUF file, or the folder."""
+    """Write a model quantised by `method`; the path of its GGUF file or its folder."""
     if method == "GGUF":
         write_model(folder / "it.gguf", **said)
         return folder / "it.gguf"
@@ -651,7 +651,7 @@ def test_damage_is_refused_in_one_line(
         ("awq", "h.0.mlp.act.scales", "its activations are scaled"),
     ],
 )
-def test_other_ways_are_left_to_transformers(
+def test_other_formats_are_left_to_transformers(
     tmp_path: Path,
     method: str,
     says: dict[str, Any] | str,
@@ -663,7 +663,7 @@ def test_other_ways_are_left_to_transformers(
     convert = lambda _gguf, out, dtype: (out / "config.json").write_text("{}")  # noqa: E731
     monkeypatch.setattr(pretrained, "convert_gguf", convert)
     place = written(tmp_path, method, **(says if isinstance(says, dict) else {}))
-    if isinstance(says, str):  # the name that a tensor gets
+    if isinstance(says, str):  # the new name of a tensor
         tensors(lambda held: held.update({says: held.pop(f"{UP}.qweight")}))(place)
     with caplog.at_level(logging.INFO):
         hub.load_model(place, device="cpu", blocks=True)
