@@ -1,4 +1,4 @@
-"""Fixtures of the command's tests: a fake Speculator, standard input, a log put back, a folder."""
+"""Fixtures of the CLI tests: a fake Speculator, standard input, a restored log, a folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.talks import WORDS, save_tiny, talk_lines
 
 @pytest.fixture(autouse=True)
 def quiet_afterwards() -> Iterator[None]:
-    """Takes back the handler that a command adds: it writes to this test's standard error."""
+    """Remove the log handler that a command adds: it writes to this test's standard error."""
     logger = logging.getLogger("selfspec")
     handlers, level = list(logger.handlers), logger.level
     yield
@@ -33,9 +33,9 @@ def quiet_afterwards() -> Iterator[None]:
 
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
-    """Runs a command and gives what it wrote, once its exit code is as said: 0, if nothing is.
+    """Run a command, check its exit code (default 0) and return its output.
 
-    Standard input is what is `given`; None: as it is.
+    Standard input holds `given`. None leaves it unchanged.
     """
 
     def called(arguments: list[str], code: int = 0, *, given: bytes | None = b"") -> Any:
@@ -51,7 +51,7 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def speculator(monkeypatch: pytest.MonkeyPatch) -> FakeSpeculator:
-    """What every command loads; `loaded` holds what it was asked with."""
+    """The speculator that every command loads. `loaded` holds the arguments of that call."""
     fake = FakeSpeculator()
 
     def load(asked: Asked) -> FakeSpeculator:
@@ -64,7 +64,7 @@ def speculator(monkeypatch: pytest.MonkeyPatch) -> FakeSpeculator:
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone) -> Path:
-    """Tiny models (`words` has a vocabulary of ten), two sets of heads, talks, a suite."""
+    """Tiny models (`words` has a vocabulary of ten), two sets of heads, conversations, a suite."""
     folder = tmp_path_factory.mktemp("made")
     save_tiny(folder / "model")
     save_tiny(folder / "words", vocab_size=len(WORDS))
@@ -80,6 +80,6 @@ def made(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone) -> Path:
 
 @pytest.fixture
 def workplace(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder: one of this test's own, with links to what is made."""
+    """The current folder: one for this test, with links to the files of `made`."""
     monkeypatch.chdir(link_all(made, tmp_path))
     return tmp_path

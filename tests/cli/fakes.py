@@ -15,7 +15,7 @@ from selfspec.decoding.stats import Giver
 from selfspec.errors import InvalidPrompt
 from selfspec.hub.models import DEFAULT_HEADS
 
-Call = Callable[..., Any]  # of a command: `call` in conftest.py
+Call = Callable[..., Any]  # the fixture `call` in conftest.py
 
 STATS: Any = SimpleNamespace(
     **{"rounds": 1, "prompt_tokens": 10, "new_tokens": 2},
@@ -40,7 +40,7 @@ class FakeAnswer:
 
 @dataclass
 class FakeStream:
-    """Gives its pieces one by one; an exception among them is raised there."""
+    """A stream of scripted pieces. An exception among the pieces is raised in its place."""
 
     pieces: list[Any]
     giver: Giver = _GIVER
@@ -64,7 +64,7 @@ class FakeStream:
 
 @dataclass
 class FakeSpeculator:
-    """Records prompts and options; answers each with the next of `answers`."""
+    """Records prompts and options. Answers each prompt with the next of `answers`."""
 
     answers: list[list[Any]] = field(default_factory=lambda: [["Hello ", "you."]])
     label: str = "fake"
@@ -80,7 +80,7 @@ class FakeSpeculator:
     loaded: Asked | None = None
     room: tuple[int, int | None] | None = None
     broken: dict[int, BaseException] = field(default_factory=dict)
-    """Raised at these numbers of many prompts."""
+    """The errors that `generate_each` raises, by index of the prompt."""
 
     def stream(self, prompt: Any, **options: Any) -> FakeStream:
         self.prompts.append(prompt)
@@ -98,7 +98,7 @@ class FakeSpeculator:
     def generate_each(
         self, prompts: Iterable[Any], *, seeds: Iterable[Any] | None, **options: Any
     ) -> Iterator[tuple[int, Any]]:
-        """Even numbers first; an answer's text is its prompt's number and seed."""
+        """Answer prompts of even index first. An answer's text is its prompt and seed."""
         self.room = options.pop("most"), options.pop("kv_memory")
         self.given = options
         asked = list(zip(prompts, seeds or itertools.repeat(None), strict=False))

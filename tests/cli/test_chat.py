@@ -1,4 +1,4 @@
-"""`selfspec chat`: turns and commands through a pipe, then a real terminal."""
+"""`selfspec chat`: turns and commands through a pipe, then in a real terminal."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def system(text: str) -> dict[str, str]:
                 [system("s"), user("c")],
             ],
         ),
-        # an answer that is interrupted keeps what was said
+        # an interrupted answer keeps its text so far
         (
             "a\nb\n",
             [["half", KeyboardInterrupt()], ["whole"]],
@@ -54,7 +54,7 @@ def system(text: str) -> dict[str, str]:
             [[KeyboardInterrupt()], [InvalidPrompt("too long. /clear")], ["fine"]],
             [[system("s"), user(text)] for text in ("a", "b", "c")],
         ),
-        # the second retry gets no answer: the one that was there stays
+        # the second retry gets no answer: the former answer stays
         (
             "a\n/retry\n/retry\n/system be kind\nb\n/undo\n/undo\nc\n",
             [["one"], ["two"], [KeyboardInterrupt()], ["three"], ["four"]],
@@ -66,7 +66,7 @@ def system(text: str) -> dict[str, str]:
         ),
     ],
 )
-def test_chat_remembers_what_was_said_and_what_commands_changed(
+def test_chat_keeps_the_conversation_and_the_changes_of_commands(
     typed: str, answers: list[list[Any]], asked: list[Any], speculator: FakeSpeculator, call: Call
 ) -> None:
     speculator.answers = list(answers)
@@ -83,7 +83,7 @@ def test_chat_remembers_what_was_said_and_what_commands_changed(
     assert [stream.closed for stream in speculator.streams] == broken
 
 
-def test_a_talk_is_saved_and_loaded(speculator: FakeSpeculator, call: Call, tmp_path: Path) -> None:
+def test_chats_are_saved_and_loaded(speculator: FakeSpeculator, call: Call, tmp_path: Path) -> None:
     kept, strange = tmp_path / "talk.json", tmp_path / "strange.json"
     strange.write_text('{"messages": [{"role": "robot", "content": "x"}]}')
     speculator.answers = [["one"], ["two"], ["three"]]
@@ -108,7 +108,7 @@ def test_a_talk_is_saved_and_loaded(speculator: FakeSpeculator, call: Call, tmp_
         ("/stats", "no answer yet"),
     ],
 )
-def test_a_wrong_command_is_said_on_one_line(
+def test_a_wrong_command_is_reported_on_one_line(
     line: str, words: str, speculator: FakeSpeculator, call: Call
 ) -> None:
     (shown,) = call(["chat"], given=f"{line}\n".encode()).err.splitlines()
@@ -163,10 +163,10 @@ WAITS = "tokens i"
 
 
 class Terminal:
-    """A chat of a fake model, 40 columns wide; says where the cursor is when asked."""
+    """A chat with a fake model, 40 columns wide. Answers queries for the cursor position."""
 
     def __init__(self, state: Path, *arguments: str, term: str = "xterm-256color") -> None:
-        set_here = ("NO_COLOR", "COLUMNS", "LINES")  # the latter two by pytest-xdist
+        set_here = ("NO_COLOR", "COLUMNS", "LINES")  # pytest-xdist sets the last two
         inherited = {key: value for key, value in os.environ.items() if key not in set_here}
         own = {"TERM": term, "XDG_STATE_HOME": str(state)}
         self.process = pexpect.spawn(
@@ -220,10 +220,10 @@ def test_in_a_terminal(terminal: Callable[..., Terminal], tmp_path: Path) -> Non
     chat.send("a\x1b\rb\\\rc\r")
     chat.expect(r"<a\|b\|c>11")
     chat.expect(WAITS)
-    # a smaller window and Ctrl-C keep what was said; so the next answer knows it
+    # the text so far survives a smaller window and Ctrl-C, and enters the next prompt
     chat.send("long\r")
     chat.expect("<long>7")
-    chat.send("typed ahead")  # not written into the answer; Ctrl-C drops it
+    chat.send("typed ahead")  # not shown in the answer; Ctrl-C drops it
     chat.process.setwinsize(24, 20)
     chat.expect("<long>19")
     assert "typed" not in chat.seen
@@ -234,7 +234,7 @@ def test_in_a_terminal(terminal: Callable[..., Terminal], tmp_path: Path) -> Non
     chat.expect("3 prompts")
     chat.send("/save talk\x7f\x7f\x7f\x7f" + str(tmp_path / "talk") + "\r")
     chat.expect("wrote")
-    # earlier lines come back; Ctrl-C at the prompt drops what was typed
+    # the history recalls earlier lines; Ctrl-C at the prompt drops the line
     chat.expect(WAITS)
     chat.send("dropped\x03")
     chat.send("\x1b[A\x1b[A\x1b[A\r")
@@ -253,7 +253,7 @@ def test_in_a_terminal(terminal: Callable[..., Terminal], tmp_path: Path) -> Non
 
 
 def test_without_colours(terminal: Callable[..., Terminal]) -> None:
-    """As NO_COLOR does by rich."""
+    """Check `--no-colour`; rich itself handles NO_COLOR."""
     chat = terminal("--no-colour")
     chat.send("hi\r")
     chat.expect(r"<hi>0 <hi>1 <hi>2")
@@ -261,7 +261,7 @@ def test_without_colours(terminal: Callable[..., Terminal]) -> None:
     assert chat.end() == 0
 
 
-def test_on_a_dumb_terminal_no_cursor_is_moved(terminal: Callable[..., Terminal]) -> None:
+def test_a_dumb_terminal_gets_no_escapes(terminal: Callable[..., Terminal]) -> None:
     chat = terminal(term="dumb")
     seen = chat.seen
     for line, answer in (("hi", "<hi>11"), ("/stats", "2 tokens at"), ("/quit", pexpect.EOF)):

@@ -1,4 +1,4 @@
-"""`selfspec generate` and `demo`: where prompts come from, where answers go, many at once."""
+"""`selfspec generate` and `demo`: sources of prompts, outputs, and files of many prompts."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_schema_or_a_grammar_is_read_from_a_file(
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
-def test_an_answer_that_was_cut_says_so_unless_that_was_asked_for(
+def test_a_cut_answer_is_reported_unless_its_length_was_given(
     command: str, speculator: FakeSpeculator, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
     monkeypatch.setattr(FakeStream, "result", FakeAnswer(token_ids=[5], stop_reason="length"))
@@ -154,11 +154,11 @@ def test_a_stopped_run_goes_on(speculator: FakeSpeculator, asked: list[str], cal
     assert main([*asked, "--seed", "6"]) == 2  # other options
     speculator.broken, speculator.prompts = {}, []
     assert main([*asked, "--seed", "5"]) == 0
-    assert len(speculator.prompts) == 2  # numbers 0 and 2 were there
+    assert len(speculator.prompts) == 2  # prompts 0 and 2 were done
     assert texts() == ["one 5", "two 6", None, "four 8"]
 
 
-def test_an_old_run_gives_way_on_request_and_a_damaged_one_is_named(
+def test_overwrite_replaces_an_old_run_and_a_damaged_one_is_named(
     speculator: FakeSpeculator, asked: list[str], call: Call
 ) -> None:
     speculator.broken = {1: KeyboardInterrupt()}
@@ -174,7 +174,7 @@ def test_an_old_run_gives_way_on_request_and_a_damaged_one_is_named(
     speculator.broken = {}
     assert main([*asked, "--seed", "6", "--overwrite"]) == 0
     assert texts() == ["one 6", "two 7", None, "four 9"]
-    # nor is the output replaced unasked, or where it is another's
+    # the output is not replaced without --overwrite, and never if selfspec did not write it
     assert "is there already. Give --overwrite" in call(asked, 2).err
     OUT.write_text("mine")
     assert main([*asked, "--overwrite"]) == 2

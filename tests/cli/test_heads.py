@@ -1,4 +1,4 @@
-"""`selfspec heads`: what is listed, shown, checked and pulled; pushing is in test_own_model."""
+"""`selfspec heads`: list, show, check and pull; test_own_model has push."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SHARES = {"positions": 9, "agreement": 0.5, "agreement_second": None}
 
 @pytest.fixture
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkout whose only heads are these; their weights are 1 MB of nothing."""
+    """A checkout with one set of heads. Its weights are 1 MB of zeros."""
     folder = tmp_path / "checkpoints" / "toy"
     folder.mkdir(parents=True)
     make_config(**CONFIG).write(folder)
@@ -61,7 +61,7 @@ def test_heads_that_a_full_disk_forgets_are_not_called_nameless(toy: Path, call:
     assert "which weights they are for" not in said
 
 
-def test_list_names_what_is_there_and_skips_a_damaged_folder(toy: Path, call: Call) -> None:
+def test_list_names_all_heads_and_skips_a_damaged_folder(toy: Path, call: Call) -> None:
     header, line = call(["heads", "list"]).out.splitlines()
     assert header.split() == ["name", "base", "model", "exit", "layers", "type", "MB"]
     assert line.split() == ["toy", "toy-model", "2,", "4", "translator", "1.0"]
@@ -126,7 +126,7 @@ def test_check_says_ok_or_fails_with_the_reason(
         ("README.md", "my own words", "README.md is not the card that the records make"),
     ],
 )
-def test_check_names_what_is_not_as_it_should_be(
+def test_check_names_the_wrong_file(
     name: str, text: str | None, why: str, toy: Path, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
     monkeypatch.setattr(facade, "load", lambda *_, **__: FakeSpeculator())
@@ -157,7 +157,7 @@ def test_pulled_heads_are_found_and_replaced(toy: Path, tmp_path: Path, call: Ca
     assert "is there already" in call(["heads", "pull", "mine"]).out
 
 
-def test_heads_of_two_owners_are_kept_apart_and_pulled_anew_each_time(
+def test_heads_of_two_owners_are_kept_apart_and_every_pull_updates(
     toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
     monkeypatch.setattr(hub, "heads_on_hub", lambda name: tmp_path / "hub" / name)
@@ -190,7 +190,7 @@ PLACED: dict[str, Any] = {
         ("run.yaml", "a pipe"),
     ],
 )
-def test_what_is_no_plain_file_is_not_pulled(name: str, kind: str, toy: Path, call: Call) -> None:
+def test_only_plain_files_are_pulled(name: str, kind: str, toy: Path, call: Call) -> None:
     (toy / name).rename((toy / name).with_suffix(".kept"))
     PLACED[kind](toy / name)
     said = call(["heads", "pull", str(toy)], 2).err

@@ -1,4 +1,4 @@
-"""The program as a whole: help and log, flags and files of them, streams, Ctrl-C, users, bugs."""
+"""The whole program: help, log, flags and config files, streams, Ctrl-C, errors and bugs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_help_fits_a_screen_and_help_all_lists_everything(
     assert flags - {"prompt"} <= shown
 
 
-def test_executors_are_those_that_there_are() -> None:
+def test_executor_choices_match_the_executors() -> None:
     assert (backbone.AUTO, *backbone.EXECUTORS) == get_args(base.Executor)
 
 
@@ -90,7 +90,7 @@ def test_the_log_goes_to_stderr_and_quiet_and_verbose_may_stand_anywhere(capsys:
         said = capsys.readouterr().err.splitlines()
         asides = ["next: selfspec fit"] * ("notice" in heard) + ["selfspec: error: wrong"]
         assert said == [*(f"selfspec: {words}" for words in heard), *asides]
-    words = ["lm-eval", "run", "--verbose", "-q"]  # which are its own, wherever ours stand
+    words = ["lm-eval", "run", "--verbose", "-q"]  # lm-eval's own flags, which stay in place
     assert ordered(words) == words
     assert ordered(["-v", *words]) == ["-v", *words]
 
@@ -99,7 +99,7 @@ def test_the_log_goes_to_stderr_and_quiet_and_verbose_may_stand_anywhere(capsys:
 
 
 def shell(words: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run by a shell; `selfspec` in its words is the command. No cache folder of anybody."""
+    """Run `words` in a shell with an empty cache folder; a leading `selfspec` is the program."""
     words = words.replace("selfspec ", f"{sys.executable} -m selfspec ", 1)
     own = {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache"), **variables}
     return subprocess.run(
@@ -113,7 +113,7 @@ def shell(words: str, folder: Path, **variables: str) -> subprocess.CompletedPro
     )
 
 
-def test_a_shell_completes_commands_and_hears_a_process_out(tmp_path: Path) -> None:
+def test_shell_completion_and_exit_handlers_work(tmp_path: Path) -> None:
     asked = {"_SELFSPEC_COMPLETE": "complete_bash", "COMP_WORDS": "selfspec cha", "COMP_CWORD": "1"}
     last = 'main.main = lambda words: atexit.register(print, "last words") and 3; '
     for own, code, said in (("", 0, "chat"), (last, 3, "last words")):
@@ -135,7 +135,7 @@ def test_a_shell_completes_commands_and_hears_a_process_out(tmp_path: Path) -> N
         ("cat /dev/zero | selfspec generate", 2, "has more than 4194304 bytes"),
     ],
 )
-def test_streams_that_are_closed_or_full(words: str, code: int, said: str, tmp_path: Path) -> None:
+def test_closed_or_full_streams(words: str, code: int, said: str, tmp_path: Path) -> None:
     furnish(tmp_path)
     result = shell(words, tmp_path)
     assert result.returncode == code, result.stderr
@@ -145,7 +145,7 @@ def test_streams_that_are_closed_or_full(words: str, code: int, said: str, tmp_p
 
 
 @pytest.mark.parametrize("words", ["--help", "heads list"])
-def test_nobody_reads_and_nothing_is_said(words: str) -> None:
+def test_a_closed_pipe_ends_the_program_silently(words: str) -> None:
     read, write = os.pipe()
     os.close(read)
     result = subprocess.run(
@@ -156,11 +156,11 @@ def test_nobody_reads_and_nothing_is_said(words: str) -> None:
 
 
 @pytest.mark.parametrize("delay_s", [0.15, 0.7, 3.0])
-def test_ctrl_c_ends_it_with_130_whenever_it_comes(delay_s: float, tmp_path: Path) -> None:
-    """While modules are imported, while a model is loaded, or while it waits for a prompt."""
+def test_ctrl_c_at_any_time_exits_with_130(delay_s: float, tmp_path: Path) -> None:
+    """Interrupt imports, the loading of a model, or the wait for a prompt."""
     furnish(tmp_path)
     before = snapshot(tmp_path)
-    minding = ["env", "--default-signal=INT"]  # what runs in the background ignores it from birth
+    minding = ["env", "--default-signal=INT"]  # a background process starts with SIGINT ignored
     command = [*minding, *SELFSPEC, "chat", "--model", "model", "--dtype", "float32"]
     with subprocess.Popen(
         command,
@@ -173,26 +173,26 @@ def test_ctrl_c_ends_it_with_130_whenever_it_comes(delay_s: float, tmp_path: Pat
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(delay_s)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)  # ends what it reads, so that it never waits on
+        _, said = process.communicate(timeout=60)  # closes its stdin: it cannot wait for ever
         code = process.returncode
     assert code in (INTERRUPTED, -signal.SIGINT) or "init_import_site" in said
-    if code == INTERRUPTED:  # else Python itself had not begun with ours
+    if code == INTERRUPTED:  # else Python had not yet reached our code
         assert ("selfspec: interrupted" in said, "Traceback" in said) == (True, False), said
     assert snapshot(tmp_path) == before
 
 
-def test_ctrl_c_within_torch_ends_it_there(tmp_path: Path) -> None:
-    """Torch's import runs Python from C++, which an exception aborts: its stand-in does so too."""
+def test_ctrl_c_during_the_import_of_torch_exits_at_once(tmp_path: Path) -> None:
+    """Torch's import calls Python from C++, where an exception aborts; so does this stand-in."""
     (tmp_path / "torch.py").write_text(
         "import os, sys\nclass Lost:\n    def __del__(self): os.kill(os.getpid(), 2)\n"
-        "Lost()\nsys.stderr.write('it went on')\n"  # what a finaliser raises is lost
+        "Lost()\nsys.stderr.write('it went on')\n"  # a finaliser's exception is lost
         "try:\n    os.kill(os.getpid(), 2)\nexcept KeyboardInterrupt:\n    os.abort()\n"
     )
     done = shell("selfspec generate hi", tmp_path)
     assert (done.returncode, done.stderr) == (INTERRUPTED, "it went on\nselfspec: interrupted\n")
 
 
-# --- bugs, and what is none
+# --- bugs, refusals and interrupts
 
 
 Raised = Callable[..., str]
@@ -200,7 +200,7 @@ Raised = Callable[..., str]
 
 @pytest.fixture
 def raised(monkeypatch: pytest.MonkeyPatch, call: Call) -> Raised:
-    """What a command that raises an error says of it, and its exit code."""
+    """Run a command that raises an error, check its exit code and return its standard error."""
 
     def raise_(error: BaseException, code: int, *flags: str) -> str:
         def mistaken(**_: Any) -> None:
@@ -214,7 +214,7 @@ def raised(monkeypatch: pytest.MonkeyPatch, call: Call) -> Raised:
     return raise_
 
 
-def test_a_bug_says_that_it_is_one_and_where_its_report_is(
+def test_a_bug_is_called_a_bug_and_its_report_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: Raised
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -247,10 +247,10 @@ def test_a_refusal_is_no_bug_and_one_line(error: Exception, words: str, raised: 
     assert (first, last) == ("Traceback (most recent call last):", line)
 
 
-def test_what_ctrl_c_broke_is_no_bug_however_late_it_fails(
+def test_a_late_failure_after_ctrl_c_is_no_bug(
     monkeypatch: pytest.MonkeyPatch, raised: Raised, call: Call
 ) -> None:
-    """A library may swallow the interrupt while it is imported, or miss a name much later."""
+    """A library may swallow the interrupt during its import, and miss a name much later."""
     late = ModuleNotFoundError("Could not import module 'PreTrainedModel'")
     monkeypatch.setattr(facade, "load", lambda **_: cli.interrupts.append(None))
     try:
@@ -261,7 +261,7 @@ def test_what_ctrl_c_broke_is_no_bug_however_late_it_fails(
     raised(late, BUG)
 
 
-# --- flags and the YAML file: what they set, and which of them wins
+# --- flags, environment and YAML files, and their precedence
 
 
 def config(folder: Path, text: str) -> Path:
@@ -269,7 +269,7 @@ def config(folder: Path, text: str) -> Path:
     return folder / "run.yaml"
 
 
-def test_flags_have_no_defaults_and_reach_who_takes_them(speculator: FakeSpeculator) -> None:
+def test_flags_have_no_defaults_and_reach_load_and_generate(speculator: FakeSpeculator) -> None:
     assert main(["generate", "hi"]) == 0
     assert (speculator.loaded, speculator.given) == ({}, {"raw": False})
     speculator.answers = [["one"]]
@@ -290,7 +290,7 @@ def test_flags_have_no_defaults_and_reach_who_takes_them(speculator: FakeSpecula
     }
 
 
-def test_of_an_option_each_setting_is_from_the_flag_or_else_the_file(tmp_path: Path) -> None:
+def test_each_setting_of_an_option_comes_from_its_flag_or_the_file(tmp_path: Path) -> None:
     file = config(
         tmp_path,
         "drafter: {exit: {layers: [4, 8], threshold: 5e-1, max-tokens: 3}}\n"
@@ -312,7 +312,7 @@ def test_of_an_option_each_setting_is_from_the_flag_or_else_the_file(tmp_path: P
     assert SpeculationOptions().updated(alone).exit == Exit(layers=(4,))
 
 
-def test_the_environment_stands_for_flags_between_these_and_a_file(
+def test_environment_variables_rank_between_flags_and_a_file(
     speculator: FakeSpeculator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
     file = config(
@@ -336,13 +336,13 @@ def test_the_environment_stands_for_flags_between_these_and_a_file(
     assert "(of SELFSPEC_SEED in the environment)" in call(["generate", "hi"], 2).err
 
 
-def test_the_default_file_stands_below_all_others(
+def test_the_default_file_has_the_lowest_precedence(
     speculator: FakeSpeculator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
     file = tmp_path / "home" / "selfspec" / "config.yaml"
     file.parent.mkdir(parents=True)
-    # of these, epochs is a key of other commands
+    # generate has no option epochs
     file.write_text(
         "seed: 1\ntop_k: 2\nmin_p: 0.5\nstop_strings: a,b\nepochs: 1\ndrafter: ngram:size=2\n"
     )
@@ -352,7 +352,7 @@ def test_the_default_file_stands_below_all_others(
     assert speculator.given == generation | {"raw": False}
     assert speculator.loaded is not None
     assert speculator.loaded["drafter"] == {"ngram": {"size": "2", "max_tokens": "4"}}
-    # what a mode has no use for is left out there, not refused
+    # options that a mode does not take are ignored in this file, not refused
     file.write_text("model: m\ntemperature: 0.5\nconcurrency: 8\nsystem: s\ndata: d\n")
     refused = call(["trace", "--from", "nowhere"], 2).err
     assert "means nothing" not in refused
@@ -367,7 +367,7 @@ def test_the_default_file_stands_below_all_others(
 
 
 @pytest.mark.parametrize(("seconds", "lines"), [(0.0, "1233"), (60.0, "13")])
-def test_a_log_hears_of_long_work_now_and_then(
+def test_long_work_is_logged_at_intervals(
     seconds: float, lines: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(base, "LOGGED_S", seconds)

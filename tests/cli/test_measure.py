@@ -1,4 +1,4 @@
-"""`selfspec trace`, `tune`, `bench`, `verify`, `env`, plugins: what they print, write, refuse."""
+"""`selfspec trace`, `tune`, `bench`, `verify`, `env`, plugins: output, files and refusals."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run_of(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_results_hold_the_run_the_answers_and_the_tables(workplace: Path, call: Call) -> None:
+def test_bench_writes_the_run_the_answers_and_the_tables(workplace: Path, call: Call) -> None:
     printed = call([*BENCH, "--limit", "2", "--sweep", "exit.max_tokens=1,2"]).out
     out = workplace / "out"
     *_, tables, rates = printed.splitlines()
@@ -88,7 +88,7 @@ def test_peers_get_settings_from_other_prompts_and_lossy_methods_are_marked_and_
     assert main(again) == 0
     summary = json.loads((workplace / "out" / "summary.json").read_text())
     assert summary["quality"]["plain"]["overall"]["exact_share"] == 1.0
-    # where a package is missing, it is told before any work
+    # a missing package is reported before any work
     monkeypatch.setattr("selfspec.errors.find_spec", lambda name: None)
     refused = call([*BENCH, "--output", "new", "--sweep", "acceptance=cm-asd"], 2).err
     assert "bench needs pandas: pip install 'selfspec[eval]'" in refused
@@ -98,14 +98,14 @@ def test_peers_get_settings_from_other_prompts_and_lossy_methods_are_marked_and_
 def test_results_are_neither_overwritten_nor_continued_unasked(
     workplace: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = iter([{"costs": f"row=0.{row}"} for row in range(1, 9)])  # a busy machine keeps none
+    said = iter([{"costs": f"row=0.{row}"} for row in range(1, 9)])  # a busy machine saves no costs
     monkeypatch.setattr(tuned, "first_costs", lambda *_: next(said))
     command = [*BENCH, "--methods", "plain", "--limit"]
     assert main([*command, "1"]) == 0
     answers = workplace / "out" / "answers.jsonl"
     before = answers.read_text()
     assert "out holds results. Give --overwrite" in call([*command, "1"], 2).err
-    (workplace / "out" / "summary.json").unlink()  # as if it had been killed
+    (workplace / "out" / "summary.json").unlink()  # as after a kill
     assert "was begun with limit 1, not 2. Give the same" in call([*command, "2"], 2).err
     assert main([*command, "1"]) == 0
     assert answers.read_text() == before
@@ -115,7 +115,7 @@ def test_results_are_neither_overwritten_nor_continued_unasked(
     assert main([*command, "1", "--concurrency", "1"]) == 0
     (workplace / "out" / "summary.json").unlink()
     assert "its own, out/concurrency.md" in call(["report", "out", "--output", "new"], 2).err
-    bare = [word for word in BENCH if word not in DRAFTS]  # nobody fitted heads to this model
+    bare = [word for word in BENCH if word not in DRAFTS]  # this model has no heads
     assert main([*bare, "--limit", "2", "--overwrite"]) == 0
     assert run_of(workplace)["model"]["heads"] == "none"
     assert len(answers.read_text().splitlines()) == 2
@@ -155,7 +155,7 @@ def test_a_sweep_is_one_setting_per_value(text: str, setting: dict[str, Any]) ->
 # --- trace
 
 
-def test_it_shows_keeps_and_draws_the_answer_that_generate_gives(
+def test_trace_shows_saves_and_draws_the_answer_of_generate(
     workplace: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trace = ["trace", "a b c", *MODEL, *DRAFTS, *SIX, "--raw"]
@@ -178,7 +178,7 @@ def test_it_shows_keeps_and_draws_the_answer_that_generate_gives(
     assert "--card needs matplotlib: pip install" in refused
 
 
-def test_a_model_without_heads_is_seen_through_the_logit_lens(workplace: Path, call: Call) -> None:
+def test_a_model_without_heads_is_traced_with_the_logit_lens(workplace: Path, call: Call) -> None:
     command = ["trace", "a", *MODEL, "--max-new-tokens", "3"]
     assert "no exit heads to look through. Give" in call([*command, "--no-all-layers"], 2).err
     assert "3 tokens, 2 rounds" in call(command).out
@@ -192,7 +192,7 @@ SUITE = ["--suite", "suite.jsonl"]
 
 
 @pytest.mark.usefixtures("empty_cache")
-def test_what_was_tuned_is_kept_used_and_forgotten(workplace: Path, call: Call) -> None:
+def test_tuned_settings_are_kept_used_and_forgotten(workplace: Path, call: Call) -> None:
     found = json.loads(call(["tune", *HEADS, *SIX, *SUITE, "--json"]).out)
     assert [str(file) for file in tuned.files()] == [found["file"]]
     assert (found["prompts"], found["objective"]) == (4, "speed")
@@ -210,9 +210,9 @@ def test_what_was_tuned_is_kept_used_and_forgotten(workplace: Path, call: Call) 
 
 
 @pytest.mark.usefixtures("empty_cache", "workplace")
-def test_a_model_without_heads_is_tuned_for_text_already_seen(call: Call) -> None:
+def test_a_model_without_heads_is_tuned_for_prompt_lookup(call: Call) -> None:
     found = json.loads(call(["tune", *MODEL, *SUITE, *SIX, "--json"]).out)
-    assert found["settings"] == 4 * 4 * 2  # n-grams by lengths, at two costs of rows
+    assert found["settings"] == 4 * 4 * 2  # n-gram sizes x lengths x two row costs
     assert found["options"].get("drafter", "ngram").startswith("ngram")
     options = load("model", dtype="float32").options
     assert options == SpeculationOptions(drafter="ngram").updated(found["options"])
@@ -250,7 +250,7 @@ def facts(call: Call, *arguments: str) -> dict[str, Any]:
     return found
 
 
-def test_env_says_where_all_is(monkeypatch: pytest.MonkeyPatch, call: Call, tmp_path: Path) -> None:
+def test_env_lists_all_facts(monkeypatch: pytest.MonkeyPatch, call: Call, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found = facts(call)
     assert found["cache_folder"] == str(tmp_path / "selfspec")
@@ -264,7 +264,7 @@ def test_env_says_where_all_is(monkeypatch: pytest.MonkeyPatch, call: Call, tmp_
     assert "not installed. Run: pip\n" in shown
 
 
-def test_env_says_how_a_model_runs_and_why_and_measures_it(
+def test_env_explains_the_executor_of_a_model_and_measures_it(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
     monkeypatch.setattr("selfspec.decoding.measure._CPU_BYTES", 4000)
@@ -273,14 +273,14 @@ def test_env_says_how_a_model_runs_and_why_and_measures_it(
     assert found["executor"] == "generic"
     assert "weights are torch.float64" in found["no_fused_executor"]
     assert "resolve near ties differently" in found["drafts"]
-    assert found["speed"]["context_tokens"] == 240  # of 256, sixteen are left for the rows
+    assert found["speed"]["context_tokens"] == 240  # 256, less sixteen for the rows
     lines = {line.split("  ")[0]: line for line in call(["env", *MODEL]).out.splitlines()}
     assert "no draft moves a bit of a logit" in lines["drafts"]
     assert "ms after 240 positions; reading 0." in lines["plain step"]
     assert lines["rows"].endswith(" of a step")
 
 
-def test_lines_say_what_a_step_reads_and_what_rows_cost() -> None:
+def test_speed_lines_give_the_bytes_of_a_step_and_the_cost_of_rows() -> None:
     found = measure.speed_lines(
         StepSpeed(
             context_tokens=256,
@@ -297,7 +297,7 @@ def test_lines_say_what_a_step_reads_and_what_rows_cost() -> None:
     }
 
 
-# --- a model of others' programs: llm and lm-eval
+# --- plugins of llm and lm-eval
 
 
 CASES = ["the cat sat on the mat the cat sat", "the end", "thing on the thing on the"]
@@ -315,12 +315,12 @@ generation_kwargs: {{until: ["q", "dP"], max_gen_toks: 24}}
 """The second case ends in "d", and its answer begins with "P"."""
 
 
-def test_answers_and_scores_are_those_of_hugging_face(
+def test_lm_eval_gets_the_answers_and_scores_of_hugging_face(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
     lm_eval: Any = pytest.importorskip("lm_eval.tasks")
     monkeypatch.chdir(tmp_path)
-    without_its_own = (None, None, False, None)  # twelve thousand files, which take it 20 s
+    without_its_own = (None, None, False, None)  # its own 12,000 task files take 20 s
     monkeypatch.setattr(lm_eval.TaskManager.__init__, "__defaults__", without_its_own)
     byte_level_bpe().save_pretrained("model")
     make_model("llama", vocab_size=288).save_pretrained("model")

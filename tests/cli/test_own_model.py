@@ -1,4 +1,4 @@
-"""A person's own model, which brings no chat template: from its first text to heads of its own."""
+"""A user's own model without a chat template: from its first text to exit heads of its own."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ INVENT += ["--max-new-tokens", "20", "--question-temperature", "4,6", "--recipe"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model of ten words, text that it wrote under a template, and heads."""
+    """A folder with a model of ten words, text that it wrote with a template, and heads."""
     folder = tmp_path_factory.mktemp("own")
     save_tiny(folder / "tiny-vicuna", vocab_size=len(WORDS))
     (folder / "tiny-vicuna" / "chat_template.jinja").unlink()
@@ -64,13 +64,13 @@ def workplace(made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return made
 
 
-def test_the_texts_template_is_kept_in_heads_and_used(workplace: Path, call: Call) -> None:
+def test_heads_keep_and_use_the_template_of_their_text(workplace: Path, call: Call) -> None:
     assert HeadsConfig.read(workplace / "heads").chat_template == TEMPLATE
     shown = call(["heads", "show", "heads"]).out
     assert re.search(r"^chat_template +\{% for m in messages", shown, re.MULTILINE)
     names = [line.split()[0] for line in shown.splitlines()]
     known = [field.name for field in fields(HeadsConfig)]
-    assert names == [name for name in known if name in names]  # one line a field that is set
+    assert names == [name for name in known if name in names]  # a line per field that is set
     generate = ["generate", *MODEL, "--max-new-tokens", "3", "a b"]
     assert "Its name says: --chat-template vicuna" in call(generate, 2).err
     kept = json.loads(call([*generate, "--heads", "heads", "--json"]).out)
@@ -105,7 +105,7 @@ def in_use() -> Any:
     return getattr(load("tiny-vicuna", dtype="float32").heads, "folder", None)
 
 
-def test_heads_that_were_fitted_here_are_found_by_the_weights_of_their_model(
+def test_heads_fitted_here_are_found_by_the_weights_of_their_model(
     workplace: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, call: Call
 ) -> None:
     assert in_use() is None
@@ -127,7 +127,7 @@ def test_heads_that_were_fitted_here_are_found_by_the_weights_of_their_model(
     assert load(tmp_path / "other", dtype="float32").heads is None
     names = [row["name"] for row in json.loads(call(["heads", "list", "--json"]).out)]
     assert names[-1] == str(workplace / "heads")
-    # pulled ones are known from then on, before others; what is gone is passed over
+    # pulled heads become known and come first; folders that are gone are skipped
     assert main(["heads", "pull", "heads"]) == 0
     assert load("tiny-vicuna", dtype="float32").heads is not None
     assert json.loads(next(known_place().glob("*.json")).read_text())["folders"][0].endswith(
@@ -135,21 +135,21 @@ def test_heads_that_were_fitted_here_are_found_by_the_weights_of_their_model(
     )
     shutil.rmtree(known_place().parent / "heads" / "heads")
     with caplog.at_level(logging.INFO):
-        assert in_use() == workplace / "heads", "those before it"
+        assert in_use() == workplace / "heads", "the heads before it"
     assert "selfspec/heads/heads and are gone. If they were moved" in caplog.text
     assert f"to forget them: selfspec heads use {workplace / 'heads'}" in caplog.text
     next(known_place().glob("*.json")).write_text('{"sizes": [6, 32], "folders": [5]}')
     assert load("tiny-vicuna", dtype="float32").heads is None
 
 
-def test_a_choice_of_heads_holds_until_the_next_one(
+def test_chosen_heads_stay_in_use_until_the_next_choice(
     workplace: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, call: Call
 ) -> None:
     caplog.set_level(logging.INFO)
     shutil.copytree("heads", tmp_path / "mine")
     said = call(["heads", "use", str(tmp_path / "mine")]).out
     assert "--drafter" not in said
-    for _ in range(2):  # a folder that is known, too
+    for _ in range(2):  # the folder may be known already
         assert not remember(Path("heads"))
         assert in_use() == tmp_path / "mine"
     assert f"{tmp_path / 'mine'} stay in use, as was chosen" in caplog.text
@@ -163,12 +163,12 @@ def test_a_choice_of_heads_holds_until_the_next_one(
     assert "heads were no faster, so ngram drafts. To try them: --drafter ngram+exit" in caplog.text
     known = next(known_place().glob("*.json"))
     known.write_text(known.read_text().replace(str(tmp_path), "/" + "far" * 2000))
-    assert in_use() == workplace / "heads", "what cannot even be looked for is passed over"
+    assert in_use() == workplace / "heads", "a path too long to look up is skipped"
 
 
 @pytest.fixture
 def pushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where heads lie that are pushed to me/own: as the hub's client keeps them, in tmp_path."""
+    """The folder of heads pushed to me/own, laid out in tmp_path as in the hub client's cache."""
     place, client = tmp_path / "models--me--own" / "snapshots" / ("0" * 40), Mock()
     client.create_repo.return_value = "https://hub/me/own"
     client.upload_folder.side_effect = lambda folder_path, **_: shutil.copytree(folder_path, place)
@@ -176,7 +176,7 @@ def pushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return place
 
 
-def test_pushed_heads_have_a_card_and_name_no_place_on_this_machine(
+def test_pushed_heads_have_a_card_and_no_path_of_this_machine(
     workplace: Path, pushed: Path, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
     heads = pushed.parents[2] / "heads"
@@ -199,7 +199,7 @@ def test_pushed_heads_have_a_card_and_name_no_place_on_this_machine(
     assert "--heads me/own --stats" in card
     assert 'custom_generate="me/own", trust_remote_code=True' in card
     assert not any(str(pushed.parents[3]) in text for text in texts.values())
-    # who pulls them finds them whole, whatever the push added to the card, and no code
+    # pulled heads are complete despite the additions to the card, and bring no code
     assert incomplete(pushed) == []
     assert main(["heads", "pull", str(pushed)]) == 0
     assert not any(hub.pulled_heads().rglob("*.py"))
@@ -211,7 +211,7 @@ def test_pushed_heads_have_a_card_and_name_no_place_on_this_machine(
     assert "is not complete: no run.yaml" in call(push, 2).err
 
 
-def test_generate_of_transformers_drafts_with_pushed_heads_from_where_they_lie(
+def test_transformers_generate_uses_pushed_heads_by_folder_or_hub_id(
     workplace: Path, pushed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["heads", "push", "heads", "me/own"]) == 0

@@ -1,8 +1,8 @@
-"""What a command line can ask for that nothing could do: one line of error and exit code 2.
+"""Command lines that cannot be carried out give one line of error and exit code 2.
 
-It comes within half a minute, wrong words before a model is loaded, and every file is what it was:
-nothing changed, removed or half-written. Values of wrong types in any place of a file are
-`tests/test_damage.py`'s; here are those that mean something.
+The error comes within half a minute, for wrong arguments before a model is loaded. No file is
+changed, removed or half-written. `tests/test_damage.py` puts values of wrong types anywhere in a
+file; the values here have a meaning.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ SHORT = {
     "D": "--output new.jsonl --max-new-tokens 20",
     "T": "--data talks.jsonl --output new --batch-tokens 64",
 }
-"""Words of the lines below that stand for several."""
+"""Abbreviations in the lines below."""
 
 
 @pytest.fixture(scope="module")
 def furnished(tmp_path_factory: pytest.TempPathFactory, made: Path) -> Path:
-    """With conversations, heads and a cache of them, and what looks like these."""
+    """A folder with conversations, heads, a feature cache, and damaged or foreign look-alikes."""
     folder = tmp_path_factory.mktemp("place")
     furnish(folder)
     shutil.copytree(made / "heads", folder / "heads")
@@ -82,7 +82,7 @@ Refused = Callable[..., str]
 
 @pytest.fixture
 def refused(furnished: Path, monkeypatch: pytest.MonkeyPatch, call: Call) -> Refused:
-    """The one line, with these words, in which a command refused its input in this folder."""
+    """Run a command in this folder; the one line of its error, which must hold `words`."""
     monkeypatch.chdir(furnished)
 
     def refuse(line: str | list[str], words: str = "", given: bytes | None = b"") -> str:
@@ -210,7 +210,7 @@ data --tokens 9 --output dir                     | a folder or a device
 data --tokens 9 --output new.txt                 | would hold lines of JSON. Name it new.jsonl
 data --tokens 9 --output text.txt/below          | Not a directory
 """
-"""Lines, and words of their error; no model is loaded."""
+"""Command lines and words of their error. No model is loaded."""
 
 LATE = """
 trace a L --drafter exit:layers=2/9              | exit layer 9 is not among
@@ -229,7 +229,7 @@ data M D --from bad.jsonl                        | bad.jsonl, line 2 is not JSON
 generate a --model stub.gguf --raw               | cannot load stub.gguf: it is no GGUF file: it has
 generate a L --device meta                       | device is meta, where nothing is computed
 """
-"""What only the model tells. Values out of range: tests/api/test_bad_input.py"""
+"""Errors that need the model. For values out of range, see tests/api/test_bad_input.py."""
 
 
 def cases(lines: str) -> list[tuple[str, str]]:
@@ -237,9 +237,9 @@ def cases(lines: str) -> list[tuple[str, str]]:
     return [(line.rstrip(), words.strip()) for line, _, words in found]
 
 
-@pytest.mark.usefixtures("empty_cache")  # heads that others pulled may bring a template
+@pytest.mark.usefixtures("empty_cache")  # heads pulled by other tests may bring a template
 @pytest.mark.parametrize(("line", "words"), cases(EARLY))
-def test_a_line_that_cannot_be_meant_is_refused_before_anything_is_loaded(
+def test_wrong_arguments_are_refused_before_anything_is_loaded(
     line: str, words: str, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub, "load_model", lambda *_, **__: pytest.fail("loaded a model"))
@@ -248,11 +248,11 @@ def test_a_line_that_cannot_be_meant_is_refused_before_anything_is_loaded(
 
 
 @pytest.mark.parametrize(("line", "words"), cases(LATE))
-def test_a_line_that_suits_no_model_is_refused(line: str, words: str, refused: Refused) -> None:
+def test_arguments_against_the_model_are_refused(line: str, words: str, refused: Refused) -> None:
     refused(line, words)
 
 
-def test_a_prompt_is_text_and_is_there(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_or_non_utf_8_prompts(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     refused(["generate", "\udcff"], "the prompt is not UTF-8")
     refused("data --tokens 9 --output new.jsonl --system \udcff", "is '\\udcff', half a character")
     refused("generate", "byte 0 is wrong", b"\xff")
@@ -262,7 +262,7 @@ def test_a_prompt_is_text_and_is_there(refused: Refused, monkeypatch: pytest.Mon
     refused("generate", "no prompt", None)
 
 
-def test_a_command_that_shares_no_work_is_refused_among_several_processes(
+def test_single_process_commands_are_refused_under_a_launcher(
     refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -288,7 +288,7 @@ def test_a_wrong_config_is_refused(text: str, words: str, tmp_path: Path, refuse
     refused(f"{line} {tmp_path}/config.yaml", words)
 
 
-# --- what is named as a file and is none
+# --- names of missing or unsuitable files
 
 READERS = """
 generate a M --config @
@@ -314,7 +314,7 @@ calibrate M --data prompts.jsonl --heads @
 data M --output new.jsonl --tokens 9 --recipe @
 data M D --from @.jsonl
 """
-"""A line for each way to read. More of what is no file: tests/test_files.py."""
+"""A line for each way to read a file. For more unsuitable files, see tests/test_files.py."""
 
 NO_FILES = ("nowhere/at/all", "garbage", "/dev/zero")
 
@@ -322,7 +322,7 @@ NO_FILES = ("nowhere/at/all", "garbage", "/dev/zero")
 @pytest.mark.parametrize(
     ("reader", "name"), [*zip(READERS.strip().splitlines(), itertools.cycle(NO_FILES))]
 )
-def test_what_is_no_such_file_is_refused(reader: str, name: str, refused: Refused) -> None:
+def test_missing_or_unsuitable_inputs_are_refused(reader: str, name: str, refused: Refused) -> None:
     refused(reader.replace("@", name), name)
 
 
@@ -335,13 +335,13 @@ generate --model missing --prompts prompts.jsonl --output device
 bench --model missing --suite prompts.jsonl --output text.txt/below
 report missing --output hidden/nowhere\0
 """
-"""A line for each thing in the way. What the error says of each: tests/test_files.py."""
+"""A line for each kind of obstacle. For the words of each error, see tests/test_files.py."""
 
 
 @pytest.mark.parametrize("writer", WRITERS.strip().splitlines())
-def test_what_is_in_the_way_of_an_output_stays(writer: str, refused: Refused) -> None:
+def test_files_in_the_way_of_an_output_stay(writer: str, refused: Refused) -> None:
     said = refused(f"{writer} --overwrite")
-    assert "missing" not in said  # refused before a model or a run is looked for
+    assert "missing" not in said  # refused before the model or run is looked up
 
 
 @pytest.mark.parametrize(
@@ -352,7 +352,7 @@ def test_what_is_in_the_way_of_an_output_stays(writer: str, refused: Refused) ->
         ("data --tokens 9 --output new.jsonl", "new.jsonl"),
     ],
 )
-def test_an_output_of_another_process_is_refused(line: str, name: str, refused: Refused) -> None:
+def test_an_output_locked_elsewhere_is_refused(line: str, name: str, refused: Refused) -> None:
     with files.locked(Path(name).absolute()):
         refused(line, "is being written by another process")
 
@@ -366,7 +366,7 @@ NORM = "model.norm.weight"
 
 
 def in_parts(called: Callable[[str], str]) -> Change:
-    """Weights in another file, under a name in the index that leads to it by a path."""
+    """Move the weights to another file, under the name that `called` gives it in the index."""
 
     def damage(folder: Path) -> None:
         tensors = load_file(folder / WEIGHTS)

@@ -39,7 +39,7 @@ MODEL = ["--model", "model", "--dtype", "float32"]
 
 
 def nexts(call: Call, words: list[str]) -> list[str]:
-    """The commands to go on with that one says at its end; all their flags are understood."""
+    """Run a command; the next commands that it suggests, each checked for known flags."""
     said = call(words).err.splitlines()
     found = [line.removeprefix("next: ") for line in said if line.startswith("next: ")]
     for command in found:
@@ -64,7 +64,7 @@ GIVEN = ["data", "--config", "given.yaml", "--output", "out.jsonl"]
 
 @pytest.fixture
 def recipes(workplace: Path) -> Path:
-    """The current folder, with a recipe, prompts and conversations of others."""
+    """The current folder, with recipes, prompts and a file of conversations."""
     (workplace / "recipe.yaml").write_text(SETTINGS)
     (workplace / "given.yaml").write_text(SETTINGS.replace("recipe: prompts.yaml\n", ""))
     (workplace / "prompts.yaml").write_text(PROMPTS)
@@ -110,7 +110,7 @@ def test_the_model_writes_conversations_and_counts_them(recipes: Path, call: Cal
     assert (recipes / "out.jsonl").read_bytes() == before
 
 
-def test_own_prompts_passages_and_excluded_texts_are_taken(recipes: Path, call: Call) -> None:
+def test_own_prompts_passages_and_excluded_texts_are_used(recipes: Path, call: Call) -> None:
     (recipes / "docs").mkdir()
     (recipes / "docs" / "a.txt").write_text("c c c a b\n\nb b a")
     (recipes / "own.jsonl").write_text('{"turns": ["a a a c"]}\n{"text": "b b b c"}\n')
@@ -147,7 +147,7 @@ def test_a_stopped_run_goes_on(recipes: Path, call: Call, monkeypatch: pytest.Mo
     propose = selfgen.Written.propose
 
     def once(*arguments: Any) -> Any:
-        if Path("out.jsonl.run.json").exists():  # behind the first batch
+        if Path("out.jsonl.run.json").exists():  # after the first batch
             raise KeyboardInterrupt
         return propose(*arguments)
 
@@ -175,7 +175,7 @@ CACHE = ["cache", *MODEL, "--batch-tokens", "64", "--data", "talks.jsonl", "--ou
 FIT = ["fit", *MODEL, "--batch-tokens", "64", "--data", "talks.jsonl", "--output", "out"]
 
 
-def test_the_command_fits_as_presets_recipes_and_flags_say(workplace: Path, call: Call) -> None:
+def test_fit_follows_presets_recipes_and_flags(workplace: Path, call: Call) -> None:
     (workplace / "recipe.yaml").write_text("epochs: 3\nvalidation: talks.jsonl\n")
     given = ["--config", "recipe.yaml", "--exit-layers", "2,3", "--preset", "specbound"]
     output = call([*FIT, *given, "--max-tokens", "60", "--epochs", "1"])
@@ -199,7 +199,7 @@ def test_the_command_fits_as_presets_recipes_and_flags_say(workplace: Path, call
     assert (config.head_type, config.exit_layers) == ("linear", (2, 3))
 
 
-def test_a_stopped_fit_says_how_it_goes_on(
+def test_a_stopped_fit_names_the_command_that_continues_it(
     workplace: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save = fit.Trainer._save
@@ -211,7 +211,7 @@ def test_a_stopped_fit_says_how_it_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr(fit.Trainer, "_save", once)
         assert "out: the same command continues it" in call(FIT, 130).err
-        said = call([*FIT, "--overwrite"], 130).err  # which starts over
+        said = call([*FIT, "--overwrite"], 130).err  # starts over
     assert "out: the same command without --overwrite continues it" in said
     call(FIT)
 
@@ -240,8 +240,8 @@ def test_features_are_cached_and_fitted_to(where: str, workplace: Path, call: Ca
     assert HeadsConfig.read(workplace / "c").exit_layers == (2, 3), "no head but deep-fused reads 0"
 
 
-def test_two_processes_take_the_steps_of_one(workplace: Path) -> None:
-    """Three batches per step, the third cut in two: the same losses and, up to rounding, heads."""
+def test_two_processes_take_the_same_steps_as_one(workplace: Path) -> None:
+    """Three batches per step, the third cut in two: same losses and, up to rounding, same heads."""
     assert main([*CACHE, "--exit-layers", "0,2,3"]) == 0
     shared = ["fit", *MODEL, "--cache", "features", "--accumulate", "3", "--exit-layers", "2,3"]
     shared += ["--draft-vocab-size", "90", "--epochs", "2", "--output"]
@@ -253,7 +253,7 @@ def test_two_processes_take_the_steps_of_one(workplace: Path) -> None:
     for rank in ("0", "1"):
         if (child := os.fork()) == 0:
             try:
-                PartialState._reset_state()  # and what a launcher sets
+                PartialState._reset_state()  # then as a launcher does
                 os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
                 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
                 main([*shared, "together"])
@@ -278,7 +278,7 @@ def test_two_processes_take_the_steps_of_one(workplace: Path) -> None:
 
 
 def require_same_text(call: Call, *drafts: str) -> None:
-    """Heads on the embedding draft, and change no token."""
+    """Check that heads on the embedding draft and change no token."""
     asked = ["generate", *MODEL, "--max-new-tokens", "12", "--json", "a b"]
     flags = ["--no-speculate"], drafts
     plain, drafted = (json.loads(call([*asked, *given]).out) for given in flags)
@@ -286,7 +286,7 @@ def require_same_text(call: Call, *drafts: str) -> None:
     assert drafted["stats"]["drafted_by_layer"]["0"] > 0
 
 
-def test_heads_that_attend_are_fitted_calibrated_and_draft(workplace: Path, call: Call) -> None:
+def test_attending_heads_are_fitted_calibrated_and_draft(workplace: Path, call: Call) -> None:
     shared = ["fit", *MODEL, "--head-type", "eagle3", "--draft-vocab-size", "90", "--epochs", "20"]
     shared += ["--learning-rate", "0.03", "--step-decay", "0.8"]
     assert main([*CACHE, "--exit-layers", "0,2,3"]) == 0
@@ -385,7 +385,7 @@ def test_the_entropy_threshold_becomes_a_default_that_is_kept(workplace: Path, c
     assert SpeculationOptions().updated(kept).easd.entropy == value
 
 
-# --- a fit that is killed at any point ends as if never killed; heads are old or new, never mixed
+# --- a fit killed at any point gives the same heads in the end; heads are old or new, never mixed
 
 KILLED = ["fit", *MODEL, "--data", "talks.jsonl", "--validation", "talks.jsonl"]
 KILLED += ["--batch-tokens", "128", "--draft-vocab-size", "80", "--exit-layers", "2,3"]
@@ -395,22 +395,22 @@ PLACE, OUT, KEPT = Path("place"), Path("place/out"), Path("kept")
 
 
 def moments(*more: str) -> list[str]:
-    """What a fit does, from the first moment; KEPT has a folder for each, what lies in PLACE then.
+    """Run a fit; the names of its moments, in order, each with a copy of PLACE in a folder of KEPT.
 
-    It is what a kill leaves: before or behind a step, a measurement, or a single operation on a
-    file, halves of files included. Real kills: tests/test_files.py.
+    A copy is what a kill would leave before or after a step, a measurement or a file operation,
+    or within the writing of a file. For real kills, see tests/test_files.py.
     """
     names: list[str] = []
 
-    def pass_by(name: str) -> None:
+    def pass_moment(name: str) -> None:
         names.append(name)
         shutil.copytree(PLACE, KEPT / str(len(names)))
 
     def watched(run: Callable[..., Any], name: str) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
-            pass_by(f"before {name}")
+            pass_moment(f"before {name}")
             found = run(*arguments, **options)
-            pass_by(f"behind {name}")
+            pass_moment(f"after {name}")
             return found
 
         return call
@@ -420,7 +420,7 @@ def moments(*more: str) -> list[str]:
             run(tensors, path, metadata)
             whole = path.read_bytes()
             path.write_bytes(whole[: len(whole) // 2])
-            pass_by("half of a file")
+            pass_moment("half of a file")
             path.write_bytes(whole)
 
         return save
@@ -455,7 +455,7 @@ def test_a_fit_killed_at_any_moment_gives_the_same_heads() -> None:
     names = moments(*EPOCHS)
     expected = contents(OUT)
     ends = [n for n, name in enumerate(names, start=1) if name.endswith("agreements")]
-    assert len(ends) == 4  # before and behind both epochs' measurement
+    assert len(ends) == 4  # before and after the measurement of each epoch
     for moment in [*ends, *random.Random(0).sample(range(1, len(names) + 1), 5)]:
         left_at(moment)
         assert main([*KILLED, *EPOCHS]) in (0, 2)  # 2: only the checkpoint was left to remove
@@ -475,7 +475,7 @@ def test_heads_being_replaced_are_the_old_ones_or_the_new_ones(backbone: Backbon
     old, other = loaded(OUT), ("--epochs", "1", "--learning-rate", "0.5")
     names = moments(*other, "--overwrite")
     new = loaded(OUT)
-    writing = len(names) - names[::-1].index("behind agreements")
+    writing = len(names) - names[::-1].index("after agreements")
     seen = [loaded(KEPT / str(moment) / "out") for moment in range(writing, len(names) + 1)]
     assert seen.count(old) + seen.count(new) == len(seen)
     assert min(seen.count(old), seen.count(new)) > 1

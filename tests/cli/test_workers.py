@@ -1,4 +1,4 @@
-"""Text and features by two workers of Ray are those of one process, though one is killed."""
+"""Two Ray workers write the text and features of one process, even if a worker is killed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from selfspec.training.text import Writer
 from tests.authors import RECIPE
 from tests.cli.fakes import link_all
 
-cluster: Any = pytest.importorskip("selfspec.cluster", exc_type=ImportError)  # before ray itself
+cluster: Any = pytest.importorskip("selfspec.cluster", exc_type=ImportError)  # before ray
 
 STARTED = cluster.started
 MODEL = ["--model", "words", "--dtype", "float32"]
@@ -29,7 +29,7 @@ CACHE += ["--batch-tokens", "64"]
 
 @pytest.fixture(autouse=True, scope="module")
 def place(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The current folder, with models, prompts and talks; Ray is up, once for all."""
+    """The current folder, with models, prompts and conversations; one Ray runs for all tests."""
     folder = link_all(made, tmp_path_factory.mktemp("workers"))
     (folder / "prompts.yaml").write_text(RECIPE)
     with pytest.MonkeyPatch.context() as patch:
@@ -40,7 +40,7 @@ def place(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
 
 
 def test_a_killed_workers_batch_is_written(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind the first batch one stops, with the batch that it has or is given, and is killed."""
+    """After the first batch, suspend a worker with a batch of its own, then kill it."""
     assert main([*DATA, "--output", "alone.jsonl"]) == 0
     victims, append = list[psutil.Process](), Writer.append
 
@@ -56,12 +56,12 @@ def test_a_killed_workers_batch_is_written(place: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(Writer, "append", appended)
     assert main([*DATA, "--output", "shared.jsonl", "--workers", "2"]) == 0
     assert not psutil.pid_exists(victims[0].pid)
-    for end in ("", ".run.json"):  # the counts, too
+    for end in ("", ".run.json"):  # the counts too
         alone, shared = (place / f"{name}.jsonl{end}" for name in ("alone", "shared"))
         assert shared.read_bytes() == alone.read_bytes()
 
 
-def test_shards_are_the_same_and_those_that_are_there_stay(place: Path) -> None:
+def test_shards_equal_those_of_one_process(place: Path) -> None:
     assert main([*CACHE, "--output", "alone"]) == 0
     assert main([*CACHE, "--output", "shared", "--workers", "2"]) == 0
     files = sorted((place / "alone").iterdir())
@@ -70,7 +70,7 @@ def test_shards_are_the_same_and_those_that_are_there_stay(place: Path) -> None:
         assert (place / "shared" / path.name).read_bytes() == path.read_bytes()
 
 
-def test_a_ray_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_start_of_ray_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster.ray, "init", lambda **_: "".index("late"))
     with pytest.raises(InvalidOption, match="cannot use Ray at local: substring"):
         STARTED().__enter__()
