@@ -1,4 +1,4 @@
-"""One server with the default model for all tests, OpenAI's own client of it, and a tiny model."""
+"""Fixtures: one server with the default model, OpenAI's client for it, and a tiny model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def client(server: Running) -> openai.OpenAI:
 
 @pytest.fixture(scope="session")
 def tiny() -> Speculator:
-    """A random model with bytes for tokens, some of whose drafts are right."""
+    """A random model with one token per byte. Some of its drafts are right."""
     tokenizer = byte_level_bpe()
     tokenizer.chat_template = TEMPLATE
     return selfspec.wrap(make_model("llama", **SIZES), tokenizer, **DRAFTS)
@@ -41,17 +41,17 @@ def tiny() -> Speculator:
 
 @pytest.fixture(scope="session")
 def folder(tiny: Speculator, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model, for programs to load by the name that it has here."""
+    """The tiny model in a folder of the same name, for other processes to load."""
     found = tmp_path_factory.mktemp("served") / tiny.label
     assert tiny.tokenizer is not None
-    make_model("llama", **SIZES).save_pretrained(found)  # which changes the config of what it saves
+    make_model("llama", **SIZES).save_pretrained(found)  # saving changes the model's config
     tiny.tokenizer.save_pretrained(found)
     return found
 
 
 @pytest.fixture(scope="session")
 def small(tiny: Speculator) -> Iterator[Running]:
-    """A server with the tiny model, which has opened what it opens once."""
+    """A server with the tiny model, after an answer: files that stay open are open already."""
     with running(tiny) as found:
         answers(found)
         yield found

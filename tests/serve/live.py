@@ -1,4 +1,4 @@
-"""A server with the default model on a port of its own, and sockets without a client library."""
+"""A live server on a port of its own, requests to it, and sockets without a client library."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from selfspec.serve.options import Keys, ServeOptions
 from selfspec.serve.writer import Writer
 
 HTTP = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0), timeout=60)
-"""One for all: making one reads the machine's certificates. It keeps no connection."""
+"""Shared, as each new client reads the machine's certificates. Keeps no connection alive."""
 
 JSON = {"Content-Type": "application/json"}
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 GOOD = {"messages": [{"role": "user", "content": "Say one word."}], "max_tokens": 1}
 _NO_END = {"logit_bias": {"0": -100, "2": -100}}
-"""The end tokens of both models."""
+"""Bans the end tokens of both models."""
 
 LONG = {**GOOD, **_NO_END, "max_tokens": 8000, "temperature": 2.0, "seed": 1, "stream": True}
 
 _MOST_BYTES = 64 << 20
 
 _DRAWN_BYTES = 64 << 10
-"""Of one request that hypothesis drew: 30 to 50 KB were measured."""
+"""Memory allowed per request that hypothesis drew; 30 to 50 KB were measured."""
 
 
 class Running(NamedTuple):
@@ -44,7 +44,7 @@ class Running(NamedTuple):
     writer: Writer
 
     def post(self, body: Any, path: str = CHAT, **headers: str) -> httpx.Response:
-        """`body`: bytes as they are, or what JSON is made of."""
+        """Post `body`: raw bytes, or a value to encode as JSON."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         return HTTP.post(f"{self.address}{path}", content=content, headers={**JSON, **headers})
 
@@ -78,7 +78,7 @@ def running(speculator: Speculator, keys: tuple[str, ...] = (), **given: Any) ->
 
 @contextmanager
 def streaming(server: Running, body: Any = LONG) -> Iterator[Iterator[str]]:
-    """The lines of an answer that has begun; who leaves goes away."""
+    """The lines of a streamed answer after the first. Leaving the block disconnects."""
     with httpx.stream("POST", f"{server.address}{CHAT}", json=body, timeout=60) as answer:
         lines = answer.iter_lines()
         next(lines)
@@ -93,7 +93,7 @@ def wait_until(done: Callable[[], bool], seconds: float = 300) -> None:
 
 
 def connected(server: Running, read_bytes: int | None = None) -> socket.socket:
-    """`read_bytes`: how much the system takes before somebody reads."""
+    """A connected socket. `read_bytes` is the size of its receive buffer."""
     found = socket.socket()
     if read_bytes is not None:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, read_bytes)
@@ -111,7 +111,7 @@ def request(body: Any, path: str = CHAT, *headers: str) -> bytes:
 
 
 def all_of(one: socket.socket) -> bytes:
-    """What comes until the other end closes."""
+    """All bytes until the other end closes."""
     found = bytearray()
     try:
         while part := one.recv(65536):
@@ -134,7 +134,7 @@ def answers(server: Running) -> None:
 
 
 class Level:
-    """Files, threads and memory of this process, and what a server's engine holds."""
+    """Checks that files, threads, memory and the engine's usage return to their first level."""
 
     def __init__(self, server: Running) -> None:
         self._server = server
@@ -142,14 +142,14 @@ class Level:
         self._bytes = [self._memory()]
 
     def look(self) -> None:
-        """Notes how much memory there is, between requests."""
+        """Note the memory in use, between requests."""
         self._bytes.append(self._memory())
 
     def returns(self, own_files: int = 0) -> None:
-        """Waits until all is as it was, but for files that the caller has opened.
+        """Wait until the level is as at first, except for files that the caller has opened.
 
-        Memory rises while everything is used for the first time, so the second half of what was
-        noted stands against the first; hypothesis, in this process, keeps what it drew.
+        Memory rises while code runs for the first time, so the second half of the samples is
+        compared with the first. Hypothesis, in this process, keeps its draws in memory.
         """
         wait_until(self._server.idle)
         wait_until(lambda: self._server.writer.look().result(20).used == 0)
@@ -162,13 +162,13 @@ class Level:
         assert max(self._bytes[half:]) < max(self._bytes[:half]) + allowed
 
     def _counts(self) -> tuple[int, int]:
-        """Open files and sockets; threads, but for pools, which keep a few."""
+        """Counts of open files and sockets, and of threads outside pools, which keep a few."""
         others = ("asyncio_", "uvloop_", "AnyIO", "selfspec-reader")
         running = [one for one in threading.enumerate() if not one.name.startswith(others)]
-        pipes = 2 * len(chat_template._idle)  # of renderers that are kept, at most two
+        pipes = 2 * len(chat_template._idle)  # idle renderers that are kept, at most two
         return psutil.Process().num_fds() - pipes, len(running)
 
     def _memory(self) -> int:
-        """Without what is kept for texts that begin alike, which has a budget of its own."""
+        """Resident memory without the prefix cache, which has a budget of its own."""
         kept = self._server.writer.look().result(20).kept
         return int(psutil.Process().memory_info().rss) - kept

@@ -1,4 +1,4 @@
-"""Clients that are slow, many or gone, and faults: others are served, nothing is left of them."""
+"""Slow, many or departed clients, and faults: other clients are served, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def level(hasty: Running) -> Level:
     return Level(hasty)
 
 
-def test_five_hundred_that_say_nothing(small: Running) -> None:
+def test_five_hundred_silent_clients_block_nobody(small: Running) -> None:
     level = Level(small)
     with ExitStack() as stack:
         many = [stack.enter_context(closing(connected(small))) for _ in range(500)]
@@ -65,7 +65,7 @@ HEADS = {path: request(GOOD, path).partition(b"{")[0] for path in (CHAT, live.TE
     ],
     ids=["nothing", "half a header", "byte by byte", "no end", "chat", "text"],
 )
-def test_who_sends_too_slowly_or_too_much_is_cut_off(
+def test_clients_that_send_too_slowly_or_too_much_are_cut_off(
     hasty: Running, level: Level, at_once: bytes, slowly: bytes, found: list[int]
 ) -> None:
     with closing(connected(hasty)) as one:
@@ -79,16 +79,16 @@ def test_who_sends_too_slowly_or_too_much_is_cut_off(
     level.returns()
 
 
-def test_who_does_not_read_is_cut_off_and_holds_nobody_up(hasty: Running, level: Level) -> None:
+def test_a_client_that_does_not_read_is_cut_off(hasty: Running, level: Level) -> None:
     with closing(connected(hasty, read_bytes=4096)) as one:
         one.sendall(request({**live.LONG, "n": 16}))
         assert one.recv(12) == b"HTTP/1.1 200"
         answers(hasty)
-        level.returns(own_files=1)  # though this client has not gone
+        level.returns(own_files=1)  # this client is still connected
         assert b"data: [DONE]" not in live.all_of(one)
 
 
-def test_what_waits_for_a_slow_reader_has_a_bound(
+def test_the_backlog_of_a_slow_reader_is_bounded(
     small: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(app, "_MOST_WAITING", 4)
@@ -104,18 +104,18 @@ def test_what_waits_for_a_slow_reader_has_a_bound(
     level.returns()
 
 
-def test_who_is_gone_before_a_first_token_is_not_answered(tiny: Speculator) -> None:
+def test_clients_gone_before_the_first_token_are_cancelled(tiny: Speculator) -> None:
     with live.running(tiny, concurrency=1) as small, live.streaming(small) as lines:
         for stream in (True, False):
             with closing(connected(small)) as one:
                 one.sendall(request({**live.LONG, "stream": stream}))
                 wait_until(lambda: small.writer.open == 2)
-            while small.writer.open > 1:  # though its turn has not come
+            while small.writer.open > 1:  # it is dropped before its turn
                 next(lines)
 
 
 @pytest.mark.parametrize("how", ["close", "reset", "half"])
-def test_who_goes_in_mid_stream_leaves_nothing(hasty: Running, level: Level, how: str) -> None:
+def test_leaving_in_mid_stream_leaks_nothing(hasty: Running, level: Level, how: str) -> None:
     for _ in range(8):
         one = connected(hasty)
         one.sendall(request(live.LONG))
@@ -130,7 +130,7 @@ def test_who_goes_in_mid_stream_leaves_nothing(hasty: Running, level: Level, how
     level.returns()
 
 
-def test_a_round_that_fails_is_a_status_500(
+def test_a_failing_round_gives_status_500(
     tiny: Speculator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with live.running(tiny) as broken:
@@ -148,7 +148,7 @@ def test_a_round_that_fails_is_a_status_500(
 
 
 class Panic(BaseException):
-    """What packages in Rust raise, which is no Exception."""
+    """Like a panic of a package in Rust, which is no `Exception`."""
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +161,7 @@ def writer(tiny: Speculator) -> Iterator[Writer]:
 def submitted(
     writer: Writer, prompt: list[int], listener: Any = None, size: int = 0, **options: Any
 ) -> tuple[Job, queue.Queue[Any]]:
-    """A job of one text, and what is heard of it: pieces, and ENDED behind the last."""
+    """Submit a job of one text; the job, and a queue of its pieces with ENDED after the last."""
     heard: queue.Queue[Any] = queue.Queue()
 
     def wrote(piece: Piece) -> None:
@@ -181,7 +181,7 @@ def text(heard: queue.Queue[Any]) -> str:
     return "".join(piece.text for piece in pieces)
 
 
-def test_a_prompt_that_is_read_for_long_holds_nobody_up(
+def test_tokenizing_a_long_prompt_blocks_nobody(
     writer: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own, goes_on, begun = writer._ids, threading.Event(), list[str]()
@@ -199,7 +199,7 @@ def test_a_prompt_that_is_read_for_long_holds_nobody_up(
         gone, silent = submitted(writer, slow, size=long)
         more = [submitted(writer, slow, size=long)[1] for _ in range(4)]
         text(submitted(writer, [1, 2, 3])[1])
-        assert begun == ["slow"]  # one at a time: they take much memory
+        assert begun == ["slow"]  # one at a time: long prompts take much memory
         assert b"request_cancelled_total 0.0" in writer.metrics.text()
         writer.cancel(gone)
         wait_until(lambda: writer.open == 5)
@@ -211,7 +211,7 @@ def test_a_prompt_that_is_read_for_long_holds_nobody_up(
     assert silent.empty()
 
 
-def test_stops_are_read_beside_the_writer(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stops_are_read_on_a_reader_thread(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
     seen, own = list[str](), StopStringCriteria.clean_tokenizer_vocab
 
     def clean(*args: Any, **more: Any) -> Any:
@@ -226,7 +226,7 @@ def test_stops_are_read_beside_the_writer(writer: Writer, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("kind", [MemoryError, Panic])
 @pytest.mark.parametrize("stage", ["encode", "call", "step", "piece", "wrote", "stop"])
-def test_whatever_one_text_raises_ends_that_text_alone(
+def test_an_error_of_one_text_ends_only_that_text(
     stage: str, kind: type[BaseException], writer: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail: Any = Mock(side_effect=kind)

@@ -1,4 +1,4 @@
-"""Other origins, the log, /metrics: only what was asked for; the command, and docs/serving.md."""
+"""Other origins, the log, /metrics, `selfspec serve` as a process, and docs/serving.md."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ASK = {"messages": SAY, "max_tokens": 8, "temperature": 0}
 def log(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[pytest.LogCaptureFixture]:
-    """All of it, at its most talkative; without a handler that a command's test left."""
+    """The whole log at level DEBUG, without a handler left over from a CLI test."""
     monkeypatch.setattr(caplog.handler, "formatter", logging.Formatter("%(name)s %(message)s"))
     monkeypatch.setattr(logging.getLogger("selfspec"), "handlers", [])
     with caplog.at_level(logging.DEBUG), caplog.at_level(logging.DEBUG, "selfspec"):
@@ -55,13 +55,13 @@ def allowed(answer: httpx.Response) -> dict[str, str]:
     return {k: v for k, v in answer.headers.items() if k.startswith("access-control")}
 
 
-def test_other_origins_are_told_nothing_by_default(server: Running) -> None:
+def test_other_origins_are_not_allowed_by_default(server: Running) -> None:
     assert preflight(server).status_code == 405
     for answer in (preflight(server), server.post(ASK, Origin=PAGE)):
         assert not allowed(answer)
 
 
-def test_an_origin_that_is_named_may_ask_and_needs_a_key(tiny: Speculator) -> None:
+def test_a_named_origin_is_allowed_and_needs_a_key(tiny: Speculator) -> None:
     with running(tiny, keys=("key",), cors_origin=[PAGE]) as server:
         answer = preflight(server)
         assert answer.status_code == 200
@@ -70,16 +70,16 @@ def test_an_origin_that_is_named_may_ask_and_needs_a_key(tiny: Speculator) -> No
         assert "access-control-allow-credentials" not in allowed(answer)
         refused = server.post(ASK, Origin=PAGE)
         assert refused.status_code == 401
-        assert allowed(refused)["access-control-allow-origin"] == PAGE  # so that the page sees it
+        assert allowed(refused)["access-control-allow-origin"] == PAGE  # for the page to read
         assert server.post(ASK, Origin=PAGE, Authorization="Bearer key").status_code == 200
         assert preflight(server, "https://other.example").status_code == 400
         other = server.post(ASK, Origin="https://other.example", Authorization="Bearer key")
         assert "access-control-allow-origin" not in allowed(other)
-        # where a key is asked for, a server may have any name
+        # a server that requires a key accepts any Host header
         assert httpx.get(f"{server.address}/", headers={"Host": "a.example"}).status_code == 200
 
 
-def test_lines_and_texts_are_logged_where_that_is_asked_for(
+def test_requests_and_texts_are_logged_on_request(
     tiny: Speculator, log: pytest.LogCaptureFixture
 ) -> None:
     with running(tiny, log_requests=True, log_prompts=True) as server:
@@ -87,7 +87,7 @@ def test_lines_and_texts_are_logged_where_that_is_asked_for(
         server.post({**ASK, "stream": True})
         httpx.get(f"{server.address}/nowhere%0A%1b[31m?q={SECRET}")
         with streaming(server):
-            pass  # its client leaves
+            pass  # the client leaves
     lines = [line for line in log.text.splitlines() if line.startswith("selfspec.serve.gate")]
     assert len(lines) == 10
     pattern = r"POST /v1/chat/completions 200, \d+ \+ 8 tokens in \d+\.\d{3} s for 127\.0\.0\.1$"
@@ -99,7 +99,7 @@ def test_lines_and_texts_are_logged_where_that_is_asked_for(
     assert re.search(r" 200, \d+ \+ [1-9]\d* tokens in", lines[7])
 
 
-def test_an_answer_that_the_servers_end_cuts_is_one_line(log: pytest.LogCaptureFixture) -> None:
+def test_an_answer_cut_by_shutdown_is_logged_on_one_line(log: pytest.LogCaptureFixture) -> None:
     async def cut(*_: Any) -> None:
         raise asyncio.CancelledError
 
@@ -123,8 +123,8 @@ def test_an_answer_that_the_servers_end_cuts_is_one_line(log: pytest.LogCaptureF
     ours = {line for line in log.text.splitlines() if line.startswith("selfspec")}
     assert ours == {"selfspec.serve.gate an answer was cut: the server stops, or its client left"}
     hasty = Server(nobody, ServeOptions(graceful_seconds=0.5, client_timeout=9.5), nobody)
-    assert hasty.config.timeout_graceful_shutdown == 1  # not at once
-    assert hasty.config.timeout_keep_alive == 9.5  # no sooner than a client is given up
+    assert hasty.config.timeout_graceful_shutdown == 1  # rounded up
+    assert hasty.config.timeout_keep_alive == 9.5  # equals client_timeout
 
 
 HOSTILE: list[Any] = [
@@ -143,17 +143,17 @@ HOSTILE: list[Any] = [
 ]
 
 
-def test_no_text_is_logged_unasked_at_any_level(
+def test_no_text_is_logged_by_default_at_any_level(
     tiny: Speculator,
     log: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Answers, refusals, and errors that nobody foresaw and that quote the prompt."""
+    """Check answers, refusals, and unexpected errors that quote the prompt."""
     with running(tiny, log_requests=True) as server:
         answers = [server.post(body) for body in HOSTILE]
         assert {answer.status_code for answer in answers} == {200, 400, 404}
-        assert "an answer failed" not in log.text  # what a client did wrong is no fault
+        assert "an answer failed" not in log.text  # a client's mistake is no server fault
         said = answers[1].json()["choices"][0]["message"]["content"]
         assert len(said) > 20
         server.post(f'{{"{SECRET}'.encode())
@@ -180,12 +180,12 @@ def test_no_text_is_logged_unasked_at_any_level(
     assert SECRET not in everything
     assert "WebSocket" not in everything
     assert said[:20] not in everything
-    assert everything.count("ValueError") >= 4  # it does say what went wrong, and where:
+    assert everything.count("ValueError") >= 4  # the log has the error and its place:
     for place in ("writer.py", "app.py", "in fails"):
         assert place in everything
 
 
-def test_a_page_elsewhere_cannot_ask_in_the_name_of_who_reads_it(server: Running) -> None:
+def test_cross_site_requests_are_refused(server: Running) -> None:
     kinds = ("text/plain", "application/x-www-form-urlencoded", "")
     for name, value in (*(("Content-Type", kind) for kind in kinds), ("Content-Encoding", "gzip")):
         answer = server.post(b'{"messages": []}', **{name: value})
@@ -208,7 +208,7 @@ Figures = dict[tuple[str, ...], float]
 
 
 def read(server: Running) -> Figures:
-    """Samples by name and values of labels."""
+    """The samples of /metrics by name and values of labels."""
     answer = httpx.get(f"{server.address}/metrics", timeout=20)
     assert answer.status_code == 200
     return {
@@ -254,7 +254,7 @@ def test_counters_are_the_sums_of_usage(small: Running) -> None:
     assert 0 < found["spec_decode_num_drafts_total",] <= rounds
 
 
-def test_times_are_noted_once_and_a_prompt_that_comes_again_is_a_hit(small: Running) -> None:
+def test_times_are_recorded_once_and_a_repeated_prompt_is_a_hit(small: Running) -> None:
     asked(small, speculation=False)
     before = read(small)
     usage = asked(small, speculation=False)["usage"]
@@ -271,7 +271,7 @@ def test_times_are_noted_once_and_a_prompt_that_comes_again_is_a_hit(small: Runn
     assert {name: found[name,] for name in expected} == expected
 
 
-def test_gauges_rise_and_return_to_nothing(tiny: Speculator) -> None:
+def test_gauges_rise_and_return_to_zero(tiny: Speculator) -> None:
     with running(tiny, concurrency=1) as narrow:
         with streaming(narrow, {**LONG, "n": 2}):
             busy = read(narrow)
@@ -289,7 +289,7 @@ def test_gauges_rise_and_return_to_nothing(tiny: Speculator) -> None:
 # --- `selfspec serve` as a process
 
 
-def test_an_address_that_cannot_be_had_is_named(
+def test_an_unavailable_address_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -301,8 +301,8 @@ def test_an_address_that_cannot_be_had_is_named(
     assert "a, port 8000: " in capsys.readouterr().err
 
 
-def test_it_says_where_it_is_and_stops_with_code_0(folder: Path) -> None:
-    """By Ctrl-C; several copies are stopped with SIGTERM, in test_replicas."""
+def test_serve_prints_its_address_and_stops_with_code_0(folder: Path) -> None:
+    """Stop one copy with Ctrl-C; test_replicas stops several with SIGTERM."""
     flags = [f"--model={folder}", "--heads=none", "--no-speculate", "--port=0"]
     command = [sys.executable, "-m", "selfspec", "serve", *flags]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
@@ -315,18 +315,18 @@ def test_it_says_where_it_is_and_stops_with_code_0(folder: Path) -> None:
             lines = answer.iter_lines()
             next(lines)
             process.send_signal(signal.SIGINT)
-            assert [line for line in lines if line][-1] == "data: [DONE]"  # it is finished
+            assert [line for line in lines if line][-1] == "data: [DONE]"  # the answer is finished
         assert process.wait(40) == 0
 
 
-# docs/serving.md says what is true
+# docs/serving.md matches the code
 
 GUIDE = Path(__file__).parents[2] / "docs" / "serving.md"
 TEXT = GUIDE.read_text(encoding="utf-8")
 DOCKERFILE = (GUIDE.parents[1] / "Dockerfile").read_text(encoding="utf-8")
 
 
-def test_each_flag_that_is_named_exists() -> None:
+def test_the_guide_names_only_existing_flags() -> None:
     known = {flag.long_name for flag in SERVING} | {"--config", "--help-all"}
     ours = re.sub(r"^docker (build|run).*?^```", "", TEXT, flags=re.DOTALL | re.MULTILINE)
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", re.sub(r"<!--.*?-->", "", ours)))
@@ -334,7 +334,7 @@ def test_each_flag_that_is_named_exists() -> None:
     assert len(named) > 10
 
 
-def test_names_and_statuses_that_clients_and_people_need_are_there() -> None:
+def test_the_guide_has_the_names_and_statuses_that_clients_need() -> None:
     for name in (VARIABLE, COPY, *OPEN):
         assert name in TEXT
     for status in (400, 401, 404, 405, 413, 429, 500, 503):

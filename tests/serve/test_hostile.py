@@ -1,4 +1,4 @@
-"""Bodies and bytes that nobody should send: each gets an answer below 500, and the next is served.
+"""Hostile bodies and bytes: each gets a status below 500, and the next request is served.
 
 A few examples here; 3,000 of each kind with `--hypothesis-profile=hostile`.
 """
@@ -25,7 +25,7 @@ from selfspec.options import CONTROLLERS, DRAFTERS
 from tests.serve import live
 from tests.serve.live import CHAT, GOOD, HTTP, TEXT, Level, Running, answers, request, statuses
 
-LONG = b"X-Long: @"  # for a header that is too long; written out, nobody could read a failure
+LONG = b"X-Long: @"  # stands for a header that is too long, which would make a failure unreadable
 slowly = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 NUMBERS = st.one_of(
@@ -82,7 +82,7 @@ OTHERS = [*LIKELY, "user", "metadata", "top_k", "min_p", "suffix", "echo", "best
 
 @st.composite
 def bodies(draw: st.DrawFn, chat: bool) -> bytes:
-    """A request that may pass, and what was done to it."""
+    """The body of a request, plausible or damaged."""
     if chat:
         body: Any = {"messages": draw(MESSAGES | st.just(GOOD["messages"]))}
     else:
@@ -114,7 +114,7 @@ def bodies(draw: st.DrawFn, chat: bool) -> bytes:
 
 @st.composite
 def streams(draw: st.DrawFn) -> bytes:
-    """Bytes of a connection: requests, one after the other, with something wrong."""
+    """The bytes of one connection: successive requests, some of them malformed."""
     found = b""
     for _ in range(draw(st.integers(1, 3))):
         one = draw(st.sampled_from([request(GOOD), request(b""), b"GET /health HTTP/1.1\r\n\r\n"]))
@@ -141,7 +141,7 @@ def streams(draw: st.DrawFn) -> bytes:
 
 @pytest.fixture(scope="module")
 def target(tiny: Speculator) -> Iterator[Running]:
-    """A server that ends what is long."""
+    """A server with short time limits and a small limit on bodies."""
     limits: Any = {"timeout": 1.0, "client_timeout": 0.5, "max_body_mb": 0.5}
     with live.running(tiny, max_tokens=4, **limits) as found:
         answers(found)
@@ -149,7 +149,7 @@ def target(tiny: Speculator) -> Iterator[Running]:
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-def test_whatever_a_body_says_it_gets_an_answer(target: Running, path: str) -> None:
+def test_any_body_gets_an_answer(target: Running, path: str) -> None:
     level = Level(target)
 
     @slowly
@@ -171,7 +171,7 @@ def test_whatever_a_body_says_it_gets_an_answer(target: Running, path: str) -> N
     level.returns()
 
 
-def test_whatever_comes_the_connection_ends_and_others_are_served(target: Running) -> None:
+def test_any_bytes_end_the_connection_and_others_are_served(target: Running) -> None:
     level = Level(target)
 
     @slowly
@@ -182,7 +182,7 @@ def test_whatever_comes_the_connection_ends_and_others_are_served(target: Runnin
                 one.sendall(sent.replace(LONG, LONG * 10_000))
                 if then == "half":
                     one.shutdown(socket.SHUT_WR)
-            except OSError:  # not only a ConnectionError: there may be no connection to shut
+            except OSError:  # not only ConnectionError: the socket may no longer be connected
                 event("cut off while it sends")
             if then != "gone":
                 found = live.all_of(one)
@@ -211,14 +211,14 @@ def bodies_with(path: str) -> Iterator[tuple[str, Any]]:
             yield TEXT, {"prompt": path, "max_tokens": 2, outer: shape}
 
 
-def test_no_word_of_a_request_reaches_the_file_system(small: Running) -> None:
+def test_no_text_of_a_request_reaches_the_file_system(small: Running) -> None:
     seen, watching = list[str](), threading.Event()
 
     def watch(event: str, arguments: Any) -> None:
         if watching.is_set() and "xyzzy" in (line := f"{event} {arguments!r}"):
             seen.append(line)
 
-    sys.addaudithook(watch)  # for good; it does nothing behind this test
+    sys.addaudithook(watch)  # cannot be removed; it does nothing after this test
     watching.set()
     statuses = set()
     for path in PATHS:
@@ -226,7 +226,7 @@ def test_no_word_of_a_request_reaches_the_file_system(small: Running) -> None:
         statuses.add(HTTP.get(f"{small.address}/v1/models/{quote(path)}").status_code)
     found = [*seen]
     with pytest.raises(OSError, match="xyzzy"):
-        Path("xyzzy").read_text()  # that this is seen proves that the rest would be
+        Path("xyzzy").read_text()  # proves that the hook works
     watching.clear()
     assert {200, 400, 404} <= statuses
     assert max(statuses) < 500

@@ -36,7 +36,7 @@ def page(opened: Open, server: Running) -> Page:
 
 
 def ask(page: Page, question: str = QUESTION, tokens: int = 24) -> None:
-    """By the keyboard; the page has put the focus where one types."""
+    """Type a question and send it with Enter."""
     page.locator("#max_tokens").fill(str(tokens))
     page.locator("#question").focus()
     page.keyboard.type(question)
@@ -48,14 +48,14 @@ def ended(page: Page) -> None:
 
 
 def shown(page: Page, place: int = 0) -> list[tuple[str, str]]:
-    """Who gave which text, as one answer shows it; spans of one token's lines are joined."""
+    """The source and the text of each span of one answer."""
     spans = page.locator(".answer").nth(place).locator(".text span.piece")
     told = "nodes => nodes.map(node => [node.dataset.source, node.textContent])"
     return [(source, text) for source, text in spans.evaluate_all(told)]
 
 
 def by_source(pieces: list[tuple[str, str]]) -> dict[str, str]:
-    """All text of each source: however it is cut into spans."""
+    """The text of each source, without the boundaries of spans."""
     found: dict[str, str] = {}
     for source, text in pieces:
         found[source] = found.get(source, "") + text
@@ -63,19 +63,19 @@ def by_source(pieces: list[tuple[str, str]]) -> dict[str, str]:
 
 
 def explained(server: Running, speculation: Any, tokens: int = 24) -> dict[str, Any]:
-    """The same request, over the API."""
+    """The choice that the API gives for the same request, with explanations and usage."""
     body = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
     more = {"max_tokens": tokens, "speculation": {"explain": True, **speculation}}
     answer = server.post({**body, **more}).json()
     return {**answer["choices"][0], "usage": answer["usage"]}
 
 
-def test_an_answer_shows_what_the_api_says(page: Page, server: Running) -> None:
+def test_an_answer_shows_the_figures_of_the_api(page: Page, server: Running) -> None:
     ask(page)
     expect(page.locator(".text .piece").first).to_be_visible()
     ended(page)
     assert axe_findings(page) == []
-    page.get_by_label("Markdown").uncheck()  # letter by letter
+    page.get_by_label("Markdown").uncheck()  # show the text itself
     told = explained(server, {})
     rounds = told["speculation"]["rounds"]
     tokens = [token for entry in rounds for token in entry["tokens"]]
@@ -98,7 +98,7 @@ def test_an_answer_shows_what_the_api_says(page: Page, server: Running) -> None:
     assert not page.locator(".reject").first.is_visible()
 
 
-def test_the_keyboard_is_enough(opened: Open, server: Running) -> None:
+def test_the_page_works_with_the_keyboard_alone(opened: Open, server: Running) -> None:
     page = opened(f"{server.address}/", permissions=["clipboard-read", "clipboard-write"])
     assert page.evaluate("document.activeElement.id") == "question"
     page.keyboard.type(QUESTION[:20])
@@ -119,7 +119,7 @@ def test_the_keyboard_is_enough(opened: Open, server: Running) -> None:
     expect(page.get_by_role("button", name="Copied")).to_be_visible()
     assert page.evaluate("navigator.clipboard.readText()") == text
     page.keyboard.press("Tab")
-    page.keyboard.press("Enter")  # the focus is at Stop now, if only until the answer has ended
+    page.keyboard.press("Enter")  # Stop has the focus now, until the answer ends
     expect(page.locator("[data-figure=drafts]")).to_have_text("none made")
     ended(page)
     assert page.evaluate("document.activeElement.id") == "question"
@@ -129,7 +129,7 @@ def test_the_keyboard_is_enough(opened: Open, server: Running) -> None:
 
 
 def press(page: Page, focus: str, keys: list[str]) -> None:
-    """Keys; then the focus is at `focus`, and can be seen."""
+    """Press keys, then check that the element `focus` has the focus, visibly."""
     for key in keys:
         page.keyboard.press(key)
     assert page.evaluate("document.activeElement.id") == focus
@@ -137,15 +137,15 @@ def press(page: Page, focus: str, keys: list[str]) -> None:
     assert page.evaluate(outline) == "solid"
 
 
-def test_side_by_side_writes_the_same_text_on_a_phone_in_the_dark(
+def test_side_by_side_writes_the_same_text_on_a_phone_in_dark_mode(
     opened: Open, server: Running
 ) -> None:
     options = {"viewport": {"width": 360, "height": 740}, "color_scheme": "dark"}
     page = opened(f"{server.address}/", **options)
     dark = page.evaluate(PAPER)
     page.get_by_label("side by side").check()
-    page.locator("#temperature").fill("0.8")  # with no seed: the page takes one for both
-    ask(page, "Tell me about seven rivers.", tokens=40)  # few may come without a draft
+    page.locator("#temperature").fill("0.8")  # no seed: the page draws one for both
+    ask(page, "Tell me about seven rivers.", tokens=40)  # a short answer may have no draft
     expect(page.locator(".verdict")).to_contain_text("The same text, letter for letter")
     ended(page)
     drafted, plain = by_source(shown(page, 0)), by_source(shown(page, 1))
@@ -182,9 +182,9 @@ def test_stop_ends_the_work_of_the_server(page: Page, server: Running, way: str)
 
 
 def stream(texts: list[str], end: str = "data: [DONE]\n\n", drafts: Any = ()) -> str:
-    """An answer of the server in which each token says what a test wants.
+    """A scripted answer of the server, with one round per text.
 
-    `drafts` of a last round whose tokens all texts are, each as (text, parent, accepted).
+    With `drafts`, each as (text, parent, accepted), one round has all texts as its tokens.
     """
     lines, by = "", {"source": "grammar", "layer": None}
     made = [{"text": t, **by, "parent": p, "accepted": kept} for t, p, kept in drafts]
@@ -198,7 +198,7 @@ def stream(texts: list[str], end: str = "data: [DONE]\n\n", drafts: Any = ()) ->
 
 
 def answer_with(page: Page, body: str | None) -> None:
-    """In place of the server; None: nobody answers."""
+    """Answer in place of the server. None aborts the request."""
 
     def reply(route: Any) -> None:
         route.abort() if body is None else route.fulfill(body=body)
@@ -245,7 +245,7 @@ def test_hostile_answers_do_nothing(opened: Open, server: Running) -> None:
     assert axe_findings(page) == []
 
 
-def test_markdown_is_shown_in_the_colours_of_who_gave_it(page: Page) -> None:
+def test_markdown_keeps_the_colours_of_its_sources(page: Page) -> None:
     texts = ["## T", "op\n\n1. *a*", " &amp", "; [li", "nk](https://a.example)\n2. b\n   - c\n"]
     answer_with(
         page, stream([*texts, "\n``", "`py\nif a <", " b:\n", "  `", "``x\n```\n", "|d|\n|-|"])
@@ -282,7 +282,7 @@ def test_conversations_stay_in_the_browser(page: Page) -> None:
     said = [turn["content"] for turn in sent["messages"]]
     assert said == ["Question 1?", "**1** done", "And?"]
     ended(page)
-    with page.context.new_page() as tab:  # what two tabs say of one conversation is kept twice
+    with page.context.new_page() as tab:  # a chat continued in two tabs is kept twice
         tab.goto(page.url)
         tab.locator("#chats button").first.click()
         for one, question in ((page, "Then?"), (tab, "Else?")):
@@ -317,7 +317,7 @@ def test_a_text_file_goes_into_the_message(page: Page) -> None:
     )
 
 
-def test_errors_are_said(page: Page, server: Running) -> None:
+def test_errors_are_shown(page: Page, server: Running) -> None:
     page.locator("#drafter").select_option("draft-model")
     ask(page)
     expect(page.get_by_role("alert")).to_contain_text("needs a second model")
@@ -336,7 +336,7 @@ def test_errors_are_said(page: Page, server: Running) -> None:
     expect(page.locator(".text")).to_have_text("half")
 
 
-def test_rejected_drafts_stand_where_another_token_does(page: Page) -> None:
+def test_rejected_drafts_stand_before_the_token_in_their_place(page: Page) -> None:
     tree = [("a", -1, True), ("x", -1, False), ("b", 0, True), ("y", 0, False), ("z", 3, False)]
     answer_with(page, stream(["a", "b", "c"], drafts=[*tree, ("w", 2, False)]))
     ask(page)
@@ -349,7 +349,7 @@ def test_rejected_drafts_stand_where_another_token_does(page: Page) -> None:
     assert starts == ["x", "y", "w"]
 
 
-def test_a_server_that_asks_for_keys_gets_one_from_the_page(
+def test_the_page_sends_a_key_to_a_server_that_requires_one(
     opened: Open, default: Speculator
 ) -> None:
     with running(default, keys=("right",)) as guarded:
@@ -367,7 +367,7 @@ def test_a_server_that_asks_for_keys_gets_one_from_the_page(
         assert "right" not in kept
 
 
-def test_the_page_may_load_nothing(server: Running) -> None:
+def test_the_page_loads_nothing_from_elsewhere(server: Running) -> None:
     answer = httpx.get(server.address)
     policy = answer.headers["content-security-policy"]
     rules = dict(rule.split(" ", 1) for rule in policy.split("; "))

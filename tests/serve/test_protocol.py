@@ -1,4 +1,4 @@
-"""OpenAI's own client against a live server, and scripts that ask one."""
+"""OpenAI's own client, and example programs, against a live server."""
 
 from __future__ import annotations
 
@@ -82,17 +82,13 @@ def test_a_stream_joins_to_the_same_text(client: openai.OpenAI) -> None:
         *(({name: 2}, 1.0) for name in ("n", "seed")),
     ],
 )
-def test_tokens_are_drawn_where_a_request_asks(
-    asked: dict[str, Any], temperature: float | None
-) -> None:
+def test_sampling_follows_the_request(asked: dict[str, Any], temperature: float | None) -> None:
     choice, *_ = TextBody(prompt="One", **asked).choices(ServeOptions(), 9)
     assert choice.options["do_sample"] == (temperature is not None)
     assert choice.options.get("temperature") == temperature
 
 
-def test_choices_draw_with_seeds_one_after_the_other(
-    client: openai.OpenAI, server: Running
-) -> None:
+def test_choices_use_consecutive_seeds(client: openai.OpenAI, server: Running) -> None:
     settings: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9}
     answer = chat(client, n=3, seed=7, max_tokens=8, **settings)
     generate = partial(server.speculator.generate, max_new_tokens=8, do_sample=True, top_k=0)
@@ -115,8 +111,8 @@ def test_a_stop_ends_the_text_and_is_no_part_of_it(client: openai.OpenAI) -> Non
     assert joined(chat(client, stop=stop, stream=True)) == whole[: whole.find(stop)]
     asked: dict[str, Any] = {"prompt": "One\nTwo\nThree\n", "max_tokens": 8, "temperature": 0}
     for stop, more, text in (
-        ("\nFour", {}, "Four\nFive\nSix\n"),  # the prompt's end is no part of a stop
-        ("<|im_start|>", {"logit_bias": {"1": 100}}, ""),  # no text shows it
+        ("\nFour", {}, "Four\nFive\nSix\n"),  # a stop does not begin within the prompt
+        ("<|im_start|>", {"logit_bias": {"1": 100}}, ""),  # a token that no text shows
     ):
         (found,) = client.completions.create(model=None, stop=stop, **asked, **more).choices
         assert (found.text[: len(text)], found.finish_reason) == (
@@ -125,7 +121,7 @@ def test_a_stop_ends_the_text_and_is_no_part_of_it(client: openai.OpenAI) -> Non
         )
 
 
-def test_text_goes_on_from_words_or_ids_one_or_several(
+def test_completions_take_text_or_ids_one_or_several(
     client: openai.OpenAI, server: Running
 ) -> None:
     generate = partial(server.speculator.generate, max_new_tokens=8, do_sample=False)
@@ -197,11 +193,11 @@ ARRAY = {"type": "function", "function": {"name": "f", "parameters": {"type": "a
         ({"speculation": {"drafter": "ngram:size=9"}}, "speculation.drafter"),
         ({"speculation": {"controller": "heuristic:longest=65"}}, "speculation.controller"),
         ({"speculation": {"model": "x"}}, "speculation.model"),
-        ({"n": 128, "messages": ASK * 5_000}, "messages"),  # beyond the model's positions
+        ({"n": 128, "messages": ASK * 5_000}, "messages"),  # beyond the context length
         ({"model": "gpt-4o"}, "model"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(
+def test_unsupported_fields_are_refused_by_name(
     server: Running, more: dict[str, Any], field: str | None
 ) -> None:
     answer = server.post({**BODY, **more})
@@ -216,22 +212,22 @@ def test_what_is_not_supported_is_refused_by_name(
     assert "\n" not in error["message"]
 
 
-def test_more_answers_than_may_wait_are_refused_before_they_are_made() -> None:
+def test_too_many_answers_are_refused_before_they_are_made() -> None:
     with pytest.raises(Refused, match="12800000 answers at once, expected at most 160"):
         TextBody(prompt=["a"] * 100_000, n=128).choices(ServeOptions(), 9)
 
 
 def test_one_call_at_a_time_and_names_reach_the_template() -> None:
-    body = ChatBody(messages=[{**ASK[0], "name": "Ann"}], parallel_tool_calls=False)  # type: ignore[list-item]  # as JSON has it
+    body = ChatBody(messages=[{**ASK[0], "name": "Ann"}], parallel_tool_calls=False)  # type: ignore[list-item]  # as in JSON
     (choice,) = body.choices(ServeOptions(), 9)
     assert (choice.most_calls, choice.prompt) == (1, [{**ASK[0], "name": "Ann"}])
 
 
-def test_of_a_million_errors_one_is_looked_for() -> None:
+def test_validation_of_a_million_errors_stops_early() -> None:
     messages = [{"role": "user", "content": [{}] * 1000}] * 1000
     for kind, body, said in (
         (TextBody, {"prompt": [{}] * 1000}, "prompt[0]"),
-        (TextBody, {"prompt": [1, 2, "a", "b"]}, "prompt[2]"),  # whichever kind is meant
+        (TextBody, {"prompt": [1, 2, "a", "b"]}, "prompt[2]"),  # a text or ids
         (TextBody, {"prompt": []}, "prompt is wrong: List should have"),
         (TextBody, dict.fromkeys(map(str, range(2000)), 1), "the body"),
         (ChatBody, {"messages": messages}, "messages[0].content[0].type"),
@@ -242,9 +238,7 @@ def test_of_a_million_errors_one_is_looked_for() -> None:
         assert str(of_validation(error.value)).startswith(said)
 
 
-def test_a_body_that_is_read_for_long_holds_nobody_up(
-    small: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slowly_read_body_blocks_nobody(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     own, goes_on = TextBody.choices, threading.Event()
     monkeypatch.setattr(TextBody, "choices", lambda *a: goes_on.wait(20) and own(*a))
     with ThreadPoolExecutor(1) as pool:
@@ -254,7 +248,7 @@ def test_a_body_that_is_read_for_long_holds_nobody_up(
         assert slow.result().status_code == 200
 
 
-def test_a_drafter_that_this_server_has_not_is_the_requests_fault() -> None:
+def test_an_unavailable_drafter_is_the_requests_fault() -> None:
     error = of_error(HeadsNotFound("drafter exit needs exit heads"))
     assert (error.status, error.field) == (400, "speculation.drafter")
 
@@ -310,10 +304,10 @@ WEBUI = {"model": "SmolLM2-135M-Instruct.Q4_1", "messages": ASK}
         {**BODY, "stream": True, "stream_options": {"include_obfuscation": False}},
         {**BODY, **WEBUI, "min_p": 0.1, "logit_bias": {"5": 1}, "seed": 0, "stop": ["."]},
         {**WEBUI, "stream": False, "max_completion_tokens": 2},
-        {**BODY, "messages": [*ASK, SAID.model_dump(), *ASK]},  # what an answer was, sent back
+        {**BODY, "messages": [*ASK, SAID.model_dump(), *ASK]},  # an answer, sent back
     ],
 )
-def test_what_clients_send_is_fine(server: Running, body: dict[str, Any]) -> None:
+def test_requests_of_common_clients_are_accepted(server: Running, body: dict[str, Any]) -> None:
     assert server.post(body, Authorization="Bearer none").status_code == 200
 
 
@@ -322,7 +316,7 @@ SPECULATION: list[Any] = [
     False,
     {"drafter": "ngram"},
     {"drafter": None, "never_slower": False},
-    # as much as a request may ask for
+    # the largest values that a request may give
     {"drafter": "ngram:size=8,max_tokens=16"},
     {"drafter": "exit:max_tokens=16,guesses=4,max_rows=32"},
     {"drafter": "successors:max_tokens=16,guesses=4,max_rows=32"},
@@ -331,7 +325,7 @@ SPECULATION: list[Any] = [
 ]
 
 
-def test_sixteen_at_once_have_the_texts_that_they_have_alone(small: Running) -> None:
+def test_sixteen_at_once_get_the_same_texts_as_alone(small: Running) -> None:
     asked = [f"Tell me {count} things about the number {count}." for count in range(16)]
     generate = partial(small.speculator.generate, max_new_tokens=20, do_sample=False)
     alone = [generate(one).text for one in asked]
@@ -345,7 +339,7 @@ def test_sixteen_at_once_have_the_texts_that_they_have_alone(small: Running) -> 
         assert list(pool.map(over_http, range(16))) == alone
 
 
-def test_what_waits_has_a_bound(default: Speculator) -> None:
+def test_the_queue_is_bounded(default: Speculator) -> None:
     with running(default, concurrency=1, queue=1) as small, ThreadPoolExecutor(1) as pool:
         with streaming(small):
             second = pool.submit(small.post, BODY)
@@ -357,7 +351,7 @@ def test_what_waits_has_a_bound(default: Speculator) -> None:
         assert second.result().status_code == 200
 
 
-def test_keys_are_asked_for_where_there_are_any(default: Speculator) -> None:
+def test_a_server_with_keys_requires_one(default: Speculator) -> None:
     with running(default, keys=("first", "second"), timeout=0.001) as guarded:
         for header in (None, "Bearer wrong", "Bearer", "Basic first", "Bearer fïrst"):
             headers: Any = {} if header is None else {b"Authorization": header.encode()}
@@ -366,14 +360,14 @@ def test_keys_are_asked_for_where_there_are_any(default: Speculator) -> None:
             assert answer.json()["error"]["code"] == "invalid_api_key"
         answer = guarded.post(BODY, Authorization="Bearer second")
         assert answer.status_code == 200
-        assert answer.json()["choices"][0]["finish_reason"] == "length"  # no time for more
+        assert answer.json()["choices"][0]["finish_reason"] == "length"  # the timeout cuts it
         assert answer.json()["usage"]["completion_tokens"] < 20
         for path, status in (("/health", 200), ("/metrics", 401), ("/v1/models", 401)):
             assert httpx.get(f"{guarded.address}{path}").status_code == status
 
 
 @pytest.mark.parametrize("package", ["langchain_openai", "llama_index"])
-def test_a_program_of_the_page_prints_the_texts_of_generate(
+def test_programs_of_the_docs_print_the_texts_of_generate(
     server: Running, package: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip(package)
@@ -385,12 +379,12 @@ def test_a_program_of_the_page_prints_the_texts_of_generate(
     assert capsys.readouterr().out == "\n".join(texts)
 
 
-# --- what eval/serving.py computes
+# --- the figures of eval/serving.py
 
 PROMPTS = ["Name a river.", "Count to five.", "Say hello."]
 
 
-def test_a_load_counts_what_usage_says(server: Running) -> None:
+def test_a_load_counts_the_tokens_of_usage(server: Running) -> None:
     load = Load(texts=2)
     asked = [question(text, 6, **serving.STREAMED) for text in (*PROMPTS, *PROMPTS[:2])]
     serving.loaded(server.address, asked, load)
@@ -403,13 +397,13 @@ def test_a_load_counts_what_usage_says(server: Running) -> None:
     assert 0 < sum(load.gaps_s) < load.texts * load.seconds
 
 
-def test_an_error_is_no_figure(server: Running) -> None:
+def test_an_error_ends_the_measurement(server: Running) -> None:
     asked = [question("Hello", 4, temperature=9)]
     with pytest.raises(RuntimeError, match=r"status 400.*temperature"):
         serving.loaded(server.address, asked, Load(texts=1))
 
 
-def test_the_best_peer_counts() -> None:
+def test_ours_is_compared_with_the_best_peer() -> None:
     def load(method: str, seconds: float) -> Load:
         return Load(method=method, texts=4, seconds=seconds, tokens=60, first_s=[0.1, 0.3])
 
@@ -417,7 +411,7 @@ def test_the_best_peer_counts() -> None:
     assert serving.ahead(loads) == {4: 3.0}
 
 
-def test_what_differs_is_found(server: Running) -> None:
+def test_differing_answers_are_found(server: Running) -> None:
     alone = [
         serving.without_server(server.speculator, number, prompt, 6)
         for number, prompt in enumerate(PROMPTS)

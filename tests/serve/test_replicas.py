@@ -1,4 +1,4 @@
-"""Two copies of a tiny model under Ray Serve: the plain server's tests, and what copies are for."""
+"""Two copies of a tiny model under Ray Serve: the plain server's tests, and tests of copies."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.serve.test_protocol import (  # noqa: F401  # the same tests, through
 )
 
 pytest.importorskip("selfspec.cluster", exc_type=ImportError)  # before ray: it sets how Ray starts
-from ray.exceptions import ActorDiedError  # after the check, as all of these
+from ray.exceptions import ActorDiedError  # after the check, like the imports below
 from ray.serve.exceptions import RequestCancelledError
 
 from selfspec.serve.replicas import make_front, session
@@ -50,7 +50,7 @@ class Command(NamedTuple):
 
     @property
     def everything(self) -> list[psutil.Process]:
-        """The processes that it has started."""
+        """All processes that the command has started."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
     @property
@@ -86,7 +86,7 @@ def command(folder: Path) -> Iterator[Command]:
 
 @pytest.fixture(scope="module")
 def server(command: Command, tiny: Speculator) -> Running:
-    """For the tests of the protocol: the same model in this process, to compare with."""
+    """The command's address, with the same model in this process to compare answers with."""
     return Running(command.address, tiny, cast("Writer", None))
 
 
@@ -102,7 +102,7 @@ def opening(number: int) -> list[dict[str, str]]:
     ]
 
 
-def test_turns_of_a_conversation_go_to_one_copy_and_conversations_to_all(command: Command) -> None:
+def test_a_conversation_stays_on_one_copy_and_both_copies_get_some(command: Command) -> None:
     used = set()
     for number in range(40):
         first = ask(command, opening(number))
@@ -118,8 +118,8 @@ def test_turns_of_a_conversation_go_to_one_copy_and_conversations_to_all(command
     pytest.fail("one copy has all conversations")
 
 
-def test_a_copy_that_is_killed_loses_its_own_answers_and_comes_back(command: Command) -> None:
-    """One stream per copy, at least; one copy is killed while they are written."""
+def test_a_killed_copy_loses_only_its_own_answers_and_restarts(command: Command) -> None:
+    """Kill one copy while each copy writes a stream."""
     before = command.copies
     assert len(before) == 2
     url = f"{command.address}{CHAT}"
@@ -138,7 +138,7 @@ def test_a_copy_that_is_killed_loses_its_own_answers_and_comes_back(command: Com
     ends = sorted(one[-1] for one in lines)
     assert ends[0] == "data: [DONE]"
     assert "copy of the model that wrote this has ended. Send the request again" in ends[1]
-    for number in range(8):  # whichever copy they would have gone to
+    for number in range(8):  # for either copy
         assert ask(command, opening(number)).status_code == 200
     wait_until(lambda: len(command.copies) == 2)
     assert before[0].pid not in [one.pid for one in command.copies]
@@ -162,7 +162,7 @@ def test_a_client_that_goes_away_ends_its_answer(command: Command, server: Runni
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{command.address}{CHAT}", json=body, timeout=0.5)
 
-    def idle() -> bool:  # whichever copy is asked
+    def idle() -> bool:  # enough requests to reach both copies
         found = [httpx.get(f"{command.address}/health").json() for _ in range(8)]
         return all(one == {"status": "ok", "answers": 0} for one in found)
 
@@ -174,7 +174,7 @@ def test_the_log_has_a_line_per_request_and_no_text(command: Command) -> None:
     wait_until(lambda: "+ 30 tokens" in command.log.read_text())
     log = command.log.read_text()
     assert re.search(r"POST \S+ns 200, \d+ \+ 30 tokens in \d+\.\d{3} s for 127.0.0.1", log)
-    (folder,) = {  # where Ray's processes write theirs
+    (folder,) = {  # the log folder of Ray's processes
         Path(word.partition("=")[2])
         for one in psutil.Process(command.process.pid).children()
         for word in one.cmdline()
@@ -186,7 +186,7 @@ def test_the_log_has_a_line_per_request_and_no_text(command: Command) -> None:
     assert "Traceback" not in log
 
 
-def test_ports_of_ray_are_for_this_machine_or_ask_for_a_token(command: Command) -> None:
+def test_ports_of_ray_are_local_or_require_a_token(command: Command) -> None:
     grpc: Any = importlib.import_module("grpc")  # it has no types
     bodies: Any = importlib.import_module("ray.serve.generated.serve_pb2")
     service: Any = importlib.import_module("ray.serve.generated.serve_pb2_grpc")
@@ -207,8 +207,8 @@ def test_ports_of_ray_are_for_this_machine_or_ask_for_a_token(command: Command) 
         assert error.value.code() == grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_an_answer_that_is_written_ends_before_all_stops(command: Command, server: Running) -> None:
-    """The last of the live tests: none may come behind it."""
+def test_a_running_answer_is_finished_before_shutdown(command: Command, server: Running) -> None:
+    """The last of the live tests, as it stops the server."""
     everything = command.everything
     body = {"messages": opening(1), "max_tokens": 1500, "temperature": 0, "stream": True}
     with streaming(server, body) as lines:
@@ -218,7 +218,7 @@ def test_an_answer_that_is_written_ends_before_all_stops(command: Command, serve
     assert not psutil.wait_procs(everything, timeout=10)[1]
 
 
-def test_keys_origins_and_sizes_are_minded_before_any_copy() -> None:
+def test_keys_origins_and_sizes_are_checked_before_any_copy() -> None:
     options = ServeOptions(cors_origin=["https://page.example"], max_body_mb=0.001)
     front = TestClient(make_front(cast("Any", None), options, Keys(["key"])))
     url, key = "/v1/chat/completions", {"Authorization": "Bearer key"}
@@ -231,7 +231,7 @@ def test_keys_origins_and_sizes_are_minded_before_any_copy() -> None:
 
 
 class Messages:
-    """Of a copy: what it is given; then it waits, or ends with an error."""
+    """The stream of a fake copy: the given messages, then a wait or an error."""
 
     def __init__(self, messages: Sequence[dict[str, Any]], error: Exception | None) -> None:
         self._messages, self._error, self._cancelled = messages, error, asyncio.Event()
@@ -257,7 +257,7 @@ def through(
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/models"])
-def test_where_no_copy_is_ready_that_is_said_in_time(
+def test_a_server_without_a_ready_copy_says_so_in_time(
     monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     monkeypatch.setattr("selfspec.serve.replicas._READY_S", 0.05)
@@ -266,11 +266,11 @@ def test_where_no_copy_is_ready_that_is_said_in_time(
     assert answer.json()["error"]["message"] == "no copy of the model is ready. Try again soon"
 
 
-def test_where_a_copy_ends_its_answer_is_refused_and_never_half_of_one(
+def test_the_answer_of_a_dead_copy_is_refused_or_visibly_cut(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def read(_: bytes) -> str:
-        with pytest.raises(RuntimeError):  # beside the loop, in whose thread others are served
+        with pytest.raises(RuntimeError):  # off the thread of the event loop
             asyncio.get_running_loop()
         return ""
 

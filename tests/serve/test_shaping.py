@@ -1,4 +1,4 @@
-"""Structured output, calls, likelihoods, penalties and explanations, with OpenAI's own client."""
+"""Structured output, tool calls, logprobs, penalties and explanations, with OpenAI's client."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def test_a_schema_is_followed_and_drafts_change_nothing(client: openai.OpenAI) -
     )
 
 
-def test_an_empty_schema_is_any_json(client: openai.OpenAI) -> None:
+def test_an_empty_schema_allows_any_json(client: openai.OpenAI) -> None:
     shape = {"type": "json_schema", "json_schema": {"name": "any", "schema": {}}}
     messages = [{"role": "user", "content": "Say hello."}]
     (choice,) = chat(client, messages=messages, response_format=shape).choices
     assert json.loads(choice.message.content) is not None
 
 
-def test_any_object_is_json(client: openai.OpenAI) -> None:
+def test_json_object_mode_writes_an_object(client: openai.OpenAI) -> None:
     settings: dict[str, Any] = {"temperature": 1.0, "seed": 4, "logit_bias": {"14704": 8}}
     answer = chat(client, response_format={"type": "json_object"}, max_tokens=60, **settings)
     (choice,) = answer.choices
@@ -74,7 +74,7 @@ def test_any_object_is_json(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_likelihoods_are_those_of_generate(
+def test_logprobs_are_those_of_generate(
     client: openai.OpenAI, server: Running, stream: bool
 ) -> None:
     asked: dict[str, Any] = {"logprobs": True, "top_logprobs": 3, "max_tokens": 12}
@@ -92,8 +92,8 @@ def test_likelihoods_are_those_of_generate(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_likelihoods_of_text_have_their_own_shape(client: openai.OpenAI, stream: bool) -> None:
-    emojis = "Emojis: 😀😃😄😁😆"  # goes on with more, of three tokens each
+def test_logprobs_of_completions_have_their_own_shape(client: openai.OpenAI, stream: bool) -> None:
+    emojis = "Emojis: 😀😃😄😁😆"  # the answer has more of them, three tokens each
     asked: dict[str, Any] = {"prompt": emojis, "logprobs": 2, **LIMIT, "max_tokens": 9}
     found = client.completions.create(model=None, stream=stream, **asked)
     choices = [chunk.choices[0] for chunk in found] if stream else found.choices
@@ -113,7 +113,7 @@ def test_likelihoods_of_text_have_their_own_shape(client: openai.OpenAI, stream:
     assert [{*top} for top in said.top_logprobs] == [{token} for token in said.tokens]
 
 
-def test_an_end_token_is_no_part_of_the_likelihoods(client: openai.OpenAI) -> None:
+def test_logprobs_leave_out_the_end_token(client: openai.OpenAI) -> None:
     messages = [{"role": "user", "content": "Name a planet."}]
     (choice,) = chat(client, messages=messages, logprobs=True).choices
     assert choice.finish_reason == "stop"
@@ -144,7 +144,7 @@ TEMPLATE = (
 FIELDS = {"city": {"$ref": "#/$defs/City"}, "unit": {"enum": ["C", "F"]}}
 PARAMETERS = {
     **{"type": "object", "properties": FIELDS, "required": [*FIELDS]},
-    "$defs": {"City": {"type": "string", "maxLength": 12}},  # as pydantic has them
+    "$defs": {"City": {"type": "string", "maxLength": 12}},  # as pydantic writes them
     "additionalProperties": False,
 }
 GET = {"name": "get_weather", "description": "In a city.", "parameters": PARAMETERS}
@@ -165,7 +165,7 @@ def caller(default: Speculator) -> Iterator[openai.OpenAI]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("wanted", ["", "get_weather", "get_time"])
-def test_a_call_that_is_asked_for_follows_its_schema(
+def test_a_required_call_follows_its_schema(
     caller: openai.OpenAI, wanted: str, stream: bool
 ) -> None:
     choice: Any = {"type": "function", "function": {"name": wanted}} if wanted else "required"
@@ -176,7 +176,7 @@ def test_a_call_that_is_asked_for_follows_its_schema(
     (call,) = [call for one in said for call in one.tool_calls or ()]
     assert choices[-1].finish_reason == "tool_calls"
     arguments = json.loads(call.function.arguments)
-    if not stream:  # written in one way only
+    if not stream:  # the grammar forces most of it
         least = 20 if arguments else 10
         assert found.usage.speculation["sources"]["grammar"]["accepted"] > least
     assert call.function.name == wanted or not wanted
@@ -212,7 +212,7 @@ CALL = '{"name": "get_time", "arguments": {"a": "<tool_call> } </tool_call>"}}'
         (BARE, "", "", []),
     ],
 )
-def test_calls_are_read_out_of_text_in_any_pieces(
+def test_calls_are_parsed_from_text_in_any_pieces(
     form: Any, text: str, content: str | None, names: list[str]
 ) -> None:
     for size in (1, 3, 1000):
@@ -226,7 +226,7 @@ def test_calls_are_read_out_of_text_in_any_pieces(
         assert len(one.end()[1]) == min(1, len(names))
 
 
-def test_a_template_says_how_calls_are_written(default: Speculator) -> None:
+def test_the_format_of_calls_follows_the_template(default: Speculator) -> None:
     words = copy.copy(default.tokenizer)
     assert words is not None
     assert format_of(words) is None
@@ -241,7 +241,7 @@ def test_a_template_says_how_calls_are_written(default: Speculator) -> None:
     assert format_of(None) is None
 
 
-# Who gave each token: the same counts as usage has, and the answer's own text
+# The source of each token: the counts of usage, and the answer's own text
 
 LISTS = [{"role": "user", "content": "Repeat three times: 🦜 red, green, blue 🪁 and grey."}]
 EXPLAIN = {"explain": True}
@@ -266,7 +266,7 @@ def joined(rounds: list[Any]) -> str:
         {"speculation": {"drafter": "none", "explain": True}},
     ],
 )
-def test_sources_are_those_of_usage_and_texts_join(
+def test_sources_match_usage_and_texts_join(
     client: openai.OpenAI, server: Running, more: dict[str, Any]
 ) -> None:
     answer = ask(client, **more)
@@ -294,7 +294,7 @@ def test_sources_are_those_of_usage_and_texts_join(
             assert "model" not in given[:kept]
             assert given[kept:] in ([], ["model"])
             assert entry["steps"] >= 1
-            assert entry["steps"] > 1 or not entry["drafts"]  # heads may be asked in vain
+            assert entry["steps"] > 1 or not entry["drafts"]  # heads may give no draft
         tokens += sum(len(entry["tokens"]) for entry in told)
     found = answer.usage.speculation
     assert found["rounds"] == sum(len(c.speculation["rounds"]) - 1 for c in answer.choices)
