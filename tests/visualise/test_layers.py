@@ -1,4 +1,4 @@
-"""A trace in a file, on a terminal, as a card, as a page: it comes back, no text breaks a view."""
+"""A trace in a file, on a terminal, as a card and as a page: no text breaks a view."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def saved(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_file_gives_the_same_trace_back_and_every_line_says_what_it_is(tmp_path: Path) -> None:
+def test_a_trace_survives_its_file_and_every_line_has_a_kind(tmp_path: Path) -> None:
     path = saved(tmp_path)
     assert LayerTrace.load(path) == small_trace()
-    odd = long_trace(["\u2028", "\x85", '"\n\\', "\U0001f389"])  # some end a line elsewhere
+    odd = long_trace(["\u2028", "\x85", '"\n\\', "\U0001f389"])  # some are line breaks to Python
     odd.save(tmp_path / "odd")
     assert LayerTrace.load(tmp_path / "odd") == odd
     lines = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
@@ -94,7 +94,7 @@ def test_a_file_that_was_cut_off_is_refused(tmp_path: Path) -> None:
             LayerTrace.load(tmp_path / "cut")
 
 
-# What layers knew, and what was rejected where
+# Guesses of layers, and places of rejected drafts
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_layers_that_guess_the_token(
         ([-1, -1, 1, 1], [1, 3], [(0, [0]), (1, [2])]),
     ],
 )
-def test_rejected_drafts_stand_where_they_began(
+def test_rejected_drafts_are_placed_where_they_began(
     parents: list[int] | None, kept: list[int], branches: list[tuple[int, list[int]]]
 ) -> None:
     found = entry(len(kept) + 1, [0] * 4, kept=kept, parents=parents)
@@ -144,7 +144,7 @@ def test_rejected_drafts_stand_where_they_began(
     ("text", "shown"),
     [(" a\n", "␣a⏎"), ("", "∅"), ("\t\x1b", "⇥\\u001b"), ("\u2028", "\\u2028"), ("é你", "é你")],
 )
-def test_what_cannot_be_seen_is_shown(text: str, shown: str) -> None:
+def test_invisible_characters_are_shown(text: str, shown: str) -> None:
     assert layers.visible(text) == shown
 
 
@@ -152,7 +152,7 @@ STRUCK, RED = "\x1b[9", "38;2;{};{};{}m".format(*bytes.fromhex(pages.REJECTED[1:
 
 
 def printed(trace: LayerTrace, *, rejected: bool = True, **console: Any) -> str:
-    """What a console shows; not a terminal unless asked."""
+    """The output of a console that is no terminal by default."""
     out = io.StringIO()
     show(trace, Console(file=out, _environ={}, **console), rejected=rejected)
     return out.getvalue()
@@ -212,7 +212,7 @@ def test_lines_fit_a_narrow_terminal() -> None:
         assert "checked" in shown
 
 
-def test_a_console_that_knows_ascii_only_gets_ascii() -> None:
+def test_an_ascii_console_gets_ascii() -> None:
     raw = io.BytesIO()
     out = io.TextIOWrapper(raw, encoding="ascii")
     show(long_trace(["A", " \u4f60", "\n"]), Console(file=out, _environ={}), rejected=True)
@@ -238,18 +238,18 @@ def test_drafts_from_elsewhere_have_marks_of_their_own() -> None:
     assert "prompt lookupⁿ: 1 of 2 drafts kept" in shown
 
 
-def test_a_gain_is_what_rounds_and_costs_say() -> None:
+def test_the_gain_follows_from_rounds_and_costs() -> None:
     trace = small_trace()
     found = gain(trace)
     assert (found.tokens, found.drafted) == (6, 2)
-    # three rounds, and three drafts, which left at layers 2, 4 and 4 of 6
+    # three rounds, and three drafts, which exited at layers 2, 4 and 4 of 6
     assert trace.cost.gain(trace.rounds) == pytest.approx(5 / (3 + 3 * 0.08 + 10 / 6))
     assert gain(long_trace(["a", "b"])).headline.startswith("No draft was kept")
     words = [(giver.words, count) for giver, count in layers.ranked(givers(trace))]
     assert words == [("the model", 4), ("exit layer 2", 1), ("exit layer 4", 1)]
 
 
-def test_a_headline_says_what_drafts_gave() -> None:
+def test_the_headline_states_the_gain() -> None:
     for times, words in (
         (1.1, ", 1.1× plain decoding"),
         (1.0, ", which cost what they gave: 1.0× plain decoding"),
@@ -259,7 +259,7 @@ def test_a_headline_says_what_drafts_gave() -> None:
         assert found.headline == f"44 % of this answer came as drafts{words}"
         end = ", 0.9× plain decoding" if times == 0.9 else "of the whole model"
         assert found._replace(drafted=0).headline.endswith(end)
-    assert found._replace(drafted=0, times=1.0).verdict == ""  # as where nothing may be drafted
+    assert found._replace(drafted=0, times=1.0).verdict == ""  # as where drafting is off
 
 
 def test_a_card_holds_any_text_silently(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -276,7 +276,7 @@ def test_a_card_holds_any_text_silently(monkeypatch: pytest.MonkeyPatch, tmp_pat
             assert made == (tmp_path / "again.png").read_bytes()
             shown = imread(tmp_path / f"{name}.png")
             assert shown.shape[:2] == (675, 1200)
-            assert (shown[:, 320:336, :3].std(axis=(0, 1)) < 0.01).all()  # words stay in their box
+            assert (shown[:, 320:336, :3].std(axis=(0, 1)) < 0.01).all()  # text stays in its box
 
 
 def test_a_card_has_each_draft_in_its_colour(tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ def test_wide_characters_count_twice() -> None:
 
 def test_texts_of_tokens_cannot_leave_their_element_and_nothing_is_loaded() -> None:
     page = render(traces.drawn_trace())
-    # as a browser cuts it out: up to the first closing tag
+    # as a browser reads it: up to the first closing tag
     start = '<script type="application/json" id="data">'
     (text,) = re.findall(f"{start}(.*?)</script", page, re.DOTALL | re.IGNORECASE)
     data = json.loads(text)
@@ -318,7 +318,7 @@ def test_texts_of_tokens_cannot_leave_their_element_and_nothing_is_loaded() -> N
     assert re.search("https?://", page) is None
 
 
-def test_rounds_say_who_gave_what_and_when() -> None:
+def test_page_data_has_the_source_and_time_of_each_token() -> None:
     trace = traces.drawn_trace()
     data = page_data(trace)
     told = data["places"]

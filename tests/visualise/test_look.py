@@ -1,4 +1,4 @@
-"""Looking at an answer changes nothing of it, and what layers are said to say is what they say."""
+"""Tracing changes nothing in an answer, and reports the layers' own guesses and figures."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.talks import make_tokenizer
 
 PROMPT = random_ids(5, 1)
 EAGER: dict[str, Any] = {"drafter": "exit:threshold=0.15,max_tokens=3", "never_slower": False}
-"""Many drafts, right and wrong ones."""
+"""Options that give many drafts, right and wrong ones."""
 
 
 def eagerly(options: dict[str, Any]) -> dict[str, Any]:
-    """Keywords of `generate`: EAGER under `options`, setting by setting."""
+    """Keywords of `generate`: EAGER, overridden by `options` setting by setting."""
     drafter = merged_over("drafter", EAGER["drafter"], options.get("drafter", EAGER["drafter"]))
     return {"max_new_tokens": NEW_TOKENS, **EAGER, **options, "drafter": drafter}
 
@@ -55,8 +55,8 @@ def test_tokens_are_those_of_generate(kind: str, options: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("all_layers", [False, True])
-def test_a_kept_draft_is_what_the_first_sure_layer_says(kind: str, all_layers: bool) -> None:
-    """In chains, too: heads behind a draft read what they read in decoding."""
+def test_a_kept_draft_is_the_guess_of_the_first_sure_layer(kind: str, all_layers: bool) -> None:
+    """Also in chains of drafts: heads after a draft read the same states as in decoding."""
     found = looked(kind, all_layers=all_layers)
     thresholds = found.info.taus
     kept = [place for place in found.places if place.kind == "accepted"]
@@ -71,7 +71,7 @@ def test_a_kept_draft_is_what_the_first_sure_layer_says(kind: str, all_layers: b
 
 
 @pytest.mark.parametrize("kind", ["translator", "narrow"])
-def test_numbers_are_those_of_a_plain_loop(kind: str) -> None:
+def test_figures_equal_those_of_a_plain_loop(kind: str) -> None:
     speculator = skilled(kind)
     found = looked(kind, drafter="exit:anneal_strength=0.5")
     heads: Any = speculator.heads
@@ -90,20 +90,20 @@ def test_numbers_are_those_of_a_plain_loop(kind: str) -> None:
                 head = heads[said.layer]
                 logits = head(output.hidden_states[said.layer][0, position])
                 wide = head.to_target_logits(logits)
-                law = (wide / temperatures.get(said.layer, 1.0)).softmax(-1)
-                order = law.argsort(descending=True).tolist()
+                probs = (wide / temperatures.get(said.layer, 1.0)).softmax(-1)
+                order = probs.argsort(descending=True).tolist()
                 held = order[: len(head.rows)]
                 assert list(said.top_tokens) == order[:5]
-                assert said.top_probs == pytest.approx(law[order[:5]].tolist(), abs=2e-6)
+                assert said.top_probs == pytest.approx(probs[order[:5]].tolist(), abs=2e-6)
                 sure = float(top_probability(logits, judge.temperature(said.layer)))
                 assert said.confidence == pytest.approx(sure, abs=2e-6)
                 assert said.rank == (held.index(place.token) + 1 if place.token in held else 0)
                 target = final[held].softmax(-1).double()
-                divergence = float((target * (target / law[held]).log()).sum())
+                divergence = float((target * (target / probs[held]).log()).sum())
                 assert said.divergence == pytest.approx(divergence, abs=1e-4)
 
 
-def test_all_layers_are_looked_at_and_only_some_were_in_use() -> None:
+def test_all_layers_are_traced_and_only_some_were_in_use() -> None:
     info = looked("deep-fused-0", all_layers=True, drafter="exit:threshold=0.25").info
     assert info.exit_layers == (0, 1, 2, 3, 4, 5)
     assert info.head_kinds == ("deep-fused", *["logit-lens"] * 5)
@@ -147,7 +147,7 @@ def test_texts_and_rejected_drafts_are_kept() -> None:
     assert [text.strip() for text in texts] == speculator.tokenizer.convert_ids_to_tokens(drafts)
 
 
-def test_copied_tokens_stand_where_they_were_seen() -> None:
+def test_copied_tokens_name_the_place_that_they_were_copied_from() -> None:
     prompt = PROMPT.repeat(1, 4)
     speculator = skilled("translator")
     found = inspect(speculator, prompt, all_layers=False, **eagerly({"drafter": "ngram"}))
@@ -170,10 +170,10 @@ def test_ranks_count_from_one_and_ties_share_one() -> None:
 
 def test_among_ties_the_guess_that_would_be_drafted_comes_first() -> None:
     reader = Reader({}, ExitJudge(6, {}), TokenTexts(None))
-    law = torch.zeros(1, 40).log_softmax(-1)
+    log_probs = torch.zeros(1, 40).log_softmax(-1)
     for _ in range(3):
-        (best,) = reader.likeliest(law)
-        assert best["top_tokens"][0] == int(law.argmax())
+        (best,) = reader.likeliest(log_probs)
+        assert best["top_tokens"][0] == int(log_probs.argmax())
         assert len(set(best["top_tokens"])) == 5
         assert best["top_probs"] == (0.025,) * 5
 
@@ -187,7 +187,7 @@ def test_a_small_vocabulary_has_fewer_guesses(backbone: Backbone) -> None:
     assert few["top_tokens"] == (1, 0)
 
 
-def test_features_behind_drafts_are_those_of_the_layer_that_drafted(backbone: Backbone) -> None:
+def test_features_after_drafts_come_from_the_layer_that_drafted(backbone: Backbone) -> None:
     heads = train(make_heads("deep-fused", backbone.unembedding))
     lenses = {layer: Lens(heads[layer], "deep-fused", 1.0) for layer in (2, 4)}
     generator = torch.Generator().manual_seed(2)

@@ -1,6 +1,6 @@
-"""The HTML page in a real browser: it shows the trace's numbers, in any light and size.
+"""The HTML page in a real browser: it shows the trace's figures, in any theme and size.
 
-It may say nothing on the console, and load nothing.
+It must write nothing to the console and load nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def trace() -> LayerTrace:
 
 @pytest.fixture
 def unfolded(opened: Open, tmp_path: Path) -> Open:
-    """`unfolded(html, **context)`: the page of a file, with its table."""
+    """A function `(html, **context)` that opens the page from a file and unfolds its table."""
 
     def show(html: str, **options: Any) -> Page:
         file = tmp_path / "page.html"
@@ -54,7 +54,7 @@ def page(unfolded: Open, trace: LayerTrace) -> Page:
 
 
 def cell(page: Page, trace: LayerTrace, place: int, layer: int) -> Any:
-    """A cell of the map; deep layers stand above."""
+    """A cell of the map, whose rows run from the deepest layer down to the first."""
     row = len(trace.info.exit_layers) - 1 - trace.info.exit_layers.index(layer)
     return page.locator("#map tbody tr").nth(row).locator("td").nth(place)
 
@@ -76,7 +76,7 @@ def test_hover_shows_the_numbers_of_the_trace(page: Page, trace: LayerTrace) -> 
         ]
 
 
-def test_frames_and_marks_are_where_they_belong(page: Page, trace: LayerTrace) -> None:
+def test_cells_have_the_right_frames_and_marks(page: Page, trace: LayerTrace) -> None:
     marks = set[str]()
     for place in trace.places:
         entry = trace.rounds[place.round]
@@ -94,7 +94,7 @@ def test_frames_and_marks_are_where_they_belong(page: Page, trace: LayerTrace) -
     assert marks == {"right", "other", "left", "rejected"}
 
 
-def test_text_is_text_whatever_it_says(page: Page, trace: LayerTrace) -> None:
+def test_hostile_text_stays_text(page: Page, trace: LayerTrace) -> None:
     answer = page.locator("#answer").text_content()
     assert answer == "".join(place.text for place in trace.places)
     assert page.locator("#prompt").text_content() == trace.info.prompt
@@ -108,10 +108,10 @@ def test_text_is_text_whatever_it_says(page: Page, trace: LayerTrace) -> None:
     assert not page.locator("#map td span").first.is_visible()
 
 
-def test_keys_walk_over_tokens_and_cells(page: Page, trace: LayerTrace) -> None:
+def test_arrow_keys_move_over_tokens_and_cells(page: Page, trace: LayerTrace) -> None:
     heading = page.locator("#readout h3")
     first = next(place.index for place in trace.places if place.kind == "accepted")
-    assert f"token {first + 1} · whole model" in heading.inner_text()  # chosen at the start
+    assert f"token {first + 1} · whole model" in heading.inner_text()  # selected at the start
     page.locator("#answer [tabindex='0']").focus()
     page.keyboard.press("ArrowRight")
     assert "token 2 · whole model" in heading.inner_text()
@@ -131,7 +131,7 @@ def test_keys_walk_over_tokens_and_cells(page: Page, trace: LayerTrace) -> None:
     assert focused[1] == "solid"
 
 
-def test_the_race_ends_as_the_costs_say(page: Page, trace: LayerTrace) -> None:
+def test_the_race_follows_the_costs(page: Page, trace: LayerTrace) -> None:
     found = gain(trace)
     assert page.locator("h1").inner_text() == found.headline
     plain = found.tokens - 1
@@ -150,7 +150,7 @@ def test_the_race_ends_as_the_costs_say(page: Page, trace: LayerTrace) -> None:
     expect(page.get_by_role("button", name="play the race")).to_be_visible()
 
 
-def test_copied_tokens_say_where_they_were_seen(unfolded: Open, trace: LayerTrace) -> None:
+def test_copied_tokens_show_their_place_in_the_prompt(unfolded: Open, trace: LayerTrace) -> None:
     rounds = tuple(
         replace(e, sources=["ngram"] * len(e.sources), exit_layers=[0] * len(e.exit_layers))
         for e in trace.rounds
@@ -173,7 +173,7 @@ def test_copied_tokens_say_where_they_were_seen(unfolded: Open, trace: LayerTrac
 @pytest.mark.parametrize(
     "look", [{}, {"color_scheme": "dark"}, PHONE], ids=["light", "dark", "phone"]
 )
-def test_axe_finds_nothing_and_a_phone_has_room(
+def test_axe_finds_nothing_and_the_page_fits_a_phone(
     unfolded: Open, trace: LayerTrace, look: dict[str, Any]
 ) -> None:
     page = unfolded(render(trace), **look)
@@ -184,7 +184,7 @@ def test_axe_finds_nothing_and_a_phone_has_room(
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_a_report_of_wide_tables_has_room_on_a_phone(browser: Browser, tmp_path: Path) -> None:
+def test_a_report_of_wide_tables_fits_a_phone(browser: Browser, tmp_path: Path) -> None:
     runs = Path(__file__).parents[2] / "eval" / "results" / "bench-bf16-amx"
     file, page = tmp_path / "report.html", browser.new_page(**PHONE)
     file.write_text(report.page([report.read_results(runs)]), encoding="utf-8")
