@@ -1,4 +1,4 @@
-"""The speculator that tests of the facade share."""
+"""The speculator that the API tests share."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from selfspec.api.speculator import Speculator, wrap
 
 @pytest.fixture(scope="module")
 def speculator(exact: Any) -> Speculator:
-    """Drafts all the time, mostly wrongly."""
+    """A speculator that drafts all the time, mostly wrongly."""
     return wrap(exact, heads="logit-lens", drafter="exit:layers=2/5,threshold=0.05,max_tokens=4")

@@ -1,4 +1,4 @@
-"""Careless and hostile input through the Python API: each gives one line, never a raw error."""
+"""Careless and hostile input to the Python API: each error is one line, never a raw error."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ BATCHES = {
     "several rows",
     "lists of ids",
     "arrays",
-}  # of these: what is several prompts
+}  # the names in PROMPTS that hold several prompts
 ADVICE = {
     "lists of ids": "generate_batch",
     "arrays": "generate_batch",
@@ -91,11 +91,11 @@ ADVICE = {
     "bytes": "prompt.decode()",
     "dict": "Give its input_ids",
 }
-"""What is said of a mistake that is often made."""
+"""The advice for common mistakes, by name in PROMPTS."""
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_what_is_no_prompt_is_refused_in_one_line(name: str, speculator: Speculator) -> None:
+def test_wrong_prompts_are_refused_in_one_line(name: str, speculator: Speculator) -> None:
     calls: list[Any] = [speculator.generate, speculator.session().generate]
     for call in calls if name in BATCHES else [*calls, speculator.generate_batch]:
         with pytest.raises((InvalidPrompt, InvalidOption)) as caught:
@@ -105,7 +105,7 @@ def test_what_is_no_prompt_is_refused_in_one_line(name: str, speculator: Specula
 
 
 @pytest.mark.parametrize("name", sorted(BATCHES))
-def test_what_is_several_prompts_is_answered_by_a_batch(name: str, speculator: Speculator) -> None:
+def test_several_prompts_are_answered_by_a_batch(name: str, speculator: Speculator) -> None:
     answers = speculator.generate_batch(PROMPTS[name], max_new_tokens=2, do_sample=False)
     alone = [speculator.generate(one, max_new_tokens=2, do_sample=False) for one in PROMPTS[name]]
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in alone]
@@ -121,12 +121,12 @@ def test_what_is_several_prompts_is_answered_by_a_batch(name: str, speculator: S
     ],
     ids=addressless,
 )
-def test_ids_of_any_whole_type_are_read(prompt: Any, speculator: Speculator) -> None:
+def test_ids_of_any_integer_type_are_read(prompt: Any, speculator: Speculator) -> None:
     expected = speculator.generate(torch.tensor([IDS]), max_new_tokens=4).token_ids
     assert speculator.generate(prompt, max_new_tokens=4).token_ids == expected
 
 
-def test_a_message_of_a_call_needs_no_content(speculator: Speculator) -> None:
+def test_a_tool_call_message_needs_no_content(speculator: Speculator) -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
     messages: Any = [*user("hi"), call, *user("and?")]
     assert speculator.generate(messages, max_new_tokens=2).token_ids
@@ -142,7 +142,7 @@ def options(name: str, *values: Any, **others: Any) -> list[dict[str, Any]]:
 
 
 def too_many(_one: Any, _two: Any, _three: Any) -> None:
-    """No processor takes three things."""
+    """A logits processor with one parameter too many."""
 
 
 KEYWORDS = errors.annotations_of(GenerateOptions)
@@ -191,14 +191,14 @@ UNMEANT: dict[str, tuple[Any, ...]] = {
     "drafter": ("none at all", "ngram+draft-model"),  # more of these: tests/test_options.py
     **{"controller": ("fast",), "costs": (Exit(),), "acceptance": ("always",)},
 }
-"""Values of the right types that mean nothing to this model, or nothing at all."""
+"""Values of the right types that make no sense, for this model or for any."""
 
 OPTIONS: list[dict[str, Any]] = [
     *({name: value, "do_sample": True} for name, given in UNMEANT.items() for value in given),
     *({"drafter": {"exit": {"layers": layers}}} for layers in (9, [5, 2])),
     *({"drafter": {"exit": {"max_depth": depth}}} for depth in (3, 99)),
     {"drafter": {"exit": {"threshold": [0.5] * 3}}},
-    # keywords of old, of others, and of nobody
+    # former keywords, keywords of other libraries, and misspelt ones
     *({name: 2} for name in ("exit_layers", "lenience", "max_tokens", "temprature", "num_beams")),
     *({"position_ids": torch.arange(3)}, {"inputs_embeds": torch.zeros(1, 3, 32)}),
 ]
@@ -214,10 +214,10 @@ CONFIGS: list[dict[str, Any]] = [
     {"output_scores": True},
 ]
 
-# --- what holds for a whole speculator
+# --- options of a whole speculator
 
 LOOPS: list[dict[str, Any]] = [
-    *options("streamer", 5),  # it is for `generate` itself
+    *options("streamer", 5),  # a keyword of `generate` alone
     *options("strings", 5, [5], [""]),
     *options("drafter", "fast"),
     *({"exit_threshold": 0.5}, {"temperature": 0.5}),
@@ -262,7 +262,7 @@ def wrap_again(speculator: Speculator, values: dict[str, Any]) -> None:
 
 
 def many(speculator: Speculator, values: dict[str, Any]) -> None:
-    """Before the first is answered."""
+    """Call `generate_each`, which must refuse before its first answer."""
     given: dict[str, Any] = {"prompts": [IDS], "max_new_tokens": 2} | values
     speculator.generate_each(**given)
 
@@ -282,7 +282,7 @@ REFUSED = {
     [(call, values) for call, table in REFUSED.items() for values in table],
     ids=addressless,
 )
-def test_what_makes_no_sense_is_refused_in_one_line(
+def test_senseless_values_are_refused_in_one_line(
     call: Callable[[Speculator, dict[str, Any]], None],
     values: dict[str, Any],
     speculator: Speculator,
@@ -292,14 +292,14 @@ def test_what_makes_no_sense_is_refused_in_one_line(
     check(caught.value)
 
 
-def test_numbers_of_numpy_are_numbers(speculator: Speculator) -> None:
+def test_numpy_numbers_are_accepted(speculator: Speculator) -> None:
     plain: Any = {"max_new_tokens": 4, "temperature": 0.5, "seed": 3}
     numpy: Any = {"max_new_tokens": np.int64(4), "temperature": np.float32(0.5), "seed": np.int8(3)}
     answers = [speculator.generate(IDS, **options).token_ids for options in (plain, numpy)]
     assert answers[0] == answers[1]
 
 
-# --- nothing is lost by it
+# --- state after bad input
 
 
 def test_after_bad_input_speculator_and_session_answer_as_before(speculator: Speculator) -> None:
@@ -314,7 +314,7 @@ def test_after_bad_input_speculator_and_session_answer_as_before(speculator: Spe
     assert speculator.generate(ids, max_new_tokens=6).token_ids == expected
 
 
-# --- what `wrap` and `load` cannot take
+# --- arguments that `wrap` and `load` refuse
 
 
 def meta_model() -> Any:
@@ -338,7 +338,7 @@ def asked(model: Any, **options: Any) -> Any:
 
 
 class Processor:
-    """Has a tokenizer, and is none."""
+    """A processor that holds a tokenizer but is none."""
 
     tokenizer = None
 
@@ -409,7 +409,7 @@ CASES: list[tuple[Callable[[Any], Any], type[SelfspecError], str]] = [
 
 
 @pytest.mark.parametrize(("call", "kind", "words"), CASES, ids=[words for *_, words in CASES])
-def test_it_says_what_was_found_and_what_to_do(
+def test_errors_name_the_value_and_the_remedy(
     call: Callable[[Any], Any], kind: type[SelfspecError], words: str, model: Any
 ) -> None:
     with pytest.raises(kind, match=words) as caught:
@@ -419,7 +419,7 @@ def test_it_says_what_was_found_and_what_to_do(
 
 @pytest.mark.parametrize("how", [copy.deepcopy, copy.copy, pickle.dumps])
 @pytest.mark.parametrize("part", ["backbone", "heads", "session", "engine", "hf", "runtime"])
-def test_what_holds_a_model_is_not_copied(
+def test_objects_that_hold_a_model_are_not_copied(
     how: Callable[[Any], Any], part: str, speculator: Speculator
 ) -> None:
     held = getattr(speculator, part)
@@ -432,7 +432,7 @@ def test_what_holds_a_model_is_not_copied(
         assert "\n" not in str(caught.value)
 
 
-def test_a_model_that_was_wrapped_is_copied_and_the_copy_runs(model: Any) -> None:
+def test_a_wrapped_model_can_be_copied_and_the_copy_runs(model: Any) -> None:
     speculators = [wrap(one, heads="logit-lens") for one in (model, copy.deepcopy(model))]
     answers = [one.generate(IDS, max_new_tokens=8).token_ids for one in speculators]
     assert answers[0] == answers[1]

@@ -1,4 +1,4 @@
-"""Templates for models that bring none: what they write, how turns end, and what is refused."""
+"""Chat templates for models without one: their texts, ends of turns, and refused templates."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ WRITTEN = {
     "zephyr": "<|system|>\nS</s>\n<|user|>\nQ</s>\n<|assistant|>\nA</s>\n<|user|>\nQ2</s>\n"
     "<|assistant|>\n",
 }
-"""By hand, from the sources that the files name."""
+"""Expected texts, written by hand from the sources that the template files name."""
 
 
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Without a template, and with the tokens that templates of these years speak of."""
+    """A tokenizer without a template, with the special tokens that the templates use."""
     bare = byte_level_bpe()
     bare.add_tokens(["<s>", "</s>"], special_tokens=True)
     bare.bos_token, bare.eos_token = "<s>", "</s>"
@@ -56,7 +56,7 @@ def model() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("name", templates.NAMES)
-def test_turns_are_as_the_source_has_them(name: str, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_turns_match_the_source(name: str, tokenizer: PreTrainedTokenizerFast) -> None:
     write = templates.with_template(tokenizer, templates.read(name)).apply_chat_template
     two, three, four = (
         str(write(TALK[:count], tokenize=False, add_generation_prompt=count != 3))
@@ -80,7 +80,7 @@ def test_a_turn_ends_with_a_token_or_with_text(tokenizer: PreTrainedTokenizerFas
     assert templates.turn_end(alpaca) == TurnEnd(text="### Instruction:")
 
 
-def test_a_template_is_for_this_speculator_alone_and_its_token_ends_answers(
+def test_a_template_belongs_to_one_speculator_and_its_token_ends_answers(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     with pytest.raises(InvalidPrompt, match=r"loaded with none.*--raw, /v1/completions"):
@@ -101,7 +101,7 @@ def test_a_template_is_for_this_speculator_alone_and_its_token_ends_answers(
     model.generation_config.eos_token_id = None
 
 
-def test_a_grammar_is_read_ahead_for_the_ends_that_answers_have(
+def test_read_ahead_compiles_a_grammar_for_the_end_tokens_in_use(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer.add_tokens(["<|im_end|>"], special_tokens=True)
@@ -132,7 +132,7 @@ def test_a_text_that_ends_turns_is_a_stop_string(
     assert len(earlier.token_ids) < len(found.token_ids)
 
 
-def test_an_end_token_that_is_not_called_special_is_not_shown(
+def test_an_end_token_is_not_shown_though_it_is_not_special(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     speculator = wrap(model, tokenizer)
@@ -140,7 +140,7 @@ def test_an_end_token_that_is_not_called_special_is_not_shown(
     end = next(token for place, token in enumerate(ids[4:], 4) if token not in ids[:place])
     asked: Any = {"max_new_tokens": 30, "eos_token_id": end}
     shown = speculator.generate("the cat", **asked)
-    assert shown.text == tokenizer.decode(shown.token_ids)  # a word: somebody asked to end there
+    assert shown.text == tokenizer.decode(shown.token_ids)  # an ordinary word as the end token
     tokenizer.add_tokens([str(tokenizer.convert_ids_to_tokens(end))])
     found = speculator.generate("the cat", **asked)
     assert found.token_ids == shown.token_ids
@@ -187,7 +187,7 @@ HOSTILE = {
     "{{ " + "(" * 30000 + "1" + ")" * 30000 + " }}": "",
     "{% if 1 %}" * 5000: "",
 }
-"""By what is said of them; empty where that is up to chance, or to the version of Python."""
+"""Words of each error; empty where they depend on chance or on the version of Python."""
 
 
 @pytest.mark.parametrize("text", [*BROKEN, *HOSTILE])
@@ -200,13 +200,13 @@ def test_a_broken_or_hostile_template_is_refused_in_one_line(text: str) -> None:
     assert len(said) < 1000
 
 
-def test_one_that_heads_bring_is_tried_too(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_template_of_heads_is_checked_too(tokenizer: PreTrainedTokenizerFast) -> None:
     heads: Any = SimpleNamespace(config=SimpleNamespace(chat_template="hello"))
     with pytest.raises(InvalidOption, match="of the heads is no chat template: it does not show"):
         templates.choose_template(tokenizer, None, heads, "tiny")
 
 
-def test_a_hostile_template_holds_up_nothing_else(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_hostile_template_blocks_nothing_else(tokenizer: PreTrainedTokenizerFast) -> None:
     kinds = resource.RLIMIT_AS, resource.RLIMIT_DATA
     limits = [*map(resource.getrlimit, kinds)]
     good = templates.with_template(tokenizer, templates.read("chatml"))
@@ -221,7 +221,7 @@ def test_a_hostile_template_holds_up_nothing_else(tokenizer: PreTrainedTokenizer
     assert limits == [*map(resource.getrlimit, kinds)]
 
 
-def test_a_process_that_ended_is_replaced(
+def test_a_dead_renderer_is_replaced(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = templates.with_template(tokenizer, templates.read("chatml"))
@@ -229,7 +229,7 @@ def test_a_process_that_ended_is_replaced(
     for child in templates._idle:
         child.kill()
         child.wait()
-    with monkeypatch.context() as patch:  # as where too many files are open: no message's fault
+    with monkeypatch.context() as patch:  # as with too many open files: not the messages' fault
         patch.setattr("sys.executable", "/no/such/program")
         with pytest.raises(SelfspecError, match=r"templates: No such file or directory$") as caught:
             apply_template(own, TALK)
@@ -284,7 +284,7 @@ def test_texts_are_those_of_transformers(
     options: Any = {"tools": tools, "add_generation_prompt": asks}
     try:
         expected = having.apply_chat_template(TALKS[talk], tokenize=False, **options)
-    except Exception as error:  # noqa: BLE001  # a template's
+    except Exception as error:  # noqa: BLE001  # of the template
         reason = " ".join(str(error).split())
         with pytest.raises(InvalidPrompt, match=re.escape(reason)):
             apply_template(having, TALKS[talk], **options)
@@ -314,5 +314,5 @@ def test_a_wrong_name_and_a_missing_or_broken_file_are_named(tmp_path: Path) -> 
         ("teknium/OpenHermes-2-Mistral-7B", "chatml"),
     ],
 )
-def test_a_name_may_say_the_template(model: str, name: str) -> None:
+def test_the_name_of_a_model_suggests_its_template(model: str, name: str) -> None:
     assert templates.suggested(model) == name

@@ -23,7 +23,7 @@ PROMPTS = [
     "Translate into French: The train to the coast leaves at nine in the morning.",
     "What do bees do in winter?",
 ]
-NEW_TOKENS = 5  # a step of this model takes as long as twenty of a tiny one's
+NEW_TOKENS = 5  # a step of this model takes as long as twenty steps of a tiny one
 
 pytestmark = [
     needs_compiler,
@@ -37,7 +37,7 @@ _loaded = functools.cache(selfspec.load)
 
 
 def loaded(default: Speculator, dtype: torch.dtype, executor: str = "fused") -> Speculator:
-    """In this dtype: what other tests have, where that will do."""
+    """The default model in a dtype and executor; the shared one where it fits."""
     fits = executor == "fused" and default.backbone.dtype == dtype
     return default if fits else _loaded(dtype=dtype, executor=executor)
 
@@ -47,7 +47,7 @@ def loaded(default: Speculator, dtype: torch.dtype, executor: str = "fused") -> 
     [("fused", torch.float32), ("fused", torch.bfloat16), ("generic", torch.float32)],
     ids=str,
 )
-def test_no_draft_changes_one_bit_of_a_logit(
+def test_no_draft_changes_a_bit_of_a_logit(
     executor: str, dtype: torch.dtype, default: Speculator
 ) -> None:
     speculator = loaded(default, dtype, executor)
@@ -71,13 +71,13 @@ def test_committed_heads_draft_and_the_pinned_text_stays(default: Speculator) ->
     assert set(answer.stats.drafted_by_layer) == {0}
 
 
-def test_a_copy_of_the_model_has_the_heads_that_come_with_it(default: Speculator) -> None:
+def test_the_default_model_is_recognised_and_gets_its_heads(default: Speculator) -> None:
     found = heads_for(default.model, lambda: default.backbone.fingerprint)
     assert found is not None
-    assert found.name == DEFAULT_HEADS  # not those of the translator
+    assert found.name == DEFAULT_HEADS  # not the translator heads
 
 
-def test_tokens_equal_hugging_face_or_part_near_the_top(default: Speculator) -> None:
+def test_tokens_equal_hugging_face_or_differ_at_near_ties(default: Speculator) -> None:
     speculator, exact = (loaded(default, dtype) for dtype in (torch.bfloat16, torch.float32))
     with pytest.raises(InvalidOption, match="no token writes that"):
         speculator.generate("a", stop_strings="\x16")

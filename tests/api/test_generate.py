@@ -1,7 +1,7 @@
-"""The facade means what Hugging Face means by each keyword, and stops where plain decoding stops.
+"""Keywords mean the same as in Hugging Face, and answers stop where plain decoding stops.
 
-In float64 all comparisons are exact: tokens must be equal, with drafts accepted and refused. Where
-the model's positions end rotary models go on, as in transformers; only a default length ends there.
+In float64 all comparisons are exact: tokens must be equal, with drafts accepted and rejected.
+Beyond the context length rotary models go on, as in transformers; only a default length ends there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.models import EXECUTORS, make_model, random_ids, wrapped
 from tests.talks import make_tokenizer
 
 
-def test_inside_hugging_faces_generate_the_output_object_is_its_own(
+def test_custom_generate_returns_the_output_object_of_transformers(
     speculator: Speculator, exact: Any
 ) -> None:
     ids, asked = random_ids(13), {"max_new_tokens": 30, "do_sample": False}
@@ -33,7 +33,7 @@ def test_inside_hugging_faces_generate_the_output_object_is_its_own(
     assert torch.equal(record.sequences, exact.generate(ids, **asked))
 
 
-def test_a_pad_token_within_a_single_prompt_is_no_padding(exact: Any) -> None:
+def test_a_pad_token_in_a_single_prompt_is_not_padding(exact: Any) -> None:
     speculator = wrap(exact, heads="logit-lens")
     ids = random_ids(8)
     expected = speculator.generate(ids, max_new_tokens=5).token_ids
@@ -43,12 +43,12 @@ def test_a_pad_token_within_a_single_prompt_is_no_padding(exact: Any) -> None:
 
 def test_a_loop_of_another_model_is_refused(speculator: Speculator) -> None:
     other: Any = make_model("llama")
-    assert speculator.backbone.parts.position_limit is None  # rotations have no end
+    assert speculator.backbone.parts.position_limit is None  # rotary embeddings have no limit
     with pytest.raises(InvalidOption, match="another model"):
         other.generate(random_ids(4), custom_generate=speculator.hf())
 
 
-def test_many_generations_leave_nothing_behind(speculator: Speculator) -> None:
+def test_many_generations_leak_no_tensors(speculator: Speculator) -> None:
     def live() -> int:
         gc.collect()
         return sum(isinstance(item, Tensor) for item in gc.get_objects())
@@ -62,7 +62,7 @@ def test_many_generations_leave_nothing_behind(speculator: Speculator) -> None:
 
 
 @pytest.mark.parametrize("kind", ["translator", "deep-fused"])
-def test_heads_of_another_dtype_draft_all_the_same(exact: Any, kind: str) -> None:
+def test_heads_of_another_dtype_still_draft(exact: Any, kind: str) -> None:
     heads = make_heads(kind, wrapped("llama").unembedding, exit_layers=(2,))
     speculator = wrap(exact, heads=heads, drafter="exit:threshold=0.01", never_slower=False)
     answer = speculator.generate(random_ids(9), max_new_tokens=12)
@@ -80,11 +80,11 @@ def test_autocast_around_an_answer_is_refused(exact: Any) -> None:
         speculator.generate(random_ids(5), max_new_tokens=2)
 
 
-def test_heads_speak_up_where_there_are_none(exact: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_heads_are_reported(exact: Any, caplog: pytest.LogCaptureFixture) -> None:
     wrap(exact, heads="none")
     assert not caplog.text
     seen = wrap(exact)
-    assert "selfspec adapt --raw --model" in caplog.text  # without it, heads of the default model
+    assert "selfspec adapt --raw --model" in caplog.text  # not the default model
     assert "prompt lookup drafts" in caplog.text
     looping = torch.tensor([[7, 8, 9] * 8])
     answer = seen.generate(looping, max_new_tokens=20)
@@ -100,12 +100,12 @@ def test_heads_speak_up_where_there_are_none(exact: Any, caplog: pytest.LogCaptu
     ("dtype", "options", "heads"),
     [
         (torch.float32, {}, hub.DEFAULT_HEADS),
-        (torch.float32, {"draft_model": "small"}, None),  # which takes their place
+        (torch.float32, {"draft_model": "small"}, None),  # the draft model replaces heads
         (torch.float32, {"draft_model": "small", "heads": "own"}, "own"),
-        (torch.float16, {"dtype": "float16"}, None),  # not the model of its heads
+        (torch.float16, {"dtype": "float16"}, None),  # no heads for float16
     ],
 )
-def test_the_default_model_has_its_heads_unless_something_else_drafts_or_it_is_another(
+def test_the_default_model_gets_its_heads_unless_dtype_or_drafter_differ(
     dtype: torch.dtype, options: Any, heads: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = hub.ModelFiles("tiny", "tiny", is_default=True)
@@ -118,7 +118,7 @@ def test_the_default_model_has_its_heads_unless_something_else_drafts_or_it_is_a
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p"])
-def test_what_only_drawing_knows_asks_for_it(speculator: Speculator, name: str) -> None:
+def test_sampling_keywords_turn_sampling_on(speculator: Speculator, name: str) -> None:
     value: Any = {"temperature": 1.5, "top_k": 50}.get(name, 0.5)
     asked: Any = {"max_new_tokens": 12, "seed": 3, name: value}
     drawn = speculator.generate(random_ids(5), do_sample=True, **asked).token_ids
@@ -129,7 +129,7 @@ def test_what_only_drawing_knows_asks_for_it(speculator: Speculator, name: str) 
     assert speculator.generate(random_ids(5), **at_zero).token_ids == greedy
 
 
-# --- where the model's positions end, and behind that
+# --- at and beyond the context length
 
 LIMIT = 64
 DRAFTER = "exit:layers=2/5,threshold=0.05,max_tokens=4"
@@ -173,7 +173,7 @@ def test_without_a_length_a_prompt_at_the_limit_is_refused_as_by_hugging_face(
 
 @pytest.mark.parametrize("executor", [*EXECUTORS, "cuda-graph"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
-def test_every_executor_and_rotation_goes_on_behind_the_limit(family: str, executor: str) -> None:
+def test_every_executor_and_rotation_goes_on_beyond_the_limit(family: str, executor: str) -> None:
     dtype = torch.float32 if executor == "fused" else torch.float64
     model, ids = make_model(family, dtype, max_position_embeddings=LIMIT), random_ids(LIMIT - 9)
     answer = wrap(model, executor=executor, **DRAFTING).generate(ids, max_new_tokens=90)
@@ -183,12 +183,12 @@ def test_every_executor_and_rotation_goes_on_behind_the_limit(family: str, execu
 @pytest.mark.parametrize(
     ("length", "new", "told"), [(10, 5, 0), (LIMIT - 4, 4, 0), (LIMIT - 4, 9, 1), (LIMIT + 1, 2, 1)]
 )
-def test_one_line_says_that_the_text_goes_beyond_the_limit(
+def test_one_warning_says_that_the_text_goes_beyond_the_limit(
     limited: Speculator, caplog: pytest.LogCaptureFixture, length: int, new: int, told: int
 ) -> None:
     warn_once.cache_clear()
     caplog.set_level(logging.WARNING, "selfspec")
-    for _ in range(2):  # once, as transformers does
+    for _ in range(2):  # warned once, as in transformers
         limited.generate(random_ids(length), max_new_tokens=new)
     found = [entry.getMessage() for entry in caplog.records if "goes beyond" in entry.getMessage()]
     assert len(found) == told
@@ -207,7 +207,7 @@ LONG: dict[str, Any] = {
     ("family", "kind", "more", "limit"),
     [("qwen2", "dynamic", {}, LIMIT), ("llama", "longrope", LONG, LIMIT // 2)],
 )
-def test_where_rotations_change_the_answer_ends_before(
+def test_answers_end_before_rotations_change(
     family: str,
     kind: str,
     more: dict[str, Any],
@@ -224,14 +224,14 @@ def test_where_rotations_change_the_answer_ends_before(
     options: list[dict[str, Any]] = [{}, {"drafter": "ngram"}, {"speculate": False}]
     options += [{"pinned": True, "pinned_rows": 16}] if executor == "generic" else []
     for option in options:
-        plain(model, ids, max_new_tokens=20)  # by itself the model goes on, with other rotations
+        plain(model, ids, max_new_tokens=20)  # the model itself goes on, with other rotations
         assert speculator.generate(ids, max_new_tokens=20, **option).token_ids == expected
     assert caplog.text.count(f"the model has {limit} positions here") == 1
     with pytest.raises(InvalidPrompt, match=f"has {limit} positions"):
         speculator.generate(random_ids(limit + 1), max_new_tokens=3)
 
 
-def test_where_positions_are_a_table_the_answer_ends_with_them(
+def test_answers_end_with_a_table_of_positions(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     warn_once.cache_clear()
@@ -248,6 +248,6 @@ def test_where_positions_are_a_table_the_answer_ends_with_them(
     mask[0, :8] = 0
     again = limited.generate(padded, attention_mask=mask, max_new_tokens=30)
     assert again.token_ids == answer.token_ids
-    # passes that are filled up look no further than the table goes
+    # padded passes stay within the table of positions
     pinned = limited.generate(ids, max_new_tokens=30, pinned=True, pinned_rows=16)
     assert pinned.token_ids == answer.token_ids

@@ -1,6 +1,6 @@
-"""Every keyword of Hugging Face's generation has its effect here, changes nothing, or is refused.
+"""Each keyword of Hugging Face's generation has the same effect here, has none, or is refused.
 
-The tables are held against transformers itself: a field that a later version adds fails a test.
+The tables are compared with transformers itself: a field that a later version adds fails a test.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.models import make_model, random_ids
 LENGTH = 9
 
 
-def test_every_field_of_transformers_config_is_sorted_once_and_its_defaults_pass() -> None:
+def test_every_config_field_is_in_one_table_and_its_default_passes() -> None:
     config = GenerationConfig()
     sorted_ones = HONOURED | NEUTRAL | REFUSED.keys()
     assert vars(config).keys() <= sorted_ones, "new: does it change what is decoded?"
@@ -38,7 +38,7 @@ def test_every_field_of_transformers_config_is_sorted_once_and_its_defaults_pass
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_a_field_of_another_way_of_decoding_is_refused_by_name(name: str) -> None:
+def test_fields_of_other_decoding_methods_are_refused_by_name(name: str) -> None:
     config = GenerationConfig()
     setattr(config, name, 7)
     with pytest.raises(InvalidOption, match=f"^{name}=7 is .* generation_config too$"):
@@ -55,15 +55,15 @@ def test_a_field_of_a_later_transformers_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(GenerationConfig, "__init__", later)
     config = GenerationConfig()
     refuse_other_decoding(config)
-    config.dream_tokens = 3  # type: ignore[attr-defined]  # made up
+    config.dream_tokens = 3  # type: ignore[attr-defined]  # an invented field
     with pytest.raises(InvalidOption, match=r"^dream_tokens=3 is not known here. Leave it out"):
         refuse_other_decoding(config)
 
 
-def test_what_a_model_wrote_into_its_config_passes(
+def test_unknown_fields_of_a_models_config_pass(
     speculator: Speculator, exact: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # there is nothing to say of keywords that nobody gave
+    # no warning about keywords that the caller did not give
     monkeypatch.setattr("transformers.generation.utils.logger.warning_once", pytest.fail)
     config = GenerationConfig(max_new_tokens=5, chat_format="chatml", max_window_size=24000)
     answer = speculator.generate(random_ids(LENGTH), generation_config=config)
@@ -78,7 +78,7 @@ NEUTRAL_VALUES: dict[str, Any] = {
     **dict.fromkeys(("assistant_lookbehind", "target_lookbehind", "bos_token_id"), 3),
     **{"disable_compile": True, "low_memory": True, "prefill_chunk_size": 4},
     **{"decoder_start_token_id": 3, "max_cache_len": 99, "cache_implementation": "dynamic"},
-    # keywords of the forward that say what is so anyway
+    # keywords of the forward pass with their default meaning
     **{"logits_to_keep": 1, "use_cache": True, "token_type_ids": None, "output_attentions": None},
     "position_ids": torch.arange(LENGTH)[None],
 }
@@ -92,7 +92,7 @@ NEUTRAL_VALUES: dict[str, Any] = {
     ],
     ids=str,
 )
-def test_what_is_neutral_changes_no_token_of_transformers_own(
+def test_neutral_fields_change_no_token_of_transformers(
     given: dict[str, Any], speculator: Speculator, exact: Any
 ) -> None:
     ids, options = random_ids(LENGTH), {"max_new_tokens": 8, "do_sample": False}
@@ -111,29 +111,29 @@ HONOURED_VALUES: dict[str, Any] = {
     **{"watermarking_config": WatermarkingConfig(bias=20.0), "eos_token_id": list(range(60))},
     "exponential_decay_length_penalty": (1, 9.0),
 }
-"""Fields with a value that changes the answer to this prompt, if greedy."""
+"""Fields with values that change the greedy answer to this prompt."""
 
 
 @pytest.mark.parametrize("name", HONOURED_VALUES)
 @pytest.mark.parametrize("through", ["keyword", "config"])
-def test_a_field_that_is_honoured_has_the_effect_it_has_in_transformers(
+def test_an_honoured_field_has_the_same_effect_as_in_transformers(
     name: str, through: str, speculator: Speculator, exact: Any
 ) -> None:
     ids, end = random_ids(LENGTH), {"eos_token_id": 95, "max_new_tokens": 10}
     if name.startswith("min_"):
-        end["eos_token_id"] = 82  # which comes third
+        end["eos_token_id"] = 82  # the third token
     if name == "max_length":
         del end["max_new_tokens"]
     options = end | {name: HONOURED_VALUES[name]}
     expected = exact.generate(ids, do_sample=False, **options)[0, LENGTH:].tolist()
     assert expected != exact.generate(ids, do_sample=False, **end)[0, LENGTH:].tolist()
-    if through == "config" or name.startswith("encoder"):  # which are no keywords of ours
+    if through == "config" or name.startswith("encoder"):  # not keywords of `generate`
         options = {"generation_config": GenerationConfig(**options)}
     assert speculator.generate(ids, **options).token_ids == expected
 
 
 OWN_VALUES: dict[str, Any] = HONOURED_VALUES | {
-    "max_length": 20,  # what transformers takes where nobody says
+    "max_length": 20,  # the default of transformers
     **{"max_time": 60.0, "temperature": 3.0, "top_k": 3, "top_p": 0.2, "min_p": 0.5},
     **{"top_h": 0.3, "typical_p": 0.2, "epsilon_cutoff": 0.02, "eta_cutoff": 0.02},
     **dict.fromkeys(("do_sample", "renormalize_logits", "remove_invalid_values"), True),
@@ -141,7 +141,7 @@ OWN_VALUES: dict[str, Any] = HONOURED_VALUES | {
     **{"pad_token_id": 298, "return_dict_in_generate": True},
     "stop_strings": ["\N{REPLACEMENT CHARACTER}", "t"],
 }
-"""Each field that is honoured, as a model's own config may have it."""
+"""A value of each honoured field, as a model's own config may have it."""
 
 SAMPLED = {"temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "do_sample"}
 SAMPLED |= {"epsilon_cutoff", "eta_cutoff", "num_return_sequences"}
@@ -155,7 +155,7 @@ def own() -> Speculator:
 @pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("built_in", [False, True])
 @pytest.mark.parametrize("name", sorted(HONOURED))
-def test_what_a_model_says_of_itself_means_what_it_means_in_transformers(
+def test_a_models_own_config_means_the_same_as_in_transformers(
     name: str, built_in: bool, ends: bool, own: Speculator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model: Any = own.model
@@ -165,15 +165,15 @@ def test_what_a_model_says_of_itself_means_what_it_means_in_transformers(
     more: Any = {} if name.startswith("max_") else {"max_new_tokens": 11}
     config = model.generation_config
     monkeypatch.setattr(config, "eos_token_id", 3 if ends else None)
-    monkeypatch.setattr(config, "pad_token_id", 299)  # none of the prompt: it would be masked
+    monkeypatch.setattr(config, "pad_token_id", 299)  # not in the prompt, where it would be masked
     monkeypatch.setattr(config, "do_sample", name in SAMPLED)
     monkeypatch.setattr(config, name, value)
     if name.startswith("max_") and config.max_new_tokens is config.max_length is None:
-        more = {"max_new_tokens": 128}  # ours where nobody says
+        more = {"max_new_tokens": 128}  # our default
     sampler = Sampler(LogitsProcessorList(), do_sample=True)
 
     def ours(probs: Tensor, num_samples: int) -> Tensor:
-        """Theirs takes another way from numbers to a token of the same law."""
+        """Replace `multinomial`, which maps random numbers to tokens in another way."""
         assert num_samples == 1
         return torch.tensor([[sampler.draw(row)] for row in probs])
 
@@ -208,7 +208,7 @@ UNDERSTOOD = {
 
 
 def test_every_keyword_of_the_forward_is_understood_or_refused(exact: Any) -> None:
-    """All that transformers lets through to a decoder's forward."""
+    """Covers every keyword that transformers passes on to a decoder's forward."""
     own = set(inspect.signature(exact.forward).parameters) - {"kwargs", "input_ids"}
     for name in (own | set(TransformersKwargs.__annotations__)) - UNDERSTOOD:
         with pytest.raises(InvalidOption, match=f"^{name} is not supported"):
@@ -240,18 +240,18 @@ def test_hf_refuses_what_it_would_ignore(
     [
         (transformers.LlavaConfig, "llama", ()),
         (transformers.Gemma3Config, "gemma3", ("token_type_ids",)),
-        (transformers.Qwen2_5_VLConfig, "qwen2", ("mm_token_type_ids",)),  # positions by axis
+        (transformers.Qwen2_5_VLConfig, "qwen2", ("mm_token_type_ids",)),  # positions per axis
     ],
 )
-def test_a_model_that_also_sees_answers_text_and_refuses_pictures(
+def test_a_vision_model_answers_text_and_refuses_pictures(
     kind: Any, text: str, marks: tuple[str, ...]
 ) -> None:
-    """transformers hands on what it read of pictures, also where there was none."""
+    """transformers passes on token types of pictures even if there are no pictures."""
     sees = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
     sees |= {"num_heads": 2, "depth": 1, "out_hidden_size": 32}
     reads = make_model(text).config.to_dict()
     if text == "qwen2":
-        pytest.importorskip("transformers", "5.24")  # that of 5.17 is refused
+        pytest.importorskip("transformers", "5.24")  # refused in 5.17
         reads["rope_parameters"]["mrope_section"] = [1, 1, 2]
     config = kind(text_config=reads, vision_config=sees)
     model: Any = transformers.AutoModelForImageTextToText.from_config(config).double().eval()
@@ -262,7 +262,7 @@ def test_a_model_that_also_sees_answers_text_and_refuses_pictures(
         given["max_new_tokens"] = 8
         expected = model.generate(ids, **given)
         assert torch.equal(model.generate(ids, custom_generate=loop, **given), expected)
-    places = torch.arange(LENGTH).expand(2, -1)  # padding counted: wrong behind this mask
+    places = torch.arange(LENGTH).expand(2, -1)  # counts the padding: wrong with this mask
     for name, value in {"position_ids": places, **dict.fromkeys(marks, ids)}.items():
         with pytest.raises(InvalidOption, match=f"^{name}[, ]"):
             model.generate(ids, custom_generate=loop, **{**given, name: value})
@@ -271,10 +271,10 @@ def test_a_model_that_also_sees_answers_text_and_refuses_pictures(
 
 
 @pytest.mark.parametrize("name", [CACHE, "past_key_values", "assistant_model", "synced_gpus"])
-def test_what_a_loop_is_not_told_of_is_refused(
+def test_keywords_that_a_loop_never_receives_are_refused(
     name: str, speculator: Speculator, exact: Any
 ) -> None:
-    """A cache is filled or left empty by who asks: it would stay so."""
+    """The loop cannot honour these values; a caller's cache, for one, would stay as it is."""
     value = {"assistant_model": make_model("llama"), "synced_gpus": True}.get(name, DynamicCache())
     given = {name: value, "custom_generate": speculator.hf(), "max_new_tokens": 4}
     with pytest.raises(
@@ -284,11 +284,11 @@ def test_what_a_loop_is_not_told_of_is_refused(
     assert name in str(caught.value)
 
 
-def test_refused_keywords_may_ask_for_nothing(
+def test_refused_keywords_may_have_neutral_values(
     speculator: Speculator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config: Any = speculator.model.generation_config
-    monkeypatch.setattr(config, "use_cache", False)  # of its training
+    monkeypatch.setattr(config, "use_cache", False)  # as left from training
     asked: dict[str, Any] = {"max_new_tokens": 3}
     expected = speculator.generate(random_ids(9), **asked).token_ids
     asked |= {"use_cache": True, "num_beams": 1, "output_scores": None, "synced_gpus": False}

@@ -1,4 +1,4 @@
-"""An answer while it comes: streamers, rounds, and later turns of a session that may be cut."""
+"""Streamed answers: streamers, rounds, givers, and later turns of a session."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_streamer_hears_prompt_tokens_and_end(speculator: Speculator, exact: A
     assert listener.ended == 1
 
     def wrapped(*given: Any, **more: Any) -> Any:
-        streamer = "another's"  # noqa: F841  # what callers call so is not generate's
+        streamer = "another's"  # noqa: F841  # a caller's variable, not generate's
         return loop(*given, **more)
 
     for custom_generate in (loop, wrapped):
@@ -63,7 +63,7 @@ def test_a_streamer_hears_the_end_after_an_error_too(speculator: Speculator) -> 
     assert listener.ended == 2
 
 
-def test_a_streamer_takes_one_text(speculator: Speculator, exact: Any) -> None:
+def test_a_streamer_takes_one_text_only(speculator: Speculator, exact: Any) -> None:
     ids = torch.cat([random_ids(9), random_ids(9)])
     for call in (
         lambda: speculator.generate_batch(ids, max_new_tokens=2, streamer=Listener()),
@@ -73,7 +73,7 @@ def test_a_streamer_takes_one_text(speculator: Speculator, exact: Any) -> None:
             call()
 
 
-def test_an_estimate_goes_by_the_costs(speculator: Speculator) -> None:
+def test_the_estimate_follows_from_the_costs(speculator: Speculator) -> None:
     always: Any = {"max_new_tokens": 20, "never_slower": False}
     stream = speculator.stream(random_ids(9), costs="row=0.5,head=0.25", **always)
     answer = stream.drain()
@@ -89,7 +89,7 @@ def test_an_estimate_goes_by_the_costs(speculator: Speculator) -> None:
     usual = speculator.generate(random_ids(9), **always)
     assert usual.estimate is not None
     assert not usual.estimate.measured
-    usual.stats.seconds.clear()  # without them no speed is said
+    usual.stats.seconds.clear()  # without times the summary has no speed
     assert usual.summary() == (
         f"20 tokens, {usual.stats.compression_rate:.1f} tokens per pass, about "
         f"{usual.estimate.speed_up:.1f} times as fast as without drafts (a guess; to measure: "
@@ -100,7 +100,7 @@ def test_an_estimate_goes_by_the_costs(speculator: Speculator) -> None:
     assert re.fullmatch(r"20 tokens at [\d.]+ tokens/s, 1.0 tokens per pass", plain.summary())
 
 
-def test_later_turns_run_only_what_is_new_and_say_the_same(speculator: Speculator) -> None:
+def test_later_turns_run_only_new_tokens_and_give_the_same_answer(speculator: Speculator) -> None:
     session = speculator.session()
     first = random_ids(13)
     answer = session.generate(first, max_new_tokens=8)
@@ -148,7 +148,7 @@ def text_of(shown: str) -> str:
     return unescape(re.sub(r"<[^>]*>", "", body))
 
 
-def test_pieces_join_to_the_text_and_say_who_gave_them(speaker: Speculator) -> None:
+def test_pieces_join_to_the_text_and_name_their_givers(speaker: Speculator) -> None:
     stream = speaker.stream("the cat", max_new_tokens=24, do_sample=False)
     first, answer = next(stream), stream.drain()
     assert answer.text.startswith(first)
@@ -173,14 +173,14 @@ def test_text_that_goes_on_keeps_its_first_space() -> None:
     assert [next(one) for one in found] == ["world", " world"]
 
 
-def test_a_round_says_who_gave_each_token() -> None:
+def test_a_round_names_the_giver_of_each_token() -> None:
     drafts: Any = {"draft_tokens": [1, 9, 2], "exit_layers": [4, 0, 0], "parents": [-1, 0, 0]}
     sources = ["exit", "exit", "ngram"]
     entry = Round(tokens=[1, 2, 3], sources=sources, kept=[0, 2], ended="width", **drafts)
     assert [*entry.givers] == [("exit", 4), ("ngram", 0), ("model", 0)]
 
 
-def test_text_is_only_ever_text_and_each_giver_has_its_look() -> None:
+def test_text_is_escaped_and_each_giver_has_its_style() -> None:
     said = {"exit": "<script>alert(1)</script>", "ngram": " & ", "grammar": '"\n', "model": "<b>"}
     pieces = [Piece(text, Giver(source)) for source, text in said.items()]
     text = "".join(piece.text for piece in pieces)
@@ -200,7 +200,7 @@ def test_an_error_shows_the_callers_lines_and_its_sentence(speaker: Speculator) 
     assert not any("selfspec/api/" in line for line in lines)
 
 
-def test_a_stream_shows_itself_as_it_comes(
+def test_a_stream_shows_its_text_as_it_grows(
     speaker: Speculator, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options: Any = {"max_new_tokens": 12, "do_sample": False}
@@ -212,7 +212,7 @@ def test_a_stream_shows_itself_as_it_comes(
     assert stream.result.text == text
     monkeypatch.setitem(sys.modules, "IPython", notebook := Mock())
     speaker.stream("the cat", **options).show()
-    display = notebook.display.display  # one place in the page, time by time
+    display = notebook.display.display  # one display, updated each time
     calls = [display.call_args, *display.return_value.update.call_args_list]
     shown = [call.args[0].text for call in calls]
     assert shown[-1] == text

@@ -1,4 +1,4 @@
-"""Prompts in, pieces of text out, with tokenizers small enough to be built here."""
+"""Encoding of prompts and decoding of answers in pieces, with tokenizers built here."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAT = ("the cat sat on the mat, the end of the thing",) * 5
 
 
 def byte_level_bpe(texts: Iterable[str] = MAT, size: int = 280) -> PreTrainedTokenizerFast:
-    """One token per byte, a few merges, and `<end>`: a letter of ours can be several tokens."""
+    """A tokenizer of bytes, a few merges and `<end>`: a character can take several tokens."""
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
@@ -39,7 +39,7 @@ def byte_level_bpe(texts: Iterable[str] = MAT, size: int = 280) -> PreTrainedTok
 
 
 def metaspace() -> PreTrainedTokenizerFast:
-    """Words that carry their space in front, which decoding strips from the first one."""
+    """A tokenizer of words with a leading space, which decoding strips from the first word."""
     words = {"\u2581hello": 0, "\u2581world": 1, "!": 2, "<end>": 3}
     inner = Tokenizer(models.WordLevel(words, unk_token="<end>"))
     inner.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -57,7 +57,7 @@ def ids_of(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
 
 
 def pieces(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> list[str]:
-    """What each token adds, and what is left at the end."""
+    """The text that each token adds, and the rest at the end."""
     decoder = TextDecoder(tokenizer)
     return [*(decoder.push([token]) for token in ids), decoder.push([], last=True)]
 
@@ -74,7 +74,7 @@ MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content
         (None, "the cat", False, "the cat"),
     ],
 )
-def test_words_and_messages_go_through_the_chat_template_if_there_is_one(
+def test_strings_and_messages_go_through_the_chat_template_if_any(
     template: str | None, prompt: Any, raw: bool, text: str, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     tokenizer.chat_template = template
@@ -95,7 +95,7 @@ TOKENIZERS = {"bytes": byte_level_bpe(), "words": metaspace()}
 @settings(max_examples=60)
 @given(data=st.data())
 def test_blocks_of_any_size_join_to_the_decoded_whole(name: str, data: st.DataObject) -> None:
-    """Spaces too, where decoding strips the first; without a tokenizer there is no text."""
+    """Holds where decoding strips the first space; without a tokenizer the text is empty."""
     tokenizer = TOKENIZERS[name]
     any_ids = st.lists(st.integers(0, len(tokenizer) - 1), max_size=12)
     texts = st.sampled_from(TEXTS).map(partial(ids_of, tokenizer))
@@ -116,7 +116,7 @@ def test_a_character_waits_for_its_last_byte_or_the_end(tokenizer: PreTrainedTok
     assert pieces(tokenizer, half) == ["", "", "\N{REPLACEMENT CHARACTER}b", ""]
     assert pieces(tokenizer, ids[:3]) == ["a", "", "", "\N{REPLACEMENT CHARACTER}"]
     assert "".join(pieces(tokenizer, ids[:3])) == tokenizer.decode(ids[:3])
-    end = cast(int, tokenizer.eos_token_id)  # special: left out
+    end = cast(int, tokenizer.eos_token_id)  # special tokens are left out
     assert "".join(pieces(tokenizer, [ids[0], end, ids[-1], end])) == "ab"
 
 
@@ -131,7 +131,7 @@ def test_a_long_answer_is_not_decoded_again_for_each_token(
 
 
 def test_texts_of_single_tokens_join_to_the_whole(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Special tokens too; a character of several tokens is shown by the last."""
+    """Includes special tokens. The last token of a character shows it."""
     texts, words, mute = TokenTexts(tokenizer), TokenTexts(metaspace()), TokenTexts(None)
     for text in ("the cat", "the \N{GRINNING FACE} end<end>", "", "né<end>the"):
         assert "".join(texts.pieces(ids_of(tokenizer, text))) == text
@@ -139,7 +139,7 @@ def test_texts_of_single_tokens_join_to_the_whole(tokenizer: PreTrainedTokenizer
     assert texts.pieces(ids) == ["", "", "", "\N{GRINNING FACE}"]
     assert texts.pieces(ids[:2]) == ["", "\N{REPLACEMENT CHARACTER}"]
     assert texts.of(ids[0]) == "\N{REPLACEMENT CHARACTER}"
-    assert metaspace().decode([1]) == "world"  # without the space that opens it
+    assert metaspace().decode([1]) == "world"  # its leading space is stripped
     assert [*map(words.of, (1, 2, 3))] == [" world", "!", "<end>"]
     assert (mute.of(3), mute.pieces([3, 12])) == ("<3>", ["<3>", "<12>"])
     goes_on = TextDecoder(metaspace())
@@ -172,7 +172,7 @@ def test_a_stop_is_found_in_a_token_that_was_added_later(
         tokenizer.add_tokens(["<later>"])
 
 
-def test_what_may_begin_a_stop_is_held_back_and_no_more() -> None:
+def test_only_text_that_may_begin_a_stop_is_held_back() -> None:
     until = UntilStop(["END", "\n\n"])
     assert until.push("one\n") == "one"
     assert until.push("two E") == "\ntwo "

@@ -1,4 +1,4 @@
-"""Settings kept for this machine: who they hold for, what wins over them, what is ignored."""
+"""Settings kept for this machine: their conditions, their precedence, and ignored files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.gguf_models import write_model
 from tests.heads.kinds import make_heads, train
 from tests.models import make_model, needs_compiler
 
-FIRST_COSTS = tuned.first_costs  # other tests do without
+FIRST_COSTS = tuned.first_costs  # stubbed for other tests
 
 OPTIONS: dict[str, Any] = {
     "speculate": True,
@@ -35,7 +35,7 @@ DEFAULTS: dict[str, Any] = {"drafter": "exit:layers=2,threshold=0.8"}
 
 @pytest.fixture(autouse=True)
 def cache(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(TEAM, "_free", None)  # nobody was busy before
+    monkeypatch.setattr(TEAM, "_free", None)  # forget that the machine was busy
     return empty_cache / "tuned"
 
 
@@ -49,16 +49,16 @@ def kept(backbone: Backbone, heads: ExitHeads) -> Path:
     return tuned.write(backbone, heads, OPTIONS, {"speed_up": 1.2})
 
 
-def test_a_model_without_heads_measures_once_too(
+def test_a_model_without_heads_is_measured_once_too(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured = [Costs(row=0.1), Costs(), Costs(row=0.9)]  # and no fourth time
+    measured = [Costs(row=0.1), Costs(), Costs(row=0.9)]  # not a fourth time
     monkeypatch.setattr(tuned, "quick_costs", lambda *_: measured.pop())
     monkeypatch.setattr(tuned, "first_costs", FIRST_COSTS)
     with monkeypatch.context() as busy:
         busy.setattr(TEAM, "_free", 1)
         assert wrap(model, heads="none").options.costs == Costs(row=0.9)
-    assert wrap(model, heads="none").options.costs == Costs()  # too short to tell
+    assert wrap(model, heads="none").options.costs == Costs()  # too few positions to compare rows
     for _ in range(2):
         assert wrap(model, heads="none").options.costs == Costs(row=0.1)
 
@@ -81,21 +81,21 @@ def test_costs_are_measured_once_and_kept(
         assert wrap(model, heads=heads).options.costs.rows is not None
         assert json.loads(file.read_text())["options"].keys() == {"costs"}
     with monkeypatch.context() as patch:
-        patch.setattr(tuned, "KERNELS", cache)  # other ones
+        patch.setattr(tuned, "KERNELS", cache)  # other kernels
         assert wrap(model, heads=heads).options.costs.rows is not None
     assert len([*file.parent.iterdir()]) == 2
     speculator = wrap(model, heads=heads, costs="head=0.5")
     assert speculator.options.costs == Costs(head=0.5)
     assert tuned.forget(speculator.backbone, heads) == [file]
     assert not file.exists()
-    file.mkdir()  # where none can be kept
+    file.mkdir()  # nothing can be kept there
     assert wrap(model, heads=heads).options.costs.rows is not None
 
 
-def test_each_setting_is_taken_from_the_first_that_says_it(
+def test_each_setting_comes_from_the_first_source_that_has_it(
     model: PreTrainedModel, backbone: Backbone, tmp_path: Path
 ) -> None:
-    """Flag, file, tuned, heads, built in."""
+    """The order is: flag, file, tuned settings, heads, built-in defaults."""
     defaults = {"drafter": "ngram:size=2+exit:threshold=0.8,layers=2", "costs": "head=0.5,row=0.3"}
     heads = make_heads("translator", backbone.unembedding, defaults=defaults)
     found = {"drafter": "ngram+exit:layers=4,max_tokens=3", "costs": "row=0.2"}
@@ -110,7 +110,7 @@ def test_each_setting_is_taken_from_the_first_that_says_it(
     assert options.costs == Costs(row=0.2, head=0.5)
 
 
-def test_a_file_says_what_it_holds_for_and_the_log_that_it_is_used(
+def test_a_file_holds_its_conditions_and_its_use_is_logged(
     backbone: Backbone, heads: ExitHeads, kept: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     values = json.loads(kept.read_text())
@@ -125,11 +125,11 @@ def test_a_file_says_what_it_holds_for_and_the_log_that_it_is_used(
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What the module under test logged; others may log too."""
+    """The messages of the module under test; other modules may log too."""
     return [record.message for record in caplog.records if record.name == "selfspec.api.tuned"]
 
 
-def test_another_model_dtype_number_of_threads_or_head_has_another_file(
+def test_another_model_dtype_thread_count_or_head_has_another_file(
     backbone: Backbone, heads: ExitHeads, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     others = [
@@ -157,8 +157,8 @@ def test_another_model_dtype_number_of_threads_or_head_has_another_file(
 
 
 @needs_compiler
-def test_blocks_of_a_file_and_their_numbers_have_costs_of_their_own(tmp_path: Path) -> None:
-    """One model by its fingerprint; a row beside numbers costs less of a step."""
+def test_quantised_and_de_quantised_weights_have_separate_costs(tmp_path: Path) -> None:
+    """The fingerprint is the same, but the share of a step that a row costs differs."""
     write_model(file := tmp_path / "it.gguf")
     blocks, numbers = (
         Backbone(load_model(file, dtype="float32", device="cpu", blocks=kept)[0])
@@ -217,6 +217,6 @@ def test_a_model_without_heads_has_a_file_of_its_own(
     assert not plain.updated({"drafter": "ngram", "speculate": False}).speculate
     assert "heads" not in caplog.text
     assert wrap(model, drafter="ngram:size=2").options.ngram == Ngram(size=2)
-    tuned.write(backbone, None, OPTIONS, {})  # of heads
+    tuned.write(backbone, None, OPTIONS, {})  # options of exit heads
     assert wrap(model).options == SpeculationOptions(drafter="ngram")
     assert "its drafts come from exit heads" in caplog.text
