@@ -102,7 +102,7 @@ def test_missing_heads_are_reported(exact: Any, caplog: pytest.LogCaptureFixture
         (torch.float32, {}, hub.DEFAULT_HEADS),
         (torch.float32, {"draft_model": "small"}, None),  # the draft model replaces heads
         (torch.float32, {"draft_model": "small", "heads": "own"}, "own"),
-        (torch.float16, {"dtype": "float16"}, None),  # no heads for float16
+        (torch.float16, {"dtype": "float16"}, None),  # its heads do not fit float16
     ],
 )
 def test_the_default_model_gets_its_heads_unless_dtype_or_drafter_differ(

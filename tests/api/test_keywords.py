@@ -225,7 +225,7 @@ def test_every_keyword_of_the_forward_is_understood_or_refused(exact: Any) -> No
         ("num_beams", 4),
     ],
 )
-def test_hf_refuses_what_it_would_ignore(
+def test_hf_refuses_keywords_that_it_would_ignore(
     name: str, value: Any, speculator: Speculator, exact: Any
 ) -> None:
     asked = {"max_new_tokens": 3, "custom_generate": speculator.hf(), name: value}

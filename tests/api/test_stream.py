@@ -162,7 +162,7 @@ def test_pieces_join_to_the_text_and_name_their_givers(speaker: Speculator) -> N
     assert text_of(answer._repr_html_()) == answer.text
 
 
-def test_text_that_goes_on_keeps_its_first_space() -> None:
+def test_a_continuation_keeps_its_first_space() -> None:
     model = make_model("llama", torch.float64, vocab_size=4)
     said: Any = {"max_new_tokens": 1, "sequence_bias": {(1,): 1e3}, "do_sample": False}
     base = wrap(model, tokenizer := metaspace())

@@ -146,7 +146,7 @@ def test_answers_are_in_order(speculator: FakeSpeculator, asked: list[str], call
     assert not PARTIAL.exists()
 
 
-def test_a_stopped_run_goes_on(speculator: FakeSpeculator, asked: list[str], call: Call) -> None:
+def test_a_stopped_run_resumes(speculator: FakeSpeculator, asked: list[str], call: Call) -> None:
     speculator.broken = {1: KeyboardInterrupt()}
     assert "2 of 4 answered; the same command continues" in call([*asked, "--seed", "5"], 130).err
     assert not OUT.exists()
@@ -231,6 +231,6 @@ def test_demo_says_whether_texts_are_the_same(call: Call, monkeypatch: pytest.Mo
     assert "max_new_tokens is 0, expected" in call([*demo[:2], "--max-new-tokens", "0"], 2).err
 
 
-def test_the_gain_is_what_was_measured() -> None:
+def test_the_gain_is_the_measured_one() -> None:
     said = [generate.verdict(None, gain).partition(";")[0] for gain in (1.5, 1.01, 0.5)]
     assert said == ["1.5× faster", "about as fast", "2.0× slower"]

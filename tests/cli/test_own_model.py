@@ -80,7 +80,7 @@ def test_heads_keep_and_use_the_template_of_their_text(workplace: Path, call: Ca
     assert "fitted with the chat template" in other
 
 
-def test_the_template_goes_through_a_cache(workplace: Path, tmp_path: Path, call: Call) -> None:
+def test_a_feature_cache_keeps_the_template(workplace: Path, tmp_path: Path, call: Call) -> None:
     features, heads = str(tmp_path / "features"), str(tmp_path / "heads")
     cache = ["cache", *MODEL, "--data", "own.jsonl", "--exit-layers", "2", "--output", features]
     assert main([*cache, "--batch-tokens", "64"]) == 0
@@ -101,14 +101,14 @@ def test_the_template_goes_through_a_cache(workplace: Path, tmp_path: Path, call
     assert "--seed 1 --raw --model tiny-vicuna" in said
 
 
-def in_use() -> Any:
+def heads_in_use() -> Any:
     return getattr(load("tiny-vicuna", dtype="float32").heads, "folder", None)
 
 
 def test_heads_fitted_here_are_found_by_the_weights_of_their_model(
     workplace: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, call: Call
 ) -> None:
-    assert in_use() is None
+    assert heads_in_use() is None
     remember(Path("heads"))
     with caplog.at_level(logging.INFO):
         found = load("tiny-vicuna", dtype="float32")
@@ -135,7 +135,7 @@ def test_heads_fitted_here_are_found_by_the_weights_of_their_model(
     )
     shutil.rmtree(known_place().parent / "heads" / "heads")
     with caplog.at_level(logging.INFO):
-        assert in_use() == workplace / "heads", "the heads before it"
+        assert heads_in_use() == workplace / "heads", "the heads before it"
     assert "selfspec/heads/heads and are gone. If they were moved" in caplog.text
     assert f"to forget them: selfspec heads use {workplace / 'heads'}" in caplog.text
     next(known_place().glob("*.json")).write_text('{"sizes": [6, 32], "folders": [5]}')
@@ -151,7 +151,7 @@ def test_chosen_heads_stay_in_use_until_the_next_choice(
     assert "--drafter" not in said
     for _ in range(2):  # the folder may be known already
         assert not remember(Path("heads"))
-        assert in_use() == tmp_path / "mine"
+        assert heads_in_use() == tmp_path / "mine"
     assert f"{tmp_path / 'mine'} stay in use, as was chosen" in caplog.text
     config = HeadsConfig.read(tmp_path / "mine")
     replace(config, defaults={"drafter": "ngram"}).write(tmp_path / "mine")
@@ -159,11 +159,11 @@ def test_chosen_heads_stay_in_use_until_the_next_choice(
     assert "they were no faster, so ngram drafts; else: --drafter ngram+exit" in said
     caplog.clear()
     with caplog.at_level(logging.INFO):
-        assert in_use() == tmp_path / "mine"
+        assert heads_in_use() == tmp_path / "mine"
     assert "heads were no faster, so ngram drafts. To try them: --drafter ngram+exit" in caplog.text
     known = next(known_place().glob("*.json"))
     known.write_text(known.read_text().replace(str(tmp_path), "/" + "far" * 2000))
-    assert in_use() == workplace / "heads", "a path too long to look up is skipped"
+    assert heads_in_use() == workplace / "heads", "a path too long to look up is skipped"
 
 
 @pytest.fixture

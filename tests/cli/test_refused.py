@@ -421,7 +421,7 @@ MODELS: dict[str, Change] = {
         path.read_text().replace('"WordLevel"', '"Mine"')
     ),
 }
-"""By words of the error."""
+"""The damage, by words of the error that it causes."""
 
 
 @pytest.mark.parametrize("words", MODELS)
@@ -463,7 +463,7 @@ GGUF = {
         **{"values": 3, "tensors": 1},
     ),
 }
-"""By words of the error."""
+"""The damage, by words of the error that it causes."""
 
 
 @pytest.mark.parametrize("words", GGUF)

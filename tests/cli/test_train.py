@@ -38,7 +38,7 @@ from tests.training.test_records import FLAT
 MODEL = ["--model", "model", "--dtype", "float32"]
 
 
-def nexts(call: Call, words: list[str]) -> list[str]:
+def next_commands(call: Call, words: list[str]) -> list[str]:
     """Run a command; the next commands that it suggests, each checked for known flags."""
     said = call(words).err.splitlines()
     found = [line.removeprefix("next: ") for line in said if line.startswith("next: ")]
@@ -143,7 +143,7 @@ def test_the_user_turns_of_a_file_are_answered(recipes: Path, call: Call) -> Non
     assert "none.jsonl holds no conversation. Dropped: 1 too long" in call(given, 2).err
 
 
-def test_a_stopped_run_goes_on(recipes: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_run_resumes(recipes: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     propose = selfgen.Written.propose
 
     def once(*arguments: Any) -> Any:
@@ -226,7 +226,7 @@ def test_features_are_cached_and_fitted_to(where: str, workplace: Path, call: Ca
     )
     shared = ["fit", *MODEL, "--draft-vocab-size", "90", "--exit-layers", "0,3", "--epochs", "1"]
     shared += ["--head-type", "deep-fused"]
-    make, calibrate = nexts(call, [*shared, "--cache", where, "--output", "cached"])
+    make, calibrate = next_commands(call, [*shared, "--cache", where, "--output", "cached"])
     assert make.startswith("selfspec data --output held-out.jsonl --tokens ")
     assert "calibrate --heads cached --data held-out.jsonl" in calibrate
     more = ["--validation", "talks.jsonl", "--batch-tokens", "64"]
@@ -301,7 +301,7 @@ def test_attending_heads_are_fitted_calibrated_and_draft(workplace: Path, call: 
 def test_medusa_heads_are_fitted_and_draft_uncalibrated(workplace: Path, call: Call) -> None:
     shared = ["fit", *MODEL, "--head-type", "medusa", "--draft-vocab-size", "90", "--epochs", "8"]
     data = ["--data", "talks.jsonl", "--batch-tokens", "64", "--draft-steps", "5"]
-    last = nexts(call, [*shared, *data, "--output", "b"])[-1]
+    last = next_commands(call, [*shared, *data, "--output", "b"])[-1]
     assert last.startswith("selfspec bench --heads b --methods plain,medusa")
     assert HeadsConfig.read(workplace / "b").num_heads == 5
     said = "OK: b (medusa, 5 heads, each a token further ahead) fit model"

@@ -40,7 +40,7 @@ def place(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
 
 
 def test_a_killed_workers_batch_is_written(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the first batch, suspend a worker with a batch of its own, then kill it."""
+    """After the first batch, suspend a worker, then kill it with the batch that it has or gets."""
     assert main([*DATA, "--output", "alone.jsonl"]) == 0
     victims, append = list[psutil.Process](), Writer.append
 

@@ -57,7 +57,7 @@ def refused(kind: type[SelfspecError], load: Callable[..., object], folder: Path
 
 
 @pytest.mark.parametrize("kind", TRAINED)
-def test_what_was_saved_loads_bit_equal(
+def test_saved_heads_load_bit_equal(
     kind: str, unembedding: Unembedding, hidden: Tensor, tmp_path: Path
 ) -> None:
     heads = make_heads(

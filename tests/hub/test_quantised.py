@@ -39,7 +39,7 @@ from tests.models import BREADTH, make_model, noted
 from tests.talks import make_tokenizer
 
 
-def same_texts(blocks: Any, numbers: Any, ids: Tensor) -> list[Backbone]:
+def check_same_texts(blocks: Any, numbers: Any, ids: Tensor) -> list[Backbone]:
     """Check that both models run fused and, in float32, write the same text; their backbones.
 
     In bfloat16 a kernel may leave quantised weights unrounded: near ties can resolve differently.
@@ -59,7 +59,7 @@ Q4_K_M = {"ffn_down": "Q6_K", "attn_v": "Q6_K", "token_embd": "Q6_K"}
 """How llama.cpp mixes formats in one file."""
 
 
-def both(path: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+def both_models(path: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     """The model with quantised blocks, and the same model de-quantised by transformers."""
     name = {"gguf_file": path.name}
     config = AutoConfig.from_pretrained(path.parent, **name)
@@ -93,7 +93,7 @@ def test_a_quantised_model_equals_the_de_quantised_model(
     tmp_path: Path, architecture: str, kinds: dict[str, str], kind: str, dtype: torch.dtype
 ) -> None:
     write_model(tmp_path / "it.gguf", architecture, kinds, kind)
-    blocks, numbers = both(tmp_path / "it.gguf", dtype)
+    blocks, numbers = both_models(tmp_path / "it.gguf", dtype)
     expected = dict(numbers.named_parameters())
     assert dict(blocks.named_parameters()).keys() == expected.keys()
     for name, weight in blocks.named_parameters():
@@ -104,7 +104,7 @@ def test_a_quantised_model_equals_the_de_quantised_model(
     ids = torch.arange(40)[None]
     with torch.inference_mode():
         assert torch.equal(blocks(ids).logits, numbers(ids).logits)
-    ours, theirs = same_texts(blocks, numbers, ids)
+    ours, theirs = check_same_texts(blocks, numbers, ids)
     assert ours.weight_bytes < 0.7 * theirs.weight_bytes
 
 
@@ -248,7 +248,7 @@ def test_wrong_decoder_and_end_of_transformers_5_17_are_corrected(
 
 def test_embedding_and_unembedding_may_be_tied(tmp_path: Path) -> None:
     write_model(tmp_path / "it.gguf", tied=True)
-    blocks, numbers = both(tmp_path / "it.gguf")
+    blocks, numbers = both_models(tmp_path / "it.gguf")
     assert blocks.lm_head.weight is blocks.model.embed_tokens.weight
     blocks.save_pretrained(tmp_path / "saved")  # de-quantised
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
@@ -264,16 +264,14 @@ def test_other_formats_are_de_quantised_and_named(
     monkeypatch.setattr(gguf_files, "FORMATS", {"Q4_1": FORMATS["Q4_1"]})
     write_model(tmp_path / "it.gguf", kinds={"ffn": "Q8_0"})
     with caplog.at_level(logging.DEBUG, "selfspec"):
-        blocks, numbers = both(tmp_path / "it.gguf")
+        blocks, numbers = both_models(tmp_path / "it.gguf")
     assert "keeps some weights as Q8_0, which are de-quantised" in caplog.text
     found = blocks.model.layers[0].mlp.up_proj.weight
     assert not isinstance(found, QuantisedWeight)
     assert torch.equal(found, numbers.model.layers[0].mlp.up_proj.weight)
 
 
-def test_a_dtype_is_chosen_where_none_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_default_dtype_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path / "it.gguf")
     for pairs, dtype in ((True, torch.bfloat16), (False, torch.float32)):
         monkeypatch.setattr(weights, "has_bfloat16_dots", lambda pairs=pairs: pairs)
@@ -287,7 +285,7 @@ def test_other_executors_de_quantise(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert "Converting" not in capfd.readouterr().err  # a progress bar of transformers
     loaded = selfspec.load(tmp_path / "it.gguf", dtype="float32", executor="generic")
     assert not any(isinstance(w, QuantisedWeight) for w in loaded.model.parameters())
-    blocks, _ = both(tmp_path / "it.gguf")
+    blocks, _ = both_models(tmp_path / "it.gguf")
     assert Backbone(blocks, executor="generic").executor_name == "generic"
     assert blocks.lm_head.weight.kept is not None
 
@@ -384,7 +382,7 @@ def write_folder(
                 tensors[f"{layer}.{part}"] = values.contiguous()
     model.config.save_pretrained(folder)
     fields = json.loads((folder / "config.json").read_text())
-    fields["quantization_config"] = says(method, bits, group, symmetric) | dict(said or {})
+    fields["quantization_config"] = quantisation(method, bits, group, symmetric) | dict(said or {})
     (folder / "config.json").write_text(json.dumps(fields))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -392,7 +390,7 @@ def write_folder(
     return numbers
 
 
-def words(values: Tensor, bits: int, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
+def pack_words(values: Tensor, bits: int, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
     """Pack values of `bits` bits: [n, count] -> int32 [n, count * bits / 32]."""
     per_word = 32 // bits
     source = values.numpy().astype(np.uint64)
@@ -406,8 +404,8 @@ def words(values: Tensor, bits: int, order: tuple[int, ...] = tuple(range(8))) -
 
 def gptq(kept: Kept, bits: int) -> dict[str, Tensor]:
     return {
-        "qweight": words(kept.quants, bits).T,
-        "qzeros": words(kept.zeros.T, bits) - ((1 << 32) - 1) // ((1 << bits) - 1),  # zero - 1
+        "qweight": pack_words(kept.quants, bits).T,
+        "qzeros": pack_words(kept.zeros.T, bits) - ((1 << 32) - 1) // ((1 << bits) - 1),  # zero - 1
         "scales": kept.scales.T.to(torch.float16),
         "g_idx": kept.group_of.to(torch.int32),
     }
@@ -415,18 +413,18 @@ def gptq(kept: Kept, bits: int) -> dict[str, Tensor]:
 
 def awq(kept: Kept, bits: int) -> dict[str, Tensor]:
     return {
-        "qweight": words(kept.quants.T, bits, AWQ_ORDER),
-        "qzeros": words(kept.zeros.T, bits, AWQ_ORDER),
+        "qweight": pack_words(kept.quants.T, bits, AWQ_ORDER),
+        "qzeros": pack_words(kept.zeros.T, bits, AWQ_ORDER),
         "scales": kept.scales.T.to(torch.float16),
     }
 
 
 def packed(kept: Kept, bits: int) -> dict[str, Tensor]:
     return {
-        "weight_packed": words(kept.quants, bits),
+        "weight_packed": pack_words(kept.quants, bits),
         "weight_scale": kept.scales,
         "weight_shape": torch.tensor(kept.quants.shape),
-        "weight_zero_point": words(kept.zeros.T, bits).T,
+        "weight_zero_point": pack_words(kept.zeros.T, bits).T,
         "weight_g_idx": kept.group_of.to(torch.int32),
     }
 
@@ -444,7 +442,7 @@ PACK: dict[str, Callable[[Kept, int], dict[str, Tensor]]] = {
 }
 
 
-def says(method: str, bits: int, group: int, symmetric: bool) -> dict[str, Any]:
+def quantisation(method: str, bits: int, group: int, symmetric: bool) -> dict[str, Any]:
     if method in ("gptq", "awq"):
         own: dict[str, Any] = {"sym": symmetric, "desc_act": False}
         said: dict[str, Any] = {"quant_method": method, "bits": bits, "group_size": group}
@@ -492,7 +490,7 @@ def test_a_folder_loads_as_its_de_quantised_weights(
             assert torch.equal(weight.clone(), expected[name].to(dtype)), name
             assert isinstance(weight, QuantisedWeight) == (blocks and "proj" in name), name
     assert kept.generation_config.eos_token_id == [5, 7]
-    same_texts(kept, numbers, torch.arange(30)[None])
+    check_same_texts(kept, numbers, torch.arange(30)[None])
 
 
 @pytest.mark.parametrize(

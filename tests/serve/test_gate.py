@@ -207,7 +207,7 @@ BODY = {**ASK, "messages": [{"role": "user", "content": COUNT}], "max_tokens": 2
 Figures = dict[tuple[str, ...], float]
 
 
-def read(server: Running) -> Figures:
+def read_metrics(server: Running) -> Figures:
     """The samples of /metrics by name and values of labels."""
     answer = httpx.get(f"{server.address}/metrics", timeout=20)
     assert answer.status_code == 200
@@ -218,8 +218,8 @@ def read(server: Running) -> Figures:
     }
 
 
-def grown(server: Running, before: Figures) -> Figures:
-    return {name: value - before.get(name, 0) for name, value in read(server).items()}
+def metrics_since(server: Running, before: Figures) -> Figures:
+    return {name: value - before.get(name, 0) for name, value in read_metrics(server).items()}
 
 
 def asked(server: Running, **more: Any) -> Any:
@@ -230,7 +230,7 @@ def asked(server: Running, **more: Any) -> Any:
 
 def test_counters_are_the_sums_of_usage(small: Running) -> None:
     wishes: list[dict[str, Any]] = [{}, {"speculation": False}, {"n": 2, "temperature": 0.8}]
-    before = read(small)
+    before = read_metrics(small)
     answers = [asked(small, **wish) for wish in wishes]
     expected = Counter[tuple[str, ...]]()
     for answer in answers:
@@ -248,7 +248,7 @@ def test_counters_are_the_sums_of_usage(small: Running) -> None:
         for choice in answer["choices"]:
             expected["request_success_total", choice["finish_reason"]] += 1
     assert expected["spec_decode_num_accepted_tokens_total",] > 0
-    found = grown(small, before)
+    found = metrics_since(small, before)
     assert {name: found.get(name, 0) for name in expected} == expected
     rounds = sum(answer["usage"]["speculation"]["rounds"] for answer in answers)
     assert 0 < found["spec_decode_num_drafts_total",] <= rounds
@@ -256,7 +256,7 @@ def test_counters_are_the_sums_of_usage(small: Running) -> None:
 
 def test_times_are_recorded_once_and_a_repeated_prompt_is_a_hit(small: Running) -> None:
     asked(small, speculation=False)
-    before = read(small)
+    before = read_metrics(small)
     usage = asked(small, speculation=False)["usage"]
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     assert cached > 0
@@ -267,19 +267,19 @@ def test_times_are_recorded_once_and_a_repeated_prompt_is_a_hit(small: Running) 
         "prefix_cache_queries_total": usage["prompt_tokens"],
         "prefix_cache_hits_total": cached,
     }
-    found = grown(small, before)
+    found = metrics_since(small, before)
     assert {name: found[name,] for name in expected} == expected
 
 
 def test_gauges_rise_and_return_to_zero(tiny: Speculator) -> None:
     with running(tiny, concurrency=1) as narrow:
         with streaming(narrow, {**LONG, "n": 2}):
-            busy = read(narrow)
+            busy = read_metrics(narrow)
         assert busy["num_requests_running",] == 1
         assert busy["num_requests_waiting",] == 1
         assert 0 < busy["kv_memory_bytes",] <= busy["kv_memory_limit_bytes",]
         wait_until(narrow.idle)
-        idle = read(narrow)
+        idle = read_metrics(narrow)
         for name in ("num_requests_running", "num_requests_waiting", "kv_memory_bytes"):
             assert idle[name,] == 0
         assert idle["kv_memory_promised_bytes",] == 0

@@ -247,7 +247,7 @@ class Messages:
         self._cancelled.set()
 
 
-def through(
+def ask_front(
     *messages: dict[str, Any], error: Exception | None = None, path: str = "/v1/models"
 ) -> Any:
     handle = Mock()
@@ -261,7 +261,7 @@ def test_a_server_without_a_ready_copy_says_so_in_time(
     monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     monkeypatch.setattr("selfspec.serve.replicas._READY_S", 0.05)
-    answer = through(path=path)
+    answer = ask_front(path=path)
     assert answer.status_code == 503
     assert answer.json()["error"]["message"] == "no copy of the model is ready. Try again soon"
 
@@ -275,14 +275,14 @@ def test_the_answer_of_a_dead_copy_is_refused_or_visibly_cut(
         return ""
 
     monkeypatch.setattr("selfspec.serve.replicas.session", read)
-    answer = through(error=ActorDiedError())
+    answer = ask_front(error=ActorDiedError())
     assert answer.status_code == 503
     assert answer.json()["error"]["type"] == "server_error"
     assert "Send the request again" in answer.json()["error"]["message"]
     begun = {"type": "http.response.start", "status": 200, "headers": []}
     half = {"type": "http.response.body", "body": b'{"half', "more_body": True}
     with pytest.raises(RuntimeError, match="the answer was cut"):
-        through(begun, half, error=ActorDiedError())
+        ask_front(begun, half, error=ActorDiedError())
 
 
 def test_without_ray_one_line_says_what_to_install(
