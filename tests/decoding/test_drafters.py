@@ -1,4 +1,4 @@
-"""Drafters: lookup, a second model, fewer layers, successors, lookahead, a datastore."""
+"""Drafters: prompt lookup, a second model, fewer layers, successors, lookahead, a datastore."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from tests.talks import make_tokenizer
 
 
 class Text(DecodeState):
-    """Of a state, what drafters ask that run no layers."""
+    """The part of a decode state that drafters without layers read."""
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
@@ -60,7 +60,7 @@ def make_drafter(width: int = 4, rows: tuple[float, ...] = (0.15,), **options: A
 
 
 def naive(text: list[int], size: int) -> tuple[int, int]:
-    """The definition: the longest n-gram at the end that was continued, its newest continuation."""
+    """Length of the longest repeated suffix, and the place of its newest continuation."""
     for count in range(min(size, len(text)), 0, -1):
         for place in range(len(text) - 1, count - 1, -1):
             if text[place - count : place] == text[-count:]:
@@ -84,7 +84,7 @@ def test_the_growing_index_finds_what_a_search_of_the_whole_text_finds(size: int
 
 REPEATS = [1, 2, 3, 4, 5, 9, 1, 2, 3]
 ONCE = [1, 2, 3, 4, 5, 6, 7, 1]
-"""A match of one token starts at 1/4, of two at 1/2, of three at 3/4: chances 1/4, 1/8, 3/32, .."""
+"""Initial rates are 1/4, 1/2, 3/4 for matches of 1, 2, 3 tokens: chances 1/4, 1/8, 3/32, .."""
 
 
 @pytest.mark.parametrize(
@@ -95,21 +95,21 @@ ONCE = [1, 2, 3, 4, 5, 6, 7, 1]
         (REPEATS, 0, {}, [], "budget"),
         (REPEATS, 99, {"end_tokens": [5]}, [4, 5], "eos"),
         ([1, 2, 3], 99, {}, [], "off"),
-        ([1, 5, 5], 99, {"rows": (0.0,)}, [5] * 4, "width"),  # a copy goes on in itself
+        ([1, 5, 5], 99, {"rows": (0.0,)}, [5] * 4, "width"),  # the copy overlaps itself
         ([9, 1, 2, 1, 2], 99, {"rows": (0.0,)}, [1, 2, 1, 2], "width"),
         ([1, 2, 1], 99, {"rows": (0.3,)}, [], "unsure"),
-        # as long as another row raises the tokens per time: at a cost of 0.09 1.25 tokens in 1.09
-        # steps, 1.375 in 1.18, which is more, and 1.469 in 1.27, which is less
+        # a draft grows while another row raises the tokens per step: at a cost of 0.09, 1.25 tokens
+        # in 1.09 steps, 1.375 in 1.18 (a higher rate), and 1.469 in 1.27 (a lower rate)
         *(
             (ONCE, 99, {"rows": (cost,)}, ONCE[1 : 1 + count], "unsure")
             for cost, count in ((0.26, 0), (0.24, 1), (0.12, 1), (0.09, 2), (0.06, 3))
         ),
-        # all 0.54 tokens must pay a dear first row
+        # all 0.54 expected tokens must pay for an expensive first row
         (ONCE, 99, {"rows": (0.5, 0.0)}, [2, 3, 4, 5], "width"),
         (ONCE, 99, {"rows": (0.6, 0.0)}, [], "unsure"),
     ],
 )
-def test_what_followed_the_longest_match_is_drafted_as_far_as_it_pays(
+def test_the_continuation_of_the_longest_match_is_drafted_as_far_as_it_pays(
     text: list[int], limit: int, options: dict[str, Any], tokens: list[int], ended: str
 ) -> None:
     draft = ask(make_drafter(**options), Text(text), limit)
@@ -117,17 +117,17 @@ def test_what_followed_the_longest_match_is_drafted_as_far_as_it_pays(
     assert all((one.layer, one.probs, one.source) == (0, None, "ngram") for one in draft.proposed)
 
 
-def test_wrong_guesses_end_the_proposals_and_right_ones_bring_them_back_unproposed() -> None:
-    # 1 is followed by anything but what followed it before
+def test_wrong_guesses_stop_proposals_and_right_unproposed_guesses_restart_them() -> None:
+    # a new token follows 1 every time
     drafter, text = make_drafter(), Text([1, 2, 1])
     proposed = []
     for token in range(3, 23):
         proposed.append(bool(ask(drafter, text).tokens))
         text.tokens += [token, 1]
-    # 0.25 * (7/8)^3 = 0.167, then 0.147: four wrong guesses are the price of learning
+    # 0.25 * (7/8)^3 = 0.167, then 0.147: proposals stop after four wrong guesses
     assert proposed == [True] * 4 + [False] * 16
     proposed = []
-    for count in range(4):  # now it is always 50, which the drafter guesses without proposing
+    for count in range(4):  # now 50 always follows: the drafter guesses it without proposing it
         text.tokens += [50, 60 + count, 1]
         proposed.append(bool(ask(drafter, text).tokens))
     # wrong once more, then right: 0.014, 0.137, 0.245, 0.339
@@ -137,9 +137,9 @@ def test_wrong_guesses_end_the_proposals_and_right_ones_bring_them_back_unpropos
 def test_a_guess_is_scored_up_to_its_first_wrong_token() -> None:
     drafter, text = make_drafter(rows=(0.0,)), Text([1, 2, 3, 4, 5, 6, 1])
     assert ask(drafter, text).tokens == [2, 3, 4, 5]
-    text.tokens += [2, 3, 9, 5]  # more than the guess was right for: another drafter's tokens
+    text.tokens += [2, 3, 9, 5]  # two as guessed, then others, from another drafter
     ask(drafter, text)
-    # two right, behind matches of one and two; the third wrong; the fourth no longer a guess
+    # right after matches of one and two tokens; the third is wrong; the fourth is not scored
     assert drafter._rates == [0.0, 0.25 + 0.75 / 8, 0.5 + 0.5 / 8, 0.75 - 0.75 / 8]
 
 
@@ -169,7 +169,7 @@ def test_the_controller_hears_the_rate_of_each_match_and_ends_the_draft() -> Non
 
 
 class Other:
-    """Drafts the same, unless it pauses; notes what it is asked and told."""
+    """A drafter with a fixed draft, or none while it pauses; records its calls and feedback."""
 
     def __init__(self, draft: Draft | None = None) -> None:
         self.made = draft or Draft.of([90, 91])
@@ -184,7 +184,7 @@ class Other:
         self.heard.append((len(draft.tokens), len(kept)))
 
 
-def test_the_other_drafts_where_no_text_matches_and_hears_only_of_its_own() -> None:
+def test_the_other_drafts_without_a_match_and_learns_only_from_its_own_drafts() -> None:
     controller, other, text = Listening(1), Other(), Text([1, 2, 3])
     both = SeenTextFirst(NgramDrafter(controller, size=3, cost=DraftCost(rows=(0.0,))), other)
     for expected in ([90, 91], [2]):
@@ -197,13 +197,13 @@ def test_the_other_drafts_where_no_text_matches_and_hears_only_of_its_own() -> N
 
 @pytest.mark.parametrize(
     ("rounds", "pauses", "expected"),
-    # of the other's tokens 1/8 stayed after the first round, 0.234 after the second: below 1/4
+    # the other's rate of kept tokens is 1/8 after one round, 0.234 after two: below 1/4
     [(2, False, [2]), (3, False, [90, 91]), (3, True, [2])],
 )
-def test_seen_text_has_to_promise_more_than_the_other_has_been_giving(
+def test_prompt_lookup_must_promise_more_than_the_other_drafter_has_given(
     rounds: int, pauses: bool, expected: list[int]
 ) -> None:
-    """A pause is no failure of the other, and leaves the field to seen text."""
+    """A pause does not lower the other drafter's rate; prompt lookup drafts meanwhile."""
     other, text = Other(), Text([1, 2, 3, 4, 5])
     both = SeenTextFirst(make_drafter(width=1), other)
     for _ in range(rounds):
@@ -218,7 +218,7 @@ def test_seen_text_has_to_promise_more_than_the_other_has_been_giving(
 
 @pytest.mark.parametrize("drafter", ["ngram:size=2", "lookahead"])
 def test_a_conversation_drafts_from_the_prefix_that_it_reuses(exact: Any, drafter: str) -> None:
-    heads = ladder.deep_heads(Backbone(exact, executor="generic"), (0,))  # which draft nothing here
+    heads = ladder.deep_heads(Backbone(exact, executor="generic"), (0,))  # they draft nothing here
     speculator = wrap(exact, heads=heads, drafter=drafter, costs="row=0.0")
     session, first = speculator.session(), random_ids(9)
     answer = session.generate(first, max_new_tokens=8)
@@ -251,7 +251,7 @@ def plain(eager: Speculator) -> list[int]:
     ],
     ids=str,
 )
-def test_every_drafter_serves_every_controller_and_rule(
+def test_every_drafter_works_with_every_controller_and_rule(
     eager: Speculator, plain: list[int], drafter: str, how: dict[str, Any]
 ) -> None:
     ids, many = random_ids(13), how | {"max_new_tokens": 40, "drafter": drafter}
@@ -265,7 +265,7 @@ def test_every_drafter_serves_every_controller_and_rule(
 
 @pytest.fixture(scope="module")
 def writer() -> Speculator:
-    """Its datastore has what it writes, and the same with every third id right."""
+    """A speculator whose datastore holds its own text, and a copy with every third id right."""
     found = wrap(make_model("llama"), never_slower=False, costs="row=0.01")
     plain = found.generate(random_ids(9), max_new_tokens=WINDOW + 30, speculate=False)
     text = [*random_ids(9)[0].tolist(), *plain.token_ids]
@@ -277,7 +277,7 @@ def writer() -> Speculator:
 @pytest.mark.parametrize(
     "drafter", ["successors", "ngram+successors", "rest", "ngram+rest", "skip"]
 )
-def test_a_text_that_comes_again_is_drafted(writer: Speculator, drafter: str) -> None:
+def test_a_repeated_text_is_drafted(writer: Speculator, drafter: str) -> None:
     first = writer.runtime.layers.skipped
     many: dict[str, Any] = {"max_new_tokens": WINDOW + 30, "do_sample": False}
     plain = writer.generate(random_ids(9), speculate=False, **many)
@@ -293,7 +293,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
     "skip:skipped=2,threshold=0.3,max_tokens=2": {"draws": 1200},
     "successors:max_tokens=2": {"draws": 1000},
     "exit:layers=0,threshold=0.01,max_tokens=2": {"heads": ladder.attending_heads, "draws": 1000},
-    # two wrong drafts cost between 7.5 and 8.5 steps: a pause follows, where one is right none does
+    # two wrong drafts cost between 7.5 and 8.5 steps: a pause follows, but none if one is right
     "exit": {"length": 4, "costs": "head=3.3,row=0.08"},
     "ngram+exit:layers=0,threshold=0.01,guesses=3,max_rows=5,max_tokens=2": {
         "heads": ladder.deep_heads,
@@ -332,14 +332,14 @@ def test_no_drafter_changes_the_distribution_of_samples(drafter: str, tmp_path: 
         ("skip:skipped=2/7", InvalidOption, "skip:skipped is 2/7, the model has 6 layers"),
     ],
 )
-def test_what_drafts_must_be_there(
+def test_a_drafter_without_its_source_is_refused(
     drafter: str, kind: type[Exception], words: str, exact: Any
 ) -> None:
     with pytest.raises(kind, match=words):
         wrap(exact, drafter=drafter).generate(random_ids(5), max_new_tokens=2)
 
 
-def test_lengths_of_seen_text_and_of_exits_are_bounded_apart(eager: Speculator) -> None:
+def test_prompt_lookup_and_exits_have_separate_length_limits(eager: Speculator) -> None:
     found = eager.generate(random_ids(13), max_new_tokens=60, drafter="ngram+exit:max_tokens=1")
     assert max(found.stats.drafted_by_index) > 1
 
@@ -363,7 +363,7 @@ def own_text(backbone: Backbone, ids: Tensor, count: int) -> list[int]:
 
 
 @torch.inference_mode()
-def test_drafts_are_the_others_text_row_by_row(second: WatchedBackbone, precise: Backbone) -> None:
+def test_drafts_are_the_draft_models_own_text(second: WatchedBackbone, precise: Backbone) -> None:
     state = DecodeState(precise, random_ids(7))
     drafter = DraftModelDrafter(DraftCache(second), ladder.drafting(4))
     second.runs.clear()
@@ -374,16 +374,16 @@ def test_drafts_are_the_others_text_row_by_row(second: WatchedBackbone, precise:
         assert told == {("draft-model", 0, None)}
         for token in draft.tokens[:kept]:
             state.append(token, 0)
-        state.append((draft.tokens[kept] if kept < 4 else 0) ^ 1, 0)  # the target's own
+        state.append((draft.tokens[kept] if kept < 4 else 0) ^ 1, 0)  # the target's own token
     assert [positions for positions, _, _ in second.runs] == [
-        *([*range(7)], [7], [8], [9]),  # the fourth draft does not run
+        *([*range(7)], [7], [8], [9]),  # the fourth draft is not run
         *([9], [10], [11], [12]),  # two of four were kept; 9 is now the target's token
-        *([13, 14], [15], [16], [17]),  # of four that were kept the last had not run; 14: as above
+        *([13, 14], [15], [16], [17]),  # all four were kept, the last had not run; 14: as above
     ]
 
 
 @torch.inference_mode()
-def test_the_controller_sees_the_others_chances(second: WatchedBackbone, precise: Backbone) -> None:
+def test_the_controller_sees_draft_confidences(second: WatchedBackbone, precise: Backbone) -> None:
     state = DecodeState(precise, random_ids(7))
     whole, cut_short = (
         drafted(DraftModelDrafter(DraftCache(second), Drafting(ladder.greedy(), controller)), state)
@@ -396,7 +396,7 @@ def test_the_controller_sees_the_others_chances(second: WatchedBackbone, precise
 
 
 @torch.inference_mode()
-def test_nothing_is_drafted_beyond_the_other_models_last_position(precise: Backbone) -> None:
+def test_nothing_is_drafted_beyond_the_draft_models_last_position(precise: Backbone) -> None:
     short = Backbone(make_model("llama", num_hidden_layers=1, max_position_embeddings=16))
     drafter = DraftModelDrafter(DraftCache(short), ladder.drafting(4))
     for length, room in ((10, 4), (14, 3), (16, 1), (17, 0), (30, 0)):
@@ -404,7 +404,7 @@ def test_nothing_is_drafted_beyond_the_other_models_last_position(precise: Backb
         assert len(drafted(drafter, state).tokens) == room
 
 
-def test_a_conversation_runs_what_is_new_only_in_the_other_model_too(
+def test_a_conversation_runs_only_new_tokens_in_the_draft_model_too(
     second: WatchedBackbone, exact: Any
 ) -> None:
     options = SpeculationOptions(drafter="draft-model")
@@ -442,7 +442,7 @@ def test_another_vocabulary_is_refused_with_sizes_and_the_first_difference() -> 
 
 @pytest.mark.parametrize("rows", [64, 128])
 def test_unembeddings_padded_to_other_sizes_draft_the_same_tokens(rows: int, exact: Any) -> None:
-    tokenizer = make_tokenizer()  # of ten tokens: all rows behind them are padding
+    tokenizer = make_tokenizer()  # ten tokens: all later rows are padding
     small = make_model("llama", vocab_size=rows)
     plain = wrap(exact, speculate=False).generate(random_ids(9), max_new_tokens=12).token_ids
     speculator = wrap(exact, tokenizer, draft_model=small, drafter="draft-model:max_tokens=3")
@@ -472,7 +472,7 @@ def skipping(**options: Any) -> draft_model.SkipDrafter:
 
 
 def entered(backbone: Backbone, ids: Tensor) -> DecodeState:
-    """A text of which all ids but the newest are through all layers."""
+    """A state whose ids, except the newest, have run through all layers."""
     state = DecodeState(backbone, ids)
     state.hidden.push(backbone.embed(ids[0, :-1]))
     run_alone(state.hidden.advance_all())
@@ -486,8 +486,8 @@ def lengths(state: DecodeState) -> set[int]:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("skipped", [(2,), (5, 3), (2, 3, 6)])
-def test_drafts_are_what_fewer_layers_say(precise: Backbone, skipped: tuple[int, ...]) -> None:
-    """Where no text stands in front; there the keys and values are the whole model's."""
+def test_drafts_are_those_of_a_shorter_model(precise: Backbone, skipped: tuple[int, ...]) -> None:
+    """Without a prefix, whose keys and values would come from the whole model."""
     kept = [one for at, one in enumerate(make_model("llama").model.layers, 1) if at not in skipped]
     cut = make_model("llama", num_hidden_layers=len(kept))
     cut.load_state_dict(precise.model.state_dict(), strict=False)
@@ -502,7 +502,7 @@ def test_drafts_are_what_fewer_layers_say(precise: Backbone, skipped: tuple[int,
 
 @torch.inference_mode()
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_a_window_tried_again_has_what_the_model_said_and_leaves_caches(executor: str) -> None:
+def test_redrafting_a_window_gives_the_models_tokens_and_keeps_caches(executor: str) -> None:
     backbone = wrapped("llama", executor=executor)
     ids = random_ids(9)
     text = torch.cat([ids, torch.tensor([own_text(backbone, ids, 12)])], dim=1)
@@ -565,7 +565,7 @@ def test_a_search_keeps_the_best_set_and_ends() -> None:
     found = draft_model.LayerSearch(12)
     found.learn(other, 0.96)
     assert (found.skipped, found.goes_on) == (other, False)
-    assert draft_model.LayerSearch(3).drawn() == (2,)  # of few layers at least one
+    assert draft_model.LayerSearch(3).drawn() == (2,)  # at least one, even of few layers
     assert not draft_model.LayerSearch(2).goes_on
 
 
@@ -592,7 +592,7 @@ def test_two_tokens_come_before_one_and_the_newest_counts(monkeypatch: pytest.Mo
     assert [list(table.behind([n, n]).tokens) for n in (1, 2, 3)] == [[11], [], [13]]
 
 
-def test_a_table_hears_what_came_behind_the_two_newest_tokens() -> None:
+def test_a_table_learns_the_tokens_after_the_two_newest_ones() -> None:
     table = ngram.Successors()
     heard = ngram.TeachingRule(GreedyMatch(ladder.greedy()), table, [1, 2])
     for token in (3, 4):
@@ -612,7 +612,7 @@ def make_lookahead(
 
 
 def verified(drafter: LookaheadDrafter, draft: Draft, said: Sequence[int]) -> None:
-    """The target says `said` behind the newest token and behind each of the draft."""
+    """Let the target say `said`: a token after the newest one, and one after each draft token."""
     assert len(said) == len(draft.proposed) + 1
     draft.target = Target(torch.empty(0), best=lambda: list(said))
     drafter.learn(draft, [])
@@ -639,22 +639,22 @@ def test_a_window_fills_and_moves_up_and_gives_an_ngram_of_each_column() -> None
 
 
 @pytest.mark.parametrize(("level", "window"), [(5, 7), (3, 2), (4, 1), (2, 4)])
-def test_rows_of_the_window_see_what_the_papers_mask_lets_them_see(level: int, window: int) -> None:
+def test_rows_of_the_window_see_what_the_papers_mask_allows(level: int, window: int) -> None:
     drafter, text = make_lookahead(level, window), Text([*range(1000, 1100)])
-    new = iter(range(999))  # no two tokens are equal, so no two rows are one
+    new = iter(range(999))  # no two tokens are equal, so no rows are merged
     for levels in (*range(1, level), level - 1):
         draft = ask(drafter, text)
         order = [(j, i) for i in range(window) for j in range(levels)]
         rows = {place: row for row, place in enumerate(order)}
         seen = ancestors([-1, *(one.parent + 1 for one in draft.proposed)])
-        for j, i in order:  # level 0 up to the column, and the column
+        for j, i in order:  # level 0 up to column i, and column i up to level j
             wanted = {rows[0, at] for at in range(i + 1)} | {rows[at, i] for at in range(j + 1)}
             assert set(seen[rows[j, i]].nonzero().flatten().tolist()) == wanted
         verified(drafter, draft, [next(new) for _ in order])
         text.tokens.append(next(new))
 
 
-def test_guesses_come_from_the_text_and_equal_rows_are_one() -> None:
+def test_guesses_come_from_the_text_and_equal_rows_are_merged() -> None:
     drafter, text = make_lookahead(3, 0), Text([1, 2, 3, 1, 2, 4, 1])
     draft = ask(drafter, text)
     assert (draft.tokens, draft.parents) == ([2, 4, 3], [-1, 0, 0])
@@ -666,7 +666,7 @@ def test_guesses_come_from_the_text_and_equal_rows_are_one() -> None:
     assert (ask(drafter, text).tokens, ask(drafter, text).ended) == ([], "off")
 
 
-def test_nothing_goes_behind_an_end_token() -> None:
+def test_nothing_is_drafted_after_an_end_token() -> None:
     drafter, text, drafted = make_lookahead(4, 3, 9), Text([9, 8]), 0
     for new in range(30, 70, 10):
         draft = ask(drafter, text)
@@ -700,7 +700,7 @@ def test_the_controller_sets_how_much_of_an_ngram_is_drafted_and_hears_of_it() -
     assert controller.heard == [(2, 1)]
 
 
-# --- drafts from a datastore: what is found there, what it is worth, whose file it is
+# --- drafts from a datastore: continuations, their probabilities, and the file
 
 Prefix = tuple[int, ...]
 
@@ -710,7 +710,7 @@ def store_of(*texts: list[int]) -> Datastore:
 
 
 def weights(texts: list[list[int]], newest: list[int]) -> tuple[Counter[Prefix], int]:
-    """The definition: how often each prefix of 10 tokens follows the longest suffix that occurs."""
+    """By definition: how often each prefix of 10 tokens follows the longest suffix that occurs."""
     for count in range(min(16, len(newest)), 1, -1):
         suffix, found = newest[-count:], Counter[Prefix]()
         for text in texts:
@@ -743,7 +743,7 @@ def test_the_heaviest_prefixes_behind_the_longest_suffix_are_found(seed: int) ->
             assert list(known.chances) == chances == sorted(chances, reverse=True)
 
 
-def test_places_are_in_the_order_of_what_stands_there() -> None:
+def test_a_suffix_array_sorts_places_by_the_ids_from_there_on() -> None:
     drawn = random.Random(0)
     for size in (1, 2, 31, 500):
         ids = np.array([drawn.randrange(-1, 3) for _ in range(size)], np.int32)
@@ -758,7 +758,7 @@ def test_many_hits_are_thinned_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (known.tokens, known.chances) == ((4, 3), (6 / (9 + 4), 3 / (9 + 4)))
 
 
-def test_a_guesser_says_what_follows_paths_of_a_draft_and_in_chains_the_heaviest() -> None:
+def test_a_guesser_continues_each_path_of_a_draft_and_in_chains_by_the_heaviest() -> None:
     store, draft = store_of([1, 2, 5, 6], [1, 2, 5, 7], [1, 2, 8, 6]), Draft.of([5, 8], [-1, -1])
     for trees, expected in ((True, [[5, 8], [6, 7], [6]]), (False, [[5], [6], [6]])):
         guesser = RestGuesser(store, 15, trees=trees)
@@ -785,7 +785,7 @@ WRONG: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("changed", WRONG, ids=range(len(WRONG)))
-def test_what_is_no_datastore_is_refused(changed: dict[str, Any], tmp_path: Path) -> None:
+def test_damaged_datastores_are_refused(changed: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "store.safetensors"
     store_of([1, 2, 3], [4, 5]).save(path)
     tensors = {name: one for name, one in (load_file(path) | changed).items() if one is not None}
@@ -810,7 +810,7 @@ def test_longest_paths_and_rows_are_bounded(tmp_path: Path, exact: Any) -> None:
     ids, path = random_ids(9), tmp_path / "store.safetensors"
     many: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "costs": "row=0"}
     plain = wrap(exact, speculate=False).generate(ids, **many)
-    store_of(*[[*ids[0].tolist(), *plain.token_ids]] * 50).save(path)  # all but certain
+    store_of(*[[*ids[0].tolist(), *plain.token_ids]] * 50).save(path)  # nearly certain
     speculator = wrap(exact, datastore=path, drafter="rest")
     lengths = [
         max(speculator.generate(ids, drafter=f"rest:{setting}", **many).stats.drafted_by_index)
