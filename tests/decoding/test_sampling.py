@@ -1,7 +1,7 @@
-"""Scores, draws and penalties, rows of a batch, and seeds.
+"""Processed scores, draws, penalties, rows of a batch, and seeds.
 
-Rows: each by itself as in Hugging Face's batch: two different ones, one left-padded, in float64 and
-greedy: tokens must be those of transformers' own `generate`, row for row.
+The tests of rows decode two different ones, one left-padded, greedily and in float64: each row must
+have the tokens that transformers' own `generate` gives it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def batch() -> dict[str, Tensor]:
 
 
 def allowed(row: int, ids: Tensor) -> list[int]:
-    """Another half of the vocabulary for each row, and another one at every second position."""
+    """Half of the vocabulary: the even or the odd ids, by row and position."""
     return list(range((row + len(ids)) % 2, VOCAB_SIZE, 2))
 
 
@@ -98,13 +98,13 @@ ROWS: dict[str, dict[str, Any]] = {
     },
     "UnbatchedClassifierFreeGuidanceLogitsProcessor": {"guidance_scale": 1.8},
 }
-"""A processor that transformers makes of options, and options that make it bite when greedy."""
+"""Processors that transformers makes from options, and options that change a greedy text."""
 
 SAMPLING = {
     *("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TopHLogitsWarper"),
     *("MinPLogitsWarper", "TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper"),
 }
-"""Those that only sampling uses: tests/api/test_keywords.py compares what they do."""
+"""Processors that only sampling uses: tests/api/test_keywords.py compares their results."""
 
 OF_OTHER_MODELS = {
     *("AlternatingCodebooksLogitsProcessor", "BarkEosPrioritizerLogitsProcessor"),
@@ -112,7 +112,7 @@ OF_OTHER_MODELS = {
     *("DiaEOSChannelFilterLogitsProcessor", "DiaEOSDelayPatternLogitsProcessor"),
     *("WhisperNoSpeechDetection", "WhisperTimeStampLogitsProcessor"),
 }
-"""Never made for a decoder of text: refused in a batch, as a class of the user's would be."""
+"""Never made for a text decoder: refused in a batch, as a user's own class would be."""
 
 
 def classes(module: Any, base: type) -> set[str]:
@@ -152,7 +152,7 @@ Compare = Callable[..., Tensor]
 
 @pytest.fixture
 def compare(exact: Any, eager: Speculator, batch: dict[str, Tensor]) -> Compare:
-    """What we give for some rows of the batch, after it was compared with transformers' own."""
+    """A function that decodes rows of the batch and compares them with transformers' own."""
 
     def go(rows: slice = slice(None), **options: Any) -> Tensor:
         usual = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
@@ -165,11 +165,11 @@ def compare(exact: Any, eager: Speculator, batch: dict[str, Tensor]) -> Compare:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_two_rows_give_what_they_give_in_hugging_faces_batch(name: str, compare: Compare) -> None:
+def test_two_rows_have_the_tokens_of_hugging_faces_batch(name: str, compare: Compare) -> None:
     found = compare(**ROWS[name])
     if name not in ("InfNanRemoveLogitsProcessor", "ForcedBOSTokenLogitsProcessor"):
         assert not torch.equal(found, compare()), "the processor changes nothing here"
-    for row in range(2):  # and a row alone gives what it gives in the batch
+    for row in range(2):  # a row alone has the tokens that it has in the batch
         options = dict(ROWS[name])
         if name == "PrefixConstrainedLogitsProcessor":
             options["prefix_allowed_tokens_fn"] = lambda _, ids, row=row: allowed(row, ids)
@@ -210,7 +210,7 @@ def test_prompt_lengths_of_a_users_own_penalty_belong_to_their_rows(
 
 
 class PerRow(LogitsProcessor):
-    """A user's own: each row has tokens of its own."""
+    """A user's processor with different tokens for each row."""
 
     def __init__(self, *first: int) -> None:
         self.first = first
@@ -223,13 +223,13 @@ class PerRow(LogitsProcessor):
 
 
 class Cuttable(PerRow):
-    """The same, which knows how to be one row."""
+    """The same processor, which can be reduced to one row."""
 
     def for_row(self, row: int) -> PerRow:
         return PerRow(self.first[row])
 
 
-def test_a_users_processor_runs_in_a_row_and_in_a_batch_only_if_it_can_be_cut(
+def test_a_users_processor_runs_in_a_batch_only_if_it_can_be_reduced_to_a_row(
     compare: Compare, exact: Any, eager: Speculator, batch: dict[str, Tensor]
 ) -> None:
     with pytest.raises(InvalidOption, match=r"^PerRow may treat rows .*for_row\(row\)"):
@@ -241,7 +241,7 @@ def test_a_users_processor_runs_in_a_row_and_in_a_batch_only_if_it_can_be_cut(
 
 
 class EverySecond(LogitsProcessor):
-    """A user's own that remembers: at every second call the likeliest token is ruled out."""
+    """A user's processor with state: every second call rules out the likeliest token."""
 
     calls = 0
 
@@ -253,7 +253,7 @@ class EverySecond(LogitsProcessor):
         return EverySecond()
 
 
-def test_a_users_processor_that_remembers_is_each_prompts_own(eager: Speculator) -> None:
+def test_a_users_processor_with_state_is_copied_for_each_prompt(eager: Speculator) -> None:
     prompts = [random_ids(5), random_ids(9, seed=2)]
     found = eager.generate_batch(prompts, max_new_tokens=9, logits_processor=[EverySecond()])
     alone = [
@@ -264,7 +264,7 @@ def test_a_users_processor_that_remembers_is_each_prompts_own(eager: Speculator)
 
 
 class Longer(StoppingCriteria):
-    """A user's own: each row ends at a length of its own."""
+    """A user's criterion that ends each row at a different length."""
 
     def __init__(self, *lengths: int) -> None:
         self.lengths = lengths
@@ -276,11 +276,11 @@ class Longer(StoppingCriteria):
         return Longer(self.lengths[row])
 
 
-def test_criteria_of_the_users_own_end_their_own_row(compare: Compare) -> None:
+def test_a_users_criteria_end_each_row_separately(compare: Compare) -> None:
     found = compare(stopping_criteria=[Longer(LENGTH + 2, LENGTH + 6)], eos_token_id=END)
     assert found.shape[1] == LENGTH + 6
     assert found[0, LENGTH + 2 :].eq(0).all()
-    # without a pad token transformers takes the first end token
+    # without a pad token transformers pads with the first end token
     compare(eos_token_id=[*range(40, 60), 3], pad_token_id=None)
 
 
@@ -293,7 +293,7 @@ def test_criteria_of_the_users_own_end_their_own_row(compare: Compare) -> None:
     ],
     ids=["uncut", "of more rows", "of scores"],
 )
-def test_criteria_that_cannot_be_asked_are_refused_by_name(
+def test_criteria_that_cannot_be_evaluated_are_refused_by_name(
     criterion: Any, rows: int, words: str, eager: Speculator, batch: dict[str, Tensor]
 ) -> None:
     with pytest.raises(InvalidOption, match=words):
@@ -325,7 +325,7 @@ def test_every_row_has_the_whole_time_to_itself(
     )
     assert [len(answer.token_ids) for answer in answers] == [6, 6]
     assert {answer.stop_reason for answer in answers} == {"stop"}
-    assert now == 106.0  # they are written in the same six seconds
+    assert now == 106.0  # both rows are written in the same six seconds
 
 
 def test_a_clock_of_the_users_own_is_left_alone() -> None:
@@ -348,7 +348,7 @@ def make_sampler(*processors: Any, **values: Any) -> Sampler:
 
 
 def decoded(backbone: Backbone, sampler: Sampler, drafter: Drafter | None = None) -> list[int]:
-    """WHOLE ids, greedily."""
+    """Decode greedily to WHOLE ids."""
     ids, new = random_ids(PROMPT), WHOLE - PROMPT
     found = ladder.decode(backbone, ids, drafter or NoDrafter(), new_tokens=new, sampler=sampler)
     return ids[0].tolist() + found.tokens
@@ -376,7 +376,7 @@ def test_all_draws_come_from_the_given_generator_or_the_global_one() -> None:
 def test_drafts_are_chosen_without_processors_that_may_keep_state() -> None:
     generator = torch.Generator()
     kept = [TemperatureLogitsWarper(0.5), TopKLogitsWarper(3), NoRepeatNGramLogitsProcessor(2)]
-    # transformers' class around a function of the user's
+    # transformers' class around a user's function
     users = PrefixConstrainedLogitsProcessor(lambda _row, _ids: [1], num_beams=1)
     watermark = SynthIDTextWatermarkLogitsProcessor(2, [1, 2], 8, 0, 4, torch.device("cpu"))
     others = [PerRow(), watermark, lambda _ids, scores: scores, users]
@@ -402,7 +402,7 @@ def test_target_processors_see_each_true_prefix_once(backbone: Backbone) -> None
         assert seen == [truth[:length] for length in range(PROMPT, WHOLE)]
 
 
-def test_a_head_that_knows_no_allowed_token_has_a_law_all_the_same() -> None:
+def test_a_head_that_knows_no_allowed_token_still_has_a_distribution() -> None:
     class Allows(GrammarMask):
         def __init__(self, *tokens: int) -> None:
             self.tokens = list(tokens)
@@ -419,12 +419,12 @@ def test_a_head_that_knows_no_allowed_token_has_a_law_all_the_same() -> None:
         assert sampler.probs(ids, known).tolist() == law
 
 
-# --- likelihoods that are noted beside tokens, and penalties for tokens that are there already ----
+# --- log-probabilities of tokens, and penalties for tokens that occurred before
 
 
 @pytest.mark.parametrize("drafts", [{"speculate": False}, {"drafter": "exit:threshold=0.01"}])
 @pytest.mark.parametrize("drawing", [{}, {"do_sample": True, "temperature": 3.0, "seed": 1}])
-def test_likelihoods_are_those_of_the_models_own_logits(
+def test_log_probabilities_are_those_of_the_models_own_logits(
     eager: Speculator, drafts: dict[str, Any], drawing: dict[str, Any]
 ) -> None:
     ids = random_ids(9)
@@ -436,7 +436,7 @@ def test_likelihoods_are_those_of_the_models_own_logits(
         assert one.logprob == pytest.approx(float(row[one.token]), abs=1e-4)
         assert [token for token, _ in one.top] == row.topk(3).indices.tolist()
         assert [said for _, said in one.top] == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
-    processors = [lambda _, scores: scores.clamp_(max=0.0)]  # writes into what it gets
+    processors = [lambda _, scores: scores.clamp_(max=0.0)]  # changes its input in place
     asked: Any = {"max_new_tokens": 1, "logprobs": 3, "logits_processor": processors}
     first: Any = eager.generate(ids, **asked, **drafts).logprobs
     assert first[0].top == found.logprobs[0].top
@@ -444,7 +444,7 @@ def test_likelihoods_are_those_of_the_models_own_logits(
         assert any(one.token != one.top[0][0] for one in found.logprobs)
 
 
-def test_they_are_noted_only_where_asked_for(eager: Speculator) -> None:
+def test_log_probabilities_are_recorded_only_on_request(eager: Speculator) -> None:
     def noted(**asked: Any) -> Any:
         return eager.generate(random_ids(4), max_new_tokens=3, **asked).logprobs
 
@@ -474,10 +474,10 @@ def test_penalties_change_the_answer_and_drafts_do_not(eager: Speculator, name: 
     assert drafted.stats.accepted > 0  # drafts are made under the penalty, too
 
 
-# --- with a seed: a text is a function of prompt and seed, drawn by the model's own law
+# --- with a seed: a text is a function of prompt and seed, drawn from the model's distribution
 #
-# Each draw is tied to the seed and its position, so drafts can only be right or wrong: whatever
-# drafts, and whatever else is written at the same time, the text is that of plain decoding.
+# Each draw is tied to the seed and its position, so a draft can only be right or wrong: with any
+# drafter, and with any other rows in the batch, the text is that of plain decoding.
 
 SEED, NEW_TOKENS = 11, 24
 
@@ -495,15 +495,15 @@ METHODS: dict[str, dict[str, Any]] = {
     "confident exits": {"drafter": "exit:threshold=0.05", "controller": "threshold:threshold=0.1"},
     "exit, pinned": {"drafter": "exit:layers=3,threshold=0.01", "pinned": True},
 }
-"""How to draft; all of these draft, mostly wrongly."""
+"""Options of drafters; each of them drafts here, mostly wrongly."""
 
 FLAT: dict[str, Any] = {"do_sample": True, "top_k": 0, "temperature": 2.0}
-"""The tiny models' own laws are nearly one-hot."""
+"""The tiny models' own distributions are nearly one-hot."""
 
 
 @pytest.fixture(scope="module")
 def speculator() -> Speculator:
-    """The tiny Llama in float64: what differs in the last bits must not decide a draw."""
+    """The tiny Llama in float64: differences in the last bits must not decide a draw."""
     model = make_model("llama", torch.float64)
     heads = ladder.deep_heads(Backbone(model, executor="generic"))
     second = make_model("llama", torch.float64, num_hidden_layers=2)
@@ -512,7 +512,7 @@ def speculator() -> Speculator:
 
 
 def repeating(length: int, seed: int = 0) -> Tensor:
-    """[1, length] ids of a few kinds, so that prompt lookup has something to say."""
+    """[1, length] ids with four different values, so that prompt lookup finds matches."""
     return random_ids(length, seed, vocab_size=4)
 
 
@@ -521,8 +521,8 @@ def plain(speculator: Speculator, ids: Tensor, **options: Any) -> list[int]:
     return speculator.generate(ids, drafter="none", **given).token_ids
 
 
-def test_a_text_that_its_own_law_goes_on_is_the_text_itself(speculator: Speculator) -> None:
-    """A draw knows its position, not how the prompt came to be."""
+def test_a_text_cut_short_is_continued_with_the_same_tokens(speculator: Speculator) -> None:
+    """A draw depends on its position, not on where the prompt came from."""
     ids = repeating(13)
     whole = plain(speculator, ids)
     longer = torch.cat([ids, torch.tensor([whole[:15]])], dim=1)
@@ -535,7 +535,7 @@ PROMPTS = (repeating(13), repeating(7, seed=1), repeating(10, seed=2))
 def left_padded() -> tuple[Tensor, Tensor]:
     """`PROMPTS` as rows of one batch, and its mask."""
     longest = max(prompt.shape[1] for prompt in PROMPTS)
-    ids = torch.full((len(PROMPTS), longest), 3)  # a token like others: the mask alone tells
+    ids = torch.full((len(PROMPTS), longest), 3)  # an ordinary token: only the mask marks padding
     mask = torch.zeros_like(ids)
     for row, prompt in enumerate(PROMPTS):
         ids[row, longest - prompt.shape[1] :] = prompt[0]
@@ -545,13 +545,13 @@ def left_padded() -> tuple[Tensor, Tensor]:
 
 @pytest.fixture(scope="module")
 def texts(speculator: Speculator) -> list[list[int]]:
-    """Of each prompt alone, without drafts."""
+    """The text of each prompt alone, without drafts."""
     given = ((prompt, SEED + row) for row, prompt in enumerate(PROMPTS))
     return [plain(speculator, prompt, max_new_tokens=20, seed=seed) for prompt, seed in given]
 
 
 @pytest.mark.parametrize("method", [None, *METHODS], ids=str)
-def test_a_row_of_a_batch_is_its_prompt_alone_with_the_seed_plus_its_number(
+def test_a_row_of_a_batch_equals_its_prompt_alone_with_the_seed_plus_its_number(
     speculator: Speculator, method: str | None, texts: list[list[int]]
 ) -> None:
     drafting = {"drafter": "none"} if method is None else METHODS[method]
@@ -562,18 +562,18 @@ def test_a_row_of_a_batch_is_its_prompt_alone_with_the_seed_plus_its_number(
     assert all(answer.stats.lossless for answer in answers)
     drafted = sum(answer.stats.drafted for answer in answers)
     accepted = sum(answer.stats.accepted for answer in answers)
-    # some were right, some were wrong; prompt lookup has nothing right here
+    # some drafts are right, some wrong; prompt lookup may have none right here
     assert method in (None, "ngram") or 0 < accepted < drafted
 
 
-def test_seeds_go_round_at_64_bits(speculator: Speculator) -> None:
+def test_seeds_wrap_around_at_64_bits(speculator: Speculator) -> None:
     both = torch.cat([PROMPTS[0], PROMPTS[0]])
     last, first = speculator.generate_batch(both, **FLAT, max_new_tokens=8, seed=2**64 - 1)
     assert last.token_ids == plain(speculator, PROMPTS[0], max_new_tokens=8, seed=-1)
     assert first.token_ids == plain(speculator, PROMPTS[0], max_new_tokens=8, seed=0)
 
 
-def test_no_prompt_is_lost_where_seeds_end_or_are_none(speculator: Speculator) -> None:
+def test_no_prompt_is_lost_where_seeds_run_out_or_are_invalid(speculator: Speculator) -> None:
     prompts, seeds = [PROMPTS[0]] * 4, [2**64 + 5, "x", None]
     asked: Any = {"seeds": seeds, **FLAT, "max_new_tokens": 3}
     found = dict(speculator.generate_each(prompts, **asked))
@@ -589,7 +589,7 @@ def sampler_of(seed: int) -> Sampler:
     return Sampler(LogitsProcessorList(), do_sample=True).seeded(seed, torch.device("cpu"))
 
 
-def test_of_drafts_and_siblings_the_one_that_is_the_targets_own_draw_stays() -> None:
+def test_the_draft_that_equals_the_targets_own_draw_is_kept() -> None:
     sampler, kept = sampler_of(5), Counter[bool]()
     drafts = [*(Draft.of([token]) for token in range(5)), Draft.of([1, 4], [-1, -1])]
     for draft, position in product(drafts, range(1, 60)):
@@ -601,7 +601,7 @@ def test_of_drafts_and_siblings_the_one_that_is_the_targets_own_draw_stays() -> 
     assert set(kept) == {True, False}
 
 
-def test_guesses_are_what_a_seed_would_draw_one_without_the_others() -> None:
+def test_guesses_are_the_draws_of_a_seed_without_replacement() -> None:
     sampler = sampler_of(7)
     for place in range(40):
         tokens, chances = sampler.foreseen(laws.TARGET, place, 4, doubt=1.0)
@@ -614,8 +614,8 @@ def test_guesses_are_what_a_seed_would_draw_one_without_the_others() -> None:
         assert sum(chances) < 1.0 + 1e-9
 
 
-def test_the_others_of_many_tokens_are_no_guess() -> None:
-    flat = torch.full((1000,), 0.001)  # most races are won by one of those that race as one
+def test_tokens_that_race_together_are_no_guess() -> None:
+    flat = torch.full((1000,), 0.001)  # tokens that race together win most races
     for place in range(20):
         tokens, chances = sampler_of(7).foreseen(flat, place, 3, doubt=1.0)
         assert len(tokens) == 3
@@ -637,7 +637,7 @@ def test_near_temperature_0_a_guess_has_the_chance_of_a_greedy_one() -> None:
 
 
 @pytest.mark.parametrize(("temperature", "doubt"), [(0.3, 0.5), (1.0, 1.0), (1.0, 2.0)])
-def test_a_guess_is_as_right_as_it_says(temperature: float, doubt: float) -> None:
+def test_a_guess_is_right_as_often_as_its_chance_says(temperature: float, doubt: float) -> None:
     generator = torch.Generator().manual_seed(1)
     sampler, ids = heated(temperature), random_ids(3)
     said, right, count = 0.0, 0, 1500
@@ -676,19 +676,19 @@ def test_every_drafter_draws_at_the_place_of_its_token(
         draft = run_alone(drafter.draft(state, 9, Stopwatch()))
     assert len(draft.tokens) > 1
     for index, one in enumerate(draft.proposed):
-        place = state.length + len(draft.path(index)) - 1  # ids in front of it, and padding
+        place = state.length + len(draft.path(index)) - 1  # the ids before it, and padding
         if one.probs is None:
             assert one.token in guesses[place]
         else:
             assert one.token == asked.sampler.draw(one.probs, place)
 
 
-def test_sampled_sequences_follow_the_model_s_law_over_seeds() -> None:
-    """Of plain decoding, 32 at a time: drafts change no text, as shown above."""
+def test_sampled_sequences_follow_the_models_distribution_over_seeds() -> None:
+    """Plain decoding, 32 texts at a time: drafts change no text, as shown above."""
     model = make_model("llama", vocab_size=4, num_hidden_layers=2)
     speculator = wrap(model, drafter="none", executor="generic")
     ids, seeds, length = random_ids(3, vocab_size=4), 1000, 3
-    call = speculator.call(  # read once: keywords take longer than the answer
+    call = speculator.call(  # once: reading keywords takes longer than the answer
         ids, {"max_new_tokens": length, "do_sample": True, "top_k": 0, "temperature": TEMPERATURE}
     )
     engine, sampler = speculator.engine(), call.sampler
@@ -699,8 +699,8 @@ def test_sampled_sequences_follow_the_model_s_law_over_seeds() -> None:
 
 
 @pytest.mark.parametrize("seeded", [True, False])
-def test_draws_from_many_tokens_follow_their_law(seeded: bool) -> None:
-    """Of 200 tokens only the likeliest 64 race by themselves; they have 54 % of this law."""
+def test_draws_from_many_tokens_follow_their_distribution(seeded: bool) -> None:
+    """Of 200 tokens only the likeliest 64 race individually; their probability is 54 % here."""
     law = torch.arange(1.0, 201.0)
     law, sampler = law / law.sum(), sampler_of(4)
     drawn = (sampler.draw(law, at if seeded else None) for at in range(20_000))
@@ -710,14 +710,14 @@ def test_draws_from_many_tokens_follow_their_law(seeded: bool) -> None:
 
 
 @pytest.mark.parametrize("place", [None, 3])
-def test_what_is_no_law_is_refused(place: int | None) -> None:
+def test_an_invalid_distribution_is_refused(place: int | None) -> None:
     for value in (0.0, math.nan, math.inf):
         with pytest.raises(InvalidOption, match="no distribution to draw from"):
             sampler_of(0).draw(torch.full((100,), value), place)
 
 
 def agreement(one: Sampler, law: Tensor, other: Sampler, their_law: Tensor) -> float:
-    """How often two ways to draw give the same token, over 4,000 places of a text."""
+    """Share of 4,000 places of a text where two samplers draw the same token."""
     drawn = ((one.draw(law, at), other.draw(their_law, at)) for at in range(1, 4001))
     return sum(ours == theirs for ours, theirs in drawn) / 4000
 
@@ -728,7 +728,7 @@ def test_drafts_of_the_same_seed_and_place_agree_more_often_than_independent_one
     apart = agreement(sampler_of(0), p, sampler_of(1), q)
     chance, distance = float(p @ q), float((p - q).abs().sum() / 2)
     assert apart == pytest.approx(chance, abs=0.03)  # 4 sigma of 4,000 draws
-    # not below its bound, and no coupling agrees more often than 1 - TV
+    # not below the coupling's own bound; no coupling agrees more often than 1 - TV
     assert (1 - distance) / (1 + distance) - 0.03 < together < 1 - distance + 0.03
     assert together > apart + 0.2
     assert agreement(sampler_of(0), p, sampler_of(0), p.clone()) == 1.0
@@ -744,7 +744,7 @@ LINES: dict[str, Callable[[int], tuple[int, int]]] = {
     "seeds that fall as the place rises": lambda number: (4000 - number, number),
     "seeds of 40 bits more": lambda number: (number << 40, 5),
 }
-"""Where one after another could hang together; number -> (seed, place)."""
+"""Sequences in which successive draws could be correlated; number -> (seed, place)."""
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -761,7 +761,7 @@ def test_every_seed_and_place_has_a_number_of_its_own() -> None:
     numbers = [sampling.mixed_seed(seed, place) for seed in range(-50, 50) for place in range(100)]
     assert len({*numbers}) == len(numbers)
     assert all(0 <= number < 2**64 for number in numbers)
-    assert len({number % 2**32 for number in numbers}) == len(numbers)  # all that a CPU's takes
+    assert len({number % 2**32 for number in numbers}) == len(numbers)  # a CPU uses 32 bits
     bits = torch.tensor([[number >> bit & 1 for bit in range(64)] for number in numbers])
     # half of 10,000, within 5 sigma
     assert (bits.float().mean(0) - 0.5).abs().max() < 0.025
