@@ -1,4 +1,4 @@
-"""Acceptance rules: greedy matching, and the exact law of what each rule commits."""
+"""Acceptance rules: greedy matching, and the exact distribution of each rule's tokens."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.models import make_model, random_ids
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
-def test_sampled_sequences_have_exactly_the_targets_law(count: int) -> None:
+def test_sampled_sequences_have_exactly_the_targets_distribution(count: int) -> None:
     sampler = make_sampler(laws.LoadedSampler)
     rule = SpeculativeSampling(sampler)
     law = laws.enumerate_law(sampler, lambda: laws.one_round(rule, sampler, count))
@@ -64,7 +64,7 @@ def test_an_impossible_draft_is_refused_even_at_u_zero() -> None:
 
 
 @pytest.mark.parametrize("tokens", [[1, 0], [4, 4], [2, 3]])
-def test_certain_drafts_keep_the_targets_law(tokens: list[int]) -> None:
+def test_certain_drafts_keep_the_targets_distribution(tokens: list[int]) -> None:
     # q is 1 here, so p itself must be a multiple of 1/8
     targets = torch.stack([(torch.tensor([2, 3, 0, 1, 2]) / 8).roll(shift) for shift in range(5)])
     sampler = make_sampler(laws.LoadedSampler)
@@ -86,7 +86,7 @@ def test_certain_drafts_keep_the_targets_law(tokens: list[int]) -> None:
 
 
 def test_processors_see_the_committed_token_not_the_refused_draft() -> None:
-    # no token may come twice: the second one's law depends on which was really committed first
+    # no token may repeat: the second distribution depends on the token that was committed first
     sampler = make_sampler(laws.LoadedSampler, NoRepeatNGramLogitsProcessor(1))
     rule = SpeculativeSampling(sampler)
     logits = torch.tensor([1.0, 1.0, 0.5, 0.5]).log()  # without token 0: 1/2, 1/4, 1/4
@@ -148,7 +148,7 @@ def test_the_residual_by_hand(target: Tensor, law: Tensor, expected: list[float]
 
 
 LOGITS = TARGET.log().expand(2, 5)
-"""Of the draft's row and of the bonus row: 3, 6, 1, 2, 4 sixteenths; the draft 8, 4, 2, 2, 0."""
+"""Of the draft's and the bonus row: 3, 6, 1, 2, 4 sixteenths; the draft has 8, 4, 2, 2, 0."""
 
 
 def cm_asd(sampler: Sampler, tolerance: float, confidence: float = 0.0, **options: Any) -> CmAsd:
@@ -159,7 +159,7 @@ def cm_asd(sampler: Sampler, tolerance: float, confidence: float = 0.0, **option
 
 
 def easd(sampler: Sampler, entropy_threshold: float = 0.0, overlap_threshold: float = 0.4) -> Easd:
-    # of the best two, {1, 4} and {0, 1}, one of two is in common
+    # of the best two, {1, 4} and {0, 1}, one is in common
     return Easd(sampler, rules.Easd(entropy=entropy_threshold, overlap=overlap_threshold, tokens=2))
 
 
@@ -168,14 +168,14 @@ def draft_of(token: int) -> Draft:
 
 
 def greedy_choices(rule: AcceptanceRule) -> list[int]:
-    """What is committed in place of each of the five tokens, drafted alone."""
+    """The token committed for each of the five tokens, drafted alone."""
     found = [verdicts(rule, Words(0), LOGITS, draft_of(token))[0] for token in range(5)]
     assert all(is_draft == (token == drafted) for drafted, (token, is_draft) in enumerate(found))
     return [token for token, _ in found]
 
 
 def sampled_law(make_rule: Callable[[Sampler], AcceptanceRule]) -> laws.Law:
-    """Exact law of (token, whether it is the draft's) where drafts are drawn from DRAFT."""
+    """Exact distribution of (token, whether it is the draft) for drafts drawn from DRAFT."""
     sampler = make_sampler(laws.LoadedSampler)
     rule = make_rule(sampler)
 
@@ -199,7 +199,7 @@ def greedy_sampler() -> Sampler:
 @pytest.mark.parametrize(
     ("tolerance", "top_beta", "expected"),
     [
-        # nats below the best, token 1: log 2, 0, log 6, log 3, log 1.5
+        # distance from the best, token 1, in nats: log 2, 0, log 6, log 3, log 1.5
         (0.0, 5, {1}),
         (0.41, 5, {1, 4}),
         (0.70, 5, {0, 1, 4}),
@@ -210,7 +210,7 @@ def greedy_sampler() -> Sampler:
         (9.0, 99, {0, 1, 2, 3, 4}),
     ],
 )
-def test_greedy_cm_asd_keeps_what_is_near_the_targets_best(
+def test_greedy_cm_asd_keeps_tokens_near_the_targets_best(
     tolerance: float, top_beta: int, expected: set[int]
 ) -> None:
     rule = cm_asd(greedy_sampler(), tolerance, top_beta=top_beta)
@@ -244,7 +244,7 @@ def test_sampled_cm_asd_has_its_closed_form(tolerance: float) -> None:
     assert_same(law, closed_form(kept, [(1 - sum(kept)) * p[x] for x in range(5)]))
 
 
-def test_cm_asd_looks_at_processed_scores() -> None:
+def test_cm_asd_uses_processed_scores() -> None:
     rule = cm_asd(make_sampler(Sampler, TopKLogitsWarper(2), do_sample=False), 9.0)
     assert greedy_choices(rule) == [1, 1, 1, 1, 4]
 
@@ -277,25 +277,25 @@ def test_easd_without_a_belief_is_greedy_matching() -> None:
     assert verdicts(rule, Words(0), LOGITS, Draft.of([4]))[0] == (1, False)
 
 
-def test_sampled_easd_at_a_penalised_place_never_keeps_the_draft() -> None:
+def test_sampled_easd_never_keeps_a_penalised_draft() -> None:
     p, q = TARGET.tolist(), DRAFT.tolist()
     replaced = [
         sum(q[x] * p[y] / (1 - p[x]) for x in range(5) if x != y) for y in range(5)
-    ]  # a draw from the target's law without the draft's token
+    ]  # a draw from the target without the draft's token
     assert_same(sampled_law(easd), closed_form([0.0] * 5, replaced))
 
 
-def test_sampled_easd_elsewhere_keeps_by_the_ratio_and_replaces_from_the_target_itself() -> None:
+def test_sampled_easd_keeps_other_drafts_by_the_ratio_and_replaces_from_the_target() -> None:
     p, q = TARGET.tolist(), DRAFT.tolist()
     kept = [min(p[x], q[x]) for x in range(5)]
     law = sampled_law(lambda sampler: easd(sampler, entropy_threshold=9.0))
     assert_same(law, closed_form(kept, [(1 - sum(kept)) * p[x] for x in range(5)]))
-    # which is not the target's law: the residual would make it so
+    # not the target's distribution: that would need draws from the residual
     assert law[0, 1] + law[0, 0] != pytest.approx(p[0], abs=1e-3)
 
 
 @pytest.mark.parametrize("changed", [{"weights": (0.0, 1.0, 0.0)}, {"margin_scale": 9.0}], ids=str)
-def test_the_ensemble_of_a_rule_is_as_its_options_say(changed: Any) -> None:
+def test_options_of_a_rule_reach_its_ensemble(changed: Any) -> None:
     wanted = rules.CmAsd(tolerance=0.1, tolerance_gain=0.6)
     # C is 0.4 * 0.246 + 0.3 * 2/3 + 0.3 / 2 = 0.448, tau 0.37; token 4 lies 0.41 below the best
     for rule, kept in ((wanted, False), (replace(wanted, **changed), True)):

@@ -1,4 +1,4 @@
-"""What rounds cost and count, what is measured, and when the never-slower rule pauses drafts."""
+"""Costs of rounds and how they are measured, counters, and pauses by the never-slower rule."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tests.traces import entry
 
 
 def made(source: str, *layers: int, heads: int = 0, rest: Sequence[DraftToken] = ()) -> Draft:
-    """A chain of tokens that left at `layers`, with the `rest` behind it."""
+    """A chain of tokens that exited at `layers`, followed by `rest`."""
     own = [DraftToken(1, at - 1, layer, source) for at, layer in enumerate(layers)]
     return Draft(proposed=[*own, *rest], heads=heads)
 
@@ -51,15 +51,15 @@ def made(source: str, *layers: int, heads: int = 0, rest: Sequence[DraftToken] =
     [
         ((0.08,), made("exit", 3, 6, heads=3), 9 / 12 + 0.16 + 0.15),
         ((0.08,), made("exit", 3, heads=3), 3 / 12 + 0.08 + 0.15),
-        ((0.08,), Draft(heads=2), 0.1),  # a difficult token: all heads and no layers
+        ((0.08,), Draft(heads=2), 0.1),  # a difficult token: all heads, no layers
         ((0.8, 0.1), Draft(), 0.0),
         ((0.8, 0.1), made("draft-model", 0), 0.8),
         ((0.8, 0.1), made("draft-model", 0, 0, 0), 1.0),
-        # prompt lookup is no cost of heads
+        # prompt lookup adds no cost of heads
         ((0.8, 0.1, 0.2), made("ngram", 0, 0, rest=[DraftToken(1, 1)], heads=1), 0.25),
     ],
 )
-def test_a_draft_costs_its_layers_its_rows_and_the_heads_that_were_asked(
+def test_a_draft_costs_its_layers_its_rows_and_the_heads_that_ran(
     rows: tuple[float, ...], draft: Draft, cost: float
 ) -> None:
     assert DraftCost(rows=rows, head=0.05, num_layers=12).of(draft) == pytest.approx(cost)
@@ -67,7 +67,7 @@ def test_a_draft_costs_its_layers_its_rows_and_the_heads_that_were_asked(
 
 def test_a_draft_model_costs_its_share_of_the_weights_that_a_row_reads() -> None:
     def read(model: Any) -> int:
-        parts = model.model.layers, model.model.norm, model.lm_head  # of embeddings a row alone
+        parts = model.model.layers, model.model.norm, model.lm_head  # one row of the embedding
         return sum(one.nbytes for part in parts for one in part.parameters())
 
     backbone, options = Backbone(make_model("llama"), executor="generic"), SpeculationOptions()
@@ -90,7 +90,7 @@ COST = DraftCost(rows=(0.08,), head=0.05, num_layers=12)
 
 EXITS = Draft(proposed=[DraftToken(90, layer=3)], heads=1, ended="width")
 ONE = COST.of(EXITS)
-"""What a round with this draft costs: 0.38 plain steps."""
+"""Cost of a round with this draft: 0.38 plain steps."""
 
 
 def while_paying(cost: DraftCost, drafter: Other | None = None) -> PausableDrafter:
@@ -99,7 +99,7 @@ def while_paying(cost: DraftCost, drafter: Other | None = None) -> PausableDraft
 
 
 def play(paying: PausableDrafter, right: Sequence[bool]) -> list[bool]:
-    """Which rounds drafted, where a draft would have been right or wrong."""
+    """Whether each round drafted, given whether its draft would be right."""
     drafted = []
     for accepted in right:
         draft = run_alone(paying.draft(Text([]), 9, Stopwatch()))
@@ -110,11 +110,11 @@ def play(paying: PausableDrafter, right: Sequence[bool]) -> list[bool]:
 
 
 def runs(drafted: Sequence[bool]) -> list[int]:
-    """Lengths of what alternates: rounds that drafted, a pause, .."""
+    """Lengths of the alternating runs: rounds that drafted, a pause, .."""
     return [len(list(group)) for _, group in groupby(drafted)]
 
 
-def test_drafts_that_are_never_right_are_made_in_14_rounds_and_then_in_one_of_65() -> None:
+def test_drafts_that_are_never_right_run_in_14_rounds_and_then_in_one_of_65() -> None:
     heads = Other(EXITS)
     drafted = play(while_paying(COST, heads), [False] * 2000)
     first = math.ceil(math.log(1 + 0.5 / ONE) / math.log(16 / 15))
@@ -125,8 +125,8 @@ def test_drafts_that_are_never_right_are_made_in_14_rounds_and_then_in_one_of_65
 
 
 @pytest.mark.parametrize(("share", "texts"), [(0.3, 1), (0.1, 16)])
-def test_drafts_that_are_dear_begin_with_a_pause_till_they_pay(share: float, texts: int) -> None:
-    """Dear at the load of the first round: texts may have come since this one was added."""
+def test_expensive_drafts_begin_with_a_pause_until_they_pay(share: float, texts: int) -> None:
+    """Judged by the load of the first round: texts may have joined since this one was added."""
     load = Load()
     dear = DraftCost(rows=(*(share,) * 32, 0.01), head=share, num_layers=10**9, load=load)
     wrong, right = while_paying(dear), while_paying(dear)
@@ -138,12 +138,12 @@ def test_drafts_that_are_dear_begin_with_a_pause_till_they_pay(share: float, tex
         assert runs(play(right, [True] * 300)) == [half, 300 - half]
 
 
-def test_nothing_is_looked_for_where_many_texts_make_a_draft_token_dear() -> None:
+def test_no_match_is_searched_when_a_large_batch_makes_drafts_expensive() -> None:
     options, load = SpeculationOptions().updated({"drafter": "ngram", "costs": "row=0.3"}), Load()
     asked = SequenceRequest(ids=torch.tensor([[1]]), sampler=greedy(), stop=StopRule(max_length=99))
     drafter = Runtime(wrapped("llama"), None, None).drafter(asked, options, load)
     for load.texts, text in ((1, Text([1, 2] * 9)), (32, None), (1, Text([1, 2] * 9))):
-        found = run_alone(drafter.draft(text, 9, Stopwatch()))  # type: ignore[arg-type]  # nobody reads it
+        found = run_alone(drafter.draft(text, 9, Stopwatch()))  # type: ignore[arg-type]  # not read
         assert bool(found.proposed) == (text is not None)
 
 
@@ -153,11 +153,11 @@ def test_drafts_that_pay_are_always_made() -> None:
     assert all(play(while_paying(COST), right))
 
 
-def test_heads_that_become_right_are_found_again_and_tried_sooner_when_they_fail_again() -> None:
+def test_heads_that_improve_are_noticed_and_retried_sooner_when_they_fail_again() -> None:
     paying = while_paying(COST)
     play(paying, [False] * 500)
     drafted = play(paying, [True] * 100)
-    assert runs(drafted)[1] == 100 - runs(drafted)[0]  # once found, not lost again
+    assert runs(drafted)[1] == 100 - runs(drafted)[0]  # no pause after the first success
     assert not drafted[0]
     assert runs(drafted)[0] <= LONGEST_PAUSE
     again = runs(play(paying, [False] * 100))
@@ -169,7 +169,7 @@ def test_no_sequence_of_drafts_loses_more_than_eight_steps_and_a_round_for_each_
     for seed in range(200):
         dice = random.Random(seed)
         row = dice.choice([0.02, 0.3, 1.0, 5.0, 20.0])
-        # a row is all that costs anything
+        # only rows have a cost
         paying = while_paying(DraftCost(rows=(row,), num_layers=10**9))
         rate, gained, pauses, before = 0.5, 0.0, 0, True
         for place in range(400):
@@ -180,13 +180,13 @@ def test_no_sequence_of_drafts_loses_more_than_eight_steps_and_a_round_for_each_
             gained += (right - row) if drafts else 0.0
             pauses += before and not drafts
             before = drafts
-            # the pause that this round begins shows in the next one only
+            # a pause that begins in this round is counted in the next one
             bound = 8.0 + row * (pauses + 1)
             worst = max(worst, -gained / bound)
     assert 0.5 < worst <= 1.0
 
 
-def test_what_text_already_seen_gives_is_no_gain_of_heads() -> None:
+def test_tokens_of_prompt_lookup_do_not_count_as_a_gain_of_heads() -> None:
     rule = Paying(DraftCost(rows=(0.1,), head=0.1))
     both = Draft(proposed=[DraftToken(1, source="ngram"), DraftToken(2, 0)], heads=1)
     pauses = 0
@@ -199,7 +199,7 @@ def test_what_text_already_seen_gives_is_no_gain_of_heads() -> None:
 
 
 EAGER = {"exit": "layers=2/5,threshold=0.05", "costs": "row=0.08"}
-"""Heads that nobody fitted: they draft all the time, wrongly."""
+"""Unfitted heads: they draft all the time, wrongly."""
 
 
 @pytest.mark.parametrize("drafter", ["exit", "draft-model"])
@@ -226,7 +226,7 @@ def test_wrong_drafters_are_paused_and_no_token_changes(drafter: str, exact: Any
 CPU = torch.device("cpu")
 
 
-def test_works_are_timed_in_turns_and_the_first_time_does_not_count() -> None:
+def test_work_is_timed_in_turn_and_the_first_lap_does_not_count() -> None:
     time, order = iter([0, 50, 100, 130, 200, 201, 300, 304, 400, 403, 500, 505]), []
     clock = Clock(CPU, 2, lambda: float(next(time)))
     works = {name: (lambda name=name: order.append(name)) for name in ("a", "b")}
@@ -236,11 +236,11 @@ def test_works_are_timed_in_turns_and_the_first_time_does_not_count() -> None:
     assert Clock(CPU, 3, lambda: float(next(time))).seconds({"a": lambda: None}) == {"a": 3.0}
 
 
-def test_quick_costs_leave_slow_passes_out_and_rows_between_two_cost_alike(
+def test_quick_costs_ignore_slow_passes_and_interpolate_between_row_counts(
     backbone: Backbone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     takes = {1: 0.01, 2: 0.011, 3: 0.014, 4: 0.014, 5: 0.02, 6: 0.021, 8: 0.025, 16: 0.033}
-    clock, slow = [0.0], [2, 8, 16]  # a pass in the first lap and two that count meet a neighbour
+    clock, slow = [0.0], [2, 8, 16]  # disturbed: a pass of the first lap, and two that count
 
     def run(_passes: object, rows: int) -> None:
         clock[0] += takes[rows]
@@ -255,7 +255,7 @@ def test_quick_costs_leave_slow_passes_out_and_rows_between_two_cost_alike(
 
 
 @pytest.mark.parametrize("kind", ["translator", "deep-fused", "medusa", "attending"])
-def test_a_question_to_a_head_is_measured_too(kind: str) -> None:
+def test_the_cost_of_a_head_is_measured_too(kind: str) -> None:
     backbone = wrapped("llama", num_hidden_layers=3)
     own = {} if kind == "medusa" else {"exit_layers": (2,)}
     heads: ExitHeads = attending_heads(backbone)
@@ -290,7 +290,7 @@ def ticking(seconds: float = 1.0) -> Clock:
     [
         ("generic", PRODUCTS + NORMS, HEAD_SIZE),
         ("cuda-graph", PRODUCTS + NORMS, HEAD_SIZE),  # its segments are the modules
-        pytest.param("fused", PRODUCTS, 16, marks=needs_compiler),  # values come in sixteens
+        pytest.param("fused", PRODUCTS, 16, marks=needs_compiler),  # values are padded to sixteens
     ],
 )
 def test_a_step_reads_weights_keys_and_values_in_the_models_dtype(
@@ -305,7 +305,7 @@ def test_a_step_reads_weights_keys_and_values_in_the_models_dtype(
     assert found.rows_in_steps == {2: 1.0, 4: 1.0, 8: 1.0, 16: 1.0}
 
 
-def test_an_unembedding_that_is_the_embedding_counts_once_and_another_embedding_never() -> None:
+def test_a_tied_unembedding_counts_once_and_a_separate_embedding_never() -> None:
     tied, own = (wrapped("llama", tie_word_embeddings=tie).weight_bytes for tie in (True, False))
     assert tied == own == 4 * (PRODUCTS + NORMS)
 
@@ -313,7 +313,7 @@ def test_an_unembedding_that_is_the_embedding_counts_once_and_another_embedding_
 @pytest.mark.parametrize(
     ("positions", "context", "rows"), [(128, 112, ROWS), (24, 8, ROWS), (14, 1, (1, 2, 4, 8))]
 )
-@pytest.mark.parametrize("family", ["llama", "gpt2"])  # rotations, and a table that ends
+@pytest.mark.parametrize("family", ["llama", "gpt2"])  # rotations, and a table of positions
 def test_the_context_leaves_room_in_models_of_few_positions(
     family: str, positions: int, context: int, rows: tuple[int, ...]
 ) -> None:
@@ -323,7 +323,7 @@ def test_the_context_leaves_room_in_models_of_few_positions(
     assert tuple(found.rows_s) == rows
 
 
-def test_the_limit_is_the_time_that_reading_takes() -> None:
+def test_the_limit_is_the_time_to_read_memory() -> None:
     given = {
         "context_tokens": 10,
         "weight_bytes": 900,
@@ -340,7 +340,7 @@ def test_the_limit_is_the_time_that_reading_takes() -> None:
     }
 
 
-# --- whether a row's bits are its own, and what pinned mode does elsewhere
+# --- whether a row's bits depend on other rows, and what pinned mode does if they do
 
 FIXED = PassShape(8, 64)
 EXACT = FusedExecutor.unembed
@@ -356,7 +356,7 @@ def other_by(factor: float, self: FusedExecutor, rows: Tensor) -> tuple[Tensor, 
 
 
 def depends_on_rows(self: FusedExecutor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """A kernel that rounds otherwise for four rows or more."""
+    """A kernel that rounds differently for four rows or more."""
     return other_by(1 + 2**-22 * (len(rows) >= 4), self, rows)
 
 
@@ -380,7 +380,7 @@ def test_kernels_that_depend_on_the_number_of_rows_get_passes_of_one_shape(
     assert_drafts_leave_the_pinned_text(again)
 
 
-def test_graphs_of_such_kernels_are_of_8_rows_or_16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_of_such_kernels_have_8_or_16_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     speculator, exact = probed(make_model("llama"), "cuda-graph"), GenericExecutor.run_layers
     monkeypatch.setattr(
         GenericExecutor,
@@ -394,7 +394,7 @@ def test_graphs_of_such_kernels_are_of_8_rows_or_16(monkeypatch: pytest.MonkeyPa
 
 
 @needs_compiler
-def test_bits_are_pinned_where_a_probe_says_so(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_are_pinned_if_a_probe_allows_it(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def pinned(executor: str, **options: Any) -> bool:
         answer = probed(model, executor).generate(random_ids(9), max_new_tokens=6, **options)
         return answer.stats.pinned
@@ -404,13 +404,13 @@ def test_bits_are_pinned_where_a_probe_says_so(model: Any, monkeypatch: pytest.M
     assert not pinned("fused", speculate=False)  # nothing was probed
     assert not pinned("generic")
     assert pinned("generic", pinned=True)
-    assert pinned("generic", pinned=True, pinned_rows=1, drafter="none")  # no row for a draft
+    assert pinned("generic", pinned=True, pinned_rows=1, drafter="none")  # no row left for a draft
     monkeypatch.setattr(FusedExecutor, "unembed", depends_on_rows)
     assert not pinned("fused")
 
 
 @needs_compiler
-def test_pinned_mode_is_refused_where_neither_way_holds(
+def test_pinned_mode_is_refused_if_neither_way_works(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     speculator, calls = probed(model), iter(range(10**6))
@@ -439,7 +439,7 @@ def stats() -> GenerationStats:
     return stats
 
 
-def test_a_lap_is_charged_to_its_part_and_the_callers_time_to_nobody() -> None:
+def test_a_lap_is_charged_to_its_part_and_the_callers_time_to_no_part() -> None:
     seconds = iter([100.0, 160.0, 162.0, 162.5, 163.5])
     watch = Stopwatch(lambda: next(seconds))
     watch.start()
@@ -448,9 +448,9 @@ def test_a_lap_is_charged_to_its_part_and_the_callers_time_to_nobody() -> None:
     assert watch.seconds == {"draft": 3.0, "verify": 0.5}
 
 
-def test_the_line_for_people(stats: GenerationStats) -> None:
+def test_the_printed_line(stats: GenerationStats) -> None:
     stats.seconds.update({"prefill": 0.013, "verify": 4.0})
-    lossy = GenerationStats(num_layers=8, lossless=False)  # without rounds, all rates are zero
+    lossy = GenerationStats(num_layers=8, lossless=False)  # all rates are zero without rounds
     assert (lossy.acceptance_rate, lossy.compression_rate) == (0.0, 0.0)
     assert lossy.line() == GenerationStats(num_layers=8).line() + "; lossy"
     assert GenerationStats(num_layers=8, pinned=True).line().endswith("; pinned")

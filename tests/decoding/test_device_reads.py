@@ -1,7 +1,7 @@
-"""Where decoding waits for the device: every point is listed here, per round, and no other exists.
+"""Points where decoding waits for the device: these are all, counted per round.
 
-On a GPU the host runs ahead of the device; whatever turns a tensor into a Python value makes it
-wait. On a CPU nothing waits, but the same operators run, so they are counted.
+On a GPU the host runs ahead of the device; turning a tensor into a Python value makes it wait. On a
+CPU nothing waits, but the same operators run, so they are counted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.recorded import RecordedCapture
 
 WAITING = {
     "_local_scalar_dense": "number",  # int(), float(), bool(), item() of a tensor
-    "item": "number",  # the same in inference mode, like the next
+    "item": "number",  # the same in inference mode; so is the next
     "is_nonzero": "number",
     "nonzero": "shape",  # a result whose size depends on values
     "masked_select": "shape",
@@ -34,7 +34,7 @@ WAITING = {
 
 
 class Waits(TorchDispatchMode):
-    """Counts operators that would make the host wait for a GPU, and all that compute."""
+    """Counts operators that would make the host wait for a GPU, and operators that compute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Waits(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         aliases = [one.alias_info for one in func._schema.returns]
-        self.launches += not any(one and not one.is_write for one in aliases)  # else a view
+        self.launches += not any(one and not one.is_write for one in aliases)  # otherwise a view
         if name in WAITING:
             self.counts[WAITING[name]] += 1
         if name in ("index", "index_put_"):
@@ -55,7 +55,7 @@ class Waits(TorchDispatchMode):
 
 @contextmanager
 def waits() -> Iterator[Counter[str]]:
-    """What happens while open. `tolist` runs no operator on a CPU, so it is counted by itself."""
+    """Count waits while open. `tolist` runs no operator on a CPU, so it is counted separately."""
     mode = Waits()
     right = Tensor.tolist
 
@@ -79,7 +79,7 @@ def speculator(request: pytest.FixtureRequest) -> Speculator:
 
 
 def rounds_of(speculator: Speculator, **options: Any) -> Iterator[tuple[Round, Counter[str]]]:
-    """Each round behind the prompt's own, and what it waited for."""
+    """Each round after the prompt's, and its waits."""
     entries = speculator.stream(random_ids(13), max_new_tokens=24, **options)._entries
     next(entries)
     while True:
@@ -91,7 +91,7 @@ def rounds_of(speculator: Speculator, **options: Any) -> Iterator[tuple[Round, C
 
 
 def judged(entry: Round) -> int:
-    """Times that a head was asked: a token that left at layer 5 was asked at 2 before."""
+    """Number of head calls: a token that exits at layer 5 was judged at layer 2 before."""
     asked = sum({2: 1, 5: 2}[layer] for layer in entry.exit_layers)
     return asked + (2 if entry.ended == "depth" else 0)
 
@@ -107,7 +107,7 @@ def test_plain_decoding_reads_once_per_token(speculator: Speculator) -> None:
 def test_exit_heads_read_once_per_judgement_and_once_per_verification(
     speculator: Speculator, tau: float, controller: str
 ) -> None:
-    """Also where the controller asks for more than the judge."""
+    """Also if the controller needs more values than the judge."""
     endings = set()
     drafter = f"exit:threshold={tau}"
     for entry, counts in rounds_of(speculator, drafter=drafter, controller=controller):
@@ -119,13 +119,13 @@ def test_exit_heads_read_once_per_judgement_and_once_per_verification(
 @pytest.mark.parametrize(
     ("drafter", "asks"), [("ngram", 0), ("skip:skipped=3,threshold=0.2,max_tokens=4", 1)]
 )
-def test_seen_text_reads_the_verdicts_alone_and_fewer_layers_once_per_token(
+def test_prompt_lookup_reads_only_verdicts_and_layer_skipping_once_per_token(
     speculator: Speculator, drafter: str, asks: int
 ) -> None:
     total = 0
     for entry, counts in rounds_of(speculator, drafter=drafter, costs="row=0.0"):
         total += (drafted := len(entry.draft_tokens))
-        # with the newest token; a single number goes up with a launch, not by itself
+        # the draft is uploaded with the newest token; a single number goes with a launch
         assert counts == Counter({"list": 1 + asks * drafted, "upload": drafted > 0})
     assert total
 
@@ -136,7 +136,7 @@ def test_sampling_reads_once_per_verdict_and_draws(speculator: Speculator) -> No
         drafted = len(entry.draft_tokens)
         refused = entry.accepted < drafted
         verdicts = entry.accepted + refused
-        # where nothing of the law is left, the residual looks at its sum
+        # the residual reads its sum in case nothing is left
         draws = drafted + 1
         assert counts["number"] == verdicts + refused
         assert counts["list"] == judged(entry) + draws
@@ -145,7 +145,7 @@ def test_sampling_reads_once_per_verdict_and_draws(speculator: Speculator) -> No
 def test_sampling_with_a_seed_draws_once_per_draft_and_verdict(speculator: Speculator) -> None:
     for one, counts in rounds_of(speculator, drafter="exit:threshold=0.05", do_sample=True, seed=0):
         draws = len(one.draft_tokens) + len(one.tokens)
-        again = counts["upload"]  # where none of the likeliest tokens won the race
+        again = counts["upload"]  # none of the likeliest tokens won the race
         assert counts["list"] == judged(one) + draws + again
         assert again < draws
         assert not counts.keys() - {"list", "upload"}
@@ -156,15 +156,15 @@ def test_a_draft_model_reads_once_per_token(speculator: Speculator) -> None:
     both = wrap(
         speculator.model, heads=None, executor=speculator.backbone.executor_name, draft_model=second
     )
-    behind = True  # where its cache parts from the text is known without the device
+    behind = True  # the host knows where the cache differs from the text
     for entry, counts in rounds_of(both, drafter="draft-model:max_tokens=4"):
         drafted = len(entry.draft_tokens)
-        uploads = (drafted > 0) * (1 + behind)  # what verifies; what has not run there yet
+        uploads = (drafted > 0) * (1 + behind)  # drafts to verify; tokens new to the draft model
         assert counts == Counter({"list": 1, "number": drafted, "upload": uploads})
         behind = entry.accepted == drafted
 
 
-def test_a_round_launches_little_beside_graphs_and_captures_nothing() -> None:
+def test_a_round_launches_few_operators_besides_graphs_and_captures_nothing() -> None:
     made = wrap(make_model("llama"), heads="logit-lens", executor="cuda-graph", never_slower=False)
     capture, found = RecordedCapture(), dict[int, tuple[int, int]]()
     made.backbone._executor.start_capture(lambda: capture, None)  # type: ignore[attr-defined]
@@ -181,7 +181,7 @@ def test_a_round_launches_little_beside_graphs_and_captures_nothing() -> None:
             counts = mode.launches, capture.replays - replays
             found[drafted] = max(counts, found.get(drafted, counts))
         assert len(capture.recordings) == captured
-    # before heads were captured 127 beside 7 graphs
+    # before heads were captured: 127 launches and 7 graphs
     assert found == {0: (10, 2), 4: (59, 11)}
 
 

@@ -1,4 +1,4 @@
-"""Drafts from heads that attend, as the reference drafts; Medusa's tree; heads in 8 bits."""
+"""Drafts of attending heads, equal to the reference's; Medusa's tree; heads in 8 bits."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ targeted = cache(lambda family, executor: Backbone(target(family), executor=exec
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("name", HEADS)
 def test_drafts_are_those_of_the_reference_on_any_executor(name: str, executor: str) -> None:
-    """The text is given as a prompt, whose first token the model itself would not have written."""
+    """The text is given as a prompt, because the model would not write its first token."""
     backbone = targeted(HEADS[name][0], executor)
     heads = AttendingHeads.from_pretrained(HERE / name, backbone, "tiny")
     expected = load_file(HERE / f"{name}.expected.safetensors")["drafts"].tolist()
@@ -84,7 +84,7 @@ def test_drafts_are_those_of_the_reference_on_any_executor(name: str, executor: 
 
 
 class Forced(GreedyMatch):
-    """The first token is given, and no draft is kept."""
+    """A rule with a given first token, which keeps no draft."""
 
     def __init__(self, token: int) -> None:
         super().__init__(ladder.greedy())
@@ -138,10 +138,10 @@ def test_guesses_are_drawn_where_tokens_are(draws: bool, kind: type, backbone: B
 
 
 @pytest.mark.parametrize("kind", ["attending", "medusa"])
-def test_a_text_has_the_drafts_that_it_has_alone(
+def test_a_text_in_a_batch_has_the_same_drafts_as_alone(
     backbone: Backbone, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a batch, whose rows run together, with prompts that begin alike or were written before."""
+    """Rows run together; some prompts share a prefix, and one was decoded before."""
     attends = kind == "attending"
     options = OPTIONS if attends else OPTIONS.updated({"drafter": WHOLE})
 
@@ -162,7 +162,7 @@ def test_a_text_has_the_drafts_that_it_has_alone(
         assert tokens == [token for entry in written for token in entry.tokens]
     assert sum(len(tokens) > 1 for entries in alone for _, tokens in entries)
     assert set(texts) == {1}
-    for patience in (None, 0.5):  # with prompts whole, and in pieces
+    for patience in (None, 0.5):  # prompts run whole, then in pieces
         engine = Engine(runtime(), most=4, patience=patience)
         running = [engine.add(asked(prompt), options) for prompt in prompts]
         texts.clear()
@@ -179,7 +179,7 @@ def test_a_text_has_the_drafts_that_it_has_alone(
             assert again.stats.reused_tokens == prompts[2].shape[1] - 1
 
 
-def test_a_conversation_goes_on_from_what_was_read(backbone: Backbone) -> None:
+def test_a_conversation_reuses_the_heads_kv_cache(backbone: Backbone) -> None:
     heads = ladder.attending_heads(backbone)
     chat = wrap(backbone.model, heads=heads, executor=backbone.executor_name).session()
     first, more = random_ids(50), random_ids(5, seed=3)
@@ -200,7 +200,7 @@ def test_a_conversation_goes_on_from_what_was_read(backbone: Backbone) -> None:
 
 
 @pytest.mark.parametrize("drafter", [OracleDrafter, BranchingDrafter], ids=["chain", "tree"])
-def test_rows_that_stay_are_read_and_no_others(backbone: Backbone, drafter: Any) -> None:
+def test_heads_read_only_rows_that_are_kept(backbone: Backbone, drafter: Any) -> None:
     ids = random_ids(30)
     plain = ladder.decode(backbone, ids, NoDrafter())
     found = []
@@ -218,7 +218,7 @@ def test_rows_that_stay_are_read_and_no_others(backbone: Backbone, drafter: Any)
 
 
 @pytest.mark.parametrize("at", range(4, 16))
-def test_what_broke_in_the_middle_of_a_round_is_read_again(
+def test_heads_recover_from_an_interrupt_within_a_round(
     at: int, generic: Backbone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = random_ids(30)
@@ -245,7 +245,7 @@ def test_what_broke_in_the_middle_of_a_round_is_read_again(
 
 
 @pytest.mark.parametrize("name", ["llama", "original-llama"])
-def test_the_command_line_takes_such_folders(
+def test_the_command_line_accepts_such_folders(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -271,7 +271,7 @@ def test_the_command_line_takes_such_folders(
     assert any(one["name"] == name for one in json.loads(said("heads", "list", "--json")))
 
 
-# --- Medusa's tree: its shape, its tokens, what of it pays
+# --- Medusa's tree: its shape, its tokens, and the part that pays
 
 
 def published() -> set[tuple[int, ...]]:
@@ -299,7 +299,7 @@ def ranked(heads: ExitHeads, state: DecodeState) -> tuple[list[list[int]], Tenso
 
 
 @pytest.mark.parametrize(("row", "least", "most"), [(0.0, 63, 63), (0.02, 5, 62), (0.9, 0, 1)])
-def test_a_tree_is_whole_where_rows_cost_nothing_and_cut_to_what_pays_elsewhere(
+def test_a_tree_is_whole_if_rows_cost_nothing_and_else_cut_to_the_part_that_pays(
     precise: Backbone, row: float, least: int, most: int
 ) -> None:
     state, stop = DecodeState(precise, random_ids(9), exit_layers=(0,)), StopRule(max_length=40)
@@ -337,7 +337,7 @@ def test_a_tree_is_no_deeper_than_there_are_heads(precise: Backbone) -> None:
         assert max(depths) == min(count, 4)
 
 
-def test_they_answer_about_no_layer(precise: Backbone) -> None:
+def test_medusa_heads_have_no_exit_layer(precise: Backbone) -> None:
     heads = ladder.medusa_heads(precise)
     with pytest.raises(InvalidOption, match="none of them reads exit layer 0"):
         heads[0]
@@ -347,14 +347,14 @@ def test_they_answer_about_no_layer(precise: Backbone) -> None:
     assert heads.config.head_type == MEDUSA
 
 
-# --- heads from 8-bit copies of their weights: the same answers, and when there is no copy
+# --- heads with 8-bit copies of their weights: equal answers, and heads without a copy
 
 
 @needs_compiler
 @pytest.mark.parametrize("family", ["llama", "phi"])  # phi: LayerNorm, an unembedding with a bias
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [*HEAD_TYPES, "states"])
-def test_packed_heads_answer_alike_to_8_bits(kind: str, dtype: torch.dtype, family: str) -> None:
+def test_packed_heads_are_exact_to_8_bits(kind: str, dtype: torch.dtype, family: str) -> None:
     backbone = wrapped(family, dtype)
     heads = train(make_heads(kind, backbone.unembedding, draft_vocab_size=5))
     hidden = backbone.embed(random_ids(6)[0]).view(2, 3, -1)
@@ -372,7 +372,7 @@ def test_packed_heads_answer_alike_to_8_bits(kind: str, dtype: torch.dtype, fami
     for found, expected in zip(packed, whole, strict=True):
         assert found.dtype == expected.dtype
         assert near(found, expected)
-    if dtype == torch.float32:  # else, where blocks are slow, they are the same numbers
+    if dtype == torch.float32:  # else the numbers are equal where blocks are slow
         assert not torch.equal(packed[-1], whole[-1])
 
 
@@ -408,7 +408,7 @@ def near(found: Tensor, expected: Tensor) -> bool:
     ("kind", "options"),
     [
         ("deep-fused-draft", {"compiler": "no-such-compiler"}),
-        ("translator", {"draft_vocab_size": 5, "norm": nn.Softmax(dim=-1)}),  # of a kind of its own
+        ("translator", {"draft_vocab_size": 5, "norm": nn.Softmax(dim=-1)}),  # an unknown norm
         ("linear", {"draft_vocab_size": 5, "norm": nn.Identity()}),
         *((kind, {}) for kind in ("linear", "deep-fused", "logit-lens")),  # these draft any token
     ],

@@ -1,4 +1,4 @@
-"""Many texts in one engine: each is what it is alone, whoever comes, goes or fails beside it."""
+"""Batches in one engine: each text is as alone, when others join, leave or fail."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def listening(backbone: Backbone) -> Listening:
 
 
 def requests(count: int, options: Sequence[SpeculationOptions]) -> list[Wanted]:
-    """Short and long prompts, some with a common beginning, greedy and drawn."""
+    """Short and long prompts, some with a common prefix, greedy and sampled."""
     common = random_ids(80, seed=99)
     found = []
     for number in range(count):
@@ -99,10 +99,10 @@ def runtime(request: pytest.FixtureRequest) -> Listening:
 
 @pytest.mark.parametrize("most", [2, 7, 32])
 @pytest.mark.parametrize("patience", [None, 0.5], ids=["", "in pieces"])
-def test_texts_have_the_bits_that_they_have_alone(
+def test_texts_have_the_same_bits_as_alone(
     runtime: Listening, most: int, patience: float | None
 ) -> None:
-    """Random arrivals and cancellations, every kind of draft, greedy and drawn, one prefix."""
+    """Random arrivals and cancellations, all kinds of drafts, greedy and sampled, one prefix."""
     dice = random.Random(most)
     wanted = requests(28, [PLAIN, NGRAM, EXITS, BOTH, SECOND, LOOKAHEAD, SKIP, SEARCH])
     alone = [written(runtime, one) for one in wanted]
@@ -131,7 +131,7 @@ def test_texts_have_the_bits_that_they_have_alone(
         if tokens:
             assert torch.equal(rule.logits, logits[: len(tokens)])
         shared += one.stats.reused_tokens
-    assert shared >= 64  # a page of the common beginning
+    assert shared >= 64  # a page of the common prefix
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_texts_have_the_bits_that_they_have_alone(
 def test_all_texts_of_a_round_draft_and_verify_together(
     runtime: Listening, options: SpeculationOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each pass of a round, of the model and of one that drafts, has a row of every text."""
+    """Each pass of a round, of the model or of a draft model, has a row of every text."""
     engine = Engine(runtime)
     for number in range(5):
         engine.add(Wanted(random_ids(9 + number, seed=number), None, options).asked(), options)
@@ -175,7 +175,7 @@ class Failing:
         return scores
 
 
-def test_what_one_text_raises_is_for_its_own_reader(runtime: Listening) -> None:
+def test_an_error_of_one_text_reaches_only_its_own_reader(runtime: Listening) -> None:
     wanted = requests(5, [PLAIN, BOTH])
     alone = [written(runtime, one)[0] for one in wanted]
     engine = Engine(runtime)
@@ -196,7 +196,7 @@ def test_what_one_text_raises_is_for_its_own_reader(runtime: Listening) -> None:
     assert engine.memory.used == 0
 
 
-def test_an_interrupt_ends_the_round_and_leaves_an_engine_that_works(runtime: Listening) -> None:
+def test_an_engine_still_works_after_an_interrupt(runtime: Listening) -> None:
     wanted = requests(4, [PLAIN])
     alone = [written(runtime, one)[0] for one in wanted]
     engine = Engine(runtime)
@@ -211,7 +211,7 @@ def test_an_interrupt_ends_the_round_and_leaves_an_engine_that_works(runtime: Li
     assert tokens_of(again) == alone[0]
 
 
-def test_a_long_prompt_enters_in_pieces_while_others_go_on(runtime: Listening) -> None:
+def test_a_long_prompt_runs_in_pieces_while_others_continue(runtime: Listening) -> None:
     engine = Engine(runtime, patience=0.5)
     first = engine.add(Wanted(random_ids(4), None, PLAIN).asked(), PLAIN)
     engine.step()
@@ -227,7 +227,7 @@ def test_a_long_prompt_enters_in_pieces_while_others_go_on(runtime: Listening) -
     assert sum(rows for rows, _, _ in entry.passes) == 300
 
 
-def test_memory_is_bounded_and_what_never_fits_is_refused(runtime: Listening) -> None:
+def test_memory_is_bounded_and_a_text_that_never_fits_is_refused(runtime: Listening) -> None:
     page = runtime.backbone.position_bytes * 64
     engine = Engine(runtime, kv_memory=6 * page)
     with pytest.raises(InvalidOption, match=r"a text of up to 514 tokens needs .*kv_memory is"):
@@ -242,23 +242,23 @@ def test_memory_is_bounded_and_what_never_fits_is_refused(runtime: Listening) ->
         assert memory.used + memory.kept <= memory.most == 6 * page
         assert memory.used + memory.promised <= memory.most
         most = max(most, memory.used)
-    assert most > 3 * page  # several at once
+    assert most > 3 * page  # several texts at once
     for one, expected in zip(running, alone, strict=True):
         assert tokens_of(one.take()) == expected
 
 
-def test_a_row_costs_more_of_a_fuller_round() -> None:
+def test_a_row_costs_a_larger_share_of_a_larger_batch() -> None:
     rows = (0.05,) * 9 + (0.1,)
     assert batch_row_costs(rows, 1) == rows
     found = [batch_row_costs(rows, texts)[0] for texts in (1, 2, 4, 8, 16, 32)]
     assert found == sorted(found)
-    # two rows more, of 1 + one row: by two texts, for two tokens
+    # two more rows, one for each text, over a round of 1 + one row
     assert batch_row_costs(rows, 2)[0] == pytest.approx(0.1 / 1.05)
-    # beyond the tenth row all cost the same: a round of 32 texts is nearly all rows
+    # after the tenth row each costs the same: rows are nearly all of a round of 32 texts
     assert batch_row_costs(rows, 32) == pytest.approx([32 * 0.1 / (1 + 9 * 0.05 + 22 * 0.1)])
 
 
-def test_costs_say_until_rounds_were_seen() -> None:
+def test_costs_set_the_rows_until_rounds_were_timed() -> None:
     pace = Pace()
     assert pace.rows(1, 1.01) == 12  # of 0.08 each
     assert pace.rows(26, 1.01) == 37  # a round of 26 texts takes three times as long
@@ -267,7 +267,7 @@ def test_costs_say_until_rounds_were_seen() -> None:
 
 
 @pytest.mark.parametrize("row_s", [0.02, 0.5, 3.0])
-def test_rounds_get_as_long_as_asked_whatever_the_costs_said(row_s: float) -> None:
+def test_rounds_reach_the_given_length_whatever_the_costs_were(row_s: float) -> None:
     pace = Pace()
     usual, patience = 2.0, 1.5
     for _ in range(3):
@@ -276,7 +276,7 @@ def test_rounds_get_as_long_as_asked_whatever_the_costs_said(row_s: float) -> No
         rows = pace.rows(8, patience)
         pace.note(8, rows, usual + rows * row_s)
     assert rows == pytest.approx(max(patience * usual / row_s, 1), abs=1)
-    assert pace.rows(9, patience) == rows  # the nearest number of texts that was seen
+    assert pace.rows(9, patience) == rows  # as for the nearest timed number of texts
 
 
 def test_a_quick_round_doubles_the_rows_at_most() -> None:
@@ -289,8 +289,8 @@ def test_a_quick_round_doubles_the_rows_at_most() -> None:
     assert pace.rows(1, 1.0) == BULK_ROWS
 
 
-def test_rounds_of_prompts_alone_say_nothing_of_waiting() -> None:
+def test_rounds_of_prompts_alone_do_not_change_the_pace() -> None:
     pace = Pace()
     pace.note(0, 100, 9.0)
-    pace.note(3, 100, 9.0)  # and none without prompts was seen
+    pace.note(3, 100, 9.0)  # no round without prompts was timed
     assert pace.rows(1, 1.01) == 12

@@ -1,4 +1,4 @@
-"""Answers under a grammar: valid, the same with all drafts, and what is forced is drafted."""
+"""Answers under a grammar: valid, equal with all drafts; forced tokens are drafted."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ DRAFTS: list[dict[str, Any]] = [
 
 @functools.cache
 def everything() -> tuple[Speculator, PreTrainedTokenizerFast, Grammars]:
-    """In float64, where rows cannot move a choice; its heads stand on some layers and on none."""
+    """A float64 speculator, whose choices rows cannot change, with its tokenizer and grammars."""
     words = byte_level_bpe(JSON, VOCAB_SIZE - 16)
     model: Any = make_model("llama", torch.float64, vocab_size=VOCAB_SIZE)
     model.generation_config.eos_token_id = words.eos_token_id
@@ -82,7 +82,7 @@ def words() -> PreTrainedTokenizerFast:
 
 
 def allowed(words: PreTrainedTokenizerFast, text: Sequence[int], tokens: Sequence[int]) -> bool:
-    """By a matcher of its own, which has seen nothing else."""
+    """Whether a fresh matcher accepts the tokens after the text."""
     from llguidance.hf import from_tokenizer
 
     matcher = LLMatcher(from_tokenizer(words, n_vocab=VOCAB_SIZE), grammar_of_schema(PERSON).text)
@@ -91,7 +91,7 @@ def allowed(words: PreTrainedTokenizerFast, text: Sequence[int], tokens: Sequenc
 
 @pytest.mark.parametrize("drafts", DRAFTS, ids=str)
 @pytest.mark.parametrize("drawing", [{}, {"do_sample": True, "seed": 5}], ids=["greedy", "seeded"])
-def test_an_answer_follows_its_schema_whatever_is_drafted(
+def test_an_answer_follows_its_schema_with_any_drafter(
     model: Speculator, drafts: dict[str, Any], drawing: dict[str, Any]
 ) -> None:
     asked: Any = {"json_schema": PERSON, "max_new_tokens": 120, **drawing}
@@ -101,12 +101,12 @@ def test_an_answer_follows_its_schema_whatever_is_drafted(
     assert found.stop_reason == "eos"
     assert found.token_ids == plain.token_ids
     drafted, kept = found.stats.drafted_by_source, found.stats.accepted_by_source
-    assert drafted["grammar"] == kept["grammar"] > 4  # forced: keys, quotes, brackets
+    assert drafted["grammar"] == kept["grammar"] > 4  # forced tokens: keys, quotes, brackets
     assert found.stats.rounds < plain.stats.rounds - kept["grammar"] // 2
 
 
 @pytest.mark.parametrize("drafts", DRAFTS[:5], ids=str)
-def test_nothing_is_drafted_that_the_grammar_forbids(
+def test_no_draft_breaks_the_grammar(
     model: Speculator, words: PreTrainedTokenizerFast, drafts: dict[str, Any]
 ) -> None:
     stream = model.stream("A person:", json_schema=PERSON, max_new_tokens=120, **drafts)
@@ -133,7 +133,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 
 
 def every_schema() -> list[dict[str, Any]]:
-    """One of each kind, an array of each, and an object of all."""
+    """A schema of each kind, an array of each, and an object of all."""
     arrays = [{"type": "array", "items": one, "maxItems": 2} for one in FIELDS.values()]
     closed = {"required": sorted(FIELDS), "additionalProperties": False}
     return [*FIELDS.values(), *arrays, {"type": "object", "properties": FIELDS} | closed]
@@ -156,7 +156,7 @@ def mask(grammar: Grammar) -> GrammarMask:
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(0, 30), min_size=2, max_size=8))
-def test_a_mask_goes_back_and_forth_between_prefixes(lengths: list[int]) -> None:
+def test_a_mask_can_move_between_prefixes(lengths: list[int]) -> None:
     text = everything()[1]('{"name": "Ada", "age": 36, "tags": ["red"]}')["input_ids"]
     one = mask(grammar_of_schema(PERSON))
     scores = torch.zeros(1, VOCAB_SIZE, dtype=torch.float64)
@@ -167,7 +167,7 @@ def test_a_mask_goes_back_and_forth_between_prefixes(lengths: list[int]) -> None
         assert torch.equal(one(ids, scores), fresh(ids, scores))
 
 
-def test_what_is_forced_ends_with_the_end_token(words: PreTrainedTokenizerFast) -> None:
+def test_forced_tokens_end_with_the_end_token(words: PreTrainedTokenizerFast) -> None:
     asked: Any = wanted_grammar({"grammar": 'start: ("yes" | "no") ", of course."'})
     one = mask(asked)
     forced = one.forced(words("yes")["input_ids"], 50)
@@ -177,7 +177,7 @@ def test_what_is_forced_ends_with_the_end_token(words: PreTrainedTokenizerFast) 
     assert one.forced([], 0) == []
 
 
-def test_a_trunk_is_what_is_forced_whatever_the_rival(words: PreTrainedTokenizerFast) -> None:
+def test_forced_tokens_are_the_trunk_despite_any_rival(words: PreTrainedTokenizerFast) -> None:
     one = mask(grammar_of_schema(PERSON))
     drafter = GrammarDrafter(one, 0, 2)
     begun = Text([0] * one.start + words('{"')["input_ids"])
@@ -190,7 +190,7 @@ def test_a_trunk_is_what_is_forced_whatever_the_rival(words: PreTrainedTokenizer
     assert drafter.propose(free, 9).tokens == []
 
 
-def test_rows_of_a_batch_follow_it_each_by_itself(model: Speculator) -> None:
+def test_each_row_of_a_batch_follows_the_grammar(model: Speculator) -> None:
     ids = torch.cat([random_ids(5, seed=seed) for seed in (1, 2)])
     asked: Any = {"json_schema": PERSON, "max_new_tokens": 120, "num_return_sequences": 2}
     asked |= {"do_sample": True, "seed": 3}
@@ -216,7 +216,7 @@ def test_rows_of_a_batch_follow_it_each_by_itself(model: Speculator) -> None:
     ],
     ids=[*map(str, range(10))],
 )
-def test_what_cannot_be_followed_is_refused(
+def test_unusable_grammars_are_refused(
     model: Speculator, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidOption, match=message) as error:
@@ -224,7 +224,7 @@ def test_what_cannot_be_followed_is_refused(
     assert "\n" not in str(error.value)
 
 
-def test_without_the_package_or_a_tokenizer_that_writes_bytes_it_says_so(
+def test_a_missing_package_or_an_unsuitable_tokenizer_is_named(
     model: Speculator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(InvalidOption, match=r"tokenizers library, this is \w+: [^\n]+$"):

@@ -1,4 +1,4 @@
-"""What a sequence holds, every pass that a round makes, and what holds between rounds."""
+"""State of a sequence, every pass of a round, and invariants between rounds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EXIT_LAYERS = (2, 4, 6)
 
 
 class DeepKeeper(MixedDrafter):
-    """Keeps what heads could have read."""
+    """A drafter that keeps the deep states that heads could have read."""
 
     deep: dict[int, Tensor | None]
 
@@ -43,9 +43,9 @@ class DeepKeeper(MixedDrafter):
         return super().draft(state, limit, watch)
 
 
-def test_heads_read_before_the_newest_token_what_they_were_fitted_to(precise: Backbone) -> None:
+def test_heads_read_the_deep_states_that_they_were_fitted_to(precise: Backbone) -> None:
     ids = random_ids(7)
-    assert DecodeState(precise, ids).deep is None  # not known before the first pass
+    assert DecodeState(precise, ids).deep is None  # none before the first pass
     plain = ladder.decode(precise, ids, NoDrafter())
     text = [*ids[0].tolist(), *plain.tokens]
     heads = ladder.HEADS["deep with states"](precise)
@@ -63,7 +63,7 @@ def test_heads_read_before_the_newest_token_what_they_were_fitted_to(precise: Ba
         torch.testing.assert_close(deep, expected[position : position + 1], rtol=0, atol=1e-5)
 
 
-def test_states_are_kept_wherever_a_pass_stops(precise: Backbone) -> None:
+def test_states_are_kept_at_any_stop_of_a_pass(precise: Backbone) -> None:
     hidden, layers = precise.embed(random_ids(4)[0]), (2, 3, 5)
     works = [Run(precise, KVCache(6), hidden, 0, last, states=layers) for last in (6, 3)]
     left, _ = works[0].done(works, [])
@@ -84,7 +84,7 @@ Decide = Callable[[int, int], int | None]
 
 
 class ScriptedHeads:
-    """Stands in for ExitHeads: sure of what `decide` names, else all tokens alike."""
+    """Stands in for ExitHeads: sure of the token from `decide`, or else uniform."""
 
     def __init__(self, state: DecodeState, decide: Decide) -> None:
         self.state = state
@@ -208,9 +208,9 @@ def test_heads_see_the_row_being_drafted_at_their_own_layer(
         assert (hidden - expected[layer][:, 5 + step]).abs().max() < 1e-13
 
 
-def test_who_looks_at_a_long_text_sees_all_of_it(watched: WatchedBackbone) -> None:
+def test_the_ids_of_a_long_text_are_complete(watched: WatchedBackbone) -> None:
     state, text = DecodeState(watched, torch.tensor([[0, 7, 8]]), pad=1), [0, 7, 8]
-    for count in (9, 1600):  # the buffer has room for 259 ids at first
+    for count in (9, 1600):  # at first the buffer holds 259 ids
         while len(text) < count:
             state.append(len(text), 0)
             text.append(len(text))
@@ -225,10 +225,10 @@ def truth(shared: WatchedBackbone) -> list[int]:
 
 
 @pytest.mark.parametrize("passes", range(11))
-def test_an_error_in_any_pass_leaves_what_is_committed(
+def test_an_error_in_any_pass_leaves_the_committed_text(
     watched: WatchedBackbone, truth: list[int], passes: int
 ) -> None:
-    """The prompt's pass, or one of ten of a round."""
+    """The error comes in the prompt's pass, or in one of the ten passes of a round."""
     state = make_state(watched)
     loop = decode(state, scripted([2, 4, 6, 2]))
     if passes:
@@ -267,7 +267,7 @@ def test_a_controller_ends_drafts_and_is_told(watched: WatchedBackbone, truth: l
 
 @given(st.sets(st.integers(0, 7), max_size=3), st.lists(st.integers(0, 3), min_size=1, max_size=6))
 def test_all_rows_go_through_all_layers_once(exit_layers: set[int], reached: list[int]) -> None:
-    """`reached`: how far each new row is taken, with all rows that it meets."""
+    """`reached`: how far each new row advances, with all rows that it meets."""
     backbone: Any = SimpleNamespace(num_layers=8, run=lambda hidden, *_: hidden)
     cache = HiddenCache(backbone, KVCache(8), sorted(exit_layers))
     for until in reached:

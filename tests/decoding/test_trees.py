@@ -1,4 +1,4 @@
-"""Trees of drafts: each row sees its own path only, and how wide a tree grows at which price."""
+"""Trees of drafts: each row sees only its own path, and costs set the width of a tree."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PARENTS = (-1, -1, 0, 0, 1, 3, 3, 2)
 
 
 def run(backbone: Backbone, ids: Tensor, kv: KVCache, parents: Sequence[int] | None = None) -> Any:
-    """Logits [T, V] of rows behind what `kv` holds."""
+    """Logits [T, V] of rows that follow the content of `kv`."""
     rows = Rows.of(kv, kv.length(0), len(ids), ids.device, parents)
     return backbone.logits(backbone.run(backbone.embed(ids), 0, backbone.num_layers, rows))
 
@@ -44,7 +44,7 @@ def run(backbone: Backbone, ids: Tensor, kv: KVCache, parents: Sequence[int] | N
 def check_rows_see_their_own_paths(
     backbone: Backbone, held: int, parents: Sequence[int], atol: float
 ) -> None:
-    """Each gives what it gives where nothing else stands; a parent -n is n - 1 before the last."""
+    """Compare each row with its path alone; a parent -n is n - 1 positions before the last held."""
     text, drafts = random_ids(max(held, 1))[0][:held], random_ids(len(parents), seed=1)[0]
     kv = KVCache(backbone.num_layers)
     if held:
@@ -63,7 +63,7 @@ def check_rows_see_their_own_paths(
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])
 def test_each_row_of_a_tree_sees_its_own_path(family: str, held: int, how: str) -> None:
     if family == "gpt2" and "cuda-graph" in how:
-        family = "qwen3"  # positions of GPT-2 are learned, which is not captured
+        family = "qwen3"  # learned positions, as in GPT-2, are not captured
     executor, attn = how.split()
     backbone = wrapped(family, torch.float64, executor, attn=attn)
     # float64, norms and softmax of some families in float32; measured: 4e-6
@@ -72,14 +72,14 @@ def test_each_row_of_a_tree_sees_its_own_path(family: str, held: int, how: str) 
 
 @pytest.mark.parametrize("executor", [*EXECUTORS, "cuda-graph"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
-def test_a_row_behind_an_older_held_position_sees_nothing_newer(family: str, executor: str) -> None:
+def test_a_row_after_an_older_held_position_sees_nothing_newer(family: str, executor: str) -> None:
     backbone = wrapped(family, executor=executor)
-    # over a block's end; float32, logits up to 3; measured: 5e-5
+    # across the end of a block; float32, logits up to 3; measured: 5e-5
     check_rows_see_their_own_paths(backbone, 70, (-9, 0, -2), atol=5e-4)
 
 
 @pytest.mark.parametrize("broken", range(1, 12))
-def test_an_error_while_a_tree_is_committed_keeps_the_text_s_own_rows(broken: int) -> None:
+def test_an_error_while_a_tree_is_committed_keeps_the_texts_own_rows(broken: int) -> None:
     """A user's stopping criterion raises between two tokens of one round."""
     backbone = wrapped("llama", torch.float64)
     ids = random_ids(9)
@@ -102,15 +102,15 @@ def test_an_error_while_a_tree_is_committed_keeps_the_text_s_own_rows(broken: in
     assert state.ids[0].tolist() == text
 
 
-def test_what_runs_chains_only_refuses_a_tree() -> None:
-    """Llama 4 scales queries by how many rows lie in front, which siblings are not."""
+def test_a_model_that_runs_only_chains_refuses_a_tree() -> None:
+    """Llama 4 scales queries by the number of rows before them, which counts siblings wrongly."""
     backbone, ids = wrapped("llama4"), random_ids(5)
     drafter = BranchingDrafter([*ids[0].tolist(), *range(20)], 1, backbone.vocab_size, 7)
     with pytest.raises(UnsupportedModel, match="comes out differently beside siblings"):
         ladder.decode(backbone, ids, drafter)
 
 
-def test_nothing_is_queued_behind_a_tree() -> None:
+def test_nothing_is_queued_after_a_tree() -> None:
     backbone = wrapped("llama", torch.float64)
     state = DecodeState(backbone, random_ids(3))
     with torch.inference_mode():
@@ -124,11 +124,11 @@ def test_nothing_is_queued_behind_a_tree() -> None:
 
 
 BEST = ((10, 0.5), (11, 0.25), (12, 0.1))
-"""What `Fan` guesses behind any token."""
+"""Guesses of `Fan` after any token."""
 
 
 class Fan:
-    """Guesses the same everywhere; notes what it is asked."""
+    """A guesser with the same guesses everywhere; records its calls."""
 
     source = EXIT
     once = False
@@ -169,8 +169,8 @@ def paths_of(draft: Draft) -> set[tuple[int, ...]]:
     return {tuple(draft.tokens_to(index)) for index in range(len(draft.tokens))}
 
 
-def test_a_price_sets_the_width_of_a_tree() -> None:
-    """A row is worth its path's chance over the tokens that are expected per step."""
+def test_the_cost_of_a_row_sets_the_width_of_a_tree() -> None:
+    """The value of a row is the chance of its path over the expected tokens per step."""
     assert grown([0.9]).tokens == []
     assert paths_of(grown([0.3])) == {(10,)}
     assert paths_of(grown([0.15])) == {(10,), (11,), (10, 10)}
@@ -179,18 +179,18 @@ def test_a_price_sets_the_width_of_a_tree() -> None:
     sizes = [len(grown([price]).tokens) for price in (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 1.0)]
     assert sizes == sorted(sizes, reverse=True)
     assert (sizes[0], sizes[-1]) == (15, 0)
-    assert len(grown([0.0, 0.0, 0.0, 9.0]).tokens) == 3  # rows may cost more the more there are
+    assert len(grown([0.0, 0.0, 0.0, 9.0]).tokens) == 3  # later rows may cost more
 
 
-def test_a_head_is_asked_as_long_as_it_should_pay() -> None:
+def test_a_head_runs_as_long_as_it_is_expected_to_pay() -> None:
     for head, levels in ((0.0, 3), (0.15, 2), (9.0, 1)):
         fan = Fan()
         draft = grown([0.05], head=head, fan=fan, depth=4, most=99)
         assert len(fan.asked[0]) == draft.heads == levels
-    assert fan.asked == [[1]]  # the newest token is asked about whatever that costs
+    assert fan.asked == [[1]]  # the first guess is made at any cost
 
 
-def test_a_tree_ends_at_its_longest_path_its_rows_the_limit_and_an_end_token() -> None:
+def test_depth_rows_the_limit_and_end_tokens_bound_a_tree() -> None:
     assert (grown(depth=1).depth, grown(depth=1).ended) == (1, "width")
     assert (grown(limit=2).depth, grown(limit=2).ended) == (2, "budget")
     full = grown(most=4)
@@ -201,7 +201,7 @@ def test_a_tree_ends_at_its_longest_path_its_rows_the_limit_and_an_end_token() -
     assert all(10 not in path[:-1] for path in paths_of(grown([0.01], ends=[10])))
 
 
-def test_the_likeliest_path_comes_first_so_that_keeping_it_moves_nothing() -> None:
+def test_the_likeliest_path_comes_first_so_that_keeping_it_moves_no_rows() -> None:
     draft = grown([0.02], depth=3)
     assert draft.tokens[:3] == [10, 10, 10]
     assert draft.parents[:3] == [-1, 0, 1]
@@ -211,7 +211,7 @@ def test_the_likeliest_path_comes_first_so_that_keeping_it_moves_nothing() -> No
         assert one.chance == pytest.approx(expected)
 
 
-def test_text_already_seen_is_the_trunk_and_heads_stand_beside_and_behind_it() -> None:
+def test_prompt_lookup_gives_the_trunk_and_heads_branch_beside_and_after_it() -> None:
     text = [1, 2, 3, 4, 1, 2, 3]  # 4, 1, 2, 3 .. followed before
     alone = grown([0.01], text=text, trunk=True, fan=Fan([(4, 0.5), (9, 0.3)]), depth=0)
     assert {one.source for one in alone.proposed} == {"ngram"}
@@ -219,10 +219,10 @@ def test_text_already_seen_is_the_trunk_and_heads_stand_beside_and_behind_it() -
     trunk = [at for at, one in enumerate(draft.proposed) if one.source == "ngram"]
     assert [draft.tokens[index] for index in trunk] == alone.tokens
     beside = [at for at, one in enumerate(draft.proposed) if one.source == "exit"]
-    assert [draft.tokens[index] for index in draft.following(0)] == [4, 9]  # nothing twice
+    assert [draft.tokens[index] for index in draft.following(0)] == [4, 9]  # no duplicates
     first = next(index for index in beside if len(draft.path(index)) == 1)
     left = 1.0 - draft.proposed[trunk[0]].chance
-    # 4 is taken: what is left
+    # 4 is taken: its chance is removed
     assert draft.proposed[first].chance == pytest.approx(left * 0.3 / 0.5)
 
 
@@ -236,13 +236,13 @@ def test_a_sure_trunk_is_left_alone() -> None:
     assert {one.source for one in draft.proposed} == {"ngram"}
 
 
-def test_heads_that_are_always_wrong_are_paused_and_text_already_seen_goes_on() -> None:
+def test_heads_that_are_always_wrong_are_paused_and_prompt_lookup_continues() -> None:
     fan, cost = Fan([(99, 0.9)]), DraftCost(rows=(0.1,), head=0.1)
     seen = NgramDrafter(DraftController(2), size=2, cost=cost)
     drafter = TreeDrafter(fan, cost, DraftController(1), most=15, seen=seen)
     text, asked = Text([]), []
     for step in range(300):
-        text.tokens.append(step + 100)  # nothing comes twice
+        text.tokens.append(step + 100)  # no repetition
         draft = run_alone(drafter.draft(text, 9, Stopwatch()))
         asked.append(draft.heads)
         drafter.learn(draft, [])
@@ -254,7 +254,7 @@ def test_heads_that_are_always_wrong_are_paused_and_text_already_seen_goes_on() 
     assert {one.source for one in copied.proposed} == {"ngram"}
 
 
-def test_a_token_that_the_trunk_has_is_not_drawn_again() -> None:
+def test_the_trunks_token_is_not_drawn_again() -> None:
     sampler = Sampler(LogitsProcessorList(), do_sample=True)
     rest, taken = Sampled(torch.tensor([0.5, 0.3, 0.2]), sampler, 3).without(0)
     assert taken == 0.5
@@ -265,7 +265,7 @@ def test_a_token_that_the_trunk_has_is_not_drawn_again() -> None:
 
 
 class Draws:
-    """Draws what follows a token from a table of laws [V, V]."""
+    """A guesser that draws the next token from a table of distributions [V, V]."""
 
     source = EXIT
     once = False
