@@ -1,4 +1,4 @@
-"""Features are the model's own states; a cache gives back what was computed, or says why not."""
+"""Features are the model's own states; a cache returns the computed features or a clear error."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from training import draft_model
 from training.draft_model import agreement, cut, fit
 from training.variants import VARIANTS, chains, fit_variant
 
-# --- batches and what is computed of them
+# --- batches and their features
 
 LAYERS = (0, 2, 4)
 WHOLE = store.FeatureSpec(LAYERS, deep=True, top_k=5)
@@ -71,7 +71,7 @@ def test_a_text_that_begins_with_an_answer_has_no_deep_state_at_first(backbone: 
     assert found.deep.any(-1).tolist() == [False, True]
 
 
-def test_rows_continue_within_an_answer_only(backbone: Backbone) -> None:
+def test_rows_continue_only_within_an_answer(backbone: Backbone) -> None:
     talks = [
         Conversation((1, 2, 3, 4, 5, 6, 7), ((2, 4), (5, 7))),
         Conversation((1, 2, 3), ((1, 3),)),
@@ -128,7 +128,7 @@ def test_kept_features_are_computed_once(
     assert source.batch(1) is first
 
 
-def test_the_digest_is_that_of_the_text_and_its_batches(
+def test_the_digest_covers_the_text_and_its_batches(
     backbone: Backbone, talks: Talks, stream: store.StreamSource
 ) -> None:
     assert store.StreamSource(backbone, store.FeatureSpec((3,)), talks, 64).digest == stream.digest
@@ -157,7 +157,7 @@ def test_a_part_of_a_source_is_large_enough_and_mixed(backbone: Backbone, talks:
 
 
 @pytest.mark.usefixtures("small_shards")
-def test_a_cache_gives_back_the_very_batches(
+def test_a_cache_returns_identical_batches(
     backbone: Backbone, stream: store.StreamSource, tmp_path: Path
 ) -> None:
     seen: list[tuple[int, bool]] = []
@@ -174,7 +174,7 @@ def test_a_cache_gives_back_the_very_batches(
         assert_same(found.batch(index), stream.batch(index))
     assert found.token_counts() == stream.token_counts()
     assert seen == [(size, True) for size in stream.sizes]
-    # of several processes each has a part: whole batches, and texts of those left over
+    # each of several processes gets whole batches, and texts of the batches left over
     for source in (store.Selection(found), store.Selection(stream)):
         parts = [[*source.batches(number, 4)] for number in range(4)]
         assert len(source.indices) == 6
@@ -183,12 +183,12 @@ def test_a_cache_gives_back_the_very_batches(
             torch.cat([batch.hidden[4] for batch in batches]).sort(0).values
             for batches in (itertools.chain(*parts), source.batches())
         )
-        # other padding, other last bits; largest difference measured: 1.5e-5
+        # padding changes the last bits; largest difference measured: 1.5e-5
         torch.testing.assert_close(together, alone, rtol=0, atol=1e-4)
 
 
 @pytest.mark.usefixtures("small_shards")
-def test_bad_or_missing_shards_are_made_again(stream: store.StreamSource, tmp_path: Path) -> None:
+def test_bad_or_missing_shards_are_recomputed(stream: store.StreamSource, tmp_path: Path) -> None:
     write(tmp_path, stream)
     whole = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     lost, victim, *kept = shards(tmp_path)
@@ -202,7 +202,7 @@ def test_bad_or_missing_shards_are_made_again(stream: store.StreamSource, tmp_pa
     with pytest.raises(InvalidData, match=f"{lost.name} is damaged"):
         store.CacheSource(tmp_path, stream.backbone)
     hashes = ["", *(files.sha256(path) for path in shards(tmp_path))]
-    manifest_of(stream, sha256=hashes).write(tmp_path)  # as a killed run leaves it
+    manifest_of(stream, sha256=hashes).write(tmp_path)  # as after a killed run
     with pytest.raises(InvalidData, match="is unfinished"):
         store.CacheSource(tmp_path, stream.backbone)
     os.truncate(victim, len(whole[victim.name]) - 1)
@@ -217,7 +217,7 @@ def test_bad_or_missing_shards_are_made_again(stream: store.StreamSource, tmp_pa
 def test_features_of_a_url_are_those_of_a_folder(
     backbone: Backbone, stream: store.StreamSource, tmp_path: Path
 ) -> None:
-    """Here in the memory of this process; a killed run goes on where it was."""
+    """The URL points to memory of this process; a killed run resumes where it stopped."""
     url, seen = f"memory://{tmp_path.name}", list[tuple[int, bool]]()
     write(tmp_path / "features", stream)
 
@@ -244,7 +244,7 @@ def test_features_of_a_url_are_those_of_a_folder(
         store.CacheSource(url, backbone)
 
 
-def test_urls_that_cannot_be_used_are_one_line(
+def test_unusable_urls_give_errors_of_one_line(
     backbone: Backbone, stream: store.StreamSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(InvalidOption, match="cannot open nothing://a: Protocol not known"):
@@ -291,12 +291,12 @@ def test_variants_of_heads_are_fitted_to_a_cache(name: str, talks: Talks, tmp_pa
     assert HEAD_TYPES["deep-fused"] is DeepFusedHead
 
 
-# --- draft models: the first layers of larger ones, which learn
+# --- draft models: the first layers of larger models, fitted
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @torch.inference_mode()
-def test_the_first_layers_are_kept_bit_by_bit(family: str) -> None:
+def test_the_first_layers_are_kept_bit_for_bit(family: str) -> None:
     whole = make_model(family)
     ids = random_ids(9)
     small: Any = cut(whole, 2)
@@ -314,7 +314,7 @@ def test_a_cut_that_leaves_no_smaller_model_is_refused(model: PreTrainedModel) -
             cut(model, layers)
 
 
-def test_a_fit_raises_agreement_and_leaves_all_else_alone(
+def test_a_fit_raises_agreement_and_changes_nothing_else(
     model: PreTrainedModel, talks: Talks
 ) -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -331,7 +331,7 @@ def test_a_fit_raises_agreement_and_leaves_all_else_alone(
     assert not small.training
 
 
-def test_the_recipe_writes_a_folder_that_drafts(tmp_path: Path, model: PreTrainedModel) -> None:
+def test_the_script_writes_a_draft_model(tmp_path: Path, model: PreTrainedModel) -> None:
     save_tiny(tmp_path / "whole")
     data = tmp_path / "talks.jsonl"
     data.write_text(talk_lines(model))

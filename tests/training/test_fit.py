@@ -1,4 +1,4 @@
-"""A fit learns what a plain loop would, keeps the best, resumes bit for bit, refuses nonsense."""
+"""A fit equals a plain loop, keeps the best epoch, resumes bit for bit and checks its input."""
 
 from __future__ import annotations
 
@@ -119,14 +119,14 @@ def test_heads_on_the_embedding_learn_to_draft_without_any_layer(
     assert shares["agreement_second"] > one_step["agreement_second"]
 
 
-def test_medusa_heads_learn_tokens_behind_the_next_one(backbone: Backbone, talks: Talks) -> None:
+def test_medusa_heads_learn_tokens_after_the_next_one(backbone: Backbone, talks: Talks) -> None:
     options: dict[str, Any] = {"head_type": "medusa", "exit_layers": (0,), "learning_rate": 3e-2}
     job = make_job(backbone, talks, epochs=20, **options)
     found = fitting.fit(job)
     assert found.heads.config.num_heads == 3
     for batch in job.train.batches():
         assert batch.deep is not None
-        wide = replace(batch, deep=batch.deep.repeat(1, 2))  # of a cache with other states, too
+        wide = replace(batch, deep=batch.deep.repeat(1, 2))  # as from a cache with other states too
         drafts = list(fitting.unroll(found.heads, 0, wide, 9))
         for step, (features, valid) in enumerate(drafts):
             head = found.heads.by_layer["0" if step == 0 else f"ahead_{step + 1}"]
@@ -146,9 +146,9 @@ def test_medusa_heads_learn_tokens_behind_the_next_one(backbone: Backbone, talks
 
 @pytest.mark.parametrize("name", HEADS)
 def test_heads_that_attend_learn_from_the_logits_of_the_reference(name: str) -> None:
-    """Every draft of a round, at every place, of two texts of which one is shorter."""
+    """Checks every draft of a round at every place of two texts of different lengths."""
     heads, ids = read(HERE / name, HEADS[name][0]), text()
-    table = target(HEADS[name][0]).model.embed_tokens  # the heads' own takes its place
+    table = target(HEADS[name][0]).model.embed_tokens  # replaced by the heads' own
     seen = states(HEADS[name][0], list(heads.layers), ids)[0]
     hidden = dict(zip(heads.layers, seen.split(WIDTH, -1), strict=True))
     both = {layer: torch.cat([one[:7], one]) for layer, one in hidden.items()}
@@ -166,7 +166,7 @@ def test_heads_that_attend_learn_from_the_logits_of_the_reference(name: str) -> 
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt_neox"])
-def test_fitted_heads_that_attend_come_back_from_their_folder(family: str, tmp_path: Path) -> None:
+def test_fitted_heads_that_attend_are_read_back_from_disk(family: str, tmp_path: Path) -> None:
     backbone = wrapped(family)
     talks = make_talks(backbone.model)
     result = fitted(backbone, talks, head_type="eagle3", exit_layers=(0,), draft_vocab_size=20)
@@ -203,7 +203,7 @@ def test_a_fit_goes_on_from_heads(backbone: Backbone, talks: Talks, head_type: s
     assert found.heads.config.exit_layers == layers
 
 
-def test_heads_learn_on_from_more_states(backbone: Backbone, talks: Talks) -> None:
+def test_heads_can_be_fitted_further_on_more_states(backbone: Backbone, talks: Talks) -> None:
     kind: dict[str, Any] = {"head_type": "deep-fused", "exit_layers": (0,), "state_layers": ()}
     first = fitted(backbone, talks[:8], epochs=1, **kind).heads
     learned = []
@@ -220,7 +220,7 @@ def test_heads_learn_on_from_more_states(backbone: Backbone, talks: Talks) -> No
     assert float(same[:, 2 * size :].abs().max()) < 1e-6 < float(moved[:, 2 * size :].abs().max())
 
 
-def test_heads_that_cannot_learn_on_so(backbone: Backbone, talks: Talks) -> None:
+def test_unsuitable_heads_to_start_from_are_refused(backbone: Backbone, talks: Talks) -> None:
     with pytest.raises(InvalidOption, match="llama has embeddings of its own"):
         fitting.options_to_go_on(FitOptions(), read(HERE / "llama"))
     attending = fitted(backbone, talks[:8], head_type="eagle3", exit_layers=(0,), epochs=1).heads
@@ -320,7 +320,7 @@ def test_each_layer_keeps_its_best_epoch(backbone: Backbone, talks: Talks) -> No
 
 
 def stop_after(count: int) -> fitting.Show:
-    """A listener that interrupts the fit like ctrl-C."""
+    """A listener that interrupts the fit like Ctrl-C."""
 
     def listen(step: int, steps: int, words: str) -> None:
         if step == count:
@@ -330,7 +330,7 @@ def stop_after(count: int) -> fitting.Show:
 
 
 def test_a_killed_fit_ends_the_same(backbone: Backbone, talks: Talks, tmp_path: Path) -> None:
-    """Of other kinds, at any moment: tests/cli/test_train.py."""
+    """tests/cli/test_train.py kills fits of other heads at any moment."""
     job = make_job(backbone, talks, epochs=3, head_type="eagle3", exit_layers=(0,))
     expected, job = fitting.fit(job), replace(job, checkpoint=tmp_path / hub.CHECKPOINT)
     for stop in (5, 6, 7):
@@ -341,7 +341,7 @@ def test_a_killed_fit_ends_the_same(backbone: Backbone, talks: Talks, tmp_path: 
     assert seen[0] == 7
 
 
-def test_a_fit_whose_time_is_short_ends_with_its_learning_rate(
+def test_a_fit_with_little_time_still_ends_its_learning_rate_schedule(
     backbone: Backbone, talks: Talks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds, left = itertools.count(), itertools.chain((5, 4, 3, 2, 1), itertools.repeat(0))
@@ -385,7 +385,7 @@ CHECKPOINTS: list[Damage] = [
 
 
 @pytest.mark.parametrize("damage", CHECKPOINTS)
-def test_a_strange_checkpoint_is_one_line(
+def test_a_damaged_checkpoint_is_an_error_of_one_line(
     begun: Path, tmp_path: Path, backbone: Backbone, talks: Talks, damage: Damage
 ) -> None:
     tensors, record = fitting.load_checkpoint(begun)
@@ -399,7 +399,7 @@ def test_a_strange_checkpoint_is_one_line(
     assert path.read_bytes() == before
 
 
-def test_heads_of_the_asked_kind_and_the_default_layers(backbone: Backbone, talks: Talks) -> None:
+def test_heads_have_the_given_kind_and_default_layers(backbone: Backbone, talks: Talks) -> None:
     kind: dict[str, Any] = {"head_type": "deep-fused", "inner_size": 4}
     config = fitted(backbone, talks, exit_layers=None, **kind).heads.config
     assert (config.head_type, config.inner_size) == ("deep-fused", 4)
@@ -412,7 +412,7 @@ def test_heads_of_the_asked_kind_and_the_default_layers(backbone: Backbone, talk
 
 
 @pytest.mark.parametrize("head_type", ["translator", "deep-fused"])
-def test_only_what_the_heads_read_is_computed(backbone: Backbone, head_type: str) -> None:
+def test_only_features_that_heads_read_are_computed(backbone: Backbone, head_type: str) -> None:
     options = replace(OPTIONS, head_type=head_type)
     deep = head_type == "deep-fused"
     fitted, measured = (fitting.feature_spec(backbone, options, measured=m) for m in (False, True))
@@ -422,7 +422,7 @@ def test_only_what_the_heads_read_is_computed(backbone: Backbone, head_type: str
     assert fitting.feature_spec(backbone, soft, measured=False) == FeatureSpec(LAYERS, deep, 32)
 
 
-def test_the_answers_share_of_the_loss_is_as_asked_for(backbone: Backbone, talks: Talks) -> None:
+def test_answers_have_the_given_share_of_the_loss(backbone: Backbone, talks: Talks) -> None:
     read = [Conversation(talk.ids, ()) for talk in talks]
     text = selected(backbone, [*talks, *read], OPTIONS, BATCH_TOKENS)
     assert text.answers == sum(len(talk.answer_ids) for talk in talks)
@@ -431,7 +431,7 @@ def test_the_answers_share_of_the_loss_is_as_asked_for(backbone: Backbone, talks
     assert of_answers * text.answers == pytest.approx(0.75 * text.positions)
     assert of_others * (text.positions - text.answers) == pytest.approx(0.25 * text.positions)
     assert fitting.answer_weights(text, None) == (1.0, 1.0)
-    without = make_job(backbone, read, answer_share=0.75)  # text alone teaches, too
+    without = make_job(backbone, read, answer_share=0.75)  # text without answers is enough to fit
     assert fitting.fit(replace(without, validation=text)).metrics["layers"]
     for talks_or_none, said in (([], "0 tokens to fit, 0"), (read, "to fit, 0 answer tokens to")):
         with pytest.raises(InvalidData, match=said):
@@ -463,7 +463,7 @@ def test_a_loss_that_is_not_finite_stops(backbone: Backbone, talks: Talks, tmp_p
         ),
     ],
 )
-def test_options_that_the_model_cannot_have_are_refused(
+def test_options_that_do_not_fit_the_model_are_refused(
     backbone: Backbone, talks: Talks, change: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(InvalidOption, match=reason):
@@ -478,7 +478,7 @@ DRAFT_IDS = torch.tensor([1, 2, 5])
 
 @pytest.fixture
 def few() -> Features:
-    """Three positions whose likeliest next tokens are 1, 5 and 9; the last is no answer's."""
+    """Three positions whose likeliest next tokens are 1, 5 and 9; the last is not in an answer."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(3, VOCAB_SIZE, generator=generator)
     logits[torch.arange(3), torch.tensor([1, 5, 9])] = 9.0
@@ -512,7 +512,7 @@ def test_targets_are_the_next_token_and_the_distribution_within_the_draft_vocabu
     torch.testing.assert_close(fitting.cross_entropy(guess, *wanted), expected)
 
 
-def test_positions_weigh_what_they_are_given(few: Features, guess: torch.Tensor) -> None:
+def test_positions_have_the_given_weights(few: Features, guess: torch.Tensor) -> None:
     index = fitting.draft_index(None, VOCAB_SIZE)
     ids, weights = fitting.targets(few, index, 1.0, (1.5, 0.25))
     assert ids.tolist() == [[1], [5], [9]]

@@ -43,7 +43,7 @@ def test_calibration_error_is_the_mean_distance_of_confidence_and_truth() -> Non
 
 
 def test_the_fitted_temperature_makes_confidence_true() -> None:
-    """Of two tokens the first is right with a known chance; heads are twice as sure as that."""
+    """Of two tokens the first is right with a known chance; heads have twice its logit."""
     generator = torch.Generator().manual_seed(0)
     truth = torch.rand(4000, generator=generator) * 2.0  # logit of the first token, at least 0
     right = torch.rand(4000, generator=generator) < truth.sigmoid()
@@ -59,13 +59,13 @@ def test_exits_are_at_the_first_sure_layer() -> None:
     assert records.exits([*zip(sure, right, strict=True)], (0.5, 0.5)) == ExitOdds((0.5, 0.25), 0.5)
 
 
-def test_the_model_foretells_a_simulated_scheduler() -> None:
-    """Independent places and two layers, counted over 40,000 rounds."""
+def test_the_cost_model_predicts_a_simulated_scheduler() -> None:
+    """Independent positions and two layers, counted over 40,000 rounds."""
     cost = DraftCost(rows=(0.3, 0.1, 0.2), head=0.05, num_layers=10)
     found = (
         ExitOdds((0.5, 0.3), 0.6),
         ExitOdds((0.4, 0.2), 0.3),
-    )  # of a first draft, of later ones
+    )  # odds of the first draft, of later ones
     tokens, seconds, rounds = 0, 0.0, 40_000
     dice = random.Random(0)
     for _ in range(rounds):
@@ -77,7 +77,7 @@ def test_the_model_foretells_a_simulated_scheduler() -> None:
             if at >= exits_at[0]:
                 seconds += 0.4 + cost.head
             if at >= sum(exits_at):
-                seconds -= 0.6  # this row has come to layer 6
+                seconds -= 0.6  # the row has reached layer 6
                 break
             seconds += cost.rows[place]
             alive &= dice.random() < right / sum(exits_at)
@@ -101,7 +101,7 @@ def fitted(learned: tuple[Job, Fitted]) -> Iterator[Fitted]:
     learned[1].heads.config = before
 
 
-def test_calibrated_heads_carry_settings_that_the_runtime_takes(
+def test_calibrated_heads_carry_settings_that_the_runtime_uses(
     backbone: Backbone, learned: tuple[Job, Fitted], fitted: Fitted, tmp_path: Path
 ) -> None:
     records.write(tmp_path, fitted, {})
@@ -126,7 +126,7 @@ def test_calibrated_heads_carry_settings_that_the_runtime_takes(
     assert 1.0 < alone.speed_up < found.setting.speed_up
 
 
-def test_what_is_slower_is_never_written_and_the_report_says_what_is(
+def test_slower_settings_are_never_written_and_the_report_names_the_faster(
     learned: tuple[Job, Fitted], fitted: Fitted, tmp_path: Path
 ) -> None:
     records.write(tmp_path, fitted, {})
@@ -150,7 +150,7 @@ def test_what_is_slower_is_never_written_and_the_report_says_what_is(
 
 
 def test_entropies_are_those_of_the_model_at_answers(backbone: Backbone, talks: Talks) -> None:
-    """And the threshold is the mean of the highest twentieth: 11 of 210, or 1 of 12."""
+    """The threshold is the mean of the highest twentieth: 11 of 210, or 1 of 12."""
     entropies = []
     for talk in talks:
         with torch.no_grad():
@@ -163,7 +163,7 @@ def test_entropies_are_those_of_the_model_at_answers(backbone: Backbone, talks: 
         found = records.measured_entropy(
             backbone, talks[:count], batch_tokens, lambda *done: heard.append(done)
         )
-        # float32, batched otherwise; largest difference measured: 2e-6, and rounded to 4 places
+        # float32, other batches; largest difference measured: 2e-6, and rounded to 4 places
         assert found == pytest.approx(
             {
                 "entropy_threshold": expected.topk(highest).values.mean().item(),

@@ -31,7 +31,7 @@ def words(ids: list[int]) -> str:
     return " ".join(WORDS[token] for token in ids)
 
 
-# --- what is written
+# --- the rows that are written
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_rows_differ_and_every_one_is_counted(written: Lines) -> None:
     assert sum(len(talk.answer_ids) for talk in talks) == counts.total("answer_tokens") >= 300
     assert sum(len(talk.answers) for talk in talks) == counts.total("answers")
     assert sum(len(talk.ids) for talk in talks) == counts.total("tokens")
-    assert any(not talk.answers for talk in talks)  # only read
+    assert any(not talk.answers for talk in talks)  # rows without an answer
     seeds = {line["seed"] for line in lines}
     dropped = sum(counts.total(name) for name in DROPPED)
     batches = max(seeds) - selfgen.batch_seed(0, 0) + 1
@@ -92,7 +92,7 @@ def test_rows_differ_and_every_one_is_counted(written: Lines) -> None:
     assert counts.families.keys() == {line["family"] for line in lines}
 
 
-def test_the_last_batch_is_small_where_few_tokens_are_missing() -> None:
+def test_the_last_batch_is_small_if_few_tokens_are_missing() -> None:
     source = selfgen.Admission(DataOptions(batch_size=32))
     sizes = [len(source.batch(2, missing)) for missing in (3000, 1500, 100)]
     assert sizes == [32, 23, 16]
@@ -127,16 +127,16 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
         {"batch_size": 5},
     ],
 )
-def test_another_value_is_another_text(
+def test_each_option_changes_the_text(
     tmp_path: Path, usual: list[list[int]], options: dict[str, Any]
 ) -> None:
     found = ids_with(tmp_path / "other", **options)
     assert found != usual
-    if "temperature" in options:  # not only because answers are sampled
+    if "temperature" in options:  # the change is not due to sampling alone
         assert found != ids_with(tmp_path, greedy_share=0.0)
 
 
-def test_turns_are_asked_and_invented(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_turns_are_given_or_invented(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     talk = 'families: {talk: {weight: 1, ask: [["{word}", null, "{word} b"]]}}\n'
     words_of = "lists: {word: [" + ", ".join("abc"[i % 3] + " c" * i for i in range(60)) + "]}\n"
     counts = invent(make_author(tokens=200, system="c"), tmp_path / "a", talk + words_of)
@@ -200,7 +200,7 @@ def test_seeds_of_a_run_are_all_different_and_stay_within_32_bits() -> None:
 
 
 def test_batches_ahead_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those at the end were begun with another size than they turn out to need."""
+    """The last batches are begun with a size that turns out to be wrong."""
     monkeypatch.setattr(selfgen, "_TALK_TOKENS", 8)
     author = make_author(tokens=500, batch_size=20)
     asked = noted(monkeypatch, selfgen.Written, "propose", lambda _, numbers: numbers.start)
@@ -212,7 +212,7 @@ def test_batches_ahead_change_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("stop", [1, 100, 300])
-def test_a_run_that_is_broken_off_writes_the_same_file(tmp_path: Path, stop: int) -> None:
+def test_an_interrupted_run_writes_the_same_file(tmp_path: Path, stop: int) -> None:
     author = make_author(tokens=300, greedy_share=0.5)
     expected = invent(author, tmp_path / "whole")
     looks = itertools.count(1)
@@ -228,10 +228,10 @@ def test_a_run_that_is_broken_off_writes_the_same_file(tmp_path: Path, stop: int
     assert (tmp_path / "broken").read_bytes() == (tmp_path / "whole").read_bytes()
 
 
-# --- what cannot go on
+# --- runs that cannot continue
 
 
-def test_a_recipe_that_has_nothing_new_is_an_error(tmp_path: Path) -> None:
+def test_a_recipe_without_new_rows_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(InvalidOption, match="no row of 3 batches could be used") as caught:
         invent(make_author(tokens=10_000), tmp_path / "a", "families: {f: {weight: 1, ask: [a]}}")
     assert "\n" not in str(caught.value)
@@ -242,7 +242,7 @@ def test_a_model_without_room_for_a_prompt_is_refused() -> None:
         make_author(max_new_tokens=230)
 
 
-def test_what_is_empty_is_dropped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_empty_turns_are_dropped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     author = make_author(batch_size=4)
     said = iter([" ", "a", None, "c"])
 
@@ -259,10 +259,10 @@ def test_what_is_empty_is_dropped(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert found == {"unfinished": 2, "empty": 2}
 
 
-# --- what is not written twice, and not from a benchmark
+# --- duplicates, and rows that overlap with a benchmark
 
 
-def test_eight_words_in_a_row_are_compared_without_case_and_marks() -> None:
+def test_n_grams_of_eight_words_ignore_case_and_punctuation() -> None:
     text = "One, two three four; FIVE six seven eight nine"
     assert selfgen.ngrams(text) == selfgen.ngrams("one two three (four five six seven) eight nine!")
     assert len(selfgen.ngrams(text)) == 2
@@ -287,19 +287,19 @@ lists: {word: [a, c, a a, c c, a b, c b]}
     for answer, new in (("it is C b b b b b b b", False), ("b", True), ("a", False)):
         turns = [question, {"role": "assistant", "content": answer}]
         assert source._is_new({"family": "f", "messages": turns}, counts) is new, answer
-    # a dropped row leaves nothing behind, or a killed run would go on otherwise
+    # a dropped row leaves no trace, or a resumed run would write other rows
     assert (counts.total("excluded"), counts.total("duplicates")) == (4, 1)
 
 
-def test_rows_are_written_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_decoded_in_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     author = make_author(batch_size=12)
     texts = noted(monkeypatch, selfgen.Texts, "step", lambda texts: texts._engine.texts)
     prompts = Prompts(recipe_of(RECIPE, tmp_path), Passages(), 0)
     assert selfgen.Written(author, prompts).propose(range(12))[0]
-    assert texts[0] > 6, "rows that need nothing of another one begin together"
+    assert texts[0] > 6, "rows that do not depend on another row begin together"
 
 
-def test_an_answer_that_was_given_nearly_so_is_dropped() -> None:
+def test_an_answer_that_nearly_repeats_another_is_dropped() -> None:
     source = selfgen.Admission(DataOptions())
     counts, words, asked = Counts(), [f"w{n}" for n in range(60)], itertools.count()
 
@@ -324,7 +324,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return make_tokenizer()
 
 
-def test_prompts_are_what_the_template_writes(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_prompts_are_those_of_the_template(tokenizer: PreTrainedTokenizerBase) -> None:
     turns = selfgen.Turns.of(tokenizer, "c")
     messages = [*turns.messages(), {"role": "user", "content": "a b"}]
     assert turns.first_prompt("a b") == prompt_ids(tokenizer, messages)
@@ -338,7 +338,7 @@ def test_prompts_are_what_the_template_writes(tokenizer: PreTrainedTokenizerBase
     assert words(turns.next_prompt(said, None)[len(said) :]) == "<end> <line> <start> user"
 
 
-def test_the_end_token_stands_once_where_a_blank_comes_before_it() -> None:
+def test_the_end_token_is_not_repeated_if_whitespace_precedes_it() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = TEMPLATE.replace("<end>", "<line> <end>")
     turns = selfgen.Turns.of(tokenizer)
@@ -364,7 +364,7 @@ def test_special_and_template_tokens_end_a_question(tokenizer: PreTrainedTokeniz
         ("{{ raise_exception('no') }}", "does not take these messages: no"),
     ],
 )
-def test_a_template_that_cannot_be_taken_apart_is_refused(
+def test_a_template_that_cannot_be_split_into_turns_is_refused(
     tokenizer: PreTrainedTokenizerBase, template: str | None, reason: str
 ) -> None:
     tokenizer.chat_template = template
@@ -372,7 +372,7 @@ def test_a_template_that_cannot_be_taken_apart_is_refused(
         selfgen.Turns.of(tokenizer)
 
 
-def test_end_tokens_are_the_models_and_the_tokenizers(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_end_tokens_come_from_model_and_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
     ending = make_model("llama")
     assert selfgen.end_ids(ending, tokenizer) == {1}
     assert ending.generation_config is not None
@@ -437,7 +437,7 @@ def alone(backbone: Backbone, prompt: list[int], ends: frozenset[int]) -> list[i
     return ids
 
 
-def test_texts_are_what_they_are_alone(precise: Backbone) -> None:
+def test_texts_of_a_batch_equal_texts_alone(precise: Backbone) -> None:
     ends = frozenset(alone(precise, PROMPTS[0], frozenset())[3:4])
     expected = [alone(precise, prompt, ends) for prompt in PROMPTS]
     assert len({len(ids) for ids in expected}) > 1, "texts should end one by one"
@@ -446,7 +446,7 @@ def test_texts_are_what_they_are_alone(precise: Backbone) -> None:
     assert sum(heard) == sum(map(len, expected))
 
 
-def test_a_text_that_loops_ends_with_its_third_turn(precise: Backbone) -> None:
+def test_a_looping_text_ends_with_the_third_occurrence(precise: Backbone) -> None:
     stuck = make_model("llama", torch.float64)
     token = run(precise)[0][0]
     with torch.no_grad():
@@ -509,7 +509,7 @@ URL = "http://server"
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Bodies that a server is sent, which says the last turn again and "b"; four words are cut."""
+    """Request bodies sent to a server that echoes the last turn and "b", cut from four words on."""
     found = list[dict[str, Any]]()
 
     def answered(request: httpx.Request) -> httpx.Response:
@@ -561,13 +561,13 @@ def test_a_servers_answers_are_the_models_ids(asked: list[dict[str, Any]], tmp_p
         author._server.step()
 
 
-def test_a_server_that_is_not_there_is_one_line() -> None:
+def test_an_unreachable_server_gives_an_error_of_one_line() -> None:
     with pytest.raises(SelfspecError, match=r"http://127\.0\.0\.1:9/v1 did not answer") as caught:
         remote("http://127.0.0.1:9/v1/")
     assert "\n" not in str(caught.value)
 
 
-# --- user turns of others
+# --- given user turns
 
 QUESTIONS = ["a", "b", "c", "a b", "A  b", "b a", "c c", "a c", "b c", "c a b"]
 
@@ -599,7 +599,7 @@ def answer(rows: Path, output: Path, ahead: int = 1, **options: Any) -> Counts:
     return writer.counts
 
 
-def test_questions_stay_and_answers_are_the_models(rows: Path, tmp_path: Path) -> None:
+def test_questions_are_kept_and_the_model_answers_them(rows: Path, tmp_path: Path) -> None:
     counts = answer(rows, tmp_path / "out")
     lines = read(tmp_path / "out")
     kept = [text for text in QUESTIONS if text != "A  b"]
@@ -640,7 +640,7 @@ def test_a_row_without_questions_is_refused(
         selfgen.talk_of(record, tokenizer, None)
 
 
-def test_a_broken_run_is_continued_with_the_next_rows(rows: Path, tmp_path: Path) -> None:
+def test_an_interrupted_run_continues_with_the_next_rows(rows: Path, tmp_path: Path) -> None:
     expected = answer(rows, tmp_path / "whole")
     for tokens in (1, 12, None):
         counts = answer(rows, tmp_path / "parts", ahead=3, tokens=tokens)
